@@ -1,0 +1,45 @@
+"""Caches: what was seen, and attention over it. The model knows this protocol and no class behind it."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+Phase = Literal["prefill", "decode"]
+
+
+class Cache(Protocol):
+    """Keys and values of one sequence in every layer.
+
+    A forward calls `begin`, then `attend` for each layer (once, or in phase "prefill" block by block, in order), then
+    `advance`.
+    """
+
+    @property
+    def length(self) -> int:
+        """Tokens whose keys and values are held, or have been and are no longer needed."""
+        ...
+
+    def begin(self, phase: Phase, num_rows: int) -> None:
+        """A forward of `num_rows` rows starts."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Take in new rows and return their attention over all that they may see.
+
+        q [T, H, D], k, v [T, H_kv, D], not rotated: positions are the cache's affair. -> [T, H * D], q's dtype.
+        """
+        ...
+
+    def advance(self, num_tokens: int) -> None:
+        """The forward is over and the first `num_tokens` of its rows count; later ones were padding."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens at most. Also ends a forward that was broken off."""
+        ...
+
+    def nbytes(self) -> int:
+        """Bytes held on the compute device and the host together."""
+        ...

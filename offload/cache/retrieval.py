@@ -1,0 +1,154 @@
+"""The retrieval cache: the part of the full cache that matters now, on the device.
+
+It never makes up its own memory: after each verification it holds chosen chunks of the full cache and, as its *tail*, the
+exact rows after the last whole chunk. Only rows drafted since then are its own, and the next verification drops them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offload.cache import Phase
+from offload.cache.full import FullCache
+from offload.cache.selection import Selection, choose, dilate
+from offload.kernels.attention import attend, fold, unfold
+from offload.kernels.rope import rotate
+from offload.transfer.memory import Memory
+
+_TAIL_STEP = 128  # tokens by which the tail's room grows
+
+
+class RetrievalCache:
+    """Chunks under a budget, and a tail of any length, per layer: [2, H_kv, chosen | tail, D].
+
+    `budget` tokens of chunks, chosen per layer and KV head; the tail comes on top.
+    """
+
+    def __init__(self, memory: Memory, full: FullCache, *, budget: int, chunk: int, selection: Selection) -> None:
+        self._memory, self._full, self._selection = memory, full, selection
+        self.budget, self.chunk = budget, chunk
+        self._num_slots = budget // chunk
+        self._room = _TAIL_STEP
+        self._buffer = self._allocate()
+        self._chosen: Tensor | None = None  # bool [L, H_kv, C]
+        self._slot_of: Tensor | None = None  # int [L, H_kv, C], where chosen
+        self._num_filled = 0  # slots filled, the same in every layer and head
+        self._tail_start = 0
+        self._exact = 0  # tokens up to here are the full cache's, not drafted
+        self.length = 0
+        self.num_fetched = 0  # chunks that crossed from the full cache
+        self._taken = [0] * full.num_layers
+
+    def begin(self, phase: Phase, num_rows: int) -> None:
+        self._taken = [0] * self._full.num_layers
+        self._reserve(self.length + num_rows - self._tail_start)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Cache`."""
+        start, num_rows = self.length + self._taken[layer], q.shape[0]
+        self._taken[layer] += num_rows
+        table = self._full.rope.rows(start, start + num_rows)
+        at = self._num_filled * self.chunk + start - self._tail_start
+        self._buffer[layer, 0, :, at : at + num_rows] = rotate(k, *table).transpose(0, 1)
+        self._buffer[layer, 1, :, at : at + num_rows] = v.transpose(0, 1)
+        query = fold(rotate(q, *table), k.shape[1])
+        visible = None
+        if num_rows > 1:
+            visible = torch.arange(at + 1, at + 1 + num_rows, device=q.device).repeat(query.shape[1] // num_rows)
+        keys, values = self._buffer[layer, :, None, :, : at + num_rows]
+        return unfold(attend(query, keys, values, visible).out, num_rows).to(q.dtype)
+
+    def advance(self, num_tokens: int) -> None:
+        self.length += num_tokens
+
+    def truncate(self, length: int) -> None:
+        """Chunks chosen past `length` go too: then nothing is held, until the next `refresh`."""
+        self._taken = [0] * self._full.num_layers
+        if length < self._tail_start:
+            self._chosen = self._slot_of = None
+            self._num_filled = self._tail_start = 0
+            length = 0
+        self.length = min(self.length, length)
+        self._exact = min(self._exact, length)
+
+    def nbytes(self) -> int:
+        return self._buffer.nbytes
+
+    def refresh(self, num_rows: int) -> None:
+        """Hold what the last verification looked at: its first `num_rows` rows are those whose tokens stayed.
+
+        The full cache has been truncated to the verified tokens; this cache then holds exactly these.
+        """
+        self._full.wait_home()
+        length = self._full.length
+        if self._selection.rule == "mass" or self._chosen is None:
+            self._tail_start = length // self.chunk * self.chunk
+            self._exact = self._tail_start
+            self._hold(choose(self._scores(num_rows), self._num_slots) if self._tail_start else None)
+        self._fetch_tail(length)
+
+    def _scores(self, num_rows: int) -> Tensor:
+        """Of each whole chunk, [L, H_kv, C] fp32."""
+        num_chunks = self._tail_start // self.chunk
+        if self._selection.rule == "published":
+            return self._full.mean_key_scores(self.chunk)[..., :num_chunks]
+        scores = self._full.mass(num_rows)[..., :num_chunks]
+        reach = -(-self._selection.reach // self.chunk)
+        return dilate(scores, weight=self._selection.dilation, num_chunks=min(reach, num_chunks))
+
+    def _hold(self, chosen: Tensor | None) -> None:
+        """Fetch the chunks that are new into the slots of those that are not wanted any more."""
+        if chosen is None:
+            self._chosen = self._slot_of = None
+            self._num_filled = 0
+            return
+        held, slot_of = torch.zeros_like(chosen), torch.zeros_like(chosen, dtype=torch.long)
+        if self._chosen is not None and self._slot_of is not None:
+            num_kept = min(self._chosen.shape[-1], chosen.shape[-1])
+            held[..., :num_kept] = self._chosen[..., :num_kept]
+            slot_of[..., :num_kept] = self._slot_of[..., :num_kept]
+        num_filled = int(chosen[0, 0].sum())
+        slots = torch.arange(num_filled, device=chosen.device).expand(*chosen.shape[:2], -1)
+        used = torch.zeros(*chosen.shape[:2], num_filled, dtype=torch.bool, device=chosen.device)
+        kept = held & chosen & (slot_of < num_filled)
+        layers, heads, chunks = kept.nonzero(as_tuple=True)
+        used[layers, heads, slot_of[layers, heads, chunks]] = True
+        missing = chosen & ~kept
+        # Row by row there are as many free slots as missing chunks, and both lists are in row order: they pair up.
+        where = missing.nonzero(as_tuple=True)
+        free = slots[~used]
+        slot_of[where] = free
+        self._fetch_chunks(*where, free)
+        self._chosen, self._slot_of, self._num_filled = chosen, slot_of, num_filled
+
+    def _fetch_chunks(self, layers: Tensor, heads: Tensor, chunks: Tensor, slots: Tensor) -> None:
+        self.num_fetched += layers.numel()
+        if not layers.numel():
+            return
+        rows = self._full.read_chunks(layers, heads, chunks, self.chunk)
+        end = self._num_slots * self.chunk
+        target = self._buffer[:, :, :, :end].unflatten(3, (self._num_slots, self.chunk))
+        target[layers, 0, heads, slots] = rows[:, 0]
+        target[layers, 1, heads, slots] = rows[:, 1]
+
+    def _fetch_tail(self, length: int) -> None:
+        """Exact rows for the tail: what the drafts left there was computed from a part of the cache."""
+        self._reserve(length - self._tail_start)
+        at = self._num_filled * self.chunk - self._tail_start
+        self._buffer[:, :, :, at + self._exact : at + length] = self._full.read_rows(self._exact, length)
+        self.length = self._exact = length
+
+    def _reserve(self, tail: int) -> None:
+        if tail <= self._room:
+            return
+        old = self._buffer
+        self._room = -(-tail // _TAIL_STEP) * _TAIL_STEP
+        self._buffer = self._allocate()
+        self._buffer[:, :, :, : old.shape[3]] = old
+        self._memory.released(old, tier="device", purpose="retrieval cache")
+
+    def _allocate(self) -> Tensor:
+        shape = self._full.shape
+        size = (self._full.num_layers, 2, shape.num_kv_heads, self.budget + self._room, shape.head_dim)
+        return self._memory.allocate(size, shape.dtype, tier="device", purpose="retrieval cache")

@@ -1,0 +1,149 @@
+"""The draft's cache: attention sinks and a recent window (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453)."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from offload.cache import Phase
+from offload.kernels.attention import Part, attend, fold, merge, unfold
+from offload.kernels.rope import RopeTable, rotate
+from offload.transfer.memory import Memory
+
+
+class StreamingCache:
+    """Each row sees the first `sinks` tokens and the last `window` tokens up to itself, at in-cache positions.
+
+    In-cache positions number what is seen without a gap. Attention depends on distances only, so the window is rotated at
+    absolute positions, and a row far from the start meets the sinks with its query rotated to the in-cache position
+    `sinks + window - 1`. Nothing is ever rotated again, and what a row sees depends on its position alone.
+
+    The window's buffer has room for `slack` more tokens, so that rejected rows overwrite nothing a shorter sequence
+    needs. Truncation past what is held empties the cache: the tokens become pending again.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        rope: RopeTable,
+        sinks: int,
+        window: int,
+        slack: int,
+    ) -> None:
+        self.sinks, self.window, self._rope = sinks, window, rope
+        self._num_slots = 2 * (window + slack)
+        shape = (num_layers, 2, num_kv_heads)
+        self._sink_rows = memory.allocate((*shape, max(sinks, 1), head_dim), dtype, tier="device", purpose="draft cache")
+        self._rows = memory.allocate((*shape, self._num_slots, head_dim), dtype, tier="device", purpose="draft cache")
+        self.length = 0
+        self._first = sinks  # absolute position of slot 0
+        self._taken = [0] * num_layers
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that one forward may take."""
+        return self._num_slots - self.window
+
+    def skip(self, num_pending: int) -> int:
+        """How many of `num_pending` tokens, counted from now, a later row sees nothing of: these need no forward.
+
+        Only after the sinks are in. Jumping over them loses what they would have told the first rows of the window; a
+        draft that is fed its last window only is the price of not running the whole prompt through it.
+        """
+        if self.length < self.sinks:
+            return 0
+        skipped = max(num_pending - self.window, 0)
+        if skipped:
+            self.length += skipped
+            self._first = self.length
+        return skipped
+
+    def begin(self, phase: Phase, num_rows: int) -> None:
+        """A forward starts: make room, keeping the last `window` tokens and as many more as there is room for."""
+        self._taken = [0] * len(self._taken)
+        if num_rows > self.max_rows:
+            raise ValueError(f"{num_rows} rows, the streaming cache takes {self.max_rows} at a time")
+        held = max(self.length - self._first, 0)
+        if held + num_rows > self._num_slots:
+            kept = self._num_slots // 2 if num_rows <= self._num_slots // 2 else self.window
+            kept = min(kept, held)
+            self._rows[:, :, :, :kept] = self._rows[:, :, :, held - kept : held].clone()
+            self._first = self.length - kept
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Cache`."""
+        start, num_rows, num_kv_heads = self.length + self._taken[layer], q.shape[0], k.shape[1]
+        self._taken[layer] += num_rows
+        table = self._rope.rows(start, start + num_rows)
+        self._write(layer, start, rotate(k, *table), v)
+        parts = []
+        if self.sinks:
+            in_cache = fold(self._rotate_for_sinks(q, start), num_kv_heads)
+            parts.append(self._attend_sinks(layer, in_cache, start, num_rows))
+        if start + num_rows > self._first:
+            parts.append(self._attend_window(layer, fold(rotate(q, *table), num_kv_heads), start, num_rows))
+        return unfold(reduce(merge, parts).out, num_rows).to(q.dtype)
+
+    def advance(self, num_tokens: int) -> None:
+        self.length += num_tokens
+        self._taken = [0] * len(self._taken)
+
+    def truncate(self, length: int) -> None:
+        self._taken = [0] * len(self._taken)
+        if length >= self.length:
+            return
+        oldest_needed = max(length + 1 - self.window, self.sinks)
+        if length > self.sinks and oldest_needed < self._first:
+            length = 0
+        self.length = length
+        if length <= self.sinks:
+            self._first = self.sinks
+
+    def nbytes(self) -> int:
+        return self._rows.nbytes + self._sink_rows.nbytes
+
+    def _rotate_for_sinks(self, q: Tensor, start: int) -> Tensor:
+        """Queries at in-cache positions: their own while nothing was left out, the last one of the cache after that."""
+        last = self.sinks + self.window - 1
+        stop = start + q.shape[0]
+        cos, sin = self._rope.rows(min(start, last), min(start, last) + 1)
+        if start < last:
+            cos, sin = self._rope.rows(start, min(stop, last + 1))
+            missing = q.shape[0] - cos.shape[0]
+            if missing:
+                cos = torch.cat([cos, cos[-1:].expand(missing, *cos.shape[1:])])
+                sin = torch.cat([sin, sin[-1:].expand(missing, *sin.shape[1:])])
+        return rotate(q, cos, sin)
+
+    def _write(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
+        num_sinks = min(max(self.sinks - start, 0), k.shape[0])
+        slot = start + num_sinks - self._first
+        for half, rows in enumerate((k.transpose(0, 1), v.transpose(0, 1))):
+            self._sink_rows[layer, half, :, start : start + num_sinks] = rows[:, :num_sinks]
+            self._rows[layer, half, :, slot : slot + k.shape[0] - num_sinks] = rows[:, num_sinks:]
+
+    def _attend_sinks(self, layer: int, query: Tensor, start: int, num_rows: int) -> Part:
+        visible = None
+        if start + 1 < self.sinks:
+            visible = torch.arange(start + 1, start + 1 + num_rows, device=query.device).clamp_(max=self.sinks)
+            visible = visible.repeat(query.shape[1] // num_rows)
+        keys, values = self._sink_rows[layer, :, None]
+        return attend(query, keys, values, visible)
+
+    def _attend_window(self, layer: int, query: Tensor, start: int, num_rows: int) -> Part:
+        """Row t sees the slots from its own back to `window` of them, never before slot 0."""
+        own = start - self._first
+        low, stop = max(own + 1 - self.window, 0), own + num_rows
+        first_visible = num_visible = None
+        if num_rows > 1:
+            position = torch.arange(own - low, stop - low, device=query.device).repeat(query.shape[1] // num_rows)
+            num_visible, first_visible = position + 1, position + 1 - self.window
+        keys, values = self._rows[layer, :, None, :, low:stop]
+        return attend(query, keys, values, num_visible, first_visible=first_visible)

@@ -1,0 +1,304 @@
+"""Tiles: the unit of residence, transfer and attention, and the three ways to have one at hand.
+
+A tile holds `tokens` consecutive tokens of one layer at fixed absolute boundaries, as [2, P, H_kv, S, D]: keys then
+values, P pages of S tokens. Its *home* is where it lives for good. `Resident` tiles are used at home; `StreamedTiles`
+cross the link into staging slots, tile after tile; `PrefillTiles` stay on the device while their layer is worked on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from offload.transfer.link import Event, Link
+from offload.transfer.memory import Memory, Tier
+
+
+@dataclass(frozen=True)
+class TileShape:
+    num_kv_heads: int
+    head_dim: int
+    page_tokens: int
+    num_pages: int
+    dtype: torch.dtype
+
+    @property
+    def tokens(self) -> int:
+        return self.page_tokens * self.num_pages
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (2, self.num_pages, self.num_kv_heads, self.page_tokens, self.head_dim)
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.tokens * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def count(self, num_tokens: int) -> int:
+        """Tiles that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.tokens)
+
+    def used_pages(self, index: int, num_tokens: int) -> int:
+        """Pages of tile `index` that a sequence of `num_tokens` tokens reaches into."""
+        used = min(max(num_tokens - index * self.tokens, 0), self.tokens)
+        return -(-used // self.page_tokens)
+
+
+class TileStore:
+    """The homes of one sequence's tiles: the first `num_resident` of each layer on the device, the rest on the host."""
+
+    def __init__(self, memory: Memory, shape: TileShape, num_layers: int, num_resident: int) -> None:
+        self.shape, self.num_layers, self.num_resident = shape, num_layers, num_resident
+        self._memory = memory
+        self._homes: list[list[Tensor]] = [[] for _ in range(num_layers)]
+
+    def grow(self, num_tokens: int) -> None:
+        """Allocate tiles until `num_tokens` tokens have room."""
+        for index in range(len(self._homes[0]), self.shape.count(num_tokens)):
+            tier: Tier = "device" if index < self.num_resident else "host"
+            for homes in self._homes:
+                homes.append(self._memory.allocate(self.shape.shape, self.shape.dtype, tier=tier, purpose="kv cache"))
+
+    def home(self, layer: int, index: int) -> Tensor:
+        return self._homes[layer][index]
+
+    def nbytes(self) -> int:
+        return sum(len(homes) for homes in self._homes) * self.shape.nbytes
+
+
+class Residence(Protocol):
+    """How tiles are at hand during one forward. Tiles are opened layer by layer, in order, and closed after use."""
+
+    def begin(self, length: int, num_rows: int) -> None:
+        """A forward of `num_rows` rows starts, with `length` tokens in the cache."""
+        ...
+
+    def open(self, layer: int, index: int) -> Tensor:
+        """The tile on the device. The caller may write new rows into it, and says so with `wrote`."""
+        ...
+
+    def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
+        """Tokens start to stop of the opened tile are new."""
+        ...
+
+    def close(self, layer: int, index: int) -> None: ...
+
+    def end(self) -> None:
+        """The forward is over or was broken off: nothing of it is under way any more but copies home."""
+        ...
+
+
+class Resident:
+    """Every tile is on the device: home is where it is used, and nothing moves."""
+
+    def __init__(self, store: TileStore) -> None:
+        self._store = store
+
+    def begin(self, length: int, num_rows: int) -> None:
+        self._store.grow(length + num_rows)
+
+    def open(self, layer: int, index: int) -> Tensor:
+        return self._store.home(layer, index)
+
+    def wrote(self, layer: int, index: int, start: int, stop: int) -> None: ...
+
+    def close(self, layer: int, index: int) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Homeward:
+    """Copies of new rows back to the tiles' homes, and the events that later readers of a home wait for."""
+
+    def __init__(self, store: TileStore, link: Link) -> None:
+        self._store, self._link = store, link
+        self._stored: dict[tuple[int, int], Event] = {}
+
+    def store(self, layer: int, index: int, tile: Tensor, start: int, stop: int) -> None:
+        """Send the pages that tokens start to stop lie in home: whole pages are contiguous in each half."""
+        page = self._store.shape.page_tokens
+        pages = slice(start // page, -(-stop // page))
+        home, ready = self._store.home(layer, index), self._link.record()
+        for half in range(2):
+            self._stored[layer, index] = self._link.to_host(home[half, pages], tile[half, pages], (ready,))
+
+    def before(self, layer: int, index: int) -> tuple[Event, ...]:
+        event = self._stored.get((layer, index))
+        return () if event is None else (event,)
+
+    def wait(self) -> None:
+        """Until every home is up to date."""
+        for event in self._stored.values():
+            event.wait()
+        self._stored.clear()
+
+
+@dataclass
+class _Slot:
+    tile: Tensor
+    full: Event
+    free: Event
+
+
+class StreamedTiles:
+    """Decode with the cache on the host: tiles flow through staging slots in the order in which layers want them.
+
+    While one tile is attended the next is on its way, across layer boundaries too. Only pages in use are copied. New rows
+    are written into the staged tile and copied home from there.
+    """
+
+    def __init__(self, store: TileStore, link: Link, staging: Sequence[Tensor], homeward: Homeward) -> None:
+        self._store, self._link, self._homeward = store, link, homeward
+        self._slots = [_Slot(tile, link.record(), link.record()) for tile in staging]
+        self._order: list[tuple[int, int]] = []
+        self._position: dict[tuple[int, int], int] = {}
+        self._length = 0
+
+    def begin(self, length: int, num_rows: int) -> None:
+        self._store.grow(length + num_rows)
+        streamed = range(self._store.num_resident, self._store.shape.count(length + num_rows))
+        self._order = [(layer, index) for layer in range(self._store.num_layers) for index in streamed]
+        self._position = {key: i for i, key in enumerate(self._order)}
+        self._length = length
+        for position in range(min(len(self._slots), len(self._order))):
+            self._fetch(position)
+
+    def open(self, layer: int, index: int) -> Tensor:
+        if index < self._store.num_resident:
+            return self._store.home(layer, index)
+        slot = self._slot(layer, index)
+        slot.full.wait()
+        return slot.tile
+
+    def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
+        if index >= self._store.num_resident:
+            self._homeward.store(layer, index, self._slot(layer, index).tile, start, stop)
+
+    def close(self, layer: int, index: int) -> None:
+        if index < self._store.num_resident:
+            return
+        slot = self._slot(layer, index)
+        slot.free = self._link.record()
+        following = self._position[layer, index] + len(self._slots)
+        if following < len(self._order):
+            # A copy home may still be reading this slot; it is the one that `before` knows of.
+            self._fetch(following, self._homeward.before(layer, index))
+
+    def end(self) -> None:
+        for slot in self._slots:
+            slot.full.wait()
+        self._order, self._position = [], {}
+
+    def _slot(self, layer: int, index: int) -> _Slot:
+        return self._slots[self._position[layer, index] % len(self._slots)]
+
+    def _fetch(self, position: int, after: tuple[Event, ...] = ()) -> None:
+        layer, index = self._order[position]
+        slot, home = self._slot(layer, index), self._store.home(layer, index)
+        pages = self._store.shape.used_pages(index, self._length)
+        after = (slot.free, *after, *self._homeward.before(layer, index))
+        if pages == self._store.shape.num_pages:
+            slot.full = self._link.to_device(slot.tile, home, after)
+        elif pages:
+            self._link.to_device(slot.tile[0, :pages], home[0, :pages], after)
+            slot.full = self._link.to_device(slot.tile[1, :pages], home[1, :pages], after)
+        else:  # all its rows will be new: only the slot must be ours
+            for event in after:
+                event.wait()
+            slot.full = self._link.record()
+
+
+class PrefillTiles:
+    """Prefill with the cache on the host: one layer's tiles stay on the device while its rows are worked on.
+
+    Each row crosses the link once, homewards, behind the computation; tiles that held tokens before come over once.
+    """
+
+    def __init__(self, store: TileStore, link: Link, memory: Memory, homeward: Homeward) -> None:
+        self._store, self._link, self._memory, self._homeward = store, link, memory, homeward
+        self._tiles: list[Tensor] = []
+        self._full: dict[int, Event] = {}
+        self._unsent: dict[int, tuple[int, int]] = {}  # tile index -> rows written and not yet sent home
+        self._layer = -1
+        self._length = 0
+
+    def begin(self, length: int, num_rows: int) -> None:
+        self._store.grow(length + num_rows)
+        shape = self._store.shape
+        for _ in range(len(self._tiles), shape.count(length + num_rows) - self._store.num_resident):
+            block = self._memory.allocate(shape.shape, shape.dtype, tier="device", purpose="prefill tiles")
+            self._tiles.append(block)
+        self._length, self._layer = length, -1
+
+    def open(self, layer: int, index: int) -> Tensor:
+        if layer != self._layer:
+            self._enter(layer)
+        if index < self._store.num_resident:
+            return self._store.home(layer, index)
+        if (full := self._full.pop(index, None)) is not None:
+            full.wait()
+        return self._tile(index)
+
+    def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
+        if index < self._store.num_resident:
+            return
+        first, _ = self._unsent.get(index, (start, stop))
+        self._unsent[index] = (first, stop)
+        if stop == self._store.shape.tokens:
+            self._send(index)
+
+    def close(self, layer: int, index: int) -> None: ...
+
+    def end(self) -> None:
+        """Send the last layer home and give the device memory back."""
+        self._leave()
+        self._homeward.wait()
+        for full in self._full.values():
+            full.wait()
+        self._full.clear()
+        for tile in self._tiles:
+            self._memory.released(tile, tier="device", purpose="prefill tiles")
+        self._tiles.clear()
+
+    def _tile(self, index: int) -> Tensor:
+        return self._tiles[index - self._store.num_resident]
+
+    def _enter(self, layer: int) -> None:
+        """Start fetching what `layer` held before; a tile is overwritten only after the last layer's copy of it left."""
+        self._leave()
+        previous, self._layer = self._layer, layer
+        shape, free = self._store.shape, self._link.record()
+        for offset, tile in enumerate(self._tiles):
+            index = offset + self._store.num_resident
+            left = self._homeward.before(previous, index)
+            pages = shape.used_pages(index, self._length)
+            after = (free, *left, *self._homeward.before(layer, index))
+            if not pages:
+                self._full[index] = _All(after)
+                continue
+            home = self._store.home(layer, index)
+            self._link.to_device(tile[0, :pages], home[0, :pages], after)
+            self._full[index] = self._link.to_device(tile[1, :pages], home[1, :pages], after)
+
+    def _leave(self) -> None:
+        for index in list(self._unsent):
+            self._send(index)
+
+    def _send(self, index: int) -> None:
+        start, stop = self._unsent.pop(index)
+        self._homeward.store(self._layer, index, self._tile(index), start, stop)
+
+
+@dataclass(frozen=True)
+class _All:
+    """Has happened when all of `events` have."""
+
+    events: tuple[Event, ...]
+
+    def wait(self) -> None:
+        for event in self.events:
+            event.wait()

@@ -1,0 +1,57 @@
+"""The token loop: prefill, rounds, stop conditions. Knows no terminal and no tokenizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from offload.decode.speculation import Speculator
+from offload.metrics import Stats
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tokens that one round emitted, cut after an end token. `finish` is set on the last run only."""
+
+    tokens: list[int]
+    finish: FinishReason | None
+
+
+def generate(
+    prompt: Sequence[int],
+    speculator: Speculator,
+    *,
+    prefill: Callable[[Sequence[int]], None],
+    num_pending: int,
+    max_tokens: int,
+    end_tokens: Collection[int],
+    stats: Stats,
+) -> Iterator[Run]:
+    """Yield runs until an end token was emitted ("stop") or `max_tokens` were ("length").
+
+    prompt: at least one token. `prefill(tokens)` puts all but the last `num_pending` (1 or more) of them into the caches;
+    these are pending in the first round, which runs without drafts, so that the first token comes as early as it can.
+    The caller may stop at any yield and truncate the speculator to what it kept. Rounds never draft past `max_tokens`.
+    """
+    start = time.perf_counter()
+    prefill(prompt[: max(len(prompt) - num_pending, 0)])
+    sequence = list(prompt)
+    stats.prefill_seconds = time.perf_counter() - start
+    remaining = max_tokens
+    while remaining > 0:
+        first = len(sequence) == len(prompt)
+        tokens = speculator.round(sequence, 1 if first else remaining).tokens
+        now = time.perf_counter()
+        if first:
+            stats.first_token_seconds = now - start
+        stats.decode_seconds = now - start - stats.first_token_seconds
+        ended = next((i + 1 for i, token in enumerate(tokens) if token in end_tokens), None)
+        tokens = tokens[:ended]
+        sequence += tokens
+        remaining -= len(tokens)
+        stats.output_tokens += len(tokens)
+        yield Run(tokens, "stop" if ended else "length" if remaining == 0 else None)

@@ -1,0 +1,107 @@
+"""From logits to the sampling law, once, and the source of randomness."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from offload.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """The law a request samples from. `temperature` 0 is greedy: a one-hot law, not a limit of soft ones.
+
+    Truncations apply in the order top-k, top-p, min-p, each to the renormalised result of the one before, after the
+    temperature. `top_k` 0, `top_p` 1 and `min_p` 0 switch them off.
+    """
+
+    temperature: float = 0.6
+    top_k: int = 0
+    top_p: float = 0.9
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature <= 100.0:
+            raise UsageError(f"temperature is {self.temperature}, it must be from 0 (greedy) to 100")
+        if self.top_k < 0:
+            raise UsageError(f"top-k is {self.top_k}, it must be 0 (off) or more")
+        if not 0.0 < self.top_p <= 1.0:
+            raise UsageError(f"top-p is {self.top_p}, it must be above 0 and at most 1 (off)")
+        if not 0.0 <= self.min_p < 1.0:
+            raise UsageError(f"min-p is {self.min_p}, it must be from 0 (off) to below 1")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise UsageError(f"seed is {self.seed}, it must be from 0 to 2^63 - 1")
+
+
+def warp(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The law of the next token: logits [T, V], any float dtype -> probabilities [T, V] fp32, each row summing to 1."""
+    logits = logits.float()
+    if params.temperature == 0.0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    # A tiny temperature may overflow a large logit: subtract the maximum first, which changes no probability.
+    logits = (logits - logits.amax(-1, keepdim=True)) / params.temperature
+    if 0 < params.top_k < logits.shape[-1]:
+        smallest = logits.topk(params.top_k, -1).values[..., -1:]
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    probs = logits.softmax(-1)
+    if params.top_p < 1.0:
+        probs = _keep_top_p(probs, params.top_p)
+    if params.min_p > 0.0:
+        probs = _renormalise(probs.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), 0.0))
+    return probs
+
+
+def _keep_top_p(probs: Tensor, top_p: float) -> Tensor:
+    """The smallest set of most likely tokens whose mass reaches `top_p`, renormalised (Holtzman et al., 2020)."""
+    ordered, order = probs.sort(-1, descending=True, stable=True)
+    mass_before = ordered.cumsum(-1) - ordered
+    ordered = ordered.masked_fill(mass_before >= top_p, 0.0)
+    return _renormalise(torch.zeros_like(probs).scatter_(-1, order, ordered))
+
+
+def _renormalise(probs: Tensor) -> Tensor:
+    return probs / probs.sum(-1, keepdim=True)
+
+
+class RandomSource(Protocol):
+    """All randomness of decoding. Tests inject one that takes every branch and weighs it."""
+
+    def accepts(self, probability: float) -> bool:
+        """True with `probability` (values of 1 and more: always; 0: never)."""
+        ...
+
+    def draw(self, probs: Tensor) -> int:
+        """One index from `probs` [V], which sums to 1 within rounding."""
+        ...
+
+
+class SeededSource:
+    """A `torch.Generator` on the CPU: a fresh uniform for each decision and another for each draw."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+
+    def accepts(self, probability: float) -> bool:
+        return self._uniform() < probability
+
+    def draw(self, probs: Tensor) -> int:
+        """Inverse transform in fp64 over the support, so a token of probability zero is never drawn."""
+        support = probs.nonzero().squeeze(-1)
+        if support.numel() == 1:
+            return int(support)
+        mass = probs[support].double().cumsum(0)
+        index = int(torch.searchsorted(mass, self._uniform() * mass[-1].item(), right=True))
+        return int(support[min(index, support.numel() - 1)])
+
+    def _uniform(self) -> float:
+        """A uniform in [0, 1), fp64."""
+        return float(torch.rand((), generator=self._generator, dtype=torch.float64))

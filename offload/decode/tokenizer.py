@@ -1,0 +1,116 @@
+"""Text to tokens and back, as it is generated: whole characters only, and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from offload.errors import ModelError
+
+_REPLACEMENT = "\ufffd"
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer from local files. Never runs remote code, never downloads."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Raises ModelError where the folder has no tokenizer that loads."""
+        from transformers import AutoTokenizer
+
+        try:
+            inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # the library raises whatever the broken file makes it raise
+            raise ModelError(f"{folder}: no usable tokenizer ({error}); tokenizer.json is needed") from error
+        return cls(inner)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._inner.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of `text`, with the special tokens that the model wants at the start."""
+        tokens = self._inner.encode(text, verbose=False)
+        eos = self._inner.eos_token_id
+        # Some tokenizers also close the text; a prompt goes on.
+        return tokens[:-1] if len(tokens) > 1 and tokens[-1] == eos else tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._inner.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def vocabulary(self) -> dict[str, int]:
+        return self._inner.get_vocab()
+
+
+class Detokenizer:
+    """Text of a growing sequence, in pieces that never split a character.
+
+    Decoding a token alone is wrong (leading spaces, bytes of one character spread over tokens), so each piece is the
+    difference of two decodings that start at the same earlier token. Text that ends inside a character waits.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+        """context: the prompt; only its end is looked at."""
+        self._tokenizer = tokenizer
+        self._tokens = list(context[-8:])
+        self._start, self._end = 0, len(self._tokens)
+
+    def push(self, token: int) -> str:
+        """The text that is complete with this token, maybe none."""
+        self._tokens.append(token)
+        before = self._tokenizer.decode(self._tokens[self._start : self._end])
+        after = self._tokenizer.decode(self._tokens[self._start :])
+        if after.endswith(_REPLACEMENT) or len(after) < len(before):
+            return ""
+        self._start, self._end = self._end, len(self._tokens)
+        return after[len(before) :]
+
+    def flush(self) -> str:
+        """What is left at the end, an unfinished character as the replacement character."""
+        before = self._tokenizer.decode(self._tokens[self._start : self._end])
+        after = self._tokenizer.decode(self._tokens[self._start :])
+        self._start = self._end = len(self._tokens)
+        return after[len(before) :]
+
+
+class StopStrings:
+    """Passes text on until one of `stops` appears in it; holds back what may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        """The text that is safe to show. After the earliest stop string nothing more comes."""
+        if self.found:
+            return ""
+        self._held += text
+        hits = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if hits:
+            self.found = True
+            shown, self._held = self._held[: min(hits)], ""
+            return shown
+        cut = len(self._held) - self._num_held()
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown
+
+    def flush(self) -> str:
+        """What was held back and turned out to be no stop string."""
+        shown, self._held = self._held, ""
+        return shown
+
+    def _num_held(self) -> int:
+        """The longest end of the text that is a beginning of some stop string."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        for count in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-count:]) for stop in self._stops):
+                return count
+        return 0

@@ -1,0 +1,61 @@
+"""The one rule that keeps speculative output exact, used at every level.
+
+Speculative sampling: Leviathan et al. 2023 (arXiv 2211.17192, theorem 1 and appendix A.1), Chen et al. 2023
+(arXiv 2302.01318). docs/exactness.md has the proof for two levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.decode.sampling import RandomSource
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one verification emits: the first `num_accepted` drafted tokens and then `next_token`."""
+
+    num_accepted: int
+    next_token: int  # the correction at a rejection, the bonus after full acceptance
+
+
+def verify(drafted: Sequence[int], draft_probs: Tensor, target_probs: Tensor, random: RandomSource) -> Verdict:
+    """Keep a prefix of `drafted` and draw one more token, so that each emitted token follows `target_probs`.
+
+    drafted: n tokens; draft_probs [n, V]: the law that each was drawn from, exactly; target_probs [n + 1, V]: the target's
+    law at each place and after the last. Both warped already, in fp32 or better.
+    Left to right a token x is kept with probability min(1, target[x] / draft[x]); at the first rejection the correction
+    comes from the residual max(target - draft, 0), renormalised and never warped again; after full acceptance the bonus
+    comes from the last row of `target_probs`.
+    """
+    n = len(drafted)
+    if draft_probs.shape[0] != n or target_probs.shape[0] != n + 1 or draft_probs.shape[1:] != target_probs.shape[1:]:
+        raise ValueError(f"{n} drafted tokens, draft_probs {draft_probs.shape}, target_probs {target_probs.shape}")
+    for i, ratio in enumerate(_ratios(drafted, draft_probs, target_probs)):
+        if not random.accepts(ratio):
+            return Verdict(i, random.draw(residual(target_probs[i], draft_probs[i])))
+    return Verdict(n, random.draw(target_probs[n]))
+
+
+def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """The law of the correction, [V]: normalise(max(target - draft, 0)).
+
+    Where rounding leaves nothing of it (the laws are equal, so a rejection has probability zero), the target's own law.
+    """
+    rest = (target_probs - draft_probs).clamp_(min=0.0)
+    total = rest.sum()
+    return rest / total if total > 0 else target_probs
+
+
+def _ratios(drafted: Sequence[int], draft_probs: Tensor, target_probs: Tensor) -> list[float]:
+    """target / draft at each drafted token, all in one transfer to the host."""
+    if not drafted:
+        return []
+    tokens = torch.tensor(drafted, device=target_probs.device).unsqueeze(-1)
+    target = target_probs[:-1].gather(-1, tokens).squeeze(-1)
+    draft = draft_probs.gather(-1, tokens).squeeze(-1)
+    return (target.double() / draft.double()).tolist()

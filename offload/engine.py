@@ -1,0 +1,334 @@
+"""The roof: builds everything from a `Plan`, owns lifetimes, generates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from offload.cache.full import FullCache
+from offload.cache.retrieval import RetrievalCache
+from offload.cache.selection import Selection
+from offload.cache.streaming import StreamingCache
+from offload.cache.tiles import TileShape
+from offload.decode import generation
+from offload.decode.generation import FinishReason
+from offload.decode.sampling import SamplingParams, SeededSource, warp
+from offload.decode.speculation import ModelProposer, Proposer, Speculator
+from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
+from offload.errors import DoesNotFit, ModelError, UsageError
+from offload.kernels.rope import RopeTable, rope_table
+from offload.metrics import LinkStats, Stats
+from offload.model.decoder import Decoder
+from offload.model.level import Level, StreamingLevel, prefill
+from offload.plan.config import ModelConfig
+from offload.plan.hardware import probe
+from offload.plan.planner import Options, Plan, make_plan
+from offload.transfer.checkpoint import Checkpoint, expected_tensors
+from offload.transfer.link import Link, PacedLink
+from offload.transfer.memory import Memory
+from offload.transfer.weights import load_weights
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a long stage is."""
+
+    stage: Literal["load", "prefill"]
+    done: int
+    total: int
+    unit: Literal["bytes", "tokens"]
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def _ignore(progress: Progress) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Step:
+    """What came at once: accepted tokens and the text that is complete with them. `finish` on the last step only."""
+
+    text: str
+    tokens: list[int]
+    finish: FinishReason | None
+
+
+def load_tokenizer(model: Path, draft: Path | None) -> Tokenizer:
+    """The target's tokenizer. Raises ModelError where a folder has none or the draft's vocabulary is another."""
+    tokenizer = Tokenizer.from_folder(model)
+    if draft is not None:
+        ours, theirs = tokenizer.vocabulary(), Tokenizer.from_folder(draft).vocabulary()
+        if ours != theirs:
+            raise ModelError(
+                f"the draft {draft} has another vocabulary ({len(theirs)} tokens) than the target {model} "
+                f"({len(ours)} tokens); name a draft with the target's tokenizer, or --draft none"
+            )
+    return tokenizer
+
+
+def plan_request(
+    model: Path, draft: Path | None, options: Options, *, num_prompt_tokens: int, max_tokens: int
+) -> Plan:
+    """The plan for one request on this machine. Raises ModelError, UsageError, DoesNotFit."""
+    target = ModelConfig.from_folder(model)
+    return make_plan(
+        target,
+        ModelConfig.from_folder(draft) if draft is not None and options.speculation else None,
+        options,
+        probe(options.device),
+        num_prompt_tokens=num_prompt_tokens,
+        max_tokens=max_tokens,
+    )
+
+
+class Engine:
+    """Models, caches and a link for one plan. A context manager: `close` ends the link's threads."""
+
+    def __init__(
+        self, plan: Plan, target: Decoder, draft: Decoder | None, tokenizer: Tokenizer, memory: Memory, link: Link | None
+    ) -> None:
+        self.plan, self.tokenizer, self.memory, self.stats = plan, tokenizer, memory, Stats()
+        self._target, self._draft, self._link = target, draft, link
+        self._load_seconds = 0.0
+        self._link_at_start = self._link_at_decode = LinkStats()
+        width = min(len(tokenizer), target.config.vocab_size)
+        if draft is not None and draft.config.vocab_size < width:
+            raise ModelError(f"the draft scores {draft.config.vocab_size} tokens, the target {width}; --draft none")
+        slack = plan.gamma + plan.draft_gamma + 2 * plan.rows
+        self._full = self._make_full_cache(slack)
+        self._full_level = Level("target", target, self._full, vocab_size=width, rows=plan.rows, link=link)
+        self._retrieval: RetrievalCache | None = None
+        self._levels = [self._full_level]
+        if "retrieval" in plan.levels:
+            selection = Selection(rule="published" if plan.selection == "published" else "mass", reach=plan.gamma)
+            self._retrieval = RetrievalCache(memory, self._full, budget=plan.budget, chunk=plan.chunk, selection=selection)
+            self._levels.append(Level("retrieval", target, self._retrieval, vocab_size=width, link=link))
+        if "draft" in plan.levels and draft is not None:
+            self._levels.append(StreamingLevel("draft", draft, self._make_draft_cache(draft, slack), vocab_size=width))
+
+    @classmethod
+    def load(
+        cls, plan: Plan, model: Path, draft: Path | None, tokenizer: Tokenizer, *, on_progress: OnProgress = _ignore
+    ) -> Engine:
+        """Read the weights to where the plan wants them. Raises ModelError."""
+        start = time.perf_counter()
+        memory = Memory(torch.device(plan.device))
+        link = _make_link(plan)
+        loader = _Loader(memory, DTYPES[plan.dtype], on_progress)
+        folders = [model] + ([draft] if draft is not None and "draft" in plan.levels else [])
+        configs = [ModelConfig.from_folder(folder) for folder in folders]
+        loader.total = sum(config.weight_bytes(loader.dtype.itemsize) for config in configs)
+        decoders = [
+            loader.load(folder, config, link if folder == model and "weights" in plan.offload else None)
+            for folder, config in zip(folders, configs, strict=True)
+        ]
+        engine = cls(plan, decoders[0], decoders[1] if len(decoders) > 1 else None, tokenizer, memory, link)
+        engine._load_seconds = time.perf_counter() - start
+        return engine
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        on_progress: OnProgress = _ignore,
+    ) -> Iterator[Step]:
+        """Yield text as it is accepted. After the last step the caches hold the prompt and the kept tokens, no more.
+
+        A stop string ends the text before it; tokens after the one that completes it are dropped, inside an accepted run
+        too. Stopping early (closing the iterator, Ctrl-C) leaves the caches consistent.
+        """
+        if not prompt:
+            raise UsageError("the prompt is empty; give at least one token")
+        if len(prompt) + max_tokens > self.plan.capacity:
+            raise DoesNotFit(
+                f"{len(prompt)} prompt tokens and {max_tokens} new ones are more than the planned {self.plan.capacity}"
+            )
+        speculator = self._make_speculator(sampling)
+        self._start(len(prompt), speculator)
+        kept = len(prompt)
+        detokenizer, stops = Detokenizer(self.tokenizer, prompt), StopStrings(stop)
+        runs = generation.generate(
+            prompt,
+            speculator,
+            prefill=lambda tokens: self._prefill(tokens, on_progress),
+            num_pending=self.plan.rows,
+            max_tokens=max_tokens,
+            end_tokens=self._end_tokens(),
+            stats=self.stats,
+        )
+        try:
+            for run in runs:
+                step = _show(run, detokenizer, stops, self._end_tokens())
+                self.stats.output_tokens -= len(run.tokens) - len(step.tokens)
+                kept += len(step.tokens)
+                self._measure_link()
+                yield step
+                if step.finish is not None:
+                    return
+        finally:
+            speculator.truncate(kept)
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _end_tokens(self) -> frozenset[int]:
+        own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
+        return frozenset((*self._target.config.eos_token_ids, *own))
+
+    def _start(self, num_prompt_tokens: int, speculator: Speculator) -> None:
+        """Fresh counters and empty caches."""
+        speculator.truncate(0)
+        self.stats = Stats(prompt_tokens=num_prompt_tokens, load_seconds=self._load_seconds)
+        for level in self._levels:
+            level.stats = type(level.stats)(level.stats.name)
+        self.stats.levels = [level.stats for level in self._levels]
+        self._link_at_start = self._link_at_decode = self._link.stats if self._link else LinkStats()
+
+    def _prefill(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
+        def report(num_tokens: int) -> None:
+            on_progress(Progress("prefill", num_tokens, len(tokens), "tokens"))
+
+        prefill(self._target, self._full, tokens, walk=self.plan.walk, on_tokens=report)
+        if self._link is not None:
+            self._link_at_decode = self._link.stats
+
+    def _measure_link(self) -> None:
+        if self._link is None:
+            return
+        now = self._link.stats
+        self.stats.prefill_link = self._link_at_decode - self._link_at_start
+        self.stats.decode_link = now - self._link_at_decode
+
+    def _make_speculator(self, sampling: SamplingParams) -> Speculator:
+        """The levels of the plan, stacked: each verifies what the one below proposes."""
+        random = SeededSource(sampling.seed)
+
+        def law(logits: torch.Tensor) -> torch.Tensor:
+            return warp(logits, sampling)
+
+        proposer: Proposer | None = None
+        if self._retrieval is not None:
+            retrieval = self._levels[1]
+            if len(self._levels) > 2:
+                drafts = ModelProposer(self._levels[2], law, random)
+                proposer = Speculator(retrieval, drafts, gamma=self.plan.draft_gamma, warp=law, random=random)
+            else:
+                proposer = ModelProposer(retrieval, law, random)
+        refresh = None if self._retrieval is None else self._refresh
+        return Speculator(
+            self._full_level, proposer, gamma=self.plan.gamma, warp=law, random=random, on_verified=refresh
+        )
+
+    def _refresh(self, num_rows: int) -> None:
+        assert self._retrieval is not None
+        start = time.perf_counter()
+        self._retrieval.refresh(num_rows)
+        self.stats.refresh_seconds += time.perf_counter() - start
+
+    def _make_full_cache(self, slack: int) -> FullCache:
+        plan, config = self.plan, self._target.config
+        shape = TileShape(
+            config.num_kv_heads,
+            config.head_dim,
+            plan.page_tokens,
+            plan.tile_tokens // plan.page_tokens,
+            DTYPES[plan.dtype],
+        )
+        return FullCache(
+            self.memory,
+            shape,
+            num_layers=config.num_layers,
+            rope=self._rope(config, slack),
+            rows=plan.rows,
+            link=self._link if "kv" in plan.offload else None,
+            mass_chunk=plan.chunk if "retrieval" in plan.levels and plan.selection == "mass" else None,
+        )
+
+    def _make_draft_cache(self, draft: Decoder, slack: int) -> StreamingCache:
+        config = draft.config
+        return StreamingCache(
+            self.memory,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=DTYPES[self.plan.dtype],
+            rope=self._rope(config, slack),
+            sinks=self.plan.sinks,
+            window=self.plan.window,
+            slack=slack,
+        )
+
+    def _rope(self, config: ModelConfig, slack: int) -> RopeTable:
+        capacity = self.plan.capacity
+        table = rope_table(config, capacity + slack, capacity, self.plan.device)
+        return table.to(DTYPES[self.plan.dtype])
+
+
+@dataclass
+class _Loader:
+    """Reads checkpoints and reports bytes."""
+
+    memory: Memory
+    dtype: torch.dtype
+    on_progress: OnProgress
+    total: int = 0
+    done: int = 0
+
+    def load(self, folder: Path, config: ModelConfig, link: Link | None) -> Decoder:
+        with Checkpoint.open(folder) as checkpoint:
+            ignored = ("*.rotary_emb.inv_freq", *(("lm_head.weight",) if config.tie_embeddings else ()))
+            checkpoint.check(expected_tensors(config), ignore=ignored)
+            weights = load_weights(
+                checkpoint, config, self.memory, dtype=self.dtype, link=link, on_bytes=self._count
+            )
+        return Decoder(config, weights)
+
+    def _count(self, num_bytes: int) -> None:
+        self.done = min(self.done + num_bytes, self.total)
+        self.on_progress(Progress("load", self.done, self.total, "bytes"))
+
+
+def _make_link(plan: Plan) -> Link | None:
+    if not plan.offload:
+        return None
+    if not plan.device.startswith("cpu"):
+        raise UsageError(f"--offload on {plan.device} needs the CUDA link, which is not built yet; try --device cpu")
+    return PacedLink(plan.link_bytes_per_second)
+
+
+def _show(
+    run: generation.Run, detokenizer: Detokenizer, stops: StopStrings, end_tokens: frozenset[int]
+) -> Step:
+    """The run's text, cut after the token that completes a stop string. End tokens print nothing."""
+    text, tokens = "", []
+    for token in run.tokens:
+        tokens.append(token)
+        if token not in end_tokens:
+            text += stops.push(detokenizer.push(token))
+        if stops.found:
+            return Step(text, tokens, "stop")
+    if run.finish is not None:
+        text += stops.push(detokenizer.flush())
+        if stops.found:
+            return Step(text, tokens, "stop")
+        text += stops.flush()
+    return Step(text, tokens, run.finish)

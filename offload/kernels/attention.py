@@ -1,0 +1,117 @@
+"""Attention over pages of keys and values that returns (out, lse), and the merge of such parts.
+
+Rows are folded for grouped-query attention: the `G = H / H_kv` query heads that share a KV head become `G * T` rows of
+it, so every key is read once. Letters: T new rows, R = G * T folded rows, P pages of S tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """Attention over a part of the keys.
+
+    out [H_kv, R, D] fp32, normalised over this part; lse [H_kv, R] fp32, the log of the softmax's denominator, -inf where
+    a row sees no key (its out is 0 then); mass [H_kv, R, C] fp32 or None: each row's softmax mass per chunk, of this part.
+    """
+
+    out: Tensor
+    lse: Tensor
+    mass: Tensor | None = None
+
+
+def fold(q: Tensor, num_kv_heads: int) -> Tensor:
+    """q [T, H, D] -> [H_kv, G * T, D], row g * T + t."""
+    num_rows, num_heads, head_dim = q.shape
+    grouped = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    return grouped.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
+
+
+def unfold(out: Tensor, num_rows: int) -> Tensor:
+    """[H_kv, G * T, D] -> [T, H * D]."""
+    num_kv_heads, _, head_dim = out.shape
+    return out.view(num_kv_heads, -1, num_rows, head_dim).permute(2, 0, 1, 3).reshape(num_rows, -1)
+
+
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    num_visible: Tensor | None,
+    *,
+    first_visible: Tensor | None = None,
+    chunk: int | None = None,
+) -> Part:
+    """Exact attention with the scores in memory: for few rows, and where the softmax mass is wanted.
+
+    q [H_kv, R, D]; keys, values [P, H_kv, S, D], same dtype, finite everywhere; num_visible [R] int: how many of the P * S
+    tokens each row sees, None for all; of these it sees none before `first_visible` [R], None for 0. `chunk` (a divisor of S) also returns the mass per chunk of that many tokens.
+    The shapes alone fix the order of every sum, and hidden keys add exact zeros: a row's bits depend neither on what
+    hidden keys hold nor on the rows beside it. Memory: 6 bytes a score in 16 bit.
+    """
+    num_pages, num_kv_heads, page, head_dim = keys.shape
+    rows = q.shape[1]
+    batch = (num_pages * num_kv_heads, rows)
+    repeated = q.expand(num_pages, -1, -1, -1).reshape(*batch, head_dim)
+    flat_keys = keys.reshape(-1, page, head_dim).transpose(1, 2)
+    scores = torch.baddbmm(q.new_zeros(()), repeated, flat_keys, beta=0, alpha=head_dim**-0.5)
+    weights = scores.float().view(num_pages, num_kv_heads, rows, page)
+    if num_visible is not None:
+        weights.masked_fill_(_hidden(num_visible, num_pages, page, first_visible), -torch.inf)
+    top = weights.amax(dim=(0, 3))
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    weights.sub_(top[:, :, None]).exp_()
+    total = weights.sum(3).sum(0)
+    out = torch.bmm(weights.to(values.dtype).view(*batch, page), values.reshape(-1, page, head_dim))
+    denominator = total.clamp(min=torch.finfo(torch.float32).tiny)
+    mass = None
+    if chunk is not None:
+        per_chunk = weights.view(num_pages, num_kv_heads, rows, page // chunk, chunk).sum(-1)
+        mass = per_chunk.permute(1, 2, 0, 3).reshape(num_kv_heads, rows, -1) / denominator[..., None]
+    out = out.view(num_pages, num_kv_heads, rows, head_dim).float().sum(0) / denominator[..., None]
+    return Part(out, top + total.log(), mass)
+
+
+def attend_flash(q: Tensor, keys: Tensor, values: Tensor, num_visible: Tensor | None) -> Part:
+    """As `attend`, page by page through torch's fused CPU kernel: for many rows (prefill). Never holds the scores."""
+    num_pages, num_kv_heads, page, head_dim = keys.shape
+    mask = None
+    if num_visible is not None:
+        hidden = _hidden(num_visible, num_pages, page)
+        mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.expand(num_pages, -1, -1, -1), keys, values, attn_mask=mask
+    )
+    lse = lse.float().view(num_pages, num_kv_heads, -1)
+    if num_visible is not None:  # the kernel's answer for a row that sees nothing in a page is not defined
+        starts = torch.arange(num_pages, device=q.device) * page
+        blind = (num_visible[None, :] <= starts[:, None])[:, None, :]
+        lse = lse.masked_fill(blind, -torch.inf)
+        out = out.masked_fill(blind[..., None], 0.0)
+    top = lse.amax(0)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    weights = (lse - top).exp()
+    total = weights.sum(0)
+    denominator = total.clamp(min=torch.finfo(torch.float32).tiny)
+    merged = (out.float() * weights[..., None]).sum(0) / denominator[..., None]
+    return Part(merged, top + total.log())
+
+
+def merge(first: Part, second: Part) -> Part:
+    """Attention over both parts' keys, `out` and `lse` only. A part that a row sees nothing of changes none of its bits."""
+    lse = torch.logaddexp(first.lse, second.lse)
+    base = lse.masked_fill(lse == -torch.inf, 0.0)
+    first_share, second_share = (first.lse - base).exp(), (second.lse - base).exp()
+    return Part(first.out * first_share[..., None] + second.out * second_share[..., None], lse)
+
+
+def _hidden(num_visible: Tensor, num_pages: int, page: int, first_visible: Tensor | None = None) -> Tensor:
+    """[P, 1, R, S] bool: the keys that each row must not see."""
+    index = torch.arange(num_pages * page, device=num_visible.device).view(num_pages, 1, 1, page)
+    hidden = index >= num_visible.view(1, 1, -1, 1)
+    return hidden if first_visible is None else hidden | (index < first_visible.view(1, 1, -1, 1))

@@ -1,0 +1,117 @@
+"""Every printed number, defined once.
+
+Seconds are wall-clock seconds on the host. A *pass* is one forward of a level; a *round* is propose, verify, truncate at
+one level; *acceptance* is accepted / drafted tokens; *tokens per round* is (accepted + 1) averaged over rounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class LevelStats:
+    """Counters of one level (draft, retrieval, target) over the decode phase of one request."""
+
+    name: str
+    passes: int = 0
+    rows: int = 0  # real rows, padding not counted
+    seconds: float = 0.0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    link_bytes: int = 0  # moved to the device during its passes
+
+    @property
+    def acceptance(self) -> float | None:
+        """accepted / drafted, or None where nothing was drafted for this level."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Tokens that one verification at this level buys: accepted ones plus the correction or bonus."""
+        return (self.accepted + self.rounds) / self.rounds if self.rounds else None
+
+    @property
+    def seconds_per_pass(self) -> float | None:
+        return self.seconds / self.passes if self.passes else None
+
+    @contextmanager
+    def measure(self, rows: int) -> Iterator[None]:
+        """Count one pass of `rows` real rows and the time that the body takes."""
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
+        self.passes += 1
+        self.rows += rows
+
+    def as_dict(self) -> dict[str, Any]:
+        derived = {name: getattr(self, name) for name in ("acceptance", "tokens_per_round", "seconds_per_pass")}
+        return asdict(self) | derived
+
+
+@dataclass
+class LinkStats:
+    """What crossed the link. `busy_seconds` is the time in which at least one copy was under way, per direction."""
+
+    bytes_to_device: int = 0
+    bytes_to_host: int = 0
+    busy_seconds: float = 0.0  # host to device
+    bytes_per_second: float | None = None  # the link's set bandwidth; None where there is no link or it is not paced
+
+    def __sub__(self, earlier: LinkStats) -> LinkStats:
+        """What was moved since `earlier`."""
+        return LinkStats(
+            self.bytes_to_device - earlier.bytes_to_device,
+            self.bytes_to_host - earlier.bytes_to_host,
+            self.busy_seconds - earlier.busy_seconds,
+            self.bytes_per_second,
+        )
+
+
+@dataclass
+class Stats:
+    """One request: what `--stats` and `--json` print."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    load_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    first_token_seconds: float = 0.0  # from the start of prefill until the first token was known
+    decode_seconds: float = 0.0  # after the first token
+    refresh_seconds: float = 0.0  # choosing and fetching retrieved chunks, within decode_seconds
+    levels: list[LevelStats] = field(default_factory=list)
+    prefill_link: LinkStats = field(default_factory=LinkStats)
+    decode_link: LinkStats = field(default_factory=LinkStats)
+
+    @property
+    def prompt_tokens_per_second(self) -> float | None:
+        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else None
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Tokens after the first, over the time after the first."""
+        return (self.output_tokens - 1) / self.decode_seconds if self.output_tokens > 1 and self.decode_seconds else None
+
+    @property
+    def milliseconds_per_token(self) -> float | None:
+        rate = self.decode_tokens_per_second
+        return 1000.0 / rate if rate else None
+
+    @property
+    def link_utilisation(self) -> float | None:
+        """Of the full passes: their bytes over what the link could have moved while they ran."""
+        target = next((level for level in self.levels if level.name == "target"), None)
+        if target is None or not self.decode_link.bytes_per_second or not target.seconds:
+            return None
+        return target.link_bytes / (self.decode_link.bytes_per_second * target.seconds)
+
+    def as_dict(self) -> dict[str, Any]:
+        names = ("prompt_tokens_per_second", "decode_tokens_per_second", "milliseconds_per_token", "link_utilisation")
+        data = asdict(self) | {name: getattr(self, name) for name in names}
+        data["levels"] = [level.as_dict() for level in self.levels]
+        return data

@@ -1,0 +1,116 @@
+"""The decoder: rows in, hidden rows out. One forward for prefill and decode alike, layer by layer.
+
+Shapes of Llama, Mistral, Qwen2 and Qwen3. Rows of several sequences are packed, not padded: whatever works on rows
+works on all of them together, attention works sequence by sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, rms_norm, silu
+
+from offload.cache import Cache
+from offload.plan.config import ModelConfig
+from offload.transfer.weights import LayerWeights, Weights
+
+
+@dataclass(frozen=True)
+class Segment:
+    """New tokens of one sequence, int64 [n], and the cache that takes them in."""
+
+    cache: Cache
+    tokens: Tensor
+
+
+class Decoder:
+    """The layer loop. Knows no concrete cache and no sampling."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config, self.weights = config, weights
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embedding.device
+
+    def forward(
+        self,
+        segments: Sequence[Segment],
+        *,
+        walk: int | None = None,
+        rows: int | None = None,
+        on_rows: Callable[[int], None] = lambda num_rows: None,
+    ) -> Tensor:
+        """Run the segments' tokens through all layers, filling their caches -> hidden rows [T, hidden], model dtype.
+
+        The caller has begun the forward on each cache and advances it afterwards. Every layer's weights are used once.
+        walk: rows are worked on in blocks of at most this many, in place, so that a layer's intermediates stay small;
+        None: all at once. rows: every matrix product sees exactly this many rows at a time, so a row's bits do not depend
+        on how many others there are (`T` must be a multiple of it); None: whatever the walk gives.
+        `on_rows` hears of each block after each layer. Peak memory: T hidden rows and one block's intermediates.
+        """
+        x = embedding(torch.cat([segment.tokens for segment in segments]), self.weights.embedding)
+        if rows is not None and x.shape[0] % rows:
+            raise ValueError(f"{x.shape[0]} rows are not a multiple of {rows}")
+        for layer, weights in enumerate(self.weights.layers):
+            for start in range(0, x.shape[0], walk or x.shape[0]):
+                block = x[start : start + (walk or x.shape[0])]
+                self._layer(layer, weights, block, start, segments, rows)
+                on_rows(block.shape[0])
+        return x
+
+    def logits(self, hidden: Tensor, *, rows: int | None = None) -> Tensor:
+        """hidden [n, hidden] -> [n, V] in the model's dtype."""
+        return _by_rows(rows, hidden, self._head)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return self.weights.head(self._norm(hidden, self.weights.final_norm))
+
+    def _layer(
+        self, layer: int, weights: LayerWeights, x: Tensor, start: int, segments: Sequence[Segment], rows: int | None
+    ) -> None:
+        """x [T, hidden], rows `start` and on of the forward, in place."""
+        qkv = _by_rows(rows, x, lambda part: weights.qkv(self._norm(part, weights.input_norm)))
+        q, k, v = self._heads(weights, qkv)
+        attended = self._attend(layer, q, k, v, start, segments)
+        step = rows or x.shape[0]
+        for at in range(0, x.shape[0], step):
+            part = x[at : at + step]
+            part += weights.o(attended[at : at + step])
+            gate, up = weights.gate_up(self._norm(part, weights.post_norm)).chunk(2, -1)
+            part += weights.down(silu(gate).mul_(up))
+
+    def _heads(self, weights: LayerWeights, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, (H + 2 H_kv) * D] -> q [T, H, D], k and v [T, H_kv, D], normed where the model does that."""
+        config = self.config
+        heads = qkv.view(qkv.shape[0], -1, config.head_dim)
+        q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), 1)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q, k = self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)
+        return q, k, v
+
+    def _attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int, segments: Sequence[Segment]
+    ) -> Tensor:
+        """Each segment's share of these rows, through its cache -> [T, H * D]."""
+        stop, base, out = start + q.shape[0], 0, []
+        for segment in segments:
+            first, last = max(start, base), min(stop, base + len(segment.tokens))
+            if first < last:
+                own = slice(first - start, last - start)
+                out.append(segment.cache.attend(layer, q[own], k[own], v[own]))
+            base += len(segment.tokens)
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+
+
+def _by_rows(rows: int | None, x: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:
+    """`operator` over x in blocks of exactly `rows` rows."""
+    if rows is None or x.shape[0] == rows:
+        return operator(x)
+    return torch.cat([operator(part) for part in x.split(rows)])

@@ -1,0 +1,114 @@
+"""A level: a model with a cache, and how many rows it runs at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from offload.cache import Cache
+from offload.cache.streaming import StreamingCache
+from offload.metrics import LevelStats
+from offload.model.decoder import Decoder, Segment
+from offload.transfer.link import Link
+
+
+class Level:
+    """Forwards for decoding. Satisfies `offload.decode.speculation.Level`.
+
+    vocab_size: logits are cut to this width; models may pad theirs.
+    rows: a forward runs a multiple of this many rows, padded, in blocks of exactly that many, so that a token's bits do
+    not depend on how many tokens are verified with it. None: as many rows as there are tokens.
+    link: where the level's weights or cache cross it, for the statistics.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        decoder: Decoder,
+        cache: Cache,
+        *,
+        vocab_size: int,
+        rows: int | None = None,
+        link: Link | None = None,
+    ) -> None:
+        self.stats = LevelStats(name)
+        self._decoder, self._cache = decoder, cache
+        self._vocab_size, self._rows, self._link = vocab_size, rows, link
+
+    @property
+    def length(self) -> int:
+        return self._cache.length
+
+    @torch.inference_mode()
+    def forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
+        """Append `tokens`, at least one, to the cache; the logits after each of the last `num_logits`: [num_logits, V]."""
+        before = self._link.stats.bytes_to_device if self._link else 0
+        with self.stats.measure(len(tokens)):
+            logits = self._forward(tokens, num_logits)
+        if self._link:
+            self.stats.link_bytes += self._link.stats.bytes_to_device - before
+        return logits
+
+    def truncate(self, length: int) -> None:
+        self._cache.truncate(length)
+
+    def _forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
+        count = len(tokens)
+        padding = -count % (self._rows or 1)
+        segment = Segment(self._cache, self._tensor([*tokens, *[0] * padding]))
+        self._cache.begin("decode", count + padding)
+        hidden = self._decoder.forward([segment], rows=self._rows)
+        self._cache.advance(count)
+        if self._rows is None:
+            return self._decoder.logits(hidden[-num_logits:])[:, : self._vocab_size]
+        first = count - num_logits
+        aligned = first // self._rows * self._rows
+        logits = self._decoder.logits(hidden[aligned:], rows=self._rows)
+        return logits[first - aligned : count - aligned, : self._vocab_size]
+
+    def _tensor(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor(tokens, dtype=torch.long, device=self._decoder.device)
+
+
+class StreamingLevel(Level):
+    """A level over a streaming cache, which need not run tokens that no later row will see."""
+
+    _cache: StreamingCache
+
+    def _forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
+        rest = list(tokens)
+        missing_sinks = max(self._cache.sinks - self._cache.length, 0)
+        if len(rest) > missing_sinks + self._cache.window:
+            if missing_sinks:
+                super()._forward(rest[:missing_sinks], 1)
+            rest = rest[missing_sinks:]
+            rest = rest[self._cache.skip(len(rest)) :]
+        while len(rest) > self._cache.max_rows:
+            super()._forward(rest[: self._cache.max_rows], 1)
+            rest = rest[self._cache.max_rows :]
+        return super()._forward(rest, num_logits)
+
+
+def prefill(
+    decoder: Decoder, cache: Cache, tokens: Sequence[int], *, walk: int, on_tokens: Callable[[int], None]
+) -> None:
+    """Fill `cache` with `tokens` (none: nothing happens), layer by layer, in blocks of `walk` rows. No logits.
+
+    `on_tokens` hears how many tokens are done, counting a block in one layer as its share of the layers.
+    """
+    if not tokens:
+        return
+    row_layers = 0
+
+    def count(num_rows: int) -> None:
+        nonlocal row_layers
+        row_layers += num_rows
+        on_tokens(row_layers // decoder.config.num_layers)
+
+    with torch.inference_mode():
+        cache.begin("prefill", len(tokens))
+        segment = Segment(cache, torch.tensor(tokens, dtype=torch.long, device=decoder.device))
+        decoder.forward([segment], walk=walk, on_rows=count)
+        cache.advance(len(tokens))

@@ -1,0 +1,268 @@
+"""Reading a safetensors checkpoint: names, shapes and dtypes checked first, then one tensor at a time to where it goes.
+
+Files are memory-mapped, so a read costs no memory beyond its destination; mapped pages belong to the page cache.
+The format itself (offsets in range, no overlap, no hole, known dtypes) is checked by the safetensors library.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from offload.errors import ModelError
+from offload.plan.config import ModelConfig
+from offload.plan.fields import read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+MAX_INDEX_BYTES = 1 << 24
+STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NUM_NAMED = 3  # tensors of each sort that a message names
+# A name is a plain name: no separator, so no way out of the folder. A plain name may be a symbolic link that leads out
+# (every file of a Hugging Face cache is one): whoever made that link could have put the bytes there as well.
+_SHARD_NAME = re.compile(r"[^/\\:\x00]+\.safetensors")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where one tensor is, and what the header says of it; `dtype` is the format's code, such as BF16."""
+
+    file: Any  # an open safe_open, untyped in the library
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Checkpoint:
+    """The tensors of one model folder, by their Hugging Face names. Use as a context manager, or `close` it.
+
+    No method keeps a tensor alive. After `close` only `names`, `shape` and `dtype` answer.
+    """
+
+    def __init__(self, folder: Path, entries: Mapping[str, _Entry], files: ExitStack) -> None:
+        self.folder = folder
+        self._entries = dict(entries)
+        self._files = files
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Checkpoint:
+        """Map `model.safetensors`, or every shard that `model.safetensors.index.json` names. ModelError."""
+        folder = Path(folder)
+        with ExitStack() as files:
+            try:
+                entries = _read_entries(folder, files)
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{folder} cannot be read ({error}); download it again") from error
+            return cls(folder, entries, files.pop_all())
+
+    def names(self) -> tuple[str, ...]:
+        """All tensor names, sorted."""
+        return tuple(sorted(self._entries))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of tensor `name`. ModelError when there is none of that name."""
+        return self._entry(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype that `name` is stored in. ModelError unless float32, float16 or bfloat16."""
+        entry = self._entry(name)
+        if entry.dtype not in STORED_DTYPES:
+            raise ModelError(
+                f"{entry.path}: {name} is stored as {entry.dtype}, only {', '.join(STORED_DTYPES)} can be read; "
+                "use an unquantised checkpoint"
+            )
+        return STORED_DTYPES[entry.dtype]
+
+    def read_into(self, name: str, dst: Tensor) -> None:
+        """Copy tensor `name` into `dst`, which has its shape, any float dtype, any strides, any device.
+
+        Rounds to dst's dtype on the way; no second copy is made where dst is on the CPU. Blocks until it is done.
+        """
+        dst.copy_(self._mapped(name, dst.shape))
+
+    def equal(self, first: str, second: str) -> bool:
+        """True where two tensors hold the same values in the same shape."""
+        shape = self.shape(first)
+        return shape == self.shape(second) and torch.equal(self._mapped(first, shape), self._mapped(second, shape))
+
+    def check(self, expected: Mapping[str, tuple[int, ...]], *, ignore: Sequence[str] = ()) -> None:
+        """ModelError unless the checkpoint holds exactly `expected` (name -> shape), in dtypes that can be read.
+
+        Further tensors are allowed where their name matches a pattern of `ignore` (`*.rotary_emb.inv_freq`).
+        """
+        missing = sorted(expected.keys() - self._entries.keys())
+        further = self._entries.keys() - expected.keys()
+        unexpected = sorted(name for name in further if not any(fnmatchcase(name, pattern) for pattern in ignore))
+        misshapen = [
+            f"{name} {list(self.shape(name))}, not {list(shape)}"
+            for name, shape in sorted(expected.items())
+            if name in self._entries and self.shape(name) != tuple(shape)
+        ]
+        found = {"missing": missing, "unexpected": unexpected, "of the wrong shape": misshapen}
+        if any(found.values()):
+            problems = "; ".join(f"{len(names)} {what} ({_first(names)})" for what, names in found.items() if names)
+            raise ModelError(f"{self.folder}: the tensors do not fit config.json: {problems}; download both again")
+        for name in expected:
+            self.dtype(name)
+
+    def close(self) -> None:
+        """Unmap all files. Idempotent."""
+        self._files.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:
+            raise ModelError(f"{self.folder} holds no tensor {name}; its config.json may belong to another model")
+        return self._entries[name]
+
+    def _mapped(self, name: str, shape: Sequence[int]) -> Tensor:
+        """A view of the mapped file; not to be kept, it would hold the mapping open."""
+        entry = self._entry(name)
+        self.dtype(name)
+        if entry.shape != tuple(shape):
+            raise ModelError(f"{entry.path}: {name} has shape {list(entry.shape)}, {list(shape)} is needed")
+        try:
+            tensor: Tensor = entry.file.get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(f"{entry.path}: {name} cannot be read ({error})") from error
+        return tensor
+
+
+def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """ModelError unless `checkpoint` holds exactly the weights of `config`, give or take what computes nothing.
+
+    With tied embeddings an `lm_head.weight` is ignored only if it equals the embeddings: transformers 5 unties them
+    where they differ, version 4 does not, so such a folder has no one meaning. Comparing reads both once.
+    """
+    head, embeddings = "lm_head.weight", "model.embed_tokens.weight"
+    tied_head = (head,) if config.tie_embeddings else ()
+    checkpoint.check(expected_tensors(config), ignore=("*.rotary_emb.inv_freq", *tied_head))
+    if tied_head and head in checkpoint.names() and not checkpoint.equal(head, embeddings):
+        raise ModelError(
+            f"{checkpoint.folder}: tie_word_embeddings is true, but {head} differs from {embeddings}; "
+            "set it to false in config.json if the model has its own head"
+        )
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face names -> shapes of all weights, matrices as [out, in]. Only those that `config` says exist."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    matrices = {
+        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, q_size, config.o_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    for name, (num_out, num_in, bias) in matrices.items():
+        layer[f"{name}.weight"] = (num_out, num_in)
+        layer |= {f"{name}.bias": (num_out,)} if bias else {}
+    if config.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for index in range(config.num_layers):
+        tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    tensors["model.norm.weight"] = (hidden,)
+    return tensors if config.tie_embeddings else tensors | {"lm_head.weight": (config.vocab_size, hidden)}
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
+
+
+def _read_entries(folder: Path, files: ExitStack) -> dict[str, _Entry]:
+    """Open every file of the checkpoint into `files` and list its tensors. The shards' own headers are the truth; the
+    index says which shards there are and must agree with them."""
+    index = _read_index(folder)
+    entries: dict[str, _Entry] = {}
+    for path in [folder / SINGLE_FILE] if index is None else _shard_paths(folder, set(index.values())):
+        for name, entry in _open_file(path, files).items():
+            if name in entries:
+                raise ModelError(f"{path}: {name} is in {entries[name].path.name} as well; remove one of the two")
+            entries[name] = entry
+    for name, shard in (index or {}).items():
+        if name not in entries or entries[name].path.name != shard:
+            raise ModelError(f"{folder / INDEX_FILE}: {name} is not in {shard} as the index says; download both again")
+    return entries
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    """Tensor name -> shard name, or None where the folder holds a single file."""
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise ModelError(f"{folder} {what}; give the path of a downloaded model folder (nothing is downloaded)")
+    single, sharded = (folder / SINGLE_FILE).is_file(), (folder / INDEX_FILE).is_file()
+    if single and sharded:
+        raise ModelError(f"{folder} holds both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is out of date")
+    if not single and not sharded:
+        if any(folder.glob("pytorch_model*.bin")):
+            raise ModelError(
+                f"{folder} holds only pytorch_model*.bin; safetensors is required, so convert it once "
+                "(transformers: from_pretrained, then save_pretrained) and give the new folder"
+            )
+        raise ModelError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; is the download complete?")
+    if single:
+        return None
+    weight_map = read_json(folder / INDEX_FILE, max_bytes=MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise ModelError(f"{folder / INDEX_FILE}: weight_map must map tensor names to file names; download it again")
+    return weight_map
+
+
+def _shard_paths(folder: Path, shards: Iterable[str]) -> list[Path]:
+    for shard in sorted(shards):
+        if not _SHARD_NAME.fullmatch(shard):
+            raise ModelError(f"{folder / INDEX_FILE}: shard {shard!r} must be a plain name that ends in .safetensors")
+        if not (folder / shard).is_file():
+            raise ModelError(f"{folder}: shard {shard} is missing; the download is not complete")
+    return [folder / shard for shard in sorted(shards)]
+
+
+def _open_file(path: Path, files: ExitStack) -> dict[str, _Entry]:
+    _check_header_length(path)
+    try:
+        file = files.enter_context(safe_open(str(path), framework="pt", device="cpu"))
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        return {
+            name: _Entry(file, path, tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()
+        }
+    except SafetensorError as error:
+        raise ModelError(f"{path} is not a whole safetensors file ({error}); download it again") from error
+
+
+def _check_header_length(path: Path) -> None:
+    """The first 8 bytes say how long the header is. Checked here so that a wild number costs no memory."""
+    with path.open("rb") as file:
+        prefix, file_bytes = file.read(8), path.stat().st_size
+    header_bytes = int.from_bytes(prefix, "little")
+    limit = min(MAX_HEADER_BYTES, file_bytes - 8)
+    if len(prefix) < 8 or header_bytes > limit:
+        raise ModelError(
+            f"{path}: its header claims {header_bytes} bytes, at most {max(limit, 0)} are possible in a file of "
+            f"{file_bytes} bytes; it is truncated or no safetensors file, download it again"
+        )

@@ -1,0 +1,241 @@
+"""A layer's weights: one flat buffer with named views, and where the layers of a model are.
+
+Fused operators: q, k and v are one matrix, gate and up are one. A whole layer is one copy over the link.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from offload.plan.config import ModelConfig
+from offload.transfer.checkpoint import Checkpoint
+from offload.transfer.link import Event, Link
+from offload.transfer.memory import Memory, Tier
+
+_ALIGNMENT = 64  # bytes, of each view in its buffer
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x [T, in] -> [T, out] with weight [out, in]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Operators and norms of one layer, all views of one buffer."""
+
+    qkv: Linear
+    o: Linear
+    gate_up: Linear
+    down: Linear
+    input_norm: Tensor
+    post_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """Where each tensor of a layer lies in its flat buffer: name -> (offset in elements, shape)."""
+
+    views: dict[str, tuple[int, tuple[int, ...]]]
+    num_elements: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, dtype: torch.dtype) -> LayerLayout:
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        hidden, inner = config.hidden_size, config.intermediate_size
+        shapes: dict[str, tuple[int, ...]] = {
+            "qkv.weight": (q + 2 * kv, hidden),
+            "o.weight": (hidden, q),
+            "gate_up.weight": (2 * inner, hidden),
+            "down.weight": (hidden, inner),
+            "input_norm": (hidden,),
+            "post_norm": (hidden,),
+        }
+        if config.qkv_bias:
+            shapes["qkv.bias"] = (q + 2 * kv,)
+        if config.o_bias:
+            shapes["o.bias"] = (hidden,)
+        if config.mlp_bias:
+            shapes |= {"gate_up.bias": (2 * inner,), "down.bias": (hidden,)}
+        if config.qk_norm:
+            shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+        step, end, views = _ALIGNMENT // dtype.itemsize, 0, {}
+        for name, shape in shapes.items():
+            views[name] = (end, shape)
+            end += -(-math.prod(shape) // step) * step
+        return cls(views, end)
+
+    def view(self, buffer: Tensor, name: str) -> Tensor | None:
+        if name not in self.views:
+            return None
+        offset, shape = self.views[name]
+        return buffer[offset : offset + math.prod(shape)].view(shape)
+
+    def bind(self, buffer: Tensor) -> LayerWeights:
+        """The layer that `buffer` [num_elements] holds, now or after a copy into it."""
+        tensors = {name: self.view(buffer, name) for name in self.views}
+        operators = {
+            name: Linear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias")) for name in ("qkv", "o", "gate_up", "down")
+        }
+        norms = {name: tensors.get(name) for name in ("input_norm", "post_norm", "q_norm", "k_norm")}
+        return LayerWeights(**operators, **norms)  # type: ignore[arg-type]
+
+
+# Checkpoint name of a layer's tensor -> (view, which of the view's equal or listed row ranges).
+def _sources(config: ModelConfig, view: str) -> list[tuple[str, int]]:
+    """The checkpoint tensors of one view, top to bottom, with their numbers of rows."""
+    q, kv, inner = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
+    operator, _, kind = view.partition(".")
+    fused = {
+        "qkv": [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)],
+        "o": [("self_attn.o_proj", config.hidden_size)],
+        "gate_up": [("mlp.gate_proj", inner), ("mlp.up_proj", inner)],
+        "down": [("mlp.down_proj", config.hidden_size)],
+    }
+    if operator in fused:
+        return [(f"{name}.{kind}", rows) for name, rows in fused[operator]]
+    norms = {
+        "input_norm": ("input_layernorm.weight", config.hidden_size),
+        "post_norm": ("post_attention_layernorm.weight", config.hidden_size),
+        "q_norm": ("self_attn.q_norm.weight", config.head_dim),
+        "k_norm": ("self_attn.k_norm.weight", config.head_dim),
+    }
+    return [norms[view]]
+
+
+def load_layer(checkpoint: Checkpoint, config: ModelConfig, layout: LayerLayout, index: int, buffer: Tensor) -> None:
+    """Read one layer's tensors straight into their places in `buffer`."""
+    for view in layout.views:
+        target, row = layout.view(buffer, view), 0
+        assert target is not None
+        for name, rows in _sources(config, view):
+            checkpoint.read_into(f"model.layers.{index}.{name}", target[row : row + rows])
+            row += rows
+
+
+class Layers(Protocol):
+    """The layers of a model, first to last, each ready to be used while it is the current one."""
+
+    def __iter__(self) -> Iterator[LayerWeights]: ...
+
+    def nbytes(self) -> int: ...
+
+
+class ResidentLayers:
+    """All layers on the device."""
+
+    def __init__(self, layers: Sequence[LayerWeights], nbytes: int) -> None:
+        self._layers, self._nbytes = layers, nbytes
+
+    def __iter__(self) -> Iterator[LayerWeights]:
+        return iter(self._layers)
+
+    def nbytes(self) -> int:
+        return self._nbytes
+
+
+class StreamedLayers:
+    """Layers on the host, each crossing the link when its turn comes, into one of a few staging buffers.
+
+    Weights do not change, so the stream runs on in a circle: while the last layers are used, the next pass's first ones
+    are on their way.
+    """
+
+    def __init__(self, homes: Sequence[Tensor], layout: LayerLayout, staging: Sequence[Tensor], link: Link) -> None:
+        self._homes, self._staging, self._link = homes, staging, link
+        self._bound = [layout.bind(buffer) for buffer in staging]
+        self._full: list[Event] = []
+        self._position = 0  # layers used since the stream began
+
+    def __iter__(self) -> Iterator[LayerWeights]:
+        if not self._full or self._position % len(self._homes):
+            self._restart()
+        for _ in self._homes:
+            slot = self._position % len(self._staging)
+            self._full[slot].wait()
+            yield self._bound[slot]
+            self._fetch(self._position + len(self._staging))
+            self._position += 1
+
+    def nbytes(self) -> int:
+        return sum(home.nbytes for home in self._homes)
+
+    def _restart(self) -> None:
+        """At the first layer, also after a pass that was broken off."""
+        for event in self._full:
+            event.wait()
+        self._position, self._full = 0, [self._link.record()] * len(self._staging)
+        for position in range(len(self._staging)):
+            self._fetch(position)
+
+    def _fetch(self, position: int) -> None:
+        slot = position % len(self._staging)
+        home = self._homes[position % len(self._homes)]
+        self._full[slot] = self._link.to_device(self._staging[slot], home, (self._link.record(),))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All of a model. embedding [V, hidden], final_norm [hidden]; head [V, hidden], the embedding itself where tied."""
+
+    embedding: Tensor
+    layers: Layers
+    final_norm: Tensor
+    head: Linear
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    memory: Memory,
+    *,
+    dtype: torch.dtype,
+    link: Link | None = None,
+    num_staging: int = 2,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+) -> Weights:
+    """Read a checked checkpoint into its places: all on the device, or, with a link, the layers on the host.
+
+    `on_bytes` hears of each layer's bytes as they arrive. Peak memory: what is placed, and one tensor's mapping.
+    """
+
+    def place(name: str, shape: tuple[int, ...]) -> Tensor:
+        block = memory.allocate(shape, dtype, tier="device", purpose="weights")
+        checkpoint.read_into(name, block)
+        on_bytes(block.nbytes)
+        return block
+
+    layout = LayerLayout.of(config, dtype)
+    tier: Tier = "device" if link is None else "host"
+    buffers = []
+    for index in range(config.num_layers):
+        buffer = memory.allocate((layout.num_elements,), dtype, tier=tier, purpose="weights")
+        load_layer(checkpoint, config, layout, index, buffer)
+        on_bytes(buffer.nbytes)
+        buffers.append(buffer)
+    layers: Layers
+    if link is None:
+        layers = ResidentLayers([layout.bind(buffer) for buffer in buffers], sum(buffer.nbytes for buffer in buffers))
+    else:
+        size = (layout.num_elements,)
+        staging = [memory.allocate(size, dtype, tier="device", purpose="weight staging") for _ in range(num_staging)]
+        layers = StreamedLayers(buffers, layout, staging, link)
+    table = (config.vocab_size, config.hidden_size)
+    embedding = place("model.embed_tokens.weight", table)
+    head = embedding if config.tie_embeddings else place("lm_head.weight", table)
+    return Weights(embedding, layers, place("model.norm.weight", (config.hidden_size,)), Linear(head, None))

@@ -100,6 +100,7 @@ class Engine:
         self._target, self._draft, self._link = target, draft, link
         self._load_seconds = 0.0
         self._link_at_start = self._link_at_decode = LinkStats()
+        self._prefilled: list[int] = []  # the tokens of the last prefill
         width = min(len(tokenizer), target.config.vocab_size)
         if draft is not None and draft.config.vocab_size < width:
             raise ModelError(f"the draft scores {draft.config.vocab_size} tokens, the target {width}; --draft none")
@@ -156,7 +157,7 @@ class Engine:
                 f"{len(prompt)} prompt tokens and {max_tokens} new ones are more than the planned {self.plan.capacity}"
             )
         speculator = self._make_speculator(sampling)
-        self._start(len(prompt), speculator)
+        self._start(prompt, speculator)
         kept = len(prompt)
         detokenizer, stops = Detokenizer(self.tokenizer, prompt), StopStrings(stop)
         runs = generation.generate(
@@ -194,20 +195,27 @@ class Engine:
         own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
         return frozenset((*self._target.config.eos_token_ids, *own))
 
-    def _start(self, num_prompt_tokens: int, speculator: Speculator) -> None:
-        """Fresh counters and empty caches."""
-        speculator.truncate(0)
-        self.stats = Stats(prompt_tokens=num_prompt_tokens, load_seconds=self._load_seconds)
+    def _start(self, prompt: Sequence[int], speculator: Speculator) -> None:
+        """Fresh counters, and caches empty but for the last request's prefill, where it is this one's too."""
+        prefilled = list(prompt[: max(len(prompt) - self.plan.rows, 0)])
+        speculator.truncate(len(prefilled) if prefilled == self._prefilled else 0)
+        self.stats = Stats(prompt_tokens=len(prompt), load_seconds=self._load_seconds)
         for level in self._levels:
             level.stats = type(level.stats)(level.stats.name)
         self.stats.levels = [level.stats for level in self._levels]
         self._link_at_start = self._link_at_decode = self._link.stats if self._link else LinkStats()
 
     def _prefill(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
+        """Into the full cache; the levels below see what they need of it later. The same prompt again costs nothing."""
+        if len(tokens) == self._full.length:
+            return
+        self._prefilled = []
+
         def report(num_tokens: int) -> None:
             on_progress(Progress("prefill", num_tokens, len(tokens), "tokens"))
 
         prefill(self._target, self._full, tokens, walk=self.plan.walk, on_tokens=report)
+        self._prefilled = list(tokens)
         if self._link is not None:
             self._link_at_decode = self._link.stats
 

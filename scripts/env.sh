@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Makes .venv with triforce in it, once; sourced by demo.sh and test.sh. usage: . scripts/env.sh [EXTRA]
+# Versions are the tested ones of constraints.txt. torch is the build for this machine: with CUDA where there is an
+# NVIDIA GPU, else the much smaller one for CPUs.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+extra="${1:-}"
+torch_version=2.13.0
+venv="${TRIFORCE_VENV:-.venv}"
+
+find_python() {
+    local name
+    for name in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python; do
+        if command -v "$name" >/dev/null && "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            command -v "$name"
+            return
+        fi
+    done
+    echo "error: no Python 3.10 or later found; install one and run this again" >&2
+    exit 2
+}
+
+install_torch() {
+    local pip=("$venv/bin/python" -m pip install --quiet)
+    if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
+        "${pip[@]}" "torch==$torch_version"
+    elif [ "$(uname -s)" = Linux ] && ! "${pip[@]}" "torch==$torch_version+cpu" 2>/dev/null; then
+        # Not among this machine's package sources: uv knows where the CPU builds are.
+        "${pip[@]}" uv
+        "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --torch-backend cpu "torch==$torch_version" ||
+            "${pip[@]}" "torch==$torch_version"
+    elif [ "$(uname -s)" != Linux ]; then
+        "${pip[@]}" "torch==$torch_version"
+    fi
+}
+
+stamp="$venv/.installed-${extra:-run}"
+if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints.txt -nt "$stamp" ]; then
+    echo "setting up $venv (once; a few minutes)" >&2
+    [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
+    "$venv/bin/python" -c "import torch; assert torch.__version__.startswith('$torch_version')" 2>/dev/null || install_torch
+    "$venv/bin/python" -m pip install --quiet -c constraints.txt -e ".${extra:+[$extra]}"
+    touch "$stamp"
+fi
+PATH="$PWD/$venv/bin:$PATH"
+[ "${venv#/}" = "$venv" ] || PATH="$venv/bin:$PATH"
+export PATH

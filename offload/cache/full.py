@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from offload.cache import Phase
 from offload.cache.tiles import Homeward, PrefillTiles, Residence, Resident, StreamedTiles, TileShape, TileStore
-from offload.kernels.attention import Part, attend, attend_flash, fold, merge, unfold
+from offload.kernels.attention import Part, attend, fold, merge, unfold
 from offload.kernels.rope import RopeTable, rotate
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
+
+PREFILL_ROWS = 64  # attended together in prefill: the scores of one block and tile stay in the processor's cache
+
+
+@dataclass
+class _Block:
+    """Rows that attend together: query [H_kv, G * count, D] at positions `first` and on, and what they have seen so far."""
+
+    query: Tensor
+    first: int
+    count: int
+    part: Part | None = None
+    masses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per tile: (mass, lse of the tile)
+
+    def add(self, part: Part) -> None:
+        if part.mass is not None:
+            self.masses.append((part.mass, part.lse))
+        self.part = part if self.part is None else merge(self.part, part)
+
+    def attended(self) -> Tensor:
+        """[count, H * D] fp32."""
+        assert self.part is not None
+        return unfold(self.part.out, self.count)
+
+    def total_mass(self, num_chunks: int) -> Tensor:
+        """Each row's softmax mass per chunk over all tiles, summed over the query group: [count, H_kv, num_chunks] fp32."""
+        assert self.part is not None
+        shares = [mass * (lse - self.part.lse).exp()[..., None] for mass, lse in self.masses]
+        joined = torch.cat(shares, -1)
+        grouped = joined.view(joined.shape[0], -1, self.count, joined.shape[-1]).sum(1).transpose(0, 1)
+        return pad(grouped, (0, num_chunks - grouped.shape[-1]))  # a block may end before the pass's last tile
+
 
 class FullCache:
     """Keys (rotated) and values of all tokens, in tiles.
@@ -72,28 +107,20 @@ class FullCache:
         self._taken[layer] += num_rows
         table = self.rope.rows(start, start + num_rows)
         q, k = rotate(q, *table), rotate(k, *table)
-        block = self._rows if self._phase == "decode" else num_rows
-        queries = [fold(rows, self.shape.num_kv_heads) for rows in q.split(block)]
-        parts: list[Part | None] = [None] * len(queries)
-        masses: list[list[tuple[Tensor, Tensor]]] = [[] for _ in queries]
+        blocks = self._blocks(q, start)
         residence = self._residences[self._phase]
         for index in range(self.shape.count(start + num_rows)):
             tile = residence.open(layer, index)
             self._write(tile, layer, index, start, k, v)
-            for i, query in enumerate(queries):
-                part = self._attend_tile(query, tile, index, start + i * block, block)
-                if part is None:
-                    continue
-                if part.mass is not None:
-                    masses[i].append((part.mass, part.lse))
-                so_far = parts[i]
-                parts[i] = part if so_far is None else merge(so_far, part)
+            for block in blocks:
+                self._attend_tile(block, tile, index)
             residence.close(layer, index)
         if self._phase == "decode":
             self.last_query.append(q)
             if self.mass_chunk is not None:
-                self._mass.append(self._total_mass(masses, parts, block))
-        return torch.cat([unfold(part.out, block) for part in parts if part is not None]).to(q.dtype)
+                num_chunks = self.shape.count(start + num_rows) * self.shape.tokens // self.mass_chunk
+                self._mass.append(torch.cat([block.total_mass(num_chunks) for block in blocks]))
+        return torch.cat([block.attended() for block in blocks]).to(q.dtype)
 
     def advance(self, num_tokens: int) -> None:
         self.length += num_tokens
@@ -192,29 +219,22 @@ class FullCache:
             assert self._phase is not None
             self._residences[self._phase].wrote(layer, index, first - base, stop - base)
 
-    def _attend_tile(self, query: Tensor, tile: Tensor, index: int, first: int, count: int) -> Part | None:
-        """Attention of the rows at positions first to first + count over one tile; None if it lies after all of them."""
-        base = index * self.shape.tokens
-        if base >= first + count:
-            return None
-        visible = None
-        if base + self.shape.tokens > first + 1:
-            position = torch.arange(first + 1 - base, first + 1 - base + count, device=query.device)
-            visible = position.clamp_(0, self.shape.tokens).repeat(query.shape[1] // count)
-        if self._phase == "decode":
-            return attend(query, tile[0], tile[1], visible, chunk=self.mass_chunk)
-        pages = self.shape.used_pages(index, first + count)
-        kernel = attend_flash if query.device.type == "cpu" else attend
-        return kernel(query, tile[0, :pages], tile[1, :pages], visible)
+    def _blocks(self, q: Tensor, start: int) -> list[_Block]:
+        """Rows q [T, H, D] at positions `start` and on, in the blocks that attend together."""
+        size = self._rows if self._phase == "decode" else PREFILL_ROWS
+        rows = q.split(size)
+        return [_Block(fold(part, self.shape.num_kv_heads), start + i * size, len(part)) for i, part in enumerate(rows)]
 
-    def _total_mass(self, masses: list[list[tuple[Tensor, Tensor]]], parts: list[Part | None], block: int) -> Tensor:
-        """Each row's mass per chunk over the whole sequence, summed over the query group: [T, H_kv, C]."""
-        num_chunks = max(len(row_masses) for row_masses in masses) * self.shape.tokens // (self.mass_chunk or 1)
-        total = torch.zeros(len(parts) * block, self.shape.num_kv_heads, num_chunks, device=self._device)
-        for i, (row_masses, part) in enumerate(zip(masses, parts, strict=True)):
-            assert part is not None
-            scaled = [mass * (lse - part.lse).exp()[..., None] for mass, lse in row_masses]
-            joined = torch.cat(scaled, -1)
-            grouped = joined.view(self.shape.num_kv_heads, -1, block, joined.shape[-1]).sum(1)
-            total[i * block : (i + 1) * block, :, : joined.shape[-1]] = grouped.transpose(0, 1)
-        return total
+    def _attend_tile(self, block: _Block, tile: Tensor, index: int) -> None:
+        """One tile's share of a block's attention. In phase "decode" the whole tile, so that all shapes are fixed."""
+        base, last = index * self.shape.tokens, block.first + block.count - 1
+        if base > last:
+            return
+        visible = None
+        if base + self.shape.tokens > block.first + 1:
+            position = torch.arange(block.first + 1 - base, last + 2 - base, device=tile.device)
+            visible = position.clamp_(0, self.shape.tokens).repeat(block.query.shape[1] // block.count)
+        decoding = self._phase == "decode"
+        pages = self.shape.num_pages if decoding else self.shape.used_pages(index, last + 1)
+        chunk = self.mass_chunk if decoding else None
+        block.add(attend(block.query, tile[0, :pages], tile[1, :pages], visible, chunk=chunk))

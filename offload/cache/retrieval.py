@@ -53,10 +53,9 @@ class RetrievalCache:
         self._buffer[layer, 0, :, at : at + num_rows] = rotate(k, *table).transpose(0, 1)
         self._buffer[layer, 1, :, at : at + num_rows] = v.transpose(0, 1)
         query = fold(rotate(q, *table), k.shape[1])
-        visible = None
-        if num_rows > 1:
-            visible = torch.arange(at + 1, at + 1 + num_rows, device=q.device).repeat(query.shape[1] // num_rows)
-        keys, values = self._buffer[layer, :, None, :, : at + num_rows]
+        # All slots, the empty ones hidden: a slice of the buffer would be copied by the matrix product, every pass.
+        visible = torch.arange(at + 1, at + 1 + num_rows, device=q.device).repeat(query.shape[1] // num_rows)
+        keys, values = self._buffer[layer, :, None]
         return unfold(attend(query, keys, values, visible).out, num_rows).to(q.dtype)
 
     def advance(self, num_tokens: int) -> None:

@@ -47,7 +47,7 @@ def attend(
     first_visible: Tensor | None = None,
     chunk: int | None = None,
 ) -> Part:
-    """Exact attention with the scores in memory: for few rows, and where the softmax mass is wanted.
+    """Exact attention with the scores in memory: for a few rows at a time.
 
     q [H_kv, R, D]; keys, values [P, H_kv, S, D], same dtype, finite everywhere; num_visible [R] int: how many of the P * S
     tokens each row sees, None for all; of these it sees none before `first_visible` [R], None for 0. `chunk` (a divisor of S) also returns the mass per chunk of that many tokens.
@@ -75,31 +75,6 @@ def attend(
         mass = per_chunk.permute(1, 2, 0, 3).reshape(num_kv_heads, rows, -1) / denominator[..., None]
     out = out.view(num_pages, num_kv_heads, rows, head_dim).float().sum(0) / denominator[..., None]
     return Part(out, top + total.log(), mass)
-
-
-def attend_flash(q: Tensor, keys: Tensor, values: Tensor, num_visible: Tensor | None) -> Part:
-    """As `attend`, page by page through torch's fused CPU kernel: for many rows (prefill). Never holds the scores."""
-    num_pages, num_kv_heads, page, head_dim = keys.shape
-    mask = None
-    if num_visible is not None:
-        hidden = _hidden(num_visible, num_pages, page)
-        mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.expand(num_pages, -1, -1, -1), keys, values, attn_mask=mask
-    )
-    lse = lse.float().view(num_pages, num_kv_heads, -1)
-    if num_visible is not None:  # the kernel's answer for a row that sees nothing in a page is not defined
-        starts = torch.arange(num_pages, device=q.device) * page
-        blind = (num_visible[None, :] <= starts[:, None])[:, None, :]
-        lse = lse.masked_fill(blind, -torch.inf)
-        out = out.masked_fill(blind[..., None], 0.0)
-    top = lse.amax(0)
-    top = top.masked_fill(top == -torch.inf, 0.0)
-    weights = (lse - top).exp()
-    total = weights.sum(0)
-    denominator = total.clamp(min=torch.finfo(torch.float32).tiny)
-    merged = (out.float() * weights[..., None]).sum(0) / denominator[..., None]
-    return Part(merged, top + total.log())
 
 
 def merge(first: Part, second: Part) -> Part:

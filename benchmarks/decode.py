@@ -2,10 +2,10 @@
 
 usage: python benchmarks/decode.py [--model DIR --draft DIR] [--lengths 4096,8192] [--offload kv --link-gbps 1]
 
-Modes: "plain" decodes one row at a time, as fast as it can; "plain 16 rows" is `--no-speculation` (the rows that make its
-bits those of speculation); "triforce" is what `generate` does by itself; "transformers" is its `generate` on the same
-weights. Every mode continues the same prompt with the same seeds at temperature 0.6, top-p 0.9. ms/token counts the
-tokens after the first. The modes take turns, seed by seed, so that a slow moment of the machine does not hit one of them.
+Modes: "plain" decodes one row at a time, as fast as it can; "plain 16 rows" is `--no-speculation` (the rows that make
+its bits those of speculation); "triforce" is what `generate` does by itself; "transformers" is its `generate` on the
+same weights. Every mode continues the same prompt with the same seeds at temperature 0.6, top-p 0.9. ms/token counts
+the tokens after the first. The modes take turns, seed by seed: a slow moment of the machine does not hit one alone.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ class Case:
 
 def plan_of(case: Case, mode: str) -> Plan:
     options = case.options if mode == "triforce" else replace(case.options, speculation=False)
-    plan = plan_request(
-        case.model, case.draft, options, num_prompt_tokens=len(case.prompt), max_tokens=case.max_tokens
-    )
+    plan = plan_request(case.model, case.draft, options, num_prompt_tokens=len(case.prompt), max_tokens=case.max_tokens)
     return replace(plan, rows=1) if mode == "plain" else plan
 
 
@@ -170,8 +168,9 @@ def main() -> None:
             plain = spread([run["milliseconds_per_token"] for run in results["plain"]])["median"]
         rows += [row_of(length, mode, runs, plain) for mode, runs in results.items()]
         document += [{"length": length, "mode": mode, "runs": runs} for mode, runs in results.items()]
-    title = f"{args.model.name}, offload {args.offload or 'none'}" + (f", link {args.link_gbps} GB/s" if args.link_gbps else "")
-    columns = ["prompt", "mode", "ms/token", "range", "vs plain", "accept", "accept (retrieval)", "tokens/round", "link"]
+    link = f", link {args.link_gbps} GB/s" if args.link_gbps else ""
+    title = f"{args.model.name}, offload {args.offload or 'none'}{link}"
+    columns = ["prompt", "mode", "ms/token", "range", "vs plain", "accept", "accept retr.", "tokens/round", "link"]
     emit(title, columns, rows, {"environment": environment(0), "title": title, "results": document})
 
 

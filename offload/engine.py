@@ -28,7 +28,7 @@ from offload.model.level import Level, StreamingLevel, prefill
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import probe
 from offload.plan.planner import Options, Plan, make_plan
-from offload.transfer.checkpoint import Checkpoint, expected_tensors
+from offload.transfer.checkpoint import Checkpoint, check_model
 from offload.transfer.link import Link, PacedLink
 from offload.transfer.memory import Memory
 from offload.transfer.weights import load_weights
@@ -75,9 +75,7 @@ def load_tokenizer(model: Path, draft: Path | None) -> Tokenizer:
     return tokenizer
 
 
-def plan_request(
-    model: Path, draft: Path | None, options: Options, *, num_prompt_tokens: int, max_tokens: int
-) -> Plan:
+def plan_request(model: Path, draft: Path | None, options: Options, *, num_prompt_tokens: int, max_tokens: int) -> Plan:
     """The plan for one request on this machine. Raises ModelError, UsageError, DoesNotFit."""
     target = ModelConfig.from_folder(model)
     return make_plan(
@@ -94,7 +92,13 @@ class Engine:
     """Models, caches and a link for one plan. A context manager: `close` ends the link's threads."""
 
     def __init__(
-        self, plan: Plan, target: Decoder, draft: Decoder | None, tokenizer: Tokenizer, memory: Memory, link: Link | None
+        self,
+        plan: Plan,
+        target: Decoder,
+        draft: Decoder | None,
+        tokenizer: Tokenizer,
+        memory: Memory,
+        link: Link | None,
     ) -> None:
         self.plan, self.tokenizer, self.memory, self.stats = plan, tokenizer, memory, Stats()
         self._target, self._draft, self._link = target, draft, link
@@ -111,7 +115,9 @@ class Engine:
         self._levels = [self._full_level]
         if "retrieval" in plan.levels:
             selection = Selection(rule="published" if plan.selection == "published" else "mass", reach=plan.gamma)
-            self._retrieval = RetrievalCache(memory, self._full, budget=plan.budget, chunk=plan.chunk, selection=selection)
+            self._retrieval = RetrievalCache(
+                memory, self._full, budget=plan.budget, chunk=plan.chunk, selection=selection
+            )
             self._levels.append(Level("retrieval", target, self._retrieval, vocab_size=width, link=link))
         if "draft" in plan.levels and draft is not None:
             self._levels.append(StreamingLevel("draft", draft, self._make_draft_cache(draft, slack), vocab_size=width))
@@ -147,8 +153,8 @@ class Engine:
     ) -> Iterator[Step]:
         """Yield text as it is accepted. After the last step the caches hold the prompt and the kept tokens, no more.
 
-        A stop string ends the text before it; tokens after the one that completes it are dropped, inside an accepted run
-        too. Stopping early (closing the iterator, Ctrl-C) leaves the caches consistent.
+        A stop string ends the text before it; tokens after the one that completes it are dropped, inside an accepted
+        run too. Stopping early (closing the iterator, Ctrl-C) leaves the caches consistent.
         """
         if not prompt:
             raise UsageError("the prompt is empty; give at least one token")
@@ -303,11 +309,8 @@ class _Loader:
 
     def load(self, folder: Path, config: ModelConfig, link: Link | None) -> Decoder:
         with Checkpoint.open(folder) as checkpoint:
-            ignored = ("*.rotary_emb.inv_freq", *(("lm_head.weight",) if config.tie_embeddings else ()))
-            checkpoint.check(expected_tensors(config), ignore=ignored)
-            weights = load_weights(
-                checkpoint, config, self.memory, dtype=self.dtype, link=link, on_bytes=self._count
-            )
+            check_model(checkpoint, config)
+            weights = load_weights(checkpoint, config, self.memory, dtype=self.dtype, link=link, on_bytes=self._count)
         return Decoder(config, weights)
 
     def _count(self, num_bytes: int) -> None:
@@ -323,9 +326,7 @@ def _make_link(plan: Plan) -> Link | None:
     return PacedLink(plan.link_bytes_per_second)
 
 
-def _show(
-    run: generation.Run, detokenizer: Detokenizer, stops: StopStrings, end_tokens: frozenset[int]
-) -> Step:
+def _show(run: generation.Run, detokenizer: Detokenizer, stops: StopStrings, end_tokens: frozenset[int]) -> Step:
     """The run's text, cut after the token that completes a stop string. End tokens print nothing."""
     text, tokens = "", []
     for token in run.tokens:

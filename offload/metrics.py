@@ -1,7 +1,7 @@
 """Every printed number, defined once.
 
-Seconds are wall-clock seconds on the host. A *pass* is one forward of a level; a *round* is propose, verify, truncate at
-one level; *acceptance* is accepted / drafted tokens; *tokens per round* is (accepted + 1) averaged over rounds.
+Seconds are wall-clock seconds on the host. A *pass* is one forward of a level; a *round* is propose, verify, truncate
+at one level; *acceptance* is accepted / drafted tokens; *tokens per round* is (accepted + 1) averaged over rounds.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class Stats:
     @property
     def decode_tokens_per_second(self) -> float | None:
         """Tokens after the first, over the time after the first."""
-        return (self.output_tokens - 1) / self.decode_seconds if self.output_tokens > 1 and self.decode_seconds else None
+        return (
+            (self.output_tokens - 1) / self.decode_seconds if self.output_tokens > 1 and self.decode_seconds else None
+        )
 
     @property
     def milliseconds_per_token(self) -> float | None:

@@ -20,7 +20,7 @@ PREFILL_ROWS = 64  # attended together in prefill: the scores of one block and t
 
 @dataclass
 class _Block:
-    """Rows that attend together: query [H_kv, G * count, D] at positions `first` and on, and what they have seen so far."""
+    """Rows that attend together, query [H_kv, G * count, D] at positions `first` and on, and what they saw so far."""
 
     query: Tensor
     first: int
@@ -39,7 +39,7 @@ class _Block:
         return unfold(self.part.out, self.count)
 
     def total_mass(self, num_chunks: int) -> Tensor:
-        """Each row's softmax mass per chunk over all tiles, summed over the query group: [count, H_kv, num_chunks] fp32."""
+        """Each row's softmax mass per chunk, summed over the query group: [count, H_kv, num_chunks] fp32."""
         assert self.part is not None
         shares = [mass * (lse - self.part.lse).exp()[..., None] for mass, lse in self.masses]
         joined = torch.cat(shares, -1)
@@ -51,8 +51,8 @@ class FullCache:
     """Keys (rotated) and values of all tokens, in tiles.
 
     In phase "decode" rows are attended in blocks of exactly `rows`, over whole tiles, whatever is hidden in them: so a
-    row's bits depend on its position and the tokens before it, and on nothing else. In phase "prefill" blocks may have any
-    size. With `mass_chunk` the decode phase also keeps each row's softmax mass per chunk of that many tokens.
+    row's bits depend on its position and the tokens before it, and on nothing else. In phase "prefill" blocks may have
+    any size. With `mass_chunk` the decode phase also keeps each row's softmax mass per chunk of that many tokens.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class FullCache:
         self.homeward: Homeward | None = None
         if link is not None:
             staging = [
-                memory.allocate(shape.shape, shape.dtype, tier="device", purpose="kv staging") for _ in range(num_staging)
+                memory.allocate(shape.shape, shape.dtype, tier="device", purpose="kv staging")
+                for _ in range(num_staging)
             ]
             self.homeward = Homeward(self.store, link)
             self._residences = {

@@ -1,7 +1,7 @@
 """The retrieval cache: the part of the full cache that matters now, on the device.
 
-It never makes up its own memory: after each verification it holds chosen chunks of the full cache and, as its *tail*, the
-exact rows after the last whole chunk. Only rows drafted since then are its own, and the next verification drops them.
+It never makes up its own memory: after each verification it holds chosen chunks of the full cache and, as its *tail*,
+the exact rows after the last whole chunk. Only rows drafted since are its own, and the next verification drops them.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class RetrievalCache:
         where = missing.nonzero(as_tuple=True)
         free = slots[~used]
         slot_of[where] = free
-        self._fetch_chunks(*where, free)
+        self._fetch_chunks(where[0], where[1], where[2], free)
         self._chosen, self._slot_of, self._num_filled = chosen, slot_of, num_filled
 
     def _fetch_chunks(self, layers: Tensor, heads: Tensor, chunks: Tensor, slots: Tensor) -> None:

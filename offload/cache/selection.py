@@ -17,10 +17,10 @@ class Selection:
     """How chunks are scored, and when.
 
     rule "mass": by the softmax mass that the rows of the last verification put on them, anew after each verification,
-    with forward dilation. Rule "published" (TriForce, arXiv 2404.11912, section 4.2): by the dot product of each chunk's
-    mean key with the last prompt query, once.
-    dilation, reach: a chunk also gets `dilation` times the best score among the chunks that cover the `reach` tokens before
-    it: where the model copies, attention moves forward through its source while a block is drafted.
+    with forward dilation. Rule "published" (TriForce, arXiv 2404.11912, section 4.2): by the dot product of each
+    chunk's mean key with the last prompt query, once.
+    dilation, reach: a chunk also gets `dilation` times the best score among the chunks that cover the `reach` tokens
+    before it: where the model copies, attention moves forward through its source while a block is drafted.
     """
 
     rule: Rule = "mass"
@@ -29,7 +29,7 @@ class Selection:
 
 
 def dilate(scores: Tensor, *, weight: float, num_chunks: int) -> Tensor:
-    """scores [..., C] -> the same shape: the larger of a chunk's own and `weight` times the best of `num_chunks` before."""
+    """scores [..., C] -> [..., C]: the larger of a chunk's own and `weight` times the best of `num_chunks` before."""
     if weight == 0.0 or num_chunks == 0:
         return scores
     flat = scores.reshape(-1, 1, scores.shape[-1])

@@ -16,8 +16,8 @@ from offload.transfer.memory import Memory
 class StreamingCache:
     """Each row sees the first `sinks` tokens and the last `window` tokens up to itself, at in-cache positions.
 
-    In-cache positions number what is seen without a gap. Attention depends on distances only, so the window is rotated at
-    absolute positions, and a row far from the start meets the sinks with its query rotated to the in-cache position
+    In-cache positions number what is seen without a gap. Attention depends on distances only, so the window is rotated
+    at absolute positions, and a row far from the start meets the sinks with its query rotated to the in-cache position
     `sinks + window - 1`. Nothing is ever rotated again, and what a row sees depends on its position alone.
 
     The window's buffer has room for `slack` more tokens, so that rejected rows overwrite nothing a shorter sequence
@@ -40,7 +40,9 @@ class StreamingCache:
         self.sinks, self.window, self._rope = sinks, window, rope
         self._num_slots = 2 * (window + slack)
         shape = (num_layers, 2, num_kv_heads)
-        self._sink_rows = memory.allocate((*shape, max(sinks, 1), head_dim), dtype, tier="device", purpose="draft cache")
+        self._sink_rows = memory.allocate(
+            (*shape, max(sinks, 1), head_dim), dtype, tier="device", purpose="draft cache"
+        )
         self._rows = memory.allocate((*shape, self._num_slots, head_dim), dtype, tier="device", purpose="draft cache")
         self.length = 0
         self._first = sinks  # absolute position of slot 0

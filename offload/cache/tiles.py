@@ -118,13 +118,14 @@ class Homeward:
         self._store, self._link = store, link
         self._stored: dict[tuple[int, int], Event] = {}
 
-    def store(self, layer: int, index: int, tile: Tensor, start: int, stop: int) -> None:
+    def store(self, layer: int, index: int, tile: Tensor, start: int, stop: int) -> Event:
         """Send the pages that tokens start to stop lie in home: whole pages are contiguous in each half."""
         page = self._store.shape.page_tokens
         pages = slice(start // page, -(-stop // page))
         home, ready = self._store.home(layer, index), self._link.record()
         for half in range(2):
-            self._stored[layer, index] = self._link.to_host(home[half, pages], tile[half, pages], (ready,))
+            event = self._stored[layer, index] = self._link.to_host(home[half, pages], tile[half, pages], (ready,))
+        return event
 
     def before(self, layer: int, index: int) -> tuple[Event, ...]:
         event = self._stored.get((layer, index))
@@ -142,18 +143,19 @@ class _Slot:
     tile: Tensor
     full: Event
     free: Event
+    left: Event  # its last new rows are home, in whichever forward that was
 
 
 class StreamedTiles:
     """Decode with the cache on the host: tiles flow through staging slots in the order in which layers want them.
 
-    While one tile is attended the next is on its way, across layer boundaries too. Only pages in use are copied. New rows
-    are written into the staged tile and copied home from there.
+    While one tile is attended the next is on its way, across layer boundaries too. Only pages in use are copied. New
+    rows are written into the staged tile and copied home from there.
     """
 
     def __init__(self, store: TileStore, link: Link, staging: Sequence[Tensor], homeward: Homeward) -> None:
         self._store, self._link, self._homeward = store, link, homeward
-        self._slots = [_Slot(tile, link.record(), link.record()) for tile in staging]
+        self._slots = [_Slot(tile, link.record(), link.record(), link.record()) for tile in staging]
         self._order: list[tuple[int, int]] = []
         self._position: dict[tuple[int, int], int] = {}
         self._length = 0
@@ -176,17 +178,16 @@ class StreamedTiles:
 
     def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
         if index >= self._store.num_resident:
-            self._homeward.store(layer, index, self._slot(layer, index).tile, start, stop)
+            slot = self._slot(layer, index)
+            slot.left = self._homeward.store(layer, index, slot.tile, start, stop)
 
     def close(self, layer: int, index: int) -> None:
         if index < self._store.num_resident:
             return
-        slot = self._slot(layer, index)
-        slot.free = self._link.record()
+        self._slot(layer, index).free = self._link.record()
         following = self._position[layer, index] + len(self._slots)
         if following < len(self._order):
-            # A copy home may still be reading this slot; it is the one that `before` knows of.
-            self._fetch(following, self._homeward.before(layer, index))
+            self._fetch(following)
 
     def end(self) -> None:
         for slot in self._slots:
@@ -196,11 +197,11 @@ class StreamedTiles:
     def _slot(self, layer: int, index: int) -> _Slot:
         return self._slots[self._position[layer, index] % len(self._slots)]
 
-    def _fetch(self, position: int, after: tuple[Event, ...] = ()) -> None:
+    def _fetch(self, position: int) -> None:
         layer, index = self._order[position]
         slot, home = self._slot(layer, index), self._store.home(layer, index)
         pages = self._store.shape.used_pages(index, self._length)
-        after = (slot.free, *after, *self._homeward.before(layer, index))
+        after = (slot.free, slot.left, *self._homeward.before(layer, index))
         if pages == self._store.shape.num_pages:
             slot.full = self._link.to_device(slot.tile, home, after)
         elif pages:
@@ -268,7 +269,7 @@ class PrefillTiles:
         return self._tiles[index - self._store.num_resident]
 
     def _enter(self, layer: int) -> None:
-        """Start fetching what `layer` held before; a tile is overwritten only after the last layer's copy of it left."""
+        """Start fetching what `layer` held; a tile is overwritten only after the last layer's copy of it left."""
         self._leave()
         previous, self._layer = self._layer, layer
         shape, free = self._store.shape, self._link.record()

@@ -33,9 +33,11 @@ def generate(
 ) -> Iterator[Run]:
     """Yield runs until an end token was emitted ("stop") or `max_tokens` were ("length").
 
-    prompt: at least one token. `prefill(tokens)` puts all but the last `num_pending` (1 or more) of them into the caches;
-    these are pending in the first round, which runs without drafts, so that the first token comes as early as it can.
-    The caller may stop at any yield and truncate the speculator to what it kept. Rounds never draft past `max_tokens`.
+    prompt: at least one token. `prefill(tokens)` puts all but the last `num_pending` (1 or more) of them into the
+    caches; these are pending in the first round, which runs without drafts, so that the first token comes as early as
+    it can.
+    The caller may stop at any yield and truncate the speculator to what it kept. Rounds never draft past
+    `max_tokens`.
     """
     start = time.perf_counter()
     prefill(prompt[: max(len(prompt) - num_pending, 0)])
@@ -55,3 +57,5 @@ def generate(
         remaining -= len(tokens)
         stats.output_tokens += len(tokens)
         yield Run(tokens, "stop" if ended else "length" if remaining == 0 else None)
+        if ended:
+            return

@@ -127,7 +127,7 @@ class Speculator:
             draft_probs = probs[:0]
         verdict = verify(drafted, draft_probs, probs, self._random)
         self._settle(len(sequence), len(pending), len(drafted), verdict)
-        emitted = drafted[: verdict.num_accepted] + [verdict.next_token]
+        emitted = [*drafted[: verdict.num_accepted], verdict.next_token]
         return Round(emitted, probs[: len(emitted)], len(drafted))
 
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:

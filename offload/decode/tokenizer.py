@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from offload.errors import ModelError
 
@@ -33,20 +33,20 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        return self._inner.eos_token_id
+        return cast("int | None", self._inner.eos_token_id)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of `text`, with the special tokens that the model wants at the start."""
-        tokens = self._inner.encode(text, verbose=False)
+        tokens: list[int] = self._inner.encode(text, verbose=False)
         eos = self._inner.eos_token_id
         # Some tokenizers also close the text; a prompt goes on.
         return tokens[:-1] if len(tokens) > 1 and tokens[-1] == eos else tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._inner.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return cast(str, self._inner.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def vocabulary(self) -> dict[str, int]:
-        return self._inner.get_vocab()
+        return cast("dict[str, int]", self._inner.get_vocab())
 
 
 class Detokenizer:

@@ -26,8 +26,8 @@ class Verdict:
 def verify(drafted: Sequence[int], draft_probs: Tensor, target_probs: Tensor, random: RandomSource) -> Verdict:
     """Keep a prefix of `drafted` and draw one more token, so that each emitted token follows `target_probs`.
 
-    drafted: n tokens; draft_probs [n, V]: the law that each was drawn from, exactly; target_probs [n + 1, V]: the target's
-    law at each place and after the last. Both warped already, in fp32 or better.
+    drafted: n tokens; draft_probs [n, V]: the law that each was drawn from, exactly; target_probs [n + 1, V]: the
+    target's law at each place and after the last. Both warped already, in fp32 or better.
     Left to right a token x is kept with probability min(1, target[x] / draft[x]); at the first rejection the correction
     comes from the residual max(target - draft, 0), renormalised and never warped again; after full acceptance the bonus
     comes from the last row of `target_probs`.

@@ -16,8 +16,9 @@ from torch import Tensor
 class Part:
     """Attention over a part of the keys.
 
-    out [H_kv, R, D] fp32, normalised over this part; lse [H_kv, R] fp32, the log of the softmax's denominator, -inf where
-    a row sees no key (its out is 0 then); mass [H_kv, R, C] fp32 or None: each row's softmax mass per chunk, of this part.
+    out [H_kv, R, D] fp32, normalised over this part; lse [H_kv, R] fp32, the log of the softmax's denominator, -inf
+    where a row sees no key (its out is 0 then); mass [H_kv, R, C] fp32 or None: each row's softmax mass per chunk, of
+    this part.
     """
 
     out: Tensor
@@ -49,8 +50,9 @@ def attend(
 ) -> Part:
     """Exact attention with the scores in memory: for a few rows at a time.
 
-    q [H_kv, R, D]; keys, values [P, H_kv, S, D], same dtype, finite everywhere; num_visible [R] int: how many of the P * S
-    tokens each row sees, None for all; of these it sees none before `first_visible` [R], None for 0. `chunk` (a divisor of S) also returns the mass per chunk of that many tokens.
+    q [H_kv, R, D]; keys, values [P, H_kv, S, D], same dtype, finite everywhere; num_visible [R] int: how many of
+    the P * S tokens each row sees, None for all; of these it sees none before `first_visible` [R], None for 0. `chunk`
+    (a divisor of S) also returns the mass per chunk of that many tokens.
     The shapes alone fix the order of every sum, and hidden keys add exact zeros: a row's bits depend neither on what
     hidden keys hold nor on the rows beside it. Memory: 6 bytes a score in 16 bit.
     """
@@ -78,7 +80,9 @@ def attend(
 
 
 def merge(first: Part, second: Part) -> Part:
-    """Attention over both parts' keys, `out` and `lse` only. A part that a row sees nothing of changes none of its bits."""
+    """Attention over both parts' keys, `out` and `lse` only. A part that a row sees nothing of changes none of its
+    bits.
+    """
     lse = torch.logaddexp(first.lse, second.lse)
     base = lse.masked_fill(lse == -torch.inf, 0.0)
     first_share, second_share = (first.lse - base).exp(), (second.lse - base).exp()

@@ -48,8 +48,8 @@ class Decoder:
 
         The caller has begun the forward on each cache and advances it afterwards. Every layer's weights are used once.
         walk: rows are worked on in blocks of at most this many, in place, so that a layer's intermediates stay small;
-        None: all at once. rows: every matrix product sees exactly this many rows at a time, so a row's bits do not depend
-        on how many others there are (`T` must be a multiple of it); None: whatever the walk gives.
+        None: all at once. rows: every matrix product sees exactly this many rows at a time, so a row's bits do not
+        depend on how many others there are (`T` must be a multiple of it); None: whatever the walk gives.
         `on_rows` hears of each block after each layer. Peak memory: T hidden rows and one block's intermediates.
         """
         x = embedding(torch.cat([segment.tokens for segment in segments]), self.weights.embedding)
@@ -92,9 +92,7 @@ class Decoder:
             q, k = self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)
         return q, k, v
 
-    def _attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int, segments: Sequence[Segment]
-    ) -> Tensor:
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int, segments: Sequence[Segment]) -> Tensor:
         """Each segment's share of these rows, through its cache -> [T, H * D]."""
         stop, base, out = start + q.shape[0], 0, []
         for segment in segments:

@@ -43,7 +43,7 @@ class Level:
 
     @torch.inference_mode()
     def forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
-        """Append `tokens`, at least one, to the cache; the logits after each of the last `num_logits`: [num_logits, V]."""
+        """Append `tokens` (1 or more) to the cache; the logits after each of the last `num_logits`: [num_logits, V]."""
         before = self._link.stats.bytes_to_device if self._link else 0
         with self.stats.measure(len(tokens)):
             logits = self._forward(tokens, num_logits)

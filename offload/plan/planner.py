@@ -150,7 +150,9 @@ def _fit_context(
     limit = target.context_limit
     context = options.context or limit
     if context > limit:
-        raise DoesNotFit(f"context {context} is asked for and the model's limit is {limit} tokens; try --context {limit}")
+        raise DoesNotFit(
+            f"context {context} is asked for and the model's limit is {limit} tokens; try --context {limit}"
+        )
     if num_prompt_tokens == 0:
         raise UsageError("the prompt is empty; give at least one character")
     if num_prompt_tokens >= context:
@@ -277,8 +279,8 @@ def _largest(fits: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-# Cost model for the choice of gammas, in seconds (numbers.md: cost model). The constants say how a pass's time splits on a
-# CPU with two cores (docs/log.md); only ratios matter.
+# Cost model for the choice of gammas, in seconds (numbers.md: cost model). The constants say how a pass's time splits
+# on a CPU with two cores (docs/log.md); only ratios matter.
 MAX_GAMMA = 31
 _LAYER_SECONDS = 2.5e-4  # calls and products of one layer, besides what its bytes cost
 _CPU_BYTES_PER_SECOND = 20e9

@@ -1,7 +1,7 @@
 """A link moves bytes between the host and the compute device: the only module that owns copy threads and events.
 
-A copy waits for the events in `after`, moves, and fires its own event. Two events per staging slot make a schedule: *full*
-(the copy into it is done) and *free* (the computation that read it is done).
+A copy waits for the events in `after`, moves, and fires its own event. Two events per staging slot make a schedule:
+*full* (the copy into it is done) and *free* (the computation that read it is done).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from offload.errors import ModelError
 from offload.plan.config import ModelConfig
 from offload.transfer.checkpoint import Checkpoint
 from offload.transfer.link import Event, Link
@@ -80,23 +81,19 @@ class LayerLayout:
             end += -(-math.prod(shape) // step) * step
         return cls(views, end)
 
-    def view(self, buffer: Tensor, name: str) -> Tensor | None:
-        if name not in self.views:
-            return None
+    def view(self, buffer: Tensor, name: str) -> Tensor:
         offset, shape = self.views[name]
         return buffer[offset : offset + math.prod(shape)].view(shape)
 
     def bind(self, buffer: Tensor) -> LayerWeights:
         """The layer that `buffer` [num_elements] holds, now or after a copy into it."""
         tensors = {name: self.view(buffer, name) for name in self.views}
-        operators = {
-            name: Linear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias")) for name in ("qkv", "o", "gate_up", "down")
-        }
+        names = ("qkv", "o", "gate_up", "down")
+        operators = {name: Linear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias")) for name in names}
         norms = {name: tensors.get(name) for name in ("input_norm", "post_norm", "q_norm", "k_norm")}
         return LayerWeights(**operators, **norms)  # type: ignore[arg-type]
 
 
-# Checkpoint name of a layer's tensor -> (view, which of the view's equal or listed row ranges).
 def _sources(config: ModelConfig, view: str) -> list[tuple[str, int]]:
     """The checkpoint tensors of one view, top to bottom, with their numbers of rows."""
     q, kv, inner = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
@@ -122,7 +119,6 @@ def load_layer(checkpoint: Checkpoint, config: ModelConfig, layout: LayerLayout,
     """Read one layer's tensors straight into their places in `buffer`."""
     for view in layout.views:
         target, row = layout.view(buffer, view), 0
-        assert target is not None
         for name, rows in _sources(config, view):
             checkpoint.read_into(f"model.layers.{index}.{name}", target[row : row + rows])
             row += rows
@@ -214,11 +210,16 @@ def load_weights(
     `on_bytes` hears of each layer's bytes as they arrive. Peak memory: what is placed, and one tensor's mapping.
     """
 
+    def arrived(block: Tensor, what: str) -> Tensor:
+        if dtype == torch.float16 and not block.isfinite().all():  # a bf16 weight may be larger than fp16 goes
+            raise ModelError(f"{what} has weights beyond fp16's range of 65504; try --dtype bf16 or fp32")
+        on_bytes(block.nbytes)
+        return block
+
     def place(name: str, shape: tuple[int, ...]) -> Tensor:
         block = memory.allocate(shape, dtype, tier="device", purpose="weights")
         checkpoint.read_into(name, block)
-        on_bytes(block.nbytes)
-        return block
+        return arrived(block, name)
 
     layout = LayerLayout.of(config, dtype)
     tier: Tier = "device" if link is None else "host"
@@ -226,8 +227,7 @@ def load_weights(
     for index in range(config.num_layers):
         buffer = memory.allocate((layout.num_elements,), dtype, tier=tier, purpose="weights")
         load_layer(checkpoint, config, layout, index, buffer)
-        on_bytes(buffer.nbytes)
-        buffers.append(buffer)
+        buffers.append(arrived(buffer, f"layer {index}"))
     layers: Layers
     if link is None:
         layers = ResidentLayers([layout.bind(buffer) for buffer in buffers], sum(buffer.nbytes for buffer in buffers))

@@ -25,13 +25,12 @@ from offload.kernels.rope import RopeTable, rope_table
 from offload.metrics import LinkStats, Stats
 from offload.model.decoder import Decoder
 from offload.model.level import Level, StreamingLevel, prefill
+from offload.model.loading import load_decoder
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import probe
 from offload.plan.planner import Options, Plan, make_plan
-from offload.transfer.checkpoint import Checkpoint, check_model
 from offload.transfer.link import Link, PacedLink
 from offload.transfer.memory import Memory
-from offload.transfer.weights import load_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -130,13 +129,21 @@ class Engine:
         start = time.perf_counter()
         memory = Memory(torch.device(plan.device))
         link = _make_link(plan)
-        loader = _Loader(memory, DTYPES[plan.dtype], on_progress)
-        folders = [model] + ([draft] if draft is not None and "draft" in plan.levels else [])
-        configs = [ModelConfig.from_folder(folder) for folder in folders]
-        loader.total = sum(config.weight_bytes(loader.dtype.itemsize) for config in configs)
+        dtype = DTYPES[plan.dtype]
+        sources = [(model, link if "weights" in plan.offload else None)]
+        if draft is not None and "draft" in plan.levels:
+            sources.append((draft, None))
+        total = sum(ModelConfig.from_folder(folder).weight_bytes(dtype.itemsize) for folder, _ in sources)
+        done = 0
+
+        def count(num_bytes: int) -> None:
+            nonlocal done
+            done = min(done + num_bytes, total)
+            on_progress(Progress("load", done, total, "bytes"))
+
         decoders = [
-            loader.load(folder, config, link if folder == model and "weights" in plan.offload else None)
-            for folder, config in zip(folders, configs, strict=True)
+            load_decoder(folder, memory, dtype=dtype, link=weight_link, on_bytes=count)
+            for folder, weight_link in sources
         ]
         engine = cls(plan, decoders[0], decoders[1] if len(decoders) > 1 else None, tokenizer, memory, link)
         engine._load_seconds = time.perf_counter() - start
@@ -295,27 +302,6 @@ class Engine:
         capacity = self.plan.capacity
         table = rope_table(config, capacity + slack, capacity, self.plan.device)
         return table.to(DTYPES[self.plan.dtype])
-
-
-@dataclass
-class _Loader:
-    """Reads checkpoints and reports bytes."""
-
-    memory: Memory
-    dtype: torch.dtype
-    on_progress: OnProgress
-    total: int = 0
-    done: int = 0
-
-    def load(self, folder: Path, config: ModelConfig, link: Link | None) -> Decoder:
-        with Checkpoint.open(folder) as checkpoint:
-            check_model(checkpoint, config)
-            weights = load_weights(checkpoint, config, self.memory, dtype=self.dtype, link=link, on_bytes=self._count)
-        return Decoder(config, weights)
-
-    def _count(self, num_bytes: int) -> None:
-        self.done = min(self.done + num_bytes, self.total)
-        self.on_progress(Progress("load", self.done, self.total, "bytes"))
 
 
 def _make_link(plan: Plan) -> Link | None:

@@ -8,7 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.errors import UsageError
+from offload.errors import TriforceError, UsageError
+
+_FLOAT = torch.finfo(torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +41,22 @@ class SamplingParams:
 
 
 def warp(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The law of the next token: logits [T, V], any float dtype -> probabilities [T, V] fp32, each row summing to 1."""
-    logits = logits.float()
+    """The law of the next token: logits [T, V], any float dtype -> probabilities [T, V] fp32, each row summing to 1.
+
+    A logit that overflowed to +inf counts as the largest number. A row with a NaN, or of -inf only, gives NaN.
+    """
+    logits = logits.float().clamp(max=_FLOAT.max)
     if params.temperature == 0.0:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        best, token = logits.max(-1, keepdim=True)
+        return torch.zeros_like(logits).scatter_(-1, token, 1.0 + 0.0 * best)
     # A tiny temperature may overflow a large logit: subtract the maximum first, which changes no probability.
-    logits = (logits - logits.amax(-1, keepdim=True)) / params.temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(params.temperature, _FLOAT.tiny)
     if 0 < params.top_k < logits.shape[-1]:
         smallest = logits.topk(params.top_k, -1).values[..., -1:]
         logits = logits.masked_fill(logits < smallest, -torch.inf)
     probs = logits.softmax(-1)
     if params.top_p < 1.0:
-        probs = _keep_top_p(probs, params.top_p)
+        probs = _keep_top_p(probs, max(params.top_p, _FLOAT.tiny))
     if params.min_p > 0.0:
         probs = _renormalise(probs.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), 0.0))
     return probs
@@ -96,10 +102,13 @@ class SeededSource:
     def draw(self, probs: Tensor) -> int:
         """Inverse transform in fp64 over the support, so a token of probability zero is never drawn."""
         support = probs.nonzero().squeeze(-1)
-        if support.numel() == 1:
-            return int(support)
         mass = probs[support].double().cumsum(0)
-        index = int(torch.searchsorted(mass, self._uniform() * mass[-1].item(), right=True))
+        total = mass[-1].item() if len(mass) else 0.0
+        if not total > 0.0:
+            raise TriforceError(
+                f"the probabilities of the next token sum to {total}: the logits overflowed; try --dtype fp32"
+            )
+        index = int(torch.searchsorted(mass, self._uniform() * total, right=True))
         return int(support[min(index, support.numel() - 1)])
 
     def _uniform(self) -> float:

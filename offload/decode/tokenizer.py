@@ -67,7 +67,7 @@ class Detokenizer:
         self._tokens.append(token)
         before = self._tokenizer.decode(self._tokens[self._start : self._end])
         after = self._tokenizer.decode(self._tokens[self._start :])
-        if after.endswith(_REPLACEMENT) or len(after) < len(before):
+        if after.endswith(_REPLACEMENT) or len(after) <= len(before):
             return ""
         self._start, self._end = self._end, len(self._tokens)
         return after[len(before) :]
@@ -89,14 +89,15 @@ class StopStrings:
         self.found = False
 
     def push(self, text: str) -> str:
-        """The text that is safe to show. After the earliest stop string nothing more comes."""
+        """The text that is safe to show. After the stop string that is the first to be complete nothing more comes."""
         if self.found:
             return ""
         self._held += text
-        hits = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        hits = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if hits:
             self.found = True
-            shown, self._held = self._held[: min(hits)], ""
+            _, at = min(hits)
+            shown, self._held = self._held[:at], ""
             return shown
         cut = len(self._held) - self._num_held()
         shown, self._held = self._held[:cut], self._held[cut:]

@@ -1,0 +1,56 @@
+"""What a user may ask of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.errors import UsageError
+
+PAGE_TOKENS = 512  # tokens per page of a tile; a chunk divides it
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a user may ask for; None and "auto" leave the choice to the plan. Tokens and GB/s (1e9 bytes)."""
+
+    context: int | None = None
+    budget: int | None = None
+    chunk: int | None = None
+    gamma: int | None = None
+    draft_gamma: int | None = None
+    sinks: int = 16
+    window: int = 240
+    device: str = "auto"
+    dtype: str = "auto"
+    offload: frozenset[str] = frozenset()
+    link_gbps: float | None = None
+    speculation: bool = True
+    selection: str = "mass"
+
+    def __post_init__(self) -> None:
+        _within("context", self.context, 2, 2**24)
+        _within("budget", self.budget, 1, 2**24)
+        _within("chunk", self.chunk, 1, PAGE_TOKENS)
+        _within("gamma", self.gamma, 0, 255)
+        _within("draft-gamma", self.draft_gamma, 0, 64)
+        _within("sinks", self.sinks, 0, 4096)
+        _within("window", self.window, 1, 2**20)
+        if self.chunk is not None and PAGE_TOKENS % self.chunk:
+            raise UsageError(f"chunk is {self.chunk}, it must be a power of two up to {PAGE_TOKENS}")
+        if self.dtype not in ("auto", *DTYPE_BYTES):
+            raise UsageError(f"dtype is {self.dtype!r}, it must be auto, bf16, fp16 or fp32")
+        if not self.offload <= {"weights", "kv"}:
+            unknown = ", ".join(sorted(self.offload - {"weights", "kv"}))
+            raise UsageError(f"offload names {unknown}; it may name weights and kv")
+        if self.link_gbps is not None and not 0.001 <= self.link_gbps <= 10_000:
+            raise UsageError(f"link-gbps is {self.link_gbps}, it must be from 0.001 to 10000 GB/s")
+        if self.link_gbps is not None and not self.offload:
+            raise UsageError("link-gbps paces a link and nothing is offloaded; add --offload weights,kv")
+        if self.selection not in ("mass", "published"):
+            raise UsageError(f"selection is {self.selection!r}, it must be mass or published")
+
+
+def _within(name: str, value: int | None, least: int, most: int) -> None:
+    if value is not None and not least <= value <= most:
+        raise UsageError(f"{name} is {value}, it must be from {least} to {most}")

@@ -74,6 +74,7 @@ class RetrievalCache:
     def nbytes(self) -> int:
         return self._buffer.nbytes
 
+    @torch.inference_mode()  # the buffer may have grown in a forward, which is in it
     def refresh(self, num_rows: int) -> None:
         """Hold what the last verification looked at: its first `num_rows` rows are those whose tokens stayed.
 

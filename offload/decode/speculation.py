@@ -119,7 +119,10 @@ class Speculator:
         self._warp, self._random, self._on_verified = warp, random, on_verified
 
     def round(self, sequence: Sequence[int], limit: int) -> Round:
-        """Emit 1 to min(gamma, limit - 1) + 1 tokens that follow `sequence`. gamma 0 is plain decoding."""
+        """Emit 1 to min(gamma, limit - 1) + 1 tokens that follow `sequence`. gamma 0 is plain decoding.
+
+        `sequence` is longer than the level's cache: its last token is never in it, for the law after it is wanted.
+        """
         pending = list(sequence[self._level.length :])
         drafted, draft_probs = self._draft(sequence, min(self.gamma, limit - 1))
         probs = self._warp(self._level.forward(pending + drafted, len(drafted) + 1))

@@ -60,6 +60,8 @@ class Detokenizer:
         """context: the prompt; only its end is looked at."""
         self._tokenizer = tokenizer
         self._tokens = list(context[-8:])
+        while tokenizer.decode(self._tokens).startswith(_REPLACEMENT):  # the cut went through a character
+            self._tokens.pop(0)
         self._start, self._end = 0, len(self._tokens)
 
     def push(self, token: int) -> str:

@@ -59,6 +59,7 @@ class CopyEvent:
     def __init__(self) -> None:
         self._fired = threading.Event()
         self.error: BaseException | None = None
+        self.end = 0.0  # when it was due, in `time.perf_counter` seconds; it never fires before that
 
     def fire(self, error: BaseException | None = None) -> None:
         self.error = error
@@ -76,12 +77,15 @@ class _Copy:
     src: Tensor
     after: Sequence[Event]
     event: CopyEvent
+    submitted: float
 
 
 class _Lane(threading.Thread):
     """One direction: copies in order, each taking at least bytes / bandwidth seconds.
 
-    Time is kept on a schedule of its own, so an overslept copy does not slow the ones after it.
+    Time is kept on a schedule of its own: a copy begins when it was submitted, the lane was free and its events were
+    due, so one whose thread overslept fires late and does not slow the ones after it. A copy that failed fails all after
+    it: not everybody waits for each of their copies.
     """
 
     def __init__(self, name: str, bytes_per_second: float | None, delay: Callable[[], float]) -> None:
@@ -89,6 +93,7 @@ class _Lane(threading.Thread):
         self._seconds_per_byte, self._delay = 1 / bytes_per_second if bytes_per_second else 0.0, delay
         self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._idle_from = 0.0
+        self._error: BaseException | None = None
         self.num_bytes = 0
         self.busy_seconds = 0.0
 
@@ -101,18 +106,25 @@ class _Lane(threading.Thread):
 
     def carry_out(self, copy: _Copy) -> None:
         try:
+            if self._error is not None:
+                raise self._error
+            start = max(copy.submitted, self._idle_from)
             for event in copy.after:
                 event.wait()
-            start = max(time.perf_counter(), self._idle_from)
+                if isinstance(event, CopyEvent):
+                    start = max(start, event.end)
+            began = time.perf_counter()
             _move(copy.dst, copy.src)
-            end = max(start + copy.src.nbytes * self._seconds_per_byte, time.perf_counter()) + self._delay()
+            moved = time.perf_counter() - began
+            end = start + max(copy.src.nbytes * self._seconds_per_byte, moved) + self._delay()
             while (left := end - time.perf_counter()) > 0:
                 time.sleep(left)
-            self._idle_from = end
+            self._idle_from = copy.event.end = end
             self.num_bytes += copy.src.nbytes
             self.busy_seconds += end - start
             copy.event.fire()
         except BaseException as error:  # handed to whoever waits
+            self._error = error
             copy.event.fire(error)
 
 
@@ -156,8 +168,10 @@ class PacedLink:
                 lane.join()
 
     def _submit(self, lane: _Lane, dst: Tensor, src: Tensor, after: Sequence[Event]) -> Event:
-        copy = _Copy(dst, src, after, CopyEvent())
+        copy = _Copy(dst, src, after, CopyEvent(), time.perf_counter())
         if self._overlap:
+            if not lane.is_alive():
+                raise RuntimeError("the link is closed")
             lane.submit(copy)
         else:
             lane.carry_out(copy)

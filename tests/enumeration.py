@@ -1,0 +1,471 @@
+"""The exact law of what the real decoding loop emits: every branch is taken and weighed. No sampling, no statistics.
+
+A run of the loop is a sequence of decisions. `branches` runs it again and again, each time replaying a prefix of
+earlier decisions and taking the next untried one after it, until the tree is exhausted. The models are tables: the law
+of the next token is an fp64 function of the tokens in the level's cache, so a wrong cache shows as a wrong law.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from offload.decode import generation, sampling, speculation, verify
+from offload.decode.sampling import RandomSource, SamplingParams
+from offload.decode.speculation import Proposal, Proposer
+from offload.metrics import LevelStats, Stats
+
+T = TypeVar("T")
+Tokens = tuple[int, ...]
+Law = Callable[[Tokens], Tensor]  # the sequence so far -> the law of the next token, [V] fp64
+Warp = Callable[[Tensor], Tensor]
+
+
+class BookkeepingError(AssertionError):
+    """A level was used, or left behind, otherwise than the protocol says."""
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise BookkeepingError(message)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """The modules under test: the real ones, or mutants of them. `Any`: a type checker sees through neither."""
+
+    sampling: Any
+    verify: Any
+    speculation: Any
+    generation: Any
+
+    @classmethod
+    def of(cls, modules: dict[str, ModuleType]) -> Decode:
+        return cls(**modules)
+
+
+REAL = Decode(sampling, verify, speculation, generation)
+
+
+# Randomness
+
+
+class Branching:
+    """A `RandomSource` that replays `path` and takes the first branch of positive weight at every later decision."""
+
+    def __init__(self, path: Sequence[int]) -> None:
+        self._path = path
+        self.weight = 1.0
+        self._taken: list[int] = []
+        self._open: list[list[int]] = []  # per decision, the branches not yet tried
+
+    def accepts(self, probability: float) -> bool:
+        kept = min(1.0, max(0.0, probability))
+        require(kept == kept, "a decision by NaN")
+        return self.choose([kept, 1.0 - kept]) == 0
+
+    def draw(self, probs: Tensor) -> int:
+        weights = probs.double()
+        total = float(weights.sum())
+        require(
+            bool((weights >= 0).all()) and abs(total - 1.0) < 1e-6, f"a draw from {probs.tolist()}, which is no law"
+        )
+        return self.choose((weights / total).tolist())
+
+    def choose(self, weights: Sequence[float]) -> int:
+        branches = [i for i, weight in enumerate(weights) if weight > 0.0]
+        depth = len(self._taken)
+        choice = self._path[depth] if depth < len(self._path) else branches[0]
+        self._taken.append(choice)
+        self._open.append([i for i in branches if i > choice])
+        self.weight *= weights[choice]
+        return choice
+
+    def next_path(self) -> list[int] | None:
+        """The next path, depth first; None when this was the last."""
+        for depth in reversed(range(len(self._taken))):
+            if self._open[depth]:
+                return [*self._taken[:depth], self._open[depth][0]]
+        return None
+
+
+def branches(run: Callable[[Branching], T]) -> Iterator[tuple[T, float]]:
+    """Every outcome of `run` with its probability. `run` must depend on nothing but its source's answers."""
+    path: list[int] | None = []
+    total = 0.0
+    while path is not None:
+        source = Branching(path)
+        yield run(source), source.weight
+        total += source.weight
+        path = source.next_path()
+    assert abs(total - 1.0) < 1e-6, f"the branches weigh {total} together"
+
+
+def law_of(run: Callable[[Branching], T]) -> dict[T, float]:
+    law: dict[T, float] = defaultdict(float)
+    for outcome, weight in branches(run):
+        law[outcome] += weight
+    return dict(law)
+
+
+def on_grid(source: Branching, decode: Decode, num_cells: int) -> RandomSource:
+    """The real `SeededSource` with each uniform branching over the left ends of `num_cells` equal cells of [0, 1).
+
+    Exact where every threshold is a multiple of 1 / num_cells: a cell then lies wholly on one side, with its left end.
+    """
+
+    def uniform() -> float:
+        return source.choose([1.0 / num_cells] * num_cells) / num_cells
+
+    seeded: Any = decode.sampling.SeededSource(0)
+    seeded._uniform = uniform
+    return cast(RandomSource, seeded)
+
+
+# Table language models
+
+
+def table(vocabulary: int, name: str, weigh: Callable[[random.Random], list[float]]) -> Law:
+    """A law that is another one after every sequence, and the same one each time."""
+
+    @cache
+    def law(sequence: Tokens) -> Tensor:
+        weights = torch.tensor(weigh(random.Random(f"{name} {sequence}")), dtype=torch.float64)
+        assert len(weights) == vocabulary
+        return weights / weights.sum()
+
+    return law
+
+
+def soft(vocabulary: int, name: str) -> Law:
+    """Uniform on the simplex."""
+    return table(vocabulary, name, lambda rng: [rng.expovariate(1.0) for _ in range(vocabulary)])
+
+
+def sparse(vocabulary: int, name: str, num_kept: int = 2) -> Law:
+    """All but `num_kept` tokens, others each time, have probability zero."""
+
+    def weigh(rng: random.Random) -> list[float]:
+        kept = rng.sample(range(vocabulary), num_kept)
+        return [rng.expovariate(1.0) if token in kept else 0.0 for token in range(vocabulary)]
+
+    return table(vocabulary, name, weigh)
+
+
+def only(vocabulary: int, name: str, tokens: Sequence[int]) -> Law:
+    """Soft on `tokens`, zero elsewhere."""
+    return table(
+        vocabulary, name, lambda rng: [rng.expovariate(1.0) if token in tokens else 0.0 for token in range(vocabulary)]
+    )
+
+
+def fixed(*probs: float) -> Law:
+    """The same law after every sequence."""
+    row = torch.tensor(probs, dtype=torch.float64)
+    return lambda sequence: row
+
+
+class TableLevel:
+    """A `Level` whose cache is the tokens themselves and whose logits are its law (or the logarithm of it)."""
+
+    def __init__(self, law: Law, *, logarithm: bool = False, capacity: int = 10_000) -> None:
+        self._law, self._logarithm, self._capacity = law, logarithm, capacity
+        self.stats = LevelStats("table")
+        self.tokens: list[int] = []
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    def forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
+        require(1 <= num_logits <= len(tokens), f"{num_logits} rows of logits asked of {len(tokens)} tokens")
+        require(self.length + len(tokens) <= self._capacity, f"more than {self._capacity} tokens in the cache")
+        self.tokens += tokens
+        ends = range(self.length - num_logits + 1, self.length + 1)
+        rows = torch.stack([self._law(tuple(self.tokens[:end])) for end in ends])
+        return rows.log() if self._logarithm else rows
+
+    def truncate(self, length: int) -> None:
+        require(length >= 0, f"truncated to {length} tokens")
+        del self.tokens[length:]
+
+
+# Proposers other than the real one
+
+
+class NgramProposer:
+    """Point masses: after token t comes t + 1."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+
+    def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
+        tokens = [(sequence[-1] + 1 + i) % self._vocabulary for i in range(num_tokens)]
+        return Proposal(tokens, torch.eye(self._vocabulary, dtype=torch.float64)[tokens])
+
+    def truncate(self, length: int) -> None:
+        require(length >= 0, f"truncated to {length} tokens")
+
+
+class ShortProposer:
+    """Asks the inner one for fewer tokens than it was asked for, often for none, by what the sequence is."""
+
+    def __init__(self, inner: Proposer, vocabulary: int) -> None:
+        self._inner, self._vocabulary = inner, vocabulary
+
+    def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
+        count = (len(sequence) + 2 * sum(sequence)) % (num_tokens + 1)
+        if count == 0:
+            return Proposal([], torch.empty(0, self._vocabulary, dtype=torch.float64))
+        return self._inner.propose(sequence, count)
+
+    def truncate(self, length: int) -> None:
+        self._inner.truncate(length)
+
+
+class ConfidentProposer:
+    """Drafts on while the law of the next token is peaked enough: it looks at the law, never at a drawn token."""
+
+    def __init__(self, inner: Proposer, vocabulary: int, threshold: float = 0.55) -> None:
+        self._inner, self._vocabulary, self._threshold = inner, vocabulary, threshold
+
+    def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
+        tokens: list[int] = []
+        rows = [torch.empty(0, self._vocabulary, dtype=torch.float64)]
+        while len(tokens) < num_tokens and float(rows[-1].amax() if tokens else 1.0) >= self._threshold:
+            step = self._inner.propose([*sequence, *tokens], 1)
+            tokens += step.tokens
+            rows.append(step.probs)
+        return Proposal(tokens, torch.cat(rows))
+
+    def truncate(self, length: int) -> None:
+        self._inner.truncate(length)
+
+
+# Warps in fp64, and the real one
+
+
+def identity(logits: Tensor) -> Tensor:
+    return logits
+
+
+def sharpen(logits: Tensor) -> Tensor:
+    """Temperature 1/2 on probabilities: applied twice, or not at all, it gives another law."""
+    return logits.square() / logits.square().sum(-1, keepdim=True)
+
+
+# Cases
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A stack of levels and how far to look at what it emits.
+
+    `draft` alone is one level; with `retrieval` it is two; with neither it is plain decoding. `params` warps by the
+    real `warp` (fp32, on logarithms) instead of `warp`. `cells` drives the real `SeededSource` on a grid of uniforms.
+    """
+
+    vocabulary: int
+    target: Law
+    retrieval: Law | None = None
+    draft: Law | None = None
+    gamma: int = 0
+    draft_gamma: int = 0
+    ngram: bool = False
+    adapt: Callable[[Proposer, int], Proposer] | None = None
+    warp: Warp = identity
+    params: SamplingParams | None = None
+    cells: int | None = None
+    prompt: Tokens = (0, 1)
+    num_tokens: int = 3
+
+    def warp_of(self, decode: Decode) -> Warp:
+        return self.warp if self.params is None else partial(decode.sampling.warp, params=self.params)
+
+    def target_law(self, sequence: Tokens) -> Tensor:
+        """The law that the target alone gives, [V]."""
+        row = self.target(sequence)[None]
+        return self.warp_of(REAL)(row if self.params is None else row.log())[0].double()
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The real speculator over table levels (the target's first) and the proposer that it verifies."""
+
+    speculator: Any
+    proposer: Any
+    levels: list[TableLevel]
+
+
+def build(
+    case: Case,
+    decode: Decode,
+    source: Branching,
+    *,
+    capacity: int = 10_000,
+    on_verified: Callable[[int], None] | None = None,
+) -> Stack:
+    rng = source if case.cells is None else on_grid(source, decode, case.cells)
+    spec, warp = decode.speculation, case.warp_of(decode)
+    levels: list[TableLevel] = []
+
+    def level(law: Law) -> TableLevel:
+        levels.append(TableLevel(law, logarithm=case.params is not None, capacity=capacity))
+        return levels[-1]
+
+    target = level(case.target)
+    retrieval = None if case.retrieval is None else level(case.retrieval)
+    proposer: Any = NgramProposer(case.vocabulary) if case.ngram else None
+    if case.draft is not None:
+        proposer = spec.ModelProposer(level(case.draft), warp, rng)
+    if case.adapt is not None:
+        proposer = case.adapt(proposer, case.vocabulary)
+    if retrieval is not None:
+        proposer = spec.Speculator(retrieval, proposer, gamma=case.draft_gamma, warp=warp, random=rng)
+        if case.adapt is not None:
+            proposer = case.adapt(proposer, case.vocabulary)
+    speculator = spec.Speculator(target, proposer, gamma=case.gamma, warp=warp, random=rng, on_verified=on_verified)
+    return Stack(speculator, proposer, levels)
+
+
+def check_caches(case: Case, levels: Sequence[TableLevel], sequence: Tokens) -> None:
+    """After a round all levels hold a prefix of the sequence; the target all of it but the pending last token.
+
+    A level that proposes for the target may also lack the token before: the last it drew was in no forward yet.
+    """
+    for level in levels:
+        require(level.tokens == list(sequence[: level.length]), f"{level.tokens} in the cache after {sequence}")
+        require(level.length < len(sequence), "nothing is pending")
+    require(levels[0].length == len(sequence) - 1, "the target holds less than was verified")
+    if case.adapt is None and case.gamma > 0 and len(levels) > 1:
+        require(levels[1].length >= len(sequence) - 2, "the proposer forgot tokens that were kept")
+
+
+def emitted_law(case: Case, decode: Decode = REAL) -> dict[Tokens, float]:
+    """The probability of every emitted prefix of 1 to `case.num_tokens` tokens, over as many rounds as it takes.
+
+    What a round does depends on the sequence and on what the caches hold, nothing else: equal states are merged, so
+    each is expanded once.
+    """
+    law: dict[Tokens, float] = defaultdict(float)
+    Caches = tuple[Tokens, ...]
+    waiting: list[dict[tuple[Tokens, Caches], float]] = [defaultdict(float) for _ in range(case.num_tokens)]
+    num_levels = len(build(case, decode, Branching([])).levels)
+    waiting[0][(), ((),) * num_levels] = 1.0
+    for states in waiting:
+        for (emitted, caches), probability in states.items():
+            run = partial(_one_round, case, decode, case.prompt + emitted, caches)
+            for (tokens, left), weight in branches(run):
+                for count in range(1, len(tokens) + 1):
+                    if len(emitted) + count <= case.num_tokens:
+                        law[emitted + tokens[:count]] += probability * weight
+                if len(emitted) + len(tokens) < case.num_tokens:
+                    waiting[len(emitted) + len(tokens)][emitted + tokens, left] += probability * weight
+    return dict(law)
+
+
+def _one_round(
+    case: Case, decode: Decode, sequence: Tokens, caches: tuple[Tokens, ...], source: Branching
+) -> tuple[Tokens, tuple[Tokens, ...]]:
+    stack = build(case, decode, source)
+    for level, tokens in zip(stack.levels, caches, strict=True):
+        level.tokens = list(tokens)
+    emitted = tuple(stack.speculator.round(sequence, case.gamma + 1).tokens)
+    require(1 <= len(emitted) <= case.gamma + 1, f"a round emitted {len(emitted)} tokens")
+    check_caches(case, stack.levels, sequence + emitted)
+    return emitted, tuple(tuple(level.tokens) for level in stack.levels)
+
+
+def autoregressive_law(case: Case) -> dict[Tokens, float]:
+    """The probability of every prefix when the target alone draws token after token."""
+    law: dict[Tokens, float] = {(): 1.0}
+    for count in range(case.num_tokens):
+        for prefix in [prefix for prefix in law if len(prefix) == count]:
+            row = case.target_law(case.prompt + prefix).tolist()
+            law |= {(*prefix, token): law[prefix] * probability for token, probability in enumerate(row)}
+    return {prefix: probability for prefix, probability in law.items() if prefix}
+
+
+def distance(one: Mapping[Any, float], other: Mapping[Any, float]) -> float:
+    """The largest difference in the probability of one outcome."""
+    return max(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in one.keys() | other.keys())
+
+
+# The checks of a whole case: numbers that are zero but for rounding
+
+
+def emission_error(case: Case, decode: Decode = REAL) -> float:
+    return distance(emitted_law(case, decode), autoregressive_law(case))
+
+
+Outcome = tuple[Tokens, str | None]  # the text, and why it ended
+
+
+def generated_law(
+    case: Case, end_tokens: Sequence[int], num_pending: int = 1, decode: Decode = REAL
+) -> dict[Outcome, float]:
+    """The law of what `generate` yields, up to `case.num_tokens` tokens. Whole runs, replayed from the first token."""
+
+    def run(source: Branching) -> Outcome:
+        # The last emitted token enters no cache, and no round may draft past the end.
+        stack = build(case, decode, source, capacity=len(case.prompt) + case.num_tokens - 1)
+        target = stack.levels[0]
+        runs = list(
+            decode.generation.generate(
+                case.prompt,
+                stack.speculator,
+                prefill=lambda tokens: target.tokens.extend(tokens),
+                num_pending=num_pending,
+                max_tokens=case.num_tokens,
+                end_tokens=end_tokens,
+                stats=Stats(),
+            )
+        )
+        require(all(step.finish is None for step in runs[:-1]), "a run came after the last")
+        return tuple(itertools.chain.from_iterable(step.tokens for step in runs)), runs[-1].finish
+
+    return law_of(run)
+
+
+def stopped_law(case: Case, end_tokens: Sequence[int]) -> dict[Outcome, float]:
+    """The law of the target's own text, stopped after an end token or at `case.num_tokens` tokens."""
+    law: dict[Outcome, float] = {}
+    for prefix, probability in autoregressive_law(case).items():
+        if any(token in end_tokens for token in prefix[:-1]):
+            continue
+        if prefix[-1] in end_tokens:
+            law[prefix, "stop"] = probability
+        elif len(prefix) == case.num_tokens:
+            law[prefix, "length"] = probability
+    return law
+
+
+def generation_error(case: Case, end_tokens: Sequence[int], num_pending: int = 1, decode: Decode = REAL) -> float:
+    return distance(generated_law(case, end_tokens, num_pending, decode), stopped_law(case, end_tokens))
+
+
+def proposal_error(case: Case, decode: Decode = REAL) -> float:
+    """How far the law of the proposer's tokens is from the one that it states, the product of the rows it returns."""
+    law: dict[Tokens, float] = defaultdict(float)
+    stated: dict[Tokens, float] = {}
+    for (tokens, rows), weight in branches(lambda source: _one_proposal(case, decode, source)):
+        law[tokens] += weight
+        probability = math.prod(row[token] for token, row in zip(tokens, rows, strict=True))
+        require(stated.setdefault(tokens, probability) == probability, "other rows for the same tokens")
+    return distance(law, stated)
+
+
+def _one_proposal(case: Case, decode: Decode, source: Branching) -> tuple[Tokens, list[list[float]]]:
+    proposal = build(case, decode, source).proposer.propose(case.prompt, case.gamma)
+    require(len(proposal.tokens) == case.gamma, f"{len(proposal.tokens)} tokens proposed of {case.gamma}")
+    return tuple(proposal.tokens), proposal.probs.tolist()

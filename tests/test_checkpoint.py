@@ -1,0 +1,294 @@
+"""Checkpoints: what is read arrives unchanged, and whatever is wrong in a folder is a ModelError that says so."""
+
+from __future__ import annotations
+
+import json
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from offload.errors import ModelError
+from offload.plan.config import ModelConfig
+from offload.transfer.checkpoint import Checkpoint, check_model, expected_tensors
+
+TINY = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
+INDEX = "model.safetensors.index.json"
+
+
+def some_tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "a": torch.randn(3, 4, generator=generator),
+        "b": torch.randn(5, generator=generator).bfloat16(),
+        "c": torch.randn(2, 2, generator=generator).half(),
+    }
+
+
+def write_single(folder: Path, tensors: dict[str, Tensor] | None = None) -> Path:
+    save_file(some_tensors() if tensors is None else tensors, folder / "model.safetensors")
+    return folder
+
+
+def write_sharded(folder: Path, weight_map: dict[str, str] | None = None) -> Path:
+    tensors = some_tensors()
+    save_file({"a": tensors["a"]}, folder / "one.safetensors")
+    save_file({"b": tensors["b"], "c": tensors["c"]}, folder / "two.safetensors")
+    default = {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map or default}))
+    return folder
+
+
+def write_raw(folder: Path, header: bytes, data: bytes = b"", length: int | None = None) -> Path:
+    prefix = struct.pack("<Q", len(header) if length is None else length)
+    (folder / "model.safetensors").write_bytes(prefix + header + data)
+    return folder
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        Checkpoint.open(folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("write", [write_single, write_sharded])
+def test_every_tensor_arrives_as_it_was_saved(tmp_path: Path, write) -> None:
+    tensors = some_tensors()
+    with Checkpoint.open(write(tmp_path)) as checkpoint:
+        assert checkpoint.names() == ("a", "b", "c")
+        for name, tensor in tensors.items():
+            assert checkpoint.shape(name) == tuple(tensor.shape)
+            assert checkpoint.dtype(name) == tensor.dtype
+            dst = torch.full_like(tensor, float("nan"))
+            checkpoint.read_into(name, dst)
+            assert torch.equal(dst, tensor)
+
+
+def test_a_read_rounds_into_a_strided_view_and_touches_nothing_else(tmp_path: Path) -> None:
+    tensor = some_tensors()["a"]
+    with Checkpoint.open(write_single(tmp_path)) as checkpoint:
+        flat = torch.full((8, 6), 7.0, dtype=torch.bfloat16)
+        checkpoint.read_into("a", flat[1:7:2, 1:5])
+    assert torch.equal(flat[1:7:2, 1:5], tensor.bfloat16())
+    flat[1:7:2, 1:5] = 7.0
+    assert (flat == 7.0).all()
+
+
+def test_a_destination_of_another_shape_is_refused_even_if_it_would_broadcast(tmp_path: Path) -> None:
+    with Checkpoint.open(write_single(tmp_path)) as checkpoint:
+        with pytest.raises(ModelError, match=r"b has shape \[5\], \[2, 5\] is needed"):
+            checkpoint.read_into("b", torch.zeros(2, 5))
+        with pytest.raises(ModelError, match="no tensor z"):
+            checkpoint.read_into("z", torch.zeros(1))
+
+
+def test_a_closed_checkpoint_reads_nothing_and_closes_again(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_single(tmp_path))
+    checkpoint.close()
+    checkpoint.close()
+    with pytest.raises(ModelError, match="cannot be read"):
+        checkpoint.read_into("a", torch.zeros(3, 4))
+
+
+def test_check_names_missing_unexpected_and_misshapen_tensors_with_counts(tmp_path: Path) -> None:
+    with Checkpoint.open(write_single(tmp_path)) as checkpoint:
+        checkpoint.check({"a": (3, 4), "b": (5,), "c": (2, 2)})
+        expected = {"a": (4, 3), **{f"m{index}": (1,) for index in range(5)}}
+        with pytest.raises(ModelError) as caught:
+            checkpoint.check(expected, ignore=["c*"])
+    message = str(caught.value)
+    assert "5 missing (m0, m1, m2, ...)" in message
+    assert "1 unexpected (b)" in message
+    assert "1 of the wrong shape (a [3, 4], not [4, 3])" in message
+
+
+def test_quantised_weights_are_refused_by_name_and_dtype_but_may_be_ignored(tmp_path: Path) -> None:
+    write_single(tmp_path, {"w": torch.ones(2), "q": torch.ones(2, dtype=torch.int8)})
+    with Checkpoint.open(tmp_path) as checkpoint:
+        checkpoint.check({"w": (2,)}, ignore=["q"])
+        with pytest.raises(ModelError, match="q is stored as I8"):
+            checkpoint.check({"w": (2,), "q": (2,)})
+        with pytest.raises(ModelError, match="q is stored as I8"):
+            checkpoint.read_into("q", torch.zeros(2))
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    path = write_single(tmp_path) / "model.safetensors"
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        assert "download it again" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("length", [1 << 20, 100_000_001, 1 << 40, (1 << 64) - 1])
+def test_a_huge_header_length_is_refused_with_value_and_limit(tmp_path: Path, length: int) -> None:
+    message = refusal(write_raw(tmp_path, b"{}", length=length))
+    assert f"claims {length} bytes, at most 2 are possible" in message
+
+
+def test_a_header_over_the_limit_is_refused_even_if_the_file_is_that_long(tmp_path: Path) -> None:
+    path = write_raw(tmp_path, b"", length=100_000_001) / "model.safetensors"
+    with path.open("r+b") as file:
+        file.truncate(100_000_100)  # sparse
+    assert "at most 100000000 are possible" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"not json",
+        b"[]",
+        b"\xff\xfe\xfd",
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,80]}}',
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}}',
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}',
+        b'{"a":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,12]}}',
+        b'{"a":{"dtype":"F99","shape":[3],"data_offsets":[0,12]}}',
+        b'{"a":{"dtype":"F32","shape":[-3],"data_offsets":[0,12]}}',
+    ],
+    ids=["text", "list", "bytes", "past-end", "backwards", "overlap", "overflow", "dtype", "negative"],
+)
+def test_a_malformed_header_is_refused(tmp_path: Path, header: bytes) -> None:
+    assert "not a whole safetensors file" in refusal(write_raw(tmp_path, header, b"0" * 12))
+
+
+@pytest.mark.parametrize(
+    "shard",
+    ["../two.safetensors", "/etc/two.safetensors", "..", "", "sub/two.safetensors", "..\\two.safetensors",
+     "C:two.safetensors", "two.safetensors\x00", "two.bin", "two.safetensors\n"],
+)  # fmt: skip
+def test_an_index_cannot_name_anything_but_a_plain_safetensors_name(tmp_path: Path, shard: str) -> None:
+    folder = tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    for place in (tmp_path, folder / "sub"):  # so that only the name can be the reason
+        save_file({"a": torch.ones(1)}, place / "two.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": shard}}))
+    assert "must be a plain name" in refusal(folder)
+
+
+def test_links_into_a_hub_cache_are_followed(tmp_path: Path) -> None:
+    """Every file of a Hugging Face cache is a link to ../../blobs: it must load, although it leads out."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    write_sharded(blobs)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+    with Checkpoint.open(snapshot) as checkpoint:
+        assert checkpoint.names() == ("a", "b", "c")
+
+
+def test_index_and_shards_must_agree(tmp_path: Path) -> None:
+    write_sharded(tmp_path, {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors"})
+    assert "b is not in one.safetensors" in refusal(tmp_path)
+    write_sharded(tmp_path, {"a": "one.safetensors", "ghost": "two.safetensors"})
+    assert "ghost is not in two.safetensors" in refusal(tmp_path)
+    write_sharded(tmp_path, {"a": "one.safetensors", "b": "three.safetensors"})
+    assert "three.safetensors is missing" in refusal(tmp_path)
+    write_sharded(tmp_path)
+    save_file({"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)}, tmp_path / "two.safetensors")
+    assert "is in one.safetensors as well" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "\x00", "[" * 10**5]
+)
+def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / INDEX).write_text(text)
+    assert INDEX in refusal(tmp_path)
+
+
+def test_each_wrong_folder_gets_its_own_remedy(tmp_path: Path) -> None:
+    assert "does not exist" in refusal(tmp_path / "nowhere")
+    assert "neither" in refusal(tmp_path)
+    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"x")
+    assert "convert it once" in refusal(tmp_path)
+    (tmp_path / "model.safetensors").mkdir()
+    assert "convert it once" in refusal(tmp_path)
+    (tmp_path / "model.safetensors").rmdir()
+    write_single(tmp_path)
+    assert "is a file, not a folder" in refusal(tmp_path / "model.safetensors")
+    write_sharded(tmp_path)
+    assert "holds both" in refusal(tmp_path)
+
+
+HEADER = (
+    b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2,1],"data_offsets":[0,8]},'
+    b'"b":{"dtype":"BF16","shape":[2],"data_offsets":[8,12]}}'
+)
+
+
+@settings(max_examples=300, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(flips=[(0, 0xFF)])
+@example(flips=[(7, 0x80)])
+@given(flips=st.lists(st.tuples(st.integers(0, len(HEADER) + 7), st.integers(1, 255)), min_size=1, max_size=4))
+def test_flipped_header_bytes_give_a_model_error_or_a_readable_checkpoint(tmp_path: Path, flips) -> None:
+    content = bytearray(struct.pack("<Q", len(HEADER)) + HEADER + b"0" * 12)
+    for position, mask in flips:
+        content[position] ^= mask
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with suppress(ModelError), Checkpoint.open(tmp_path) as checkpoint:
+        for name in checkpoint.names():
+            checkpoint.read_into(name, torch.zeros(checkpoint.shape(name)))
+
+
+FAMILIES = {
+    "llama": LlamaConfig(**TINY),
+    "llama-biases-tied": LlamaConfig(**TINY, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "mistral": MistralConfig(**TINY, sliding_window=None),
+    "qwen2": Qwen2Config(**TINY),
+    "qwen2-tied": Qwen2Config(**TINY, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**TINY),
+    "qwen3-biases": Qwen3Config(**TINY, attention_bias=True),
+}
+
+
+@pytest.mark.parametrize("reference", FAMILIES.values(), ids=FAMILIES)
+def test_expected_tensors_are_those_that_transformers_saves(tmp_path: Path, reference) -> None:
+    AutoModelForCausalLM.from_config(reference).save_pretrained(tmp_path, max_shard_size="8KB")
+    config = ModelConfig.from_folder(tmp_path)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        check_model(checkpoint, config)
+        num_elements = sum(torch.Size(checkpoint.shape(name)).numel() for name in checkpoint.names())
+        assert num_elements == config.num_parameters()
+        layer = [name for name in checkpoint.names() if name.startswith("model.layers.1.")]
+        assert sum(torch.Size(checkpoint.shape(name)).numel() for name in layer) == config.layer_parameters()
+
+
+def model_folder(folder: Path, *, tied: bool, **more: Tensor) -> tuple[Path, ModelConfig]:
+    """A folder of constant weights with further tensors, by name."""
+    config = ModelConfig.from_dict(LlamaConfig(**TINY, tie_word_embeddings=tied).to_dict())
+    tensors = {name: torch.ones(shape) for name, shape in expected_tensors(config).items()}
+    return write_single(folder, tensors | more), config
+
+
+def test_an_equal_head_beside_tied_embeddings_is_ignored_and_another_refused(tmp_path: Path) -> None:
+    """transformers 5 unties where the two differ, 4 does not: such a folder has no one meaning."""
+    for head, refused in ((torch.ones(32, 16), False), (torch.zeros(32, 16), True), (torch.ones(2, 16), True)):
+        folder, config = model_folder(tmp_path, tied=True, **{"lm_head.weight": head})
+        with Checkpoint.open(folder) as checkpoint:
+            if refused:
+                with pytest.raises(ModelError, match=r"lm_head\.weight differs"):
+                    check_model(checkpoint, config)
+            else:
+                check_model(checkpoint, config)
+
+
+def test_stored_rotary_frequencies_are_ignored_and_a_foreign_tensor_is_not(tmp_path: Path) -> None:
+    rotary = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    folder, config = model_folder(tmp_path, tied=False, **rotary)
+    with Checkpoint.open(folder) as checkpoint:
+        check_model(checkpoint, config)
+    folder, config = model_folder(tmp_path, tied=False, **{"model.layers.0.self_attn.q_norm.weight": torch.ones(8)})
+    with Checkpoint.open(folder) as checkpoint, pytest.raises(ModelError, match="1 unexpected"):
+        check_model(checkpoint, config)

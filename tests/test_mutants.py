@@ -1,0 +1,372 @@
+"""The enumeration has teeth: each known way of getting speculation wrong, applied to the real source, fails a check.
+
+A mutant is a replacement in a module's text, run as a fresh module; the rest of the stack is loaded over it. It must
+die of a wrong law or of a broken protocol (what a cache holds, what a draw is from), not of an exception of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+from unittest.mock import patch
+
+import pytest
+
+from enumeration import REAL, BookkeepingError, Decode
+from test_exactness import CHECKS, EXACT
+
+MODULES = ("sampling", "verify", "speculation", "generation")  # each imports only from those before it
+WRONG = 1e-3  # far above rounding, far below the error of any mutant here
+
+
+@dataclass(frozen=True)
+class Edit:
+    module: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`fails` names the check of test_exactness that it must not pass."""
+
+    description: str
+    fails: str
+    edits: Sequence[Edit]
+    breaks: Literal["law", "protocol"] = "law"
+
+
+def load(edits: Sequence[Edit]) -> Decode:
+    """The decode modules from their source, edited; each edit must match exactly once."""
+    loaded: dict[str, ModuleType] = {}
+    with patch.dict(sys.modules):
+        for name in MODULES:
+            real = getattr(REAL, name)
+            source = Path(real.__file__).read_text()
+            for edit in [edit for edit in edits if edit.module == name]:
+                assert source.count(edit.old) == 1, f"{name} has {source.count(edit.old)} times {edit.old!r}"
+                source = source.replace(edit.old, edit.new)
+            sys.modules[real.__name__] = loaded[name] = ModuleType(real.__name__)
+            exec(compile(source, f"<edited {name}>", "exec"), loaded[name].__dict__)
+    assert {edit.module for edit in edits} <= set(MODULES)
+    return Decode.of(loaded)
+
+
+def in_verify(old: str, new: str) -> list[Edit]:
+    return [Edit("verify", old, new)]
+
+
+def in_speculation(old: str, new: str) -> list[Edit]:
+    return [Edit("speculation", old, new)]
+
+
+VERDICT = "verdict = verify(drafted, draft_probs, probs, self._random)\n"
+OWN_LAW = "Round(emitted, probs[: len(emitted)], len(drafted))"
+SETTLE = "self.truncate(num_tokens + verdict.num_accepted)"
+DRAFT_ROW = "rows.append(row)"
+REDRAW = (  # as the published code does: after a rejection, the law itself instead of the residual
+    "        if {level} and verdict.num_accepted < len(drafted):\n"
+    "            n = verdict.num_accepted\n"
+    "            verdict = Verdict(n, self._random.draw(probs[n]))\n"
+)
+AT_MIDDLE = VERDICT + REDRAW.format(level="not isinstance(self._proposer, Speculator)")
+AT_TARGET = VERDICT + REDRAW.format(level="isinstance(self._proposer, Speculator)")
+SOFT = "if params.temperature == 0.0: return logits.softmax(-1)\n    if False:"
+
+ONE, TWO = "emits: one level, V 3, gamma 2", "emits: two levels, V 3, gamma 2, draft_gamma 1"
+WARPED, TWO_WARPED = "emits: one level, warped", "emits: two levels, warped"
+GREEDY = "emits: one level, greedy, V 3"
+SEEDED = "emits: seeded source"
+MIDDLE, DRAFT = "proposes: retrieval, 3 tokens, draft_gamma 2", "proposes: draft, warped"
+TEXT = "generates: one level, ends at token 2, 1 pending"
+
+MUTANTS = [
+    Mutant(
+        "the published bug at the middle level: after a rejection the law itself, not the residual",
+        TWO,
+        in_speculation(VERDICT, AT_MIDDLE),
+    ),
+    Mutant(
+        "the same, seen in what the middle level hands up",
+        MIDDLE,
+        in_speculation(VERDICT, AT_MIDDLE),
+    ),
+    Mutant(
+        "the published bug at the target only",
+        TWO,
+        in_speculation(VERDICT, AT_TARGET),
+    ),
+    Mutant(
+        "the published bug with one level",
+        ONE,
+        in_verify("residual(target_probs[i], draft_probs[i])", "target_probs[i]"),
+    ),
+    Mutant("everything is accepted", ONE, in_verify("if not random.accepts(ratio):", "if False:")),
+    Mutant("nothing is accepted, as if all were rejected", ONE, in_verify("random.accepts(ratio)", "False")),
+    Mutant(
+        "acceptance by the target's probability alone",
+        ONE,
+        in_verify("(target.double() / draft.double())", "target.double()"),
+    ),
+    Mutant(
+        "target and draft swapped in the ratio",
+        ONE,
+        in_verify("(target.double() / draft.double())", "(draft.double() / target.double())"),
+    ),
+    Mutant(
+        "target and draft swapped in the residual",
+        ONE,
+        in_verify("(target_probs - draft_probs).clamp_", "(draft_probs - target_probs).clamp_"),
+    ),
+    Mutant(
+        "the residual by absolute difference",
+        ONE,
+        in_verify("(target_probs - draft_probs).clamp_(min=0.0)", "(target_probs - draft_probs).abs()"),
+    ),
+    Mutant(
+        "the residual of the place before",
+        ONE,
+        in_verify("residual(target_probs[i], draft_probs[i])", "residual(target_probs[i], draft_probs[max(i - 1, 0)])"),
+    ),
+    Mutant(
+        "the residual not normalised",
+        ONE,
+        in_verify("return rest / total if total > 0 else target_probs", "return rest if total > 0 else target_probs"),
+        breaks="protocol",
+    ),
+    Mutant(
+        "the residual warped twice",
+        WARPED,
+        in_verify(
+            "return rest / total if total > 0 else target_probs",
+            "return rest.square() / rest.square().sum() if total > 0 else target_probs",
+        ),
+    ),
+    Mutant(
+        "the draft hands up its unwarped law",
+        DRAFT,
+        [
+            *in_speculation(
+                "row = self._warp(self._level.forward(pending, 1))",
+                "raw = self._level.forward(pending, 1); row = self._warp(raw)",
+            ),
+            *in_speculation(DRAFT_ROW, "rows.append(raw)"),
+        ],
+    ),
+    Mutant(
+        "the same, seen in the text",
+        WARPED,
+        [
+            *in_speculation(
+                "row = self._warp(self._level.forward(pending, 1))",
+                "raw = self._level.forward(pending, 1); row = self._warp(raw)",
+            ),
+            *in_speculation(DRAFT_ROW, "rows.append(raw)"),
+        ],
+    ),
+    Mutant(
+        "the draft hands up its law warped twice",
+        WARPED,
+        in_speculation(DRAFT_ROW, "rows.append(self._warp(row))"),
+    ),
+    Mutant(
+        "the target verifies by its unwarped law",
+        WARPED,
+        in_speculation(
+            "probs = self._warp(self._level.forward(pending + drafted, len(drafted) + 1))",
+            "probs = self._level.forward(pending + drafted, len(drafted) + 1)",
+        ),
+    ),
+    *(
+        Mutant(
+            f"the retrieval level hands up the draft's law instead of its own{where}",
+            check,
+            in_speculation(OWN_LAW, OWN_LAW.replace("probs", "torch.cat([draft_probs, probs[-1:]])")),
+        )
+        for where, check in [("", TWO), (", seen in what it hands up", MIDDLE)]
+    ),
+    Mutant(
+        "the retrieval level hands up the residual for a correction",
+        TWO,
+        in_speculation(
+            OWN_LAW,
+            "Round(emitted, torch.cat([probs[: len(emitted) - 1], "
+            "(probs[len(emitted) - 1] - draft_probs[len(emitted) - 1]).clamp(min=0)[None] "
+            "if len(emitted) <= len(drafted) else probs[-1:]]), len(drafted))",
+        ),
+    ),
+    Mutant(
+        "the uniform that decided is used again for the draw that follows",
+        SEEDED,
+        [
+            Edit(
+                "sampling",
+                "return self._uniform() < probability",
+                "self._last = self._uniform(); return self._last < probability",
+            ),
+            Edit(
+                "sampling",
+                "torch.searchsorted(mass, self._uniform() * total, right=True)",
+                "torch.searchsorted(mass, self.__dict__.pop('_last', self._uniform()) * total, right=True)",
+            ),
+        ],
+    ),
+    Mutant(
+        "the uniform that drew a token decides on it too",
+        SEEDED,
+        [
+            Edit("sampling", "return self._uniform() < probability", "return self._last < probability"),
+            Edit(
+                "sampling",
+                "index = int(torch.searchsorted(mass, self._uniform() * total, right=True))",
+                "self._last = self._uniform(); index = int(torch.searchsorted(mass, self._last * total, right=True))",
+            ),
+        ],
+    ),
+    Mutant(
+        "a token of probability zero is accepted at a uniform of 0",
+        SEEDED,
+        [Edit("sampling", "return self._uniform() < probability", "return self._uniform() <= probability")],
+    ),
+    Mutant(
+        "a draw at a threshold takes the token before it",
+        SEEDED,
+        [Edit("sampling", "self._uniform() * total, right=True", "self._uniform() * total, right=False")],
+    ),
+    Mutant(
+        "the bonus from the last drafted token's row",
+        ONE,
+        in_verify("random.draw(target_probs[n])", "random.draw(target_probs[n - 1])"),
+    ),
+    Mutant(
+        "one token too few forgotten: the cache keeps a rejected one",
+        ONE,
+        in_speculation(SETTLE, SETTLE.replace("accepted)", "accepted + 1)")),
+        breaks="protocol",
+    ),
+    Mutant(
+        "one token too many forgotten: a kept one is computed again",
+        ONE,
+        in_speculation(SETTLE, SETTLE.replace("accepted)", "accepted - 1)")),
+        breaks="protocol",
+    ),
+    Mutant(
+        "the proposer is not told of a rejection",
+        TWO,
+        in_speculation("self._proposer.truncate(length)", "pass"),
+        breaks="protocol",
+    ),
+    Mutant(
+        "the proposer forgets all at every rejection",
+        ONE,
+        in_speculation("self._proposer.truncate(length)", "self._proposer.truncate(0)"),
+        breaks="protocol",
+    ),
+    Mutant(
+        "the level keeps what was rejected",
+        ONE,
+        in_speculation(
+            "        self._level.truncate(length)\n        if self._proposer", "        if self._proposer"
+        ),
+        breaks="protocol",
+    ),
+    Mutant(
+        "the target is not shown what is pending before the draft",
+        ONE,
+        in_speculation(
+            "self._level.forward(pending + drafted, len(drafted) + 1)",
+            "self._level.forward(pending[:-1] + drafted, len(drafted) + 1)",
+        ),
+        breaks="protocol",
+    ),
+    Mutant(
+        "a drawn token is thrown away for what it is: unlikely ones are not proposed",
+        ONE,
+        in_speculation(
+            DRAFT_ROW,
+            "rows.append(row)\n"
+            "            if row[0, tokens[-1]] < 0.4:\n"
+            "                return Proposal(tokens[:-1], torch.cat(rows)[:-1])",
+        ),
+    ),
+    Mutant(
+        "the middle level drops a bonus that it finds unlikely",
+        TWO,
+        in_speculation(
+            "step = self.round([*sequence, *tokens], num_tokens - len(tokens))",
+            "step = self.round([*sequence, *tokens], num_tokens - len(tokens))\n"
+            "            if step.probs[-1, step.tokens[-1]] < 0.4 and len(tokens) + len(step.tokens) > 1:\n"
+            "                kept = [*tokens, *step.tokens[:-1]]\n"
+            "                return Proposal(kept, torch.cat([*rows, step.probs])[: len(kept)])",
+        ),
+    ),
+    Mutant(
+        "greedy decided by soft probabilities, at all levels",
+        GREEDY,
+        [Edit("sampling", "if params.temperature == 0.0:", SOFT)],
+    ),
+    Mutant(
+        "greedy drafts verified by the soft law of the target",
+        GREEDY,
+        in_speculation(
+            "probs = self._warp(self._level.forward(pending + drafted, len(drafted) + 1))",
+            "probs = self._level.forward(pending + drafted, len(drafted) + 1).softmax(-1)",
+        ),
+    ),
+    Mutant(
+        "an end token is looked for at the end of a run only",
+        TEXT,
+        [
+            Edit(
+                "generation",
+                "for i, token in enumerate(tokens) if token in end_tokens)",
+                "for i, token in enumerate(tokens) if token in end_tokens and i + 1 == len(tokens))",
+            )
+        ],
+    ),
+    Mutant(
+        "what was accepted after an end token is kept",
+        TEXT,
+        [Edit("generation", "tokens = tokens[:ended]", "pass")],
+    ),
+    Mutant(
+        "generation goes on after an end token",
+        TEXT,
+        [Edit("generation", "        if ended:\n            return\n", "")],
+        breaks="protocol",
+    ),
+    Mutant(
+        "the last round drafts past max_tokens",
+        TEXT,
+        [Edit("generation", "1 if first else remaining", "1 if first else 99")],
+        breaks="protocol",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.description for mutant in MUTANTS])
+def test_a_mutant_dies(mutant: Mutant) -> None:
+    decode = load(mutant.edits)
+    if mutant.breaks == "protocol":
+        with pytest.raises(BookkeepingError):
+            CHECKS[mutant.fails](decode=decode)
+    else:
+        assert CHECKS[mutant.fails](decode=decode) > WRONG
+
+
+@pytest.mark.parametrize("check", sorted({mutant.fails for mutant in MUTANTS}))
+def test_the_unedited_source_loaded_in_the_same_way_passes(check: str) -> None:
+    """Else a mutant might die of how it was loaded."""
+    decode = load([])
+    assert decode.verify.verify is not REAL.verify.verify
+    assert decode.speculation.verify is decode.verify.verify
+    assert CHECKS[check](decode=decode) < EXACT
+
+
+def test_an_edit_that_matches_nothing_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="verify has 0 times"):
+        load([Edit("verify", "no such line", "")])

@@ -1,0 +1,216 @@
+"""Text that grows token by token: whole characters, nothing lost, and stop strings wherever the text is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
+from offload.errors import ModelError
+
+CORPUS = ["the cat sat on the mat, the café was naïve; 日本語のテキスト 👍🏽 the end"] * 3
+REPLACEMENT = "\ufffd"
+
+
+@cache
+def byte_level() -> Tokenizer:
+    """Byte-level BPE as in GPT-2, Llama 3 and Qwen: a rare character is several tokens."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator(CORPUS, trainer)
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>"))
+
+
+@cache
+def byte_fallback() -> Tokenizer:
+    """SentencePiece as in Llama 2: words carry their space, unknown characters are byte tokens, all valid or none."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"▁thecaonm", "▁t", "▁th", "▁the"]
+    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e")]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    inner = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>"))
+
+
+BOTH = pytest.mark.parametrize("make", [byte_level, byte_fallback])
+WORDS = ["the cat", " ", "\n", "é", "e\u0301", "👍🏽", "👨‍👩‍👧", "日本語", "𠮷", "ก็", "\u200d", "a", "©"]
+TEXT = st.one_of(st.lists(st.sampled_from(WORDS), max_size=8).map("".join), st.text(max_size=12))
+
+
+def pieces_of(tokenizer: Tokenizer, context: list[int], tokens: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, context)
+    return [detokenizer.push(token) for token in tokens] + [detokenizer.flush()]
+
+
+def split(tokenizer: Tokenizer, text: str, at: int) -> tuple[list[int], list[int]]:
+    """The tokens of `text`, cut at a token where the decoded text has whole characters only."""
+    tokens = tokenizer.encode(text)
+    at = min(at, len(tokens))
+    while tokenizer.decode(tokens[:at]).endswith(REPLACEMENT):
+        at -= 1
+    return tokens[:at], tokens[at:]
+
+
+@BOTH
+@given(text=TEXT, at=st.integers(0, 30))
+@example(text="本語のテキスト日本語", at=28)
+@settings(max_examples=150, deadline=None)
+def test_pieces_join_to_the_decoding_of_all(make: Callable[[], Tokenizer], text: str, at: int) -> None:
+    tokenizer = make()
+    context, tokens = split(tokenizer, text, at)
+    expected = tokenizer.decode(context + tokens).removeprefix(tokenizer.decode(context))
+    assert "".join(pieces_of(tokenizer, context, tokens)) == expected
+
+
+@BOTH
+@given(text=TEXT.filter(lambda text: REPLACEMENT not in text))
+@settings(max_examples=100, deadline=None)
+def test_no_piece_holds_a_part_of_a_character(make: Callable[[], Tokenizer], text: str) -> None:
+    tokenizer = make()
+    pieces = pieces_of(tokenizer, [], tokenizer.encode(text))
+    assert not any(REPLACEMENT in piece for piece in pieces)
+    assert pieces[-1] == ""  # all characters were complete, so nothing had to wait for the end
+
+
+@given(st.text(alphabet="日本語👍é𠮷", min_size=1, max_size=6))
+@settings(max_examples=50, deadline=None)
+def test_where_a_token_ends_a_character_all_text_so_far_is_out(text: str) -> None:
+    """Nothing waits longer than for a token that ends within no character."""
+    tokenizer = byte_level()
+    tokens = tokenizer.encode(text)
+    detokenizer, shown = Detokenizer(tokenizer, []), ""
+    for count, token in enumerate(tokens, 1):
+        shown += detokenizer.push(token)
+        so_far = tokenizer.decode(tokens[:count])
+        assert so_far.startswith(shown)
+        assert shown == so_far or so_far.endswith(REPLACEMENT)
+
+
+@given(st.lists(st.integers(1, 299), max_size=30))
+@settings(max_examples=150, deadline=None)
+def test_tokens_that_are_no_text_lose_nothing_either(tokens: list[int]) -> None:
+    """A model may emit bytes that are no character: they come as U+FFFD, as in the whole decoding."""
+    tokenizer = byte_level()
+    assert len(tokenizer) == 300
+    assert "".join(pieces_of(tokenizer, [], tokens)) == tokenizer.decode(tokens)
+
+
+def test_flush_gives_an_unfinished_character_once() -> None:
+    tokenizer = byte_level()
+    tokens = tokenizer.encode("a𠮷")
+    detokenizer = Detokenizer(tokenizer, [])
+    assert [detokenizer.push(token) for token in tokens[:-1]] == ["a", *[""] * (len(tokens) - 2)]
+    assert detokenizer.flush() == REPLACEMENT
+    assert detokenizer.flush() == ""
+
+
+def test_a_context_cut_inside_a_character_spoils_nothing() -> None:
+    """The last 8 tokens of this prompt begin inside a character; the bytes after it all came out as U+FFFD."""
+    tokenizer = byte_fallback()
+    prompt, tokens = tokenizer.encode("日本語日本語"), tokenizer.encode("語a")[2:]
+    assert tokenizer.decode(prompt[-8:]).startswith(REPLACEMENT)
+    assert "".join(pieces_of(tokenizer, prompt, tokens)) == "語a"
+
+
+def test_a_space_after_a_special_token_is_kept() -> None:
+    """A token without text moved the window on, and the next word lost its space as if it began the text."""
+    tokenizer = byte_fallback()
+    the, start = tokenizer.vocabulary()["▁the"], 1
+    assert pieces_of(tokenizer, [the], [the, start, the]) == [" the", "", " the", ""]
+
+
+def test_a_prompt_is_not_closed_and_decoding_skips_special_tokens() -> None:
+    tokenizer = byte_fallback()
+    tokens = tokenizer.encode("the the")
+    assert tokens == [1, *[tokenizer.vocabulary()["▁the"]] * 2]
+    assert tokenizer.decode([*tokens, 2]) == "the the"
+    assert tokenizer.eos_token_id == 2
+
+
+def test_decoding_leaves_the_spaces_before_punctuation() -> None:
+    """Many a tokenizer's config asks for a clean-up that removes them."""
+    tokenizer = byte_level.__wrapped__()
+    tokenizer._inner.clean_up_tokenization_spaces = True
+    tokenizer._inner.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    tokens = tokenizer.encode("the cat , naïve . do n't")
+    assert tokenizer._inner.decode(tokens) == "the cat, naïve. don't"
+    assert tokenizer.decode(tokens) == "the cat , naïve . do n't"
+
+
+def test_a_saved_tokenizer_loads_from_its_folder(tmp_path: Path) -> None:
+    byte_level()._inner.save_pretrained(tmp_path)
+    loaded = Tokenizer.from_folder(tmp_path)
+    assert loaded.vocabulary() == byte_level().vocabulary()
+    assert loaded.encode("the naïve 👍🏽") == byte_level().encode("the naïve 👍🏽")
+
+
+def test_a_folder_without_a_tokenizer_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"(?s){tmp_path}: no usable tokenizer .*tokenizer\.json is needed"):
+        Tokenizer.from_folder(tmp_path)
+
+
+# Stop strings
+
+STOPS = st.lists(st.text("abc", max_size=4), max_size=4)
+PIECES = st.lists(st.text("abc", max_size=4), max_size=8)
+
+
+def first_stop(text: str, stops: list[str]) -> tuple[str, bool]:
+    """Character by character: the text before the first stop string that is complete (the longest of several)."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if stop and text[:end].endswith(stop)]
+        if complete:
+            return text[: end - max(map(len, complete))], True
+    return text, False
+
+
+@given(PIECES, STOPS)
+@example(["ab", "c"], ["abc", "b"])  # "b" is complete before "abc", which begins before it
+@example(["abc"], ["abc", "b"])
+@example(["a", "ab"], ["aab", "ab"])
+@settings(max_examples=500, deadline=None)
+def test_the_text_before_the_first_stop_string_however_it_is_cut(pieces: list[str], stops: list[str]) -> None:
+    """Which stop came first depended on the cuts where one began inside another."""
+    watch = StopStrings(stops)
+    shown = "".join([watch.push(piece) for piece in pieces] + [watch.flush()])
+    assert (shown, watch.found) == first_stop("".join(pieces), stops)
+
+
+@given(PIECES, STOPS)
+@settings(max_examples=200, deadline=None)
+def test_only_what_may_become_a_stop_string_is_held_back(pieces: list[str], stops: list[str]) -> None:
+    watch, text, shown = StopStrings(stops), "", ""
+    for piece in pieces:
+        text, shown = text + piece, shown + watch.push(piece)
+        if not watch.found:
+            held = text.removeprefix(shown)
+            assert held == "" or any(stop.startswith(held) and stop != held for stop in stops)
+
+
+def test_nothing_comes_after_a_stop_string() -> None:
+    watch = StopStrings(["END"])
+    assert [watch.push(text) for text in ("one E", "ND two", "three")] == ["one ", "", ""]
+    assert (watch.flush(), watch.found) == ("", True)
+
+
+def test_without_stop_strings_all_text_passes_at_once() -> None:
+    for stops in ([], [""]):
+        watch = StopStrings(stops)
+        assert (watch.push("text"), watch.push(""), watch.flush(), watch.found) == ("text", "", "", False)

@@ -90,7 +90,8 @@ class Stats:
 
     @property
     def prompt_tokens_per_second(self) -> float | None:
-        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else None
+        """Over the time to the first token: the prompt's last rows run in the pass that gives it."""
+        return self.prompt_tokens / self.first_token_seconds if self.first_token_seconds else None
 
     @property
     def decode_tokens_per_second(self) -> float | None:

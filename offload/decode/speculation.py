@@ -75,7 +75,6 @@ class ModelProposer:
             pending = [self._random.draw(row[0])]
             tokens += pending
             rows.append(row)
-        self._level.stats.rounds += 1
         return Proposal(tokens, torch.cat(rows))
 
     def truncate(self, length: int) -> None:

@@ -84,8 +84,8 @@ class _Lane(threading.Thread):
     """One direction: copies in order, each taking at least bytes / bandwidth seconds.
 
     Time is kept on a schedule of its own: a copy begins when it was submitted, the lane was free and its events were
-    due, so one whose thread overslept fires late and does not slow the ones after it. A copy that failed fails all after
-    it: not everybody waits for each of their copies.
+    due, so one whose thread overslept fires late and does not slow the ones after it. A copy that failed fails all
+    after it: not everybody waits for each of their copies.
     """
 
     def __init__(self, name: str, bytes_per_second: float | None, delay: Callable[[], float]) -> None:

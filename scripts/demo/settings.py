@@ -1,0 +1,112 @@
+"""Every number the demo pair is made of, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+SEED = 20240607
+VOCAB_SIZE = 4096
+BOS, EOS = "<s>", "</s>"
+BOS_ID, EOS_ID = 0, 1
+
+HELD_OUT_BOOKS = ("austen-persuasion", "chesterton-thursday")
+HELD_OUT_SPEECHES = 6  # the most recent ones
+WRAPPED_SHARE = 0.15  # share of a book's weight that keeps its hard line breaks
+
+# How often a document is seen per pass, relative to a speech.  Novels and stories are what the demo should sound
+# like; numbered Bible verses, blank verse and First-Folio spelling would otherwise leak into its prose.
+DEFAULT_BOOK_WEIGHT = 2.0
+BOOK_WEIGHTS = {
+    "bible-kjv": 0.15,
+    "milton-paradise": 0.2,
+    "whitman-leaves": 0.2,
+    "blake-poems": 0.2,
+    "shakespeare-caesar": 0.2,
+    "shakespeare-hamlet": 0.2,
+    "shakespeare-macbeth": 0.2,
+}
+SPEECH_WEIGHT = 0.8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama architecture (multi-head attention, tied embeddings)."""
+
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    max_positions: int
+    yarn_factor: float | None = None  # None: plain rotary positions
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+TRAINED_POSITIONS = 2048
+YARN_FACTOR = 16.0
+TARGET = Shape(hidden=384, layers=8, heads=6, intermediate=640, max_positions=TRAINED_POSITIONS)
+TARGET_LONG = Shape(hidden=384, layers=8, heads=6, intermediate=640, max_positions=32768, yarn_factor=YARN_FACTOR)
+DRAFT = Shape(hidden=128, layers=3, heads=2, intermediate=352, max_positions=TRAINED_POSITIONS)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A run of optimizer steps at one sequence length."""
+
+    steps: int
+    batch: int  # sequences per step
+    length: int  # tokens predicted per sequence
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Phases run back to back under one warmup-stable-decay learning-rate curve."""
+
+    phases: tuple[Phase, ...]
+    matrix_lr: float  # Muon, on the 2-D weights inside the layers
+    other_lr: float  # AdamW, on the embedding and the norms
+    warmup: int  # steps
+    decay_share: float  # last share of all steps, in which the rate falls linearly to `final_share`
+    final_share: float = 0.0
+    weight_decay: float = 0.05
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    @property
+    def tokens(self) -> int:
+        return sum(phase.steps * phase.batch * phase.length for phase in self.phases)
+
+    def rate(self, step: int) -> float:
+        """Share of the peak learning rate at a step counted from 0."""
+        left = (self.steps - step) / max(1.0, self.decay_share * self.steps)
+        return min(1.0, (step + 1) / max(1, self.warmup), self.final_share + (1 - self.final_share) * left)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where each step leaves what the next one reads."""
+
+    out: Path
+
+    @property
+    def documents(self) -> Path:
+        return self.out / "documents.jsonl"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.out / "tokenizer"
+
+    @property
+    def tokens(self) -> Path:
+        return self.out / "tokens.npz"
+
+    def checkpoint(self, name: str) -> Path:
+        return self.out / f"{name}.pt"
+
+    def model(self, name: str) -> Path:
+        return self.out / f"demo-{name}"

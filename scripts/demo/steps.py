@@ -1,0 +1,104 @@
+"""The three training steps and their schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from . import distill, settings, training
+from .data import Corpus
+from .model import Llama
+from .settings import Paths, Phase, Schedule
+from .training import Run
+
+TARGET_SCHEDULE = Schedule(
+    phases=(Phase(950, 16, 512), Phase(80, 4, 2048)),
+    matrix_lr=0.02,
+    other_lr=2e-3,
+    warmup=40,
+    decay_share=0.45,
+    final_share=0.05,
+)
+STRETCH_SCHEDULE = Schedule(
+    phases=(Phase(10, 1, 8192), Phase(2, 1, 16384), Phase(1, 1, 32768), Phase(4, 1, 8192)),
+    matrix_lr=0.003,
+    other_lr=3e-4,
+    warmup=4,
+    decay_share=0.8,
+)
+DRAFT_SCHEDULE = Schedule(
+    phases=(Phase(520, 8, distill.TEACHER_LENGTH),),
+    matrix_lr=0.02,
+    other_lr=3e-3,
+    warmup=40,
+    decay_share=0.5,
+)
+
+
+def train_target(corpus: Corpus, paths: Paths) -> None:
+    """From scratch: most steps at 512 positions, the last at 2048."""
+    torch.manual_seed(settings.SEED)
+    model = Llama(settings.TARGET)
+
+    def source(phase: Phase, rng: np.random.Generator) -> Iterator[np.ndarray]:
+        return corpus.windows(phase.length, rng)
+
+    training.train(
+        Run(
+            model=model,
+            schedule=TARGET_SCHEDULE,
+            source=source,
+            loss=model.loss,
+            checkpoint=paths.checkpoint("target"),
+            check=model.loss,
+            check_ids=training.held_out_windows(corpus, 512, per_book=8),
+        )
+    )
+
+
+def train_stretch(corpus: Corpus, paths: Paths) -> None:
+    """The target goes on with YaRN positions on long documents, 8K to 32K positions a step."""
+    model = Llama(settings.TARGET_LONG)
+    training.load_weights(model, paths.checkpoint("target"))
+
+    def source(phase: Phase, rng: np.random.Generator) -> Iterator[np.ndarray]:
+        return corpus.long_windows(phase.length, rng)
+
+    training.train(
+        Run(
+            model=model,
+            schedule=STRETCH_SCHEDULE,
+            source=source,
+            loss=model.loss,
+            checkpoint=paths.checkpoint("stretch"),
+            check=model.loss,
+            check_ids=training.held_out_windows(corpus, 8192, per_book=1),
+        )
+    )
+
+
+def train_draft(corpus: Corpus, paths: Paths) -> None:
+    """A small model learns the stretched target's distribution."""
+    teacher = Llama(settings.TARGET_LONG)
+    training.load_weights(teacher, paths.checkpoint("stretch"))
+    teacher.requires_grad_(False)
+    torch.manual_seed(settings.SEED)
+    draft = Llama(settings.DRAFT)
+    lesson = distill.Lesson(teacher, draft)
+
+    def source(phase: Phase, rng: np.random.Generator) -> Iterator[np.ndarray]:
+        return corpus.windows(phase.length, rng)
+
+    training.train(
+        Run(
+            model=draft,
+            schedule=DRAFT_SCHEDULE,
+            source=source,
+            loss=lesson.loss,
+            checkpoint=paths.checkpoint("draft"),
+            check=lesson.overlap,
+            check_ids=training.held_out_windows(corpus, distill.TEACHER_LENGTH, per_book=8),
+        )
+    )

@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+"""Rebuilds the embedded demo pair: a 12M-parameter target stretched to 32K tokens, and its 1M-parameter draft.
+
+    scripts/fetch_corpus.sh corpus
+    python scripts/train_demo.py --corpus corpus --out build            # every step, in order
+    python scripts/train_demo.py --corpus corpus --out build draft evaluate
+
+Each step leaves its result under --out (the models in demo-target and demo-draft) and goes on from its checkpoint
+when it is run again.  Needs torch >= 2.13 (Muon), transformers >= 5, numpy, and a C++ compiler for torch.compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from demo import corpus, evaluate, export, model, settings, steps, tokenizer, training
+from demo.data import Corpus
+from demo.settings import Paths, Shape
+
+
+def make_corpus(source: Path, paths: Paths) -> None:
+    """Cleans, weights and holds out."""
+    documents = corpus.build(source, paths.documents)
+    print(f"{len(documents)} documents", file=sys.stderr)
+
+
+def make_tokenizer(source: Path, paths: Paths) -> None:
+    """Trains the tokenizer and encodes every document."""
+    documents = corpus.load(paths.documents)
+    tokenizer.encode(tokenizer.train(documents, paths.tokenizer), documents, paths.tokens)
+
+
+def make_target(source: Path, paths: Paths) -> None:
+    """Trains the target at 512, then 2048 positions."""
+    steps.train_target(load_corpus(paths), paths)
+
+
+def make_stretch(source: Path, paths: Paths) -> None:
+    """Stretches the target to 32K positions and saves it."""
+    steps.train_stretch(load_corpus(paths), paths)
+    save(settings.TARGET_LONG, "stretch", "target", paths)
+
+
+def make_draft(source: Path, paths: Paths) -> None:
+    """Distils the draft and saves it."""
+    steps.train_draft(load_corpus(paths), paths)
+    save(settings.DRAFT, "draft", "draft", paths)
+
+
+def make_evaluation(source: Path, paths: Paths) -> None:
+    """Measures the pair and prints the numbers of the model card."""
+    print(json.dumps(evaluate.evaluate(load_corpus(paths), paths), indent=2, ensure_ascii=False))
+
+
+STEPS: dict[str, Callable[[Path, Paths], None]] = {
+    "corpus": make_corpus,
+    "tokenizer": make_tokenizer,
+    "target": make_target,
+    "stretch": make_stretch,
+    "draft": make_draft,
+    "evaluate": make_evaluation,
+}
+
+
+def load_corpus(paths: Paths) -> Corpus:
+    """The encoded documents."""
+    return Corpus(corpus.load(paths.documents), paths.tokens)
+
+
+def save(shape: Shape, checkpoint: str, name: str, paths: Paths) -> None:
+    """Exports a checkpoint to its model folder."""
+    trained = model.Llama(shape)
+    training.load_weights(trained, paths.checkpoint(checkpoint))
+    export.export(trained, paths.tokenizer, paths.model(name))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Rebuild the embedded demo pair.")
+    parser.add_argument("steps", nargs="*", choices=[[], *STEPS], help="steps to run (default: all, in order)")
+    parser.add_argument("--corpus", type=Path, required=True, help="folder made by scripts/fetch_corpus.sh")
+    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and models")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model.compile_pieces()
+    for name in args.steps or STEPS:
+        print(f"== {name}", file=sys.stderr, flush=True)
+        began = time.monotonic()
+        STEPS[name](args.corpus, Paths(args.out))
+        print(f"== {name} done in {(time.monotonic() - began) / 60:.1f} min", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

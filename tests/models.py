@@ -1,0 +1,360 @@
+"""Tiny random models of every family, and stacks of levels over them with explicit small sizes. No tests in here.
+
+Ground truth is transformers' own model; the same weights, saved as safetensors, are read back by the code under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, pre_tokenizers
+from tokenizers.models import BPE
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from offload.cache.full import FullCache
+from offload.cache.retrieval import RetrievalCache
+from offload.cache.selection import Rule, Selection
+from offload.cache.streaming import StreamingCache
+from offload.cache.tiles import TileShape
+from offload.decode import generation
+from offload.decode.sampling import SamplingParams, SeededSource, warp
+from offload.decode.speculation import ModelProposer, Proposer, Speculator
+from offload.engine import Engine, load_tokenizer
+from offload.kernels.rope import RopeTable, rope_table
+from offload.metrics import LinkStats, Stats
+from offload.model.decoder import Decoder
+from offload.model.level import Level, StreamingLevel, prefill
+from offload.plan.config import ModelConfig
+from offload.plan.hardware import Hardware
+from offload.plan.planner import Options, Plan, make_plan
+from offload.transfer.checkpoint import Checkpoint, check_model
+from offload.transfer.link import Done, Event, Link
+from offload.transfer.memory import Memory
+from offload.transfer.weights import load_weights
+
+VOCABULARY = 96
+TOKENIZER_SIZE = 258  # 256 bytes, bos, eos
+BOS, EOS = 256, 257
+GREEDY = SamplingParams(temperature=0.0)
+CPU = Hardware("cpu", "test CPU", 2**40, 2**40, True)
+
+SMALL: dict[str, object] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": None,
+}  # fmt: skip
+# Name -> (config class, model class, fields that differ from SMALL).
+FAMILIES: dict[str, tuple[type, type, dict[str, object]]] = {
+    "llama-mha": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4}),
+    "llama-gqa": (LlamaConfig, LlamaForCausalLM, {}),
+    "llama-tied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "llama-biased": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None, "num_key_value_heads": 1}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen2-tied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
+    "qwen3-tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+def random_model(family: str = "llama-gqa", *, seed: int = 0, **fields: object) -> PreTrainedModel:
+    """transformers' model with random weights, norms and biases too, scaled so that attention and logits are peaked."""
+    config_class, model_class, own = FAMILIES[family]
+    model: PreTrainedModel = model_class(config_class(**{**SMALL, **own, **fields})).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            noise = torch.randn(weight.shape, generator=generator)
+            if "norm" in name:
+                weight.copy_(1 + 0.2 * noise)
+            elif name.endswith("bias") or "embed" in name:
+                weight.copy_(0.3 * noise if name.endswith("bias") else noise)
+            else:
+                gain = 2.0 if "q_proj" in name or "k_proj" in name or "lm_head" in name else 1.0
+                weight.copy_(gain * noise / weight.shape[1] ** 0.5)
+    return model
+
+
+def perturbed(model: PreTrainedModel, amount: float, *, seed: int = 1) -> PreTrainedModel:
+    """The same model with noise of `amount` standard deviations on every weight: often right, not always."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=amount * float(weight.std()))
+    return model
+
+
+def save(model: PreTrainedModel, folder: Path, *, tokenizer: bool = False) -> Path:
+    """Write `model` as a safetensors folder, with a byte-level tokenizer if wanted."""
+    model.save_pretrained(folder)
+    if tokenizer:
+        byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte of UTF-8, then <s> and </s>."""
+    alphabet = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    raw = RawTokenizer(BPE(vocab=alphabet, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
+
+
+def load(
+    folder: Path, *, dtype: torch.dtype = torch.float32, link: Link | None = None, num_staging: int = 2
+) -> Decoder:
+    """The folder's model in our code: all resident, or, with a link, its layers streamed."""
+    config = ModelConfig.from_folder(folder)
+    with Checkpoint.open(folder) as checkpoint:
+        check_model(checkpoint, config)
+        memory = Memory(torch.device("cpu"))
+        weights = load_weights(checkpoint, config, memory, dtype=dtype, link=link, num_staging=num_staging)
+    return Decoder(config, weights)
+
+
+def random_tokens(num_tokens: int, *, seed: int = 0, vocabulary: int = VOCABULARY) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocabulary, (num_tokens,), generator=generator).tolist()
+
+
+class _Late:
+    """A copy that is carried out when somebody waits for it, after all earlier ones of its direction."""
+
+    def __init__(self, lane: list[_Late], dst: Tensor, src: Tensor, after: Sequence[Event]) -> None:
+        self._lane, self._dst, self._src, self._after, self._done = lane, dst, src, after, False
+        lane.append(self)
+
+    def wait(self) -> None:
+        while not self._done:
+            first = self._lane.pop(0)
+            for event in first._after:
+                event.wait()
+            with torch.inference_mode():  # blocks that were allocated in it may be written in it only
+                first._dst.copy_(first._src)
+            first._done = True
+
+
+class LateLink:
+    """The worst schedule that events allow, without a thread: copies of a late direction happen when waited for and no
+    sooner, those of the other at once. Whoever forgets to wait reads old bytes, every time."""
+
+    def __init__(self, *, late_in: bool, late_out: bool) -> None:
+        self._late_in, self._late_out = late_in, late_out
+        self._lanes: tuple[list[_Late], list[_Late]] = ([], [])
+        self.stats = LinkStats()
+
+    def to_device(self, dst: Tensor, src: Tensor, after: Sequence[Event] = ()) -> Event:
+        return self._submit(self._lanes[0], self._late_in, dst, src, after)
+
+    def to_host(self, dst: Tensor, src: Tensor, after: Sequence[Event] = ()) -> Event:
+        return self._submit(self._lanes[1], self._late_out, dst, src, after)
+
+    def record(self) -> Event:
+        return Done()
+
+    def close(self) -> None: ...
+
+    @property
+    def num_coming(self) -> int:
+        """Copies to the device that were asked for and not carried out yet."""
+        return len(self._lanes[0])
+
+    def _submit(self, lane: list[_Late], late: bool, dst: Tensor, src: Tensor, after: Sequence[Event]) -> Event:
+        copy = _Late(lane, dst, src, after)
+        if not late:
+            copy.wait()
+        return copy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """All sizes of a stack, in tokens; `gamma` 0 is plain decoding, `draft_gamma` 0 has no draft level."""
+
+    gamma: int = 0
+    draft_gamma: int = 0
+    rows: int = 4
+    walk: int = 8
+    page: int = 8
+    pages: int = 2
+    num_resident: int = 0  # tiles, only where there is a link
+    kv_staging: int = 2
+    budget: int = 16
+    chunk: int = 4
+    selection: Rule = "mass"
+    sinks: int = 2
+    window: int = 8
+    capacity: int = 192
+
+
+def rope_of(decoder: Decoder, capacity: int, slack: int = 64) -> RopeTable:
+    """Enough rows for padding and drafts beyond the capacity, in the weights' dtype."""
+    return rope_table(decoder.config, capacity + slack, capacity, "cpu").to(decoder.weights.embedding.dtype)
+
+
+def full_cache(
+    decoder: Decoder, sizes: Sizes, *, link: Link | None = None, mass: bool = False, memory: Memory | None = None
+) -> FullCache:
+    config, dtype = decoder.config, decoder.weights.embedding.dtype
+    return FullCache(
+        memory or Memory(torch.device("cpu")),
+        TileShape(config.num_kv_heads, config.head_dim, sizes.page, sizes.pages, dtype),
+        num_layers=config.num_layers,
+        rope=rope_of(decoder, sizes.capacity),
+        rows=sizes.rows,
+        link=link,
+        num_resident=sizes.num_resident,
+        num_staging=sizes.kv_staging,
+        mass_chunk=sizes.chunk if mass else None,
+    )
+
+
+def streaming_cache(decoder: Decoder, sizes: Sizes) -> StreamingCache:
+    config = decoder.config
+    return StreamingCache(
+        Memory(torch.device("cpu")),
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=decoder.weights.embedding.dtype,
+        rope=rope_of(decoder, sizes.capacity),
+        sinks=sizes.sinks,
+        window=sizes.window,
+        slack=sizes.gamma + sizes.draft_gamma + 2 * sizes.rows,
+    )
+
+
+def retrieval_cache(full: FullCache, sizes: Sizes) -> RetrievalCache:
+    selection = Selection(rule=sizes.selection, reach=max(sizes.gamma, 1))
+    return RetrievalCache(
+        Memory(torch.device("cpu")), full, budget=sizes.budget, chunk=sizes.chunk, selection=selection
+    )
+
+
+@dataclass
+class Generated:
+    """What a stack said, and the target's logits that each token came from: [n, V]."""
+
+    tokens: list[int] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    num_accepted: int = 0
+    num_drafted: int = 0
+
+
+class Stack:
+    """Levels built by hand, so that every size can be chosen, and the loop of `generation.generate` over them."""
+
+    def __init__(
+        self, target: Decoder, sizes: Sizes, *, draft: Decoder | None = None, link: Link | None = None
+    ) -> None:
+        self.sizes, self.target, self.draft = sizes, target, draft
+        self.vocabulary = target.config.vocab_size
+        self.full = full_cache(target, sizes, link=link, mass=sizes.gamma > 0 and sizes.selection == "mass")
+        self.full_level = Level("target", target, self.full, vocab_size=self.vocabulary, rows=sizes.rows, link=link)
+        self.retrieval = retrieval_cache(self.full, sizes) if sizes.gamma else None
+        self.streaming = streaming_cache(draft, sizes) if draft is not None and sizes.draft_gamma else None
+        self.retrieval_level: Level | None = None
+
+    def generate(self, prompt: Sequence[int], num_tokens: int, sampling: SamplingParams = GREEDY) -> Generated:
+        """Start afresh and emit `num_tokens` tokens."""
+        said, seen = Generated(), list[Tensor]()
+        speculator = self._speculator(sampling, seen)
+        speculator.truncate(0)
+        drafted = self.full_level.stats.drafted
+        accepted = self.full_level.stats.accepted
+        runs = generation.generate(
+            prompt,
+            speculator,
+            prefill=lambda tokens: prefill(
+                self.target, self.full, tokens, walk=self.sizes.walk, on_tokens=lambda num_tokens: None
+            ),
+            num_pending=self.sizes.rows,
+            max_tokens=num_tokens,
+            end_tokens=(),
+            stats=Stats(),
+        )
+        for run in runs:
+            said.tokens += run.tokens
+            said.logits.append(seen[-1][: len(run.tokens)])
+        said.num_drafted = self.full_level.stats.drafted - drafted
+        said.num_accepted = self.full_level.stats.accepted - accepted
+        return said
+
+    def _speculator(self, sampling: SamplingParams, seen: list[Tensor]) -> Speculator:
+        random = SeededSource(sampling.seed)
+
+        def law(logits: Tensor) -> Tensor:
+            return warp(logits, sampling)
+
+        def watched(logits: Tensor) -> Tensor:
+            seen.append(logits)
+            return warp(logits, sampling)
+
+        proposer: Proposer | None = None
+        if self.retrieval is not None:
+            level = Level("retrieval", self.target, self.retrieval, vocab_size=self.vocabulary)
+            self.retrieval_level = level
+            proposer = ModelProposer(level, law, random)
+            if self.streaming is not None and self.draft is not None:
+                drafts = StreamingLevel("draft", self.draft, self.streaming, vocab_size=self.vocabulary)
+                proposer = Speculator(
+                    level,
+                    ModelProposer(drafts, law, random),
+                    gamma=self.sizes.draft_gamma,
+                    warp=law,
+                    random=random,
+                )
+        refresh = None if self.retrieval is None else self.retrieval.refresh
+        return Speculator(
+            self.full_level, proposer, gamma=self.sizes.gamma, warp=watched, random=random, on_verified=refresh
+        )
+
+
+def tiny_plan(
+    target: Path,
+    draft: Path | None,
+    sizes: Sizes,
+    *,
+    num_prompt_tokens: int,
+    max_tokens: int,
+    dtype: str = "fp32",
+    offload: frozenset[str] = frozenset(),
+) -> Plan:
+    """The planner's plan with the sizes of `sizes` in it."""
+    plan = make_plan(
+        ModelConfig.from_folder(target),
+        ModelConfig.from_folder(draft) if draft is not None else None,
+        Options(
+            dtype=dtype, offload=offload, gamma=sizes.gamma, draft_gamma=sizes.draft_gamma, chunk=sizes.chunk,
+            sinks=sizes.sinks, window=sizes.window, selection=sizes.selection, device="cpu",
+            speculation=sizes.gamma > 0,
+        ),
+        CPU,
+        num_prompt_tokens=num_prompt_tokens,
+        max_tokens=max_tokens,
+    )  # fmt: skip
+    return replace(
+        plan, rows=sizes.rows, walk=sizes.walk, page_tokens=sizes.page, tile_tokens=sizes.page * sizes.pages,
+        budget=sizes.budget,
+    )  # fmt: skip
+
+
+def tiny_engine(plan: Plan, target: Path, draft: Path | None = None) -> Engine:
+    return Engine.load(plan, target, draft, load_tokenizer(target, draft))

@@ -1,0 +1,259 @@
+"""The house rules, walked with `ast`: who imports whom, who pins, who makes threads, who writes, who catches.
+
+Each rule is a function from a module's name and source to its violations. Every rule is shown a violating source too.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Ground to roof: a storey imports from itself and from those before it.
+STOREYS = ("ground", "plan", "kernels", "transfer", "cache", "model", "decode", "engine")
+GROUND = ("offload.errors", "offload.metrics")
+CLI_MAY_IMPORT = ("offload.engine", "offload.plan", "offload.errors", "offload.metrics", "offload.decode.sampling")
+WITHOUT_TORCH = ("offload.plan", "offload.errors", "offload.metrics")
+BROAD = ("Exception", "BaseException")
+
+Rule = Callable[[str, str], list[str]]
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """(module name, source) of the program."""
+    for package in ("offload", "triforce_cli"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path.read_text()
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """(dotted name, line) of everything imported anywhere; `from a import b` counts as a and as a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports are not read by these rules"
+            assert node.module is not None
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def within(name: str, *modules: str) -> bool:
+    """Is `name` one of the modules, or inside one?"""
+    return any(name == module or name.startswith(module + ".") for module in modules)
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` as written, "" for anything else."""
+    if isinstance(node, ast.Attribute):
+        inner = dotted(node.value)
+        return f"{inner}.{node.attr}" if inner else node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def storey(module: str) -> int:
+    if within(module, *GROUND):
+        return 0
+    return STOREYS.index(module.split(".")[1])
+
+
+def imports_downwards(module: str, source: str) -> list[str]:
+    found = []
+    for name, line in imports(ast.parse(source)):
+        if within(name, "triforce_cli"):
+            wrong = within(module, "offload")
+        elif not within(name, "offload") or name == "offload":
+            wrong = False
+        elif within(module, "triforce_cli"):
+            wrong = not within(name, *CLI_MAY_IMPORT)
+        else:
+            wrong = module == "offload" or storey(name) > storey(module)
+        if wrong:
+            found.append(f"{module}:{line} imports {name}")
+    return found
+
+
+def only_memory_pins(module: str, source: str) -> list[str]:
+    if module == "offload.transfer.memory":
+        return []
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        name = node.arg if isinstance(node, ast.keyword) else getattr(node, "attr", getattr(node, "id", ""))
+        if name in ("pin_memory", "cudaHostRegister", "cudaHostAlloc"):
+            found.append(f"{module} uses {name}")
+    return found
+
+
+def only_link_makes_threads_and_streams(module: str, source: str) -> list[str]:
+    if module == "offload.transfer.link":
+        return []
+    tree = ast.parse(source)
+    concurrent = ("threading", "_thread", "concurrent", "multiprocessing", "asyncio", "queue", "torch.multiprocessing")
+    gpu = ("torch.cuda.Stream", "torch.cuda.Event", "torch.cuda.stream", "torch.Stream", "torch.Event")
+    found = [f"{module}:{line} imports {name}" for name, line in imports(tree) if within(name, *concurrent, *gpu)]
+    for node in ast.walk(tree):
+        if dotted(node) in (*gpu, "cuda.Stream", "cuda.Event", "cuda.stream"):
+            found.append(f"{module} uses {dotted(node)}")
+    return found
+
+
+def only_output_writes(module: str, source: str) -> list[str]:
+    if module == "triforce_cli.output":
+        return []
+    tree = ast.parse(source)
+    streams = ("sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__")
+    writers = ("print", "typer.echo", "typer.secho", "rich.print", "Console", "rich.console.Console")
+    names = ("sys.stdout", "sys.stderr", "typer.echo", "typer.secho", "rich.print")
+    found = [f"{module}:{line} imports {name}" for name, line in imports(tree) if name in names]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and dotted(node.func) in writers:
+            found.append(f"{module}:{node.lineno} calls {dotted(node.func)}")
+        elif isinstance(node, ast.Call) and dotted(node.func) == "os.write":
+            found.append(f"{module}:{node.lineno} calls os.write")
+        elif dotted(node) in streams:
+            found.append(f"{module} uses {dotted(node)}")
+    return found
+
+
+def only_app_catches_broadly(module: str, source: str) -> list[str]:
+    """A handler that always raises again, as an error that says more, catches nothing; nor does the link's worker, as
+    its errors are raised in whoever waits."""
+    if module in ("triforce_cli.app", "offload.transfer.link"):
+        return []
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and dotted(node.func) in ("suppress", "contextlib.suppress"):
+            kinds: list[ast.expr] = list(node.args)
+        elif isinstance(node, ast.ExceptHandler):
+            kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type or ast.Name("BaseException")]
+            returns = any(isinstance(part, ast.Return) for part in ast.walk(node))
+            if isinstance(node.body[-1], ast.Raise) and not returns:
+                continue
+        else:
+            continue
+        found += [f"{module}:{node.lineno} catches {dotted(kind)}" for kind in kinds if dotted(kind) in BROAD]
+    return found
+
+
+def plans_without_torch(module: str, source: str) -> list[str]:
+    """At module level; looking at the hardware may import it when it is called."""
+    if not within(module, *WITHOUT_TORCH):
+        return []
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            node.body = []
+    return [f"{module}:{line} imports {name}" for name, line in imports(tree) if within(name, "torch", "transformers")]
+
+
+RULES: list[Rule] = [
+    imports_downwards,
+    only_memory_pins,
+    only_link_makes_threads_and_streams,
+    only_output_writes,
+    only_app_catches_broadly,
+    plans_without_torch,
+]
+VIOLATIONS: list[tuple[Rule, str, str]] = [
+    (imports_downwards, "offload.cache.full", "from offload.model.decoder import Decoder"),
+    (imports_downwards, "offload.cache.full", "import offload.decode.sampling"),
+    (imports_downwards, "offload.model.decoder", "def f():\n    from offload.decode import sampling"),
+    (imports_downwards, "offload.decode.verify", "from offload import engine"),
+    (imports_downwards, "offload.plan.config", "from offload.kernels import rope"),
+    (imports_downwards, "offload.transfer.weights", "from offload.cache import Cache"),
+    (imports_downwards, "offload.errors", "from offload.plan.config import ModelConfig"),
+    (imports_downwards, "offload.engine", "from triforce_cli.output import Output"),
+    (imports_downwards, "offload", "from offload.engine import Engine"),
+    (imports_downwards, "triforce_cli.commands.generate", "from offload.model.decoder import Decoder"),
+    (imports_downwards, "triforce_cli.commands.generate", "from offload.decode.verify import verify"),
+    (only_memory_pins, "offload.cache.tiles", "x = torch.zeros(4, pin_memory=True)"),
+    (only_memory_pins, "offload.transfer.weights", "x = x.pin_memory()"),
+    (only_link_makes_threads_and_streams, "offload.engine", "import threading"),
+    (only_link_makes_threads_and_streams, "offload.engine", "from concurrent.futures import ThreadPoolExecutor"),
+    (only_link_makes_threads_and_streams, "offload.cache.tiles", "s = torch.cuda.Stream()"),
+    (only_link_makes_threads_and_streams, "offload.cache.tiles", "from torch import cuda\ne = cuda.Event()"),
+    (only_link_makes_threads_and_streams, "offload.cache.tiles", "from torch.cuda import Event"),
+    (only_output_writes, "offload.engine", "print('loading')"),
+    (only_output_writes, "offload.engine", "import sys\nsys.stderr.write('x')"),
+    (only_output_writes, "offload.engine", "from sys import stdout"),
+    (only_output_writes, "triforce_cli.render", "import typer\ntyper.echo('x')"),
+    (only_output_writes, "triforce_cli.render", "from rich.console import Console\nc = Console()"),
+    (only_output_writes, "triforce_cli.render", "from rich import print"),
+    (only_app_catches_broadly, "offload.engine", "try:\n    f()\nexcept Exception:\n    pass"),
+    (only_app_catches_broadly, "offload.engine", "try:\n    f()\nexcept:\n    pass"),
+    (only_app_catches_broadly, "offload.engine", "try:\n    f()\nexcept (OSError, BaseException):\n    pass"),
+    (only_app_catches_broadly, "triforce_cli.output", "with suppress(Exception):\n    f()"),
+    (
+        only_app_catches_broadly,
+        "offload.engine",
+        "def g():\n    try:\n        f()\n    except Exception:\n        if x:\n            return 1\n        raise",
+    ),
+    (plans_without_torch, "offload.plan.config", "import torch"),
+    (plans_without_torch, "offload.plan.planner", "from torch import Tensor"),
+    (plans_without_torch, "offload.metrics", "if True:\n    import torch.cuda"),
+]
+INNOCENT: list[tuple[Rule, str, str]] = [
+    (imports_downwards, "offload.kernels.rope", "from offload.plan.config import ModelConfig"),
+    (imports_downwards, "offload.cache.full", "from offload.cache.tiles import Tile\nfrom offload.errors import E"),
+    (imports_downwards, "triforce_cli.app", "from offload.decode.sampling import SamplingParams"),
+    (only_memory_pins, "offload.transfer.memory", "x = torch.zeros(4, pin_memory=True)"),
+    (only_link_makes_threads_and_streams, "offload.cache.tiles", "from offload.transfer.link import Event, Link"),
+    (only_output_writes, "triforce_cli.progress", "from rich.console import Console\ndef f(c: Console): ..."),
+    (only_output_writes, "triforce_cli.prompt", "import sys\nsys.stdin.read()"),
+    (only_app_catches_broadly, "offload.engine", "try:\n    f()\nexcept Exception as e:\n    raise Mine() from e"),
+    (only_app_catches_broadly, "offload.engine", "try:\n    f()\nexcept OSError:\n    pass"),
+    (plans_without_torch, "offload.plan.hardware", "def probe():\n    import torch"),
+    (plans_without_torch, "offload.engine", "import torch"),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_program_keeps_the_rule(rule: Rule) -> None:
+    assert [violation for module, source in sources() for violation in rule(module, source)] == []
+
+
+@pytest.mark.parametrize(("rule", "module", "source"), VIOLATIONS)
+def test_the_rule_sees_a_violation(rule: Rule, module: str, source: str) -> None:
+    assert rule(module, source)
+
+
+@pytest.mark.parametrize(("rule", "module", "source"), INNOCENT)
+def test_the_rule_lets_the_innocent_pass(rule: Rule, module: str, source: str) -> None:
+    assert rule(module, source) == []
+
+
+def test_every_rule_has_been_seen_to_fail_and_to_pass() -> None:
+    assert {rule.__name__ for rule, _, _ in VIOLATIONS} == {rule.__name__ for rule in RULES}
+    assert {rule.__name__ for rule, _, _ in INNOCENT} == {rule.__name__ for rule in RULES}
+
+
+def test_the_walk_meets_every_storey() -> None:
+    modules = [module for module, _ in sources()]
+    assert {storey(module) for module in modules if module.startswith("offload.")} == set(range(len(STOREYS)))
+    assert "triforce_cli.app" in modules
+
+
+def heavy_modules_after(code: str) -> str:
+    """What a fresh interpreter has loaded of torch and transformers after `code`, comma by comma."""
+    listing = "import sys; sys.stderr.write(','.join(sorted({'torch', 'transformers'} & set(sys.modules))))"
+    command = [sys.executable, "-c", f"{code}\n{listing}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    return done.stderr
+
+
+def test_help_loads_no_torch() -> None:
+    assert heavy_modules_after("from triforce_cli.app import main\nassert main(['--help']) == 0") == ""
+    assert heavy_modules_after("from triforce_cli.app import main\nassert main(['generate', '--help']) == 0") == ""
+
+
+def test_planning_loads_no_torch() -> None:
+    assert heavy_modules_after("import offload.plan.planner, offload.plan.config") == ""
+
+
+def test_what_is_loaded_is_noticed() -> None:
+    assert heavy_modules_after("import torch") == "torch"

@@ -1,0 +1,374 @@
+"""The promise: greedy output with speculation has the bits of greedy output without it, whatever was drafted and kept.
+
+The yardstick of each case is plain decoding (gamma 0, everything resident) with the same weights, rows and tiles.
+Compared are the tokens and the target's logits that each token came from, both bit for bit, in fp32 and in bf16.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from models import (
+    GREEDY,
+    VOCABULARY,
+    Generated,
+    LateLink,
+    Sizes,
+    Stack,
+    full_cache,
+    load,
+    perturbed,
+    random_model,
+    random_tokens,
+    save,
+    tiny_engine,
+    tiny_plan,
+)
+from offload.cache.selection import Rule
+from offload.decode.sampling import SamplingParams
+from offload.engine import Engine, Step
+from offload.model.decoder import Decoder, Segment
+from offload.model.level import Level
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NUM_TOKENS = 24
+CHUNK, TILE = 4, 16
+PROMPT_LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, TILE - 1, TILE, TILE + 1, 2 * TILE, 45, 67)
+DRAFTS = ("right", "partly right", "wrong", "repeating")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    models = {
+        "target": random_model(),
+        "right": random_model(),
+        "partly right": perturbed(random_model(), 0.15),
+        "wrong": random_model(seed=7),
+        # Its own embedding drowns what the layers add: the most likely next token is the last one.
+        "repeating": repeating_model(),
+        "qwen3": random_model("qwen3", seed=3),
+        "biased": random_model("llama-biased", seed=4),
+    }
+    return {name: save(model, root / name.replace(" ", "-")) for name, model in models.items()}
+
+
+def repeating_model() -> PreTrainedModel:
+    model = random_model("llama-tied", seed=5, num_hidden_layers=1)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(20)
+    return model
+
+
+@pytest.fixture(scope="module")
+def decoders(folders: dict[str, Path]) -> dict[tuple[str, str], Decoder]:
+    return {(name, dtype): load(folder, dtype=DTYPES[dtype]) for name, folder in folders.items() for dtype in DTYPES}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination. `resident`: tiles on the device, None: all of them, without a link."""
+
+    target: str
+    draft: str
+    prompt_length: int
+    sizes: Sizes
+    resident: int | None
+
+    def __str__(self) -> str:
+        sizes = self.sizes
+        numbers = f"g{sizes.gamma}.{sizes.draft_gamma} r{sizes.rows} b{sizes.budget} c{sizes.chunk}"
+        tiles = f"p{sizes.page}x{sizes.pages} res{self.resident}"
+        return f"{self.target} {self.draft} n{self.prompt_length} {numbers} {tiles} {sizes.selection}"
+
+
+def sample_cases(num_cases: int) -> list[Case]:
+    """A sample in which every value of every dimension comes up about equally often."""
+    dice = random.Random(20)
+    dimensions: dict[str, list[object]] = {
+        "target": ["target", "target", "qwen3", "biased"],
+        "draft": list(DRAFTS),
+        "prompt_length": list(PROMPT_LENGTHS),
+        "gamma": [1, 2, 3, 4, 7, 11],
+        "draft_gamma": [0, 1, 2, 3],
+        "rows": [1, 4, 8, 16],
+        "budget": [4, 8, 16, 128],
+        "chunk": [1, 2, 4],
+        "tile": [(4, 1), (4, 4), (8, 2), (16, 1), (32, 2)],
+        "resident": [None, 0, 1, 2, 50],
+        "selection": ["mass", "mass", "published"],
+        "window": [1, 8, 200],
+    }
+    columns: dict[str, list[object]] = {}
+    for name, values in dimensions.items():
+        column = values * -(-num_cases // len(values))
+        dice.shuffle(column)
+        columns[name] = column[:num_cases]
+    return [make_case(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+
+
+def make_case(
+    *, target: str, draft: str, prompt_length: int, resident: int | None, tile: tuple[int, int], **sizes: object
+) -> Case:
+    page, pages = tile
+    fields = Sizes(page=page, pages=pages, num_resident=resident or 0, **sizes)  # type: ignore[arg-type]
+    return Case(target, draft, prompt_length, fields, resident)
+
+
+def assert_same_bits(spoken: Generated, plain: Generated) -> None:
+    assert spoken.tokens == plain.tokens
+    assert torch.equal(torch.cat(spoken.logits), torch.cat(plain.logits))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", sample_cases(40), ids=str)
+def test_speculation_changes_no_bit(decoders: dict[tuple[str, str], Decoder], case: Case, dtype: str) -> None:
+    target, draft = decoders[case.target, dtype], decoders[case.draft, dtype]
+    prompt = random_tokens(case.prompt_length, seed=case.prompt_length)
+    plain = Stack(target, replace(case.sizes, gamma=0)).generate(prompt, NUM_TOKENS)
+    link = None if case.resident is None else LateLink(late_in=False, late_out=True)
+    assert_same_bits(Stack(target, case.sizes, draft=draft, link=link).generate(prompt, NUM_TOKENS), plain)
+
+
+def test_the_sample_meets_every_sort_of_verdict(decoders: dict[tuple[str, str], Decoder]) -> None:
+    """Nothing would be shown if all drafts were rejected, or none."""
+    target, prompt = decoders["target", "fp32"], random_tokens(45)
+    shares = {}
+    for budget in (4, 128):
+        said = Stack(target, Sizes(gamma=4, budget=budget)).generate(prompt, 40)
+        shares[budget] = said.num_accepted / said.num_drafted
+    assert shares[128] > 0.9
+    assert 0 < shares[4] < 0.9
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_drafts_differ_in_how_often_they_are_right(decoders: dict[tuple[str, str], Decoder], draft: str) -> None:
+    """The names of the drafts say what they are, at the level that verifies them."""
+    target = decoders["target", "fp32"]
+    sizes = Sizes(gamma=6, draft_gamma=3, budget=256, window=200, sinks=0)
+    stack = Stack(target, sizes, draft=decoders[draft, "fp32"])
+    stack.generate(random_tokens(30), 40)
+    low, high = {"right": (0.99, 1.0), "partly right": (0.2, 0.95), "wrong": (0.0, 0.2), "repeating": (0.0, 0.2)}[draft]
+    assert stack.retrieval_level is not None
+    assert low <= (stack.retrieval_level.stats.acceptance or 0.0) <= high
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_repetitive_text_keeps_its_bits(decoders: dict[tuple[str, str], Decoder], dtype: str) -> None:
+    """The repeating model as target: every draft says what was just said, and is right."""
+    target, prompt = decoders["repeating", dtype], random_tokens(21)
+    plain = Stack(target, Sizes()).generate(prompt, NUM_TOKENS)
+    assert len(set(plain.tokens)) < 4
+    spoken = Stack(target, Sizes(gamma=7, draft_gamma=3), draft=target).generate(prompt, NUM_TOKENS)
+    assert spoken.num_accepted > 0.9 * spoken.num_drafted
+    assert_same_bits(spoken, plain)
+
+
+@pytest.mark.parametrize("selection", ["mass", "published"])
+def test_output_much_longer_than_budget_and_prompt_keeps_its_bits(
+    decoders: dict[tuple[str, str], Decoder], selection: Rule
+) -> None:
+    """The published selection's tail outgrew its room in a forward; the refresh then could not write the new one."""
+    target, draft, prompt = decoders["target", "fp32"], decoders["partly right", "fp32"], random_tokens(5)
+    plain = Stack(target, Sizes()).generate(prompt, 150)
+    sizes = Sizes(gamma=5, draft_gamma=2, budget=8, selection=selection)
+    assert_same_bits(Stack(target, sizes, draft=draft).generate(prompt, 150), plain)
+
+
+def test_a_stack_that_has_generated_before_generates_the_same_again(
+    decoders: dict[tuple[str, str], Decoder],
+) -> None:
+    target, draft = decoders["target", "fp32"], decoders["partly right", "fp32"]
+    sizes, long, short = Sizes(gamma=5, draft_gamma=2), random_tokens(60, seed=1), random_tokens(9, seed=2)
+    stack = Stack(target, sizes, draft=draft, link=LateLink(late_in=True, late_out=True))
+    for prompt in (long, short, long):
+        assert_same_bits(stack.generate(prompt, NUM_TOKENS), Stack(target, Sizes()).generate(prompt, NUM_TOKENS))
+
+
+# Several sequences in one forward.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_a_sequence_has_the_same_bits_alone_and_beside_a_ragged_other(
+    decoders: dict[tuple[str, str], Decoder], rows: int, dtype: str
+) -> None:
+    target, sizes = decoders["target", dtype], Sizes(rows=rows)
+    sequences = [(random_tokens(23, seed=1), 5), (random_tokens(50, seed=2), 2 * rows + 1)]
+    alone = [decode_together(target, sizes, [sequence])[0] for sequence in sequences]
+    for together in (decode_together(target, sizes, sequences), decode_together(target, sizes, sequences[::-1])[::-1]):
+        for first, second in zip(alone, together, strict=True):
+            assert torch.equal(first, second)
+
+
+@torch.inference_mode()
+def decode_together(target: Decoder, sizes: Sizes, sequences: list[tuple[list[int], int]]) -> list[Tensor]:
+    """Prefill all but the last `count` tokens of each sequence, then run those in one forward -> logits of each."""
+    caches = [full_cache(target, sizes) for _ in sequences]
+    segments, counts = [], []
+    for own, (tokens, count) in zip(caches, sequences, strict=True):
+        own.begin("prefill", len(tokens) - count)
+        target.forward([Segment(own, torch.tensor(tokens[:-count]))], walk=sizes.walk)
+        own.advance(len(tokens) - count)
+        padded = tokens[-count:] + [0] * (-count % sizes.rows)
+        own.begin("decode", len(padded))
+        segments.append(Segment(own, torch.tensor(padded)))
+        counts.append(count)
+    logits = target.logits(target.forward(segments, rows=sizes.rows), rows=sizes.rows)
+    parts = logits.split([len(segment.tokens) for segment in segments])
+    return [part[:count] for part, count in zip(parts, counts, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [4, 16])
+def test_a_row_has_the_same_bits_wherever_it_stands_in_its_forward(
+    decoders: dict[tuple[str, str], Decoder], rows: int, dtype: str
+) -> None:
+    """21 tokens in one forward, one by one, and in threes."""
+    target, tokens = decoders["target", dtype], random_tokens(40)
+    runs = []
+    for step in (21, 1, 3):
+        own = full_cache(target, Sizes(rows=rows))
+        level = Level("target", target, own, vocab_size=VOCABULARY, rows=rows)
+        level.forward(tokens[:19], 1)
+        runs.append(torch.cat([level.forward(tokens[at : at + step], step) for at in range(19, 40, step)]))
+    assert torch.equal(runs[0], runs[1])
+    assert torch.equal(runs[0], runs[2])
+
+
+@pytest.mark.parametrize("rows", [4, 16])
+def test_a_tokens_logits_have_the_same_bits_however_many_logits_are_asked_for(
+    decoders: dict[tuple[str, str], Decoder], rows: int
+) -> None:
+    target, tokens = decoders["target", "fp32"], random_tokens(23)
+    own = full_cache(target, Sizes(rows=rows))
+    level = Level("target", target, own, vocab_size=VOCABULARY, rows=rows)
+    logits = level.forward(tokens, 23)
+    for count in (1, 2, 3, 7, 16, 22):
+        level.truncate(0)
+        assert torch.equal(level.forward(tokens, count), logits[-count:])
+
+
+# The engine as a whole.
+
+
+@pytest.fixture(scope="module")
+def engine_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Padded vocabularies of different widths: 264 and 260, the tokenizer has 258 tokens."""
+    root = tmp_path_factory.mktemp("engine")
+    target = save(random_model(vocab_size=264, seed=11), root / "target", tokenizer=True)
+    draft = save(random_model(vocab_size=260, seed=12, num_hidden_layers=1), root / "draft", tokenizer=True)
+    return target, draft
+
+
+PLAIN = Sizes()
+SPECULATIVE = Sizes(gamma=5, draft_gamma=2)
+
+
+def engine(folders: tuple[Path, Path], sizes: Sizes, *, dtype: str = "fp32", offload: tuple[str, ...] = ()) -> Engine:
+    target, draft = folders
+    wanted = draft if sizes.draft_gamma else None
+    plan = tiny_plan(
+        target, wanted, sizes, num_prompt_tokens=120, max_tokens=72, dtype=dtype, offload=frozenset(offload)
+    )
+    return tiny_engine(plan, target, wanted)
+
+
+def said(steps: Iterator[Step]) -> tuple[list[int], str, str | None]:
+    all_steps = list(steps)
+    tokens = [token for step in all_steps for token in step.tokens]
+    return tokens, "".join(step.text for step in all_steps), all_steps[-1].finish
+
+
+def text_prompt(num_tokens: int) -> list[int]:
+    return random_tokens(num_tokens, seed=num_tokens, vocabulary=256)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offload", [(), ("kv",), ("weights",), ("kv", "weights")], ids=str)
+def test_the_engine_says_the_same_with_and_without_speculation(
+    engine_folders: tuple[Path, Path], offload: tuple[str, ...], dtype: str
+) -> None:
+    with engine(engine_folders, PLAIN, dtype=dtype) as plain:
+        reference = [said(plain.generate(text_prompt(n), GREEDY, max_tokens=40)) for n in (1, 33, 100)]
+    for sizes in (SPECULATIVE, replace(SPECULATIVE, draft_gamma=0)):
+        with engine(engine_folders, sizes, dtype=dtype, offload=offload) as fast:
+            for n, wanted in zip((1, 33, 100), reference, strict=True):
+                assert said(fast.generate(text_prompt(n), GREEDY, max_tokens=40)) == wanted
+
+
+@pytest.mark.parametrize("gamma", [0, 5])
+def test_stopping_inside_an_accepted_run_leaves_an_engine_that_says_the_same_again(
+    engine_folders: tuple[Path, Path], gamma: int
+) -> None:
+    prompt = text_prompt(50)
+    with engine(engine_folders, Sizes(gamma=gamma, budget=256)) as subject:
+        tokens, text, _ = said(subject.generate(prompt, GREEDY, max_tokens=40))
+        kept = [i for i, character in enumerate(text) if character.isprintable() and text.index(character) == i]
+        stop = text[kept[len(kept) // 2]]
+        for _ in range(2):
+            stopped, shown, finish = said(subject.generate(prompt, GREEDY, max_tokens=40, stop=[stop]))
+            assert finish == "stop"
+            assert shown == text[: text.index(stop)]
+            assert stopped == tokens[: len(stopped)]
+            assert len(stopped) < len(tokens)
+            assert subject._full.length <= len(prompt) + len(stopped)
+            assert said(subject.generate(prompt, GREEDY, max_tokens=40)) == (tokens, text, "length")
+
+
+def test_an_abandoned_generation_leaves_an_engine_that_says_the_same_again(engine_folders: tuple[Path, Path]) -> None:
+    prompt = text_prompt(50)
+    with engine(engine_folders, SPECULATIVE, offload=("kv", "weights")) as subject:
+        whole = said(subject.generate(prompt, GREEDY, max_tokens=30))
+        for num_steps in (0, 1, 3):
+            steps = subject.generate(prompt, GREEDY, max_tokens=30)
+            for _ in range(num_steps):
+                next(steps)
+            assert isinstance(steps, Generator)
+            steps.close()
+            assert said(subject.generate(prompt, GREEDY, max_tokens=30)) == whole
+
+
+def test_a_generation_that_fails_in_a_layer_leaves_an_engine_that_says_the_same_again(
+    engine_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever forward of whichever level it is, in prefill and in decoding."""
+    prompt = text_prompt(50)
+    with engine(engine_folders, SPECULATIVE, offload=("kv", "weights")) as subject:
+        whole = said(subject.generate(prompt, GREEDY, max_tokens=20))
+        layer = Decoder._layer
+        for fatal in (0, 5, 13, 14, 15, 16, 17, 20, 33):
+            calls = 0
+
+            def failing(self: Decoder, *args: object) -> None:
+                nonlocal calls
+                calls += 1
+                if calls > fatal:  # noqa: B023
+                    raise KeyboardInterrupt
+                layer(self, *args)  # type: ignore[arg-type]
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Decoder, "_layer", failing)
+                with pytest.raises(KeyboardInterrupt):
+                    list(subject.generate(prompt, GREEDY, max_tokens=20))
+            assert said(subject.generate(prompt, GREEDY, max_tokens=20)) == whole
+
+
+@pytest.mark.parametrize("sizes", [PLAIN, SPECULATIVE], ids=["plain", "speculative"])
+def test_a_seed_fixes_what_is_sampled(engine_folders: tuple[Path, Path], sizes: Sizes) -> None:
+    prompt = text_prompt(40)
+    with engine(engine_folders, sizes) as first, engine(engine_folders, sizes, offload=("kv",)) as second:
+        for seed in (0, 1):
+            law = SamplingParams(temperature=1.5, top_p=0.95, seed=seed)
+            runs = [said(subject.generate(prompt, law, max_tokens=30)) for subject in (first, second, first)]
+            assert runs[0] == runs[1] == runs[2]
+        other = said(first.generate(prompt, SamplingParams(temperature=1.5, seed=2), max_tokens=30))
+        assert other != runs[0]

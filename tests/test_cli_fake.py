@@ -1,0 +1,254 @@
+"""A stand-in for the engine, so that the command line is tested in fractions of a second and at will.
+
+`python tests/test_cli_fake.py generate ...` is `triforce generate ...` on it. FAKE holds a JSON object:
+pieces: the text, one piece a step; finish: of the last step; hang: after the pieces, sleep until killed;
+endless: repeat the last piece very often; fail: raise this error ("DoesNotFit", ...) after the pieces;
+load_fail: raise it at load; ticks: progress calls per stage; tick_seconds: between two of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+if str(ROOT) not in sys.path:  # run as a script
+    sys.path.insert(0, str(ROOT))
+
+from offload import errors  # noqa: E402
+from offload.metrics import LevelStats, Stats  # noqa: E402
+from offload.plan.planner import Options, Plan  # noqa: E402
+
+SCRIPT: dict[str, Any] = json.loads(os.environ.get("FAKE", "{}"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    temperature: float = 0.6
+    top_k: int = 0
+    top_p: float = 0.9
+    min_p: float = 0.0
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    stage: str
+    done: int
+    total: int
+    unit: str
+
+
+@dataclass(frozen=True)
+class Step:
+    text: str
+    tokens: list[int]
+    finish: str | None
+
+
+class Tokenizer:
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def load_tokenizer(model: Path, draft: Path | None) -> Tokenizer:
+    return Tokenizer()
+
+
+def plan_request(model: Path, draft: Path | None, options: Options, *, num_prompt_tokens: int, max_tokens: int) -> Plan:
+    return make_plan(options, num_prompt_tokens, max_tokens)
+
+
+def make_plan(options: Options, num_prompt_tokens: int = 1000, max_tokens: int = 100) -> Plan:
+    return Plan(
+        device="cpu",
+        device_name="CPU",
+        dtype="bf16",
+        num_prompt_tokens=num_prompt_tokens,
+        max_tokens=max_tokens,
+        capacity=num_prompt_tokens + max_tokens,
+        levels=("draft", "retrieval", "target"),
+        gamma=options.gamma or 15,
+        draft_gamma=options.draft_gamma or 2,
+        rows=16,
+        walk=512,
+        page_tokens=512,
+        tile_tokens=512,
+        budget=options.budget or 1024,
+        chunk=options.chunk or 16,
+        selection=options.selection,
+        sinks=options.sinks,
+        window=options.window,
+        offload=tuple(sorted(options.offload)),
+        link_bytes_per_second=None,
+        device_bytes={"embeddings": 1},
+        host_bytes={},
+        notes=tuple(SCRIPT.get("notes", ())),
+    )
+
+
+class Engine:
+    def __init__(self, prompt_echo: dict[str, Any]) -> None:
+        self.stats = Stats(load_seconds=0.5)
+        self._echo = prompt_echo
+
+    @classmethod
+    def load(
+        cls,
+        plan: Plan,
+        model: Path,
+        draft: Path | None,
+        tokenizer: Tokenizer,
+        *,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+    ) -> Engine:
+        if "load_fail" in SCRIPT:
+            raise _error(SCRIPT["load_fail"])
+        _tick("load", 64 * 2**20, "bytes", on_progress)
+        return cls({"model": str(model), "draft": str(draft) if draft else None, "plan": asdict(plan)})
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+    ) -> Iterator[Step]:
+        _tick("prefill", len(prompt), "tokens", on_progress)
+        asked = {"prompt": bytes(prompt).decode(), "sampling": asdict(sampling), "max_tokens": max_tokens}
+        pieces = SCRIPT.get("pieces", [json.dumps(self._echo | asked | {"stop": list(stop)})])
+        self.stats = make_stats(num_prompt_tokens=len(prompt), output_tokens=len(pieces))
+        last = len(pieces) - 1 if not {"hang", "endless", "fail"} & SCRIPT.keys() else None
+        for index, piece in enumerate(pieces):
+            yield Step(piece, list(piece.encode()), SCRIPT.get("finish", "length") if index == last else None)
+        for _ in range(100_000 if "endless" in SCRIPT else 0):
+            yield Step(pieces[-1], list(pieces[-1].encode()), None)
+        if "fail" in SCRIPT:
+            raise _error(SCRIPT["fail"])
+        if "hang" in SCRIPT:
+            time.sleep(60)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        return None
+
+
+def make_stats(*, num_prompt_tokens: int = 32_768, output_tokens: int = 200) -> Stats:
+    return Stats(
+        prompt_tokens=num_prompt_tokens,
+        output_tokens=output_tokens,
+        load_seconds=0.5,
+        prefill_seconds=40.0,
+        first_token_seconds=41.5,
+        decode_seconds=8.0,
+        refresh_seconds=0.25,
+        levels=[
+            LevelStats("target", passes=20, rows=320, seconds=2.0, rounds=20, drafted=200, accepted=180),
+            LevelStats("retrieval", passes=100, rows=300, seconds=4.0, rounds=100, drafted=200, accepted=100),
+            LevelStats("draft", passes=200, rows=1200, seconds=1.0),
+        ],
+    )
+
+
+def _tick(stage: str, total: int, unit: str, on_progress: Callable[[Progress], None]) -> None:
+    ticks = SCRIPT.get("ticks", 2)
+    for tick in range(ticks + 1 if ticks else 0):
+        on_progress(Progress(stage, total * tick // ticks, total, unit))
+        if tick < ticks:
+            time.sleep(SCRIPT.get("tick_seconds", 0.0))
+
+
+def _error(name: str) -> Exception:
+    if name == "RuntimeError":
+        return RuntimeError("lost\nand more")
+    return getattr(errors, name)(f"{name} happened; do something else")
+
+
+def install() -> None:
+    """Put the stand-ins where the command line imports from."""
+    engine = types.ModuleType("offload.engine")
+    engine.__dict__.update(Engine=Engine, load_tokenizer=load_tokenizer, plan_request=plan_request)
+    sampling = types.ModuleType("offload.decode.sampling")
+    sampling.__dict__.update(SamplingParams=SamplingParams)
+    sys.modules.update({"offload.engine": engine, "offload.decode.sampling": sampling})
+
+
+def environment(script: Mapping[str, Any] | None = None, **variables: str) -> dict[str, str]:
+    """This process's environment without settings of a developer's own."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TRIFORCE_")}
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "PYTHONUNBUFFERED"):
+        kept.pop(name, None)
+    return kept | {"FAKE": json.dumps(script or {}), "TERM": "xterm-256color"} | variables
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, __file__, "generate", *args]
+
+
+def start(
+    *args: str, script: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None, **settings: Any
+) -> subprocess.Popen[bytes]:
+    """`triforce generate ARGS` on the stand-in. An interrupt reaches it, also where the tests run in the background."""
+    return subprocess.Popen(
+        command(*args),
+        env=environment(script, **(env or {})),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **settings,
+    )
+
+
+def run(
+    *args: str,
+    stdin: bytes = b"",
+    script: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[bytes]:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with start(*args, script=script, env=env, **pipes) as process:
+        out, err = process.communicate(stdin, timeout=30)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def test_stand_in_has_the_names_and_signatures_of_the_engine():
+    from offload import engine as real_engine
+    from offload.decode import sampling as real_sampling
+
+    for ours, real in (
+        (load_tokenizer, real_engine.load_tokenizer),
+        (plan_request, real_engine.plan_request),
+        (Engine.load, real_engine.Engine.load),
+        (Engine.generate, real_engine.Engine.generate),
+        (Tokenizer.encode, real_engine.Tokenizer.encode),
+    ):
+        assert _parameters(ours) == _parameters(real)
+    for our_class, real_class in (
+        (Progress, real_engine.Progress),
+        (Step, real_engine.Step),
+        (SamplingParams, real_sampling.SamplingParams),
+    ):
+        assert [field.name for field in fields(our_class)] == [field.name for field in fields(real_class)]
+
+
+def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    return [(parameter.name, parameter.kind) for parameter in inspect.signature(function).parameters.values()]
+
+
+if __name__ == "__main__":
+    install()
+    from triforce_cli.app import main
+
+    sys.exit(main())

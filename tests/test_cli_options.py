@@ -1,0 +1,239 @@
+"""What the options of `triforce generate` mean: parsing alone, no engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from triforce_cli import options
+from triforce_cli.app import app, main
+from triforce_cli.commands.generate import Generate
+
+FLAGS = [  # option, what is typed, where it arrives, as what
+    ("--prompt", "In short:", "prompt", "In short:"),
+    ("--prompt-file", "-", "prompt_file", Path("-")),
+    ("--max-tokens", "7", "max_tokens", 7),
+    ("--temperature", "0", "sampling.temperature", 0.0),
+    ("--top-p", "0.5", "sampling.top_p", 0.5),
+    ("--top-k", "40", "sampling.top_k", 40),
+    ("--min-p", "0.05", "sampling.min_p", 0.05),
+    ("--seed", "1", "sampling.seed", 1),
+    ("--stop", "END", "stops", ("END",)),
+    ("--context", "4096", "options.context", 4096),
+    ("--budget", "512", "options.budget", 512),
+    ("--chunk", "8", "options.chunk", 8),
+    ("--gamma", "0", "options.gamma", 0),
+    ("--draft-gamma", "3", "options.draft_gamma", 3),
+    ("--sinks", "4", "options.sinks", 4),
+    ("--window", "100", "options.window", 100),
+    ("--device", "cuda:1", "options.device", "cuda:1"),
+    ("--dtype", "fp32", "options.dtype", "fp32"),
+    ("--offload", "kv", "options.offload", frozenset({"kv"})),
+    ("--selection", "published", "options.selection", "published"),
+]
+SWITCHES = [
+    ("--no-speculation", "options.speculation", False),
+    ("--stats", "show_stats", True),
+    ("--json", "as_json", True),
+    ("--quiet", "quiet", True),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (*(variable_of(flag) for flag, *_ in FLAGS + SWITCHES), "TRIFORCE_MODEL", "TRIFORCE_DRAFT"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return str(tmp_path)
+
+
+def variable_of(flag: str) -> str:
+    return "TRIFORCE_" + flag[2:].replace("-", "_").upper()
+
+
+def parse(*args: str) -> Generate:
+    parsed = app(["generate", *args], standalone_mode=False)
+    assert isinstance(parsed, Generate)
+    return parsed
+
+
+def value_at(parsed: Generate, path: str) -> Any:
+    value: Any = parsed
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+@pytest.mark.parametrize(("flag", "typed", "path", "expected"), FLAGS)
+def test_option_and_its_variable_say_the_same(flag, typed, path, expected, model, monkeypatch):
+    default = value_at(parse("--model", model), path)
+    assert default != expected
+    assert value_at(parse("--model", model, flag, typed), path) == expected
+    monkeypatch.setenv(variable_of(flag), typed)
+    assert value_at(parse("--model", model), path) == expected
+
+
+@pytest.mark.parametrize(("flag", "path", "expected"), SWITCHES)
+def test_switch_and_its_variable_say_the_same(flag, path, expected, model, monkeypatch):
+    assert value_at(parse("--model", model), path) is not expected
+    assert value_at(parse("--model", model, flag), path) is expected
+    monkeypatch.setenv(variable_of(flag), "1")
+    assert value_at(parse("--model", model), path) is expected
+    monkeypatch.setenv(variable_of(flag), "0")
+    assert value_at(parse("--model", model), path) is not expected
+
+
+def test_every_option_is_tested_here_and_has_its_variable():
+    command = typer.main.get_command(app).commands["generate"]
+    declared = {parameter.opts[0]: parameter.envvar for parameter in command.params}
+    assert declared == {flag: variable_of(flag) for flag in declared}
+    apart = {"--model", "--draft", "--link-gbps", "--debug"}  # tested one by one
+    assert set(declared) == {flag for flag, *_ in FLAGS + SWITCHES} | apart
+
+
+def test_link_bandwidth_and_its_variable_say_the_same(model, monkeypatch):
+    assert parse("--model", model, "--offload", "kv", "--link-gbps", "2").options.link_gbps == 2.0
+    monkeypatch.setenv("TRIFORCE_LINK_GBPS", "3")
+    assert parse("--model", model, "--offload", "kv").options.link_gbps == 3.0
+
+
+def test_command_line_wins_over_the_variable(model, monkeypatch):
+    monkeypatch.setenv("TRIFORCE_GAMMA", "5")
+    assert parse("--model", model, "--gamma", "6").options.gamma == 6
+
+
+def test_defaults_are_those_of_the_documentation(model):
+    parsed = parse("--model", model)
+    sampling = parsed.sampling
+    assert (parsed.max_tokens, sampling.temperature, sampling.top_p) == (256, 0.6, 0.9)
+    assert (sampling.top_k, sampling.min_p, sampling.seed) == (0, 0.0, None)
+    assert (parsed.options.sinks, parsed.options.window, parsed.options.selection) == (16, 240, "mass")
+    assert parsed.options.offload == frozenset()
+
+
+def test_stop_can_be_repeated_and_its_variable_holds_words(model, monkeypatch):
+    assert parse("--model", model, "--stop", "a b", "--stop", "\n").stops == ("a b", "\n")
+    monkeypatch.setenv("TRIFORCE_STOP", "END STOP")
+    assert parse("--model", model).stops == ("END", "STOP")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("none", set()),
+        ("weights", {"weights"}),
+        ("kv", {"kv"}),
+        ("weights,kv", {"weights", "kv"}),
+        ("kv, weights", {"weights", "kv"}),
+        ("kv,kv", {"kv"}),
+    ],
+)
+def test_offload_takes_any_order(text, expected):
+    assert options.offloaded(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["--max-tokens", "0"], ["max-tokens", "0", "1 or more"]),
+        (["--max-tokens", "-5"], ["max-tokens", "-5", "1 or more"]),
+        (["--max-tokens", "many"], ["--max-tokens", "'many'", "whole number"]),
+        (["--max-tokens", "1.5"], ["--max-tokens", "'1.5'", "whole number"]),
+        (["--temperature", "warm"], ["--temperature", "'warm'", "not a number"]),
+        (["--gamma", "-1"], ["gamma", "-1", "from 0 to"]),
+        (["--chunk", "0"], ["chunk", "0", "from 1 to"]),
+        (["--window", "0"], ["window", "0", "from 1 to"]),
+        (["--dtype", "int3"], ["--dtype", "'int3'", "bf16"]),
+        (["--selection", "best"], ["--selection", "'best'", "mass", "published"]),
+        (["--offload", "disk"], ["offload", "'disk'", "weights,kv or none"]),
+        (["--offload", "kv,"], ["offload", "''", "weights,kv or none"]),
+        (["--link-gbps", "2"], ["link-gbps", "--offload"]),
+        (["--offload", "kv", "--link-gbps", "nan"], ["link-gbps", "nan", "GB/s"]),
+        (["--stop", ""], ["stop", "empty"]),
+        (["--no-such-option"], ["--no-such-option"]),
+        (["--gamma"], ["--gamma", "requires an argument"]),
+        (["book.txt"], ["book.txt", "unexpected"]),
+    ],
+)
+def test_bad_argument_is_named_and_ends_with_2(args, named, model, capfd):
+    assert main(["generate", "--model", model, "--prompt", "x", *args]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert "Value error" not in captured.err  # pydantic's words
+    for word in named:
+        assert word in captured.err
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["--temperature", "-1"], "temperature is -1"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--top-p", "0"], "top-p is 0"),
+        (["--top-k", "-1"], "top-k is -1"),
+        (["--min-p", "1"], "min-p is 1"),
+        (["--seed", "-1"], "seed is -1"),
+    ],
+)
+def test_silly_sampling_is_named_and_ends_with_2(args, named, model, tmp_path, capfd):
+    file = tmp_path / "prompt.txt"
+    file.write_text("Once upon a time")
+    assert main(["generate", "--model", model, "--prompt-file", str(file), *args]) == 2
+    assert named in capfd.readouterr().err
+
+
+def test_bad_variable_is_named(model, capfd, monkeypatch):
+    monkeypatch.setenv("TRIFORCE_STATS", "perhaps")
+    assert main(["generate", "--model", model]) == 2
+    assert "TRIFORCE_STATS" in capfd.readouterr().err
+
+
+def test_named_model_has_no_draft_unless_named(tmp_path):
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    alone = options.choose_models(tmp_path, None)
+    assert (alone.target, alone.draft, alone.embedded) == (tmp_path, None, False)
+    assert options.choose_models(tmp_path, "none").draft is None
+    assert options.choose_models(tmp_path, str(draft)).draft == draft
+
+
+def test_without_a_model_the_embedded_pair_is_used(monkeypatch, tmp_path):
+    package = tmp_path / "package"
+    for name in ("demo-target", "demo-draft"):
+        (package / "models" / name).mkdir(parents=True)
+    monkeypatch.setattr(options.resources, "files", lambda name: package)
+    pair = options.choose_models(None, None)
+    assert (pair.target, pair.draft, pair.embedded) == (
+        package / "models" / "demo-target",
+        package / "models" / "demo-draft",
+        True,
+    )
+    assert options.choose_models(None, "none").draft is None
+    assert options.choose_models(None, str(tmp_path)).draft == tmp_path
+
+
+def test_missing_folder_ends_with_4_and_says_how_to_get_one(tmp_path, capfd):
+    assert main(["generate", "--model", str(tmp_path / "nowhere"), "--prompt", "x"]) == 4
+    error = capfd.readouterr().err
+    assert "nowhere" in error
+    assert "hf download" in error
+    assert main(["generate", "--model", str(tmp_path), "--draft", "llama-68m", "--prompt", "x"]) == 4
+    assert "draft llama-68m" in capfd.readouterr().err
+
+
+def test_missing_embedded_model_ends_with_4(monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(options.resources, "files", lambda name: tmp_path)
+    assert main(["generate", "--prompt", "x"]) == 4
+    assert "--model" in capfd.readouterr().err
+
+
+def test_home_is_expanded_in_a_model_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert options.choose_models(Path("~"), None).target == tmp_path

@@ -1,0 +1,133 @@
+"""Numbers to text."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload.metrics import LevelStats, LinkStats, Stats
+from offload.plan.planner import Options
+from test_cli_fake import make_plan, make_stats
+from triforce_cli import render
+from triforce_cli.progress import PlainDisplay
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (24.2 * 2**30, "24.2 GiB"), (3 * 2**40, "3.0 TiB")],
+)
+def test_bytes_are_shown_in_binary_units(count, text):
+    assert render.num_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.00 s"),
+        (0.054, "0.05 s"),
+        (4.24, "4.2 s"),
+        (9.96, "10 s"),
+        (41.4, "41 s"),
+        (59.7, "1 min 00 s"),
+        (187, "3 min 07 s"),
+        (3599.6, "1 h 00 min"),
+        (3720, "1 h 02 min"),
+    ],
+)
+def test_duration_never_shows_sixty_of_anything(seconds, text):
+    assert render.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (0.314, "0.31"),
+        (9.994, "9.99"),
+        (9.996, "10.0"),
+        (42.04, "42.0"),
+        (99.96, "100"),
+        (12345, "12,345"),
+    ],
+)
+def test_rates_keep_three_digits(value, text):
+    assert render.significant(value) == text
+
+
+def test_percent_is_100_only_when_done():
+    assert render.percent(999, 1000) == 99
+    assert render.percent(1000, 1000) == 100
+    assert render.percent(0, 0) == 100
+
+
+def test_pace_says_rate_and_time_left_once_there_is_one():
+    assert render.pace(0, 1000, "tokens", 0.0) == "of 1,000 tokens"
+    assert render.pace(250, 1000, "tokens", 5.0) == "of 1,000 tokens, 50.0 tokens/s, 15 s left"
+    assert render.pace(2**30, 2**31, "bytes", 2.0) == "of 2.0 GiB, 512.0 MiB/s, 2.0 s left"
+
+
+def test_stats_table_says_what_each_level_did():
+    lines = render.stats_table(make_stats(), make_plan(Options())).splitlines()
+    rows = {line.split()[0]: line.split() for line in lines if line}
+    assert rows["prompt"][1:] == ["40", "s", "32,768", "tokens", "819", "tokens/s"]
+    assert rows["first"][2:4] == ["42", "s"]
+    assert rows["decode"][1:] == ["8.0", "s", "200", "tokens", "24.9", "tokens/s,", "40.2", "ms/token"]
+    assert rows["level"] == ["level", "passes", "rows", "seconds", "ms/pass", "drafted", "acceptance", "tokens/round"]
+    assert rows["target"] == ["target", "20", "320", "2.00", "100", "200", "0.90", "10.0"]
+    assert rows["retrieval"] == ["retrieval", "100", "300", "4.00", "40.0", "200", "0.50", "2.00"]
+    assert rows["draft"] == ["draft", "200", "1,200", "1.00", "5.00", "0", "-", "-"]
+    assert rows["link"] == ["link", "nothing", "moved"]
+    assert "gamma 15, draft_gamma 2, rows 16" in " ".join(rows["plan"])
+    assert "budget 1,024, chunk 16" in lines[-1]
+    assert "offload none" in lines[-1]
+
+
+def test_stats_table_says_what_crossed_the_link():
+    stats = make_stats()
+    stats.prefill_link = LinkStats(bytes_to_device=3 * 2**30, bytes_to_host=2**30, bytes_per_second=1e9)
+    stats.decode_link = LinkStats(bytes_to_device=2_000_000_000, bytes_per_second=1e9)
+    stats.levels[0].link_bytes = 1_900_000_000  # of the target, which ran for two seconds
+    table = render.stats_table(stats, make_plan(Options(offload=frozenset({"weights", "kv"}))))
+    assert "prefill 3.0 GiB to device, 1.0 GiB to host" in table
+    assert "decode  1.9 GiB to device, 0 B to host" in table
+    assert "utilisation of full passes 0.95" in table
+    assert "offload kv,weights" in table
+
+
+def test_unpaced_link_shows_bytes_without_a_utilisation():
+    stats = make_stats()
+    stats.decode_link = LinkStats(bytes_to_device=2**30)
+    table = render.stats_table(stats, make_plan(Options()))
+    assert "1.0 GiB to device, 0 B to host" in table
+    assert "utilisation of full passes -" in table
+
+
+def test_stats_table_fits_80_columns_with_large_numbers_and_no_numbers():
+    large = make_stats(num_prompt_tokens=131_072, output_tokens=100_000)
+    large.prefill_seconds = large.decode_seconds = 86_400.0
+    large.prefill_link = large.decode_link = LinkStats(bytes_to_device=9 * 2**50, bytes_to_host=9 * 2**50)
+    large.levels = [LevelStats("retrieval", 999_999, 999_999, 99_999.0, 999_999, 999_999, 999_999)]
+    plan = make_plan(Options(budget=2**24, offload=frozenset({"weights", "kv"})))
+    for stats in (large, Stats(levels=[LevelStats("target")])):
+        assert max(map(len, render.stats_table(stats, plan).splitlines())) <= 80
+
+
+def test_plain_progress_says_start_now_and_then_and_end():
+    lines: list[str] = []
+    times = iter([0.0, 1.0, 5.0, 6.0, 9.9, 10.0, 20.0, 21.0])
+    display = PlainDisplay(lines.append, clock=lambda: next(times))
+    for done in (0, 100, 250, 300, 400, 500, 1000, 1000):
+        display.update("prefill", done, 1000, "tokens")
+    assert lines == [
+        "prefill: 1,000 tokens",
+        "prefill: 25% of 1,000 tokens, 50.0 tokens/s, 15 s left",
+        "prefill: 50% of 1,000 tokens, 50.0 tokens/s, 10 s left",
+        "prefill: 1,000 tokens in 20 s, 50.0 tokens/s",
+    ]
+
+
+def test_plain_progress_starts_anew_with_each_stage():
+    lines: list[str] = []
+    display = PlainDisplay(lines.append, clock=lambda: 1.0)
+    display.update("load", 1024, 1024, "bytes")
+    display.update("prefill", 0, 10, "tokens")
+    assert lines == ["load: 1.0 KiB", "load: 1.0 KiB in 0.00 s", "prefill: 10 tokens"]

@@ -1,0 +1,75 @@
+"""The rules that the command line's modules keep, read from their source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import triforce_cli
+
+PACKAGE = Path(triforce_cli.__file__).parent
+MODULES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+HEAVY = {"torch", "transformers", "safetensors", "numpy", "offload.engine", "offload.decode", "offload.model"}
+
+
+def names(tree: ast.AST) -> Iterator[str]:
+    """Every dotted name in `tree`, whole: sys.stdout.write."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            yield ast.unparse(node)
+
+
+def handlers(tree: ast.AST) -> list[ast.ExceptHandler]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
+
+
+def imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+
+
+def imported_at_start(tree: ast.Module) -> Iterator[str]:
+    """Modules that importing this one imports; those for the type checker alone do not count."""
+    for node in tree.body:
+        yield from imported(node)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_output_writes(module):
+    streams = ("sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__", "typer.echo", "typer.secho", "os.write")
+    writes = {name for name in names(MODULES[module]) if name == "print" or name.startswith(streams)}
+    assert not writes or module == "output.py"
+
+
+def test_output_is_seen_to_write():
+    assert "sys.stdout" in set(names(MODULES["output.py"]))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_app_main_catches_for_good(module):
+    """Elsewhere a handler may translate one error into another, and must raise."""
+    for handler in handlers(MODULES[module]):
+        ends_by_raising = isinstance(handler.body[-1], ast.Raise)
+        assert ends_by_raising or module == "app.py", f"{module}:{handler.lineno}"
+
+
+def test_app_catches_in_main_alone():
+    everything = handlers(MODULES["app.py"])
+    (main,) = (node for node in MODULES["app.py"].body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    assert everything == handlers(main) != []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_heavy_modules_are_imported_inside_functions_only(module):
+    for name in imported_at_start(MODULES[module]):
+        assert not any(name == heavy or name.startswith(heavy + ".") for heavy in HEAVY), name
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_click_is_never_imported(module):
+    every = [name for node in ast.walk(MODULES[module]) for name in imported(node)]
+    assert not [name for name in every if name.split(".")[0] == "click" or "_click" in name]

@@ -1,0 +1,189 @@
+"""What a person at a terminal sees."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test_cli_fake import start
+
+SLOW = {"ticks": 10, "tick_seconds": 0.05, "pieces": ["Hello", " there"]}
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
+
+class Screen:
+    """The other side of the terminal that a process runs at."""
+
+    def __init__(self, *args: str, script: dict[str, Any], env: dict[str, str] | None = None, **streams: Any) -> None:
+        self.text = ""
+        self._ours, terminal = pty.openpty()
+        at_terminal = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+        size = {"COLUMNS": "80", "LINES": "24"}
+        self.process = start(*args, script=script, env=size | (env or {}), **(at_terminal | streams))
+        os.close(terminal)
+
+    def wait_for(self, condition: Callable[[str], object]) -> None:
+        deadline = time.monotonic() + 30
+        while not condition(self.text):
+            assert time.monotonic() < deadline, f"the screen never got there: {self.text!r}"
+            if not self._read():
+                break
+        assert condition(self.text), self.text
+
+    def finish(self) -> int:
+        while self._read():
+            pass
+        os.close(self._ours)
+        return self.process.wait(timeout=30)
+
+    def _read(self) -> bool:
+        if not select.select([self._ours], [], [], 20)[0]:
+            return False
+        try:
+            data = os.read(self._ours, 4096)
+        except OSError:  # Linux: the process has closed its side
+            return False
+        self.text += data.decode()
+        return bool(data)
+
+
+def shown_at_the_end(text: str) -> str:
+    """What is left after carriage returns and the control sequences that move up and erase lines."""
+    lines = [""]
+    row = 0
+    for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
+        if token == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif token == "\x1b[1A":
+            row -= 1
+        elif token == "\x1b[2K":
+            lines[row] = ""
+        elif not token.startswith(("\x1b", "\r")):
+            lines[row] += token
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> tuple[str, ...]:
+    return ("--model", str(tmp_path), "--prompt", "x" * 1000)
+
+
+def test_bars_show_percent_rate_and_time_left_and_are_gone_before_the_text(args):
+    screen = Screen(*args, script=SLOW)
+    assert screen.finish() == 0
+    assert re.search(r"load .*\d+% of 64\.0 MiB, [\d.]+ MiB/s, [\d.]+ s left", screen.text)
+    assert re.search(r"prefill .*\d+% of 1,000 tokens, [\d,.]+ tokens/s, [\d.]+ s left", screen.text)
+    assert shown_at_the_end(screen.text) == "Hello there\n"
+    assert screen.text.rindex(SHOW_CURSOR) < screen.text.index("Hello")
+
+
+def test_spinner_of_the_start_is_gone_before_the_text(args):
+    screen = Screen(*args, script={"pieces": ["Hello"], "ticks": 0, "hang": True})
+    screen.wait_for(lambda text: "Hello" in text)
+    screen.process.send_signal(signal.SIGINT)
+    assert screen.finish() == 130
+    assert "starting" in screen.text
+    assert shown_at_the_end(screen.text) == "Hello\n"
+    assert screen.text.rindex(SHOW_CURSOR) < screen.text.index("Hello")
+
+
+def test_lines_fit_80_columns(args):
+    screen = Screen(*args, "--stats", script=SLOW)
+    assert screen.finish() == 0
+    assert max(map(len, shown_at_the_end(screen.text).splitlines())) <= 80
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.text)
+    assert max(map(len, re.split(r"[\r\n]+", plain))) <= 80
+
+
+def test_bar_is_gone_when_its_stage_is_done_also_before_there_is_text(args):
+    screen = Screen(*args, script={"pieces": [], "hang": True})
+    screen.wait_for(lambda text: text.rfind(SHOW_CURSOR) > text.rfind("prefill") > 0)
+    screen.process.send_signal(signal.SIGINT)
+    assert screen.finish() == 130
+
+
+def test_text_ends_its_line_and_the_table_stands_apart(args):
+    screen = Screen(*args, "--stats", script=SLOW)
+    assert screen.finish() == 0
+    assert shown_at_the_end(screen.text).startswith("Hello there\n\nload ")
+
+
+def test_text_that_ends_its_line_gets_no_second_newline(args):
+    screen = Screen(*args, script={"pieces": ["Hello\n"]})
+    assert screen.finish() == 0
+    assert shown_at_the_end(screen.text) == "Hello\n"
+
+
+def test_progress_stays_at_the_terminal_when_the_text_goes_to_a_pipe(args):
+    screen = Screen(*args, script=SLOW, stdout=subprocess.PIPE)
+    assert screen.finish() == 0
+    assert screen.process.stdout is not None
+    assert screen.process.stdout.read() == b"Hello there"
+    assert "prefill" in screen.text
+    assert shown_at_the_end(screen.text).strip() == ""
+
+
+def test_quiet_shows_the_text_alone(args):
+    screen = Screen(*args, "--quiet", script=SLOW)
+    assert screen.finish() == 0
+    assert screen.text == "Hello there\r\n"
+
+
+def test_dumb_terminal_gets_plain_lines(args):
+    screen = Screen(*args, script=SLOW, env={"TERM": "dumb"})
+    assert screen.finish() == 0
+    assert "\x1b" not in screen.text
+    assert "prefill: 1,000 tokens in" in screen.text
+
+
+def test_no_color_is_respected(args):
+    colour = re.compile(r"\x1b\[[0-9;]*3[0-9][0-9;]*m")
+    coloured = Screen(*args, script=SLOW | {"fail": "ModelError"})
+    assert coloured.finish() == 4
+    assert colour.search(coloured.text)
+    plain = Screen(*args, script=SLOW | {"fail": "ModelError"}, env={"NO_COLOR": "1"})
+    assert plain.finish() == 4
+    assert not colour.search(plain.text)
+    assert "error: " in plain.text
+
+
+def test_error_of_the_load_shows_the_cursor_again(args):
+    screen = Screen(*args, script={"load_fail": "ModelError"})
+    assert screen.finish() == 4
+    assert screen.text.rindex(SHOW_CURSOR) > screen.text.rindex(HIDE_CURSOR)
+    assert shown_at_the_end(screen.text) == "error: ModelError happened; do something else\n"
+
+
+def test_error_amid_the_text_starts_its_own_line(args):
+    screen = Screen(*args, "--quiet", script={"pieces": ["half"], "fail": "TriforceError"})
+    assert screen.finish() == 1
+    assert shown_at_the_end(screen.text).splitlines() == ["half", "error: TriforceError happened; do something else"]
+
+
+def test_interrupt_amid_the_text_keeps_it_and_ends_the_line(args):
+    screen = Screen(*args, script=SLOW | {"hang": True})
+    screen.wait_for(lambda text: "there" in text)
+    screen.process.send_signal(signal.SIGINT)
+    assert screen.finish() == 130
+    assert shown_at_the_end(screen.text) == "Hello there\n"
+
+
+def test_interrupt_of_a_bar_shows_the_cursor_again(args):
+    screen = Screen(*args, script=SLOW | {"tick_seconds": 5})
+    screen.wait_for(lambda text: "load" in text)
+    screen.process.send_signal(signal.SIGINT)
+    assert screen.finish() == 130
+    assert screen.text.rindex(SHOW_CURSOR) > screen.text.rindex(HIDE_CURSOR)
+    assert shown_at_the_end(screen.text).strip() == ""
+    assert screen.text.endswith("\n")

@@ -1,0 +1,152 @@
+"""`triforce generate`: continue a long prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from triforce_cli import options
+from triforce_cli.answer import Answer
+from triforce_cli.options import Models
+from triforce_cli.output import Output
+from triforce_cli.prompt import decode_argument, read_prompt
+
+if TYPE_CHECKING:
+    from offload.decode.sampling import SamplingParams
+    from offload.plan.planner import Options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """`SamplingParams`, before the import of torch."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+
+    def params(self) -> SamplingParams:
+        from offload.decode.sampling import SamplingParams
+
+        return SamplingParams(**vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """One `triforce generate`, parsed."""
+
+    prompt_file: Path | None
+    prompt: str | None
+    max_tokens: int
+    sampling: Sampling
+    stops: tuple[str, ...]
+    options: Options
+    models: Models
+    show_stats: bool
+    as_json: bool
+    quiet: bool
+
+    def run(self) -> None:
+        """Read the prompt, plan, load, generate. Text appears as it is accepted."""
+        output = Output(quiet=self.quiet)
+        with self._answer(output) as answer, output:
+            prompt = read_prompt(self.prompt_file, self.prompt, note=output.note)
+            if self.models.embedded:
+                output.note(f"no --model given: using the embedded demo model ({self.models.target})")
+            output.wait("starting")
+            self._generate(prompt, answer, output)
+
+    def _generate(self, prompt: str, answer: Answer, output: Output) -> None:
+        sampling = self.sampling.params()
+        from offload.engine import Engine, load_tokenizer, plan_request
+
+        target, draft = self.models.target, self.models.draft
+        tokenizer = load_tokenizer(target, draft)
+        tokens = tokenizer.encode(prompt)
+        plan = plan_request(target, draft, self.options, num_prompt_tokens=len(tokens), max_tokens=self.max_tokens)
+        for line in plan.notes:
+            output.note(line)
+        engine = Engine.load(plan, target, draft, tokenizer, on_progress=output.progress)
+        answer.begin(plan, engine)
+        with engine:
+            for step in engine.generate(
+                tokens, sampling, max_tokens=plan.max_tokens, stop=self.stops, on_progress=output.progress
+            ):
+                answer.add(step)
+
+    def _answer(self, output: Output) -> Answer:
+        target, draft = self.models.target, self.models.draft
+        model = {"target": str(target), "draft": None if draft is None else str(draft)}
+        return Answer(output, model=model, as_json=self.as_json, show_stats=self.show_stats)
+
+
+def generate(
+    *,
+    model: options.Model = None,
+    draft: options.Draft = None,
+    prompt_file: options.PromptFile = None,
+    prompt: options.Prompt = None,
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.6,
+    top_p: options.TopP = 0.9,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    context: options.Context = None,
+    budget: options.Budget = None,
+    chunk: options.Chunk = None,
+    gamma: options.Gamma = None,
+    draft_gamma: options.DraftGamma = None,
+    sinks: options.Sinks = 16,
+    window: options.Window = 240,
+    no_speculation: options.NoSpeculation = False,
+    selection: options.Selection = "mass",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    offload: options.Offload = "none",
+    link_gbps: options.LinkGbps = None,
+    stats: options.ShowStats = False,
+    json: options.AsJson = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> Generate:
+    """Continue a long prompt: exactly what the target model would write, in fewer passes over its cache.
+
+    Only generated text goes to standard output, as soon as it is accepted; at a terminal a newline ends it.
+
+    Example: triforce generate --prompt-file book.txt --max-tokens 200 --stats
+    """
+    from offload.plan.planner import Options
+
+    stops = [decode_argument("--stop", text) for text in stop or ()]
+    options.check_stops(stops)
+    options.check_max_tokens(max_tokens)
+    return Generate(
+        prompt_file=prompt_file,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        sampling=Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed),
+        stops=tuple(stops),
+        options=Options(
+            context=context,
+            budget=budget,
+            chunk=chunk,
+            gamma=gamma,
+            draft_gamma=draft_gamma,
+            sinks=sinks,
+            window=window,
+            device=device,
+            dtype=dtype,
+            offload=options.offloaded(offload),
+            link_gbps=link_gbps,
+            speculation=not no_speculation,
+            selection=selection,
+        ),
+        models=options.choose_models(model, draft),
+        show_stats=stats,
+        as_json=json,
+        quiet=quiet,
+    )

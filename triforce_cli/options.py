@@ -1,0 +1,291 @@
+"""The options that commands share: name, environment variable, help, and the check of what was typed.
+
+`--max-tokens` can be given as TRIFORCE_MAX_TOKENS, and so for every option. The command line wins.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from offload.errors import ModelError, UsageError
+from triforce_cli.errors import DEBUG_VARIABLE
+
+OFFLOADABLE = ("weights", "kv")
+NONE = "none"
+
+
+def option(name: str, help_text: str, panel: str, **settings: Any) -> Any:
+    """A Typer option with its environment variable: `--draft-gamma` is also TRIFORCE_DRAFT_GAMMA."""
+    variable = "TRIFORCE_" + name.removeprefix("--").replace("-", "_").upper()
+    return typer.Option(name, envvar=variable, show_envvar=False, help=help_text, rich_help_panel=panel, **settings)
+
+
+def switch(name: str, help_text: str, panel: str, **settings: Any) -> Any:
+    """An option without a value: off unless given. Its variable takes 1 or 0."""
+    return option(name, help_text, panel, metavar="", **settings)
+
+
+def whole(text: str) -> int:
+    """Parses a whole number. Typer's own message would not name what was typed."""
+    try:
+        return int(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from error
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a number") from error
+
+
+def switch_debugging_on(wanted: bool) -> None:
+    if wanted:
+        os.environ[DEBUG_VARIABLE] = "1"
+
+
+MODELS = "Models"
+PROMPT = "Prompt"
+SAMPLING = "Sampling"
+SPECULATION = "Cache and speculation (what is not given is chosen by the plan)"
+PLACEMENT = "Placement"
+OUTPUT = "Output"
+
+Model = Annotated[
+    Path | None,
+    option(
+        "--model",
+        "Folder of the target model (config.json, safetensors, tokenizer). Without it, the embedded demo pair.",
+        MODELS,
+        metavar="DIR",
+    ),
+]
+Draft = Annotated[
+    str | None,
+    option(
+        "--draft",
+        'Folder of the draft model, or "none": the target\'s retrieval cache proposes by itself. '
+        "Without it, none for a model that you name.",
+        MODELS,
+        metavar="DIR|none",
+    ),
+]
+
+PromptFile = Annotated[
+    Path | None,
+    option(
+        "--prompt-file",
+        'UTF-8 text to continue; "-" is standard input, which is also read when it is piped and no file is named.',
+        PROMPT,
+        metavar="PATH",
+    ),
+]
+Prompt = Annotated[
+    str | None,
+    option("--prompt", "Text to continue; after a file or piped text it starts on a new line.", PROMPT, metavar="TEXT"),
+]
+
+MaxTokens = Annotated[
+    int, option("--max-tokens", "Stop after this many new tokens.", SAMPLING, metavar="N", parser=whole)
+]
+Temperature = Annotated[
+    float,
+    option("--temperature", "0 always takes the most likely token.", SAMPLING, metavar="X", parser=number),
+]
+TopP = Annotated[
+    float,
+    option("--top-p", "Keep the most likely tokens up to this mass; 1 is off.", SAMPLING, metavar="X", parser=number),
+]
+TopK = Annotated[
+    int, option("--top-k", "Keep this many most likely tokens; 0 is off.", SAMPLING, metavar="N", parser=whole)
+]
+MinP = Annotated[
+    float,
+    option(
+        "--min-p",
+        "Drop tokens less likely than this share of the likeliest; 0 is off.",
+        SAMPLING,
+        metavar="X",
+        parser=number,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    option(
+        "--seed",
+        "The same seed gives the same text. Without it, every run differs.",
+        SAMPLING,
+        metavar="N",
+        parser=whole,
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    option(
+        "--stop",
+        "Stop before this text; can be repeated. TRIFORCE_STOP holds several between white space.",
+        SAMPLING,
+        metavar="TEXT",
+    ),
+]
+
+Context = Annotated[
+    int | None,
+    option(
+        "--context",
+        "Tokens to make room for, prompt and output together.",
+        SPECULATION,
+        metavar="TOKENS",
+        parser=whole,
+    ),
+]
+Budget = Annotated[
+    int | None,
+    option(
+        "--budget",
+        "Tokens per layer that the retrieval cache holds, without the tail.",
+        SPECULATION,
+        metavar="TOKENS",
+        parser=whole,
+    ),
+]
+Chunk = Annotated[
+    int | None, option("--chunk", "Tokens per retrieved chunk.", SPECULATION, metavar="TOKENS", parser=whole)
+]
+Gamma = Annotated[
+    int | None,
+    option(
+        "--gamma",
+        "Tokens that the retrieval level proposes per round of the target.",
+        SPECULATION,
+        metavar="TOKENS",
+        parser=whole,
+    ),
+]
+DraftGamma = Annotated[
+    int | None,
+    option(
+        "--draft-gamma",
+        "Tokens that the draft proposes per round of the retrieval level.",
+        SPECULATION,
+        metavar="TOKENS",
+        parser=whole,
+    ),
+]
+Sinks = Annotated[
+    int,
+    option("--sinks", "First tokens that the draft's cache keeps.", SPECULATION, metavar="TOKENS", parser=whole),
+]
+Window = Annotated[
+    int,
+    option("--window", "Last tokens that the draft's cache keeps.", SPECULATION, metavar="TOKENS", parser=whole),
+]
+NoSpeculation = Annotated[
+    bool, switch("--no-speculation", "Plain decoding: the same law and, at temperature 0, the same text.", SPECULATION)
+]
+Selection = Annotated[
+    Literal["mass", "published"],
+    option(
+        "--selection",
+        "How chunks are chosen: by attention mass after every verification, or once, by the published rule.",
+        SPECULATION,
+    ),
+]
+
+Device = Annotated[str, option("--device", "auto, cpu, cuda or cuda:N.", PLACEMENT, metavar="DEVICE")]
+Dtype = Annotated[
+    Literal["auto", "bf16", "fp16", "fp32"],
+    option("--dtype", "Arithmetic of weights and caches; auto takes what suits the device and the model.", PLACEMENT),
+]
+Offload = Annotated[
+    str,
+    option(
+        "--offload",
+        "What stays off the device and is streamed: weights, kv, weights,kv or none.",
+        PLACEMENT,
+        metavar="WHAT",
+    ),
+]
+LinkGbps = Annotated[
+    float | None,
+    option(
+        "--link-gbps",
+        "Pace the link between host and device to this bandwidth, in 10^9 bytes per second (with --offload).",
+        PLACEMENT,
+        metavar="GB/S",
+        parser=number,
+    ),
+]
+
+ShowStats = Annotated[bool, switch("--stats", "After the text, a table of what it cost (standard error).", OUTPUT)]
+AsJson = Annotated[bool, switch("--json", "Write one JSON object at the end instead of text as it comes.", OUTPUT)]
+Quiet = Annotated[bool, switch("--quiet", "No progress and no notes on standard error.", OUTPUT)]
+Debug = Annotated[
+    bool,
+    switch("--debug", "Show the traceback of an error.", OUTPUT, callback=switch_debugging_on, is_eager=True),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """Which model folders a command uses."""
+
+    target: Path
+    draft: Path | None
+    embedded: bool  # the target is the demo model that comes with triforce
+
+
+def choose_models(model: Path | None, draft: str | None) -> Models:
+    """The folders named, or the embedded pair. A model that is named has no draft unless that is named too."""
+    chosen = None if draft in (None, NONE) else _folder("draft", Path(str(draft)))
+    if model is not None:
+        return Models(target=_folder("model", model), draft=chosen, embedded=False)
+    if draft is None:
+        chosen = embedded_model("demo-draft")
+    return Models(target=embedded_model("demo-target"), draft=chosen, embedded=True)
+
+
+def embedded_model(name: str) -> Path:
+    """The folder of a model that comes as package data."""
+    folder = Path(str(resources.files("triforce_cli"))) / "models" / name
+    if not folder.is_dir():
+        raise ModelError(f"the embedded demo model is not installed ({folder} is missing); name one with --model DIR")
+    return folder
+
+
+def offloaded(text: str) -> frozenset[str]:
+    """From "weights,kv", either alone, or "none"."""
+    if text.strip() == NONE:
+        return frozenset()
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in OFFLOADABLE]
+    if unknown:
+        raise UsageError(f"offload names {unknown[0]!r}; it may be weights, kv, weights,kv or none")
+    return frozenset(names)
+
+
+def check_max_tokens(max_tokens: int) -> None:
+    if max_tokens < 1:
+        raise UsageError(f"max-tokens is {max_tokens}, it must be 1 or more")
+
+
+def check_stops(stops: list[str]) -> None:
+    if "" in stops:
+        raise UsageError("stop is empty, it must be at least one character")
+
+
+def _folder(name: str, path: Path) -> Path:
+    folder = path.expanduser()
+    if not folder.is_dir():
+        raise ModelError(
+            f"{name} {path} is not a folder; models are read from local folders "
+            "(hf download REPOSITORY --local-dir DIR fetches one)"
+        )
+    return folder

@@ -1,0 +1,127 @@
+"""The only module that writes to the terminal: text to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, NoReturn
+
+from rich.console import Console
+from rich.text import Text
+
+from offload.errors import TriforceError
+from triforce_cli.progress import PlainDisplay, ProgressDisplay, SilentDisplay, TerminalDisplay
+
+if TYPE_CHECKING:
+    from offload.engine import Progress
+
+
+class Output:
+    """One command's output. Leaving it as a context leaves the screen clean, however the command ended.
+
+    `quiet` silences notes and progress; errors and what was asked for by name (text, JSON, tables) always appear.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._console = _StderrConsole()
+        self._display = self._new_display()
+        self._mid_line = False  # the last text written does not end its line
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._display.stop()
+        if kind is not BrokenPipeError:
+            self._end_line(interrupted=kind is KeyboardInterrupt)
+
+    def text(self, piece: str) -> None:
+        """Write to standard output at once, as UTF-8 whatever the locale."""
+        self._display.stop()
+        if piece:
+            _write(sys.stdout, piece.encode("utf-8"))
+            self._mid_line = not piece.endswith("\n")
+
+    def document(self, document: Mapping[str, Any]) -> None:
+        """Write one JSON object on one line to standard output."""
+        self.text(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def wait(self, label: str) -> None:
+        """Show that something goes on that cannot be measured, until the next output."""
+        self._display.wait(label)
+
+    def progress(self, progress: Progress) -> None:
+        """Show how far a stage is. The engine calls this often."""
+        self._display.update(progress.stage, progress.done, progress.total, progress.unit)
+
+    def note(self, line: str) -> None:
+        """One line to standard error, unless quiet."""
+        if not self._quiet:
+            self._print(Text(line))
+
+    def table(self, table: str) -> None:
+        """A table to standard error, set off from the text above it at a terminal."""
+        self._print(Text(f"\n{table}" if _is_terminal(sys.stderr) else table))
+
+    def error(self, message: str, *, traceback: str = "") -> None:
+        """An error message to standard error, always, below the traceback if there is one; "" says nothing."""
+        if traceback:
+            self._print(Text(traceback))
+        if message:
+            self._print(Text.assemble(("error: ", "bold red"), message))
+
+    def _end_line(self, *, interrupted: bool) -> None:
+        """At a terminal, leave the cursor at the start of a line. A file or a pipe gets the text and nothing else."""
+        if _is_terminal(sys.stdout) and (self._mid_line or interrupted):  # the terminal has echoed ^C
+            self.text("\n")
+        elif interrupted and _is_terminal(sys.stderr):
+            self._print(Text())
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def _new_display(self) -> ProgressDisplay:
+        if self._quiet:
+            return SilentDisplay()
+        if _is_terminal(sys.stderr) and not self._console.is_dumb_terminal:
+            return TerminalDisplay(self._console)
+        return PlainDisplay(self.note)
+
+
+class _StderrConsole(Console):
+    """Rich on standard error. A reader that has gone is the caller's affair; Rich would end the process."""
+
+    def __init__(self) -> None:
+        super().__init__(stderr=True, highlight=False)
+
+    def on_broken_pipe(self) -> NoReturn:
+        _discard(sys.stderr)
+        raise BrokenPipeError
+
+
+def _write(stream: IO[str] | None, data: bytes) -> None:
+    if stream is None:  # closed by the caller: like a reader that has gone
+        raise BrokenPipeError
+    try:
+        stream.buffer.write(data)  # type: ignore[attr-defined]
+        stream.flush()
+    except OSError as error:
+        _discard(stream)
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise TriforceError(f"the text cannot be written to standard output: {error.strerror}") from error
+
+
+def _discard(stream: IO[str]) -> None:
+    """Send what is still in the buffer of `stream` nowhere: Python flushes it at exit, and would complain again."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def _is_terminal(stream: IO[str] | None) -> bool:
+    return stream is not None and stream.isatty()

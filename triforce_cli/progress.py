@@ -1,0 +1,117 @@
+"""How a long stage (load, prefill) shows that it goes on: a bar at a terminal, now and then a line elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.status import Status
+from rich.text import Text
+
+from triforce_cli import render
+
+LINE_SECONDS = 5.0  # between two plain lines
+BAR_WIDTH = 16
+
+
+class ProgressDisplay(Protocol):
+    def wait(self, label: str) -> None:
+        """Something of unknown length goes on, until the next call."""
+        ...
+
+    def update(self, stage: str, done: int, total: int, unit: str) -> None:
+        """`done` of `total` "bytes" or "tokens" of `stage`. A new stage replaces the one before."""
+        ...
+
+    def stop(self) -> None:
+        """Leave the screen to others. Idempotent."""
+        ...
+
+
+class SilentDisplay:
+    def wait(self, label: str) -> None: ...
+
+    def update(self, stage: str, done: int, total: int, unit: str) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class PlainDisplay:
+    """A line when a stage starts, one at most every few seconds, and one when it is done."""
+
+    def __init__(self, write_line: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._write_line = write_line
+        self._clock = clock
+        self._stage = ""
+        self._started = 0.0
+        self._written = 0.0
+
+    def wait(self, label: str) -> None: ...
+
+    def update(self, stage: str, done: int, total: int, unit: str) -> None:
+        now = self._clock()
+        if stage != self._stage:
+            self._stage, self._started, self._written = stage, now, now
+            self._write_line(f"{stage}: {render.amount(total, unit)}")
+        seconds = now - self._started
+        if done >= total:
+            self._finish(render.stage_done(stage, total, unit, seconds))
+        elif now - self._written >= LINE_SECONDS:
+            self._written = now
+            self._write_line(f"{stage}: {render.percent(done, total)}% {render.pace(done, total, unit, seconds)}")
+
+    def _finish(self, line: str) -> None:
+        """Write the stage's last line, once."""
+        if self._written < math.inf:
+            self._write_line(line)
+            self._written = math.inf
+
+    def stop(self) -> None: ...
+
+
+class TerminalDisplay:
+    """A bar that is gone when its stage is, and a spinner where nothing can be measured."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._stage = ""
+        self._bar: Progress | None = None
+        self._spinner: Status | None = None
+
+    def wait(self, label: str) -> None:
+        self.stop()
+        self._spinner = self._console.status(label)
+        self._spinner.start()
+
+    def update(self, stage: str, done: int, total: int, unit: str) -> None:
+        if self._bar is None or stage != self._stage:
+            self._start(stage, total, unit)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done)
+        if done >= total:
+            self.stop()
+
+    def stop(self) -> None:
+        for shown in (self._bar, self._spinner):
+            if shown is not None:
+                shown.stop()
+        self._bar = self._spinner = None
+
+    def _start(self, stage: str, total: int, unit: str) -> None:
+        self.stop()
+        self._stage = stage
+        columns = (TextColumn("{task.description}"), BarColumn(BAR_WIDTH), _PaceColumn())
+        self._bar = Progress(*columns, console=self._console, transient=True, redirect_stdout=False)
+        self._bar.add_task(stage, total=total, unit=unit)
+        self._bar.start()
+
+
+class _PaceColumn(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        total = task.total or 0
+        pace = render.pace(task.completed, total, task.fields["unit"], task.elapsed or 0.0)
+        return Text(f"{render.percent(task.completed, total):3d}% {pace}", no_wrap=True)

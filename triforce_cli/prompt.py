@@ -1,0 +1,86 @@
+"""Where the prompt comes from: a file or standard input, then `--prompt`.
+
+The text is what the bytes say in UTF-8: a byte order mark at the start is dropped, line ends are kept as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from offload.errors import UsageError
+
+STDIN = Path("-")
+UTF8_BOM = b"\xef\xbb\xbf"
+PATIENCE_SECONDS = 2.0  # a silent pipe is waited for, but not without a word
+
+Note = Callable[[str], None]
+
+
+def read_prompt(file: Path | None, text: str | None, *, note: Note) -> str:
+    """What `file` holds, then `text` on a new line. Without a file, standard input is read unless it is a terminal."""
+    sources = _sources(file, text)
+    if not sources:
+        raise UsageError(
+            "there is no prompt; name a file (triforce generate --prompt-file book.txt), pipe one in "
+            "(cat book.txt | triforce generate) or give --prompt TEXT"
+        )
+    before = _read(file or STDIN, note) if sources[0] != "--prompt" else ""
+    prompt = _join(before, decode_argument("--prompt", text or ""))
+    if not prompt:
+        raise UsageError(f"the prompt is empty ({' and '.join(sources)}); it needs at least one character")
+    return prompt
+
+
+def decode_argument(option: str, value: str) -> str:
+    """`value` as the UTF-8 text that its bytes on the command line are, whatever the locale."""
+    return _decode(os.fsencode(value), option)
+
+
+def _sources(file: Path | None, text: str | None) -> list[str]:
+    """The names of what makes up the prompt, in order."""
+    read = [_name(file or STDIN)] if file or not _stdin_is_terminal() else []
+    return read + (["--prompt"] if text is not None else [])
+
+
+def _read(file: Path, note: Note) -> str:
+    try:
+        data = _read_stdin(note) if file == STDIN else file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"the prompt cannot be read from {_name(file)}: {error.strerror}") from error
+    has_bom = data.startswith(UTF8_BOM)
+    return _decode(data.removeprefix(UTF8_BOM), _name(file), offset=len(UTF8_BOM) if has_bom else 0)
+
+
+def _read_stdin(note: Note) -> bytes:
+    if sys.stdin is None:  # closed by the caller
+        return b""
+    if not select.select([sys.stdin], [], [], PATIENCE_SECONDS)[0]:
+        note("waiting for the prompt on standard input (Ctrl-D ends it)")
+    return sys.stdin.buffer.read()
+
+
+def _decode(data: bytes, name: str, *, offset: int = 0) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{name} is not valid UTF-8: byte 0x{data[error.start]:02x} at offset {error.start + offset}; "
+            "convert it, for example with iconv -f LATIN1 -t UTF-8"
+        ) from error
+
+
+def _join(before: str, after: str) -> str:
+    separator = "\n" if before and after and not before.endswith("\n") else ""
+    return before + separator + after
+
+
+def _stdin_is_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def _name(file: Path) -> str:
+    return "standard input" if file == STDIN else str(file)

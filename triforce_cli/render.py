@@ -1,0 +1,168 @@
+"""Numbers to text: pure functions from stats, plan and progress to what is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from offload.metrics import LevelStats, LinkStats, Stats
+
+if TYPE_CHECKING:
+    from offload.plan.planner import Plan
+
+NOTHING = "-"  # a number that does not exist in this run
+
+
+def num_bytes(count: float) -> str:
+    """Bytes in the largest binary unit that leaves at least 1: 24.2 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """0.05 s, 4.2 s, 41 s, 3 min 07 s, 1 h 02 min."""
+    if seconds < 1:
+        return f"{seconds:.2f} s"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def amount(count: float, unit: str) -> str:
+    """A count of "bytes" or of "tokens"."""
+    return num_bytes(count) if unit == "bytes" else f"{count:,.0f} {unit}"
+
+
+def rate(count: float, unit: str, seconds: float) -> str:
+    """812 tokens/s, 0.31 tokens/s, 1.2 GiB/s. `seconds` is above 0."""
+    if unit == "bytes":
+        return f"{num_bytes(count / seconds)}/s"
+    return f"{significant(count / seconds)} {unit}/s"
+
+
+def significant(value: float | None) -> str:
+    """At most three significant digits below a thousand, thousands separated above."""
+    if value is None:
+        return NOTHING
+    decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:,.{decimals}f}"
+
+
+def percent(done: float, total: float) -> int:
+    """Rounded down, so that 100 means done."""
+    return int(100 * done / total) if total else 100
+
+
+def pace(done: float, total: float, unit: str, seconds: float) -> str:
+    """How a stage is going after `seconds`: "of 32,768 tokens, 812 tokens/s, 23 s left"."""
+    parts = [f"of {amount(total, unit)}"]
+    if done > 0 and seconds > 0:
+        parts += [rate(done, unit, seconds), f"{duration((total - done) * seconds / done)} left"]
+    return ", ".join(parts)
+
+
+def stage_done(stage: str, total: float, unit: str, seconds: float) -> str:
+    """The line that a stage leaves: "prefill: 32,768 tokens in 40 s, 812 tokens/s"."""
+    speed = f", {rate(total, unit, seconds)}" if seconds > 0 else ""
+    return f"{stage}: {amount(total, unit)} in {duration(seconds)}{speed}"
+
+
+def stats_table(stats: Stats, plan: Plan) -> str:
+    """What `--stats` prints: at most 80 columns, the same at a terminal and in a file."""
+    lines = [*_summary(stats), "", *_levels(stats.levels), "", *_links(stats), *_plan(plan)]
+    return "\n".join(lines)
+
+
+def answer_document(
+    *,
+    text: str,
+    tokens: Sequence[int],
+    finish_reason: str,
+    stats: Stats | None,
+    plan: Plan | None,
+    model: Mapping[str, str | None],
+    version: str,
+) -> dict[str, Any]:
+    """What `--json` prints. `stats` and `plan` are null when the run was interrupted before they existed."""
+    return {
+        "text": text,
+        "tokens": list(tokens),
+        "finish_reason": finish_reason,
+        "stats": stats.as_dict() if stats else None,
+        "plan": plan.as_dict() if plan else None,
+        "model": dict(model),
+        "version": version,
+    }
+
+
+def _summary(stats: Stats) -> list[str]:
+    rows = [
+        ("load", duration(stats.load_seconds), "", ""),
+        (
+            "prompt",
+            duration(stats.prefill_seconds),
+            f"{stats.prompt_tokens:,} tokens",
+            f"{significant(stats.prompt_tokens_per_second)} tokens/s",
+        ),
+        ("first token", duration(stats.first_token_seconds), "after the start of prefill", ""),
+        (
+            "decode",
+            duration(stats.decode_seconds),
+            f"{stats.output_tokens:,} tokens",
+            f"{significant(stats.decode_tokens_per_second)} tokens/s, "
+            f"{significant(stats.milliseconds_per_token)} ms/token",
+        ),
+        ("refresh", duration(stats.refresh_seconds), "of decode: choosing and fetching chunks", ""),
+    ]
+    return [f"{name:<12}{time:>12}   {count:<16}{speed}".rstrip() for name, time, count, speed in rows]
+
+
+def _levels(levels: Sequence[LevelStats]) -> list[str]:
+    header = ("level", "passes", "rows", "seconds", "ms/pass", "drafted", "acceptance", "tokens/round")
+    rows = [header, *(_level_cells(level) for level in levels)]
+    return [f"{r[0]:<10}{r[1]:>8}{r[2]:>8}{r[3]:>9}{r[4]:>9}{r[5]:>9}{r[6]:>12}{r[7]:>14}" for r in rows]
+
+
+def _level_cells(level: LevelStats) -> tuple[str, ...]:
+    milliseconds = None if level.seconds_per_pass is None else 1000 * level.seconds_per_pass
+    return (
+        level.name,
+        f"{level.passes:,}",
+        f"{level.rows:,}",
+        f"{level.seconds:,.2f}",
+        significant(milliseconds),
+        f"{level.drafted:,}",
+        significant(level.acceptance),
+        significant(level.tokens_per_round),
+    )
+
+
+def _links(stats: Stats) -> list[str]:
+    if not any((link.bytes_to_device or link.bytes_to_host) for link in (stats.prefill_link, stats.decode_link)):
+        return ["link        nothing moved"]
+    return [
+        f"link        prefill {_moved(stats.prefill_link)}",
+        f"            decode  {_moved(stats.decode_link)}",
+        f"            utilisation of full passes {significant(stats.link_utilisation)}",
+    ]
+
+
+def _moved(link: LinkStats) -> str:
+    return f"{num_bytes(link.bytes_to_device)} to device, {num_bytes(link.bytes_to_host)} to host"
+
+
+def _plan(plan: Plan) -> list[str]:
+    levels = ", ".join(plan.levels)
+    return [
+        f"plan        {levels}: gamma {plan.gamma}, draft_gamma {plan.draft_gamma}, rows {plan.rows}",
+        f"            budget {plan.budget:,}, chunk {plan.chunk}, {plan.dtype} on {plan.device}, "
+        f"offload {','.join(plan.offload) or 'none'}",
+    ]

@@ -211,7 +211,9 @@ class Engine:
     def _start(self, prompt: Sequence[int], speculator: Speculator) -> None:
         """Fresh counters, and caches empty but for the last request's prefill, where it is this one's too."""
         prefilled = list(prompt[: max(len(prompt) - self.plan.rows, 0)])
-        speculator.truncate(len(prefilled) if prefilled == self._prefilled else 0)
+        if prefilled != self._prefilled:
+            self._prefilled = []
+        speculator.truncate(len(self._prefilled))
         self.stats = Stats(prompt_tokens=len(prompt), load_seconds=self._load_seconds)
         for level in self._levels:
             level.stats = type(level.stats)(level.stats.name)

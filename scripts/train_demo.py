@@ -83,8 +83,11 @@ def save(shape: Shape, checkpoint: str, name: str, paths: Paths) -> None:
 
 
 def main() -> None:
+    """Runs the steps asked for."""
     parser = argparse.ArgumentParser(description="Rebuild the embedded demo pair.")
-    parser.add_argument("steps", nargs="*", choices=[[], *STEPS], help="steps to run (default: all, in order)")
+    parser.add_argument(
+        "steps", nargs="*", choices=[[], *STEPS], metavar="step", help=f"{', '.join(STEPS)} (default: all, in order)"
+    )
     parser.add_argument("--corpus", type=Path, required=True, help="folder made by scripts/fetch_corpus.sh")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and models")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")

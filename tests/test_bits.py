@@ -324,6 +324,19 @@ def test_stopping_inside_an_accepted_run_leaves_an_engine_that_says_the_same_aga
             assert said(subject.generate(prompt, GREEDY, max_tokens=40)) == (tokens, text, "length")
 
 
+@pytest.mark.parametrize("sizes", [PLAIN, SPECULATIVE], ids=["plain", "speculative"])
+def test_an_engine_says_the_same_whatever_it_was_asked_before(engine_folders: tuple[Path, Path], sizes: Sizes) -> None:
+    """A prompt too short for a prefill left the earlier one marked as held, so it was not run when it came again."""
+    prompts = [text_prompt(n) for n in (20, 3, 20, 20, 1, 50, 20)]
+    wanted = {}
+    for prompt in prompts:
+        with engine(engine_folders, PLAIN) as fresh:
+            wanted[len(prompt)] = said(fresh.generate(prompt, GREEDY, max_tokens=30))
+    with engine(engine_folders, sizes, offload=("kv",)) as subject:
+        for prompt in prompts:
+            assert said(subject.generate(prompt, GREEDY, max_tokens=30)) == wanted[len(prompt)]
+
+
 def test_an_abandoned_generation_leaves_an_engine_that_says_the_same_again(engine_folders: tuple[Path, Path]) -> None:
     prompt = text_prompt(50)
     with engine(engine_folders, SPECULATIVE, offload=("kv", "weights")) as subject:

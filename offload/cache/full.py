@@ -15,7 +15,9 @@ from offload.kernels.rope import RopeTable, rotate
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 
-PREFILL_ROWS = 64  # attended together in prefill: the scores of one block and tile stay in the processor's cache
+# What prefill attends at a time: its scores stay in the processor's cache.
+PREFILL_ROWS = 64
+PREFILL_PAGES = 4
 
 
 @dataclass
@@ -235,7 +237,11 @@ class FullCache:
         if base + self.shape.tokens > block.first + 1:
             position = torch.arange(block.first + 1 - base, last + 2 - base, device=tile.device)
             visible = position.clamp_(0, self.shape.tokens).repeat(block.query.shape[1] // block.count)
-        decoding = self._phase == "decode"
-        pages = self.shape.num_pages if decoding else self.shape.used_pages(index, last + 1)
-        chunk = self.mass_chunk if decoding else None
-        block.add(attend(block.query, tile[0, :pages], tile[1, :pages], visible, chunk=chunk))
+        if self._phase == "decode":
+            block.add(attend(block.query, tile[0], tile[1], visible, chunk=self.mass_chunk))
+            return
+        page = self.shape.page_tokens
+        for first in range(0, self.shape.used_pages(index, last + 1), PREFILL_PAGES):
+            pages = slice(first, min(first + PREFILL_PAGES, self.shape.used_pages(index, last + 1)))
+            seen = None if visible is None else visible - first * page
+            block.add(attend(block.query, tile[0, pages], tile[1, pages], seen))

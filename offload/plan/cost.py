@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from offload.plan.sizing import ROWS, Sizing
 
-_LAYER_SECONDS = 2.5e-4  # calls and products of one layer, besides what its bytes cost
-_CPU_BYTES_PER_SECOND = 20e9
+_LAYER_SECONDS = 3.5e-4  # calls and products of one layer, besides what its bytes cost
+_CPU_BYTES_PER_SECOND = 15e9
 _GPU_BYTES_PER_SECOND = 800e9
-_BLOCK_COST = 2.5  # reading the full cache for a block of rows, over reading it for one row, on a CPU
+_BLOCK_COST = 2.2  # reading the full cache for a block of rows, over reading it for one row, on a CPU
 _LINK_BYTES_PER_SECOND = 25e9  # where the link has no set bandwidth
-_TARGET_ACCEPTANCE, _RETRIEVAL_ACCEPTANCE = 0.9, 0.45
+_TARGET_ACCEPTANCE, _RETRIEVAL_ACCEPTANCE = 0.9, 0.5
 
 
 def choose_gammas(sizing: Sizing, capacity: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
 ROWS = 16  # rows of one block of a pass over the full cache
 WALK = 512  # rows of one block of a prefill
 MAX_GAMMA = 31
+MAX_TILE_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,10 @@ class Sizing:
         return max(min(wanted, capacity) // self.chunk, 1) * self.chunk
 
     def tile_tokens(self, capacity: int) -> int:
-        """About eight tiles a layer, from one page to eight: few calls, and little work on empty slots."""
-        tokens = PAGE_TOKENS
-        while tokens < 8 * PAGE_TOKENS and tokens * 16 <= capacity:
-            tokens *= 2
-        return tokens
+        """As few tiles of at most MAX_TILE_TOKENS as hold a sequence, all of one size: few calls, few empty slots."""
+        most = capacity + self.max_rows
+        count = -(-most // MAX_TILE_TOKENS)
+        return -(-most // (count * PAGE_TOKENS)) * PAGE_TOKENS
 
     def kv_bytes(self, capacity: int) -> int:
         """The full cache: whole tiles, with room for a block of padded rows."""
@@ -51,8 +51,8 @@ class Sizing:
 
     @property
     def max_rows(self) -> int:
-        gamma = self.options.gamma if self.options.gamma is not None else MAX_GAMMA
-        return -(-(gamma + 1) // ROWS) * ROWS
+        """Rows beyond the sequence that a pass may write: the longest verification, padded."""
+        return -(-(max(MAX_GAMMA, self.options.gamma or 0) + 1) // ROWS) * ROWS
 
     def bytes(self, capacity: int) -> tuple[dict[str, int], dict[str, int]]:
         """(device, host): bytes by purpose."""

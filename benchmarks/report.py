@@ -20,7 +20,7 @@ from rich.table import Table
 
 import triforce_cli
 
-console = Console(stderr=True)
+console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
 
 
 def environment(seed: int) -> dict[str, Any]:

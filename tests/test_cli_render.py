@@ -68,7 +68,7 @@ def test_pace_says_rate_and_time_left_once_there_is_one():
 def test_stats_table_says_what_each_level_did():
     lines = render.stats_table(make_stats(), make_plan(Options())).splitlines()
     rows = {line.split()[0]: line.split() for line in lines if line}
-    assert rows["prompt"][1:] == ["40", "s", "32,768", "tokens", "819", "tokens/s"]
+    assert rows["prompt"][1:] == ["40", "s", "32,768", "tokens", "790", "tokens/s"]
     assert rows["first"][2:4] == ["42", "s"]
     assert rows["decode"][1:] == ["8.0", "s", "200", "tokens", "24.9", "tokens/s,", "40.2", "ms/token"]
     assert rows["level"] == ["level", "passes", "rows", "seconds", "ms/pass", "drafted", "acceptance", "tokens/round"]

@@ -190,7 +190,7 @@ def test_the_set_bandwidth_is_kept(overlap: bool) -> None:
     assert stats.bytes_to_device == 40 * src.nbytes
     assert stats.bytes_to_host == 0
     assert stats.bytes_per_second == 2e6
-    assert 0.2 <= stats.busy_seconds <= 2.0
+    assert 0.2 - 1e-6 <= stats.busy_seconds <= 2.0  # a sum of 40 differences of a clock
     assert 0.2 <= seconds <= 2.0
 
 

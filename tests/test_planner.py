@@ -1,0 +1,175 @@
+"""The plan: what is chosen, what fits, and the arithmetic behind both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from offload.errors import DoesNotFit, UsageError
+from offload.plan.config import ModelConfig
+from offload.plan.hardware import Hardware
+from offload.plan.planner import Options, Plan, make_plan
+
+GIB = 2**30
+CPU = Hardware("cpu", "CPU", 64 * GIB, 64 * GIB, True)
+GPU = Hardware("cuda:0", "GPU", 24 * GIB, 256 * GIB, True)
+LLAMA_7B = ModelConfig(
+    family="llama",
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    max_positions=131072,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    dtype="bfloat16",
+)
+DEMO = replace(
+    LLAMA_7B,
+    vocab_size=4096,
+    hidden_size=384,
+    intermediate_size=640,
+    num_layers=8,
+    num_heads=6,
+    num_kv_heads=6,
+    head_dim=64,
+    max_positions=32768,
+    tie_embeddings=True,
+)
+DRAFT = replace(DEMO, hidden_size=128, intermediate_size=352, num_layers=3, num_heads=2, num_kv_heads=2)
+
+
+def plan(
+    options: Options | None = None,
+    *,
+    target: ModelConfig = DEMO,
+    draft: ModelConfig | None = DRAFT,
+    hardware: Hardware = CPU,
+    prompt: int = 32000,
+    max_tokens: int = 200,
+) -> Plan:
+    return make_plan(target, draft, options or Options(), hardware, num_prompt_tokens=prompt, max_tokens=max_tokens)
+
+
+def test_the_same_request_gives_the_same_plan() -> None:
+    assert plan() == plan()
+
+
+@pytest.mark.parametrize("prompt", [1, 15, 16, 511, 512, 8191, 8192, 32000])
+def test_tiles_hold_the_request_in_as_few_as_their_limit_allows(prompt: int) -> None:
+    made = plan(prompt=prompt)
+    count = -(-(made.capacity + 32) // made.tile_tokens)
+    assert made.tile_tokens % made.page_tokens == 0
+    assert made.tile_tokens <= 8192
+    assert (count - 1) * 8192 < made.capacity + 32
+    assert count * (made.tile_tokens - made.page_tokens) < made.capacity + 32
+
+
+def test_the_cache_is_planned_in_whole_tiles() -> None:
+    made = plan(Options(offload=frozenset({"kv"})))
+    tiles = -(-(made.capacity + 32) // made.tile_tokens)
+    assert made.host_bytes["full cache"] == tiles * made.tile_tokens * 12288
+    assert "full cache" not in made.device_bytes
+
+
+def test_without_speculation_there_is_one_level_and_nothing_is_kept_for_others() -> None:
+    made = plan(Options(speculation=False))
+    assert (made.levels, made.gamma, made.draft_gamma) == (("target",), 0, 0)
+    assert not {"retrieval cache", "draft"} & made.device_bytes.keys()
+
+
+def test_gamma_zero_is_plain_decoding() -> None:
+    assert plan(Options(gamma=0)).levels == ("target",)
+
+
+def test_without_a_draft_the_retrieval_level_proposes() -> None:
+    made = plan(Options(gamma=7), draft=None)
+    assert (made.levels, made.draft_gamma) == (("retrieval", "target"), 0)
+
+
+def test_a_slower_link_never_shortens_the_block() -> None:
+    gammas = [plan(Options(offload=frozenset({"kv"}), link_gbps=rate)).gamma for rate in (100, 10, 2, 1, 0.1)]
+    assert gammas == sorted(gammas)
+    assert gammas[-1] == 31
+
+
+def test_speculation_pays_more_the_longer_the_context() -> None:
+    gammas = [plan(prompt=length).gamma for length in (100, 4000, 16000, 32000)]
+    assert gammas == sorted(gammas)
+    assert gammas[0] < gammas[-1]
+
+
+def test_an_output_past_the_context_is_cut_with_a_note() -> None:
+    made = plan(prompt=32700, max_tokens=200)
+    assert made.max_tokens == 68
+    assert made.capacity == 32768
+    assert "200" in made.notes[0]
+    assert "68" in made.notes[0]
+
+
+def test_a_prompt_past_the_context_is_refused_with_what_fits() -> None:
+    with pytest.raises(DoesNotFit, match=r"40000 tokens.* 32768.* 32568"):
+        plan(prompt=40000)
+    with pytest.raises(DoesNotFit, match=r"raise --context \(up to 32768\)"):
+        plan(Options(context=1000), prompt=1000)
+
+
+def test_a_context_past_the_models_limit_is_refused() -> None:
+    with pytest.raises(DoesNotFit, match="try --context 32768"):
+        plan(Options(context=40000), prompt=5)
+
+
+def test_what_does_not_fit_names_the_largest_context_that_does() -> None:
+    small = replace(CPU, host_free_bytes=GIB // 4, device_free_bytes=GIB // 4)
+    with pytest.raises(DoesNotFit, match=r"largest context that fits is (\d+) tokens") as caught:
+        plan(hardware=small)
+    fits = int(str(caught.value).split("fits is ")[1].split(" ")[0])
+    assert 0 < fits < 32000
+    assert plan(hardware=small, prompt=fits - 1, max_tokens=1).capacity == fits
+    with pytest.raises(DoesNotFit):
+        plan(hardware=small, prompt=fits, max_tokens=1)
+
+
+def test_a_gpu_counts_both_memories_and_offers_to_offload() -> None:
+    with pytest.raises(DoesNotFit, match=r"device memory.*--offload weights,kv"):
+        plan(target=LLAMA_7B, draft=None, hardware=GPU, prompt=120_000)
+    made = plan(Options(offload=frozenset({"kv"})), target=LLAMA_7B, draft=None, hardware=GPU, prompt=60_000)
+    assert sum(made.device_bytes.values()) <= GPU.device_free_bytes
+    assert made.dtype == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("asked", "hardware", "dtype"),
+    [("auto", CPU, "bf16"), ("auto", replace(CPU, fast_bf16=False), "fp32"), ("fp16", CPU, "fp16")],
+)
+def test_dtype_on_a_cpu(asked: str, hardware: Hardware, dtype: str) -> None:
+    assert plan(Options(dtype=asked), hardware=hardware).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "silly",
+    [
+        {"context": 1},
+        {"budget": 0},
+        {"chunk": 3},
+        {"chunk": 1024},
+        {"gamma": -1},
+        {"gamma": 256},
+        {"draft_gamma": -2},
+        {"window": 0},
+        {"sinks": -1},
+        {"dtype": "int4"},
+        {"offload": frozenset({"disk"})},
+        {"link_gbps": 0.0, "offload": frozenset({"kv"})},
+        {"link_gbps": 1.0},
+        {"selection": "best"},
+    ],
+)
+def test_silly_options_are_refused_by_name(silly: dict[str, object]) -> None:
+    name = next(iter(silly)).replace("_", "-")
+    with pytest.raises(UsageError, match=name):
+        Options(**silly)  # type: ignore[arg-type]

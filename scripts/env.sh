@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes .venv with triforce in it, once; sourced by demo.sh and test.sh. usage: . scripts/env.sh [EXTRA]
+# Makes .venv with triforce in it, once; sourced by demo.sh and test.sh. usage: . scripts/env.sh run|dev
 # Versions are the tested ones of constraints.txt. torch is the build for this machine: with CUDA where there is an
 # NVIDIA GPU, else the much smaller one for CPUs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-extra="${1:-}"
+purpose="$1" # run: the program alone; dev: its tests too. Given always: without, a sourced script sees its caller's arguments
 torch_version=2.13.0
 venv="${TRIFORCE_VENV:-.venv}"
 
@@ -34,12 +34,12 @@ install_torch() {
     fi
 }
 
-stamp="$venv/.installed-${extra:-run}"
+stamp="$venv/.installed-$purpose"
 if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints.txt -nt "$stamp" ]; then
     echo "setting up $venv (once; a few minutes)" >&2
     [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
     "$venv/bin/python" -c "import torch; assert torch.__version__.startswith('$torch_version')" 2>/dev/null || install_torch
-    "$venv/bin/python" -m pip install --quiet -c constraints.txt -e ".${extra:+[$extra]}"
+    "$venv/bin/python" -m pip install --quiet -c constraints.txt -e "$([ "$purpose" = dev ] && echo ".[dev]" || echo .)"
     touch "$stamp"
 fi
 PATH="$PWD/$venv/bin:$PATH"

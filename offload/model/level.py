@@ -84,7 +84,9 @@ class StreamingLevel(Level):
             if missing_sinks:
                 super()._forward(rest[:missing_sinks], 1)
             rest = rest[missing_sinks:]
-            rest = rest[self._cache.skip(len(rest)) :]
+            skipped = self._cache.skip(len(rest))
+            rest = rest[skipped:]
+            self.stats.rows -= skipped  # counted by the caller, never run
         while len(rest) > self._cache.max_rows:
             super()._forward(rest[: self._cache.max_rows], 1)
             rest = rest[self._cache.max_rows :]

@@ -129,23 +129,16 @@ class Engine:
         start = time.perf_counter()
         memory = Memory(torch.device(plan.device))
         link = _make_link(plan)
-        dtype = DTYPES[plan.dtype]
         sources = [(model, link if "weights" in plan.offload else None)]
         if draft is not None and "draft" in plan.levels:
             sources.append((draft, None))
-        total = sum(ModelConfig.from_folder(folder).weight_bytes(dtype.itemsize) for folder, _ in sources)
-        done = 0
-
-        def count(num_bytes: int) -> None:
-            nonlocal done
-            done = min(done + num_bytes, total)
-            on_progress(Progress("load", done, total, "bytes"))
-
-        decoders = [
-            load_decoder(folder, memory, dtype=dtype, link=weight_link, on_bytes=count)
-            for folder, weight_link in sources
-        ]
-        engine = cls(plan, decoders[0], decoders[1] if len(decoders) > 1 else None, tokenizer, memory, link)
+        try:
+            decoders = _load_decoders(sources, memory, DTYPES[plan.dtype], on_progress)
+            engine = cls(plan, decoders[0], decoders[1] if len(decoders) > 1 else None, tokenizer, memory, link)
+        except BaseException:
+            if link is not None:
+                link.close()
+            raise
         engine._load_seconds = time.perf_counter() - start
         return engine
 
@@ -304,6 +297,21 @@ class Engine:
         capacity = self.plan.capacity
         table = rope_table(config, capacity + slack, capacity, self.plan.device)
         return table.to(DTYPES[self.plan.dtype])
+
+
+def _load_decoders(
+    sources: Sequence[tuple[Path, Link | None]], memory: Memory, dtype: torch.dtype, on_progress: OnProgress
+) -> list[Decoder]:
+    """One decoder per folder; where there is a link, its layers stay on the host."""
+    total = sum(ModelConfig.from_folder(folder).weight_bytes(dtype.itemsize) for folder, _ in sources)
+    done = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal done
+        done = min(done + num_bytes, total)
+        on_progress(Progress("load", done, total, "bytes"))
+
+    return [load_decoder(folder, memory, dtype=dtype, link=link, on_bytes=count) for folder, link in sources]
 
 
 def _make_link(plan: Plan) -> Link | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from models import GREEDY, LateLink, Sizes, full_cache, load, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.decode.sampling import SamplingParams
+from offload.errors import ModelError
 from offload.metrics import LinkStats
 from offload.model.decoder import Decoder
 from offload.model.level import Level, prefill
@@ -355,6 +357,20 @@ def test_no_schedule_changes_what_is_said(
 def test_an_engine_ends_its_threads(folders: tuple[Path, Path]) -> None:
     before = len(link_threads())
     generation(folders, SPECULATIVE, GREEDY, offload=("kv",))
+    assert len(link_threads()) == before
+
+
+def test_a_model_that_cannot_be_loaded_leaves_no_threads(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """`Engine.load` made the link before it read the weights, and an error there left its two threads running."""
+    broken = tmp_path / "broken"
+    shutil.copytree(folders[0], broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    offload = frozenset({"kv"})
+    plan = tiny_plan(folders[0], None, Sizes(gamma=0), num_prompt_tokens=4, max_tokens=2, offload=offload)
+    before = len(link_threads())
+    with pytest.raises(ModelError):
+        tiny_engine(plan, broken)
     assert len(link_threads()) == before
 
 

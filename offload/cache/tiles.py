@@ -192,6 +192,7 @@ class StreamedTiles:
     def end(self) -> None:
         for slot in self._slots:
             slot.full.wait()
+            slot.free = self._link.record()  # a forward that broke off closed none of what it had opened
         self._order, self._position = [], {}
 
     def _slot(self, layer: int, index: int) -> _Slot:

@@ -100,7 +100,7 @@ class Engine:
         link: Link | None,
     ) -> None:
         self.plan, self.tokenizer, self.memory, self.stats = plan, tokenizer, memory, Stats()
-        self._target, self._draft, self._link = target, draft, link
+        self._target, self._link = target, link
         self._load_seconds = 0.0
         self._link_at_start = self._link_at_decode = LinkStats()
         self._prefilled: list[int] = []  # the tokens of the last prefill
@@ -109,9 +109,8 @@ class Engine:
             raise ModelError(f"the draft scores {draft.config.vocab_size} tokens, the target {width}; --draft none")
         slack = plan.gamma + plan.draft_gamma + 2 * plan.rows
         self._full = self._make_full_cache(slack)
-        self._full_level = Level("target", target, self._full, vocab_size=width, rows=plan.rows, link=link)
         self._retrieval: RetrievalCache | None = None
-        self._levels = [self._full_level]
+        self._levels = [Level("target", target, self._full, vocab_size=width, rows=plan.rows, link=link)]
         if "retrieval" in plan.levels:
             selection = Selection(rule="published" if plan.selection == "published" else "mass", reach=plan.gamma)
             self._retrieval = RetrievalCache(
@@ -164,7 +163,7 @@ class Engine:
             )
         speculator = self._make_speculator(sampling)
         self._start(prompt, speculator)
-        kept = len(prompt)
+        kept, end_tokens = len(prompt), self._end_tokens()
         detokenizer, stops = Detokenizer(self.tokenizer, prompt), StopStrings(stop)
         runs = generation.generate(
             prompt,
@@ -172,12 +171,12 @@ class Engine:
             prefill=lambda tokens: self._prefill(tokens, on_progress),
             num_pending=self.plan.rows,
             max_tokens=max_tokens,
-            end_tokens=self._end_tokens(),
+            end_tokens=end_tokens,
             stats=self.stats,
         )
         try:
             for run in runs:
-                step = _show(run, detokenizer, stops, self._end_tokens())
+                step = _show(run, detokenizer, stops, end_tokens)
                 self.stats.output_tokens -= len(run.tokens) - len(step.tokens)
                 kept += len(step.tokens)
                 self._measure_link()
@@ -251,7 +250,7 @@ class Engine:
                 proposer = ModelProposer(retrieval, law, random)
         refresh = None if self._retrieval is None else self._refresh
         return Speculator(
-            self._full_level, proposer, gamma=self.plan.gamma, warp=law, random=random, on_verified=refresh
+            self._levels[0], proposer, gamma=self.plan.gamma, warp=law, random=random, on_verified=refresh
         )
 
     def _refresh(self, num_rows: int) -> None:
@@ -303,7 +302,8 @@ def _load_decoders(
     sources: Sequence[tuple[Path, Link | None]], memory: Memory, dtype: torch.dtype, on_progress: OnProgress
 ) -> list[Decoder]:
     """One decoder per folder; where there is a link, its layers stay on the host."""
-    total = sum(ModelConfig.from_folder(folder).weight_bytes(dtype.itemsize) for folder, _ in sources)
+    configs = [ModelConfig.from_folder(folder) for folder, _ in sources]
+    total = sum(config.weight_bytes(dtype.itemsize) for config in configs)
     done = 0
 
     def count(num_bytes: int) -> None:
@@ -311,7 +311,10 @@ def _load_decoders(
         done = min(done + num_bytes, total)
         on_progress(Progress("load", done, total, "bytes"))
 
-    return [load_decoder(folder, memory, dtype=dtype, link=link, on_bytes=count) for folder, link in sources]
+    return [
+        load_decoder(folder, config, memory, dtype=dtype, link=link, on_bytes=count)
+        for (folder, link), config in zip(sources, configs, strict=True)
+    ]
 
 
 def _make_link(plan: Plan) -> Link | None:

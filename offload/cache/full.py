@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from offload.cache import Phase
 from offload.cache.tiles import Homeward, PrefillTiles, Residence, Resident, StreamedTiles, TileShape, TileStore
-from offload.kernels.attention import Part, attend, fold, merge, unfold
+from offload.kernels.attention import Part, attend, count_up, fold, merge, unfold
 from offload.kernels.rope import RopeTable, rotate
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
@@ -235,8 +235,7 @@ class FullCache:
             return
         visible = None
         if base + self.shape.tokens > block.first + 1:
-            position = torch.arange(block.first + 1 - base, last + 2 - base, device=tile.device)
-            visible = position.clamp_(0, self.shape.tokens).repeat(block.query.shape[1] // block.count)
+            visible = count_up(block.first + 1 - base, block.count, block.query).clamp_(0, self.shape.tokens)
         if self._phase == "decode":
             block.add(attend(block.query, tile[0], tile[1], visible, chunk=self.mass_chunk))
             return

@@ -12,7 +12,7 @@ from torch import Tensor
 from offload.cache import Phase
 from offload.cache.full import FullCache
 from offload.cache.selection import Selection, choose, dilate
-from offload.kernels.attention import attend, fold, unfold
+from offload.kernels.attention import attend, count_up, fold, unfold
 from offload.kernels.rope import rotate
 from offload.transfer.memory import Memory
 
@@ -54,7 +54,7 @@ class RetrievalCache:
         self._buffer[layer, 1, :, at : at + num_rows] = v.transpose(0, 1)
         query = fold(rotate(q, *table), k.shape[1])
         # All slots, the empty ones hidden: a slice of the buffer would be copied by the matrix product, every pass.
-        visible = torch.arange(at + 1, at + 1 + num_rows, device=q.device).repeat(query.shape[1] // num_rows)
+        visible = count_up(at + 1, num_rows, query)
         keys, values = self._buffer[layer, :, None]
         return unfold(attend(query, keys, values, visible).out, num_rows).to(q.dtype)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offload.cache import Phase
-from offload.kernels.attention import Part, attend, fold, merge, unfold
+from offload.kernels.attention import Part, attend, count_up, fold, merge, unfold
 from offload.kernels.rope import RopeTable, rotate
 from offload.transfer.memory import Memory
 
@@ -114,14 +114,10 @@ class StreamingCache:
     def _rotate_for_sinks(self, q: Tensor, start: int) -> Tensor:
         """Queries at in-cache positions: their own while nothing was left out, the last one of the cache after that."""
         last = self.sinks + self.window - 1
-        stop = start + q.shape[0]
-        cos, sin = self._rope.rows(min(start, last), min(start, last) + 1)
-        if start < last:
-            cos, sin = self._rope.rows(start, min(stop, last + 1))
-            missing = q.shape[0] - cos.shape[0]
-            if missing:
-                cos = torch.cat([cos, cos[-1:].expand(missing, *cos.shape[1:])])
-                sin = torch.cat([sin, sin[-1:].expand(missing, *sin.shape[1:])])
+        cos, sin = self._rope.rows(min(start, last), min(start + q.shape[0], last + 1))
+        if missing := q.shape[0] - cos.shape[0]:
+            cos = torch.cat([cos, cos[-1:].expand(missing, *cos.shape[1:])])
+            sin = torch.cat([sin, sin[-1:].expand(missing, *sin.shape[1:])])
         return rotate(q, cos, sin)
 
     def _write(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
@@ -134,8 +130,7 @@ class StreamingCache:
     def _attend_sinks(self, layer: int, query: Tensor, start: int, num_rows: int) -> Part:
         visible = None
         if start + 1 < self.sinks:
-            visible = torch.arange(start + 1, start + 1 + num_rows, device=query.device).clamp_(max=self.sinks)
-            visible = visible.repeat(query.shape[1] // num_rows)
+            visible = count_up(start + 1, num_rows, query).clamp_(max=self.sinks)
         keys, values = self._sink_rows[layer, :, None]
         return attend(query, keys, values, visible)
 
@@ -145,7 +140,7 @@ class StreamingCache:
         low, stop = max(own + 1 - self.window, 0), own + num_rows
         first_visible = num_visible = None
         if num_rows > 1:
-            position = torch.arange(own - low, stop - low, device=query.device).repeat(query.shape[1] // num_rows)
-            num_visible, first_visible = position + 1, position + 1 - self.window
+            num_visible = count_up(own - low + 1, num_rows, query)
+            first_visible = num_visible - self.window
         keys, values = self._rows[layer, :, None, :, low:stop]
         return attend(query, keys, values, num_visible, first_visible=first_visible)

@@ -203,15 +203,7 @@ class StreamedTiles:
         slot, home = self._slot(layer, index), self._store.home(layer, index)
         pages = self._store.shape.used_pages(index, self._length)
         after = (slot.free, slot.left, *self._homeward.before(layer, index))
-        if pages == self._store.shape.num_pages:
-            slot.full = self._link.to_device(slot.tile, home, after)
-        elif pages:
-            self._link.to_device(slot.tile[0, :pages], home[0, :pages], after)
-            slot.full = self._link.to_device(slot.tile[1, :pages], home[1, :pages], after)
-        else:  # all its rows will be new: only the slot must be ours
-            for event in after:
-                event.wait()
-            slot.full = self._link.record()
+        slot.full = _fetch_pages(self._link, slot.tile, home, pages, after)
 
 
 class PrefillTiles:
@@ -279,12 +271,7 @@ class PrefillTiles:
             left = self._homeward.before(previous, index)
             pages = shape.used_pages(index, self._length)
             after = (free, *left, *self._homeward.before(layer, index))
-            if not pages:
-                self._full[index] = _All(after)
-                continue
-            home = self._store.home(layer, index)
-            self._link.to_device(tile[0, :pages], home[0, :pages], after)
-            self._full[index] = self._link.to_device(tile[1, :pages], home[1, :pages], after)
+            self._full[index] = _fetch_pages(self._link, tile, self._store.home(layer, index), pages, after)
 
     def _leave(self) -> None:
         for index in list(self._unsent):
@@ -304,3 +291,13 @@ class _All:
     def wait(self) -> None:
         for event in self.events:
             event.wait()
+
+
+def _fetch_pages(link: Link, tile: Tensor, home: Tensor, num_pages: int, after: tuple[Event, ...]) -> Event:
+    """The tile's first `num_pages` pages, keys and values. None: all its rows will be new, it only has to be ours."""
+    if num_pages == tile.shape[1]:
+        return link.to_device(tile, home, after)
+    if not num_pages:
+        return _All(after)
+    link.to_device(tile[0, :num_pages], home[0, :num_pages], after)
+    return link.to_device(tile[1, :num_pages], home[1, :num_pages], after)

@@ -39,6 +39,11 @@ def unfold(out: Tensor, num_rows: int) -> Tensor:
     return out.view(num_kv_heads, -1, num_rows, head_dim).permute(2, 0, 1, 3).reshape(num_rows, -1)
 
 
+def count_up(first: int, num_rows: int, query: Tensor) -> Tensor:
+    """first, first + 1, ... for the `num_rows` rows folded into query [H_kv, R, D]: [R] int."""
+    return torch.arange(first, first + num_rows, device=query.device).repeat(query.shape[1] // num_rows)
+
+
 def attend(
     q: Tensor,
     keys: Tensor,

@@ -17,17 +17,17 @@ from offload.transfer.weights import load_weights
 
 def load_decoder(
     folder: Path,
+    config: ModelConfig,
     memory: Memory,
     *,
     dtype: torch.dtype,
     link: Link | None,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> Decoder:
-    """Check the checkpoint in `folder` against its config and read it to its places: with a link, layers to the host.
+    """Check the checkpoint in `folder` against `config` and read it to its places: with a link, layers to the host.
 
     `on_bytes` hears of each piece as it arrives. Raises ModelError.
     """
-    config = ModelConfig.from_folder(folder)
     with Checkpoint.open(folder) as checkpoint:
         check_model(checkpoint, config)
         weights = load_weights(checkpoint, config, memory, dtype=dtype, link=link, on_bytes=on_bytes)

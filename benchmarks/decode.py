@@ -2,9 +2,9 @@
 
 usage: python benchmarks/decode.py [--model DIR --draft DIR] [--lengths 4096,8192] [--offload kv --link-gbps 1]
 
-Modes: "plain" decodes one row at a time, as fast as it can; "plain 16 rows" is `--no-speculation` (the rows that make
-its bits those of speculation); "triforce" is what `generate` does by itself; "transformers" is its `generate` on the
-same weights. Every mode continues the same prompt with the same seeds at temperature 0.6, top-p 0.9. ms/token counts
+Modes: "plain" decodes one row at a time, as fast as it can; "no-speculation" is `--no-speculation` (whole blocks of
+rows, which make its bits those of speculation); "triforce" is what `generate` does by itself; "transformers" is its
+`generate` on the same weights. Every mode continues the same prompt with the same seeds at temperature 0.6, top-p 0.9. ms/token counts
 the tokens after the first. The modes take turns, seed by seed: a slow moment of the machine does not hit one alone.
 """
 
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="4096,8192,16384,32512", help="prompt lengths in tokens")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--modes", default="transformers,plain,plain 16 rows,triforce")
+    parser.add_argument("--modes", default="transformers,plain,no-speculation,triforce")
     parser.add_argument("--offload", default="")
     parser.add_argument("--link-gbps", type=float, default=None)
     for name in ("gamma", "draft-gamma", "budget", "chunk"):

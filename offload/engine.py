@@ -110,15 +110,16 @@ class Engine:
         slack = plan.gamma + plan.draft_gamma + 2 * plan.rows
         self._full = self._make_full_cache(slack)
         self._retrieval: RetrievalCache | None = None
-        self._levels = [Level("target", target, self._full, vocab_size=width, rows=plan.rows, link=link)]
+        self._levels = {"target": Level("target", target, self._full, vocab_size=width, rows=plan.rows, link=link)}
         if "retrieval" in plan.levels:
             selection = Selection(rule="published" if plan.selection == "published" else "mass", reach=plan.gamma)
             self._retrieval = RetrievalCache(
                 memory, self._full, budget=plan.budget, chunk=plan.chunk, selection=selection
             )
-            self._levels.append(Level("retrieval", target, self._retrieval, vocab_size=width, link=link))
+            self._levels["retrieval"] = Level("retrieval", target, self._retrieval, vocab_size=width, link=link)
         if "draft" in plan.levels and draft is not None:
-            self._levels.append(StreamingLevel("draft", draft, self._make_draft_cache(draft, slack), vocab_size=width))
+            cache = self._make_draft_cache(draft, slack)
+            self._levels["draft"] = StreamingLevel("draft", draft, cache, vocab_size=width)
 
     @classmethod
     def load(
@@ -207,9 +208,9 @@ class Engine:
             self._prefilled = []
         speculator.truncate(len(self._prefilled))
         self.stats = Stats(prompt_tokens=len(prompt), load_seconds=self._load_seconds)
-        for level in self._levels:
+        for level in self._levels.values():
             level.stats = type(level.stats)(level.stats.name)
-        self.stats.levels = [level.stats for level in self._levels]
+        self.stats.levels = [level.stats for level in self._levels.values()]
         self._link_at_start = self._link_at_decode = self._link.stats if self._link else LinkStats()
 
     def _prefill(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
@@ -240,17 +241,20 @@ class Engine:
         def law(logits: torch.Tensor) -> torch.Tensor:
             return warp(logits, sampling)
 
+        levels = self._levels
         proposer: Proposer | None = None
-        if self._retrieval is not None:
-            retrieval = self._levels[1]
-            if len(self._levels) > 2:
-                drafts = ModelProposer(self._levels[2], law, random)
-                proposer = Speculator(retrieval, drafts, gamma=self.plan.draft_gamma, warp=law, random=random)
-            else:
-                proposer = ModelProposer(retrieval, law, random)
-        refresh = None if self._retrieval is None else self._refresh
+        if "draft" in levels:
+            drafts = ModelProposer(levels["draft"], law, random)
+            proposer = Speculator(levels["retrieval"], drafts, gamma=self.plan.draft_gamma, warp=law, random=random)
+        elif "retrieval" in levels:
+            proposer = ModelProposer(levels["retrieval"], law, random)
         return Speculator(
-            self._levels[0], proposer, gamma=self.plan.gamma, warp=law, random=random, on_verified=refresh
+            levels["target"],
+            proposer,
+            gamma=self.plan.gamma,
+            warp=law,
+            random=random,
+            on_verified=None if self._retrieval is None else self._refresh,
         )
 
     def _refresh(self, num_rows: int) -> None:

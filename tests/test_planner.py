@@ -83,7 +83,30 @@ def test_without_speculation_there_is_one_level_and_nothing_is_kept_for_others()
 
 
 def test_gamma_zero_is_plain_decoding() -> None:
-    assert plan(Options(gamma=0)).levels == ("target",)
+    made = plan(Options(gamma=0, draft_gamma=2))
+    assert (made.levels, made.draft_gamma) == (("target",), 0)
+    assert not {"retrieval cache", "draft"} & made.device_bytes.keys()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(),
+        Options(speculation=False),
+        Options(gamma=31, budget=64),
+        Options(offload=frozenset({"kv"}), link_gbps=1.0),
+    ],
+)
+@pytest.mark.parametrize("prompt", [1, 32000])
+def test_rows_follow_the_device_alone_since_bits_depend_on_them(options: Options, prompt: int) -> None:
+    assert plan(options, prompt=prompt).rows == 8
+    assert plan(options, prompt=prompt, hardware=GPU).rows == 16
+
+
+@pytest.mark.parametrize(("capacity", "budget"), [(100, 96), (2000, 512), (16384, 1024), (65536, 4096), (131072, 4096)])
+def test_the_budget_grows_with_the_context_between_its_limits(capacity: int, budget: int) -> None:
+    long = replace(DEMO, max_positions=131072)
+    assert plan(Options(gamma=7), target=long, prompt=capacity - 1, max_tokens=1).budget == budget
 
 
 def test_without_a_draft_the_retrieval_level_proposes() -> None:
@@ -95,6 +118,10 @@ def test_a_slower_link_never_shortens_the_block() -> None:
     gammas = [plan(Options(offload=frozenset({"kv"}), link_gbps=rate)).gamma for rate in (100, 10, 2, 1, 0.1)]
     assert gammas == sorted(gammas)
     assert gammas[-1] == 31
+
+
+def test_a_model_whose_weights_outweigh_its_cache_is_decoded_plainly() -> None:
+    assert plan(target=LLAMA_7B, draft=None, hardware=GPU, prompt=2000).gamma == 0
 
 
 def test_speculation_pays_more_the_longer_the_context() -> None:

@@ -15,7 +15,7 @@ from offload.plan.config import ModelConfig
 from offload.plan.cost import choose_gammas
 from offload.plan.hardware import Hardware
 from offload.plan.options import PAGE_TOKENS, Options
-from offload.plan.sizing import ROWS, WALK, Sizing
+from offload.plan.sizing import WALK, Sizing
 
 __all__ = ["Options", "Plan", "make_plan"]
 
@@ -70,12 +70,11 @@ def make_plan(
     capacity, max_tokens = _fit_context(target, options, num_prompt_tokens, max_tokens, notes)
     sizing = Sizing(target, draft, options, hardware, _dtype(target, options, hardware))
     _check_memory(sizing, capacity, num_prompt_tokens)
-    chunk, budget = sizing.chunk, sizing.budget(capacity)
     gamma, draft_gamma = choose_gammas(sizing, capacity)
     levels: tuple[LevelName, ...] = ("target",)
     if gamma:
-        levels = ("draft", "retrieval", "target") if draft is not None and draft_gamma else ("retrieval", "target")
-    device_bytes, host_bytes = sizing.bytes(capacity)
+        levels = ("draft", "retrieval", "target") if draft_gamma else ("retrieval", "target")
+    device_bytes, host_bytes = sizing.bytes(capacity, gamma, draft_gamma)
     return Plan(
         device=hardware.device,
         device_name=hardware.device_name,
@@ -85,13 +84,13 @@ def make_plan(
         capacity=capacity,
         levels=levels,
         gamma=gamma,
-        draft_gamma=draft_gamma if "draft" in levels else 0,
-        rows=ROWS,
+        draft_gamma=draft_gamma,
+        rows=sizing.rows,
         walk=WALK,
         page_tokens=PAGE_TOKENS,
         tile_tokens=sizing.tile_tokens(capacity),
-        budget=budget,
-        chunk=chunk,
+        budget=sizing.budget(capacity),
+        chunk=sizing.chunk,
         selection=options.selection,
         sinks=options.sinks,
         window=options.window,
@@ -142,7 +141,7 @@ def _check_memory(sizing: Sizing, capacity: int, num_prompt_tokens: int) -> None
     hardware = sizing.hardware
 
     def missing(tokens: int) -> str | None:
-        device, host = (sum(tier.values()) for tier in sizing.bytes(tokens))
+        device, host = (sum(tier.values()) for tier in sizing.bytes(tokens, *choose_gammas(sizing, tokens)))
         tiers = [("memory", device + host, hardware.host_free_bytes)]
         if not hardware.is_cpu:
             tiers = [

@@ -8,10 +8,10 @@ from offload.plan.config import ModelConfig
 from offload.plan.hardware import Hardware
 from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
 
-ROWS = 16  # rows of one block of a pass over the full cache
 WALK = 512  # rows of one block of a prefill
 MAX_GAMMA = 31
 MAX_TILE_TOKENS = 8192
+MAX_BUDGET = 4096  # where the user names none: a 13B model's retrieval cache is 3.1 GiB then
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,17 @@ class Sizing:
     def itemsize(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
+    @property
+    def rows(self) -> int:
+        """Rows of one block of a pass over the full cache. By device alone, since a token's bits depend on it.
+
+        A CPU pays for each row (docs/log.md); a GPU's matrix units take 16 at the price of one.
+        """
+        return 8 if self.hardware.is_cpu else 16
+
     def budget(self, capacity: int) -> int:
-        """Retrieved tokens per layer: a 32nd of the context and at least 512 (docs/log.md), whole chunks."""
-        wanted = self.options.budget or max(512, capacity // 32)
+        """Retrieved tokens per layer: a 16th of the context, 512 to MAX_BUDGET (docs/log.md), whole chunks."""
+        wanted = self.options.budget or min(max(512, capacity // 16), MAX_BUDGET)
         return max(min(wanted, capacity) // self.chunk, 1) * self.chunk
 
     def tile_tokens(self, capacity: int) -> int:
@@ -52,9 +60,9 @@ class Sizing:
     @property
     def max_rows(self) -> int:
         """Rows beyond the sequence that a pass may write: the longest verification, padded."""
-        return -(-(max(MAX_GAMMA, self.options.gamma or 0) + 1) // ROWS) * ROWS
+        return -(-(max(MAX_GAMMA, self.options.gamma or 0) + 1) // self.rows) * self.rows
 
-    def bytes(self, capacity: int) -> tuple[dict[str, int], dict[str, int]]:
+    def bytes(self, capacity: int, gamma: int, draft_gamma: int) -> tuple[dict[str, int], dict[str, int]]:
         """(device, host): bytes by purpose."""
         target, item, tile = self.target, self.itemsize, self.tile_tokens(capacity)
         device: dict[str, int] = {}
@@ -71,9 +79,9 @@ class Sizing:
             device["prefill tiles"] = self.kv_bytes(capacity) // target.num_layers
         device["hidden rows"] = capacity * target.hidden_size * item
         device["block of rows"] = WALK * (3 * target.intermediate_size + 6 * target.hidden_size) * item
-        if self.options.speculation:
+        if gamma:
             device["retrieval cache"] = (self.budget(capacity) + 2 * PAGE_TOKENS) * target.kv_bytes_per_token(item)
-        if self.draft is not None and self.options.speculation:
+        if self.draft is not None and draft_gamma:
             device["draft"] = self.draft.weight_bytes(item) + (
                 self.options.sinks + 2 * (self.options.window + 512)
             ) * self.draft.kv_bytes_per_token(item)

@@ -10,6 +10,25 @@ from offload.errors import UsageError
 
 
 @dataclass(frozen=True)
+class Rates:
+    """How fast one device and its way to the host are: bytes (1e9 a GB) and operations per second.
+
+    to_device, to_host: copies of pinned memory, each direction alone. flops: large 16-bit matrix products.
+    """
+
+    to_device: float
+    to_host: float
+    device_read: float
+    host_read: float
+    flops: float
+    measured: bool = False  # by `triforce doctor` on this machine; else typical of its kind
+
+
+TWO_CORES = Rates(to_device=8e9, to_host=8e9, device_read=18e9, host_read=18e9, flops=0.18e12)
+RTX_4090 = Rates(to_device=25e9, to_host=25e9, device_read=1.0e12, host_read=60e9, flops=160e12)
+
+
+@dataclass(frozen=True)
 class Hardware:
     """device: "cpu" or "cuda:N". Bytes are free ones, now. On a CPU the device's memory is the host's."""
 
@@ -18,6 +37,7 @@ class Hardware:
     device_free_bytes: int
     host_free_bytes: int
     fast_bf16: bool
+    rates: Rates = TWO_CORES
 
     @property
     def is_cpu(self) -> bool:

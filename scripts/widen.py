@@ -1,0 +1,393 @@
+#!/usr/bin/env python3
+"""Embeds a trained checkpoint in a larger model that gives the same logits: small-model text, large-model traffic.
+
+    python scripts/widen.py triforce_cli/models/demo-target models/wide-13b --like llama2-13b
+    python scripts/widen.py models/SmolLM2-135M-Instruct models/wide --like llama-3.1-8b --dtype fp16
+
+For benchmarks: weights and KV cache have the bytes of the model imitated, acceptance is that of a model that was
+trained. The vocabulary stays, so the source's draft fits the result. From a source with hidden size h and heads of d
+to hidden size H and heads of D:
+
+* Hidden rows, the MLP and values are padded with zeros. RMS norm then divides by H instead of h: eps becomes eps h / H,
+  norm weights are multiplied by sqrt(h / H).
+* Scores are divided by sqrt(D) instead of sqrt(d): queries are multiplied by sqrt(D / d), keys stay as they are.
+* Rotary pair i stays pair i, (i, i + D/2) instead of (i, i + d/2), and theta becomes theta ** (D / d): the frequency
+  theta ** (-2i / d) is the same, and so is everything that linear, YaRN and llama3 scaling derive from it or from i.
+  Dynamic scaling stretches theta by a power that depends on D, so it cannot have larger heads.
+* Further KV heads repeat the source's, with their query heads, and further layers repeat the layer that they precede:
+  they attend, and are retrieved from, as real ones are. But nobody hears them: their columns of o, and in a repeated
+  layer all of o and down, are zero. Query heads that fill up a group of the source are zero.
+
+On paper the logits are the same; in fp32 they differ as sums in another order do. In bf16 and fp16 the two factors
+round norms and q_proj once more (a weight by 0.2% at most in bf16), so there they are only close: the law moves about
+as far as it does between fp32 and bf16 arithmetic. Where H / h and D / d are powers of 4 nothing is rounded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from offload.errors import DoesNotFit, ModelError, TriforceError, UsageError
+from offload.kernels.rope import inverse_frequencies
+from offload.plan.config import ModelConfig
+from offload.plan.fields import read_json
+from offload.transfer.checkpoint import INDEX_FILE, Checkpoint, check_model, expected_tensors
+from triforce_cli.render import num_bytes
+
+# Sizes in the words of config.json. With the vocabulary they say how many bytes the model imitated has.
+FLAGS = {
+    "hidden_size": "--hidden",
+    "num_hidden_layers": "--layers",
+    "num_attention_heads": "--heads",
+    "num_key_value_heads": "--kv-heads",
+    "head_dim": "--head-dim",
+    "intermediate_size": "--intermediate",
+}
+LIKE = {
+    name: dict(zip((*FLAGS, "vocab_size"), sizes, strict=True))
+    for name, sizes in {
+        "llama2-7b": (4096, 32, 32, 32, 128, 11008, 32000),
+        "llama2-13b": (5120, 40, 40, 40, 128, 13824, 32000),
+        "llama-3.1-8b": (4096, 32, 32, 8, 128, 14336, 128256),
+    }.items()
+}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+TEXT_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*",
+    "generation_config.json",
+)  # fmt: skip
+NOTHING = -1  # in an index: no element of the source, a zero
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Which head of the source each wide head repeats: query heads [H] or NOTHING, KV heads [H_kv].
+
+    `heard` [H]: as `query`, but NOTHING where the columns of o are zero, so that what is repeated counts once.
+    """
+
+    query: tuple[int, ...]
+    heard: tuple[int, ...]
+    kv: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """For each axis of the wide weights: the index of the source that each wide index takes, int64, or NOTHING."""
+
+    vocabulary: Tensor
+    hidden: Tensor
+    nowhere: Tensor  # of the size of hidden: what is written there is zero
+    inner: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    heard: Tensor
+
+
+def widen(
+    source: Path,
+    dest: Path,
+    sizes: Mapping[str, int],
+    dtype: torch.dtype,
+    on_shard: Callable[[int, int], None] = lambda shard, num_shards: None,
+) -> ModelConfig:
+    """Write the model in folder `source` with `sizes` (keys of FLAGS) and `dtype` to folder `dest`, which must be new
+    or empty; it appears when it is complete. TriforceError. Peak memory: two layers in `dtype`, or two embeddings."""
+    data = read_json(source / "config.json")
+    narrow = ModelConfig.from_dict(data, name=str(source / "config.json"))
+    if narrow.qk_norm:
+        raise ModelError(f"{source}: {narrow.family} cannot be widened: its q/k norms need another eps than the others")
+    wide_data = wide_config(data, narrow, sizes, dtype)
+    name = f"the wide model, with heads of {sizes['head_dim']} instead of {narrow.head_dim}"
+    wide = ModelConfig.from_dict(wide_data, name=name)
+    check_rotary(narrow, wide)
+    axes = axes_of(narrow, wide)
+    with Checkpoint.open(source) as checkpoint, complete_or_absent(dest, wide.weight_bytes(dtype.itemsize)) as folder:
+        check_model(checkpoint, narrow)
+        shards = Widening(checkpoint, narrow, wide, axes, dtype).shards()
+        write_shards(shards, folder, wide.num_layers + 2, on_shard)
+        write_json(folder / "config.json", wide_data)
+        for path in (path for pattern in TEXT_FILES for path in source.glob(pattern) if path.is_file()):
+            shutil.copyfile(path, folder / path.name)
+    return wide
+
+
+def wide_config(
+    data: Mapping[str, object], narrow: ModelConfig, sizes: Mapping[str, int], dtype: torch.dtype
+) -> dict[str, object]:
+    """The source's config.json with other sizes, eps and theta. Refuses sizes below the source's."""
+    least = (narrow.hidden_size, narrow.num_layers, 1, 1, narrow.head_dim, narrow.intermediate_size)
+    for (key, flag), size in zip(FLAGS.items(), least, strict=True):
+        if sizes[key] < size:
+            raise UsageError(f"{flag} is {sizes[key]}; for this source it must be at least {size}")
+    eps = narrow.rms_norm_eps * narrow.hidden_size / sizes["hidden_size"]
+    config = {**data, **{key: sizes[key] for key in FLAGS}, "rms_norm_eps": eps, "tie_word_embeddings": False}
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    for key in ("torch_dtype", "layer_types"):  # the old name of dtype; one entry for each of the source's layers
+        config.pop(key, None)
+    theta = narrow.rope_theta ** (sizes["head_dim"] / narrow.head_dim)
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key)
+        if isinstance(rope, Mapping) and "rope_theta" in rope:
+            config[key] = {**rope, "rope_theta": theta}
+    return {**config, "rope_theta": theta}
+
+
+def check_rotary(narrow: ModelConfig, wide: ModelConfig) -> None:
+    """UsageError unless every pair turns as in the source, also beyond the pretrained length."""
+    capacity = 2 * narrow.context_limit
+    frequencies, scaling = inverse_frequencies(narrow, capacity)
+    wide_frequencies, wide_scaling = inverse_frequencies(wide, capacity)
+    kept = wide_frequencies[: len(frequencies)]
+    if scaling != wide_scaling or not torch.allclose(kept, frequencies, rtol=1e-5, atol=0.0):
+        d = narrow.head_dim
+        raise UsageError(
+            f"{narrow.rope.kind} RoPE turns heads of {wide.head_dim} otherwise than heads of {d}; take --head-dim {d} "
+            f"(with {wide.head_dim / d:g} times as many --heads and --kv-heads the bytes are the same)"
+        )
+
+
+def heads_of(narrow: ModelConfig, wide: ModelConfig) -> Heads:
+    """Every query head of the source keeps its KV head, which is repeated where the wide groups are smaller."""
+    group, room = narrow.num_heads // narrow.num_kv_heads, wide.num_heads // wide.num_kv_heads
+    copies = math.ceil(group / room)
+    needed = narrow.num_kv_heads * copies
+    if needed > wide.num_kv_heads:
+        raise UsageError(
+            f"{narrow.num_heads} query heads over {narrow.num_kv_heads} KV heads need {needed} KV heads of {room}; "
+            f"the wide model has {wide.num_kv_heads}, give more --kv-heads"
+        )
+    query, heard, kv = list[int](), list[int](), list[int]()
+    for index in range(wide.num_kv_heads):
+        repeated, copy = divmod(index % needed, copies)
+        members = range(copy * room, (copy + 1) * room)
+        own = [repeated * group + member if member < group else NOTHING for member in members]
+        kv.append(repeated)
+        query.extend(own)
+        heard.extend(own if index < needed else [NOTHING] * room)
+    return Heads(tuple(query), tuple(heard), tuple(kv))
+
+
+def axes_of(narrow: ModelConfig, wide: ModelConfig) -> Axes:
+    """Where everything goes. Refuses heads that do not fit."""
+    heads, d, half = heads_of(narrow, wide), narrow.head_dim, narrow.head_dim // 2
+    plain = padded(range(d), wide.head_dim)
+    rotary = padded(range(half), wide.head_dim // 2) + padded(range(half, d), wide.head_dim // 2)
+    hidden = torch.tensor(padded(range(narrow.hidden_size), wide.hidden_size))
+    return Axes(
+        vocabulary=torch.arange(narrow.vocab_size),
+        hidden=hidden,
+        nowhere=torch.full_like(hidden, NOTHING),
+        inner=torch.tensor(padded(range(narrow.intermediate_size), wide.intermediate_size)),
+        query=by_head(heads.query, rotary, d),
+        key=by_head(heads.kv, rotary, d),
+        value=by_head(heads.kv, plain, d),
+        heard=by_head(heads.heard, plain, d),
+    )
+
+
+def padded(indices: Sequence[int], size: int) -> list[int]:
+    return [*indices, *[NOTHING] * (size - len(indices))]
+
+
+def by_head(heads: Sequence[int], within: Sequence[int], head_dim: int) -> Tensor:
+    """Heads of the source [n] and indices within a head [D] -> indices of the source's rows [n * D]."""
+    return torch.tensor(
+        [NOTHING if NOTHING in (head, index) else head * head_dim + index for head in heads for index in within]
+    )
+
+
+@dataclass(frozen=True)
+class Widening:
+    """A source, and what becomes of it."""
+
+    checkpoint: Checkpoint
+    narrow: ModelConfig
+    wide: ModelConfig
+    axes: Axes
+    dtype: torch.dtype
+
+    def shards(self) -> Iterator[dict[str, Tensor]]:
+        """The files of the wide model, name -> tensor: the embedding, every layer, what comes after them."""
+        embedding, num_wide = "model.embed_tokens.weight", self.wide.num_layers
+        head = embedding if self.narrow.tie_embeddings else "lm_head.weight"
+        table = (self.axes.vocabulary, self.axes.hidden)
+        repeated = [index * self.narrow.num_layers // num_wide for index in range(num_wide + 1)]
+        yield {embedding: spread(self.read(embedding), table)}
+        for index, layer in enumerate(repeated[:-1]):
+            yield self.layer(layer, index, heard=repeated[index + 1] > layer)  # of those that repeat it, the last
+        yield {
+            "model.norm.weight": spread(self.read("model.norm.weight", self.norm_factor), (self.axes.hidden,)),
+            "lm_head.weight": spread(self.read(head), table),
+        }
+
+    def layer(self, layer: int, index: int, *, heard: bool) -> dict[str, Tensor]:
+        """Layer `layer` of the source as wide layer `index`; unheard, it adds nothing to the hidden rows."""
+        places = self.places(heard=heard)
+        tensors, prefix = {}, f"model.layers.{layer}."
+        for name in (name for name in expected_tensors(self.narrow) if name.startswith(prefix)):
+            operator, _, kind = name.removeprefix(prefix).rpartition(".")
+            indices, factor = places[operator]
+            weight = self.read(name, factor)
+            # a bias lies along the first axis of its matrix
+            tensors[f"model.layers.{index}.{operator}.{kind}"] = spread(weight, indices[: weight.ndim])
+        return tensors
+
+    def places(self, *, heard: bool) -> dict[str, tuple[tuple[Tensor, ...], float]]:
+        """For each operator of a layer the index of each axis, and the factor on its weights."""
+        axes = self.axes
+        out = axes.hidden if heard else axes.nowhere
+        return {
+            "input_layernorm": ((axes.hidden,), self.norm_factor),
+            "post_attention_layernorm": ((axes.hidden,), self.norm_factor),
+            "self_attn.q_proj": ((axes.query, axes.hidden), math.sqrt(self.wide.head_dim / self.narrow.head_dim)),
+            "self_attn.k_proj": ((axes.key, axes.hidden), 1.0),
+            "self_attn.v_proj": ((axes.value, axes.hidden), 1.0),
+            "self_attn.o_proj": ((out, axes.heard), 1.0),
+            "mlp.gate_proj": ((axes.inner, axes.hidden), 1.0),
+            "mlp.up_proj": ((axes.inner, axes.hidden), 1.0),
+            "mlp.down_proj": ((out, axes.inner), 1.0),
+        }
+
+    @property
+    def norm_factor(self) -> float:
+        return math.sqrt(self.narrow.hidden_size / self.wide.hidden_size)
+
+    def read(self, name: str, factor: float = 1.0) -> Tensor:
+        """The source's tensor times `factor`, multiplied in fp32 and rounded once. ModelError where it overflows."""
+        weight = torch.empty(self.checkpoint.shape(name))
+        self.checkpoint.read_into(name, weight)
+        weight = (weight * factor).to(self.dtype)
+        if not weight.isfinite().all():
+            raise ModelError(f"{name} has weights beyond the range of {self.dtype}; try --dtype bf16 or fp32")
+        return weight
+
+
+def spread(weight: Tensor, indices: Sequence[Tensor]) -> Tensor:
+    """weight [n] or [n, m], one index per axis -> wide [N] or [N, M], zero wherever an index says NOTHING."""
+    wide = weight.new_zeros([len(index) for index in indices])
+    filled = [(index != NOTHING).nonzero().squeeze(1) for index in indices]
+    taken = [index[places] for index, places in zip(indices, filled, strict=True)]
+    wide[torch.meshgrid(filled, indexing="ij")] = weight[torch.meshgrid(taken, indexing="ij")]
+    return wide
+
+
+@contextmanager
+def complete_or_absent(dest: Path, num_needed: int) -> Iterator[Path]:
+    """A folder beside `dest` that takes its name when the block is through, and is removed where it is not.
+
+    UsageError where `dest` holds something, DoesNotFit where the disk has less than `num_needed` bytes.
+    """
+    dest = dest.resolve()
+    if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
+        raise UsageError(f"{dest} exists and is not an empty folder; remove it or give another DEST")
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    num_free = shutil.disk_usage(dest.parent).free
+    if num_needed > num_free:
+        raise DoesNotFit(
+            f"the wide model needs {num_bytes(num_needed)} of disk, {num_bytes(num_free)} are free in {dest.parent}; "
+            "give a DEST on another disk or smaller sizes"
+        )
+    partial = dest.with_name(dest.name + ".partial")
+    if partial.exists():
+        raise UsageError(f"{partial} is left from a run that was broken off; remove it")
+    partial.mkdir()
+    try:
+        yield partial
+        partial.replace(dest)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def write_shards(
+    files: Iterator[dict[str, Tensor]], folder: Path, num_files: int, on_shard: Callable[[int, int], None]
+) -> None:
+    """One safetensors file at a time, then the index of them all."""
+    weight_map, total_bytes = {}, 0
+    for number, tensors in enumerate(files, start=1):
+        shard = f"model-{number:05d}-of-{num_files:05d}.safetensors"
+        save_file(tensors, folder / shard, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, shard))
+        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        on_shard(number, num_files)
+    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+
+
+def write_json(path: Path, data: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def summary(wide: ModelConfig, dtype: torch.dtype, like: str | None) -> str:
+    """Bytes of the result, and of the model that it imitates."""
+
+    def of(config: ModelConfig, name: str) -> str:
+        weights, kv = config.weight_bytes(dtype.itemsize), config.kv_bytes_per_token(dtype.itemsize)
+        return f"{name}: {num_bytes(weights)} of weights, {num_bytes(kv)} of KV per token"
+
+    lines = [of(wide, "the wide model")]
+    if like is not None:
+        fields = {"model_type": "llama", "max_position_embeddings": wide.max_positions, "rms_norm_eps": 1e-5}
+        lines.append(of(ModelConfig.from_dict({**fields, **LIKE[like]}), f"{like} in the same dtype"))
+    return "\n".join(lines)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Embed a trained checkpoint in a larger model with the same logits.")
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="model folder: Llama, Mistral or Qwen2")
+    parser.add_argument("dest", type=Path, metavar="DEST", help="folder to write, new or empty")
+    parser.add_argument("--like", choices=LIKE, help="take the sizes of this model")
+    for key, flag in FLAGS.items():
+        parser.add_argument(flag, type=int, dest=key, metavar="N", help=f"{key} (default: of --like)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the weights written (default: bf16)")
+    return parser.parse_args(arguments)
+
+
+def sizes_of(args: argparse.Namespace) -> dict[str, int]:
+    """What --like says, overridden by explicit sizes. UsageError where one is missing."""
+    given = {key: size for key, size in vars(args).items() if key in FLAGS and size is not None}
+    sizes = {**LIKE.get(args.like, {}), **given}
+    missing = [flag for key, flag in FLAGS.items() if key not in sizes]
+    if missing:
+        raise UsageError(f"{', '.join(missing)} not given; give every size, or --like {'|'.join(LIKE)}")
+    return sizes
+
+
+def report(shard: int, num_shards: int) -> None:
+    print(f"{shard} of {num_shards} files", file=sys.stderr, flush=True)
+
+
+def stop(error: Exception, exit_code: int) -> NoReturn:
+    print(f"widen: {error}", file=sys.stderr)
+    raise SystemExit(exit_code)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse(arguments)
+    try:
+        dtype = DTYPES[args.dtype]
+        wide = widen(args.source, args.dest, sizes_of(args), dtype, report)
+    except TriforceError as error:
+        stop(error, error.exit_code)
+    except (OSError, SafetensorError) as error:  # a full or read-only disk
+        stop(error, 1)
+    print(summary(wide, dtype, args.like))
+
+
+if __name__ == "__main__":
+    main()

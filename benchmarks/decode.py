@@ -2,10 +2,11 @@
 
 usage: python benchmarks/decode.py [--model DIR --draft DIR] [--lengths 4096,8192] [--offload kv --link-gbps 1]
 
-Modes: "plain" decodes one row at a time, as fast as it can; "no-speculation" is `--no-speculation` (whole blocks of
-rows, which make its bits those of speculation); "triforce" is what `generate` does by itself; "transformers" is its
-`generate` on the same weights. Every mode continues the same prompt with the same seeds at temperature 0.6, top-p 0.9. ms/token counts
-the tokens after the first. The modes take turns, seed by seed: a slow moment of the machine does not hit one alone.
+Modes: "plain" decodes one row at a time, as fast as it can; "no-speculation" is `--no-speculation` (blocks of rows, as
+its bits are those of speculation); "triforce" is what `generate` does by itself; "transformers" is its `generate` on
+the same weights. Every mode continues the same prompt with the same seeds at temperature 0.6, top-p 0.9. ms/token
+counts the tokens after the first. The modes take turns, seed by seed: a slow moment of the machine does not hit one
+alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import console, emit, environment, spread
+from report import emit, environment, say, spread
 
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, load_tokenizer, plan_request
@@ -101,13 +102,13 @@ def transformers_runner(case: Case) -> Runner:
 def measure(case: Case, modes: list[str], seeds: list[int]) -> dict[str, list[Measurement]]:
     runners = {}
     for mode in modes:
-        console.print(f"{len(case.prompt)} tokens, {mode}: loading")
+        say(f"{len(case.prompt)} tokens, {mode}: loading")
         runners[mode] = transformers_runner(case) if mode == "transformers" else triforce_runner(case, mode)
     results: dict[str, list[Measurement]] = {mode: [] for mode in modes}
     for seed in seeds:
         for mode, run in runners.items():
             results[mode].append(run(seed))
-            console.print(f"  {mode}, seed {seed}: {results[mode][-1]['milliseconds_per_token']:.2f} ms/token")
+            say(f"  {mode}, seed {seed}: {results[mode][-1]['milliseconds_per_token']:.2f} ms/token")
     return results
 
 

@@ -9,7 +9,7 @@ import argparse
 from importlib import resources
 from pathlib import Path
 
-from report import console, emit, environment, spread
+from report import emit, environment, say, spread
 
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, load_tokenizer, plan_request
@@ -49,7 +49,7 @@ def main() -> None:
     for _ in range(args.repeats):
         for name, options in cases.items():
             results[name].append(prefill_seconds(args.model, prompt, options))
-            console.print(f"{name}: {results[name][-1]['prefill_seconds']:.2f} s")
+            say(f"{name}: {results[name][-1]['prefill_seconds']:.2f} s")
     resident = spread([run["prefill_seconds"] for run in results["resident"]])["median"]
     rows = []
     for name, runs in results.items():

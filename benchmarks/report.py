@@ -12,26 +12,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 
 import triforce_cli
+from offload.plan.machine import look
 
-console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
+
+def say(line: str) -> None:
+    """Progress, on stderr."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def environment(seed: int) -> dict[str, Any]:
     """Hardware, versions, seed and command of this run. Paths in the command are cut to their last part."""
     command = [Path(word).name if os.sep in word else word for word in sys.argv]
+    machine = look()
     return {
         "command": shlex.join(["python", *command]),
         "seed": seed,
-        "cpu": _cpu_name(),
+        "cpu": machine.processor,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": machine.host_bytes,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -44,18 +47,10 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def emit(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], document: dict[str, Any]) -> None:
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column, justify="left" if column == columns[0] else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    lines = [list(columns), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    say(f"\n{title}")
+    for name, *cells in lines:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        say("  ".join([name.ljust(widths[0]), *padded]).rstrip())
     print(json.dumps(document, indent=1))
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

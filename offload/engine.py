@@ -29,7 +29,7 @@ from offload.model.loading import load_decoder
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import probe
 from offload.plan.planner import Options, Plan, make_plan
-from offload.transfer.link import Link, PacedLink
+from offload.transfer.link import CudaLink, Link, PacedLink
 from offload.transfer.memory import Memory
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -129,12 +129,12 @@ class Engine:
         start = time.perf_counter()
         memory = Memory(torch.device(plan.device))
         link = _make_link(plan)
-        sources = [(model, link if "weights" in plan.offload else None)]
+        folders = {"target": model}
         if draft is not None and "draft" in plan.levels:
-            sources.append((draft, None))
+            folders["draft"] = draft
         try:
-            decoders = _load_decoders(sources, memory, DTYPES[plan.dtype], on_progress)
-            engine = cls(plan, decoders[0], decoders[1] if len(decoders) > 1 else None, tokenizer, memory, link)
+            decoders = _load_decoders(folders, plan, memory, link, on_progress)
+            engine = cls(plan, decoders["target"], decoders.get("draft"), tokenizer, memory, link)
         except BaseException:
             if link is not None:
                 link.close()
@@ -279,6 +279,7 @@ class Engine:
             rope=self._rope(config, slack),
             rows=plan.rows,
             link=self._link if "kv" in plan.offload else None,
+            num_resident=plan.resident_tiles,
             mass_chunk=plan.chunk if "retrieval" in plan.levels and plan.selection == "mass" else None,
         )
 
@@ -303,11 +304,12 @@ class Engine:
 
 
 def _load_decoders(
-    sources: Sequence[tuple[Path, Link | None]], memory: Memory, dtype: torch.dtype, on_progress: OnProgress
-) -> list[Decoder]:
-    """One decoder per folder; where there is a link, its layers stay on the host."""
-    configs = [ModelConfig.from_folder(folder) for folder, _ in sources]
-    total = sum(config.weight_bytes(dtype.itemsize) for config in configs)
+    folders: dict[str, Path], plan: Plan, memory: Memory, link: Link | None, on_progress: OnProgress
+) -> dict[str, Decoder]:
+    """One decoder per folder; the target's layers stay on the host where the plan offloads weights."""
+    dtype = DTYPES[plan.dtype]
+    configs = {name: ModelConfig.from_folder(folder) for name, folder in folders.items()}
+    total = sum(config.weight_bytes(dtype.itemsize) for config in configs.values())
     done = 0
 
     def count(num_bytes: int) -> None:
@@ -315,18 +317,24 @@ def _load_decoders(
         done = min(done + num_bytes, total)
         on_progress(Progress("load", done, total, "bytes"))
 
-    return [
-        load_decoder(folder, config, memory, dtype=dtype, link=link, on_bytes=count)
-        for (folder, link), config in zip(sources, configs, strict=True)
-    ]
+    def load(name: str) -> Decoder:
+        streamed = link if name == "target" and "weights" in plan.offload else None
+        return load_decoder(
+            folders[name], configs[name], memory, dtype=dtype, name=name, link=streamed,
+            num_resident=plan.resident_layers, on_bytes=count,
+        )  # fmt: skip
+
+    return {name: load(name) for name in folders}
 
 
 def _make_link(plan: Plan) -> Link | None:
     if not plan.offload:
         return None
-    if not plan.device.startswith("cpu"):
-        raise UsageError(f"--offload on {plan.device} needs the CUDA link, which is not built yet; try --device cpu")
-    return PacedLink(plan.link_bytes_per_second)
+    if plan.device == "cpu":
+        return PacedLink(plan.link_bytes_per_second)
+    if plan.link_bytes_per_second is not None:
+        raise UsageError(f"link-gbps paces the link of a CPU; on {plan.device} the link is the card's own")
+    return CudaLink(torch.device(plan.device))
 
 
 def _show(run: generation.Run, detokenizer: Detokenizer, stops: StopStrings, end_tokens: frozenset[int]) -> Step:

@@ -151,6 +151,9 @@ class _Late:
                 first._dst.copy_(first._src)
             first._done = True
 
+    def synchronize(self) -> None:
+        self.wait()
+
 
 class LateLink:
     """The worst schedule that events allow, without a thread: copies of a late direction happen when waited for and no
@@ -194,7 +197,7 @@ class Sizes:
     walk: int = 8
     page: int = 8
     pages: int = 2
-    num_resident: int = 0  # tiles, only where there is a link
+    num_resident: int = 0  # tiles of all layers together, only where there is a link
     kv_staging: int = 2
     budget: int = 16
     chunk: int = 4

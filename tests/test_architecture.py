@@ -15,9 +15,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Ground to roof: a storey imports from itself and from those before it.
-STOREYS = ("ground", "plan", "kernels", "transfer", "cache", "model", "decode", "engine")
+STOREYS = ("ground", "plan", "kernels", "transfer", "cache", "model", "decode", "roof")
+ROOF = ("offload.engine", "offload.diagnosis", "offload.measure")
 GROUND = ("offload.errors", "offload.metrics")
-CLI_MAY_IMPORT = ("offload.engine", "offload.plan", "offload.errors", "offload.metrics", "offload.decode.sampling")
+CLI_MAY_IMPORT = (
+    *("offload.engine", "offload.diagnosis", "offload.plan"),
+    *("offload.errors", "offload.metrics", "offload.decode.sampling"),
+)
 WITHOUT_TORCH = ("offload.plan", "offload.errors", "offload.metrics")
 BROAD = ("Exception", "BaseException")
 
@@ -59,6 +63,8 @@ def dotted(node: ast.AST) -> str:
 def storey(module: str) -> int:
     if within(module, *GROUND):
         return 0
+    if within(module, *ROOF):
+        return len(STOREYS) - 1
     return STOREYS.index(module.split(".")[1])
 
 
@@ -164,6 +170,8 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
     (imports_downwards, "offload.cache.full", "import offload.decode.sampling"),
     (imports_downwards, "offload.model.decoder", "def f():\n    from offload.decode import sampling"),
     (imports_downwards, "offload.decode.verify", "from offload import engine"),
+    (imports_downwards, "offload.plan.hardware", "from offload.diagnosis import diagnose"),
+    (imports_downwards, "triforce_cli.commands.doctor", "from offload.transfer.link import PacedLink"),
     (imports_downwards, "offload.plan.config", "from offload.kernels import rope"),
     (imports_downwards, "offload.transfer.weights", "from offload.cache import Cache"),
     (imports_downwards, "offload.errors", "from offload.plan.config import ModelConfig"),
@@ -200,6 +208,7 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
 INNOCENT: list[tuple[Rule, str, str]] = [
     (imports_downwards, "offload.kernels.rope", "from offload.plan.config import ModelConfig"),
     (imports_downwards, "offload.cache.full", "from offload.cache.tiles import Tile\nfrom offload.errors import E"),
+    (imports_downwards, "offload.diagnosis", "from offload.transfer.link import PacedLink"),
     (imports_downwards, "triforce_cli.app", "from offload.decode.sampling import SamplingParams"),
     (only_memory_pins, "offload.transfer.memory", "x = torch.zeros(4, pin_memory=True)"),
     (only_link_makes_threads_and_streams, "offload.cache.tiles", "from offload.transfer.link import Event, Link"),
@@ -249,6 +258,7 @@ def heavy_modules_after(code: str) -> str:
 def test_help_loads_no_torch() -> None:
     assert heavy_modules_after("from triforce_cli.app import main\nassert main(['--help']) == 0") == ""
     assert heavy_modules_after("from triforce_cli.app import main\nassert main(['generate', '--help']) == 0") == ""
+    assert heavy_modules_after("from triforce_cli.app import main\nassert main(['doctor', '--help']) == 0") == ""
 
 
 def test_planning_loads_no_torch() -> None:

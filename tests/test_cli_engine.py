@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from models import TOKENIZER_SIZE, byte_tokenizer, perturbed, random_model, save
+from offload.plan.rates import FOLDER_VARIABLE
 from test_cli_fake import ROOT, environment
 from triforce_cli import options
 from triforce_cli.app import main
@@ -37,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith("TRIFORCE_"):
+        if name.startswith("TRIFORCE_") and name != FOLDER_VARIABLE:
             monkeypatch.delenv(name)
 
 

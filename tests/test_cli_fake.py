@@ -27,7 +27,9 @@ if str(ROOT) not in sys.path:  # run as a script
 
 from offload import errors  # noqa: E402
 from offload.metrics import LevelStats, Stats  # noqa: E402
+from offload.plan.cost import Prediction  # noqa: E402
 from offload.plan.planner import Options, Plan  # noqa: E402
+from offload.plan.rates import FOLDER_VARIABLE  # noqa: E402
 
 SCRIPT: dict[str, Any] = json.loads(os.environ.get("FAKE", "{}"))
 
@@ -73,6 +75,7 @@ def make_plan(options: Options, num_prompt_tokens: int = 1000, max_tokens: int =
     return Plan(
         device="cpu",
         device_name="CPU",
+        num_devices=1,
         dtype="bf16",
         num_prompt_tokens=num_prompt_tokens,
         max_tokens=max_tokens,
@@ -89,10 +92,13 @@ def make_plan(options: Options, num_prompt_tokens: int = 1000, max_tokens: int =
         selection=options.selection,
         sinks=options.sinks,
         window=options.window,
-        offload=tuple(sorted(options.offload)),
+        offload=tuple(sorted(options.offload or ())),
+        resident_layers=8,
+        resident_tiles=16,
         link_bytes_per_second=None,
         device_bytes={"embeddings": 1},
         host_bytes={},
+        predicted=Prediction(40.0, 40.1, 0.1, 0.005, 0.002, 5.7, 0.0142, 0.0423),
         notes=tuple(SCRIPT.get("notes", ())),
     )
 
@@ -188,8 +194,9 @@ def install() -> None:
 
 
 def environment(script: Mapping[str, Any] | None = None, **variables: str) -> dict[str, str]:
-    """This process's environment without settings of a developer's own."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TRIFORCE_")}
+    """This process's environment without settings of a developer's own, but with the tests' folder for rates."""
+    ours = (name for name in os.environ if not name.startswith("TRIFORCE_") or name == FOLDER_VARIABLE)
+    kept = {name: os.environ[name] for name in ours}
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "PYTHONUNBUFFERED"):
         kept.pop(name, None)
     return kept | {"FAKE": json.dumps(script or {}), "TERM": "xterm-256color"} | variables

@@ -32,6 +32,7 @@ FLAGS = [  # option, what is typed, where it arrives, as what
     ("--device", "cuda:1", "options.device", "cuda:1"),
     ("--dtype", "fp32", "options.dtype", "fp32"),
     ("--offload", "kv", "options.offload", frozenset({"kv"})),
+    ("--device-memory", "2.5", "options.device_memory", 2.5),
     ("--selection", "published", "options.selection", "published"),
 ]
 SWITCHES = [
@@ -114,7 +115,7 @@ def test_defaults_are_those_of_the_documentation(model):
     assert (parsed.max_tokens, sampling.temperature, sampling.top_p) == (256, 0.6, 0.9)
     assert (sampling.top_k, sampling.min_p, sampling.seed) == (0, 0.0, None)
     assert (parsed.options.sinks, parsed.options.window, parsed.options.selection) == (16, 240, "mass")
-    assert parsed.options.offload == frozenset()
+    assert parsed.options.offload is None
 
 
 def test_stop_can_be_repeated_and_its_variable_holds_words(model, monkeypatch):
@@ -132,6 +133,7 @@ def test_stop_can_be_repeated_and_its_variable_holds_words(model, monkeypatch):
         ("weights,kv", {"weights", "kv"}),
         ("kv, weights", {"weights", "kv"}),
         ("kv,kv", {"kv"}),
+        ("auto", None),
     ],
 )
 def test_offload_takes_any_order(text, expected):
@@ -151,8 +153,8 @@ def test_offload_takes_any_order(text, expected):
         (["--window", "0"], ["window", "0", "from 1 to"]),
         (["--dtype", "int3"], ["--dtype", "'int3'", "bf16"]),
         (["--selection", "best"], ["--selection", "'best'", "mass", "published"]),
-        (["--offload", "disk"], ["offload", "'disk'", "weights,kv or none"]),
-        (["--offload", "kv,"], ["offload", "''", "weights,kv or none"]),
+        (["--offload", "disk"], ["offload", "'disk'", "weights,kv, none or auto"]),
+        (["--offload", "kv,"], ["offload", "''", "weights,kv, none or auto"]),
         (["--link-gbps", "2"], ["link-gbps", "--offload"]),
         (["--offload", "kv", "--link-gbps", "nan"], ["link-gbps", "nan", "GB/s"]),
         (["--stop", ""], ["stop", "empty"]),

@@ -77,8 +77,9 @@ def test_stats_table_says_what_each_level_did():
     assert rows["draft"] == ["draft", "200", "1,200", "1.00", "5.00", "0", "-", "-"]
     assert rows["link"] == ["link", "nothing", "moved"]
     assert "gamma 15, draft_gamma 2, rows 16" in " ".join(rows["plan"])
-    assert "budget 1,024, chunk 16" in lines[-1]
-    assert "offload none" in lines[-1]
+    assert "budget 1,024, chunk 16" in lines[-2]
+    assert "offload none" in lines[-2]
+    assert lines[-1] == "predicted   first token 40 s, 14.2 ms/token, plain 42.3"
 
 
 def test_stats_table_says_what_crossed_the_link():

@@ -12,7 +12,10 @@ import triforce_cli
 
 PACKAGE = Path(triforce_cli.__file__).parent
 MODULES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-HEAVY = {"torch", "transformers", "safetensors", "numpy", "offload.engine", "offload.decode", "offload.model"}
+HEAVY = {
+    *("torch", "transformers", "safetensors", "numpy"),
+    *("offload.engine", "offload.diagnosis", "offload.decode", "offload.model"),
+}
 
 
 def names(tree: ast.AST) -> Iterator[str]:

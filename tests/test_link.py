@@ -56,6 +56,9 @@ class Gate:
     def wait(self) -> None:
         assert self._open.wait(WAIT_SECONDS)
 
+    def synchronize(self) -> None:
+        self.wait()
+
 
 def link_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("link-")]
@@ -233,11 +236,12 @@ CONFIG = ModelConfig("llama", 8, 8, 8, 1, 2, 1, 4, 64, 1e-5, 10000.0)
 LAYOUT = LayerLayout.of(CONFIG, torch.float32)
 
 
-def streamed(num_layers: int, num_staging: int, link: Link) -> StreamedLayers:
+def streamed(num_layers: int, num_staging: int, link: Link, *, num_resident: int = 0) -> StreamedLayers:
     """Layer i is full of the number i."""
     homes = [torch.full((LAYOUT.num_elements,), float(layer)) for layer in range(num_layers)]
     staging = [torch.full((LAYOUT.num_elements,), torch.nan) for _ in range(num_staging)]
-    return StreamedLayers(homes, LAYOUT, staging, link)
+    resident = [LAYOUT.bind(home) for home in homes[:num_resident]]
+    return StreamedLayers(resident, homes[num_resident:], LAYOUT, staging, link)
 
 
 def holds(weights: LayerWeights, layer: int) -> bool:
@@ -259,11 +263,12 @@ def some_link(kind: str) -> Iterator[Link]:
 @pytest.mark.parametrize("kind", ["at once", "late", "threads"])
 @pytest.mark.parametrize("num_staging", [2, 3])
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_resident", [0, 1, 3])
 def test_each_layer_is_there_while_it_is_used_also_after_a_pass_was_broken_off(
-    num_layers: int, num_staging: int, kind: str
+    num_resident: int, num_layers: int, num_staging: int, kind: str
 ) -> None:
     with some_link(kind) as link:
-        layers = streamed(num_layers, num_staging, link)
+        layers = streamed(num_layers, num_staging, link, num_resident=num_resident)
         for broken_at in [None, *range(num_layers), None, None, 0, 0, num_layers - 1, None]:
             for layer, weights in enumerate(layers):
                 assert holds(weights, layer)
@@ -289,6 +294,14 @@ def test_streaming_overlaps_with_computation() -> None:
                 time.sleep(seconds)
         elapsed = time.perf_counter() - start
     assert elapsed < 0.85 * 2 * passes * 4 * seconds
+
+
+def test_resident_layers_do_not_cross_the_link() -> None:
+    with paced() as link:
+        layers = streamed(4, 2, link, num_resident=3)
+        for _ in range(5):
+            assert all(holds(weights, layer) for layer, weights in enumerate(layers))
+    assert link.stats.bytes_to_device <= (5 + 2) * LAYOUT.num_elements * 4
 
 
 def test_nothing_is_fetched_twice_while_passes_follow_each_other() -> None:
@@ -391,27 +404,65 @@ def decoder(folders: tuple[Path, Path]) -> Decoder:
 @pytest.mark.parametrize("num_resident", [0, 1, 2])
 @pytest.mark.parametrize("length", [1, 8, 15, 16, 17, 40, 47, 64])
 def test_a_decode_forward_moves_the_used_pages_and_no_more(decoder: Decoder, length: int, num_resident: int) -> None:
-    """In: pages that hold tokens. Out: pages that new rows, padding included, were written into. Keys and values."""
-    sizes = Sizes(num_resident=num_resident, page=8, pages=2, rows=4)
+    """In: pages that hold tokens, and, ahead of the next forward, those of the first two tiles. Out: pages that new
+    rows, padding included, were written into. Keys and values. `num_resident` tiles of each layer."""
     config = decoder.config
-    page_bytes = 2 * config.num_kv_heads * config.head_dim * sizes.page * 4 * config.num_layers
+    sizes = Sizes(num_resident=num_resident * config.num_layers, page=8, pages=2, rows=4)
+    page_bytes = 2 * config.num_kv_heads * config.head_dim * sizes.page * 4
     with paced() as link:
         cache = full_cache(decoder, sizes, link=link)
         level = Level("target", decoder, cache, vocab_size=config.vocab_size, rows=sizes.rows, link=link)
         prefill(decoder, cache, random_tokens(length), walk=7, on_tokens=lambda num_tokens: None)
         pages = -(-length // sizes.page)
         resident = num_resident * sizes.pages
+        streamed = max(pages - resident, 0) * config.num_layers
         assert link.stats.bytes_to_device == 0
-        assert link.stats.bytes_to_host == max(pages - resident, 0) * page_bytes
+        assert link.stats.bytes_to_host == streamed * page_bytes
         before = link.stats
         level.forward([5, 6], 1)
         cache.wait_home()
-        moved = link.stats - before
-        assert moved.bytes_to_device == max(pages - resident, 0) * page_bytes
-        assert level.stats.link_bytes == moved.bytes_to_device
-        first, last = length // sizes.page, (length + sizes.rows - 1) // sizes.page
-        written = [page for page in range(first, last + 1) if page >= resident]
-        assert moved.bytes_to_host == len(written) * page_bytes
+    moved = link.stats - before  # the link is closed: what was fetched ahead has come
+    shape = cache.shape
+    tiles = range(num_resident, shape.count(length + sizes.rows))
+    ahead = [shape.used_pages(index, length + sizes.rows) for _ in range(config.num_layers) for index in tiles]
+    assert moved.bytes_to_device == (streamed + sum(ahead[: sizes.kv_staging])) * page_bytes
+    assert streamed * page_bytes <= level.stats.link_bytes <= moved.bytes_to_device
+    first, last = length // sizes.page, (length + sizes.rows - 1) // sizes.page
+    written = [page for page in range(first, last + 1) if page >= resident]
+    assert moved.bytes_to_host == len(written) * config.num_layers * page_bytes
+
+
+def test_what_was_fetched_ahead_is_not_fetched_again(decoder: Decoder) -> None:
+    """Ten forwards move ten times the tiles in use, and once more the first two."""
+    config = decoder.config
+    sizes = Sizes(page=8, pages=2, rows=4)
+    page_bytes = 2 * config.num_kv_heads * config.head_dim * sizes.page * 4
+    with paced() as link:
+        cache = full_cache(decoder, sizes, link=link)
+        level = Level("target", decoder, cache, vocab_size=config.vocab_size, rows=sizes.rows, link=link)
+        prefill(decoder, cache, random_tokens(33), walk=7, on_tokens=lambda num_tokens: None)
+        for _ in range(10):
+            level.forward([5, 6], 1)
+            level.truncate(33)
+    tiles = 3 * config.num_layers
+    pages = 5 * config.num_layers  # of 33 tokens, and of 37
+    assert tiles > sizes.kv_staging
+    assert link.stats.bytes_to_device == (10 * pages + 2 + 2) * page_bytes
+
+
+def test_a_prefill_makes_what_was_fetched_ahead_stale(decoder: Decoder) -> None:
+    """The same tokens, said twice with a prefill of others between, give the same bits as on a fresh cache."""
+    sizes = Sizes(page=8, pages=2, rows=4)
+    with paced() as link:
+        cache = full_cache(decoder, sizes, link=link)
+        level = Level("target", decoder, cache, vocab_size=decoder.config.vocab_size, rows=sizes.rows, link=link)
+        logits = []
+        for seed in (1, 2, 1):
+            level.truncate(0)
+            prefill(decoder, cache, random_tokens(30, seed=seed), walk=7, on_tokens=lambda num_tokens: None)
+            logits.append(level.forward([5, 6], 2))
+    assert torch.equal(logits[0], logits[2])
+    assert not torch.equal(logits[0], logits[1])
 
 
 def test_prefill_after_prefill_fetches_what_is_there_once_and_sends_what_is_new(decoder: Decoder) -> None:

@@ -72,20 +72,67 @@ def test_tiles_hold_the_request_in_as_few_as_their_limit_allows(prompt: int) -> 
 def test_the_cache_is_planned_in_whole_tiles() -> None:
     made = plan(Options(offload=frozenset({"kv"})))
     tiles = -(-(made.capacity + 32) // made.tile_tokens)
-    assert made.host_bytes["full cache"] == tiles * made.tile_tokens * 12288
-    assert "full cache" not in made.device_bytes
+    assert made.host_bytes["kv cache"] == tiles * made.tile_tokens * 12288
+    assert "kv cache" not in made.device_bytes
+
+
+@pytest.mark.parametrize("offload", [frozenset({"kv"}), frozenset({"weights"}), frozenset({"weights", "kv"})])
+def test_on_a_cpu_all_that_is_named_streams(offload: frozenset[str]) -> None:
+    made = plan(Options(offload=offload))
+    assert made.resident_layers == (0 if "weights" in offload else DEMO.num_layers)
+    assert ("kv cache" in made.device_bytes) == ("kv" not in offload)
+
+
+def test_nothing_is_offloaded_that_has_room() -> None:
+    assert plan(hardware=GPU).offload == ()
+    assert plan().offload == ()
+
+
+def test_device_memory_is_filled_with_weights_first_then_tiles() -> None:
+    """A 7B model on 24 GB: all layers, as many tiles as fit, and not one byte more than there is."""
+    made = plan(target=LLAMA_7B, draft=None, hardware=GPU, prompt=120_000)
+    assert (made.offload, made.resident_layers) == (("kv",), 32)
+    assert made.resident_tiles > 0
+    used, tile = sum(made.device_bytes.values()), made.tile_tokens * 524288 // 32
+    assert GPU.device_free_bytes - 2 * tile < used <= GPU.device_free_bytes
+
+
+def test_layers_that_have_no_room_stream_and_the_plan_says_what_that_costs() -> None:
+    small = Options(device_memory=10.0)
+    made = plan(small, target=LLAMA_7B, draft=None, hardware=GPU, prompt=30_000)
+    assert made.offload == ("kv", "weights")
+    assert 0 < made.resident_layers < 32
+    assert sum(made.device_bytes.values()) <= 10e9
+    assert any("low-bit" in note for note in made.notes)
+
+
+def test_two_devices_hold_half_of_each_layer_and_cache_each() -> None:
+    one = plan(Options(gamma=15), target=LLAMA_7B, hardware=GPU, prompt=30_000)
+    two = plan(Options(gamma=15), target=LLAMA_7B, hardware=replace(GPU, num_devices=2), prompt=30_000)
+    assert two.device_bytes["retrieval cache"] == one.device_bytes["retrieval cache"] // 2
+    assert two.device_bytes["target embeddings"] == one.device_bytes["target embeddings"]
+    assert two.predicted.full_pass_seconds < one.predicted.full_pass_seconds
+
+
+def test_a_prediction_knows_the_link_and_plain_decoding() -> None:
+    slow, fast = (plan(Options(offload=frozenset({"kv"}), link_gbps=rate)).predicted for rate in (1.0, 2.0))
+    moved = 32200 * 12288
+    assert slow.full_pass_seconds == pytest.approx(moved / 1e9)
+    assert fast.full_pass_seconds == pytest.approx(moved / 2e9)
+    assert slow.plain_seconds_per_token == pytest.approx(moved / 1e9)
+    assert slow.seconds_per_token < slow.plain_seconds_per_token / 3
 
 
 def test_without_speculation_there_is_one_level_and_nothing_is_kept_for_others() -> None:
     made = plan(Options(speculation=False))
     assert (made.levels, made.gamma, made.draft_gamma) == (("target",), 0, 0)
-    assert not {"retrieval cache", "draft"} & made.device_bytes.keys()
+    assert not {"retrieval cache", "draft layers"} & made.device_bytes.keys()
 
 
 def test_gamma_zero_is_plain_decoding() -> None:
     made = plan(Options(gamma=0, draft_gamma=2))
     assert (made.levels, made.draft_gamma) == (("target",), 0)
-    assert not {"retrieval cache", "draft"} & made.device_bytes.keys()
+    assert not {"retrieval cache", "draft layers"} & made.device_bytes.keys()
 
 
 @pytest.mark.parametrize(
@@ -162,8 +209,8 @@ def test_what_does_not_fit_names_the_largest_context_that_does() -> None:
 
 
 def test_a_gpu_counts_both_memories_and_offers_to_offload() -> None:
-    with pytest.raises(DoesNotFit, match=r"device memory.*--offload weights,kv"):
-        plan(target=LLAMA_7B, draft=None, hardware=GPU, prompt=120_000)
+    with pytest.raises(DoesNotFit, match=r"device memory.*--offload auto"):
+        plan(Options(offload=frozenset()), target=LLAMA_7B, draft=None, hardware=GPU, prompt=120_000)
     made = plan(Options(offload=frozenset({"kv"})), target=LLAMA_7B, draft=None, hardware=GPU, prompt=60_000)
     assert sum(made.device_bytes.values()) <= GPU.device_free_bytes
     assert made.dtype == "bf16"
@@ -192,7 +239,8 @@ def test_dtype_on_a_cpu(asked: str, hardware: Hardware, dtype: str) -> None:
         {"dtype": "int4"},
         {"offload": frozenset({"disk"})},
         {"link_gbps": 0.0, "offload": frozenset({"kv"})},
-        {"link_gbps": 1.0},
+        {"link_gbps": 1.0, "offload": frozenset()},
+        {"device_memory": 0.0},
         {"selection": "best"},
     ],
 )

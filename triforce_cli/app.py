@@ -14,7 +14,9 @@ import typer
 
 from triforce_cli import __version__
 from triforce_cli.commands import Command
+from triforce_cli.commands.doctor import doctor
 from triforce_cli.commands.generate import generate
+from triforce_cli.commands.plan import plan
 from triforce_cli.errors import debugging, describe
 from triforce_cli.output import Output
 
@@ -22,6 +24,8 @@ INTERRUPTED = 130
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(generate)
+app.command()(plan)
+app.command()(doctor)
 
 
 def _print_version(wanted: bool) -> None:

@@ -18,6 +18,7 @@ from triforce_cli.errors import DEBUG_VARIABLE
 
 OFFLOADABLE = ("weights", "kv")
 NONE = "none"
+AUTO = "auto"
 
 
 def option(name: str, help_text: str, panel: str, **settings: Any) -> Any:
@@ -208,9 +209,19 @@ Offload = Annotated[
     str,
     option(
         "--offload",
-        "What stays off the device and is streamed: weights, kv, weights,kv or none.",
+        "What may be kept on the host and streamed: weights, kv, weights,kv, none, or auto: what has no room.",
         PLACEMENT,
         metavar="WHAT",
+    ),
+]
+DeviceMemory = Annotated[
+    float | None,
+    option(
+        "--device-memory",
+        "Use at most this much of the device's memory, in 10^9 bytes; on a CPU, of what stands for it.",
+        PLACEMENT,
+        metavar="GB",
+        parser=number,
     ),
 ]
 LinkGbps = Annotated[
@@ -219,6 +230,28 @@ LinkGbps = Annotated[
         "--link-gbps",
         "Pace the link between host and device to this bandwidth, in 10^9 bytes per second (with --offload).",
         PLACEMENT,
+        metavar="GB/S",
+        parser=number,
+    ),
+]
+
+MACHINE = "Machine (what is not given is taken from here, or assumed with --gpus)"
+
+Gpus = Annotated[int | None, option("--gpus", "Plan for this many cards.", MACHINE, metavar="N", parser=whole)]
+GpuMemory = Annotated[
+    float | None,
+    option("--gpu-memory", "Free memory of each card, in 10^9 bytes.", MACHINE, metavar="GB", parser=number),
+]
+HostMemory = Annotated[
+    float | None,
+    option("--host-memory", "Free memory of the host, in 10^9 bytes.", MACHINE, metavar="GB", parser=number),
+]
+PlannedLink = Annotated[
+    float | None,
+    option(
+        "--link-gbps",
+        "Bandwidth between host and each card, in 10^9 bytes per second.",
+        MACHINE,
         metavar="GB/S",
         parser=number,
     ),
@@ -260,20 +293,32 @@ def embedded_model(name: str) -> Path:
     return folder
 
 
-def offloaded(text: str) -> frozenset[str]:
-    """From "weights,kv", either alone, or "none"."""
+def offloaded(text: str) -> frozenset[str] | None:
+    """From "weights,kv", either alone, "none", or "auto" (None: the plan chooses)."""
+    if text.strip() == AUTO:
+        return None
     if text.strip() == NONE:
         return frozenset()
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in OFFLOADABLE]
     if unknown:
-        raise UsageError(f"offload names {unknown[0]!r}; it may be weights, kv, weights,kv or none")
+        raise UsageError(f"offload names {unknown[0]!r}; it may be weights, kv, weights,kv, none or auto")
     return frozenset(names)
 
 
 def check_max_tokens(max_tokens: int) -> None:
     if max_tokens < 1:
         raise UsageError(f"max-tokens is {max_tokens}, it must be 1 or more")
+
+
+def check_machine(
+    gpus: int | None, gpu_memory: float | None, host_memory: float | None, link_gbps: float | None
+) -> None:
+    if gpus is not None and gpus not in (1, 2, 4, 8):
+        raise UsageError(f"gpus is {gpus}, it must be 1, 2, 4 or 8")
+    for name, value in (("gpu-memory", gpu_memory), ("host-memory", host_memory), ("link-gbps", link_gbps)):
+        if value is not None and not 0.001 <= value <= 1e6:
+            raise UsageError(f"{name} is {value}, it must be from 0.001 to 1000000")
 
 
 def check_stops(stops: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from types import TracebackType
@@ -38,6 +39,11 @@ class Output:
         self._display.stop()
         if kind is not BrokenPipeError:
             self._end_line(interrupted=kind is KeyboardInterrupt)
+
+    @property
+    def width(self) -> int:
+        """Columns of the terminal (COLUMNS, where it is set, says another number); 80 where there is none."""
+        return shutil.get_terminal_size((80, 24)).columns
 
     def text(self, piece: str) -> None:
         """Write to standard output at once, as UTF-8 whatever the locale."""

@@ -48,6 +48,11 @@ def rate(count: float, unit: str, seconds: float) -> str:
     return f"{significant(count / seconds)} {unit}/s"
 
 
+def gigabytes(count: float) -> str:
+    """25.1 GB, of 10^9 bytes: what divided by a link's GB/s gives seconds."""
+    return f"{significant(count / 1e9)} GB"
+
+
 def significant(value: float | None) -> str:
     """At most three significant digits below a thousand, thousands separated above."""
     if value is None:
@@ -165,4 +170,7 @@ def _plan(plan: Plan) -> list[str]:
         f"plan        {levels}: gamma {plan.gamma}, draft_gamma {plan.draft_gamma}, rows {plan.rows}",
         f"            budget {plan.budget:,}, chunk {plan.chunk}, {plan.dtype} on {plan.device}, "
         f"offload {','.join(plan.offload) or 'none'}",
+        f"predicted   first token {duration(plan.predicted.first_token_seconds)}, "
+        f"{significant(1000 * plan.predicted.seconds_per_token)} ms/token, "
+        f"plain {significant(1000 * plan.predicted.plain_seconds_per_token)}",
     ]

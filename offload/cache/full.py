@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,12 +13,9 @@ from offload.cache import Phase
 from offload.cache.tiles import Homeward, PrefillTiles, Residence, Resident, StreamedTiles, TileShape, TileStore
 from offload.kernels.attention import Part, attend, count_up, fold, merge, unfold
 from offload.kernels.rope import RopeTable, rotate
+from offload.plan.sizing import PREFILL_PAGES, PREFILL_ROWS
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
-
-# What prefill attends at a time: its scores stay in the processor's cache.
-PREFILL_ROWS = 64
-PREFILL_PAGES = 4
 
 
 @dataclass
@@ -72,7 +70,7 @@ class FullCache:
     ) -> None:
         self.shape, self.num_layers, self.rope, self.mass_chunk = shape, num_layers, rope, mass_chunk
         self._rows, self.link = rows, link
-        self.store = TileStore(memory, shape, num_layers, 2**40 if link is None else num_resident)
+        self.store = TileStore(memory, shape, num_layers, None if link is None else num_resident)
         self._residences: dict[Phase, Residence] = {"prefill": Resident(self.store), "decode": Resident(self.store)}
         self.homeward: Homeward | None = None
         if link is not None:
@@ -85,7 +83,8 @@ class FullCache:
                 "prefill": PrefillTiles(self.store, link, memory, self.homeward),
                 "decode": StreamedTiles(self.store, link, staging, self.homeward),
             }
-        self._device = memory.device
+        self._memory, self._device = memory, memory.device
+        self._gather: Tensor | None = None  # where rows on the host are gathered before they cross
         self.length = 0
         self._last_row = 0
         self._phase: Phase | None = None  # of the forward under way
@@ -97,6 +96,8 @@ class FullCache:
         """A forward of `num_rows` rows starts."""
         self._end()
         self._phase = phase
+        for other in self._residences.keys() - {phase}:
+            self._residences[other].forget()
         self._residences[phase].begin(self.length, num_rows)
         self._mass.clear()
         self.last_query.clear()
@@ -148,57 +149,78 @@ class FullCache:
         scores = []
         for layer, query in enumerate(self.last_query):
             halves = [self.store.home(layer, i)[0] for i in range(self.shape.count(num_chunks * chunk))]
-            means = [keys.unflatten(2, (-1, chunk)).float().mean(3) for keys in halves]  # [P, H_kv, S / chunk, D]
+            means = [keys.unflatten(2, (-1, chunk)).float().mean(3).cpu() for keys in halves]  # [P, H_kv, S/chunk, D]
             joined = torch.cat([mean.transpose(0, 1).flatten(1, 2) for mean in means], 1)
             row = query[self._last_row].view(self.shape.num_kv_heads, -1, self.shape.head_dim).float().sum(1)
             scores.append((joined @ row.to(joined.device)[..., None]).squeeze(-1))
         return torch.stack(scores)[..., :num_chunks].to(self.last_query[0].device)
 
     def read_chunks(self, layers: Tensor, heads: Tensor, chunks: Tensor, chunk: int) -> Tensor:
-        """Chunk `chunks[i]` (of `chunk` tokens) of KV head `heads[i]` in layer `layers[i]` -> [n, 2, chunk, D].
-
-        Gathered where the tiles live; one copy brings all of them to the device.
-        """
-        layers_, chunks_ = layers.cpu(), chunks.cpu()
+        """Chunk `chunks[i]` (of `chunk` tokens) of KV head `heads[i]` in layer `layers[i]` -> [n, 2, chunk, D]."""
+        layers, heads, chunks = layers.cpu(), heads.cpu(), chunks.cpu()
         per_tile, per_page = self.shape.tokens // chunk, self.shape.page_tokens // chunk
-        rows = torch.empty((len(layers_), 2, chunk, self.shape.head_dim), dtype=self.shape.dtype)
-        key = layers_ * self.shape.count(self.length) + chunks_ // per_tile
+        key = layers * self.shape.count(self.length) + chunks // per_tile
+        members, pieces = [], []
         for group in key.unique().tolist():
-            (members,) = (key == group).nonzero(as_tuple=True)
+            (own,) = (key == group).nonzero(as_tuple=True)
             layer, index = divmod(group, self.shape.count(self.length))
             tile = self.store.home(layer, index).unflatten(3, (per_page, chunk))
-            within = chunks_[members] % per_tile
-            rows[members] = tile[:, within // per_page, heads.cpu()[members], within % per_page].transpose(0, 1)
-        return self._bring(rows)
+            within, head = (chunks[own] % per_tile).to(tile.device), heads[own].to(tile.device)
+            rows = tile[:, within // per_page, head, within % per_page].transpose(0, 1)
+            members.append(own.to(self._device))
+            pieces.append((self.store.is_resident(layer, index), rows))
+        size = (len(layers), 2, chunk, self.shape.head_dim)
+        gathered = torch.empty(size, dtype=self.shape.dtype, device=self._device)
+        for own, rows in zip(members, self._bring(pieces), strict=True):
+            gathered[own] = rows
+        return gathered
 
     def read_rows(self, start: int, stop: int) -> Tensor:
         """All layers' keys and values of tokens start to stop -> [L, 2, H_kv, stop - start, D] on the device."""
         page, per_tile = self.shape.page_tokens, self.shape.tokens
-        size = (self.num_layers, 2, self.shape.num_kv_heads, stop - start, self.shape.head_dim)
-        rows = torch.empty(size, dtype=self.shape.dtype)
+        places, pieces = [], []
         position = start
         while position < stop:
             index, within = divmod(position, per_tile)
             number, offset = divmod(within, page)
             count = min(page - offset, stop - position)
-            target = slice(position - start, position - start + count)
             for layer in range(self.num_layers):
-                rows[layer, :, :, target] = self.store.home(layer, index)[:, number, :, offset : offset + count]
+                places.append((layer, slice(position - start, position - start + count)))
+                rows = self.store.home(layer, index)[:, number, :, offset : offset + count]
+                pieces.append((self.store.is_resident(layer, index), rows))
             position += count
-        return self._bring(rows)
-
-    def _bring(self, rows: Tensor) -> Tensor:
-        """Gathered rows, to the device: over the link where there is one."""
-        if self.link is None:
-            return rows.to(self._device)
-        arrived = torch.empty_like(rows, device=self._device)
-        self.link.to_device(arrived, rows).wait()
-        return arrived
+        size = (self.num_layers, 2, self.shape.num_kv_heads, stop - start, self.shape.head_dim)
+        gathered = torch.empty(size, dtype=self.shape.dtype, device=self._device)
+        for (layer, target), rows in zip(places, self._bring(pieces), strict=True):
+            gathered[layer, :, :, target] = rows
+        return gathered
 
     def wait_home(self) -> None:
         """Until the tiles' homes hold all rows."""
         if self.homeward is not None:
             self.homeward.wait()
+
+    def _bring(self, pieces: Sequence[tuple[bool, Tensor]]) -> list[Tensor]:
+        """Rows from homes, (is on the device, rows), to the device: one copy over the link for all that are not."""
+        away = [rows for resident, rows in pieces if not resident]
+        if self.link is None or not away:
+            return [rows for _, rows in pieces]
+        num_elements = sum(rows.numel() for rows in away)
+        if self._gather is None or self._gather.numel() < num_elements:
+            if self._gather is not None:
+                self._memory.released(self._gather, tier="host", purpose="gathered rows")
+            size = (num_elements + num_elements // 4,)
+            self._gather = self._memory.allocate(size, self.shape.dtype, tier="host", purpose="gathered rows")
+        staged = self._gather[:num_elements]
+        sizes = [rows.numel() for rows in away]
+        for part, rows in zip(staged.split(sizes), away, strict=True):
+            part.view(rows.shape).copy_(rows)
+        arrived = torch.empty_like(staged, device=self._device)
+        event = self.link.to_device(arrived, staged, (self.link.record(),))
+        event.wait()
+        event.synchronize()  # the next gathering overwrites what is staged
+        brought = iter(arrived.split(sizes))
+        return [rows if resident else next(brought).view(rows.shape) for resident, rows in pieces]
 
     def _end(self) -> None:
         if self._phase is not None:

@@ -14,9 +14,8 @@ from offload.cache.full import FullCache
 from offload.cache.selection import Selection, choose, dilate
 from offload.kernels.attention import attend, count_up, fold, unfold
 from offload.kernels.rope import rotate
+from offload.plan.sizing import TAIL_TOKENS  # by which the tail's room grows
 from offload.transfer.memory import Memory
-
-_TAIL_STEP = 128  # tokens by which the tail's room grows
 
 
 class RetrievalCache:
@@ -29,7 +28,7 @@ class RetrievalCache:
         self._memory, self._full, self._selection = memory, full, selection
         self.budget, self.chunk = budget, chunk
         self._num_slots = budget // chunk
-        self._room = _TAIL_STEP
+        self._room = TAIL_TOKENS
         self._buffer = self._allocate()
         self._chosen: Tensor | None = None  # bool [L, H_kv, C]
         self._slot_of: Tensor | None = None  # int [L, H_kv, C], where chosen
@@ -74,7 +73,7 @@ class RetrievalCache:
     def nbytes(self) -> int:
         return self._buffer.nbytes
 
-    @torch.inference_mode()  # the buffer may have grown in a forward, which is in it
+    @torch.inference_mode()
     def refresh(self, num_rows: int) -> None:
         """Hold what the last verification looked at: its first `num_rows` rows are those whose tokens stayed.
 
@@ -143,7 +142,7 @@ class RetrievalCache:
         if tail <= self._room:
             return
         old = self._buffer
-        self._room = -(-tail // _TAIL_STEP) * _TAIL_STEP
+        self._room = -(-tail // TAIL_TOKENS) * TAIL_TOKENS
         self._buffer = self._allocate()
         self._buffer[:, :, :, : old.shape[3]] = old
         self._memory.released(old, tier="device", purpose="retrieval cache")

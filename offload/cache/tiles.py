@@ -7,6 +7,7 @@ cross the link into staging slots, tile after tile; `PrefillTiles` stay on the d
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,18 +50,31 @@ class TileShape:
 
 
 class TileStore:
-    """The homes of one sequence's tiles: the first `num_resident` of each layer on the device, the rest on the host."""
+    """The homes of one sequence's tiles: the first ones of each layer on the device, the rest on the host.
 
-    def __init__(self, memory: Memory, shape: TileShape, num_layers: int, num_resident: int) -> None:
-        self.shape, self.num_layers, self.num_resident = shape, num_layers, num_resident
-        self._memory = memory
+    num_resident: how many are on the device, of all layers together, spread evenly; None: all.
+    """
+
+    def __init__(self, memory: Memory, shape: TileShape, num_layers: int, num_resident: int | None) -> None:
+        self.shape, self.num_layers = shape, num_layers
+        self._memory, self._num_resident = memory, num_resident
         self._homes: list[list[Tensor]] = [[] for _ in range(num_layers)]
+
+    def num_resident(self, layer: int) -> int:
+        """Tiles of `layer` on the device: the first so many."""
+        if self._num_resident is None:
+            return sys.maxsize
+        share, extra = divmod(self._num_resident, self.num_layers)
+        return share + (layer < extra)
+
+    def is_resident(self, layer: int, index: int) -> bool:
+        return index < self.num_resident(layer)
 
     def grow(self, num_tokens: int) -> None:
         """Allocate tiles until `num_tokens` tokens have room."""
         for index in range(len(self._homes[0]), self.shape.count(num_tokens)):
-            tier: Tier = "device" if index < self.num_resident else "host"
-            for homes in self._homes:
+            for layer, homes in enumerate(self._homes):
+                tier: Tier = "device" if self.is_resident(layer, index) else "host"
                 homes.append(self._memory.allocate(self.shape.shape, self.shape.dtype, tier=tier, purpose="kv cache"))
 
     def home(self, layer: int, index: int) -> Tensor:
@@ -91,6 +105,10 @@ class Residence(Protocol):
         """The forward is over or was broken off: nothing of it is under way any more but copies home."""
         ...
 
+    def forget(self) -> None:
+        """Homes change by a forward of another residence: what was fetched ahead for the next one is stale."""
+        ...
+
 
 class Resident:
     """Every tile is on the device: home is where it is used, and nothing moves."""
@@ -109,6 +127,8 @@ class Resident:
     def close(self, layer: int, index: int) -> None: ...
 
     def end(self) -> None: ...
+
+    def forget(self) -> None: ...
 
 
 class Homeward:
@@ -134,7 +154,7 @@ class Homeward:
     def wait(self) -> None:
         """Until every home is up to date."""
         for event in self._stored.values():
-            event.wait()
+            event.synchronize()
         self._stored.clear()
 
 
@@ -149,8 +169,9 @@ class _Slot:
 class StreamedTiles:
     """Decode with the cache on the host: tiles flow through staging slots in the order in which layers want them.
 
-    While one tile is attended the next is on its way, across layer boundaries too. Only pages in use are copied. New
-    rows are written into the staged tile and copied home from there.
+    While one tile is attended the next is on its way, across layer boundaries and across forwards: after the last tile
+    the slots are filled with the first ones again, for rows that are in the cache stay as they are. Only pages in use
+    are copied. New rows are written into the staged tile and copied home from there.
     """
 
     def __init__(self, store: TileStore, link: Link, staging: Sequence[Tensor], homeward: Homeward) -> None:
@@ -158,51 +179,71 @@ class StreamedTiles:
         self._slots = [_Slot(tile, link.record(), link.record(), link.record()) for tile in staging]
         self._order: list[tuple[int, int]] = []
         self._position: dict[tuple[int, int], int] = {}
-        self._length = 0
+        self._length = self._num_tokens = 0  # tokens in the cache as the forward began, and with its rows
+        self._ahead: list[tuple[int, int]] = []  # what the slots hold for the next forward
 
     def begin(self, length: int, num_rows: int) -> None:
         self._store.grow(length + num_rows)
-        streamed = range(self._store.num_resident, self._store.shape.count(length + num_rows))
-        self._order = [(layer, index) for layer in range(self._store.num_layers) for index in streamed]
+        self._length, self._num_tokens = length, length + num_rows
+        self._order = self._tiles(self._num_tokens)
         self._position = {key: i for i, key in enumerate(self._order)}
-        self._length = length
-        for position in range(min(len(self._slots), len(self._order))):
-            self._fetch(position)
+        first = self._order[: len(self._slots)]
+        if first != self._ahead:
+            self._fetch_first(length)
+        self._ahead = []
 
     def open(self, layer: int, index: int) -> Tensor:
-        if index < self._store.num_resident:
+        if self._store.is_resident(layer, index):
             return self._store.home(layer, index)
         slot = self._slot(layer, index)
         slot.full.wait()
         return slot.tile
 
     def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
-        if index >= self._store.num_resident:
+        if not self._store.is_resident(layer, index):
             slot = self._slot(layer, index)
             slot.left = self._homeward.store(layer, index, slot.tile, start, stop)
 
     def close(self, layer: int, index: int) -> None:
-        if index < self._store.num_resident:
+        if self._store.is_resident(layer, index):
             return
+        position = self._position[layer, index]
         self._slot(layer, index).free = self._link.record()
-        following = self._position[layer, index] + len(self._slots)
-        if following < len(self._order):
-            self._fetch(following)
+        if position + len(self._slots) < len(self._order):
+            self._fetch(position + len(self._slots), self._length)
+        elif position + 1 == len(self._order):
+            self._ahead = self._order[: len(self._slots)]
+            self._fetch_first(self._num_tokens)
 
     def end(self) -> None:
-        for slot in self._slots:
-            slot.full.wait()
-            slot.free = self._link.record()  # a forward that broke off closed none of what it had opened
-        self._order, self._position = [], {}
+        if not self._ahead:  # the forward broke off: it closed none of what it had opened
+            for slot in self._slots:
+                slot.full.wait()
+                slot.free = self._link.record()
+
+    def forget(self) -> None:
+        self._ahead = []
+
+    def _tiles(self, num_tokens: int) -> list[tuple[int, int]]:
+        """All that stream, in the order in which they are wanted."""
+        count = self._store.shape.count(num_tokens)
+        layers = range(self._store.num_layers)
+        return [(layer, index) for layer in layers for index in range(self._store.num_resident(layer), count)]
 
     def _slot(self, layer: int, index: int) -> _Slot:
         return self._slots[self._position[layer, index] % len(self._slots)]
 
-    def _fetch(self, position: int) -> None:
+    def _fetch_first(self, length: int) -> None:
+        for position in range(min(len(self._slots), len(self._order))):
+            self._fetch(position, length)
+
+    def _fetch(self, position: int, length: int) -> None:
+        """The pages that `length` tokens use."""
         layer, index = self._order[position]
-        slot, home = self._slot(layer, index), self._store.home(layer, index)
-        pages = self._store.shape.used_pages(index, self._length)
-        after = (slot.free, slot.left, *self._homeward.before(layer, index))
+        slot, home = self._slots[position % len(self._slots)], self._store.home(layer, index)
+        pages = self._store.shape.used_pages(index, length)
+        # What was fetched ahead and is not wanted must have come before the slot is anybody else's.
+        after = (slot.full, slot.free, slot.left, *self._homeward.before(layer, index))
         slot.full = _fetch_pages(self._link, slot.tile, home, pages, after)
 
 
@@ -218,27 +259,29 @@ class PrefillTiles:
         self._full: dict[int, Event] = {}
         self._unsent: dict[int, tuple[int, int]] = {}  # tile index -> rows written and not yet sent home
         self._layer = -1
-        self._length = 0
+        self._length = self._num_tiles = 0
 
     def begin(self, length: int, num_rows: int) -> None:
         self._store.grow(length + num_rows)
         shape = self._store.shape
-        for _ in range(len(self._tiles), shape.count(length + num_rows) - self._store.num_resident):
+        fewest = min(self._store.num_resident(layer) for layer in range(self._store.num_layers))
+        for _ in range(len(self._tiles), shape.count(length + num_rows) - fewest):
             block = self._memory.allocate(shape.shape, shape.dtype, tier="device", purpose="prefill tiles")
             self._tiles.append(block)
+        self._num_tiles = shape.count(length + num_rows)
         self._length, self._layer = length, -1
 
     def open(self, layer: int, index: int) -> Tensor:
         if layer != self._layer:
             self._enter(layer)
-        if index < self._store.num_resident:
+        if self._store.is_resident(layer, index):
             return self._store.home(layer, index)
         if (full := self._full.pop(index, None)) is not None:
             full.wait()
         return self._tile(index)
 
     def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
-        if index < self._store.num_resident:
+        if self._store.is_resident(layer, index):
             return
         first, _ = self._unsent.get(index, (start, stop))
         self._unsent[index] = (first, stop)
@@ -258,8 +301,10 @@ class PrefillTiles:
             self._memory.released(tile, tier="device", purpose="prefill tiles")
         self._tiles.clear()
 
+    def forget(self) -> None: ...
+
     def _tile(self, index: int) -> Tensor:
-        return self._tiles[index - self._store.num_resident]
+        return self._tiles[index - self._store.num_resident(self._layer)]
 
     def _enter(self, layer: int) -> None:
         """Start fetching what `layer` held; a tile is overwritten only after the last layer's copy of it left."""
@@ -267,8 +312,10 @@ class PrefillTiles:
         previous, self._layer = self._layer, layer
         shape, free = self._store.shape, self._link.record()
         for offset, tile in enumerate(self._tiles):
-            index = offset + self._store.num_resident
-            left = self._homeward.before(previous, index)
+            index = offset + self._store.num_resident(layer)
+            if index >= self._num_tiles:
+                break
+            left = () if previous < 0 else self._homeward.before(previous, offset + self._store.num_resident(previous))
             pages = shape.used_pages(index, self._length)
             after = (free, *left, *self._homeward.before(layer, index))
             self._full[index] = _fetch_pages(self._link, tile, self._store.home(layer, index), pages, after)
@@ -291,6 +338,10 @@ class _All:
     def wait(self) -> None:
         for event in self.events:
             event.wait()
+
+    def synchronize(self) -> None:
+        for event in self.events:
+            event.synchronize()
 
 
 def _fetch_pages(link: Link, tile: Tensor, home: Tensor, num_pages: int, after: tuple[Event, ...]) -> Event:

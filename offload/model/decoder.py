@@ -62,6 +62,11 @@ class Decoder:
                 on_rows(block.shape[0])
         return x
 
+    def finish(self) -> None:
+        """Return when all that was computed is there: on a GPU, calls return before it is."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def logits(self, hidden: Tensor, *, rows: int | None = None) -> Tensor:
         """hidden [n, hidden] -> [n, V] in the model's dtype."""
         return _by_rows(rows, hidden, self._head)

@@ -47,6 +47,7 @@ class Level:
         before = self._link.stats.bytes_to_device if self._link else 0
         with self.stats.measure(len(tokens)):
             logits = self._forward(tokens, num_logits)
+            self._decoder.finish()
         if self._link:
             self.stats.link_bytes += self._link.stats.bytes_to_device - before
         return logits
@@ -114,3 +115,4 @@ def prefill(
         segment = Segment(cache, torch.tensor(tokens, dtype=torch.long, device=decoder.device))
         decoder.forward([segment], walk=walk, on_rows=count)
         cache.advance(len(tokens))
+        decoder.finish()

@@ -21,14 +21,19 @@ def load_decoder(
     memory: Memory,
     *,
     dtype: torch.dtype,
+    name: str,
     link: Link | None,
+    num_resident: int = 0,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> Decoder:
-    """Check the checkpoint in `folder` against `config` and read it to its places: with a link, layers to the host.
+    """Check the checkpoint in `folder` against `config` and read it to its places: with a link, all but the first
+    `num_resident` layers to the host.
 
     `on_bytes` hears of each piece as it arrives. Raises ModelError.
     """
     with Checkpoint.open(folder) as checkpoint:
         check_model(checkpoint, config)
-        weights = load_weights(checkpoint, config, memory, dtype=dtype, link=link, on_bytes=on_bytes)
+        weights = load_weights(
+            checkpoint, config, memory, dtype=dtype, name=name, link=link, num_resident=num_resident, on_bytes=on_bytes
+        )
     return Decoder(config, weights)

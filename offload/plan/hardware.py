@@ -4,28 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
-
 from offload.errors import UsageError
+from offload.plan.machine import free_host_bytes, machine_name
+from offload.plan.rates import RTX_4090, TWO_CORES, Rates, load_rates
 
-
-@dataclass(frozen=True)
-class Rates:
-    """How fast one device and its way to the host are: bytes (1e9 a GB) and operations per second.
-
-    to_device, to_host: copies of pinned memory, each direction alone. flops: large 16-bit matrix products.
-    """
-
-    to_device: float
-    to_host: float
-    device_read: float
-    host_read: float
-    flops: float
-    measured: bool = False  # by `triforce doctor` on this machine; else typical of its kind
-
-
-TWO_CORES = Rates(to_device=8e9, to_host=8e9, device_read=18e9, host_read=18e9, flops=0.18e12)
-RTX_4090 = Rates(to_device=25e9, to_host=25e9, device_read=1.0e12, host_read=60e9, flops=160e12)
+__all__ = ["RTX_4090", "TWO_CORES", "Hardware", "Rates", "probe", "rates_key"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +21,7 @@ class Hardware:
     host_free_bytes: int
     fast_bf16: bool
     rates: Rates = TWO_CORES
+    num_devices: int = 1  # alike, each with a link of its own; bytes and rates are of one
 
     @property
     def is_cpu(self) -> bool:
@@ -49,13 +33,34 @@ def probe(device: str) -> Hardware:
     import torch
 
     name = _resolve(device)
-    host_free = psutil.virtual_memory().available
+    host_free = free_host_bytes()
+    rates = load_rates(machine_name(), rates_key(name))
     if name == "cpu":
-        fast_bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        return Hardware(name, f"CPU, {torch.get_num_threads()} threads", host_free, host_free, fast_bf16)
+        mkldnn = torch.backends.mkldnn.is_available()  # not in every build
+        fast_bf16 = mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return Hardware(name, _cpu_name(), host_free, host_free, fast_bf16, rates or TWO_CORES)
     properties = torch.cuda.get_device_properties(name)
     free, _ = torch.cuda.mem_get_info(name)
-    return Hardware(name, properties.name, free, host_free, properties.major >= 8)
+    return Hardware(name, properties.name, free, host_free, properties.major >= 8, rates or RTX_4090)
+
+
+def rates_key(device: str) -> str:
+    """What the rates of "cpu" or "cuda:N" are kept under.
+
+    A card by its own number: N depends on which are visible, and two alike may sit in unlike slots.
+    """
+    import torch
+
+    if device == "cpu":
+        return _cpu_name()
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name} {properties.uuid}"
+
+
+def _cpu_name() -> str:
+    import torch
+
+    return f"CPU, {torch.get_num_threads()} threads"
 
 
 def _resolve(device: str) -> str:

@@ -12,7 +12,11 @@ DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a user may ask for; None and "auto" leave the choice to the plan. Tokens and GB/s (1e9 bytes)."""
+    """What a user may ask for; None and "auto" leave the choice to the plan. Tokens, GB and GB/s (1e9 bytes).
+
+    offload: what may be kept on the host; on a CPU, where device and host are one memory, all of it is, unless
+    device_memory says how much of it may be on the "device".
+    """
 
     context: int | None = None
     budget: int | None = None
@@ -23,7 +27,8 @@ class Options:
     window: int = 240
     device: str = "auto"
     dtype: str = "auto"
-    offload: frozenset[str] = frozenset()
+    offload: frozenset[str] | None = None
+    device_memory: float | None = None
     link_gbps: float | None = None
     speculation: bool = True
     selection: str = "mass"
@@ -40,12 +45,15 @@ class Options:
             raise UsageError(f"chunk is {self.chunk}, it must be a power of two up to {PAGE_TOKENS}")
         if self.dtype not in ("auto", *DTYPE_BYTES):
             raise UsageError(f"dtype is {self.dtype!r}, it must be auto, bf16, fp16 or fp32")
-        if not self.offload <= {"weights", "kv"}:
+        if self.offload is not None and not self.offload <= {"weights", "kv"}:
             unknown = ", ".join(sorted(self.offload - {"weights", "kv"}))
             raise UsageError(f"offload names {unknown}; it may name weights and kv")
         if self.link_gbps is not None and not 0.001 <= self.link_gbps <= 10_000:
             raise UsageError(f"link-gbps is {self.link_gbps}, it must be from 0.001 to 10000 GB/s")
-        if self.link_gbps is not None and not self.offload:
+        if self.device_memory is not None and not 0.001 <= self.device_memory <= 100_000:
+            raise UsageError(f"device-memory is {self.device_memory}, it must be from 0.001 to 100000 GB")
+        moves = bool(self.offload) or (self.offload is None and self.device_memory is not None)
+        if self.link_gbps is not None and not moves:
             raise UsageError("link-gbps paces a link and nothing is offloaded; add --offload weights,kv")
         if self.selection not in ("mass", "published"):
             raise UsageError(f"selection is {self.selection!r}, it must be mass or published")

@@ -6,30 +6,30 @@ the same text. Nothing here is measured at run time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from offload.errors import DoesNotFit, UsageError
 from offload.plan.config import ModelConfig
-from offload.plan.cost import choose_gammas
+from offload.plan.cost import Cost, Prediction, predict
 from offload.plan.hardware import Hardware
 from offload.plan.options import PAGE_TOKENS, Options
+from offload.plan.placement import largest, place, shortage
 from offload.plan.sizing import WALK, Sizing
 
 __all__ = ["Options", "Plan", "make_plan"]
 
 LevelName = Literal["draft", "retrieval", "target"]
 
-GIB = 2**30
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All decisions for one request. Bytes by purpose, per tier; tokens unless the name says otherwise."""
+    """All decisions for one request. Bytes by purpose, per tier, those of the device on each of `num_devices`; tokens
+    unless the name says otherwise."""
 
     device: str
     device_name: str
+    num_devices: int
     dtype: str
     num_prompt_tokens: int
     max_tokens: int
@@ -47,9 +47,12 @@ class Plan:
     sinks: int
     window: int
     offload: tuple[str, ...]
+    resident_layers: int  # layers whose weights stay on the device
+    resident_tiles: int  # tiles of the full cache that stay there, of all layers together
     link_bytes_per_second: float | None
     device_bytes: dict[str, int]
     host_bytes: dict[str, int]
+    predicted: Prediction
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -70,14 +73,17 @@ def make_plan(
     capacity, max_tokens = _fit_context(target, options, num_prompt_tokens, max_tokens, notes)
     sizing = Sizing(target, draft, options, hardware, _dtype(target, options, hardware))
     _check_memory(sizing, capacity, num_prompt_tokens)
-    gamma, draft_gamma = choose_gammas(sizing, capacity)
+    cost = _choose(sizing, capacity)
+    gamma, draft_gamma, placement = cost.gamma, cost.draft_gamma, cost.placement
+    if options.link_gbps is not None and not placement.offload:
+        raise UsageError("link-gbps paces a link and nothing is offloaded; add --offload weights,kv")
     levels: tuple[LevelName, ...] = ("target",)
     if gamma:
         levels = ("draft", "retrieval", "target") if draft_gamma else ("retrieval", "target")
-    device_bytes, host_bytes = sizing.bytes(capacity, gamma, draft_gamma)
     return Plan(
         device=hardware.device,
         device_name=hardware.device_name,
+        num_devices=hardware.num_devices,
         dtype=sizing.dtype,
         num_prompt_tokens=num_prompt_tokens,
         max_tokens=max_tokens,
@@ -94,12 +100,51 @@ def make_plan(
         selection=options.selection,
         sinks=options.sinks,
         window=options.window,
-        offload=tuple(sorted(options.offload)),
+        offload=tuple(sorted(placement.offload)),
+        resident_layers=placement.resident_layers,
+        resident_tiles=placement.resident_tiles,
         link_bytes_per_second=options.link_gbps * 1e9 if options.link_gbps else None,
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-        notes=tuple(notes),
+        device_bytes=placement.device,
+        host_bytes=placement.host,
+        predicted=predict(cost, _choose(_without_speculation(sizing), capacity), num_prompt_tokens),
+        notes=(*notes, *_advice(cost)),
     )
+
+
+def _choose(sizing: Sizing, capacity: int) -> Cost:
+    """What the user set, else the composition with the least predicted seconds per token among those that fit.
+
+    Where none fits, the smallest."""
+    options = sizing.options
+    gammas = (0, 3, 7, 15, 31) if options.gamma is None else (options.gamma,)
+    drafts = (0, 1, 2, 3) if options.draft_gamma is None else (options.draft_gamma,)
+    if not options.speculation:
+        gammas = (0,)
+    if sizing.draft is None:
+        drafts = (0,)
+    pairs = dict.fromkeys((gamma, draft if gamma else 0) for gamma in gammas for draft in drafts)
+    costs = [Cost(sizing, place(sizing, capacity, *pair), capacity, *pair) for pair in pairs]
+    fitting = [cost for cost in costs if shortage(sizing, cost.placement) is None]
+    if not fitting:
+        return min(costs, key=lambda cost: cost.placement.device_bytes + cost.placement.host_bytes)
+    return min(fitting, key=lambda cost: cost.per_token)
+
+
+def _without_speculation(sizing: Sizing) -> Sizing:
+    return replace(sizing, options=replace(sizing.options, speculation=False))
+
+
+def _advice(cost: Cost) -> list[str]:
+    """What would make this plan a better one."""
+    target, resident = cost.sizing.target, cost.placement.resident_layers
+    if resident == target.num_layers or cost.sizing.hardware.is_cpu:
+        return []
+    streamed = (target.num_layers - resident) * cost.sizing.layer_bytes
+    return [
+        f"{target.num_layers - resident} of {target.num_layers} layers ({streamed / 1e9:.1f} GB) do not fit the device "
+        "and cross the link in every pass, those of the retrieval level too; a low-bit copy of them on the device "
+        "would end that and is not built yet"
+    ]
 
 
 def _fit_context(
@@ -138,34 +183,14 @@ def _dtype(target: ModelConfig, options: Options, hardware: Hardware) -> str:
 
 def _check_memory(sizing: Sizing, capacity: int, num_prompt_tokens: int) -> None:
     """Raise DoesNotFit, with the largest context that would fit, where a tier is too small."""
-    hardware = sizing.hardware
 
     def missing(tokens: int) -> str | None:
-        device, host = (sum(tier.values()) for tier in sizing.bytes(tokens, *choose_gammas(sizing, tokens)))
-        tiers = [("memory", device + host, hardware.host_free_bytes)]
-        if not hardware.is_cpu:
-            tiers = [
-                ("device memory", device, hardware.device_free_bytes),
-                ("host memory", host, hardware.host_free_bytes),
-            ]
-        for name, needed, free in tiers:
-            if needed > free:
-                return f"{needed / GIB:.1f} GiB of {name}, {free / GIB:.1f} GiB are free"
-        return None
+        return shortage(sizing, _choose(sizing, tokens).placement)
 
     if (short := missing(capacity)) is None:
         return
-    fits = _largest(lambda tokens: missing(tokens) is None, capacity)
+    fits = largest(lambda tokens: missing(tokens) is None, capacity)
     remedy = f"the largest context that fits is {fits} tokens" if fits else "not even one token of context fits"
-    if not hardware.is_cpu and sizing.options.offload != {"weights", "kv"}:
-        remedy += "; --offload weights,kv moves them to the host"
+    if not sizing.hardware.is_cpu and sizing.options.offload not in (None, {"weights", "kv"}):
+        remedy += "; --offload auto moves to the host what has no room on the device"
     raise DoesNotFit(f"a context of {capacity} tokens ({num_prompt_tokens} of prompt) needs {short}; {remedy}")
-
-
-def _largest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` that fits, by bisection; 0 for none."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low

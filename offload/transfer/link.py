@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,7 +24,11 @@ class Event(Protocol):
     """Something that will have happened."""
 
     def wait(self) -> None:
-        """Whatever is computed after this call sees what the event stands for."""
+        """Whatever is computed on the device after this call sees what the event stands for."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return when it has happened: then the host sees it too."""
         ...
 
 
@@ -52,6 +57,9 @@ class Done:
     def wait(self) -> None:
         return None
 
+    def synchronize(self) -> None:
+        return None
+
 
 class CopyEvent:
     """Fires when a worker thread finished a copy; raises in the waiter what went wrong in the worker."""
@@ -69,6 +77,9 @@ class CopyEvent:
         self._fired.wait()
         if self.error is not None:
             raise RuntimeError("a copy over the link failed") from self.error
+
+    def synchronize(self) -> None:
+        self.wait()
 
 
 @dataclass(frozen=True)
@@ -178,10 +189,83 @@ class PacedLink:
         return copy.event
 
 
-def _move(dst: Tensor, src: Tensor) -> None:
-    """Copy on this thread alone: torch would split a large copy over the threads that compute."""
+class CudaEvent:
+    """A point on a CUDA stream."""
+
+    def __init__(self, stream: torch.cuda.Stream, *, timing: bool = False) -> None:
+        self.event, self._device = torch.cuda.Event(enable_timing=timing), stream.device
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        """The device's current stream goes on after it; the host does not wait."""
+        torch.cuda.current_stream(self._device).wait_event(self.event)
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
+class CudaLink:
+    """The link to a GPU: a copy stream per direction, beside the stream that computes.
+
+    Copies go out at once and wait on the device for their events: nothing here makes the host wait. Both sides of a
+    copy must outlive it, and host memory must be pinned, else CUDA would copy it piece by piece and wait.
+    bytes_per_second: what the link is known to do, for the statistics.
+    """
+
+    def __init__(self, device: torch.device, bytes_per_second: float | None = None) -> None:
+        self._device, self._bytes_per_second = device, bytes_per_second
+        self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._num_bytes = {self._in: 0, self._out: 0}
+        self._busy_seconds = 0.0
+        self._timed: deque[tuple[CudaEvent, CudaEvent]] = deque()  # starts and ends of copies in, not yet counted
+
+    @property
+    def stats(self) -> LinkStats:
+        """Copies that are still under way count with their bytes and without their time."""
+        while self._timed and self._timed[0][1].event.query():
+            start, end = self._timed.popleft()
+            self._busy_seconds += start.event.elapsed_time(end.event) / 1000
+        return LinkStats(
+            self._num_bytes[self._in], self._num_bytes[self._out], self._busy_seconds, self._bytes_per_second
+        )
+
+    def to_device(self, dst: Tensor, src: Tensor, after: Sequence[Event] = ()) -> Event:
+        return self._copy(self._in, dst, src, after)
+
+    def to_host(self, dst: Tensor, src: Tensor, after: Sequence[Event] = ()) -> Event:
+        return self._copy(self._out, dst, src, after)
+
+    def record(self) -> Event:
+        return CudaEvent(torch.cuda.current_stream(self._device))
+
+    def close(self) -> None:
+        """Let the copies under way finish."""
+        self._in.synchronize()
+        self._out.synchronize()
+
+    def _copy(self, stream: torch.cuda.Stream, dst: Tensor, src: Tensor, after: Sequence[Event]) -> Event:
+        _check_alike(dst, src)
+        timed = stream == self._in
+        with torch.cuda.stream(stream):
+            for event in after:
+                event.wait()
+            start = CudaEvent(stream, timing=timed)
+            dst.copy_(src, non_blocking=True)
+            end = CudaEvent(stream, timing=timed)
+        if timed:
+            self._timed.append((start, end))
+        self._num_bytes[stream] += src.nbytes
+        return end
+
+
+def _check_alike(dst: Tensor, src: Tensor) -> None:
     if dst.dtype != src.dtype or dst.shape != src.shape:
         raise ValueError(f"copy of {src.dtype} {tuple(src.shape)} into {dst.dtype} {tuple(dst.shape)}")
+
+
+def _move(dst: Tensor, src: Tensor) -> None:
+    """Copy on this thread alone: torch would split a large copy over the threads that compute."""
+    _check_alike(dst, src)
     if src.element_size() == 2:  # numpy has no bfloat16
         dst, src = dst.view(torch.int16), src.view(torch.int16)
     dst.numpy()[...] = src.numpy()

@@ -1,14 +1,29 @@
-"""Where every long-lived byte comes from: the only module that allocates host and device blocks and that pins."""
+"""Where every long-lived byte comes from: the only module that allocates host and device blocks and that pins.
+
+Host blocks are anonymous mappings of exactly the bytes asked for (torch's pinned allocator rounds up to a power of two:
+20 GiB would take 32), of huge pages where the system allows them, and near the GPU where there are several NUMA nodes.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import math
+import mmap
 from collections import Counter
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from offload.errors import DoesNotFit
+
 Tier = Literal["host", "device"]
+
+GIB = 2**30
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, whichever is current
+_MPOL_PREFERRED = 1
+_MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers
 
 
 class Memory:
@@ -20,14 +35,19 @@ class Memory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._node = _numa_node(device)
         self._ledger: Counter[tuple[Tier, str]] = Counter()
 
+    @torch.inference_mode(False)  # a block made within a forward may be written outside of one
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, *, tier: Tier, purpose: str) -> Tensor:
-        """A zeroed tensor: bytes that no row was written to must be finite, attention multiplies them by zero."""
+        """A zeroed tensor: bytes that no row was written to must be finite, attention multiplies them by zero.
+
+        Raises DoesNotFit, with the numbers, where the system refuses the block or its pinning.
+        """
         if tier == "device":
             block = torch.zeros(shape, dtype=dtype, device=self.device)
         else:
-            block = torch.zeros(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+            block = self._host_block(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         self._ledger[tier, purpose] += block.nbytes
         return block
 
@@ -42,3 +62,75 @@ class Memory:
             if num_bytes:
                 tiers[tier][purpose] = num_bytes
         return tiers
+
+    def _host_block(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], its pages touched (torch's threads share that) and pinned for a GPU."""
+        if not num_bytes:
+            return torch.zeros(0, dtype=torch.uint8)
+        try:
+            mapping = _Mapping(-1, num_bytes)
+        except OSError as error:
+            raise DoesNotFit(self._refused(num_bytes, "reserved", str(error))) from error
+        block = torch.frombuffer(mapping, dtype=torch.uint8)
+        _advise(mapping, block, self._node)
+        block.zero_()
+        if self.device.type == "cuda":
+            code = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), num_bytes, _PORTABLE)
+            if int(code) != 0:
+                raise DoesNotFit(self._refused(num_bytes, "pinned", f"CUDA error {int(code)}"))
+            mapping.pinned_at = block.data_ptr()
+        return block
+
+    def _refused(self, num_bytes: int, what: str, reason: str) -> str:
+        held = sum(count for (tier, _), count in self._ledger.items() if tier == "host")
+        return (
+            f"{num_bytes / GIB:.2f} GiB of host memory could not be {what} ({reason}) after {held / GIB:.2f} GiB; "
+            "the system limits what one process may pin (ulimit -l, a container's or WSL's memory limit): "
+            "raise that limit, or lower --context"
+        )
+
+
+class _Mapping(mmap.mmap):
+    """Anonymous pages that are unpinned before they are given back: when the last tensor over them is gone."""
+
+    pinned_at = 0  # address, where it is pinned
+
+    def __del__(self) -> None:
+        if self.pinned_at:
+            torch.cuda.cudart().cudaHostUnregister(self.pinned_at)
+
+
+def _advise(mapping: mmap.mmap, block: Tensor, node: int | None) -> None:
+    """Huge pages, and pages near the GPU, where the system has them. Advice: refused, it changes nothing but speed."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            return
+    number = _MBIND.get(_machine())
+    if node is None or number is None:
+        return
+    mask = ctypes.c_ulong(1 << node)
+    ctypes.CDLL(None).syscall(
+        number, ctypes.c_void_p(block.data_ptr()), ctypes.c_ulong(block.nbytes), _MPOL_PREFERRED, ctypes.byref(mask),
+        ctypes.c_ulong(8 * ctypes.sizeof(mask)), 0,
+    )  # fmt: skip
+
+
+def _machine() -> str:
+    import platform
+
+    return platform.machine() if platform.system() == "Linux" else ""
+
+
+def _numa_node(device: torch.device) -> int | None:
+    """The node whose memory is nearest to the GPU; None where there is one node only, or none is known."""
+    if device.type != "cuda" or len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2:
+        return None
+    properties: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(properties, "pci_bus_id"):  # torch says so from 2.7 on
+        return None
+    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    file = Path("/sys/bus/pci/devices") / address / "numa_node"
+    node = int(file.read_text()) if file.exists() else -1
+    return node if 0 <= node < 64 else None

@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 
 from offload.errors import ModelError
 from offload.plan.config import ModelConfig
+from offload.plan.sizing import NUM_STAGING
 from offload.transfer.checkpoint import Checkpoint
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory, Tier
@@ -146,21 +147,27 @@ class ResidentLayers:
 
 
 class StreamedLayers:
-    """Layers on the host, each crossing the link when its turn comes, into one of a few staging buffers.
+    """The first layers on the device, the rest on the host, each crossing the link when its turn comes, into one of a
+    few staging buffers.
 
     Weights do not change, so the stream runs on in a circle: while the last layers are used, the next pass's first ones
     are on their way.
     """
 
-    def __init__(self, homes: Sequence[Tensor], layout: LayerLayout, staging: Sequence[Tensor], link: Link) -> None:
-        self._homes, self._staging, self._link = homes, staging, link
+    def __init__(
+        self, resident: Sequence[LayerWeights], homes: Sequence[Tensor], layout: LayerLayout,
+        staging: Sequence[Tensor], link: Link,
+    ) -> None:  # fmt: skip
+        self._resident, self._homes, self._staging, self._link = resident, homes, staging, link
+        self._nbytes = (len(resident) + len(homes)) * layout.num_elements * staging[0].itemsize
         self._bound = [layout.bind(buffer) for buffer in staging]
         self._full: list[Event] = []
-        self._position = 0  # layers used since the stream began
+        self._position = 0  # streamed layers used since the stream began
 
     def __iter__(self) -> Iterator[LayerWeights]:
-        if not self._full or self._position % len(self._homes):
+        if self._homes and (not self._full or self._position % len(self._homes)):
             self._restart()
+        yield from self._resident
         for _ in self._homes:
             slot = self._position % len(self._staging)
             self._full[slot].wait()
@@ -169,7 +176,7 @@ class StreamedLayers:
             self._position += 1
 
     def nbytes(self) -> int:
-        return sum(home.nbytes for home in self._homes)
+        return self._nbytes
 
     def _restart(self) -> None:
         """At the first layer, also after a pass that was broken off."""
@@ -201,11 +208,14 @@ def load_weights(
     memory: Memory,
     *,
     dtype: torch.dtype,
+    name: str = "target",
     link: Link | None = None,
-    num_staging: int = 2,
+    num_resident: int = 0,
+    num_staging: int = NUM_STAGING,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> Weights:
-    """Read a checked checkpoint into its places: all on the device, or, with a link, the layers on the host.
+    """Read a checked checkpoint into its places: all on the device, or, with a link, the first `num_resident` layers
+    there and the others on the host. The ledger calls them `name`'s.
 
     `on_bytes` hears of each layer's bytes as they arrive. Peak memory: what is placed, and one tensor's mapping.
     """
@@ -216,25 +226,26 @@ def load_weights(
         on_bytes(block.nbytes)
         return block
 
-    def place(name: str, shape: tuple[int, ...]) -> Tensor:
-        block = memory.allocate(shape, dtype, tier="device", purpose="weights")
-        checkpoint.read_into(name, block)
-        return arrived(block, name)
+    def place(tensor: str, shape: tuple[int, ...]) -> Tensor:
+        block = memory.allocate(shape, dtype, tier="device", purpose=f"{name} embeddings")
+        checkpoint.read_into(tensor, block)
+        return arrived(block, tensor)
 
     layout = LayerLayout.of(config, dtype)
-    tier: Tier = "device" if link is None else "host"
+    size = (layout.num_elements,)
     buffers = []
     for index in range(config.num_layers):
-        buffer = memory.allocate((layout.num_elements,), dtype, tier=tier, purpose="weights")
+        tier: Tier = "device" if link is None or index < num_resident else "host"
+        buffer = memory.allocate(size, dtype, tier=tier, purpose=f"{name} layers")
         load_layer(checkpoint, config, layout, index, buffer)
         buffers.append(arrived(buffer, f"layer {index}"))
     layers: Layers
     if link is None:
         layers = ResidentLayers([layout.bind(buffer) for buffer in buffers], sum(buffer.nbytes for buffer in buffers))
     else:
-        size = (layout.num_elements,)
         staging = [memory.allocate(size, dtype, tier="device", purpose="weight staging") for _ in range(num_staging)]
-        layers = StreamedLayers(buffers, layout, staging, link)
+        resident = [layout.bind(buffer) for buffer in buffers[:num_resident]]
+        layers = StreamedLayers(resident, buffers[num_resident:], layout, staging, link)
     table = (config.vocab_size, config.hidden_size)
     embedding = place("model.embed_tokens.weight", table)
     head = embedding if config.tie_embeddings else place("lm_head.weight", table)

@@ -1,0 +1,287 @@
+"""`triforce doctor`: this machine as it is, and as fast as it is."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import psutil
+import torch
+
+from offload import measure
+from offload.errors import TriforceError
+from offload.measure import Copies
+from offload.plan import machine, nvml
+from offload.plan.hardware import Hardware, Rates, probe, rates_key
+from offload.plan.machine import Machine
+from offload.plan.nvml import Driver, Pcie
+from offload.plan.rates import rates_file, save_rates
+from offload.transfer.link import CudaLink, PacedLink
+
+READ_BYTES = 1 << 30  # far more than caches hold
+COPY_BYTES = 256 << 20
+LEAST_BYTES = 256 << 20  # of a card's free memory; with less, there is nothing to measure with
+LOOK_SECONDS = 0.3  # to see what else runs
+SHARE = 8  # at most one part in so many of the free memory is taken for measuring
+
+OnStep = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """Bytes per second between (pinned) host memory and one device, or several at once.
+
+    to_device, to_host: each direction alone; both: the sum while both are busy.
+    """
+
+    to_device: float
+    to_host: float
+    both: float
+
+
+@dataclass(frozen=True)
+class Processor:
+    """Bytes and operations per second, with all `num_threads`; a copy of the link uses one thread each way."""
+
+    num_threads: int
+    busy_share: float  # of all cores, by others while nothing was measured
+    fast_bf16: bool
+    read: float
+    weights_read: float  # through products of one row
+    link: LinkRates
+    bf16_flops: float
+    fp32_flops: float
+
+
+@dataclass(frozen=True)
+class GpuRates:
+    read: float
+    weights_read: float
+    link: LinkRates
+    flops: float  # 16-bit
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """`rates` is None where measuring failed, and `problem` says why."""
+
+    device: str
+    name: str
+    compute_capability: str
+    total_bytes: int
+    free_bytes: int
+    pcie: Pcie | None
+    peers: tuple[str, ...]  # devices whose memory it can reach by itself
+    rates: GpuRates | None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Software:
+    python: str
+    torch: str
+    torch_cuda: str | None  # None: built without CUDA
+    transformers: str
+    attention: str  # what runs
+    flash_attn: str | None  # its version; found, not used
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    machine: Machine
+    processor: Processor
+    gpus: tuple[Gpu, ...]
+    together: LinkRates | None  # of all GPUs at once, where there are several
+    driver: Driver | None
+    software: Software
+
+    @property
+    def device(self) -> str:
+        """The first GPU that works, else "cpu"."""
+        return next((gpu.device for gpu in self.gpus if gpu.rates is not None), "cpu")
+
+    @property
+    def rates(self) -> dict[str, Rates]:
+        """What the planner wants to know, by device."""
+        cpu = self.processor
+        flops = cpu.bf16_flops if cpu.fast_bf16 else cpu.fp32_flops
+        rates = {"cpu": Rates(cpu.link.to_device, cpu.link.to_host, cpu.weights_read, cpu.read, flops, measured=True)}
+        for gpu in self.gpus:
+            if (own := gpu.rates) is not None:
+                link = own.link
+                rates[gpu.device] = Rates(
+                    link.to_device, link.to_host, own.weights_read, cpu.read, own.flops, measured=True
+                )
+        return rates
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where the rates are kept for the planner, or why they are not."""
+
+    path: str
+    problem: str = ""
+
+
+def diagnose(on_step: OnStep) -> Diagnosis:
+    """Look and measure, a few seconds long. `on_step` hears what comes next."""
+    on_step("looking at the machine")
+    host, driver = machine.look(), nvml.driver()
+    copy_bytes = min(COPY_BYTES, host.host_free_bytes // SHARE // max(torch.cuda.device_count(), 4))
+    processor = _processor(min(READ_BYTES, host.host_free_bytes // SHARE), copy_bytes, on_step)
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        on_step(f"measuring cuda:{index}")
+        gpus.append(_gpu(index, copy_bytes))
+    working = [gpu for gpu in gpus if gpu.rates is not None]
+    if len(working) > 1:
+        on_step("measuring the GPUs together")
+    together = _together(working, copy_bytes)
+    torch.cuda.empty_cache()  # what measuring used is free again, also for a plan
+    return Diagnosis(host, processor, tuple(gpus), together, driver, _software())
+
+
+def usable_hardware(diagnosis: Diagnosis) -> Hardware:
+    """What a plan sees of the device that works, with the rates just measured."""
+    return replace(probe(diagnosis.device), rates=diagnosis.rates[diagnosis.device])
+
+
+def remember(diagnosis: Diagnosis) -> Record:
+    """Keep the rates for the planner. That it cannot be written is told, and no failure."""
+    try:
+        measured = {rates_key(device): rates for device, rates in diagnosis.rates.items()}
+        return Record(str(save_rates(machine.machine_name(), measured)))
+    except OSError as error:
+        return Record(str(rates_file()), error.strerror or str(error))
+
+
+def _processor(read_bytes: int, copy_bytes: int, on_step: OnStep) -> Processor:
+    busy_share = psutil.cpu_percent(LOOK_SECONDS) / 100
+    fast_bf16 = probe("cpu").fast_bf16
+    device = torch.device("cpu")
+    on_step("measuring memory")
+    read, weights_read = measure.read_rates(device, torch.bfloat16 if fast_bf16 else torch.float32, read_bytes)
+    on_step("measuring copies")
+    with _copies(device, copy_bytes) as copies:
+        link = _link_rates([copies])
+    on_step("measuring products")
+    return Processor(
+        num_threads=torch.get_num_threads(),
+        busy_share=busy_share,
+        fast_bf16=fast_bf16,
+        read=read,
+        weights_read=weights_read,
+        link=link,
+        bf16_flops=measure.product_rate(device, torch.bfloat16),
+        fp32_flops=measure.product_rate(device, torch.float32),
+    )
+
+
+@contextmanager
+def _copies(device: torch.device, num_bytes: int) -> Iterator[Copies]:
+    """Over what the engine would use: on a CPU an unpaced link, a thread each way."""
+    link = CudaLink(device) if device.type == "cuda" else PacedLink(None)
+    with closing(link):
+        yield measure.link_copies(link, device, num_bytes)
+
+
+def _link_rates(ends: Sequence[Copies]) -> LinkRates:
+    """Of all the devices at the `ends` of their links, together."""
+    inwards, outwards = [end.to_device for end in ends], [end.to_host for end in ends]
+    return LinkRates(
+        *(measure.copy_rate(copies, ends[0].num_bytes) for copies in (inwards, outwards, inwards + outwards))
+    )
+
+
+def _gpu(index: int, copy_bytes: int) -> Gpu:
+    """A card that does not work (others have its memory, its driver is another) is part of the diagnosis."""
+    gpu = Gpu(f"cuda:{index}", "unknown card", "", 0, 0, None, (), None)
+    try:
+        properties = torch.cuda.get_device_properties(index)
+        free_bytes, _ = torch.cuda.mem_get_info(index)
+        gpu = replace(
+            gpu,
+            name=properties.name,
+            compute_capability=f"{properties.major}.{properties.minor}",
+            total_bytes=properties.total_memory,
+            free_bytes=free_bytes,
+            peers=_peers(index),
+        )
+        if free_bytes < LEAST_BYTES:
+            return replace(gpu, problem=f"only {free_bytes / 1e9:.2f} GB of its memory are free")
+        with _copies(_device(index), min(copy_bytes, free_bytes // SHARE)) as copies:
+            gpu = replace(gpu, pcie=_busy_link(copies, str(properties.uuid)))
+            link = _link_rates([copies])
+        rates = _gpu_rates(_device(index), link, free_bytes, half=_half(properties.major))
+        return replace(gpu, rates=rates)
+    except (RuntimeError, TriforceError) as error:
+        return replace(gpu, problem=(str(error).splitlines() or [type(error).__name__])[0])
+
+
+def _device(index: int) -> torch.device:
+    return torch.device("cuda", index)
+
+
+def _busy_link(copies: Copies, uuid: str) -> Pcie | None:
+    """The link while bytes cross it: an idle card slows it down."""
+    waits = [copies.to_device() for _ in range(2 * measure.COPIES_PER_RUN)]
+    link = nvml.pcie(uuid)
+    waits[-1]()
+    return link
+
+
+def _gpu_rates(device: torch.device, link: LinkRates, free_bytes: int, *, half: torch.dtype) -> GpuRates:
+    read, weights_read = measure.read_rates(device, half, min(READ_BYTES, free_bytes // SHARE))
+    return GpuRates(read, weights_read, link, measure.product_rate(device, half))
+
+
+def _half(major: int) -> torch.dtype:
+    """The 16-bit type that cards of this compute capability are fast at."""
+    return torch.bfloat16 if major >= 8 else torch.float16
+
+
+def _peers(index: int) -> tuple[str, ...]:
+    others = [other for other in range(torch.cuda.device_count()) if other != index]
+    return tuple(f"cuda:{other}" for other in others if torch.cuda.can_device_access_peer(index, other))
+
+
+def _together(gpus: list[Gpu], copy_bytes: int) -> LinkRates | None:
+    """All working GPUs at once."""
+    if len(gpus) < 2:
+        return None
+    num_bytes = min(copy_bytes, *(gpu.free_bytes // SHARE for gpu in gpus))
+    devices = [_device(int(gpu.device.removeprefix("cuda:"))) for gpu in gpus]
+    try:
+        with ExitStack() as stack:
+            return _link_rates([stack.enter_context(_copies(device, num_bytes)) for device in devices])
+    except (RuntimeError, TriforceError):  # one of them has no memory left: each has been measured alone
+        return None
+
+
+def _software() -> Software:
+    return Software(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        torch_cuda=torch.version.cuda,
+        transformers=importlib.metadata.version("transformers"),
+        attention="torch products",  # kernels/attention.py, on every device
+        flash_attn=_flash_attention(),
+    )
+
+
+def _flash_attention() -> str | None:
+    """The version that could be imported; it is not."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    try:
+        return importlib.metadata.version("flash_attn")
+    except importlib.metadata.PackageNotFoundError:  # a checkout on the path
+        return "of unknown version"

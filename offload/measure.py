@@ -1,0 +1,112 @@
+"""How fast reading, copying and products are here: the best of a few runs, since whatever else runs only slows them.
+
+Works on any device; nothing is known of models.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from offload.transfer.link import Link
+from offload.transfer.memory import Memory
+
+MIN_RUNS = 3
+READ_SECONDS = COPY_SECONDS = 0.5  # to see the machine undisturbed
+PRODUCT_SECONDS = 0.1  # of each size
+COPIES_PER_RUN = 4  # one after the other, so that starting them does not count
+ENOUGH_SECONDS = 0.05  # of one product, to be timed well
+MAX_PRODUCT_SIZE = 8192
+MATRIX_WIDTH = 4096
+PURPOSE = "measuring"
+
+Copy = Callable[[], Callable[[], object]]  # starts a copy, returns what waits for it
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What a device and the host can send each other, `num_bytes` at a time."""
+
+    to_device: Copy
+    to_host: Copy
+    num_bytes: int
+
+
+def read_rates(device: torch.device, dtype: torch.dtype, num_bytes: int) -> tuple[float, float]:
+    """(plain, weights) in bytes per second: a sum over `num_bytes` of memory; a product of one row with as many."""
+    block = torch.ones(num_bytes // 4, device=device)
+    plain = block.nbytes / _best_seconds(block.sum, device, seconds=READ_SECONDS)
+    weights = block.view(dtype)
+    width = min(MATRIX_WIDTH, weights.numel())
+    weights = weights[: weights.numel() // width * width].view(-1, width)
+    row = torch.ones(1, width, dtype=dtype, device=device)
+    product = partial(functional.linear, row, weights)
+    return plain, weights.nbytes / _best_seconds(product, device, seconds=READ_SECONDS)
+
+
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second (a multiply-add is two) of square products, the best size up to one that takes long."""
+    best, size = 0.0, 256
+    while size <= MAX_PRODUCT_SIZE:
+        matrix = torch.randn(size, size, device=device).to(dtype)
+        seconds = _best_seconds(partial(torch.matmul, matrix, matrix), device, seconds=PRODUCT_SECONDS)
+        best, size = max(best, 2 * size**3 / seconds), 2 * size
+        if seconds > ENOUGH_SECONDS:
+            break
+    return best
+
+
+def copy_rate(copies: Sequence[Copy], num_bytes: int) -> float:
+    """Bytes per second of all `copies`, of `num_bytes` each, under way together."""
+
+    def run() -> None:
+        for wait in [copy() for _ in range(COPIES_PER_RUN) for copy in copies]:
+            wait()
+
+    return COPIES_PER_RUN * len(copies) * num_bytes / _best_seconds(run, seconds=COPY_SECONDS)
+
+
+def link_copies(link: Link, device: torch.device, num_bytes: int) -> Copies:
+    """Over a link as the engine uses it, both directions independent of each other."""
+    send, receive = (_blocks(device, num_bytes) for _ in range(2))
+    synchronize(device)
+    return Copies(
+        to_device=lambda: link.to_device(send[0], send[1]).synchronize,
+        to_host=lambda: link.to_host(receive[1], receive[0]).synchronize,
+        num_bytes=num_bytes,
+    )
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has done all it was given; a CPU has when the call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _blocks(device: torch.device, num_bytes: int) -> tuple[Tensor, Tensor]:
+    """(on the device, on the host), which is pinned for a GPU. Written once, so that all their pages exist."""
+    memory = Memory(device)
+    return (
+        memory.allocate((num_bytes,), torch.uint8, tier="device", purpose=PURPOSE).fill_(1),
+        memory.allocate((num_bytes,), torch.uint8, tier="host", purpose=PURPOSE).fill_(1),
+    )
+
+
+def _best_seconds(run: Callable[[], object], device: torch.device | None = None, *, seconds: float) -> float:
+    """The shortest of at least three runs, that together take `seconds`, each until `device` has done it."""
+    best, spent, count = math.inf, 0.0, 0
+    while count < MIN_RUNS or spent < seconds:
+        start = time.perf_counter()
+        run()
+        if device is not None:
+            synchronize(device)
+        taken = time.perf_counter() - start
+        best, spent, count = min(best, taken), spent + taken, count + 1
+    return best

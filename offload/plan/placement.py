@@ -1,0 +1,116 @@
+"""What lies where: layers and tiles on the device as far as they fit, the rest on the host.
+
+Weights come first, since the retrieval level reads all of them in every inner pass; tiles take what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from offload.plan.sizing import NUM_STAGING, Sizing
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Of one composition of levels. Bytes by purpose; those of the device are each device's.
+
+    resident_layers, resident_tiles: how many layers' weights, and how many tiles of all layers together, are on the
+    device; the rest crosses the link.
+    """
+
+    offload: frozenset[str]
+    resident_layers: int
+    resident_tiles: int
+    device: dict[str, int]
+    host: dict[str, int]
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+
+def place(sizing: Sizing, capacity: int, gamma: int, draft_gamma: int) -> Placement:
+    """The placement that offloads least: what the user named, else nothing, the KV cache, or weights too.
+
+    May be larger than the machine: `shortage` says so.
+    """
+    if sizing.options.offload is not None:
+        return _fill(sizing, capacity, gamma, draft_gamma, sizing.options.offload)
+    choices = [frozenset[str](), frozenset({"kv"}), frozenset({"weights", "kv"})]
+    if sizing.hardware.is_cpu and sizing.options.device_memory is None:
+        choices = choices[:1]  # one memory: moving things within it makes no room
+    placements = [_fill(sizing, capacity, gamma, draft_gamma, offload) for offload in choices]
+    fitting = (placement for placement in placements if shortage(sizing, placement) is None)
+    return next(fitting, placements[-1])
+
+
+def shortage(sizing: Sizing, placement: Placement) -> str | None:
+    """What is missing, with numbers: "12.1 GB of device memory, 8.0 GB are free". None: it fits."""
+    hardware = sizing.hardware
+    tiers = [
+        ("device memory", placement.device_bytes, device_room(sizing)),
+        ("host memory", placement.host_bytes, hardware.host_free_bytes),
+    ]
+    if hardware.is_cpu:
+        total = placement.device_bytes + placement.host_bytes
+        tiers = [("memory", total, hardware.host_free_bytes)]
+        if sizing.options.device_memory is not None:
+            tiers.insert(0, ("device memory", placement.device_bytes, device_room(sizing)))
+    for name, needed, free in tiers:
+        if needed > free:
+            return f"{needed / 1e9:.1f} GB of {name}, {free / 1e9:.1f} GB are free"
+    return None
+
+
+def device_room(sizing: Sizing) -> int:
+    """Bytes that may be used on each device."""
+    cap = sizing.options.device_memory
+    free = sizing.hardware.device_free_bytes
+    return free if cap is None else min(free, int(cap * 1e9))
+
+
+def _fill(sizing: Sizing, capacity: int, gamma: int, draft_gamma: int, offload: frozenset[str]) -> Placement:
+    """With `offload` allowed on the host, as much of it on the device as fits."""
+    num_layers, count = sizing.target.num_layers, sizing.num_tiles(capacity)
+    layer, tile = sizing.layer_bytes, sizing.tile_bytes(capacity)
+    fixed = sizing.fixed_bytes(capacity, gamma, draft_gamma)
+    streams = sizing.hardware.is_cpu and sizing.options.device_memory is None  # then all that is named does
+
+    def device(layers: int, tiles: int) -> dict[str, int]:
+        sizes = fixed | {"target layers": layers * layer}
+        if "weights" in offload:
+            sizes["weight staging"] = NUM_STAGING * layer
+        if "kv" in offload:
+            sizes["kv staging"] = NUM_STAGING * tile
+            sizes["prefill tiles"] = (count - tiles // num_layers) * tile
+        sizes["kv cache"] = tiles * tile
+        return {name: size for name, size in sizes.items() if size}
+
+    def most(total: int, may_move: bool, used: Callable[[int], int]) -> int:
+        if not may_move:
+            return total
+        return 0 if streams else largest(lambda number: used(number) <= device_room(sizing), total)
+
+    least_tiles = 0 if "kv" in offload else num_layers * count
+    layers = most(num_layers, "weights" in offload, lambda n: sum(device(n, least_tiles).values()))
+    tiles = most(num_layers * count, "kv" in offload, lambda n: sum(device(layers, n).values()))
+    devices = sizing.num_devices
+    host = {
+        "target layers": (num_layers - layers) * layer * devices,
+        "kv cache": (num_layers * count - tiles) * tile * devices,
+    }
+    return Placement(offload, layers, tiles, device(layers, tiles), {n: size for n, size in host.items() if size})
+
+
+def largest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to `limit` that fits, by bisection; 0 for none."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

@@ -1,0 +1,90 @@
+"""How fast devices are: typical of their kind, or measured here by `triforce doctor` and kept in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from offload.errors import ModelError
+from offload.plan.fields import read_json
+
+FOLDER_VARIABLE = "TRIFORCE_CACHE_DIR"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast one device and its way to the host are: bytes (1e9 a GB) and operations per second.
+
+    to_device, to_host: copies of pinned memory, each direction alone. device_read: weights, through products of one
+    row. host_read: plain reading by all threads. flops: large products, 16-bit where the device is fast at them.
+    """
+
+    to_device: float
+    to_host: float
+    device_read: float
+    host_read: float
+    flops: float
+    measured: bool = False  # by `triforce doctor` on this machine; else typical of its kind
+
+
+TWO_CORES = Rates(to_device=18e9, to_host=18e9, device_read=28e9, host_read=45e9, flops=0.9e12)
+RTX_4090 = Rates(to_device=25e9, to_host=25e9, device_read=1.0e12, host_read=60e9, flops=160e12)
+
+_NUMBERS = tuple(field.name for field in fields(Rates) if field.name != "measured")
+
+
+def rates_file() -> Path:
+    """hardware.json in the user's cache folder, or in the folder that TRIFORCE_CACHE_DIR names."""
+    if named := os.environ.get(FOLDER_VARIABLE):
+        return Path(os.path.expanduser(named)) / "hardware.json"
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("triforce", appauthor=False)) / "hardware.json"
+
+
+def load_rates(machine: str, device: str) -> Rates | None:
+    """What was measured of `device` on `machine`; None where nothing was or the file is damaged."""
+    devices = _read(rates_file()).get(machine)
+    record = devices.get(device) if isinstance(devices, dict) else None
+    if not isinstance(record, dict):
+        return None
+    numbers = {name: float(record[name]) for name in _NUMBERS if _is_rate(record.get(name))}
+    return Rates(**numbers, measured=True) if len(numbers) == len(_NUMBERS) else None
+
+
+def save_rates(machine: str, measured: Mapping[str, Rates]) -> Path:
+    """Add what was `measured`, by device, to the file, and return its path. OSError.
+
+    A home folder may be shared: records of other machines stay. Who reads at the same time sees the old file or the
+    new one, never a part.
+    """
+    path = rates_file()
+    known = _read(path)
+    devices = known.get(machine)
+    records = {device: asdict(rates) for device, rates in measured.items()}
+    known[machine] = (devices if isinstance(devices, dict) else {}) | records
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(known, file, indent=1)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e18
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        return read_json(path)
+    except ModelError:  # none yet, or damaged: as if nothing had been measured, and the next record replaces it
+        return {}

@@ -1,0 +1,157 @@
+"""On a CUDA device: pinned blocks, the link's order, and the same tokens wherever layers and tiles are.
+
+Runs under pytest, and, where there is none, as a script: python tests/test_cuda.py
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from offload.decode.sampling import SamplingParams  # noqa: E402
+from offload.engine import Engine, load_tokenizer, plan_request  # noqa: E402
+from offload.plan.options import Options  # noqa: E402
+from offload.plan.planner import Plan  # noqa: E402
+from offload.transfer.link import CudaLink  # noqa: E402
+from offload.transfer.memory import Memory  # noqa: E402
+
+try:
+    import pytest
+
+    pytestmark = pytest.mark.cuda
+except ImportError:  # a bare GPU machine: `main` below runs the tests
+    pass
+
+MODELS = ROOT / "triforce_cli" / "models"
+TARGET, DRAFT = MODELS / "demo-target", MODELS / "demo-draft"
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+DEVICE = "cuda:0"
+
+
+def prompt(num_tokens: int) -> list[int]:
+    text = (ROOT / "examples" / "persuasion.txt").read_text(encoding="utf-8")
+    return load_tokenizer(TARGET, None).encode(text)[:num_tokens]
+
+
+def planned(tokens: list[int], **options: object) -> Plan:
+    asked = Options(**({"device": DEVICE} | options))  # type: ignore[arg-type]
+    return plan_request(TARGET, DRAFT, asked, num_prompt_tokens=len(tokens), max_tokens=48)
+
+
+def said(tokens: list[int], plan: Plan) -> list[int]:
+    with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
+        return [token for step in engine.generate(tokens, GREEDY, max_tokens=48) for token in step.tokens]
+
+
+def test_a_host_block_is_exact_and_pinned() -> None:
+    block = Memory(torch.device(DEVICE)).allocate((5_000_001,), torch.uint8, tier="host", purpose="test")
+    assert block.is_pinned()
+    assert block.untyped_storage().nbytes() == 5_000_001
+    assert not block.any()
+
+
+def test_a_block_can_be_pinned_again_after_it_was_dropped() -> None:
+    memory = Memory(torch.device(DEVICE))
+    for _ in range(3):
+        block = memory.allocate((2**26,), torch.uint8, tier="host", purpose="test")
+        assert block.is_pinned()
+        memory.released(block, tier="host", purpose="test")
+        del block
+
+
+def test_copies_arrive_bit_for_bit_and_are_counted() -> None:
+    memory, link = Memory(torch.device(DEVICE)), CudaLink(torch.device(DEVICE))
+    home = memory.allocate((2**24,), torch.bfloat16, tier="host", purpose="test")
+    home.copy_(torch.randn(2**24))
+    there = torch.empty_like(home, device=DEVICE)
+    back = memory.allocate((2**24,), torch.bfloat16, tier="host", purpose="test")
+    arrived = link.to_device(there, home, (link.record(),))
+    link.to_host(back, there, (arrived,)).synchronize()
+    assert torch.equal(home, back)
+    stats = link.stats
+    assert (stats.bytes_to_device, stats.bytes_to_host) == (home.nbytes, home.nbytes)
+    assert stats.busy_seconds > 0
+
+
+def test_a_copy_home_waits_for_the_computation_before_it_and_computation_for_the_copy_in() -> None:
+    memory, link = Memory(torch.device(DEVICE)), CudaLink(torch.device(DEVICE))
+    home = memory.allocate((2**24,), torch.float32, tier="host", purpose="test")
+    matrix = torch.ones(4096, 4096, device=DEVICE)
+    for value in range(1, 6):
+        for _ in range(8):
+            matrix = (matrix @ matrix).clamp_(max=1.0)  # takes a while
+        result = matrix.view(-1) * value
+        link.to_host(home, result, (link.record(),)).synchronize()
+        assert home.eq(value).all()
+        there = torch.empty_like(result)
+        link.to_device(there, home, (link.record(),)).wait()
+        assert there.eq(value).all()
+
+
+def test_the_law_is_that_of_the_cpu() -> None:
+    """Logits of one pass on both, in fp32."""
+    tokens = prompt(700)
+    laws = []
+    for device in ("cpu", DEVICE):
+        plan = planned(tokens, device=device, dtype="fp32", speculation=False)
+        with Engine.load(plan, TARGET, None, load_tokenizer(TARGET, None)) as engine:
+            list(engine.generate(tokens, GREEDY, max_tokens=1))
+            engine._full.truncate(len(tokens) - 1)
+            laws.append(engine._levels["target"].forward(tokens[-1:], 1).float().cpu())
+    assert (laws[0] - laws[1]).abs().max() < 2e-3
+
+
+def test_tokens_are_the_same_with_and_without_speculation_wherever_bytes_are() -> None:
+    tokens = prompt(5000)
+    for dtype in ("bf16", "fp16"):
+        expected = said(tokens, planned(tokens, dtype=dtype, speculation=False, offload=frozenset()))
+        for options in (
+            {"gamma": 7, "offload": frozenset()},
+            {"gamma": 15, "draft_gamma": 0, "budget": 256},
+            {"gamma": 31, "device_memory": 0.75},
+            {"gamma": 15, "device_memory": 0.65},
+            {"speculation": False, "device_memory": 0.65},
+        ):
+            plan = planned(tokens, dtype=dtype, **options)
+            assert said(tokens, plan) == expected, (dtype, options, plan.offload)
+
+
+def test_planned_device_bytes_hold() -> None:
+    tokens = prompt(16_000)
+    for options in ({"gamma": 15, "offload": frozenset()}, {"gamma": 15, "device_memory": 0.8}):
+        plan = planned(tokens, **options)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        said(tokens, plan)
+        allowed = sum(plan.device_bytes.values())  # the reserve is for what an allocator cannot use
+        assert torch.cuda.max_memory_allocated() - before <= allowed
+
+
+def main() -> int:
+    """Every test once; the number that failed."""
+    if not torch.cuda.is_available():
+        print("skipped: torch sees no CUDA device")
+        return 0
+    failed = 0
+    for name, test in [(name, test) for name, test in globals().items() if name.startswith("test_")]:
+        began = time.perf_counter()
+        try:
+            test()
+            print(f"passed  {name}  {time.perf_counter() - began:.1f} s", flush=True)
+        except Exception:
+            failed += 1
+            print(f"FAILED  {name}\n{traceback.format_exc()}", flush=True)
+    print(f"{failed} failed")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

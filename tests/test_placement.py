@@ -1,0 +1,98 @@
+"""What is planned is what is allocated: the ledger of a real engine against its plan's bytes, and residency."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.decode.sampling import SamplingParams
+from offload.engine import Engine, load_tokenizer, plan_request
+from offload.errors import DoesNotFit
+from offload.plan.options import Options
+from offload.plan.planner import Plan
+from offload.transfer.memory import Memory
+
+MODELS = Path(__file__).resolve().parents[1] / "triforce_cli" / "models"
+TARGET, DRAFT = MODELS / "demo-target", MODELS / "demo-draft"
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+TEMPORARY = {"hidden rows", "workspace", "chunk masses", "prefill tiles", "reserve"}  # not in the ledger at the end
+PROMPT = [7 + i * i % 3900 for i in range(1100)]
+
+
+def request(**options: object) -> Plan:
+    return plan_request(TARGET, DRAFT, Options(device="cpu", **options), num_prompt_tokens=len(PROMPT), max_tokens=12)  # type: ignore[arg-type]
+
+
+def run(plan: Plan) -> tuple[list[int], dict[str, dict[str, int]]]:
+    """(tokens, ledger after the run)."""
+    with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
+        tokens = [token for step in engine.generate(PROMPT, GREEDY, max_tokens=12) for token in step.tokens]
+        return tokens, dict(engine.memory.allocated())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gamma": 7},
+        {"gamma": 0},
+        {"gamma": 15, "draft_gamma": 0, "budget": 256},
+        {"gamma": 7, "offload": frozenset({"kv"})},
+        {"gamma": 7, "offload": frozenset({"weights", "kv"})},
+        {"gamma": 7, "device_memory": 0.06},
+        {"gamma": 7, "device_memory": 0.045},
+    ],
+)
+def test_planned_bytes_are_allocated_bytes_within_two_percent(options: dict[str, object]) -> None:
+    plan = request(**options)
+    _, ledger = run(plan)
+    ledger["host"].pop("gathered rows", None)
+    for tier, planned in (("device", plan.device_bytes), ("host", plan.host_bytes)):
+        lasting = {name: size for name, size in planned.items() if name not in TEMPORARY}
+        assert ledger[tier].keys() == lasting.keys()
+        for name, size in lasting.items():
+            assert ledger[tier][name] == pytest.approx(size, rel=0.02), name
+
+
+def test_wherever_layers_and_tiles_are_the_tokens_are_the_same() -> None:
+    expected, _ = run(request(gamma=7))
+    for memory, offload in [(0.06, ("kv",)), (0.055, ("kv",)), (0.045, ("kv", "weights"))]:
+        plan = request(gamma=7, device_memory=memory)
+        assert plan.offload == offload
+        assert sum(plan.device_bytes.values()) <= memory * 1e9
+        assert run(plan)[0] == expected
+
+
+@pytest.mark.parametrize("num_resident", [0, 1, 3, 7, 8, 9])
+def test_tiles_on_the_device_do_not_cross_the_link_when_decoding(num_resident: int) -> None:
+    plan = replace(request(gamma=0, offload=frozenset({"kv"})), resident_tiles=num_resident, tile_tokens=1024)
+    with Engine.load(plan, TARGET, None, load_tokenizer(TARGET, None)) as engine:
+        list(engine.generate(PROMPT, GREEDY, max_tokens=8))
+        passes = engine.stats.levels[0].passes
+        moved = engine.stats.decode_link.bytes_to_device
+    page = 512 * 12288 // 8  # a page of one layer; the first tile has two, the second is used up to its first one
+    pages = [3, 1, 0]  # that stream in a layer with 0, 1, 2 resident tiles
+    share, extra = divmod(num_resident, 8)
+    per_pass = page * (extra * pages[min(share + 1, 2)] + (8 - extra) * pages[share])
+    assert passes * per_pass <= moved <= passes * per_pass + 4 * page  # those fetched ahead for a pass that never came
+
+
+def test_a_host_block_is_exact_zeroed_and_aligned() -> None:
+    memory = Memory(torch.device("cpu"))
+    block = memory.allocate((3, 1001), torch.bfloat16, tier="host", purpose="test")
+    assert block.shape == (3, 1001)
+    assert block.untyped_storage().nbytes() == 3 * 1001 * 2
+    assert not block.any()
+    assert block.data_ptr() % 4096 == 0
+    assert memory.allocated()["host"] == {"test": 6006}
+    memory.released(block, tier="host", purpose="test")
+    assert memory.allocated()["host"] == {}
+
+
+def test_a_block_that_the_system_refuses_is_an_error_with_numbers() -> None:
+    memory = Memory(torch.device("cpu"))
+    memory.allocate((2**20,), torch.int8, tier="host", purpose="test")
+    with pytest.raises(DoesNotFit, match=r"4194304\.00 GiB of host memory could not be reserved.*lower --context"):
+        memory.allocate((2**52,), torch.int8, tier="host", purpose="test")

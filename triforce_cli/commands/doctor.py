@@ -1,0 +1,49 @@
+"""`triforce doctor`: what this machine is, how fast it is, and what to expect of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triforce_cli import options
+from triforce_cli.output import Output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """One `triforce doctor`, parsed."""
+
+    as_json: bool
+    quiet: bool
+
+    def run(self) -> None:
+        """Look, measure, keep the rates for the planner, report."""
+        output = Output(quiet=self.quiet)
+        with output:
+            output.wait("starting")
+            from offload.diagnosis import diagnose, remember, usable_hardware
+            from offload.plan.expectations import expectations
+            from triforce_cli import render_doctor
+
+            diagnosis = diagnose(output.wait)
+            record = remember(diagnosis)
+            expected = expectations(usable_hardware(diagnosis))
+            if self.as_json:
+                output.document(render_doctor.document(diagnosis, expected, record))
+            else:
+                output.text(render_doctor.report(diagnosis, expected, width=output.width))
+            output.note(render_doctor.kept(record))
+
+
+def doctor(
+    *,
+    json: options.AsJson = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> Doctor:
+    """Look at this machine, measure it, and say what to expect and what to improve.
+
+    The measured rates are kept for the planner: run it once, and again when the machine changes.
+
+    Example: triforce doctor --json
+    """
+    return Doctor(as_json=json, quiet=quiet)

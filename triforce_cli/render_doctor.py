@@ -1,0 +1,168 @@
+"""What `triforce doctor` prints: sections of short lines that fit any terminal, and the same as one JSON object."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from triforce_cli import __version__
+from triforce_cli.advice import advice
+from triforce_cli.render import duration, gigabytes, num_bytes, significant
+
+if TYPE_CHECKING:
+    from offload.diagnosis import Diagnosis, Gpu, LinkRates, Record
+    from offload.plan.expectations import Expectation
+    from offload.plan.planner import Plan
+
+MIN_WIDTH, MAX_WIDTH = 40, 100  # columns
+
+Row = tuple[str, str]
+
+
+def report(diagnosis: Diagnosis, expected: Sequence[Expectation], *, width: int) -> str:
+    """The whole text, no line of it longer than `width` columns (40 at least)."""
+    width = min(max(width, MIN_WIDTH), MAX_WIDTH)
+    sections = [
+        ("machine", _machine(diagnosis)),
+        ("processor, measured", _processor(diagnosis)),
+        *((gpu.device, list(_gpu(gpu))) for gpu in diagnosis.gpus),
+        ("GPUs together", list(_together(diagnosis))),
+        ("software", _software(diagnosis)),
+        (f"to expect on {diagnosis.device}, predicted", [_expectation(e) for e in expected]),
+        ("advice", [("", line) for line in advice(diagnosis) or ["nothing to improve was found"]]),
+    ]
+    return "\n".join(_section(title, rows, width) for title, rows in sections if rows)
+
+
+def document(diagnosis: Diagnosis, expected: Sequence[Expectation], record: Record) -> dict[str, Any]:
+    """What `--json` prints. Bytes, bytes per second and operations per second."""
+    return {
+        "version": __version__,
+        **diagnosis.as_dict(),
+        "rates": {device: vars(rates) for device, rates in diagnosis.rates.items()},
+        "expected": [expectation.as_dict() for expectation in expected],
+        "advice": advice(diagnosis),
+        "record": vars(record),
+    }
+
+
+def kept(record: Record) -> str:
+    """The line that says where the measured rates went."""
+    if record.problem:
+        return (
+            f"rates not kept for the planner: {record.path} cannot be written ({record.problem}); "
+            "set TRIFORCE_CACHE_DIR to a folder that can be"
+        )
+    return f"rates kept for the planner in {record.path}"
+
+
+def _section(title: str, rows: Sequence[Row], width: int) -> str:
+    """A title, and rows whose values are wrapped beside their labels; without labels, a list of points."""
+    column = max(len(label) for label, _ in rows)
+    lines = [title]
+    for label, value in rows:
+        first = f"  {label:<{column}}  " if column else "  - "
+        lines += textwrap.wrap(value, width, initial_indent=first, subsequent_indent=" " * len(first))
+    return "\n".join(lines) + "\n"
+
+
+def _machine(diagnosis: Diagnosis) -> list[Row]:
+    host = diagnosis.machine
+    nodes = len(host.numa_nodes)
+    numa = "unknown" if not nodes else f"{nodes} node{'s' * (nodes > 1)}"
+    pin = "none" if host.memlock_bytes is None else num_bytes(host.memlock_bytes)
+    bf16 = "fast" if diagnosis.processor.fast_bf16 else "not fast, fp32 is used"
+    gpus = [f"{gpu.device} {gpu.name}" for gpu in diagnosis.gpus]
+    return [
+        ("system", host.system),
+        ("processor", f"{host.processor}, {host.num_cores} cores, {diagnosis.processor.num_threads} threads used"),
+        ("bf16", f"{bf16}; {', '.join(host.features) or 'features unknown'}"),
+        ("memory", f"{gigabytes(host.host_bytes)}, {gigabytes(host.host_free_bytes)} free"),
+        ("NUMA", numa),
+        ("pin limit", f"{pin} (memlock)"),
+        ("GPUs", ", ".join(gpus) or "none"),
+    ]
+
+
+def _processor(diagnosis: Diagnosis) -> list[Row]:
+    cpu = diagnosis.processor
+    dtype = "bf16" if cpu.fast_bf16 else "fp32"
+    return [
+        ("DRAM read", f"{gigabytes(cpu.read)}/s; weights in {dtype} products {gigabytes(cpu.weights_read)}/s"),
+        ("copies", f"{_link(cpu.link)}, one thread each way"),
+        ("products", f"bf16 {_flops(cpu.bf16_flops)}, fp32 {_flops(cpu.fp32_flops)}"),
+    ]
+
+
+def _gpu(gpu: Gpu) -> Iterator[Row]:
+    yield "card", f"{gpu.name}, compute capability {gpu.compute_capability}" if gpu.compute_capability else gpu.name
+    yield "memory", f"{gigabytes(gpu.total_bytes)}, {gigabytes(gpu.free_bytes)} free"
+    if gpu.pcie is None:
+        yield "PCIe", "unknown: the driver does not tell"
+    else:
+        link = gpu.pcie
+        node = "" if link.numa_node is None else f", NUMA node {link.numa_node}"
+        best = f"{link.max_generation}.0 x{link.max_width}"
+        yield "PCIe", f"{link.generation}.0 x{link.width}, the card can do {best}; at {link.address}{node}"
+    if gpu.rates is None:
+        yield "measured", f"nothing: {gpu.problem}"
+        return
+    yield "copies", f"{_link(gpu.rates.link)}, pinned"
+    yield "read", f"{gigabytes(gpu.rates.read)}/s; weights in products {gigabytes(gpu.rates.weights_read)}/s"
+    yield "products", f"{_flops(gpu.rates.flops)} at 16 bits"
+
+
+def _together(diagnosis: Diagnosis) -> Iterator[Row]:
+    if len(diagnosis.gpus) < 2:
+        return
+    yield "copies", "not measured" if diagnosis.together is None else f"{_link(diagnosis.together)}, added up"
+    pairs = [f"{gpu.device} to {peer}" for gpu in diagnosis.gpus for peer in gpu.peers]
+    yield "peer access", ", ".join(pairs) or "none: what one GPU sends another goes through host memory"
+
+
+def _software(diagnosis: Diagnosis) -> list[Row]:
+    software, driver = diagnosis.software, diagnosis.driver
+    cuda = "no CUDA" if software.torch_cuda is None else f"CUDA {software.torch_cuda}"
+    flash = f"; flash-attn {software.flash_attn} found, not used yet" if software.flash_attn else ""
+    return [
+        ("triforce", f"{__version__}, Python {software.python}, transformers {software.transformers}"),
+        ("torch", f"{software.torch}, built with {cuda}" if software.torch_cuda else f"{software.torch}, {cuda}"),
+        ("driver", f"{driver.version}, for CUDA up to {driver.cuda}" if driver else "no NVIDIA driver"),
+        ("attention", f"{software.attention}{flash}"),
+    ]
+
+
+def _expectation(expectation: Expectation) -> Row:
+    label = f"{expectation.model} {expectation.context // 1024}K"
+    if expectation.plan is not None:
+        return label, _prediction(expectation.plan)
+    _, needs, amounts = expectation.problem.partition("needs ")  # before it, what the label says
+    return label, f"does not fit: {needs}{amounts}" if needs else expectation.problem
+
+
+def _prediction(plan: Plan) -> str:
+    seconds = plan.predicted
+    plain = f", plain {_per_token(seconds.plain_seconds_per_token)}" if plan.gamma else " (plain)"
+    sizes = f"device {gigabytes(sum(plan.device_bytes.values()))}"
+    if plan.host_bytes:
+        sizes += f", host {gigabytes(sum(plan.host_bytes.values()))} ({', '.join(plan.offload)})"
+    return (
+        f"{_per_token(seconds.seconds_per_token)} a token{plain}, the first after "
+        f"{duration(seconds.first_token_seconds)}; {sizes}"
+    )
+
+
+def _per_token(seconds: float) -> str:
+    return f"{significant(1000 * seconds)} ms" if seconds < 1 else f"{significant(seconds)} s"
+
+
+def _link(link: LinkRates) -> str:
+    to_host, both = significant(link.to_host / 1e9), significant(link.both / 1e9)
+    return f"{gigabytes(link.to_device)}/s to device, {to_host} to host, {both} both at once"
+
+
+def _flops(per_second: float) -> str:
+    if per_second >= 1e12:
+        return f"{significant(per_second / 1e12)} TFLOP/s"
+    return f"{significant(per_second / 1e9)} GFLOP/s"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.cache import Phase
-from offload.cache.tiles import Homeward, PrefillTiles, Residence, Resident, StreamedTiles, TileShape, TileStore
+from offload.cache.residence import Homeward, PrefillTiles, Residence, Resident, StreamedTiles
+from offload.cache.tiles import TileShape, TileStore
 from offload.kernels.attention import Part, attend, count_up, fold, merge, unfold
 from offload.kernels.rope import RopeTable, rotate
 from offload.plan.sizing import PREFILL_PAGES, PREFILL_ROWS
@@ -45,6 +47,15 @@ class _Block:
         joined = torch.cat(shares, -1)
         grouped = joined.view(joined.shape[0], -1, self.count, joined.shape[-1]).sum(1).transpose(0, 1)
         return pad(grouped, (0, num_chunks - grouped.shape[-1]))  # a block may end before the pass's last tile
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows to collect: where they go, whether their home is on the device, and what writes them to a tensor."""
+
+    place: Tensor
+    resident: bool
+    fill: Callable[[Tensor], object]
 
 
 class FullCache:
@@ -84,7 +95,7 @@ class FullCache:
                 "decode": StreamedTiles(self.store, link, staging, self.homeward),
             }
         self._memory, self._device = memory, memory.device
-        self._gather: Tensor | None = None  # where rows on the host are gathered before they cross
+        self._gathered: Tensor | None = None
         self.length = 0
         self._last_row = 0
         self._phase: Phase | None = None  # of the forward under way
@@ -155,72 +166,84 @@ class FullCache:
             scores.append((joined @ row.to(joined.device)[..., None]).squeeze(-1))
         return torch.stack(scores)[..., :num_chunks].to(self.last_query[0].device)
 
-    def read_chunks(self, layers: Tensor, heads: Tensor, chunks: Tensor, chunk: int) -> Tensor:
-        """Chunk `chunks[i]` (of `chunk` tokens) of KV head `heads[i]` in layer `layers[i]` -> [n, 2, chunk, D]."""
+    def read_chunks(self, layers: Tensor, heads: Tensor, chunks: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+        """Chunk `chunks[i]` (of `chunk` tokens) of KV head `heads[i]` in layer `layers[i]`, as (order, rows).
+
+        rows [2, n, chunk * D] on the device, keys and values, tile by tile: row j is the chunk asked for at order[j].
+        """
         layers, heads, chunks = layers.cpu(), heads.cpu(), chunks.cpu()
         per_tile, per_page = self.shape.tokens // chunk, self.shape.page_tokens // chunk
-        key = layers * self.shape.count(self.length) + chunks // per_tile
-        members, pieces = [], []
-        for group in key.unique().tolist():
-            (own,) = (key == group).nonzero(as_tuple=True)
-            layer, index = divmod(group, self.shape.count(self.length))
-            tile = self.store.home(layer, index).unflatten(3, (per_page, chunk))
-            within, head = (chunks[own] % per_tile).to(tile.device), heads[own].to(tile.device)
-            rows = tile[:, within // per_page, head, within % per_page].transpose(0, 1)
-            members.append(own.to(self._device))
-            pieces.append((self.store.is_resident(layer, index), rows))
-        size = (len(layers), 2, chunk, self.shape.head_dim)
-        gathered = torch.empty(size, dtype=self.shape.dtype, device=self._device)
-        for own, rows in zip(members, self._bring(pieces), strict=True):
-            gathered[own] = rows
-        return gathered
+        count = self.shape.count(self.length)
+        key, order = (layers * count + chunks // per_tile).sort()
+        within, head = (chunks % per_tile)[order], heads[order]
+        # Keys of a chunk are one run of the tile's bytes, its values another, half a tile further.
+        run = ((within // per_page) * self.shape.num_kv_heads + head) * per_page + within % per_page
+        half = per_tile * self.shape.num_kv_heads
+        size = (2, len(run), chunk * self.shape.head_dim)
+        rows = torch.empty(size, dtype=self.shape.dtype, device=self._device)
+        pieces, at = [], 0
+        groups, sizes = key.unique_consecutive(return_counts=True)
+        for group, number in zip(groups.tolist(), sizes.tolist(), strict=True):
+            layer, index = divmod(group, count)
+            tile = self.store.home(layer, index).view(2 * half, -1)
+            for kind in range(2):
+                own = (run[at : at + number] + kind * half).to(tile.device)
+                fill = partial(_select, tile, own)
+                pieces.append(_Piece(rows[kind, at : at + number], self.store.is_resident(layer, index), fill))
+            at += number
+        self._collect(pieces)
+        return order.to(self._device), rows
 
     def read_rows(self, start: int, stop: int) -> Tensor:
         """All layers' keys and values of tokens start to stop -> [L, 2, H_kv, stop - start, D] on the device."""
         page, per_tile = self.shape.page_tokens, self.shape.tokens
-        places, pieces = [], []
-        position = start
+        size = (self.num_layers, 2, self.shape.num_kv_heads, stop - start, self.shape.head_dim)
+        rows = torch.empty(size, dtype=self.shape.dtype, device=self._device)
+        pieces, position = [], start
         while position < stop:
             index, within = divmod(position, per_tile)
             number, offset = divmod(within, page)
             count = min(page - offset, stop - position)
             for layer in range(self.num_layers):
-                places.append((layer, slice(position - start, position - start + count)))
-                rows = self.store.home(layer, index)[:, number, :, offset : offset + count]
-                pieces.append((self.store.is_resident(layer, index), rows))
+                place = rows[layer, :, :, position - start : position - start + count]
+                home = self.store.home(layer, index)[:, number, :, offset : offset + count]
+                pieces.append(_Piece(place, self.store.is_resident(layer, index), partial(_copy, home)))
             position += count
-        size = (self.num_layers, 2, self.shape.num_kv_heads, stop - start, self.shape.head_dim)
-        gathered = torch.empty(size, dtype=self.shape.dtype, device=self._device)
-        for (layer, target), rows in zip(places, self._bring(pieces), strict=True):
-            gathered[layer, :, :, target] = rows
-        return gathered
+        self._collect(pieces)
+        return rows
 
     def wait_home(self) -> None:
         """Until the tiles' homes hold all rows."""
         if self.homeward is not None:
             self.homeward.wait()
 
-    def _bring(self, pieces: Sequence[tuple[bool, Tensor]]) -> list[Tensor]:
-        """Rows from homes, (is on the device, rows), to the device: one copy over the link for all that are not."""
-        away = [rows for resident, rows in pieces if not resident]
+    def _collect(self, pieces: Sequence[_Piece]) -> None:
+        """Fill every piece's place on the device: one copy over the link for all whose home is on the host."""
+        for piece in pieces:
+            if piece.resident:
+                piece.fill(piece.place)
+        away = [piece for piece in pieces if not piece.resident]
         if self.link is None or not away:
-            return [rows for _, rows in pieces]
-        num_elements = sum(rows.numel() for rows in away)
-        if self._gather is None or self._gather.numel() < num_elements:
-            if self._gather is not None:
-                self._memory.released(self._gather, tier="host", purpose="gathered rows")
-            size = (num_elements + num_elements // 4,)
-            self._gather = self._memory.allocate(size, self.shape.dtype, tier="host", purpose="gathered rows")
-        staged = self._gather[:num_elements]
-        sizes = [rows.numel() for rows in away]
-        for part, rows in zip(staged.split(sizes), away, strict=True):
-            part.view(rows.shape).copy_(rows)
+            return
+        sizes = [piece.place.numel() for piece in away]
+        staged = self._staging(sum(sizes))
+        for part, piece in zip(staged.split(sizes), away, strict=True):
+            piece.fill(part.view(piece.place.shape))
         arrived = torch.empty_like(staged, device=self._device)
         event = self.link.to_device(arrived, staged, (self.link.record(),))
         event.wait()
-        event.synchronize()  # the next gathering overwrites what is staged
-        brought = iter(arrived.split(sizes))
-        return [rows if resident else next(brought).view(rows.shape) for resident, rows in pieces]
+        event.synchronize()  # what is staged is overwritten by the next call
+        for part, piece in zip(arrived.split(sizes), away, strict=True):
+            piece.place.copy_(part.view(piece.place.shape))
+
+    def _staging(self, num_elements: int) -> Tensor:
+        """Host memory to gather rows in before they cross, with room to grow."""
+        if self._gathered is None or self._gathered.numel() < num_elements:
+            if self._gathered is not None:
+                self._memory.released(self._gathered, tier="host", purpose="gathered rows")
+            size = (num_elements + num_elements // 4,)
+            self._gathered = self._memory.allocate(size, self.shape.dtype, tier="host", purpose="gathered rows")
+        return self._gathered[:num_elements]
 
     def _end(self) -> None:
         if self._phase is not None:
@@ -266,3 +289,12 @@ class FullCache:
             pages = slice(first, min(first + PREFILL_PAGES, self.shape.used_pages(index, last + 1)))
             seen = None if visible is None else visible - first * page
             block.add(attend(block.query, tile[0, pages], tile[1, pages], seen))
+
+
+def _select(tile: Tensor, runs: Tensor, out: Tensor) -> None:
+    """`out` [n, run]: those runs of tile [runs, run]."""
+    torch.index_select(tile, 0, runs, out=out)
+
+
+def _copy(home: Tensor, out: Tensor) -> None:
+    out.copy_(home)

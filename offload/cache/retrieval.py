@@ -28,7 +28,8 @@ class RetrievalCache:
         self._memory, self._full, self._selection = memory, full, selection
         self.budget, self.chunk = budget, chunk
         self._num_slots = budget // chunk
-        self._room = TAIL_TOKENS
+        self._room_step = max(TAIL_TOKENS, chunk)  # whole chunks: then all of the buffer is
+        self._room = self._room_step
         self._buffer = self._allocate()
         self._chosen: Tensor | None = None  # bool [L, H_kv, C]
         self._slot_of: Tensor | None = None  # int [L, H_kv, C], where chosen
@@ -125,11 +126,12 @@ class RetrievalCache:
         self.num_fetched += layers.numel()
         if not layers.numel():
             return
-        rows = self._full.read_chunks(layers, heads, chunks, self.chunk)
-        end = self._num_slots * self.chunk
-        target = self._buffer[:, :, :, :end].unflatten(3, (self._num_slots, self.chunk))
-        target[layers, 0, heads, slots] = rows[:, 0]
-        target[layers, 1, heads, slots] = rows[:, 1]
+        order, rows = self._full.read_chunks(layers, heads, chunks, self.chunk)
+        per_head = self._buffer.shape[3] // self.chunk
+        at = (layers * 2 * self._buffer.shape[2] + heads) * per_head + slots
+        runs = self._buffer.view(-1, self.chunk * self._buffer.shape[4])
+        for kind in range(2):  # keys, then values: all heads further
+            runs.index_copy_(0, at[order] + kind * self._buffer.shape[2] * per_head, rows[kind])
 
     def _fetch_tail(self, length: int) -> None:
         """Exact rows for the tail: what the drafts left there was computed from a part of the cache."""
@@ -142,12 +144,13 @@ class RetrievalCache:
         if tail <= self._room:
             return
         old = self._buffer
-        self._room = -(-tail // TAIL_TOKENS) * TAIL_TOKENS
+        self._room = -(-tail // self._room_step) * self._room_step
         self._buffer = self._allocate()
         self._buffer[:, :, :, : old.shape[3]] = old
         self._memory.released(old, tier="device", purpose="retrieval cache")
 
     def _allocate(self) -> Tensor:
         shape = self._full.shape
-        size = (self._full.num_layers, 2, shape.num_kv_heads, self.budget + self._room, shape.head_dim)
+        length = self._num_slots * self.chunk + self._room
+        size = (self._full.num_layers, 2, shape.num_kv_heads, length, shape.head_dim)
         return self._memory.allocate(size, shape.dtype, tier="device", purpose="retrieval cache")

@@ -1,0 +1,287 @@
+"""The three ways to have a tile at hand during a forward.
+
+`Resident` tiles are used at home; `StreamedTiles` cross the link into staging slots, tile after tile; `PrefillTiles`
+stay on the device while their layer is worked on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from offload.cache.tiles import TileStore
+from offload.transfer.link import Event, Link
+from offload.transfer.memory import Memory
+
+
+class Residence(Protocol):
+    """How tiles are at hand during one forward. Tiles are opened layer by layer, in order, and closed after use."""
+
+    def begin(self, length: int, num_rows: int) -> None:
+        """A forward of `num_rows` rows starts, with `length` tokens in the cache."""
+        ...
+
+    def open(self, layer: int, index: int) -> Tensor:
+        """The tile on the device. The caller may write new rows into it, and says so with `wrote`."""
+        ...
+
+    def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
+        """Tokens start to stop of the opened tile are new."""
+        ...
+
+    def close(self, layer: int, index: int) -> None: ...
+
+    def end(self) -> None:
+        """The forward is over or was broken off: nothing of it is under way any more but copies home."""
+        ...
+
+    def forget(self) -> None:
+        """Homes change by a forward of another residence: what was fetched ahead for the next one is stale."""
+        ...
+
+
+class Resident:
+    """Every tile is on the device: home is where it is used, and nothing moves."""
+
+    def __init__(self, store: TileStore) -> None:
+        self._store = store
+
+    def begin(self, length: int, num_rows: int) -> None:
+        self._store.grow(length + num_rows)
+
+    def open(self, layer: int, index: int) -> Tensor:
+        return self._store.home(layer, index)
+
+    def wrote(self, layer: int, index: int, start: int, stop: int) -> None: ...
+
+    def close(self, layer: int, index: int) -> None: ...
+
+    def end(self) -> None: ...
+
+    def forget(self) -> None: ...
+
+
+class Homeward:
+    """Copies of new rows back to the tiles' homes, and the events that later readers of a home wait for."""
+
+    def __init__(self, store: TileStore, link: Link) -> None:
+        self._store, self._link = store, link
+        self._stored: dict[tuple[int, int], Event] = {}
+
+    def store(self, layer: int, index: int, tile: Tensor, start: int, stop: int) -> Event:
+        """Send the pages that tokens start to stop lie in home: whole pages are contiguous in each half."""
+        page = self._store.shape.page_tokens
+        pages = slice(start // page, -(-stop // page))
+        home, ready = self._store.home(layer, index), self._link.record()
+        for half in range(2):
+            event = self._stored[layer, index] = self._link.to_host(home[half, pages], tile[half, pages], (ready,))
+        return event
+
+    def before(self, layer: int, index: int) -> tuple[Event, ...]:
+        event = self._stored.get((layer, index))
+        return () if event is None else (event,)
+
+    def wait(self) -> None:
+        """Until every home is up to date."""
+        for event in self._stored.values():
+            event.synchronize()
+        self._stored.clear()
+
+
+@dataclass
+class _Slot:
+    tile: Tensor
+    full: Event
+    free: Event
+    left: Event  # its last new rows are home, in whichever forward that was
+
+
+class StreamedTiles:
+    """Decode with the cache on the host: tiles flow through staging slots in the order in which layers want them.
+
+    While one tile is attended the next is on its way, across layer boundaries and across forwards: after the last tile
+    the slots are filled with the first ones again, for rows that are in the cache stay as they are. Only pages in use
+    are copied. New rows are written into the staged tile and copied home from there.
+    """
+
+    def __init__(self, store: TileStore, link: Link, staging: Sequence[Tensor], homeward: Homeward) -> None:
+        self._store, self._link, self._homeward = store, link, homeward
+        self._slots = [_Slot(tile, link.record(), link.record(), link.record()) for tile in staging]
+        self._order: list[tuple[int, int]] = []
+        self._position: dict[tuple[int, int], int] = {}
+        self._length = self._num_tokens = 0  # tokens in the cache as the forward began, and with its rows
+        self._ahead: list[tuple[int, int]] = []  # what the slots hold for the next forward
+
+    def begin(self, length: int, num_rows: int) -> None:
+        self._store.grow(length + num_rows)
+        self._length, self._num_tokens = length, length + num_rows
+        self._order = self._tiles(self._num_tokens)
+        self._position = {key: i for i, key in enumerate(self._order)}
+        first = self._order[: len(self._slots)]
+        if first != self._ahead:
+            self._fetch_first(length)
+        self._ahead = []
+
+    def open(self, layer: int, index: int) -> Tensor:
+        if self._store.is_resident(layer, index):
+            return self._store.home(layer, index)
+        slot = self._slot(layer, index)
+        slot.full.wait()
+        return slot.tile
+
+    def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
+        if not self._store.is_resident(layer, index):
+            slot = self._slot(layer, index)
+            slot.left = self._homeward.store(layer, index, slot.tile, start, stop)
+
+    def close(self, layer: int, index: int) -> None:
+        if self._store.is_resident(layer, index):
+            return
+        position = self._position[layer, index]
+        self._slot(layer, index).free = self._link.record()
+        if position + len(self._slots) < len(self._order):
+            self._fetch(position + len(self._slots), self._length)
+        elif position + 1 == len(self._order):
+            self._ahead = self._order[: len(self._slots)]
+            self._fetch_first(self._num_tokens)
+
+    def end(self) -> None:
+        if not self._ahead:  # the forward broke off: it closed none of what it had opened
+            for slot in self._slots:
+                slot.full.wait()
+                slot.free = self._link.record()
+
+    def forget(self) -> None:
+        self._ahead = []
+
+    def _tiles(self, num_tokens: int) -> list[tuple[int, int]]:
+        """All that stream, in the order in which they are wanted."""
+        count = self._store.shape.count(num_tokens)
+        layers = range(self._store.num_layers)
+        return [(layer, index) for layer in layers for index in range(self._store.num_resident(layer), count)]
+
+    def _slot(self, layer: int, index: int) -> _Slot:
+        return self._slots[self._position[layer, index] % len(self._slots)]
+
+    def _fetch_first(self, length: int) -> None:
+        for position in range(min(len(self._slots), len(self._order))):
+            self._fetch(position, length)
+
+    def _fetch(self, position: int, length: int) -> None:
+        """The pages that `length` tokens use."""
+        layer, index = self._order[position]
+        slot, home = self._slots[position % len(self._slots)], self._store.home(layer, index)
+        pages = self._store.shape.used_pages(index, length)
+        # What was fetched ahead and is not wanted must have come before the slot is anybody else's.
+        after = (slot.full, slot.free, slot.left, *self._homeward.before(layer, index))
+        slot.full = _fetch_pages(self._link, slot.tile, home, pages, after)
+
+
+class PrefillTiles:
+    """Prefill with the cache on the host: one layer's tiles stay on the device while its rows are worked on.
+
+    Each row crosses the link once, homewards, behind the computation; tiles that held tokens before come over once.
+    """
+
+    def __init__(self, store: TileStore, link: Link, memory: Memory, homeward: Homeward) -> None:
+        self._store, self._link, self._memory, self._homeward = store, link, memory, homeward
+        self._tiles: list[Tensor] = []
+        self._full: dict[int, Event] = {}
+        self._unsent: dict[int, tuple[int, int]] = {}  # tile index -> rows written and not yet sent home
+        self._layer = -1
+        self._length = self._num_tiles = 0
+
+    def begin(self, length: int, num_rows: int) -> None:
+        self._store.grow(length + num_rows)
+        shape = self._store.shape
+        fewest = min(self._store.num_resident(layer) for layer in range(self._store.num_layers))
+        for _ in range(len(self._tiles), shape.count(length + num_rows) - fewest):
+            block = self._memory.allocate(shape.shape, shape.dtype, tier="device", purpose="prefill tiles")
+            self._tiles.append(block)
+        self._num_tiles = shape.count(length + num_rows)
+        self._length, self._layer = length, -1
+
+    def open(self, layer: int, index: int) -> Tensor:
+        if layer != self._layer:
+            self._enter(layer)
+        if self._store.is_resident(layer, index):
+            return self._store.home(layer, index)
+        if (full := self._full.pop(index, None)) is not None:
+            full.wait()
+        return self._tile(index)
+
+    def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
+        if self._store.is_resident(layer, index):
+            return
+        first, _ = self._unsent.get(index, (start, stop))
+        self._unsent[index] = (first, stop)
+        if stop == self._store.shape.tokens:
+            self._send(index)
+
+    def close(self, layer: int, index: int) -> None: ...
+
+    def end(self) -> None:
+        """Send the last layer home and give the device memory back."""
+        self._leave()
+        self._homeward.wait()
+        for full in self._full.values():
+            full.wait()
+        self._full.clear()
+        for tile in self._tiles:
+            self._memory.released(tile, tier="device", purpose="prefill tiles")
+        self._tiles.clear()
+
+    def forget(self) -> None: ...
+
+    def _tile(self, index: int) -> Tensor:
+        return self._tiles[index - self._store.num_resident(self._layer)]
+
+    def _enter(self, layer: int) -> None:
+        """Start fetching what `layer` held; a tile is overwritten only after the last layer's copy of it left."""
+        self._leave()
+        previous, self._layer = self._layer, layer
+        shape, free = self._store.shape, self._link.record()
+        for offset, tile in enumerate(self._tiles):
+            index = offset + self._store.num_resident(layer)
+            if index >= self._num_tiles:
+                break
+            left = () if previous < 0 else self._homeward.before(previous, offset + self._store.num_resident(previous))
+            pages = shape.used_pages(index, self._length)
+            after = (free, *left, *self._homeward.before(layer, index))
+            self._full[index] = _fetch_pages(self._link, tile, self._store.home(layer, index), pages, after)
+
+    def _leave(self) -> None:
+        for index in list(self._unsent):
+            self._send(index)
+
+    def _send(self, index: int) -> None:
+        start, stop = self._unsent.pop(index)
+        self._homeward.store(self._layer, index, self._tile(index), start, stop)
+
+
+@dataclass(frozen=True)
+class _All:
+    """Has happened when all of `events` have."""
+
+    events: tuple[Event, ...]
+
+    def wait(self) -> None:
+        for event in self.events:
+            event.wait()
+
+    def synchronize(self) -> None:
+        for event in self.events:
+            event.synchronize()
+
+
+def _fetch_pages(link: Link, tile: Tensor, home: Tensor, num_pages: int, after: tuple[Event, ...]) -> Event:
+    """The tile's first `num_pages` pages, keys and values. None: all its rows will be new, it only has to be ours."""
+    if num_pages == tile.shape[1]:
+        return link.to_device(tile, home, after)
+    if not num_pages:
+        return _All(after)
+    link.to_device(tile[0, :num_pages], home[0, :num_pages], after)
+    return link.to_device(tile[1, :num_pages], home[1, :num_pages], after)

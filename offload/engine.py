@@ -222,10 +222,18 @@ class Engine:
         def report(num_tokens: int) -> None:
             on_progress(Progress("prefill", num_tokens, len(tokens), "tokens"))
 
-        prefill(self._target, self._full, tokens, walk=self.plan.walk, on_tokens=report)
+        try:
+            prefill(self._target, self._full, tokens, walk=self.plan.walk, on_tokens=report)
+        except DoesNotFit as error:
+            raise DoesNotFit(f"{error} to {self._context_that_fits()}") from error
         self._prefilled = list(tokens)
         if self._link is not None:
             self._link_at_decode = self._link.stats
+
+    def _context_that_fits(self) -> int:
+        """Tokens, by the share of the planned host cache that the system has let us have."""
+        held = self.memory.allocated()["host"].get("kv cache", 0)
+        return self.plan.capacity * held // max(self.plan.host_bytes.get("kv cache", 0), 1)
 
     def _measure_link(self) -> None:
         if self._link is None:

@@ -96,3 +96,23 @@ def test_a_block_that_the_system_refuses_is_an_error_with_numbers() -> None:
     memory.allocate((2**20,), torch.int8, tier="host", purpose="test")
     with pytest.raises(DoesNotFit, match=r"4194304\.00 GiB of host memory could not be reserved.*lower --context"):
         memory.allocate((2**52,), torch.int8, tier="host", purpose="test")
+
+
+def test_a_cache_that_the_system_refuses_names_the_context_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight tiles, of which the system gives six: three quarters of the context would fit, and nothing hangs."""
+    plan = request(gamma=0, offload=frozenset({"kv"}))
+    given, real = [], Memory._host_block
+
+    def limited(memory: Memory, num_bytes: int) -> torch.Tensor:
+        if len(given) == 6:
+            raise DoesNotFit(memory._refused(num_bytes, "pinned", "CUDA error 2"))
+        given.append(num_bytes)
+        return real(memory, num_bytes)
+
+    monkeypatch.setattr(Memory, "_host_block", limited)
+    remedy = rf"pinned \(CUDA error 2\).*lower --context to {plan.capacity * 6 // 8}$"
+    with (
+        Engine.load(plan, TARGET, None, load_tokenizer(TARGET, None)) as engine,
+        pytest.raises(DoesNotFit, match=remedy),
+    ):
+        list(engine.generate(PROMPT, GREEDY, max_tokens=12))

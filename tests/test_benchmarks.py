@@ -1,0 +1,65 @@
+"""The benchmarks run, on very small cases: their numbers are not looked at, their documents are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(name: str, *args: str) -> tuple[dict[str, object], str]:
+    """(JSON document, table)."""
+    command = [sys.executable, str(ROOT / "benchmarks" / name), *args]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+def test_decode_measures_every_mode_on_one_prompt() -> None:
+    args = (
+        "--lengths",
+        "300",
+        "--max-tokens",
+        "6",
+        "--seeds",
+        "1",
+        "--gamma",
+        "3",
+        "--offload",
+        "kv",
+        "--link-gbps",
+        "1",
+    )
+    document, table = run("decode.py", *args)
+    results = document["results"]
+    assert [result["mode"] for result in results] == ["transformers", "plain", "no-speculation", "triforce"]  # type: ignore[attr-defined]
+    assert all(result["runs"][0]["milliseconds_per_token"] > 0 for result in results)  # type: ignore[attr-defined]
+    assert "vs plain" in table
+
+
+def test_prefill_compares_offloaded_with_resident() -> None:
+    document, table = run("prefill.py", "--length", "300", "--repeats", "1", "--link-gbps", "1")
+    assert list(document["results"]) == ["resident", "offload kv, 1 GB/s", "offload weights,kv, 1 GB/s"]  # type: ignore[call-overload]
+    assert "vs resident" in table
+
+
+@pytest.mark.timeout(115)
+def test_the_gpu_benchmark_rehearses_on_a_cpu(tmp_path: Path) -> None:
+    """A widened model, decoding on chip and under a cap that makes it stream, bits, and transformers beside it."""
+    args = ("--device", "cpu", "--like", "tiny", "--lengths", "600", "--max-tokens", "6", "--device-memory", "0.055")
+    document, table = run("gpu.py", *args, "--work", str(tmp_path))
+    rows = document["results"]
+    said = [(row.get("placement"), row["mode"]) for row in rows]  # type: ignore[attr-defined]
+    decoding = [(placement, mode) for placement in ("on chip", "capped") for mode in ("plain", "triforce")]
+    assert said == [*decoding, ("offloaded cache", "transformers"), (None, "bits, bf16")], table
+    assert rows[-1]["equal"] is True  # type: ignore[index]
+    assert not any("skipped" in row for row in rows), table  # type: ignore[attr-defined]
+    assert rows[2]["plan"]["offload"]  # type: ignore[index]
+    assert rows[2]["link_efficiency"] > 0  # type: ignore[index]

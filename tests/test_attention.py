@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from offload.kernels.attention import Part, attend, fold, merge, unfold
+from offload.kernels.attention import Part, attend, attend_whole_pages, fold, merge, unfold
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Against fp64 with the same (rounded) inputs. bf16: scores, weights and the product are rounded to 8 bits of mantissa.
@@ -231,3 +231,15 @@ def test_folding_puts_the_query_heads_of_a_kv_head_side_by_side(rows: int, kv_he
         for head in range(kv_heads * group):
             assert torch.equal(folded[head // group, head % group * rows + row], q[row, head])
     assert torch.equal(unfold(folded, rows), q.flatten(1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pages", [1, 3])
+def test_the_fused_kernel_over_whole_pages_gives_the_same_part(pages: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(pages)
+    q = torch.randn(2, 20, 16, generator=generator).to(dtype)
+    keys, values = (torch.randn(pages, 2, 24, 16, generator=generator).to(dtype) for _ in range(2))
+    fused, plain = attend_whole_pages(q, keys, values), attend(q, keys, values, None)
+    tolerance = TOLERANCE[dtype]
+    assert_close(fused.out, plain.out, atol=tolerance, rtol=tolerance)
+    assert_close(fused.lse, plain.lse, atol=tolerance, rtol=tolerance)

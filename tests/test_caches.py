@@ -29,6 +29,7 @@ from offload.cache.streaming import StreamingCache
 from offload.cache.tiles import TileShape
 from offload.kernels.rope import RopeTable, rope_table
 from offload.plan.config import ModelConfig
+from offload.plan.sizing import PrefillShape
 from offload.transfer.link import Link, PacedLink
 from offload.transfer.memory import Memory
 
@@ -463,10 +464,11 @@ def test_chunked_prefill_equals_whole_prefill(make: Make, before: int, count: in
 
 
 @pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize(("rows", "pages", "fused"), [(3, 4, False), (3, 1, True), (5, 2, True), (13, 4, True)])
 def test_prefill_in_blocks_that_attend_one_after_another_equals_plain_attention(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, rows: int, pages: int, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.cache.full.PREFILL_ROWS", 3)
+    monkeypatch.setattr("offload.cache.full.prefill_shape", lambda *_: PrefillShape(rows, pages, fused))
     tape = Tape()
     driver = WHOLE[name](tape, [0] * 10)
     out = driver.extend([0] * 29, phase="prefill", blocks=13)
@@ -527,7 +529,7 @@ def test_an_interrupt_within_attention_leaves_no_trace_and_no_copy_under_way(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("offload.cache.full.attend", interrupted)
+        patch.setattr("offload.cache.block.attend", interrupted)
         with pytest.raises(KeyboardInterrupt):
             driver.extend([1] * 5, phase=phase)
     assert link.num_coming > 0

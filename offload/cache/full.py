@@ -3,50 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from offload.cache import Phase
+from offload.cache.block import Block
 from offload.cache.residence import Homeward, PrefillTiles, Residence, Resident, StreamedTiles
 from offload.cache.tiles import TileShape, TileStore
-from offload.kernels.attention import Part, attend, count_up, fold, merge, unfold
+from offload.kernels.attention import fold
 from offload.kernels.rope import RopeTable, rotate
-from offload.plan.sizing import PREFILL_PAGES, PREFILL_ROWS
+from offload.plan.sizing import PrefillShape, prefill_shape
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
-
-
-@dataclass
-class _Block:
-    """Rows that attend together, query [H_kv, G * count, D] at positions `first` and on, and what they saw so far."""
-
-    query: Tensor
-    first: int
-    count: int
-    part: Part | None = None
-    masses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per tile: (mass, lse of the tile)
-
-    def add(self, part: Part) -> None:
-        if part.mass is not None:
-            self.masses.append((part.mass, part.lse))
-        self.part = part if self.part is None else merge(self.part, part)
-
-    def attended(self) -> Tensor:
-        """[count, H * D] fp32."""
-        assert self.part is not None
-        return unfold(self.part.out, self.count)
-
-    def total_mass(self, num_chunks: int) -> Tensor:
-        """Each row's softmax mass per chunk, summed over the query group: [count, H_kv, num_chunks] fp32."""
-        assert self.part is not None
-        shares = [mass * (lse - self.part.lse).exp()[..., None] for mass, lse in self.masses]
-        joined = torch.cat(shares, -1)
-        grouped = joined.view(joined.shape[0], -1, self.count, joined.shape[-1]).sum(1).transpose(0, 1)
-        return pad(grouped, (0, num_chunks - grouped.shape[-1]))  # a block may end before the pass's last tile
 
 
 @dataclass(frozen=True)
@@ -95,6 +66,7 @@ class FullCache:
                 "decode": StreamedTiles(self.store, link, staging, self.homeward),
             }
         self._memory, self._device = memory, memory.device
+        self._prefill: PrefillShape = prefill_shape(memory.device.type, shape.dtype.itemsize)
         self._gathered: Tensor | None = None
         self.length = 0
         self._last_row = 0
@@ -267,28 +239,18 @@ class FullCache:
             assert self._phase is not None
             self._residences[self._phase].wrote(layer, index, first - base, stop - base)
 
-    def _blocks(self, q: Tensor, start: int) -> list[_Block]:
+    def _blocks(self, q: Tensor, start: int) -> list[Block]:
         """Rows q [T, H, D] at positions `start` and on, in the blocks that attend together."""
-        size = self._rows if self._phase == "decode" else PREFILL_ROWS
+        size = self._rows if self._phase == "decode" else self._prefill.rows
         rows = q.split(size)
-        return [_Block(fold(part, self.shape.num_kv_heads), start + i * size, len(part)) for i, part in enumerate(rows)]
+        return [Block(fold(part, self.shape.num_kv_heads), start + i * size, len(part)) for i, part in enumerate(rows)]
 
-    def _attend_tile(self, block: _Block, tile: Tensor, index: int) -> None:
-        """One tile's share of a block's attention. In phase "decode" the whole tile, so that all shapes are fixed."""
-        base, last = index * self.shape.tokens, block.first + block.count - 1
-        if base > last:
-            return
-        visible = None
-        if base + self.shape.tokens > block.first + 1:
-            visible = count_up(block.first + 1 - base, block.count, block.query).clamp_(0, self.shape.tokens)
+    def _attend_tile(self, block: Block, tile: Tensor, index: int) -> None:
+        base = index * self.shape.tokens
         if self._phase == "decode":
-            block.add(attend(block.query, tile[0], tile[1], visible, chunk=self.mass_chunk))
-            return
-        page = self.shape.page_tokens
-        for first in range(0, self.shape.used_pages(index, last + 1), PREFILL_PAGES):
-            pages = slice(first, min(first + PREFILL_PAGES, self.shape.used_pages(index, last + 1)))
-            seen = None if visible is None else visible - first * page
-            block.add(attend(block.query, tile[0, pages], tile[1, pages], seen))
+            block.attend_fixed(tile, base, chunk=self.mass_chunk)
+        else:
+            block.attend_used(tile, base, pages=self._prefill.pages, fused=self._prefill.fused)
 
 
 def _select(tile: Tensor, runs: Tensor, out: Tensor) -> None:

@@ -84,6 +84,21 @@ def attend(
     return Part(out, top + total.log(), mass)
 
 
+def attend_whole_pages(q: Tensor, keys: Tensor, values: Tensor) -> Part:
+    """Exact attention of every row over all keys, by torch's fused kernel, page by page at once: for many rows.
+
+    q [H_kv, R, D]; keys, values [P, H_kv, S, D]; on a GPU 16-bit, D up to 256. No scores in memory; P outputs are.
+    """
+    pages = q.expand(keys.shape[0], -1, -1, -1)
+    scale = q.shape[-1] ** -0.5
+    if q.is_cuda:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(pages, keys, values, scale=scale)
+    else:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(pages, keys, values, scale=scale)
+    total = lse.logsumexp(0)
+    return Part(out.float().mul_((lse - total).exp()[..., None]).sum(0), total)
+
+
 def merge(first: Part, second: Part) -> Part:
     """Attention over both parts' keys, `out` and `lse` only. A part that a row sees nothing of changes none of its
     bits.

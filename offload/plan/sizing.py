@@ -14,8 +14,25 @@ MAX_TILE_TOKENS = 8192
 MAX_BUDGET = 4096  # where the user names none: a 13B model's retrieval cache is 3.1 GiB then
 NUM_STAGING = 2  # buffers through which layers, and tiles, cross the link
 TAIL_TOKENS = 128  # room after the chosen chunks of the retrieval cache
-PREFILL_ROWS, PREFILL_PAGES = 64, 4  # what prefill attends at a time
 _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and what an allocator cannot use
+
+
+@dataclass(frozen=True)
+class PrefillShape:
+    """What prefill attends at a time: rows, and pages where some row sees only a part of them.
+
+    fused: pages that all rows see whole go through torch's fused kernel, a tile at once.
+    """
+
+    rows: int
+    pages: int
+    fused: bool
+
+
+def prefill_shape(device_type: str, itemsize: int) -> PrefillShape:
+    """On a CPU scores must stay in the processor's cache (docs/log.md); a GPU wants large products, and has a fused
+    kernel for 16 bits."""
+    return PrefillShape(64, 4, False) if device_type == "cpu" else PrefillShape(WALK, 2, itemsize == 2)
 
 
 @dataclass(frozen=True)
@@ -114,7 +131,11 @@ class Sizing:
         """The largest temporaries: a block of a prefill, or a block of rows over a tile, or the logits."""
         target, item, heads = self.target, self.itemsize, self.target.num_heads // self.num_devices
         walk = WALK * (3 * target.intermediate_size + 6 * target.hidden_size) * item
-        scores = PREFILL_ROWS * PREFILL_PAGES * PAGE_TOKENS * heads * (item + 4)
+        prefill = prefill_shape("cpu" if self.hardware.is_cpu else "cuda", item)
+        scores = prefill.rows * prefill.pages * PAGE_TOKENS * heads * (item + 4)
+        if prefill.fused:  # a tile's pages, attended apart before they are merged
+            pages = self.tile_tokens(capacity) // PAGE_TOKENS
+            scores = max(scores, pages * prefill.rows * heads * target.head_dim * (item + 4))
         tile = self.rows * self.tile_tokens(capacity) * heads * (item + 4)
         logits = self._padded(gamma + 1) * target.vocab_size * (item + 8)
         return max(walk + scores, tile, logits)

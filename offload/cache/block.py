@@ -1,0 +1,74 @@
+"""Rows that attend together, and what they have seen so far, tile by tile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from offload.kernels.attention import Part, attend, attend_whole_pages, count_up, merge, unfold
+
+
+@dataclass
+class Block:
+    """`count` rows at positions `first` and on: query [H_kv, G * count, D], rotated. Tiles come in order.
+
+    A tile is [2, P, H_kv, S, D]; `base` is the position of its first token.
+    """
+
+    query: Tensor
+    first: int
+    count: int
+    part: Part | None = None
+    masses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per tile: (mass, lse of the tile)
+
+    def attend_fixed(self, tile: Tensor, base: int, *, chunk: int | None) -> None:
+        """The whole tile, whatever is hidden in it, so that all shapes are fixed; also its mass per chunk."""
+        if base <= self._last:
+            self._add(attend(self.query, tile[0], tile[1], self._visible(tile, base), chunk=chunk))
+
+    def attend_used(self, tile: Tensor, base: int, *, pages: int, fused: bool) -> None:
+        """The pages that some row sees, `pages` at a time; those that all rows see whole in one fused call."""
+        if base > self._last:
+            return
+        page = tile.shape[3]
+        used = min(-(-(self._last + 1 - base) // page), tile.shape[1])
+        start = min((self.first + 1 - base) // page, used) if fused else 0
+        if start > 0:
+            self._add(attend_whole_pages(self.query, tile[0, :start], tile[1, :start]))
+        visible = self._visible(tile, base)
+        for at in range(max(start, 0), used, pages):
+            some = slice(at, min(at + pages, used))
+            seen = None if visible is None else visible - at * page
+            self._add(attend(self.query, tile[0, some], tile[1, some], seen))
+
+    def attended(self) -> Tensor:
+        """[count, H * D] fp32."""
+        assert self.part is not None
+        return unfold(self.part.out, self.count)
+
+    def total_mass(self, num_chunks: int) -> Tensor:
+        """Each row's softmax mass per chunk, summed over the query group: [count, H_kv, num_chunks] fp32."""
+        assert self.part is not None
+        shares = [mass * (lse - self.part.lse).exp()[..., None] for mass, lse in self.masses]
+        joined = torch.cat(shares, -1)
+        grouped = joined.view(joined.shape[0], -1, self.count, joined.shape[-1]).sum(1).transpose(0, 1)
+        return pad(grouped, (0, num_chunks - grouped.shape[-1]))  # a block may end before the pass's last tile
+
+    @property
+    def _last(self) -> int:
+        return self.first + self.count - 1
+
+    def _visible(self, tile: Tensor, base: int) -> Tensor | None:
+        """How many of the tile's tokens each row sees; None: all."""
+        num_tokens = tile.shape[1] * tile.shape[3]
+        if base + num_tokens <= self.first + 1:
+            return None
+        return count_up(self.first + 1 - base, self.count, self.query).clamp_(0, num_tokens)
+
+    def _add(self, part: Part) -> None:
+        if part.mass is not None:
+            self.masses.append((part.mass, part.lse))
+        self.part = part if self.part is None else merge(self.part, part)

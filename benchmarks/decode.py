@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -47,10 +48,11 @@ def plan_of(case: Case, mode: str) -> Plan:
     return replace(plan, rows=1) if mode == "plain" else plan
 
 
-def triforce_runner(case: Case, mode: str) -> Runner:
+def triforce_runner(case: Case, mode: str, open_engines: ExitStack) -> Runner:
     """Our engine under the plan of `mode`; the prompt is prefilled once."""
     plan = plan_of(case, mode)
-    engine = Engine.load(plan, case.model, case.draft, load_tokenizer(case.model, case.draft))
+    tokenizer = load_tokenizer(case.model, case.draft)
+    engine = open_engines.enter_context(Engine.load(plan, case.model, case.draft, tokenizer))
 
     def run(seed: int) -> Measurement:
         for _ in engine.generate(case.prompt, SamplingParams(seed=seed), max_tokens=case.max_tokens):
@@ -100,15 +102,18 @@ def transformers_runner(case: Case) -> Runner:
 
 
 def measure(case: Case, modes: list[str], seeds: list[int]) -> dict[str, list[Measurement]]:
-    runners = {}
-    for mode in modes:
-        say(f"{len(case.prompt)} tokens, {mode}: loading")
-        runners[mode] = transformers_runner(case) if mode == "transformers" else triforce_runner(case, mode)
     results: dict[str, list[Measurement]] = {mode: [] for mode in modes}
-    for seed in seeds:
-        for mode, run in runners.items():
-            results[mode].append(run(seed))
-            say(f"  {mode}, seed {seed}: {results[mode][-1]['milliseconds_per_token']:.2f} ms/token")
+    with ExitStack() as engines:
+        runners = {}
+        for mode in modes:
+            say(f"{len(case.prompt)} tokens, {mode}: loading")
+            runners[mode] = (
+                transformers_runner(case) if mode == "transformers" else triforce_runner(case, mode, engines)
+            )
+        for seed in seeds:
+            for mode, run in runners.items():
+                results[mode].append(run(seed))
+                say(f"  {mode}, seed {seed}: {results[mode][-1]['milliseconds_per_token']:.2f} ms/token")
     return results
 
 

@@ -1,27 +1,29 @@
 """What a CUDA machine shows: link efficiency, prefill, decoding, peak memory and bits, with the device capped.
 
-usage: python benchmarks/gpu.py [--like llama2-7b,llama-3.1-8b] [--lengths 32000,120000] [--device-memory 24]
-                                [--minutes 8] [--work DIR]
+usage: python benchmarks/gpu.py --out gpu.json [--like llama2-7b,llama-3.1-8b] [--lengths 32000,120000]
+                                [--device-memory 24] [--minutes 8] [--work DIR]
 
 Targets are the demo model widened to the bytes of the models named (scripts/widen.py): acceptance is a trained model's,
-traffic is that of a 7B or 13B. Past 32K positions their YaRN factor is raised, so that acceptance there is not real and
-says so. Cases run until the minutes are used up; what did not run is listed. `--device cpu --like tiny` is a rehearsal.
+traffic is that of a 7B or 13B. Past 32K positions their YaRN factor is raised, so that acceptance there is not real.
+Cases run until the minutes are used up; what did not run is listed. The document is written anew after every row: a run
+that is cut off leaves what it had. `--device cpu --like tiny` is a rehearsal.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
-from report import emit, environment, say
+from report import environment, say, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 import widen
@@ -29,8 +31,11 @@ import widen
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, load_tokenizer, plan_request
 from offload.errors import DoesNotFit
-from offload.measure import copy_rate, link_copies
+from offload.measure import copy_rate, link_copies, product_rate, read_rates
+from offload.plan.hardware import rates_key
+from offload.plan.machine import machine_name
 from offload.plan.planner import Options, Plan
+from offload.plan.rates import TWO_CORES, Rates, save_rates
 from offload.transfer.link import CudaLink, PacedLink
 
 MODELS = Path(str(resources.files("triforce_cli"))) / "models"
@@ -40,6 +45,7 @@ TINY = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "n
 TRAINED_POSITIONS = 32768
 COPY_BYTES = 256 * 2**20
 BITS_TOKENS = 4000
+STREAMING_SHARE = 0.65  # of the cap, under which more streams
 
 Row = dict[str, Any]
 
@@ -56,6 +62,9 @@ class Case:
     max_tokens: int
 
     def plan(self, **options: Any) -> Plan:
+        gc.collect()
+        if self.device != "cpu":
+            torch.cuda.empty_cache()  # the last engine's memory is free for this one
         asked = {"device": self.device, "device_memory": self.device_memory} | options
         return plan_request(
             self.model, self.draft, Options(**asked), num_prompt_tokens=len(self.prompt), max_tokens=self.max_tokens
@@ -65,7 +74,6 @@ class Case:
         """(tokens, what was measured) on a fresh engine."""
         cuda = self.device != "cpu"
         if cuda:
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         with Engine.load(plan, self.model, self.draft, load_tokenizer(self.model, self.draft)) as engine:
             steps = engine.generate(self.prompt, sampling, max_tokens=self.max_tokens)
@@ -82,15 +90,21 @@ class Case:
 
 
 def widened(like: str, work: Path, num_positions: int) -> Path:
-    """The demo target with the sizes of `like`, for that many positions; written once."""
-    folder = work / f"{like}-{num_positions}"
+    """The demo target with the sizes of `like`, for that many positions; its weights are written once."""
+    folder = work / like
     if not folder.exists():
-        say(f"writing {folder.name}")
+        say(f"writing {like}")
         sizes = TINY if like == "tiny" else widen.LIKE[like]
         widen.widen(MODELS / "demo-target", folder, sizes, torch.bfloat16)
-        if num_positions > TRAINED_POSITIONS:
-            stretch(folder / "config.json", num_positions)
-    return folder
+    if num_positions <= TRAINED_POSITIONS:
+        return folder
+    longer = work / f"{like}-{num_positions}"
+    if not longer.exists():
+        longer.mkdir()
+        for file in folder.iterdir():
+            (longer / file.name).hardlink_to(file)
+        stretch(longer / "config.json", num_positions)
+    return longer
 
 
 def stretch(file: Path, num_positions: int) -> None:
@@ -101,45 +115,57 @@ def stretch(file: Path, num_positions: int) -> None:
     for key in ("rope_parameters", "rope_scaling"):
         if key in config:
             config[key]["factor"] *= factor
+    file.unlink()  # a link to the shorter model's
     file.write_text(json.dumps(config))
 
 
-def bare_copy_rate(device: str) -> float:
-    """Bytes per second of pinned memory to the device, nothing else going on."""
+def measured_rates(device: str) -> Rates:
+    """Kept for the planner: plans of this run are for this device."""
     where = torch.device(device)
     link = PacedLink(None) if device == "cpu" else CudaLink(where)
     try:
         copies = link_copies(link, where, COPY_BYTES)
-        return copy_rate([copies.to_device], copies.num_bytes)
+        _, read = read_rates(where, torch.bfloat16, 4 * COPY_BYTES)
+        rates = Rates(
+            to_device=copy_rate([copies.to_device], copies.num_bytes),
+            to_host=copy_rate([copies.to_host], copies.num_bytes),
+            device_read=read,
+            host_read=TWO_CORES.host_read,
+            flops=product_rate(where, torch.bfloat16),
+            measured=True,
+        )
     finally:
         link.close()
+    save_rates(machine_name(), {rates_key(device): rates})
+    return rates
 
 
-def decoding(case: Case, bare: float) -> Iterator[Row]:
+def decoding(case: Case, bare: float, deadline: float) -> Iterator[Row]:
     """Plain and TriForce, offloaded under the cap and on chip without it; prefill of both."""
     sampling = SamplingParams(seed=0)
-    resident_prefill = None
-    for placement, changes in (("on chip", {"device_memory": None, "offload": frozenset()}), ("capped", {})):
-        for mode in ("plain", "triforce"):
+    for placement, changes in (("capped", {}), ("on chip", {"device_memory": None, "offload": frozenset()})):
+        for mode in ("triforce", "plain"):
+            about = {"placement": placement, "mode": mode}
+            if time.perf_counter() > deadline:
+                yield about | {"skipped": "no time left"}
+                continue
             try:
                 plan = case.plan(speculation=mode == "triforce", **changes)
             except DoesNotFit as error:
-                yield {"placement": placement, "mode": mode, "skipped": str(error)}
+                yield about | {"skipped": str(error)}
                 continue
             _, row = case.run(plan if mode == "triforce" else replace(plan, rows=1), sampling)
-            stats = row["stats"]
-            if placement == "on chip":
-                resident_prefill = resident_prefill or stats["prefill_seconds"]
-            ratio = stats["prefill_seconds"] / resident_prefill if resident_prefill else None
             rate = row["full_pass_bytes_per_second"]
-            yield row | {
-                "placement": placement,
-                "mode": mode,
-                "milliseconds_per_token": stats["milliseconds_per_token"],
-                "prefill_over_resident": ratio,
-                "link_efficiency": rate / bare if plan.offload and rate else None,
-                "peak_over_plan": peak_over_plan(row, plan),
-            }
+            yield (
+                row
+                | about
+                | {
+                    "milliseconds_per_token": row["stats"]["milliseconds_per_token"],
+                    "prefill_seconds": row["stats"]["prefill_seconds"],
+                    "link_efficiency": rate / bare if plan.offload and rate else None,
+                    "peak_over_plan": peak_over_plan(row, plan),
+                }
+            )
 
 
 def peak_over_plan(row: Row, plan: Plan) -> float | None:
@@ -149,23 +175,30 @@ def peak_over_plan(row: Row, plan: Plan) -> float | None:
 
 
 def bits(case: Case) -> Iterator[Row]:
-    """Greedy tokens with and without speculation, in both 16-bit types."""
+    """Greedy tokens with and without speculation, on chip and streaming, in both 16-bit types."""
+    streams = {"offload": frozenset({"weights", "kv"}), "device_memory": STREAMING_SHARE * (case.device_memory or 24.0)}
     for dtype in ("bf16", "fp16") if case.device != "cpu" else ("bf16",):
         said = []
-        for options in ({"speculation": False}, {"gamma": 7}, {"gamma": 15, "draft_gamma": 0, "budget": 256}):
+        for options in (
+            {"speculation": False, "offload": frozenset(), "device_memory": None},
+            {"gamma": 7, "draft_gamma": 2, "offload": frozenset(), "device_memory": None},
+            {"gamma": 31, "draft_gamma": 0, "budget": 256, **streams},
+            {"speculation": False, **streams},
+        ):
             tokens, _ = case.run(case.plan(dtype=dtype, **options), SamplingParams(temperature=0.0, seed=0))
             said.append(tokens)
-        yield {"mode": f"bits, {dtype}", "equal": said[0] == said[1] == said[2], "tokens": said}
+        yield {"mode": f"bits, {dtype}", "equal": all(tokens == said[0] for tokens in said), "tokens": said}
 
 
 def transformers_offloaded(case: Case) -> Iterator[Row]:
-    """transformers' own decoding with its offloaded cache, on the same weights."""
+    """transformers' own decoding with its offloaded cache, on the same weights, two tokens after the first."""
     from transformers import AutoModelForCausalLM
 
+    gc.collect()
     model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.bfloat16).to(case.device).eval()
-    ids = torch.tensor([case.prompt], device=case.device)
     times = []
-    for count in (1, 9):
+    for length, count in ((64, 1), (len(case.prompt), 1), (len(case.prompt), 3)):  # the first only warms up
+        ids = torch.tensor([case.prompt[:length]], device=case.device)
         began = time.perf_counter()
         model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
@@ -175,7 +208,8 @@ def transformers_offloaded(case: Case) -> Iterator[Row]:
     yield {
         "placement": "offloaded cache",
         "mode": "transformers",
-        "milliseconds_per_token": 1000 * (times[1] - times[0]) / 8,
+        "prefill_seconds": times[1],
+        "milliseconds_per_token": 1000 * (times[2] - times[1]) / 2,
     }
 
 
@@ -187,27 +221,27 @@ def table_row(row: Row) -> list[str]:
     result = "skipped" if "skipped" in row else {True: "equal", False: "DIFFERENT"}.get(row.get("equal"), "")
     return [
         row["model"], f"{row['length']}", row.get("placement", ""), row["mode"], number("milliseconds_per_token"),
-        number("prefill_over_resident"), number("link_efficiency"), number("peak_over_plan"), result,
+        number("prefill_seconds"), number("link_efficiency"), number("peak_over_plan"), result,
     ]  # fmt: skip
 
 
 def wanted(args: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
     """(model, length, what to measure), most wanted first."""
-    for length in map(int, args.lengths.split(",")):
-        for like in args.like.split(","):
-            yield like, length, "decoding"
-            yield like, length, "transformers"
-            yield like, min(length, BITS_TOKENS), "bits"
+    likes, lengths = args.like.split(","), [int(length) for length in args.lengths.split(",")]
+    yield from ((likes[0], length, "decoding") for length in lengths)
+    yield likes[0], min(lengths[0], BITS_TOKENS), "bits"
+    yield from ((like, length, "decoding") for like in likes[1:] for length in lengths)
+    yield from ((like, length, "transformers") for length in lengths for like in likes)
 
 
-def measure(args: argparse.Namespace, like: str, length: int, what: str, bare: float) -> Iterator[Row]:
+def measure(args: argparse.Namespace, like: str, length: int, what: str, bare: float, deadline: float) -> Iterator[Row]:
     text = load_tokenizer(MODELS / "demo-target", None).encode(TEXT.read_text(encoding="utf-8"))
     prompt = (text * (length // len(text) + 1))[:length]
     positions = max(TRAINED_POSITIONS, 1 << (length + args.max_tokens - 1).bit_length())
     model = widened(like, args.work, positions)
     case = Case(model, MODELS / "demo-draft", prompt, args.device, args.device_memory, args.max_tokens)
     if what == "decoding":
-        yield from decoding(case, bare)
+        yield from decoding(case, bare, deadline)
     elif what == "transformers":
         yield from transformers_offloaded(case)
     else:
@@ -221,28 +255,37 @@ def main() -> None:
     parser.add_argument("--lengths", default="32000,120000")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--device-memory", type=float, default=24.0, help="10^9 bytes")
+    parser.add_argument("--out", type=Path, required=True, help="JSON document to write")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--work", type=Path, default=Path("wide-models"), help="where the widened models are written")
     args = parser.parse_args()
-    began, bare = time.perf_counter(), bare_copy_rate(args.device)
-    say(f"bare pinned copy to the device: {bare / 1e9:.1f} GB/s")
-    rows: list[Row] = []
+    deadline = time.perf_counter() + 60 * args.minutes
+    args.work.mkdir(parents=True, exist_ok=True)
+    rates = measured_rates(args.device)
+    say(f"bare pinned copy to the device: {rates.to_device / 1e9:.1f} GB/s")
+    title = f"{args.device}, capped to {args.device_memory:g} GB, link {rates.to_device / 1e9:.1f} GB/s"
+    document = {"environment": environment(0), "title": title, "rates": asdict(rates), "results": []}
+    rows: list[Row] = document["results"]
+
+    def keep(row: Row) -> None:
+        rows.append(row)
+        say("  ".join(table_row(row)))
+        part = args.out.with_suffix(".part")
+        part.write_text(json.dumps(document, indent=1))
+        part.replace(args.out)
+
     for model, length, what in wanted(args):
         about = {"model": model, "length": length}
-        if time.perf_counter() - began > 60 * args.minutes:
-            rows.append(about | {"mode": what, "skipped": "no time left"})
+        if time.perf_counter() > deadline:
+            keep(about | {"mode": what, "skipped": "no time left"})
             continue
         try:
-            for row in measure(args, model, length, what, bare):
-                rows.append(about | row)
-                say("  ".join(table_row(rows[-1])))
+            for row in measure(args, model, length, what, rates.to_device, deadline):
+                keep(about | row)
         except Exception as error:  # one case must not cost the others
-            rows.append(about | {"mode": what, "skipped": f"{type(error).__name__}: {error}"})
-            say(f"{model}, {length}: {error}")
-    columns = ["model", "prompt", "placement", "mode", "ms/token", "prefill/resident", "link", "peak/plan", ""]
-    title = f"{args.device}, capped to {args.device_memory:g} GB, link {bare / 1e9:.1f} GB/s"
-    document = {"environment": environment(0), "title": title, "bare_copy_bytes_per_second": bare, "results": rows}
-    emit(title, columns, [table_row(row) for row in rows], document)
+            keep(about | {"mode": what, "skipped": f"{type(error).__name__}: {error}"})
+    columns = ["model", "prompt", "placement", "mode", "ms/token", "prefill s", "link", "peak/plan", ""]
+    table(title, columns, [table_row(row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -47,10 +47,14 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def emit(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], document: dict[str, Any]) -> None:
+    table(title, columns, rows)
+    print(json.dumps(document, indent=1))
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     lines = [list(columns), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     say(f"\n{title}")
     for name, *cells in lines:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         say("  ".join([name.ljust(widths[0]), *padded]).rstrip())
-    print(json.dumps(document, indent=1))

@@ -29,6 +29,7 @@ from offload.model.loading import load_decoder
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import probe
 from offload.plan.planner import Options, Plan, make_plan
+from offload.plan.sizing import MAX_ROWS
 from offload.transfer.link import CudaLink, Link, PacedLink
 from offload.transfer.memory import Memory
 
@@ -135,6 +136,7 @@ class Engine:
         try:
             decoders = _load_decoders(folders, plan, memory, link, on_progress)
             engine = cls(plan, decoders["target"], decoders.get("draft"), tokenizer, memory, link)
+            engine._reserve()
         except BaseException:
             if link is not None:
                 link.close()
@@ -222,18 +224,19 @@ class Engine:
         def report(num_tokens: int) -> None:
             on_progress(Progress("prefill", num_tokens, len(tokens), "tokens"))
 
-        try:
-            prefill(self._target, self._full, tokens, walk=self.plan.walk, on_tokens=report)
-        except DoesNotFit as error:
-            raise DoesNotFit(f"{error} to {self._context_that_fits()}") from error
+        prefill(self._target, self._full, tokens, walk=self.plan.walk, on_tokens=report)
         self._prefilled = list(tokens)
         if self._link is not None:
             self._link_at_decode = self._link.stats
 
-    def _context_that_fits(self) -> int:
-        """Tokens, by the share of the planned host cache that the system has let us have."""
-        held = self.memory.allocated()["host"].get("kv cache", 0)
-        return self.plan.capacity * held // max(self.plan.host_bytes.get("kv cache", 0), 1)
+    def _reserve(self) -> None:
+        """Allocate the full cache. Raises DoesNotFit, with the context that the memory had so far is enough for."""
+        try:
+            self._full.reserve(self.plan.capacity + MAX_ROWS)
+        except DoesNotFit as error:
+            held = sum(tier.get("kv cache", 0) for tier in self.memory.allocated().values())
+            planned = sum(tier.get("kv cache", 0) for tier in (self.plan.device_bytes, self.plan.host_bytes))
+            raise DoesNotFit(f"{error} to {self.plan.capacity * held // planned}") from error
 
     def _measure_link(self) -> None:
         if self._link is None:
@@ -289,6 +292,7 @@ class Engine:
             link=self._link if "kv" in plan.offload else None,
             num_resident=plan.resident_tiles,
             mass_chunk=plan.chunk if "retrieval" in plan.levels and plan.selection == "mass" else None,
+            prefill=plan.prefill,
         )
 
     def _make_draft_cache(self, draft: Decoder, slack: int) -> StreamingCache:
@@ -340,9 +344,7 @@ def _make_link(plan: Plan) -> Link | None:
         return None
     if plan.device == "cpu":
         return PacedLink(plan.link_bytes_per_second)
-    if plan.link_bytes_per_second is not None:
-        raise UsageError(f"link-gbps paces the link of a CPU; on {plan.device} the link is the card's own")
-    return CudaLink(torch.device(plan.device))
+    return CudaLink(torch.device(plan.device), plan.link_bytes_per_second)
 
 
 def _show(run: generation.Run, detokenizer: Detokenizer, stops: StopStrings, end_tokens: frozenset[int]) -> Step:

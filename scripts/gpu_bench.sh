@@ -10,5 +10,5 @@ work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRIFORCE_CACHE_DIR="$work/cache"
 mkdir -p "$out"
-timeout 100 python3 tests/test_cuda.py 2>&1 | tee "$out/gpu-tests.txt"
-timeout 420 python3 benchmarks/gpu.py --work "$work/models" --minutes 6 "$@" >"$out/gpu.json" 2> >(tee "$out/gpu.txt" >&2)
+timeout 150 python3 tests/test_cuda.py 2>&1 | tee "$out/gpu-tests.txt"
+timeout 380 python3 benchmarks/gpu.py --out "$out/gpu.json" --work "$work/models" --minutes 5.5 "$@" 2>&1 | tee "$out/gpu.txt"

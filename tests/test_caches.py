@@ -468,7 +468,7 @@ def test_chunked_prefill_equals_whole_prefill(make: Make, before: int, count: in
 def test_prefill_in_blocks_that_attend_one_after_another_equals_plain_attention(
     name: str, rows: int, pages: int, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.cache.full.prefill_shape", lambda *_: PrefillShape(rows, pages, fused))
+    monkeypatch.setattr("offload.cache.full.CPU_PREFILL", PrefillShape(rows, pages, fused))
     tape = Tape()
     driver = WHOLE[name](tape, [0] * 10)
     out = driver.extend([0] * 29, phase="prefill", blocks=13)

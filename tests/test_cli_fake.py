@@ -30,6 +30,7 @@ from offload.metrics import LevelStats, Stats  # noqa: E402
 from offload.plan.cost import Prediction  # noqa: E402
 from offload.plan.planner import Options, Plan  # noqa: E402
 from offload.plan.rates import FOLDER_VARIABLE  # noqa: E402
+from offload.plan.sizing import PrefillShape  # noqa: E402
 
 SCRIPT: dict[str, Any] = json.loads(os.environ.get("FAKE", "{}"))
 
@@ -85,6 +86,7 @@ def make_plan(options: Options, num_prompt_tokens: int = 1000, max_tokens: int =
         draft_gamma=options.draft_gamma or 2,
         rows=16,
         walk=512,
+        prefill=PrefillShape(64, 4, False),
         page_tokens=512,
         tile_tokens=512,
         budget=options.budget or 1024,

@@ -18,7 +18,8 @@ from offload.transfer.memory import Memory
 MODELS = Path(__file__).resolve().parents[1] / "triforce_cli" / "models"
 TARGET, DRAFT = MODELS / "demo-target", MODELS / "demo-draft"
 GREEDY = SamplingParams(temperature=0.0, seed=0)
-TEMPORARY = {"hidden rows", "workspace", "chunk masses", "prefill tiles", "reserve"}  # not in the ledger at the end
+# Not in the ledger at the end of a run.
+TEMPORARY = {"hidden rows", "workspace", "selection", "prefill tiles", "fetched chunks", "rope tables", "reserve"}
 PROMPT = [7 + i * i % 3900 for i in range(1100)]
 
 
@@ -41,14 +42,15 @@ def run(plan: Plan) -> tuple[list[int], dict[str, dict[str, int]]]:
         {"gamma": 15, "draft_gamma": 0, "budget": 256},
         {"gamma": 7, "offload": frozenset({"kv"})},
         {"gamma": 7, "offload": frozenset({"weights", "kv"})},
-        {"gamma": 7, "device_memory": 0.06},
-        {"gamma": 7, "device_memory": 0.045},
+        {"gamma": 7, "device_memory": 0.078},
+        {"gamma": 7, "device_memory": 0.062},
     ],
 )
 def test_planned_bytes_are_allocated_bytes_within_two_percent(options: dict[str, object]) -> None:
     plan = request(**options)
     _, ledger = run(plan)
-    ledger["host"].pop("gathered rows", None)
+    gathered = ledger["host"].pop("gathered chunks", 0)
+    assert gathered <= plan.host_bytes.pop("gathered chunks", 0)
     for tier, planned in (("device", plan.device_bytes), ("host", plan.host_bytes)):
         lasting = {name: size for name, size in planned.items() if name not in TEMPORARY}
         assert ledger[tier].keys() == lasting.keys()
@@ -58,7 +60,7 @@ def test_planned_bytes_are_allocated_bytes_within_two_percent(options: dict[str,
 
 def test_wherever_layers_and_tiles_are_the_tokens_are_the_same() -> None:
     expected, _ = run(request(gamma=7))
-    for memory, offload in [(0.06, ("kv",)), (0.055, ("kv",)), (0.045, ("kv", "weights"))]:
+    for memory, offload in [(0.078, ("kv",)), (0.073, ("kv",)), (0.062, ("kv", "weights"))]:
         plan = request(gamma=7, device_memory=memory)
         assert plan.offload == offload
         assert sum(plan.device_bytes.values()) <= memory * 1e9
@@ -111,8 +113,5 @@ def test_a_cache_that_the_system_refuses_names_the_context_that_fits(monkeypatch
 
     monkeypatch.setattr(Memory, "_host_block", limited)
     remedy = rf"pinned \(CUDA error 2\).*lower --context to {plan.capacity * 6 // 8}$"
-    with (
-        Engine.load(plan, TARGET, None, load_tokenizer(TARGET, None)) as engine,
-        pytest.raises(DoesNotFit, match=remedy),
-    ):
-        list(engine.generate(PROMPT, GREEDY, max_tokens=12))
+    with pytest.raises(DoesNotFit, match=remedy):
+        Engine.load(plan, TARGET, None, load_tokenizer(TARGET, None))

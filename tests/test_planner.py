@@ -59,19 +59,24 @@ def test_the_same_request_gives_the_same_plan() -> None:
     assert plan() == plan()
 
 
-@pytest.mark.parametrize("prompt", [1, 15, 16, 511, 512, 8191, 8192, 32000])
+@pytest.mark.parametrize("prompt", [1, 15, 16, 511, 512, 7992, 7993, 8191, 8192, 32000])
 def test_tiles_hold_the_request_in_as_few_as_their_limit_allows(prompt: int) -> None:
     made = plan(prompt=prompt)
-    count = -(-(made.capacity + 32) // made.tile_tokens)
+    count = -(-made.capacity // 8192)
     assert made.tile_tokens % made.page_tokens == 0
-    assert made.tile_tokens <= 8192
-    assert (count - 1) * 8192 < made.capacity + 32
-    assert count * (made.tile_tokens - made.page_tokens) < made.capacity + 32
+    assert made.tile_tokens <= 8192 + 512
+    assert count * made.tile_tokens >= made.capacity + 256
+    assert count * (made.tile_tokens - made.page_tokens) < made.capacity + 256
+
+
+def test_tiles_do_not_depend_on_gamma_since_bits_depend_on_them() -> None:
+    sizes = {plan(Options(gamma=gamma), prompt=16140).tile_tokens for gamma in (0, 1, 31, 63, 255)}
+    assert len(sizes) == 1
 
 
 def test_the_cache_is_planned_in_whole_tiles() -> None:
     made = plan(Options(offload=frozenset({"kv"})))
-    tiles = -(-(made.capacity + 32) // made.tile_tokens)
+    tiles = -(-made.capacity // 8192)
     assert made.host_bytes["kv cache"] == tiles * made.tile_tokens * 12288
     assert "kv cache" not in made.device_bytes
 
@@ -141,7 +146,7 @@ def test_gamma_zero_is_plain_decoding() -> None:
         Options(),
         Options(speculation=False),
         Options(gamma=31, budget=64),
-        Options(offload=frozenset({"kv"}), link_gbps=1.0),
+        Options(offload=frozenset({"kv"})),
     ],
 )
 @pytest.mark.parametrize("prompt", [1, 32000])
@@ -169,6 +174,11 @@ def test_a_slower_link_never_shortens_the_block() -> None:
 
 def test_a_model_whose_weights_outweigh_its_cache_is_decoded_plainly() -> None:
     assert plan(target=LLAMA_7B, draft=None, hardware=GPU, prompt=2000).gamma == 0
+
+
+def test_a_set_bandwidth_is_for_links_of_a_cpu() -> None:
+    with pytest.raises(UsageError, match="link-gbps paces the link of a CPU"):
+        plan(Options(offload=frozenset({"kv"}), link_gbps=1.0), hardware=GPU)
 
 
 def test_speculation_pays_more_the_longer_the_context() -> None:

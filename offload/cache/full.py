@@ -15,7 +15,7 @@ from offload.cache.residence import Homeward, PrefillTiles, Residence, Resident,
 from offload.cache.tiles import TileShape, TileStore
 from offload.kernels.attention import fold
 from offload.kernels.rope import RopeTable, rotate
-from offload.plan.sizing import PrefillShape, prefill_shape
+from offload.plan.sizing import CPU_PREFILL, PrefillShape
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 
@@ -49,6 +49,7 @@ class FullCache:
         num_resident: int = 0,
         num_staging: int = 2,
         mass_chunk: int | None = None,
+        prefill: PrefillShape | None = None,
     ) -> None:
         self.shape, self.num_layers, self.rope, self.mass_chunk = shape, num_layers, rope, mass_chunk
         self._rows, self.link = rows, link
@@ -66,7 +67,7 @@ class FullCache:
                 "decode": StreamedTiles(self.store, link, staging, self.homeward),
             }
         self._memory, self._device = memory, memory.device
-        self._prefill: PrefillShape = prefill_shape(memory.device.type, shape.dtype.itemsize)
+        self._prefill = prefill or CPU_PREFILL
         self._gathered: Tensor | None = None
         self.length = 0
         self._last_row = 0
@@ -74,6 +75,10 @@ class FullCache:
         self._taken = [0] * num_layers
         self._mass: list[Tensor] = []
         self.last_query: list[Tensor] = []
+
+    def reserve(self, num_tokens: int) -> None:
+        """Allocate tiles for that many tokens now: pinning takes time that no forward should."""
+        self.store.grow(num_tokens)
 
     def begin(self, phase: Phase, num_rows: int) -> None:
         """A forward of `num_rows` rows starts."""
@@ -150,6 +155,7 @@ class FullCache:
         within, head = (chunks % per_tile)[order], heads[order]
         # Keys of a chunk are one run of the tile's bytes, its values another, half a tile further.
         run = ((within // per_page) * self.shape.num_kv_heads + head) * per_page + within % per_page
+        run_there = run.to(self._device)
         half = per_tile * self.shape.num_kv_heads
         size = (2, len(run), chunk * self.shape.head_dim)
         rows = torch.empty(size, dtype=self.shape.dtype, device=self._device)
@@ -159,7 +165,7 @@ class FullCache:
             layer, index = divmod(group, count)
             tile = self.store.home(layer, index).view(2 * half, -1)
             for kind in range(2):
-                own = (run[at : at + number] + kind * half).to(tile.device)
+                own = (run if tile.device.type == "cpu" else run_there)[at : at + number] + kind * half
                 fill = partial(_select, tile, own)
                 pieces.append(_Piece(rows[kind, at : at + number], self.store.is_resident(layer, index), fill))
             at += number
@@ -209,12 +215,12 @@ class FullCache:
             piece.place.copy_(part.view(piece.place.shape))
 
     def _staging(self, num_elements: int) -> Tensor:
-        """Host memory to gather rows in before they cross, with room to grow."""
+        """Host memory to gather rows in before they cross."""
         if self._gathered is None or self._gathered.numel() < num_elements:
             if self._gathered is not None:
-                self._memory.released(self._gathered, tier="host", purpose="gathered rows")
-            size = (num_elements + num_elements // 4,)
-            self._gathered = self._memory.allocate(size, self.shape.dtype, tier="host", purpose="gathered rows")
+                self._memory.released(self._gathered, tier="host", purpose="gathered chunks")
+            size = (num_elements,)
+            self._gathered = self._memory.allocate(size, self.shape.dtype, tier="host", purpose="gathered chunks")
         return self._gathered[:num_elements]
 
     def _end(self) -> None:

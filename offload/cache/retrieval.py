@@ -14,7 +14,7 @@ from offload.cache.full import FullCache
 from offload.cache.selection import Selection, choose, dilate
 from offload.kernels.attention import attend, count_up, fold, unfold
 from offload.kernels.rope import rotate
-from offload.plan.sizing import TAIL_TOKENS  # by which the tail's room grows
+from offload.plan.sizing import FETCH_BYTES, TAIL_TOKENS
 from offload.transfer.memory import Memory
 
 
@@ -123,7 +123,13 @@ class RetrievalCache:
         self._chosen, self._slot_of, self._num_filled = chosen, slot_of, num_filled
 
     def _fetch_chunks(self, layers: Tensor, heads: Tensor, chunks: Tensor, slots: Tensor) -> None:
+        """A part at a time, so that what is on its way never takes much room."""
         self.num_fetched += layers.numel()
+        most = max(FETCH_BYTES // (2 * self.chunk * self._buffer.shape[4] * self._buffer.itemsize), 1)
+        for part in zip(*(index.split(most) for index in (layers, heads, chunks, slots)), strict=True):
+            self._fetch_part(*part)
+
+    def _fetch_part(self, layers: Tensor, heads: Tensor, chunks: Tensor, slots: Tensor) -> None:
         if not layers.numel():
             return
         order, rows = self._full.read_chunks(layers, heads, chunks, self.chunk)

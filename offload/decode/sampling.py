@@ -65,7 +65,7 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
 def _keep_top_p(probs: Tensor, top_p: float) -> Tensor:
     """The smallest set of most likely tokens whose mass reaches `top_p`, renormalised (Holtzman et al., 2020)."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    mass_before = ordered.cumsum(-1) - ordered
+    mass_before = ordered.double().cumsum(-1) - ordered  # fp64: how a GPU splits the sum decides nothing
     ordered = ordered.masked_fill(mass_before >= top_p, 0.0)
     return _renormalise(torch.zeros_like(probs).scatter_(-1, order, ordered))
 

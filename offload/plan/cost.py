@@ -22,14 +22,16 @@ class Costs:
     pass_seconds: float  # calls of one pass outside its layers, the draw, waiting for both
     layer_seconds: float  # calls of one layer, besides what its bytes cost
     streaming_layer_seconds: float  # the same over a streaming cache, which attends twice
+    tile_seconds: float  # calls of one block over one tile
+    asynchronous: bool  # calls return before the device is done: the longer of calls and work counts, not both
     read_share: float  # of the rate of reading, at which one or two rows run over weights and cache
     block_share: float  # the same of a block of rows
     refresh_share: float  # the same of choosing and fetching what the retrieval cache holds
     prefill_share: float  # of the rate of large products
 
 
-CPU = Costs(0.0, 2.5e-4, 5e-4, 0.64, 0.37, 0.096, 0.2)  # fitted on two cores
-GPU = Costs(5e-4, 1e-4, 1e-4, 0.9, 0.8, 0.02, 0.5)  # estimated
+CPU = Costs(0.0, 2.5e-4, 5e-4, 0.0, False, 0.64, 0.37, 0.096, 0.2)  # fitted on two cores
+GPU = Costs(5e-4, 3e-4, 3e-4, 2.3e-4, True, 0.9, 0.8, 0.02, 0.5)  # estimated from the number of kernels
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,12 @@ class Cost:
     @cached_property
     def full_pass(self) -> float:
         """Computation block by block, and behind it all that crosses the link."""
-        sizing, blocks = self.sizing, -(-(self.gamma + 1) // self.sizing.rows)
-        read = self._weights + self.capacity * sizing.kv_bytes_per_token
-        seconds = self._calls + blocks * read / self._rate(self._costs.block_share)
-        return max(seconds, (self._streamed_weights + self._streamed_cache) / self._link_rate)
+        return self._full_pass(-(-(self.gamma + 1) // self.sizing.rows))
+
+    @property
+    def first_pass(self) -> float:
+        """The one that gives the first token: the prompt's last block."""
+        return self._full_pass(1)
 
     @cached_property
     def retrieval_pass(self) -> float:
@@ -82,7 +86,7 @@ class Cost:
         if not self.gamma:
             return 0.0
         read = (self._weights + self._kept) / self._rate(self._costs.read_share)
-        return self._calls + max(read, self._streamed_weights / self._link_rate)
+        return self._both(self._calls, max(read, self._streamed_weights / self._link_rate))
 
     @cached_property
     def draft_pass(self) -> float:
@@ -90,7 +94,7 @@ class Cost:
         if draft is None or not self.draft_gamma:
             return 0.0
         calls = self._costs.pass_seconds + draft.num_layers * self._costs.streaming_layer_seconds
-        return calls + draft.weight_bytes(self.sizing.itemsize) / self._rate(self._costs.read_share)
+        return self._both(calls, draft.weight_bytes(self.sizing.itemsize) / self._rate(self._costs.read_share))
 
     @property
     def refresh(self) -> float:
@@ -103,6 +107,17 @@ class Cost:
         home = num_tokens * sizing.kv_bytes_per_token * self._streamed_share
         moved = self._streamed_weights / self._link_rate
         return max(flops / (self._costs.prefill_share * rates.flops), moved, home / min(rates.to_host, self._link_rate))
+
+    def _full_pass(self, blocks: int) -> float:
+        sizing = self.sizing
+        tiles = sizing.target.num_layers * sizing.num_tiles(self.capacity)
+        calls = self._calls + blocks * tiles * self._costs.tile_seconds
+        read = self._weights + self.capacity * sizing.kv_bytes_per_token
+        seconds = self._both(calls, blocks * read / self._rate(self._costs.block_share))
+        return max(seconds, (self._streamed_weights + self._streamed_cache) / self._link_rate)
+
+    def _both(self, calls: float, work: float) -> float:
+        return max(calls, work) if self._costs.asynchronous else calls + work
 
     @property
     def _costs(self) -> Costs:
@@ -149,7 +164,7 @@ def predict(cost: Cost, plain: Cost, num_prompt_tokens: int) -> Prediction:
     prefill = cost.prefill(num_prompt_tokens)
     return Prediction(
         prefill_seconds=prefill,
-        first_token_seconds=prefill + cost.full_pass,
+        first_token_seconds=prefill + cost.first_pass,
         full_pass_seconds=cost.full_pass,
         retrieval_pass_seconds=cost.retrieval_pass,
         draft_pass_seconds=cost.draft_pass,

@@ -63,7 +63,7 @@ def shortage(sizing: Sizing, placement: Placement) -> str | None:
             tiers.insert(0, ("device memory", placement.device_bytes, device_room(sizing)))
     for name, needed, free in tiers:
         if needed > free:
-            return f"{needed / 1e9:.1f} GB of {name}, {free / 1e9:.1f} GB are free"
+            return f"{needed / 1e9:.3g} GB of {name}, {free / 1e9:.3g} GB are free"
     return None
 
 
@@ -103,6 +103,7 @@ def _fill(sizing: Sizing, capacity: int, gamma: int, draft_gamma: int, offload: 
     host = {
         "target layers": (num_layers - layers) * layer * devices,
         "kv cache": (num_layers * count - tiles) * tile * devices,
+        "gathered chunks": sizing.fetched_bytes(capacity) * devices if gamma and "kv" in offload else 0,
     }
     return Placement(offload, layers, tiles, device(layers, tiles), {n: size for n, size in host.items() if size})
 

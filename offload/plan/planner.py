@@ -15,7 +15,7 @@ from offload.plan.cost import Cost, Prediction, predict
 from offload.plan.hardware import Hardware
 from offload.plan.options import PAGE_TOKENS, Options
 from offload.plan.placement import largest, place, shortage
-from offload.plan.sizing import WALK, Sizing
+from offload.plan.sizing import WALK, PrefillShape, Sizing
 
 __all__ = ["Options", "Plan", "make_plan"]
 
@@ -39,6 +39,7 @@ class Plan:
     draft_gamma: int
     rows: int
     walk: int
+    prefill: PrefillShape
     page_tokens: int
     tile_tokens: int
     budget: int
@@ -49,7 +50,7 @@ class Plan:
     offload: tuple[str, ...]
     resident_layers: int  # layers whose weights stay on the device
     resident_tiles: int  # tiles of the full cache that stay there, of all layers together
-    link_bytes_per_second: float | None
+    link_bytes_per_second: float | None  # set, or measured; None: not known
     device_bytes: dict[str, int]
     host_bytes: dict[str, int]
     predicted: Prediction
@@ -75,6 +76,8 @@ def make_plan(
     _check_memory(sizing, capacity, num_prompt_tokens)
     cost = _choose(sizing, capacity)
     gamma, draft_gamma, placement = cost.gamma, cost.draft_gamma, cost.placement
+    if options.link_gbps is not None and not hardware.is_cpu:
+        raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the card's own")
     if options.link_gbps is not None and not placement.offload:
         raise UsageError("link-gbps paces a link and nothing is offloaded; add --offload weights,kv")
     levels: tuple[LevelName, ...] = ("target",)
@@ -93,6 +96,7 @@ def make_plan(
         draft_gamma=draft_gamma,
         rows=sizing.rows,
         walk=WALK,
+        prefill=sizing.prefill,
         page_tokens=PAGE_TOKENS,
         tile_tokens=sizing.tile_tokens(capacity),
         budget=sizing.budget(capacity),
@@ -103,7 +107,7 @@ def make_plan(
         offload=tuple(sorted(placement.offload)),
         resident_layers=placement.resident_layers,
         resident_tiles=placement.resident_tiles,
-        link_bytes_per_second=options.link_gbps * 1e9 if options.link_gbps else None,
+        link_bytes_per_second=_link_rate(sizing),
         device_bytes=placement.device,
         host_bytes=placement.host,
         predicted=predict(cost, _choose(_without_speculation(sizing), capacity), num_prompt_tokens),
@@ -178,7 +182,15 @@ def _dtype(target: ModelConfig, options: Options, hardware: Hardware) -> str:
         return options.dtype
     if hardware.is_cpu:  # fp16 products are far slower than both on CPUs
         return "bf16" if hardware.fast_bf16 and target.dtype != "float32" else "fp32"
-    return {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[target.dtype]
+    name = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[target.dtype]
+    return "fp16" if name == "bf16" and not hardware.fast_bf16 else name
+
+
+def _link_rate(sizing: Sizing) -> float | None:
+    rates = sizing.hardware.rates
+    if sizing.options.link_gbps is not None:
+        return sizing.options.link_gbps * 1e9
+    return rates.to_device if rates.measured and not sizing.hardware.is_cpu else None
 
 
 def _check_memory(sizing: Sizing, capacity: int, num_prompt_tokens: int) -> None:

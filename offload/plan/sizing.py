@@ -9,11 +9,12 @@ from offload.plan.hardware import Hardware
 from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
 
 WALK = 512  # rows of one block of a prefill
-MAX_GAMMA = 31
-MAX_TILE_TOKENS = 8192
+MAX_TILE_TOKENS = 8192  # without the room for padded rows
+MAX_ROWS = 256  # beyond the sequence that a pass may write: the longest verification, padded
 MAX_BUDGET = 4096  # where the user names none: a 13B model's retrieval cache is 3.1 GiB then
 NUM_STAGING = 2  # buffers through which layers, and tiles, cross the link
-TAIL_TOKENS = 128  # room after the chosen chunks of the retrieval cache
+TAIL_TOKENS = 128  # room after the chosen chunks of the retrieval cache, at least one chunk
+FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
 _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and what an allocator cannot use
 
 
@@ -29,10 +30,7 @@ class PrefillShape:
     fused: bool
 
 
-def prefill_shape(device_type: str, itemsize: int) -> PrefillShape:
-    """On a CPU scores must stay in the processor's cache (docs/log.md); a GPU wants large products, and has a fused
-    kernel for 16 bits."""
-    return PrefillShape(64, 4, False) if device_type == "cpu" else PrefillShape(WALK, 2, itemsize == 2)
+CPU_PREFILL = PrefillShape(64, 4, False)  # scores must stay in the processor's cache (docs/log.md)
 
 
 @dataclass(frozen=True)
@@ -70,24 +68,26 @@ class Sizing:
         return 8 if self.hardware.is_cpu else 16
 
     @property
-    def max_rows(self) -> int:
-        """Rows beyond the sequence that a pass may write: the longest verification, padded."""
-        return self._padded(max(MAX_GAMMA, self.options.gamma or 0) + 1)
+    def prefill(self) -> PrefillShape:
+        """A GPU wants large products; torch's fused kernel is for 16 bits on cards that also know bf16."""
+        if self.hardware.is_cpu:
+            return CPU_PREFILL
+        head_dim = self.target.head_dim
+        fused = self.itemsize == 2 and self.hardware.fast_bf16 and head_dim % 8 == 0 and head_dim <= 256
+        return PrefillShape(WALK, 2, fused)
 
     def budget(self, capacity: int) -> int:
         """Retrieved tokens per layer: a 16th of the context, 512 to MAX_BUDGET (docs/log.md), whole chunks."""
         wanted = self.options.budget or min(max(512, capacity // 16), MAX_BUDGET)
         return max(min(wanted, capacity) // self.chunk, 1) * self.chunk
 
-    def tile_tokens(self, capacity: int) -> int:
-        """As few tiles of at most MAX_TILE_TOKENS as hold a sequence, all of one size: few calls, few empty slots."""
-        most = capacity + self.max_rows
-        count = -(-most // MAX_TILE_TOKENS)
-        return -(-most // (count * PAGE_TOKENS)) * PAGE_TOKENS
-
     def num_tiles(self, capacity: int) -> int:
-        """Of each layer: whole tiles, with room for a block of padded rows."""
-        return -(-(capacity + self.max_rows) // self.tile_tokens(capacity))
+        """Of each layer: as few as can be, for few calls."""
+        return -(-capacity // MAX_TILE_TOKENS)
+
+    def tile_tokens(self, capacity: int) -> int:
+        """All tiles of one size, with room for the padded rows of any verification: bits must not depend on gamma."""
+        return -(-(capacity + MAX_ROWS) // (self.num_tiles(capacity) * PAGE_TOKENS)) * PAGE_TOKENS
 
     def tile_bytes(self, capacity: int) -> int:
         """Of one layer, on each device."""
@@ -114,37 +114,48 @@ class Sizing:
         sizes = {
             "target embeddings": self.embedding_bytes,
             "hidden rows": capacity * self.target.hidden_size * self.itemsize,
+            "rope tables": 2 * (capacity + MAX_ROWS) * self.target.head_dim * self.itemsize,
             "workspace": self._workspace(capacity, gamma),
         }
         if gamma:
-            sizes["retrieval cache"] = (self.budget(capacity) + TAIL_TOKENS) * self.kv_bytes_per_token
-            sizes["chunk masses"] = self._mass_bytes(capacity, gamma)
+            sizes["retrieval cache"] = self._retrieval_bytes(capacity)
+            sizes["selection"] = self._selection_bytes(capacity, gamma)
+            sizes["fetched chunks"] = 2 * self.fetched_bytes(capacity)  # as they come, and in their order
         if draft_gamma and self.draft is not None:
             sizes["draft layers"] = self.draft.num_layers * self.draft.layer_weight_bytes(self.itemsize)
             sizes["draft embeddings"] = self.draft.weight_bytes(self.itemsize) - sizes["draft layers"]
             sizes["draft cache"] = self._draft_tokens(gamma, draft_gamma) * self.draft.kv_bytes_per_token(self.itemsize)
+            sizes["rope tables"] += 2 * (capacity + MAX_ROWS) * self.draft.head_dim * self.itemsize
         if not self.hardware.is_cpu:
             sizes["reserve"] = _GPU_RESERVE
         return sizes
 
+    def fetched_bytes(self, capacity: int) -> int:
+        """What one fetch of chunks moves at most, on each device and for it on the host."""
+        return min(FETCH_BYTES, self._retrieval_bytes(capacity))
+
+    def _retrieval_bytes(self, capacity: int) -> int:
+        return (self.budget(capacity) + max(TAIL_TOKENS, self.chunk)) * self.kv_bytes_per_token
+
     def _workspace(self, capacity: int, gamma: int) -> int:
-        """The largest temporaries: a block of a prefill, or a block of rows over a tile, or the logits."""
+        """The largest temporaries: a block of a prefill, or of rows over a tile, or the logits and their law."""
         target, item, heads = self.target, self.itemsize, self.target.num_heads // self.num_devices
+        tile_tokens, prefill = self.tile_tokens(capacity), self.prefill
         walk = WALK * (3 * target.intermediate_size + 6 * target.hidden_size) * item
-        prefill = prefill_shape("cpu" if self.hardware.is_cpu else "cuda", item)
-        scores = prefill.rows * prefill.pages * PAGE_TOKENS * heads * (item + 4)
+        score = 2 * item + 4  # as they come, in fp32 and as weights
+        scores = prefill.rows * prefill.pages * PAGE_TOKENS * heads * score
         if prefill.fused:  # a tile's pages, attended apart before they are merged
-            pages = self.tile_tokens(capacity) // PAGE_TOKENS
+            pages = tile_tokens // PAGE_TOKENS
             scores = max(scores, pages * prefill.rows * heads * target.head_dim * (item + 4))
-        tile = self.rows * self.tile_tokens(capacity) * heads * (item + 4)
-        logits = self._padded(gamma + 1) * target.vocab_size * (item + 8)
+        tile = self.rows * tile_tokens * heads * score
+        logits = self._padded(gamma + 1) * target.vocab_size * (item + 36)
         return max(walk + scores, tile, logits)
 
-    def _mass_bytes(self, capacity: int, gamma: int) -> int:
-        """fp32, per row, KV head and chunk of each layer's last verification."""
+    def _selection_bytes(self, capacity: int, gamma: int) -> int:
+        """The last verification's masses, fp32 per row, KV head and chunk of each layer; what choosing makes of it."""
         chunks = self.num_tiles(capacity) * self.tile_tokens(capacity) // self.chunk
         heads = self.target.num_kv_heads // self.num_devices
-        return 4 * self._padded(gamma + 1) * heads * chunks * self.target.num_layers
+        return (4 * self._padded(gamma + 1) + 24) * heads * chunks * self.target.num_layers
 
     def _draft_tokens(self, gamma: int, draft_gamma: int) -> int:
         slack = gamma + draft_gamma + 2 * self.rows

@@ -6,10 +6,14 @@ Host blocks are anonymous mappings of exactly the bytes asked for (torch's pinne
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
+import platform
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +27,8 @@ Tier = Literal["host", "device"]
 GIB = 2**30
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, whichever is current
 _MPOL_PREFERRED = 1
+# Python shares anonymous pages with children by itself; shared ones are never huge.
+_PRIVATE: dict[str, Any] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 _MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers
 
 
@@ -45,7 +51,7 @@ class Memory:
         Raises DoesNotFit, with the numbers, where the system refuses the block or its pinning.
         """
         if tier == "device":
-            block = torch.zeros(shape, dtype=dtype, device=self.device)
+            block = self._device_block(shape, dtype)
         else:
             block = self._host_block(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         self._ledger[tier, purpose] += block.nbytes
@@ -63,23 +69,41 @@ class Memory:
                 tiers[tier][purpose] = num_bytes
         return tiers
 
+    def _device_block(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        try:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        except torch.OutOfMemoryError as error:
+            held = sum(count for (tier, _), count in self._ledger.items() if tier == "device")
+            raise DoesNotFit(
+                f"{math.prod(shape) * dtype.itemsize / GIB:.2f} GiB of device memory could not be had after "
+                f"{held / GIB:.2f} GiB; another program may use the device: lower --device-memory or --context"
+            ) from error
+
     def _host_block(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes], its pages touched (torch's threads share that) and pinned for a GPU."""
         if not num_bytes:
             return torch.zeros(0, dtype=torch.uint8)
         try:
-            mapping = _Mapping(-1, num_bytes)
+            mapping = _Mapping(-1, num_bytes, **_PRIVATE)
         except OSError as error:
             raise DoesNotFit(self._refused(num_bytes, "reserved", str(error))) from error
         block = torch.frombuffer(mapping, dtype=torch.uint8)
         _advise(mapping, block, self._node)
         block.zero_()
         if self.device.type == "cuda":
-            code = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), num_bytes, _PORTABLE)
-            if int(code) != 0:
-                raise DoesNotFit(self._refused(num_bytes, "pinned", f"CUDA error {int(code)}"))
-            mapping.pinned_at = block.data_ptr()
+            self._pin(mapping, block)
         return block
+
+    def _pin(self, mapping: _Mapping, block: Tensor) -> None:
+        runtime = torch.cuda.cudart()
+        code = int(runtime.cudaHostRegister(block.data_ptr(), block.nbytes, _PORTABLE))
+        if code:
+            with contextlib.suppress(RuntimeError):  # CUDA would raise this error once more, at the next call
+                torch.zeros(1, device=self.device)
+            raise DoesNotFit(self._refused(block.nbytes, "pinned", f"CUDA error {code}"))
+        mapping.unpin = partial(runtime.cudaHostUnregister, block.data_ptr())
+        if hasattr(mmap, "MADV_DONTFORK"):  # a child's copy-on-write would take the pinned pages from us
+            mapping.madvise(mmap.MADV_DONTFORK)
 
     def _refused(self, num_bytes: int, what: str, reason: str) -> str:
         held = sum(count for (tier, _), count in self._ledger.items() if tier == "host")
@@ -93,20 +117,18 @@ class Memory:
 class _Mapping(mmap.mmap):
     """Anonymous pages that are unpinned before they are given back: when the last tensor over them is gone."""
 
-    pinned_at = 0  # address, where it is pinned
+    unpin: Callable[[], object] | None = None
 
     def __del__(self) -> None:
-        if self.pinned_at:
-            torch.cuda.cudart().cudaHostUnregister(self.pinned_at)
+        if self.unpin is not None:
+            self.unpin()
 
 
 def _advise(mapping: mmap.mmap, block: Tensor, node: int | None) -> None:
     """Huge pages, and pages near the GPU, where the system has them. Advice: refused, it changes nothing but speed."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            return
     number = _MBIND.get(_machine())
     if node is None or number is None:
         return
@@ -118,8 +140,6 @@ def _advise(mapping: mmap.mmap, block: Tensor, node: int | None) -> None:
 
 
 def _machine() -> str:
-    import platform
-
     return platform.machine() if platform.system() == "Linux" else ""
 
 

@@ -143,4 +143,4 @@ def _with_remedies(message: str, request: Request) -> str:
     from offload.plan.remedies import remedies
 
     found = remedies(request)
-    return f"{message}; this would fit on {', or with '.join(found)}" if found else message
+    return f"{message}; it would fit with {', or with '.join(found)}" if found else message

@@ -265,14 +265,16 @@ class Engine:
             gamma=self.plan.gamma,
             warp=law,
             random=random,
-            on_verified=None if self._retrieval is None else self._refresh,
+            on_verified=self._prepare,
         )
 
-    def _refresh(self, num_rows: int) -> None:
-        assert self._retrieval is not None
-        start = time.perf_counter()
-        self._retrieval.refresh(num_rows)
-        self.stats.refresh_seconds += time.perf_counter() - start
+    def _prepare(self, num_rows: int) -> None:
+        """After a verification, for the next: retrieved chunks first, since the proposals wait for them."""
+        if self._retrieval is not None:
+            start = time.perf_counter()
+            self._retrieval.refresh(num_rows)
+            self.stats.refresh_seconds += time.perf_counter() - start
+        self._full.fetch_ahead()
 
     def _make_full_cache(self, slack: int) -> FullCache:
         plan, config = self.plan, self._target.config

@@ -115,6 +115,8 @@ class Driver:
             parts = zip(*(tensor.split(blocks or len(padded)) for tensor in rows), strict=True)
             layers.append(torch.cat([self.cache.attend(layer, *part) for part in parts]))
         self.cache.advance(len(variants))
+        if isinstance(self.cache, FullCache):
+            self.cache.fetch_ahead()
         return torch.stack(layers)[:, : len(variants)]
 
     def _padded(self, variants: Sequence[int], phase: Phase) -> list[int]:

@@ -420,11 +420,12 @@ def test_a_decode_forward_moves_the_used_pages_and_no_more(decoder: Decoder, len
         assert link.stats.bytes_to_host == streamed * page_bytes
         before = link.stats
         level.forward([5, 6], 1)
+        cache.fetch_ahead()
         cache.wait_home()
     moved = link.stats - before  # the link is closed: what was fetched ahead has come
     shape = cache.shape
     tiles = range(num_resident, shape.count(length + sizes.rows))
-    ahead = [shape.used_pages(index, length + sizes.rows) for _ in range(config.num_layers) for index in tiles]
+    ahead = [shape.used_pages(index, length + 2) for _ in range(config.num_layers) for index in tiles]
     assert moved.bytes_to_device == (streamed + sum(ahead[: sizes.kv_staging])) * page_bytes
     assert streamed * page_bytes <= level.stats.link_bytes <= moved.bytes_to_device
     first, last = length // sizes.page, (length + sizes.rows - 1) // sizes.page
@@ -444,6 +445,8 @@ def test_what_was_fetched_ahead_is_not_fetched_again(decoder: Decoder) -> None:
         for _ in range(10):
             level.forward([5, 6], 1)
             level.truncate(33)
+            cache.fetch_ahead()
+            cache.fetch_ahead()
     tiles = 3 * config.num_layers
     pages = 5 * config.num_layers  # of 33 tokens, and of 37
     assert tiles > sizes.kv_staging
@@ -461,6 +464,7 @@ def test_a_prefill_makes_what_was_fetched_ahead_stale(decoder: Decoder) -> None:
             level.truncate(0)
             prefill(decoder, cache, random_tokens(30, seed=seed), walk=7, on_tokens=lambda num_tokens: None)
             logits.append(level.forward([5, 6], 2))
+            cache.fetch_ahead()
     assert torch.equal(logits[0], logits[2])
     assert not torch.equal(logits[0], logits[1])
 

@@ -158,7 +158,13 @@ def test_rows_follow_the_device_alone_since_bits_depend_on_them(options: Options
 @pytest.mark.parametrize(("capacity", "budget"), [(100, 96), (2000, 512), (16384, 1024), (65536, 4096), (131072, 4096)])
 def test_the_budget_grows_with_the_context_between_its_limits(capacity: int, budget: int) -> None:
     long = replace(DEMO, max_positions=131072)
-    assert plan(Options(gamma=7), target=long, prompt=capacity - 1, max_tokens=1).budget == budget
+    assert plan(Options(gamma=7), target=long, prompt=capacity - 1, max_tokens=1, hardware=GPU).budget == budget
+
+
+def test_an_offloaded_cache_on_a_cpu_gets_a_larger_budget() -> None:
+    assert plan().budget == 32200 // 16 // 16 * 16
+    assert plan(Options(offload=frozenset({"kv"}))).budget == 32200 // 4 // 16 * 16
+    assert plan(Options(offload=frozenset({"weights"}))).budget == plan().budget
 
 
 def test_without_a_draft_the_retrieval_level_proposes() -> None:

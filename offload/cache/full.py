@@ -123,6 +123,12 @@ class FullCache:
         self._end()
         self.length = min(self.length, length)
 
+    def fetch_ahead(self) -> None:
+        """Start what the next decode forward needs first. Worth it when nothing more urgent waits for the link."""
+        residence = self._residences["decode"]
+        if isinstance(residence, StreamedTiles):
+            residence.fetch_ahead(self.length)
+
     def nbytes(self) -> int:
         return self.store.nbytes()
 

@@ -102,9 +102,9 @@ class _Slot:
 class StreamedTiles:
     """Decode with the cache on the host: tiles flow through staging slots in the order in which layers want them.
 
-    While one tile is attended the next is on its way, across layer boundaries and across forwards: after the last tile
-    the slots are filled with the first ones again, for rows that are in the cache stay as they are. Only pages in use
-    are copied. New rows are written into the staged tile and copied home from there.
+    While one tile is attended the next is on its way, across layer boundaries and, with `fetch_ahead`, across forwards:
+    rows that are in the cache stay as they are. Only pages in use are copied. New rows are written into the staged tile
+    and copied home from there.
     """
 
     def __init__(self, store: TileStore, link: Link, staging: Sequence[Tensor], homeward: Homeward) -> None:
@@ -112,13 +112,14 @@ class StreamedTiles:
         self._slots = [_Slot(tile, link.record(), link.record(), link.record()) for tile in staging]
         self._order: list[tuple[int, int]] = []
         self._position: dict[tuple[int, int], int] = {}
-        self._length = self._num_tokens = 0  # tokens in the cache as the forward began, and with its rows
+        self._length = 0  # tokens in the cache as the forward began
+        self._finished = False  # the last tile of the forward was closed
         self._ahead: list[tuple[int, int]] = []  # what the slots hold for the next forward
 
     def begin(self, length: int, num_rows: int) -> None:
         self._store.grow(length + num_rows)
-        self._length, self._num_tokens = length, length + num_rows
-        self._order = self._tiles(self._num_tokens)
+        self._length, self._finished = length, False
+        self._order = self._tiles(length + num_rows)
         self._position = {key: i for i, key in enumerate(self._order)}
         first = self._order[: len(self._slots)]
         if first != self._ahead:
@@ -140,19 +141,23 @@ class StreamedTiles:
     def close(self, layer: int, index: int) -> None:
         if self._store.is_resident(layer, index):
             return
-        position = self._position[layer, index]
         self._slot(layer, index).free = self._link.record()
-        if position + len(self._slots) < len(self._order):
-            self._fetch(position + len(self._slots), self._length)
-        elif position + 1 == len(self._order):
-            self._ahead = self._order[: len(self._slots)]
-            self._fetch_first(self._num_tokens)
+        following = self._position[layer, index] + len(self._slots)
+        if following < len(self._order):
+            self._fetch(following, self._length)
+        self._finished = self._position[layer, index] + 1 == len(self._order)
 
     def end(self) -> None:
-        if not self._ahead:  # the forward broke off: it closed none of what it had opened
+        if not self._finished:  # the forward broke off: it closed none of what it had opened
             for slot in self._slots:
                 slot.full.wait()
                 slot.free = self._link.record()
+
+    def fetch_ahead(self, length: int) -> None:
+        """After a forward, with `length` tokens in the cache: fill the slots with the first tiles again."""
+        if self._finished and not self._ahead:
+            self._ahead = self._order[: len(self._slots)]
+            self._fetch_first(length)
 
     def forget(self) -> None:
         self._ahead = []

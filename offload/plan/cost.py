@@ -13,6 +13,7 @@ from offload.plan.placement import Placement
 from offload.plan.sizing import Sizing
 
 _TARGET_ACCEPTANCE, _RETRIEVAL_ACCEPTANCE = 0.9, 0.5
+_CHANGED_CHUNKS = 0.5  # of those held, in a round
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,9 @@ class Cost:
 
     @property
     def refresh(self) -> float:
-        return self._kept / self._rate(self._costs.refresh_share)
+        """Choosing and fetching; chunks on the host cross the link."""
+        crossing = _CHANGED_CHUNKS * self._kept * self._streamed_share / self._link_rate
+        return self._kept / self._rate(self._costs.refresh_share) + crossing
 
     def prefill(self, num_tokens: int) -> float:
         """Layer-major: computation, and behind it weights crossing once and rows going home once."""

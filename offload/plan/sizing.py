@@ -11,7 +11,7 @@ from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
 WALK = 512  # rows of one block of a prefill
 MAX_TILE_TOKENS = 8192  # without the room for padded rows
 MAX_ROWS = 256  # beyond the sequence that a pass may write: the longest verification, padded
-MAX_BUDGET = 4096  # where the user names none: a 13B model's retrieval cache is 3.1 GiB then
+MAX_BUDGET = 4096  # on a GPU, where the user names none: a 13B model's retrieval cache is 3.1 GiB then
 NUM_STAGING = 2  # buffers through which layers, and tiles, cross the link
 TAIL_TOKENS = 128  # room after the chosen chunks of the retrieval cache, at least one chunk
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
@@ -77,8 +77,14 @@ class Sizing:
         return PrefillShape(WALK, 2, fused)
 
     def budget(self, capacity: int) -> int:
-        """Retrieved tokens per layer: a 16th of the context, 512 to MAX_BUDGET (docs/log.md), whole chunks."""
-        wanted = self.options.budget or min(max(512, capacity // 16), MAX_BUDGET)
+        """Retrieved tokens per layer, in whole chunks: a 16th of the context and at least 512.
+
+        A quarter where the cache is offloaded on a CPU: acceptance pays for dearer inner passes there (docs/log.md). A
+        GPU has no room for that.
+        """
+        offloaded = "kv" in (self.options.offload or ())
+        share = capacity // (4 if offloaded and self.hardware.is_cpu else 16)
+        wanted = self.options.budget or max(512, share if self.hardware.is_cpu else min(share, MAX_BUDGET))
         return max(min(wanted, capacity) // self.chunk, 1) * self.chunk
 
     def num_tiles(self, capacity: int) -> int:

@@ -14,7 +14,7 @@ from .settings import Paths, Phase, Schedule
 from .training import Run
 
 TARGET_SCHEDULE = Schedule(
-    phases=(Phase(950, 16, 512), Phase(80, 4, 2048)),
+    phases=(Phase(1750, 16, 512), Phase(250, 4, 2048)),
     matrix_lr=0.02,
     other_lr=2e-3,
     warmup=40,
@@ -22,14 +22,20 @@ TARGET_SCHEDULE = Schedule(
     final_share=0.05,
 )
 STRETCH_SCHEDULE = Schedule(
-    phases=(Phase(10, 1, 8192), Phase(2, 1, 16384), Phase(1, 1, 32768), Phase(4, 1, 8192)),
+    phases=(
+        Phase(12, 1, 8192),
+        Phase(4, 1, 16384),
+        Phase(2, 1, 32768),
+        Phase(2, 1, 16384),
+        Phase(8, 1, 8192),
+    ),
     matrix_lr=0.003,
     other_lr=3e-4,
     warmup=4,
     decay_share=0.8,
 )
 DRAFT_SCHEDULE = Schedule(
-    phases=(Phase(520, 8, distill.TEACHER_LENGTH),),
+    phases=(Phase(1500, 8, distill.TEACHER_LENGTH),),
     matrix_lr=0.02,
     other_lr=3e-3,
     warmup=40,

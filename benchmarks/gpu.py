@@ -17,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -36,7 +37,7 @@ from offload.plan.hardware import rates_key
 from offload.plan.machine import machine_name
 from offload.plan.planner import Options, Plan
 from offload.plan.rates import TWO_CORES, Rates, save_rates
-from offload.transfer.link import CudaLink, PacedLink
+from offload.transfer.link import make_link
 
 MODELS = Path(str(resources.files("triforce_cli"))) / "models"
 TEXT = Path(__file__).resolve().parents[1] / "examples" / "persuasion.txt"
@@ -122,8 +123,7 @@ def stretch(file: Path, num_positions: int) -> None:
 def measured_rates(device: str) -> Rates:
     """Kept for the planner: plans of this run are for this device."""
     where = torch.device(device)
-    link = PacedLink(None) if device == "cpu" else CudaLink(where)
-    try:
+    with closing(make_link(where)) as link:
         copies = link_copies(link, where, COPY_BYTES)
         _, read = read_rates(where, torch.bfloat16, 4 * COPY_BYTES)
         rates = Rates(
@@ -134,8 +134,6 @@ def measured_rates(device: str) -> Rates:
             flops=product_rate(where, torch.bfloat16),
             measured=True,
         )
-    finally:
-        link.close()
     save_rates(machine_name(), {rates_key(device): rates})
     return rates
 

@@ -21,7 +21,7 @@ from offload.plan.hardware import Hardware, Rates, probe, rates_key
 from offload.plan.machine import Machine
 from offload.plan.nvml import Driver, Pcie
 from offload.plan.rates import rates_file, save_rates
-from offload.transfer.link import CudaLink, PacedLink
+from offload.transfer.link import make_link
 
 READ_BYTES = 1 << 30  # far more than caches hold
 COPY_BYTES = 256 << 20
@@ -188,8 +188,7 @@ def _processor(read_bytes: int, copy_bytes: int, on_step: OnStep) -> Processor:
 @contextmanager
 def _copies(device: torch.device, num_bytes: int) -> Iterator[Copies]:
     """Over what the engine would use: on a CPU an unpaced link, a thread each way."""
-    link = CudaLink(device) if device.type == "cuda" else PacedLink(None)
-    with closing(link):
+    with closing(make_link(device)) as link:
         yield measure.link_copies(link, device, num_bytes)
 
 
@@ -272,9 +271,15 @@ def _software() -> Software:
         torch=torch.__version__,
         torch_cuda=torch.version.cuda,
         transformers=importlib.metadata.version("transformers"),
-        attention="torch products",  # kernels/attention.py, on every device
+        attention=_attention(),
         flash_attn=_flash_attention(),
     )
+
+
+def _attention() -> str:
+    """What kernels/attention.py runs here."""
+    fused = ", and torch's fused kernel for 16-bit prefill on GPUs that know bf16"
+    return f"torch products{fused if torch.cuda.is_available() else ''}"
 
 
 def _flash_attention() -> str | None:

@@ -30,7 +30,7 @@ from offload.plan.config import ModelConfig
 from offload.plan.hardware import probe
 from offload.plan.planner import Options, Plan, make_plan
 from offload.plan.sizing import MAX_ROWS
-from offload.transfer.link import CudaLink, Link, PacedLink
+from offload.transfer.link import Link, make_link
 from offload.transfer.memory import Memory
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -129,7 +129,7 @@ class Engine:
         """Read the weights to where the plan wants them. Raises ModelError."""
         start = time.perf_counter()
         memory = Memory(torch.device(plan.device))
-        link = _make_link(plan)
+        link = make_link(memory.device, plan.link_bytes_per_second) if plan.offload else None
         folders = {"target": model}
         if draft is not None and "draft" in plan.levels:
             folders["draft"] = draft
@@ -339,14 +339,6 @@ def _load_decoders(
         )  # fmt: skip
 
     return {name: load(name) for name in folders}
-
-
-def _make_link(plan: Plan) -> Link | None:
-    if not plan.offload:
-        return None
-    if plan.device == "cpu":
-        return PacedLink(plan.link_bytes_per_second)
-    return CudaLink(torch.device(plan.device), plan.link_bytes_per_second)
 
 
 def _show(run: generation.Run, detokenizer: Detokenizer, stops: StopStrings, end_tokens: frozenset[int]) -> Step:

@@ -8,26 +8,13 @@ import pytest
 
 from offload.errors import DoesNotFit, UsageError
 from offload.plan.config import ModelConfig
+from offload.plan.expectations import LLAMA2_7B as LLAMA_7B
 from offload.plan.hardware import Hardware
 from offload.plan.planner import Options, Plan, make_plan
 
 GIB = 2**30
 CPU = Hardware("cpu", "CPU", 64 * GIB, 64 * GIB, True)
 GPU = Hardware("cuda:0", "GPU", 24 * GIB, 256 * GIB, True)
-LLAMA_7B = ModelConfig(
-    family="llama",
-    vocab_size=32000,
-    hidden_size=4096,
-    intermediate_size=11008,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=32,
-    head_dim=128,
-    max_positions=131072,
-    rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    dtype="bfloat16",
-)
 DEMO = replace(
     LLAMA_7B,
     vocab_size=4096,

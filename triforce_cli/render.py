@@ -48,6 +48,11 @@ def rate(count: float, unit: str, seconds: float) -> str:
     return f"{significant(count / seconds)} {unit}/s"
 
 
+def latency(seconds: float) -> str:
+    """Of a pass or a token: 19.0 ms, 1.78 s."""
+    return f"{significant(1000 * seconds)} ms" if seconds < 1 else f"{significant(seconds)} s"
+
+
 def gigabytes(count: float) -> str:
     """25.1 GB, of 10^9 bytes: what divided by a link's GB/s gives seconds."""
     return f"{significant(count / 1e9)} GB"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from triforce_cli import __version__
 from triforce_cli.advice import advice
-from triforce_cli.render import duration, gigabytes, num_bytes, significant
+from triforce_cli.render import duration, gigabytes, latency, num_bytes, significant
 
 if TYPE_CHECKING:
     from offload.diagnosis import Diagnosis, Gpu, LinkRates, Record
@@ -143,18 +143,14 @@ def _expectation(expectation: Expectation) -> Row:
 
 def _prediction(plan: Plan) -> str:
     seconds = plan.predicted
-    plain = f", plain {_per_token(seconds.plain_seconds_per_token)}" if plan.gamma else " (plain)"
+    plain = f", plain {latency(seconds.plain_seconds_per_token)}" if plan.gamma else " (plain)"
     sizes = f"device {gigabytes(sum(plan.device_bytes.values()))}"
     if plan.host_bytes:
         sizes += f", host {gigabytes(sum(plan.host_bytes.values()))} ({', '.join(plan.offload)})"
     return (
-        f"{_per_token(seconds.seconds_per_token)} a token{plain}, the first after "
+        f"{latency(seconds.seconds_per_token)} a token{plain}, the first after "
         f"{duration(seconds.first_token_seconds)}; {sizes}"
     )
-
-
-def _per_token(seconds: float) -> str:
-    return f"{significant(1000 * seconds)} ms" if seconds < 1 else f"{significant(seconds)} s"
 
 
 def _link(link: LinkRates) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from triforce_cli.render import duration, significant
+from triforce_cli.render import duration, gigabytes, latency
 
 if TYPE_CHECKING:
     from offload.plan.config import ModelConfig
@@ -23,8 +23,9 @@ def report(plan: Plan, target: ModelConfig, hardware: Hardware, *, name: str) ->
 def _head(plan: Plan, hardware: Hardware, name: str) -> Iterator[str]:
     cards = f"{hardware.num_devices} x {hardware.device_name}" if hardware.num_devices > 1 else hardware.device_name
     yield f"{name}, {plan.capacity:,} tokens ({plan.max_tokens:,} of them new), {plan.dtype}, on {cards}"
-    rates = "measured" if hardware.rates.measured else "typical"
-    yield f"link {_gb(hardware.rates.to_device)}/s, device memory {_gb(hardware.rates.device_read)}/s ({rates} rates)"
+    rates = hardware.rates
+    kind = "measured" if rates.measured else "typical"
+    yield f"link {gigabytes(rates.to_device)}/s, device memory {gigabytes(rates.device_read)}/s ({kind} rates)"
 
 
 def _memory(plan: Plan, target: ModelConfig, hardware: Hardware) -> Iterator[str]:
@@ -39,9 +40,9 @@ def _memory(plan: Plan, target: ModelConfig, hardware: Hardware) -> Iterator[str
 def _tier(title: str, sizes: dict[str, int], free: int, remarks: dict[str, str]) -> Iterator[str]:
     used = sum(sizes.values())
     filled = min(round(_BAR * used / max(free, 1)), _BAR)
-    yield f"{title:<13}{_gb(used):>9} of {_gb(free)}  [{'#' * filled}{'.' * (_BAR - filled)}]"
+    yield f"{title:<13}{gigabytes(used):>9} of {gigabytes(free)}  [{'#' * filled}{'.' * (_BAR - filled)}]"
     for purpose, size in sorted(sizes.items(), key=lambda item: -item[1]):
-        yield f"  {purpose:<20}{_gb(size):>9}  {remarks.get(purpose, '')}".rstrip()
+        yield f"  {purpose:<20}{gigabytes(size):>9}  {remarks.get(purpose, '')}".rstrip()
 
 
 def _residency(plan: Plan, target: ModelConfig) -> dict[str, str]:
@@ -58,24 +59,18 @@ def _speed(plan: Plan) -> Iterator[str]:
     yield f"levels       {' -> '.join(plan.levels)}"
     if plan.gamma:
         yield f"{'':13}gamma {plan.gamma}, draft_gamma {plan.draft_gamma}, budget {plan.budget:,}, chunk {plan.chunk}"
-    first, rate = duration(predicted.first_token_seconds), _ms(predicted.seconds_per_token)
+    first, rate = duration(predicted.first_token_seconds), latency(predicted.seconds_per_token)
     yield f"predicted    first token {first}, then {rate} a token"
     if plan.gamma:
         times = predicted.plain_seconds_per_token / predicted.seconds_per_token
-        plain = _ms(predicted.plain_seconds_per_token)
+        plain = latency(predicted.plain_seconds_per_token)
         yield f"             without speculation {plain} a token: {times:.1f} times as long"
-        passes = f"full pass {_ms(predicted.full_pass_seconds)}, retrieval {_ms(predicted.retrieval_pass_seconds)}"
+        passes = (
+            f"full pass {latency(predicted.full_pass_seconds)}, retrieval {latency(predicted.retrieval_pass_seconds)}"
+        )
         if plan.draft_gamma:
-            passes += f", draft {_ms(predicted.draft_pass_seconds)}"
+            passes += f", draft {latency(predicted.draft_pass_seconds)}"
         yield f"             {passes}"
         yield f"             {predicted.tokens_per_round:.1f} tokens a full pass"
     for note in plan.notes:
         yield f"note         {note}"
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:,.2f} GB" if size < 1e9 else f"{size / 1e9:,.1f} GB"
-
-
-def _ms(seconds: float) -> str:
-    return f"{significant(1000 * seconds)} ms"

@@ -214,9 +214,7 @@ class FullCache:
         for part, piece in zip(staged.split(sizes), away, strict=True):
             piece.fill(part.view(piece.place.shape))
         arrived = torch.empty_like(staged, device=self._device)
-        event = self.link.to_device(arrived, staged, (self.link.record(),))
-        event.wait()
-        event.synchronize()  # what is staged is overwritten by the next call
+        self.link.to_device(arrived, staged, (self.link.record(),)).synchronize()  # the next call overwrites `staged`
         for part, piece in zip(arrived.split(sizes), away, strict=True):
             piece.place.copy_(part.view(piece.place.shape))
 

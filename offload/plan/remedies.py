@@ -64,8 +64,6 @@ def _remedies(request: Request) -> Iterator[str]:
         least = _MOST_HOST - spared
         if least > free:
             yield f"{least} GB of free host memory"
-    if not hardware.is_cpu and replace(request, options=replace(request.options, offload=None)).fits():
-        yield "--offload auto"
 
 
 def _on(request: Request, **changes: Any) -> Request:

@@ -258,6 +258,11 @@ class CudaLink:
         return end
 
 
+def make_link(device: torch.device, bytes_per_second: float | None = None) -> Link:
+    """The link to `device`: a GPU's own, of which `bytes_per_second` is known, or on a CPU one that is paced to it."""
+    return CudaLink(device, bytes_per_second) if device.type == "cuda" else PacedLink(bytes_per_second)
+
+
 def _check_alike(dst: Tensor, src: Tensor) -> None:
     if dst.dtype != src.dtype or dst.shape != src.shape:
         raise ValueError(f"copy of {src.dtype} {tuple(src.shape)} into {dst.dtype} {tuple(dst.shape)}")

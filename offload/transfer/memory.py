@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import DoesNotFit
+from offload.plan.machine import number_in
 
 Tier = Literal["host", "device"]
 
@@ -151,6 +152,5 @@ def _numa_node(device: torch.device) -> int | None:
     if not hasattr(properties, "pci_bus_id"):  # torch says so from 2.7 on
         return None
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    file = Path("/sys/bus/pci/devices") / address / "numa_node"
-    node = int(file.read_text()) if file.exists() else -1
-    return node if 0 <= node < 64 else None
+    node = number_in(Path("/sys/bus/pci/devices") / address / "numa_node")
+    return node if node is not None and 0 <= node < 64 else None

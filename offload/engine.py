@@ -22,6 +22,7 @@ from offload.decode.speculation import ModelProposer, Proposer, Speculator
 from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
 from offload.errors import DoesNotFit, ModelError, UsageError
 from offload.kernels.rope import RopeTable, rope_table
+from offload.kernels.rows import Blocks, Shapes, equal_blocks
 from offload.metrics import LinkStats, Stats
 from offload.model.decoder import Decoder
 from offload.model.level import Level, StreamingLevel, prefill
@@ -29,7 +30,7 @@ from offload.model.loading import load_decoder
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import probe
 from offload.plan.planner import Options, Plan, make_plan
-from offload.plan.sizing import MAX_ROWS
+from offload.plan.sizing import CPU_BLOCKS, MAX_ROWS
 from offload.transfer.link import Link, make_link
 from offload.transfer.memory import Memory
 
@@ -109,9 +110,10 @@ class Engine:
         if draft is not None and draft.config.vocab_size < width:
             raise ModelError(f"the draft scores {draft.config.vocab_size} tokens, the target {width}; --draft none")
         slack = plan.gamma + plan.draft_gamma + 2 * plan.rows
-        self._full = self._make_full_cache(slack)
+        blocks = _equal_blocks(plan, target.config)
+        self._full = self._make_full_cache(slack, blocks)
         self._retrieval: RetrievalCache | None = None
-        self._levels = {"target": Level("target", target, self._full, vocab_size=width, rows=plan.rows, link=link)}
+        self._levels = {"target": Level("target", target, self._full, vocab_size=width, blocks=blocks, link=link)}
         if "retrieval" in plan.levels:
             selection = Selection(rule="published" if plan.selection == "published" else "mass", reach=plan.gamma)
             self._retrieval = RetrievalCache(
@@ -276,7 +278,7 @@ class Engine:
             self.stats.refresh_seconds += time.perf_counter() - start
         self._full.fetch_ahead()
 
-    def _make_full_cache(self, slack: int) -> FullCache:
+    def _make_full_cache(self, slack: int, blocks: Blocks) -> FullCache:
         plan, config = self.plan, self._target.config
         shape = TileShape(
             config.num_kv_heads,
@@ -290,7 +292,7 @@ class Engine:
             shape,
             num_layers=config.num_layers,
             rope=self._rope(config, slack),
-            rows=plan.rows,
+            blocks=blocks,
             link=self._link if "kv" in plan.offload else None,
             num_resident=plan.resident_tiles,
             mass_chunk=plan.chunk if "retrieval" in plan.levels and plan.selection == "mass" else None,
@@ -315,6 +317,21 @@ class Engine:
         capacity = self.plan.capacity
         table = rope_table(config, capacity + slack, capacity, self.plan.device)
         return table.to(DTYPES[self.plan.dtype])
+
+
+def _equal_blocks(plan: Plan, config: ModelConfig) -> Blocks:
+    """The block sizes that a pass may use. A GPU's blocks are all alike: fewer rows would not be faster there."""
+    if plan.device != "cpu":
+        return Blocks((plan.rows,))
+    shapes = Shapes(
+        (*config.layer_products(), (config.vocab_size, config.hidden_size, False)),
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        plan.tile_tokens // plan.page_tokens,
+        plan.page_tokens,
+    )
+    return equal_blocks(shapes, plan.rows, CPU_BLOCKS, DTYPES[plan.dtype], torch.get_num_threads())
 
 
 def _load_decoders(

@@ -37,6 +37,7 @@ from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.decode.speculation import ModelProposer, Proposer, Speculator
 from offload.engine import Engine, load_tokenizer
 from offload.kernels.rope import RopeTable, rope_table
+from offload.kernels.rows import Blocks
 from offload.metrics import LinkStats, Stats
 from offload.model.decoder import Decoder
 from offload.model.level import Level, StreamingLevel, prefill
@@ -205,6 +206,11 @@ class Sizes:
     sinks: int = 2
     window: int = 8
     capacity: int = 192
+    equal_rows: tuple[int, ...] = ()  # other block sizes that give the same bits
+
+    @property
+    def blocks(self) -> Blocks:
+        return Blocks(tuple(sorted({self.rows, *self.equal_rows})))
 
 
 def rope_of(decoder: Decoder, capacity: int, slack: int = 64) -> RopeTable:
@@ -221,7 +227,7 @@ def full_cache(
         TileShape(config.num_kv_heads, config.head_dim, sizes.page, sizes.pages, dtype),
         num_layers=config.num_layers,
         rope=rope_of(decoder, sizes.capacity),
-        rows=sizes.rows,
+        blocks=sizes.blocks,
         link=link,
         num_resident=sizes.num_resident,
         num_staging=sizes.kv_staging,
@@ -270,7 +276,7 @@ class Stack:
         self.sizes, self.target, self.draft = sizes, target, draft
         self.vocabulary = target.config.vocab_size
         self.full = full_cache(target, sizes, link=link, mass=sizes.gamma > 0 and sizes.selection == "mass")
-        self.full_level = Level("target", target, self.full, vocab_size=self.vocabulary, rows=sizes.rows, link=link)
+        self.full_level = Level("target", target, self.full, vocab_size=self.vocabulary, blocks=sizes.blocks, link=link)
         self.retrieval = retrieval_cache(self.full, sizes) if sizes.gamma else None
         self.streaming = streaming_cache(draft, sizes) if draft is not None and sizes.draft_gamma else None
         self.retrieval_level: Level | None = None

@@ -35,6 +35,7 @@ from models import (
 from offload.cache.selection import Rule
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, Step
+from offload.kernels.rows import Blocks
 from offload.model.decoder import Decoder, Segment
 from offload.model.level import Level
 
@@ -222,7 +223,8 @@ def decode_together(target: Decoder, sizes: Sizes, sequences: list[tuple[list[in
         own.begin("decode", len(padded))
         segments.append(Segment(own, torch.tensor(padded)))
         counts.append(count)
-    logits = target.logits(target.forward(segments, rows=sizes.rows), rows=sizes.rows)
+    blocks = [sizes.rows] * (sum(len(segment.tokens) for segment in segments) // sizes.rows)
+    logits = target.logits(target.forward(segments, blocks=blocks), blocks=blocks)
     parts = logits.split([len(segment.tokens) for segment in segments])
     return [part[:count] for part, count in zip(parts, counts, strict=True)]
 
@@ -237,7 +239,7 @@ def test_a_row_has_the_same_bits_wherever_it_stands_in_its_forward(
     runs = []
     for step in (21, 1, 3):
         own = full_cache(target, Sizes(rows=rows))
-        level = Level("target", target, own, vocab_size=VOCABULARY, rows=rows)
+        level = Level("target", target, own, vocab_size=VOCABULARY, blocks=Blocks((rows,)))
         level.forward(tokens[:19], 1)
         runs.append(torch.cat([level.forward(tokens[at : at + step], step) for at in range(19, 40, step)]))
     assert torch.equal(runs[0], runs[1])
@@ -250,7 +252,7 @@ def test_a_tokens_logits_have_the_same_bits_however_many_logits_are_asked_for(
 ) -> None:
     target, tokens = decoders["target", "fp32"], random_tokens(23)
     own = full_cache(target, Sizes(rows=rows))
-    level = Level("target", target, own, vocab_size=VOCABULARY, rows=rows)
+    level = Level("target", target, own, vocab_size=VOCABULARY, blocks=Blocks((rows,)))
     logits = level.forward(tokens, 23)
     for count in (1, 2, 3, 7, 16, 22):
         level.truncate(0)

@@ -28,6 +28,7 @@ from offload.cache.selection import Rule, Selection, choose, dilate
 from offload.cache.streaming import StreamingCache
 from offload.cache.tiles import TileShape
 from offload.kernels.rope import RopeTable, rope_table
+from offload.kernels.rows import Blocks
 from offload.plan.config import ModelConfig
 from offload.plan.sizing import PrefillShape
 from offload.transfer.link import Link, PacedLink
@@ -132,7 +133,7 @@ def make_full(
         TileShape(KV_HEADS, DIM, PAGE, PAGES, tape.k.dtype),
         num_layers=LAYERS,
         rope=tape.rope,
-        rows=ROWS,
+        blocks=Blocks((ROWS,)),
         link=link,
         num_resident=num_resident,
         num_staging=num_staging,
@@ -577,7 +578,7 @@ def test_a_cache_on_the_host_takes_device_memory_for_its_staging_slots_only() ->
     tape, memory = Tape(), Memory(torch.device("cpu"))
     shape = TileShape(KV_HEADS, DIM, PAGE, PAGES, tape.k.dtype)
     link = LateLink(late_in=True, late_out=True)
-    cache = FullCache(memory, shape, num_layers=LAYERS, rope=tape.rope, rows=ROWS, link=link)
+    cache = FullCache(memory, shape, num_layers=LAYERS, rope=tape.rope, blocks=Blocks((ROWS,)), link=link)
     driver = Driver(cache, tape, padding=ROWS)
     driver.extend([0] * (5 * TILE), phase="prefill", blocks=7)
     driver.extend([0])

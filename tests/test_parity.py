@@ -93,7 +93,7 @@ def in_prefill(decoder: Decoder, cache: FullCache, tokens: list[int], walk: int)
 
 def in_decoding(decoder: Decoder, cache: FullCache, tokens: list[int], step: int) -> Tensor:
     """The logits of all rows, `step` tokens to a forward of padded rows, every second one run wrongly first."""
-    level = Level("target", decoder, cache, vocab_size=decoder.config.vocab_size, rows=SIZES.rows)
+    level = Level("target", decoder, cache, vocab_size=decoder.config.vocab_size, blocks=SIZES.blocks)
     logits = []
     for start in range(0, len(tokens), step):
         some = tokens[start : start + step]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from offload.cache.residence import Homeward, PrefillTiles, Residence, Resident,
 from offload.cache.tiles import TileShape, TileStore
 from offload.kernels.attention import fold
 from offload.kernels.rope import RopeTable, rotate
+from offload.kernels.rows import Blocks
 from offload.plan.sizing import CPU_PREFILL, PrefillShape
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
@@ -32,7 +34,7 @@ class _Piece:
 class FullCache:
     """Keys (rotated) and values of all tokens, in tiles.
 
-    In phase "decode" rows are attended in blocks of exactly `rows`, over whole tiles, whatever is hidden in them: so a
+    In phase "decode" rows are attended in `blocks`, over whole tiles, whatever is hidden in them: so a
     row's bits depend on its position and the tokens before it, and on nothing else. In phase "prefill" blocks may have
     any size. With `mass_chunk` the decode phase also keeps each row's softmax mass per chunk of that many tokens.
     """
@@ -44,7 +46,7 @@ class FullCache:
         *,
         num_layers: int,
         rope: RopeTable,
-        rows: int,
+        blocks: Blocks,
         link: Link | None = None,
         num_resident: int = 0,
         num_staging: int = 2,
@@ -52,7 +54,7 @@ class FullCache:
         prefill: PrefillShape | None = None,
     ) -> None:
         self.shape, self.num_layers, self.rope, self.mass_chunk = shape, num_layers, rope, mass_chunk
-        self._rows, self.link = rows, link
+        self._block_sizes, self.link = blocks, link
         self.store = TileStore(memory, shape, num_layers, None if link is None else num_resident)
         self._residences: dict[Phase, Residence] = {"prefill": Resident(self.store), "decode": Resident(self.store)}
         self.homeward: Homeward | None = None
@@ -251,9 +253,11 @@ class FullCache:
 
     def _blocks(self, q: Tensor, start: int) -> list[Block]:
         """Rows q [T, H, D] at positions `start` and on, in the blocks that attend together."""
-        size = self._rows if self._phase == "decode" else self._prefill.rows
-        rows = q.split(size)
-        return [Block(fold(part, self.shape.num_kv_heads), start + i * size, len(part)) for i, part in enumerate(rows)]
+        rows = q.split(self._block_sizes.cut(len(q)) if self._phase == "decode" else self._prefill.rows)
+        starts = accumulate((len(part) for part in rows), initial=start)
+        return [
+            Block(fold(part, self.shape.num_kv_heads), at, len(part)) for part, at in zip(rows, starts, strict=False)
+        ]
 
     def _attend_tile(self, block: Block, tile: Tensor, index: int) -> None:
         base = index * self.shape.tokens

@@ -73,7 +73,8 @@ def attend(
     top = weights.amax(dim=(0, 3))
     top = top.masked_fill(top == -torch.inf, 0.0)
     weights.sub_(top[:, :, None]).exp_()
-    total = weights.sum(3).sum(0)
+    # Pages last before they are summed: over the first dimension, the order would depend on how many rows there are.
+    total = weights.sum(3).permute(1, 2, 0).contiguous().sum(2)
     out = torch.bmm(weights.to(values.dtype).view(*batch, page), values.reshape(-1, page, head_dim))
     denominator = total.clamp(min=torch.finfo(torch.float32).tiny)
     mass = None
@@ -103,10 +104,13 @@ def merge(first: Part, second: Part) -> Part:
     """Attention over both parts' keys, `out` and `lse` only. A part that a row sees nothing of changes none of its
     bits.
     """
-    lse = torch.logaddexp(first.lse, second.lse)
-    base = lse.masked_fill(lse == -torch.inf, 0.0)
-    first_share, second_share = (first.lse - base).exp(), (second.lse - base).exp()
-    return Part(first.out * first_share[..., None] + second.out * second_share[..., None], lse)
+    # Not logaddexp: torch rounds it differently in the last elements of a tensor, so bits would depend on its size.
+    top = torch.maximum(first.lse, second.lse)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    first_share, second_share = (first.lse - top).exp(), (second.lse - top).exp()
+    total = first_share + second_share
+    out = first.out * first_share[..., None] + second.out * second_share[..., None]
+    return Part(out / total.clamp(min=torch.finfo(torch.float32).tiny)[..., None], top + total.log())
 
 
 def _hidden(num_visible: Tensor, num_pages: int, page: int, first_visible: Tensor | None = None) -> Tensor:

@@ -41,24 +41,24 @@ class Decoder:
         segments: Sequence[Segment],
         *,
         walk: int | None = None,
-        rows: int | None = None,
+        blocks: Sequence[int] | None = None,
         on_rows: Callable[[int], None] = lambda num_rows: None,
     ) -> Tensor:
         """Run the segments' tokens through all layers, filling their caches -> hidden rows [T, hidden], model dtype.
 
         The caller has begun the forward on each cache and advances it afterwards. Every layer's weights are used once.
         walk: rows are worked on in blocks of at most this many, in place, so that a layer's intermediates stay small;
-        None: all at once. rows: every matrix product sees exactly this many rows at a time, so a row's bits do not
-        depend on how many others there are (`T` must be a multiple of it); None: whatever the walk gives.
+        None: all at once. blocks: every matrix product sees exactly these numbers of rows, one after the other (`T` is
+        their sum), so that a row's bits do not depend on how many others there are; None: whatever the walk gives.
         `on_rows` hears of each block after each layer. Peak memory: T hidden rows and one block's intermediates.
         """
         x = embedding(torch.cat([segment.tokens for segment in segments]), self.weights.embedding)
-        if rows is not None and x.shape[0] % rows:
-            raise ValueError(f"{x.shape[0]} rows are not a multiple of {rows}")
+        if blocks is not None and x.shape[0] != sum(blocks):
+            raise ValueError(f"{x.shape[0]} rows are not blocks of {blocks}")
         for layer, weights in enumerate(self.weights.layers):
             for start in range(0, x.shape[0], walk or x.shape[0]):
                 block = x[start : start + (walk or x.shape[0])]
-                self._layer(layer, weights, block, start, segments, rows)
+                self._layer(layer, weights, block, start, segments, blocks)
                 on_rows(block.shape[0])
         return x
 
@@ -67,24 +67,29 @@ class Decoder:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def logits(self, hidden: Tensor, *, rows: int | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, *, blocks: Sequence[int] | None = None) -> Tensor:
         """hidden [n, hidden] -> [n, V] in the model's dtype."""
-        return _by_rows(rows, hidden, self._head)
+        return _by_block(blocks, hidden, self._head)
 
     def _head(self, hidden: Tensor) -> Tensor:
         return self.weights.head(self._norm(hidden, self.weights.final_norm))
 
     def _layer(
-        self, layer: int, weights: LayerWeights, x: Tensor, start: int, segments: Sequence[Segment], rows: int | None
+        self,
+        layer: int,
+        weights: LayerWeights,
+        x: Tensor,
+        start: int,
+        segments: Sequence[Segment],
+        blocks: Sequence[int] | None,
     ) -> None:
         """x [T, hidden], rows `start` and on of the forward, in place."""
-        qkv = _by_rows(rows, x, lambda part: weights.qkv(self._norm(part, weights.input_norm)))
+        qkv = _by_block(blocks, x, lambda part: weights.qkv(self._norm(part, weights.input_norm)))
         q, k, v = self._heads(weights, qkv)
         attended = self._attend(layer, q, k, v, start, segments)
-        step = rows or x.shape[0]
-        for at in range(0, x.shape[0], step):
-            part = x[at : at + step]
-            part += weights.o(attended[at : at + step])
+        sizes = [x.shape[0]] if blocks is None else list(blocks)
+        for part, own in zip(x.split(sizes), attended.split(sizes), strict=True):
+            part += weights.o(own)
             gate, up = weights.gate_up(self._norm(part, weights.post_norm)).chunk(2, -1)
             part += weights.down(silu(gate).mul_(up))
 
@@ -112,8 +117,8 @@ class Decoder:
         return rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
 
 
-def _by_rows(rows: int | None, x: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:
-    """`operator` over x in blocks of exactly `rows` rows."""
-    if rows is None or x.shape[0] == rows:
+def _by_block(blocks: Sequence[int] | None, x: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:
+    """`operator` over x in blocks of exactly these numbers of rows."""
+    if blocks is None or len(blocks) == 1:
         return operator(x)
-    return torch.cat([operator(part) for part in x.split(rows)])
+    return torch.cat([operator(part) for part in x.split(list(blocks))])

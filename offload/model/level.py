@@ -9,6 +9,7 @@ from torch import Tensor
 
 from offload.cache import Cache
 from offload.cache.streaming import StreamingCache
+from offload.kernels.rows import Blocks
 from offload.metrics import LevelStats
 from offload.model.decoder import Decoder, Segment
 from offload.transfer.link import Link
@@ -18,8 +19,8 @@ class Level:
     """Forwards for decoding. Satisfies `offload.decode.speculation.Level`.
 
     vocab_size: logits are cut to this width; models may pad theirs.
-    rows: a forward runs a multiple of this many rows, padded, in blocks of exactly that many, so that a token's bits do
-    not depend on how many tokens are verified with it. None: as many rows as there are tokens.
+    blocks: a forward runs in blocks of these sizes only, padded, so that a token's bits do not depend on how many
+    tokens are verified with it. None: as many rows as there are tokens.
     link: where the level's weights or cache cross it, for the statistics.
     """
 
@@ -30,12 +31,12 @@ class Level:
         cache: Cache,
         *,
         vocab_size: int,
-        rows: int | None = None,
+        blocks: Blocks | None = None,
         link: Link | None = None,
     ) -> None:
         self.stats = LevelStats(name)
         self._decoder, self._cache = decoder, cache
-        self._vocab_size, self._rows, self._link = vocab_size, rows, link
+        self._vocab_size, self._blocks, self._link = vocab_size, blocks, link
 
     @property
     def length(self) -> int:
@@ -57,17 +58,19 @@ class Level:
 
     def _forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
         count = len(tokens)
-        padding = -count % (self._rows or 1)
+        blocks = [count] if self._blocks is None else self._blocks.cut(count)
+        padding = sum(blocks) - count
         segment = Segment(self._cache, self._tensor([*tokens, *[0] * padding]))
         self._cache.begin("decode", count + padding)
-        hidden = self._decoder.forward([segment], rows=self._rows)
+        hidden = self._decoder.forward([segment], blocks=blocks)
         self._cache.advance(count)
-        if self._rows is None:
-            return self._decoder.logits(hidden[-num_logits:])[:, : self._vocab_size]
-        first = count - num_logits
-        aligned = first // self._rows * self._rows
-        logits = self._decoder.logits(hidden[aligned:], rows=self._rows)
-        return logits[first - aligned : count - aligned, : self._vocab_size]
+        first, start = count - num_logits, 0
+        if self._blocks is None:
+            blocks, start = [num_logits], first
+        while start + blocks[0] <= first:  # blocks without a wanted row
+            start += blocks.pop(0)
+        logits = self._decoder.logits(hidden[start:], blocks=blocks)
+        return logits[first - start : count - start, : self._vocab_size]
 
     def _tensor(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor(tokens, dtype=torch.long, device=self._decoder.device)

@@ -109,10 +109,19 @@ class ModelConfig:
         factor = self.rope.factor if self.rope.kind in ("yarn", "linear", "dynamic") else 1.0
         return max(self.max_positions, int((base or self.max_positions) * factor))
 
+    def layer_products(self) -> tuple[tuple[int, int, bool], ...]:
+        """(outputs, inputs, has a bias) of a layer's products as they run: q/k/v and gate/up are one each."""
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return (
+            (q_size + 2 * kv_size, self.hidden_size, self.qkv_bias),
+            (self.hidden_size, q_size, self.o_bias),
+            (2 * self.intermediate_size, self.hidden_size, self.mlp_bias),
+            (self.hidden_size, self.intermediate_size, self.mlp_bias),
+        )
+
     def layer_matrix_elements(self) -> int:
         """Elements of one layer's seven matrices; every row costs two FLOPs for each."""
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return self.hidden_size * (2 * q_size + 2 * kv_size + 3 * self.intermediate_size)
+        return sum(outputs * inputs for outputs, inputs, _ in self.layer_products())
 
     def layer_parameters(self) -> int:
         """Parameters of one layer: matrices, biases and norms."""

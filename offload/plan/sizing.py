@@ -10,6 +10,18 @@ from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
 
 WALK = 512  # rows of one block of a prefill
 MAX_TILE_TOKENS = 8192  # without the room for padded rows
+CPU_BLOCKS = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    12,
+    16,
+)  # rows, where the machine computes them alike; 24 are slower than 8 and 16
 MAX_ROWS = 256  # beyond the sequence that a pass may write: the longest verification, padded
 MAX_BUDGET = 4096  # on a GPU, where the user names none: a 13B model's retrieval cache is 3.1 GiB then
 NUM_STAGING = 2  # buffers through which layers, and tiles, cross the link

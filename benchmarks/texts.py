@@ -1,0 +1,73 @@
+"""Prompts that ask for different kinds of text: what drafts well depends on it.
+
+continue: a novel goes on. quote: a passage from the first half is repeated word for word. edit: a function from the
+first half of a long source file is written again with one name changed. summary: what happened, chapter by chapter.
+The novel is examples/persuasion.txt, the source files are the standard library of the Python that runs this.
+"""
+
+from __future__ import annotations
+
+import argparse as _long_module
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from offload.decode.tokenizer import Tokenizer
+
+NOVEL = Path(__file__).parents[1] / "examples" / "persuasion.txt"
+_MODULES = ("argparse", "typing", "inspect", "doctest", "tarfile", "pathlib", "subprocess", "ast", "configparser")
+
+
+def prompt(task: str, tokenizer: Tokenizer, num_tokens: int) -> list[int]:
+    """The prompt of `task`, at most `num_tokens` tokens and nearly as many."""
+    make, text = _TASKS[task], _code() if task == "edit" else NOVEL.read_text(encoding="utf-8")
+    size = num_tokens * len(text) // len(tokenizer.encode(text))
+    tokens = tokenizer.encode(make(text[:size]))
+    while len(tokens) > num_tokens:
+        size -= max((len(tokens) - num_tokens) * 3, 1)
+        tokens = tokenizer.encode(make(text[:size]))
+    if len(tokens) < 0.9 * num_tokens:
+        raise SystemExit(f"the text for {task} has {len(tokens)} tokens, {num_tokens} are asked for")
+    return tokens
+
+
+def _code() -> str:
+    folder = Path(_long_module.__file__).parent
+    return "\n\n".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in _MODULES)
+
+
+def _quote(text: str) -> str:
+    start = text.index("\n\n", len(text) // 3) + 2
+    opening = " ".join(text[start:].split()[:12])
+    return (
+        f"{text}\n\n[Here the excerpt ends.]\n\nQuestion: Repeat, word for word, the passage of the text above that "
+        f'begins with "{opening}", and what follows it.\n\nAnswer: {opening}'
+    )
+
+
+def _edit(text: str) -> str:
+    names = [match for match in re.finditer(r"^    def (\w{6,})\(self, ", text, re.M) if match.start() > len(text) // 4]
+    function = max(names[:12], key=lambda match: _body(text, match.start()))
+    return (
+        f"{text}\n\n# ---- end of the files ----\n\n# The method `{function[1]}` from above once more, complete and "
+        f"unchanged except that `self` is called `this`:\n\n    def {function[1]}(this, "
+    )
+
+
+def _body(text: str, start: int) -> int:
+    """Characters until the next definition."""
+    end = re.compile(r"^(    def|class|def) ", re.M).search(text, start + 8)
+    return (end.start() if end else len(text)) - start
+
+
+def _summary(text: str) -> str:
+    return f"{text}\n\n[Here the excerpt ends.]\n\nA summary of the excerpt above, chapter by chapter.\n\nChapter 1:"
+
+
+_TASKS: dict[str, Callable[[str], str]] = {
+    "continue": lambda text: text,
+    "quote": _quote,
+    "edit": _edit,
+    "summary": _summary,
+}
+TASKS = tuple(_TASKS)

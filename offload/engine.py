@@ -17,6 +17,9 @@ from offload.cache.streaming import StreamingCache
 from offload.cache.tiles import TileShape
 from offload.decode import generation
 from offload.decode.generation import FinishReason
+from offload.decode.lookahead import Lookahead
+from offload.decode.lookup import LookupProposer
+from offload.decode.pace import Pace
 from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.decode.speculation import ModelProposer, Proposer, Speculator
 from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
@@ -106,9 +109,11 @@ class Engine:
         self._load_seconds = 0.0
         self._link_at_start = self._link_at_decode = LinkStats()
         self._prefilled: list[int] = []  # the tokens of the last prefill
+        self._lookahead: Lookahead
         width = min(len(tokenizer), target.config.vocab_size)
         if draft is not None and draft.config.vocab_size < width:
             raise ModelError(f"the draft scores {draft.config.vocab_size} tokens, the target {width}; --draft none")
+        self._width = width
         slack = plan.gamma + plan.draft_gamma + 2 * plan.rows
         blocks = _equal_blocks(plan, target.config)
         self._full = self._make_full_cache(slack, blocks)
@@ -211,6 +216,7 @@ class Engine:
         if prefilled != self._prefilled:
             self._prefilled = []
         speculator.truncate(len(self._prefilled))
+        self._full.keeps_mass = True
         self.stats = Stats(prompt_tokens=len(prompt), load_seconds=self._load_seconds)
         for level in self._levels.values():
             level.stats = type(level.stats)(level.stats.name)
@@ -248,35 +254,50 @@ class Engine:
         self.stats.decode_link = now - self._link_at_decode
 
     def _make_speculator(self, sampling: SamplingParams) -> Speculator:
-        """The levels of the plan, stacked: each verifies what the one below proposes."""
+        """The levels of the plan, stacked: each verifies what those below propose."""
         random = SeededSource(sampling.seed)
 
         def law(logits: torch.Tensor) -> torch.Tensor:
             return warp(logits, sampling)
 
-        levels = self._levels
-        proposer: Proposer | None = None
-        if "draft" in levels:
-            drafts = ModelProposer(levels["draft"], law, random)
-            proposer = Speculator(levels["retrieval"], drafts, gamma=self.plan.draft_gamma, warp=law, random=random)
-        elif "retrieval" in levels:
-            proposer = ModelProposer(levels["retrieval"], law, random)
+        def lookups() -> list[Proposer]:
+            return [LookupProposer(self._width, self.memory.device)] if self.plan.lookup else []
+
+        levels, pace = self._levels, Pace(self.plan, measured=self._measures(sampling))
+        below: list[Proposer] = [ModelProposer(levels["draft"], law, random)] if "draft" in levels else []
+        if "retrieval" in levels:
+            ahead = pace.retrieval([*lookups(), *below])
+            below = [Speculator(levels["retrieval"], [*lookups(), *below], lookahead=ahead, warp=law, random=random)]
+        proposers = [*lookups(), *below]
+        self._lookahead = pace.target(proposers)
         return Speculator(
-            levels["target"],
-            proposer,
-            gamma=self.plan.gamma,
-            warp=law,
-            random=random,
-            on_verified=self._prepare,
+            levels["target"], proposers, lookahead=self._lookahead, warp=law, random=random, on_verified=self._prepare
         )
+
+    def _measures(self, sampling: SamplingParams) -> bool:
+        """Whether lengths follow the clock: not where a seed is to give the same text again."""
+        if self.plan.pace == "auto":
+            return sampling.seed is None or sampling.temperature == 0.0
+        return self.plan.pace == "measured"
 
     def _prepare(self, num_rows: int) -> None:
         """After a verification, for the next: retrieved chunks first, since the proposals wait for them."""
         if self._retrieval is not None:
-            start = time.perf_counter()
-            self._retrieval.refresh(num_rows)
-            self.stats.refresh_seconds += time.perf_counter() - start
+            self._prepare_retrieval(self._retrieval, num_rows)
         self._full.fetch_ahead()
+
+    def _prepare_retrieval(self, retrieval: RetrievalCache, num_rows: int) -> None:
+        """Refresh where the retrieval level is wanted, by the masses of the pass that ended; else it rests, and none
+        are kept."""
+        start, index = time.perf_counter(), -1  # the last proposer of the target
+        wanted = self._lookahead.wants(index)
+        ready = wanted and (self._full.keeps_mass or not retrieval.needs_mass)
+        self._full.keeps_mass = wanted
+        if ready:
+            retrieval.refresh(num_rows)
+        seconds = time.perf_counter() - start
+        self._lookahead.readied(index, seconds if ready else None)
+        self.stats.refresh_seconds += seconds
 
     def _make_full_cache(self, slack: int, blocks: Blocks) -> FullCache:
         plan, config = self.plan, self._target.config

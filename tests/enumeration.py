@@ -15,14 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from offload.decode import generation, sampling, speculation, verify
+from offload.decode import generation, lookahead, lookup, sampling, speculation, verify
+from offload.decode.estimates import Line
+from offload.decode.lookahead import Adaptive, Fixed, Lookahead, Outlook, Source
 from offload.decode.sampling import RandomSource, SamplingParams
-from offload.decode.speculation import Proposal, Proposer
+from offload.decode.speculation import Proposal
 from offload.metrics import LevelStats, Stats
 
 T = TypeVar("T")
@@ -46,7 +48,9 @@ class Decode:
 
     sampling: Any
     verify: Any
+    lookahead: Any
     speculation: Any
+    lookup: Any
     generation: Any
 
     @classmethod
@@ -54,7 +58,7 @@ class Decode:
         return cls(**modules)
 
 
-REAL = Decode(sampling, verify, speculation, generation)
+REAL = Decode(sampling, verify, lookahead, speculation, lookup, generation)
 
 
 # Randomness
@@ -206,50 +210,52 @@ class TableLevel:
 class NgramProposer:
     """Point masses: after token t comes t + 1."""
 
+    name = "n-grams"
+
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
 
+    def outlook(self, sequence: Sequence[int]) -> Outlook:
+        return Outlook()
+
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
         tokens = [(sequence[-1] + 1 + i) % self._vocabulary for i in range(num_tokens)]
-        return Proposal(tokens, torch.eye(self._vocabulary, dtype=torch.float64)[tokens])
+        return Proposal(tokens, torch.eye(self._vocabulary, dtype=torch.float64)[tokens], [10] * num_tokens)
 
     def truncate(self, length: int) -> None:
         require(length >= 0, f"truncated to {length} tokens")
 
 
-class ShortProposer:
-    """Asks the inner one for fewer tokens than it was asked for, often for none, by what the sequence is."""
-
-    def __init__(self, inner: Proposer, vocabulary: int) -> None:
-        self._inner, self._vocabulary = inner, vocabulary
-
-    def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
-        count = (len(sequence) + 2 * sum(sequence)) % (num_tokens + 1)
-        if count == 0:
-            return Proposal([], torch.empty(0, self._vocabulary, dtype=torch.float64))
-        return self._inner.propose(sequence, count)
-
-    def truncate(self, length: int) -> None:
-        self._inner.truncate(length)
+# Lookaheads other than the real ones
 
 
-class ConfidentProposer:
-    """Drafts on while the law of the next token is peaked enough: it looks at the law, never at a drawn token."""
+class ShortLookahead(Fixed):
+    """Drafts fewer tokens than it may, often none, by how many rounds there were: by anything but the next token."""
 
-    def __init__(self, inner: Proposer, vocabulary: int, threshold: float = 0.55) -> None:
-        self._inner, self._vocabulary, self._threshold = inner, vocabulary, threshold
+    def __init__(self, gamma: int) -> None:
+        super().__init__(gamma)
+        self._rounds = 0
 
-    def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
-        tokens: list[int] = []
-        rows = [torch.empty(0, self._vocabulary, dtype=torch.float64)]
-        while len(tokens) < num_tokens and float(rows[-1].amax() if tokens else 1.0) >= self._threshold:
-            step = self._inner.propose([*sequence, *tokens], 1)
-            tokens += step.tokens
-            rows.append(step.probs)
-        return Proposal(tokens, torch.cat(rows))
+    def start(self, limit: int) -> None:
+        self._rounds += 1
+        super().start(min(limit, (self._rounds + 3 * limit) % (self.gamma + 1)))
 
-    def truncate(self, length: int) -> None:
-        self._inner.truncate(length)
+
+class ConfidentLookahead(Fixed):
+    """Drafts on while what was drafted last was peaked enough: by tokens that are drawn, all of which are verified."""
+
+    def drafted(self, index: int, grades: Sequence[int], seconds: float) -> None:
+        super().drafted(index, grades, seconds)
+        if min(grades) < 6:
+            self._left = 0
+
+
+def adaptive(num_proposers: int, gamma: int, *, lookup: bool, dear: bool) -> Adaptive:
+    """The real one, unmeasured. `dear` tokens are drafted only where they are likely to be kept."""
+    cost = 0.45 if dear else 0.01
+    sources = [Source(0.7, cost, round_seconds=0.1) for _ in range(num_proposers - lookup)]
+    passes = Line(1.0, 0.02)
+    return Adaptive(gamma, passes, [*([Source.lookup()] if lookup else []), *sources], measured=False)
 
 
 # Warps in fp64, and the real one
@@ -282,7 +288,8 @@ class Case:
     gamma: int = 0
     draft_gamma: int = 0
     ngram: bool = False
-    adapt: Callable[[Proposer, int], Proposer] | None = None
+    lookup: bool = False  # beside the other proposers, at every level
+    adapt: Callable[[int], Lookahead] | Literal["adaptive", "adaptive, dear"] = Fixed
     warp: Warp = identity
     params: SamplingParams | None = None
     cells: int | None = None
@@ -323,19 +330,27 @@ def build(
         levels.append(TableLevel(law, logarithm=case.params is not None, capacity=capacity))
         return levels[-1]
 
+    def ahead(gamma: int, proposers: Sequence[Any]) -> Any:
+        if not isinstance(case.adapt, str):
+            return case.adapt(gamma)
+        return adaptive(len(proposers), gamma, lookup=case.lookup, dear="dear" in case.adapt)
+
+    def lookups() -> list[Any]:
+        return [decode.lookup.LookupProposer(case.vocabulary, least=1)] if case.lookup else []
+
     target = level(case.target)
     retrieval = None if case.retrieval is None else level(case.retrieval)
-    proposer: Any = NgramProposer(case.vocabulary) if case.ngram else None
+    below: list[Any] = [NgramProposer(case.vocabulary)] if case.ngram else []
     if case.draft is not None:
-        proposer = spec.ModelProposer(level(case.draft), warp, rng)
-    if case.adapt is not None:
-        proposer = case.adapt(proposer, case.vocabulary)
+        below = [spec.ModelProposer(level(case.draft), warp, rng)]
     if retrieval is not None:
-        proposer = spec.Speculator(retrieval, proposer, gamma=case.draft_gamma, warp=warp, random=rng)
-        if case.adapt is not None:
-            proposer = case.adapt(proposer, case.vocabulary)
-    speculator = spec.Speculator(target, proposer, gamma=case.gamma, warp=warp, random=rng, on_verified=on_verified)
-    return Stack(speculator, proposer, levels)
+        below = [*lookups(), *below]
+        middle = ahead(case.draft_gamma, below)
+        below = [spec.Speculator(retrieval, below, lookahead=middle, warp=warp, random=rng)]
+    proposers = [*lookups(), *below]
+    top = ahead(case.gamma, proposers)
+    speculator = spec.Speculator(target, proposers, lookahead=top, warp=warp, random=rng, on_verified=on_verified)
+    return Stack(speculator, proposers[-1] if proposers else None, levels)
 
 
 def check_caches(case: Case, levels: Sequence[TableLevel], sequence: Tokens) -> None:
@@ -347,7 +362,7 @@ def check_caches(case: Case, levels: Sequence[TableLevel], sequence: Tokens) -> 
         require(level.tokens == list(sequence[: level.length]), f"{level.tokens} in the cache after {sequence}")
         require(level.length < len(sequence), "nothing is pending")
     require(levels[0].length == len(sequence) - 1, "the target holds less than was verified")
-    if case.adapt is None and case.gamma > 0 and len(levels) > 1:
+    if case.adapt is Fixed and not case.lookup and case.gamma > 0 and len(levels) > 1:
         require(levels[1].length >= len(sequence) - 2, "the proposer forgot tokens that were kept")
 
 
@@ -466,6 +481,14 @@ def proposal_error(case: Case, decode: Decode = REAL) -> float:
 
 
 def _one_proposal(case: Case, decode: Decode, source: Branching) -> tuple[Tokens, list[list[float]]]:
-    proposal = build(case, decode, source).proposer.propose(case.prompt, case.gamma)
-    require(len(proposal.tokens) == case.gamma, f"{len(proposal.tokens)} tokens proposed of {case.gamma}")
-    return tuple(proposal.tokens), proposal.probs.tolist()
+    """Steps of the proposer until there are `case.gamma` tokens."""
+    proposer = build(case, decode, source).proposer
+    tokens: Tokens = ()
+    rows: list[list[float]] = []
+    while len(tokens) < case.gamma:
+        step = proposer.propose(case.prompt + tokens, case.gamma - len(tokens))
+        require(1 <= len(step.tokens) <= case.gamma - len(tokens), f"{len(step.tokens)} tokens in one step")
+        require(len(step.tokens) == len(step.probs) == len(step.grades), "tokens, rows and grades do not match")
+        tokens += tuple(step.tokens)
+        rows += step.probs.tolist()
+    return tokens, rows

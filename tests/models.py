@@ -33,6 +33,7 @@ from offload.cache.selection import Rule, Selection
 from offload.cache.streaming import StreamingCache
 from offload.cache.tiles import TileShape
 from offload.decode import generation
+from offload.decode.lookahead import Fixed
 from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.decode.speculation import ModelProposer, Proposer, Speculator
 from offload.engine import Engine, load_tokenizer
@@ -203,6 +204,7 @@ class Sizes:
     budget: int = 16
     chunk: int = 4
     selection: Rule = "mass"
+    lookup: bool = False
     sinks: int = 2
     window: int = 8
     capacity: int = 192
@@ -316,24 +318,18 @@ class Stack:
             seen.append(logits)
             return warp(logits, sampling)
 
-        proposer: Proposer | None = None
+        proposers: list[Proposer] = []
         if self.retrieval is not None:
             level = Level("retrieval", self.target, self.retrieval, vocab_size=self.vocabulary)
             self.retrieval_level = level
-            proposer = ModelProposer(level, law, random)
             if self.streaming is not None and self.draft is not None:
                 drafts = StreamingLevel("draft", self.draft, self.streaming, vocab_size=self.vocabulary)
-                proposer = Speculator(
-                    level,
-                    ModelProposer(drafts, law, random),
-                    gamma=self.sizes.draft_gamma,
-                    warp=law,
-                    random=random,
-                )
+                proposers = [ModelProposer(drafts, law, random)]
+            ahead = Fixed(self.sizes.draft_gamma)
+            proposers = [Speculator(level, proposers, lookahead=ahead, warp=law, random=random)]
         refresh = None if self.retrieval is None else self.retrieval.refresh
-        return Speculator(
-            self.full_level, proposer, gamma=self.sizes.gamma, warp=watched, random=random, on_verified=refresh
-        )
+        ahead = Fixed(self.sizes.gamma)
+        return Speculator(self.full_level, proposers, lookahead=ahead, warp=watched, random=random, on_verified=refresh)
 
 
 def tiny_plan(
@@ -353,7 +349,7 @@ def tiny_plan(
         Options(
             dtype=dtype, offload=offload, gamma=sizes.gamma, draft_gamma=sizes.draft_gamma, chunk=sizes.chunk,
             sinks=sizes.sinks, window=sizes.window, selection=sizes.selection, device="cpu",
-            speculation=sizes.gamma > 0,
+            speculation=sizes.gamma > 0, budget=sizes.budget if sizes.gamma else None, lookup=sizes.lookup,
         ),
         CPU,
         num_prompt_tokens=num_prompt_tokens,

@@ -14,9 +14,9 @@ from enumeration import (
     REAL,
     Branching,
     Case,
-    ConfidentProposer,
+    ConfidentLookahead,
     Law,
-    ShortProposer,
+    ShortLookahead,
     Tokens,
     autoregressive_law,
     branches,
@@ -103,11 +103,22 @@ CASES: dict[str, Case] = {
     "n-gram proposals": one_level(4, 3, 4, draft=None, ngram=True),
     "n-gram proposals, zeros in the target": one_level(4, 3, 4, target=sparse(4, "target"), draft=None, ngram=True),
     "n-gram proposals below retrieval": two_levels(3, 3, 2, draft=None, ngram=True),
-    "one level, length by the sequence": one_level(3, 3, 4, adapt=ShortProposer),
-    "two levels, lengths by the sequence": two_levels(3, 3, 2, adapt=ShortProposer),
-    "one level, length by the law": one_level(3, 3, 4, adapt=ConfidentProposer),
-    "two levels, lengths by the law": two_levels(3, 3, 2, adapt=ConfidentProposer),
-    "n-gram proposals, length by the sequence": one_level(3, 3, 4, draft=None, ngram=True, adapt=ShortProposer),
+    "one level, length by the sequence": one_level(3, 3, 4, adapt=ShortLookahead),
+    "two levels, lengths by the sequence": two_levels(3, 3, 2, adapt=ShortLookahead),
+    "one level, length by the law": one_level(3, 3, 4, adapt=ConfidentLookahead),
+    "two levels, lengths by the law": two_levels(3, 3, 2, adapt=ConfidentLookahead),
+    "n-gram proposals, length by the sequence": one_level(3, 3, 4, draft=None, ngram=True, adapt=ShortLookahead),
+    "lookups": one_level(4, 3, 4, draft=None, lookup=True),
+    "lookups, zeros in the target": one_level(4, 3, 4, target=sparse(4, "target"), draft=None, lookup=True),
+    "lookups beside a draft": one_level(3, 3, 4, lookup=True, prompt=(0, 1, 2, 0, 1)),
+    "lookups at two levels": two_levels(3, 3, 2, lookup=True, prompt=(0, 1, 2, 0, 1)),
+    "lookups at two levels, greedy": two_levels(4, 3, 2, 4, lookup=True, params=GREEDY, prompt=(0, 1, 2, 3, 0, 1)),
+    **{
+        f"{levels}, {adapt}{', lookups' if lookup else ''}": make(lookup=lookup, adapt=adapt)
+        for levels, make in (("one level", partial(one_level, 3, 3, 4)), ("two levels", partial(two_levels, 3, 3, 2)))
+        for adapt in ("adaptive", "adaptive, dear")
+        for lookup in (False, True)
+    },
     # All thresholds are multiples of 1/8: the real SeededSource runs on a grid of uniforms.
     "seeded source": one_level(
         4, 1, 2, target=fixed(1 / 4, 0, 1 / 8, 5 / 8), draft=fixed(1 / 2, 1 / 4, 0, 1 / 4), cells=8
@@ -128,8 +139,12 @@ GENERATIONS: dict[str, Callable[..., float]] = {
         ("two levels", two_levels(3, 2, 1), "token 2", 1),
         ("two levels", two_levels(3, 2, 1), "nothing", 3),
         ("two levels, zeros", two_levels(4, 3, 2, 4, **all_laws(partial(sparse, 4))), "token 2", 1),
-        ("two levels, adaptive", two_levels(3, 3, 2, adapt=ShortProposer), "token 2", 1),
+        ("two levels, adaptive", two_levels(3, 3, 2, adapt=ShortLookahead), "token 2", 1),
         ("n-grams", one_level(3, 3, 5, draft=None, ngram=True), "token 2", 1),
+        ("lookups", one_level(3, 3, 5, draft=None, lookup=True), "token 2", 1),
+        ("one level, adaptive with state", one_level(3, 3, 4, adapt="adaptive, dear", lookup=True), "token 2", 1),
+        ("two levels, adaptive with state", two_levels(3, 2, 1, adapt="adaptive, dear"), "nothing", 1),
+        ("two levels, adaptive, lookups", two_levels(3, 2, 2, adapt="adaptive", lookup=True), "token 2", 1),
     ]
 }
 
@@ -220,11 +235,6 @@ def test_gamma_0_is_plain_decoding(name: str) -> None:
 
     plain = {key: value for key, value in autoregressive_law(replace(case, num_tokens=3)).items() if len(key) == 3}
     assert distance(law_of(run), plain) < EXACT
-
-
-def test_a_speculator_with_gamma_and_no_proposer_is_refused() -> None:
-    with pytest.raises(ValueError, match="gamma is 2 and there is no proposer"):
-        build(Case(vocabulary=3, target=SAME, gamma=2), REAL, Branching([]))
 
 
 def test_the_retrieval_law_may_change_after_every_round() -> None:

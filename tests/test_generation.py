@@ -14,6 +14,7 @@ from torch import Tensor
 from enumeration import Law, TableLevel, Tokens, identity
 from offload.decode import generation
 from offload.decode.generation import Run, generate
+from offload.decode.lookahead import Fixed
 from offload.decode.sampling import SeededSource
 from offload.decode.speculation import ModelProposer, Proposer, Speculator
 from offload.metrics import LevelStats, LinkStats, Stats
@@ -56,8 +57,10 @@ class Setup:
         )
         proposer: Proposer = ModelProposer(self.draft_level, identity, random)
         if self.retrieval is not None:
-            proposer = Speculator(self.retrieval_level, proposer, gamma=self.draft_gamma, warp=identity, random=random)
-        self.speculator = Speculator(self.target, proposer, gamma=self.gamma, warp=identity, random=random)
+            ahead = Fixed(self.draft_gamma)
+            proposer = Speculator(self.retrieval_level, [proposer], lookahead=ahead, warp=identity, random=random)
+        ahead = Fixed(self.gamma)
+        self.speculator = Speculator(self.target, [proposer], lookahead=ahead, warp=identity, random=random)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         self.prefilled = list(tokens)

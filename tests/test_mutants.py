@@ -19,7 +19,14 @@ import pytest
 from enumeration import REAL, BookkeepingError, Decode
 from test_exactness import CHECKS, EXACT
 
-MODULES = ("sampling", "verify", "speculation", "generation")  # each imports only from those before it
+MODULES = (
+    "sampling",
+    "verify",
+    "lookahead",
+    "speculation",
+    "lookup",
+    "generation",
+)  # in the order of imports
 WRONG = 1e-3  # far above rounding, far below the error of any mutant here
 
 
@@ -64,17 +71,21 @@ def in_speculation(old: str, new: str) -> list[Edit]:
     return [Edit("speculation", old, new)]
 
 
-VERDICT = "verdict = verify(drafted, draft_probs, probs, self._random)\n"
+VERDICT = "verdict = verify(drafted, probs[:0] if draft_probs is None else draft_probs, probs, self._random)\n"
 OWN_LAW = "Round(emitted, probs[: len(emitted)], len(drafted))"
+DRAFTS_LAW = "probs if draft_probs is None else torch.cat([draft_probs, probs[-1:]])"
 SETTLE = "self.truncate(num_tokens + verdict.num_accepted)"
-DRAFT_ROW = "rows.append(row)"
+DRAFT_ROW = "return Proposal([self._random.draw(row[0])], row, grade_of(row))"
+DRAW = "row = self._warp(self._level.forward(sequence[self._level.length :], 1))"
+OVER_SPECULATOR = "any(isinstance(proposer, Speculator) for proposer in self._proposers)"
+DRAFTED = "            so_far += proposal.tokens\n            rows.append(proposal.probs)\n"
 REDRAW = (  # as the published code does: after a rejection, the law itself instead of the residual
     "        if {level} and verdict.num_accepted < len(drafted):\n"
     "            n = verdict.num_accepted\n"
     "            verdict = Verdict(n, self._random.draw(probs[n]))\n"
 )
-AT_MIDDLE = VERDICT + REDRAW.format(level="not isinstance(self._proposer, Speculator)")
-AT_TARGET = VERDICT + REDRAW.format(level="isinstance(self._proposer, Speculator)")
+AT_MIDDLE = VERDICT + REDRAW.format(level=f"not {OVER_SPECULATOR}")
+AT_TARGET = VERDICT + REDRAW.format(level=OVER_SPECULATOR)
 SOFT = "if params.temperature == 0.0: return logits.softmax(-1)\n    if False:"
 
 ONE, TWO = "emits: one level, V 3, gamma 2", "emits: two levels, V 3, gamma 2, draft_gamma 1"
@@ -82,6 +93,8 @@ WARPED, TWO_WARPED = "emits: one level, warped", "emits: two levels, warped"
 GREEDY = "emits: one level, greedy, V 3"
 SEEDED = "emits: seeded source"
 MIDDLE, DRAFT = "proposes: retrieval, 3 tokens, draft_gamma 2", "proposes: draft, warped"
+CONFIDENT = "emits: one level, length by the law"
+LOOKUPS, LOOKUPS_BESIDE = "emits: lookups", "emits: lookups beside a draft"
 TEXT = "generates: one level, ends at token 2, 1 pending"
 
 MUTANTS = [
@@ -151,10 +164,9 @@ MUTANTS = [
         DRAFT,
         [
             *in_speculation(
-                "row = self._warp(self._level.forward(pending, 1))",
-                "raw = self._level.forward(pending, 1); row = self._warp(raw)",
+                DRAW, "raw = self._level.forward(sequence[self._level.length :], 1); row = self._warp(raw)"
             ),
-            *in_speculation(DRAFT_ROW, "rows.append(raw)"),
+            *in_speculation(DRAFT_ROW, DRAFT_ROW.replace("], row", "], raw")),
         ],
     ),
     Mutant(
@@ -162,16 +174,15 @@ MUTANTS = [
         WARPED,
         [
             *in_speculation(
-                "row = self._warp(self._level.forward(pending, 1))",
-                "raw = self._level.forward(pending, 1); row = self._warp(raw)",
+                DRAW, "raw = self._level.forward(sequence[self._level.length :], 1); row = self._warp(raw)"
             ),
-            *in_speculation(DRAFT_ROW, "rows.append(raw)"),
+            *in_speculation(DRAFT_ROW, DRAFT_ROW.replace("], row", "], raw")),
         ],
     ),
     Mutant(
         "the draft hands up its law warped twice",
         WARPED,
-        in_speculation(DRAFT_ROW, "rows.append(self._warp(row))"),
+        in_speculation(DRAFT_ROW, DRAFT_ROW.replace("], row", "], self._warp(row)")),
     ),
     Mutant(
         "the target verifies by its unwarped law",
@@ -185,7 +196,7 @@ MUTANTS = [
         Mutant(
             f"the retrieval level hands up the draft's law instead of its own{where}",
             check,
-            in_speculation(OWN_LAW, OWN_LAW.replace("probs", "torch.cat([draft_probs, probs[-1:]])")),
+            in_speculation(OWN_LAW, OWN_LAW.replace("probs", DRAFTS_LAW)),
         )
         for where, check in [("", TWO), (", seen in what it hands up", MIDDLE)]
     ),
@@ -257,20 +268,20 @@ MUTANTS = [
     Mutant(
         "the proposer is not told of a rejection",
         TWO,
-        in_speculation("self._proposer.truncate(length)", "pass"),
+        in_speculation("proposer.truncate(length)", "pass"),
         breaks="protocol",
     ),
     Mutant(
         "the proposer forgets all at every rejection",
         ONE,
-        in_speculation("self._proposer.truncate(length)", "self._proposer.truncate(0)"),
+        in_speculation("proposer.truncate(length)", "proposer.truncate(0)"),
         breaks="protocol",
     ),
     Mutant(
         "the level keeps what was rejected",
         ONE,
         in_speculation(
-            "        self._level.truncate(length)\n        if self._proposer", "        if self._proposer"
+            "        self._level.truncate(length)\n        for proposer", "        for proposer"
         ),
         breaks="protocol",
     ),
@@ -284,25 +295,42 @@ MUTANTS = [
         breaks="protocol",
     ),
     Mutant(
-        "a drawn token is thrown away for what it is: unlikely ones are not proposed",
+        "a drawn token is thrown away for what it is: unlikely ones are not verified",
         ONE,
         in_speculation(
-            DRAFT_ROW,
-            "rows.append(row)\n"
-            "            if row[0, tokens[-1]] < 0.4:\n"
-            "                return Proposal(tokens[:-1], torch.cat(rows)[:-1])",
+            DRAFTED,
+            "            if proposal.probs[-1, proposal.tokens[-1]] < 0.4: break\n" + DRAFTED,
+        ),
+    ),
+    Mutant(
+        "a drawn token is thrown away for its grade: by the law that it was drawn from, but after the draw",
+        CONFIDENT,
+        in_speculation(
+            DRAFTED,
+            "            if so_far[-1] == 2 and proposal.tokens[-1] == 0: break\n" + DRAFTED,
         ),
     ),
     Mutant(
         "the middle level drops a bonus that it finds unlikely",
         TWO,
         in_speculation(
-            "step = self.round([*sequence, *tokens], num_tokens - len(tokens))",
-            "step = self.round([*sequence, *tokens], num_tokens - len(tokens))\n"
-            "            if step.probs[-1, step.tokens[-1]] < 0.4 and len(tokens) + len(step.tokens) > 1:\n"
-            "                kept = [*tokens, *step.tokens[:-1]]\n"
-            "                return Proposal(kept, torch.cat([*rows, step.probs])[: len(kept)])",
+            "return Proposal(step.tokens, step.probs, grade_of(step.probs))",
+            "n = len(step.tokens)\n"
+            "        n -= n > 1 and bool(step.probs[-1, step.tokens[-1]] < 0.4)\n"
+            "        return Proposal(step.tokens[:n], step.probs[:n], grade_of(step.probs[:n]))",
         ),
+        breaks="protocol",
+    ),
+    Mutant(
+        "lookups hand up the law of a sure draft, spread over all tokens",
+        LOOKUPS,
+        [Edit("lookup", "scatter_(1, torch.tensor(tokens, device=self._device).unsqueeze(1), 1.0)",
+              "add_(1.0 / self._vocab_size)")],
+    ),
+    Mutant(
+        "lookups hand up the point masses of other tokens",
+        LOOKUPS,
+        [Edit("lookup", "self._point_masses(tokens)", "self._point_masses(tokens).roll(1, 1)")],
     ),
     Mutant(
         "greedy decided by soft probabilities, at all levels",

@@ -36,7 +36,8 @@ class FullCache:
 
     In phase "decode" rows are attended in `blocks`, over whole tiles, whatever is hidden in them: so a
     row's bits depend on its position and the tokens before it, and on nothing else. In phase "prefill" blocks may have
-    any size. With `mass_chunk` the decode phase also keeps each row's softmax mass per chunk of that many tokens.
+    any size. With `mass_chunk` the decode phase also keeps each row's softmax mass per chunk of that many tokens,
+    while `keeps_mass` is set.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class FullCache:
         self._memory, self._device = memory, memory.device
         self._prefill = prefill or CPU_PREFILL
         self._gathered: Tensor | None = None
+        self.keeps_mass = mass_chunk is not None  # from the next decode forward on
         self.length = 0
         self._last_row = 0
         self._phase: Phase | None = None  # of the forward under way
@@ -111,7 +113,7 @@ class FullCache:
             residence.close(layer, index)
         if self._phase == "decode":
             self.last_query.append(q)
-            if self.mass_chunk is not None:
+            if self.mass_chunk is not None and self.keeps_mass:
                 num_chunks = self.shape.count(start + num_rows) * self.shape.tokens // self.mass_chunk
                 self._mass.append(torch.cat([block.total_mass(num_chunks) for block in blocks]))
         return torch.cat([block.attended() for block in blocks]).to(q.dtype)
@@ -262,7 +264,7 @@ class FullCache:
     def _attend_tile(self, block: Block, tile: Tensor, index: int) -> None:
         base = index * self.shape.tokens
         if self._phase == "decode":
-            block.attend_fixed(tile, base, chunk=self.mass_chunk)
+            block.attend_fixed(tile, base, chunk=self.mass_chunk if self.keeps_mass else None)
         else:
             block.attend_used(tile, base, pages=self._prefill.pages, fused=self._prefill.fused)
 

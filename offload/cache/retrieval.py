@@ -40,6 +40,11 @@ class RetrievalCache:
         self.num_fetched = 0  # chunks that crossed from the full cache
         self._taken = [0] * full.num_layers
 
+    @property
+    def needs_mass(self) -> bool:
+        """Whether `refresh` asks the full cache for masses."""
+        return self._selection.rule == "mass"
+
     def begin(self, phase: Phase, num_rows: int) -> None:
         self._taken = [0] * self._full.num_layers
         self._reserve(self.length + num_rows - self._tail_start)
@@ -82,7 +87,7 @@ class RetrievalCache:
         """
         self._full.wait_home()
         length = self._full.length
-        if self._selection.rule == "mass" or self._chosen is None:
+        if self.needs_mass or self._chosen is None:
             self._tail_start = length // self.chunk * self.chunk
             self._exact = self._tail_start
             self._hold(choose(self._scores(num_rows), self._num_slots) if self._tail_start else None)

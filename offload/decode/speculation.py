@@ -7,6 +7,7 @@ the caches, and whatever is missing afterwards is pending.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from offload.decode.lookahead import Lookahead, Outlook, grade_of
 from offload.decode.sampling import RandomSource
 from offload.decode.verify import Verdict, verify
 from offload.metrics import LevelStats
@@ -42,17 +44,27 @@ class Level(Protocol):
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens and, row by row, exactly the law that each was drawn from ([n, V])."""
+    """Drafted tokens and, row by row, exactly the law that each was drawn from ([n, V]).
+
+    grades: how sure the proposer was of each, known before it was drawn: what its acceptance is estimated by.
+    """
 
     tokens: list[int]
     probs: Tensor
+    grades: list[int]
 
 
 class Proposer(Protocol):
-    """Something that guesses how a sequence goes on."""
+    """Something that guesses how a sequence goes on, a step at a time."""
+
+    name: str
+
+    def outlook(self, sequence: Sequence[int]) -> Outlook:
+        """What `propose` could do now."""
+        ...
 
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
-        """At most `num_tokens` tokens to follow `sequence`, each drawn from the law given in `probs`."""
+        """One step: 1 to `num_tokens` tokens to follow `sequence`, each drawn from the law given in `probs`."""
         ...
 
     def truncate(self, length: int) -> None:
@@ -61,21 +73,18 @@ class Proposer(Protocol):
 
 
 class ModelProposer:
-    """Draws tokens one by one from a level's own law."""
+    """Draws one token from a level's own law."""
 
     def __init__(self, level: Level, warp: Warp, random: RandomSource) -> None:
         self._level, self._warp, self._random = level, warp, random
+        self.name = level.stats.name
+
+    def outlook(self, sequence: Sequence[int]) -> Outlook:
+        return Outlook()
 
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
-        tokens: list[int] = []
-        rows: list[Tensor] = []
-        pending = list(sequence[self._level.length :])
-        while len(tokens) < num_tokens:
-            row = self._warp(self._level.forward(pending, 1))
-            pending = [self._random.draw(row[0])]
-            tokens += pending
-            rows.append(row)
-        return Proposal(tokens, torch.cat(rows))
+        row = self._warp(self._level.forward(sequence[self._level.length :], 1))
+        return Proposal([self._random.draw(row[0])], row, grade_of(row))
 
     def truncate(self, length: int) -> None:
         self._level.truncate(length)
@@ -95,9 +104,11 @@ class Round:
 
 
 class Speculator:
-    """Verifies a proposer's tokens at one level. Emitted tokens follow the level's own law, whoever proposed.
+    """Verifies the proposers' tokens at one level. Emitted tokens follow the level's own law, whoever proposed.
 
     That is what makes it a `Proposer` for the level above: it hands upwards the law its tokens really follow.
+    `lookahead` says, step by step, which proposer goes on and how far: by what it knows before the next token is drawn,
+    and no drawn token is ever dropped before it was verified.
     `on_verified(num_rows)` is called after each round, caches truncated, with the number of the forward's rows whose
     tokens stayed: what their queries looked at tells the retrieval cache what to hold.
     """
@@ -105,53 +116,56 @@ class Speculator:
     def __init__(
         self,
         level: Level,
-        proposer: Proposer | None,
+        proposers: Sequence[Proposer],
         *,
-        gamma: int,
+        lookahead: Lookahead,
         warp: Warp,
         random: RandomSource,
         on_verified: Callable[[int], None] | None = None,
     ) -> None:
-        if gamma > 0 and proposer is None:
-            raise ValueError(f"gamma is {gamma} and there is no proposer")
-        self._level, self._proposer, self.gamma = level, proposer, gamma
+        self.name = level.stats.name
+        self._level, self._proposers, self._lookahead = level, proposers, lookahead
         self._warp, self._random, self._on_verified = warp, random, on_verified
 
     def round(self, sequence: Sequence[int], limit: int) -> Round:
-        """Emit 1 to min(gamma, limit - 1) + 1 tokens that follow `sequence`. gamma 0 is plain decoding.
+        """Emit 1 to `limit` tokens that follow `sequence`. A lookahead of nothing is plain decoding.
 
         `sequence` is longer than the level's cache: its last token is never in it, for the law after it is wanted.
         """
         pending = list(sequence[self._level.length :])
-        drafted, draft_probs = self._draft(sequence, min(self.gamma, limit - 1))
+        drafted, draft_probs = self._draft(sequence, limit - 1)
+        start = time.perf_counter()
         probs = self._warp(self._level.forward(pending + drafted, len(drafted) + 1))
-        if draft_probs is None:
-            draft_probs = probs[:0]
-        verdict = verify(drafted, draft_probs, probs, self._random)
+        verdict = verify(drafted, probs[:0] if draft_probs is None else draft_probs, probs, self._random)
+        self._lookahead.verified(verdict, len(pending) + len(drafted), time.perf_counter() - start)
         self._settle(len(sequence), len(pending), len(drafted), verdict)
         emitted = [*drafted[: verdict.num_accepted], verdict.next_token]
         return Round(emitted, probs[: len(emitted)], len(drafted))
 
+    def outlook(self, sequence: Sequence[int]) -> Outlook:
+        return Outlook()
+
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
-        """Exactly `num_tokens`. The last rounds are shorter, so no drawn token is ever thrown away."""
-        tokens: list[int] = []
-        rows: list[Tensor] = []
-        while len(tokens) < num_tokens:
-            step = self.round([*sequence, *tokens], num_tokens - len(tokens))
-            tokens += step.tokens
-            rows.append(step.probs)
-        return Proposal(tokens, torch.cat(rows))
+        """The tokens of one round, which is as short as it has to be: no drawn token is thrown away."""
+        step = self.round(sequence, num_tokens)
+        return Proposal(step.tokens, step.probs, grade_of(step.probs))
 
     def truncate(self, length: int) -> None:
         self._level.truncate(length)
-        if self._proposer is not None:
-            self._proposer.truncate(length)
+        for proposer in self._proposers:
+            proposer.truncate(length)
 
-    def _draft(self, sequence: Sequence[int], num_tokens: int) -> tuple[list[int], Tensor | None]:
-        if self._proposer is None or num_tokens <= 0:
-            return [], None
-        proposal = self._proposer.propose(sequence, num_tokens)
-        return proposal.tokens, proposal.probs
+    def _draft(self, sequence: Sequence[int], limit: int) -> tuple[list[int], Tensor | None]:
+        """At most `limit` tokens, in as many steps as the lookahead asks for, and their laws."""
+        self._lookahead.start(limit)
+        so_far, rows = list(sequence), []
+        while ask := self._lookahead.ask([proposer.outlook(so_far) for proposer in self._proposers]):
+            start = time.perf_counter()
+            proposal = self._proposers[ask.index].propose(so_far, ask.num_tokens)
+            self._lookahead.drafted(ask.index, proposal.grades, time.perf_counter() - start)
+            so_far += proposal.tokens
+            rows.append(proposal.probs)
+        return so_far[len(sequence) :], torch.cat(rows) if rows else None
 
     def _settle(self, num_tokens: int, num_pending: int, num_drafted: int, verdict: Verdict) -> None:
         """Forget the rejected rows everywhere and count."""

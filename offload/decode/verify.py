@@ -7,7 +7,7 @@ Speculative sampling: Leviathan et al. 2023 (arXiv 2211.17192, theorem 1 and app
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,10 +17,14 @@ from offload.decode.sampling import RandomSource
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one verification emits: the first `num_accepted` drafted tokens and then `next_token`."""
+    """What one verification emits: the first `num_accepted` drafted tokens and then `next_token`.
+
+    chances: the probability with which each drafted token was to be kept, up to the first that was not.
+    """
 
     num_accepted: int
     next_token: int  # the correction at a rejection, the bonus after full acceptance
+    chances: list[float] = field(default_factory=list)
 
 
 def verify(drafted: Sequence[int], draft_probs: Tensor, target_probs: Tensor, random: RandomSource) -> Verdict:
@@ -35,10 +39,12 @@ def verify(drafted: Sequence[int], draft_probs: Tensor, target_probs: Tensor, ra
     n = len(drafted)
     if draft_probs.shape[0] != n or target_probs.shape[0] != n + 1 or draft_probs.shape[1:] != target_probs.shape[1:]:
         raise ValueError(f"{n} drafted tokens, draft_probs {draft_probs.shape}, target_probs {target_probs.shape}")
-    for i, ratio in enumerate(_ratios(drafted, draft_probs, target_probs)):
+    ratios = _ratios(drafted, draft_probs, target_probs)
+    chances = [min(ratio, 1.0) for ratio in ratios]
+    for i, ratio in enumerate(ratios):
         if not random.accepts(ratio):
-            return Verdict(i, random.draw(residual(target_probs[i], draft_probs[i])))
-    return Verdict(n, random.draw(target_probs[n]))
+            return Verdict(i, random.draw(residual(target_probs[i], draft_probs[i])), chances[: i + 1])
+    return Verdict(n, random.draw(target_probs[n]), chances)
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What a request takes: seconds of prefill, of a round at each level, and per token.
 
-Seconds per token = (inner passes * (retrieval + drafts) + full pass + refresh) / tokens per round (docs/memory.md).
+Seconds per token = (tokens drafted * seconds of each + full pass + refresh) / tokens per round (docs/memory.md).
 Rates are the machine's; the other constants are fits and estimates (docs/log.md), the same on every machine.
 """
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from offload.plan.placement import Placement
-from offload.plan.sizing import Sizing
+from offload.plan.sizing import Composition, Sizing
 
-_TARGET_ACCEPTANCE, _RETRIEVAL_ACCEPTANCE = 0.9, 0.5
+DRAFT_ACCEPTANCE = 0.5  # of a small draft's tokens, by the target or a part of it
 _CHANGED_CHUNKS = 0.5  # of those held, in a round
 
 
@@ -25,25 +25,37 @@ class Costs:
     streaming_layer_seconds: float  # the same over a streaming cache, which attends twice
     tile_seconds: float  # calls of one block over one tile
     asynchronous: bool  # calls return before the device is done: the longer of calls and work counts, not both
-    read_share: float  # of the rate of reading, at which one or two rows run over weights and cache
-    block_share: float  # the same of a block of rows
+    read_share: float  # of the rate of reading, at which one row runs over weights and cache
+    row_share: float  # of the seconds of one row, what each further row of a block adds
+    mass_share: float  # of the seconds of a pass, what keeping its masses adds
     refresh_share: float  # the same of choosing and fetching what the retrieval cache holds
     prefill_share: float  # of the rate of large products
 
 
-CPU = Costs(0.0, 2.5e-4, 5e-4, 0.0, False, 0.64, 0.37, 0.096, 0.2)  # fitted on two cores
-GPU = Costs(5e-4, 3e-4, 3e-4, 2.3e-4, True, 0.9, 0.8, 0.02, 0.5)  # estimated from the number of kernels
+CPU = Costs(0.0, 2.5e-4, 5e-4, 0.0, False, 0.64, 0.13, 0.12, 0.096, 0.2)  # fitted on two cores
+GPU = Costs(5e-4, 3e-4, 3e-4, 2.3e-4, True, 0.9, 0.01, 0.05, 0.02, 0.5)  # estimated from the number of kernels
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds, predicted. plain_seconds_per_token: without speculation, placed as it would be then."""
+    """Predicted, with the lengths that would then be best. plain_seconds_per_token: placed as it would be then.
+
+    Passes are those of one row, row_seconds what each further row adds; mass_share: of the seconds of a full pass, what
+    keeping masses for the retrieval level adds; retrieval_token_seconds: of a token that this level proposes.
+    """
 
     prefill_seconds: float
     first_token_seconds: float  # from the start of prefill
     full_pass_seconds: float
+    full_row_seconds: float
+    mass_share: float
     retrieval_pass_seconds: float
+    retrieval_row_seconds: float
+    retrieval_token_seconds: float
     draft_pass_seconds: float
+    refresh_seconds: float
+    acceptance: float  # of a drafted token, at the target
+    tokens_drafted: int  # for one full pass
     tokens_per_round: float
     seconds_per_token: float
     plain_seconds_per_token: float
@@ -56,46 +68,74 @@ class Cost:
     sizing: Sizing
     placement: Placement
     capacity: int
-    gamma: int
-    draft_gamma: int
+    composition: Composition
+
+    @property
+    def acceptance(self) -> float:
+        """Of a drafted token, by the target."""
+        if self.composition.budget:
+            return retrieval_acceptance(self.composition.budget / self.capacity)
+        return DRAFT_ACCEPTANCE if self.composition.draft else 0.0
+
+    @cached_property
+    def gamma(self) -> int:
+        """The best length, or the user's."""
+        most = self.composition.gamma if self.acceptance else 0
+        if self.sizing.options.gamma is not None:
+            return most
+        return min(range(most + 1), key=self._seconds_per_token)
 
     @property
     def tokens_per_round(self) -> float:
-        return _expected(_TARGET_ACCEPTANCE, self.gamma)
+        return _expected(self.acceptance, self.gamma)
 
     @cached_property
     def per_token(self) -> float:
-        if not self.gamma:
-            return self.full_pass
-        inner_passes = self.gamma / _expected(_RETRIEVAL_ACCEPTANCE, self.draft_gamma)
-        inner = self.retrieval_pass + self.draft_gamma * self.draft_pass
-        return (self.full_pass + inner_passes * inner + self.refresh) / self.tokens_per_round
+        return self._seconds_per_token(self.gamma)
 
     @cached_property
-    def full_pass(self) -> float:
-        """Computation block by block, and behind it all that crosses the link."""
-        return self._full_pass(-(-(self.gamma + 1) // self.sizing.rows))
+    def retrieval_token(self) -> float:
+        """Of a token that the retrieval level emits, with the best length of its own rounds."""
+        draft_gamma = self.composition.draft_gamma if self.composition.draft else 0
+        lengths = range(draft_gamma + 1) if self.sizing.options.draft_gamma is None else (draft_gamma,)
+        return min(
+            (self.retrieval_pass(length + 1) + length * self.draft_pass) / _expected(DRAFT_ACCEPTANCE, length)
+            for length in lengths
+        )
 
-    @property
-    def first_pass(self) -> float:
-        """The one that gives the first token: the prompt's last block."""
-        return self._full_pass(1)
-
-    @cached_property
-    def retrieval_pass(self) -> float:
-        """A row or two over all weights and the retrieved part."""
-        if not self.gamma:
+    def retrieval_pass(self, rows: int) -> float:
+        """Over all weights and the retrieved part."""
+        if not self.composition.budget:
             return 0.0
-        read = (self._weights + self._kept) / self._rate(self._costs.read_share)
+        read = self._by_rows((self._weights + self._kept) / self._rate(self._costs.read_share), rows)
         return self._both(self._calls, max(read, self._streamed_weights / self._link_rate))
 
     @cached_property
     def draft_pass(self) -> float:
         draft = self.sizing.draft
-        if draft is None or not self.draft_gamma:
+        if draft is None or not self.composition.draft:
             return 0.0
         calls = self._costs.pass_seconds + draft.num_layers * self._costs.streaming_layer_seconds
         return self._both(calls, draft.weight_bytes(self.sizing.itemsize) / self._rate(self._costs.read_share))
+
+    def full_pass(self, rows: int, *, masses: bool = False) -> float:
+        """Computation, block by block where blocks are padded, and behind it all that crosses the link."""
+        sizing = self.sizing
+        blocks = -(-rows // sizing.rows)
+        tiles = sizing.target.num_layers * sizing.num_tiles(self.capacity)
+        read = (self._weights + self.capacity * sizing.kv_bytes_per_token) / self._rate(self._costs.read_share)
+        work = self._by_rows(read, rows) if sizing.hardware.is_cpu else blocks * self._by_rows(read, sizing.rows)
+        seconds = self._both(self._calls + blocks * tiles * self._costs.tile_seconds, work)
+        seconds *= 1.0 + self._costs.mass_share * masses
+        return max(seconds, (self._streamed_weights + self._streamed_cache) / self._link_rate)
+
+    def _seconds_per_token(self, gamma: int) -> float:
+        if not gamma:
+            return self.full_pass(1)
+        retrieves = self.composition.budget > 0
+        drafting = gamma * (self.retrieval_token if retrieves else self.draft_pass)
+        seconds = self.full_pass(gamma + 1, masses=retrieves) + drafting + self.refresh
+        return seconds / _expected(self.acceptance, gamma)
 
     @property
     def refresh(self) -> float:
@@ -111,13 +151,8 @@ class Cost:
         moved = self._streamed_weights / self._link_rate
         return max(flops / (self._costs.prefill_share * rates.flops), moved, home / min(rates.to_host, self._link_rate))
 
-    def _full_pass(self, blocks: int) -> float:
-        sizing = self.sizing
-        tiles = sizing.target.num_layers * sizing.num_tiles(self.capacity)
-        calls = self._calls + blocks * tiles * self._costs.tile_seconds
-        read = self._weights + self.capacity * sizing.kv_bytes_per_token
-        seconds = self._both(calls, blocks * read / self._rate(self._costs.block_share))
-        return max(seconds, (self._streamed_weights + self._streamed_cache) / self._link_rate)
+    def _by_rows(self, seconds: float, rows: int) -> float:
+        return seconds * (1.0 + self._costs.row_share * (rows - 1))
 
     def _both(self, calls: float, work: float) -> float:
         return max(calls, work) if self._costs.asynchronous else calls + work
@@ -145,7 +180,7 @@ class Cost:
 
     @property
     def _kept(self) -> int:
-        return self.sizing.budget(self.capacity) * self.sizing.kv_bytes_per_token
+        return self.composition.budget * self.sizing.kv_bytes_per_token
 
     @property
     def _streamed_weights(self) -> int:
@@ -165,18 +200,32 @@ class Cost:
 def predict(cost: Cost, plain: Cost, num_prompt_tokens: int) -> Prediction:
     """`plain`: the same request without speculation."""
     prefill = cost.prefill(num_prompt_tokens)
+    far = 8  # rows
     return Prediction(
         prefill_seconds=prefill,
-        first_token_seconds=prefill + cost.first_pass,
-        full_pass_seconds=cost.full_pass,
-        retrieval_pass_seconds=cost.retrieval_pass,
+        first_token_seconds=prefill + cost.full_pass(cost.sizing.rows),
+        full_pass_seconds=cost.full_pass(1),
+        full_row_seconds=(cost.full_pass(1 + far) - cost.full_pass(1)) / far,
+        mass_share=cost.full_pass(1, masses=True) / cost.full_pass(1) - 1.0,
+        retrieval_pass_seconds=cost.retrieval_pass(1),
+        retrieval_row_seconds=(cost.retrieval_pass(1 + far) - cost.retrieval_pass(1)) / far,
+        retrieval_token_seconds=cost.retrieval_token if cost.composition.budget else 0.0,
         draft_pass_seconds=cost.draft_pass,
+        refresh_seconds=cost.refresh,
+        acceptance=cost.acceptance,
+        tokens_drafted=cost.gamma,
         tokens_per_round=cost.tokens_per_round,
         seconds_per_token=cost.per_token,
         plain_seconds_per_token=plain.per_token,
     )
 
 
+def retrieval_acceptance(share: float) -> float:
+    """Of a token that the target proposes over `share` of its KV cache: between what the demo pair and real models
+    reach (docs/log.md)."""
+    return 1.0 if share >= 1.0 else 0.995 - 0.08 * (1.0 / (16.0 * share)) ** 0.7 if share > 0.0 else 0.0
+
+
 def _expected(acceptance: float, gamma: int) -> float:
     """Tokens per round with independent acceptances (Leviathan et al. 2023, equation 1)."""
-    return (1 - acceptance ** (gamma + 1)) / (1 - acceptance)
+    return gamma + 1.0 if acceptance >= 1.0 else (1.0 - acceptance ** (gamma + 1)) / (1.0 - acceptance)

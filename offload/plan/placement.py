@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offload.plan.sizing import NUM_STAGING, Sizing
+from offload.plan.sizing import NUM_STAGING, Composition, Sizing
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,17 @@ class Placement:
         return sum(self.host.values())
 
 
-def place(sizing: Sizing, capacity: int, gamma: int, draft_gamma: int) -> Placement:
+def place(sizing: Sizing, capacity: int, composition: Composition) -> Placement:
     """The placement that offloads least: what the user named, else nothing, the KV cache, or weights too.
 
     May be larger than the machine: `shortage` says so.
     """
     if sizing.options.offload is not None:
-        return _fill(sizing, capacity, gamma, draft_gamma, sizing.options.offload)
+        return _fill(sizing, capacity, composition, sizing.options.offload)
     choices = [frozenset[str](), frozenset({"kv"}), frozenset({"weights", "kv"})]
     if sizing.hardware.is_cpu and sizing.options.device_memory is None:
         choices = choices[:1]  # one memory: moving things within it makes no room
-    placements = [_fill(sizing, capacity, gamma, draft_gamma, offload) for offload in choices]
+    placements = [_fill(sizing, capacity, composition, offload) for offload in choices]
     fitting = (placement for placement in placements if shortage(sizing, placement) is None)
     return next(fitting, placements[-1])
 
@@ -74,11 +74,11 @@ def device_room(sizing: Sizing) -> int:
     return free if cap is None else min(free, int(cap * 1e9))
 
 
-def _fill(sizing: Sizing, capacity: int, gamma: int, draft_gamma: int, offload: frozenset[str]) -> Placement:
+def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: frozenset[str]) -> Placement:
     """With `offload` allowed on the host, as much of it on the device as fits."""
     num_layers, count = sizing.target.num_layers, sizing.num_tiles(capacity)
     layer, tile = sizing.layer_bytes, sizing.tile_bytes(capacity)
-    fixed = sizing.fixed_bytes(capacity, gamma, draft_gamma)
+    fixed = sizing.fixed_bytes(capacity, composition)
     streams = sizing.hardware.is_cpu and sizing.options.device_memory is None  # then all that is named does
 
     def device(layers: int, tiles: int) -> dict[str, int]:
@@ -103,7 +103,7 @@ def _fill(sizing: Sizing, capacity: int, gamma: int, draft_gamma: int, offload: 
     host = {
         "target layers": (num_layers - layers) * layer * devices,
         "kv cache": (num_layers * count - tiles) * tile * devices,
-        "gathered chunks": sizing.fetched_bytes(capacity) * devices if gamma and "kv" in offload else 0,
+        "gathered chunks": sizing.fetched_bytes(composition) * devices if "kv" in offload else 0,
     }
     return Placement(offload, layers, tiles, device(layers, tiles), {n: size for n, size in host.items() if size})
 

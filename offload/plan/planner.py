@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from offload.errors import DoesNotFit, UsageError
+from offload.plan.composition import compositions
 from offload.plan.config import ModelConfig
 from offload.plan.cost import Cost, Prediction, predict
 from offload.plan.hardware import Hardware
 from offload.plan.options import PAGE_TOKENS, Options
 from offload.plan.placement import largest, place, shortage
-from offload.plan.sizing import WALK, PrefillShape, Sizing
+from offload.plan.sizing import WALK, Composition, PrefillShape, Sizing
 
 __all__ = ["Options", "Plan", "make_plan"]
 
@@ -35,8 +36,11 @@ class Plan:
     max_tokens: int
     capacity: int  # tokens that the caches are made for
     levels: tuple[LevelName, ...]  # bottom to top
-    gamma: int
-    draft_gamma: int
+    lookup: bool
+    gamma: int  # drafted for one verification at the target, at most; 0: no speculation
+    draft_gamma: int  # the same at the retrieval level
+    adaptive: tuple[LevelName, ...]  # levels whose drafts are as long as pays, up to these numbers
+    pace: str
     rows: int
     walk: int
     prefill: PrefillShape
@@ -75,14 +79,11 @@ def make_plan(
     sizing = Sizing(target, draft, options, hardware, _dtype(target, options, hardware))
     _check_memory(sizing, capacity, num_prompt_tokens)
     cost = _choose(sizing, capacity)
-    gamma, draft_gamma, placement = cost.gamma, cost.draft_gamma, cost.placement
+    composition, placement = cost.composition, cost.placement
     if options.link_gbps is not None and not hardware.is_cpu:
         raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the card's own")
     if options.link_gbps is not None and not placement.offload:
         raise UsageError("link-gbps paces a link and nothing is offloaded; add --offload weights,kv")
-    levels: tuple[LevelName, ...] = ("target",)
-    if gamma:
-        levels = ("draft", "retrieval", "target") if draft_gamma else ("retrieval", "target")
     return Plan(
         device=hardware.device,
         device_name=hardware.device_name,
@@ -91,16 +92,19 @@ def make_plan(
         num_prompt_tokens=num_prompt_tokens,
         max_tokens=max_tokens,
         capacity=capacity,
-        levels=levels,
-        gamma=gamma,
-        draft_gamma=draft_gamma,
+        levels=_levels(composition),
+        lookup=composition.lookup,
+        gamma=composition.gamma,
+        draft_gamma=composition.draft_gamma,
+        adaptive=_adaptive(composition, options),
+        pace=options.pace,
         rows=sizing.rows,
         walk=WALK,
         prefill=sizing.prefill,
         page_tokens=PAGE_TOKENS,
         tile_tokens=sizing.tile_tokens(capacity),
-        budget=sizing.budget(capacity),
-        chunk=sizing.chunk,
+        budget=composition.budget,
+        chunk=composition.chunk,
         selection=options.selection,
         sinks=options.sinks,
         window=options.window,
@@ -116,22 +120,29 @@ def make_plan(
 
 
 def _choose(sizing: Sizing, capacity: int) -> Cost:
-    """What the user set, else the composition with the least predicted seconds per token among those that fit.
-
-    Where none fits, the smallest."""
-    options = sizing.options
-    gammas = (0, 3, 7, 15, 31) if options.gamma is None else (options.gamma,)
-    drafts = (0, 1, 2, 3) if options.draft_gamma is None else (options.draft_gamma,)
-    if not options.speculation:
-        gammas = (0,)
-    if sizing.draft is None:
-        drafts = (0,)
-    pairs = dict.fromkeys((gamma, draft if gamma else 0) for gamma in gammas for draft in drafts)
-    costs = [Cost(sizing, place(sizing, capacity, *pair), capacity, *pair) for pair in pairs]
+    """The composition with the least predicted seconds per token among those that fit; if none does, the smallest."""
+    costs = [
+        Cost(sizing, place(sizing, capacity, composition), capacity, composition)
+        for composition in compositions(sizing, capacity)
+    ]
     fitting = [cost for cost in costs if shortage(sizing, cost.placement) is None]
     if not fitting:
         return min(costs, key=lambda cost: cost.placement.device_bytes + cost.placement.host_bytes)
     return min(fitting, key=lambda cost: cost.per_token)
+
+
+def _levels(composition: Composition) -> tuple[LevelName, ...]:
+    below: tuple[tuple[LevelName, bool], ...] = (("draft", composition.draft), ("retrieval", composition.budget > 0))
+    return (*(name for name, there in below if there), "target")
+
+
+def _adaptive(composition: Composition, options: Options) -> tuple[LevelName, ...]:
+    """Levels that draft, but those to which the user gave a length."""
+    lengths: tuple[tuple[LevelName, int, int | None], ...] = (
+        ("retrieval", composition.budget * composition.draft_gamma, options.draft_gamma),
+        ("target", composition.gamma, options.gamma),
+    )
+    return tuple(name for name, drafts, given in lengths if drafts and given is None)
 
 
 def _without_speculation(sizing: Sizing) -> Sizing:

@@ -23,7 +23,6 @@ CPU_BLOCKS = (
     16,
 )  # rows, where the machine computes them alike; 24 are slower than 8 and 16
 MAX_ROWS = 256  # beyond the sequence that a pass may write: the longest verification, padded
-MAX_BUDGET = 4096  # on a GPU, where the user names none: a 13B model's retrieval cache is 3.1 GiB then
 NUM_STAGING = 2  # buffers through which layers, and tiles, cross the link
 TAIL_TOKENS = 128  # room after the chosen chunks of the retrieval cache, at least one chunk
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
@@ -43,6 +42,26 @@ class PrefillShape:
 
 
 CPU_PREFILL = PrefillShape(64, 4, False)  # scores must stay in the processor's cache (docs/log.md)
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Which levels speculate, and how far: tokens. Nothing at all is plain decoding.
+
+    gamma, draft_gamma: the most that is drafted for one verification at the target, and at the retrieval level.
+    budget: retrieved tokens of each layer, 0 without a retrieval level. draft: a draft model proposes, to the retrieval
+    level or, without one, to the target. lookup: so do earlier places of the text.
+    """
+
+    gamma: int = 0
+    draft_gamma: int = 0
+    budget: int = 0
+    chunk: int = 16
+    draft: bool = False
+    lookup: bool = False
+
+
+PLAIN = Composition()
 
 
 @dataclass(frozen=True)
@@ -68,14 +87,11 @@ class Sizing:
         return DTYPE_BYTES[self.dtype]
 
     @property
-    def chunk(self) -> int:
-        return self.options.chunk or 16
-
-    @property
     def rows(self) -> int:
         """Rows of one block of a pass over the full cache. By device alone, since a token's bits depend on it.
 
-        A CPU pays for each row (docs/log.md); a GPU's matrix units take 16 at the price of one.
+        A GPU's matrix units take 16 at the price of one. A CPU pays for each row, and runs smaller blocks where it
+        computes them alike (kernels/rows.py).
         """
         return 8 if self.hardware.is_cpu else 16
 
@@ -87,17 +103,6 @@ class Sizing:
         head_dim = self.target.head_dim
         fused = self.itemsize == 2 and self.hardware.fast_bf16 and head_dim % 8 == 0 and head_dim <= 256
         return PrefillShape(WALK, 2, fused)
-
-    def budget(self, capacity: int) -> int:
-        """Retrieved tokens per layer, in whole chunks: a 16th of the context and at least 512.
-
-        A quarter where the cache is offloaded on a CPU: acceptance pays for dearer inner passes there (docs/log.md). A
-        GPU has no room for that.
-        """
-        offloaded = "kv" in (self.options.offload or ())
-        share = capacity // (4 if offloaded and self.hardware.is_cpu else 16)
-        wanted = self.options.budget or max(512, share if self.hardware.is_cpu else min(share, MAX_BUDGET))
-        return max(min(wanted, capacity) // self.chunk, 1) * self.chunk
 
     def num_tiles(self, capacity: int) -> int:
         """Of each layer: as few as can be, for few calls."""
@@ -127,33 +132,33 @@ class Sizing:
         layers = self.target.num_layers * self.target.layer_weight_bytes(self.itemsize)
         return self.target.weight_bytes(self.itemsize) - layers
 
-    def fixed_bytes(self, capacity: int, gamma: int, draft_gamma: int) -> dict[str, int]:
+    def fixed_bytes(self, capacity: int, composition: Composition) -> dict[str, int]:
         """What is on each device wherever layers and tiles are, by purpose."""
         sizes = {
             "target embeddings": self.embedding_bytes,
             "hidden rows": capacity * self.target.hidden_size * self.itemsize,
             "rope tables": 2 * (capacity + MAX_ROWS) * self.target.head_dim * self.itemsize,
-            "workspace": self._workspace(capacity, gamma),
+            "workspace": self._workspace(capacity, composition.gamma),
         }
-        if gamma:
-            sizes["retrieval cache"] = self._retrieval_bytes(capacity)
-            sizes["selection"] = self._selection_bytes(capacity, gamma)
-            sizes["fetched chunks"] = 2 * self.fetched_bytes(capacity)  # as they come, and in their order
-        if draft_gamma and self.draft is not None:
+        if composition.budget:
+            sizes["retrieval cache"] = self._retrieval_bytes(composition)
+            sizes["selection"] = self._selection_bytes(capacity, composition)
+            sizes["fetched chunks"] = 2 * self.fetched_bytes(composition)  # as they come, and in their order
+        if composition.draft and self.draft is not None:
             sizes["draft layers"] = self.draft.num_layers * self.draft.layer_weight_bytes(self.itemsize)
             sizes["draft embeddings"] = self.draft.weight_bytes(self.itemsize) - sizes["draft layers"]
-            sizes["draft cache"] = self._draft_tokens(gamma, draft_gamma) * self.draft.kv_bytes_per_token(self.itemsize)
+            sizes["draft cache"] = self._draft_tokens(composition) * self.draft.kv_bytes_per_token(self.itemsize)
             sizes["rope tables"] += 2 * (capacity + MAX_ROWS) * self.draft.head_dim * self.itemsize
         if not self.hardware.is_cpu:
             sizes["reserve"] = _GPU_RESERVE
         return sizes
 
-    def fetched_bytes(self, capacity: int) -> int:
+    def fetched_bytes(self, composition: Composition) -> int:
         """What one fetch of chunks moves at most, on each device and for it on the host."""
-        return min(FETCH_BYTES, self._retrieval_bytes(capacity))
+        return min(FETCH_BYTES, self._retrieval_bytes(composition)) if composition.budget else 0
 
-    def _retrieval_bytes(self, capacity: int) -> int:
-        return (self.budget(capacity) + max(TAIL_TOKENS, self.chunk)) * self.kv_bytes_per_token
+    def _retrieval_bytes(self, composition: Composition) -> int:
+        return (composition.budget + max(TAIL_TOKENS, composition.chunk)) * self.kv_bytes_per_token
 
     def _workspace(self, capacity: int, gamma: int) -> int:
         """The largest temporaries: a block of a prefill, or of rows over a tile, or the logits and their law."""
@@ -169,14 +174,14 @@ class Sizing:
         logits = self._padded(gamma + 1) * target.vocab_size * (item + 36)
         return max(walk + scores, tile, logits)
 
-    def _selection_bytes(self, capacity: int, gamma: int) -> int:
+    def _selection_bytes(self, capacity: int, composition: Composition) -> int:
         """The last verification's masses, fp32 per row, KV head and chunk of each layer; what choosing makes of it."""
-        chunks = self.num_tiles(capacity) * self.tile_tokens(capacity) // self.chunk
+        chunks = self.num_tiles(capacity) * self.tile_tokens(capacity) // composition.chunk
         heads = self.target.num_kv_heads // self.num_devices
-        return (4 * self._padded(gamma + 1) + 24) * heads * chunks * self.target.num_layers
+        return (4 * self._padded(composition.gamma + 1) + 24) * heads * chunks * self.target.num_layers
 
-    def _draft_tokens(self, gamma: int, draft_gamma: int) -> int:
-        slack = gamma + draft_gamma + 2 * self.rows
+    def _draft_tokens(self, composition: Composition) -> int:
+        slack = composition.gamma + composition.draft_gamma + 2 * self.rows
         return max(self.options.sinks, 1) + 2 * (self.options.window + slack)
 
     def _padded(self, num_rows: int) -> int:

@@ -1,0 +1,266 @@
+"""How far to draft, and by whom: decided before each token is drawn, from what is known by then.
+
+A token has a going rate in seconds: what one costs at present. To draft another one is worth it while the chance that
+it will be kept, times the rate, is more than it costs. This maximises tokens per second over rounds of any lengths
+(the argument is Dinkelbach's for ratios), and plain decoding is the round of no drafts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from offload.decode.estimates import Line, Mean
+from offload.decode.verify import Verdict
+
+GRADES = 11  # of a model's tokens: tenths of the largest probability in their law
+SURE_MATCH = 3  # the grade of a lookup that fixed lengths trust: 8 tokens and more
+_LOOKUP_CHANCES = (0.2, 0.4, 0.55, 0.75, 0.9, 0.95)  # by grade (docs/log.md)
+_IDLE = 0.99  # of an estimate's weight is left after a round in which its proposer was not asked
+_PACE = 0.95  # of the weight of earlier seconds, after new ones
+_PROBE = 16  # rounds from one short one to the next: only different lengths show what a row costs
+_REST = 8  # rounds after which a proposer that was not asked need not be ready
+
+
+def grade_of(rows: Tensor) -> list[int]:
+    """Grades of tokens drawn from the laws `rows` [n, V]: 0 to 10, by their largest probability."""
+    grades: list[int] = (rows.amax(-1) * 10.0).int().clamp_(max=10).tolist()
+    return grades
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a proposer could do now: at most `num_tokens` tokens (None: any number), of `grade` where it is known."""
+
+    num_tokens: int | None = None
+    grade: int | None = None
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One step of the proposer at `index`."""
+
+    index: int
+    num_tokens: int
+
+
+class Lookahead(Protocol):
+    """One level's. Calls come in this order: start, then ask and drafted in turns, then verified."""
+
+    def start(self, limit: int) -> None:
+        """A round begins, with at most `limit` drafted tokens."""
+        ...
+
+    def ask(self, outlooks: Sequence[Outlook]) -> Ask | None:
+        """The next step of drafting; None: verify now."""
+        ...
+
+    def drafted(self, index: int, grades: Sequence[int], seconds: float) -> None:
+        """The proposer at `index` gave tokens of these grades."""
+        ...
+
+    def verified(self, verdict: Verdict, num_rows: int, seconds: float) -> None:
+        """How it came out; the pass had `num_rows` real rows."""
+        ...
+
+    def wants(self, index: int) -> bool:
+        """Between rounds: whether it pays to get the proposer at `index` ready for the next."""
+        ...
+
+    def readied(self, index: int, seconds: float | None) -> None:
+        """It took so long; None: it is not ready, and must not be asked."""
+        ...
+
+
+class Fixed:
+    """`gamma` tokens a round: by lookup where it is sure, by the last proposer where that always can."""
+
+    def __init__(self, gamma: int) -> None:
+        self.gamma = gamma
+        self._left = 0
+
+    def start(self, limit: int) -> None:
+        self._left = min(self.gamma, limit)
+
+    def ask(self, outlooks: Sequence[Outlook]) -> Ask | None:
+        if self._left <= 0:
+            return None
+        always = [index for index, outlook in enumerate(outlooks) if outlook.num_tokens is None]
+        for index, outlook in enumerate(outlooks):
+            if outlook.num_tokens and (not always or (outlook.grade or 0) >= SURE_MATCH):
+                return Ask(index, min(self._left, outlook.num_tokens))
+        return Ask(always[-1], self._left) if always else None
+
+    def drafted(self, index: int, grades: Sequence[int], seconds: float) -> None:
+        self._left -= len(grades)
+
+    def verified(self, verdict: Verdict, num_rows: int, seconds: float) -> None: ...
+
+    def wants(self, index: int) -> bool:
+        return True
+
+    def readied(self, index: int, seconds: float | None) -> None: ...
+
+
+class Source:
+    """What is known of one proposer at one level: the chance that a token of it is kept, and what it costs.
+
+    seconds: of one token; round_seconds: of each round in which it may be asked, for getting it ready; pass_share: what
+    that adds to a verification, as a share of its seconds; guessed_chances: by grade, where they are known beforehand.
+    """
+
+    def __init__(
+        self,
+        chance: float,
+        seconds: float,
+        *,
+        round_seconds: float = 0.0,
+        pass_share: float = 0.0,
+        guessed_chances: Sequence[float] = (),
+    ) -> None:
+        self.chance = Mean(chance)
+        self.seconds, self.round_seconds = Mean(seconds, 1.0, _PACE), Mean(round_seconds, 1.0, _PACE)
+        self.pass_share, self.is_lookup = pass_share, bool(guessed_chances)
+        self.ready, self.idle_rounds = True, 0
+        self._by_grade = {grade: Mean(chance) for grade, chance in enumerate(guessed_chances)}
+        self._last_grade = len(guessed_chances) - 1
+
+    @classmethod
+    def lookup(cls) -> Source:
+        """Of point masses found in the sequence: nearly free."""
+        return cls(0.5, 1e-5, guessed_chances=_LOOKUP_CHANCES)
+
+    def chance_of(self, grade: int) -> float:
+        """That a drafted token of `grade` is kept."""
+        return self._of(grade).value
+
+    def learn(self, grade: int, chance: float) -> None:
+        self.chance.add(chance)
+        self._of(grade).add(chance)
+
+    def took(self, seconds: float) -> None:
+        """A token did. Twice the estimate at most: a draft that first has to catch up is not as slow as it seems."""
+        self.seconds.add(min(seconds, 2.0 * self.seconds.value))
+
+    def fade(self) -> None:
+        for mean in (self.chance, self.seconds, *self._by_grade.values()):
+            mean.fade(_IDLE)
+
+    def _of(self, grade: int) -> Mean:
+        if self._last_grade >= 0:
+            grade = min(grade, self._last_grade)
+        return self._by_grade.setdefault(grade, Mean(self.chance.value))
+
+
+class Adaptive:
+    """Lengths by seconds and running acceptance.
+
+    most: tokens of a round; passes: seconds of a verification by its rows; sources: of the proposers, in their order.
+    measured: seconds are learned as they come. Otherwise those given at the start stay, and all that decides is a
+    function of the text, so that a seed gives the same text on every run.
+    """
+
+    def __init__(self, most: int, passes: Line, sources: Sequence[Source], *, measured: bool = True) -> None:
+        self.most, self.passes, self.sources, self._measured = most, passes, sources, measured
+        self._left = self._rounds = 0
+        self._rate = 0.0  # seconds that a token costs at present
+        self._kept = 1.0  # the chance that all drafted so far is kept
+        self._drafted: list[tuple[Source, int]] = []  # each token's source and grade
+
+    def start(self, limit: int) -> None:
+        self._left, self._kept, self._drafted = min(self.most, limit), 1.0, []
+        self._rate = self.rate()
+        self._rounds += 1
+
+    def ask(self, outlooks: Sequence[Outlook]) -> Ask | None:
+        """The step that is worth the most. A lookup's worth includes that a model may go on after it."""
+        best, most = None, 0.0
+        for index, (source, outlook) in enumerate(zip(self.sources, outlooks, strict=True)):
+            if outlook.num_tokens is None:
+                num_tokens, worth = self._chain(source, self._kept, self._left) if source.ready else (0, 0.0)
+            else:
+                num_tokens, worth = self._run(source, outlook, outlooks)
+            if num_tokens and worth > most:
+                best, most = Ask(index, num_tokens), worth
+        if best and not self._drafted and self._rounds % _PROBE == 0:
+            self._left = (best.num_tokens + 1) // 2
+            best = Ask(best.index, self._left)
+        return best
+
+    def drafted(self, index: int, grades: Sequence[int], seconds: float) -> None:
+        source = self.sources[index]
+        self._left -= len(grades)
+        for grade in grades:
+            self._kept *= source.chance_of(grade)
+            self._drafted.append((source, grade))
+        if self._measured:
+            source.took(seconds / len(grades))
+
+    def verified(self, verdict: Verdict, num_rows: int, seconds: float) -> None:
+        for (source, grade), chance in zip(self._drafted, verdict.chances, strict=False):
+            source.learn(grade, chance)
+        used = {source for source, _ in self._drafted}
+        for source in self.sources:
+            source.idle_rounds = 0 if source in used else source.idle_rounds + 1
+            if source.idle_rounds:
+                source.fade()
+        if self._measured:
+            share = sum(source.pass_share for source in self.sources if source.ready)
+            self.passes.add(num_rows, seconds / (1.0 + share))
+
+    def wants(self, index: int) -> bool:
+        """Not where others drafted for some rounds without it, whatever it would be worth alone."""
+        source, self._rate = self.sources[index], self.rate()
+        if source.idle_rounds >= _REST and self._drafted:
+            return False
+        _, worth = self._chain(source, 1.0, self.most)
+        return worth > source.round_seconds.value + source.pass_share * self.passes.at(1)
+
+    def readied(self, index: int, seconds: float | None) -> None:
+        source = self.sources[index]
+        source.ready = seconds is not None
+        if seconds is not None and self._measured:
+            source.round_seconds.add(seconds)
+
+    def rate(self) -> float:
+        """Seconds that a token costs: of none drafted, or of the best length by one model."""
+        models = [self._best_rate(source) for source in self.sources if not source.is_lookup]
+        return min([self.passes.at(1), *models])
+
+    def _best_rate(self, source: Source) -> float:
+        """Seconds per token with the best fixed length of `source`."""
+        fixed, slope = self.passes.coefficients()
+        fixed = (fixed + slope) * (1.0 + source.pass_share) + source.round_seconds.value
+        step = source.seconds.value + slope
+        chance, power, tokens, best = source.chance.value, 1.0, 1.0, math.inf
+        for length in range(1, self.most + 1):
+            power *= chance
+            tokens += power
+            best = min(best, (fixed + length * step) / tokens)
+        return best
+
+    def _chain(self, source: Source, kept: float, limit: int) -> tuple[int, float]:
+        """(tokens, worth) of going on with a model as long as it pays, the chance of what is drafted being `kept`."""
+        chance, cost = min(source.chance.value, 0.9999), source.seconds.value + self.passes.slope
+        gain = self._rate * kept
+        if limit <= 0 or gain * chance <= cost:
+            return 0, 0.0
+        num_tokens = min(int(math.log(cost / gain) / math.log(chance)), limit) if cost > 0 else limit
+        accepted = chance * (1.0 - chance**num_tokens) / (1.0 - chance)
+        return num_tokens, gain * accepted - num_tokens * cost
+
+    def _run(self, source: Source, outlook: Outlook, outlooks: Sequence[Outlook]) -> tuple[int, float]:
+        """(tokens, worth) of the best part of a lookup, a model going on after it."""
+        models = [s for s, o in zip(self.sources, outlooks, strict=True) if o.num_tokens is None and s.ready]
+        chance, cost = source.chance_of(outlook.grade or 0), source.seconds.value + self.passes.slope
+        kept, gained, best = self._kept, 0.0, (0, 0.0)
+        for count in range(1, min(outlook.num_tokens or 0, self._left) + 1):
+            kept *= chance
+            gained += self._rate * kept - cost
+            after = max((self._chain(model, kept, self._left - count)[1] for model in models), default=0.0)
+            best = max(best, (count, gained + after), key=lambda pair: pair[1])
+        return best

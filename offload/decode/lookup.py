@@ -1,0 +1,87 @@
+"""Prompt lookup: what followed the last tokens when they stood in the sequence before.
+
+Proposals are point masses, which the one rule of verification takes like any other law. The idea is prompt lookup
+decoding (Saxena, 2023) with the longest match instead of a fixed n-gram.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from offload.decode.lookahead import Outlook
+from offload.decode.speculation import Proposal
+
+LONGEST = 32  # matches are compared no further
+
+
+class LookupProposer:
+    """Goes on as the sequence did after the latest of its longest earlier matches of `least` tokens and more.
+
+    vocab_size, device: of the laws that are handed up.
+    """
+
+    name = "lookup"
+
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", *, least: int = 2) -> None:
+        self._vocab_size, self._device, self._least = vocab_size, device, least
+        self._tokens: NDArray[np.int32] = np.empty(1024, np.int32)
+        self._length = 0
+
+    def outlook(self, sequence: Sequence[int]) -> Outlook:
+        """Grade: the length of the match. A token's own continuation ends where the sequence does."""
+        start, length = self._find(sequence)
+        if length < self._least:
+            return Outlook(0)
+        return Outlook(len(sequence) - start, match_grade(length))
+
+    def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
+        start, length = self._find(sequence)
+        tokens = self._tokens[start : min(start + num_tokens, self._length)].tolist()
+        return Proposal(tokens, self._point_masses(tokens), [match_grade(length)] * len(tokens))
+
+    def truncate(self, length: int) -> None:
+        self._length = min(self._length, length)
+
+    def _find(self, sequence: Sequence[int]) -> tuple[int, int]:
+        self._hold(sequence)
+        return longest_match(self._tokens[: self._length])
+
+    def _hold(self, sequence: Sequence[int]) -> None:
+        """The sequence as an array; what was held of it before and not truncated is the same."""
+        if len(sequence) > len(self._tokens):
+            self._tokens = np.resize(self._tokens, 2 * len(sequence))
+        self._tokens[self._length : len(sequence)] = sequence[self._length :]
+        self._length = len(sequence)
+
+    def _point_masses(self, tokens: Sequence[int]) -> Tensor:
+        probs = torch.zeros(len(tokens), self._vocab_size, device=self._device)
+        return probs.scatter_(1, torch.tensor(tokens, device=self._device).unsqueeze(1), 1.0)
+
+
+def longest_match(tokens: NDArray[np.int32]) -> tuple[int, int]:
+    """(start, length): before `start` stand the last `length` tokens of `tokens` once more; the longest such, up to
+    LONGEST, and of these the latest. length 0: the last token was never there before.
+    """
+    if len(tokens) < 2:
+        return 0, 0
+    starts = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1
+    if not len(starts):
+        return 0, 0
+    length = 1
+    while length < LONGEST:
+        longer = starts[starts > length]
+        longer = longer[tokens[longer - 1 - length] == tokens[-1 - length]]
+        if not len(longer):
+            break
+        starts, length = longer, length + 1
+    return int(starts[-1]), length
+
+
+def match_grade(length: int) -> int:
+    """Matches of 1, 2 to 3, 4 to 7, ... tokens are of grade 0, 1, 2, ..."""
+    return length.bit_length() - 1

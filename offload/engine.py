@@ -93,7 +93,10 @@ def plan_request(model: Path, draft: Path | None, options: Options, *, num_promp
 
 
 class Engine:
-    """Models, caches and a link for one plan. A context manager: `close` ends the link's threads."""
+    """Models, caches and a link for one plan. A context manager: `close` ends the link's threads.
+
+    `levels` by name and the `retrieval` cache are there to be looked at, and for benchmarks that drive them.
+    """
 
     def __init__(
         self,
@@ -117,17 +120,17 @@ class Engine:
         slack = plan.gamma + plan.draft_gamma + 2 * plan.rows
         blocks = _equal_blocks(plan, target.config)
         self._full = self._make_full_cache(slack, blocks)
-        self._retrieval: RetrievalCache | None = None
-        self._levels = {"target": Level("target", target, self._full, vocab_size=width, blocks=blocks, link=link)}
+        self.retrieval: RetrievalCache | None = None
+        self.levels = {"target": Level("target", target, self._full, vocab_size=width, blocks=blocks, link=link)}
         if "retrieval" in plan.levels:
             selection = Selection(rule="published" if plan.selection == "published" else "mass", reach=plan.gamma)
-            self._retrieval = RetrievalCache(
+            self.retrieval = RetrievalCache(
                 memory, self._full, budget=plan.budget, chunk=plan.chunk, selection=selection
             )
-            self._levels["retrieval"] = Level("retrieval", target, self._retrieval, vocab_size=width, link=link)
+            self.levels["retrieval"] = Level("retrieval", target, self.retrieval, vocab_size=width, link=link)
         if "draft" in plan.levels and draft is not None:
             cache = self._make_draft_cache(draft, slack)
-            self._levels["draft"] = StreamingLevel("draft", draft, cache, vocab_size=width)
+            self.levels["draft"] = StreamingLevel("draft", draft, cache, vocab_size=width)
 
     @classmethod
     def load(
@@ -218,9 +221,9 @@ class Engine:
         speculator.truncate(len(self._prefilled))
         self._full.keeps_mass = True
         self.stats = Stats(prompt_tokens=len(prompt), load_seconds=self._load_seconds)
-        for level in self._levels.values():
+        for level in self.levels.values():
             level.stats = type(level.stats)(level.stats.name)
-        self.stats.levels = [level.stats for level in self._levels.values()]
+        self.stats.levels = [level.stats for level in self.levels.values()]
         self._link_at_start = self._link_at_decode = self._link.stats if self._link else LinkStats()
 
     def _prefill(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
@@ -263,7 +266,7 @@ class Engine:
         def lookups() -> list[Proposer]:
             return [LookupProposer(self._width, self.memory.device)] if self.plan.lookup else []
 
-        levels, pace = self._levels, Pace(self.plan, measured=self._measures(sampling))
+        levels, pace = self.levels, Pace(self.plan, measured=self._measures(sampling))
         below: list[Proposer] = [ModelProposer(levels["draft"], law, random)] if "draft" in levels else []
         if "retrieval" in levels:
             ahead = pace.retrieval([*lookups(), *below])
@@ -282,8 +285,8 @@ class Engine:
 
     def _prepare(self, num_rows: int) -> None:
         """After a verification, for the next: retrieved chunks first, since the proposals wait for them."""
-        if self._retrieval is not None:
-            self._prepare_retrieval(self._retrieval, num_rows)
+        if self.retrieval is not None:
+            self._prepare_retrieval(self.retrieval, num_rows)
         self._full.fetch_ahead()
 
     def _prepare_retrieval(self, retrieval: RetrievalCache, num_rows: int) -> None:

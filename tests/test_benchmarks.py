@@ -54,7 +54,7 @@ def test_prefill_compares_offloaded_with_resident() -> None:
 def test_the_gpu_benchmark_rehearses_on_a_cpu(tmp_path: Path) -> None:
     """A widened model, decoding under a cap that makes it stream and on chip, bits, and transformers beside it."""
     out = tmp_path / "gpu.json"
-    args = ("--device", "cpu", "--like", "tiny", "--lengths", "600", "--max-tokens", "6", "--device-memory", "0.1")
+    args = ("--device", "cpu", "--like", "tiny", "--lengths", "600", "--max-tokens", "6", "--device-memory", "0.075")
     _, table = run("gpu.py", *args, "--work", str(tmp_path), "--out", str(out))
     rows = json.loads(out.read_text())["results"]
     said = [(row.get("placement"), row["mode"]) for row in rows]

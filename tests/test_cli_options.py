@@ -34,9 +34,11 @@ FLAGS = [  # option, what is typed, where it arrives, as what
     ("--offload", "kv", "options.offload", frozenset({"kv"})),
     ("--device-memory", "2.5", "options.device_memory", 2.5),
     ("--selection", "published", "options.selection", "published"),
+    ("--pace", "planned", "options.pace", "planned"),
 ]
 SWITCHES = [
     ("--no-speculation", "options.speculation", False),
+    ("--no-lookup", "options.lookup", False),
     ("--stats", "show_stats", True),
     ("--json", "as_json", True),
     ("--quiet", "quiet", True),

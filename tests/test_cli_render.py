@@ -76,8 +76,8 @@ def test_stats_table_says_what_each_level_did():
     assert rows["retrieval"] == ["retrieval", "100", "300", "4.00", "40.0", "200", "0.50", "2.00"]
     assert rows["draft"] == ["draft", "200", "1,200", "1.00", "5.00", "0", "-", "-"]
     assert rows["link"] == ["link", "nothing", "moved"]
-    assert "gamma 15, draft_gamma 2, rows 16" in " ".join(rows["plan"])
-    assert "budget 1,024, chunk 16" in lines[-2]
+    assert rows["plan"] == ["plan", "draft", "->", "retrieval", "->", "target,", "and", "lookups"]
+    assert lines[-3].strip() == "gamma up to 15, draft_gamma 2, budget 1,024, chunk 16"
     assert "offload none" in lines[-2]
     assert lines[-1] == "predicted   first token 40 s, 14.2 ms/token, plain 42.3"
 

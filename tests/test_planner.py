@@ -99,8 +99,9 @@ def test_layers_that_have_no_room_stream_and_the_plan_says_what_that_costs() -> 
 
 
 def test_two_devices_hold_half_of_each_layer_and_cache_each() -> None:
-    one = plan(Options(gamma=15), target=LLAMA_7B, hardware=GPU, prompt=30_000)
-    two = plan(Options(gamma=15), target=LLAMA_7B, hardware=replace(GPU, num_devices=2), prompt=30_000)
+    options = Options(gamma=15, budget=1024, chunk=16)
+    one = plan(options, target=LLAMA_7B, hardware=GPU, prompt=30_000)
+    two = plan(options, target=LLAMA_7B, hardware=replace(GPU, num_devices=2), prompt=30_000)
     assert two.device_bytes["retrieval cache"] == one.device_bytes["retrieval cache"] // 2
     assert two.device_bytes["target embeddings"] == one.device_bytes["target embeddings"]
     assert two.predicted.full_pass_seconds < one.predicted.full_pass_seconds
@@ -142,31 +143,66 @@ def test_rows_follow_the_device_alone_since_bits_depend_on_them(options: Options
     assert plan(options, prompt=prompt, hardware=GPU).rows == 16
 
 
-@pytest.mark.parametrize(("capacity", "budget"), [(100, 96), (2000, 512), (16384, 1024), (65536, 4096), (131072, 4096)])
-def test_the_budget_grows_with_the_context_between_its_limits(capacity: int, budget: int) -> None:
-    long = replace(DEMO, max_positions=131072)
-    assert plan(Options(gamma=7), target=long, prompt=capacity - 1, max_tokens=1, hardware=GPU).budget == budget
+@pytest.mark.parametrize("hardware", [CPU, GPU])
+@pytest.mark.parametrize("offload", [frozenset[str](), frozenset({"kv"})])
+@pytest.mark.parametrize("prompt", [100, 4000, 32000])
+def test_nothing_that_could_be_asked_for_is_predicted_to_be_much_faster_than_what_is_planned(
+    prompt: int, offload: frozenset[str], hardware: Hardware
+) -> None:
+    own = plan(Options(offload=offload), prompt=prompt, hardware=hardware).predicted.seconds_per_token
+    for asked in (
+        *({"budget": budget} for budget in (512, 1024, 2048, 8192)),
+        *({"gamma": gamma} for gamma in (1, 3, 7, 15, 31)),
+        *({"draft_gamma": draft_gamma} for draft_gamma in (0, 1, 2)),
+        {"chunk": 32}, {"speculation": False}, {"lookup": False},
+    ):  # fmt: skip
+        made = plan(Options(offload=offload, **asked), prompt=prompt, hardware=hardware)  # type: ignore[arg-type]
+        assert own <= 1.05 * made.predicted.seconds_per_token, asked
 
 
-def test_an_offloaded_cache_on_a_cpu_gets_a_larger_budget() -> None:
-    assert plan().budget == 32200 // 16 // 16 * 16
-    assert plan(Options(offload=frozenset({"kv"}))).budget == 32200 // 4 // 16 * 16
-    assert plan(Options(offload=frozenset({"weights"}))).budget == plan().budget
+def test_a_slow_link_is_worth_a_larger_budget_and_longer_drafts() -> None:
+    plans = [plan(Options(offload=frozenset({"kv"}), link_gbps=rate)) for rate in (100, 10, 2, 1, 0.1)]
+    budgets, lengths = [made.budget for made in plans], [made.predicted.tokens_drafted for made in plans]
+    assert budgets == sorted(budgets)
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1]
+    assert budgets[-1] == 32200 // 4 // 16 * 16
 
 
-def test_without_a_draft_the_retrieval_level_proposes() -> None:
-    made = plan(Options(gamma=7), draft=None)
-    assert (made.levels, made.draft_gamma) == (("retrieval", "target"), 0)
+def test_a_budget_is_whole_chunks_and_at_most_the_context() -> None:
+    assert plan(Options(budget=100, chunk=16)).budget == 96
+    assert plan(Options(budget=5, chunk=16)).budget == 16
+    assert plan(Options(budget=4096, chunk=16), prompt=100).budget == 288
 
 
-def test_a_slower_link_never_shortens_the_block() -> None:
-    gammas = [plan(Options(offload=frozenset({"kv"}), link_gbps=rate)).gamma for rate in (100, 10, 2, 1, 0.1)]
-    assert gammas == sorted(gammas)
-    assert gammas[-1] == 31
+def test_lengths_adapt_unless_they_are_given() -> None:
+    assert plan().adaptive == ("retrieval", "target")
+    assert plan(Options(gamma=9)).adaptive == ("retrieval",)
+    assert plan(Options(draft_gamma=2, budget=1024)).adaptive == ("target",)
+    given = plan(Options(gamma=9, draft_gamma=2, budget=1024))
+    assert (given.adaptive, given.gamma, given.draft_gamma) == ((), 9, 2)
+    assert plan(Options(speculation=False)).adaptive == ()
 
 
-def test_a_model_whose_weights_outweigh_its_cache_is_decoded_plainly() -> None:
-    assert plan(target=LLAMA_7B, draft=None, hardware=GPU, prompt=2000).gamma == 0
+def test_without_a_draft_the_retrieval_level_proposes_and_lookups_do() -> None:
+    made = plan(Options(gamma=7, budget=512), draft=None)
+    assert (made.levels, made.lookup, made.draft_gamma) == (("retrieval", "target"), True, 15)
+    made = plan(Options(gamma=7, budget=512, lookup=False), draft=None)
+    assert (made.levels, made.lookup, made.draft_gamma) == (("retrieval", "target"), False, 0)
+
+
+def test_a_model_whose_weights_outweigh_its_cache_has_no_retrieval_level() -> None:
+    """A pass over a part of its cache costs what a full one does: lookups, which cost nothing, are what is left."""
+    made = plan(target=LLAMA_7B, draft=None, hardware=GPU, prompt=2000)
+    assert (made.levels, made.lookup) == (("target",), True)
+    assert made.predicted.seconds_per_token == made.predicted.plain_seconds_per_token
+
+
+def test_a_draft_may_propose_straight_to_the_target() -> None:
+    made = plan(target=LLAMA_7B, hardware=GPU, prompt=2000)
+    assert made.levels == ("draft", "target")
+    assert "retrieval cache" not in made.device_bytes
+    assert made.predicted.seconds_per_token < made.predicted.plain_seconds_per_token
 
 
 def test_a_set_bandwidth_is_for_links_of_a_cpu() -> None:
@@ -175,9 +211,10 @@ def test_a_set_bandwidth_is_for_links_of_a_cpu() -> None:
 
 
 def test_speculation_pays_more_the_longer_the_context() -> None:
-    gammas = [plan(prompt=length).gamma for length in (100, 4000, 16000, 32000)]
-    assert gammas == sorted(gammas)
-    assert gammas[0] < gammas[-1]
+    predictions = [plan(prompt=length).predicted for length in (100, 4000, 16000, 32000)]
+    times = [predicted.plain_seconds_per_token / predicted.seconds_per_token for predicted in predictions]
+    assert times == sorted(times)
+    assert times[0] < times[-1]
 
 
 def test_an_output_past_the_context_is_cut_with_a_note() -> None:
@@ -245,6 +282,7 @@ def test_dtype_on_a_cpu(asked: str, hardware: Hardware, dtype: str) -> None:
         {"link_gbps": 1.0, "offload": frozenset()},
         {"device_memory": 0.0},
         {"selection": "best"},
+        {"pace": "fast"},
     ],
 )
 def test_silly_options_are_refused_by_name(silly: dict[str, object]) -> None:

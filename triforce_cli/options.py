@@ -164,7 +164,7 @@ Gamma = Annotated[
     int | None,
     option(
         "--gamma",
-        "Tokens that the retrieval level proposes per round of the target.",
+        "Tokens drafted for each round of the target; without it as many as pay, anew in every round.",
         SPECULATION,
         metavar="TOKENS",
         parser=whole,
@@ -174,10 +174,22 @@ DraftGamma = Annotated[
     int | None,
     option(
         "--draft-gamma",
-        "Tokens that the draft proposes per round of the retrieval level.",
+        "Tokens drafted for each round of the retrieval level; 0: no draft model; without it as many as pay.",
         SPECULATION,
         metavar="TOKENS",
         parser=whole,
+    ),
+]
+NoLookup = Annotated[
+    bool, switch("--no-lookup", "Do not draft what followed earlier occurrences of the last tokens.", SPECULATION)
+]
+Pace = Annotated[
+    Literal["auto", "measured", "planned"],
+    option(
+        "--pace",
+        "By which seconds drafts are lengthened: measured ones or the plan's; auto takes the plan's where a seed is to "
+        "give the same text again.",
+        SPECULATION,
     ),
 ]
 Sinks = Annotated[

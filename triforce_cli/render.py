@@ -169,12 +169,32 @@ def _moved(link: LinkStats) -> str:
     return f"{num_bytes(link.bytes_to_device)} to device, {num_bytes(link.bytes_to_host)} to host"
 
 
+def levels_of(plan: Plan) -> str:
+    """ "draft -> retrieval -> target, and lookups"."""
+    return " -> ".join(plan.levels) + (", and lookups" if plan.lookup else "")
+
+
+def lengths_of(plan: Plan) -> str:
+    """How far is drafted, and over how much of the cache."""
+    if not plan.gamma:
+        return "nothing drafted"
+    parts = [f"gamma {_most(plan, 'target', plan.gamma)}"]
+    if plan.draft_gamma:
+        parts.append(f"draft_gamma {_most(plan, 'retrieval', plan.draft_gamma)}")
+    if plan.budget:
+        parts.append(f"budget {plan.budget:,}, chunk {plan.chunk}")
+    return ", ".join(parts)
+
+
+def _most(plan: Plan, level: str, number: int) -> str:
+    return f"up to {number}" if level in plan.adaptive else f"{number}"
+
+
 def _plan(plan: Plan) -> list[str]:
-    levels = ", ".join(plan.levels)
     return [
-        f"plan        {levels}: gamma {plan.gamma}, draft_gamma {plan.draft_gamma}, rows {plan.rows}",
-        f"            budget {plan.budget:,}, chunk {plan.chunk}, {plan.dtype} on {plan.device}, "
-        f"offload {','.join(plan.offload) or 'none'}",
+        f"plan        {levels_of(plan)}",
+        f"            {lengths_of(plan)}",
+        f"            {plan.dtype} on {plan.device}, offload {','.join(plan.offload) or 'none'}",
         f"predicted   first token {duration(plan.predicted.first_token_seconds)}, "
         f"{significant(1000 * plan.predicted.seconds_per_token)} ms/token, "
         f"plain {significant(1000 * plan.predicted.plain_seconds_per_token)}",

@@ -143,7 +143,7 @@ def _expectation(expectation: Expectation) -> Row:
 
 def _prediction(plan: Plan) -> str:
     seconds = plan.predicted
-    plain = f", plain {latency(seconds.plain_seconds_per_token)}" if plan.gamma else " (plain)"
+    plain = f", plain {latency(seconds.plain_seconds_per_token)}" if len(plan.levels) > 1 else " (plain)"
     sizes = f"device {gigabytes(sum(plan.device_bytes.values()))}"
     if plan.host_bytes:
         sizes += f", host {gigabytes(sum(plan.host_bytes.values()))} ({', '.join(plan.offload)})"

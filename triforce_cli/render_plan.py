@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from triforce_cli.render import duration, gigabytes, latency
+from triforce_cli.render import duration, gigabytes, latency, lengths_of, levels_of
 
 if TYPE_CHECKING:
     from offload.plan.config import ModelConfig
@@ -56,21 +56,21 @@ def _residency(plan: Plan, target: ModelConfig) -> dict[str, str]:
 
 def _speed(plan: Plan) -> Iterator[str]:
     predicted = plan.predicted
-    yield f"levels       {' -> '.join(plan.levels)}"
+    yield f"levels       {levels_of(plan)}"
     if plan.gamma:
-        yield f"{'':13}gamma {plan.gamma}, draft_gamma {plan.draft_gamma}, budget {plan.budget:,}, chunk {plan.chunk}"
+        yield f"{'':13}{lengths_of(plan)}"
     first, rate = duration(predicted.first_token_seconds), latency(predicted.seconds_per_token)
     yield f"predicted    first token {first}, then {rate} a token"
-    if plan.gamma:
+    if len(plan.levels) > 1:
         times = predicted.plain_seconds_per_token / predicted.seconds_per_token
         plain = latency(predicted.plain_seconds_per_token)
         yield f"             without speculation {plain} a token: {times:.1f} times as long"
-        passes = (
-            f"full pass {latency(predicted.full_pass_seconds)}, retrieval {latency(predicted.retrieval_pass_seconds)}"
-        )
-        if plan.draft_gamma:
-            passes += f", draft {latency(predicted.draft_pass_seconds)}"
-        yield f"             {passes}"
-        yield f"             {predicted.tokens_per_round:.1f} tokens a full pass"
+        passes = [f"full pass {latency(predicted.full_pass_seconds)}"]
+        if "retrieval" in plan.levels:
+            passes.append(f"retrieval {latency(predicted.retrieval_pass_seconds)}")
+        if "draft" in plan.levels:
+            passes.append(f"draft {latency(predicted.draft_pass_seconds)}")
+        yield f"             {', '.join(passes)}"
+        yield f"             {predicted.tokens_per_round:.1f} tokens a full pass, {predicted.tokens_drafted} drafted"
     for note in plan.notes:
         yield f"note         {note}"

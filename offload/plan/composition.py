@@ -14,7 +14,7 @@ _CHUNKS = (16, 32)
 
 
 def compositions(sizing: Sizing, capacity: int) -> Iterator[Composition]:
-    """What the user's options leave open, plain decoding among it where no length is given."""
+    """What the user's options leave open, plain decoding among it where neither a length nor a budget is given."""
     options = sizing.options
     if not options.speculation or options.gamma == 0:
         yield PLAIN
@@ -30,11 +30,11 @@ def compositions(sizing: Sizing, capacity: int) -> Iterator[Composition]:
                 for chunk in _CHUNKS if options.chunk is None else (options.chunk,):
                     whole = max(budget // chunk, 1) * chunk
                     yield Composition(gamma, below, whole, chunk, draft, options.lookup)
-            if draft and not options.budget:
+            if draft and options.budget is None:
                 yield Composition(gamma, 0, draft=True, lookup=options.lookup)
-        if options.lookup and options.gamma is None and not options.budget:
+        if options.lookup and options.gamma is None and options.budget is None:
             yield Composition(gamma, lookup=True)
-    if options.gamma is None:
+    if options.gamma is None and options.budget is None:
         yield PLAIN
 
 

@@ -22,6 +22,8 @@ __all__ = ["Options", "Plan", "make_plan"]
 
 LevelName = Literal["draft", "retrieval", "target"]
 
+_LEVEL_MARGIN = 0.03
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -120,7 +122,10 @@ def make_plan(
 
 
 def _choose(sizing: Sizing, capacity: int) -> Cost:
-    """The composition with the least predicted seconds per token among those that fit; if none does, the smallest."""
+    """The composition with the least predicted seconds per token among those that fit; if none does, the smallest.
+
+    Each level below the target has to promise a few percent: predictions are no better than that.
+    """
     costs = [
         Cost(sizing, place(sizing, capacity, composition), capacity, composition)
         for composition in compositions(sizing, capacity)
@@ -128,7 +133,7 @@ def _choose(sizing: Sizing, capacity: int) -> Cost:
     fitting = [cost for cost in costs if shortage(sizing, cost.placement) is None]
     if not fitting:
         return min(costs, key=lambda cost: cost.placement.device_bytes + cost.placement.host_bytes)
-    return min(fitting, key=lambda cost: cost.per_token)
+    return min(fitting, key=lambda cost: cost.per_token * (1.0 + _LEVEL_MARGIN * len(_levels(cost.composition))))
 
 
 def _levels(composition: Composition) -> tuple[LevelName, ...]:

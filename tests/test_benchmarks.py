@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from models import TOKENIZER_SIZE, random_model, save
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -48,6 +50,28 @@ def test_prefill_compares_offloaded_with_resident() -> None:
     document, table = run("prefill.py", "--length", "300", "--repeats", "1", "--link-gbps", "1")
     assert list(json.loads(document)["results"]) == ["resident", "offload kv, 1 GB/s", "offload weights,kv, 1 GB/s"]
     assert "vs resident" in table
+
+
+def test_acceptance_compares_rules_on_the_same_texts_and_trees_reads_it(tmp_path: Path) -> None:
+    """All of the cache drafts like the target itself, and an oracle knows better than mean keys do."""
+    sizes = {"vocab_size": TOKENIZER_SIZE, "max_position_embeddings": 1024, "eos_token_id": None}
+    model = save(random_model(**sizes), tmp_path / "model", tokenizer=True)
+    args = ("--model", str(model), "--draft", str(model), "--length", "700", "--tasks", "continue", "--seeds", "2")
+    lists = ("--rules", "oracle;published-once;mass", "--gammas", "8,4", "--budgets", "64,/1", "--chunks", "8,16")
+    document, table = run("acceptance.py", *args, *lists, "--tokens", "16")
+    found = json.loads(document)
+    oracle, published, _, _, whole, _ = found["results"]
+    assert whole["budget"] == 700
+    assert whole["acceptance"] > 0.995  # a rounding may tip a token in or out of top-p
+    assert whole["tokens_per_pass"] > 8.9
+    assert oracle["acceptance"] >= published["acceptance"]
+    assert 0.0 < oracle["draft_acceptance"] < 1.0
+    assert "tokens/pass" in table
+    (tmp_path / "acceptance.json").write_text(document)
+    trees, table = run("trees.py", str(tmp_path / "acceptance.json"))
+    result = json.loads(trees)["results"]["acceptance"]
+    assert result["tokens_of_tree"]["8"] >= result["tokens_of_chain"]["8"] > 1.0
+    assert "siblings" in table
 
 
 @pytest.mark.timeout(115)

@@ -597,13 +597,13 @@ def assert_holds_exactly(cache: RetrievalCache, full: FullCache, *, budget: int)
     assert cache.length == full.length
     rows = full.read_rows(0, full.length)  # [L, 2, H_kv, n, D]
     num_chosen = 0
-    if cache._chosen is not None and cache._slot_of is not None:
-        num_chunks = cache._chosen.shape[-1]
+    if cache.chosen is not None and cache._slot_of is not None:
+        num_chunks = cache.chosen.shape[-1]
         assert num_chunks == cache._tail_start // CHUNK
         num_chosen = min(budget // CHUNK, num_chunks)
         for layer in range(LAYERS):
             for head in range(KV_HEADS):
-                chunks = cache._chosen[layer, head].nonzero().flatten().tolist()
+                chunks = cache.chosen[layer, head].nonzero().flatten().tolist()
                 slots = [int(cache._slot_of[layer, head, chunk]) for chunk in chunks]
                 assert len(chunks) == num_chosen
                 assert 0 in chunks
@@ -633,8 +633,8 @@ def test_retrieval_attends_its_chunks_its_tail_and_its_drafts(before: int, draft
         q, k = turn(q, tape.rope, positions), turn(k, tape.rope, positions)
         for head in range(KV_HEADS):
             seen = positions >= cache._tail_start
-            if cache._chosen is not None:
-                seen[: cache._tail_start] = cache._chosen[layer, head].repeat_interleave(CHUNK)
+            if cache.chosen is not None:
+                seen[: cache._tail_start] = cache.chosen[layer, head].repeat_interleave(CHUNK)
             for row in range(out.shape[1]):
                 held = seen & (positions <= before + row)
                 queries = q[before + row, head * group : (head + 1) * group]
@@ -687,7 +687,7 @@ def test_a_published_selection_stays_while_its_tail_outgrows_its_room() -> None:
     target, inner = Driver(full, tape, padding=ROWS), Driver(retrieval, tape)
     target.extend([0] * 20)
     retrieval.refresh(20)
-    chosen = retrieval._chosen
+    chosen = retrieval.chosen
     assert chosen is not None
     before = retrieval.nbytes()
     while len(target.history) < 165:
@@ -697,7 +697,7 @@ def test_a_published_selection_stays_while_its_tail_outgrows_its_room() -> None:
         inner.truncate(len(target.history))
         retrieval.refresh(7)
         assert_holds_exactly(retrieval, full, budget=budget)
-    assert retrieval._chosen is chosen
+    assert retrieval.chosen is chosen
     assert retrieval.nbytes() > before
 
 
@@ -719,15 +719,15 @@ def test_a_refresh_fetches_only_chunks_that_are_new() -> None:
     driver = refreshed(tape, [0] * 41, budget=8 * CHUNK)
     retrieval = driver.cache
     assert isinstance(retrieval, RetrievalCache)
-    assert retrieval._chosen is not None
+    assert retrieval.chosen is not None
     first = retrieval.num_fetched
     assert first == 8 * LAYERS * KV_HEADS
-    before = retrieval._chosen.clone()
-    full = retrieval._full
+    before = retrieval.chosen.clone()
+    full = retrieval.full
     Driver(full, tape, padding=ROWS, history=[0] * 41).extend([1] * 3)
     retrieval.refresh(3)
-    grown = torch.nn.functional.pad(before, (0, retrieval._chosen.shape[-1] - before.shape[-1]))
-    new = int((retrieval._chosen & ~grown).sum())
+    grown = torch.nn.functional.pad(before, (0, retrieval.chosen.shape[-1] - before.shape[-1]))
+    new = int((retrieval.chosen & ~grown).sum())
     assert 0 < new < first
     assert retrieval.num_fetched - first == new
     retrieval.refresh(3)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload.cache import Phase
 from offload.cache.full import FullCache
-from offload.cache.selection import Selection, choose, dilate
+from offload.cache.selection import Selection, Selector, choose
 from offload.kernels.attention import attend, count_up, fold, unfold
 from offload.kernels.rope import rotate
 from offload.plan.sizing import FETCH_BYTES, TAIL_TOKENS
@@ -21,17 +21,17 @@ from offload.transfer.memory import Memory
 class RetrievalCache:
     """Chunks under a budget, and a tail of any length, per layer: [2, H_kv, chosen | tail, D].
 
-    `budget` tokens of chunks, chosen per layer and KV head; the tail comes on top.
+    `budget` tokens of chunks, chosen per layer and KV head by `selector`; the tail comes on top.
     """
 
+    _room: int
+    _buffer: Tensor
+
     def __init__(self, memory: Memory, full: FullCache, *, budget: int, chunk: int, selection: Selection) -> None:
-        self._memory, self._full, self._selection = memory, full, selection
-        self.budget, self.chunk = budget, chunk
-        self._num_slots = budget // chunk
-        self._room_step = max(TAIL_TOKENS, chunk)  # whole chunks: then all of the buffer is
-        self._room = self._room_step
-        self._buffer = self._allocate()
-        self._chosen: Tensor | None = None  # bool [L, H_kv, C]
+        self.full, self._memory = full, memory
+        self._allocate_for(budget, chunk)
+        self.selector = selection.selector()
+        self.chosen: Tensor | None = None  # bool [L, H_kv, C]
         self._slot_of: Tensor | None = None  # int [L, H_kv, C], where chosen
         self._num_filled = 0  # slots filled, the same in every layer and head
         self._tail_start = 0
@@ -40,20 +40,29 @@ class RetrievalCache:
         self.num_fetched = 0  # chunks that crossed from the full cache
         self._taken = [0] * full.num_layers
 
+    def start_over(self, selector: Selector, *, budget: int, chunk: int) -> None:
+        """Hold nothing; from the next refresh on, what `selector` chooses. For benchmarks, which compare selectors."""
+        self.truncate(0)
+        self._drop()
+        self._memory.released(self._buffer, tier="device", purpose="retrieval cache")
+        self._allocate_for(budget, chunk)
+        self.selector = selector
+        selector.forget()
+
     @property
     def needs_mass(self) -> bool:
         """Whether `refresh` asks the full cache for masses."""
-        return self._selection.rule == "mass"
+        return self.selector.needs_mass
 
     def begin(self, phase: Phase, num_rows: int) -> None:
-        self._taken = [0] * self._full.num_layers
+        self._taken = [0] * self.full.num_layers
         self._reserve(self.length + num_rows - self._tail_start)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Cache`."""
         start, num_rows = self.length + self._taken[layer], q.shape[0]
         self._taken[layer] += num_rows
-        table = self._full.rope.rows(start, start + num_rows)
+        table = self.full.rope.rows(start, start + num_rows)
         at = self._num_filled * self.chunk + start - self._tail_start
         self._buffer[layer, 0, :, at : at + num_rows] = rotate(k, *table).transpose(0, 1)
         self._buffer[layer, 1, :, at : at + num_rows] = v.transpose(0, 1)
@@ -68,10 +77,11 @@ class RetrievalCache:
 
     def truncate(self, length: int) -> None:
         """Chunks chosen past `length` go too: then nothing is held, until the next `refresh`."""
-        self._taken = [0] * self._full.num_layers
+        self._taken = [0] * self.full.num_layers
+        if length < self._exact:
+            self.selector.forget()
         if length < self._tail_start:
-            self._chosen = self._slot_of = None
-            self._num_filled = self._tail_start = 0
+            self._drop()
             length = 0
         self.length = min(self.length, length)
         self._exact = min(self._exact, length)
@@ -85,9 +95,9 @@ class RetrievalCache:
 
         The full cache has been truncated to the verified tokens; this cache then holds exactly these.
         """
-        self._full.wait_home()
-        length = self._full.length
-        if self.needs_mass or self._chosen is None:
+        self.full.wait_home()
+        length = self.full.length
+        if self.selector.selects_anew or self.chosen is None:
             self._tail_start = length // self.chunk * self.chunk
             self._exact = self._tail_start
             self._hold(choose(self._scores(num_rows), self._num_slots) if self._tail_start else None)
@@ -95,23 +105,22 @@ class RetrievalCache:
 
     def _scores(self, num_rows: int) -> Tensor:
         """Of each whole chunk, [L, H_kv, C] fp32."""
-        num_chunks = self._tail_start // self.chunk
-        if self._selection.rule == "published":
-            return self._full.mean_key_scores(self.chunk)[..., :num_chunks]
-        scores = self._full.mass(num_rows)[..., :num_chunks]
-        reach = -(-self._selection.reach // self.chunk)
-        return dilate(scores, weight=self._selection.dilation, num_chunks=min(reach, num_chunks))
+        return self.selector.scores(self.full, num_rows, self.chunk, self._tail_start // self.chunk)
+
+    def _drop(self) -> None:
+        self.chosen = self._slot_of = None
+        self._num_filled = self._tail_start = 0
 
     def _hold(self, chosen: Tensor | None) -> None:
         """Fetch the chunks that are new into the slots of those that are not wanted any more."""
         if chosen is None:
-            self._chosen = self._slot_of = None
+            self.chosen = self._slot_of = None
             self._num_filled = 0
             return
         held, slot_of = torch.zeros_like(chosen), torch.zeros_like(chosen, dtype=torch.long)
-        if self._chosen is not None and self._slot_of is not None:
-            num_kept = min(self._chosen.shape[-1], chosen.shape[-1])
-            held[..., :num_kept] = self._chosen[..., :num_kept]
+        if self.chosen is not None and self._slot_of is not None:
+            num_kept = min(self.chosen.shape[-1], chosen.shape[-1])
+            held[..., :num_kept] = self.chosen[..., :num_kept]
             slot_of[..., :num_kept] = self._slot_of[..., :num_kept]
         num_filled = int(chosen[0, 0].sum())
         slots = torch.arange(num_filled, device=chosen.device).expand(*chosen.shape[:2], -1)
@@ -125,7 +134,7 @@ class RetrievalCache:
         free = slots[~used]
         slot_of[where] = free
         self._fetch_chunks(where[0], where[1], where[2], free)
-        self._chosen, self._slot_of, self._num_filled = chosen, slot_of, num_filled
+        self.chosen, self._slot_of, self._num_filled = chosen, slot_of, num_filled
 
     def _fetch_chunks(self, layers: Tensor, heads: Tensor, chunks: Tensor, slots: Tensor) -> None:
         """A part at a time, so that what is on its way never takes much room."""
@@ -137,7 +146,7 @@ class RetrievalCache:
     def _fetch_part(self, layers: Tensor, heads: Tensor, chunks: Tensor, slots: Tensor) -> None:
         if not layers.numel():
             return
-        order, rows = self._full.read_chunks(layers, heads, chunks, self.chunk)
+        order, rows = self.full.read_chunks(layers, heads, chunks, self.chunk)
         per_head = self._buffer.shape[3] // self.chunk
         at = (layers * 2 * self._buffer.shape[2] + heads) * per_head + slots
         runs = self._buffer.view(-1, self.chunk * self._buffer.shape[4])
@@ -148,7 +157,7 @@ class RetrievalCache:
         """Exact rows for the tail: what the drafts left there was computed from a part of the cache."""
         self._reserve(length - self._tail_start)
         at = self._num_filled * self.chunk - self._tail_start
-        self._buffer[:, :, :, at + self._exact : at + length] = self._full.read_rows(self._exact, length)
+        self._buffer[:, :, :, at + self._exact : at + length] = self.full.read_rows(self._exact, length)
         self.length = self._exact = length
 
     def _reserve(self, tail: int) -> None:
@@ -160,8 +169,15 @@ class RetrievalCache:
         self._buffer[:, :, :, : old.shape[3]] = old
         self._memory.released(old, tier="device", purpose="retrieval cache")
 
+    def _allocate_for(self, budget: int, chunk: int) -> None:
+        self.budget, self.chunk = budget, chunk
+        self._num_slots = budget // chunk
+        self._room_step = max(TAIL_TOKENS, chunk)  # whole chunks: then all of the buffer is
+        self._room = self._room_step
+        self._buffer = self._allocate()
+
     def _allocate(self) -> Tensor:
-        shape = self._full.shape
+        shape = self.full.shape
         length = self._num_slots * self.chunk + self._room
-        size = (self._full.num_layers, 2, shape.num_kv_heads, length, shape.head_dim)
+        size = (self.full.num_layers, 2, shape.num_kv_heads, length, shape.head_dim)
         return self._memory.allocate(size, shape.dtype, tier="device", purpose="retrieval cache")

@@ -1,31 +1,111 @@
-"""Which chunks of the full cache the retrieval cache holds: pure functions of scores."""
+"""Which chunks of the full cache the retrieval cache holds: functions of what the full cache saw."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import max_pool1d
+from torch.nn.functional import max_pool1d, pad
 
 Rule = Literal["mass", "published"]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """How chunks are scored, and when.
+    """What a plan says of selection; each cache makes a selector of its own from it.
 
-    rule "mass": by the softmax mass that the rows of the last verification put on them, anew after each verification,
-    with forward dilation. Rule "published" (TriForce, arXiv 2404.11912, section 4.2): by the dot product of each
-    chunk's mean key with the last prompt query, once.
-    dilation, reach: a chunk also gets `dilation` times the best score among the chunks that cover the `reach` tokens
-    before it: where the model copies, attention moves forward through its source while a block is drafted.
+    rule "mass": by the softmax mass that the rows of the last verification put on chunks, see `ByMass`. Rule
+    "published" (TriForce, arXiv 2404.11912, section 4.2): by mean keys, once, see `ByMeanKey`.
     """
 
     rule: Rule = "mass"
     dilation: float = 0.5
     reach: int = 16
+    decay: float = 0.0
+
+    def selector(self) -> Selector:
+        if self.rule == "published":
+            return ByMeanKey()
+        return ByMass(dilation=self.dilation, reach=self.reach, decay=self.decay)
+
+
+class Seen(Protocol):
+    """What selectors may ask of the full cache, about its last decode forward."""
+
+    def mass(self, num_rows: int) -> Tensor:
+        """Softmax mass per chunk, summed over the forward's first `num_rows` rows: [L, H_kv, C or more] fp32."""
+        ...
+
+    def mean_key_scores(self, chunk: int) -> Tensor:
+        """The last row's query · mean key of each whole chunk, [L, H_kv, C] fp32."""
+        ...
+
+
+class Selector(Protocol):
+    """Scores chunks; the best are held. What the retrieval level proposes depends on it, never the output's law."""
+
+    @property
+    def needs_mass(self) -> bool:
+        """Whether `scores` asks for masses, which cost the full pass time to keep."""
+        ...
+
+    @property
+    def selects_anew(self) -> bool:
+        """Whether chunks are chosen at each refresh, or once for a prompt."""
+        ...
+
+    def scores(self, full: Seen, num_rows: int, chunk: int, num_chunks: int) -> Tensor:
+        """Of the first `num_chunks` chunks of `chunk` tokens, [L, H_kv, num_chunks] fp32, finite. The full cache's last
+        decode forward was a verification whose first `num_rows` rows stayed."""
+        ...
+
+    def forget(self) -> None:
+        """The sequence did not go on from the last refresh: what was kept from one to the next counts no more."""
+        ...
+
+
+class ByMass:
+    """Chunks that the rows of the last verification looked at, and what lies after them.
+
+    dilation, reach: a chunk also gets `dilation` times the best score among the chunks that cover the `reach` tokens
+    before it: where the model copies, attention moves forward through its source while a block is drafted.
+    decay: of the mass of earlier verifications, the share that still counts one refresh later.
+    """
+
+    needs_mass = selects_anew = True
+
+    def __init__(self, *, dilation: float, reach: int, decay: float = 0.0) -> None:
+        self.dilation, self.reach, self.decay = dilation, reach, decay
+        self._earlier: Tensor | None = None
+
+    def scores(self, full: Seen, num_rows: int, chunk: int, num_chunks: int) -> Tensor:
+        mass = full.mass(num_rows)[..., :num_chunks]
+        if self.decay:
+            mass = self._with_earlier(mass)
+        return dilate(mass, weight=self.dilation, num_chunks=min(-(-self.reach // chunk), num_chunks))
+
+    def forget(self) -> None:
+        self._earlier = None
+
+    def _with_earlier(self, mass: Tensor) -> Tensor:
+        if self._earlier is not None:
+            earlier = self._earlier[..., : mass.shape[-1]]
+            mass = mass + self.decay * pad(earlier, (0, mass.shape[-1] - earlier.shape[-1]))
+        self._earlier = mass
+        return mass
+
+
+class ByMeanKey:
+    """The dot product of each chunk's mean key with the last prompt query; chosen once."""
+
+    needs_mass = selects_anew = False
+
+    def scores(self, full: Seen, num_rows: int, chunk: int, num_chunks: int) -> Tensor:
+        return full.mean_key_scores(chunk)[..., :num_chunks]
+
+    def forget(self) -> None: ...
 
 
 def dilate(scores: Tensor, *, weight: float, num_chunks: int) -> Tensor:
@@ -33,7 +113,7 @@ def dilate(scores: Tensor, *, weight: float, num_chunks: int) -> Tensor:
     if weight == 0.0 or num_chunks == 0:
         return scores
     flat = scores.reshape(-1, 1, scores.shape[-1])
-    padded = torch.nn.functional.pad(flat, (num_chunks, -1))
+    padded = pad(flat, (num_chunks, -1))
     return torch.maximum(scores, weight * max_pool1d(padded, num_chunks, stride=1).reshape(scores.shape))
 
 

@@ -23,6 +23,7 @@ _LOOKUP_CHANCES = (0.2, 0.4, 0.55, 0.75, 0.9, 0.95)  # by grade (docs/log.md)
 _IDLE = 0.99  # of an estimate's weight is left after a round in which its proposer was not asked
 _PACE = 0.95  # of the weight of earlier seconds, after new ones
 _PROBE = 16  # rounds from one short one to the next: only different lengths show what a row costs
+_CATCH_UP = 2  # rounds after which a proposer that was not asked has more to do than usual
 _REST = 8  # rounds after which a proposer that was not asked need not be ready
 
 
@@ -125,7 +126,7 @@ class Source:
         self.chance = Mean(chance)
         self.seconds, self.round_seconds = Mean(seconds, 1.0, _PACE), Mean(round_seconds, 1.0, _PACE)
         self.pass_share, self.is_lookup = pass_share, bool(guessed_chances)
-        self.ready, self.idle_rounds = True, 0
+        self.ready, self.idle_rounds = True, _REST
         self._by_grade = {grade: Mean(chance) for grade, chance in enumerate(guessed_chances)}
         self._last_grade = len(guessed_chances) - 1
 
@@ -143,8 +144,11 @@ class Source:
         self._of(grade).add(chance)
 
     def took(self, seconds: float) -> None:
-        """A token did. Twice the estimate at most: a draft that first has to catch up is not as slow as it seems."""
-        self.seconds.add(min(seconds, 2.0 * self.seconds.value))
+        """A token did. What is far above the estimate was a pause of the machine, or, after rounds in which it was not
+        asked, a cache that had to catch up.
+        """
+        most = 1.3 if self.idle_rounds > _CATCH_UP else 2.0
+        self.seconds.add(min(seconds, most * self.seconds.value))
 
     def fade(self) -> None:
         for mean in (self.chance, self.seconds, *self._by_grade.values()):

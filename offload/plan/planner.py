@@ -22,7 +22,7 @@ __all__ = ["Options", "Plan", "make_plan"]
 
 LevelName = Literal["draft", "retrieval", "target"]
 
-_LEVEL_MARGIN = 0.03
+_RETRIEVAL_MARGIN = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def make_plan(
 def _choose(sizing: Sizing, capacity: int) -> Cost:
     """The composition with the least predicted seconds per token among those that fit; if none does, the smallest.
 
-    Each level below the target has to promise a few percent: predictions are no better than that.
+    A retrieval level has to promise a few percent: predictions are no better than that, and it takes memory.
     """
     costs = [
         Cost(sizing, place(sizing, capacity, composition), capacity, composition)
@@ -133,7 +133,7 @@ def _choose(sizing: Sizing, capacity: int) -> Cost:
     fitting = [cost for cost in costs if shortage(sizing, cost.placement) is None]
     if not fitting:
         return min(costs, key=lambda cost: cost.placement.device_bytes + cost.placement.host_bytes)
-    return min(fitting, key=lambda cost: cost.per_token * (1.0 + _LEVEL_MARGIN * len(_levels(cost.composition))))
+    return min(fitting, key=lambda cost: cost.per_token * (1.0 + _RETRIEVAL_MARGIN * (cost.composition.budget > 0)))
 
 
 def _levels(composition: Composition) -> tuple[LevelName, ...]:

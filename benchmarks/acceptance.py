@@ -62,7 +62,7 @@ class Text:
 
     tokens: prompt and text. laws [N, V]: of each token of the text. Of the rows from `SEEN_ROWS` before the prompt's
     last token on: masses [SEEN_ROWS + N, L, H_kv, C] in chunks of `chunk`, queries [SEEN_ROWS + N, L, H, D].
-    mean_keys [L, H_kv, C, D]. draft_laws [N, V]: the draft's, where there is one.
+    mean_keys, mean_values [L, H_kv, C, D]. draft_laws [N, V]: the draft's, where there is one.
     """
 
     task: str
@@ -73,6 +73,7 @@ class Text:
     masses: Tensor
     queries: Tensor
     mean_keys: Tensor
+    mean_values: Tensor
     draft_laws: Tensor | None
 
     @property
@@ -114,6 +115,9 @@ class Window:
         keys = self.text.mean_keys.unflatten(2, (-1, chunk // self.text.chunk)).mean(3)
         query = self.text.queries[self.row - 1].unflatten(1, (keys.shape[1], -1)).float().sum(2)
         return (keys @ query[..., None]).squeeze(-1)
+
+    def value_norms(self) -> Tensor:
+        return self.text.mean_values.unflatten(2, (-1, self.chunk // self.text.chunk)).mean(3).norm(dim=-1)
 
     def _sum(self, rows: slice) -> Tensor:
         fine = self.text.masses[rows].sum(0)
@@ -174,7 +178,7 @@ class Bench:
         draft_laws = self._draft_laws(tokens, num_tokens, sampling)
         return Text(
             task, sampling, tokens, torch.stack(laws), self.full.mass_chunk, torch.stack(cut), torch.stack(queries),
-            self._mean_keys(width), draft_laws,
+            *self._means(width), draft_laws,
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -206,16 +210,16 @@ class Bench:
         if tokens[common:]:
             target.forward(tokens[common:], 1)
 
-    def _mean_keys(self, num_chunks: int) -> Tensor:
-        """[L, H_kv, C, D] fp32, of the chunks of `mass_chunk` tokens; past the sequence's end, zeros."""
+    def _means(self, num_chunks: int) -> Tensor:
+        """Mean keys and values [2, L, H_kv, C, D] fp32, of chunks of `mass_chunk` tokens; past the end, zeros."""
         chunk = self.full.mass_chunk
         assert chunk is not None
         parts = []
         for start in range(0, self.full.length, 2048):
-            keys = self.full.read_rows(start, min(start + 2048, self.full.length))[:, 0].float()
-            parts.append(pad(keys, (0, 0, 0, -keys.shape[2] % chunk)).unflatten(2, (-1, chunk)).mean(3))
-        means = torch.cat(parts, 2)
-        return pad(means, (0, 0, 0, num_chunks - means.shape[2]))
+            rows = self.full.read_rows(start, min(start + 2048, self.full.length)).float()
+            parts.append(pad(rows, (0, 0, 0, -rows.shape[3] % chunk)).unflatten(3, (-1, chunk)).mean(4))
+        means = torch.cat(parts, 3).transpose(0, 1)
+        return pad(means, (0, 0, 0, num_chunks - means.shape[3]))
 
     def _draft_laws(self, tokens: list[int], num_tokens: int, sampling: SamplingParams) -> Tensor | None:
         draft = self.levels.get("draft")

@@ -2,7 +2,8 @@
 
 A rule is written "name" or "name:key=value,...", as in "mass:dilation=0.75,reach=2".
 
-    mass              softmax mass of the last verification, anew each time; keys: dilation, reach (in blocks), decay
+    mass              softmax mass of the last verification, anew each time; keys: dilation, reach (in blocks), decay,
+                      last (rows that count, from the block's end), values=1 (times the norm of the chunk's values)
     mass-once         the same of the prompt's last rows, once
     published         mean keys against the last verified query, anew each time; published-once: once, as published
     recent            the first chunk and the last ones (StreamingLLM, arXiv 2309.17453)
@@ -23,6 +24,7 @@ from torch.nn.functional import pad
 from offload.cache.selection import ByMass, ByMeanKey, Seen, Selection, Selector, choose
 
 DILATION = Selection().dilation
+KEYS = {"dilation", "reach", "decay", "last", "values"}  # of the rules by mass
 
 
 class Foreseen(Seen, Protocol):
@@ -32,20 +34,43 @@ class Foreseen(Seen, Protocol):
         """The mass that the rows of the next block will put on chunks: [L, H_kv, C or more] fp32."""
         ...
 
+    def value_norms(self) -> Tensor:
+        """Of each chunk, the norm of its mean value: [L, H_kv, C or more] fp32."""
+        ...
 
-@dataclass
+
+@dataclass(frozen=True)
+class Weighed:
+    """Masses of the last `last` rows only, by what they add to the output if `values`."""
+
+    full: Foreseen
+    last: int
+    values: bool
+
+    def mass(self, num_rows: int) -> Tensor:
+        mass = self.full.mass(min(self.last, num_rows))
+        return mass * self.full.value_norms() if self.values else mass
+
+    def mean_key_scores(self, chunk: int) -> Tensor:
+        return self.full.mean_key_scores(chunk)
+
+
+@dataclass(frozen=True)
 class Timed:
-    """A selector that chooses when it is told to. A published rule is one that chooses once."""
+    """A selector that chooses when it is told to, once or at each refresh, by masses weighed as said."""
 
     selector: Selector
     selects_anew: bool
+    last: int = 0  # 0: all rows
+    values: bool = False
 
     @property
     def needs_mass(self) -> bool:
         return self.selector.needs_mass
 
-    def scores(self, full: Seen, num_rows: int, chunk: int, num_chunks: int) -> Tensor:
-        return self.selector.scores(full, num_rows, chunk, num_chunks)
+    def scores(self, full: Foreseen, num_rows: int, chunk: int, num_chunks: int) -> Tensor:
+        seen = Weighed(full, self.last or num_rows, self.values) if self.last or self.values else full
+        return self.selector.scores(seen, num_rows, chunk, num_chunks)
 
     def forget(self) -> None:
         self.selector.forget()
@@ -105,7 +130,7 @@ def make(rule: str, *, block: int, num_slots: int) -> Timed:
     """The selector of `rule` for blocks of `block` tokens and a budget of `num_slots` chunks."""
     name, _, text = rule.partition(":")
     values = {key: float(value) for key, _, value in (item.partition("=") for item in text.split(",") if item)}
-    if unknown := values.keys() - ({"dilation", "reach", "decay"} if name.startswith("mass") else set()):
+    if unknown := values.keys() - (KEYS if name.startswith("mass") else set()):
         raise SystemExit(f"rule {rule}: unknown {', '.join(sorted(unknown))}")
     mass = ByMass(
         dilation=values.get("dilation", DILATION),
@@ -113,7 +138,7 @@ def make(rule: str, *, block: int, num_slots: int) -> Timed:
         decay=values.get("decay", 0.0),
     )
     rules = {
-        "mass": Timed(mass, True),
+        "mass": Timed(mass, True, int(values.get("last", 0)), bool(values.get("values", 0))),
         "mass-once": Timed(mass, False),
         "published": Timed(ByMeanKey(), True),
         "published-once": Timed(ByMeanKey(), False),

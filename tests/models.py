@@ -205,6 +205,8 @@ class Sizes:
     chunk: int = 4
     selection: Rule = "mass"
     lookup: bool = False
+    adaptive: bool = False
+    pace: str = "auto"
     sinks: int = 2
     window: int = 8
     capacity: int = 192
@@ -357,7 +359,7 @@ def tiny_plan(
     )  # fmt: skip
     return replace(
         plan, rows=sizes.rows, walk=sizes.walk, page_tokens=sizes.page, tile_tokens=sizes.page * sizes.pages,
-        budget=sizes.budget,
+        budget=sizes.budget, adaptive=("retrieval", "target") if sizes.adaptive else (), pace=sizes.pace,
     )  # fmt: skip
 
 

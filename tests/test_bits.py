@@ -7,6 +7,7 @@ Compared are the tokens and the target's logits that each token came from, both 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from models import (
     tiny_plan,
 )
 from offload.cache.selection import Rule
+from offload.decode.lookahead import Adaptive
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, Step
 from offload.kernels.rows import Blocks
@@ -273,6 +275,7 @@ def engine_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path
 
 PLAIN = Sizes()
 SPECULATIVE = Sizes(gamma=5, draft_gamma=2)
+ADAPTIVE = Sizes(gamma=9, draft_gamma=4, lookup=True, adaptive=True)
 
 
 def engine(folders: tuple[Path, Path], sizes: Sizes, *, dtype: str = "fp32", offload: tuple[str, ...] = ()) -> Engine:
@@ -301,7 +304,7 @@ def test_the_engine_says_the_same_with_and_without_speculation(
 ) -> None:
     with engine(engine_folders, PLAIN, dtype=dtype) as plain:
         reference = [said(plain.generate(text_prompt(n), GREEDY, max_tokens=40)) for n in (1, 33, 100)]
-    for sizes in (SPECULATIVE, replace(SPECULATIVE, draft_gamma=0)):
+    for sizes in (SPECULATIVE, replace(SPECULATIVE, draft_gamma=0), ADAPTIVE, replace(ADAPTIVE, pace="planned")):
         with engine(engine_folders, sizes, dtype=dtype, offload=offload) as fast:
             for n, wanted in zip((1, 33, 100), reference, strict=True):
                 assert said(fast.generate(text_prompt(n), GREEDY, max_tokens=40)) == wanted
@@ -375,6 +378,75 @@ def test_a_generation_that_fails_in_a_layer_leaves_an_engine_that_says_the_same_
                 with pytest.raises(KeyboardInterrupt):
                     list(subject.generate(prompt, GREEDY, max_tokens=20))
             assert said(subject.generate(prompt, GREEDY, max_tokens=20)) == whole
+
+
+class Unsteady:
+    """A clock on which everything takes another time, and a pass may seem to take a second."""
+
+    def __init__(self, seed: int) -> None:
+        self._random, self._now = random.Random(seed), 0.0
+
+    def __call__(self) -> float:
+        self._now += self._random.choice([1e-5, 1e-3, 1.0])
+        return self._now
+
+
+def test_a_seed_fixes_what_is_sampled_on_a_machine_of_any_mood(
+    engine_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths adapt to seconds, and how many tokens are drafted decides which random numbers are drawn for what."""
+    prompt, law = text_prompt(60), SamplingParams(temperature=1.2, top_p=0.95, seed=3)
+    runs = []
+    for mood in range(3):
+        monkeypatch.setattr(time, "perf_counter", Unsteady(mood))
+        with engine(engine_folders, ADAPTIVE) as subject:
+            runs.append(said(subject.generate(prompt, law, max_tokens=40)))
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_greedy_text_is_the_same_on_a_machine_of_any_mood(
+    engine_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured lengths follow the clock, the text does not."""
+    with engine(engine_folders, PLAIN) as plain:
+        wanted = said(plain.generate(text_prompt(60), GREEDY, max_tokens=60))
+    drafted = set()
+    for mood in range(4):
+        monkeypatch.setattr(time, "perf_counter", Unsteady(mood))
+        with engine(engine_folders, ADAPTIVE) as subject:
+            assert said(subject.generate(text_prompt(60), GREEDY, max_tokens=60)) == wanted
+            drafted.add(subject.stats.levels[0].drafted)
+    assert len(drafted) > 1
+
+
+@pytest.mark.parametrize("selection", ["mass", "published"])
+def test_a_retrieval_level_may_rest_and_be_got_ready_again(
+    engine_folders: tuple[Path, Path], selection: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it rests no masses are kept and no chunk moves; the pass before it is ready again keeps them."""
+    sizes = replace(ADAPTIVE, selection=selection)
+    with engine(engine_folders, PLAIN) as plain:
+        wanted = said(plain.generate(text_prompt(60), GREEDY, max_tokens=60))
+    wishes, kept, ready = random.Random(0), [], []
+
+    def wants(self: Adaptive, index: int) -> bool:
+        return wishes.random() < 0.6
+
+    def readied(self: Adaptive, index: int, seconds: float | None) -> None:
+        self.sources[index].ready = seconds is not None
+        ready.append(seconds is not None)
+        kept.append(subject._full.keeps_mass)
+
+    monkeypatch.setattr(Adaptive, "wants", wants)
+    monkeypatch.setattr(Adaptive, "readied", readied)
+    with engine(engine_folders, sizes, offload=("kv",)) as subject:
+        for _ in range(4):
+            assert said(subject.generate(text_prompt(60), GREEDY, max_tokens=60)) == wanted
+        passes = subject.stats.levels[1].passes
+    assert {True, False} == set(ready)
+    if selection == "mass":
+        assert all(before or not now for before, now in zip(kept, ready[1:], strict=False))
+    assert passes > 0
 
 
 @pytest.mark.parametrize("sizes", [PLAIN, SPECULATIVE], ids=["plain", "speculative"])

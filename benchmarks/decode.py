@@ -1,17 +1,19 @@
-"""Decoding: plain against TriForce, on one prompt at several lengths, in one run.
+"""Decoding: plain against TriForce and its levers, on the same prompts, in one run.
 
-usage: python benchmarks/decode.py [--model DIR --draft DIR] [--lengths 4096,8192] [--offload kv --link-gbps 1]
+usage: python benchmarks/decode.py [--model DIR --draft DIR] [--lengths 4096,8192] [--tasks continue,quote]
+                                   [--settings plain,default,gamma=7] [--offload kv --link-gbps 1]
 
-Modes: "plain" decodes one row at a time, as fast as it can; "no-speculation" is `--no-speculation` (blocks of rows, as
-its bits are those of speculation); "triforce" is what `generate` does by itself; "transformers" is its `generate` on
-the same weights. Every mode continues the same prompt with the same seeds at temperature 0.6, top-p 0.9. ms/token
-counts the tokens after the first. The modes take turns, seed by seed: a slow moment of the machine does not hit one
-alone.
+A setting is `plain` (--no-speculation), `default` (what `generate` does by itself), `transformers` (its own `generate`
+on the same weights) or options over the default, joined by "+": `gamma=7+lookup=no+budget=1024`; `draft=no` leaves the
+draft model out. Every setting continues the same prompt, prefilled once, with the same seeds, at top-p 0.9. ms/token
+counts the tokens after the first. The settings take turns, seed by seed: a slow moment of the machine does not hit one
+alone. Lengths adapt by measured seconds, as they do without --seed. At temperature 0 all settings write the same text.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,12 +22,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import texts
 import torch
 from report import emit, environment, say, spread
 
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, load_tokenizer, plan_request
-from offload.plan.planner import Options, Plan
+from offload.plan.planner import Options
 
 Measurement = dict[str, Any]
 Runner = Callable[[int], Measurement]  # seed -> what was measured
@@ -37,30 +40,67 @@ class Case:
 
     model: Path
     draft: Path | None
+    task: str
     prompt: list[int]
     max_tokens: int
+    temperature: float
     options: Options
 
-
-def plan_of(case: Case, mode: str) -> Plan:
-    options = case.options if mode == "triforce" else replace(case.options, speculation=False)
-    plan = plan_request(case.model, case.draft, options, num_prompt_tokens=len(case.prompt), max_tokens=case.max_tokens)
-    return replace(plan, rows=1) if mode == "plain" else plan
+    def sampling(self, seed: int) -> SamplingParams:
+        return SamplingParams(temperature=self.temperature, seed=seed)
 
 
-def triforce_runner(case: Case, mode: str, open_engines: ExitStack) -> Runner:
-    """Our engine under the plan of `mode`; the prompt is prefilled once."""
-    plan = plan_of(case, mode)
-    tokenizer = load_tokenizer(case.model, case.draft)
-    engine = open_engines.enter_context(Engine.load(plan, case.model, case.draft, tokenizer))
+def changed(options: Options, setting: str) -> tuple[Options, bool]:
+    """The options of `setting`, and whether the draft model is there."""
+    if setting in ("plain", "default"):
+        return replace(options, speculation=setting == "default"), True
+    changes: dict[str, Any] = {}
+    for part in setting.split("+"):
+        name, _, value = part.partition("=")
+        known = {"yes": True, "no": False}
+        changes[name.replace("-", "_")] = int(value) if value.isdigit() else known.get(value, value)
+    with_draft = changes.pop("draft", True)
+    return replace(options, **changes), with_draft
 
-    def run(seed: int) -> Measurement:
-        for _ in engine.generate(case.prompt, SamplingParams(seed=seed), max_tokens=case.max_tokens):
-            pass
-        stats = engine.stats.as_dict()
-        return {"milliseconds_per_token": stats["milliseconds_per_token"], "stats": stats, "plan": plan.as_dict()}
 
-    return run
+class Engines:
+    """Engines of one prompt under several settings. The first prefills it, the others take over its cache."""
+
+    def __init__(self, case: Case) -> None:
+        self._case, self._stack = case, ExitStack()
+        self._first: Engine | None = None
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    def runner(self, setting: str) -> Runner:
+        case = self._case
+        options, with_draft = changed(case.options, setting)
+        draft = case.draft if with_draft else None
+        plan = plan_request(case.model, draft, options, num_prompt_tokens=len(case.prompt), max_tokens=case.max_tokens)
+        tokenizer = load_tokenizer(case.model, draft)
+        engine = self._stack.enter_context(Engine.load(plan, case.model, draft, tokenizer))
+        if self._first is not None:
+            engine.take_prompt(self._first)
+        else:
+            self._first = engine
+            for _ in engine.generate(case.prompt, case.sampling(0), max_tokens=1):
+                pass
+
+        def run(seed: int) -> Measurement:
+            steps = list(engine.generate(case.prompt, case.sampling(seed), max_tokens=case.max_tokens))
+            stats = engine.stats.as_dict()
+            return {
+                "milliseconds_per_token": stats["milliseconds_per_token"],
+                "stats": stats,
+                "plan": plan.as_dict(),
+                "beginning": "".join(step.text for step in steps)[:80],
+            }
+
+        return run
 
 
 def transformers_runner(case: Case) -> Runner:
@@ -80,6 +120,9 @@ def transformers_runner(case: Case) -> Runner:
         def end(self) -> None: ...
 
     model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.bfloat16).eval()
+    law: dict[str, Any] = {"do_sample": False}
+    if case.temperature:
+        law = {"do_sample": True, "temperature": case.temperature, "top_p": 0.9, "top_k": 0}
 
     def run(seed: int) -> Measurement:
         torch.manual_seed(seed)
@@ -89,11 +132,8 @@ def transformers_runner(case: Case) -> Runner:
             attention_mask=torch.ones(1, len(case.prompt), dtype=torch.long),
             max_new_tokens=case.max_tokens,
             min_new_tokens=case.max_tokens,
-            do_sample=True,
-            temperature=0.6,
-            top_p=0.9,
-            top_k=0,
             streamer=clock,
+            **law,
         )
         times = clock.times[1:]
         return {"milliseconds_per_token": 1000 * (times[-1] - times[0]) / (len(times) - 1)}
@@ -101,27 +141,26 @@ def transformers_runner(case: Case) -> Runner:
     return run
 
 
-def measure(case: Case, modes: list[str], seeds: list[int]) -> dict[str, list[Measurement]]:
-    results: dict[str, list[Measurement]] = {mode: [] for mode in modes}
-    with ExitStack() as engines:
+def measure(case: Case, settings: list[str], seeds: list[int]) -> dict[str, list[Measurement]]:
+    results: dict[str, list[Measurement]] = {setting: [] for setting in settings}
+    with Engines(case) as engines:
         runners = {}
-        for mode in modes:
-            say(f"{len(case.prompt)} tokens, {mode}: loading")
-            runners[mode] = (
-                transformers_runner(case) if mode == "transformers" else triforce_runner(case, mode, engines)
-            )
-        for seed in seeds:
-            for mode, run in runners.items():
-                results[mode].append(run(seed))
-                say(f"  {mode}, seed {seed}: {results[mode][-1]['milliseconds_per_token']:.2f} ms/token")
+        for setting in settings:
+            say(f"{case.task}, {len(case.prompt)} tokens, temperature {case.temperature}, {setting}: loading")
+            runners[setting] = transformers_runner(case) if setting == "transformers" else engines.runner(setting)
+        for seed, (setting, run) in itertools.product(seeds, runners.items()):
+            results[setting].append(run(seed))
+            say(f"  {setting}, seed {seed}: {results[setting][-1]['milliseconds_per_token']:.2f} ms/token")
     return results
 
 
-def row_of(length: int, mode: str, runs: list[Measurement], plain: float | None) -> list[str]:
+def row_of(case: Case, setting: str, runs: list[Measurement], plain: float | None) -> list[str]:
     milliseconds = spread([run["milliseconds_per_token"] for run in runs])
     row = [
-        f"{length}",
-        mode,
+        case.task,
+        f"{len(case.prompt)}",
+        f"{case.temperature}",
+        setting,
         f"{milliseconds['median']:.2f}",
         f"{milliseconds['min']:.2f} to {milliseconds['max']:.2f}",
         f"{plain / milliseconds['median']:.2f}x" if plain else "",
@@ -136,47 +175,52 @@ def row_of(length: int, mode: str, runs: list[Measurement], plain: float | None)
     return [*row, "" if utilisation is None else f"{utilisation:.2f}"]
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    models = Path(str(resources.files("triforce_cli"))) / "models"
-    parser.add_argument("--model", type=Path, default=models / "demo-target")
+    parser.add_argument("--model", type=Path, default=_models() / "demo-target")
     parser.add_argument("--draft", default=None, help="folder or none (default: the demo draft with the demo target)")
-    parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "examples" / "persuasion.txt")
-    parser.add_argument("--lengths", default="4096,8192,16384,32512", help="prompt lengths in tokens")
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--tasks", default="continue", help=f"of {', '.join(texts.TASKS)}")
+    parser.add_argument("--lengths", default="4096,8192,16384,32000", help="prompt lengths in tokens")
+    parser.add_argument("--temperatures", default="0.6")
+    parser.add_argument("--settings", default="transformers,plain,default")
+    parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--modes", default="transformers,plain,no-speculation,triforce")
     parser.add_argument("--offload", default="")
     parser.add_argument("--link-gbps", type=float, default=None)
-    for name in ("gamma", "draft-gamma", "budget", "chunk"):
-        parser.add_argument(f"--{name}", type=int, default=None)
-    args = parser.parse_args()
-    draft = models / "demo-draft" if args.draft is None and args.model == models / "demo-target" else None
+    return parser.parse_args()
+
+
+def _models() -> Path:
+    return Path(str(resources.files("triforce_cli"))) / "models"
+
+
+def main() -> None:
+    args = arguments()
+    draft = _models() / "demo-draft" if args.draft is None and args.model == _models() / "demo-target" else None
     if args.draft not in (None, "none"):
         draft = Path(args.draft)
-    tokens = load_tokenizer(args.model, draft).encode(args.text.read_text(encoding="utf-8"))
-    options = Options(
-        offload=frozenset(filter(None, args.offload.split(","))),
-        link_gbps=args.link_gbps,
-        gamma=args.gamma,
-        draft_gamma=args.draft_gamma,
-        budget=args.budget,
-        chunk=args.chunk,
-    )
-    seeds, modes, rows, document = list(range(args.seeds)), args.modes.split(","), [], []
-    for length in map(int, args.lengths.split(",")):
-        case = Case(args.model, draft, tokens[:length], args.max_tokens, options)
-        if len(case.prompt) < length:
-            raise SystemExit(f"the text has {len(case.prompt)} tokens, {length} are asked for")
-        results = measure(case, modes, seeds)
+    tokenizer = load_tokenizer(args.model, draft)
+    offload = frozenset(filter(None, args.offload.split(",")))
+    options = Options(offload=offload, link_gbps=args.link_gbps, pace="measured")
+    settings, rows, document = args.settings.split(","), [], []
+    for task, length, temperature in itertools.product(
+        args.tasks.split(","), map(int, args.lengths.split(",")), map(float, args.temperatures.split(","))
+    ):
+        prompt = texts.prompt(task, tokenizer, length)
+        case = Case(args.model, draft, task, prompt, args.max_tokens, temperature, options)
+        results = measure(case, settings, list(range(args.seeds)))
         plain = None
         if "plain" in results:
             plain = spread([run["milliseconds_per_token"] for run in results["plain"]])["median"]
-        rows += [row_of(length, mode, runs, plain) for mode, runs in results.items()]
-        document += [{"length": length, "mode": mode, "runs": runs} for mode, runs in results.items()]
+        rows += [row_of(case, setting, runs, plain) for setting, runs in results.items()]
+        about = {"task": task, "length": len(prompt), "temperature": temperature}
+        document += [about | {"setting": setting, "runs": runs} for setting, runs in results.items()]
     link = f", link {args.link_gbps} GB/s" if args.link_gbps else ""
     title = f"{args.model.name}, offload {args.offload or 'none'}{link}"
-    columns = ["prompt", "mode", "ms/token", "range", "vs plain", "accept", "accept retr.", "tokens/round", "link"]
+    columns = [
+        "task", "prompt", "temp", "setting", "ms/token", "range", "vs plain", "accept", "accept retr.", "tokens/round",
+        "link",
+    ]  # fmt: skip
     emit(title, columns, rows, {"environment": environment(0), "title": title, "results": document})
 
 

@@ -199,6 +199,12 @@ class Engine:
         finally:
             speculator.truncate(kept)
 
+    def take_prompt(self, other: Engine) -> None:
+        """Hold the prefill that `other` holds, of the same model and capacity, instead of running it again."""
+        other._full.truncate(len(other._prefilled))
+        self._full.copy_from(other._full)
+        self._prefilled = list(other._prefilled)
+
     def close(self) -> None:
         if self._link is not None:
             self._link.close()

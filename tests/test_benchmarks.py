@@ -24,25 +24,14 @@ def run(name: str, *args: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def test_decode_measures_every_mode_on_one_prompt() -> None:
-    args = (
-        "--lengths",
-        "300",
-        "--max-tokens",
-        "6",
-        "--seeds",
-        "1",
-        "--gamma",
-        "3",
-        "--offload",
-        "kv",
-        "--link-gbps",
-        "1",
-    )
-    document, table = run("decode.py", *args)
+def test_decode_measures_every_setting_on_one_prompt() -> None:
+    settings = ["plain", "default", "gamma=3+draft=no", "lookup=no", "transformers"]
+    args = ("--lengths", "300", "--max-tokens", "12", "--seeds", "1", "--temperatures", "0", "--settings")
+    document, table = run("decode.py", *args, ",".join(settings), "--offload", "kv", "--link-gbps", "1")
     results = json.loads(document)["results"]
-    assert [result["mode"] for result in results] == ["transformers", "plain", "no-speculation", "triforce"]
+    assert [result["setting"] for result in results] == settings
     assert all(result["runs"][0]["milliseconds_per_token"] > 0 for result in results)
+    assert len({result["runs"][0]["beginning"] for result in results if result["setting"] != "transformers"}) == 1
     assert "vs plain" in table
 
 

@@ -342,6 +342,19 @@ def test_an_engine_says_the_same_whatever_it_was_asked_before(engine_folders: tu
             assert said(subject.generate(prompt, GREEDY, max_tokens=30)) == wanted[len(prompt)]
 
 
+@pytest.mark.parametrize("offload", [(), ("kv",)], ids=str)
+def test_a_prompt_taken_over_from_another_engine_is_as_good_as_prefilled(
+    engine_folders: tuple[Path, Path], offload: tuple[str, ...]
+) -> None:
+    first, second = text_prompt(90), text_prompt(50)
+    with engine(engine_folders, PLAIN) as one, engine(engine_folders, SPECULATIVE, offload=offload) as other:
+        said(other.generate(second, GREEDY, max_tokens=20))  # leaves tiles in its staging slots
+        wanted = said(one.generate(first, GREEDY, max_tokens=40))
+        other.take_prompt(one)
+        assert said(other.generate(first, GREEDY, max_tokens=40)) == wanted
+        assert other.stats.prefill_seconds < one.stats.prefill_seconds
+
+
 def test_an_abandoned_generation_leaves_an_engine_that_says_the_same_again(engine_folders: tuple[Path, Path]) -> None:
     prompt = text_prompt(50)
     with engine(engine_folders, SPECULATIVE, offload=("kv", "weights")) as subject:

@@ -133,6 +133,18 @@ class FullCache:
         if isinstance(residence, StreamedTiles):
             residence.fetch_ahead(self.length)
 
+    def copy_from(self, other: FullCache) -> None:
+        """Hold what `other` holds: a cache of the same shape, which may live elsewhere."""
+        other.wait_home()
+        self.store.grow(other.length)
+        for layer in range(self.num_layers):
+            for index in range(self.shape.count(other.length)):
+                self.store.home(layer, index).copy_(other.store.home(layer, index))
+        self.truncate(0)
+        for residence in self._residences.values():
+            residence.forget()
+        self.length = other.length
+
     def nbytes(self) -> int:
         return self.store.nbytes()
 

@@ -25,23 +25,26 @@ SIZES = Sizes(gamma=4, budget=16, chunk=CHUNK)
 
 @dataclass
 class Shown:
-    """What one layer and KV head saw: `last` mass of the last verification, `next` of the one to come."""
+    """What one layer and KV head saw: `last` mass of each row of the last verification, `next` of the one to come."""
 
     last: Sequence[float]
     next: Sequence[float] = ()
 
     def mass(self, num_rows: int) -> Tensor:
-        return torch.tensor(self.last)[None, None]
+        return num_rows * torch.tensor(self.last)[None, None]
 
     def mean_key_scores(self, chunk: int) -> Tensor:
-        return -self.mass(0)
+        return -self.mass(1)
 
     def mass_ahead(self) -> Tensor:
         return torch.tensor(self.next)[None, None]
 
+    def value_norms(self) -> Tensor:
+        return torch.arange(len(self.last))[None, None]
 
-def scores(selector: Selector, shown: Shown) -> list[float]:
-    found: list[float] = selector.scores(shown, 1, CHUNK, len(shown.last))[0, 0].tolist()
+
+def scores(selector: Selector, shown: Shown, *, num_rows: int = 1) -> list[float]:
+    found: list[float] = selector.scores(shown, num_rows, CHUNK, len(shown.last))[0, 0].tolist()
     return found
 
 
@@ -93,6 +96,8 @@ def test_rules_score_what_they_say(rules: ModuleType) -> None:
     assert of("mass:dilation=0") == [3.0, 1.0, 2.0]
     assert of("mass:dilation=1,reach=0.5") == [3.0, 3.0, 2.0]
     assert of("mass:dilation=1,reach=1") == [3.0, 3.0, 3.0]
+    assert of("mass:dilation=0,values=1") == [0.0, 1.0, 4.0]
+    assert scores(rules.make("mass:dilation=0,last=2", block=4, num_slots=2), shown, num_rows=4) == [6.0, 2.0, 4.0]
     assert not rules.make("mass-once", block=4, num_slots=2).selects_anew
     for wrong in ("best", "recent:dilation=1", "mass:width=2"):
         with pytest.raises(SystemExit):

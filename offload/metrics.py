@@ -7,7 +7,8 @@ at one level; *acceptance* is accepted / drafted tokens; *tokens per round* is (
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -25,6 +26,16 @@ class LevelStats:
     drafted: int = 0
     accepted: int = 0
     link_bytes: int = 0  # moved to the device during its passes
+    drafted_by: Counter[str] = field(default_factory=Counter)  # the same by proposer
+    accepted_by: Counter[str] = field(default_factory=Counter)
+
+    def count_round(self, proposers: Sequence[str], num_accepted: int) -> None:
+        """One round: who proposed each drafted token, and how many of them stayed."""
+        self.rounds += 1
+        self.drafted += len(proposers)
+        self.accepted += num_accepted
+        self.drafted_by.update(proposers)
+        self.accepted_by.update(proposers[:num_accepted])
 
     @property
     def acceptance(self) -> float | None:

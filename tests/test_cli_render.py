@@ -102,6 +102,16 @@ def test_unpaced_link_shows_bytes_without_a_utilisation():
     assert "utilisation of full passes -" in table
 
 
+def test_the_stats_table_says_whose_drafts_were_kept_where_there_was_a_choice() -> None:
+    level = LevelStats("target", passes=3, rows=20, seconds=1.0)
+    level.count_round(["lookup", "lookup", "retrieval"], 1)
+    level.count_round(["retrieval"], 1)
+    lines = render.stats_table(Stats(levels=[level]), make_plan(Options())).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("target"))
+    assert lines[at].split() == ["target", "3", "20", "1.00", "333", "4", "0.50", "2.00"]
+    assert [line.split() for line in lines[at + 1 : at + 3]] == [["lookup", "2", "0.50"], ["retrieval", "2", "0.50"]]
+
+
 def test_stats_table_fits_80_columns_with_large_numbers_and_no_numbers():
     large = make_stats(num_prompt_tokens=131_072, output_tokens=100_000)
     large.prefill_seconds = large.decode_seconds = 86_400.0

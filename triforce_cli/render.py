@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from offload.metrics import LevelStats, LinkStats, Stats
@@ -137,8 +137,18 @@ def _summary(stats: Stats) -> list[str]:
 
 def _levels(levels: Sequence[LevelStats]) -> list[str]:
     header = ("level", "passes", "rows", "seconds", "ms/pass", "drafted", "acceptance", "tokens/round")
-    rows = [header, *(_level_cells(level) for level in levels)]
-    return [f"{r[0]:<10}{r[1]:>8}{r[2]:>8}{r[3]:>9}{r[4]:>9}{r[5]:>9}{r[6]:>12}{r[7]:>14}" for r in rows]
+    rows: list[tuple[str, ...]] = [header]
+    for level in levels:
+        rows += [_level_cells(level), *_proposer_cells(level)]
+    return [f"{r[0]:<11}{r[1]:>8}{r[2]:>8}{r[3]:>9}{r[4]:>9}{r[5]:>9}{r[6]:>12}{r[7]:>14}".rstrip() for r in rows]
+
+
+def _proposer_cells(level: LevelStats) -> Iterator[tuple[str, ...]]:
+    """Whose drafts they were, where there was a choice."""
+    if len(level.drafted_by) < 2:
+        return
+    for name, drafted in sorted(level.drafted_by.items()):
+        yield (f"  {name}", "", "", "", "", f"{drafted:,}", significant(level.accepted_by[name] / drafted), "")
 
 
 def _level_cells(level: LevelStats) -> tuple[str, ...]:

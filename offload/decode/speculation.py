@@ -133,12 +133,12 @@ class Speculator:
         `sequence` is longer than the level's cache: its last token is never in it, for the law after it is wanted.
         """
         pending = list(sequence[self._level.length :])
-        drafted, draft_probs = self._draft(sequence, limit - 1)
+        drafted, draft_probs, names = self._draft(sequence, limit - 1)
         start = time.perf_counter()
         probs = self._warp(self._level.forward(pending + drafted, len(drafted) + 1))
         verdict = verify(drafted, probs[:0] if draft_probs is None else draft_probs, probs, self._random)
         self._lookahead.verified(verdict, len(pending) + len(drafted), time.perf_counter() - start)
-        self._settle(len(sequence), len(pending), len(drafted), verdict)
+        self._settle(len(sequence), len(pending), names, verdict)
         emitted = [*drafted[: verdict.num_accepted], verdict.next_token]
         return Round(emitted, probs[: len(emitted)], len(drafted))
 
@@ -155,24 +155,23 @@ class Speculator:
         for proposer in self._proposers:
             proposer.truncate(length)
 
-    def _draft(self, sequence: Sequence[int], limit: int) -> tuple[list[int], Tensor | None]:
-        """At most `limit` tokens, in as many steps as the lookahead asks for, and their laws."""
+    def _draft(self, sequence: Sequence[int], limit: int) -> tuple[list[int], Tensor | None, list[str]]:
+        """At most `limit` tokens, in as many steps as the lookahead asks for; their laws; who proposed each."""
         self._lookahead.start(limit)
         so_far, rows = list(sequence), []
+        names: list[str] = []
         while ask := self._lookahead.ask([proposer.outlook(so_far) for proposer in self._proposers]):
             start = time.perf_counter()
             proposal = self._proposers[ask.index].propose(so_far, ask.num_tokens)
             self._lookahead.drafted(ask.index, proposal.grades, time.perf_counter() - start)
             so_far += proposal.tokens
             rows.append(proposal.probs)
-        return so_far[len(sequence) :], torch.cat(rows) if rows else None
+            names += [self._proposers[ask.index].name] * len(proposal.tokens)
+        return so_far[len(sequence) :], torch.cat(rows) if rows else None, names
 
-    def _settle(self, num_tokens: int, num_pending: int, num_drafted: int, verdict: Verdict) -> None:
+    def _settle(self, num_tokens: int, num_pending: int, names: Sequence[str], verdict: Verdict) -> None:
         """Forget the rejected rows everywhere and count."""
         self.truncate(num_tokens + verdict.num_accepted)
-        stats = self._level.stats
-        stats.rounds += 1
-        stats.drafted += num_drafted
-        stats.accepted += verdict.num_accepted
+        self._level.stats.count_round(names, verdict.num_accepted)
         if self._on_verified is not None:
             self._on_verified(num_pending + verdict.num_accepted)

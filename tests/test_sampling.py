@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,6 +127,27 @@ def test_a_tiny_top_p_keeps_the_most_likely_token(top_p: float) -> None:
 
 def test_a_min_p_just_below_1_keeps_the_maxima() -> None:
     assert warp_row([0.0, 1.0, 1.0, 0.5], temperature=1.0, min_p=LAST) == [0.0, 0.5, 0.5, 0.0]
+
+
+def stable_top_p(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """By sorting everything; of equally likely tokens the first come first."""
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    ordered = ordered.masked_fill(ordered.double().cumsum(-1) - ordered >= top_p, 0.0)
+    kept = torch.zeros_like(probs).scatter_(-1, order, ordered)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("vocabulary", [200, 256, 257, 1000])
+def test_top_p_of_a_large_vocabulary_is_that_of_sorting_it(vocabulary: int, top_p: float) -> None:
+    """Peaked rows, whose nucleus is found among the likeliest few, flat ones, whose is not, and ties everywhere."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    params = SamplingParams(temperature=1.0, top_p=top_p)
+    for spread in (0.0, 0.3, 1.0, 8.0):
+        logits = (torch.randn(6, vocabulary, generator=generator) * spread).bfloat16()  # bf16: many are equal
+        whole = warp(logits, replace(params, top_p=1.0))
+        assert torch.equal(warp(logits, params), stable_top_p(whole, top_p))
+        assert torch.equal(warp(logits[:1], params), warp(logits, params)[:1])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 100.0])

@@ -11,6 +11,7 @@ from torch import Tensor
 from offload.errors import TriforceError, UsageError
 
 _FLOAT = torch.finfo(torch.float32)
+_LIKELIEST = 256  # tokens that top-p looks at before it looks at all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +64,23 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _keep_top_p(probs: Tensor, top_p: float) -> Tensor:
-    """The smallest set of most likely tokens whose mass reaches `top_p`, renormalised (Holtzman et al., 2020)."""
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    mass_before = ordered.double().cumsum(-1) - ordered  # fp64: how a GPU splits the sum decides nothing
-    ordered = ordered.masked_fill(mass_before >= top_p, 0.0)
-    return _renormalise(torch.zeros_like(probs).scatter_(-1, order, ordered))
+    """The smallest set of most likely tokens whose mass reaches `top_p`, renormalised (Holtzman et al., 2020).
+
+    Of equally likely tokens the first ones. Sorting a whole vocabulary takes longer than a pass of a small model, so
+    the likeliest few are tried first.
+    """
+    for count in dict.fromkeys((min(_LIKELIEST, probs.shape[-1]), probs.shape[-1])):
+        likeliest = probs.topk(count, -1).values
+        mass_before = likeliest.double().cumsum(-1) - likeliest  # fp64: how a GPU splits the sum decides nothing
+        kept = mass_before < top_p
+        if not kept[:, -1].any():
+            break
+    last = likeliest.gather(-1, (kept.sum(-1, keepdim=True) - 1).clamp_(min=0))  # 0: a row of NaN
+    ties = probs == last
+    num_kept = (kept & (likeliest == last)).sum(-1, keepdim=True)
+    if (ties.sum(-1, keepdim=True) > num_kept).any():
+        ties &= ties.cumsum(-1) <= num_kept
+    return _renormalise(probs.masked_fill(~ties & (probs <= last), 0.0))
 
 
 def _renormalise(probs: Tensor) -> Tensor:

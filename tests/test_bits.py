@@ -40,6 +40,7 @@ from offload.engine import Engine, Step
 from offload.kernels.rows import Blocks
 from offload.model.decoder import Decoder, Segment
 from offload.model.level import Level
+from offload.plan.planner import LevelName
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NUM_TOKENS = 24
@@ -308,6 +309,24 @@ def test_the_engine_says_the_same_with_and_without_speculation(
         with engine(engine_folders, sizes, dtype=dtype, offload=offload) as fast:
             for n, wanted in zip((1, 33, 100), reference, strict=True):
                 assert said(fast.generate(text_prompt(n), GREEDY, max_tokens=40)) == wanted
+
+
+@pytest.mark.parametrize("levels", [("draft", "target"), ("target",)], ids=str)
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_a_draft_or_lookups_alone_leave_the_text_as_it_is(
+    engine_folders: tuple[Path, Path], levels: tuple[LevelName, ...], adaptive: bool
+) -> None:
+    """What short contexts are planned with, and models whose weights outweigh their cache."""
+    target, draft = engine_folders
+    sizes = replace(ADAPTIVE, adaptive=adaptive)
+    with engine(engine_folders, PLAIN) as plain:
+        reference = [said(plain.generate(text_prompt(n), GREEDY, max_tokens=60)) for n in (1, 33, 100)]
+    plan = tiny_plan(target, draft, sizes, num_prompt_tokens=120, max_tokens=72)
+    with tiny_engine(replace(plan, levels=levels, budget=0), target, draft) as subject:
+        for n, wanted in zip((1, 33, 100), reference, strict=True):
+            assert said(subject.generate(text_prompt(n), GREEDY, max_tokens=60)) == wanted
+            assert [level.name for level in subject.stats.levels] == list(reversed(levels))
+        assert subject.stats.levels[0].drafted > 0
 
 
 @pytest.mark.parametrize("gamma", [0, 5])

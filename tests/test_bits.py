@@ -459,10 +459,14 @@ def test_a_retrieval_level_may_rest_and_be_got_ready_again(
     sizes = replace(ADAPTIVE, selection=selection)
     with engine(engine_folders, PLAIN) as plain:
         wanted = said(plain.generate(text_prompt(60), GREEDY, max_tokens=60))
-    wishes, kept, ready = random.Random(0), [], []
+    rng = random.Random(0)
+    wished: list[bool] = []
+    kept: list[bool] = []
+    ready: list[bool] = []
 
     def wants(self: Adaptive, index: int) -> bool:
-        return wishes.random() < 0.6
+        wished.append(rng.random() < 0.6)
+        return wished[-1]
 
     def readied(self: Adaptive, index: int, seconds: float | None) -> None:
         self.sources[index].ready = seconds is not None
@@ -473,11 +477,16 @@ def test_a_retrieval_level_may_rest_and_be_got_ready_again(
     monkeypatch.setattr(Adaptive, "readied", readied)
     with engine(engine_folders, sizes, offload=("kv",)) as subject:
         for _ in range(4):
+            wished.clear(), kept.clear(), ready.clear()
             assert said(subject.generate(text_prompt(60), GREEDY, max_tokens=60)) == wanted
+            assert kept == wished
+            before = (
+                [True, *kept[:-1]] if selection == "mass" else [True] * len(kept)
+            )  # a prompt's first pass keeps them
+            assert ready == [wish and had for wish, had in zip(wished, before, strict=True)]
+            assert {True, False} == set(ready)
+            subject._full.keeps_mass = False  # as after a text that ended at rest: a prompt's first pass keeps them
         passes = subject.stats.levels[1].passes
-    assert {True, False} == set(ready)
-    if selection == "mass":
-        assert all(before or not now for before, now in zip(kept, ready[1:], strict=False))
     assert passes > 0
 
 

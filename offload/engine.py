@@ -37,6 +37,7 @@ from offload.plan.sizing import CPU_BLOCKS, MAX_ROWS
 from offload.transfer.link import Link, make_link
 from offload.transfer.memory import Memory
 
+MAX_REACH = 32  # tokens: dilation reaches as far as blocks usually go
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -123,7 +124,9 @@ class Engine:
         self.retrieval: RetrievalCache | None = None
         self.levels = {"target": Level("target", target, self._full, vocab_size=width, blocks=blocks, link=link)}
         if "retrieval" in plan.levels:
-            selection = Selection(rule="published" if plan.selection == "published" else "mass", reach=plan.gamma)
+            selection = Selection(
+                rule="published" if plan.selection == "published" else "mass", reach=min(plan.gamma, MAX_REACH)
+            )
             self.retrieval = RetrievalCache(
                 memory, self._full, budget=plan.budget, chunk=plan.chunk, selection=selection
             )

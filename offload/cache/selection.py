@@ -23,7 +23,7 @@ class Selection:
     rule: Rule = "mass"
     dilation: float = 0.5
     reach: int = 16
-    decay: float = 0.0
+    decay: float = 0.5
 
     def selector(self) -> Selector:
         if self.rule == "published":

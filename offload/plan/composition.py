@@ -9,7 +9,7 @@ from offload.plan.sizing import PLAIN, Composition, Sizing
 LONGEST = (63, 31, 15)  # tokens drafted for one full pass, at most: the longer, the more memory masses need
 DRAFT_LONGEST = 15  # the same for one pass of the retrieval level
 LEAST_BUDGET = 512
-_SHARES = (32, 16, 8, 4)  # budgets are these parts of the capacity
+_SHARES = (32, 16, 8, 4, 2)  # budgets are these parts of the capacity
 _CHUNKS = (16, 32)
 
 

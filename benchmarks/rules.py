@@ -2,8 +2,9 @@
 
 A rule is written "name" or "name:key=value,...", as in "mass:dilation=0.75,reach=2".
 
-    mass              softmax mass of the last verification, anew each time; keys: dilation, reach (in blocks), decay,
-                      last (rows that count, from the block's end), values=1 (times the norm of the chunk's values)
+    mass              softmax mass of the last verification, anew each time; keys: dilation, reach (in blocks), decay
+                      (0 unless given, unlike in the program), last (rows that count, from the block's end), values=1
+                      (times the norm of the chunk's values)
     mass-once         the same of the prompt's last rows, once
     published         mean keys against the last verified query, anew each time; published-once: once, as published
     recent            the first chunk and the last ones (StreamingLLM, arXiv 2309.17453)

@@ -181,16 +181,16 @@ def test_a_lookup_that_is_wrong_leaves_the_model_in_its_place() -> None:
 
 def test_drafting_stops_early_where_a_token_was_unsure() -> None:
     """Tokens of grade 2 are kept at times, those of grade 9 nearly always."""
-    ahead = Adaptive(63, Line(1.0, 0.0), [Source(0.9, 0.1)])
+    ahead = Adaptive(63, Line(1.0, 0.0), [Source(0.9, 0.01)])
     for _ in range(300):
         for grade, chance in ((2, 0.3), (9, 0.99)):
             ahead.start(1)
-            ahead.drafted(0, [grade], 0.1)
+            ahead.drafted(0, [grade], 0.01)
             ahead.verified(Verdict(1, 0, [chance]), 2, 1.0)
     lengths = {}
     for grade in (2, 9):
         ahead.start(63)
-        ahead.drafted(0, [grade], 0.1)
+        ahead.drafted(0, [grade], 0.01)
         ask = ahead.ask([ANY])
         lengths[grade] = ask.num_tokens if ask else 0
     assert lengths[2] < lengths[9] - 2
@@ -247,11 +247,11 @@ def test_no_more_is_asked_for_than_may_be_drafted() -> None:
 
 def test_a_pause_of_the_machine_moves_an_estimate_little_but_what_stays_is_learned() -> None:
     source = Source(0.9, 0.01)
-    source.took(1.0)  # not asked before: its cache had to catch up
+    source.took(1.0, 1)  # not asked before: its cache had to catch up
     assert source.seconds.value < 0.012
     source.idle_rounds = 0
-    source.took(1.0)
+    source.took(1.0, 1)
     assert source.seconds.value < 0.02
     for _ in range(100):
-        source.took(1.0)
+        source.took(1.0, 1)
     assert math.isclose(source.seconds.value, 1.0, rel_tol=0.1)

@@ -166,7 +166,7 @@ def test_a_slow_link_is_worth_a_larger_budget_and_longer_drafts() -> None:
     assert budgets == sorted(budgets)
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[-1]
-    assert budgets[-1] == 32200 // 4 // 16 * 16
+    assert budgets[-1] == 32200 // 2 // 16 * 16
 
 
 def test_a_budget_is_whole_chunks_and_at_most_the_context() -> None:

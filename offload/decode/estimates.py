@@ -16,18 +16,23 @@ class Mean:
 
     guess: float
     weight: float = 4.0
-    kept: float = 0.98
+    kept: float = 0.995
     _count: float = 0.0
     _total: float = 0.0
 
     @property
     def value(self) -> float:
-        return (self.weight * self.guess + self._total) / (self.weight + self._count)
+        return self.from_guess(self.guess)
 
-    def add(self, value: float) -> None:
-        self.fade(self.kept)
-        self._count += 1.0
-        self._total += value
+    def from_guess(self, guess: float) -> float:
+        """The mean, had it started from this guess."""
+        return (self.weight * guess + self._total) / (self.weight + self._count)
+
+    def add(self, value: float, times: int = 1) -> None:
+        """`value` was seen, as the mean of so many."""
+        self.fade(self.kept**times)
+        self._count += times
+        self._total += value * times
 
     def fade(self, kept: float) -> None:
         self._count *= kept

@@ -22,6 +22,7 @@ SURE_MATCH = 3  # the grade of a lookup that fixed lengths trust: 8 tokens and m
 _LOOKUP_CHANCES = (0.2, 0.4, 0.55, 0.75, 0.9, 0.95)  # by grade (docs/log.md)
 _IDLE = 0.99  # of an estimate's weight is left after a round in which its proposer was not asked
 _PACE = 0.95  # of the weight of earlier seconds, after new ones
+_PLACES = 6  # in a block: the first, the 2nd and 3rd, the 4th to 7th, ...
 _PROBE = 16  # rounds from one short one to the next: only different lengths show what a row costs
 _CATCH_UP = 2  # rounds after which a proposer that was not asked has more to do than usual
 _REST = 8  # rounds after which a proposer that was not asked need not be ready
@@ -110,6 +111,8 @@ class Fixed:
 class Source:
     """What is known of one proposer at one level: the chance that a token of it is kept, and what it costs.
 
+    Chances are kept by grade, for drafted tokens, and by place in the block, for those that would follow: texts
+    are easy and hard in stretches, so a block that went well so far goes on better than the mean.
     seconds: of one token; round_seconds: of each round in which it may be asked, for getting it ready; pass_share: what
     that adds to a verification, as a share of its seconds; guessed_chances: by grade, where they are known beforehand.
     """
@@ -124,6 +127,7 @@ class Source:
         guessed_chances: Sequence[float] = (),
     ) -> None:
         self.chance = Mean(chance)
+        self._by_place = [Mean(chance) for _ in range(_PLACES)]
         self.seconds, self.round_seconds = Mean(seconds, 1.0, _PACE), Mean(round_seconds, 1.0, _PACE)
         self.pass_share, self.is_lookup = pass_share, bool(guessed_chances)
         self.ready, self.idle_rounds = True, _REST
@@ -139,20 +143,28 @@ class Source:
         """That a drafted token of `grade` is kept."""
         return self._of(grade).value
 
-    def learn(self, grade: int, chance: float) -> None:
+    def chance_at(self, place: int) -> float:
+        """That a token which is not drafted yet is kept, the `place` tokens before it in the block being so."""
+        return self._at(place).from_guess(self.chance.value)
+
+    def learn(self, grade: int, place: int, chance: float) -> None:
         self.chance.add(chance)
         self._of(grade).add(chance)
+        self._at(place).add(chance)
 
-    def took(self, seconds: float) -> None:
-        """A token did. What is far above the estimate was a pause of the machine, or, after rounds in which it was not
+    def took(self, seconds: float, num_tokens: int) -> None:
+        """A step did. What is far above the estimate was a pause of the machine, or, after rounds in which it was not
         asked, a cache that had to catch up.
         """
         most = 1.3 if self.idle_rounds > _CATCH_UP else 2.0
-        self.seconds.add(min(seconds, most * self.seconds.value))
+        self.seconds.add(min(seconds / num_tokens, most * self.seconds.value), num_tokens)
 
     def fade(self) -> None:
-        for mean in (self.chance, self.seconds, *self._by_grade.values()):
+        for mean in (self.chance, self.seconds, *self._by_place, *self._by_grade.values()):
             mean.fade(_IDLE)
+
+    def _at(self, place: int) -> Mean:
+        return self._by_place[min((place + 1).bit_length(), _PLACES) - 1]
 
     def _of(self, grade: int) -> Mean:
         if self._last_grade >= 0:
@@ -185,7 +197,7 @@ class Adaptive:
         best, most = None, 0.0
         for index, (source, outlook) in enumerate(zip(self.sources, outlooks, strict=True)):
             if outlook.num_tokens is None:
-                num_tokens, worth = self._chain(source, self._kept, self._left) if source.ready else (0, 0.0)
+                num_tokens, worth = self._chain(source, self._kept, len(self._drafted), self._left)
             else:
                 num_tokens, worth = self._run(source, outlook, outlooks)
             if num_tokens and worth > most:
@@ -202,11 +214,11 @@ class Adaptive:
             self._kept *= source.chance_of(grade)
             self._drafted.append((source, grade))
         if self._measured:
-            source.took(seconds / len(grades))
+            source.took(seconds, len(grades))
 
     def verified(self, verdict: Verdict, num_rows: int, seconds: float) -> None:
-        for (source, grade), chance in zip(self._drafted, verdict.chances, strict=False):
-            source.learn(grade, chance)
+        for place, ((source, grade), chance) in enumerate(zip(self._drafted, verdict.chances, strict=False)):
+            source.learn(grade, place, chance)
         used = {source for source, _ in self._drafted}
         for source in self.sources:
             source.idle_rounds = 0 if source in used else source.idle_rounds + 1
@@ -221,7 +233,7 @@ class Adaptive:
         source, self._rate = self.sources[index], self.rate()
         if source.idle_rounds >= _REST and self._drafted:
             return False
-        _, worth = self._chain(source, 1.0, self.most)
+        _, worth = self._chain(source, 1.0, 0, self.most, ready=True)
         return worth > source.round_seconds.value + source.pass_share * self.passes.at(1)
 
     def readied(self, index: int, seconds: float | None) -> None:
@@ -238,33 +250,43 @@ class Adaptive:
     def _best_rate(self, source: Source) -> float:
         """Seconds per token with the best fixed length of `source`."""
         fixed, slope = self.passes.coefficients()
-        fixed = (fixed + slope) * (1.0 + source.pass_share) + source.round_seconds.value
+        seconds = (fixed + slope) * (1.0 + source.pass_share) + source.round_seconds.value
         step = source.seconds.value + slope
-        chance, power, tokens, best = source.chance.value, 1.0, 1.0, math.inf
-        for length in range(1, self.most + 1):
-            power *= chance
-            tokens += power
-            best = min(best, (fixed + length * step) / tokens)
+        kept, tokens, best = 1.0, 1.0, math.inf
+        for place in range(self.most):
+            kept *= source.chance_at(place)
+            tokens += kept
+            seconds += step
+            best = min(best, seconds / tokens)
         return best
 
-    def _chain(self, source: Source, kept: float, limit: int) -> tuple[int, float]:
-        """(tokens, worth) of going on with a model as long as it pays, the chance of what is drafted being `kept`."""
-        chance, cost = min(source.chance.value, 0.9999), source.seconds.value + self.passes.slope
-        gain = self._rate * kept
-        if limit <= 0 or gain * chance <= cost:
+    def _chain(
+        self, source: Source, kept: float, place: int, limit: int, *, ready: bool | None = None
+    ) -> tuple[int, float]:
+        """(tokens, worth) of going on with a model as long as it pays, `place` tokens being drafted and kept with the
+        chance `kept`."""
+        cost, worth = source.seconds.value + self.passes.slope, 0.0
+        if not (source.ready if ready is None else ready):
             return 0, 0.0
-        num_tokens = min(int(math.log(cost / gain) / math.log(chance)), limit) if cost > 0 else limit
-        accepted = chance * (1.0 - chance**num_tokens) / (1.0 - chance)
-        return num_tokens, gain * accepted - num_tokens * cost
+        for count in range(limit):
+            kept *= source.chance_at(place + count)
+            gain = self._rate * kept - cost
+            if gain <= 0.0:
+                return count, worth
+            worth += gain
+        return max(limit, 0), worth
 
     def _run(self, source: Source, outlook: Outlook, outlooks: Sequence[Outlook]) -> tuple[int, float]:
-        """(tokens, worth) of the best part of a lookup, a model going on after it."""
-        models = [s for s, o in zip(self.sources, outlooks, strict=True) if o.num_tokens is None and s.ready]
+        """(tokens, worth) of the best part of a lookup, a model going on after it. Parts are halves of halves."""
+        models = [s for s, o in zip(self.sources, outlooks, strict=True) if o.num_tokens is None]
         chance, cost = source.chance_of(outlook.grade or 0), source.seconds.value + self.passes.slope
-        kept, gained, best = self._kept, 0.0, (0, 0.0)
-        for count in range(1, min(outlook.num_tokens or 0, self._left) + 1):
-            kept *= chance
-            gained += self._rate * kept - cost
-            after = max((self._chain(model, kept, self._left - count)[1] for model in models), default=0.0)
+        place, count, best = len(self._drafted), min(outlook.num_tokens or 0, self._left), (0, 0.0)
+        while count:
+            kept = self._kept * chance**count
+            gained = self._rate * self._kept * sum(chance**n for n in range(1, count + 1)) - count * cost
+            after = max(
+                (self._chain(model, kept, place + count, self._left - count)[1] for model in models), default=0.0
+            )
             best = max(best, (count, gained + after), key=lambda pair: pair[1])
+            count //= 2
         return best

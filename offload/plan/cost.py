@@ -13,7 +13,7 @@ from offload.plan.placement import Placement
 from offload.plan.sizing import Composition, Sizing
 
 DRAFT_ACCEPTANCE = 0.5  # of a small draft's tokens, by the target or a part of it
-_CHANGED_CHUNKS = 0.5  # of those held, in a round
+_CHANGED_CHUNKS = 0.3  # of those held, in a round
 
 
 @dataclass(frozen=True)

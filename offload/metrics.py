@@ -7,7 +7,6 @@ at one level; *acceptance* is accepted / drafted tokens; *tokens per round* is (
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -26,16 +25,17 @@ class LevelStats:
     drafted: int = 0
     accepted: int = 0
     link_bytes: int = 0  # moved to the device during its passes
-    drafted_by: Counter[str] = field(default_factory=Counter)  # the same by proposer
-    accepted_by: Counter[str] = field(default_factory=Counter)
+    drafted_by: dict[str, int] = field(default_factory=dict)  # the same by proposer
+    accepted_by: dict[str, int] = field(default_factory=dict)
 
     def count_round(self, proposers: Sequence[str], num_accepted: int) -> None:
         """One round: who proposed each drafted token, and how many of them stayed."""
         self.rounds += 1
         self.drafted += len(proposers)
         self.accepted += num_accepted
-        self.drafted_by.update(proposers)
-        self.accepted_by.update(proposers[:num_accepted])
+        for place, name in enumerate(proposers):
+            self.drafted_by[name] = self.drafted_by.get(name, 0) + 1
+            self.accepted_by[name] = self.accepted_by.get(name, 0) + (place < num_accepted)
 
     @property
     def acceptance(self) -> float | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from offload.metrics import LevelStats, LinkStats, Stats
@@ -110,6 +112,9 @@ def test_the_stats_table_says_whose_drafts_were_kept_where_there_was_a_choice() 
     at = next(i for i, line in enumerate(lines) if line.startswith("target"))
     assert lines[at].split() == ["target", "3", "20", "1.00", "333", "4", "0.50", "2.00"]
     assert [line.split() for line in lines[at + 1 : at + 3]] == [["lookup", "2", "0.50"], ["retrieval", "2", "0.50"]]
+    said = json.loads(json.dumps(level.as_dict()))  # a Counter was no JSON
+    assert said["drafted_by"] == {"lookup": 2, "retrieval": 2}
+    assert said["accepted_by"] == {"lookup": 1, "retrieval": 1}
 
 
 def test_stats_table_fits_80_columns_with_large_numbers_and_no_numbers():

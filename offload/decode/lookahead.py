@@ -22,6 +22,7 @@ SURE_MATCH = 3  # the grade of a lookup that fixed lengths trust: 8 tokens and m
 _LOOKUP_CHANCES = (0.2, 0.4, 0.55, 0.75, 0.9, 0.95)  # by grade (docs/log.md)
 _IDLE = 0.99  # of an estimate's weight is left after a round in which its proposer was not asked
 _PACE = 0.95  # of the weight of earlier seconds, after new ones
+_MARGIN = 1.1  # by which a token's worth must exceed its price: both are estimates, and the best looking one flatters
 _PLACES = 6  # in a block: the first, the 2nd and 3rd, the 4th to 7th, ...
 _PROBE = 16  # rounds from one short one to the next: only different lengths show what a row costs
 _CATCH_UP = 2  # rounds after which a proposer that was not asked has more to do than usual
@@ -270,10 +271,9 @@ class Adaptive:
             return 0, 0.0
         for count in range(limit):
             kept *= source.chance_at(place + count)
-            gain = self._rate * kept - cost
-            if gain <= 0.0:
+            if self._rate * kept < _MARGIN * cost:
                 return count, worth
-            worth += gain
+            worth += self._rate * kept - cost
         return max(limit, 0), worth
 
     def _run(self, source: Source, outlook: Outlook, outlooks: Sequence[Outlook]) -> tuple[int, float]:

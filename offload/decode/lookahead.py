@@ -197,6 +197,8 @@ class Adaptive:
         """The step that is worth the most. A lookup's worth includes that a model may go on after it."""
         best, most = None, 0.0
         for index, (source, outlook) in enumerate(zip(self.sources, outlooks, strict=True)):
+            if not source.ready:
+                continue
             if outlook.num_tokens is None:
                 num_tokens, worth = self._chain(source, self._kept, len(self._drafted), self._left)
             else:
@@ -234,7 +236,7 @@ class Adaptive:
         source, self._rate = self.sources[index], self.rate()
         if source.idle_rounds >= _REST and self._drafted:
             return False
-        _, worth = self._chain(source, 1.0, 0, self.most, ready=True)
+        _, worth = self._chain(source, 1.0, 0, self.most)
         return worth > source.round_seconds.value + source.pass_share * self.passes.at(1)
 
     def readied(self, index: int, seconds: float | None) -> None:
@@ -261,14 +263,10 @@ class Adaptive:
             best = min(best, seconds / tokens)
         return best
 
-    def _chain(
-        self, source: Source, kept: float, place: int, limit: int, *, ready: bool | None = None
-    ) -> tuple[int, float]:
+    def _chain(self, source: Source, kept: float, place: int, limit: int) -> tuple[int, float]:
         """(tokens, worth) of going on with a model as long as it pays, `place` tokens being drafted and kept with the
         chance `kept`."""
         cost, worth = source.seconds.value + self.passes.slope, 0.0
-        if not (source.ready if ready is None else ready):
-            return 0, 0.0
         for count in range(limit):
             kept *= source.chance_at(place + count)
             if self._rate * kept < _MARGIN * cost:
@@ -278,7 +276,7 @@ class Adaptive:
 
     def _run(self, source: Source, outlook: Outlook, outlooks: Sequence[Outlook]) -> tuple[int, float]:
         """(tokens, worth) of the best part of a lookup, a model going on after it. Parts are halves of halves."""
-        models = [s for s, o in zip(self.sources, outlooks, strict=True) if o.num_tokens is None]
+        models = [s for s, o in zip(self.sources, outlooks, strict=True) if o.num_tokens is None and s.ready]
         chance, cost = source.chance_of(outlook.grade or 0), source.seconds.value + self.passes.slope
         place, count, best = len(self._drafted), min(outlook.num_tokens or 0, self._left), (0, 0.0)
         while count:

@@ -31,6 +31,7 @@ class LookupProposer:
         self._vocab_size, self._device, self._least = vocab_size, device, least
         self._tokens: NDArray[np.int32] = np.empty(1024, np.int32)
         self._length = 0
+        self._match: tuple[int, int] | None = None  # of the sequence that is held
 
     def outlook(self, sequence: Sequence[int]) -> Outlook:
         """Grade: the length of the match. A token's own continuation ends where the sequence does."""
@@ -46,10 +47,14 @@ class LookupProposer:
 
     def truncate(self, length: int) -> None:
         self._length = min(self._length, length)
+        self._match = None
 
     def _find(self, sequence: Sequence[int]) -> tuple[int, int]:
-        self._hold(sequence)
-        return longest_match(self._tokens[: self._length])
+        """Once for an outlook and the proposal after it."""
+        if self._match is None or len(sequence) != self._length:
+            self._hold(sequence)
+            self._match = longest_match(self._tokens[: self._length])
+        return self._match
 
     def _hold(self, sequence: Sequence[int]) -> None:
         """The sequence as an array; what was held of it before and not truncated is the same."""

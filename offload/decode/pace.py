@@ -8,7 +8,7 @@ from offload.decode.estimates import Line
 from offload.decode.lookahead import Adaptive, Fixed, Lookahead, Source
 from offload.decode.speculation import Proposer
 from offload.plan.cost import DRAFT_ACCEPTANCE
-from offload.plan.planner import Plan
+from offload.plan.planner import LevelName, Plan
 
 
 class Pace:
@@ -18,22 +18,28 @@ class Pace:
         self._plan, self._seconds, self._measured = plan, plan.predicted, measured
 
     def target(self, proposers: Sequence[Proposer]) -> Lookahead:
-        plan, seconds = self._plan, self._seconds
-        if "target" not in plan.adaptive:
-            return Fixed(plan.gamma)
-        passes = Line(seconds.full_pass_seconds - seconds.full_row_seconds, seconds.full_row_seconds)
-        return Adaptive(plan.gamma, passes, self._sources(proposers), measured=self._measured)
+        seconds = self._seconds
+        return self._lookahead(
+            "target", self._plan.gamma, proposers, seconds.full_pass_seconds, seconds.full_row_seconds
+        )
 
     def retrieval(self, proposers: Sequence[Proposer]) -> Lookahead:
-        plan, seconds = self._plan, self._seconds
-        if "retrieval" not in plan.adaptive:
-            return Fixed(plan.draft_gamma)
-        row = seconds.retrieval_row_seconds
-        passes = Line(seconds.retrieval_pass_seconds - row, row)
-        return Adaptive(plan.draft_gamma, passes, self._sources(proposers), measured=self._measured)
+        seconds = self._seconds
+        return self._lookahead(
+            "retrieval",
+            self._plan.draft_gamma,
+            proposers,
+            seconds.retrieval_pass_seconds,
+            seconds.retrieval_row_seconds,
+        )
 
-    def _sources(self, proposers: Sequence[Proposer]) -> list[Source]:
-        return [self._source(proposer.name) for proposer in proposers]
+    def _lookahead(
+        self, level: LevelName, most: int, proposers: Sequence[Proposer], pass_seconds: float, row_seconds: float
+    ) -> Lookahead:
+        if level not in self._plan.adaptive:
+            return Fixed(most)
+        sources = [self._source(proposer.name) for proposer in proposers]
+        return Adaptive(most, Line(pass_seconds - row_seconds, row_seconds), sources, measured=self._measured)
 
     def _source(self, name: str) -> Source:
         seconds = self._seconds

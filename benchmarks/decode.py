@@ -7,7 +7,9 @@ A setting is `plain` (--no-speculation), `default` (what `generate` does by itse
 on the same weights) or options over the default, joined by "+": `gamma=7+lookup=no+budget=1024`; `draft=no` leaves the
 draft model out. Every setting continues the same prompt, prefilled once, with the same seeds, at top-p 0.9. ms/token
 counts the tokens after the first. The settings take turns, seed by seed: a slow moment of the machine does not hit one
-alone. Lengths adapt by measured seconds, as they do without --seed. At temperature 0 all settings write the same text.
+alone, and "vs plain" is the median over the seeds of plain's ms/token over the setting's in the same turn. Lengths
+adapt by measured seconds, as they do without --seed. At temperature 0 all settings write the same text, whatever the
+seed: then only runs at temperature 0 compare settings, at others they compare what was drawn too.
 """
 
 from __future__ import annotations
@@ -154,8 +156,10 @@ def measure(case: Case, settings: list[str], seeds: list[int]) -> dict[str, list
     return results
 
 
-def row_of(case: Case, setting: str, runs: list[Measurement], plain: float | None) -> list[str]:
+def row_of(case: Case, setting: str, runs: list[Measurement], plain: list[Measurement]) -> list[str]:
     milliseconds = spread([run["milliseconds_per_token"] for run in runs])
+    pairs = zip(plain or runs, runs, strict=True)
+    ratios = spread([before["milliseconds_per_token"] / run["milliseconds_per_token"] for before, run in pairs])
     row = [
         case.task,
         f"{len(case.prompt)}",
@@ -163,7 +167,7 @@ def row_of(case: Case, setting: str, runs: list[Measurement], plain: float | Non
         setting,
         f"{milliseconds['median']:.2f}",
         f"{milliseconds['min']:.2f} to {milliseconds['max']:.2f}",
-        f"{plain / milliseconds['median']:.2f}x" if plain else "",
+        f"{ratios['median']:.2f}x ({ratios['min']:.2f} to {ratios['max']:.2f})" if plain else "",
     ]
     if "stats" not in runs[0]:
         return [*row, "", "", "", ""]
@@ -209,9 +213,7 @@ def main() -> None:
         prompt = texts.prompt(task, tokenizer, length)
         case = Case(args.model, draft, task, prompt, args.max_tokens, temperature, options)
         results = measure(case, settings, list(range(args.seeds)))
-        plain = None
-        if "plain" in results:
-            plain = spread([run["milliseconds_per_token"] for run in results["plain"]])["median"]
+        plain = results.get("plain", [])
         rows += [row_of(case, setting, runs, plain) for setting, runs in results.items()]
         about = {"task": task, "length": len(prompt), "temperature": temperature}
         document += [about | {"setting": setting, "runs": runs} for setting, runs in results.items()]

@@ -89,6 +89,7 @@ class Stats:
     """One request: what `--stats` and `--json` print."""
 
     prompt_tokens: int = 0
+    reused_tokens: int = 0  # of them, held already
     output_tokens: int = 0
     load_seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -102,7 +103,8 @@ class Stats:
     @property
     def prompt_tokens_per_second(self) -> float | None:
         """Over the time to the first token: the prompt's last rows run in the pass that gives it."""
-        return self.prompt_tokens / self.first_token_seconds if self.first_token_seconds else None
+        new = self.prompt_tokens - self.reused_tokens
+        return new / self.first_token_seconds if self.first_token_seconds else None
 
     @property
     def decode_tokens_per_second(self) -> float | None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from offload.decode import generation, lookahead, lookup, sampling, speculation, verify
 from offload.decode.estimates import Line
-from offload.decode.lookahead import Adaptive, Fixed, Lookahead, Outlook, Source
+from offload.decode.lookahead import Adaptive, Ask, Fixed, Lookahead, Outlook, Source
 from offload.decode.sampling import RandomSource, SamplingParams
 from offload.decode.speculation import Proposal
 from offload.metrics import LevelStats, Stats
@@ -250,6 +250,16 @@ class ConfidentLookahead(Fixed):
             self._left = 0
 
 
+class TurnsLookahead(Fixed):
+    """Asks the proposers that always can in turns, a token or two at a time: draft and retrieval level in one round."""
+
+    def ask(self, outlooks: Sequence[Outlook]) -> Ask | None:
+        always = [index for index, outlook in enumerate(outlooks) if outlook.num_tokens is None]
+        if self._left <= 0 or not always:
+            return super().ask(outlooks)
+        return Ask(always[self._left % len(always)], min(self._left, 2))
+
+
 def adaptive(num_proposers: int, gamma: int, *, lookup: bool, dear: bool) -> Adaptive:
     """The real one, unmeasured. `dear` tokens are drafted only where they are likely to be kept."""
     cost = 0.45 if dear else 0.01
@@ -289,6 +299,7 @@ class Case:
     draft_gamma: int = 0
     ngram: bool = False
     lookup: bool = False  # beside the other proposers, at every level
+    straight: bool = False  # the draft proposes to the target too, beside the retrieval level
     adapt: Callable[[int], Lookahead] | Literal["adaptive", "adaptive, dear"] = Fixed
     warp: Warp = identity
     params: SamplingParams | None = None
@@ -344,9 +355,10 @@ def build(
     if case.draft is not None:
         below = [spec.ModelProposer(level(case.draft), warp, rng)]
     if retrieval is not None:
-        below = [*lookups(), *below]
-        middle = ahead(case.draft_gamma, below)
-        below = [spec.Speculator(retrieval, below, lookahead=middle, warp=warp, random=rng)]
+        inner = [*lookups(), *below]
+        middle = ahead(case.draft_gamma, inner)
+        straight = below if case.straight else []
+        below = [*straight, spec.Speculator(retrieval, inner, lookahead=middle, warp=warp, random=rng)]
     proposers = [*lookups(), *below]
     top = ahead(case.gamma, proposers)
     speculator = spec.Speculator(target, proposers, lookahead=top, warp=warp, random=rng, on_verified=on_verified)

@@ -15,12 +15,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Ground to roof: a storey imports from itself and from those before it.
-STOREYS = ("ground", "plan", "kernels", "transfer", "cache", "model", "decode", "roof")
-ROOF = ("offload.engine", "offload.diagnosis", "offload.measure")
+STOREYS = ("ground", "plan", "kernels", "transfer", "cache", "model", "decode", "session", "roof")
+ROOF = ("offload.engine", "offload.assembly", "offload.diagnosis", "offload.measure")
 GROUND = ("offload.errors", "offload.metrics")
 CLI_MAY_IMPORT = (
     *("offload.engine", "offload.diagnosis", "offload.plan"),
-    *("offload.errors", "offload.metrics", "offload.decode.sampling"),
+    *("offload.errors", "offload.metrics", "offload.decode.sampling", "offload.decode.tokenizer"),
 )
 WITHOUT_TORCH = ("offload.plan", "offload.errors", "offload.metrics")
 BROAD = ("Exception", "BaseException")

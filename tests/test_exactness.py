@@ -18,6 +18,7 @@ from enumeration import (
     Law,
     ShortLookahead,
     Tokens,
+    TurnsLookahead,
     autoregressive_law,
     branches,
     build,
@@ -114,6 +115,16 @@ CASES: dict[str, Case] = {
     "lookups at two levels": two_levels(3, 3, 2, lookup=True, prompt=(0, 1, 2, 0, 1)),
     "lookups at two levels, greedy": two_levels(4, 3, 2, 4, lookup=True, params=GREEDY, prompt=(0, 1, 2, 3, 0, 1)),
     **{
+        f"a draft of two levels, {name}": two_levels(3, 3, 2, straight=True, **changes)
+        for name, changes in {
+            "in turns": {"adapt": TurnsLookahead},
+            "in turns, lookups": {"adapt": TurnsLookahead, "lookup": True, "prompt": (0, 1, 2, 0, 1)},
+            "adaptive": {"adapt": "adaptive"},
+            "adaptive, dear, lookups": {"adapt": "adaptive, dear", "lookup": True},
+        }.items()
+    },
+    "a draft of two levels, greedy": two_levels(4, 3, 2, 4, straight=True, adapt=TurnsLookahead, params=GREEDY),
+    **{
         f"{levels}, {adapt}{', lookups' if lookup else ''}": make(lookup=lookup, adapt=adapt)
         for levels, make in (("one level", partial(one_level, 3, 3, 4)), ("two levels", partial(two_levels, 3, 3, 2)))
         for adapt in ("adaptive", "adaptive, dear")
@@ -144,6 +155,7 @@ GENERATIONS: dict[str, Callable[..., float]] = {
         ("lookups", one_level(3, 3, 5, draft=None, lookup=True), "token 2", 1),
         ("one level, adaptive with state", one_level(3, 3, 4, adapt="adaptive, dear", lookup=True), "token 2", 1),
         ("two levels, adaptive with state", two_levels(3, 2, 1, adapt="adaptive, dear"), "nothing", 1),
+        ("a draft of two levels", two_levels(3, 3, 2, straight=True, adapt=TurnsLookahead), "token 2", 1),
         ("two levels, adaptive, lookups", two_levels(3, 2, 2, adapt="adaptive", lookup=True), "token 2", 1),
     ]
 }

@@ -10,7 +10,7 @@ from offload.errors import DoesNotFit, UsageError
 from offload.plan.config import ModelConfig
 from offload.plan.expectations import LLAMA2_7B as LLAMA_7B
 from offload.plan.hardware import Hardware
-from offload.plan.planner import Options, Plan, make_plan
+from offload.plan.planner import Options, Plan, largest_context, make_plan
 
 GIB = 2**30
 CPU = Hardware("cpu", "CPU", 64 * GIB, 64 * GIB, True)
@@ -196,6 +196,26 @@ def test_a_model_whose_weights_outweigh_its_cache_has_no_retrieval_level() -> No
     made = plan(target=LLAMA_7B, draft=None, hardware=GPU, prompt=2000)
     assert (made.levels, made.lookup) == (("target",), True)
     assert made.predicted.seconds_per_token == made.predicted.plain_seconds_per_token
+
+
+def test_a_retrieval_level_comes_along_where_it_is_not_far_from_the_best() -> None:
+    """At 4096 tokens the draft alone is predicted to be faster: on many a text it is not, and a level may rest."""
+    made = plan(prompt=4096)
+    assert made.levels == ("draft", "retrieval", "target")
+    alone = plan(Options(gamma=made.predicted.tokens_drafted, draft_gamma=1), prompt=4096).predicted
+    assert made.predicted.tokens_drafted == 1
+    assert made.predicted.seconds_per_token <= alone.seconds_per_token
+    assert plan(prompt=1000).levels == ("draft", "target")
+    assert plan(prompt=1000).predicted.refresh_seconds == 0.0
+
+
+def test_the_largest_context_is_the_last_that_can_be_planned() -> None:
+    small = Hardware("cpu", "CPU", 2**28, 2**28, True)
+    fits = largest_context(DEMO, DRAFT, Options(), small, 32768)
+    assert 200 < fits < 32768
+    assert plan(hardware=small, prompt=fits - 200, max_tokens=200).capacity == fits
+    with pytest.raises(DoesNotFit, match=f"fits is {fits} tokens"):
+        plan(hardware=small, prompt=fits - 199, max_tokens=200)
 
 
 def test_a_draft_may_propose_straight_to_the_target() -> None:

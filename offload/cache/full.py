@@ -133,17 +133,30 @@ class FullCache:
         if isinstance(residence, StreamedTiles):
             residence.fetch_ahead(self.length)
 
-    def copy_from(self, other: FullCache) -> None:
-        """Hold what `other` holds: a cache of the same shape, which may live elsewhere."""
-        other.wait_home()
-        self.store.grow(other.length)
-        for layer in range(self.num_layers):
-            for index in range(self.shape.count(other.length)):
-                self.store.home(layer, index).copy_(other.store.home(layer, index))
+    def page(self, layer: int, number: int) -> Tensor:
+        """Page `number` of the sequence in `layer`: a view of its home, [2, H_kv, S, D], each half contiguous.
+
+        What it holds counts after `wait_home`; what is written there, after `restored`.
+        """
+        index, within = divmod(number, self.shape.num_pages)
+        return self.store.home(layer, index)[:, within]
+
+    def restored(self, length: int) -> None:
+        """The homes of the first `length` tokens' pages were written: hold these tokens and no others."""
         self.truncate(0)
         for residence in self._residences.values():
             residence.forget()
-        self.length = other.length
+        self.length = length
+
+    def copy_from(self, other: FullCache) -> None:
+        """Hold what `other` holds, whose tiles may have another size and live elsewhere."""
+        other.wait_home()
+        self.wait_home()
+        self.reserve(other.length)
+        for layer in range(self.num_layers):
+            for number in range(-(-other.length // self.shape.page_tokens)):
+                self.page(layer, number).copy_(other.page(layer, number))
+        self.restored(other.length)
 
     def nbytes(self) -> int:
         return self.store.nbytes()

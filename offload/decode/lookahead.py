@@ -20,13 +20,17 @@ from offload.decode.verify import Verdict
 GRADES = 11  # of a model's tokens: tenths of the largest probability in their law
 SURE_MATCH = 3  # the grade of a lookup that fixed lengths trust: 8 tokens and more
 _LOOKUP_CHANCES = (0.2, 0.4, 0.55, 0.75, 0.9, 0.95)  # by grade (docs/log.md)
+_LOOKUP_MEMORY = 0.9  # of the weight of a looked up token is left after the next: a run stands or falls as one
 _IDLE = 0.99  # of an estimate's weight is left after a round in which its proposer was not asked
 _PACE = 0.95  # of the weight of earlier seconds, after new ones
 _MARGIN = 1.1  # by which a token's worth must exceed its price: both are estimates, and the best looking one flatters
+_LATELY = 0.9  # of the weight of a round is left after the next, in what a token has cost lately
+_LEAST_RATE = 0.5  # of what a model alone would make a token cost: an easy stretch ends
 _PLACES = 6  # in a block: the first, the 2nd and 3rd, the 4th to 7th, ...
 _PROBE = 16  # rounds from one short one to the next: only different lengths show what a row costs
 _CATCH_UP = 2  # rounds after which a proposer that was not asked has more to do than usual
-_REST = 8  # rounds after which a proposer that was not asked need not be ready
+_REST = 8  # rounds after which a proposer that was not asked need not be ready, ...
+_RETRY = 32  # ... but once in so many, since what it could do has changed
 
 
 def grade_of(rows: Tensor) -> list[int]:
@@ -114,8 +118,9 @@ class Source:
 
     Chances are kept by grade, for drafted tokens, and by place in the block, for those that would follow: texts
     are easy and hard in stretches, so a block that went well so far goes on better than the mean.
-    seconds: of one token; round_seconds: of each round in which it may be asked, for getting it ready; pass_share: what
-    that adds to a verification, as a share of its seconds; guessed_chances: by grade, where they are known beforehand.
+    trust: observations that the given chance is worth. seconds: of one token; round_seconds: of each round in which it
+    may be asked, for getting it ready; pass_share: what that adds to a verification, as a share of its seconds;
+    guessed_chances: by grade, where they are known beforehand.
     """
 
     def __init__(
@@ -123,16 +128,17 @@ class Source:
         chance: float,
         seconds: float,
         *,
+        trust: float = 4.0,
         round_seconds: float = 0.0,
         pass_share: float = 0.0,
         guessed_chances: Sequence[float] = (),
     ) -> None:
-        self.chance = Mean(chance)
+        self.chance = Mean(chance, trust)
         self._by_place = [Mean(chance) for _ in range(_PLACES)]
         self.seconds, self.round_seconds = Mean(seconds, 1.0, _PACE), Mean(round_seconds, 1.0, _PACE)
         self.pass_share, self.is_lookup = pass_share, bool(guessed_chances)
         self.ready, self.idle_rounds = True, _REST
-        self._by_grade = {grade: Mean(chance) for grade, chance in enumerate(guessed_chances)}
+        self._by_grade = {grade: Mean(chance, 4.0, _LOOKUP_MEMORY) for grade, chance in enumerate(guessed_chances)}
         self._last_grade = len(guessed_chances) - 1
 
     @classmethod
@@ -142,7 +148,7 @@ class Source:
 
     def chance_of(self, grade: int) -> float:
         """That a drafted token of `grade` is kept."""
-        return self._of(grade).value
+        return self._of(grade).value if self.is_lookup else self._of(grade).from_guess(self.chance.value)
 
     def chance_at(self, place: int) -> float:
         """That a token which is not drafted yet is kept, the `place` tokens before it in the block being so."""
@@ -185,6 +191,7 @@ class Adaptive:
         self.most, self.passes, self.sources, self._measured = most, passes, sources, measured
         self._left = self._rounds = 0
         self._rate = 0.0  # seconds that a token costs at present
+        self._spent = self._emitted = 0.0  # seconds and tokens of the latest rounds
         self._kept = 1.0  # the chance that all drafted so far is kept
         self._drafted: list[tuple[Source, int]] = []  # each token's source and grade
 
@@ -222,6 +229,7 @@ class Adaptive:
     def verified(self, verdict: Verdict, num_rows: int, seconds: float) -> None:
         for place, ((source, grade), chance) in enumerate(zip(self._drafted, verdict.chances, strict=False)):
             source.learn(grade, place, chance)
+        self._count(verdict.num_accepted + 1, num_rows)
         used = {source for source, _ in self._drafted}
         for source in self.sources:
             source.idle_rounds = 0 if source in used else source.idle_rounds + 1
@@ -232,12 +240,16 @@ class Adaptive:
             self.passes.add(num_rows, seconds / (1.0 + share))
 
     def wants(self, index: int) -> bool:
-        """Not where others drafted for some rounds without it, whatever it would be worth alone."""
+        """Where it is worth more than what another model could do at once. Not where others drafted for some rounds
+        without it, whatever it would be worth alone."""
         source, self._rate = self.sources[index], self.rate()
-        if source.idle_rounds >= _REST and self._drafted:
+        rests = source.idle_rounds >= _REST and source.idle_rounds % _RETRY
+        if rests and self._drafted:
             return False
-        _, worth = self._chain(source, 1.0, 0, self.most)
-        return worth > source.round_seconds.value + source.pass_share * self.passes.at(1)
+        others = [other for other in self.sources if other is not source and not other.is_lookup]
+        worth, *others_worth = (self._chain(model, 1.0, 0, self.most)[1] for model in (source, *others))
+        price = source.round_seconds.value + source.pass_share * self.passes.at(1)
+        return worth - price > max(others_worth, default=0.0)
 
     def readied(self, index: int, seconds: float | None) -> None:
         source = self.sources[index]
@@ -246,9 +258,21 @@ class Adaptive:
             source.round_seconds.add(seconds)
 
     def rate(self) -> float:
-        """Seconds that a token costs: of none drafted, or of the best length by one model."""
+        """Seconds that a token costs: of none drafted, or of the best length by one model; less where all proposers
+        together have made it less lately."""
         models = [self._best_rate(source) for source in self.sources if not source.is_lookup]
-        return min([self.passes.at(1), *models])
+        expected = min([self.passes.at(1), *models])
+        lately = self._spent / self._emitted if self._emitted else expected
+        return min(expected, max(lately, _LEAST_RATE * expected))
+
+    def _count(self, num_tokens: int, num_rows: int) -> None:
+        """A round emitted so many tokens; what it cost, by what is known of costs."""
+        ready = [source for source in self.sources if source.ready]
+        seconds = self.passes.at(num_rows) * (1.0 + sum(source.pass_share for source in ready))
+        seconds += sum(source.round_seconds.value for source in ready)
+        seconds += sum(source.seconds.value for source, _ in self._drafted)
+        self._spent = _LATELY * self._spent + seconds
+        self._emitted = _LATELY * self._emitted + num_tokens
 
     def _best_rate(self, source: Source) -> float:
         """Seconds per token with the best fixed length of `source`."""

@@ -28,12 +28,13 @@ class Costs:
     read_share: float  # of the rate of reading, at which one row runs over weights and cache
     row_share: float  # of the seconds of one row, what each further row of a block adds
     mass_share: float  # of the seconds of a pass, what keeping its masses adds
-    refresh_share: float  # the same of choosing and fetching what the retrieval cache holds
+    refresh_share: float  # of the rate of reading, at which what the retrieval cache holds is chosen and fetched
+    refresh_layer_seconds: float  # calls of that, for one layer
     prefill_share: float  # of the rate of large products
 
 
-CPU = Costs(0.0, 2.5e-4, 5e-4, 0.0, False, 0.64, 0.13, 0.12, 0.096, 0.2)  # fitted on two cores
-GPU = Costs(5e-4, 3e-4, 3e-4, 2.3e-4, True, 0.9, 0.01, 0.05, 0.02, 0.5)  # estimated from the number of kernels
+CPU = Costs(0.0, 2.5e-4, 5e-4, 0.0, False, 0.64, 0.13, 0.12, 0.5, 6e-5, 0.2)  # fitted on two cores
+GPU = Costs(5e-4, 3e-4, 3e-4, 2.3e-4, True, 0.9, 0.01, 0.05, 0.02, 0.0, 0.5)  # estimated from the number of kernels
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,12 @@ class Cost:
         return self._seconds_per_token(self.gamma)
 
     @cached_property
+    def per_drafted_token(self) -> float:
+        """The same where at least one token is drafted in every round."""
+        lengths = range(1, self.composition.gamma + 1) if self.sizing.options.gamma is None else (self.gamma,)
+        return min(map(self._seconds_per_token, lengths))
+
+    @cached_property
     def retrieval_token(self) -> float:
         """Of a token that the retrieval level emits, with the best length of its own rounds."""
         draft_gamma = self.composition.draft_gamma if self.composition.draft else 0
@@ -140,8 +147,11 @@ class Cost:
     @property
     def refresh(self) -> float:
         """Choosing and fetching; chunks on the host cross the link."""
+        if not self.composition.budget:
+            return 0.0
         crossing = _CHANGED_CHUNKS * self._kept * self._streamed_share / self._link_rate
-        return self._kept / self._rate(self._costs.refresh_share) + crossing
+        calls = self.sizing.target.num_layers * self._costs.refresh_layer_seconds
+        return calls + self._kept / self._rate(self._costs.refresh_share) + crossing
 
     def prefill(self, num_tokens: int) -> float:
         """Layer-major: computation, and behind it weights crossing once and rows going home once."""
@@ -197,8 +207,9 @@ class Cost:
         return self.capacity * self.sizing.kv_bytes_per_token * self._streamed_share
 
 
-def predict(cost: Cost, plain: Cost, num_prompt_tokens: int) -> Prediction:
-    """`plain`: the same request without speculation."""
+def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Prediction:
+    """Of what `cost` plans. best: the part of it that is predicted to be the fastest, such as the draft and the target
+    alone; plain: the same request without speculation."""
     prefill = cost.prefill(num_prompt_tokens)
     far = 8  # rows
     return Prediction(
@@ -213,9 +224,9 @@ def predict(cost: Cost, plain: Cost, num_prompt_tokens: int) -> Prediction:
         draft_pass_seconds=cost.draft_pass,
         refresh_seconds=cost.refresh,
         acceptance=cost.acceptance,
-        tokens_drafted=cost.gamma,
-        tokens_per_round=cost.tokens_per_round,
-        seconds_per_token=cost.per_token,
+        tokens_drafted=best.gamma,
+        tokens_per_round=best.tokens_per_round,
+        seconds_per_token=best.per_token,
         plain_seconds_per_token=plain.per_token,
     )
 

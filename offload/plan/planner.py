@@ -18,11 +18,12 @@ from offload.plan.options import PAGE_TOKENS, Options
 from offload.plan.placement import largest, place, shortage
 from offload.plan.sizing import WALK, Composition, PrefillShape, Sizing
 
-__all__ = ["Options", "Plan", "make_plan"]
+__all__ = ["Options", "Plan", "largest_context", "make_plan"]
 
 LevelName = Literal["draft", "retrieval", "target"]
 
-_RETRIEVAL_MARGIN = 0.03
+_WORTH_TRYING = 1.1  # times the best prediction: no text is like the average one, and no machine
+_CHEAPER_PASS = 0.85  # times a full pass: a retrieval level that costs more adds nothing to the draft and lookups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ def make_plan(
     capacity, max_tokens = _fit_context(target, options, num_prompt_tokens, max_tokens, notes)
     sizing = Sizing(target, draft, options, hardware, _dtype(target, options, hardware))
     _check_memory(sizing, capacity, num_prompt_tokens)
-    cost = _choose(sizing, capacity)
+    cost, best = _choose(sizing, capacity)
     composition, placement = cost.composition, cost.placement
     if options.link_gbps is not None and not hardware.is_cpu:
         raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the card's own")
@@ -116,15 +117,25 @@ def make_plan(
         link_bytes_per_second=_link_rate(sizing),
         device_bytes=placement.device,
         host_bytes=placement.host,
-        predicted=predict(cost, _choose(_without_speculation(sizing), capacity), num_prompt_tokens),
+        predicted=predict(cost, best, _choose(_without_speculation(sizing), capacity)[0], num_prompt_tokens),
         notes=(*notes, *_advice(cost)),
     )
 
 
-def _choose(sizing: Sizing, capacity: int) -> Cost:
-    """The composition with the least predicted seconds per token among those that fit; if none does, the smallest.
+def largest_context(
+    target: ModelConfig, draft: ModelConfig | None, options: Options, hardware: Hardware, limit: int
+) -> int:
+    """Tokens, up to `limit`, that fit in memory with the models; 0: not even one does."""
+    sizing = Sizing(target, draft, options, hardware, _dtype(target, options, hardware))
+    return largest(lambda tokens: _shortage(sizing, tokens) is None, limit)
 
-    A retrieval level has to promise a few percent: predictions are no better than that, and it takes memory.
+
+def _choose(sizing: Sizing, capacity: int) -> tuple[Cost, Cost]:
+    """(what is planned, the best of it): of the compositions that fit, the one with the least predicted seconds per
+    token; if none fits, the smallest.
+
+    A retrieval level comes along where it is not far from the best: draft and lookups propose straight to the target
+    too, and what serves a text best is found out as it is written. A level that rests costs its memory only.
     """
     costs = [
         Cost(sizing, place(sizing, capacity, composition), capacity, composition)
@@ -132,8 +143,22 @@ def _choose(sizing: Sizing, capacity: int) -> Cost:
     ]
     fitting = [cost for cost in costs if shortage(sizing, cost.placement) is None]
     if not fitting:
-        return min(costs, key=lambda cost: cost.placement.device_bytes + cost.placement.host_bytes)
-    return min(fitting, key=lambda cost: cost.per_token * (1.0 + _RETRIEVAL_MARGIN * (cost.composition.budget > 0)))
+        smallest = min(costs, key=lambda cost: cost.placement.device_bytes + cost.placement.host_bytes)
+        return smallest, smallest
+    best = min(fitting, key=lambda cost: (cost.per_token, cost.composition.budget))
+    retrieving = [cost for cost in fitting if _may_retrieve(cost, best)]
+    if sizing.options.gamma is not None or not retrieving:
+        return best, best
+    return min(retrieving, key=lambda cost: cost.per_drafted_token), best
+
+
+def _may_retrieve(cost: Cost, best: Cost) -> bool:
+    """Is the retrieval level of `cost` to come along, where `best` is predicted to be the fastest?"""
+    if not cost.composition.budget or cost.composition.draft < best.composition.draft:
+        return False
+    rows = cost.sizing.rows
+    cheap = cost.retrieval_pass(rows) <= _CHEAPER_PASS * cost.full_pass(rows)
+    return cheap and cost.per_drafted_token <= _WORTH_TRYING * best.per_token
 
 
 def _levels(composition: Composition) -> tuple[LevelName, ...]:
@@ -211,14 +236,15 @@ def _link_rate(sizing: Sizing) -> float | None:
 
 def _check_memory(sizing: Sizing, capacity: int, num_prompt_tokens: int) -> None:
     """Raise DoesNotFit, with the largest context that would fit, where a tier is too small."""
-
-    def missing(tokens: int) -> str | None:
-        return shortage(sizing, _choose(sizing, tokens).placement)
-
-    if (short := missing(capacity)) is None:
+    if (short := _shortage(sizing, capacity)) is None:
         return
-    fits = largest(lambda tokens: missing(tokens) is None, capacity)
+    fits = largest(lambda tokens: _shortage(sizing, tokens) is None, capacity)
     remedy = f"the largest context that fits is {fits} tokens" if fits else "not even one token of context fits"
     if not sizing.hardware.is_cpu and sizing.options.offload not in (None, {"weights", "kv"}):
         remedy += "; --offload auto moves to the host what has no room on the device"
     raise DoesNotFit(f"a context of {capacity} tokens ({num_prompt_tokens} of prompt) needs {short}; {remedy}")
+
+
+def _shortage(sizing: Sizing, capacity: int) -> str | None:
+    """What is missing for `capacity` tokens; None: they fit."""
+    return shortage(sizing, _choose(sizing, capacity)[0].placement)

@@ -1,0 +1,48 @@
+"""Whose rows the full cache holds, and which of them the next request may go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Held:
+    """tokens: one per row. num_own: the first so many come from one prefill of their own, so that a prefill of the same
+    tokens would give the same bits. num_settled: the first so many were run before the prompt that begins with them was
+    known, and the levels below are ready for it; 0: they are not.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    num_own: int = 0
+    num_settled: int = 0
+
+    def reusable(self, prompt: Sequence[int], num_last: int) -> int:
+        """Rows of the longest common prefix with `prompt`; its last `num_last` rows are for the first pass, but those
+        that were settled, and at least one is."""
+        settled = min(self.num_settled, len(prompt) - 1)
+        return min(num_common(self.tokens, prompt), max(len(prompt) - num_last, settled))
+
+    def own(self, prompt: Sequence[int], num_last: int) -> int:
+        """All of the prefill of `prompt`, where just that is held, or none."""
+        wanted = max(len(prompt) - num_last, 0)
+        return wanted if self.num_own == wanted and self.tokens[:wanted] == list(prompt[:wanted]) else 0
+
+    def truncate(self, length: int) -> None:
+        """Only the first `length` rows are left."""
+        self.tokens = self.tokens[:length]
+        self.num_own = min(self.num_own, length)
+        if length < self.num_settled:
+            self.num_settled = 0
+
+    def prefilled(self, tokens: Sequence[int]) -> None:
+        """A prefill added what was missing of `tokens`."""
+        if not self.tokens:
+            self.num_own = len(tokens)
+        self.tokens = list(tokens)
+
+
+def num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

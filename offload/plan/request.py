@@ -1,0 +1,52 @@
+"""What is asked of two models on this machine, as it was when asked: plans for as many tokens as come up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.plan.config import ModelConfig
+from offload.plan.hardware import Hardware, probe
+from offload.plan.options import Options
+from offload.plan.planner import Plan, largest_context, make_plan
+
+
+@dataclass(frozen=True)
+class Request:
+    """hardware: what was free before anything was loaded, so that later plans of one engine count nothing twice."""
+
+    target: ModelConfig
+    draft: ModelConfig | None
+    options: Options
+    hardware: Hardware
+
+    @classmethod
+    def on_this_machine(cls, model: Path, draft: Path | None, options: Options) -> Request:
+        """Raises ModelError, UsageError."""
+        used = draft if options.speculation else None
+        return cls(
+            ModelConfig.from_folder(model),
+            None if used is None else ModelConfig.from_folder(used),
+            options,
+            probe(options.device),
+        )
+
+    @property
+    def context(self) -> int:
+        """Tokens: what the user gives, or the model's limit."""
+        return self.options.context or self.target.context_limit
+
+    def plan(self, *, num_prompt_tokens: int, max_tokens: int) -> Plan:
+        """Raises DoesNotFit, UsageError."""
+        return make_plan(
+            self.target,
+            self.draft,
+            self.options,
+            self.hardware,
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=max_tokens,
+        )
+
+    def largest_context(self) -> int:
+        """Tokens of `context` that fit in memory; 0: not even one does."""
+        return largest_context(self.target, self.draft, self.options, self.hardware, self.context)

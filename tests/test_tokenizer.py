@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
@@ -164,6 +164,90 @@ def test_a_saved_tokenizer_loads_from_its_folder(tmp_path: Path) -> None:
 def test_a_folder_without_a_tokenizer_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=rf"(?s){tmp_path}: no usable tokenizer .*tokenizer\.json is needed"):
         Tokenizer.from_folder(tmp_path)
+
+
+# Pieces of a text
+
+
+@cache
+def spaced() -> Tokenizer:
+    """Byte-level BPE that keeps line ends together, but for the last one before a word, and digits too."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=264, initial_alphabet=alphabet, show_progress=False)
+    inner.train_from_iterator(["\n\n\n", "\n\n", "00", "01", " a"] * 3, trainer)
+    inner.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>"))
+
+
+ALL = pytest.mark.parametrize("make", [byte_level, byte_fallback, spaced])
+PIECE = st.lists(st.sampled_from([*WORDS, "\n\n", "0", "01", " a"]), min_size=1, max_size=5).map("".join)
+
+
+def test_a_piece_has_no_space_in_front_that_is_not_there() -> None:
+    """SentencePiece puts one before every text; in the middle of a text it would be a word's beginning."""
+    tokenizer = byte_fallback()
+    vocabulary = tokenizer.vocabulary()
+    assert tokenizer.encode_piece("the", first=True) == [vocabulary["▁the"]]
+    assert tokenizer.encode_piece("the") == [vocabulary[letter] for letter in "the"]
+    assert tokenizer.encode_piece(" the") == [vocabulary["▁the"]]
+    assert tokenizer.encode_piece("\nthe") == [vocabulary["<0x0A>"], *(vocabulary[letter] for letter in "the")]
+
+
+def test_what_follows_a_piece_may_decide_how_its_end_is_cut() -> None:
+    tokenizer = spaced()
+    one, two = tokenizer.vocabulary()["Ċ"], tokenizer.vocabulary()["ĊĊ"]
+    assert tokenizer.encode_piece("\n\n") == [two]
+    assert tokenizer.encode_piece("\n\n", until="A") == [one, one]
+    assert tokenizer.encode_piece("\n", until="\n") == [one]  # a token would reach over the end
+
+
+def test_a_token_does_not_reach_into_a_piece_from_before_it() -> None:
+    tokenizer = spaced()
+    assert tokenizer.encode_piece("\n\n\n") == tokenizer.encode("\n\n\n")
+    assert tokenizer.encode_piece("01") == tokenizer.encode("01")
+
+
+@ALL
+@given(texts=st.lists(PIECE, max_size=4), until=PIECE)
+@settings(max_examples=100, deadline=None)
+def test_pieces_join_to_the_text_and_nothing_else(make: Callable[[], Tokenizer], texts: list[str], until: str) -> None:
+    tokenizer = make()
+    pieces = [tokenizer.encode_piece(text, first=i == 0, until=until) for i, text in enumerate(texts)]
+    assert tokenizer.decode([token for piece in pieces for token in piece]) == "".join(texts)
+
+
+def test_the_tokens_at_the_start_of_a_text_are_those_that_the_model_wants() -> None:
+    assert byte_fallback().start_tokens() == [1]
+    assert byte_level().start_tokens() == []
+
+
+def test_added_tokens_are_the_strings_that_become_one_token() -> None:
+    tokenizer = spaced()
+    tool, end = len(tokenizer) - 2, len(tokenizer) - 1
+    assert tokenizer.added_tokens(special=True) == {"<end>": end}
+    assert tokenizer.added_tokens(special=False) == {"<tool>": tool, "<end>": end}
+    assert tokenizer.encode_piece("a<tool><end>")[1:] == [tool, end]
+
+
+# Chat templates
+
+
+def test_a_template_is_the_tokenizers_own_or_the_default_of_several() -> None:
+    tokenizer = byte_level.__wrapped__()
+    assert tokenizer.chat_template is None
+    for template, expected in (("x", "x"), ({"default": "y", "rag": "x"}, "y"), ({"rag": "x"}, None)):
+        tokenizer._inner.chat_template = template
+        assert tokenizer.chat_template == expected
+
+
+def test_a_conversation_is_written_up_to_where_the_reply_begins() -> None:
+    template = "{{ day }}{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}"
+    template += "{% if add_generation_prompt %}:{% endif %}"
+    text = byte_level().render_chat([{"role": "user", "content": " hi "}], template, day="Monday ")
+    assert text == "Monday user hi <end>:"
 
 
 # Stop strings

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from offload.errors import ModelError
 
 _REPLACEMENT = "\ufffd"
+_BEFORE = ("\n", "0")  # what a piece is encoded behind, so that it does not count as the beginning of a text
 
 
 class Tokenizer:
@@ -41,6 +42,60 @@ class Tokenizer:
         eos = self._inner.eos_token_id
         # Some tokenizers also close the text; a prompt goes on.
         return tokens[:-1] if len(tokens) > 1 and tokens[-1] == eos else tokens
+
+    def start_tokens(self) -> list[int]:
+        """The special tokens that the model wants at the start of a text."""
+        tokens = self.encode("0")
+        return tokens[: len(tokens) - len(self._pieces("0"))]
+
+    def encode_piece(self, text: str, *, first: bool = False, until: str = "") -> list[int]:
+        """Tokens of `text` as a part of a longer text, special tokens only where `text` names them.
+
+        first: nothing comes before it. until: what comes right after it; it may decide how the end is cut into tokens.
+        Where tokens would reach over an end of `text`, it is encoded without what lies there.
+        """
+        for after in dict.fromkeys((until, "")):
+            for before in ("",) if first else _BEFORE:
+                tokens = self._between(before, text, after)
+                if tokens is not None:
+                    return tokens
+        return self._pieces(text)
+
+    def _between(self, before: str, text: str, after: str) -> list[int] | None:
+        """Tokens of `text` between the others, None where a token reaches from one into the next."""
+        head, whole = self._pieces(before), self._pieces(before + text + after)
+        tail = self._between(_BEFORE[0], after, "") if after else []
+        end = len(whole) - len(tail or ())
+        fits = tail is not None and whole[: len(head)] == head and whole[end:] == tail
+        return whole[len(head) : end] if fits else None
+
+    def _pieces(self, text: str) -> list[int]:
+        return cast("list[int]", self._inner.encode(text, add_special_tokens=False, verbose=False))
+
+    def added_tokens(self, *, special: bool) -> dict[str, int]:
+        """Strings that become one token wherever they stand in a text. special: only those that are no text."""
+        tokens = self._inner.added_tokens_decoder.items()
+        return {token.content: i for i, token in tokens if token.special or not special}
+
+    @property
+    def chat_template(self) -> str | None:
+        """The tokenizer's own template for conversations, if it has one."""
+        template = self._inner.chat_template
+        return cast("str | None", template.get("default") if isinstance(template, Mapping) else template)
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], template: str, **variables: str) -> str:
+        """Text of `messages` (role, content), up to where the next reply begins. Special tokens have their names.
+
+        template: Jinja, run in a sandbox. Raises whatever the template raises.
+        """
+        rendered = self._inner.apply_chat_template(
+            [dict(message) for message in messages],
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=True,
+            **variables,
+        )
+        return cast(str, rendered)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return cast(str, self._inner.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -1,0 +1,183 @@
+"""Conversations as tokens: what the model reads before it replies, such that little changes from turn to turn.
+
+A reply stays the tokens that the model gave, never encoded again, and what was encoded once is cut at the same places
+ever after: where a question or a reply begins. So the tokens of a conversation begin with those of the conversation
+before it, as far as the template writes earlier turns as it did before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+from offload.errors import UsageError
+from triforce_cli.chat.conversation import Conversation, Turn
+from triforce_cli.chat.guards import CUT, Guard, Guards
+from triforce_cli.chat.script import Piece, Script, block, write
+from triforce_cli.chat.templates import OWN
+
+if TYPE_CHECKING:
+    from offload.decode.tokenizer import Tokenizer
+
+AUTO = "auto"
+NAMES = (AUTO, *OWN)
+_CACHED_PIECES = 512
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a part of a conversation takes of the context. The parts of a conversation add up to its closing tokens.
+
+    kind "turn": a question, its reply and what the template writes around them, without documents; number: of the turn,
+    from 1, also of a document's turn; the turn after the last one holds what is pending. kind "template": the beginning
+    of the next message. kind "conversation": all of it, where a template cannot be taken apart.
+    """
+
+    kind: Literal["system", "document", "turn", "template", "conversation"]
+    num_tokens: int
+    number: int = 0
+    name: str = ""
+
+
+class ChatFormat:
+    """A chat template with the tokenizer that it writes for.
+
+    end_tokens, stops: what ends a reply besides the model's own end tokens; stops are looked for in its text.
+    notice: what to tell the person at the terminal, if anything.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, name: str = AUTO) -> None:
+        """name: one of NAMES; "auto" takes the tokenizer's own template, and the plain format where it has none."""
+        if name not in NAMES:
+            raise UsageError(f"there is no chat template {name!r}; choose one of {', '.join(NAMES)}")
+        own = tokenizer.chat_template if name == AUTO else None
+        self.name = AUTO if own is not None else name if name != AUTO else "plain"
+        self.notice = _NO_TEMPLATE if name == AUTO and own is None else ""
+        self._tokenizer = tokenizer
+        self._template = own if own is not None else OWN[self.name]
+        self._start = tokenizer.start_tokens() if own is None else []
+        self._special = tokenizer.added_tokens(special=True)
+        self._guards = Guards(Guard(self._controls()), Guard(self._special))
+        self._encode = lru_cache(_CACHED_PIECES)(self._encode_piece)
+        self.end_tokens, self.stops = self._ends()
+
+    def prompt_tokens(self, conversation: Conversation) -> list[int]:
+        """What the model replies to: all of the conversation with its open question, ready for the reply."""
+        if conversation.question is None:
+            raise UsageError("there is no message to answer")
+        return self._tokens(self._script(conversation).pieces(self._special))
+
+    def closing_tokens(self, conversation: Conversation) -> list[int]:
+        """Everything up to the next question: what `prompt_tokens` begins with, whatever will be asked."""
+        script = self._script(replace(conversation, question=None))
+        return self._tokens(list(script.pieces(self._special))[:-1])
+
+    def spoken(self, tokens: Sequence[int], reply: str) -> list[int]:
+        """The tokens of a reply that was shown, without those of a stop string or of text that was held back.
+
+        White space that comes before those goes with them: the template writes its own.
+        """
+        kept, reply = list(tokens), reply.strip()
+        if self._tokenizer.decode(kept).strip() != reply:
+            while kept and (not reply or len(self._tokenizer.decode(kept).lstrip()) > len(reply)):
+                kept.pop()
+        return kept
+
+    def adopted(self, conversation: Conversation) -> Conversation:
+        """A conversation that was read from a file, without the tokens of replies that another model gave."""
+        turns = (
+            turn if self._spell(turn.reply_tokens, turn.reply) else replace(turn, reply_tokens=())
+            for turn in conversation.turns
+        )
+        return replace(conversation, turns=tuple(turns))
+
+    def parts(self, conversation: Conversation) -> tuple[Part, ...]:
+        """What takes how many tokens, in the order of the conversation: what dropping it would free, but for a few."""
+        script = self._script(replace(conversation, question=None))
+        pieces = list(script.pieces(self._special))[:-1]
+        if script.whole:
+            return (Part("conversation", len(self._tokens(pieces))),)
+        left = [0] * (len(conversation.turns) + 1)
+        for turn, tokens in self._encoded(pieces):
+            left[turn] += len(tokens)
+        parts = []
+        if conversation.system:
+            parts.append(Part("system", len(self._own(conversation.system))))
+            left[0] -= parts[0].num_tokens
+        said = (*(turn.documents for turn in conversation.turns), conversation.pending_documents)
+        for i, documents in enumerate(said):
+            own = [Part("document", len(self._own(block(each))), i + 1, each.name) for each in documents]
+            left[i] -= sum(part.num_tokens for part in own)
+            parts += [*own, Part("turn" if i < len(conversation.turns) else "template", left[i], i + 1)]
+        return tuple(parts)
+
+    def _script(self, conversation: Conversation) -> Script:
+        def render(messages: Sequence[Mapping[str, str]]) -> str:
+            variables = {"date_string": conversation.date} if conversation.date else {}
+            try:
+                return self._tokenizer.render_chat(messages, self._template, **variables)
+            except Exception as error:  # the template raises whatever it likes
+                raise UsageError(_refusal(error, conversation)) from error
+
+        return write(conversation, render, self._guards)
+
+    def _tokens(self, pieces: Iterable[Piece]) -> list[int]:
+        return [token for _, tokens in self._encoded(pieces) for token in tokens]
+
+    def _encoded(self, pieces: Iterable[Piece]) -> Iterator[tuple[int, Sequence[int]]]:
+        """(turn, tokens) of each piece."""
+        yield 0, self._start
+        first = True
+        for piece in pieces:
+            yield piece.turn, piece.tokens or self._encode(piece.text, first, piece.until)
+            first = first and not piece.text
+
+    def _encode_piece(self, text: str, first: bool, until: str) -> tuple[int, ...]:
+        *parts, last = text.split(CUT)
+        tokens: list[int] = []
+        for part in parts:
+            tokens += self._tokenizer.encode_piece(part, first=first)
+            first = False
+        return (*tokens, *self._tokenizer.encode_piece(last, first=first, until=until))
+
+    def _own(self, text: str) -> tuple[int, ...]:
+        """Tokens of somebody's text by itself."""
+        return self._encode(self._guards.people(text), False, "")
+
+    def _spell(self, tokens: Sequence[int], reply: str) -> bool:
+        """Are they this tokenizer's tokens of the reply?"""
+        return max(tokens, default=0) < len(self._tokenizer) and self._tokenizer.decode(tokens).strip() == reply.strip()
+
+    def _controls(self) -> set[str]:
+        """What must not become one token where a person wrote it: special tokens, and those that the template writes.
+
+        Templates write white space too; it ends nobody's turn.
+        """
+        written = {string for string in self._tokenizer.added_tokens(special=False) if string in self._template}
+        return {string for string in (*self._special, *written) if not string.isspace()}
+
+    def _ends(self) -> tuple[frozenset[int], tuple[str, ...]]:
+        """How the template ends a reply: with a special token, or else with the text that goes on after it."""
+        script = self._script(Conversation(turns=(Turn("A", (), "A", (0,), True),)))
+        after = script.literals[2] if len(script.said) == 3 else ""
+        text = after.lstrip()
+        end = frozenset(self._tokenizer.encode_piece(text)[:1])
+        if end & set(self._special.values()):
+            return end, ()
+        line_break = "\n" if "\n" in after[: len(after) - len(text)] else ""
+        return frozenset(), (line_break + text.splitlines()[0].rstrip(),) if text else ()
+
+
+_NO_TEMPLATE = (
+    "the model has no chat template: messages are written as a plain dialogue (User: ... Assistant: ...); "
+    f"--template {'|'.join(OWN)} chooses another format"
+)
+
+
+def _refusal(error: Exception, conversation: Conversation) -> str:
+    remedy = f"choose another template (--template {'|'.join(OWN)})"
+    if conversation.system:
+        remedy = f"it may have no place for a system message: clear it (/system), or {remedy}"
+    return f"the model's chat template refuses this conversation ({error}); {remedy}"

@@ -1,0 +1,36 @@
+"""Strings that mean something to a tokenizer or a template stay ordinary characters where somebody wrote them.
+
+Text is cut behind the first character of each such string, and encoded up to the cut and from it on: what is never
+whole cannot become one token. Strings of one character cannot be cut and are let through.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+CUT = "\ud801"  # half a surrogate pair is in no text: conversation.py refuses it
+
+
+class Guard:
+    """Puts the CUT into every occurrence of `strings`, also where they overlap."""
+
+    def __init__(self, strings: Collection[str]) -> None:
+        rests: dict[str, list[str]] = {}
+        for string in strings:
+            if len(string) > 1:
+                rests.setdefault(string[0], []).append(re.escape(string[1:]))
+        firsts = (f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
+        self._firsts = re.compile("|".join(firsts) or "(?!)")
+
+    def __call__(self, text: str) -> str:
+        return self._firsts.sub(rf"\g<0>{CUT}", text)
+
+
+@dataclass(frozen=True)
+class Guards:
+    """people: for messages and documents. model: for replies, in which a template may look for some of the strings."""
+
+    people: Guard
+    model: Guard

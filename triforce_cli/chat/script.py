@@ -1,0 +1,187 @@
+"""A conversation as its chat template writes it, cut where questions and replies begin and end.
+
+The template is rendered with marks in place of what people and model said, and cut at the marks. A template may do with
+text what it likes, so the marks have to come through once each and in order, and putting the text in their place has
+to give what the template makes of the text itself. Where that fails for a reply (some templates leave earlier thoughts
+out), this reply is the template's text; where it fails for more, all up to the last question is one piece.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from offload.errors import UsageError
+from triforce_cli.chat.conversation import Conversation, Document
+from triforce_cli.chat.guards import Guards
+
+MARK = "\ud800"  # half a surrogate pair is in no text: conversation.py refuses it
+_ANY = "A"  # a question that is not known yet, for templates that leave empty messages out
+_MARKS = re.compile(f"{MARK}([0-9]+){MARK}")
+_EDITS: tuple[Callable[[str], str], ...] = (str, str.strip, str.lstrip, str.rstrip)  # of a reply, by a template
+
+Render = Callable[[Sequence[Mapping[str, str]]], str]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of text between two cuts, or a reply as its tokens.
+
+    turn: which turn it belongs to, counting from 0; what leads to the next question belongs to the next turn.
+    until: what follows the text, as far as it is certain or at least likely.
+    """
+
+    turn: int
+    text: str = ""
+    until: str = ""
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Message:
+    """`lead` (documents) and `text`, guarded; a mark stands for `text` alone."""
+
+    role: str
+    turn: int
+    text: str
+    lead: str = ""
+    tokens: tuple[int, ...] = ()
+
+    @property
+    def is_text(self) -> bool:
+        """A reply whose tokens are not known."""
+        return self.role == "assistant" and not self.tokens and self.text != ""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What was said and what the template writes around it: literals[0], said[0], literals[1], ..., literals[-1].
+
+    said: the messages that are cut out, the last of them the open question, if any is.
+    """
+
+    said: tuple[_Message, ...]
+    literals: tuple[str, ...]
+    whole: bool
+
+    def pieces(self, special: Mapping[str, int]) -> Iterator[Piece]:
+        """In order; the last one is the open question and what follows it, up to the reply.
+
+        special: strings and ids of special tokens. One of them at the end of a reply is the template's affair: kept
+        where the template goes on with it, otherwise left out.
+        """
+        text, turn = self.literals[0], 0
+        for message, literal in zip(self.said, self._settled(), strict=True):
+            if message.role == "user":
+                stem = text.rstrip(" ")  # most tokenizers join a space to the word that follows
+                space = text[len(stem) :]
+                turn = message.turn
+                yield Piece(turn, stem, until=space + "A")
+                text = space + message.text + literal
+            else:
+                yield Piece(turn, text)
+                tokens, text = _close(message.tokens, literal, special)
+                yield Piece(turn, tokens=tokens)
+        yield Piece(turn, text)
+
+    def _settled(self) -> list[str]:
+        """The literals after what was said. White space that ends the one before a reply is as it was for the model:
+        some templates write a space there only when the reply is known."""
+        ready = self.literals[-1]
+        literals = list(self.literals[1:])
+        for i, following in enumerate(self.said[1:]):
+            if following.role == "assistant" and literals[i].rstrip() == ready.rstrip():
+                literals[i] = ready
+        return literals
+
+
+def _close(tokens: tuple[int, ...], literal: str, special: Mapping[str, int]) -> tuple[tuple[int, ...], str]:
+    """The tokens of a reply without an end token, and the text that ends it, which begins with that token if it can."""
+    end = next((string for string, token in special.items() if tokens and token == tokens[-1]), None)
+    if end is None:
+        return tokens, literal
+    return tokens[:-1], literal.lstrip() if literal.lstrip().startswith(end) else literal
+
+
+def write(conversation: Conversation, render: Render, guards: Guards) -> Script:
+    """The script of `conversation`, up to where the reply to its question begins. Without a question: to any question.
+
+    Raises what `render` raises, and UsageError where the system message is missing from it.
+    """
+    return _Writer(tuple(_messages(conversation, guards)), render).script()
+
+
+def block(document: Document) -> str:
+    """A document as it stands in a message, before the question."""
+    end = "" if document.text.endswith("\n") else "\n"
+    return f"[file: {document.name}]\n{document.text}{end}[end of file]\n\n"
+
+
+def _messages(conversation: Conversation, guards: Guards) -> Iterator[_Message]:
+    def question(turn: int, documents: Sequence[Document], text: str) -> _Message:
+        return _Message("user", turn, guards.people(text), guards.people("".join(map(block, documents))))
+
+    if conversation.system:
+        yield _Message("system", 0, guards.people(conversation.system))
+    for i, turn in enumerate(conversation.turns):
+        yield question(i, turn.documents, turn.user)
+        yield _Message("assistant", i, guards.model(turn.reply), tokens=turn.reply_tokens)
+    asked = _ANY if conversation.question is None else conversation.question
+    yield question(len(conversation.turns), conversation.pending_documents, asked)
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Renders the same messages with marks for some of them."""
+
+    messages: tuple[_Message, ...]
+    render: Render
+
+    def script(self) -> Script:
+        real = self._render(())
+        self._check_system(real)
+        said = [i for i, message in enumerate(self.messages) if message.role != "system" and not message.is_text]
+        literals = self._cut(said, real)
+        if literals is None:
+            said = [i for i in said if self.messages[i].role == "user" or self._cut([i], real) is not None]
+            literals = self._cut(said, real)
+        whole = literals is None
+        if literals is None:
+            said = said[-1:]
+            literals = self._cut(said, real)
+        if literals is None:
+            said, literals = [], [real]
+        return Script(tuple(self.messages[i] for i in said), tuple(literals), whole)
+
+    def _cut(self, marked: Sequence[int], real: str) -> list[str] | None:
+        """The text around `marked` messages; None where it is not what the template makes of their text."""
+        parts = _MARKS.split(self._render(marked))
+        literals = parts[::2]
+        if [int(number) for number in parts[1::2]] != list(marked):
+            return None
+        texts = [self.messages[i].text for i in marked]
+        candidates = ("".join(_alternating(literals, map(edit, texts))) for edit in _EDITS)
+        return literals if real in candidates else None
+
+    def _render(self, marked: Collection[int]) -> str:
+        return self.render(
+            [
+                {"role": message.role, "content": message.lead + (f"{MARK}{i}{MARK}" if i in marked else message.text)}
+                for i, message in enumerate(self.messages)
+            ]
+        )
+
+    def _check_system(self, real: str) -> None:
+        first = self.messages[0]
+        if first.role == "system" and first.text not in real:
+            raise UsageError(
+                "the chat template leaves the system message out; clear it (/system), say it in the first message, or "
+                "choose another template (--template)"
+            )
+
+
+def _alternating(literals: Sequence[str], texts: Iterator[str]) -> Iterator[str]:
+    for literal, text in zip(literals, (*texts, ""), strict=True):
+        yield literal
+        yield text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,7 +15,7 @@ from offload.cache.full import FullCache
 from offload.cache.retrieval import RetrievalCache
 from offload.decode import generation
 from offload.decode.generation import FinishReason
-from offload.decode.held import Held
+from offload.decode.held import Held, num_common
 from offload.decode.lookahead import Lookahead
 from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
@@ -28,6 +28,7 @@ from offload.model.level import Level, StreamingLevel, prefill
 from offload.plan.planner import Options, Plan
 from offload.plan.request import Request
 from offload.plan.sizing import MAX_ROWS
+from offload.session.store import Store
 from offload.transfer.link import Link, make_link
 from offload.transfer.memory import Memory
 
@@ -36,7 +37,7 @@ from offload.transfer.memory import Memory
 class Progress:
     """How far a long stage is."""
 
-    stage: Literal["load", "prefill"]
+    stage: Literal["load", "restore", "prefill", "save"]
     done: int
     total: int
     unit: Literal["bytes", "tokens"]
@@ -143,13 +144,15 @@ class Engine:
         *,
         max_tokens: int,
         stop: Sequence[str] = (),
+        end_tokens: Collection[int] = (),
         reuse: bool = False,
         on_progress: OnProgress = _ignore,
     ) -> Iterator[Step]:
         """Yield text as it is accepted. After the last step the caches hold the prompt and the kept tokens, no more.
 
         A stop string ends the text before it; tokens after the one that completes it are dropped, inside an accepted
-        run too. Stopping early (closing the iterator, Ctrl-C) leaves the caches consistent.
+        run too. end_tokens: more of them, besides the model's own. Stopping early (closing the iterator, Ctrl-C) leaves
+        the caches consistent.
         reuse: go on from the rows that are held of the longest common prefix, whichever passes computed them: the same
         rows but for rounding. Otherwise only a prefill of this very prompt is taken over, and the text does not depend
         on what the engine was asked before.
@@ -157,7 +160,7 @@ class Engine:
         self._check(prompt, max_tokens)
         speculator = self._make_speculator(sampling)
         self._start(prompt, reuse=reuse)
-        text_tokens, end_tokens = list(prompt), self._end_tokens()
+        text_tokens, end_tokens = list(prompt), self._end_tokens() | frozenset(end_tokens)
         detokenizer, stops = Detokenizer(self.tokenizer, prompt), StopStrings(stop)
         runs = generation.generate(
             prompt,
@@ -179,7 +182,7 @@ class Engine:
                     return
         finally:
             speculator.truncate(len(text_tokens))
-            self._held = Held(text_tokens[: self._full.length], self._held.num_own)
+            self._held.generated(text_tokens[: self._full.length])
 
     def settle(self, tokens: Sequence[int], *, on_progress: OnProgress = _ignore) -> None:
         """Hold `tokens`, with which the next prompt is certain to begin, and get the levels below ready for it.
@@ -200,15 +203,53 @@ class Engine:
     def replan(self, plan: Plan) -> None:
         """Go on under another plan, with what is held. Only where neither plan offloads: weights stay where they are.
 
-        Needs the memory of both caches for a moment.
+        Needs the memory of both caches for a moment. Where the positions turn otherwise in a context of the new size
+        (RoPE scaling "dynamic"), nothing of what is held can be used.
         """
         if plan.offload or self.plan.offload:
             raise ValueError("an engine that offloads is made for one plan")
         full, held = self._full, self._held
         self._assemble(plan)
         self._reserve()
-        self._full.copy_from(full)
-        self._held = Held(held.tokens, held.num_own)
+        if self._full.rope.starts_like(full.rope):
+            self._full.copy_from(full)
+            held.num_settled = 0
+            self._held = held
+
+    def restore(self, store: Store, tokens: Sequence[int], *, on_progress: OnProgress = _ignore) -> None:
+        """Hold what `store` has of the longest common prefix with `tokens`, where that is more than is held.
+
+        Raises SessionError where a page is damaged; then nothing is held.
+        """
+        common = min(num_common(store.tokens, tokens), self.plan.capacity)
+        if common <= num_common(self._held.tokens, tokens):
+            return
+        self._held = Held()
+        total = store.bytes_to_write(common, 0)
+        report = _counted("restore", total, on_progress)
+        store.load(self._full, common, on_bytes=report)
+        report(total)
+        self._held = Held(list(tokens[:common]), num_saved=common)
+
+    def save(self, store: Store, extra: Mapping[str, object], *, on_progress: OnProgress = _ignore) -> None:
+        """Have `store` hold what this engine holds; pages that it has already are not written again.
+
+        `store`: the same from one save to the next, and the one that was restored from. Raises SessionError,
+        DoesNotFit; what was saved before stays.
+        """
+        held = self._held
+        total = store.bytes_to_write(len(held.tokens), held.num_saved)
+        report = _counted("save", total, on_progress)
+        store.save(
+            self._full,
+            held.tokens,
+            capacity=self.plan.capacity,
+            extra=extra,
+            unchanged=held.num_saved,
+            on_bytes=report,
+        )
+        report(total)
+        held.num_saved = len(held.tokens)
 
     def take_prompt(self, other: Engine) -> None:
         """Hold the prefill that `other` holds, of the same model, instead of running it again."""
@@ -340,6 +381,18 @@ class Engine:
         seconds = time.perf_counter() - start
         self._lookahead.readied(index, seconds if ready else None)
         self.stats.refresh_seconds += seconds
+
+
+def _counted(stage: Literal["restore", "save"], total: int, on_progress: OnProgress) -> Callable[[int], None]:
+    """Hears of bytes as they come, and tells how many they are by now."""
+    done = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal done
+        done = min(done + num_bytes, total)
+        on_progress(Progress(stage, done, total, "bytes"))
+
+    return count
 
 
 def _show(run: generation.Run, detokenizer: Detokenizer, stops: StopStrings, end_tokens: frozenset[int]) -> Step:

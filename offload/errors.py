@@ -29,3 +29,10 @@ class ModelError(TriforceError):
 
     exit_code = 4
     kind = "model"
+
+
+class SessionError(TriforceError):
+    """A session cannot be used or saved: damaged, another model's, in use, or the disk refused. What it holds stays."""
+
+    exit_code = 4
+    kind = "session"

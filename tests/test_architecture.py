@@ -19,7 +19,7 @@ STOREYS = ("ground", "plan", "kernels", "transfer", "cache", "model", "decode", 
 ROOF = ("offload.engine", "offload.assembly", "offload.diagnosis", "offload.measure")
 GROUND = ("offload.errors", "offload.metrics")
 CLI_MAY_IMPORT = (
-    *("offload.engine", "offload.diagnosis", "offload.plan"),
+    *("offload.engine", "offload.diagnosis", "offload.plan", "offload.session"),
     *("offload.errors", "offload.metrics", "offload.decode.sampling", "offload.decode.tokenizer"),
 )
 WITHOUT_TORCH = ("offload.plan", "offload.errors", "offload.metrics")
@@ -96,7 +96,7 @@ def only_memory_pins(module: str, source: str) -> list[str]:
 
 
 def only_link_makes_threads_and_streams(module: str, source: str) -> list[str]:
-    if module == "offload.transfer.link":
+    if module in ("offload.transfer.link", "triforce_cli.chat.ahead"):  # one copies, one works while a person types
         return []
     tree = ast.parse(source)
     concurrent = ("threading", "_thread", "concurrent", "multiprocessing", "asyncio", "queue", "torch.multiprocessing")

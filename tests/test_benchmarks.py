@@ -24,6 +24,13 @@ def run(name: str, *args: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+def test_sessions_compares_loading_with_dd() -> None:
+    args = ("--tokens", "1024", "--layers", "2", "--heads", "2", "--repeats", "1")
+    document, table = run("sessions.py", *args)
+    assert document["seconds"]
+    assert "of dd" in table
+
+
 def test_decode_measures_every_setting_on_one_prompt() -> None:
     settings = ["plain", "default", "gamma=3+draft=no", "lookup=no", "transformers"]
     args = ("--lengths", "300", "--max-tokens", "12", "--seeds", "1", "--temperatures", "0", "--settings")

@@ -151,6 +151,7 @@ class Engine:
         *,
         max_tokens: int,
         stop: Sequence[str] = (),
+        reuse: bool = False,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> Iterator[Step]:
         _tick("prefill", len(prompt), "tokens", on_progress)

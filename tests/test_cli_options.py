@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import typer
 
+from offload.errors import UsageError
+from offload.session.names import session_folder
 from triforce_cli import options
 from triforce_cli.app import app, main
 from triforce_cli.commands.generate import Generate
@@ -35,6 +37,8 @@ FLAGS = [  # option, what is typed, where it arrives, as what
     ("--device-memory", "2.5", "options.device_memory", 2.5),
     ("--selection", "published", "options.selection", "published"),
     ("--pace", "planned", "options.pace", "planned"),
+    ("--cache", "kept", "session", Path("kept")),
+    ("--session", "book", "session", session_folder("book")),
 ]
 SWITCHES = [
     ("--no-speculation", "options.speculation", False),
@@ -96,8 +100,23 @@ def test_every_option_is_tested_here_and_has_its_variable():
     command = typer.main.get_command(app).commands["generate"]
     declared = {parameter.opts[0]: parameter.envvar for parameter in command.params}
     assert declared == {flag: variable_of(flag) for flag in declared}
-    apart = {"--model", "--draft", "--link-gbps", "--debug"}  # tested one by one
+    apart = {"--model", "--draft", "--link-gbps", "--read-only", "--debug"}  # tested one by one
     assert set(declared) == {flag for flag, *_ in FLAGS + SWITCHES} | apart
+
+
+def test_a_session_that_is_only_read_is_named(model, monkeypatch):
+    assert parse("--model", model, "--session", "book", "--read-only").read_only
+    monkeypatch.setenv("TRIFORCE_READ_ONLY", "1")
+    assert parse("--model", model, "--session", "book").read_only
+    with pytest.raises(UsageError, match="--session NAME or --cache PATH"):
+        parse("--model", model)
+
+
+def test_one_session_at_a_time(model):
+    with pytest.raises(UsageError, match="give one of them"):
+        parse("--model", model, "--session", "book", "--cache", "kept")
+    with pytest.raises(UsageError, match="cannot be a session's name"):
+        parse("--model", model, "--session", "../book")
 
 
 def test_link_bandwidth_and_its_variable_say_the_same(model, monkeypatch):

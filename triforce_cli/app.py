@@ -14,6 +14,7 @@ import typer
 
 from triforce_cli import __version__
 from triforce_cli.commands import Command
+from triforce_cli.commands.chat import chat
 from triforce_cli.commands.doctor import doctor
 from triforce_cli.commands.generate import generate
 from triforce_cli.commands.plan import plan
@@ -24,6 +25,7 @@ INTERRUPTED = 130
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(generate)
+app.command()(chat)
 app.command()(plan)
 app.command()(doctor)
 

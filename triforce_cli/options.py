@@ -137,6 +137,42 @@ Stop = Annotated[
     ),
 ]
 
+CHAT = "Conversation"
+SESSION = "Session (what was computed, kept on the disk)"
+
+System = Annotated[
+    str,
+    option("--system", "What the model is told before the first message.", CHAT, metavar="TEXT", show_default=False),
+]
+Files = Annotated[
+    list[Path] | None,
+    option("--file", "A UTF-8 text to put before the first message; can be repeated.", CHAT, metavar="PATH"),
+]
+Template = Annotated[
+    str,
+    option(
+        "--template",
+        "How messages are laid out for the model: auto (its own template; plain where it has none), llama2, chatml, "
+        "vicuna or plain.",
+        CHAT,
+        metavar="NAME",
+    ),
+]
+Session = Annotated[
+    str | None,
+    option(
+        "--session",
+        "Keep what was computed under this name, and go on from it where it was kept before (triforce sessions).",
+        SESSION,
+        metavar="NAME",
+    ),
+]
+CacheFile = Annotated[
+    Path | None, option("--cache", "The same in this folder, wherever you want it.", SESSION, metavar="PATH")
+]
+ReadOnly = Annotated[bool, switch("--read-only", "Go on from the session and leave it as it is.", SESSION)]
+NoHistory = Annotated[bool, switch("--no-history", "Do not keep what is typed for the next time.", CHAT)]
+
 Context = Annotated[
     int | None,
     option(
@@ -316,6 +352,19 @@ def offloaded(text: str) -> frozenset[str] | None:
     if unknown:
         raise UsageError(f"offload names {unknown[0]!r}; it may be weights, kv, weights,kv, none or auto")
     return frozenset(names)
+
+
+def session_path(session: str | None, cache: Path | None, *, read_only: bool) -> Path | None:
+    """The folder of the session that was named, if one was."""
+    if session is not None and cache is not None:
+        raise UsageError("--session and --cache name two sessions; give one of them")
+    if session is None and cache is None:
+        if read_only:
+            raise UsageError("--read-only is about a session and none is named; add --session NAME or --cache PATH")
+        return None
+    from offload.session.names import session_folder
+
+    return session_folder(session) if session is not None else Path(str(cache)).expanduser()
 
 
 def check_max_tokens(max_tokens: int) -> None:

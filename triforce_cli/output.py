@@ -17,6 +17,8 @@ from offload.errors import TriforceError
 from triforce_cli.progress import PlainDisplay, ProgressDisplay, SilentDisplay, TerminalDisplay
 
 if TYPE_CHECKING:
+    from prompt_toolkit.output import Output as PromptOutput
+
     from offload.engine import Progress
 
 
@@ -51,6 +53,22 @@ class Output:
         if piece:
             _write(sys.stdout, piece.encode("utf-8"))
             self._mid_line = not piece.endswith("\n")
+
+    @property
+    def has_person(self) -> bool:
+        """Is there somebody who types, and sees what is written to standard error?"""
+        return _is_terminal(sys.stdin) and _is_terminal(sys.stderr)
+
+    def end_line(self) -> None:
+        """End the line of the text so far, if it has not ended."""
+        if self._mid_line:
+            self.text("\n")
+
+    def for_prompt(self) -> PromptOutput:
+        """Where a line editor draws: standard error, since standard output is for text."""
+        from prompt_toolkit.output import create_output
+
+        return create_output(stdout=sys.stderr)
 
     def document(self, document: Mapping[str, Any]) -> None:
         """Write one JSON object on one line to standard output."""

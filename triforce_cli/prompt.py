@@ -28,11 +28,22 @@ def read_prompt(file: Path | None, text: str | None, *, note: Note) -> str:
             "there is no prompt; name a file (triforce generate --prompt-file book.txt), pipe one in "
             "(cat book.txt | triforce generate) or give --prompt TEXT"
         )
-    before = _read(file or STDIN, note) if sources[0] != "--prompt" else ""
+    before = ""
+    if sources[0] != "--prompt":
+        before = read_text(file, "the prompt") if file not in (None, STDIN) else _decode_text(_read_stdin(note), STDIN)
     prompt = _join(before, decode_argument("--prompt", text or ""))
     if not prompt:
         raise UsageError(f"the prompt is empty ({' and '.join(sources)}); it needs at least one character")
     return prompt
+
+
+def read_text(file: Path, what: str) -> str:
+    """What `file` says in UTF-8. Raises UsageError, which calls it `what`."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{what} cannot be read from {file}: {error.strerror}") from error
+    return _decode_text(data, file)
 
 
 def decode_argument(option: str, value: str) -> str:
@@ -46,11 +57,7 @@ def _sources(file: Path | None, text: str | None) -> list[str]:
     return read + (["--prompt"] if text is not None else [])
 
 
-def _read(file: Path, note: Note) -> str:
-    try:
-        data = _read_stdin(note) if file == STDIN else file.read_bytes()
-    except OSError as error:
-        raise UsageError(f"the prompt cannot be read from {_name(file)}: {error.strerror}") from error
+def _decode_text(data: bytes, file: Path) -> str:
     has_bom = data.startswith(UTF8_BOM)
     return _decode(data.removeprefix(UTF8_BOM), _name(file), offset=len(UTF8_BOM) if has_bom else 0)
 

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 class Held:
     """tokens: one per row. num_own: the first so many come from one prefill of their own, so that a prefill of the same
     tokens would give the same bits. num_settled: the first so many were run before the prompt that begins with them was
-    known, and the levels below are ready for it; 0: they are not.
+    known, and the levels below are ready for it; 0: they are not. num_saved: the first so many are on the disk, bit for
+    bit, as a session has them.
     """
 
     tokens: list[int] = field(default_factory=list)
     num_own: int = 0
     num_settled: int = 0
+    num_saved: int = 0
 
     def reusable(self, prompt: Sequence[int], num_last: int) -> int:
         """Rows of the longest common prefix with `prompt`; its last `num_last` rows are for the first pass, but those
@@ -32,6 +34,7 @@ class Held:
         """Only the first `length` rows are left."""
         self.tokens = self.tokens[:length]
         self.num_own = min(self.num_own, length)
+        self.num_saved = min(self.num_saved, length)
         if length < self.num_settled:
             self.num_settled = 0
 
@@ -40,6 +43,10 @@ class Held:
         if not self.tokens:
             self.num_own = len(tokens)
         self.tokens = list(tokens)
+
+    def generated(self, tokens: Sequence[int]) -> None:
+        """These are held now: what was held, and what was said after it."""
+        self.tokens, self.num_settled = list(tokens), 0
 
 
 def num_common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -29,6 +29,12 @@ class RopeTable:
         """(cos, sin) of positions start to stop, each [stop - start, D], as views."""
         return self.cos[start:stop], self.sin[start:stop]
 
+    def starts_like(self, other: RopeTable) -> bool:
+        """Are the rows that both have the same?"""
+        count = min(len(self.cos), len(other.cos))
+        ours, theirs = self.rows(0, count), other.rows(0, count)
+        return all(torch.equal(one, another) for one, another in zip(ours, theirs, strict=True))
+
     def to(self, dtype: torch.dtype) -> RopeTable:
         """The same table rounded to the dtype of the rows it will turn: `rotate` then rounds nothing."""
         return RopeTable(self.cos.to(dtype), self.sin.to(dtype))

@@ -47,7 +47,7 @@ class _Entry:
 class Checkpoint:
     """The tensors of one model folder, by their Hugging Face names. Use as a context manager, or `close` it.
 
-    No method keeps a tensor alive. After `close` only `names`, `shape` and `dtype` answer.
+    No method keeps a tensor alive. After `close` only `names`, `files`, `shape` and `dtype` answer.
     """
 
     def __init__(self, folder: Path, entries: Mapping[str, _Entry], files: ExitStack) -> None:
@@ -69,6 +69,10 @@ class Checkpoint:
     def names(self) -> tuple[str, ...]:
         """All tensor names, sorted."""
         return tuple(sorted(self._entries))
+
+    def files(self) -> tuple[Path, ...]:
+        """The files that the tensors are in, sorted."""
+        return tuple(sorted({entry.path for entry in self._entries.values()}))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of tensor `name`. ModelError when there is none of that name."""

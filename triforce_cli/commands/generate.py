@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from triforce_cli import options
+from offload.errors import UsageError
+from triforce_cli import __version__, options
 from triforce_cli.answer import Answer
 from triforce_cli.options import Models
 from triforce_cli.output import Output
@@ -14,7 +17,9 @@ from triforce_cli.prompt import decode_argument, read_prompt
 
 if TYPE_CHECKING:
     from offload.decode.sampling import SamplingParams
-    from offload.plan.planner import Options
+    from offload.engine import Engine
+    from offload.plan.planner import Options, Plan
+    from offload.session.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,8 @@ class Generate:
     stops: tuple[str, ...]
     options: Options
     models: Models
+    session: Path | None
+    read_only: bool
     show_stats: bool
     as_json: bool
     quiet: bool
@@ -68,13 +75,54 @@ class Generate:
         plan = plan_request(target, draft, self.options, num_prompt_tokens=len(tokens), max_tokens=self.max_tokens)
         for line in plan.notes:
             output.note(line)
-        engine = Engine.load(plan, target, draft, tokenizer, on_progress=output.progress)
-        answer.begin(plan, engine)
-        with engine:
+        with ExitStack() as stack:
+            store = self._open_session(plan, stack)
+            engine = stack.enter_context(Engine.load(plan, target, draft, tokenizer, on_progress=output.progress))
+            answer.begin(plan, engine)
+            if store is not None:
+                stack.enter_context(self._kept(store, engine, tokens, output))
             for step in engine.generate(
-                tokens, sampling, max_tokens=plan.max_tokens, stop=self.stops, on_progress=output.progress
+                tokens,
+                sampling,
+                max_tokens=plan.max_tokens,
+                stop=self.stops,
+                reuse=store is not None,
+                on_progress=output.progress,
             ):
                 answer.add(step)
+
+    def _open_session(self, plan: Plan, stack: ExitStack) -> Store | None:
+        if self.session is None:
+            return None
+        from offload.plan.config import ModelConfig
+        from offload.session.fingerprints import identify
+        from offload.session.store import Store
+
+        target = self.models.target
+        identity = identify(
+            target,
+            ModelConfig.from_folder(target),
+            dtype=plan.dtype,
+            capacity=plan.capacity,
+            page_tokens=plan.page_tokens,
+        )
+        store = Store.open(self.session, identity, read_only=self.read_only, writer=__version__)
+        stack.enter_context(store)
+        if store.tokens and not self.read_only and store.extra.get("kind") != "text":
+            raise UsageError(f"{self.session} is kept by a chat; name another session, or add --read-only")
+        return store
+
+    @contextmanager
+    def _kept(self, store: Store, engine: Engine, tokens: Sequence[int], output: Output) -> Iterator[None]:
+        """Begin with what the session holds of the prompt; at the end, an interrupted one too, keep what is held."""
+        engine.restore(store, tokens, on_progress=output.progress)
+        try:
+            yield
+        finally:
+            output.note(f"session: {engine.stats.reused_tokens:,} of {len(tokens):,} prompt tokens were there")
+            if not self.read_only:
+                output.end_line()
+                engine.save(store, {"kind": "text"}, on_progress=output.progress)
 
     def _answer(self, output: Output) -> Answer:
         target, draft = self.models.target, self.models.draft
@@ -111,6 +159,9 @@ def generate(
     offload: options.Offload = "auto",
     device_memory: options.DeviceMemory = None,
     link_gbps: options.LinkGbps = None,
+    session: options.Session = None,
+    cache: options.CacheFile = None,
+    read_only: options.ReadOnly = False,
     stats: options.ShowStats = False,
     json: options.AsJson = False,
     quiet: options.Quiet = False,
@@ -152,6 +203,8 @@ def generate(
             selection=selection,
         ),
         models=options.choose_models(model, draft),
+        session=options.session_path(session, cache, read_only=read_only),
+        read_only=read_only,
         show_stats=stats,
         as_json=json,
         quiet=quiet,

@@ -1,0 +1,120 @@
+"""Saving and loading a session of a full cache against `dd` reading the same files, cold and warm, in one run.
+
+Cold: the files' pages are dropped from the system's cache before each reading. The cache is random, in the shape of
+Llama-2-7B unless given otherwise; no model runs.
+
+usage: python benchmarks/sessions.py [--tokens 4096] [--layers 32] [--folder DIR] [--repeats 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from report import emit, environment, say, spread
+
+from offload.cache.full import FullCache
+from offload.cache.tiles import TileShape
+from offload.kernels.rope import RopeTable
+from offload.kernels.rows import Blocks
+from offload.session.identity import Identity
+from offload.session.store import Store
+from offload.transfer.link import make_link
+from offload.transfer.memory import Memory
+
+PAGE_TOKENS = 512
+NO_ROPE = RopeTable(torch.empty(0), torch.empty(0))
+
+
+def make_cache(args: argparse.Namespace) -> FullCache:
+    """All tiles on the host, pinned where there is a GPU, and filled."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = TileShape(args.heads, args.head_dim, PAGE_TOKENS, 16, torch.bfloat16)
+    cache = FullCache(
+        Memory(device), shape, num_layers=args.layers, rope=NO_ROPE, blocks=Blocks((16,)), link=make_link(device)
+    )
+    cache.reserve(args.tokens)
+    noise = torch.randn(cache.page(0, 0).shape).to(torch.bfloat16)
+    for number in range(-(-args.tokens // PAGE_TOKENS)):
+        for layer in range(args.layers):
+            cache.page(layer, number).copy_(noise)
+    cache.restored(args.tokens)
+    return cache
+
+
+def drop(files: list[Path]) -> None:
+    for file in files:
+        fd = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def read_with_dd(files: list[Path]) -> None:
+    for file in files:
+        subprocess.run(["dd", f"if={file}", "of=/dev/null", "bs=1M", "status=none"], check=True)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def measure(cache: FullCache, folder: Path, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each repeat."""
+    shape, tokens = cache.shape, [0] * cache.length
+    identity = Identity(
+        "model", "tokenizer", "rope", "bf16", cache.num_layers, shape.num_kv_heads, shape.head_dim, shape.page_tokens
+    )
+    times: dict[str, list[float]] = {"save": [], "dd, cold": [], "load, cold": [], "dd, warm": [], "load, warm": []}
+    for _ in range(repeats):
+        with Store.open(folder, identity) as store:
+            times["save"].append(seconds(partial(store.save, cache, tokens, capacity=0, extra={}, unchanged=0)))
+            files = sorted(folder.glob("page-*"))
+            works = {"dd": partial(read_with_dd, files), "load": partial(store.load, cache, len(tokens))}
+            for name, work in works.items():
+                drop(files)
+                times[f"{name}, cold"].append(seconds(work))
+            for name, work in works.items():
+                times[f"{name}, warm"].append(seconds(work))
+        say(", ".join(f"{name} {runs[-1]:.2f} s" for name, runs in times.items()))
+    return times
+
+
+def row(name: str, times: dict[str, list[float]], num_bytes: int) -> list[str]:
+    rates = spread([num_bytes / run / 1e9 for run in times[name]])
+    ratio = "-"
+    if name.startswith("load"):
+        pairs = zip(times[name.replace("load", "dd")], times[name], strict=True)
+        ratio = f"{spread([theirs / ours for theirs, ours in pairs])['median']:.2f}"
+    return [name, f"{rates['median']:.2f}", f"{rates['min']:.2f} to {rates['max']:.2f}", ratio]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--folder", type=Path, help="where the session is written; default: the temporary folder")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    cache = make_cache(args)
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        times = measure(cache, Path(folder) / "session", args.repeats)
+    num_bytes = cache.nbytes() * args.tokens // (cache.shape.tokens * cache.shape.count(args.tokens))
+    rows = [row(name, times, num_bytes) for name in times]
+    title = f"a session of {args.tokens} tokens, {num_bytes / 1e9:.2f} GB"
+    document = {"environment": environment(0), "title": title, "num_bytes": num_bytes, "seconds": times}
+    emit(title, ["what", "GB/s", "range", "of dd"], rows, document)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What a session belongs to, and the shape of its pages. Keys and values mean something to one model only."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_CODES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}  # the format's own
+_ALIGNMENT = 8  # bytes, of the data in a safetensors file
+
+
+@dataclass(frozen=True)
+class PageFormat:
+    """A page's file: the keys and values of `page_tokens` tokens in all layers, as safetensors.
+
+    One tensor per layer, `layers.3` [2, H_kv, S, D]. The bytes before the data follow from the format alone, so a
+    reader demands them as they are and parses nothing.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_tokens: int
+    dtype: str  # of ELEMENT_BYTES
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of one layer."""
+        return (2, self.num_kv_heads, self.page_tokens, self.head_dim)
+
+    @property
+    def layer_bytes(self) -> int:
+        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
+
+    @cached_property
+    def header(self) -> bytes:
+        entries = {
+            f"layers.{layer}": {
+                "dtype": _CODES[self.dtype],
+                "shape": self.shape,
+                "data_offsets": (layer * self.layer_bytes, (layer + 1) * self.layer_bytes),
+            }
+            for layer in range(self.num_layers)
+        }
+        text = json.dumps(entries, separators=(",", ":")).encode("ascii")
+        text += b" " * (-len(text) % _ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole file."""
+        return len(self.header) + self.num_layers * self.layer_bytes
+
+    def count(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_tokens)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What has to be the same for saved keys and values to be the ones that this run would compute.
+
+    model, tokenizer, rope: digests (fingerprints.py). dtype: of ELEMENT_BYTES. `model_name` is for people: a folder
+    that was renamed holds the same model.
+    """
+
+    model: str
+    tokenizer: str
+    rope: str
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_tokens: int
+    model_name: str = field(default="", compare=False)
+
+    @property
+    def page_format(self) -> PageFormat:
+        return PageFormat(self.num_layers, self.num_kv_heads, self.head_dim, self.page_tokens, self.dtype)
+
+
+def differences(saved: Identity, now: Identity) -> list[str]:
+    """Each field that differs, with both values: "dtype: saved bf16, now fp32"."""
+    return [
+        f"{each.name}: saved {_words(saved, each.name)}, now {_words(now, each.name)}"
+        for each in fields(Identity)
+        if each.compare and getattr(saved, each.name) != getattr(now, each.name)
+    ]
+
+
+def _words(identity: Identity, name: str) -> str:
+    value = str(getattr(identity, name))
+    return f"{identity.model_name} ({value})" if name == "model" and identity.model_name else value

@@ -1,0 +1,50 @@
+"""What sessions are called, where they lie, and how a refusal speaks of them."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from offload.errors import SessionError, UsageError
+
+FOLDER_VARIABLE = "TRIFORCE_SESSIONS_DIR"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", re.ASCII)
+
+
+def sessions_folder() -> Path:
+    """Where sessions with a name lie: in the user's data folder, or in the one that TRIFORCE_SESSIONS_DIR names."""
+    if named := os.environ.get(FOLDER_VARIABLE):
+        return Path(os.path.expanduser(named))
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("triforce", appauthor=False)) / "sessions"
+
+
+def is_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
+def session_folder(name: str) -> Path:
+    """The folder of the session called `name`, there or not. Raises UsageError for what cannot be a name."""
+    if not is_name(name):
+        raise UsageError(
+            f"{name!r} cannot be a session's name: 1 to 64 letters, digits, '.', '_' or '-', not '.' or '-' first"
+        )
+    return sessions_folder() / name
+
+
+def damaged(path: Path, what: str) -> SessionError:
+    """The refusal of one file in a session's folder."""
+    return SessionError(f"{path}: {what}; {remedy(path.parent)}")
+
+
+def remedy(folder: Path) -> str:
+    """How to be rid of the session in `folder`."""
+    if folder.parent == sessions_folder() and is_name(folder.name):
+        return f"remove it with 'triforce sessions rm {folder.name}', or start with another name"
+    return f"remove the folder {folder}, or name another one"
+
+
+def size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

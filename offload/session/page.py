@@ -1,0 +1,152 @@
+"""A page's file: straight from the homes to the disk and back, and never believed before its checksum is seen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+import xxhash
+from torch import Tensor
+
+from offload.cache.tiles import TileShape
+from offload.session.folder import Folder, read_all, write_all
+from offload.session.identity import PageFormat
+from offload.session.manifest import Page
+from offload.session.names import damaged
+
+OnBytes = Callable[[int], None]
+PIECE_BYTES = 1 << 20  # read or written, and hashed, at a time
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class PagedRows(Protocol):
+    """Keys and values of one sequence, page by page: what a session saves and fills. `FullCache` is one."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def shape(self) -> TileShape: ...
+
+    @property
+    def length(self) -> int:
+        """Tokens that are held."""
+        ...
+
+    def reserve(self, num_tokens: int) -> None:
+        """Have pages for that many tokens."""
+        ...
+
+    def wait_home(self) -> None:
+        """Until the pages hold all rows, and nothing is about to write there."""
+        ...
+
+    def page(self, layer: int, number: int) -> Tensor:
+        """The home of one page, [2, H_kv, S, D], each half contiguous, on the host or the device."""
+        ...
+
+    def restored(self, length: int) -> None:
+        """The pages of the first `length` tokens were written from outside: hold these tokens and no others."""
+        ...
+
+
+def format_of(rows: PagedRows) -> PageFormat:
+    shape = rows.shape
+    return PageFormat(rows.num_layers, shape.num_kv_heads, shape.head_dim, shape.page_tokens, _DTYPES[shape.dtype])
+
+
+def layers_of(rows: PagedRows, number: int) -> list[Tensor]:
+    """One page in every layer, first to last."""
+    return [rows.page(layer, number) for layer in range(rows.num_layers)]
+
+
+def write_page(
+    folder: Folder, name: str, page_format: PageFormat, layers: Sequence[Tensor], used: int, on_bytes: OnBytes
+) -> Page:
+    """Write a new file; it is on the disk when this returns. Rows from `used` on are written as zeros: nothing that a
+    session dropped is kept, and equal sequences are equal files. Copies nothing but a last page or one from a GPU.
+    OSError."""
+    digest = xxhash.xxh3_128()
+    fd = folder.create(name)
+    try:
+        offset = 0
+        for content in _contents(page_format, layers, used):
+            digest.update(content)
+            write_all(fd, content, offset)
+            offset += len(content)
+            on_bytes(len(content))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return Page(name, digest.hexdigest())
+
+
+def read_page(folder: Folder, page: Page, page_format: PageFormat, layers: Sequence[Tensor], on_bytes: OnBytes) -> None:
+    """Fill `layers` from a page's file. Raises SessionError, and then leaves zeros: rows that are hidden are still
+    multiplied by zero in attention, so what is there has to be finite."""
+    path = folder.path / page.file
+    try:
+        fd = folder.open(page.file)
+        try:
+            if _fill(fd, page_format, layers, on_bytes) != page.checksum:
+                raise damaged(path, "its checksum is not the manifest's: it was changed")
+        finally:
+            os.close(fd)
+    except BaseException as error:
+        for layer in layers:
+            layer.zero_()
+        if isinstance(error, OSError):
+            raise damaged(path, f"it cannot be read ({error.strerror})") from error
+        if isinstance(error, ValueError):
+            raise damaged(path, str(error)) from error
+        raise
+
+
+def _fill(fd: int, page_format: PageFormat, layers: Sequence[Tensor], on_bytes: OnBytes) -> str:
+    """Read the file into `layers` and return its checksum. Nothing in it is interpreted: it has the bytes and the size
+    that it must have, or is refused. Each piece is hashed while the processor's caches still hold it."""
+    num_bytes = os.fstat(fd).st_size
+    if num_bytes != page_format.nbytes:
+        raise ValueError(
+            f"it has {num_bytes} bytes, {page_format.nbytes} is what a page takes: it was cut off or changed"
+        )
+    header = bytearray(len(page_format.header))
+    read_all(fd, memoryview(header), 0)
+    if header != page_format.header:
+        raise ValueError("its header is not that of a page of this session")
+    digest, offset = xxhash.xxh3_128(header), len(header)
+    for layer in layers:
+        home = layer if _on_host(layer) else torch.empty_like(layer, device="cpu")
+        for content in _pieces(home):
+            read_all(fd, content, offset)
+            digest.update(content)
+            offset += len(content)
+            on_bytes(len(content))
+        if home is not layer:
+            layer.copy_(home)
+    return digest.hexdigest()
+
+
+def _on_host(layer: Tensor) -> bool:
+    return layer.device.type == "cpu"
+
+
+def _contents(page_format: PageFormat, layers: Sequence[Tensor], used: int) -> Iterator[memoryview]:
+    """The file's bytes, in order."""
+    yield memoryview(page_format.header)
+    for layer in layers:
+        home = layer.cpu()
+        if used < page_format.page_tokens:
+            home = home.clone()
+            home[:, :, used:] = 0
+        yield from _pieces(home)
+
+
+def _pieces(layer: Tensor) -> Iterator[memoryview]:
+    """The bytes of a host tensor [2, H_kv, S, D]: its keys, then its values, as they lie there."""
+    for half in layer:
+        content = memoryview(half.view(-1).view(torch.uint8).numpy())
+        for start in range(0, len(content), PIECE_BYTES):
+            yield content[start : start + PIECE_BYTES]

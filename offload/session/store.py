@@ -1,0 +1,265 @@
+"""One session on the disk: `manifest.json` and a file per page of tokens, over all layers.
+
+A save writes what changed into new files, then replaces the manifest, then removes the files that it no longer names.
+So whenever the writer dies, the folder holds the old session or the new one, whole, and maybe files that the next
+writer removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from offload.errors import DoesNotFit, SessionError
+from offload.session import manifest as manifests
+from offload.session.folder import Folder
+from offload.session.identity import Identity, differences
+from offload.session.leftovers import discard, foreign, sweep, temporary_file
+from offload.session.lock import READERS, WRITER, Lock, owner
+from offload.session.manifest import MANIFEST_FILE, Manifest, Page, page_file
+from offload.session.names import remedy, size
+from offload.session.page import OnBytes, PagedRows, format_of, layers_of, read_page, write_page
+
+_NO_CHECKSUM = "0" * 32  # of a page that is not written yet
+
+
+def _ignore(num_bytes: int) -> None:
+    return None
+
+
+class Store:
+    """An open session. A context manager: `close` lets others have it.
+
+    A writer is alone for as long as it is open. With `read_only` nothing is written and no writer is kept out, but
+    pages that it replaces stay on the disk until the reader has closed: close it when all is loaded.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        identity: Identity,
+        manifest: Manifest | None,
+        held: ExitStack,
+        *,
+        read_only: bool,
+        writer: str,
+    ) -> None:
+        self.identity, self.read_only = identity, read_only
+        self._folder, self._format, self._manifest = folder, identity.page_format, manifest
+        self._held, self._writer, self._closed = held, writer, False
+
+    @classmethod
+    def open(cls, path: Path, identity: Identity, *, read_only: bool = False, writer: str = "") -> Store:
+        """The session in the folder `path`, a new one where there is none. writer: the program's version, to be saved.
+
+        Raises SessionError: damaged, another model's (with what differs), in use, no session, or refused by the system.
+        """
+        with ExitStack() as held, _explained(path, read_only):
+            folder = _open_to_read(path, held) if read_only else _open_to_write(path, held)
+            manifest = manifests.read(folder)
+            if manifest is not None:
+                _check_identity(path, manifest.identity, identity)
+            elif read_only:  # removed as we came
+                raise _no_session(path)
+            if not read_only:
+                sweep(folder, manifest)
+            return cls(folder, identity, manifest, held.pop_all(), read_only=read_only, writer=writer)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Whose keys and values are saved."""
+        return self._manifest.tokens if self._manifest else ()
+
+    @property
+    def capacity(self) -> int:
+        return self._manifest.capacity if self._manifest else 0
+
+    @property
+    def extra(self) -> Mapping[str, object]:
+        return self._manifest.extra if self._manifest else {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages on the disk."""
+        return len(self._manifest.pages) * self._format.nbytes if self._manifest else 0
+
+    def load(self, rows: PagedRows, num_tokens: int, *, on_bytes: OnBytes = _ignore) -> None:
+        """Fill `rows` with the first `num_tokens` saved tokens: it then holds these and nothing else.
+
+        Whole pages are read, straight into their homes. Raises SessionError where a page is not what was saved; then
+        `rows` holds nothing. `on_bytes` hears of bytes as they come.
+        """
+        self._check_rows(rows)
+        if not 0 <= num_tokens <= len(self.tokens):
+            raise ValueError(f"{num_tokens} tokens of {len(self.tokens)}")
+        rows.restored(0)
+        rows.wait_home()  # a forward that this ended may still be sending rows
+        rows.reserve(num_tokens)
+        pages = self._manifest.pages if self._manifest else ()
+        for number in range(self._format.count(num_tokens)):
+            read_page(self._folder, pages[number], self._format, layers_of(rows, number), on_bytes)
+        rows.restored(num_tokens)
+
+    def bytes_to_write(self, num_tokens: int, unchanged: int) -> int:
+        """Bytes of the pages that such a `save` would write."""
+        return (self._format.count(num_tokens) - self._num_kept(num_tokens, unchanged)) * self._format.nbytes
+
+    def save(
+        self,
+        rows: PagedRows,
+        tokens: Sequence[int],
+        *,
+        capacity: int,
+        extra: Mapping[str, object],
+        unchanged: int,
+        on_bytes: OnBytes = _ignore,
+    ) -> None:
+        """Hold `tokens`, the first that `rows` holds, instead of what was saved before.
+
+        unchanged: so many tokens at the beginning, and their rows bit for bit, are what was loaded from here or saved
+        last; pages of them alone are not written again. capacity, extra (plain JSON): kept for the caller. Raises
+        DoesNotFit, before anything is written, where the disk has no room, and SessionError where writing fails. Then,
+        and whatever else ends it early, the session is as it was, or saved: `tokens` tells.
+        """
+        self._check_rows(rows)
+        if self.read_only:
+            raise RuntimeError("this session was opened to be read only")
+        if len(tokens) > rows.length:
+            raise ValueError(f"{len(tokens)} tokens, and rows of {rows.length}")
+        if not 0 <= unchanged <= len(tokens) or tuple(tokens[:unchanged]) != self.tokens[:unchanged]:
+            raise ValueError(f"the first {unchanged} tokens are not those that were saved")
+        draft = self._draft(tokens, capacity, extra, unchanged)
+        needed = self.bytes_to_write(len(tokens), unchanged) + len(manifests.encode(draft))
+        self._check_space(needed)
+        rows.wait_home()
+        try:
+            self._manifest = self._publish(self._write_pages(draft, rows, on_bytes))
+        except BaseException as error:
+            self._settle()
+            if not isinstance(error, OSError):
+                raise
+            raise SessionError(
+                f"{self._folder.path}: saving failed ({error.strerror}): {size(needed)} were to be written, "
+                f"{size(self._folder.free_bytes())} are free; what was saved before is whole: make room "
+                "('triforce sessions prune') and save again"
+            ) from error
+        sweep(self._folder, self._manifest)
+
+    def close(self) -> None:
+        """Idempotent. A new session that was never saved leaves nothing behind."""
+        with self._held:
+            if self.read_only or self._closed:
+                return
+            self._closed = True
+            self._settle()
+            if self._manifest is None:
+                with contextlib.suppress(OSError):  # others put something there
+                    discard(self._folder)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _num_kept(self, num_tokens: int, unchanged: int) -> int:
+        """Pages at the beginning that are on the disk already. A page that is used in part is so far only."""
+        if unchanged == num_tokens == len(self.tokens):
+            return self._format.count(num_tokens)
+        return unchanged // self._format.page_tokens
+
+    def _draft(self, tokens: Sequence[int], capacity: int, extra: Mapping[str, object], unchanged: int) -> Manifest:
+        """The manifest to be, its new pages named and not yet written."""
+        now, tag, old = time.time(), secrets.token_hex(8), self._manifest
+        kept = old.pages[: self._num_kept(len(tokens), unchanged)] if old else ()
+        new = range(len(kept), self._format.count(len(tokens)))
+        pages = (*kept, *(Page(page_file(number, tag), _NO_CHECKSUM) for number in new))
+        created = old.created if old else now
+        return Manifest(self.identity, tuple(tokens), pages, capacity, dict(extra), created, now, self._writer)
+
+    def _check_space(self, needed: int) -> None:
+        free = self._folder.free_bytes()
+        if needed > free:
+            raise DoesNotFit(
+                f"saving this session takes {size(needed)} more in {self._folder.path}, {size(free)} are free; make "
+                "room ('triforce sessions prune'), or have TRIFORCE_SESSIONS_DIR name a folder on a larger disk"
+            )
+
+    def _write_pages(self, draft: Manifest, rows: PagedRows, on_bytes: OnBytes) -> Manifest:
+        pages = list(draft.pages)
+        for number, page in enumerate(pages):
+            if page.checksum == _NO_CHECKSUM:
+                used = len(draft.tokens) - number * self._format.page_tokens
+                layers = layers_of(rows, number)
+                pages[number] = write_page(self._folder, page.file, self._format, layers, used, on_bytes)
+        return replace(draft, pages=tuple(pages))
+
+    def _publish(self, manifest: Manifest) -> Manifest:
+        temporary = temporary_file(secrets.token_hex(8))
+        self._folder.write(temporary, manifests.encode(manifest))
+        self._folder.replace(temporary, MANIFEST_FILE)
+        return manifest
+
+    def _settle(self) -> None:
+        """Know what is on the disk, wherever a save ended, and remove what that does not need."""
+        self._manifest = manifests.read(self._folder)
+        sweep(self._folder, self._manifest)
+
+    def _check_rows(self, rows: PagedRows) -> None:
+        if format_of(rows) != self._format:
+            raise ValueError(f"rows are {format_of(rows)}, the session is for {self._format}")
+
+
+def _open_to_read(path: Path, held: ExitStack) -> Folder:
+    """No file is made where there is no session."""
+    if not path.is_dir():
+        raise _no_session(path)
+    folder = held.enter_context(Folder(path))
+    if not folder.has(MANIFEST_FILE):
+        raise _no_session(path)
+    lock = Lock.take(folder, READERS, shared=True, wait=True)
+    assert lock is not None
+    held.enter_context(lock)
+    return folder
+
+
+def _open_to_write(path: Path, held: ExitStack) -> Folder:
+    if path.is_file():
+        raise SessionError(f"{path} is a file, and a session is a folder; name another one")
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = held.enter_context(Folder(path))
+    if not folder.has(MANIFEST_FILE) and (others := foreign(folder)):
+        raise SessionError(f"{path} is no session's folder, it holds {others[0]}; name a new folder or an empty one")
+    lock = Lock.take(folder, WRITER)
+    if lock is None:
+        raise SessionError(
+            f"{path} is in use by {owner(folder)}; wait until that ends, open it with --read-only, or take another name"
+        )
+    held.enter_context(lock).sign()
+    return folder
+
+
+def _check_identity(path: Path, saved: Identity, now: Identity) -> None:
+    if differ := differences(saved, now):
+        raise SessionError(
+            f"{path} was saved under other conditions, its keys and values cannot be used here: {'; '.join(differ)}; "
+            f"run as it was saved, or {remedy(path)}"
+        )
+
+
+def _no_session(path: Path) -> SessionError:
+    return SessionError(f"there is no session in {path}; leave out --read-only to start one, or name another")
+
+
+@contextlib.contextmanager
+def _explained(path: Path, read_only: bool) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        remedies = "name another folder" if read_only else "name another folder, or only read it with --read-only"
+        raise SessionError(f"{path} cannot be opened as a session ({error.strerror}); {remedies}") from error

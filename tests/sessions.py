@@ -1,0 +1,93 @@
+"""Rows to save, an identity to save them under, and what is on the disk afterwards. No tests in here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offload.cache.tiles import TileShape, TileStore
+from offload.errors import SessionError
+from offload.session.identity import Identity
+from offload.session.page import PagedRows, format_of, layers_of
+from offload.session.store import Store
+from offload.transfer.memory import Memory
+
+PAGE, LAYERS, HEADS, DIM = 4, 2, 2, 4
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+IDENTITY = Identity("model", "tokenizer", "rope", "fp32", LAYERS, HEADS, DIM, PAGE, model_name="tiny")
+
+
+class Rows:
+    """Rows that follow from position and token alone, in tiles of two pages as the full cache has them."""
+
+    def __init__(self, tokens: Sequence[int] = (), dtype: str = "fp32", device: str = "cpu") -> None:
+        self.shape, self.num_layers, self.length = TileShape(HEADS, DIM, PAGE, 2, DTYPES[dtype]), LAYERS, 0
+        self.store = TileStore(Memory(torch.device(device)), self.shape, LAYERS, None)
+        self.put(tokens)
+
+    def put(self, tokens: Sequence[int]) -> None:
+        """Hold `tokens`, and garbage after them as a rejection leaves it."""
+        self.reserve(len(tokens) + 3)
+        for position, token in enumerate([*tokens, 9991, 9992, 9993]):
+            generator = torch.Generator().manual_seed(10_000 * position + token)
+            rows = torch.randn(LAYERS, 2, HEADS, DIM, generator=generator)
+            for layer in range(LAYERS):
+                self.page(layer, position // PAGE)[:, :, position % PAGE] = rows[layer].to(self.shape.dtype)
+        self.length = len(tokens)
+
+    def reserve(self, num_tokens: int) -> None:
+        self.store.grow(num_tokens)
+
+    def wait_home(self) -> None: ...
+
+    def page(self, layer: int, number: int) -> Tensor:
+        index, within = divmod(number, self.shape.num_pages)
+        return self.store.home(layer, index)[:, within]
+
+    def restored(self, length: int) -> None:
+        self.length = length
+
+
+def bits(rows: PagedRows) -> bytes:
+    """Of all that is held, in order of page, layer, half, head."""
+    pages = [layers_of(rows, number) for number in range(-(-rows.length // PAGE))]
+    cut = [[layer[:, :, : rows.length - number * PAGE] for layer in layers] for number, layers in enumerate(pages)]
+    return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for layers in cut for part in layers)
+
+
+def save(path: Path, tokens: Sequence[int], unchanged: int = 0, **extra: object) -> None:
+    """Open, save rows of `tokens`, close."""
+    with Store.open(path, IDENTITY) as store:
+        store.save(Rows(tokens), tokens, capacity=100, extra=extra, unchanged=unchanged)
+
+
+def restore(path: Path, identity: Identity = IDENTITY) -> tuple[tuple[int, ...], bytes]:
+    """(tokens, bits) as a reader gets them. SessionError, and then the rows hold nothing and are finite."""
+    rows = Rows(range(9), identity.dtype)
+    with Store.open(path, identity, read_only=True) as store:
+        try:
+            store.load(rows, len(store.tokens))
+        except SessionError:
+            assert rows.length == 0
+            assert all(rows.page(layer, page).isfinite().all() for layer in range(LAYERS) for page in range(2))
+            raise
+        return store.tokens, bits(rows)
+
+
+def saved(tokens: Sequence[int], dtype: str = "fp32") -> tuple[tuple[int, ...], bytes]:
+    """What `restore` has to give."""
+    return tuple(tokens), bits(Rows(tokens, dtype))
+
+
+def identity_of(rows: PagedRows, dtype: str) -> Identity:
+    form = format_of(rows)
+    shape = {name: getattr(form, name) for name in ("num_layers", "num_kv_heads", "head_dim", "page_tokens")}
+    return replace(IDENTITY, dtype=dtype, **shape)
+
+
+def page_files(path: Path) -> list[Path]:
+    return sorted(path.glob("page-*"))

@@ -1,0 +1,73 @@
+"""Work done ahead, in a thread of its own, while the person types: what it has come to, and an end to it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offload.engine import Progress
+
+OnProgress = Callable[["Progress"], None]
+Work = Callable[[OnProgress], None]  # tells how far it is, often; may be broken off wherever it does
+_POLL_SECONDS = 0.1
+
+
+class _BrokenOff(Exception):
+    """Nobody needs it any more."""
+
+
+class Ahead:
+    """One piece of work at a time. Whoever touches what it works on waits for it, or breaks it off, first."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "ahead")
+        self._running: Future[None] | None = None
+        self._unwanted = threading.Event()
+        self.progress: Progress | None = None  # of what runs now
+
+    def start(self, work: Work) -> None:
+        self.break_off()
+        self._unwanted.clear()
+        self._running = self._thread.submit(self._run, work)
+
+    def wait(self, on_progress: OnProgress) -> None:
+        """Until it is done. Raises an error of the work; and what `on_progress` raises, the work broken off."""
+        running = self._running
+        try:
+            while running is not None and not running.done():
+                if (progress := self.progress) is not None:
+                    on_progress(progress)
+                wait([running], _POLL_SECONDS)
+        except BaseException:
+            self.break_off()
+            raise
+        self._running = None
+        if running is not None:
+            running.result()
+
+    def break_off(self) -> None:
+        """Until nothing runs. An error of the work is dropped with it."""
+        self._unwanted.set()
+        running, self._running = self._running, None
+        if running is not None:
+            running.exception()
+
+    def close(self) -> None:
+        self.break_off()
+        self._thread.shutdown()
+
+    def _run(self, work: Work) -> None:
+        try:
+            work(self._note)
+        except _BrokenOff:
+            return
+        finally:
+            self.progress = None
+
+    def _note(self, progress: Progress) -> None:
+        self.progress = progress
+        if self._unwanted.is_set():
+            raise _BrokenOff

@@ -1,0 +1,182 @@
+"""A conversation as it goes on: messages to replies, and what is done ahead for the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+from offload.errors import DoesNotFit
+from triforce_cli import render_chat
+from triforce_cli.chat.ahead import Ahead
+from triforce_cli.chat.conversation import Conversation, Document
+from triforce_cli.chat.interrupts import Interrupts, Stopped
+
+if TYPE_CHECKING:
+    from offload.engine import OnProgress, Progress, Step
+    from triforce_cli.chat.formats import ChatFormat, Part
+    from triforce_cli.chat.partner import Partner
+    from triforce_cli.chat.settings import Settings
+    from triforce_cli.output import Output
+
+_SHOWN_TOKENS = 256  # a shorter prefill is over before anybody reads about it
+
+
+class Dialogue:
+    """One conversation with one partner.
+
+    interactive: there is a person, who may stop a reply with Ctrl-C, and types while work is done ahead.
+    After every change `ahead` runs what is certain to come before the next message, and keeps the session.
+    """
+
+    def __init__(
+        self,
+        partner: Partner,
+        chat_format: ChatFormat,
+        settings: Settings,
+        output: Output,
+        *,
+        conversation: Conversation,
+        interactive: bool,
+    ) -> None:
+        self.partner, self.format, self.settings, self.output = partner, chat_format, settings, output
+        self.conversation, self.interactive = conversation, interactive
+        self.draft = ""  # what the next message begins with, to be edited
+        self._ahead = Ahead()
+        self._num_replies = len(conversation.turns)
+        self._closing: tuple[Conversation, list[int]] | None = None
+
+    def taken_draft(self) -> str:
+        """What the next message begins with, once."""
+        draft, self.draft = self.draft, ""
+        return draft
+
+    def say(self, text: str) -> None:
+        """Send a message and show the reply. A message that cannot be answered can be edited."""
+        self.answer(self.conversation.asked(text))
+
+    def answer(self, asked: Conversation) -> None:
+        """Show the reply to the open question and take it into the conversation, as far as it came."""
+        question = asked.question or ""
+        try:
+            tokens = self.format.prompt_tokens(asked)
+            self._check_room(len(tokens) + 1)
+            reply, reply_tokens, finish = self._show_reply(tokens)
+        except (DoesNotFit, Stopped) as error:
+            self.draft = question
+            if isinstance(error, DoesNotFit):
+                raise
+            self.output.note("stopped before the first word; the message can be sent again")
+            return
+        self._num_replies += 1
+        spoken = self.format.spoken(reply_tokens, reply)
+        self.conversation = asked.answered(reply.strip(), spoken, complete=finish == "stop")
+        if finish == "length":
+            self.output.note(f"the reply ends here: max-tokens is {self.settings.max_tokens}, or the context is full")
+        self._warn_of_the_end()
+
+    def change(self, conversation: Conversation) -> None:
+        """Go on with another conversation, or with this one changed. Nothing of it is lost if it does not fit."""
+        self._ahead.break_off()
+        self.conversation = conversation
+
+    def add(self, document: Document) -> None:
+        """Put a document before the next message."""
+        changed = self.conversation.with_document(document)
+        used = len(self.format.closing_tokens(changed))
+        self._check_room(used + 1)
+        own = used - self.num_used
+        self.change(changed)
+        self.output.note(render_chat.document_added(document.name, own, used, self.partner.limit))
+        self._warn_of_the_end()
+
+    @property
+    def num_used(self) -> int:
+        """Tokens of the conversation, up to the next message."""
+        if self._closing is None or self._closing[0] is not self.conversation:
+            self._closing = self.conversation, self.format.closing_tokens(self.conversation)
+        return len(self._closing[1])
+
+    def work_ahead(self) -> None:
+        """Start on what the next message will need."""
+        conversation, tokens = self.conversation, self.format.closing_tokens(self.conversation)
+
+        def work(on_progress: OnProgress) -> None:
+            self.partner.settle(tokens, on_progress)
+            self.partner.keep({"kind": "chat", "conversation": conversation.to_data()}, on_progress)
+
+        self._ahead.start(work)
+
+    def finish_ahead(self) -> None:
+        """Until it is done, shown as it goes on."""
+        with self._stoppable() as on_progress:
+            self._ahead.wait(on_progress)
+
+    def status(self) -> str:
+        """One line: the context that is used, how fast the last reply came, what is done ahead."""
+        return render_chat.status(
+            self.num_used, self.partner.limit, self.partner.stats, self._ahead.progress, self.output.width
+        )
+
+    def close(self) -> None:
+        self._ahead.close()
+
+    def _show_reply(self, tokens: list[int]) -> tuple[str, list[int], str | None]:
+        """(text, tokens, how it ended): None where the person stopped it."""
+        pieces: list[str] = []
+        spoken: list[int] = []
+        finish: str | None = None
+        with self.output, self._stoppable() as on_progress:
+            self._ahead.wait(on_progress)
+            steps = self.partner.answer(
+                tokens,
+                self.settings.params(self._num_replies),
+                max_tokens=self.settings.max_tokens,
+                stop=self.format.stops,
+                end_tokens=self.format.end_tokens,
+                on_progress=on_progress,
+            )
+            with closing(steps):
+                for step in self._until_stopped(steps):
+                    pieces.append(step.text if "".join(pieces) else step.text.lstrip())
+                    spoken += step.tokens
+                    finish = step.finish
+                    self.output.text(pieces[-1])
+            self.output.end_line()
+        return "".join(pieces), spoken, finish
+
+    def _until_stopped(self, steps: Iterator[Step]) -> Iterator[Step]:
+        for step in steps:
+            yield step
+            if self._interrupts is not None and self._interrupts.requested:
+                self.output.note("stopped")
+                return
+
+    @contextmanager
+    def _stoppable(self) -> Iterator[OnProgress]:
+        """Where there is a person, Ctrl-C is a wish: what shows progress raises Stopped then."""
+        with Interrupts() if self.interactive else nullcontext() as interrupts:
+            self._interrupts: Interrupts | None = interrupts
+
+            def on_progress(progress: Progress) -> None:
+                if interrupts is not None:
+                    interrupts.check()
+                if progress.unit == "bytes" or progress.total >= _SHOWN_TOKENS:
+                    self.output.progress(progress)
+
+            yield on_progress
+
+    def _check_room(self, num_tokens: int) -> None:
+        if num_tokens > self.partner.limit:
+            raise DoesNotFit(render_chat.too_long(num_tokens, self.partner.limit, self._droppable()))
+
+    def _warn_of_the_end(self) -> None:
+        """Before it happens: when the longest reply, and a message as long, might not fit any more."""
+        left = self.partner.limit - self.num_used
+        if left < max(2 * self.settings.max_tokens, self.partner.limit // 10):
+            self.output.note(render_chat.nearly_full(self.num_used, self.partner.limit, self._droppable()))
+
+    def _droppable(self) -> list[Part]:
+        """Documents and turns, the largest first."""
+        parts = (part for part in self.format.parts(self.conversation) if part.kind in ("document", "turn"))
+        return sorted(parts, key=lambda part: -part.num_tokens)

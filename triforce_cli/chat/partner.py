@@ -1,0 +1,157 @@
+"""The model that a conversation is with: an engine that grows with it and never computes a row twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from offload.errors import DoesNotFit
+from triforce_cli import __version__
+
+if TYPE_CHECKING:
+    from offload.decode.sampling import SamplingParams
+    from offload.decode.tokenizer import Tokenizer
+    from offload.engine import Engine, OnProgress, Step
+    from offload.metrics import Stats
+    from offload.plan.planner import Options, Plan
+    from offload.session.store import Store
+    from triforce_cli.options import Models
+
+LEAST_CAPACITY = 4096  # tokens: room for the first turns; from there it doubles
+
+
+class Partner:
+    """A context manager. The engine is made when it is first needed, for as many tokens as are needed then.
+
+    session: the folder that keeps what was computed, for this conversation alone while it is open.
+
+    Where all of it is on one device, more room is made later. Where weights or cache are offloaded, all the room that
+    there will be is made at once, since pinned memory and resident tiles are laid out for it.
+    limit: tokens that a conversation may have: the model's context, --context, or what fits in memory.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        options: Options,
+        *,
+        session: Path | None = None,
+        read_only: bool = False,
+        on_note: Callable[[str], None],
+    ) -> None:
+        from offload.engine import load_tokenizer
+        from offload.plan.request import Request
+
+        self._models = models
+        self.tokenizer: Tokenizer = load_tokenizer(models.target, models.draft)
+        self._request = Request.on_this_machine(models.target, models.draft, options)
+        self.limit = self._request.largest_context()
+        if not self.limit:
+            self._plan(2)  # says what is missing
+        if self.limit < self._request.context:
+            on_note(f"context: {self.limit:,} of {self._request.context:,} tokens, what fits in memory")
+        self._engine: Engine | None = None
+        self._last_stats: Stats | None = None
+        self._close = ExitStack()
+        self.store = None if session is None else self._open(session, read_only)
+        self._least = max(LEAST_CAPACITY, self.store.capacity if self.store else 0)
+
+    @property
+    def plan(self) -> Plan | None:
+        return None if self._engine is None else self._engine.plan
+
+    @property
+    def stats(self) -> Stats | None:
+        """Of the last reply."""
+        return self._last_stats
+
+    def ready(self, num_tokens: int, on_progress: OnProgress) -> Engine:
+        """An engine with room for `num_tokens`. Raises DoesNotFit where they are more than the limit."""
+        if num_tokens > self.limit:
+            raise DoesNotFit(f"{num_tokens:,} tokens are needed and the context ends at {self.limit:,}")
+        if self._engine is None:
+            self._engine = self._close.enter_context(self._load(self._capacity(num_tokens), on_progress))
+        elif num_tokens > self._engine.plan.capacity:
+            self._engine.replan(self._plan(self._capacity(num_tokens)))
+        return self._engine
+
+    def answer(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        stop: Sequence[str],
+        end_tokens: Collection[int],
+        on_progress: OnProgress,
+    ) -> Generator[Step, None, None]:
+        """See `Engine.generate`. Only what is new is prefilled. At least one token of reply has to fit."""
+        engine = self.ready(len(tokens) + 1, on_progress)
+        max_tokens = min(max_tokens, self.limit - len(tokens))
+        engine = self.ready(len(tokens) + max_tokens, on_progress)
+        self._restore(tokens, on_progress)
+        self._last_stats = None
+        yield from engine.generate(
+            tokens,
+            sampling,
+            max_tokens=max_tokens,
+            stop=stop,
+            end_tokens=end_tokens,
+            reuse=True,
+            on_progress=on_progress,
+        )
+        self._last_stats = engine.stats
+
+    def settle(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
+        """Run what is certain to come before the next message. What does not fit is left to the message."""
+        if tokens and len(tokens) < self.limit:
+            engine = self.ready(len(tokens), on_progress)
+            self._restore(tokens, on_progress)
+            engine.settle(tokens, on_progress=on_progress)
+
+    def keep(self, extra: Mapping[str, object], on_progress: OnProgress) -> None:
+        """Have the session hold what the engine holds."""
+        if self.store is not None and not self.store.read_only and self._engine is not None:
+            self._engine.save(self.store, extra, on_progress=on_progress)
+
+    def __enter__(self) -> Partner:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._close.close()
+
+    def _open(self, session: Path, read_only: bool) -> Store:
+        from offload.session.fingerprints import identify
+        from offload.session.store import Store
+
+        plan = self._plan(self.limit)
+        identity = identify(
+            self._models.target,
+            self._request.target,
+            dtype=plan.dtype,
+            capacity=plan.capacity,
+            page_tokens=plan.page_tokens,
+        )
+        return self._close.enter_context(Store.open(session, identity, read_only=read_only, writer=__version__))
+
+    def _restore(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
+        if self.store is not None and self._engine is not None:
+            self._engine.restore(self.store, tokens, on_progress=on_progress)
+
+    def _load(self, capacity: int, on_progress: OnProgress) -> Engine:
+        from offload.engine import Engine
+
+        models = self._models
+        return Engine.load(self._plan(capacity), models.target, models.draft, self.tokenizer, on_progress=on_progress)
+
+    def _capacity(self, num_tokens: int) -> int:
+        """A power of two; all there is where something is offloaded then, or positions turn by the capacity."""
+        if self._request.target.rope.kind == "dynamic" or self._plan(self.limit).offload:
+            return self.limit
+        return min(max(self._least, 1 << (num_tokens - 1).bit_length()), self.limit)
+
+    def _plan(self, capacity: int) -> Plan:
+        return self._request.plan(num_prompt_tokens=capacity - 1, max_tokens=1)

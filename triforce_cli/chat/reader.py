@@ -1,0 +1,156 @@
+"""Where messages come from: a person's line editor, or lines of standard input."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from prompt_toolkit.completion import Completer
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.output import Output
+
+from offload.errors import UsageError
+
+FENCE = '"""'  # around a message of several lines
+_REFRESH_SECONDS = 0.25
+
+
+class Reader(Protocol):
+    def read(self, default: str = "") -> str | None:
+        """The next message or command; None: there will be no more. default: text to begin with, where it can be
+        edited. Raises KeyboardInterrupt where the person gave up what was typed."""
+        ...
+
+
+class LineReader:
+    """One message per line. A message between fences may have more."""
+
+    def read(self, default: str = "") -> str | None:
+        line = _next_line()
+        if line is None or not line.lstrip().startswith(FENCE):
+            return line
+        lines = [line]
+        while not is_closed("".join(lines)):
+            following = _next_line()
+            if following is None:
+                raise UsageError(f"standard input ends inside a message that began with {FENCE}")
+            lines.append("\n" + following)
+        return without_fences("".join(lines))
+
+
+class PromptReader:
+    """prompt_toolkit's editor. Enter sends; Alt-Enter, or Enter between fences, begins a new line.
+
+    toolbar: what stands below the prompt, asked for again and again. history: a file, or None for none.
+    """
+
+    def __init__(
+        self,
+        *,
+        history: Path | None,
+        commands: Callable[[], Iterable[tuple[str, str]]],
+        with_path: Iterable[str],
+        toolbar: Callable[[], str],
+        output: Output,
+    ) -> None:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+        self._session: PromptSession[str] = PromptSession(
+            message=[("bold", "> ")],
+            multiline=True,
+            prompt_continuation="  ",
+            history=InMemoryHistory() if history is None else FileHistory(str(_private(history))),
+            completer=_completer(commands, frozenset(with_path)),
+            complete_while_typing=False,
+            key_bindings=_bindings(),
+            bottom_toolbar=toolbar,
+            refresh_interval=_REFRESH_SECONDS,
+            output=output,
+        )
+
+    def read(self, default: str = "") -> str | None:
+        try:
+            return without_fences(self._session.prompt(default=default))
+        except EOFError:
+            return None
+
+
+def is_closed(text: str) -> bool:
+    """Is it a whole message, or does its fence wait for the other one?"""
+    text = text.strip()
+    return not text.startswith(FENCE) or (len(text) >= 2 * len(FENCE) and text.endswith(FENCE))
+
+
+def without_fences(text: str) -> str:
+    stripped = text.strip()
+    fenced = stripped.startswith(FENCE) and is_closed(stripped)
+    return stripped[len(FENCE) : -len(FENCE)].strip("\n") if fenced else text
+
+
+def _next_line() -> str | None:
+    if sys.stdin is None:
+        return None
+    data = sys.stdin.buffer.readline()
+    if not data:
+        return None
+    try:
+        return data.decode("utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"standard input is not valid UTF-8: byte 0x{data[error.start]:02x} in {data[:40]!r}; convert it first"
+        ) from error
+
+
+def _private(path: Path) -> Path:
+    """The file, there, and readable for its owner only: it holds what was typed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
+    return path
+
+
+def _bindings() -> KeyBindings:
+    from prompt_toolkit.key_binding import KeyBindings
+
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if is_closed(buffer.text):
+            buffer.validate_and_handle()
+        else:
+            buffer.newline(copy_margin=False)
+
+    @bindings.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.newline(copy_margin=False)
+
+    return bindings
+
+
+def _completer(commands: Callable[[], Iterable[tuple[str, str]]], with_path: frozenset[str]) -> Completer:
+    """Names of commands after a slash; paths after those that take one."""
+    from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+    from prompt_toolkit.document import Document
+
+    paths = PathCompleter(expanduser=True)
+
+    class Commands(Completer):
+        def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
+            text = document.text_before_cursor
+            if not text.startswith("/") or "\n" in text:
+                return
+            name, space, argument = text.partition(" ")
+            if not space:
+                for known, about in commands():
+                    if known.startswith(name):
+                        yield Completion(known, -len(name), display_meta=about)
+            elif name in with_path:
+                yield from paths.get_completions(Document(argument), event)
+
+    return Commands()

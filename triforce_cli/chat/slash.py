@@ -1,0 +1,175 @@
+"""Commands of a chat: lines that begin with a slash."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.errors import UsageError
+from triforce_cli import render, render_chat
+from triforce_cli.chat.conversation import Conversation, Document
+from triforce_cli.chat.dialogue import Dialogue
+from triforce_cli.prompt import read_text
+
+ESCAPED = "//"  # a message that begins with one slash
+
+
+@dataclass(frozen=True)
+class Slash:
+    """run(dialogue, argument) does it; usage and about are what /help shows."""
+
+    usage: str
+    about: str
+    run: Callable[[Dialogue, str], None]
+    takes_path: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.usage.split()[0]
+
+
+class Over(Exception):
+    """The person leaves."""
+
+
+def is_command(text: str) -> bool:
+    return text.startswith("/") and not text.startswith(ESCAPED)
+
+
+def run(dialogue: Dialogue, text: str) -> None:
+    """Raises UsageError for a command that there is not, and what the command raises; Over at /exit."""
+    name, _, argument = text.strip().partition(" ")
+    if name not in COMMANDS:
+        raise UsageError(f"there is no command {name}; /help lists them, and {ESCAPED} begins a message with a slash")
+    COMMANDS[name].run(dialogue, argument.strip())
+
+
+def _help(dialogue: Dialogue, argument: str) -> None:
+    dialogue.output.table(render_chat.commands([(slash.usage, slash.about) for slash in COMMANDS.values()]))
+
+
+def _exit(dialogue: Dialogue, argument: str) -> None:
+    raise Over
+
+
+def _clear(dialogue: Dialogue, argument: str) -> None:
+    dialogue.change(dialogue.conversation.clear())
+    dialogue.output.note("a new conversation")
+
+
+def _undo(dialogue: Dialogue, argument: str) -> None:
+    conversation, question = dialogue.conversation.undo()
+    dialogue.change(conversation)
+    dialogue.draft = question
+    dialogue.output.note("the last message and its reply are taken back")
+
+
+def _regen(dialogue: Dialogue, argument: str) -> None:
+    dialogue.answer(dialogue.conversation.regenerate())
+
+
+def _edit(dialogue: Dialogue, argument: str) -> None:
+    if argument or not dialogue.interactive:
+        dialogue.answer(dialogue.conversation.edit(argument))
+        return
+    conversation, dialogue.draft = dialogue.conversation.undo()
+    dialogue.change(conversation)
+
+
+def _system(dialogue: Dialogue, argument: str) -> None:
+    if argument:
+        changed = dialogue.conversation.with_system("" if argument == "none" else argument)
+        dialogue.format.closing_tokens(changed)  # a template without a place for it says so here
+        dialogue.change(changed)
+    dialogue.output.note(f"system message: {dialogue.conversation.system or 'none'}")
+
+
+def _file(dialogue: Dialogue, argument: str) -> None:
+    path = _path(argument, "/file")
+    dialogue.add(Document(path.name, read_text(path, f"the document {path}")))
+
+
+def _drop(dialogue: Dialogue, argument: str) -> None:
+    if not argument:
+        raise UsageError("name what to drop: /drop NAME for a document, /drop N for the N oldest turns")
+    named = {document.name for document in dialogue.conversation.documents}
+    if argument.isdigit() and argument not in named:
+        dialogue.change(dialogue.conversation.drop_turns(int(argument)))
+    else:
+        dialogue.change(dialogue.conversation.drop_document(argument))
+    dialogue.output.note(render_chat.room(dialogue.num_used, dialogue.partner.limit))
+
+
+def _save(dialogue: Dialogue, argument: str) -> None:
+    path = _path(argument, "/save")
+    _write(path, dialogue.conversation.to_json() + "\n")
+    dialogue.output.note(f"saved {len(dialogue.conversation.turns)} turns to {path}")
+
+
+def _load(dialogue: Dialogue, argument: str) -> None:
+    path = _path(argument, "/load")
+    loaded = Conversation.from_json(read_text(path, f"the conversation {path}"), str(path))
+    dialogue.change(dialogue.format.adopted(loaded))
+    dialogue.output.note(f"{len(loaded.turns)} turns; {render_chat.room(dialogue.num_used, dialogue.partner.limit)}")
+
+
+def _stats(dialogue: Dialogue, argument: str) -> None:
+    stats, plan = dialogue.partner.stats, dialogue.partner.plan
+    if stats is None or plan is None or not stats.output_tokens:
+        raise UsageError("there are no numbers before the first reply")
+    dialogue.output.table(render.stats_table(stats, plan))
+
+
+def _set(dialogue: Dialogue, argument: str) -> None:
+    if argument:
+        name, _, value = argument.partition(" ")
+        dialogue.settings = dialogue.settings.changed(name, value.strip())
+    dialogue.output.note(str(dialogue.settings))
+
+
+def _tokens(dialogue: Dialogue, argument: str) -> None:
+    parts = dialogue.format.parts(dialogue.conversation)
+    dialogue.output.table(render_chat.parts_table(parts, dialogue.num_used, dialogue.partner.limit))
+
+
+_ALL = (
+    Slash("/help", "this list", _help),
+    Slash("/exit", "leave (Ctrl-D)", _exit),
+    Slash("/clear", "begin a new conversation; the system message stays", _clear),
+    Slash("/undo", "take back the last message and its reply", _undo),
+    Slash("/regen", "answer the last message again", _regen),
+    Slash("/edit [TEXT]", "change the last message and answer it again", _edit),
+    Slash("/system [TEXT|none]", "show or change the system message", _system),
+    Slash("/file PATH", "put a text file before the next message", _file, takes_path=True),
+    Slash("/drop NAME|N", "forget a document, or the N oldest turns", _drop),
+    Slash("/save PATH", "write the conversation to a file", _save, takes_path=True),
+    Slash("/load PATH", "go on with a conversation from a file", _load, takes_path=True),
+    Slash("/stats", "what the last reply cost", _stats),
+    Slash("/set [KEY VALUE]", "show or change temperature, top-p, top-k, min-p, seed, max-tokens", _set),
+    Slash("/tokens", "what takes how much of the context", _tokens),
+)
+COMMANDS = {slash.name: slash for slash in _ALL}
+
+
+def _path(argument: str, command: str) -> Path:
+    if not argument:
+        raise UsageError(f"{command} needs a path")
+    return Path(argument).expanduser()
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing: an older file stays until the new one is whole."""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error

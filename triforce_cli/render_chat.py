@@ -1,0 +1,87 @@
+"""What a chat shows besides the replies: pure functions to text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from triforce_cli import render
+
+if TYPE_CHECKING:
+    from offload.engine import Progress
+    from offload.metrics import Stats
+    from triforce_cli.chat.formats import Part
+
+_NUM_OFFERED = 4
+
+
+def room(used: int, limit: int) -> str:
+    """ "1,234 of 8,192 tokens of context used, 6,958 left"."""
+    return f"{used:,} of {limit:,} tokens of context used, {max(limit - used, 0):,} left"
+
+
+def session(num_turns: int, num_tokens: int, num_bytes: int) -> str:
+    return f"going on after {num_turns} turns: {num_tokens:,} tokens kept, {render.num_bytes(num_bytes)} on the disk"
+
+
+def status(used: int, limit: int, stats: Stats | None, progress: Progress | None, width: int) -> str:
+    """The line below the prompt, cut to `width` columns."""
+    parts = [f"context {used:,} of {limit:,}"]
+    if progress is not None:
+        parts.append(f"{progress.stage} {render.percent(progress.done, progress.total)}%")
+    if stats is not None and stats.milliseconds_per_token is not None:
+        parts.append(f"{render.significant(stats.milliseconds_per_token)} ms/token")
+        target = next(level for level in stats.levels if level.name == "target")
+        if target.acceptance is not None:
+            parts.append(f"{render.percent(target.acceptance, 1)}% accepted")
+    line = " | ".join(parts)
+    return line if len(line) < width else line[: max(width - 2, 0)] + "\u2026"
+
+
+def document_added(name: str, num_tokens: int, used: int, limit: int) -> str:
+    return f"{name}: {num_tokens:,} tokens; {room(used, limit)}"
+
+
+def too_long(needed: int, limit: int, droppable: Sequence[Part]) -> str:
+    return f"{needed:,} tokens are needed and the context ends at {limit:,}; {_offer(droppable)}"
+
+
+def nearly_full(used: int, limit: int, droppable: Sequence[Part]) -> str:
+    return f"the context is nearly full: {room(used, limit)}; {_offer(droppable)}"
+
+
+def parts_table(parts: Sequence[Part], used: int, limit: int) -> str:
+    """What takes how many tokens, and what is left."""
+    rows = [(_name(part), f"{part.num_tokens:,}") for part in parts]
+    rows += [("all of it", f"{used:,}"), ("left", f"{limit - used:,}")]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {count:>9}" for name, count in rows)
+
+
+def commands(rows: Sequence[tuple[str, str]]) -> str:
+    keys = [
+        ("Enter", "send"),
+        ("Alt-Enter", 'a new line; so is Enter after a line that begins with """'),
+        ("Ctrl-C", "stop the reply, keep what came"),
+        ("//...", "a message that begins with a slash"),
+    ]
+    width = max(len(name) for name, _ in (*rows, *keys))
+    return "\n".join(f"{name.ljust(width)}  {about}" for name, about in (*rows, *keys))
+
+
+def _offer(droppable: Sequence[Part]) -> str:
+    """What would make room."""
+    if not droppable:
+        return "begin anew with /clear, or with a larger --context where the model has one"
+    named = [f"{_command(part)} frees {part.num_tokens:,}" for part in droppable[:_NUM_OFFERED]]
+    return f"{', '.join(named)}; /tokens shows all of it, /clear begins anew"
+
+
+def _command(part: Part) -> str:
+    return f"/drop {part.name}" if part.kind == "document" else f"/drop {part.number}"
+
+
+def _name(part: Part) -> str:
+    if part.kind == "document":
+        return f"document {part.name}"
+    return f"turn {part.number}" if part.kind == "turn" else part.kind

@@ -89,7 +89,7 @@ class TerminalDisplay:
 
     def update(self, stage: str, done: int, total: int, unit: str) -> None:
         if self._bar is None or stage != self._stage:
-            self._start(stage, total, unit)
+            self._start(stage, done, total, unit)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done)
         if done >= total:
@@ -101,17 +101,18 @@ class TerminalDisplay:
                 shown.stop()
         self._bar = self._spinner = None
 
-    def _start(self, stage: str, total: int, unit: str) -> None:
+    def _start(self, stage: str, first: int, total: int, unit: str) -> None:
         self.stop()
         self._stage = stage
         columns = (TextColumn("{task.description}"), BarColumn(BAR_WIDTH), _PaceColumn())
         self._bar = Progress(*columns, console=self._console, transient=True, redirect_stdout=False)
-        self._bar.add_task(stage, total=total, unit=unit)
+        self._bar.add_task(stage, total=total, unit=unit, first=first)
         self._bar.start()
 
 
 class _PaceColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         total = task.total or 0
-        pace = render.pace(task.completed, total, task.fields["unit"], task.elapsed or 0.0)
+        first = task.fields["first"]
+        pace = render.pace(task.completed, total, task.fields["unit"], task.elapsed or 0.0, first=first)
         return Text(f"{render.percent(task.completed, total):3d}% {pace}", no_wrap=True)

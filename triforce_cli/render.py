@@ -71,11 +71,11 @@ def percent(done: float, total: float) -> int:
     return int(100 * done / total) if total else 100
 
 
-def pace(done: float, total: float, unit: str, seconds: float) -> str:
-    """How a stage is going after `seconds`: "of 32,768 tokens, 812 tokens/s, 23 s left"."""
+def pace(done: float, total: float, unit: str, seconds: float, *, first: float = 0) -> str:
+    """How a stage is going, `seconds` after `first` of it was done: "of 32,768 tokens, 812 tokens/s, 23 s left"."""
     parts = [f"of {amount(total, unit)}"]
-    if done > 0 and seconds > 0:
-        parts += [rate(done, unit, seconds), f"{duration((total - done) * seconds / done)} left"]
+    if done > first and seconds > 0:
+        parts += [rate(done - first, unit, seconds), f"{duration((total - done) * seconds / (done - first))} left"]
     return ", ".join(parts)
 
 
@@ -119,7 +119,7 @@ def _summary(stats: Stats) -> list[str]:
         (
             "prompt",
             duration(stats.prefill_seconds),
-            f"{stats.prompt_tokens:,} tokens",
+            _prompt_tokens(stats),
             f"{significant(stats.prompt_tokens_per_second)} tokens/s",
         ),
         ("first token", duration(stats.first_token_seconds), "after the start of prefill", ""),
@@ -133,6 +133,12 @@ def _summary(stats: Stats) -> list[str]:
         ("refresh", duration(stats.refresh_seconds), "of decode: choosing and fetching chunks", ""),
     ]
     return [f"{name:<12}{time:>12}   {count:<16}{speed}".rstrip() for name, time, count, speed in rows]
+
+
+def _prompt_tokens(stats: Stats) -> str:
+    if not stats.reused_tokens:
+        return f"{stats.prompt_tokens:,} tokens"
+    return f"{stats.prompt_tokens - stats.reused_tokens:,} of {stats.prompt_tokens:,} new"
 
 
 def _levels(levels: Sequence[LevelStats]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from triforce_cli import render
@@ -10,9 +11,11 @@ from triforce_cli import render
 if TYPE_CHECKING:
     from offload.engine import Progress
     from offload.metrics import Stats
+    from triforce_cli.chat.conversation import Conversation
     from triforce_cli.chat.formats import Part
 
 _NUM_OFFERED = 4
+_SHOWN_REPLY = 600  # characters
 
 
 def room(used: int, limit: int) -> str:
@@ -21,7 +24,21 @@ def room(used: int, limit: int) -> str:
 
 
 def session(num_turns: int, num_tokens: int, num_bytes: int) -> str:
-    return f"going on after {num_turns} turns: {num_tokens:,} tokens kept, {render.num_bytes(num_bytes)} on the disk"
+    turns = "1 turn" if num_turns == 1 else f"{num_turns} turns"
+    return f"going on after {turns}: {num_tokens:,} tokens kept, {render.num_bytes(num_bytes)} on the disk"
+
+
+def last_turn(conversation: Conversation) -> str:
+    """What the person may have forgotten: the last question and the end of its reply."""
+    if not conversation.turns:
+        return ""
+    turn = conversation.turns[-1]
+    shown = turn.reply if len(turn.reply) <= _SHOWN_REPLY else f"... {turn.reply[-_SHOWN_REPLY:]}"
+    return f"> {turn.user}\n{shown}"
+
+
+def kept(folder: Path | None, num_tokens: int, num_bytes: int) -> str:
+    return f"kept in {folder}: {num_tokens:,} tokens, {render.num_bytes(num_bytes)}"
 
 
 def status(used: int, limit: int, stats: Stats | None, progress: Progress | None, width: int) -> str:
@@ -48,6 +65,15 @@ def too_long(needed: int, limit: int, droppable: Sequence[Part]) -> str:
 
 def nearly_full(used: int, limit: int, droppable: Sequence[Part]) -> str:
     return f"the context is nearly full: {room(used, limit)}; {_offer(droppable)}"
+
+
+def cut_short(max_tokens: int | None) -> str:
+    """Why a reply was. None: the context is full."""
+    if max_tokens is None:
+        return "the reply ends here, where the context does; /drop makes room"
+    return (
+        f"the reply ends here, at max-tokens {max_tokens}; ask to go on, or /set max-tokens {2 * max_tokens} and /regen"
+    )
 
 
 def parts_table(parts: Sequence[Part], used: int, limit: int) -> str:

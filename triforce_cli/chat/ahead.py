@@ -15,6 +15,10 @@ Work = Callable[[OnProgress], None]  # tells how far it is, often; may be broken
 _POLL_SECONDS = 0.1
 
 
+def _ignore(progress: Progress) -> None:
+    return None
+
+
 class _BrokenOff(Exception):
     """Nobody needs it any more."""
 
@@ -35,25 +39,18 @@ class Ahead:
 
     def wait(self, on_progress: OnProgress) -> None:
         """Until it is done. Raises an error of the work; and what `on_progress` raises, the work broken off."""
-        running = self._running
         try:
-            while running is not None and not running.done():
-                if (progress := self.progress) is not None:
-                    on_progress(progress)
-                wait([running], _POLL_SECONDS)
+            running = self._join(on_progress)
         except BaseException:
             self.break_off()
             raise
-        self._running = None
         if running is not None:
             running.result()
 
-    def break_off(self) -> None:
-        """Until nothing runs. An error of the work is dropped with it."""
+    def break_off(self, on_progress: OnProgress = _ignore) -> None:
+        """Until nothing runs. A prefill ends at once, what is read or written is finished first. Errors are dropped."""
         self._unwanted.set()
-        running, self._running = self._running, None
-        if running is not None:
-            running.exception()
+        self._join(on_progress)
 
     def close(self) -> None:
         self.break_off()
@@ -69,5 +66,15 @@ class Ahead:
 
     def _note(self, progress: Progress) -> None:
         self.progress = progress
-        if self._unwanted.is_set():
+        if self._unwanted.is_set() and progress.stage == "prefill":
             raise _BrokenOff
+
+    def _join(self, on_progress: OnProgress) -> Future[None] | None:
+        """What ran, now that it has ended."""
+        running = self._running
+        while running is not None and not running.done():
+            if (progress := self.progress) is not None:
+                on_progress(progress)
+            wait([running], _POLL_SECONDS)
+        self._running = None
+        return running

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from offload.errors import DoesNotFit
+from offload.errors import DoesNotFit, TriforceError
 from triforce_cli import render_chat
 from triforce_cli.chat.ahead import Ahead
 from triforce_cli.chat.conversation import Conversation, Document
@@ -62,22 +62,25 @@ class Dialogue:
             tokens = self.format.prompt_tokens(asked)
             self._check_room(len(tokens) + 1)
             reply, reply_tokens, finish = self._show_reply(tokens)
-        except (DoesNotFit, Stopped) as error:
+        except TriforceError:
             self.draft = question
-            if isinstance(error, DoesNotFit):
-                raise
+            raise
+        except Stopped:
+            self.draft = question
             self.output.note("stopped before the first word; the message can be sent again")
             return
         self._num_replies += 1
         spoken = self.format.spoken(reply_tokens, reply)
         self.conversation = asked.answered(reply.strip(), spoken, complete=finish == "stop")
         if finish == "length":
-            self.output.note(f"the reply ends here: max-tokens is {self.settings.max_tokens}, or the context is full")
+            full = len(tokens) + len(reply_tokens) >= self.partner.limit
+            self.output.note(render_chat.cut_short(None if full else self.settings.max_tokens))
         self._warn_of_the_end()
 
     def change(self, conversation: Conversation) -> None:
         """Go on with another conversation, or with this one changed. Nothing of it is lost if it does not fit."""
-        self._ahead.break_off()
+        with self.output:
+            self._ahead.break_off(self._show)
         self.conversation = conversation
 
     def add(self, document: Document) -> None:
@@ -108,9 +111,14 @@ class Dialogue:
         self._ahead.start(work)
 
     def finish_ahead(self) -> None:
-        """Until it is done, shown as it goes on."""
-        with self._stoppable() as on_progress:
-            self._ahead.wait(on_progress)
+        """At the end: until the session is kept. Without one nobody needs it."""
+        if self.partner.store is None:
+            return
+        try:
+            with self.output, self._stoppable() as on_progress:
+                self._ahead.wait(on_progress)
+        except Stopped:
+            self.output.note("stopped; the session is as it was after the turn before")
 
     def status(self) -> str:
         """One line: the context that is used, how fast the last reply came, what is done ahead."""
@@ -127,7 +135,7 @@ class Dialogue:
         spoken: list[int] = []
         finish: str | None = None
         with self.output, self._stoppable() as on_progress:
-            self._ahead.wait(on_progress)
+            self._wait_ahead(on_progress)
             steps = self.partner.answer(
                 tokens,
                 self.settings.params(self._num_replies),
@@ -145,10 +153,20 @@ class Dialogue:
             self.output.end_line()
         return "".join(pieces), spoken, finish
 
+    def _wait_ahead(self, on_progress: OnProgress) -> None:
+        """A person hears that a session could not be kept, and goes on without it."""
+        try:
+            self._ahead.wait(on_progress)
+        except TriforceError as error:
+            if not self.interactive:
+                raise
+            self.output.error(str(error))
+
     def _until_stopped(self, steps: Iterator[Step]) -> Iterator[Step]:
         for step in steps:
             yield step
             if self._interrupts is not None and self._interrupts.requested:
+                self.output.end_line()
                 self.output.note("stopped")
                 return
 
@@ -161,10 +179,13 @@ class Dialogue:
             def on_progress(progress: Progress) -> None:
                 if interrupts is not None:
                     interrupts.check()
-                if progress.unit == "bytes" or progress.total >= _SHOWN_TOKENS:
-                    self.output.progress(progress)
+                self._show(progress)
 
             yield on_progress
+
+    def _show(self, progress: Progress) -> None:
+        if progress.unit == "bytes" or progress.total >= _SHOWN_TOKENS:
+            self.output.progress(progress)
 
     def _check_room(self, num_tokens: int) -> None:
         if num_tokens > self.partner.limit:

@@ -70,8 +70,12 @@ class Chat:
             )
             stack.enter_context(closing(dialogue))
             self._greet(output, chat_format, interactive)
+            if interactive and (last := render_chat.last_turn(dialogue.conversation)):
+                output.note(last)
             self._add_files(dialogue)
             _converse(dialogue, self._reader(dialogue, output) if interactive else _lines())
+            if partner.store is not None and not self.read_only:
+                output.note(render_chat.kept(self.session, len(partner.store.tokens), partner.store.nbytes))
 
     def _beginning(self, store: Store | None, output: Output) -> Conversation:
         """What the session holds, or a new conversation."""

@@ -10,6 +10,7 @@ counts the tokens after the first. The settings take turns, seed by seed: a slow
 alone, and "vs plain" is the median over the seeds of plain's ms/token over the setting's in the same turn. Lengths
 adapt by measured seconds, as they do without --seed. At temperature 0 all settings write the same text, whatever the
 seed: then only runs at temperature 0 compare settings, at others they compare what was drawn too.
+`--clock plan` decides and measures by the plan's prices, not by the machine's clock (plan_clock.py): one seed says all.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any
 
 import texts
 import torch
+from plan_clock import PlanClock
 from report import emit, environment, say, spread
 
 from offload.decode.sampling import SamplingParams
@@ -68,8 +70,8 @@ def changed(options: Options, setting: str) -> tuple[Options, bool]:
 class Engines:
     """Engines of one prompt under several settings. The first prefills it, the others take over its cache."""
 
-    def __init__(self, case: Case) -> None:
-        self._case, self._stack = case, ExitStack()
+    def __init__(self, case: Case, clock: PlanClock | None) -> None:
+        self._case, self._stack, self._clock = case, ExitStack(), clock
         self._first: Engine | None = None
 
     def __enter__(self) -> Engines:
@@ -83,6 +85,8 @@ class Engines:
         options, with_draft = changed(case.options, setting)
         draft = case.draft if with_draft else None
         plan = plan_request(case.model, draft, options, num_prompt_tokens=len(case.prompt), max_tokens=case.max_tokens)
+        if self._clock is not None:
+            plan = replace(plan, link_bytes_per_second=None)  # its prices know the link
         tokenizer = load_tokenizer(case.model, draft)
         engine = self._stack.enter_context(Engine.load(plan, case.model, draft, tokenizer))
         if self._first is not None:
@@ -91,6 +95,9 @@ class Engines:
             self._first = engine
             for _ in engine.generate(case.prompt, case.sampling(0), max_tokens=1):
                 pass
+
+        if self._clock is not None:
+            self._clock.wind(engine)
 
         def run(seed: int) -> Measurement:
             steps = list(engine.generate(case.prompt, case.sampling(seed), max_tokens=case.max_tokens))
@@ -143,9 +150,9 @@ def transformers_runner(case: Case) -> Runner:
     return run
 
 
-def measure(case: Case, settings: list[str], seeds: list[int]) -> dict[str, list[Measurement]]:
+def measure(case: Case, settings: list[str], seeds: list[int], clock: PlanClock | None) -> dict[str, list[Measurement]]:
     results: dict[str, list[Measurement]] = {setting: [] for setting in settings}
-    with Engines(case) as engines:
+    with Engines(case, clock) as engines, clock.running() if clock else nullcontext():
         runners = {}
         for setting in settings:
             say(f"{case.task}, {len(case.prompt)} tokens, temperature {case.temperature}, {setting}: loading")
@@ -191,6 +198,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--offload", default="")
     parser.add_argument("--link-gbps", type=float, default=None)
+    parser.add_argument("--clock", choices=("machine", "plan"), default="machine")
     return parser.parse_args()
 
 
@@ -212,13 +220,13 @@ def main() -> None:
     ):
         prompt = texts.prompt(task, tokenizer, length)
         case = Case(args.model, draft, task, prompt, args.max_tokens, temperature, options)
-        results = measure(case, settings, list(range(args.seeds)))
+        results = measure(case, settings, list(range(args.seeds)), PlanClock() if args.clock == "plan" else None)
         plain = results.get("plain", [])
         rows += [row_of(case, setting, runs, plain) for setting, runs in results.items()]
         about = {"task": task, "length": len(prompt), "temperature": temperature}
         document += [about | {"setting": setting, "runs": runs} for setting, runs in results.items()]
     link = f", link {args.link_gbps} GB/s" if args.link_gbps else ""
-    title = f"{args.model.name}, offload {args.offload or 'none'}{link}"
+    title = f"{args.model.name}, offload {args.offload or 'none'}{link}, the {args.clock}'s clock"
     columns = [
         "task", "prompt", "temp", "setting", "ms/token", "range", "vs plain", "accept", "accept retr.", "tokens/round",
         "link",

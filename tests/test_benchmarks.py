@@ -27,7 +27,7 @@ def run(name: str, *args: str) -> tuple[str, str]:
 def test_sessions_compares_loading_with_dd() -> None:
     args = ("--tokens", "1024", "--layers", "2", "--heads", "2", "--repeats", "1")
     document, table = run("sessions.py", *args)
-    assert document["seconds"]
+    assert json.loads(document)["seconds"]
     assert "of dd" in table
 
 
@@ -40,6 +40,27 @@ def test_decode_measures_every_setting_on_one_prompt() -> None:
     assert all(result["runs"][0]["milliseconds_per_token"] > 0 for result in results)
     assert len({result["runs"][0]["beginning"] for result in results if result["setting"] != "transformers"}) == 1
     assert "vs plain" in table
+
+
+def test_decode_on_the_plans_clock_says_the_same_again_whatever_the_machine_does() -> None:
+    args = (
+        "--lengths",
+        "300",
+        "--max-tokens",
+        "24",
+        "--seeds",
+        "2",
+        "--temperatures",
+        "0",
+        "--settings",
+        "plain,default",
+    )
+    document, _ = run("decode.py", *args, "--clock", "plan")
+    for result in json.loads(document)["results"]:
+        first, second = (measured["milliseconds_per_token"] for measured in result["runs"])
+        predicted = 1000 * result["runs"][0]["plan"]["predicted"]["plain_seconds_per_token"]
+        assert abs(first - second) < 1e-9
+        assert abs(first / predicted - 1.0) < (0.01 if result["setting"] == "plain" else 0.5)
 
 
 def test_prefill_compares_offloaded_with_resident() -> None:

@@ -23,6 +23,8 @@ _LOOKUP_CHANCES = (0.2, 0.4, 0.55, 0.75, 0.9, 0.95)  # by grade (docs/log.md)
 _LOOKUP_MEMORY = 0.9  # of the weight of a looked up token is left after the next: a run stands or falls as one
 _IDLE = 0.99  # of an estimate's weight is left after a round in which its proposer was not asked
 _PACE = 0.95  # of the weight of earlier seconds, after new ones
+_STEADY_PACE = 0.98  # the same of seconds that were given with trust
+_GUESSED = 4.0  # observations that a guess is worth
 _MARGIN = 1.1  # by which a token's worth must exceed its price: both are estimates, and the best looking one flatters
 _LATELY = 0.9  # of the weight of a round is left after the next, in what a token has cost lately
 _LEAST_RATE = 0.5  # of what a model alone would make a token cost: an easy stretch ends
@@ -30,7 +32,8 @@ _PLACES = 6  # in a block: the first, the 2nd and 3rd, the 4th to 7th, ...
 _PROBE = 16  # rounds from one short one to the next: only different lengths show what a row costs
 _CATCH_UP = 2  # rounds after which a proposer that was not asked has more to do than usual
 _REST = 8  # rounds after which a proposer that was not asked need not be ready, ...
-_RETRY = 32  # ... but once in so many, since what it could do has changed
+_RETRY = 32  # ... but once in so many, since what it could do has changed; ...
+_TRIAL = 3  # ... then for so many: one to look at the text, one to get ready, one to be asked
 
 
 def grade_of(rows: Tensor) -> list[int]:
@@ -118,9 +121,9 @@ class Source:
 
     Chances are kept by grade, for drafted tokens, and by place in the block, for those that would follow: texts
     are easy and hard in stretches, so a block that went well so far goes on better than the mean.
-    trust: observations that the given chance is worth. seconds: of one token; round_seconds: of each round in which it
-    may be asked, for getting it ready; pass_share: what that adds to a verification, as a share of its seconds;
-    guessed_chances: by grade, where they are known beforehand.
+    trust: observations that the given chance and seconds are worth. seconds: of one token; round_seconds: of each round
+    in which it may be asked, for getting it ready; pass_share: what that adds to a verification, as a share of its
+    seconds; guessed_chances: by grade, where they are known beforehand.
     """
 
     def __init__(
@@ -128,17 +131,18 @@ class Source:
         chance: float,
         seconds: float,
         *,
-        trust: float = 4.0,
+        trust: float | None = None,
         round_seconds: float = 0.0,
         pass_share: float = 0.0,
         guessed_chances: Sequence[float] = (),
     ) -> None:
-        self.chance = Mean(chance, trust)
-        self._by_place = [Mean(chance) for _ in range(_PLACES)]
-        self.seconds, self.round_seconds = Mean(seconds, 1.0, _PACE), Mean(round_seconds, 1.0, _PACE)
+        weight = _GUESSED if trust is None else trust
+        self.chance, self._by_place = Mean(chance, weight), [Mean(chance, weight) for _ in range(_PLACES)]
+        self.seconds = Mean(seconds, 1.0, _PACE) if trust is None else Mean(seconds, trust, _STEADY_PACE)
+        self.round_seconds = Mean(round_seconds, 1.0, _PACE)
         self.pass_share, self.is_lookup = pass_share, bool(guessed_chances)
         self.ready, self.idle_rounds = True, _REST
-        self._by_grade = {grade: Mean(chance, 4.0, _LOOKUP_MEMORY) for grade, chance in enumerate(guessed_chances)}
+        self._by_grade = {grade: Mean(chance, _GUESSED, _LOOKUP_MEMORY) for grade, chance in enumerate(guessed_chances)}
         self._last_grade = len(guessed_chances) - 1
 
     @classmethod
@@ -176,7 +180,7 @@ class Source:
     def _of(self, grade: int) -> Mean:
         if self._last_grade >= 0:
             grade = min(grade, self._last_grade)
-        return self._by_grade.setdefault(grade, Mean(self.chance.value))
+        return self._by_grade.setdefault(grade, Mean(self.chance.value, self.chance.weight))
 
 
 class Adaptive:
@@ -243,7 +247,7 @@ class Adaptive:
         """Where it is worth more than what another model could do at once. Not where others drafted for some rounds
         without it, whatever it would be worth alone."""
         source, self._rate = self.sources[index], self.rate()
-        rests = source.idle_rounds >= _REST and source.idle_rounds % _RETRY
+        rests = source.idle_rounds >= _REST and source.idle_rounds % _RETRY >= _TRIAL
         if rests and self._drafted:
             return False
         others = [other for other in self.sources if other is not source and not other.is_lookup]

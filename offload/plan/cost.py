@@ -13,6 +13,7 @@ from offload.plan.placement import Placement
 from offload.plan.sizing import Composition, Sizing
 
 DRAFT_ACCEPTANCE = 0.5  # of a small draft's tokens, by the target or a part of it
+_HARDNESS = (0.25, 1.0, 2.0, 3.0)  # times the mean text's share of refused tokens: texts differ as much (docs/log.md)
 _CHANGED_CHUNKS = 0.3  # of those held, in a round
 
 
@@ -96,9 +97,12 @@ class Cost:
 
     @cached_property
     def per_drafted_token(self) -> float:
-        """The same where at least one token is drafted in every round."""
+        """The same where at least one token is drafted in every round, the mean over easy and hard texts: a small
+        budget is enough for the easy ones only."""
         lengths = range(1, self.composition.gamma + 1) if self.sizing.options.gamma is None else (self.gamma,)
-        return min(map(self._seconds_per_token, lengths))
+        refused = 1.0 - self.acceptance
+        chances = [max(1.0 - times * refused, 0.0) for times in _HARDNESS]
+        return sum(min(self._seconds_per_token(n, chance) for n in lengths) for chance in chances) / len(chances)
 
     @cached_property
     def retrieval_token(self) -> float:
@@ -136,13 +140,14 @@ class Cost:
         seconds *= 1.0 + self._costs.mass_share * masses
         return max(seconds, (self._streamed_weights + self._streamed_cache) / self._link_rate)
 
-    def _seconds_per_token(self, gamma: int) -> float:
+    def _seconds_per_token(self, gamma: int, acceptance: float | None = None) -> float:
+        """acceptance: that of the mean text, if no other is given."""
         if not gamma:
             return self.full_pass(1)
         retrieves = self.composition.budget > 0
         drafting = gamma * (self.retrieval_token if retrieves else self.draft_pass)
         seconds = self.full_pass(gamma + 1, masses=retrieves) + drafting + self.refresh
-        return seconds / _expected(self.acceptance, gamma)
+        return seconds / _expected(self.acceptance if acceptance is None else acceptance, gamma)
 
     @property
     def refresh(self) -> float:

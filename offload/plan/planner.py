@@ -158,7 +158,7 @@ def _may_retrieve(cost: Cost, best: Cost) -> bool:
         return False
     rows = cost.sizing.rows
     cheap = cost.retrieval_pass(rows) <= _CHEAPER_PASS * cost.full_pass(rows)
-    return cheap and cost.per_drafted_token <= _WORTH_TRYING * best.per_token
+    return cheap and min(cost.per_token, cost.per_drafted_token) <= _WORTH_TRYING * best.per_token
 
 
 def _levels(composition: Composition) -> tuple[LevelName, ...]:

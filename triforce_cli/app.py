@@ -18,6 +18,7 @@ from triforce_cli.commands.chat import chat
 from triforce_cli.commands.doctor import doctor
 from triforce_cli.commands.generate import generate
 from triforce_cli.commands.plan import plan
+from triforce_cli.commands.sessions import sessions
 from triforce_cli.errors import debugging, describe
 from triforce_cli.output import Output
 
@@ -28,6 +29,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(plan)
 app.command()(doctor)
+app.add_typer(sessions, name="sessions")
 
 
 def _print_version(wanted: bool) -> None:
@@ -50,8 +52,8 @@ def triforce(
     Every option of a command is also an environment variable: --max-tokens is TRIFORCE_MAX_TOKENS. An option wins.
 
     Exit codes: 0 done (also when the reader goes away, as in "| head"),
-    1 error while running, 2 usage, 3 does not fit, 4 model cannot be loaded,
-    130 interrupted.
+    1 error while running, 2 usage, 3 does not fit, 4 model or session cannot
+    be used, 130 interrupted.
     """
 
 

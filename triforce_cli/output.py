@@ -91,6 +91,10 @@ class Output:
         """A table to standard error, set off from the text above it at a terminal."""
         self._print(Text(f"\n{table}" if _is_terminal(sys.stderr) else table))
 
+    def question(self, text: str) -> None:
+        """To standard error, always; the answer is typed on the same line."""
+        self._print(Text(f"{text} "), end="")
+
     def error(self, message: str, *, traceback: str = "") -> None:
         """An error message to standard error, always, below the traceback if there is one; "" says nothing."""
         if traceback:
@@ -105,8 +109,8 @@ class Output:
         elif interrupted and _is_terminal(sys.stderr):
             self._print(Text())
 
-    def _print(self, text: Text) -> None:
-        self._console.print(text, soft_wrap=True)
+    def _print(self, text: Text, end: str = "\n") -> None:
+        self._console.print(text, soft_wrap=True, end=end)
 
     def _new_display(self) -> ProgressDisplay:
         if self._quiet:

@@ -1,0 +1,246 @@
+"""`triforce sessions`: what was kept on the disk, looked at and removed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offload.errors import SessionError, UsageError
+from offload.session.catalogue import inspect, outdated, remove, summaries
+from offload.session.folder import Folder
+from offload.session.names import session_folder, sessions_folder
+from triforce_cli import options, render_sessions
+from triforce_cli.options import number, option, switch, whole
+from triforce_cli.output import Output
+
+SECONDS_PER_DAY = 86400
+LIMITS = "What stays: the newest (give at least one of these)"
+REMOVAL = "Removal"
+
+NAME = typer.Argument(
+    metavar="NAME", help="A session's name, or its folder (with a slash in it: ./kept).", show_default=False
+)
+OlderThan = Annotated[
+    float | None,
+    option("--older-than", "Remove what was not updated for more days.", LIMITS, metavar="DAYS", parser=number),
+]
+Keep = Annotated[int | None, option("--keep", "Keep at most so many.", LIMITS, metavar="N", parser=whole)]
+MaxSize = Annotated[
+    float | None,
+    option("--max-size", "Keep at most so much, in 10^9 bytes.", LIMITS, metavar="GB", parser=number),
+]
+DryRun = Annotated[bool, switch("--dry-run", "Show what would be removed, and remove nothing.", REMOVAL)]
+Yes = Annotated[bool, switch("--yes", "Do not ask. Needed where nobody can be asked.", REMOVAL)]
+
+sessions = typer.Typer(no_args_is_help=True, help="Look at sessions that were kept (--session NAME), or remove them.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """One `triforce sessions ls`, parsed."""
+
+    as_json: bool
+    quiet: bool
+
+    def run(self) -> None:
+        root = sessions_folder()
+        with Output(quiet=self.quiet) as output:
+            found = summaries(root)
+            if self.as_json:
+                output.document(render_sessions.table_document(root, found))
+            elif found:
+                output.text(render_sessions.table(found, width=output.width))
+                output.note(f"{render_sessions.total(found)}, in {root}")
+            else:
+                output.note(f"there are no sessions in {root}; --session NAME of chat or generate begins one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """One `triforce sessions info`, parsed."""
+
+    path: Path
+    as_json: bool
+
+    def run(self) -> None:
+        with Output(quiet=True) as output:
+            _check_there(self.path)
+            manifest = inspect(self.path)
+            with Folder(self.path) as folder:
+                nbytes = folder.nbytes()
+            if self.as_json:
+                output.document(render_sessions.description_document(self.path, manifest, nbytes))
+            else:
+                output.text(render_sessions.description(self.path, manifest, nbytes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removal:
+    """One `triforce sessions rm`, parsed. `paths`: no two the same."""
+
+    paths: tuple[Path, ...]
+    yes: bool
+    quiet: bool
+
+    def run(self) -> None:
+        """Remove all, or none where one of them is not there."""
+        with Output(quiet=self.quiet) as output:
+            for path in self.paths:
+                _check_there(path)
+            names = render_sessions.named([_label(path) for path in self.paths])
+            if self.yes or _agreed(output, f"remove {names} for good?"):
+                _remove(self.paths, output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruning:
+    """One `triforce sessions prune`, parsed. None: no such limit."""
+
+    older_than_seconds: float | None
+    keep: int | None
+    max_bytes: int | None
+    dry_run: bool
+    yes: bool
+    quiet: bool
+
+    def run(self) -> None:
+        with Output(quiet=self.quiet) as output:
+            found = summaries(sessions_folder())
+            chosen = outdated(
+                found,
+                now=time.time(),
+                older_than_seconds=self.older_than_seconds,
+                keep=self.keep,
+                max_bytes=self.max_bytes,
+            )
+            if not chosen:
+                output.note(f"nothing to remove: {render_sessions.total(found)}, in {sessions_folder()}")
+                return
+            table, total = render_sessions.table(chosen, width=output.width), render_sessions.total(chosen)
+            if self.dry_run:
+                output.text(table)
+                output.note(f"{total} would be removed")
+            elif self.yes or _agreed(output, f"remove {total}, for good?", table):
+                _remove([session.path for session in chosen], output)
+
+
+@sessions.command()
+def ls(
+    *,
+    json: options.AsJson = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> Listing:
+    """List the sessions that have a name, the one updated last first.
+
+    They lie in the user's data folder, or in the one that TRIFORCE_SESSIONS_DIR names.
+    """
+    return Listing(as_json=json, quiet=quiet)
+
+
+@sessions.command()
+def info(
+    name: Annotated[str, NAME],
+    *,
+    json: options.AsJson = False,
+    debug: options.Debug = False,
+) -> Info:
+    """Say what a session holds: of which model, how much, since when.
+
+    Example: triforce sessions info book --json
+    """
+    return Info(path=_located(name), as_json=json)
+
+
+@sessions.command()
+def rm(
+    names: Annotated[list[str], NAME],
+    *,
+    yes: Yes = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> Removal:
+    """Remove sessions, damaged ones too. What is in use stays (exit code 4).
+
+    Example: triforce sessions rm book ./kept
+    """
+    return Removal(paths=tuple(dict.fromkeys(map(_located, names))), yes=yes, quiet=quiet)
+
+
+@sessions.command()
+def prune(
+    *,
+    older_than: OlderThan = None,
+    keep: Keep = None,
+    max_size: MaxSize = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> Pruning:
+    """Remove the oldest sessions until what stays is within all limits given.
+
+    Example: triforce sessions prune --older-than 30 --max-size 20 --dry-run
+    """
+    for flag, value in (("older-than", older_than), ("keep", keep), ("max-size", max_size)):
+        if value is not None and not 0 <= value <= 1e6:
+            raise UsageError(f"{flag} is {value}, it must be from 0 to 1000000")
+    if older_than is None and keep is None and max_size is None:
+        raise UsageError("nothing says what stays; give --older-than DAYS, --keep N or --max-size GB")
+    return Pruning(
+        older_than_seconds=None if older_than is None else older_than * SECONDS_PER_DAY,
+        keep=keep,
+        max_bytes=None if max_size is None else int(max_size * 1e9),
+        dry_run=dry_run,
+        yes=yes,
+        quiet=quiet,
+    )
+
+
+def _located(name: str) -> Path:
+    """The folder that a session's name, or a path with a slash, stands for. Raises UsageError."""
+    return Path(os.path.expanduser(name)) if "/" in name else session_folder(name)
+
+
+def _label(path: Path) -> str:
+    """What a person calls it."""
+    return path.name if path.parent == sessions_folder() else str(path)
+
+
+def _check_there(path: Path) -> None:
+    """Raises SessionError, which says what there is, where there is no such folder."""
+    if not path.is_dir():
+        there = render_sessions.named([session.name for session in summaries(path.parent)])
+        raise SessionError(f"there is no session {path.name!r} in {path.parent}; there are: {there}")
+
+
+def _agreed(output: Output, question: str, table: str = "") -> bool:
+    """What the person says, who is shown the table first. Raises UsageError where nobody can be asked."""
+    if not output.has_person:
+        raise UsageError("what is removed is gone, and nobody is at a terminal to be asked; give --yes")
+    if table:
+        output.table(table)
+    output.question(f"{question} [y/N]")
+    agreed = sys.stdin.readline().strip().lower() in ("y", "yes")
+    if not agreed:
+        output.note("nothing was removed")
+    return agreed
+
+
+def _remove(paths: Sequence[Path], output: Output) -> None:
+    """One after the other. One that cannot be removed does not keep the next ones; its error comes after them."""
+    for count, path in enumerate(paths, start=1):
+        try:
+            freed = remove(path)
+        except SessionError:
+            output.note(f"{_label(path)} stays")
+            _remove(paths[count:], output)
+            raise
+        output.note(f"removed {_label(path)}, {render_sessions.size(freed)}")

@@ -1,0 +1,174 @@
+"""Saved sessions as tables and as JSON objects: pure functions."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from triforce_cli import __version__
+from triforce_cli.render import NOTHING, significant
+
+if TYPE_CHECKING:
+    from offload.session.catalogue import Summary
+    from offload.session.manifest import Manifest
+
+NUM_NAMED = 8  # sessions that one line names
+_MIN_MODEL = 12  # columns of a model's name that are shown in any window
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a session is of, as far as who saved it says so. kind: "chat", "text", or "" where nothing is said that we
+    know; num_turns: of a chat."""
+
+    kind: str
+    num_turns: int | None = None
+
+    @classmethod
+    def of(cls, extra: Mapping[str, object]) -> Contents:
+        """From a manifest's `extra`, in which anything can be."""
+        kind, conversation = extra.get("kind"), extra.get("conversation")
+        turns = conversation.get("turns") if isinstance(conversation, dict) else None
+        if kind == "chat":
+            return cls("chat", len(turns) if isinstance(turns, list) else None)
+        return cls("text" if kind == "text" else "")
+
+    def __str__(self) -> str:
+        turns = "" if self.num_turns is None else f", {counted(self.num_turns, 'turn')}"
+        return f"{self.kind or 'unknown'}{turns}"
+
+
+def table(sessions: Sequence[Summary], *, width: int) -> str:
+    """One line per session, below it why it cannot be used. Of a long model's name as much is shown as `width` columns
+    leave, of all else everything."""
+    column = max(len("name"), *(len(session.name) for session in sessions))
+    rows = [("name", "tokens", "size", "updated", "model", ""), *map(_cells, sessions)]
+    lines = []
+    for name, tokens, nbytes, updated, model, problem in rows:
+        start = f"{name:<{column}}  {tokens:>9}  {nbytes:>7}  {updated:<16}  "
+        lines += [start + _cut(model, max(width - len(start), _MIN_MODEL)), *_indented(problem, width)]
+    return "\n".join(lines) + "\n"
+
+
+def table_document(folder: Path, sessions: Sequence[Summary]) -> dict[str, Any]:
+    """What `ls --json` prints. bytes: of all files; problem: why a session cannot be used, or null."""
+    return {
+        "folder": path_text(folder),
+        "sessions": [
+            {
+                "name": session.name,
+                "num_tokens": session.num_tokens,
+                "bytes": session.nbytes,
+                "model": session.model_name,
+                "updated": timestamp(session.updated),
+                "problem": session.problem or None,
+            }
+            for session in sessions
+        ],
+        "version": __version__,
+    }
+
+
+def description(path: Path, manifest: Manifest, nbytes: int) -> str:
+    """All that `info` says of one session; `nbytes` of all its files."""
+    identity = manifest.identity
+    rows = [
+        ("kind", str(Contents.of(manifest.extra))),
+        ("model", f"{identity.model_name or NOTHING}, {identity.dtype}"),
+        ("tokens", f"{len(manifest.tokens):,}, in a context of {manifest.capacity:,}"),
+        ("size", f"{size(nbytes)}, {counted(len(manifest.pages), 'page')} of {identity.page_tokens:,} tokens"),
+        ("created", moment(manifest.created)),
+        ("updated", moment(manifest.updated)),
+        ("written by", f"triforce {manifest.writer}" if manifest.writer else NOTHING),
+        ("folder", path_text(path)),
+    ]
+    return "".join(f"{label:<12}{value}\n" for label, value in rows)
+
+
+def description_document(path: Path, manifest: Manifest, nbytes: int) -> dict[str, Any]:
+    """What `info --json` prints. digests: what the keys and values are bound to."""
+    identity, contents = manifest.identity, Contents.of(manifest.extra)
+    return {
+        "name": path_text(Path(path.name)),
+        "folder": path_text(path),
+        "kind": contents.kind or None,
+        "num_turns": contents.num_turns,
+        "model": identity.model_name,
+        "dtype": identity.dtype,
+        "num_tokens": len(manifest.tokens),
+        "capacity": manifest.capacity,
+        "num_pages": len(manifest.pages),
+        "page_tokens": identity.page_tokens,
+        "bytes": nbytes,
+        "created": timestamp(manifest.created),
+        "updated": timestamp(manifest.updated),
+        "writer": manifest.writer,
+        "digests": {"model": identity.model, "tokenizer": identity.tokenizer, "rope": identity.rope},
+        "version": __version__,
+    }
+
+
+def total(sessions: Sequence[Summary]) -> str:
+    """3 sessions, 1.24 GB."""
+    return f"{counted(len(sessions), 'session')}, {size(sum(session.nbytes for session in sessions))}"
+
+
+def named(names: Sequence[str]) -> str:
+    """The first few of them: "a, b and 3 more"; "none"."""
+    more = len(names) - NUM_NAMED
+    return (", ".join(names[:NUM_NAMED]) or "none") + (f" and {more:,} more" if more > 0 else "")
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def size(num_bytes: float) -> str:
+    """1.24 GB, 350 MB, 12.0 kB, 96 B: of 10^9, 10^6 and 10^3 bytes, as --max-size counts."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= unit:
+            return f"{significant(num_bytes / unit)} {name}"
+    return f"{num_bytes:.0f} B"
+
+
+def moment(seconds: float) -> str:
+    """Local time to the minute, from seconds since the epoch; any year that a file can claim."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def timestamp(seconds: float) -> str:
+    """For programs: ISO 8601, UTC."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def path_text(path: Path) -> str:
+    """As it can be written: bytes in it that are not UTF-8 become question marks."""
+    return str(path).encode("utf-8", "replace").decode("utf-8")
+
+
+def _cells(session: Summary) -> tuple[str, ...]:
+    start = (session.name, f"{session.num_tokens:,}", size(session.nbytes), moment(session.updated))
+    if not session.problem:
+        return (*start, session.model_name or NOTHING, "")
+    return (start[0], NOTHING, *start[2:], NOTHING, f"cannot be used: {session.problem}")
+
+
+def _indented(text: str, width: int) -> Iterator[str]:
+    """Wrapped; a path is not broken."""
+    indent = "    "
+    yield from textwrap.wrap(
+        text,
+        max(width, 40),
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."

@@ -15,6 +15,7 @@ import typer
 
 from offload.errors import ModelError, UsageError
 from triforce_cli.errors import DEBUG_VARIABLE
+from triforce_cli.prompt import user_path
 
 OFFLOADABLE = ("weights", "kv")
 NONE = "none"
@@ -364,7 +365,7 @@ def session_path(session: str | None, cache: Path | None, *, read_only: bool) ->
         return None
     from offload.session.names import session_folder
 
-    return session_folder(session) if session is not None else Path(str(cache)).expanduser()
+    return session_folder(session) if session is not None else user_path(str(cache))
 
 
 def check_max_tokens(max_tokens: int) -> None:

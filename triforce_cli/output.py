@@ -45,7 +45,8 @@ class Output:
     @property
     def width(self) -> int:
         """Columns of the terminal (COLUMNS, where it is set, says another number); 80 where there is none."""
-        return shutil.get_terminal_size((80, 24)).columns
+        fallback = os.get_terminal_size(sys.stderr.fileno()).columns if _is_terminal(sys.stderr) else 80
+        return shutil.get_terminal_size((fallback, 24)).columns
 
     def text(self, piece: str) -> None:
         """Write to standard output at once, as UTF-8 whatever the locale."""
@@ -63,6 +64,11 @@ class Output:
         """End the line of the text so far, if it has not ended."""
         if self._mid_line:
             self.text("\n")
+
+    @property
+    def can_draw(self) -> bool:
+        """Does the terminal move its cursor?"""
+        return not self._console.is_dumb_terminal
 
     def for_prompt(self) -> PromptOutput:
         """Where a line editor draws: standard error, since standard output is for text."""
@@ -85,7 +91,7 @@ class Output:
     def note(self, line: str) -> None:
         """One line to standard error, unless quiet."""
         if not self._quiet:
-            self._print(Text(line))
+            self._print(Text(line), wrap=True)
 
     def table(self, table: str) -> None:
         """A table to standard error, set off from the text above it at a terminal."""
@@ -100,7 +106,7 @@ class Output:
         if traceback:
             self._print(Text(traceback))
         if message:
-            self._print(Text.assemble(("error: ", "bold red"), message))
+            self._print(Text.assemble(("error: ", "bold red"), message), wrap=True)
 
     def _end_line(self, *, interrupted: bool) -> None:
         """At a terminal, leave the cursor at the start of a line. A file or a pipe gets the text and nothing else."""
@@ -109,8 +115,9 @@ class Output:
         elif interrupted and _is_terminal(sys.stderr):
             self._print(Text())
 
-    def _print(self, text: Text, end: str = "\n") -> None:
-        self._console.print(text, soft_wrap=True, end=end)
+    def _print(self, text: Text, end: str = "\n", *, wrap: bool = False) -> None:
+        """wrap: at words, where there is a terminal's width to keep to."""
+        self._console.print(text, soft_wrap=not (wrap and _is_terminal(sys.stderr)), end=end)
 
     def _new_display(self) -> ProgressDisplay:
         if self._quiet:

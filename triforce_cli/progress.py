@@ -106,7 +106,7 @@ class TerminalDisplay:
         self._stage = stage
         columns = (TextColumn("{task.description}"), BarColumn(BAR_WIDTH), _PaceColumn())
         self._bar = Progress(*columns, console=self._console, transient=True, redirect_stdout=False)
-        self._bar.add_task(stage, total=total, unit=unit, first=first)
+        self._bar.add_task(stage, completed=first, total=total, unit=unit, first=first)
         self._bar.start()
 
 

@@ -46,6 +46,14 @@ def read_text(file: Path, what: str) -> str:
     return _decode_text(data, file)
 
 
+def user_path(text: str) -> Path:
+    """The path that a person typed, "~" being their home."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"{text}: there is no such home folder") from error
+
+
 def decode_argument(option: str, value: str) -> str:
     """`value` as the UTF-8 text that its bytes on the command line are, whatever the locale."""
     return _decode(os.fsencode(value), option)

@@ -132,7 +132,7 @@ def _summary(stats: Stats) -> list[str]:
         ),
         ("refresh", duration(stats.refresh_seconds), "of decode: choosing and fetching chunks", ""),
     ]
-    return [f"{name:<12}{time:>12}   {count:<16}{speed}".rstrip() for name, time, count, speed in rows]
+    return [f"{name:<12}{time:>12}   {count:<15} {speed}".rstrip() for name, time, count, speed in rows]
 
 
 def _prompt_tokens(stats: Stats) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from triforce_cli import render
 
 if TYPE_CHECKING:
-    from offload.engine import Progress
     from offload.metrics import Stats
+    from triforce_cli.chat.ahead import Ahead
     from triforce_cli.chat.conversation import Conversation
     from triforce_cli.chat.formats import Part
 
@@ -41,11 +41,12 @@ def kept(folder: Path | None, num_tokens: int, num_bytes: int) -> str:
     return f"kept in {folder}: {num_tokens:,} tokens, {render.num_bytes(num_bytes)}"
 
 
-def status(used: int, limit: int, stats: Stats | None, progress: Progress | None, width: int) -> str:
+def status(used: int, limit: int, stats: Stats | None, ahead: Ahead, width: int) -> str:
     """The line below the prompt, cut to `width` columns."""
-    parts = [f"context {used:,} of {limit:,}"]
+    parts, progress, left = [f"context {used:,} of {limit:,}"], ahead.progress, ahead.seconds_left
     if progress is not None:
-        parts.append(f"{progress.stage} {render.percent(progress.done, progress.total)}%")
+        seconds = "" if left is None else f", {render.duration(left)} left"
+        parts.append(f"{progress.stage} {render.percent(progress.done, progress.total)}%{seconds}")
     if stats is not None and stats.milliseconds_per_token is not None:
         parts.append(f"{render.significant(stats.milliseconds_per_token)} ms/token")
         target = next(level for level in stats.levels if level.name == "target")
@@ -64,6 +65,8 @@ def too_long(needed: int, limit: int, droppable: Sequence[Part]) -> str:
 
 
 def nearly_full(used: int, limit: int, droppable: Sequence[Part]) -> str:
+    if used >= limit:
+        return f"the context is full: {used:,} of {limit:,} tokens; {_offer(droppable)}"
     return f"the context is nearly full: {room(used, limit)}; {_offer(droppable)}"
 
 
@@ -79,9 +82,10 @@ def cut_short(max_tokens: int | None) -> str:
 def parts_table(parts: Sequence[Part], used: int, limit: int) -> str:
     """What takes how many tokens, and what is left."""
     rows = [(_name(part), f"{part.num_tokens:,}") for part in parts]
-    rows += [("all of it", f"{used:,}"), ("left", f"{limit - used:,}")]
+    rest = ("left", f"{limit - used:,}") if used <= limit else ("too many", f"{used - limit:,}")
+    rows += [("", ""), ("all of it", f"{used:,}"), rest]
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {count:>9}" for name, count in rows)
+    return "\n".join(f"{name.ljust(width)}  {count:>9}".rstrip() for name, count in rows)
 
 
 def commands(rows: Sequence[tuple[str, str]]) -> str:
@@ -99,12 +103,14 @@ def _offer(droppable: Sequence[Part]) -> str:
     """What would make room."""
     if not droppable:
         return "begin anew with /clear, or with a larger --context where the model has one"
-    named = [f"{_command(part)} frees {part.num_tokens:,}" for part in droppable[:_NUM_OFFERED]]
+    documents = sorted((part for part in droppable if part.kind == "document"), key=lambda part: -part.num_tokens)
+    named = [f"/drop {part.name} frees {part.num_tokens:,}" for part in documents[:_NUM_OFFERED]]
+    num_turns = max((part.number for part in droppable if part.kind == "turn"), default=0)
+    for count in sorted({min(1, num_turns), num_turns // 2} - {0}):
+        freed = sum(part.num_tokens for part in droppable if part.number <= count)
+        which = "the oldest turn" if count == 1 else f"the {count} oldest turns"
+        named.append(f"/drop {count} ({which}) frees {freed:,}")
     return f"{', '.join(named)}; /tokens shows all of it, /clear begins anew"
-
-
-def _command(part: Part) -> str:
-    return f"/drop {part.name}" if part.kind == "document" else f"/drop {part.number}"
 
 
 def _name(part: Part) -> str:

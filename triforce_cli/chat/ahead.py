@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
@@ -29,28 +30,40 @@ class Ahead:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "ahead")
         self._running: Future[None] | None = None
+        self._purpose: object = None
         self._unwanted = threading.Event()
+        self._began = (0, 0.0)  # how much was done at which time, as the stage began
         self.progress: Progress | None = None  # of what runs now
 
-    def start(self, work: Work) -> None:
+    def start(self, work: Work, purpose: object) -> None:
+        """Unless it was started for an equal `purpose` before: then it runs on, or is done."""
+        if purpose == self._purpose:
+            return
         self.break_off()
         self._unwanted.clear()
-        self._running = self._thread.submit(self._run, work)
+        self._running, self._purpose = self._thread.submit(self._run, work), purpose
 
     def wait(self, on_progress: OnProgress) -> None:
-        """Until it is done. Raises an error of the work; and what `on_progress` raises, the work broken off."""
-        try:
-            running = self._join(on_progress)
-        except BaseException:
-            self.break_off()
-            raise
-        if running is not None:
+        """Until it is done. Raises an error of the work, which may be started again then; and what `on_progress`
+        raises: the work goes on."""
+        running = self._join(on_progress)
+        if running is not None and running.exception() is not None:
+            self._purpose = None
             running.result()
 
     def break_off(self, on_progress: OnProgress = _ignore) -> None:
         """Until nothing runs. A prefill ends at once, what is read or written is finished first. Errors are dropped."""
         self._unwanted.set()
         self._join(on_progress)
+        self._purpose = None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Of the stage that runs, as it went so far."""
+        progress, (first, began) = self.progress, self._began
+        if progress is None or progress.done <= first:
+            return None
+        return (progress.total - progress.done) * (time.monotonic() - began) / (progress.done - first)
 
     def close(self) -> None:
         self.break_off()
@@ -65,6 +78,8 @@ class Ahead:
             self.progress = None
 
     def _note(self, progress: Progress) -> None:
+        if self.progress is None or progress.stage != self.progress.stage:
+            self._began = progress.done, time.monotonic()
         self.progress = progress
         if self._unwanted.is_set() and progress.stage == "prefill":
             raise _BrokenOff

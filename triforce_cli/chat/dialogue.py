@@ -49,7 +49,7 @@ class Dialogue:
     def taken_draft(self) -> str:
         """What the next message begins with, once."""
         draft, self.draft = self.draft, ""
-        return draft
+        return "/" + draft if draft.startswith("/") else draft  # not a command
 
     def say(self, text: str) -> None:
         """Send a message and show the reply. A message that cannot be answered can be edited."""
@@ -108,7 +108,7 @@ class Dialogue:
             self.partner.settle(tokens, on_progress)
             self.partner.keep({"kind": "chat", "conversation": conversation.to_data()}, on_progress)
 
-        self._ahead.start(work)
+        self._ahead.start(work, conversation)
 
     def finish_ahead(self) -> None:
         """At the end: until the session is kept. Without one nobody needs it."""
@@ -122,9 +122,7 @@ class Dialogue:
 
     def status(self) -> str:
         """One line: the context that is used, how fast the last reply came, what is done ahead."""
-        return render_chat.status(
-            self.num_used, self.partner.limit, self.partner.stats, self._ahead.progress, self.output.width
-        )
+        return render_chat.status(self.num_used, self.partner.limit, self.partner.stats, self._ahead, self.output.width)
 
     def close(self) -> None:
         self._ahead.close()
@@ -194,10 +192,9 @@ class Dialogue:
     def _warn_of_the_end(self) -> None:
         """Before it happens: when the longest reply, and a message as long, might not fit any more."""
         left = self.partner.limit - self.num_used
-        if left < max(2 * self.settings.max_tokens, self.partner.limit // 10):
+        if left < min(max(2 * self.settings.max_tokens, self.partner.limit // 10), self.partner.limit // 4):
             self.output.note(render_chat.nearly_full(self.num_used, self.partner.limit, self._droppable()))
 
     def _droppable(self) -> list[Part]:
-        """Documents and turns, the largest first."""
-        parts = (part for part in self.format.parts(self.conversation) if part.kind in ("document", "turn"))
-        return sorted(parts, key=lambda part: -part.num_tokens)
+        """Documents and turns, in their order."""
+        return [part for part in self.format.parts(self.conversation) if part.kind in ("document", "turn")]

@@ -5,16 +5,23 @@ from __future__ import annotations
 import signal
 from types import FrameType, TracebackType
 
+_IMPATIENT = 5  # times Ctrl-C
+
 
 class Stopped(Exception):
     """The person wished it, before there was anything to keep."""
 
 
 class Interrupts:
-    """Within it the first Ctrl-C only sets `requested`; a second one is a KeyboardInterrupt, wherever that hits."""
+    """Within it Ctrl-C only sets `requested`: a pass may take seconds, and people press again. Who presses so often
+    that nothing seems to listen gets a KeyboardInterrupt, wherever that hits."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self._num_pressed = 0
+
+    @property
+    def requested(self) -> bool:
+        return self._num_pressed > 0
 
     def __enter__(self) -> Interrupts:
         self._before = signal.signal(signal.SIGINT, self._on_signal)
@@ -29,6 +36,6 @@ class Interrupts:
             raise Stopped
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        self._num_pressed += 1
+        if self._num_pressed >= _IMPATIENT:
             raise KeyboardInterrupt
-        self.requested = True

@@ -94,16 +94,18 @@ class Partner:
         engine = self.ready(len(tokens) + max_tokens, on_progress)
         self._restore(tokens, on_progress)
         self._last_stats = None
-        yield from engine.generate(
-            tokens,
-            sampling,
-            max_tokens=max_tokens,
-            stop=stop,
-            end_tokens=end_tokens,
-            reuse=True,
-            on_progress=on_progress,
-        )
-        self._last_stats = engine.stats
+        try:
+            yield from engine.generate(
+                tokens,
+                sampling,
+                max_tokens=max_tokens,
+                stop=stop,
+                end_tokens=end_tokens,
+                reuse=True,
+                on_progress=on_progress,
+            )
+        finally:
+            self._last_stats = engine.stats
 
     def settle(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
         """Run what is certain to come before the next message. What does not fit is left to the message."""

@@ -27,9 +27,13 @@ class Reader(Protocol):
 
 
 class LineReader:
-    """One message per line. A message between fences may have more."""
+    """One message per line. A message between fences may have more. on_ask: before each, where somebody sees it."""
+
+    def __init__(self, on_ask: Callable[[], None] = lambda: None) -> None:
+        self._on_ask = on_ask
 
     def read(self, default: str = "") -> str | None:
+        self._on_ask()
         line = _next_line()
         if line is None or not line.lstrip().startswith(FENCE):
             return line
@@ -108,8 +112,13 @@ def _next_line() -> str | None:
 
 def _private(path: Path) -> Path:
     """The file, there, and readable for its owner only: it holds what was typed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
+    except OSError as error:
+        raise UsageError(
+            f"what is typed cannot be kept in {path} ({error.strerror}); --no-history does without"
+        ) from error
     return path
 
 

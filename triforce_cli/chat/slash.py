@@ -12,7 +12,7 @@ from offload.errors import UsageError
 from triforce_cli import render, render_chat
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.dialogue import Dialogue
-from triforce_cli.prompt import read_text
+from triforce_cli.prompt import read_text, user_path
 
 ESCAPED = "//"  # a message that begins with one slash
 
@@ -89,7 +89,7 @@ def _system(dialogue: Dialogue, argument: str) -> None:
 
 def _file(dialogue: Dialogue, argument: str) -> None:
     path = _path(argument, "/file")
-    dialogue.add(Document(path.name, read_text(path, f"the document {path}")))
+    dialogue.add(Document(path.name, read_text(path, "the document")))
 
 
 def _drop(dialogue: Dialogue, argument: str) -> None:
@@ -111,8 +111,9 @@ def _save(dialogue: Dialogue, argument: str) -> None:
 
 def _load(dialogue: Dialogue, argument: str) -> None:
     path = _path(argument, "/load")
-    loaded = Conversation.from_json(read_text(path, f"the conversation {path}"), str(path))
-    dialogue.change(dialogue.format.adopted(loaded))
+    loaded = dialogue.format.adopted(Conversation.from_json(read_text(path, "the conversation"), str(path)))
+    dialogue.format.closing_tokens(loaded)  # what the template refuses is not taken over
+    dialogue.change(loaded)
     dialogue.output.note(f"{len(loaded.turns)} turns; {render_chat.room(dialogue.num_used, dialogue.partner.limit)}")
 
 
@@ -126,6 +127,8 @@ def _stats(dialogue: Dialogue, argument: str) -> None:
 def _set(dialogue: Dialogue, argument: str) -> None:
     if argument:
         name, _, value = argument.partition(" ")
+        if not value.strip():
+            raise UsageError(f"name a value: /set {name} VALUE ({dialogue.settings})")
         dialogue.settings = dialogue.settings.changed(name, value.strip())
     dialogue.output.note(str(dialogue.settings))
 
@@ -148,7 +151,7 @@ _ALL = (
     Slash("/save PATH", "write the conversation to a file", _save, takes_path=True),
     Slash("/load PATH", "go on with a conversation from a file", _load, takes_path=True),
     Slash("/stats", "what the last reply cost", _stats),
-    Slash("/set [KEY VALUE]", "show or change temperature, top-p, top-k, min-p, seed, max-tokens", _set),
+    Slash("/set [KEY VALUE]", "show or change temperature, seed, max-tokens ...", _set),
     Slash("/tokens", "what takes how much of the context", _tokens),
 )
 COMMANDS = {slash.name: slash for slash in _ALL}
@@ -157,7 +160,7 @@ COMMANDS = {slash.name: slash for slash in _ALL}
 def _path(argument: str, command: str) -> Path:
     if not argument:
         raise UsageError(f"{command} needs a path")
-    return Path(argument).expanduser()
+    return user_path(argument)
 
 
 def _write(path: Path, text: str) -> None:

@@ -73,7 +73,7 @@ class Chat:
             if interactive and (last := render_chat.last_turn(dialogue.conversation)):
                 output.note(last)
             self._add_files(dialogue)
-            _converse(dialogue, self._reader(dialogue, output) if interactive else _lines())
+            _converse(dialogue, self._reader(dialogue, output))
             if partner.store is not None and not self.read_only:
                 output.note(render_chat.kept(self.session, len(partner.store.tokens), partner.store.nbytes))
 
@@ -106,9 +106,13 @@ class Chat:
                 dialogue.add(document)
 
     def _reader(self, dialogue: Dialogue, output: Output) -> Reader:
-        from triforce_cli.chat.reader import PromptReader
+        from triforce_cli.chat.reader import LineReader, PromptReader
         from triforce_cli.chat.slash import COMMANDS
 
+        if not dialogue.interactive:
+            return LineReader()
+        if not output.can_draw:
+            return LineReader(lambda: output.question(">"))
         slashes = COMMANDS.values()
         return PromptReader(
             history=_history_file() if self.history else None,
@@ -124,8 +128,8 @@ def _converse(dialogue: Dialogue, reader: Reader) -> None:
     from triforce_cli.chat.slash import Over
 
     while True:
-        dialogue.work_ahead()
         try:
+            dialogue.work_ahead()
             text = reader.read(dialogue.taken_draft())
             if text is None:
                 break
@@ -149,12 +153,6 @@ def _handle(dialogue: Dialogue, text: str) -> None:
         slash.run(dialogue, text)
     elif text.strip():
         dialogue.say(text.removeprefix("/") if text.startswith(slash.ESCAPED) else text)
-
-
-def _lines() -> Reader:
-    from triforce_cli.chat.reader import LineReader
-
-    return LineReader()
 
 
 def _history_file() -> Path:

@@ -1,0 +1,125 @@
+"""A pseudo-terminal with a screen, and a program that runs at it. No tests in here."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import pexpect
+import pyte
+
+PATIENCE_SECONDS = 60.0  # a loaded machine is slow; a test that passes waits for nothing
+PROMPT_BEGINS, PROMPT_ENDS = "\x1b[?2004h", "\x1b[?2004l"  # bracketed paste is on while a line is edited
+CTRL_C, CTRL_D, CTRL_U, ENTER, ALT_ENTER, UP, TAB = "\x03", "\x04", "\x15", "\r", "\x1b\r", "\x1b[A", "\t"
+_CURSOR_ASKED = b"\x1b[6n"
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|\r")
+
+
+class Terminal:
+    """What the program wrote is in `written`, how that looks in `lines`. Nothing sleeps: conditions are waited for."""
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], rows: int = 24, columns: int = 80) -> None:
+        self.written = ""
+        self._screen = pyte.HistoryScreen(columns, rows, history=2000)
+        self._stream = pyte.ByteStream(self._screen)
+        program, *args = command
+        self._child = pexpect.spawn(program, args, dimensions=(rows, columns), env=dict(env))
+        self._child.delaybeforesend = None
+
+    @property
+    def lines(self) -> list[str]:
+        """The screen, without white space at the ends of lines."""
+        return [line.rstrip() for line in self._screen.display]
+
+    @property
+    def shown(self) -> str:
+        return "\n".join(self.lines).rstrip("\n")
+
+    @property
+    def toolbar(self) -> str:
+        """The last line of the screen that is not empty."""
+        return next((line for line in reversed(self.lines) if line), "")
+
+    @property
+    def is_cursor_hidden(self) -> bool:
+        return bool(self._screen.cursor.hidden)
+
+    @property
+    def is_alive(self) -> bool:
+        return bool(self._child.isalive())
+
+    def send(self, keys: str) -> None:
+        self._child.send(keys)
+
+    def resize(self, rows: int, columns: int) -> None:
+        """The program gets SIGWINCH."""
+        self._screen.resize(rows, columns)
+        self._child.setwinsize(rows, columns)
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Read until it holds. Fails with the screen where it does not in time, or the program ends."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, f"never saw {what} on\n{self.shown}"
+            assert self._read() or condition(), f"the program ended before {what} on\n{self.shown}"
+
+    def until_shown(self, text: str) -> None:
+        self.until(lambda: text in self.shown, repr(text))
+
+    def until_prompt(self, number: int) -> None:
+        """The `number`-th prompt is there, and the toolbar, which is drawn last."""
+        self.until(lambda: self.num_prompts >= number, f"prompt {number}")
+        self.until(lambda: self.toolbar.startswith("context"), "the toolbar")
+
+    @property
+    def num_prompts(self) -> int:
+        return self.written.count(PROMPT_BEGINS)
+
+    def type(self, keys: str) -> None:
+        """Keys that do not end the line: they are all there when it shows their last word."""
+        self.send(keys)
+        self.until_shown(keys.split()[-1])
+
+    def ask(self, line: str) -> str:
+        """Send a line; what was written until the next prompt, without control sequences."""
+        number = self.num_prompts + 1
+        self.send(line + ENTER)
+        self.until_prompt(number)
+        return self.reply
+
+    @property
+    def reply(self) -> str:
+        """What was written after the last line that was sent, up to the next prompt, if there is one yet."""
+        begin = self.written.rindex(PROMPT_ENDS) + len(PROMPT_ENDS)
+        return plain(self.written[begin:].partition(PROMPT_BEGINS)[0])
+
+    def finish(self) -> int:
+        """The exit code, once the program has ended by itself."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self._read():
+            assert time.monotonic() < deadline, f"the program does not end:\n{self.shown}"
+        self._child.close()
+        return int(self._child.exitstatus if self._child.exitstatus is not None else -self._child.signalstatus)
+
+    def close(self) -> None:
+        self._child.close(force=True)
+
+    def _read(self) -> bool:
+        """Show what came within a moment, and answer like a terminal; False at the end."""
+        try:
+            data = self._child.read_nonblocking(65536, timeout=0.05)
+        except pexpect.TIMEOUT:
+            return True
+        except pexpect.EOF:
+            return False
+        self.written += data.decode("utf-8", errors="replace")
+        self._stream.feed(data)
+        if _CURSOR_ASKED in data:
+            self._child.send(f"\x1b[{self._screen.cursor.y + 1};{self._screen.cursor.x + 1}R")
+        return True
+
+
+def plain(written: str) -> str:
+    """Without control sequences."""
+    return _CONTROL.sub("", written)

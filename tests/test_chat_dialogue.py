@@ -1,0 +1,268 @@
+"""Conversations without a terminal: what the caches hold after any of them, and what is not computed twice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from models import GREEDY, random_model, save
+from offload.engine import Engine
+from offload.errors import DoesNotFit, ModelError, UsageError
+from offload.plan.planner import Options
+from triforce_cli.chat import slash
+from triforce_cli.chat.conversation import Conversation, Document
+from triforce_cli.chat.dialogue import Dialogue
+from triforce_cli.chat.formats import ChatFormat
+from triforce_cli.chat.partner import LEAST_CAPACITY, Partner
+from triforce_cli.chat.settings import Settings
+from triforce_cli.options import Models
+from triforce_cli.output import Output
+
+# A row computed in another phase or block differs by rounding only: fp32, two layers, keys and values of size about 1.
+TOLERANCE = 5e-5
+PATIENCE_SECONDS = 60.0
+GREEDILY = Settings(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None, max_tokens=16)
+
+Make = Callable[..., Dialogue]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """They see far enough that a cache has to grow."""
+    root, far = tmp_path_factory.mktemp("models"), 4 * LEAST_CAPACITY
+    target = random_model(vocab_size=264, seed=11, max_position_embeddings=far)
+    draft = random_model(vocab_size=264, seed=12, num_hidden_layers=1, max_position_embeddings=far)
+    return Models(
+        target=save(target, root / "target", tokenizer=True),
+        draft=save(draft, root / "draft", tokenizer=True),
+        embedded=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def make(models: Models) -> Iterator[Make]:
+    """New dialogues, each with a partner of its own: make(interactive=)."""
+    with ExitStack() as stack:
+
+        def new(*, interactive: bool = False, speculation: bool = True) -> Dialogue:
+            options = Options(dtype="fp32", device="cpu", offload=frozenset(), speculation=speculation)
+            partner = stack.enter_context(Partner(models, options, on_note=lambda line: None))
+            dialogue = Dialogue(
+                partner,
+                ChatFormat(partner.tokenizer, "chatml"),
+                GREEDILY,
+                Output(quiet=True),
+                conversation=Conversation(),
+                interactive=interactive,
+            )
+            return stack.enter_context(closing(dialogue))
+
+        yield new
+
+
+def engine_of(dialogue: Dialogue) -> Engine:
+    assert dialogue.partner._engine is not None
+    return dialogue.partner._engine
+
+
+def rows_of(dialogue: Dialogue, length: int) -> torch.Tensor:
+    engine = engine_of(dialogue)
+    engine._full.wait_home()
+    return engine._full.read_rows(0, length).clone()
+
+
+def finish_ahead(dialogue: Dialogue) -> None:
+    """What a person who types for long gives time for."""
+    dialogue.work_ahead()
+    dialogue._ahead.wait(lambda progress: None)
+
+
+def continuation(dialogue: Dialogue, tokens: Sequence[int]) -> list[int]:
+    steps = dialogue.partner.answer(
+        tokens, GREEDY, max_tokens=12, stop=(), end_tokens=(), on_progress=lambda progress: None
+    )
+    return [token for step in steps for token in step.tokens]
+
+
+def check_against_a_fresh_start(dialogue: Dialogue, make: Make) -> None:
+    """The rows of all that was said, and the reply to one more message."""
+    said = dialogue.format.closing_tokens(dialogue.conversation)
+    finish_ahead(dialogue)
+    assert engine_of(dialogue)._held.tokens == said
+    assert engine_of(dialogue)._full.length == len(said)
+    fresh = make(speculation=False)
+    prompt = dialogue.format.prompt_tokens(dialogue.conversation.asked("and then?"))
+    wanted = continuation(fresh, prompt)
+    gap = (rows_of(dialogue, len(said)) - rows_of(fresh, len(said))).abs().max()
+    assert gap < TOLERANCE
+    assert continuation(dialogue, prompt) == wanted
+    assert engine_of(dialogue).stats.reused_tokens == len(said)
+
+
+# Lines as a person types them; /drop and /undo may find nothing to take away
+LINES = ("hello", "what is it", "/undo", "/regen", "/edit something else", "/system be brief", "/system none",
+         "/file {notes}", "/drop notes", "/drop 1", "/clear")  # fmt: skip
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(st.tuples(st.sampled_from(LINES), st.sampled_from(["no", "begun", "done"])), max_size=9))
+def test_after_any_conversation_the_cache_and_the_reply_are_those_of_a_fresh_start(
+    make: Make, tmp_path: Path, steps: list[tuple[str, str]]
+) -> None:
+    (tmp_path / "notes").write_text("all work and no play " * 30)
+    dialogue = make()
+    for line, ahead in [("hello", "no"), *steps]:
+        with suppress(UsageError):
+            send(dialogue, line.format(notes=tmp_path / "notes"))
+        if ahead == "begun":  # and broken off by the next line, or waited for
+            dialogue.work_ahead()
+        elif ahead == "done":
+            finish_ahead(dialogue)
+    check_against_a_fresh_start(dialogue, make)
+
+
+def send(dialogue: Dialogue, line: str) -> None:
+    if slash.is_command(line):
+        slash.run(dialogue, line)
+    else:
+        dialogue.say(line)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_work_done_ahead_leaves_the_message_alone_to_compute(make: Make, ahead: bool) -> None:
+    dialogue = make()
+    dialogue.say("hello")
+    dialogue.add(Document("notes", "all work and no play " * 50))
+    said = dialogue.num_used
+    if ahead:
+        finish_ahead(dialogue)
+    dialogue.say("what is it")
+    reused = engine_of(dialogue).stats.reused_tokens
+    assert reused == said if ahead else reused < said - 1000
+
+
+def test_a_second_try_computes_the_message_again_and_nothing_before_it(make: Make) -> None:
+    dialogue = make()
+    dialogue.add(Document("notes", "all work and no play " * 50))
+    dialogue.say("hello")
+    reply = dialogue.conversation.turns[-1]
+    finish_ahead(dialogue)
+    slash.run(dialogue, "/regen")
+    stats = engine_of(dialogue).stats
+    assert stats.prompt_tokens - stats.reused_tokens <= engine_of(dialogue).plan.rows
+    assert dialogue.conversation.turns == (reply,)
+
+
+def fail(*args: object) -> None:
+    raise ModelError("the disk is gone")
+
+
+def test_an_error_of_work_done_ahead_comes_with_the_next_message(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    dialogue = make()
+    dialogue.say("hello")
+    before = dialogue.conversation
+    with monkeypatch.context() as patch:
+        patch.setattr(dialogue.partner, "keep", fail)
+        dialogue.work_ahead()
+        with pytest.raises(ModelError, match="the disk is gone"):
+            dialogue.say("what is it")
+    assert dialogue.conversation == before
+    assert dialogue.taken_draft() == "what is it"
+    dialogue.say("what is it")
+    assert len(dialogue.conversation.turns) == 2
+    check_against_a_fresh_start(dialogue, make)
+
+
+def test_a_person_hears_of_an_error_ahead_and_has_the_reply_all_the_same(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With a full disk no message was ever answered."""
+    dialogue = make(interactive=True)
+    monkeypatch.setattr(dialogue.partner, "keep", fail)
+    dialogue.work_ahead()
+    dialogue.say("hello")
+    assert len(dialogue.conversation.turns) == 1
+    assert "error: the disk is gone" in capfd.readouterr().err
+
+
+def test_a_prefill_that_is_broken_off_leaves_all_as_it_was(make: Make) -> None:
+    dialogue = make()
+    dialogue.say("hello")
+    finish_ahead(dialogue)
+    before, said = dialogue.conversation, dialogue.num_used
+    dialogue.add(Document("book", "all work and no play " * 500))
+    dialogue.work_ahead()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while (progress := dialogue._ahead.progress) is None or progress.done == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)  # the work ahead needs the interpreter too
+    dialogue.change(before)
+    assert dialogue._ahead.progress is None
+    assert progress.done < progress.total
+    assert engine_of(dialogue)._held.tokens == dialogue.format.closing_tokens(before)
+    assert engine_of(dialogue)._full.length == said
+    check_against_a_fresh_start(dialogue, make)
+
+
+def test_leaving_waits_for_no_prefill_that_no_session_keeps(make: Make) -> None:
+    """Ctrl-D after /file waited for all of it, and Ctrl-C then was an unexpected error."""
+    dialogue = make()
+    dialogue.add(Document("book", "all work and no play " * 500))
+    dialogue.work_ahead()
+    dialogue.finish_ahead()
+    dialogue.close()
+    assert len(engine_of(dialogue)._held.tokens) < dialogue.num_used
+
+
+def test_a_cache_that_grows_keeps_what_was_computed(make: Make) -> None:
+    dialogue = make()
+    dialogue.add(Document("notes", "all work and no play " * 180))
+    dialogue.say("hello")
+    finish_ahead(dialogue)
+    said = dialogue.num_used
+    before = rows_of(dialogue, said)
+    assert engine_of(dialogue).plan.capacity == LEAST_CAPACITY
+    dialogue.say("word " * 100)
+    assert engine_of(dialogue).plan.capacity == 2 * LEAST_CAPACITY
+    assert engine_of(dialogue).stats.reused_tokens >= said - engine_of(dialogue).plan.rows
+    assert torch.equal(rows_of(dialogue, said), before)
+    check_against_a_fresh_start(dialogue, make)
+
+
+def test_a_message_that_does_not_fit_changes_nothing(make: Make) -> None:
+    dialogue = make()
+    dialogue.say("hello")
+    before = dialogue.conversation
+    with pytest.raises(DoesNotFit, match=r"16,384; /drop 1 \(the oldest turn\) frees \d+"):
+        dialogue.say("x" * 4 * LEAST_CAPACITY)
+    assert dialogue.conversation == before
+    assert dialogue.taken_draft() == "x" * 4 * LEAST_CAPACITY
+    check_against_a_fresh_start(dialogue, make)
+
+
+def test_a_conversation_that_the_template_refuses_is_not_loaded(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was refused and loaded all the same; then the chat ended."""
+    dialogue = make()
+    dialogue.say("hello")
+    before = dialogue.conversation
+    (tmp_path / "saved").write_text(Conversation(system="be brief").to_json())
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    monkeypatch.setattr(dialogue.format, "_template", refusing + dialogue.format._template)
+    with pytest.raises(UsageError, match="no system"):
+        slash.run(dialogue, f"/load {tmp_path / 'saved'}")
+    assert dialogue.conversation == before
+
+
+@pytest.mark.parametrize("line", ["/file ~nobody-at-all/x", "/save ~nobody-at-all/x", "/load ~nobody-at-all/x"])
+def test_a_home_that_there_is_not_is_an_error_of_the_user(make: Make, line: str) -> None:
+    with pytest.raises(UsageError, match="nobody-at-all"):
+        slash.run(make(), line)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -28,9 +28,11 @@ from offload.model.level import Level, StreamingLevel, prefill
 from offload.plan.planner import Options, Plan
 from offload.plan.request import Request
 from offload.plan.sizing import MAX_ROWS
-from offload.session.store import Store
 from offload.transfer.link import Link, make_link
 from offload.transfer.memory import Memory
+
+if TYPE_CHECKING:
+    from offload.session.store import Store
 
 
 @dataclass(frozen=True)

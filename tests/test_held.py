@@ -16,6 +16,9 @@ from offload.decode.held import Held, num_common
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine
 from offload.errors import DoesNotFit, UsageError
+from offload.plan.config import ModelConfig
+from offload.session.fingerprints import identify
+from offload.session.store import Store
 
 SIZES = Sizes(gamma=7, draft_gamma=3, lookup=True, adaptive=True, pace="planned")
 PLAIN = Sizes()
@@ -47,6 +50,18 @@ def say(engine: Engine, prompt: list[int], num_tokens: int = 12, *, seed: int | 
     law = GREEDY if seed is None else SamplingParams(temperature=1.5, seed=seed)
     steps = engine.generate(prompt, law, max_tokens=num_tokens, reuse=True)
     return [token for step in steps for token in step.tokens]
+
+
+def keep(engine: Engine, folders: tuple[Path, Path], path: Path, *, read_only: bool = False) -> Store:
+    plan, target = engine.plan, folders[0]
+    identity = identify(
+        target,
+        ModelConfig.from_folder(target),
+        dtype=plan.dtype,
+        capacity=plan.capacity,
+        page_tokens=plan.page_tokens,
+    )
+    return Store.open(path, identity, read_only=read_only)
 
 
 def rows_of(engine: Engine, length: int) -> torch.Tensor:
@@ -186,6 +201,62 @@ def test_a_seeds_text_depends_on_what_is_held_and_not_on_what_was_drafted_before
                 engine.settle(text + reply[:8])
             replies.add(tuple(say(engine, text + reply, 30, seed=5)))
     assert len(replies) == 1
+
+
+@pytest.mark.parametrize("offload", [(), ("kv",)], ids=str)
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_restored_run_says_what_the_run_that_saved_it_says(
+    folders: tuple[Path, Path], tmp_path: Path, offload: tuple[str, ...], settled: bool
+) -> None:
+    text = tokens_of(60, seed=7, vocabulary=256)
+    with make(folders) as engine, keep(engine, folders, tmp_path) as store:
+        text += say(engine, text, 20, seed=1)
+        if settled:
+            engine.settle(text)
+        engine.save(store, {"kind": "text"})
+        saved = rows_of(engine, len(store.tokens))
+        wanted = [say(engine, [*text, 5], 30, seed=2), say(engine, [*text, 6], 30)]
+    with make(folders, offload=offload) as later, keep(later, folders, tmp_path, read_only=True) as store:
+        later.restore(store, text)
+        assert torch.equal(rows_of(later, len(store.tokens)), saved)
+        if settled:
+            later.settle(text)
+        assert [say(later, [*text, 5], 30, seed=2), say(later, [*text, 6], 30)] == wanted
+        assert later.stats.reused_tokens > 60
+
+
+def test_what_is_saved_again_is_what_changed(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Pages before the first row that changed keep their files, also after a turn was taken back."""
+    text = tokens_of(100, seed=8, vocabulary=256)
+    with make(folders) as engine, keep(engine, folders, tmp_path) as store:
+        say(engine, text, 4)
+        engine.save(store, {})
+        before = sorted(path.name for path in tmp_path.glob("page-*"))
+        say(engine, [*text[:70], 9, 9, 9], 20)
+        engine.save(store, {})
+        after = sorted(path.name for path in tmp_path.glob("page-*"))
+        held = engine._held.tokens
+        engine.save(store, {})
+        assert after == sorted(path.name for path in tmp_path.glob("page-*"))
+    page = engine.plan.page_tokens
+    assert before[: 70 // page] == after[: 70 // page]
+    assert not set(before[70 // page :]) & set(after)
+    with make(folders) as later, keep(later, folders, tmp_path, read_only=True) as store:
+        later.restore(store, held)
+        assert list(store.tokens) == later._held.tokens == held
+
+
+def test_only_what_is_common_is_restored_and_only_where_it_is_more(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    text = tokens_of(100, seed=9, vocabulary=256)
+    with make(folders) as engine, keep(engine, folders, tmp_path) as store:
+        engine.settle(text)
+        engine.save(store, {})
+        engine.settle([*text, 1, 2])
+        engine.restore(store, [*text, 1, 2])
+        assert engine._held.tokens == [*text, 1, 2]
+    with make(folders) as later, keep(later, folders, tmp_path, read_only=True) as store:
+        later.restore(store, [*text[:40], 7, 7])
+        assert later._held.tokens == text[:40]
 
 
 @pytest.mark.parametrize("room", [88, 250])

@@ -205,14 +205,18 @@ class Engine:
     def replan(self, plan: Plan) -> None:
         """Go on under another plan, with what is held. Only where neither plan offloads: weights stay where they are.
 
-        Needs the memory of both caches for a moment. Where the positions turn otherwise in a context of the new size
-        (RoPE scaling "dynamic"), nothing of what is held can be used.
+        Needs the memory of both caches for a moment; without it (DoesNotFit) all is as it was. Where the positions turn
+        otherwise in a context of the new size (RoPE scaling "dynamic"), nothing of what is held can be used.
         """
         if plan.offload or self.plan.offload:
             raise ValueError("an engine that offloads is made for one plan")
-        full, held = self._full, self._held
-        self._assemble(plan)
-        self._reserve()
+        full, held, before = self._full, self._held, vars(self).copy()
+        try:
+            self._assemble(plan)
+            self._reserve()
+        except BaseException:
+            vars(self).update(before)
+            raise
         if self._full.rope.starts_like(full.rope):
             self._full.copy_from(full)
             held.num_settled = 0

@@ -273,6 +273,25 @@ def test_another_plan_goes_on_with_what_is_held(folders: tuple[Path, Path], room
         assert engine.stats.reused_tokens >= len(text) - ROWS
 
 
+def test_a_plan_for_which_there_is_no_memory_changes_nothing(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tokens_of(60, seed=4, vocabulary=256)
+    with make(folders) as engine, make(folders, room=250) as other, make(folders, PLAIN) as fresh:
+        text += say(engine, text)
+        plan = engine.plan
+        monkeypatch.setattr(Engine, "_reserve", refuse)
+        with pytest.raises(DoesNotFit):
+            engine.replan(other.plan)
+        assert engine.plan is plan
+        assert say(engine, text) == say(fresh, text)
+        assert engine.stats.reused_tokens >= len(text) - ROWS
+
+
+def refuse(engine: Engine) -> None:
+    raise DoesNotFit("no memory")
+
+
 def test_an_engine_that_offloads_keeps_its_plan(folders: tuple[Path, Path]) -> None:
     with make(folders, offload=("kv",)) as away, make(folders) as here:
         for engine, plan in ((away, here.plan), (here, away.plan)):

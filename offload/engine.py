@@ -13,6 +13,7 @@ import torch
 from offload import assembly
 from offload.cache.full import FullCache
 from offload.cache.retrieval import RetrievalCache
+from offload.cache.streaming import StreamingCache
 from offload.decode import generation
 from offload.decode.generation import FinishReason
 from offload.decode.held import Held, num_common
@@ -91,6 +92,7 @@ class Engine:
     levels: dict[str, Level]
     retrieval: RetrievalCache | None
     _full: FullCache
+    _caches: list[FullCache | RetrievalCache | StreamingCache]
     _held: Held
     _lookahead: Lookahead
 
@@ -211,31 +213,41 @@ class Engine:
         if plan.offload or self.plan.offload:
             raise ValueError("an engine that offloads is made for one plan")
         full, held, before = self._full, self._held, vars(self).copy()
+        old, self._caches = self._caches, []
         try:
             self._assemble(plan)
             self._reserve()
         except BaseException:
+            self._release(self._caches)
             vars(self).update(before)
             raise
         if self._full.rope.starts_like(full.rope):
             self._full.copy_from(full)
             held.num_settled = 0
             self._held = held
+        self._release(old)
 
-    def restore(self, store: Store, tokens: Sequence[int], *, on_progress: OnProgress = _ignore) -> None:
-        """Hold what `store` has of the longest common prefix with `tokens`, where that is more than is held.
+    @property
+    def num_held(self) -> int:
+        """Tokens whose rows the full cache holds."""
+        return len(self._held.tokens)
+
+    def restore(self, store: Store, tokens: Sequence[int], *, on_progress: OnProgress = _ignore) -> int:
+        """Hold what `store` has of the longest common prefix with `tokens`, where that is more than is held. Returns
+        how many tokens that prefix has.
 
         Raises SessionError where a page is damaged; then nothing is held.
         """
         common = min(num_common(store.tokens, tokens), self.plan.capacity)
         if common <= num_common(self._held.tokens, tokens):
-            return
+            return common
         self._held = Held()
         total = store.bytes_to_write(common, 0)
         report = _counted("restore", total, on_progress)
         store.load(self._full, common, on_bytes=report)
         report(total)
         self._held = Held(list(tokens[:common]), num_saved=common)
+        return common
 
     def save(self, store: Store, extra: Mapping[str, object], *, on_progress: OnProgress = _ignore) -> None:
         """Have `store` hold what this engine holds; pages that it has already are not written again.
@@ -284,14 +296,23 @@ class Engine:
         config = self._target.config
         blocks = assembly.block_sizes(plan, config)
         self._full = assembly.full_cache(plan, config, self.memory, link, blocks)
+        self._caches = [self._full]
         self.retrieval = None
         self.levels = {"target": Level("target", self._target, self._full, vocab_size=width, blocks=blocks, link=link)}
         if "retrieval" in plan.levels:
             self.retrieval = assembly.retrieval_cache(plan, self.memory, self._full)
+            self._caches.append(self.retrieval)
             self.levels["retrieval"] = Level("retrieval", self._target, self.retrieval, vocab_size=width, link=link)
         if "draft" in plan.levels and self._draft is not None:
             cache = assembly.streaming_cache(plan, self._draft.config, self.memory)
+            self._caches.append(cache)
             self.levels["draft"] = StreamingLevel("draft", self._draft, cache, vocab_size=width)
+
+    @staticmethod
+    def _release(caches: Sequence[FullCache | RetrievalCache | StreamingCache]) -> None:
+        """They are not used again."""
+        for cache in caches:
+            cache.release()
 
     def _check(self, prompt: Sequence[int], max_tokens: int) -> None:
         if not prompt:
@@ -320,8 +341,8 @@ class Engine:
         self._link_at_start = self._link_at_decode = self._link.stats if self._link else LinkStats()
 
     def _truncate(self, length: int) -> None:
-        self._full.truncate(length)
         self._held.truncate(length)
+        self._full.truncate(length)
 
     def _num_prefilled(self, prompt: Sequence[int]) -> int:
         """Tokens of it that no pass of the target level runs."""

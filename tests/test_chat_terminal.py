@@ -120,7 +120,7 @@ def test_a_conversation_is_taken_back_answered_again_and_edited(chat: Terminal, 
     second = chat.ask("two")
     before = saved(chat, tmp_path)
     assert questions(before) == ["one", "two"]
-    assert [turn.reply for turn in before.turns] == [first.split()[0], second.split()[0]]
+    assert all(turn.reply in shown for turn, shown in zip(before.turns, (first, second), strict=True))
     assert all(len(turn.reply) == 40 and not turn.complete for turn in before.turns)
 
     assert chat.ask("/regen").split()[0] == second.split()[0]

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,7 @@ class Engine:
         *,
         max_tokens: int,
         stop: Sequence[str] = (),
+        end_tokens: Collection[int] = (),
         reuse: bool = False,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> Iterator[Step]:

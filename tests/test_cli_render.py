@@ -144,6 +144,15 @@ def test_plain_progress_says_start_now_and_then_and_end():
 def test_plain_progress_starts_anew_with_each_stage():
     lines: list[str] = []
     display = PlainDisplay(lines.append, clock=lambda: 1.0)
+    display.update("load", 512, 1024, "bytes")
     display.update("load", 1024, 1024, "bytes")
     display.update("prefill", 0, 10, "tokens")
     assert lines == ["load: 1.0 KiB", "load: 1.0 KiB in 0.00 s", "prefill: 10 tokens"]
+
+
+def test_plain_progress_invents_no_time_for_what_was_done_before_anybody_looked():
+    lines: list[str] = []
+    display = PlainDisplay(lines.append, clock=lambda: 1.0)
+    for _ in range(3):
+        display.update("restore", 1024, 1024, "bytes")
+    assert lines == ["restore: 1.0 KiB"]

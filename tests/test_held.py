@@ -292,6 +292,14 @@ def refuse(engine: Engine) -> None:
     raise DoesNotFit("no memory")
 
 
+def test_caches_that_are_outgrown_leave_the_ledger(folders: tuple[Path, Path]) -> None:
+    with make(folders, room=100) as engine, make(folders, room=250) as large, make(folders, room=100) as small:
+        before = engine.memory.allocated()
+        for plan in (large.plan, small.plan, large.plan, small.plan):
+            engine.replan(plan)
+        assert engine.memory.allocated() == before
+
+
 def test_an_engine_that_offloads_keeps_its_plan(folders: tuple[Path, Path]) -> None:
     with make(folders, offload=("kv",)) as away, make(folders) as here:
         for engine, plan in ((away, here.plan), (here, away.plan)):

@@ -65,6 +65,11 @@ class Output:
         if self._mid_line:
             self.text("\n")
 
+    def end_shown_line(self) -> None:
+        """The same at a terminal only: a file or a pipe gets the text and nothing else."""
+        if _is_terminal(sys.stdout):
+            self.end_line()
+
     @property
     def can_draw(self) -> bool:
         """Does the terminal move its cursor?"""

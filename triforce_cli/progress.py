@@ -55,7 +55,8 @@ class PlainDisplay:
     def update(self, stage: str, done: int, total: int, unit: str) -> None:
         now = self._clock()
         if stage != self._stage:
-            self._stage, self._started, self._written = stage, now, now
+            seen_whole = done >= total  # it went on before anybody looked: how long it took is not known
+            self._stage, self._started, self._written = stage, now, math.inf if seen_whole else now
             self._write_line(f"{stage}: {render.amount(total, unit)}")
         seconds = now - self._started
         if done >= total:

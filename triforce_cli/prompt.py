@@ -48,6 +48,8 @@ def read_text(file: Path, what: str) -> str:
 
 def user_path(text: str) -> Path:
     """The path that a person typed, "~" being their home."""
+    if "\0" in text:
+        raise UsageError(f"{text!r} is no path: it has a zero byte")
     try:
         return Path(text).expanduser()
     except RuntimeError as error:

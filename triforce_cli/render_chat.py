@@ -44,7 +44,7 @@ def kept(folder: Path | None, num_tokens: int, num_bytes: int) -> str:
 def status(used: int, limit: int, stats: Stats | None, ahead: Ahead, width: int) -> str:
     """The line below the prompt, cut to `width` columns."""
     parts, progress, left = [f"context {used:,} of {limit:,}"], ahead.progress, ahead.seconds_left
-    if progress is not None:
+    if progress is not None and progress.done < progress.total:
         seconds = "" if left is None else f", {render.duration(left)} left"
         parts.append(f"{progress.stage} {render.percent(progress.done, progress.total)}%{seconds}")
     if stats is not None and stats.milliseconds_per_token is not None:

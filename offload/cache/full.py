@@ -158,6 +158,11 @@ class FullCache:
                 self.page(layer, number).copy_(other.page(layer, number))
         self.restored(other.length)
 
+    def release(self) -> None:
+        """Give the tiles back; the cache is not used again."""
+        self.truncate(0)
+        self.store.release()
+
     def nbytes(self) -> int:
         return self.store.nbytes()
 

@@ -86,6 +86,11 @@ class RetrievalCache:
         self.length = min(self.length, length)
         self._exact = min(self._exact, length)
 
+    def release(self) -> None:
+        """Give its memory back; the cache is not used again."""
+        self.truncate(0)
+        self._memory.released(self._buffer, tier="device", purpose="retrieval cache")
+
     def nbytes(self) -> int:
         return self._buffer.nbytes
 

@@ -37,7 +37,7 @@ class StreamingCache:
         window: int,
         slack: int,
     ) -> None:
-        self.sinks, self.window, self._rope = sinks, window, rope
+        self.sinks, self.window, self._rope, self._memory = sinks, window, rope, memory
         self._num_slots = 2 * (window + slack)
         shape = (num_layers, 2, num_kv_heads)
         self._sink_rows = memory.allocate(
@@ -107,6 +107,11 @@ class StreamingCache:
         self.length = length
         if length <= self.sinks:
             self._first = self.sinks
+
+    def release(self) -> None:
+        """Give its memory back; the cache is not used again."""
+        for rows in (self._sink_rows, self._rows):
+            self._memory.released(rows, tier="device", purpose="draft cache")
 
     def nbytes(self) -> int:
         return self._rows.nbytes + self._sink_rows.nbytes

@@ -73,6 +73,14 @@ class TileStore:
                 tier: Tier = "device" if self.is_resident(layer, index) else "host"
                 homes.append(self._memory.allocate(self.shape.shape, self.shape.dtype, tier=tier, purpose="kv cache"))
 
+    def release(self) -> None:
+        """Give all homes back."""
+        for layer, homes in enumerate(self._homes):
+            for index, home in enumerate(homes):
+                tier: Tier = "device" if self.is_resident(layer, index) else "host"
+                self._memory.released(home, tier=tier, purpose="kv cache")
+            homes.clear()
+
     def home(self, layer: int, index: int) -> Tensor:
         return self._homes[layer][index]
 

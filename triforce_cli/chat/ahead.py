@@ -35,11 +35,13 @@ class Ahead:
         self._began = (0, 0.0)  # how much was done at which time, as the stage began
         self.progress: Progress | None = None  # of what runs now
 
-    def start(self, work: Work, purpose: object) -> None:
-        """Unless it was started for an equal `purpose` before: then it runs on, or is done."""
+    def start(self, work: Work, purpose: object, *, follows: bool = False) -> None:
+        """Unless it was started for an equal `purpose` before: then it runs on, or is done. What runs is broken off, or
+        waited for, where this `follows` from it."""
         if purpose == self._purpose:
             return
-        self.break_off()
+        if not follows:
+            self.break_off()
         self._unwanted.clear()
         self._running, self._purpose = self._thread.submit(self._run, work), purpose
 
@@ -52,9 +54,13 @@ class Ahead:
             running.result()
 
     def break_off(self, on_progress: OnProgress = _ignore) -> None:
-        """Until nothing runs. A prefill ends at once, what is read or written is finished first. Errors are dropped."""
+        """Until nothing runs. A prefill and a save end at once, what is read is read first. Errors are dropped."""
         self._unwanted.set()
+        self._purpose = None
         self._join(on_progress)
+
+    def forget(self) -> None:
+        """What was done is about to be undone: an equal purpose is to be started again."""
         self._purpose = None
 
     @property
@@ -81,15 +87,16 @@ class Ahead:
         if self.progress is None or progress.stage != self.progress.stage:
             self._began = progress.done, time.monotonic()
         self.progress = progress
-        if self._unwanted.is_set() and progress.stage == "prefill":
+        if self._unwanted.is_set() and progress.stage in ("prefill", "save"):
             raise _BrokenOff
 
     def _join(self, on_progress: OnProgress) -> Future[None] | None:
         """What ran, now that it has ended."""
-        running = self._running
+        running, told = self._running, None
         while running is not None and not running.done():
-            if (progress := self.progress) is not None:
+            if (progress := self.progress) is not None and progress is not told:
                 on_progress(progress)
+                told = progress
             wait([running], _POLL_SECONDS)
         self._running = None
         return running

@@ -42,6 +42,8 @@ class Dialogue:
         self.partner, self.format, self.settings, self.output = partner, chat_format, settings, output
         self.conversation, self.interactive = conversation, interactive
         self.draft = ""  # what the next message begins with, to be edited
+        self.edits_drafts = interactive  # is there an editor that shows it?
+        self._settling: list[int] = []  # what the work ahead runs, or ran
         self._ahead = Ahead()
         self._num_replies = len(conversation.turns)
         self._closing: tuple[Conversation, list[int]] | None = None
@@ -55,9 +57,10 @@ class Dialogue:
         """Send a message and show the reply. A message that cannot be answered can be edited."""
         self.answer(self.conversation.asked(text))
 
-    def answer(self, asked: Conversation) -> None:
-        """Show the reply to the open question and take it into the conversation, as far as it came."""
-        question = asked.question or ""
+    def answer(self, asked: Conversation, *, again: bool = False) -> None:
+        """Show the reply to the open question and take it into the conversation, as far as it came. again: the question
+        was answered before; without another reply that one stays."""
+        question = "" if again else asked.question or ""
         try:
             tokens = self.format.prompt_tokens(asked)
             self._check_room(len(tokens) + 1)
@@ -67,7 +70,8 @@ class Dialogue:
             raise
         except Stopped:
             self.draft = question
-            self.output.note("stopped before the first word; the message can be sent again")
+            stays = "the reply before stays" if again else "the message can be sent again"
+            self.output.note(f"stopped before the first word; {stays}")
             return
         self._num_replies += 1
         spoken = self.format.spoken(reply_tokens, reply)
@@ -78,9 +82,10 @@ class Dialogue:
         self._warn_of_the_end()
 
     def change(self, conversation: Conversation) -> None:
-        """Go on with another conversation, or with this one changed. Nothing of it is lost if it does not fit."""
-        with self.output:
-            self._ahead.break_off(self._show)
+        """Go on with another conversation, or with this one changed."""
+        if not self._follows(self.format.closing_tokens(conversation)):
+            with self.output:
+                self._ahead.break_off(self._show)
         self.conversation = conversation
 
     def add(self, document: Document) -> None:
@@ -108,7 +113,12 @@ class Dialogue:
             self.partner.settle(tokens, on_progress)
             self.partner.keep({"kind": "chat", "conversation": conversation.to_data()}, on_progress)
 
-        self._ahead.start(work, conversation)
+        self._ahead.start(work, conversation, follows=self._follows(tokens))
+        self._settling = tokens
+
+    def _follows(self, tokens: list[int]) -> bool:
+        """Does what is done ahead stay the beginning of it?"""
+        return tokens[: len(self._settling)] == self._settling
 
     def finish_ahead(self) -> None:
         """At the end: until the session is kept. Without one nobody needs it."""
@@ -134,6 +144,7 @@ class Dialogue:
         finish: str | None = None
         with self.output, self._stoppable() as on_progress:
             self._wait_ahead(on_progress)
+            self._ahead.forget()
             steps = self.partner.answer(
                 tokens,
                 self.settings.params(self._num_replies),

@@ -68,11 +68,11 @@ def _undo(dialogue: Dialogue, argument: str) -> None:
 
 
 def _regen(dialogue: Dialogue, argument: str) -> None:
-    dialogue.answer(dialogue.conversation.regenerate())
+    dialogue.answer(dialogue.conversation.regenerate(), again=True)
 
 
 def _edit(dialogue: Dialogue, argument: str) -> None:
-    if argument or not dialogue.interactive:
+    if argument or not dialogue.edits_drafts:
         dialogue.answer(dialogue.conversation.edit(argument))
         return
     conversation, dialogue.draft = dialogue.conversation.undo()

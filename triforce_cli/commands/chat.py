@@ -112,6 +112,7 @@ class Chat:
         if not dialogue.interactive:
             return LineReader()
         if not output.can_draw:
+            dialogue.edits_drafts = False
             return LineReader(lambda: output.question(">"))
         slashes = COMMANDS.values()
         return PromptReader(

@@ -114,15 +114,21 @@ class Generate:
 
     @contextmanager
     def _kept(self, store: Store, engine: Engine, tokens: Sequence[int], output: Output) -> Iterator[None]:
-        """Begin with what the session holds of the prompt; at the end, an interrupted one too, keep what is held."""
-        engine.restore(store, tokens, on_progress=output.progress)
+        """Begin with what the session holds of the prompt; at the end, an interrupted one too, keep what is held, where
+        that is more."""
+        common = engine.restore(store, tokens, on_progress=output.progress)
+        replaced = len(store.tokens) - common
         try:
             yield
         finally:
-            output.note(f"session: {engine.stats.reused_tokens:,} of {len(tokens):,} prompt tokens were there")
-            if not self.read_only:
-                output.end_line()
+            output.end_shown_line()
+            if not self.read_only and engine.num_held > common:
                 engine.save(store, {"kind": "text"}, on_progress=output.progress)
+                if replaced > common:
+                    output.note(
+                        f"session: {replaced:,} tokens of what was kept did not begin this prompt and are replaced"
+                    )
+            output.note(f"session: {common:,} of {len(tokens):,} prompt tokens were there")
 
     def _answer(self, output: Output) -> Answer:
         target, draft = self.models.target, self.models.draft

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,6 +17,11 @@ _CURSOR_ASKED = b"\x1b[6n"
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|\r")
 
 
+def hear_ctrl_c() -> None:
+    """In a child, before its program starts: tests that run in the background may have been told to ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """What the program wrote is in `written`, how that looks in `lines`. Nothing sleeps: conditions are waited for."""
 
@@ -24,7 +30,7 @@ class Terminal:
         self._screen = pyte.HistoryScreen(columns, rows, history=2000)
         self._stream = pyte.ByteStream(self._screen)
         program, *args = command
-        self._child = pexpect.spawn(program, args, dimensions=(rows, columns), env=dict(env))
+        self._child = pexpect.spawn(program, args, dimensions=(rows, columns), env=dict(env), preexec_fn=hear_ctrl_c)
         self._child.delaybeforesend = None
 
     @property

@@ -302,7 +302,7 @@ def test_a_narrow_window_shows_the_line_and_the_status(chat: Terminal) -> None:
     chat.until(lambda: len(chat.toolbar) <= 30 and chat.toolbar.endswith("…"), "a toolbar that was cut")
     chat.type("words that are together longer than thirty columns")
     assert any(line.startswith("> words that are") for line in chat.lines)
-    assert chat.toolbar.startswith("context")
+    chat.until(lambda: chat.toolbar.startswith("context"), "the toolbar, which is drawn last")
 
 
 def test_resizing_while_typing_keeps_the_line(chat: Terminal, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from offload.session.manifest import MANIFEST_FILE
 from offload.session.names import FOLDER_VARIABLE
 from offload.session.store import Store
 from sessions import IDENTITY, Rows, restore, save, saved
+from terminals import hear_ctrl_c
 from test_cli_fake import environment
 from triforce_cli import __version__, render_sessions
 from triforce_cli.app import app, main
@@ -403,7 +404,15 @@ def terminal(root: Path, *args: str) -> Iterator[pexpect.spawn]:
     """`triforce sessions ARGS` with somebody at the keyboard."""
     variables = environment(None, **{FOLDER_VARIABLE: str(root), "TZ": "UTC", "PYTHONPATH": str(ROOT)})
     command = ["-m", "triforce_cli", "sessions", *args]
-    child = pexpect.spawn(sys.executable, command, env=variables, timeout=30, encoding="utf-8", dimensions=(24, 80))
+    child = pexpect.spawn(
+        sys.executable,
+        command,
+        env=variables,
+        timeout=30,
+        encoding="utf-8",
+        dimensions=(24, 80),
+        preexec_fn=hear_ctrl_c,
+    )
     try:
         yield child
     finally:

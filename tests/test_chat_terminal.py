@@ -180,7 +180,7 @@ def test_ctrl_c_in_a_reply_keeps_what_came(chat: Terminal, tmp_path: Path) -> No
     (turn,) = saved(chat, tmp_path).turns
     assert 80 <= len(turn.reply) < 6000
     assert not turn.complete
-    assert written.replace("^C", "").startswith(turn.reply + "\n")
+    assert turn.reply + "\n" in written.replace("^C", "")
     counted = re.search(r"turn 1 +([\d,]+)", chat.ask("/tokens"))
     assert counted is not None
     assert int(counted[1].replace(",", "")) >= len(turn.reply)

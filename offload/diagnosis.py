@@ -146,7 +146,7 @@ def diagnose(on_step: OnStep) -> Diagnosis:
         on_step("measuring the GPUs together")
     together = _together(working, copy_bytes)
     torch.cuda.empty_cache()  # what measuring used is free again, also for a plan
-    return Diagnosis(host, processor, tuple(gpus), together, driver, _software())
+    return Diagnosis(host, processor, tuple(gpus), together, driver, software())
 
 
 def usable_hardware(diagnosis: Diagnosis) -> Hardware:
@@ -265,7 +265,8 @@ def _together(gpus: list[Gpu], copy_bytes: int) -> LinkRates | None:
         return None
 
 
-def _software() -> Software:
+def software() -> Software:
+    """What is installed and what of it runs."""
     return Software(
         python=platform.python_version(),
         torch=torch.__version__,

@@ -36,3 +36,10 @@ class SessionError(TriforceError):
 
     exit_code = 4
     kind = "session"
+
+
+class Differs(TriforceError):
+    """What was generated is not what the target alone gives: a fault of this program, or of the machine."""
+
+    exit_code = 5
+    kind = "differs"

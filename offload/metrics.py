@@ -6,11 +6,26 @@ at one level; *acceptance* is accepted / drafted tokens; *tokens per round* is (
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of a number that was measured several times."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """values: one at least."""
+        return cls(statistics.median(values), min(values), max(values))
 
 
 @dataclass

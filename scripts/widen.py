@@ -46,7 +46,7 @@ from offload.kernels.rope import inverse_frequencies
 from offload.plan.config import ModelConfig
 from offload.plan.fields import read_json
 from offload.transfer.checkpoint import INDEX_FILE, Checkpoint, check_model, expected_tensors
-from triforce_cli.render import num_bytes
+from offload.units import size
 
 # Sizes in the words of config.json. With the vocabulary they say how many bytes the model imitated has.
 FLAGS = {
@@ -132,9 +132,9 @@ def wide_config(
 ) -> dict[str, object]:
     """The source's config.json with other sizes, eps and theta. Refuses sizes below the source's."""
     least = (narrow.hidden_size, narrow.num_layers, 1, 1, narrow.head_dim, narrow.intermediate_size)
-    for (key, flag), size in zip(FLAGS.items(), least, strict=True):
-        if sizes[key] < size:
-            raise UsageError(f"{flag} is {sizes[key]}; for this source it must be at least {size}")
+    for (key, flag), limit in zip(FLAGS.items(), least, strict=True):
+        if sizes[key] < limit:
+            raise UsageError(f"{flag} is {sizes[key]}; for this source it must be at least {limit}")
     eps = narrow.rms_norm_eps * narrow.hidden_size / sizes["hidden_size"]
     config = {**data, **{key: sizes[key] for key in FLAGS}, "rms_norm_eps": eps, "tie_word_embeddings": False}
     config["dtype"] = str(dtype).removeprefix("torch.")
@@ -300,7 +300,7 @@ def complete_or_absent(dest: Path, num_needed: int) -> Iterator[Path]:
     num_free = shutil.disk_usage(dest.parent).free
     if num_needed > num_free:
         raise DoesNotFit(
-            f"the wide model needs {num_bytes(num_needed)} of disk, {num_bytes(num_free)} are free in {dest.parent}; "
+            f"the wide model needs {size(num_needed)} of disk, {size(num_free)} are free in {dest.parent}; "
             "give a DEST on another disk or smaller sizes"
         )
     partial = dest.with_name(dest.name + ".partial")
@@ -338,7 +338,7 @@ def summary(wide: ModelConfig, dtype: torch.dtype, like: str | None) -> str:
 
     def of(config: ModelConfig, name: str) -> str:
         weights, kv = config.weight_bytes(dtype.itemsize), config.kv_bytes_per_token(dtype.itemsize)
-        return f"{name}: {num_bytes(weights)} of weights, {num_bytes(kv)} of KV per token"
+        return f"{name}: {size(weights)} of weights, {size(kv)} of KV per token"
 
     lines = [of(wide, "the wide model")]
     if like is not None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
+from offload.hub.names import FOLDER_VARIABLE as MODELS_VARIABLE
 from offload.plan.rates import FOLDER_VARIABLE
+from triforce_cli import configuration
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _rates_file_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Rates that `triforce doctor` measured here would change plans."""
+def _folders_and_configuration_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Rates that `triforce doctor` measured here would change plans, models that were pulled what names mean, and the
+    developer's configuration everything."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER_VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        patch.setenv(MODELS_VARIABLE, str(tmp_path_factory.mktemp("models")))
+        patch.setenv(configuration.VARIABLE, os.devnull)
         yield
 
 

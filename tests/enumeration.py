@@ -21,9 +21,13 @@ import torch
 from torch import Tensor
 
 from offload.decode import generation, lookahead, lookup, sampling, speculation, verify
+from offload.decode.adaptive import Adaptive
+from offload.decode.clock import PlanClock
 from offload.decode.estimates import Line
-from offload.decode.lookahead import Adaptive, Ask, Fixed, Lookahead, Outlook, Source
+from offload.decode.lookahead import Ask, Fixed, Lookahead, Outlook
+from offload.decode.pace import Priced
 from offload.decode.sampling import RandomSource, SamplingParams
+from offload.decode.source import Source
 from offload.decode.speculation import Proposal
 from offload.metrics import LevelStats, Stats
 
@@ -260,12 +264,15 @@ class TurnsLookahead(Fixed):
         return Ask(always[self._left % len(always)], min(self._left, 2))
 
 
+CHEAP, DEAR = 0.01, 0.45  # a drafted token; a verification takes 1
+
+
 def adaptive(num_proposers: int, gamma: int, *, lookup: bool, dear: bool) -> Adaptive:
-    """The real one, unmeasured. `dear` tokens are drafted only where they are likely to be kept."""
-    cost = 0.45 if dear else 0.01
+    """The real one. `dear` tokens are drafted only where they are likely to be kept."""
+    cost = DEAR if dear else CHEAP
     sources = [Source(0.7, cost, round_seconds=0.1) for _ in range(num_proposers - lookup)]
     passes = Line(1.0, 0.02)
-    return Adaptive(gamma, passes, [*([Source.lookup()] if lookup else []), *sources], measured=False)
+    return Adaptive(gamma, passes, [*([Source.lookup()] if lookup else []), *sources])
 
 
 # Warps in fp64, and the real one
@@ -336,10 +343,11 @@ def build(
     rng = source if case.cells is None else on_grid(source, decode, case.cells)
     spec, warp = decode.speculation, case.warp_of(decode)
     levels: list[TableLevel] = []
+    clock, drafting = PlanClock(), DEAR if "dear" in str(case.adapt) else CHEAP
 
-    def level(law: Law) -> TableLevel:
+    def level(law: Law, seconds: float = drafting) -> Priced:
         levels.append(TableLevel(law, logarithm=case.params is not None, capacity=capacity))
-        return levels[-1]
+        return Priced(levels[-1], clock, lambda rows: seconds)
 
     def ahead(gamma: int, proposers: Sequence[Any]) -> Any:
         if not isinstance(case.adapt, str):
@@ -349,7 +357,7 @@ def build(
     def lookups() -> list[Any]:
         return [decode.lookup.LookupProposer(case.vocabulary, least=1)] if case.lookup else []
 
-    target = level(case.target)
+    target = level(case.target, 1.0)
     retrieval = None if case.retrieval is None else level(case.retrieval)
     below: list[Any] = [NgramProposer(case.vocabulary)] if case.ngram else []
     if case.draft is not None:
@@ -358,10 +366,12 @@ def build(
         inner = [*lookups(), *below]
         middle = ahead(case.draft_gamma, inner)
         straight = below if case.straight else []
-        below = [*straight, spec.Speculator(retrieval, inner, lookahead=middle, warp=warp, random=rng)]
+        below = [*straight, spec.Speculator(retrieval, inner, lookahead=middle, warp=warp, random=rng, clock=clock)]
     proposers = [*lookups(), *below]
     top = ahead(case.gamma, proposers)
-    speculator = spec.Speculator(target, proposers, lookahead=top, warp=warp, random=rng, on_verified=on_verified)
+    speculator = spec.Speculator(
+        target, proposers, lookahead=top, warp=warp, random=rng, clock=clock, on_verified=on_verified
+    )
     return Stack(speculator, proposers[-1] if proposers else None, levels)
 
 

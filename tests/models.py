@@ -33,6 +33,7 @@ from offload.cache.selection import Rule, Selection
 from offload.cache.streaming import StreamingCache
 from offload.cache.tiles import TileShape
 from offload.decode import generation
+from offload.decode.clock import MachineClock
 from offload.decode.lookahead import Fixed
 from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.decode.speculation import ModelProposer, Proposer, Speculator
@@ -328,10 +329,13 @@ class Stack:
                 drafts = StreamingLevel("draft", self.draft, self.streaming, vocab_size=self.vocabulary)
                 proposers = [ModelProposer(drafts, law, random)]
             ahead = Fixed(self.sizes.draft_gamma)
-            proposers = [Speculator(level, proposers, lookahead=ahead, warp=law, random=random)]
+            proposers = [Speculator(level, proposers, lookahead=ahead, warp=law, random=random, clock=MachineClock())]
         refresh = None if self.retrieval is None else self.retrieval.refresh
         ahead = Fixed(self.sizes.gamma)
-        return Speculator(self.full_level, proposers, lookahead=ahead, warp=watched, random=random, on_verified=refresh)
+        clock = MachineClock()
+        return Speculator(
+            self.full_level, proposers, lookahead=ahead, warp=watched, random=random, clock=clock, on_verified=refresh
+        )
 
 
 def tiny_plan(

@@ -15,14 +15,20 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Ground to roof: a storey imports from itself and from those before it.
-STOREYS = ("ground", "plan", "kernels", "transfer", "cache", "model", "decode", "session", "roof")
-ROOF = ("offload.engine", "offload.assembly", "offload.diagnosis", "offload.measure")
-GROUND = ("offload.errors", "offload.metrics")
-CLI_MAY_IMPORT = (
-    *("offload.engine", "offload.diagnosis", "offload.plan", "offload.session"),
-    *("offload.errors", "offload.metrics", "offload.decode.sampling", "offload.decode.tokenizer"),
+STOREYS = ("ground", "plan", "kernels", "transfer", "cache", "model", "decode", "session", "roof", "hub")
+ROOF = (
+    *("offload.engine", "offload.assembly", "offload.holding", "offload.diagnosis", "offload.measure"),
+    "offload.replay",
+    *("offload.trial", "offload.comparison", "offload.reference", "offload.environment"),
 )
-WITHOUT_TORCH = ("offload.plan", "offload.errors", "offload.metrics")
+GROUND = ("offload.errors", "offload.metrics", "offload.progress", "offload.units")
+CLI_MAY_IMPORT = (
+    *("offload.engine", "offload.replay", "offload.diagnosis", "offload.plan", "offload.session", "offload.hub"),
+    *("offload.trial", "offload.comparison", "offload.reference", "offload.environment"),
+    *GROUND,
+    *("offload.decode.sampling", "offload.decode.tokenizer"),
+)
+WITHOUT_TORCH = ("offload.plan", *GROUND)
 BROAD = ("Exception", "BaseException")
 
 Rule = Callable[[str, str], list[str]]
@@ -64,7 +70,7 @@ def storey(module: str) -> int:
     if within(module, *GROUND):
         return 0
     if within(module, *ROOF):
-        return len(STOREYS) - 1
+        return STOREYS.index("roof")
     return STOREYS.index(module.split(".")[1])
 
 
@@ -176,6 +182,7 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
     (imports_downwards, "offload.transfer.weights", "from offload.cache import Cache"),
     (imports_downwards, "offload.errors", "from offload.plan.config import ModelConfig"),
     (imports_downwards, "offload.engine", "from triforce_cli.output import Output"),
+    (imports_downwards, "offload.engine", "from offload.hub.library import locate"),
     (imports_downwards, "offload", "from offload.engine import Engine"),
     (imports_downwards, "triforce_cli.commands.generate", "from offload.model.decoder import Decoder"),
     (imports_downwards, "triforce_cli.commands.generate", "from offload.decode.verify import verify"),
@@ -209,6 +216,7 @@ INNOCENT: list[tuple[Rule, str, str]] = [
     (imports_downwards, "offload.kernels.rope", "from offload.plan.config import ModelConfig"),
     (imports_downwards, "offload.cache.full", "from offload.cache.tiles import Tile\nfrom offload.errors import E"),
     (imports_downwards, "offload.diagnosis", "from offload.transfer.link import PacedLink"),
+    (imports_downwards, "offload.hub.pull", "from offload.transfer.checkpoint import Checkpoint"),
     (imports_downwards, "triforce_cli.app", "from offload.decode.sampling import SamplingParams"),
     (only_memory_pins, "offload.transfer.memory", "x = torch.zeros(4, pin_memory=True)"),
     (only_link_makes_threads_and_streams, "offload.cache.tiles", "from offload.transfer.link import Event, Link"),
@@ -248,8 +256,9 @@ def test_the_walk_meets_every_storey() -> None:
 
 
 def heavy_modules_after(code: str) -> str:
-    """What a fresh interpreter has loaded of torch and transformers after `code`, comma by comma."""
-    listing = "import sys; sys.stderr.write(','.join(sorted({'torch', 'transformers'} & set(sys.modules))))"
+    """What a fresh interpreter has loaded of heavy libraries after `code`, comma by comma."""
+    heavy = {"torch", "transformers", "huggingface_hub"}
+    listing = f"import sys; sys.stderr.write(','.join(sorted({heavy} & set(sys.modules))))"
     command = [sys.executable, "-c", f"{code}\n{listing}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     return done.stderr
@@ -259,6 +268,8 @@ def test_help_loads_no_torch() -> None:
     assert heavy_modules_after("from triforce_cli.app import main\nassert main(['--help']) == 0") == ""
     assert heavy_modules_after("from triforce_cli.app import main\nassert main(['generate', '--help']) == 0") == ""
     assert heavy_modules_after("from triforce_cli.app import main\nassert main(['doctor', '--help']) == 0") == ""
+    assert heavy_modules_after("from triforce_cli.app import main\nassert main(['pull', '--help']) == 0") == ""
+    assert heavy_modules_after("from triforce_cli.app import main\nassert main(['bench', '--help']) == 0") == ""
 
 
 def test_planning_loads_no_torch() -> None:

@@ -130,17 +130,17 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
         assert "download it again" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("length", [1 << 20, 100_000_001, 1 << 40, (1 << 64) - 1])
+@pytest.mark.parametrize("length", [1 << 20, (1 << 24) + 1, 1 << 40, (1 << 64) - 1])
 def test_a_huge_header_length_is_refused_with_value_and_limit(tmp_path: Path, length: int) -> None:
     message = refusal(write_raw(tmp_path, b"{}", length=length))
     assert f"claims {length} bytes, at most 2 are possible" in message
 
 
 def test_a_header_over_the_limit_is_refused_even_if_the_file_is_that_long(tmp_path: Path) -> None:
-    path = write_raw(tmp_path, b"", length=100_000_001) / "model.safetensors"
+    path = write_raw(tmp_path, b"", length=(1 << 24) + 1) / "model.safetensors"
     with path.open("r+b") as file:
-        file.truncate(100_000_100)  # sparse
-    assert "at most 100000000 are possible" in refusal(tmp_path)
+        file.truncate((1 << 24) + 100)  # sparse
+    assert f"at most {1 << 24} are possible" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(

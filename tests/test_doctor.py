@@ -587,7 +587,7 @@ ADVICE: list[tuple[str, Diagnosis, str]] = [
     (
         "little pinning",
         replace(BOX, machine=replace(BOX.machine, memlock_bytes=8 << 20)),
-        "memlock limit 8.0 MiB: where pinning host memory",
+        "memlock limit 8.39 MB: where pinning host memory",
     ),
     (
         "another node",

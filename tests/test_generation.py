@@ -13,6 +13,7 @@ from torch import Tensor
 
 from enumeration import Law, TableLevel, Tokens, identity
 from offload.decode import generation
+from offload.decode.clock import MachineClock
 from offload.decode.generation import Run, generate
 from offload.decode.lookahead import Fixed
 from offload.decode.sampling import SeededSource
@@ -58,9 +59,13 @@ class Setup:
         proposer: Proposer = ModelProposer(self.draft_level, identity, random)
         if self.retrieval is not None:
             ahead = Fixed(self.draft_gamma)
-            proposer = Speculator(self.retrieval_level, [proposer], lookahead=ahead, warp=identity, random=random)
+            proposer = Speculator(
+                self.retrieval_level, [proposer], lookahead=ahead, warp=identity, random=random, clock=MachineClock()
+            )
         ahead = Fixed(self.gamma)
-        self.speculator = Speculator(self.target, [proposer], lookahead=ahead, warp=identity, random=random)
+        self.speculator = Speculator(
+            self.target, [proposer], lookahead=ahead, warp=identity, random=random, clock=MachineClock()
+        )
 
     def prefill(self, tokens: Sequence[int]) -> None:
         self.prefilled = list(tokens)

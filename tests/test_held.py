@@ -16,8 +16,8 @@ from offload.decode.held import Held, num_common
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine
 from offload.errors import DoesNotFit, UsageError
-from offload.plan.config import ModelConfig
-from offload.session.fingerprints import identify
+from offload.holding import Holding
+from offload.session.fingerprints import identity_of
 from offload.session.store import Store
 
 SIZES = Sizes(gamma=7, draft_gamma=3, lookup=True, adaptive=True, pace="planned")
@@ -53,20 +53,12 @@ def say(engine: Engine, prompt: list[int], num_tokens: int = 12, *, seed: int | 
 
 
 def keep(engine: Engine, folders: tuple[Path, Path], path: Path, *, read_only: bool = False) -> Store:
-    plan, target = engine.plan, folders[0]
-    identity = identify(
-        target,
-        ModelConfig.from_folder(target),
-        dtype=plan.dtype,
-        capacity=plan.capacity,
-        page_tokens=plan.page_tokens,
-    )
-    return Store.open(path, identity, read_only=read_only)
+    return Store.open(path, identity_of(folders[0], engine.plan), read_only=read_only)
 
 
 def rows_of(engine: Engine, length: int) -> torch.Tensor:
-    engine._full.wait_home()
-    return engine._full.read_rows(0, length).clone()
+    engine.rows.cache.wait_home()
+    return engine.rows.cache.read_rows(0, length).clone()
 
 
 # What may be gone on from
@@ -89,15 +81,30 @@ def test_settled_rows_are_not_run_again_but_one_always_is() -> None:
     assert held.reusable([1, 2, 9, 4, 9, 6, 7], 4) == 2
 
 
-def test_only_a_prefill_of_the_same_tokens_is_ones_own() -> None:
+def test_only_what_a_prefill_would_give_bit_for_bit_is_ones_own() -> None:
     held = Held()
-    held.prefilled([1, 2, 3])
-    assert held.own([1, 2, 3, 8, 9], 2) == 3
-    assert held.own([1, 2, 3, 8], 2) == 0
-    assert held.own([1, 2, 4, 8, 9], 2) == 0
-    held.prefilled([1, 2, 3, 4, 5])  # two prefills have other bits than one
-    assert held.own([1, 2, 3, 4, 5, 8, 9], 2) == 0
-    assert held.own([1, 2, 3, 8, 9], 2) == 3
+    held.prefilled([1, 2, 3], 2)
+    assert held.own([1, 2, 3, 8, 9], 2, 2) == 3  # just this
+    assert held.own([1, 2, 3, 8], 2, 2) == 2  # whole blocks of two
+    assert held.own([1, 2, 3, 4, 8, 9], 2, 2) == 2
+    assert held.own([1, 2, 4, 8, 9], 2, 2) == 2
+    assert held.own([1, 3, 4, 8, 9], 2, 2) == 0
+    assert held.own([1], 2, 2) == 0
+    held.prefilled([1, 2, 3, 4, 5], 2)  # began in the middle of a block: those rows have other bits
+    assert held.own([1, 2, 3, 4, 5, 8, 9], 2, 2) == 2
+    assert held.own([1, 2, 3, 8, 9], 2, 2) == 3
+    held.truncate(2)
+    held.prefilled([1, 2, 8, 9, 7], 2)  # began with a block
+    assert held.own([1, 2, 8, 9, 7, 0, 0], 2, 2) == 5
+
+
+def test_rows_that_generation_added_are_nobodys_own() -> None:
+    held = Held()
+    held.prefilled([1, 2], 2)
+    held.generated([1, 2, 3, 4, 5])
+    assert held.own([1, 2, 3, 4, 5, 6, 7], 2, 2) == 2
+    held.prefilled([1, 2, 3, 4, 5, 6], 2)
+    assert held.own([1, 2, 3, 4, 5, 6, 7, 8], 2, 2) == 2
 
 
 def test_truncation_forgets_what_was_settled() -> None:
@@ -154,7 +161,7 @@ def test_after_any_edits_the_cache_and_the_text_are_those_of_a_fresh_start(
                 wanted = say(fresh, text)
                 reply = say(engine, text)
                 assert reply == wanted
-                length = min(engine._full.length, fresh._full.length)
+                length = min(engine.rows.cache.length, fresh.rows.cache.length)
                 assert length >= len(text)
                 gap = (rows_of(engine, length) - rows_of(fresh, length)).abs().max()
                 assert gap < TOLERANCE
@@ -165,7 +172,7 @@ def test_a_turn_runs_only_what_is_new(folders: tuple[Path, Path]) -> None:
     with make(folders, PLAIN) as engine:
         text = tokens_of(60, seed=1, vocabulary=256)
         text += say(engine, text)
-        held = engine._full.length
+        held = engine.rows.cache.length
         assert held == len(text) - 1
         text += tokens_of(30, seed=2, vocabulary=256)
         say(engine, text, 1)
@@ -173,11 +180,34 @@ def test_a_turn_runs_only_what_is_new(folders: tuple[Path, Path]) -> None:
         assert engine.stats.levels[0].rows == ROWS
 
 
+@pytest.mark.parametrize("offload", [(), ("kv",), ("weights", "kv")])
+@pytest.mark.parametrize("num_common", [64, 67, 130])
+def test_what_prompts_begin_with_alike_is_prefilled_once_and_changes_no_bit(
+    folders: tuple[Path, Path], offload: tuple[str, ...], num_common: int
+) -> None:
+    first, second = tokens_of(140, seed=1), tokens_of(140, seed=2)
+    second[:num_common] = first[:num_common]
+    law = SamplingParams(temperature=1.5, seed=5)
+
+    def say_afresh(engine: Engine, prompt: list[int]) -> list[int]:
+        return [token for step in engine.generate(prompt, law, max_tokens=20) for token in step.tokens]
+
+    with make(folders, offload=offload) as engine, make(folders, offload=offload) as fresh:
+        say_afresh(engine, first)
+        texts = say_afresh(engine, second), say_afresh(fresh, second)
+        assert engine.stats.reused_tokens == min(num_common, 140 - ROWS) // engine.plan.walk * engine.plan.walk > 0
+        assert fresh.stats.reused_tokens == 0
+        assert texts[0] == texts[1]
+        assert torch.equal(rows_of(engine, 140), rows_of(fresh, 140))
+        say_afresh(engine, second)
+        assert engine.stats.reused_tokens == 140 - ROWS  # all of it: rows after the common ones are a prefill's too
+
+
 def test_settled_tokens_cost_the_next_prompt_nothing(folders: tuple[Path, Path]) -> None:
     text = tokens_of(60, seed=1, vocabulary=256)
     with make(folders, offload=("kv",)) as engine:
         engine.settle(text)
-        assert engine._full.length == len(text)
+        assert engine.rows.cache.length == len(text)
         assert engine.retrieval is not None
         assert engine.retrieval.length == len(text)
         say(engine, [*text, 7], 1)
@@ -235,7 +265,7 @@ def test_what_is_saved_again_is_what_changed(folders: tuple[Path, Path], tmp_pat
         say(engine, [*text[:70], 9, 9, 9], 20)
         engine.save(store, {})
         after = sorted(path.name for path in tmp_path.glob("page-*"))
-        held = engine._held.tokens
+        held = engine.rows.tokens
         engine.save(store, {})
         assert after == sorted(path.name for path in tmp_path.glob("page-*"))
     page = engine.plan.page_tokens
@@ -243,7 +273,7 @@ def test_what_is_saved_again_is_what_changed(folders: tuple[Path, Path], tmp_pat
     assert not set(before[70 // page :]) & set(after)
     with make(folders) as later, keep(later, folders, tmp_path, read_only=True) as store:
         later.restore(store, held)
-        assert list(store.tokens) == later._held.tokens == held
+        assert list(store.tokens) == later.rows.tokens == held
 
 
 def test_only_what_is_common_is_restored_and_only_where_it_is_more(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -253,10 +283,10 @@ def test_only_what_is_common_is_restored_and_only_where_it_is_more(folders: tupl
         engine.save(store, {})
         engine.settle([*text, 1, 2])
         engine.restore(store, [*text, 1, 2])
-        assert engine._held.tokens == [*text, 1, 2]
+        assert engine.rows.tokens == [*text, 1, 2]
     with make(folders) as later, keep(later, folders, tmp_path, read_only=True) as store:
         later.restore(store, [*text[:40], 7, 7])
-        assert later._held.tokens == text[:40]
+        assert later.rows.tokens == text[:40]
 
 
 @pytest.mark.parametrize("room", [88, 250])
@@ -280,7 +310,7 @@ def test_a_plan_for_which_there_is_no_memory_changes_nothing(
     with make(folders) as engine, make(folders, room=250) as other, make(folders, PLAIN) as fresh:
         text += say(engine, text)
         plan = engine.plan
-        monkeypatch.setattr(Engine, "_reserve", refuse)
+        monkeypatch.setattr(Holding, "reserve", refuse)
         with pytest.raises(DoesNotFit):
             engine.replan(other.plan)
         assert engine.plan is plan
@@ -321,7 +351,7 @@ def test_a_prefill_that_was_broken_off_leaves_what_was_held(folders: tuple[Path,
                 engine.settle(longer, on_progress=stop)
             with pytest.raises(KeyboardInterrupt):
                 next(engine.generate(longer, GREEDY, max_tokens=3, reuse=True, on_progress=stop))
-            assert engine._full.length == len(text_so_far) - 1
+            assert engine.rows.cache.length == len(text_so_far) - 1
             assert say(engine, longer) == say(fresh, longer)
             assert engine.stats.reused_tokens == len(text_so_far) - 1
 

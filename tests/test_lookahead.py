@@ -9,9 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from enumeration import TableLevel, soft
+from models import CPU
+from offload.decode.adaptive import Adaptive
+from offload.decode.clock import PlanClock
 from offload.decode.estimates import Line, Mean
-from offload.decode.lookahead import Adaptive, Ask, Fixed, Outlook, Source, grade_of
+from offload.decode.lookahead import Ask, Fixed, Outlook, grade_of
+from offload.decode.pace import Pace
+from offload.decode.source import Source
 from offload.decode.verify import Verdict
+from offload.metrics import LevelStats
+from offload.plan import expectations
+from offload.plan.planner import Options, make_plan
 
 ANY, NONE = Outlook(), Outlook(0)
 
@@ -196,28 +205,6 @@ def test_drafting_stops_early_where_a_token_was_unsure() -> None:
     assert lengths[2] < lengths[9] - 2
 
 
-def test_unmeasured_lengths_do_not_depend_on_the_clock() -> None:
-    """So a seed gives the same text on every run."""
-
-    def lengths(factor: float) -> list[float]:
-        ahead = Adaptive(31, Line(1.0, 0.01), [Source(0.9, 0.1)], measured=False)
-        rng, asked = random.Random(1), []
-        for _ in range(50):
-            ahead.start(40)
-            count = 0
-            while ahead.ask([ANY]):
-                ahead.drafted(0, [rng.randrange(11)], factor * rng.random())
-                count += 1
-            asked.append(count)
-            kept = rng.randrange(count + 1)
-            ahead.verified(Verdict(kept, 0, [0.5] * min(kept + 1, count)), count + 1, factor * rng.random())
-            ahead.readied(0, factor)
-        return asked
-
-    assert lengths(1.0) == lengths(1000.0)
-    assert len(set(lengths(1.0))) > 1
-
-
 def test_a_proposer_that_is_not_ready_is_not_asked() -> None:
     ahead = Adaptive(31, Line(1.0, 0.0), [Source(0.9, 0.01)])
     ahead.start(31)
@@ -235,6 +222,52 @@ def test_getting_ready_is_wanted_while_it_pays() -> None:
     assert not Adaptive(31, Line(1.0, 0.0), [Source(0.9, 0.01, pass_share=20.0)]).wants(0)
 
 
+def rounds_ready(ahead: Adaptive, index: int, outlooks: list[Outlook], num_rounds: int) -> list[bool]:
+    """In which rounds the proposer at `index` is ready, where lookups are drafted alone and kept."""
+    ready = []
+    for _ in range(num_rounds):
+        ahead.start(20)
+        ready.append(ahead.sources[index].ready)
+        ahead.drafted(0, [5] * 10, 0.0)
+        ahead.verified(Verdict(10, 0, [1.0] * 10), 11, 1.0)
+        ahead.readied(index, 0.05 if ahead.wants(index) else None)
+    return ready
+
+
+def test_one_block_of_lookups_does_not_send_a_dear_proposer_to_rest() -> None:
+    """A retrieval level over a slow link rested for 24 rounds because the first tokens drafted were looked up."""
+    ahead = Adaptive(63, Line(1.0, 0.0), [Source.lookup(), Source(0.95, 0.02, round_seconds=0.05)])
+    assert all(rounds_ready(ahead, 1, [Outlook(20, 5), ANY], 3))
+
+
+def test_a_proposer_that_is_never_asked_rests_and_is_tried_again_now_and_then() -> None:
+    """Being ready has a price in every round, whether it is asked or not."""
+    ahead = Adaptive(63, Line(1.0, 0.0), [Source.lookup(), Source(0.95, 0.02, round_seconds=0.05)])
+    ready = rounds_ready(ahead, 1, [Outlook(20, 5), ANY], 400)
+    assert 0.02 < sum(ready[100:]) / 300 < 0.3
+    assert any(ready[-100:])
+
+
+def test_a_round_that_has_a_lookup_promises_more_tokens_for_its_pass() -> None:
+    ahead = Adaptive(15, Line(1.0, 0.1), [Source.lookup(), Source(0.6, 0.5)])
+    assert ahead.outlook([NONE, ANY]) == Outlook()
+    tokens, seconds = ahead.outlook([Outlook(8, 5), ANY]).expected or (0.0, 0.0)
+    assert 5.0 < tokens <= 9.0
+    assert seconds == pytest.approx(1.9)  # of nine rows
+
+
+def test_a_looked_up_run_goes_through_a_cheap_model_before_a_dear_verification() -> None:
+    """Over a slow link 63 looked up tokens went straight to a full pass, and none was kept."""
+    sources = [Source.lookup(), Source(0.97, 0.05, trust=32.0)]
+    ahead = Adaptive(63, Line(1.0, 0.0), sources)
+    ahead.start(63)
+    lookup = Outlook(40, 4)
+    assert ahead.ask([lookup, ANY]) == Ask(0, 40)
+    ask = ahead.ask([lookup, Outlook(expected=(9.0, 0.1))])
+    assert ask is not None
+    assert ask.index == 1
+
+
 def test_no_more_is_asked_for_than_may_be_drafted() -> None:
     for limit in range(6):
         ahead = Adaptive(4, Line(100.0, 0.0), [Source(0.99, 1e-6)])
@@ -243,6 +276,30 @@ def test_no_more_is_asked_for_than_may_be_drafted() -> None:
         assert (ask.num_tokens if ask else 0) == min(limit, 4)
         ask = ahead.ask([Outlook(3, 5)]) if limit else None
         assert (ask.num_tokens if ask else 0) == min(limit, 3)
+
+
+# Seconds by the plan
+
+
+def test_the_plans_clock_runs_where_a_level_runs_and_only_there() -> None:
+    request = {"num_prompt_tokens": 30_000, "max_tokens": 100}
+    plan = make_plan(expectations.LLAMA2_7B, expectations.LLAMA_68M, Options(), CPU, **request)
+    prices, clock, pace, masses = plan.predicted, PlanClock(), Pace(plan), []
+    assert min(prices.draft_pass_seconds, prices.retrieval_row_seconds, prices.full_row_seconds) > 0
+
+    def seconds_of(name: str, rows: int) -> float:
+        level = TableLevel(soft(3, name))
+        level.stats = LevelStats(name)
+        priced, before = pace.priced(level, clock, keeps_mass=lambda: bool(masses)), clock.now()
+        priced.forward([1] * rows, 1)
+        assert level.length == priced.length == rows
+        return clock.now() - before
+
+    assert seconds_of("draft", 5) == prices.draft_pass_seconds
+    assert seconds_of("retrieval", 3) == pytest.approx(prices.retrieval_pass_seconds + 2 * prices.retrieval_row_seconds)
+    assert seconds_of("target", 3) == pytest.approx(prices.full_pass_seconds + 2 * prices.full_row_seconds)
+    masses.append(True)
+    assert seconds_of("target", 1) == pytest.approx(prices.full_pass_seconds * (1.0 + prices.mass_share))
 
 
 def test_a_pause_of_the_machine_moves_an_estimate_little_but_what_stays_is_learned() -> None:

@@ -96,7 +96,7 @@ def test_a_host_block_is_exact_zeroed_and_aligned() -> None:
 def test_a_block_that_the_system_refuses_is_an_error_with_numbers() -> None:
     memory = Memory(torch.device("cpu"))
     memory.allocate((2**20,), torch.int8, tier="host", purpose="test")
-    with pytest.raises(DoesNotFit, match=r"4194304\.00 GiB of host memory could not be reserved.*lower --context"):
+    with pytest.raises(DoesNotFit, match=r"4,504 TB of host memory could not be reserved.*lower --context"):
         memory.allocate((2**52,), torch.int8, tier="host", purpose="test")
 
 

@@ -309,3 +309,19 @@ def test_silly_options_are_refused_by_name(silly: dict[str, object]) -> None:
     name = next(iter(silly)).replace("_", "-")
     with pytest.raises(UsageError, match=name):
         Options(**silly)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "draft", "unused"),
+    [
+        (Options(speculation=False, gamma=4, budget=512, chunk=8), DRAFT, ["gamma", "budget", "chunk"]),
+        (Options(draft_gamma=3, gamma=4, lookup=False), None, ["draft-gamma"]),
+        (Options(draft_gamma=3, gamma=4, budget=512, chunk=8), DRAFT, []),
+        (Options(draft_gamma=3, gamma=4), None, []),  # lookups are drafted for the retrieval level
+        (Options(gamma=0), DRAFT, []),
+        (Options(), DRAFT, []),
+    ],
+)
+def test_what_was_given_and_is_not_used_is_said(options: Options, draft: ModelConfig | None, unused: list[str]) -> None:
+    notes = plan(options, draft=draft).notes
+    assert [note.split()[0].removeprefix("--") for note in notes if "is not used" in note] == unused

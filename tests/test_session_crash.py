@@ -219,7 +219,9 @@ def test_a_full_disk_leaves_the_old_session(tmp_path: Path) -> None:
             (disk / "filling").write_bytes(bytes(disk_free(disk) - 8192))
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(store._folder, "free_bytes", lambda: 1 << 40)
-                with pytest.raises(SessionError, match=r"saving failed .No space left on device.: .* MiB were to be"):
+                with pytest.raises(
+                    SessionError, match=r"saving failed .No space left on device.: .* [kM]?B were to be"
+                ):
                     write_new(store)
             with pytest.raises(DoesNotFit, match="sessions prune"):
                 store.save(Rows(range(200)), range(200), capacity=0, extra={}, unchanged=0)

@@ -386,7 +386,7 @@ def test_a_full_disk_is_seen_before_anything_is_written(path: Path, monkeypatch:
     save(path, range(5))
     before = [fingerprint(file) for file in (*page_files(path), path / "manifest.json")]
     monkeypatch.setattr(Folder, "free_bytes", lambda folder: 3 * IDENTITY.page_format.nbytes)
-    with pytest.raises(DoesNotFit, match=r"takes 0\.0 MiB more in .*, 0\.0 MiB are free.*sessions prune"):
+    with pytest.raises(DoesNotFit, match=r"takes [0-9.]+ kB more in .*, [0-9.]+ kB are free.*sessions prune"):
         save(path, range(12))
     assert [fingerprint(file) for file in (*page_files(path), path / "manifest.json")] == before
     save(path, range(8), unchanged=5)

@@ -212,8 +212,8 @@ def test_the_command_writes_a_whole_folder_and_says_its_bytes(tmp_path: Path, ca
     widen.main(command(source, dest, "--like", "llama2-7b", "--dtype", "fp16"))
     captured = capsys.readouterr()
     # 96 * (4 * 96 + 3 * 80 + 2) * 5 layers + 96 * (2 * 96 + 1) outside them, 2 bytes each
-    assert "the wide model: 623.1 KiB of weights, 1.9 KiB of KV per token" in captured.out
-    assert "llama2-7b in the same dtype: 12.6 GiB of weights, 512.0 KiB of KV per token" in captured.out
+    assert "the wide model: 638 kB of weights, 1.92 kB of KV per token" in captured.out
+    assert "llama2-7b in the same dtype: 13.5 GB of weights, 524 kB of KV per token" in captured.out
     assert captured.err.splitlines()[-1] == "7 of 7 files"
     config = ModelConfig.from_folder(dest)
     with Checkpoint.open(dest) as checkpoint:
@@ -269,7 +269,7 @@ def test_a_full_disk_or_a_folder_in_use_is_refused_first(tmp_path: Path, monkeyp
         widened(source)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(widen.shutil, "disk_usage", lambda path: usage(2**20, 2**20 - 4096, 4096))
-    with pytest.raises(DoesNotFit, match=r"needs 1.2 MiB of disk, 4.0 KiB are free"):
+    with pytest.raises(DoesNotFit, match=r"needs 1.28 MB of disk, 4.10 kB are free"):
         widened(source)
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass
 class Held:
-    """tokens: one per row. num_own: the first so many come from one prefill of their own, so that a prefill of the same
-    tokens would give the same bits. num_settled: the first so many were run before the prompt that begins with them was
-    known, and the levels below are ready for it; 0: they are not. num_saved: the first so many are on the disk, bit for
-    bit, as a session has them.
+    """tokens: one per row. num_own: the first so many have the bits that one prefill of just these tokens would give.
+    num_settled: the first so many were run before the prompt that begins with them was known, and the levels below are
+    ready for it; 0: they are not. num_saved: the first so many are on the disk, bit for bit, as a session has them.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -25,10 +24,15 @@ class Held:
         settled = min(self.num_settled, len(prompt) - 1)
         return min(num_common(self.tokens, prompt), max(len(prompt) - num_last, settled))
 
-    def own(self, prompt: Sequence[int], num_last: int) -> int:
-        """All of the prefill of `prompt`, where just that is held, or none."""
+    def own(self, prompt: Sequence[int], num_last: int, block: int) -> int:
+        """Rows that a prefill of `prompt`, which leaves out its last `num_last` tokens and runs `block` rows at a time,
+        would give bit for bit: all of it, or the whole blocks that both begin with."""
         wanted = max(len(prompt) - num_last, 0)
-        return wanted if self.num_own == wanted and self.tokens[:wanted] == list(prompt[:wanted]) else 0
+        common = min(num_common(self.tokens, prompt), self.num_own, wanted)
+        return common if common == wanted == self.num_own else common // block * block
+
+    def copy(self) -> Held:
+        return replace(self, tokens=list(self.tokens))
 
     def truncate(self, length: int) -> None:
         """Only the first `length` rows are left."""
@@ -38,9 +42,9 @@ class Held:
         if length < self.num_settled:
             self.num_settled = 0
 
-    def prefilled(self, tokens: Sequence[int]) -> None:
-        """A prefill added what was missing of `tokens`."""
-        if not self.tokens:
+    def prefilled(self, tokens: Sequence[int], block: int) -> None:
+        """A prefill, `block` rows at a time, added what was missing of `tokens`."""
+        if len(self.tokens) == self.num_own and self.num_own % block == 0:
             self.num_own = len(tokens)
         self.tokens = list(tokens)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.errors import TriforceError, UsageError
+from offload.errors import ModelError, UsageError
 
 _FLOAT = torch.finfo(torch.float32)
 _LIKELIEST = 256  # tokens that top-p looks at before it looks at all
@@ -118,8 +118,9 @@ class SeededSource:
         mass = probs[support].double().cumsum(0)
         total = mass[-1].item() if len(mass) else 0.0
         if not total > 0.0:
-            raise TriforceError(
-                f"the probabilities of the next token sum to {total}: the logits overflowed; try --dtype fp32"
+            raise ModelError(
+                f"the probabilities of the next token sum to {total}: the logits overflowed, or the weights are "
+                "damaged; try --dtype fp32, or download the model again"
             )
         index = int(torch.searchsorted(mass, self._uniform() * total, right=True))
         return int(support[min(index, support.numel() - 1)])

@@ -7,7 +7,6 @@ the caches, and whatever is missing afterwards is pending.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from offload.decode.clock import Clock
 from offload.decode.lookahead import Lookahead, Outlook, grade_of
 from offload.decode.sampling import RandomSource
 from offload.decode.verify import Verdict, verify
@@ -26,7 +26,8 @@ Warp = Callable[[Tensor], Tensor]  # logits [T, V] -> probabilities [T, V]
 class Level(Protocol):
     """A model with a cache."""
 
-    stats: LevelStats
+    @property
+    def stats(self) -> LevelStats: ...
 
     @property
     def length(self) -> int:
@@ -109,6 +110,7 @@ class Speculator:
     That is what makes it a `Proposer` for the level above: it hands upwards the law its tokens really follow.
     `lookahead` says, step by step, which proposer goes on and how far: by what it knows before the next token is drawn,
     and no drawn token is ever dropped before it was verified.
+    It hears by `clock` how long everything took.
     `on_verified(num_rows)` is called after each round, caches truncated, with the number of the forward's rows whose
     tokens stayed: what their queries looked at tells the retrieval cache what to hold.
     """
@@ -121,9 +123,10 @@ class Speculator:
         lookahead: Lookahead,
         warp: Warp,
         random: RandomSource,
+        clock: Clock,
         on_verified: Callable[[int], None] | None = None,
     ) -> None:
-        self.name = level.stats.name
+        self.name, self._clock = level.stats.name, clock
         self._level, self._proposers, self._lookahead = level, proposers, lookahead
         self._warp, self._random, self._on_verified = warp, random, on_verified
 
@@ -134,16 +137,16 @@ class Speculator:
         """
         pending = list(sequence[self._level.length :])
         drafted, draft_probs, names = self._draft(sequence, limit - 1)
-        start = time.perf_counter()
+        start = self._clock.now()
         probs = self._warp(self._level.forward(pending + drafted, len(drafted) + 1))
         verdict = verify(drafted, probs[:0] if draft_probs is None else draft_probs, probs, self._random)
-        self._lookahead.verified(verdict, len(pending) + len(drafted), time.perf_counter() - start)
+        self._lookahead.verified(verdict, len(pending) + len(drafted), self._clock.now() - start)
         self._settle(len(sequence), len(pending), names, verdict)
         emitted = [*drafted[: verdict.num_accepted], verdict.next_token]
         return Round(emitted, probs[: len(emitted)], len(drafted))
 
     def outlook(self, sequence: Sequence[int]) -> Outlook:
-        return Outlook()
+        return self._lookahead.outlook([proposer.outlook(sequence) for proposer in self._proposers])
 
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
         """The tokens of one round, which is as short as it has to be: no drawn token is thrown away."""
@@ -161,9 +164,9 @@ class Speculator:
         so_far, rows = list(sequence), []
         names: list[str] = []
         while ask := self._lookahead.ask([proposer.outlook(so_far) for proposer in self._proposers]):
-            start = time.perf_counter()
+            start = self._clock.now()
             proposal = self._proposers[ask.index].propose(so_far, ask.num_tokens)
-            self._lookahead.drafted(ask.index, proposal.grades, time.perf_counter() - start)
+            self._lookahead.drafted(ask.index, proposal.grades, self._clock.now() - start)
             so_far += proposal.tokens
             rows.append(proposal.probs)
             names += [self._proposers[ask.index].name] * len(proposal.tokens)

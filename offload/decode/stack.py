@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offload.decode.clock import Clock, MachineClock, PlanClock
 from offload.decode.lookahead import Lookahead
 from offload.decode.lookup import LookupProposer
 from offload.decode.pace import Pace
@@ -18,10 +19,11 @@ from offload.plan.planner import Plan
 
 @dataclass(frozen=True)
 class Stack:
-    """`top` emits tokens of the target; `lookahead` is its own."""
+    """`top` emits tokens of the target; `lookahead` is its own, and `clock` times all levels."""
 
     top: Speculator
     lookahead: Lookahead
+    clock: Clock
 
 
 def stack(
@@ -32,12 +34,16 @@ def stack(
     vocab_size: int,
     device: torch.device,
     on_verified: Callable[[int], None],
+    keeps_mass: Callable[[], bool],
 ) -> Stack:
-    """For one request. levels: by name, the target and whichever of draft and retrieval the plan has.
+    """For one request. levels: by name, the target and whichever of draft and retrieval the plan has. keeps_mass:
+    whether the target's next pass keeps masses.
 
     The draft proposes to both levels above it; the retrieval level is the target's last proposer.
     """
-    random, pace = SeededSource(sampling.seed), Pace(plan, measured=_measures(plan, sampling))
+    random, pace = SeededSource(sampling.seed), Pace(plan)
+    clock: Clock = MachineClock() if _measures(plan, sampling) else PlanClock()
+    levels = {name: pace.priced(level, clock, keeps_mass=keeps_mass) for name, level in levels.items()}
 
     def law(logits: Tensor) -> Tensor:
         return warp(logits, sampling)
@@ -50,10 +56,10 @@ def stack(
     if "retrieval" in levels:
         below = [*lookups(), *drafts]
         ahead = pace.retrieval(below)
-        proposers.append(Speculator(levels["retrieval"], below, lookahead=ahead, warp=law, random=random))
-    lookahead = pace.target(proposers)
-    top = Speculator(levels["target"], proposers, lookahead=lookahead, warp=law, random=random, on_verified=on_verified)
-    return Stack(top, lookahead)
+        proposers.append(Speculator(levels["retrieval"], below, lookahead=ahead, warp=law, random=random, clock=clock))
+    ahead, target = pace.target(proposers), levels["target"]
+    top = Speculator(target, proposers, lookahead=ahead, warp=law, random=random, clock=clock, on_verified=on_verified)
+    return Stack(top, ahead, clock)
 
 
 def _measures(plan: Plan, sampling: SamplingParams) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 from offload.errors import ModelError
+from offload.plan.fields import read_json
 
+MAX_FILE_BYTES = 1 << 26  # of a tokenizer's file; the largest published ones are half as large
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # tokenizer.json as it is, under two names
 _REPLACEMENT = "\ufffd"
 _BEFORE = ("\n", "0")  # what a piece is encoded behind, so that it does not count as the beginning of a text
 
@@ -20,14 +24,12 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Raises ModelError where the folder has no tokenizer that loads."""
-        from transformers import AutoTokenizer
-
-        try:
-            inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # the library raises whatever the broken file makes it raise
-            raise ModelError(f"{folder}: no usable tokenizer ({error}); tokenizer.json is needed") from error
-        return cls(inner)
+        """Raises ModelError where the folder has no tokenizer that loads. Costs memory in proportion to its files."""
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if (folder / name).is_file() and (folder / name).stat().st_size > MAX_FILE_BYTES:
+                raise ModelError(f"{folder / name} is over the limit of {MAX_FILE_BYTES} bytes; is it really a {name}?")
+        with _refusing(f"{folder}: no usable tokenizer", "tokenizer.json is needed, whole; download it again"):
+            return cls(_class_for(folder).from_pretrained(str(folder), local_files_only=True, trust_remote_code=False))
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -37,8 +39,9 @@ class Tokenizer:
         return cast("int | None", self._inner.eos_token_id)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of `text`, with the special tokens that the model wants at the start."""
-        tokens: list[int] = self._inner.encode(text, verbose=False)
+        """Tokens of `text`, with the special tokens that the model wants at the start. Raises ModelError where the
+        tokenizer turns out to be damaged."""
+        tokens = self._encode(text, add_special_tokens=True)
         eos = self._inner.eos_token_id
         # Some tokenizers also close the text; a prompt goes on.
         return tokens[:-1] if len(tokens) > 1 and tokens[-1] == eos else tokens
@@ -70,7 +73,11 @@ class Tokenizer:
         return whole[len(head) : end] if fits else None
 
     def _pieces(self, text: str) -> list[int]:
-        return cast("list[int]", self._inner.encode(text, add_special_tokens=False, verbose=False))
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        with self._checked("encode"):
+            return cast("list[int]", self._inner.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def added_tokens(self, *, special: bool) -> dict[str, int]:
         """Strings that become one token wherever they stand in a text. special: only those that are no text."""
@@ -98,10 +105,50 @@ class Tokenizer:
         return cast(str, rendered)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return cast(str, self._inner.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        """Text of `tokens`, U+FFFD where their bytes are no character. Raises ModelError as `encode` does."""
+        with self._checked("decode"):
+            return cast(str, self._inner.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def vocabulary(self) -> dict[str, int]:
         return cast("dict[str, int]", self._inner.get_vocab())
+
+    def _checked(self, what: str) -> AbstractContextManager[None]:
+        return _refusing(f"{self._inner.name_or_path}: the tokenizer cannot {what}", "download its files again")
+
+
+def _class_for(folder: Path) -> Any:
+    """The class that AutoTokenizer would choose. Where that is the plain one it is not asked: to find out it imports
+    half of transformers, which takes longer than all else up to the first token."""
+    if _is_plain(folder):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _is_plain(folder: Path) -> bool:
+    """Is tokenizer.json all there is to it?"""
+    config = folder / "tokenizer_config.json"
+    if not (config.is_file() and (folder / "tokenizer.json").is_file()):
+        return False
+    return read_json(config, max_bytes=MAX_FILE_BYTES).get("tokenizer_class") in _PLAIN_CLASSES
+
+
+@contextmanager
+def _refusing(what: str, remedy: str) -> Iterator[None]:
+    """The libraries raise whatever a damaged file makes them raise; their panics are not even an Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, ModelError) or not _is_theirs(error):
+            raise
+        raise ModelError(f"{what} ({error}); {remedy}") from error
+
+
+def _is_theirs(error: BaseException) -> bool:
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 class Detokenizer:
@@ -115,8 +162,8 @@ class Detokenizer:
         """context: the prompt; only its end is looked at."""
         self._tokenizer = tokenizer
         self._tokens = list(context[-8:])
-        while tokenizer.decode(self._tokens).startswith(_REPLACEMENT):  # the cut went through a character
-            self._tokens.pop(0)
+        while self._tokens and tokenizer.decode(self._tokens).startswith(_REPLACEMENT):
+            self._tokens.pop(0)  # the cut went through a character
         self._start, self._end = 0, len(self._tokens)
 
     def push(self, token: int) -> str:

@@ -14,6 +14,10 @@ from offload.metrics import LevelStats
 from offload.model.decoder import Decoder, Segment
 from offload.transfer.link import Link
 
+Listener = Callable[
+    [int, int, Tensor], None
+]  # hears of a forward: rows before it, rows after it, the last ones' logits
+
 
 class Level:
     """Forwards for decoding. Satisfies `offload.decode.speculation.Level`.
@@ -22,6 +26,7 @@ class Level:
     blocks: a forward runs in blocks of these sizes only, padded, so that a token's bits do not depend on how many
     tokens are verified with it. None: as many rows as there are tokens.
     link: where the level's weights or cache cross it, for the statistics.
+    listener: hears of every forward, once it is done.
     """
 
     def __init__(
@@ -37,6 +42,7 @@ class Level:
         self.stats = LevelStats(name)
         self._decoder, self._cache = decoder, cache
         self._vocab_size, self._blocks, self._link = vocab_size, blocks, link
+        self.listener: Listener | None = None
 
     @property
     def length(self) -> int:
@@ -51,6 +57,8 @@ class Level:
             self._decoder.finish()
         if self._link:
             self.stats.link_bytes += self._link.stats.bytes_to_device - before
+        if self.listener is not None:
+            self.listener(self.length - len(tokens), self.length, logits)
         return logits
 
     def truncate(self, length: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from offload.errors import ModelError
 from offload.plan.fields import Fields, is_neutral, read_json
 from offload.plan.rope_scaling import RopeScaling, read_rope
 
@@ -20,6 +21,7 @@ __all__ = ["DTYPES", "FAMILIES", "ModelConfig", "RopeScaling"]
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 DTYPES = ("float32", "bfloat16", "float16")
+ADAPTER_FILE = "adapter_config.json"
 
 # Fields that change the arithmetic, with the values that leave it alone. Absent and null always do.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -83,8 +85,14 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
-        """Read `config.json`, and the further eos ids of `generation_config.json` where there is one. ModelError."""
+        """Read `config.json`, and the further eos ids of `generation_config.json` where there is one. ModelError, also
+        where the folder is an adapter's or holds one: its weights would change every token."""
         folder = Path(path)
+        if (folder / ADAPTER_FILE).is_file():
+            raise ModelError(
+                f"{folder} holds {ADAPTER_FILE}, and adapters are not applied; merge it into its model (peft: "
+                "merge_and_unload, then save_pretrained) and give the new folder, or remove it"
+            )
         config = cls.from_dict(read_json(folder / "config.json"), name=str(folder / "config.json"))
         generation = folder / "generation_config.json"
         if not generation.is_file():

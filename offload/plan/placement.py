@@ -109,9 +109,9 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` that fits, by bisection; 0 for none."""
-    low, high = 0, limit
+    """The largest number up to `limit` that fits, by bisection that begins with the limit itself; 0 for none."""
+    low, high, middle = 0, limit, limit
     while low < high:
-        middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        middle = (low + high + 1) // 2
     return low

@@ -118,7 +118,7 @@ def make_plan(
         device_bytes=placement.device,
         host_bytes=placement.host,
         predicted=predict(cost, best, _choose(_without_speculation(sizing), capacity)[0], num_prompt_tokens),
-        notes=(*notes, *_advice(cost)),
+        notes=(*notes, *_unused(options, composition), *_advice(cost)),
     )
 
 
@@ -137,19 +137,24 @@ def _choose(sizing: Sizing, capacity: int) -> tuple[Cost, Cost]:
     A retrieval level comes along where it is not far from the best: draft and lookups propose straight to the target
     too, and what serves a text best is found out as it is written. A level that rests costs its memory only.
     """
-    costs = [
-        Cost(sizing, place(sizing, capacity, composition), capacity, composition)
-        for composition in compositions(sizing, capacity)
-    ]
-    fitting = [cost for cost in costs if shortage(sizing, cost.placement) is None]
+    fitting, smallest = _placed(sizing, capacity)
     if not fitting:
-        smallest = min(costs, key=lambda cost: cost.placement.device_bytes + cost.placement.host_bytes)
         return smallest, smallest
     best = min(fitting, key=lambda cost: (cost.per_token, cost.composition.budget))
     retrieving = [cost for cost in fitting if _may_retrieve(cost, best)]
     if sizing.options.gamma is not None or not retrieving:
         return best, best
     return min(retrieving, key=lambda cost: cost.per_drafted_token), best
+
+
+def _placed(sizing: Sizing, capacity: int) -> tuple[list[Cost], Cost]:
+    """(the compositions that fit, the smallest of all), placed and not yet priced."""
+    costs = [
+        Cost(sizing, place(sizing, capacity, composition), capacity, composition)
+        for composition in compositions(sizing, capacity)
+    ]
+    fitting = [cost for cost in costs if shortage(sizing, cost.placement) is None]
+    return fitting, min(costs, key=lambda cost: cost.placement.device_bytes + cost.placement.host_bytes)
 
 
 def _may_retrieve(cost: Cost, best: Cost) -> bool:
@@ -177,6 +182,17 @@ def _adaptive(composition: Composition, options: Options) -> tuple[LevelName, ..
 
 def _without_speculation(sizing: Sizing) -> Sizing:
     return replace(sizing, options=replace(sizing.options, speculation=False))
+
+
+def _unused(options: Options, composition: Composition) -> list[str]:
+    """What the user gave and this plan has no use for."""
+    pairs = (
+        ("gamma", options.gamma, composition.gamma, "nothing is drafted"),
+        ("draft-gamma", options.draft_gamma, composition.draft_gamma, "nothing is drafted for a retrieval level"),
+        ("budget", options.budget, composition.budget, "there is no retrieval level"),
+        ("chunk", options.chunk, composition.budget, "there is no retrieval level"),
+    )
+    return [f"--{name} {given} is not used: {why}" for name, given, used, why in pairs if given and not used]
 
 
 def _advice(cost: Cost) -> list[str]:
@@ -247,4 +263,5 @@ def _check_memory(sizing: Sizing, capacity: int, num_prompt_tokens: int) -> None
 
 def _shortage(sizing: Sizing, capacity: int) -> str | None:
     """What is missing for `capacity` tokens; None: they fit."""
-    return shortage(sizing, _choose(sizing, capacity)[0].placement)
+    fitting, smallest = _placed(sizing, capacity)
+    return None if fitting else shortage(sizing, smallest.placement)

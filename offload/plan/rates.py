@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from offload.errors import ModelError
 from offload.plan.fields import read_json
+from offload.plan.files import write_whole
 
 FOLDER_VARIABLE = "TRIFORCE_CACHE_DIR"
 
@@ -68,19 +68,13 @@ def save_rates(machine: str, measured: Mapping[str, Rates]) -> Path:
     records = {device: asdict(rates) for device, rates in measured.items()}
     known[machine] = (devices if isinstance(devices, dict) else {}) | records
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(known, file, indent=1)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, json.dumps(known, indent=1))
     return path
 
 
 def _is_rate(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e18
+    """Within what machines have: seconds that are divided by it are numbers."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 1e6 < value < 1e18
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -23,12 +23,14 @@ class Request:
     @classmethod
     def on_this_machine(cls, model: Path, draft: Path | None, options: Options) -> Request:
         """Raises ModelError, UsageError."""
+        return cls.of(model, draft, options, probe(options.device))
+
+    @classmethod
+    def of(cls, model: Path, draft: Path | None, options: Options, hardware: Hardware) -> Request:
+        """Raises ModelError."""
         used = draft if options.speculation else None
         return cls(
-            ModelConfig.from_folder(model),
-            None if used is None else ModelConfig.from_folder(used),
-            options,
-            probe(options.device),
+            ModelConfig.from_folder(model), None if used is None else ModelConfig.from_folder(used), options, hardware
         )
 
     @property
@@ -49,4 +51,11 @@ class Request:
 
     def largest_context(self) -> int:
         """Tokens of `context` that fit in memory; 0: not even one does."""
-        return largest_context(self.target, self.draft, self.options, self.hardware, self.context)
+        return self._fitting(self.context)
+
+    def longest_context(self) -> int:
+        """The same of all that the model knows, whatever the user gives."""
+        return self._fitting(self.target.context_limit)
+
+    def _fitting(self, limit: int) -> int:
+        return largest_context(self.target, self.draft, self.options, self.hardware, limit)

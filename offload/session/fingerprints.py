@@ -16,6 +16,7 @@ from pathlib import Path
 from offload.errors import ModelError
 from offload.kernels.rope import inverse_frequencies
 from offload.plan.config import ModelConfig
+from offload.plan.planner import Plan
 from offload.session.identity import Identity
 from offload.transfer.checkpoint import Checkpoint
 
@@ -29,6 +30,12 @@ _TOKENIZER_PARTS = (
     *("added_tokens.json", "special_tokens_map.json"),
 )
 _MAX_NAME = 256
+
+
+def identity_of(folder: Path, plan: Plan) -> Identity:
+    """What a session of the model in `folder` is bound to under `plan`. Raises ModelError."""
+    config = ModelConfig.from_folder(folder)
+    return identify(folder, config, dtype=plan.dtype, capacity=plan.capacity, page_tokens=plan.page_tokens)
 
 
 def identify(folder: Path, config: ModelConfig, *, dtype: str, capacity: int, page_tokens: int) -> Identity:

@@ -59,6 +59,9 @@ class PageFormat:
         return -(-num_tokens // self.page_tokens)
 
 
+_SHOWN_DIGITS = 12  # of a digest; enough to tell two apart
+
+
 @dataclass(frozen=True)
 class Identity:
     """What has to be the same for saved keys and values to be the ones that this run would compute.
@@ -92,5 +95,5 @@ def differences(saved: Identity, now: Identity) -> list[str]:
 
 
 def _words(identity: Identity, name: str) -> str:
-    value = str(getattr(identity, name))
+    value = str(getattr(identity, name))[:_SHOWN_DIGITS]
     return f"{identity.model_name} ({value})" if name == "model" and identity.model_name else value

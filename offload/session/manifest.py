@@ -20,7 +20,8 @@ import xxhash
 from offload.errors import SessionError
 from offload.session.folder import Folder
 from offload.session.identity import ELEMENT_BYTES, Identity
-from offload.session.names import damaged, size
+from offload.session.names import damaged
+from offload.units import size
 
 FORMAT = 1
 MANIFEST_FILE = "manifest.json"

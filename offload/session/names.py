@@ -44,7 +44,3 @@ def remedy(folder: Path) -> str:
     if folder.parent == sessions_folder() and is_name(folder.name):
         return f"remove it with 'triforce sessions rm {folder.name}', or start with another name"
     return f"remove the folder {folder}, or name another one"
-
-
-def size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -22,8 +22,9 @@ from offload.session.identity import Identity, differences
 from offload.session.leftovers import discard, foreign, sweep, temporary_file
 from offload.session.lock import READERS, WRITER, Lock, owner
 from offload.session.manifest import MANIFEST_FILE, Manifest, Page, page_file
-from offload.session.names import remedy, size
+from offload.session.names import remedy
 from offload.session.page import OnBytes, PagedRows, format_of, layers_of, read_page, write_page
+from offload.units import size
 
 _NO_CHECKSUM = "0" * 32  # of a page that is not written yet
 

@@ -1,6 +1,7 @@
 """Reading a safetensors checkpoint: names, shapes and dtypes checked first, then one tensor at a time to where it goes.
 
-Files are memory-mapped, so a read costs no memory beyond its destination; mapped pages belong to the page cache.
+Files are memory-mapped, so a read costs no memory beyond its destination; mapped pages belong to the page cache. What
+headers and index say costs at most 32 bytes of memory for each of theirs, which are limited below.
 The format itself (offsets in range, no overlap, no hole, known dtypes) is checked by the safetensors library.
 """
 
@@ -25,8 +26,9 @@ from offload.plan.fields import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+MAX_HEADER_BYTES = 1 << 24  # of one file; all tensors of a 405B model take a hundredth of it
 MAX_INDEX_BYTES = 1 << 24
+COMPUTES_NOTHING = ("*.rotary_emb.inv_freq",)  # tensors that old checkpoints keep and that follow from config.json
 STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NUM_NAMED = 3  # tensors of each sort that a message names
 # A name is a plain name: no separator, so no way out of the folder. A plain name may be a symbolic link that leads out
@@ -158,7 +160,7 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """
     head, embeddings = "lm_head.weight", "model.embed_tokens.weight"
     tied_head = (head,) if config.tie_embeddings else ()
-    checkpoint.check(expected_tensors(config), ignore=("*.rotary_emb.inv_freq", *tied_head))
+    checkpoint.check(expected_tensors(config), ignore=(*COMPUTES_NOTHING, *tied_head))
     if tied_head and head in checkpoint.names() and not checkpoint.equal(head, embeddings):
         raise ModelError(
             f"{checkpoint.folder}: tie_word_embeddings is true, but {head} differs from {embeddings}; "
@@ -226,8 +228,8 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     if not single and not sharded:
         if any(folder.glob("pytorch_model*.bin")):
             raise ModelError(
-                f"{folder} holds only pytorch_model*.bin; safetensors is required, so convert it once "
-                "(transformers: from_pretrained, then save_pretrained) and give the new folder"
+                f"{folder} holds only pytorch_model*.bin; safetensors is required, so convert it once: "
+                f"triforce convert {folder}"
             )
         raise ModelError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; is the download complete?")
     if single:

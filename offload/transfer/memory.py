@@ -22,10 +22,10 @@ from torch import Tensor
 
 from offload.errors import DoesNotFit
 from offload.plan.machine import number_in
+from offload.units import size
 
 Tier = Literal["host", "device"]
 
-GIB = 2**30
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, whichever is current
 _MPOL_PREFERRED = 1
 # Python shares anonymous pages with children by itself; shared ones are never huge.
@@ -76,8 +76,8 @@ class Memory:
         except torch.OutOfMemoryError as error:
             held = sum(count for (tier, _), count in self._ledger.items() if tier == "device")
             raise DoesNotFit(
-                f"{math.prod(shape) * dtype.itemsize / GIB:.2f} GiB of device memory could not be had after "
-                f"{held / GIB:.2f} GiB; another program may use the device: lower --device-memory or --context"
+                f"{size(math.prod(shape) * dtype.itemsize)} of device memory could not be had after "
+                f"{size(held)}; another program may use the device: lower --device-memory or --context"
             ) from error
 
     def _host_block(self, num_bytes: int) -> Tensor:
@@ -109,7 +109,7 @@ class Memory:
     def _refused(self, num_bytes: int, what: str, reason: str) -> str:
         held = sum(count for (tier, _), count in self._ledger.items() if tier == "host")
         return (
-            f"{num_bytes / GIB:.2f} GiB of host memory could not be {what} ({reason}) after {held / GIB:.2f} GiB; "
+            f"{size(num_bytes)} of host memory could not be {what} ({reason}) after {size(held)}; "
             "the system limits what one process may pin (ulimit -l, a container's or WSL's memory limit): "
             "raise that limit, or lower --context"
         )

@@ -1,0 +1,60 @@
+"""The same request on two machines: what the difference between them is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from offload.errors import DoesNotFit
+from offload.plan.planner import Plan
+from offload.plan.request import Request
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one machine makes of a request. plan: None where it does not fit. longest_context: tokens that fit there, at
+    most those that the model knows."""
+
+    plan: Plan | None
+    longest_context: int
+
+    @classmethod
+    def of(cls, request: Request, sizes: Mapping[str, int]) -> Case:
+        """sizes: num_prompt_tokens and max_tokens."""
+        try:
+            plan = request.plan(**sizes)
+        except DoesNotFit:
+            plan = None
+        return cls(plan, request.longest_context())
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """before: on the machine called `name`."""
+
+    name: str
+    before: Case
+    after: Case
+
+    @property
+    def first_token_ratio(self) -> float | None:
+        """How many times as fast afterwards; None where it did not fit before."""
+        if self.before.plan is None or self.after.plan is None:
+            return None
+        return self.before.plan.predicted.first_token_seconds / self.after.plan.predicted.first_token_seconds
+
+    @property
+    def token_ratio(self) -> float | None:
+        if self.before.plan is None or self.after.plan is None:
+            return None
+        return self.before.plan.predicted.seconds_per_token / self.after.plan.predicted.seconds_per_token
+
+    @property
+    def context_ratio(self) -> float | None:
+        """None where not one token fitted before."""
+        return self.after.longest_context / self.before.longest_context if self.before.longest_context else None
+
+    def as_dict(self) -> dict[str, Any]:
+        names = ("first_token_ratio", "token_ratio", "context_ratio")
+        return asdict(self) | {name: getattr(self, name) for name in names}

@@ -1,0 +1,103 @@
+"""Whatever surroundings the program is started in: it does its work, or says in a line what is missing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.plan.rates import FOLDER_VARIABLE
+from test_cli_fake import ROOT, command, environment
+from test_cli_terminal import Screen, shown_at_the_end
+from triforce_cli.choice import choose_models
+
+# "": without the variable
+SURROUNDINGS = {
+    "dumb": {"TERM": "dumb"},
+    "no-term": {"TERM": ""},
+    "no-color": {"NO_COLOR": "1"},
+    "force-color": {"FORCE_COLOR": "1"},
+    "narrow": {"COLUMNS": "20"},
+    "one-column": {"COLUMNS": "1"},
+    "no-number": {"COLUMNS": "wide"},
+    "c-locale": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    "c-locale-narrow": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "COLUMNS": "40"},
+    "no-home": {"HOME": "", "XDG_DATA_HOME": "", "XDG_CACHE_HOME": "", FOLDER_VARIABLE: ""},
+    "home-is-a-file": {"HOME": "/dev/null", "XDG_DATA_HOME": "", "XDG_CACHE_HOME": "", FOLDER_VARIABLE: ""},
+}
+COMMANDS = {
+    "help": ["generate", "--help"],
+    "plan": ["plan", "--model", str(choose_models(None, None).target), "--gpus", "1"],
+    "sessions": ["sessions", "ls"],
+}
+ALL = pytest.mark.parametrize("variables", SURROUNDINGS.values(), ids=SURROUNDINGS)
+
+
+def surroundings(variables: dict[str, str], script: dict[str, Any] | None = None) -> dict[str, str]:
+    return {name: value for name, value in environment(script, **variables).items() if value or name not in variables}
+
+
+@ALL
+@pytest.mark.parametrize("args", COMMANDS.values(), ids=COMMANDS)
+def test_commands_answer(args: list[str], variables: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "triforce_cli", *args],
+        cwd=ROOT,
+        env=surroundings(variables),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+    )
+    homeless = variables.get("HOME") == "/dev/null" and args[0] == "sessions"
+    assert (done.returncode, done.stderr.count(b"Traceback")) == (4 if homeless else 0, 0), done.stderr
+    assert done.stdout + done.stderr != b""
+    if "FORCE_COLOR" not in variables:
+        assert b"\x1b" not in done.stdout + done.stderr
+
+
+@ALL
+def test_text_and_errors_come_as_they_are(tmp_path: Path, variables: dict[str, str]) -> None:
+    def run(script: dict[str, Any]) -> tuple[int, bytes, bytes]:
+        args = ("--model", str(tmp_path), "--prompt", "x")
+        env = surroundings(variables, script)
+        done = subprocess.run(command(*args), env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+        return done.returncode, done.stdout, done.stderr
+
+    code, out, _ = run({"pieces": ["naïve ", "€"], "notes": ["a note: é"]})
+    assert (code, out) == (0, "naïve €".encode())
+    code, out, err = run({"load_fail": "ModelError"})
+    assert (code, out) == (4, b"")
+    assert err.startswith(b"error: ModelError happened; do something else") or "FORCE_COLOR" in variables
+
+
+@pytest.mark.parametrize("columns", [20, 40])
+def test_a_narrow_terminal_is_kept_to(tmp_path: Path, columns: int) -> None:
+    """Bars, notes and errors; the text is the terminal's to wrap."""
+    script = {"ticks": 5, "tick_seconds": 0.05, "pieces": [], "notes": ["a note that is longer than the line"]}
+    screen = Screen(
+        *("--model", str(tmp_path), "--prompt", "x" * 1000),
+        script=script | {"fail": "TriforceError"},
+        env={"COLUMNS": str(columns)},
+    )
+    assert screen.finish() == 1
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.text)
+    assert max(map(len, re.split(r"[\r\n]+", plain))) <= columns
+    assert "error: " in shown_at_the_end(screen.text)
+
+
+def test_a_session_without_a_home_says_where_it_cannot_be(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "triforce_cli", "generate", "--prompt", "x", "--session", "kept", "--quiet"],
+        cwd=ROOT,
+        env=surroundings(SURROUNDINGS["home-is-a-file"]) | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=100,
+    )
+    assert done.returncode == 4
+    assert done.stderr.startswith(b"error: /dev/null/")
+    assert b"Traceback" not in done.stderr

@@ -1,0 +1,97 @@
+"""What models are called, and where they lie: a pulled one in OWNER/NAME, one that was converted in local/NAME.
+
+All in the user's data folder, or in the one that TRIFORCE_MODELS_DIR names, laid out as on the hub, so that a person
+can look at them and `--model` takes the folder as well.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.errors import UsageError
+
+FOLDER_VARIABLE = "TRIFORCE_MODELS_DIR"
+MAIN = "main"  # the revision that is pulled where none is named
+LOCAL = "local"  # stands where an owner's name does
+_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.)){0,95}"
+_ID = re.compile(rf"{_PART}/{_PART}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A short name of a repository. draft: the alias of a draft that suits it, "" where none is known."""
+
+    name: str
+    repository: str
+    draft: str = ""
+
+
+ALIASES = (
+    Alias("yarn-llama-2-13b-128k", "NousResearch/Yarn-Llama-2-13b-128k", "llama-68m"),
+    Alias("yarn-llama-2-7b-128k", "NousResearch/Yarn-Llama-2-7b-128k", "llama-68m"),
+    Alias("lwm-text-chat-128k", "LargeWorldModel/LWM-Text-Chat-128K", "llama-68m"),
+    Alias("llama-68m", "JackFram/llama-68m"),
+    Alias("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct", "llama-3.2-1b-instruct"),
+    Alias("llama-3.2-1b-instruct", "meta-llama/Llama-3.2-1B-Instruct"),
+    Alias("qwen2.5-coder-1.5b-instruct", "Qwen/Qwen2.5-Coder-1.5B-Instruct", "qwen2.5-coder-0.5b-instruct"),
+    Alias("qwen2.5-coder-0.5b-instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
+    Alias("smollm2-1.7b-instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "smollm2-135m-instruct"),
+    Alias("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+)
+
+
+def models_folder() -> Path:
+    """Where models lie; it need not be there."""
+    if named := os.environ.get(FOLDER_VARIABLE):
+        return Path(os.path.expanduser(named)).absolute()
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("triforce", appauthor=False)) / "models"
+
+
+def is_id(text: str) -> bool:
+    """Is it OWNER/NAME? Such a name cannot lead out of the folder of models."""
+    return _ID.fullmatch(text) is not None
+
+
+def model_folder(model_id: str) -> Path:
+    """The folder of OWNER/NAME, there or not. Raises UsageError for what is no such name."""
+    if not is_id(model_id):
+        raise UsageError(f"{model_id!r} is not OWNER/NAME: two names of letters, digits, '.', '_' and '-'")
+    return models_folder() / model_id
+
+
+def alias_of(name: str) -> Alias | None:
+    """The alias that `name` is, or that stands for the repository `name`; upper and lower case count the same."""
+    wanted = name.lower()
+    return next((alias for alias in ALIASES if wanted in (alias.name, alias.repository.lower())), None)
+
+
+def id_of(name: str) -> str | None:
+    """OWNER/NAME of an alias or of itself; None for anything else."""
+    if alias := alias_of(name):
+        return alias.repository
+    return name if is_id(name) else None
+
+
+def repository_of(name: str) -> str:
+    """The hub's OWNER/NAME that an alias or an id stands for. Raises UsageError, with the aliases that there are."""
+    repository = id_of(name)
+    if repository is None or repository.startswith(f"{LOCAL}/"):
+        known = ", ".join(alias.name for alias in ALIASES)
+        raise UsageError(f"{name!r} is no model of the hub; give OWNER/NAME, or one of {known}")
+    return repository
+
+
+def pull_command(model_id: str, revision: str = MAIN) -> str:
+    """What to type to pull it, in quotes."""
+    return f"'triforce pull {short_name(model_id)}{'' if revision == MAIN else f' --revision {revision}'}'"
+
+
+def short_name(model_id: str) -> str:
+    """What a person types for OWNER/NAME: its alias, where it has one."""
+    alias = alias_of(model_id)
+    return alias.name if alias else model_id

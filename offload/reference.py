@@ -1,0 +1,92 @@
+"""transformers' own `generate` on the same weights: what to measure against, and no part of the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
+
+from offload.assembly import DTYPES
+from offload.decode.sampling import SamplingParams
+from offload.errors import DoesNotFit, TriforceError
+
+
+class Reference:
+    """A model folder. Its cache is transformers' usual one, all of it on the device, as are the weights."""
+
+    def __init__(self, model: Path, *, dtype: str, device: str) -> None:
+        """dtype: bf16, fp16 or fp32. Raises DoesNotFit, TriforceError."""
+        logging.disable_progress_bar()  # the command line shows its own
+        logging.set_verbosity_error()
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(model), dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False, use_safetensors=True
+            )
+            self._model = loaded.to(device).eval()
+            self._model.generation_config = GenerationConfig()  # not the folder's own: the law is the caller's
+        except torch.OutOfMemoryError as error:
+            raise _too_large(device) from error
+        except (OSError, ValueError, ImportError) as error:
+            raise TriforceError(f"transformers cannot load {model}: {error}; leave out --against") from error
+        self._device = device
+        self._prompt: list[int] = []
+        self._cache: Any = None
+
+    def generate(
+        self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, end_tokens: Collection[int]
+    ) -> tuple[list[int], list[float]]:
+        """(tokens, seconds from the start at which each was known). The prompt's rows are kept for the next time that
+        the same is asked, but for the last row, which gives the first token."""
+        if self._prompt == list(prompt):
+            self._cache.crop(len(prompt) - 1 - self._cache.get_seq_length())  # from the end: less than 0
+        else:
+            self._prompt, self._cache = list(prompt), DynamicCache()
+        clock, ids = _Clock(), torch.tensor([list(prompt)], device=self._device)
+        torch.manual_seed(sampling.seed or 0)
+        start = time.perf_counter()
+        try:
+            output = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=self._cache,
+                max_new_tokens=max_tokens,
+                eos_token_id=sorted(end_tokens) or None,
+                pad_token_id=0,  # of a batch of one nothing is padded
+                streamer=clock,
+                **_law(sampling),
+            )
+        except torch.OutOfMemoryError as error:
+            raise _too_large(self._device) from error
+        return output[0, len(prompt) :].tolist(), [moment - start for moment in clock.moments[1:]]
+
+
+class _Clock(BaseStreamer):
+    """Hears of each token, on the host; the first call brings the prompt."""
+
+    def __init__(self) -> None:
+        self.moments: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.moments.append(time.perf_counter())
+
+    def end(self) -> None: ...
+
+
+def _law(sampling: SamplingParams) -> dict[str, Any]:
+    """The same law in transformers' words."""
+    if sampling.temperature == 0.0:
+        return {"do_sample": False}
+    return {"do_sample": True} | {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+
+
+def _too_large(device: str) -> DoesNotFit:
+    return DoesNotFit(
+        f"transformers keeps weights and cache on {device}, which has no room for them; leave out --against, or try a "
+        "shorter context"
+    )

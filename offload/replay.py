@@ -1,0 +1,197 @@
+"""Is what the engine wrote what the target alone would write? Every token replayed by itself, some computed afresh.
+
+Speculation must not show: the law behind each token has to be, bit for bit, the one that plain decoding finds at its
+place. A prefill of the same tokens adds up in another order, so against it numbers agree within rounding only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from offload.decode.sampling import SamplingParams, warp
+from offload.progress import OnProgress, Progress, ignore
+
+if TYPE_CHECKING:
+    from offload.engine import Engine
+
+# Largest difference of a logit from a fresh prefill's, in standard deviations of the row's logits (docs/exactness.md).
+TOLERANCES = {"fp32": 1e-4, "fp16": 0.05, "bf16": 0.25}
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A generated token (`index` from 0) and the row that plain decoding draws it from.
+
+    difference: the largest of a logit from the row that the engine drew from, 0.0 with same_bits. margin: of the
+    likeliest logit over the next one. possible: the law gives `token` a probability; at temperature 0, it is `best`.
+    """
+
+    index: int
+    token: int
+    best: int
+    possible: bool
+    same_bits: bool
+    difference: float
+    margin: float
+
+    @property
+    def is_exact(self) -> bool:
+        return self.possible and self.same_bits
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """The same of a prefill from the start; difference and margin in standard deviations of the row's logits."""
+
+    index: int
+    token: int
+    best: int
+    difference: float
+    margin: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was compared. `tolerance` is for what was recomputed, in standard deviations of a row's logits."""
+
+    prompt_tokens: int
+    tokens: list[int]
+    replayed: list[Replayed]
+    recomputed: list[Recomputed]
+    tolerance: float
+
+    @property
+    def inexact(self) -> list[Replayed]:
+        return [position for position in self.replayed if not position.is_exact]
+
+    @property
+    def intolerable(self) -> list[Recomputed]:
+        return [position for position in self.recomputed if not position.difference <= self.tolerance]
+
+    @property
+    def holds(self) -> bool:
+        return not self.inexact and not self.intolerable
+
+
+def verify(
+    engine: Engine,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    max_tokens: int,
+    num_recomputed: int,
+    tolerance: float | None = None,
+    on_progress: OnProgress = ignore,
+) -> Verification:
+    """Generate, then replay every token and recompute `num_recomputed` of them, spread evenly, the last among them.
+
+    Takes 4 bytes for each new token and entry of the vocabulary, and for what is recomputed another prefill. The engine
+    holds nothing of use afterwards. tolerance: None for that of the plan's dtype.
+    """
+    recorder = Recorder()
+    with _heard(engine, recorder):
+        steps = engine.generate(prompt, sampling, max_tokens=max_tokens, on_progress=on_progress)
+        tokens = [token for step in steps for token in step.tokens]
+    drawn_from = recorder.rows(len(prompt) - 1, len(prompt) + len(tokens) - 1)
+    replayed = []
+    for index, row in enumerate(_replay(engine, prompt, tokens, on_progress)):
+        replayed.append(_replayed(index, tokens[index], drawn_from[index], row, sampling))
+        on_progress(Progress("replay", index + 1, len(tokens), "tokens"))
+    chosen = _spread(len(tokens), num_recomputed)
+    recomputed = [
+        _recomputed(index, tokens[index], drawn_from[index], row)
+        for index, row in zip(chosen, _recompute(engine, prompt, tokens, chosen, on_progress), strict=True)
+    ]
+    limit = TOLERANCES[engine.plan.dtype] if tolerance is None else tolerance
+    return Verification(len(prompt), tokens, replayed, recomputed, limit)
+
+
+class Recorder:
+    """Hears the target's logits, and keeps those whose tokens stayed: a row [V] on the CPU for each place."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, Tensor] = {}
+
+    def hear(self, num_before: int, num_after: int, logits: Tensor) -> None:
+        """Rows that had been there after the first `num_before` were rejected."""
+        self._rows = {place: row for place, row in self._rows.items() if place < num_before}
+        for place, row in enumerate(logits.detach().float().cpu(), start=num_after - len(logits)):
+            self._rows[place] = row.clone()
+
+    def rows(self, first: int, last: int) -> list[Tensor]:
+        """Of the places from `first` until `last`."""
+        return [self._rows[place] for place in range(first, last)]
+
+
+@contextmanager
+def _heard(engine: Engine, recorder: Recorder) -> Iterator[None]:
+    target = engine.levels["target"]
+    target.listener = recorder.hear
+    try:
+        yield
+    finally:
+        target.listener = None
+
+
+def _replay(engine: Engine, prompt: Sequence[int], tokens: Sequence[int], on_progress: OnProgress) -> Iterator[Tensor]:
+    """The target's logits [V] for each of `tokens`, one row a pass, after the prefill that is held."""
+    rows, target = engine.rows, engine.levels["target"]
+    rows.begin(prompt, reuse=False)
+    rows.cache.keeps_mass = False
+    rows.prefill(prompt[: rows.num_prefilled(prompt)], on_progress)
+    yield target.forward(prompt[rows.cache.length :], 1)[0].float().cpu()
+    for token in tokens[:-1]:
+        yield target.forward([token], 1)[0].float().cpu()
+
+
+def _recompute(
+    engine: Engine, prompt: Sequence[int], tokens: Sequence[int], chosen: Sequence[int], on_progress: OnProgress
+) -> Iterator[Tensor]:
+    """The target's logits [V] for the tokens at `chosen`, after a prefill of all that comes before, from the start."""
+    rows, target, sequence = engine.rows, engine.levels["target"], [*prompt, *tokens]
+    rows.truncate(0)
+    for index in chosen:
+        last = len(prompt) + index - 1
+        rows.prefill(sequence[:last], on_progress)
+        yield target.forward(sequence[last : last + 1], 1)[0].float().cpu()
+        rows.truncate(last)
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """At most `wanted` of the numbers below `count`, evenly, the last among them."""
+    return sorted({(count * place // wanted) - 1 for place in range(1, wanted + 1)} - {-1}) if wanted else []
+
+
+def _replayed(index: int, token: int, drawn_from: Tensor, row: Tensor, sampling: SamplingParams) -> Replayed:
+    law = warp(row[None], sampling)[0]
+    return Replayed(
+        index=index,
+        token=token,
+        best=int(row.argmax()),
+        possible=bool(law[token] > 0),
+        same_bits=torch.equal(drawn_from, row),
+        difference=_difference(drawn_from, row),
+        margin=_margin(row),
+    )
+
+
+def _recomputed(index: int, token: int, drawn_from: Tensor, row: Tensor) -> Recomputed:
+    scale = float(row.std())
+    return Recomputed(index, token, int(row.argmax()), _difference(drawn_from, row) / scale, _margin(row) / scale)
+
+
+def _difference(first: Tensor, second: Tensor) -> float:
+    """The largest, where both are finite: models mask entries of a vocabulary with -inf."""
+    same = first == second
+    return float(torch.where(same, 0.0, (first - second).abs()).max())
+
+
+def _margin(row: Tensor) -> float:
+    best, second = row.topk(2).values.tolist()
+    return float(best - second)

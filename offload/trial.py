@@ -1,0 +1,132 @@
+"""Ways of decoding one prompt, run in turns: a slow moment of the machine does not hit one of them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from offload.comparison import PLAIN, TRANSFORMERS, TRIFORCE, WAYS, Comparison, Run
+from offload.decode.sampling import SamplingParams
+from offload.errors import DoesNotFit, TriforceError
+from offload.plan.options import DTYPE_BYTES
+from offload.plan.planner import Plan
+from offload.plan.request import Request
+
+if TYPE_CHECKING:
+    from offload.engine import Engine
+    from offload.metrics import Stats
+    from offload.progress import OnProgress
+    from offload.reference import Reference
+
+WARM_UP = 0  # the turn that does not count; the prompt is prefilled in it
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Step:
+    """One run to come."""
+
+    way: str
+    turn: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One prompt, which every way continues. sampling.seed: of the first turn; each turn has the next. repeats: turns
+    that count."""
+
+    prompt: tuple[int, ...]
+    plan: Plan
+    sampling: SamplingParams
+    max_tokens: int
+    repeats: int
+    against_transformers: bool
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        return WAYS if self.against_transformers else (PLAIN, TRIFORCE)
+
+    @property
+    def steps(self) -> list[Step]:
+        """The warm-up, then turns, every other one backwards: a machine that gets slower and slower hits all alike."""
+        turns = range(WARM_UP, self.repeats + 1)
+        return [Step(way, turn) for turn in turns for way in (self.ways if turn % 2 == 0 else self.ways[::-1])]
+
+    def num_tokens(self, step: Step) -> int:
+        return min(WARM_UP_TOKENS, self.max_tokens) if step.turn == WARM_UP else self.max_tokens
+
+    def predicted_seconds(self, step: Step) -> float:
+        """Of one run, as the plan sees it; transformers is taken to be as fast as plain decoding."""
+        predicted = self.plan.predicted
+        per_token = predicted.seconds_per_token if step.way == TRIFORCE else predicted.plain_seconds_per_token
+        prefills = step.turn == WARM_UP and step.way != TRIFORCE
+        return self.num_tokens(step) * per_token + prefills * predicted.first_token_seconds
+
+    def run(
+        self, engine: Engine, reference: Reference | None, *, on_step: Callable[[Step], None], on_progress: OnProgress
+    ) -> Comparison:
+        """Of all its steps. Engine and reference hold the prompt once it is prefilled. Raises TriforceError where the
+        model ends its text too early to be timed."""
+        runs: list[Run] = []
+        prefill_rates: dict[str, float] = {}
+        for step in self.steps:
+            on_step(step)
+            if step.way == TRANSFORMERS and reference is not None:
+                run, rate = self._by_reference(step, reference, engine.end_tokens)
+            else:
+                run, rate = self._by_engine(step, engine, on_progress)
+            if step.turn > WARM_UP:
+                runs.append(run)
+            elif rate is not None:
+                prefill_rates[step.way] = rate
+        greedy = self.sampling.temperature == 0.0
+        return Comparison(plan=self.plan, greedy=greedy, prefill_rates=prefill_rates, runs=tuple(runs))
+
+    def _by_engine(self, step: Step, engine: Engine, on_progress: OnProgress) -> tuple[Run, float | None]:
+        """(what was measured, prompt tokens per second if any were prefilled)"""
+        said = engine.generate(
+            self.prompt,
+            self._sampling(step),
+            max_tokens=self.num_tokens(step),
+            speculation=step.way == TRIFORCE,
+            on_progress=on_progress,
+        )
+        tokens = [token for part in said for token in part.tokens]
+        stats = engine.stats
+        rate = None if stats.reused_tokens else stats.prompt_tokens_per_second
+        return self._run(step, tokens, stats.milliseconds_per_token, stats), rate
+
+    def _by_reference(self, step: Step, reference: Reference, end_tokens: frozenset[int]) -> tuple[Run, float | None]:
+        tokens, moments = reference.generate(
+            self.prompt, self._sampling(step), max_tokens=self.num_tokens(step), end_tokens=end_tokens
+        )
+        after_first = len(moments) - 1
+        milliseconds = 1000 * (moments[-1] - moments[0]) / after_first if after_first else None
+        return self._run(step, tokens, milliseconds, None), len(self.prompt) / moments[0]
+
+    def _run(self, step: Step, tokens: list[int], milliseconds: float | None, stats: Stats | None) -> Run:
+        if milliseconds is None:
+            raise TriforceError(
+                f"after {len(self.prompt):,} tokens of prompt the model ended its text with token {len(tokens)}, too "
+                "early to be timed; name another text with --prompt-file, or another --seed with --temperature 1"
+            )
+        return Run(way=step.way, turn=step.turn, tokens=tuple(tokens), milliseconds_per_token=milliseconds, stats=stats)
+
+    def _sampling(self, step: Step) -> SamplingParams:
+        return replace(self.sampling, seed=(self.sampling.seed or 0) + max(step.turn - 1, 0))
+
+
+def check_reference_fits(request: Request, plan: Plan) -> None:
+    """transformers keeps all weights and its cache on the device, beside what the engine has. Raises DoesNotFit."""
+    hardware, itemsize = request.hardware, DTYPE_BYTES[plan.dtype]
+    used = sum(plan.device_bytes.values()) + (sum(plan.host_bytes.values()) if hardware.is_cpu else 0)
+    free = (hardware.host_free_bytes if hardware.is_cpu else hardware.device_free_bytes) - used
+    target = request.target
+    needed = target.weight_bytes(itemsize) + plan.capacity * target.kv_bytes_per_token(itemsize)
+    if needed > free:
+        raise DoesNotFit(
+            f"transformers needs {needed / 1e9:.3g} GB on {plan.device} for a context of {plan.capacity} tokens and "
+            f"{max(free, 0) / 1e9:.3g} GB are left beside the engine; leave out --against transformers, or try shorter "
+            "--contexts"
+        )

@@ -1,0 +1,694 @@
+"""`triforce pull`: whatever happens on the way, what is there in the end is what the hub has, or an error says what to
+run."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+
+from hub import COMMIT, Hub, running
+from models import random_model, save
+from offload.hub import fetch
+from offload.hub.library import STAGING, Origin, locate, state_of
+from offload.hub.names import FOLDER_VARIABLE
+from offload.plan.config import ModelConfig
+from offload.transfer.checkpoint import Checkpoint, check_model
+from offload.units import size
+from terminals import Terminal, hear_ctrl_c
+from triforce_cli.app import main
+
+NAME = "owner/model"
+OTHER = "d" * 40
+CHUNK = 512  # bytes that are written at once
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A tiny model's files, by name."""
+    return files_of(save(random_model(), tmp_path_factory.mktemp("plain"), tokenizer=True))
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("sharded")
+    random_model().save_pretrained(folder, max_shard_size="10kB")
+    return files_of(folder)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    constants = huggingface_hub.constants
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "models"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", CHUNK)
+    with running() as hub, monkeypatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", hub.url)
+        patch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
+        yield hub
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "models" / NAME
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    """(exit code, standard output, standard error) of `triforce ARGS`."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        return main(list(args)), *capfd.readouterr()
+
+    return run
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def pulled(folder: Path) -> dict[str, bytes]:
+    """All files of a pulled model, without what we note of it."""
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == set()
+    return {name: data for name, data in files_of(folder).items() if name != "triforce.json"}
+
+
+def weights_and_texts(files: dict[str, bytes]) -> int:
+    """Bytes of all but config.json, which comes before anything is said."""
+    return sum(map(len, files.values())) - len(files["config.json"])
+
+
+# --- what comes ---
+
+
+def test_a_pull_brings_weights_config_and_tokenizer_and_no_code(hub, run, folder, plain):
+    further = {
+        "modeling.py": b"raise SystemExit",
+        "pytorch_model.bin": b"x",
+        "README.md": b"#",
+        "onnx/model.onnx": b"o",
+    }
+    hub.put(NAME, {**plain, **further}, license="llama2")
+    code, out, err = run("pull", NAME)
+    assert (code, out) == (0, f"{folder}\n")
+    assert pulled(folder) == plain
+    assert set(hub.asked()) == set(plain)
+    all_of_it, missing = size(sum(map(len, plain.values()))), size(weights_and_texts(plain))
+    assert err.splitlines()[0] == f"{NAME} at main ({COMMIT[:12]}), licence llama2"
+    assert err.splitlines()[1] == f"{len(plain)} files, {all_of_it}, into {folder}: {missing} to fetch"
+    assert err.splitlines()[2] == f"fetch: {missing}"
+    assert err.splitlines()[-1] == f"next: triforce chat --model {NAME}"
+    assert "it/s" not in err  # the library's own bars
+    assert Origin.read(folder) == Origin(source=NAME, commit=COMMIT, license="llama2", files=tuple(sorted(plain)))
+    assert locate(NAME) == folder
+
+
+def test_shards_come_with_their_index(hub, run, folder, sharded):
+    assert sum(name.endswith(".safetensors") for name in sharded) > 2
+    hub.put(NAME, sharded)
+    assert run("pull", NAME, "--quiet")[::2] == (0, "")
+    assert pulled(folder) == sharded
+
+
+def test_json_says_what_was_pulled(hub, run, folder, plain):
+    hub.put(NAME, plain, license="")
+    said = json.loads(run("pull", NAME, "--json")[1])
+    assert (said["folder"], said["commit"], said["license"]) == (str(folder), COMMIT, None)
+    assert (said["bytes"], said["converted"]) == (sum(map(len, plain.values())), False)
+    assert json.loads(run("pull", NAME, "--json")[1])["fetched_bytes"] == 0
+
+
+def test_a_second_pull_fetches_what_differs_and_removes_what_is_gone(hub, run, folder, sharded, plain):
+    """Nothing that somebody else put there is touched."""
+    hub.put(NAME, sharded)
+    run("pull", NAME)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "extra.safetensors").write_text("mine, too")
+    hub.asked()
+    newer = {**plain, "config.json": sharded["config.json"]}
+    hub.put(NAME, newer, commit=OTHER)
+    assert run("pull", NAME)[0] == 0
+    mine = {"notes.txt": b"mine", "extra.safetensors": b"mine, too"}
+    assert pulled(folder) == {**newer, **mine}
+    unchanged = {name for name in newer if sharded.get(name) == newer[name]} - {"config.json"}
+    assert unchanged
+    assert set(hub.asked()) == set(newer) - unchanged
+    assert Origin.read(folder).commit == OTHER
+
+
+def test_a_damaged_file_is_fetched_again(hub, run, folder, plain):
+    hub.put(NAME, plain)
+    run("pull", NAME)
+    weights = bytearray(plain["model.safetensors"])
+    weights[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    hub.asked()
+    assert run("pull", NAME)[0] == 0
+    assert hub.asked() == ["config.json", "model.safetensors"]
+    assert pulled(folder) == plain
+
+
+def test_revision_names_a_commit_or_a_branch(hub, run, folder, plain, sharded):
+    hub.put(NAME, sharded, commit=OTHER, revisions=("old",))
+    hub.put(NAME, plain)
+    for revision, files, commit in (("old", sharded, OTHER), (COMMIT, plain, COMMIT), (OTHER, sharded, OTHER)):
+        assert run("pull", NAME, "--revision", revision)[0] == 0
+        assert pulled(folder) == files
+        assert Origin.read(folder).commit == commit
+    code, _, err = run("pull", NAME, "--revision", "v9")
+    assert (code, pulled(folder)) == (4, sharded)
+    assert f"{NAME} has no revision 'v9'; 'triforce pull {NAME}' takes main" in err
+    hub.refusals[NAME] = (500, "")
+    assert f"later 'triforce pull {NAME} --revision v9' goes on" in run("pull", NAME, "--revision", "v9")[2]
+
+
+def test_an_alias_is_pulled_under_its_repositorys_name(hub, run, plain, tmp_path):
+    hub.put("JackFram/llama-68m", plain)
+    _, out, err = run("pull", "llama-68m")
+    assert out == f"{tmp_path / 'models/JackFram/llama-68m'}\n"
+    assert err.endswith("next: triforce chat --model llama-68m\n")
+
+
+@pytest.mark.parametrize(("renamed", "called"), [("Owner/Model", "Owner/Model"), ("else/where", NAME)])
+def test_a_repository_is_found_under_the_name_that_was_asked_for(hub, run, plain, tmp_path, renamed, called):
+    """As the hub writes it; where it was renamed, a short name still leads to it."""
+    hub.put(NAME, plain, renamed=renamed)
+    hub.put("Owner/Model", plain)
+    assert run("pull", NAME)[:2] == (0, f"{tmp_path / 'models' / called}\n")
+
+
+# --- cuts ---
+
+
+def test_a_cut_connection_is_taken_up_where_it_broke(hub, run, folder, plain):
+    hub.put(NAME, plain)
+    hub.cuts["model.safetensors"] = [3 * CHUNK + 100, 100, 2 * CHUNK]
+    assert run("pull", NAME)[0] == 0
+    assert pulled(folder) == plain
+    starts = [start for name, start in hub.requests if name == "model.safetensors"]
+    assert starts == [0, 3 * CHUNK, 3 * CHUNK, 5 * CHUNK]
+
+
+def test_a_connection_that_is_reset_is_made_anew(hub, run, folder, plain):
+    hub.put(NAME, plain)
+    hub.abrupt = True
+    hub.cuts["model.safetensors"] = [3 * CHUNK, 2 * CHUNK]
+    assert run("pull", NAME)[0] == 0
+    assert pulled(folder) == plain
+    assert [start for name, start in hub.requests if name == "model.safetensors"][:3] == [0, 3 * CHUNK, 5 * CHUNK]
+
+
+def break_off(hub: Hub, run: Run, name: str, come: int) -> str:
+    """Pull until `come` bytes of the file have come, and no more."""
+    hub.cuts[name] = [come, *[0] * 20]
+    code, _, err = run("pull", NAME)
+    assert code == 1
+    hub.cuts.clear()
+    return err
+
+
+def test_a_pull_that_failed_goes_on_where_it_was(hub, run, folder, plain):
+    hub.put(NAME, plain)
+    err = break_off(hub, run, "model.safetensors", 5 * CHUNK)
+    assert f"then 'triforce pull {NAME}' goes on from where it was" in err
+    assert state_of(folder) == "broken off"
+    assert not (folder / "config.json").exists()
+    code, _, err = run("generate", "--model", NAME, "--prompt", "x")
+    assert (code, f"'triforce pull {NAME}' goes on" in err) == (4, True)
+    hub.requests.clear()
+    _, _, err = run("pull", NAME)
+    assert f"{size(len(plain['model.safetensors']) - 5 * CHUNK)} to fetch" in err
+    assert hub.requests == [("model.safetensors", 5 * CHUNK)]
+    assert pulled(folder) == plain
+
+
+def test_what_came_of_another_version_is_not_mixed_in(hub, run, folder, plain):
+    hub.put(NAME, plain)
+    break_off(hub, run, "model.safetensors", 5 * CHUNK)
+    newer = {**plain, "model.safetensors": files_of_seed(folder.parent, 1)}
+    hub.put(NAME, newer, commit=OTHER)
+    assert run("pull", NAME)[0] == 0
+    assert pulled(folder) == newer
+
+
+def test_nothing_of_a_version_whose_pull_broke_off_gets_into_another(hub, run, folder, plain):
+    """Going back to the version in place, files of the newer one that had come already replaced it."""
+    hub.put(NAME, plain)
+    run("pull", NAME)
+    texts = {name: data + b"\n" for name, data in plain.items() if name != "model.safetensors"}
+    hub.put(NAME, {**texts, "model.safetensors": files_of_seed(folder.parent, 1)}, commit=OTHER)
+    break_off(hub, run, "model.safetensors", CHUNK)
+    assert (folder / STAGING / "tokenizer.json").read_bytes() == texts["tokenizer.json"]
+    assert run("pull", NAME, "--revision", COMMIT)[0] == 0
+    assert pulled(folder) == plain
+
+
+def test_nothing_of_a_converted_version_gets_into_another(hub, run, folder, plain, tmp_path):
+    hub.put(NAME, pickled(plain, tmp_path, 2))
+    run("pull", NAME)
+    hub.put(NAME, pickled(plain, tmp_path, 2, **random_model(seed=1).state_dict()), commit=OTHER)
+    break_off(hub, run, "pytorch_model-00002-of-00002.bin", CHUNK)
+    assert (folder / STAGING / "model-00001-of-00002.safetensors").exists()
+    assert run("pull", NAME, "--revision", COMMIT)[0] == 0
+    assert same_bits(tensors_in(folder), random_model().state_dict())
+
+
+def files_of_seed(folder: Path, seed: int) -> bytes:
+    save(random_model(seed=seed), folder / "other")
+    data = (folder / "other/model.safetensors").read_bytes()
+    shutil.rmtree(folder / "other")
+    return data
+
+
+def test_a_hub_that_begins_anew_is_followed(hub, run, folder, plain):
+    hub.put(NAME, plain)
+    hub.ranges = False
+    hub.cuts["model.safetensors"] = [3 * CHUNK]
+    assert run("pull", NAME)[0] == 0
+    assert pulled(folder) == plain
+    assert run("pull", NAME)[0] == 0
+
+
+def test_the_model_that_was_there_stays_usable_while_an_update_is_broken_off(hub, run, folder, plain):
+    hub.put(NAME, plain)
+    run("pull", NAME)
+    hub.put(NAME, {**plain, "model.safetensors": files_of_seed(folder.parent, 1)}, commit=OTHER)
+    break_off(hub, run, "model.safetensors", CHUNK)
+    assert locate(NAME) == folder
+    assert (folder / "model.safetensors").read_bytes() == plain["model.safetensors"]
+
+
+def test_an_end_in_the_middle_of_moving_is_seen_and_mended(hub, run, folder, plain, monkeypatch):
+    hub.put(NAME, plain)
+    real = os.replace
+
+    def replace(source, target):
+        if Path(target).parent == folder and len(files_of(folder)) > 2:
+            raise OSError(errno.EIO, "the power failed")
+        return real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        assert run("pull", NAME)[0] == 1
+    assert state_of(folder) == "broken off"
+    assert run("pull", NAME)[0] == 0
+    assert pulled(folder) == plain
+
+
+def command(hub: Hub, *args: str, **variables: str) -> tuple[list[str], dict[str, str]]:
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", **variables}
+    return [sys.executable, "-m", "triforce_cli", *args], environment
+
+
+def test_ctrl_c_keeps_what_has_come_and_says_how_to_go_on(hub, run, folder, plain):
+    hub.put(NAME, plain)
+    hub.stalls["model.safetensors"] = len(plain["model.safetensors"]) - 100
+    args, environment = command(hub, "pull", NAME)
+    with subprocess.Popen(args, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c) as process:
+        while not hub.requests or hub.requests[-1][0] != "model.safetensors":
+            time.sleep(0.01)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    hub.stalls.clear()
+    hub.cuts.clear()
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == f"stopped; 'triforce pull {NAME}' goes on from here"
+    assert state_of(folder) == "broken off"
+    assert run("pull", NAME)[0] == 0
+    assert pulled(folder) == plain
+
+
+def test_at_a_terminal_there_is_one_bar_with_time_left_and_then_none(hub, folder, plain):
+    """The library has bars of its own."""
+    hub.put(NAME, plain)
+    hub.stalls["model.safetensors"] = len(plain["model.safetensors"]) - 100
+    args, environment = command(hub, "pull", NAME, TERM="xterm-256color", COLUMNS="100")
+    terminal = Terminal(args, env=environment, columns=100)
+    try:
+        terminal.until(lambda: any("%" in line and line.endswith("left") for line in terminal.lines), "a whole bar")
+        bars = [line for line in terminal.lines if "%" in line or "B/s" in line]
+        assert len(bars) == 1
+        assert bars[0].split()[0] == "fetch"
+        hub.stalls.clear()
+        assert terminal.finish() == 0
+    finally:
+        hub.stalls.clear()
+        terminal.close()
+    assert "B/s]" not in terminal.written  # as the library writes it
+    assert "left" in terminal.written
+    assert not [line for line in terminal.lines if "%" in line]
+    assert f"next: triforce chat --model {NAME}" in terminal.lines
+    assert pulled(folder) == plain
+
+
+def test_offline_says_what_to_unset(hub, plain):
+    hub.put(NAME, plain)
+    args, environment = command(hub, "pull", NAME, HF_HUB_OFFLINE="1")
+    done = subprocess.run(args, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, hub.requests) == (4, [])
+    assert f"HF_HUB_OFFLINE is set, so {NAME} cannot be pulled; unset it and run" in done.stderr
+
+
+def test_two_pulls_at_once_are_one(hub, run, folder, plain):
+    hub.put(NAME, plain)
+    (folder / STAGING).mkdir(parents=True)
+    with (folder / STAGING / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, _, err = run("pull", NAME)
+    assert (code, "another process is pulling" in err, hub.requests) == (4, True, [])
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "exit_code", "said"),
+    [
+        (401, "RepoNotFound", 4, "the hub shows no repository owner/model: look at the spelling"),
+        (404, "RepoNotFound", 4, "'hf auth login' and run 'triforce pull owner/model'"),
+        (403, "GatedRepo", 4, "is gated: accept its terms at https://huggingface.co/owner/model"),
+        (403, "", 4, "the hub refuses owner/model to you (status 403): log in with 'hf auth login'"),
+        (404, "RevisionNotFound", 4, "has no revision 'main'"),
+        (500, "", 1, "the hub answered with status 500; later 'triforce pull owner/model'"),
+    ],
+)
+def test_a_refusal_of_the_hub_says_what_to_do(hub, run, folder, status, code, exit_code, said):
+    hub.refusals[NAME] = (status, code)
+    found, out, err = run("pull", NAME)
+    assert (found, out) == (exit_code, "")
+    assert said in err
+    assert "Traceback" not in err
+    assert not folder.parent.exists()
+
+
+def test_a_gated_repository_leaves_nothing(hub, run, folder, plain):
+    """The hub lists what is in one, and gives none of it."""
+    hub.put(NAME, plain)
+    hub.refusals["config.json"] = (401, "GatedRepo")
+    code, _, err = run("pull", NAME)
+    assert (code, f"{NAME} is gated: accept its terms" in err) == (4, True)
+    assert not folder.parent.exists()
+
+
+@pytest.mark.parametrize(("status", "code", "exit_code"), [(404, "EntryNotFound", 4), (403, "", 4), (410, "", 1)])
+def test_a_refusal_of_one_file_ends_the_pull(hub, run, folder, plain, status, code, exit_code):
+    hub.put(NAME, plain)
+    hub.refusals["model.safetensors"] = (status, code)
+    found, _, err = run("pull", NAME)
+    assert (found, f"'triforce pull {NAME}'" in err) == (exit_code, True)
+    assert state_of(folder) == "broken off"
+
+
+def test_no_network_says_so(hub, run, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    code, _, err = run("pull", NAME)
+    assert (code, "the hub cannot be reached (ConnectError" in err) == (1, True)
+
+
+@pytest.mark.parametrize("name", ["llama", "a/b/c", "../x", "a/..", "local/x", "/etc/passwd", "a/b\x1b[2J", ""])
+def test_a_name_that_is_none_is_refused(hub, run, name):
+    code, _, err = run("pull", name)
+    assert (code, "is no model of the hub" in err) == (2, True)
+    assert "\x1b" not in err
+
+
+def test_what_cannot_be_run_is_refused_before_its_weights_come(hub, run, folder, plain):
+    config = {**json.loads(plain["config.json"]), "model_type": "mamba"}
+    hub.put(NAME, {**plain, "config.json": json.dumps(config).encode()})
+    code, _, err = run("pull", NAME)
+    assert (code, hub.asked()) == (4, ["config.json"])
+    assert f"{NAME} was not pulled" in err
+    assert "model_type is 'mamba'" in err
+    assert not folder.exists()
+
+
+def test_a_repository_without_a_model_is_refused(hub, run, plain):
+    hub.put(NAME, {name: data for name, data in plain.items() if name != "config.json"})
+    assert "has no config.json" in run("pull", NAME)[2]
+    hub.put("owner/gguf", {"config.json": plain["config.json"], "model.gguf": b"x"})
+    code, _, err = run("pull", "owner/gguf")
+    assert (code, "triforce convert FILE" in err, hub.asked()) == (4, True, [])
+
+
+# --- bytes that are not what the hub says ---
+
+
+def altered(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize(
+    ("listed", "what"),
+    [
+        ({}, "other bytes came"),
+        ({"size": 1 << 20}, "bytes came than the hub lists"),
+        ({"size": 600}, "more bytes came"),
+    ],
+)
+def test_other_bytes_than_the_hub_lists_are_not_kept(hub, run, folder, plain, name, listed, what):
+    said = {"lfs": {"sha256": "e" * 64, "size": 1, "pointerSize": 1}} if name == "model.safetensors" else {}
+    hub.put(NAME, plain, listed={name: {"blobId": "e" * 40, **said, **listed}})
+    code, _, err = run("pull", NAME)
+    assert (code, what in err, name in err) == (4, True, True)
+    assert not list(folder.rglob(f"{name}*"))
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [{"blobId": "../../../evil/evil"}, {"blobId": None}, {"size": None}, {"size": -1}, {"size": "9"}, {"size": 2**40}],
+)
+def test_a_listing_that_makes_no_sense_is_refused(hub, run, plain, tmp_path, listed):
+    """What a file hashes to is part of a name on the disk."""
+    hub.put(NAME, plain, listed={"config.json": listed})
+    code, out, err = run("pull", NAME)
+    assert (code, out, hub.asked()) == (4, "", [])
+    assert "the hub does not say how long 'config.json' is" in err or "config.json has 1099511627776 bytes" in err
+    assert not list(tmp_path.rglob("*evil*"))
+
+
+@pytest.mark.parametrize("answer", [b"<html>", b"[]", b"{}", b'{"id": "../x", "sha": "c"}', b'{"id": "a/b", "sha": 3}'])
+def test_an_answer_of_no_hub_is_refused(hub, run, answer):
+    hub.put(NAME, {}, answer=answer)
+    code, _, err = run("pull", NAME)
+    assert (code in (1, 4), "is HF_ENDPOINT a hub?" in err) == (True, True)
+
+
+def test_names_that_lead_out_are_never_fetched(hub, run, folder, plain, tmp_path):
+    """They are not among the names that are taken; an index that names one is refused."""
+    hub.put(NAME, {**plain, "../evil.json": b"{}", "../../evil.safetensors": b"x", "/etc/evil": b"x"})
+    assert run("pull", NAME)[0] == 0
+    assert pulled(folder) == plain
+    out = ("../evil.safetensors", "/evil.safetensors", "a/b.safetensors", "..", ".safetensors", "x.bin", 3)
+    for number, shard in enumerate(out):
+        index = json.dumps({"weight_map": {"a": shard}}).encode()
+        files = {"config.json": plain["config.json"], "model.safetensors.index.json": index, str(shard): b"x"}
+        hub.put(f"owner/evil{number}", files)
+        code, _, err = run("pull", f"owner/evil{number}")
+        assert (code, "must be a plain name" in err) == (4, True)
+    assert set(hub.asked()) == {"config.json", "model.safetensors.index.json", *plain}
+    assert not list(tmp_path.rglob("evil.*"))
+
+
+def test_an_index_that_names_what_is_not_there_is_refused(hub, run, plain):
+    index = json.dumps({"weight_map": {"a": "gone.safetensors"}}).encode()
+    hub.put(NAME, {"config.json": plain["config.json"], "model.safetensors.index.json": index})
+    code, _, err = run("pull", NAME)
+    assert (code, "names gone.safetensors, which is not in the repository" in err) == (4, True)
+
+
+def test_weights_of_another_model_are_found_out(hub, run, folder, plain, tmp_path):
+    other = files_of(save(random_model("qwen2"), tmp_path / "other"))
+    hub.put(NAME, {**plain, "model.safetensors": other["model.safetensors"]})
+    code, _, err = run("pull", NAME)
+    assert (code, "the tensors do not fit config.json" in err) == (4, True)
+
+
+# --- the disk ---
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_too_small_a_disk_is_refused_before_weights_come(hub, run, folder, plain, monkeypatch):
+    hub.put(NAME, plain)
+    needed = weights_and_texts(plain)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, needed - 1))
+    code, _, err = run("pull", NAME)
+    assert (code, hub.asked()) == (3, ["config.json"])
+    assert f"{needed / 1e9:.3g} GB are needed in {folder}" in err
+    assert FOLDER_VARIABLE in err
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, needed))
+    assert run("pull", NAME)[0] == 0
+
+
+def test_a_disk_that_fills_up_on_the_way_says_so(hub, run, folder, plain, monkeypatch):
+    hub.put(NAME, plain)
+    write = fetch.Incoming.write
+
+    def full(self, data):
+        if self.tell() >= 4 * CHUNK:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fetch.Incoming, "write", full)
+        code, _, err = run("pull", NAME)
+    assert (code, f"the disk of {folder} is full" in err) == (3, True)
+    assert run("pull", NAME)[0] == 0
+    assert pulled(folder) == plain
+
+
+# --- pickled weights ---
+
+
+def pickled(plain: dict[str, bytes], tmp_path: Path, num_shards: int = 1, **changes: object) -> dict[str, bytes]:
+    """The model's files with its weights as pytorch_model*.bin, and what old checkpoints hold beside them."""
+    state = {**random_model().state_dict(), **changes, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    files = {name: data for name, data in plain.items() if name != "model.safetensors"}
+    names = [f"pytorch_model-{n:05d}-of-{num_shards:05d}.bin" for n in range(1, num_shards + 1)]
+    names = names if num_shards > 1 else ["pytorch_model.bin"]
+    parts = {name: dict(list(state.items())[n::num_shards]) for n, name in enumerate(names)}
+    for name, part in parts.items():
+        torch.save(part, tmp_path / "shard")
+        files[name] = (tmp_path / "shard").read_bytes()
+    if num_shards > 1:
+        index = {"weight_map": {tensor: name for name, part in parts.items() for tensor in part}}
+        files["pytorch_model.bin.index.json"] = json.dumps(index).encode()
+    return files
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    with Checkpoint.open(folder) as checkpoint:
+        check_model(checkpoint, ModelConfig.from_folder(folder))
+        found = {name: torch.empty(checkpoint.shape(name), dtype=checkpoint.dtype(name)) for name in checkpoint.names()}
+        for name, tensor in found.items():
+            checkpoint.read_into(name, tensor)
+        return found
+
+
+def same_bits(tensors: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> bool:
+    return tensors.keys() == state.keys() and all(
+        tensor.dtype == state[name].dtype and tensor.numpy().tobytes() == state[name].numpy().tobytes()
+        for name, tensor in tensors.items()
+    )
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_pickled_weights_become_safetensors_bit_for_bit(hub, run, folder, plain, tmp_path, num_shards):
+    files = pickled(plain, tmp_path, num_shards)
+    hub.put(NAME, files)
+    code, _, err = run("pull", NAME)
+    assert (code, "its weights are pickled" in err) == (0, True)
+    texts = {name for name in plain if name != "model.safetensors"}
+    shards = {f"model-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)} | {"model.safetensors.index.json"}
+    assert set(pulled(folder)) == texts | (shards if num_shards == 3 else {"model.safetensors"})
+    assert same_bits(tensors_in(folder), random_model().state_dict())
+    hub.asked()
+    assert json.loads(run("pull", NAME, "--json")[1])["fetched_bytes"] == 0
+    assert not any(name.endswith(".bin") for name in hub.asked())
+    assert same_bits(tensors_in(folder), random_model().state_dict())
+
+
+def test_shards_that_were_converted_are_not_fetched_again(hub, run, folder, plain, tmp_path):
+    hub.put(NAME, pickled(plain, tmp_path, 3))
+    break_off(hub, run, "pytorch_model-00003-of-00003.bin", 2 * CHUNK)
+    assert len(list(folder.rglob("*.safetensors"))) == 2
+    assert not list(folder.rglob("*.bin"))  # no more than one lies beside what is made of it
+    hub.requests.clear()
+    assert run("pull", NAME)[0] == 0
+    assert hub.requests == [("pytorch_model-00003-of-00003.bin", 2 * CHUNK)]
+    assert same_bits(tensors_in(folder), random_model().state_dict())
+
+
+def test_a_shard_that_came_and_was_not_converted_waits(hub, run, folder, plain, tmp_path, monkeypatch):
+    hub.put(NAME, pickled(plain, tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.hub.pull.convert_shard", lambda *args, **named: 1 / 0)
+        assert run("pull", NAME)[0] == 1
+    hub.requests.clear()
+    assert run("pull", NAME)[0] == 0
+    assert hub.requests == []
+    assert same_bits(tensors_in(folder), random_model().state_dict())
+
+
+class Evil:
+    """Unpickled, it would make the file."""
+
+    path = ""
+
+    def __reduce__(self):
+        return (open, (Evil.path, "w"))
+
+
+def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(hub, run, folder, plain, tmp_path):
+    Evil.path = str(tmp_path / "ran")
+    hub.put(NAME, pickled(plain, tmp_path, evil=Evil()))
+    torch.load(tmp_path / "shard", weights_only=False)
+    assert (tmp_path / "ran").exists()  # so it would
+    (tmp_path / "ran").unlink()
+    code, _, err = run("pull", NAME)
+    assert (code, "holds more than tensors, or is damaged; nothing of it was run" in err) == (4, True)
+    assert not (tmp_path / "ran").exists()
+    assert state_of(folder) == "broken off"
+
+
+# --- config only ---
+
+
+def test_config_only_is_enough_to_plan_and_not_to_generate(hub, run, folder, plain):
+    hub.put(NAME, plain)
+    code, _, err = run("pull", NAME, "--config-only")
+    assert (code, set(pulled(folder))) == (0, set(plain) - {"model.safetensors"})
+    assert err.endswith(f"next: triforce plan --model {NAME}\n")
+    assert run("plan", "--model", NAME, "--max-tokens", "10")[0] == 0
+    code, _, err = run("generate", "--model", NAME, "--prompt", "x")
+    assert (code, f"only its config.json was pulled; 'triforce pull {NAME}' fetches its weights" in err) == (4, True)
+    assert run("pull", NAME)[0] == 0
+    assert pulled(folder) == plain
+
+
+def test_config_only_leaves_weights_that_are_there(hub, run, folder, plain):
+    hub.put(NAME, plain)
+    run("pull", NAME)
+    assert run("pull", NAME, "--config-only")[0] == 0
+    assert pulled(folder) == plain
+    assert "model.safetensors" in Origin.read(folder).files
+
+
+def test_config_only_leaves_what_has_come_of_weights(hub, run, folder, plain):
+    hub.put(NAME, plain)
+    break_off(hub, run, "model.safetensors", 5 * CHUNK)
+    assert run("pull", NAME, "--config-only")[0] == 0
+    assert state_of(folder) == "config only"
+    hub.requests.clear()
+    assert run("pull", NAME)[0] == 0
+    assert hub.requests[-1] == ("model.safetensors", 5 * CHUNK)
+    assert pulled(folder) == plain
+
+
+def test_the_hash_of_a_small_file_is_gits(tmp_path):
+    """printf 'hello\\n' | git hash-object --stdin"""
+    (tmp_path / "file").write_bytes(b"hello\n")
+    for digest in ("ce013625030ba8dba906f756967f9e9ca394464a", hashlib.sha256(b"hello\n").hexdigest()):
+        file = fetch.RemoteFile("file", 6, digest)
+        assert fetch.is_whole(tmp_path / "file", file, count=lambda count: None)
+        assert not fetch.is_whole(tmp_path / "none", file, count=lambda count: None)

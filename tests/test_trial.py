@@ -1,0 +1,221 @@
+"""Ways of decoding compared: turns, numbers, and plain decoding on an engine that could do more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from models import GREEDY, TOKENIZER_SIZE, Sizes, perturbed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from offload.comparison import PLAIN, TRANSFORMERS, TRIFORCE, Comparison, Run
+from offload.engine import Engine
+from offload.errors import DoesNotFit, TriforceError
+from offload.metrics import LevelStats, Spread, Stats
+from offload.plan.options import Options
+from offload.plan.planner import Plan
+from offload.plan.request import Request
+from offload.reference import Reference
+from offload.trial import WARM_UP, Step, Trial, check_reference_fits
+
+SIZES = {"vocab_size": TOKENIZER_SIZE, "max_position_embeddings": 512, "eos_token_id": None}
+LEVELS = Sizes(gamma=5, draft_gamma=2, budget=16, chunk=4, window=8, lookup=True)
+NUM_TOKENS = 24
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    save(random_model(**SIZES), folder / "target", tokenizer=True)
+    save(perturbed(random_model(**SIZES), 0.1), folder / "draft", tokenizer=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    return random_tokens(90, vocabulary=256) * 2
+
+
+@pytest.fixture(scope="module")
+def plan(folder: Path, prompt: list[int]) -> Plan:
+    sizes = replace(LEVELS, capacity=len(prompt) + NUM_TOKENS)
+    return tiny_plan(folder / "target", folder / "draft", sizes, num_prompt_tokens=len(prompt), max_tokens=NUM_TOKENS)
+
+
+@pytest.fixture
+def engine(folder: Path, plan: Plan) -> Iterator[Engine]:
+    with tiny_engine(plan, folder / "target", folder / "draft") as engine:
+        yield engine
+
+
+def said(engine: Engine, prompt: list[int], *, speculation: bool) -> list[int]:
+    steps = engine.generate(prompt, GREEDY, max_tokens=NUM_TOKENS, speculation=speculation)
+    return [token for step in steps for token in step.tokens]
+
+
+def passes(engine: Engine) -> dict[str, int]:
+    return {level.name: level.passes for level in engine.stats.levels}
+
+
+def trial_of(plan: Plan, prompt: list[int], **changes: object) -> Trial:
+    asked = {"prompt": tuple(prompt), "plan": plan, "sampling": GREEDY, "max_tokens": NUM_TOKENS, "repeats": 2}
+    return Trial(**(asked | {"against_transformers": False} | changes))
+
+
+def run_of(way: str, turn: int, milliseconds: float, tokens: tuple[int, ...] = (1, 2, 3)) -> Run:
+    stats = Stats(levels=[LevelStats("target", rounds=4, drafted=10 * turn, accepted=6)]) if way == TRIFORCE else None
+    return Run(way=way, turn=turn, tokens=tokens, milliseconds_per_token=milliseconds, stats=stats)
+
+
+def comparison_of(plan: Plan, *runs: Run) -> Comparison:
+    return Comparison(plan=plan, greedy=True, prefill_rates={PLAIN: 100.0}, runs=runs)
+
+
+class TestPlainOnOneEngine:
+    def test_it_is_what_an_engine_without_speculation_says_one_token_a_pass(self, engine, folder, plan, prompt):
+        alone = tiny_plan(
+            folder / "target", None, replace(LEVELS, gamma=0, capacity=plan.capacity),
+            num_prompt_tokens=len(prompt), max_tokens=NUM_TOKENS,
+        )  # fmt: skip
+        with tiny_engine(alone, folder / "target") as plain:
+            expected = said(plain, prompt, speculation=True)
+        assert said(engine, prompt, speculation=False) == expected
+        assert passes(engine) == {"target": NUM_TOKENS, "retrieval": 0, "draft": 0}
+        assert engine.stats.refresh_seconds == 0.0
+        assert engine.retrieval is not None
+        assert not engine.retrieval.full.keeps_mass
+
+    def test_speculation_before_and_after_it_is_the_same(self, engine, prompt):
+        first = said(engine, prompt, speculation=True)
+        assert 0 < passes(engine)["target"] < NUM_TOKENS
+        assert passes(engine)["draft"] > 0
+        assert said(engine, prompt, speculation=False) == first
+        assert said(engine, prompt, speculation=True) == first
+        assert passes(engine)["draft"] > 0
+
+
+class TestTrial:
+    def test_ways_take_turns_and_every_other_turn_is_backwards(self, plan, prompt):
+        trial = trial_of(plan, prompt, against_transformers=True)
+        every = [PLAIN, TRIFORCE, TRANSFORMERS]
+        assert [step.way for step in trial.steps] == [*every, *reversed(every), *every]
+        assert [step.turn for step in trial.steps] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+    def test_one_prefill_serves_all_runs_and_the_warm_up_does_not_count(self, engine, plan, prompt):
+        prefilled = []
+        steps = list[Step]()
+        found = trial_of(plan, prompt).run(
+            engine, None, on_step=steps.append, on_progress=lambda progress: prefilled.append(progress.done)
+        )
+        assert max(prefilled) == len(prompt) - plan.rows
+        assert prefilled == sorted(prefilled)  # it went once from the first to the last row
+        assert [step.turn for step in steps].count(WARM_UP) == 2
+        assert [(run.way, run.turn) for run in found.runs] == [
+            (TRIFORCE, 1), (PLAIN, 1), (PLAIN, 2), (TRIFORCE, 2),
+        ]  # fmt: skip
+        assert all(len(run.tokens) == NUM_TOKENS for run in found.runs)
+        assert found.prefill_rates.keys() == {PLAIN}
+        assert found.first_difference(TRIFORCE) is None
+
+    def test_a_text_that_ends_at_once_is_refused(self, folder, plan, prompt, engine, monkeypatch):
+        monkeypatch.setattr(Engine, "end_tokens", frozenset(range(TOKENIZER_SIZE)))
+        with pytest.raises(TriforceError, match="ended its text with token 1, too early to be timed"):
+            trial_of(plan, prompt).run(engine, None, on_step=lambda step: None, on_progress=lambda progress: None)
+
+    def test_sampled_turns_have_seeds_of_their_own(self, engine, plan, prompt):
+        sampling = replace(GREEDY, temperature=1.0, top_p=1.0, seed=3)
+        found = trial_of(replace(plan, pace="planned"), prompt, sampling=sampling).run(
+            engine, None, on_step=lambda step: None, on_progress=lambda progress: None
+        )
+        first, second = found.of(PLAIN)
+        assert first.tokens != second.tokens
+        assert not found.greedy
+
+
+class TestReference:
+    def test_transformers_says_the_same_with_and_without_its_prefill(self, folder, plan, prompt, engine):
+        reference = Reference(folder / "target", dtype="fp32", device="cpu")
+        found = trial_of(plan, prompt, against_transformers=True).run(
+            engine, reference, on_step=lambda step: None, on_progress=lambda progress: None
+        )
+        assert found.first_difference(TRANSFORMERS) is None
+        assert len(found.of(TRANSFORMERS)) == 2
+        assert found.prefill_rates[TRANSFORMERS] > 0
+        other = random_tokens(50, seed=5, vocabulary=256)
+        tokens, moments = reference.generate(other, GREEDY, max_tokens=6, end_tokens=())
+        fresh, _ = Reference(folder / "target", dtype="fp32", device="cpu").generate(
+            other, GREEDY, max_tokens=6, end_tokens=()
+        )
+        assert tokens == fresh
+        assert moments == sorted(moments)
+        assert len(moments) == 6
+        stopped, _ = reference.generate(other, GREEDY, max_tokens=6, end_tokens={fresh[2]})
+        assert stopped == fresh[: fresh.index(fresh[2]) + 1]
+
+    def test_settings_that_a_folder_brings_do_not_count(self, folder, tmp_path, prompt):
+        """A repetition penalty in generation_config.json made transformers sample from another law."""
+        for file in (folder / "target").iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 5.0}')
+        texts = [
+            Reference(where, dtype="fp32", device="cpu").generate(prompt, GREEDY, max_tokens=8, end_tokens=())[0]
+            for where in (folder / "target", tmp_path)
+        ]
+        assert texts[0] == texts[1]
+
+    def test_a_folder_that_transformers_cannot_load_is_named(self, tmp_path):
+        with pytest.raises(TriforceError, match=str(tmp_path)):
+            Reference(tmp_path, dtype="fp32", device="cpu")
+
+    def test_what_has_no_room_beside_the_engine_is_refused_before_it_is_loaded(self, folder):
+        request = Request.on_this_machine(folder / "target", None, Options(dtype="fp32"))
+        plan = request.plan(num_prompt_tokens=100, max_tokens=10)
+        check_reference_fits(request, plan)
+        planned = sum(plan.device_bytes.values()) + sum(plan.host_bytes.values())
+        needed = request.target.weight_bytes(4) + 110 * request.target.kv_bytes_per_token(4)
+        for free, fits in ((planned + needed, True), (planned + needed - 1, False)):
+            full = replace(request, hardware=replace(request.hardware, host_free_bytes=free))
+            if fits:
+                check_reference_fits(full, plan)
+            else:
+                with pytest.raises(DoesNotFit, match="leave out --against transformers"):
+                    check_reference_fits(full, plan)
+
+
+class TestComparison:
+    def test_ratios_are_of_runs_of_the_same_turn(self, plan):
+        found = comparison_of(
+            plan,
+            *(run_of(TRIFORCE, turn, time) for turn, time in ((1, 10.0), (2, 20.0), (3, 40.0))),
+            *(run_of(PLAIN, turn, time) for turn, time in ((3, 40.0), (2, 60.0), (1, 20.0))),
+        )
+        assert found.milliseconds(PLAIN) == Spread(40.0, 20.0, 60.0)
+        assert found.ratio(PLAIN, TRIFORCE) == Spread(2.0, 1.0, 3.0)
+        assert found.ways == [PLAIN, TRIFORCE]
+
+    def test_counts_are_added_up_before_they_are_divided(self, plan):
+        found = comparison_of(plan, run_of(PLAIN, 1, 1.0), run_of(TRIFORCE, 1, 1.0), run_of(TRIFORCE, 2, 1.0))
+        assert found.acceptance == 12 / 30
+        assert found.tokens_per_pass == (12 + 8) / 8
+
+    def test_the_first_differing_token_of_any_turn_is_found(self, plan):
+        found = comparison_of(
+            plan,
+            *(run_of(PLAIN, turn, 1.0) for turn in (1, 2, 3)),
+            run_of(TRIFORCE, 1, 1.0),
+            run_of(TRIFORCE, 2, 1.0, (1, 2)),
+            run_of(TRIFORCE, 3, 1.0, (1, 7, 3)),
+        )
+        assert found.first_difference(TRIFORCE) == 1
+        shorter = comparison_of(plan, run_of(PLAIN, 1, 1.0), run_of(TRIFORCE, 1, 1.0, (1, 2)))
+        assert shorter.first_difference(TRIFORCE) == 2

@@ -25,12 +25,21 @@ def hear_ctrl_c() -> None:
 class Terminal:
     """What the program wrote is in `written`, how that looks in `lines`. Nothing sleeps: conditions are waited for."""
 
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], rows: int = 24, columns: int = 80) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        rows: int = 24,
+        columns: int = 80,
+        begin: Callable[[], None] = hear_ctrl_c,
+    ) -> None:
+        """begin: in the child, before its program starts, or instead of it."""
         self.written = ""
         self._screen = pyte.HistoryScreen(columns, rows, history=2000)
         self._stream = pyte.ByteStream(self._screen)
         program, *args = command
-        self._child = pexpect.spawn(program, args, dimensions=(rows, columns), env=dict(env), preexec_fn=hear_ctrl_c)
+        self._child = pexpect.spawn(program, args, dimensions=(rows, columns), env=dict(env), preexec_fn=begin)
         self._child.delaybeforesend = None
 
     @property
@@ -48,6 +57,10 @@ class Terminal:
         return next((line for line in reversed(self.lines) if line), "")
 
     @property
+    def is_at_line_start(self) -> bool:
+        return bool(self._screen.cursor.x == 0)
+
+    @property
     def is_cursor_hidden(self) -> bool:
         return bool(self._screen.cursor.hidden)
 
@@ -57,6 +70,9 @@ class Terminal:
 
     def send(self, keys: str) -> None:
         self._child.send(keys)
+
+    def signal(self, number: int) -> None:
+        self._child.kill(number)
 
     def resize(self, rows: int, columns: int) -> None:
         """The program gets SIGWINCH."""
@@ -105,6 +121,7 @@ class Terminal:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while self._read():
             assert time.monotonic() < deadline, f"the program does not end:\n{self.shown}"
+        self._child.wait()  # it has let go of the terminal, and may take its time to end: closing would kill it
         self._child.close()
         return int(self._child.exitstatus if self._child.exitstatus is not None else -self._child.signalstatus)
 

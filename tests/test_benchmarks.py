@@ -56,11 +56,26 @@ def test_decode_on_the_plans_clock_says_the_same_again_whatever_the_machine_does
         "plain,default",
     )
     document, _ = run("decode.py", *args, "--clock", "plan")
+    run("decode.py", *args, "--clock", "plan", "--offload", "kv", "--link-gbps", "1")  # once waited for ever
     for result in json.loads(document)["results"]:
         first, second = (measured["milliseconds_per_token"] for measured in result["runs"])
         predicted = 1000 * result["runs"][0]["plan"]["predicted"]["plain_seconds_per_token"]
         assert abs(first - second) < 1e-9
         assert abs(first / predicted - 1.0) < (0.01 if result["setting"] == "plain" else 0.5)
+
+
+def test_a_replay_plays_settings_on_stretches_of_recorded_texts() -> None:
+    """That each setting writes the recorded text is checked by the replay itself."""
+    settings = ["default", "gamma=3", "gamma=3+lookup=no"]
+    args = ("--lengths", "400", "--starts", "0,0.5", "--max-tokens", "24", "--stretches", "2")
+    document, table = run("replay.py", *args, "--settings", ",".join(settings), "--offload", "kv", "--link-gbps", "1")
+    results = json.loads(document)["results"]
+    assert [(result["start"], result["stretch"]) for result in results] == [(0, 0), (0, 1), (0.5, 0), (0.5, 1)]
+    for result in results:
+        plain = 1000 * result["plan"]["predicted"]["plain_seconds_per_token"]
+        assert list(result["milliseconds_per_token"]) == settings
+        assert all(0 < milliseconds < plain for milliseconds in result["milliseconds_per_token"].values())
+    assert "best" in table
 
 
 def test_prefill_compares_offloaded_with_resident() -> None:

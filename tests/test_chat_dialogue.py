@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from models import GREEDY, random_model, save
 from offload.engine import Engine
-from offload.errors import DoesNotFit, ModelError, UsageError
+from offload.errors import DoesNotFit, ModelError, SessionError, UsageError
 from offload.plan.planner import Options
 from triforce_cli.chat import slash
 from triforce_cli.chat.conversation import Conversation, Document
@@ -22,7 +23,8 @@ from triforce_cli.chat.dialogue import Dialogue
 from triforce_cli.chat.formats import ChatFormat
 from triforce_cli.chat.partner import LEAST_CAPACITY, Partner
 from triforce_cli.chat.settings import Settings
-from triforce_cli.options import Models
+from triforce_cli.choice import Models
+from triforce_cli.commands.chat import _converse
 from triforce_cli.output import Output
 
 # A row computed in another phase or block differs by rounding only: fp32, two layers, keys and values of size about 1.
@@ -74,8 +76,8 @@ def engine_of(dialogue: Dialogue) -> Engine:
 
 def rows_of(dialogue: Dialogue, length: int) -> torch.Tensor:
     engine = engine_of(dialogue)
-    engine._full.wait_home()
-    return engine._full.read_rows(0, length).clone()
+    engine.rows.cache.wait_home()
+    return engine.rows.cache.read_rows(0, length).clone()
 
 
 def finish_ahead(dialogue: Dialogue) -> None:
@@ -95,8 +97,8 @@ def check_against_a_fresh_start(dialogue: Dialogue, make: Make) -> None:
     """The rows of all that was said, and the reply to one more message."""
     said = dialogue.format.closing_tokens(dialogue.conversation)
     finish_ahead(dialogue)
-    assert engine_of(dialogue)._held.tokens == said
-    assert engine_of(dialogue)._full.length == len(said)
+    assert engine_of(dialogue).rows.tokens == said
+    assert engine_of(dialogue).rows.cache.length == len(said)
     fresh = make(speculation=False)
     prompt = dialogue.format.prompt_tokens(dialogue.conversation.asked("and then?"))
     wanted = continuation(fresh, prompt)
@@ -160,7 +162,7 @@ def test_a_second_try_computes_the_message_again_and_nothing_before_it(make: Mak
     assert dialogue.conversation.turns == (reply,)
 
 
-def fail(*args: object) -> None:
+def fail(*args: object, **settings: object) -> None:
     raise ModelError("the disk is gone")
 
 
@@ -192,6 +194,75 @@ def test_a_person_hears_of_an_error_ahead_and_has_the_reply_all_the_same(
     assert "error: the disk is gone" in capfd.readouterr().err
 
 
+def test_a_reply_that_cannot_be_made_again_stays_and_its_question_is_not_asked_twice(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialogue = make(interactive=True)
+    dialogue.say("hello")
+    before = dialogue.conversation
+    monkeypatch.setattr(dialogue.partner, "answer", fail)
+    with pytest.raises(ModelError):
+        send(dialogue, "/regen")
+    assert dialogue.conversation == before
+    assert dialogue.taken_draft() == ""
+    with pytest.raises(ModelError):
+        send(dialogue, "a new question")
+    assert dialogue.taken_draft() == "a new question"
+
+
+class Script:
+    """A reader of these lines; None: the end of input, for once."""
+
+    def __init__(self, *lines: str | None) -> None:
+        self._lines = list(lines)
+
+    def read(self, draft: str) -> str | None:
+        return self._lines.pop(0)
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_a_person_whose_session_cannot_be_kept_may_save_the_conversation_and_try_again(
+    make: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    failures: int,
+) -> None:
+    dialogue, kept = make(interactive=True), []
+
+    def keep(extra: object, on_progress: object) -> None:
+        kept.append(extra)
+        if dialogue.conversation.turns and len(kept) <= 1 + failures:
+            raise SessionError("the disk is full")
+
+    monkeypatch.setattr(dialogue.partner, "store", SimpleNamespace(tokens=[]))
+    monkeypatch.setattr(dialogue.partner, "keep", keep)
+    file = tmp_path / "saved.json"
+    dialogue.work_ahead()
+    dialogue._ahead.wait(lambda progress: None)  # of the empty conversation: this one is kept
+    lines = ("A question", None, *((f"/save {file}", None) if failures else ()))
+    reader = Script(*lines)
+    if failures == 2:
+        with pytest.raises(SessionError):
+            _converse(dialogue, reader)  # type: ignore[arg-type]
+    else:
+        _converse(dialogue, reader)  # type: ignore[arg-type]
+    err = capfd.readouterr().err
+    assert err.count("error: the disk is full") == min(failures, 1)
+    assert file.exists() == (failures > 0)
+    if failures:
+        assert Conversation.from_json(file.read_text(), "saved").turns == dialogue.conversation.turns
+    assert reader._lines == []
+
+
+def test_a_script_whose_session_cannot_be_kept_ends_with_the_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    dialogue = make()
+    monkeypatch.setattr(dialogue.partner, "store", SimpleNamespace(tokens=[]))
+    monkeypatch.setattr(dialogue.partner, "keep", fail)
+    with pytest.raises(ModelError, match="the disk is gone"):
+        _converse(dialogue, Script("A question", None))  # type: ignore[arg-type]
+
+
 def test_a_prefill_that_is_broken_off_leaves_all_as_it_was(make: Make) -> None:
     dialogue = make()
     dialogue.say("hello")
@@ -206,8 +277,8 @@ def test_a_prefill_that_is_broken_off_leaves_all_as_it_was(make: Make) -> None:
     dialogue.change(before)
     assert dialogue._ahead.progress is None
     assert progress.done < progress.total
-    assert engine_of(dialogue)._held.tokens == dialogue.format.closing_tokens(before)
-    assert engine_of(dialogue)._full.length == said
+    assert engine_of(dialogue).rows.tokens == dialogue.format.closing_tokens(before)
+    assert engine_of(dialogue).rows.cache.length == said
     check_against_a_fresh_start(dialogue, make)
 
 
@@ -218,7 +289,7 @@ def test_leaving_waits_for_no_prefill_that_no_session_keeps(make: Make) -> None:
     dialogue.work_ahead()
     dialogue.finish_ahead()
     dialogue.close()
-    assert len(engine_of(dialogue)._held.tokens) < dialogue.num_used
+    assert len(engine_of(dialogue).rows.tokens) < dialogue.num_used
 
 
 def test_a_cache_that_grows_keeps_what_was_computed(make: Make) -> None:
@@ -266,3 +337,18 @@ def test_a_conversation_that_the_template_refuses_is_not_loaded(
 def test_a_home_that_there_is_not_is_an_error_of_the_user(make: Make, line: str) -> None:
     with pytest.raises(UsageError, match="nobody-at-all"):
         slash.run(make(), line)
+
+
+def test_a_save_replaces_conversations_and_nothing_else(make: Make, tmp_path: Path) -> None:
+    """/save with the name of the document replaced the document."""
+    dialogue, book, saved = make(), tmp_path / "a book.txt", tmp_path / "saved.json"
+    book.write_text("It was a dark night.")
+    slash.run(dialogue, f"/file '{book}'")
+    with pytest.raises(UsageError, match="is there and no saved conversation, so it stays"):
+        slash.run(dialogue, f"/save {book}")
+    assert book.read_text() == "It was a dark night."
+    with pytest.raises(UsageError, match="too long"):
+        slash.run(dialogue, f"/save {tmp_path / ('x' * 300)}")
+    for _ in range(2):
+        slash.run(dialogue, f'/save "{saved}"')
+        assert Conversation.from_json(saved.read_text(), "saved") == dialogue.conversation

@@ -180,12 +180,22 @@ class TestJson:
         assert document["model"] == {"target": model, "draft": None}
         assert document["version"] == __version__
 
-    @pytest.mark.parametrize("script", [{"pieces": ["half"], "fail": "TriforceError"}, {"load_fail": "ModelError"}])
-    def test_of_a_failed_run_is_nothing(self, script, model):
-        done = run("--model", model, "--prompt", "x", "--json", script=script)
-        assert done.returncode != 0
-        assert done.stdout == b""
-        assert b"error: " in done.stderr
+    def test_of_a_failed_run_has_what_had_come(self, model):
+        script = {"pieces": ["ha", "lf"], "fail": "TriforceError"}
+        done = run("--model", model, "--prompt", "x", "--json", "--quiet", script=script)
+        document, error = json.loads(done.stdout), json.loads(done.stderr)["error"]
+        assert (document["text"], document["finish_reason"]) == ("half", "error")
+        assert error == {
+            "kind": "runtime",
+            "message": "TriforceError happened; do something else",
+            "exit_code": done.returncode,
+        }
+        assert done.returncode == 1
+
+    def test_of_a_run_that_failed_before_the_first_token_is_nothing(self, model):
+        done = run("--model", model, "--prompt", "x", "--json", script={"load_fail": "ModelError"})
+        assert (done.returncode, done.stdout) == (4, b"")
+        assert json.loads(done.stderr.splitlines()[-1])["error"]["kind"] == "model"
 
 
 class TestStandardError:
@@ -193,8 +203,8 @@ class TestStandardError:
         done = run("--model", model, "--prompt", "x" * 500)
         lines = done.stderr.decode().splitlines()
         assert [line.split(" in ")[0] for line in lines] == [
-            "load: 64.0 MiB",
-            "load: 64.0 MiB",
+            "load: 67.1 MB",
+            "load: 67.1 MB",
             "prefill: 500 tokens",
             "prefill: 500 tokens",
         ]

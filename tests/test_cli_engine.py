@@ -17,7 +17,7 @@ import torch
 from models import TOKENIZER_SIZE, byte_tokenizer, perturbed, random_model, save
 from offload.plan.rates import FOLDER_VARIABLE
 from test_cli_fake import ROOT, environment
-from triforce_cli import options
+from triforce_cli import choice, configuration
 from triforce_cli.app import main
 
 CONTEXT = 1024
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith("TRIFORCE_") and name != FOLDER_VARIABLE:
+        if name.startswith("TRIFORCE_") and name not in (FOLDER_VARIABLE, configuration.VARIABLE):
             monkeypatch.delenv(name)
 
 
@@ -148,7 +148,7 @@ def test_output_is_cut_at_the_context_with_a_note(folder, capfd):
 
 
 def test_embedded_pair_is_used_without_a_model_and_a_line_says_so(folder, capfd, monkeypatch):
-    monkeypatch.setattr(options, "embedded_model", lambda name: folder / name.removeprefix("demo-"))
+    monkeypatch.setattr(choice, "embedded_model", lambda name: folder / name.removeprefix("demo-"))
     args = ("generate", "--prompt-file", str(folder / "prompt.txt"), "--dtype", "fp32", "--max-tokens", "3", "--json")
     assert main(args) == 0
     out, err = capfd.readouterr()

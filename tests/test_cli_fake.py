@@ -1,8 +1,8 @@
 """A stand-in for the engine, so that the command line is tested in fractions of a second and at will.
 
 `python tests/test_cli_fake.py generate ...` is `triforce generate ...` on it. FAKE holds a JSON object:
-pieces: the text, one piece a step; finish: of the last step; hang: after the pieces, sleep until killed;
-endless: repeat the last piece very often; fail: raise this error ("DoesNotFit", ...) after the pieces;
+pieces: the text, one piece a step; piece_seconds: after each; finish: of the last step; hang: after the pieces, sleep
+until killed; endless: repeat the last piece very often; fail: raise this error ("DoesNotFit", ...) after the pieces;
 load_fail: raise it at load; ticks: progress calls per stage; tick_seconds: between two of them.
 """
 
@@ -31,6 +31,8 @@ from offload.plan.cost import Prediction  # noqa: E402
 from offload.plan.planner import Options, Plan  # noqa: E402
 from offload.plan.rates import FOLDER_VARIABLE  # noqa: E402
 from offload.plan.sizing import PrefillShape  # noqa: E402
+from offload.progress import Progress  # noqa: E402
+from triforce_cli import configuration  # noqa: E402
 
 SCRIPT: dict[str, Any] = json.loads(os.environ.get("FAKE", "{}"))
 
@@ -42,14 +44,6 @@ class SamplingParams:
     top_p: float = 0.9
     min_p: float = 0.0
     seed: int | None = None
-
-
-@dataclass(frozen=True)
-class Progress:
-    stage: str
-    done: int
-    total: int
-    unit: str
 
 
 @dataclass(frozen=True)
@@ -153,6 +147,7 @@ class Engine:
         stop: Sequence[str] = (),
         end_tokens: Collection[int] = (),
         reuse: bool = False,
+        speculation: bool = True,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> Iterator[Step]:
         _tick("prefill", len(prompt), "tokens", on_progress)
@@ -162,6 +157,7 @@ class Engine:
         last = len(pieces) - 1 if not {"hang", "endless", "fail"} & SCRIPT.keys() else None
         for index, piece in enumerate(pieces):
             yield Step(piece, list(piece.encode()), SCRIPT.get("finish", "length") if index == last else None)
+            time.sleep(SCRIPT.get("piece_seconds", 0.0))
         for _ in range(100_000 if "endless" in SCRIPT else 0):
             yield Step(pieces[-1], list(pieces[-1].encode()), None)
         if "fail" in SCRIPT:
@@ -218,7 +214,8 @@ def install() -> None:
 
 def environment(script: Mapping[str, Any] | None = None, **variables: str) -> dict[str, str]:
     """This process's environment without settings of a developer's own, but with the tests' folder for rates."""
-    ours = (name for name in os.environ if not name.startswith("TRIFORCE_") or name == FOLDER_VARIABLE)
+    for_tests = (FOLDER_VARIABLE, configuration.VARIABLE)
+    ours = (name for name in os.environ if not name.startswith("TRIFORCE_") or name in for_tests)
     kept = {name: os.environ[name] for name in ours}
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "PYTHONUNBUFFERED"):
         kept.pop(name, None)
@@ -266,7 +263,6 @@ def test_stand_in_has_the_names_and_signatures_of_the_engine():
     ):
         assert _parameters(ours) == _parameters(real)
     for our_class, real_class in (
-        (Progress, real_engine.Progress),
         (Step, real_engine.Step),
         (SamplingParams, real_sampling.SamplingParams),
     ):

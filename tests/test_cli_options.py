@@ -10,9 +10,11 @@ import typer
 
 from offload.errors import UsageError
 from offload.session.names import session_folder
-from triforce_cli import options
+from triforce_cli import choice
 from triforce_cli.app import app, main
+from triforce_cli.choice import choose_models
 from triforce_cli.commands.generate import Generate
+from triforce_cli.flags import _offloaded
 
 FLAGS = [  # option, what is typed, where it arrives, as what
     ("--prompt", "In short:", "prompt", "In short:"),
@@ -39,12 +41,16 @@ FLAGS = [  # option, what is typed, where it arrives, as what
     ("--pace", "planned", "options.pace", "planned"),
     ("--cache", "kept", "session", Path("kept")),
     ("--session", "book", "session", session_folder("book")),
+    ("--timeout", "1.5", "timeout", 1.5),
+    ("--output", "kept.txt", "file", Path("kept.txt")),
 ]
 SWITCHES = [
     ("--no-speculation", "options.speculation", False),
     ("--no-lookup", "options.lookup", False),
     ("--stats", "show_stats", True),
-    ("--json", "as_json", True),
+    ("--json", "form", "json"),
+    ("--jsonl", "form", "jsonl"),
+    ("--echo", "echo", True),
     ("--quiet", "quiet", True),
 ]
 
@@ -101,6 +107,7 @@ def test_every_option_is_tested_here_and_has_its_variable():
     declared = {parameter.opts[0]: parameter.envvar for parameter in command.params}
     assert declared == {flag: variable_of(flag) for flag in declared}
     apart = {"--model", "--draft", "--link-gbps", "--read-only", "--debug"}  # tested one by one
+    apart |= {"--input-jsonl", "--output-jsonl", "--config", "--log-file"}  # in files of their own
     assert set(declared) == {flag for flag, *_ in FLAGS + SWITCHES} | apart
 
 
@@ -158,7 +165,7 @@ def test_stop_can_be_repeated_and_its_variable_holds_words(model, monkeypatch):
     ],
 )
 def test_offload_takes_any_order(text, expected):
-    assert options.offloaded(text) == expected
+    assert _offloaded(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -221,42 +228,42 @@ def test_bad_variable_is_named(model, capfd, monkeypatch):
 def test_named_model_has_no_draft_unless_named(tmp_path):
     draft = tmp_path / "draft"
     draft.mkdir()
-    alone = options.choose_models(tmp_path, None)
+    alone = choose_models(tmp_path, None)
     assert (alone.target, alone.draft, alone.embedded) == (tmp_path, None, False)
-    assert options.choose_models(tmp_path, "none").draft is None
-    assert options.choose_models(tmp_path, str(draft)).draft == draft
+    assert choose_models(tmp_path, "none").draft is None
+    assert choose_models(tmp_path, str(draft)).draft == draft
 
 
 def test_without_a_model_the_embedded_pair_is_used(monkeypatch, tmp_path):
     package = tmp_path / "package"
     for name in ("demo-target", "demo-draft"):
         (package / "models" / name).mkdir(parents=True)
-    monkeypatch.setattr(options.resources, "files", lambda name: package)
-    pair = options.choose_models(None, None)
+    monkeypatch.setattr(choice.resources, "files", lambda name: package)
+    pair = choose_models(None, None)
     assert (pair.target, pair.draft, pair.embedded) == (
         package / "models" / "demo-target",
         package / "models" / "demo-draft",
         True,
     )
-    assert options.choose_models(None, "none").draft is None
-    assert options.choose_models(None, str(tmp_path)).draft == tmp_path
+    assert choose_models(None, "none").draft is None
+    assert choose_models(None, str(tmp_path)).draft == tmp_path
 
 
 def test_missing_folder_ends_with_4_and_says_how_to_get_one(tmp_path, capfd):
     assert main(["generate", "--model", str(tmp_path / "nowhere"), "--prompt", "x"]) == 4
     error = capfd.readouterr().err
     assert "nowhere" in error
-    assert "hf download" in error
+    assert "'triforce pull OWNER/NAME' fetches" in error
     assert main(["generate", "--model", str(tmp_path), "--draft", "llama-68m", "--prompt", "x"]) == 4
-    assert "draft llama-68m" in capfd.readouterr().err
+    assert "draft llama-68m is not a folder, and no such model was pulled" in capfd.readouterr().err
 
 
 def test_missing_embedded_model_ends_with_4(monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr(options.resources, "files", lambda name: tmp_path)
+    monkeypatch.setattr(choice.resources, "files", lambda name: tmp_path)
     assert main(["generate", "--prompt", "x"]) == 4
     assert "--model" in capfd.readouterr().err
 
 
 def test_home_is_expanded_in_a_model_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert options.choose_models(Path("~"), None).target == tmp_path
+    assert choose_models(Path("~"), None).target == tmp_path

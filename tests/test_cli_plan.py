@@ -6,10 +6,22 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from offload.plan.hardware import rates_key
+from offload.plan.machine import machine_name
+from offload.plan.rates import TWO_CORES, save_rates
+from offload.units import size
+from terminals import Terminal
+from test_cli_fake import ROOT, environment
+from triforce_cli.render import duration, latency, significant
+
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 LLAMA = {
     "model_type": "llama", "vocab_size": 32000, "rms_norm_eps": 1e-5, "torch_dtype": "float16", "hidden_act": "silu",
     "bos_token_id": 1, "eos_token_id": 2,
@@ -40,22 +52,33 @@ def run(models: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def planned(models: Path, *args: str) -> dict[str, object]:
+def document(models: Path, *args: str) -> dict[str, Any]:
     done = run(models, "--draft", str(models / "68m"), "--json", *args)
     assert (done.returncode, done.stderr) == (0, "")
-    return dict(json.loads(done.stdout)["plan"])
+    return dict(json.loads(done.stdout))
+
+
+def planned(models: Path, *args: str) -> dict[str, Any]:
+    return dict(document(models, *args)["plan"])
+
+
+def report(models: Path, *args: str) -> list[str]:
+    """Lines of the report, each with single spaces."""
+    done = run(models, "--draft", str(models / "68m"), *args)
+    assert (done.returncode, done.stderr) == (0, "")
+    return [" ".join(line.split()) for line in done.stdout.splitlines()]
 
 
 def test_a_13b_model_at_120k_on_two_cards_and_on_one(models: Path) -> None:
     """Two cards hold the weights and stream the cache; one streams weights too, and says what would end that."""
     two = planned(models, "--context", "120000", "--gpus", "2")
     assert (two["offload"], two["resident_layers"]) == (["kv"], 40)
-    assert sum(two["device_bytes"].values()) <= 24e9  # type: ignore[attr-defined]
-    assert two["predicted"]["seconds_per_token"] < 0.2 * two["predicted"]["plain_seconds_per_token"]  # type: ignore[index]
+    assert sum(two["device_bytes"].values()) <= 24e9
+    assert two["predicted"]["seconds_per_token"] < 0.2 * two["predicted"]["plain_seconds_per_token"]
     one = planned(models, "--context", "120000", "--gpus", "1")
     assert one["offload"] == ["kv", "weights"]
-    assert 0 < one["resident_layers"] < 40  # type: ignore[operator]
-    assert any("low-bit" in note for note in one["notes"])  # type: ignore[attr-defined]
+    assert 0 < one["resident_layers"] < 40
+    assert any("low-bit" in note for note in one["notes"])
 
 
 def test_it_answers_in_under_a_second_without_torch(models: Path) -> None:
@@ -75,7 +98,7 @@ def test_the_report_names_tiers_residency_levels_and_predictions(models: Path) -
     assert (done.returncode, done.stderr) == (0, "")
     for part in (
         "13b, 120,000 tokens (256 of them new), fp16, on 2 x RTX 4090", "typical rates", "each device",
-        "40 of 40 layers", "of 600 tiles of 8,192 tokens", "draft -> retrieval -> target", "without speculation",
+        "40 of 40 layers", "2 of 600 tiles of 8,192 tokens", "draft -> retrieval -> target", "without speculation",
         "tokens a full pass",
     ):  # fmt: skip
         assert part in done.stdout
@@ -100,7 +123,7 @@ def test_a_card_named_by_its_memory_and_its_link_is_planned_for(models: Path) ->
     assert large["offload"] == []
     slow = planned(models, "--context", "120000", "--gpus", "2", "--link-gbps", "12.5", "--no-speculation")
     fast = planned(models, "--context", "120000", "--gpus", "2", "--link-gbps", "25", "--no-speculation")
-    ratio = slow["predicted"]["seconds_per_token"] / fast["predicted"]["seconds_per_token"]  # type: ignore[index]
+    ratio = slow["predicted"]["seconds_per_token"] / fast["predicted"]["seconds_per_token"]
     assert ratio == pytest.approx(2.0, rel=0.01)
 
 
@@ -111,9 +134,177 @@ def test_a_card_named_by_its_memory_and_its_link_is_planned_for(models: Path) ->
         (("--gpus", "1", "--gpu-memory", "-1"), "gpu-memory is -1.0"),
         (("--gpus", "1", "--link-gbps", "0"), "link-gbps is 0.0"),
         (("--gpus", "1", "--context", "100", "--max-tokens", "100"), "max-tokens is 100"),
+        (("--gpus", "1", "--context", "100", "--fit"), "--fit looks for the longest context and --context says 100"),
+        pytest.param(("--gpu-memory", "24"), "this machine has none; add --gpus 1", marks=WITHOUT_GPU),
     ],
 )
 def test_silly_machines_are_refused_by_name(models: Path, args: tuple[str, ...], named: str) -> None:
     done = run(models, *args)
     assert (done.returncode, done.stdout) == (2, "")
     assert named in done.stderr
+
+
+class TestReport:
+    def test_every_byte_is_in_the_table_and_they_add_up(self, models: Path) -> None:
+        args = ("--context", "120000", "--gpus", "1")
+        plan, lines = planned(models, *args), report(models, *args)
+        device, host = plan["device_bytes"], plan["host_bytes"]
+        for name in device | host:
+            shown = " ".join(size(tier[name]) if name in tier else "-" for tier in (device, host))
+            assert any(line.startswith(f"{name} {shown}") for line in lines), name
+        assert f"all {size(sum(device.values()))} {size(sum(host.values()))}" in lines
+        assert "free 24.0 GB 128 GB" in lines
+        weights, cache = size(host["target layers"]), size(host["kv cache"])
+        assert f"streams {weights} of target layers and {cache} of kv cache a full pass" in lines
+        share = round(100 * sum(host.values()) / 128e9)
+        (bar,) = [line for line in lines if line.startswith("host [")]
+        assert bar.endswith(f"] {share}%")
+        assert bar.count("#") == round(40 * sum(host.values()) / 128e9)
+
+    def test_predictions_stand_beside_plain_decoding(self, models: Path) -> None:
+        args = ("--context", "120000", "--gpus", "1")
+        predicted, lines = planned(models, *args)["predicted"], report(models, *args)
+        own, plain = predicted["seconds_per_token"], predicted["plain_seconds_per_token"]
+        assert f"first token {duration(predicted['first_token_seconds'])}" in lines
+        assert any(line.startswith(f"a token {latency(own)} {latency(plain)} ") for line in lines)
+        assert any(f"{plain / own:.1f} times as long" in line for line in lines)
+        plain_lines = report(models, *args, "--no-speculation")
+        assert f"a token {latency(plain)}" in plain_lines
+        assert "predicted plain" in plain_lines
+
+    def test_a_processor_has_one_memory(self, models: Path) -> None:
+        done = run(models, "--model", str(models / "68m"), "--context", "1000", "--device", "cpu", "--offload", "kv")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "memory  " in done.stdout
+        assert "the same" in next(line for line in done.stdout.splitlines() if line.startswith("free"))
+
+    def test_rates_are_called_typical_given_or_measured(self, models: Path, tmp_path: Path, monkeypatch: Any) -> None:
+        """A link that was only assumed was called measured, and one that the user gave was called typical."""
+        assert "link 25.0 GB/s, device memory 1,000 GB/s (typical rates)" in report(models, "--gpus", "1", "--fit")
+        given = "link 12.0 GB/s (given), device memory 1,000 GB/s (typical)"
+        assert given in report(models, "--gpus", "1", "--fit", "--link-gbps", "12")
+        here = ("--model", str(models / "68m"), "--device", "cpu")
+        monkeypatch.setenv("TRIFORCE_CACHE_DIR", str(tmp_path))
+        assert any("(typical rates)" in line for line in report(models, *here))
+        rates = {"to_device": 7e9, "device_read": 9e9}
+        save_rates(machine_name(), {rates_key("cpu"): replace(TWO_CORES, **rates)})
+        assert "link 7.00 GB/s, device memory 9.00 GB/s (measured rates)" in report(models, *here)
+        given = "link 1.00 GB/s (given), device memory 9.00 GB/s (measured)"
+        assert given in report(models, *here, "--link-gbps", "1")
+        origin = document(models, *here, "--link-gbps", "1")["hardware"]["origin"]
+        assert origin == {"link": "given", "others": "measured"}
+
+
+class TestFit:
+    def test_it_plans_the_longest_context_that_fits(self, models: Path) -> None:
+        machine = ("--gpus", "1", "--host-memory", "64")
+        found = document(models, *machine, "--fit")
+        longest = found["fit"]["longest_context"]
+        assert found["plan"]["capacity"] == longest
+        assert found["fit"]["limit"] == 131072
+        draft = ("--draft", str(models / "68m"))
+        assert run(models, *draft, *machine, "--context", str(longest)).returncode == 0
+        assert run(models, *draft, *machine, "--context", str(longest + 1)).returncode == 3
+        assert any(
+            f"longest context that fits (the model knows {131072:,})" in line
+            for line in report(models, *machine, "--fit")
+        )
+
+    def test_it_goes_no_further_than_the_model(self, models: Path) -> None:
+        args = ("--gpus", "2", "--fit")
+        assert document(models, *args)["fit"] == {"longest_context": 131072, "limit": 131072}
+        assert "this is the longest context that fits (as long as the model knows)" in report(models, *args)
+
+    def test_nothing_fits_exits_3(self, models: Path) -> None:
+        done = run(models, "--gpus", "1", "--host-memory", "1", "--fit")
+        assert (done.returncode, done.stdout) == (3, "")
+        assert "not even one token of context fits" in done.stderr
+
+
+class TestWhatIf:
+    """Should I buy the second card?"""
+
+    def test_several_cards_are_held_against_one(self, models: Path) -> None:
+        args = ("--context", "120000", "--host-memory", "120")
+        found = document(models, *args, "--gpus", "2")
+        one, two = planned(models, *args, "--gpus", "1"), found["plan"]
+        what_if = found["what_if"]
+        assert what_if["name"] == "one such card"
+        assert what_if["before"]["plan"] == one
+        ratio = one["predicted"]["seconds_per_token"] / two["predicted"]["seconds_per_token"]
+        assert what_if["token_ratio"] == pytest.approx(ratio)
+        longest = document(models, "--host-memory", "120", "--gpus", "1", "--fit")["fit"]["longest_context"]
+        assert what_if["before"]["longest_context"] == longest
+        lines = report(models, *args, "--gpus", "2")
+        assert any(line.startswith("a token") and f"{significant(ratio)}x as fast" in line for line in lines)
+
+    def test_what_did_not_fit_before_is_said_so(self, models: Path) -> None:
+        args = ("--context", "120000", "--gpus", "1")
+        lines = report(models, *args, "--gpu-memory", "120", "--host-memory", "64", "--gpus", "2")
+        assert not any("does not fit" in line for line in lines)
+        lines = report(models, "--context", "131072", "--gpus", "2", "--host-memory", "116")
+        assert any(line.startswith("a token does not fit") for line in lines)
+        ratio = document(models, "--context", "131072", "--gpus", "2", "--host-memory", "116")["what_if"][
+            "context_ratio"
+        ]
+        assert ratio > 1
+
+    def test_a_changed_card_is_held_against_the_usual_one(self, models: Path) -> None:
+        found = document(models, "--context", "32000", "--gpus", "1", "--gpu-memory", "80")["what_if"]
+        assert found["name"] == "RTX 4090"
+        assert found["before"]["plan"] == planned(models, "--context", "32000", "--gpus", "1")
+        assert found["token_ratio"] > 2
+
+    @WITHOUT_GPU
+    def test_a_changed_machine_is_held_against_this_one(self, models: Path) -> None:
+        small = ("--model", str(models / "68m"), "--context", "2048", "--device", "cpu", "--offload", "kv")
+        found = document(models, *small, "--link-gbps", "0.001")["what_if"]
+        assert found["name"] == "this machine"
+        assert found["token_ratio"] < 0.05
+        assert found["context_ratio"] == pytest.approx(1.0)
+
+    def test_what_is_there_is_held_against_nothing(self, models: Path) -> None:
+        assert document(models, "--context", "32000", "--gpus", "1")["what_if"] is None
+        assert not any(line.startswith("compared") for line in report(models, "--context", "32000", "--gpus", "1"))
+
+
+class TestScreen:
+    def command(self, models: Path) -> list[str]:
+        names = ("--model", str(models / "13b"), "--draft", str(models / "68m"))
+        return [sys.executable, "-m", "triforce_cli", "plan", *names, "--gpus", "2", "--host-memory", "120"]
+
+    @pytest.mark.parametrize("columns", [60, 80])
+    def test_it_fits_the_terminal(self, models: Path, columns: int) -> None:
+        terminal = Terminal(self.command(models), env=environment(PYTHONPATH=str(ROOT)), rows=70, columns=columns)
+        assert terminal.finish() == 0
+        bar = next(line for line in terminal.lines if line.startswith("each device  ["))
+        assert bar.endswith("%")
+        token = next(line for line in terminal.lines if line.startswith("a token"))
+        assert token.split()[2:7] == ["249", "ms", "1.89", "s", "without"]
+        assert "\x1b[1m" in terminal.written  # headings are bold
+        terminal.close()
+
+    def test_without_colour_where_none_is_wanted(self, models: Path) -> None:
+        env = environment(PYTHONPATH=str(ROOT), NO_COLOR="1")
+        terminal = Terminal(self.command(models), env=env, rows=70)
+        assert terminal.finish() == 0
+        assert "\x1b[32m" not in terminal.written
+        assert "\x1b[33m" not in terminal.written
+        terminal.close()
+
+    def test_a_pipe_gets_the_same_80_columns_without_codes_whatever_the_terminal(self, models: Path) -> None:
+        said = {
+            subprocess.run(
+                [*self.command(models), "--gpus", "1", "--context", "99000"],  # which says what streams in a note
+                env=environment(**variables),
+                cwd=ROOT,
+                capture_output=True,
+                check=True,
+            ).stdout
+            for variables in ({}, {"TERM": "dumb"}, {"LC_ALL": "C"}, {"TERM": "xterm-256color"})
+        }
+        (text,) = said
+        assert b"\x1b" not in text
+        lines = text.decode("ascii").splitlines()
+        assert max(map(len, lines)) <= 80
+        assert lines == [line.rstrip() for line in lines]

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from offload import units
 from offload.metrics import LevelStats, LinkStats, Stats
 from offload.plan.planner import Options
 from test_cli_fake import make_plan, make_stats
@@ -15,10 +16,10 @@ from triforce_cli.progress import PlainDisplay
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (24.2 * 2**30, "24.2 GiB"), (3 * 2**40, "3.0 TiB")],
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (24.2e9, "24.2 GB"), (3e12, "3.00 TB")],
 )
-def test_bytes_are_shown_in_binary_units(count, text):
-    assert render.num_bytes(count) == text
+def test_bytes_are_shown_in_units_of_ten(count, text):
+    assert units.size(count) == text
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_percent_is_100_only_when_done():
 def test_pace_says_rate_and_time_left_once_there_is_one():
     assert render.pace(0, 1000, "tokens", 0.0) == "of 1,000 tokens"
     assert render.pace(250, 1000, "tokens", 5.0) == "of 1,000 tokens, 50.0 tokens/s, 15 s left"
-    assert render.pace(2**30, 2**31, "bytes", 2.0) == "of 2.0 GiB, 512.0 MiB/s, 2.0 s left"
+    assert render.pace(2**30, 2**31, "bytes", 2.0) == "of 2.15 GB, 537 MB/s, 2.0 s left"
 
 
 def test_stats_table_says_what_each_level_did():
@@ -90,8 +91,8 @@ def test_stats_table_says_what_crossed_the_link():
     stats.decode_link = LinkStats(bytes_to_device=2_000_000_000, bytes_per_second=1e9)
     stats.levels[0].link_bytes = 1_900_000_000  # of the target, which ran for two seconds
     table = render.stats_table(stats, make_plan(Options(offload=frozenset({"weights", "kv"}))))
-    assert "prefill 3.0 GiB to device, 1.0 GiB to host" in table
-    assert "decode  1.9 GiB to device, 0 B to host" in table
+    assert "prefill 3.22 GB to device, 1.07 GB to host" in table
+    assert "decode  2.00 GB to device, 0 B to host" in table
     assert "utilisation of full passes 0.95" in table
     assert "offload kv,weights" in table
 
@@ -100,7 +101,7 @@ def test_unpaced_link_shows_bytes_without_a_utilisation():
     stats = make_stats()
     stats.decode_link = LinkStats(bytes_to_device=2**30)
     table = render.stats_table(stats, make_plan(Options()))
-    assert "1.0 GiB to device, 0 B to host" in table
+    assert "1.07 GB to device, 0 B to host" in table
     assert "utilisation of full passes -" in table
 
 
@@ -147,7 +148,21 @@ def test_plain_progress_starts_anew_with_each_stage():
     display.update("load", 512, 1024, "bytes")
     display.update("load", 1024, 1024, "bytes")
     display.update("prefill", 0, 10, "tokens")
-    assert lines == ["load: 1.0 KiB", "load: 1.0 KiB in 0.00 s", "prefill: 10 tokens"]
+    assert lines == ["load: 1.02 kB", "load: 1.02 kB in 0.00 s", "prefill: 10 tokens"]
+
+
+def test_plain_progress_reckons_with_what_was_done_since_it_began():
+    """A fetch that goes on from half of a file said twice the speed."""
+    lines: list[str] = []
+    times = iter([0.0, 10.0, 20.0])
+    display = PlainDisplay(lines.append, clock=lambda: next(times))
+    for done in (5000, 7500, 10000):
+        display.update("restore", done, 10000, "tokens")
+    assert lines == [
+        "restore: 10,000 tokens",
+        "restore: 75% of 10,000 tokens, 250 tokens/s, 10 s left",
+        "restore: 10,000 tokens in 20 s, 250 tokens/s",
+    ]
 
 
 def test_plain_progress_invents_no_time_for_what_was_done_before_anybody_looked():
@@ -155,4 +170,4 @@ def test_plain_progress_invents_no_time_for_what_was_done_before_anybody_looked(
     display = PlainDisplay(lines.append, clock=lambda: 1.0)
     for _ in range(3):
         display.update("restore", 1024, 1024, "bytes")
-    assert lines == ["restore: 1.0 KiB"]
+    assert lines == ["restore: 1.02 kB"]

@@ -31,13 +31,14 @@ from triforce_cli.app import app, main
 ROOT = Path(__file__).parents[1]
 DAY = 86400
 NOW = 1_800_000_000  # 2027-01-15 08:00:00 UTC
-VARIABLES = ("OLDER_THAN", "KEEP", "MAX_SIZE", "DRY_RUN", "YES", "JSON", "QUIET", "DEBUG")
+VARIABLES = ("OLDER_THAN", "KEEP", "MAX_SIZE", "DRY_RUN", "YES", "JSON", "QUIET", "DEBUG", "CONFIG", "LOG_FILE")
 
 
 @pytest.fixture(autouse=True)
 def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in VARIABLES:
         monkeypatch.delenv(f"TRIFORCE_{name}", raising=False)
+    monkeypatch.setenv("TRIFORCE_CONFIG", os.devnull)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     with monkeypatch.context() as patch:
@@ -309,12 +310,13 @@ def test_what_is_in_use_stays_and_the_rest_goes_with_exit_code_4(root, run):
     with Store.open(root / "b", IDENTITY), Store.open(root / "d", IDENTITY, read_only=True):
         code, out, err = run("rm", "--yes", "a", "b", "c")
         assert (code, out) == (4, "")
-        assert [line.split(",")[0] for line in err.splitlines()[:3]] == ["removed a", "b stays", "removed c"]
-        assert err.splitlines()[3].startswith(f"error: {root / 'b'} is in use by process {os.getpid()}; wait")
+        assert [line.split(",")[0] for line in err.splitlines()[:2]] == ["removed a", "removed c"]
+        assert err.splitlines()[2].startswith(f"error: {root / 'b'} is in use by process {os.getpid()}; wait")
+        assert err.splitlines()[-1] == "error: 1 of 3 sessions stay"
         code, out, err = run("prune", "--keep", "0", "--yes")
         assert code == 4
-        assert sorted(line for line in err.splitlines() if line.endswith("stays")) == ["b stays", "d stays"]
-        assert "is in use" in err.splitlines()[-1]
+        assert [f"error: {root / name} is in use" in err for name in "bde"] == [True, True, False]
+        assert err.splitlines()[-1] == "error: 2 of 3 sessions stay"
     assert sorted(os.listdir(root)) == ["b", "d"]
 
 
@@ -551,7 +553,7 @@ def test_listing_loads_no_torch(root):
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (350e6, "350 MB"), (1.236e9, "1.24 GB"), (1234e9, "1,234 GB")],
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (350e6, "350 MB"), (1.236e9, "1.24 GB"), (1234e9, "1.23 TB")],
 )
 def test_sizes_are_decimal(count, text):
     assert render_sessions.size(count) == text

@@ -82,7 +82,7 @@ def args(tmp_path: Path) -> tuple[str, ...]:
 def test_bars_show_percent_rate_and_time_left_and_are_gone_before_the_text(args):
     screen = Screen(*args, script=SLOW)
     assert screen.finish() == 0
-    assert re.search(r"load .*\d+% of 64\.0 MiB, [\d.]+ MiB/s, [\d.]+ s left", screen.text)
+    assert re.search(r"load .*\d+% of 67\.1 MB, [\d.]+ MB/s, [\d.]+ s left", screen.text)
     assert re.search(r"prefill .*\d+% of 1,000 tokens, [\d,.]+ tokens/s, [\d.]+ s left", screen.text)
     assert shown_at_the_end(screen.text) == "Hello there\n"
     assert screen.text.rindex(SHOW_CURSOR) < screen.text.index("Hello")

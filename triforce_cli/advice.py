@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from triforce_cli.render import gigabytes, num_bytes
+from offload.units import size
+from triforce_cli.render import gigabytes
 
 if TYPE_CHECKING:
     from offload.diagnosis import Diagnosis, Gpu
@@ -95,7 +96,7 @@ def _pinning(diagnosis: Diagnosis) -> Iterator[str]:
     limit = machine.memlock_bytes
     if diagnosis.gpus and limit is not None and limit < machine.host_bytes:
         yield (
-            f"memlock limit {num_bytes(limit)}: where pinning host memory for the GPU fails, raise it "
+            f"memlock limit {size(limit)}: where pinning host memory for the GPU fails, raise it "
             "(ulimit -l unlimited, or memlock in /etc/security/limits.conf)"
         )
 

@@ -1,68 +1,87 @@
-"""What a request has given so far, and how it is handed over: piece by piece, or as one JSON object at the end."""
+"""What a request has given so far, to be handed over whole or in part."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from triforce_cli import __version__, render
+from triforce_cli import __version__, log, render
+from triforce_cli.deadline import TimedOut
+from triforce_cli.errors import debugging, describe
+from triforce_cli.forms import Form
 from triforce_cli.output import Output
+from triforce_cli.signals import Terminated
 
 if TYPE_CHECKING:
     from offload.engine import Engine, Step
     from offload.plan.planner import Plan
 
-INTERRUPTED = "interrupted"
+INTERRUPTED, TIMEOUT, FAILED = "interrupted", "timeout", "error"
 
 
 class Answer:
-    """Collects steps. Leaving it as a context finishes the answer, also an interrupted one, but not a failed one.
+    """Collects steps. Leaving it as a context hands over what has come, also where it was interrupted or failed.
 
     The output must have been left before, so that JSON and table find a clean screen.
     """
 
-    def __init__(self, output: Output, *, model: Mapping[str, str | None], as_json: bool, show_stats: bool) -> None:
-        self._output = output
+    def __init__(
+        self, output: Output, form: Form, *, model: Mapping[str, str | None], echo: bool, show_stats: bool
+    ) -> None:
+        self._output, self._form = output, form
         self._plan: Plan | None = None
         self._engine: Engine | None = None
         self._model = model
-        self._as_json = as_json
-        self._show_stats = show_stats
+        self._echo, self._show_stats = echo, show_stats
+        self._prompt = ""
         self._pieces: list[str] = []
         self._tokens: list[int] = []
-        self._finish = INTERRUPTED
+        self._finish: str | None = None
 
     def __enter__(self) -> Answer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is None or kind is KeyboardInterrupt:
-            self._hand_over()
+        if kind is None or issubclass(kind, KeyboardInterrupt | Terminated | TimedOut):
+            self._form.end(self._document(self._finish or (TIMEOUT if kind is TimedOut else INTERRUPTED)))
+            self._show_table()
+        elif isinstance(error, Exception) and not isinstance(error, BrokenPipeError):
+            self._form.fail(describe(error, debug=debugging()), self._document(FAILED))
 
-    def begin(self, plan: Plan, engine: Engine) -> None:
+    def begin(self, plan: Plan, engine: Engine, prompt: str) -> None:
         """From here on there are numbers to hand over."""
-        self._plan, self._engine = plan, engine
+        self._plan, self._engine, self._prompt = plan, engine, prompt
+        log.event("plan", plan.as_dict())
+        self._form.begin(plan, prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
 
     def add(self, step: Step) -> None:
+        if not self._tokens and self._engine is not None:
+            self._form.prefilled(self._engine.stats)
         self._pieces.append(step.text)
         self._tokens += step.tokens
-        self._finish = step.finish or self._finish
-        if not self._as_json:
-            self._output.text(step.text)
+        self._finish = step.finish
+        self._form.add(step)
 
-    def _hand_over(self) -> None:
+    def _document(self, finish_reason: str) -> dict[str, Any]:
         stats = self._engine.stats if self._engine else None
-        if self._as_json:
-            document = render.answer_document(
-                text="".join(self._pieces),
-                tokens=self._tokens,
-                finish_reason=self._finish,
-                stats=stats,
-                plan=self._plan,
-                model=self._model,
-                version=__version__,
-            )
-            self._output.document(document)
+        log.event(f"ended ({finish_reason})", stats.as_dict() if stats else None)
+        echo: dict[str, Any] = {"prompt": self._prompt} if self._echo else {}
+        return echo | render.answer_document(
+            text="".join(self._pieces),
+            tokens=self._tokens,
+            finish_reason=finish_reason,
+            stats=stats,
+            plan=self._plan,
+            model=self._model,
+            version=__version__,
+        )
+
+    def _show_table(self) -> None:
+        stats = self._engine.stats if self._engine else None
         if self._show_stats and self._plan and stats and stats.output_tokens:
             self._output.table(render.stats_table(stats, self._plan))

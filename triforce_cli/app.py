@@ -6,30 +6,47 @@ code 1 and an interrupt would be swallowed.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from triforce_cli import __version__
+from triforce_cli import __version__, log
 from triforce_cli.commands import Command
+from triforce_cli.commands import version as version_command
+from triforce_cli.commands.bench import bench
 from triforce_cli.commands.chat import chat
+from triforce_cli.commands.config import config
+from triforce_cli.commands.convert import convert
 from triforce_cli.commands.doctor import doctor
 from triforce_cli.commands.generate import generate
+from triforce_cli.commands.models import models
 from triforce_cli.commands.plan import plan
+from triforce_cli.commands.pull import pull
 from triforce_cli.commands.sessions import sessions
-from triforce_cli.errors import debugging, describe
+from triforce_cli.commands.verify import verify
+from triforce_cli.errors import debugging, describe, wants_json
+from triforce_cli.flags import flowing
 from triforce_cli.output import Output
+from triforce_cli.signals import ENDING, Terminated, handled, terminate
 
 INTERRUPTED = 130
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
 app.command()(generate)
 app.command()(chat)
 app.command()(plan)
+app.command()(verify)
+app.command()(bench)
 app.command()(doctor)
+app.command()(pull)
+app.command()(convert)
+app.command()(models)
 app.add_typer(sessions, name="sessions")
+app.add_typer(config, name="config")
+app.command()(version_command.version)
 
 
 def _print_version(wanted: bool) -> None:
@@ -49,30 +66,55 @@ def triforce(
 ) -> None:
     """Exact speculative decoding for long-context models that do not fit the GPU.
 
-    Every option of a command is also an environment variable: --max-tokens is TRIFORCE_MAX_TOKENS. An option wins.
+    Every option of a command is also an environment variable (--max-tokens
+    is TRIFORCE_MAX_TOKENS) and a line of the configuration file (max-tokens
+    = 100; see triforce config show). An option wins over a variable, a
+    variable over the file.
 
     Exit codes: 0 done (also when the reader goes away, as in "| head"),
     1 error while running, 2 usage, 3 does not fit, 4 model or session cannot
-    be used, 130 interrupted.
+    be used, 5 not what the target alone gives (verify), 124 out of time
+    (--timeout), 130 interrupted, 143 asked to end (SIGTERM), 129 the terminal
+    is gone; the last four keep what came so far.
     """
+
+
+triforce.__doc__ = flowing(triforce.__doc__)
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command line (default: that of the process) and return its exit code."""
+    command: Command | None = None
     try:
-        parsed: int | Command = app(args=args, prog_name="triforce", standalone_mode=False)
-        if isinstance(parsed, int):  # --help or --version: all is done
-            return parsed
-        parsed.run()
+        with handled({signal.SIGINT: signal.default_int_handler, **dict.fromkeys(ENDING, terminate)}):
+            parsed: int | Command = app(args=args, prog_name="triforce", standalone_mode=False)
+            if isinstance(parsed, int):  # --help or --version: all is done
+                return parsed
+            command = parsed
+            log.event(f"triforce {__version__}: {type(command).__name__}")
+            command.run()
     except KeyboardInterrupt:
         return INTERRUPTED
+    except Terminated as ending:
+        return ending.exit_code
     except BrokenPipeError:  # nobody reads any more: what was asked for has been delivered
         return 0
     except Exception as error:
-        failure = describe(error, debug=debugging())
-        Output().error(failure.message, traceback=failure.traceback)
-        return failure.exit_code
+        return _report(error, as_json=wants_json(command, sys.argv if args is None else args))
+    finally:
+        log.end()
     return 0
+
+
+def _report(error: Exception, *, as_json: bool) -> int:
+    """Say what went wrong. Returns the exit code."""
+    log.failure(describe(error, debug=True).traceback)
+    failure = describe(error, debug=debugging())
+    if as_json:
+        Output().error_document(failure.as_dict())
+    else:
+        Output().error(failure.message, traceback=failure.traceback)
+    return failure.exit_code
 
 
 if __name__ == "__main__":

@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import typer
 
-from offload.errors import TriforceError
+from offload.errors import TriforceError, UsageError
 
 DEBUG_VARIABLE = "TRIFORCE_DEBUG"
+FILE_OF_DEFAULTS = "triforce.file"  # in a context's meta: where its default_map comes from
 
 
 @dataclass(frozen=True)
 class Failure:
     message: str  # "" where everything has been said
     exit_code: int
+    kind: str = TriforceError.kind
     traceback: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """What an error is in JSON."""
+        said = {"kind": self.kind, "message": self.message, "exit_code": self.exit_code}
+        return {"error": said | ({"traceback": self.traceback} if self.traceback else {})}
 
 
 def debugging() -> bool:
     """Whether TRIFORCE_DEBUG asks for tracebacks; `--debug` sets it."""
-    return os.environ.get(DEBUG_VARIABLE, "").lower() not in ("", "0", "false", "no", "off")
+    return _is_on(DEBUG_VARIABLE)
+
+
+def wants_json(command: object | None, args: Sequence[str]) -> bool:
+    """Are errors to be JSON? `command`: None where `args` could not be parsed."""
+    if command is not None:
+        return bool(getattr(command, "as_json", False))
+    return not {"--json", "--jsonl"}.isdisjoint(args) or _is_on("TRIFORCE_JSON") or _is_on("TRIFORCE_JSONL")
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() not in ("", "0", "false", "no", "off")
 
 
 def describe(error: Exception, *, debug: bool) -> Failure:
@@ -33,9 +53,9 @@ def describe(error: Exception, *, debug: bool) -> Failure:
 
 def _describe(error: Exception) -> Failure:
     if isinstance(error, TriforceError):
-        return Failure(str(error), error.exit_code)
+        return Failure(str(error), error.exit_code, error.kind)
     if isinstance(error, typer.TyperException):
-        return Failure(_usage_message(error), error.exit_code)
+        return Failure(_usage_message(error), error.exit_code, UsageError.kind)
     first_line = (str(error).strip().splitlines() or ["no message"])[0]
     remedy = f"set {DEBUG_VARIABLE}=1 for the traceback"
     return Failure(f"unexpected {type(error).__name__}: {first_line} ({remedy})", TriforceError.exit_code)
@@ -51,9 +71,11 @@ def _usage_message(error: typer.TyperException) -> str:
 
 
 def _origin(error: typer.TyperException, context: typer.Context) -> str:
-    """The environment variable that a bad value came from, if it did."""
+    """The environment variable or the file that a bad value came from, if it did."""
     parameter = getattr(error, "param", None)
     if parameter is None:
         return ""
     source = context.get_parameter_source(parameter.name)
-    return f" (from {parameter.envvar})" if source is not None and source.name == "ENVIRONMENT" else ""
+    if source is None or source.name not in ("ENVIRONMENT", "DEFAULT_MAP"):
+        return ""
+    return f" (from {parameter.envvar if source.name == 'ENVIRONMENT' else context.meta[FILE_OF_DEFAULTS]})"

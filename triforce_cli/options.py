@@ -6,26 +6,22 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from offload.errors import ModelError, UsageError
-from triforce_cli.errors import DEBUG_VARIABLE
+from offload.errors import UsageError
+from triforce_cli import log
+from triforce_cli.errors import DEBUG_VARIABLE, FILE_OF_DEFAULTS
 from triforce_cli.prompt import user_path
 
-OFFLOADABLE = ("weights", "kv")
-NONE = "none"
-AUTO = "auto"
 
-
-def option(name: str, help_text: str, panel: str, **settings: Any) -> Any:
+def option(name: str, help_text: str, panel: str, *, short: str | None = None, **settings: Any) -> Any:
     """A Typer option with its environment variable: `--draft-gamma` is also TRIFORCE_DRAFT_GAMMA."""
     variable = "TRIFORCE_" + name.removeprefix("--").replace("-", "_").upper()
-    return typer.Option(name, envvar=variable, show_envvar=False, help=help_text, rich_help_panel=panel, **settings)
+    names = (name,) if short is None else (name, short)
+    return typer.Option(*names, envvar=variable, show_envvar=False, help=help_text, rich_help_panel=panel, **settings)
 
 
 def switch(name: str, help_text: str, panel: str, **settings: Any) -> Any:
@@ -48,9 +44,31 @@ def number(text: str) -> float:
         raise typer.BadParameter(f"{text!r} is not a number") from error
 
 
-def switch_debugging_on(wanted: bool) -> None:
+def switch_debugging_on(wanted: bool) -> bool:
     if wanted:
         os.environ[DEBUG_VARIABLE] = "1"
+    return wanted
+
+
+def use_configuration(context: typer.Context, named: Path | None) -> Path | None:
+    """Let options that nobody gives be what the configuration file says."""
+    from triforce_cli.configuration import Configuration
+
+    configuration = Configuration.read(named, context.find_root().command)
+    context.default_map = configuration.of(_words(context), context.command)
+    context.meta[FILE_OF_DEFAULTS] = configuration.file
+    return named
+
+
+def _words(context: Any) -> tuple[str, ...]:
+    """Of the command line up to here, without the program's name: ("sessions", "ls")."""
+    return () if context.parent is None else (*_words(context.parent), str(context.info_name))
+
+
+def begin_log(file: Path | None) -> Path | None:
+    if file is not None:
+        log.begin(user_path(str(file)))
+    return file
 
 
 MODELS = "Models"
@@ -59,24 +77,26 @@ SAMPLING = "Sampling"
 SPECULATION = "Cache and speculation (what is not given is chosen by the plan)"
 PLACEMENT = "Placement"
 OUTPUT = "Output"
+PROGRAM = "Program"
 
 Model = Annotated[
     Path | None,
     option(
         "--model",
-        "Folder of the target model (config.json, safetensors, tokenizer). Without it, the embedded demo pair.",
+        "The target model: a folder (config.json, safetensors, tokenizer), or the name of one that was pulled "
+        "(triforce models). Without it, the embedded demo pair.",
         MODELS,
-        metavar="DIR",
+        metavar="MODEL",
     ),
 ]
 Draft = Annotated[
     str | None,
     option(
         "--draft",
-        'Folder of the draft model, or "none": the target\'s retrieval cache proposes by itself. '
-        "Without it, none for a model that you name.",
+        'The draft model, or "none": the target\'s retrieval cache proposes by itself. Without it, the one that suits '
+        "a model that you name, if it was pulled; none for a folder.",
         MODELS,
-        metavar="DIR|none",
+        metavar="MODEL|none",
     ),
 ]
 
@@ -128,37 +148,10 @@ Seed = Annotated[
         parser=whole,
     ),
 ]
-Stop = Annotated[
-    list[str] | None,
-    option(
-        "--stop",
-        "Stop before this text; can be repeated. TRIFORCE_STOP holds several between white space.",
-        SAMPLING,
-        metavar="TEXT",
-    ),
-]
 
-CHAT = "Conversation"
+
 SESSION = "Session (what was computed, kept on the disk)"
 
-System = Annotated[
-    str,
-    option("--system", "What the model is told before the first message.", CHAT, metavar="TEXT", show_default=False),
-]
-Files = Annotated[
-    list[Path] | None,
-    option("--file", "A UTF-8 text to put before the first message; can be repeated.", CHAT, metavar="PATH"),
-]
-Template = Annotated[
-    str,
-    option(
-        "--template",
-        "How messages are laid out for the model: auto (its own template; plain where it has none), llama2, chatml, "
-        "vicuna or plain.",
-        CHAT,
-        metavar="NAME",
-    ),
-]
 Session = Annotated[
     str | None,
     option(
@@ -172,7 +165,6 @@ CacheFile = Annotated[
     Path | None, option("--cache", "The same in this folder, wherever you want it.", SESSION, metavar="PATH")
 ]
 ReadOnly = Annotated[bool, switch("--read-only", "Go on from the session and leave it as it is.", SESSION)]
-NoHistory = Annotated[bool, switch("--no-history", "Do not keep what is typed for the next time.", CHAT)]
 
 Context = Annotated[
     int | None,
@@ -284,115 +276,36 @@ LinkGbps = Annotated[
     ),
 ]
 
-MACHINE = "Machine (what is not given is taken from here, or assumed with --gpus)"
 
-Gpus = Annotated[int | None, option("--gpus", "Plan for this many cards.", MACHINE, metavar="N", parser=whole)]
-GpuMemory = Annotated[
-    float | None,
-    option("--gpu-memory", "Free memory of each card, in 10^9 bytes.", MACHINE, metavar="GB", parser=number),
-]
-HostMemory = Annotated[
-    float | None,
-    option("--host-memory", "Free memory of the host, in 10^9 bytes.", MACHINE, metavar="GB", parser=number),
-]
-PlannedLink = Annotated[
-    float | None,
+AsJson = Annotated[bool, switch("--json", "Write one JSON object at the end instead of text as it comes.", OUTPUT)]
+Quiet = Annotated[bool, switch("--quiet", "No progress and no notes on standard error.", OUTPUT, short="-q")]
+Config = Annotated[
+    Path | None,
     option(
-        "--link-gbps",
-        "Bandwidth between host and each card, in 10^9 bytes per second.",
-        MACHINE,
-        metavar="GB/S",
-        parser=number,
+        "--config",
+        "Read what is not given here from this file instead of your own (triforce config show).",
+        PROGRAM,
+        metavar="FILE",
+        callback=use_configuration,
+        is_eager=True,
     ),
 ]
-
-ShowStats = Annotated[bool, switch("--stats", "After the text, a table of what it cost (standard error).", OUTPUT)]
-AsJson = Annotated[bool, switch("--json", "Write one JSON object at the end instead of text as it comes.", OUTPUT)]
-Quiet = Annotated[bool, switch("--quiet", "No progress and no notes on standard error.", OUTPUT)]
+LogFile = Annotated[
+    Path | None,
+    option(
+        "--log-file",
+        "Append what happens to this file, errors with their tracebacks; never prompts or replies.",
+        PROGRAM,
+        metavar="FILE",
+        callback=begin_log,
+    ),
+]
 Debug = Annotated[
     bool,
-    switch("--debug", "Show the traceback of an error.", OUTPUT, callback=switch_debugging_on, is_eager=True),
+    switch("--debug", "Show the traceback of an error.", PROGRAM, callback=switch_debugging_on, is_eager=True),
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Models:
-    """Which model folders a command uses."""
-
-    target: Path
-    draft: Path | None
-    embedded: bool  # the target is the demo model that comes with triforce
-
-
-def choose_models(model: Path | None, draft: str | None) -> Models:
-    """The folders named, or the embedded pair. A model that is named has no draft unless that is named too."""
-    chosen = None if draft in (None, NONE) else _folder("draft", Path(str(draft)))
-    if model is not None:
-        return Models(target=_folder("model", model), draft=chosen, embedded=False)
-    if draft is None:
-        chosen = embedded_model("demo-draft")
-    return Models(target=embedded_model("demo-target"), draft=chosen, embedded=True)
-
-
-def embedded_model(name: str) -> Path:
-    """The folder of a model that comes as package data."""
-    folder = Path(str(resources.files("triforce_cli"))) / "models" / name
-    if not folder.is_dir():
-        raise ModelError(f"the embedded demo model is not installed ({folder} is missing); name one with --model DIR")
-    return folder
-
-
-def offloaded(text: str) -> frozenset[str] | None:
-    """From "weights,kv", either alone, "none", or "auto" (None: the plan chooses)."""
-    if text.strip() == AUTO:
-        return None
-    if text.strip() == NONE:
-        return frozenset()
-    names = [name.strip() for name in text.split(",")]
-    unknown = [name for name in names if name not in OFFLOADABLE]
-    if unknown:
-        raise UsageError(f"offload names {unknown[0]!r}; it may be weights, kv, weights,kv, none or auto")
-    return frozenset(names)
-
-
-def session_path(session: str | None, cache: Path | None, *, read_only: bool) -> Path | None:
-    """The folder of the session that was named, if one was."""
-    if session is not None and cache is not None:
-        raise UsageError("--session and --cache name two sessions; give one of them")
-    if session is None and cache is None:
-        if read_only:
-            raise UsageError("--read-only is about a session and none is named; add --session NAME or --cache PATH")
-        return None
-    from offload.session.names import session_folder
-
-    return session_folder(session) if session is not None else user_path(str(cache))
 
 
 def check_max_tokens(max_tokens: int) -> None:
     if max_tokens < 1:
         raise UsageError(f"max-tokens is {max_tokens}, it must be 1 or more")
-
-
-def check_machine(
-    gpus: int | None, gpu_memory: float | None, host_memory: float | None, link_gbps: float | None
-) -> None:
-    if gpus is not None and gpus not in (1, 2, 4, 8):
-        raise UsageError(f"gpus is {gpus}, it must be 1, 2, 4 or 8")
-    for name, value in (("gpu-memory", gpu_memory), ("host-memory", host_memory), ("link-gbps", link_gbps)):
-        if value is not None and not 0.001 <= value <= 1e6:
-            raise UsageError(f"{name} is {value}, it must be from 0.001 to 1000000")
-
-
-def check_stops(stops: list[str]) -> None:
-    if "" in stops:
-        raise UsageError("stop is empty, it must be at least one character")
-
-
-def _folder(name: str, path: Path) -> Path:
-    folder = path.expanduser()
-    if not folder.is_dir():
-        raise ModelError(
-            f"{name} {path} is not a folder; models are read from local folders "
-            "(hf download REPOSITORY --local-dir DIR fetches one)"
-        )
-    return folder

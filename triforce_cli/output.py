@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import select
 import shutil
 import sys
 from collections.abc import Mapping
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from offload.errors import TriforceError
+from triforce_cli import log
 from triforce_cli.progress import PlainDisplay, ProgressDisplay, SilentDisplay, TerminalDisplay
 
 if TYPE_CHECKING:
     from prompt_toolkit.output import Output as PromptOutput
 
-    from offload.engine import Progress
+    from offload.progress import Progress
+    from triforce_cli.outfile import OutputFile
+
+_MESSAGE_CHARACTERS = 4000
+
+
+def forgive_locale() -> None:
+    """Help is text that Typer writes: letters that a locale lacks become "?" in it. Ours are bytes, always UTF-8."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 class Output:
@@ -30,6 +42,7 @@ class Output:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
+        self._file: OutputFile | None = None
         self._console = _StderrConsole()
         self._display = self._new_display()
         self._mid_line = False  # the last text written does not end its line
@@ -42,6 +55,10 @@ class Output:
         if kind is not BrokenPipeError:
             self._end_line(interrupted=kind is KeyboardInterrupt)
 
+    def write_to(self, file: OutputFile) -> None:
+        """From here on text goes to `file` instead of standard output."""
+        self._file = file
+
     @property
     def width(self) -> int:
         """Columns of the terminal (COLUMNS, where it is set, says another number); 80 where there is none."""
@@ -49,11 +66,27 @@ class Output:
         return shutil.get_terminal_size((fallback, 24)).columns
 
     def text(self, piece: str) -> None:
-        """Write to standard output at once, as UTF-8 whatever the locale."""
+        """Write to standard output, or to the file that stands for it, at once, as UTF-8 whatever the locale."""
+        if self._file is not None:
+            self._file.write(piece.encode("utf-8"))
+            return
         self._display.stop()
         if piece:
             _write(sys.stdout, piece.encode("utf-8"))
             self._mid_line = not piece.endswith("\n")
+
+    @property
+    def text_width(self) -> int:
+        """Columns of standard output: those of its terminal (COLUMNS, where it is set, says another number), else 80,
+        so that a file looks the same wherever it is written."""
+        return shutil.get_terminal_size((80, 24)).columns
+
+    def show(self, shown: RenderableType) -> None:
+        """Write tables to standard output: with colours at a terminal that has them (and without NO_COLOR)."""
+        console = Console(file=sys.stdout, width=self.text_width, highlight=False)
+        with console.capture() as capture:
+            console.print(shown)
+        self.text("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
     @property
     def has_person(self) -> bool:
@@ -83,7 +116,7 @@ class Output:
 
     def document(self, document: Mapping[str, Any]) -> None:
         """Write one JSON object on one line to standard output."""
-        self.text(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
+        self.text(_one_line(document))
 
     def wait(self, label: str) -> None:
         """Show that something goes on that cannot be measured, until the next output."""
@@ -91,10 +124,17 @@ class Output:
 
     def progress(self, progress: Progress) -> None:
         """Show how far a stage is. The engine calls this often."""
+        if progress.done >= progress.total:
+            log.event(f"{progress.stage} done", {progress.unit: progress.total})
         self._display.update(progress.stage, progress.done, progress.total, progress.unit)
+
+    def report(self, stage: str, done: int, total: int, unit: str = "bytes") -> None:
+        """The same of what nothing but its number is known of."""
+        self._display.update(stage, done, total, unit)
 
     def note(self, line: str) -> None:
         """One line to standard error, unless quiet."""
+        log.event(line)
         if not self._quiet:
             self._print(Text(line), wrap=True)
 
@@ -108,10 +148,15 @@ class Output:
 
     def error(self, message: str, *, traceback: str = "") -> None:
         """An error message to standard error, always, below the traceback if there is one; "" says nothing."""
+        log.event(f"error: {message}")
         if traceback:
             self._print(Text(traceback))
         if message:
-            self._print(Text.assemble(("error: ", "bold red"), message), wrap=True)
+            self._print(Text.assemble(("error: ", "bold red"), _harmless(message)), wrap=True)
+
+    def error_document(self, document: Mapping[str, Any]) -> None:
+        """The same as one JSON object on one line."""
+        self._print(Text(_one_line(document)), end="")
 
     def _end_line(self, *, interrupted: bool) -> None:
         """At a terminal, leave the cursor at the start of a line. A file or a pipe gets the text and nothing else."""
@@ -132,6 +177,10 @@ class Output:
         return PlainDisplay(self.note)
 
 
+def _one_line(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 class _StderrConsole(Console):
     """Rich on standard error. A reader that has gone is the caller's affair; Rich would end the process."""
 
@@ -141,6 +190,12 @@ class _StderrConsole(Console):
     def on_broken_pipe(self) -> NoReturn:
         _discard(sys.stderr)
         raise BrokenPipeError
+
+
+def _harmless(message: str) -> str:
+    """What a file says of itself moves no cursor and fills no screen."""
+    shown = message if len(message) <= _MESSAGE_CHARACTERS else f"{message[:_MESSAGE_CHARACTERS]} ..."
+    return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in shown)
 
 
 def _write(stream: IO[str] | None, data: bytes) -> None:
@@ -154,6 +209,15 @@ def _write(stream: IO[str] | None, data: bytes) -> None:
         if isinstance(error, BrokenPipeError):
             raise
         raise TriforceError(f"the text cannot be written to standard output: {error.strerror}") from error
+    except BaseException:
+        if not _is_taking(stream):  # interrupted, since nobody reads: nor would they at exit
+            _discard(stream)
+        raise
+
+
+def _is_taking(stream: IO[str]) -> bool:
+    """Can more be written without waiting?"""
+    return bool(select.select([], [stream], [], 0)[1])
 
 
 def _discard(stream: IO[str]) -> None:

@@ -49,6 +49,7 @@ class PlainDisplay:
         self._stage = ""
         self._started = 0.0
         self._written = 0.0
+        self._first = 0
 
     def wait(self, label: str) -> None: ...
 
@@ -57,13 +58,15 @@ class PlainDisplay:
         if stage != self._stage:
             seen_whole = done >= total  # it went on before anybody looked: how long it took is not known
             self._stage, self._started, self._written = stage, now, math.inf if seen_whole else now
+            self._first = done
             self._write_line(f"{stage}: {render.amount(total, unit)}")
         seconds = now - self._started
         if done >= total:
-            self._finish(render.stage_done(stage, total, unit, seconds))
+            self._finish(render.stage_done(stage, total, unit, seconds, first=self._first))
         elif now - self._written >= LINE_SECONDS:
             self._written = now
-            self._write_line(f"{stage}: {render.percent(done, total)}% {render.pace(done, total, unit, seconds)}")
+            pace = render.pace(done, total, unit, seconds, first=self._first)
+            self._write_line(f"{stage}: {render.percent(done, total)}% {pace}")
 
     def _finish(self, line: str) -> None:
         """Write the stage's last line, once."""

@@ -28,13 +28,16 @@ def read_prompt(file: Path | None, text: str | None, *, note: Note) -> str:
             "there is no prompt; name a file (triforce generate --prompt-file book.txt), pipe one in "
             "(cat book.txt | triforce generate) or give --prompt TEXT"
         )
-    before = ""
-    if sources[0] != "--prompt":
-        before = read_text(file, "the prompt") if file not in (None, STDIN) else _decode_text(_read_stdin(note), STDIN)
+    before = read_input(file or STDIN, "the prompt", note=note) if sources[0] != "--prompt" else ""
     prompt = _join(before, decode_argument("--prompt", text or ""))
     if not prompt:
         raise UsageError(f"the prompt is empty ({' and '.join(sources)}); it needs at least one character")
     return prompt
+
+
+def read_input(file: Path, what: str, *, note: Note) -> str:
+    """What `file`, or standard input for "-", says in UTF-8. Raises UsageError, which calls it `what`."""
+    return _decode_text(_read_stdin(what, note), STDIN) if file == STDIN else read_text(file, what)
 
 
 def read_text(file: Path, what: str) -> str:
@@ -72,11 +75,11 @@ def _decode_text(data: bytes, file: Path) -> str:
     return _decode(data.removeprefix(UTF8_BOM), _name(file), offset=len(UTF8_BOM) if has_bom else 0)
 
 
-def _read_stdin(note: Note) -> bytes:
+def _read_stdin(what: str, note: Note) -> bytes:
     if sys.stdin is None:  # closed by the caller
         return b""
     if not select.select([sys.stdin], [], [], PATIENCE_SECONDS)[0]:
-        note("waiting for the prompt on standard input (Ctrl-D ends it)")
+        note(f"waiting for {what} on standard input (Ctrl-D ends it)")
     return sys.stdin.buffer.read()
 
 

@@ -5,21 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from offload import units
 from offload.metrics import LevelStats, LinkStats, Stats
+from offload.units import size
 
 if TYPE_CHECKING:
     from offload.plan.planner import Plan
 
 NOTHING = "-"  # a number that does not exist in this run
-
-
-def num_bytes(count: float) -> str:
-    """Bytes in the largest binary unit that leaves at least 1: 24.2 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def duration(seconds: float) -> str:
@@ -38,13 +31,13 @@ def duration(seconds: float) -> str:
 
 def amount(count: float, unit: str) -> str:
     """A count of "bytes" or of "tokens"."""
-    return num_bytes(count) if unit == "bytes" else f"{count:,.0f} {unit}"
+    return size(count) if unit == "bytes" else f"{count:,.0f} {unit}"
 
 
 def rate(count: float, unit: str, seconds: float) -> str:
-    """812 tokens/s, 0.31 tokens/s, 1.2 GiB/s. `seconds` is above 0."""
+    """812 tokens/s, 0.31 tokens/s, 1.2 GB/s. `seconds` is above 0."""
     if unit == "bytes":
-        return f"{num_bytes(count / seconds)}/s"
+        return f"{size(count / seconds)}/s"
     return f"{significant(count / seconds)} {unit}/s"
 
 
@@ -59,11 +52,8 @@ def gigabytes(count: float) -> str:
 
 
 def significant(value: float | None) -> str:
-    """At most three significant digits below a thousand, thousands separated above."""
-    if value is None:
-        return NOTHING
-    decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:,.{decimals}f}"
+    """Of units.py; None: there is no such number."""
+    return NOTHING if value is None else units.significant(value)
 
 
 def percent(done: float, total: float) -> int:
@@ -79,9 +69,9 @@ def pace(done: float, total: float, unit: str, seconds: float, *, first: float =
     return ", ".join(parts)
 
 
-def stage_done(stage: str, total: float, unit: str, seconds: float) -> str:
-    """The line that a stage leaves: "prefill: 32,768 tokens in 40 s, 812 tokens/s"."""
-    speed = f", {rate(total, unit, seconds)}" if seconds > 0 else ""
+def stage_done(stage: str, total: float, unit: str, seconds: float, *, first: float = 0) -> str:
+    """The line that a stage leaves which began after `first`: "prefill: 32,768 tokens in 40 s, 812 tokens/s"."""
+    speed = f", {rate(total - first, unit, seconds)}" if seconds > 0 else ""
     return f"{stage}: {amount(total, unit)} in {duration(seconds)}{speed}"
 
 
@@ -182,7 +172,7 @@ def _links(stats: Stats) -> list[str]:
 
 
 def _moved(link: LinkStats) -> str:
-    return f"{num_bytes(link.bytes_to_device)} to device, {num_bytes(link.bytes_to_host)} to host"
+    return f"{size(link.bytes_to_device)} to device, {size(link.bytes_to_host)} to host"
 
 
 def levels_of(plan: Plan) -> str:

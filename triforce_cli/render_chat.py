@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offload.units import size
 from triforce_cli import render
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def room(used: int, limit: int) -> str:
 
 def session(num_turns: int, num_tokens: int, num_bytes: int) -> str:
     turns = "1 turn" if num_turns == 1 else f"{num_turns} turns"
-    return f"going on after {turns}: {num_tokens:,} tokens kept, {render.num_bytes(num_bytes)} on the disk"
+    return f"going on after {turns}: {num_tokens:,} tokens kept, {size(num_bytes)} on the disk"
 
 
 def last_turn(conversation: Conversation) -> str:
@@ -38,7 +39,7 @@ def last_turn(conversation: Conversation) -> str:
 
 
 def kept(folder: Path | None, num_tokens: int, num_bytes: int) -> str:
-    return f"kept in {folder}: {num_tokens:,} tokens, {render.num_bytes(num_bytes)}"
+    return f"kept in {folder}: {num_tokens:,} tokens, {size(num_bytes)}"
 
 
 def status(used: int, limit: int, stats: Stats | None, ahead: Ahead, width: int) -> str:

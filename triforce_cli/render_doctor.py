@@ -6,13 +6,15 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from offload.units import size
 from triforce_cli import __version__
 from triforce_cli.advice import advice
-from triforce_cli.render import duration, gigabytes, latency, num_bytes, significant
+from triforce_cli.render import duration, gigabytes, latency, significant
 
 if TYPE_CHECKING:
-    from offload.diagnosis import Diagnosis, Gpu, LinkRates, Record
+    from offload.diagnosis import Diagnosis, Gpu, LinkRates, Record, Software
     from offload.plan.expectations import Expectation
+    from offload.plan.nvml import Driver
     from offload.plan.planner import Plan
 
 MIN_WIDTH, MAX_WIDTH = 40, 100  # columns
@@ -28,7 +30,7 @@ def report(diagnosis: Diagnosis, expected: Sequence[Expectation], *, width: int)
         ("processor, measured", _processor(diagnosis)),
         *((gpu.device, list(_gpu(gpu))) for gpu in diagnosis.gpus),
         ("GPUs together", list(_together(diagnosis))),
-        ("software", _software(diagnosis)),
+        ("software", software_rows(diagnosis.software, diagnosis.driver)),
         (f"to expect on {diagnosis.device}, predicted", [_expectation(e) for e in expected]),
         ("advice", [("", line) for line in advice(diagnosis) or ["nothing to improve was found"]]),
     ]
@@ -71,7 +73,7 @@ def _machine(diagnosis: Diagnosis) -> list[Row]:
     host = diagnosis.machine
     nodes = len(host.numa_nodes)
     numa = "unknown" if not nodes else f"{nodes} node{'s' * (nodes > 1)}"
-    pin = "none" if host.memlock_bytes is None else num_bytes(host.memlock_bytes)
+    pin = "none" if host.memlock_bytes is None else size(host.memlock_bytes)
     bf16 = "fast" if diagnosis.processor.fast_bf16 else "not fast, fp32 is used"
     gpus = [f"{gpu.device} {gpu.name}" for gpu in diagnosis.gpus]
     return [
@@ -121,8 +123,8 @@ def _together(diagnosis: Diagnosis) -> Iterator[Row]:
     yield "peer access", ", ".join(pairs) or "none: what one GPU sends another goes through host memory"
 
 
-def _software(diagnosis: Diagnosis) -> list[Row]:
-    software, driver = diagnosis.software, diagnosis.driver
+def software_rows(software: Software, driver: Driver | None) -> list[Row]:
+    """What is installed, and what of it runs."""
     cuda = "no CUDA" if software.torch_cuda is None else f"CUDA {software.torch_cuda}"
     flash = f"; flash-attn {software.flash_attn} found, not used yet" if software.flash_attn else ""
     return [

@@ -1,76 +1,240 @@
-"""A plan as text: pure functions."""
+"""A plan as tables and as JSON: pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from triforce_cli.render import duration, gigabytes, latency, lengths_of, levels_of
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from offload.units import size
+from triforce_cli import __version__
+from triforce_cli.render import NOTHING, duration, gigabytes, latency, lengths_of, levels_of, significant
 
 if TYPE_CHECKING:
-    from offload.plan.config import ModelConfig
-    from offload.plan.hardware import Hardware
     from offload.plan.planner import Plan
+    from offload.plan.request import Request
+    from offload.plan.whatif import Case, WhatIf
 
-_BAR = 40  # characters
-
-
-def report(plan: Plan, target: ModelConfig, hardware: Hardware, *, name: str) -> str:
-    """What `triforce plan` prints: at most 80 columns, but for the notes."""
-    return "\n".join([*_head(plan, hardware, name), "", *_memory(plan, target, hardware), "", *_speed(plan)]) + "\n"
-
-
-def _head(plan: Plan, hardware: Hardware, name: str) -> Iterator[str]:
-    cards = f"{hardware.num_devices} x {hardware.device_name}" if hardware.num_devices > 1 else hardware.device_name
-    yield f"{name}, {plan.capacity:,} tokens ({plan.max_tokens:,} of them new), {plan.dtype}, on {cards}"
-    rates = hardware.rates
-    kind = "measured" if rates.measured else "typical"
-    yield f"link {gigabytes(rates.to_device)}/s, device memory {gigabytes(rates.device_read)}/s ({kind} rates)"
+_BAR, _BESIDE_BAR = 40, 21  # columns: of the bar, of what stands beside it
+_LEAST_BAR = 10
+_PURPOSE = 17  # columns, the longest of sizing.py
+_ALL = "all"  # the row of sums
+_LEAST_REMARK = 14  # columns: with fewer, remarks stand below their table
 
 
-def _memory(plan: Plan, target: ModelConfig, hardware: Hardware) -> Iterator[str]:
-    title = "each device" if plan.num_devices > 1 else "device"
-    yield from _tier(title, plan.device_bytes, hardware.device_free_bytes, _residency(plan, target))
-    if plan.host_bytes:
-        yield from _tier("host", plan.host_bytes, hardware.host_free_bytes, {})
-    else:
-        yield "host         nothing: nothing is offloaded and nothing streams"
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """All that `triforce plan` found. link_given: the user says how fast it is. longest_context: where it was looked
+    for; what_if: where another machine stands beside this one."""
+
+    model: Path
+    request: Request
+    plan: Plan
+    link_given: bool
+    longest_context: int | None = None
+    what_if: WhatIf | None = None
+
+    @property
+    def origin(self) -> str:
+        """Of the rates."""
+        return "measured" if self.request.hardware.rates.measured else "typical"
+
+    @property
+    def link_origin(self) -> str:
+        return "given" if self.link_given else self.origin
+
+    @property
+    def device_title(self) -> str:
+        return "each device" if self.plan.num_devices > 1 else "device"
 
 
-def _tier(title: str, sizes: dict[str, int], free: int, remarks: dict[str, str]) -> Iterator[str]:
-    used = sum(sizes.values())
-    filled = min(round(_BAR * used / max(free, 1)), _BAR)
-    yield f"{title:<13}{gigabytes(used):>9} of {gigabytes(free)}  [{'#' * filled}{'.' * (_BAR - filled)}]"
-    for purpose, size in sorted(sizes.items(), key=lambda item: -item[1]):
-        yield f"  {purpose:<20}{gigabytes(size):>9}  {remarks.get(purpose, '')}".rstrip()
+def report(planned: Planned, *, width: int) -> RenderableType:
+    """What `triforce plan` prints in `width` columns."""
+    parts = [
+        Text("\n".join(_head(planned))),
+        _memory(planned, width),
+        _bars(planned, width),
+        _speed(planned.plan, width),
+    ]
+    if planned.what_if is not None:
+        parts.append(_compared(planned.what_if, planned.request.target.context_limit, width))
+    parts += [_labelled("note", note) for note in planned.plan.notes]
+    return Group(*[piece for part in parts for piece in (part, Text())][:-1])
 
 
-def _residency(plan: Plan, target: ModelConfig) -> dict[str, str]:
-    """What share of it is on the device."""
-    tiles = target.num_layers * -(-plan.capacity // plan.tile_tokens)
+def document(planned: Planned) -> dict[str, Any]:
+    """What `--json` prints. Bytes, and per second."""
+    hardware, fit = planned.request.hardware, None
+    if planned.longest_context is not None:
+        fit = {"longest_context": planned.longest_context, "limit": planned.request.target.context_limit}
     return {
-        "target layers": f"{plan.resident_layers} of {target.num_layers} layers",
-        "kv cache": f"{min(plan.resident_tiles, tiles)} of {tiles} tiles of {plan.tile_tokens:,} tokens",
+        "plan": planned.plan.as_dict(),
+        "hardware": asdict(hardware) | {"origin": {"link": planned.link_origin, "others": planned.origin}},
+        "fit": fit,
+        "what_if": planned.what_if.as_dict() if planned.what_if else None,
+        "model": str(planned.model),
+        "version": __version__,
     }
 
 
-def _speed(plan: Plan) -> Iterator[str]:
+def _head(planned: Planned) -> Iterator[str]:
+    plan, hardware = planned.plan, planned.request.hardware
+    cards = f"{hardware.num_devices} x {hardware.device_name}" if hardware.num_devices > 1 else hardware.device_name
+    yield f"{planned.model.name}, {plan.capacity:,} tokens ({plan.max_tokens:,} of them new), {plan.dtype}, on {cards}"
+    if planned.longest_context is not None:
+        limit = planned.request.target.context_limit
+        why = "as long as the model knows" if planned.longest_context == limit else f"the model knows {limit:,}"
+        yield f"this is the longest context that fits ({why})"
+    link, read = gigabytes(hardware.rates.to_device), gigabytes(hardware.rates.device_read)
+    if planned.link_origin == planned.origin:
+        yield f"link {link}/s, device memory {read}/s ({planned.origin} rates)"
+    else:
+        yield f"link {link}/s ({planned.link_origin}), device memory {read}/s ({planned.origin})"
+
+
+def _memory(planned: Planned, width: int) -> RenderableType:
+    """Where every byte goes."""
+    plan, hardware = planned.plan, planned.request.hardware
+    device, host, remarks = plan.device_bytes, plan.host_bytes, _residency(planned)
+    rows = [
+        (purpose, _size(device.get(purpose, 0)), _size(host.get(purpose, 0)), remarks.get(purpose, ""))
+        for purpose in sorted(device | host, key=lambda name: -device.get(name, 0) - host.get(name, 0))
+    ]
+    rows.append((_ALL, _size(sum(device.values())), _size(sum(host.values())), ""))
+    free = "the same" if hardware.is_cpu else size(hardware.host_free_bytes)
+    rows.append(("free", size(hardware.device_free_bytes), free, ""))
+    return _table(("bytes", planned.device_title, "host", "on the device"), rows, width)
+
+
+def _residency(planned: Planned) -> dict[str, str]:
+    """What share of it is on the device; the rest streams."""
+    plan, num_layers = planned.plan, planned.request.target.num_layers
+    tiles = num_layers * -(-plan.capacity // plan.tile_tokens)
+    here = min(plan.resident_tiles, tiles)
+    return {
+        "target layers": f"{plan.resident_layers} of {num_layers} layers",
+        "kv cache": f"{here} of {tiles} tiles of {plan.tile_tokens:,} tokens",
+    }
+
+
+def _bars(planned: Planned, width: int) -> RenderableType:
+    """How full each memory would be. A CPU has one."""
+    hardware = planned.request.hardware
+    device, host = sum(planned.plan.device_bytes.values()), sum(planned.plan.host_bytes.values())
+    if hardware.is_cpu:
+        return _bar("memory", (device + host) / max(hardware.host_free_bytes, 1), width)
+    tiers = [(planned.device_title, device / max(hardware.device_free_bytes, 1))]
+    if host:
+        tiers.append(("host", host / max(hardware.host_free_bytes, 1)))
+    return Group(*(_bar(title, share, width) for title, share in tiers))
+
+
+def _bar(title: str, share: float, width: int) -> Text:
+    columns = max(min(_BAR, width - _BESIDE_BAR), _LEAST_BAR)
+    filled = min(round(columns * share), columns)
+    full = ("#" * filled, "yellow" if share > 0.9 else "green")
+    return Text.assemble(f"{title:<12} [", full, "." * (columns - filled), f"] {share:4.0%}")
+
+
+def _speed(plan: Plan, width: int) -> RenderableType:
+    rows = [
+        _labelled("levels", levels_of(plan)),
+        _labelled("drafts", lengths_of(plan)),
+        _labelled("streams", _streams(plan)),
+    ]
+    columns = ("predicted", "TriForce", "plain", "") if _speculates(plan) else ("predicted", "plain", "", "")
+    return Group(*rows, Text(), _table(columns, _predictions(plan), width))
+
+
+def _speculates(plan: Plan) -> bool:
+    return plan.gamma > 0
+
+
+def _predictions(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """(what, as planned, without speculation, remark)"""
     predicted = plan.predicted
-    yield f"levels       {levels_of(plan)}"
-    if plan.gamma:
-        yield f"{'':13}{lengths_of(plan)}"
-    first, rate = duration(predicted.first_token_seconds), latency(predicted.seconds_per_token)
-    yield f"predicted    first token {first}, then {rate} a token"
-    if len(plan.levels) > 1:
-        times = predicted.plain_seconds_per_token / predicted.seconds_per_token
-        plain = latency(predicted.plain_seconds_per_token)
-        yield f"             without speculation {plain} a token: {times:.1f} times as long"
-        passes = [f"full pass {latency(predicted.full_pass_seconds)}"]
-        if "retrieval" in plan.levels:
-            passes.append(f"retrieval {latency(predicted.retrieval_pass_seconds)}")
-        if "draft" in plan.levels:
-            passes.append(f"draft {latency(predicted.draft_pass_seconds)}")
-        yield f"             {', '.join(passes)}"
-        yield f"             {predicted.tokens_per_round:.1f} tokens a full pass, {predicted.tokens_drafted} drafted"
-    for note in plan.notes:
-        yield f"note         {note}"
+    yield "first token", duration(predicted.first_token_seconds)
+    if not _speculates(plan):
+        yield "a token", latency(predicted.seconds_per_token)
+        return
+    times = predicted.plain_seconds_per_token / predicted.seconds_per_token
+    own, plain = latency(predicted.seconds_per_token), latency(predicted.plain_seconds_per_token)
+    yield "a token", own, plain, f"without speculation {times:.1f} times as long"
+    passes = {"full": predicted.full_pass_seconds}
+    if "retrieval" in plan.levels:
+        passes["retrieval"] = predicted.retrieval_pass_seconds
+    if "draft" in plan.levels:
+        passes["draft"] = predicted.draft_pass_seconds
+    for name, seconds in passes.items():
+        yield f"a {name} pass", latency(seconds)
+    yield "tokens a full pass", f"{predicted.tokens_per_round:.1f}", "1", f"{predicted.tokens_drafted} drafted"
+
+
+def _streams(plan: Plan) -> str:
+    moved = [(name, plan.host_bytes[name]) for name in ("target layers", "kv cache") if plan.host_bytes.get(name)]
+    if not moved:
+        return "nothing: nothing is offloaded"
+    return f"{' and '.join(f'{size(num_bytes)} of {name}' for name, num_bytes in moved)} a full pass"
+
+
+def _compared(what_if: WhatIf, limit: int, width: int) -> RenderableType:
+    """Another machine beside the one that is asked about."""
+    before, after = what_if.before, what_if.after
+    at_limit = ", the model's limit" if after.longest_context == limit else ""
+    contexts = (f"{case.longest_context:,}" for case in (before, after))
+    rows = [
+        ("first token", _first(before), _first(after), _times(what_if.first_token_ratio, "as fast")),
+        ("a token", _token(before), _token(after), _times(what_if.token_ratio, "as fast")),
+        ("longest context", *contexts, _times(what_if.context_ratio, "as long") + at_limit),
+    ]
+    return _table(("compared", what_if.name, "as asked", ""), rows, width)
+
+
+def _first(case: Case) -> str:
+    return duration(case.plan.predicted.first_token_seconds) if case.plan else "does not fit"
+
+
+def _token(case: Case) -> str:
+    return latency(case.plan.predicted.seconds_per_token) if case.plan else "does not fit"
+
+
+def _times(ratio: float | None, how: str) -> str:
+    if ratio is None:
+        return ""
+    return "the same" if significant(ratio) == "1.00" else f"{significant(ratio)}x {how}"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> RenderableType:
+    """The first column is of one width in all tables. Last cells are remarks: they wrap, or stand below the table where
+    `width` leaves too little beside it. What is missing at a row's end is empty."""
+    cells = [(*row, *[""] * (len(columns) - len(row))) for row in rows]
+    taken = sum(max(map(len, column)) + 2 for column in list(zip(columns, *cells, strict=True))[:-1])
+    beside = width - taken >= _LEAST_REMARK
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column(columns[0], min_width=_PURPOSE, no_wrap=True)
+    for name in columns[1:-1]:
+        table.add_column(name, justify="right", no_wrap=True)
+    if beside:
+        table.add_column(columns[-1], overflow="fold")
+    for row in cells:
+        table.add_row(*(row if beside else row[:-1]), style="bold" if row[0] == _ALL else None)
+    below = [] if beside else [_labelled(row[0], f"{row[-1]} {columns[-1]}") for row in cells if row[-1]]
+    return Group(table, *below)
+
+
+def _labelled(label: str, value: str) -> Table:
+    """A value that is wrapped beside its label."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(min_width=_PURPOSE)
+    table.add_column(overflow="fold")
+    table.add_row(Text(label, "bold"), value)
+    return table
+
+
+def _size(num_bytes: int) -> str:
+    return size(num_bytes) if num_bytes else NOTHING

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload.units import size
 from triforce_cli import __version__
-from triforce_cli.render import NOTHING, significant
+from triforce_cli.render import NOTHING
 
 if TYPE_CHECKING:
     from offload.session.catalogue import Summary
@@ -50,7 +51,7 @@ def table(sessions: Sequence[Summary], *, width: int) -> str:
     lines = []
     for name, tokens, nbytes, updated, model, problem in rows:
         start = f"{name:<{column}}  {tokens:>9}  {nbytes:>7}  {updated:<16}  "
-        lines += [start + _cut(model, max(width - len(start), _MIN_MODEL)), *_indented(problem, width)]
+        lines += [start + _cut(model, max(width - len(start), _MIN_MODEL)), *indented(problem, width)]
     return "\n".join(lines) + "\n"
 
 
@@ -127,14 +128,6 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def size(num_bytes: float) -> str:
-    """1.24 GB, 350 MB, 12.0 kB, 96 B: of 10^9, 10^6 and 10^3 bytes, as --max-size counts."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= unit:
-            return f"{significant(num_bytes / unit)} {name}"
-    return f"{num_bytes:.0f} B"
-
-
 def moment(seconds: float) -> str:
     """Local time to the minute, from seconds since the epoch; any year that a file can claim."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
@@ -157,7 +150,7 @@ def _cells(session: Summary) -> tuple[str, ...]:
     return (start[0], NOTHING, *start[2:], NOTHING, f"cannot be used: {session.problem}")
 
 
-def _indented(text: str, width: int) -> Iterator[str]:
+def indented(text: str, width: int) -> Iterator[str]:
     """Wrapped; a path is not broken."""
     indent = "    "
     yield from textwrap.wrap(

@@ -6,18 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from offload.engine import Progress
+from offload.progress import OnProgress, Progress, ignore
 
-OnProgress = Callable[["Progress"], None]
 Work = Callable[[OnProgress], None]  # tells how far it is, often; may be broken off wherever it does
 _POLL_SECONDS = 0.1
-
-
-def _ignore(progress: Progress) -> None:
-    return None
 
 
 class _BrokenOff(Exception):
@@ -53,7 +46,7 @@ class Ahead:
             self._purpose = None
             running.result()
 
-    def break_off(self, on_progress: OnProgress = _ignore) -> None:
+    def break_off(self, on_progress: OnProgress = ignore) -> None:
         """Until nothing runs. A prefill and a save end at once, what is read is read first. Errors are dropped."""
         self._unwanted.set()
         self._purpose = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit, TriforceError
@@ -13,7 +13,8 @@ from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.interrupts import Interrupts, Stopped
 
 if TYPE_CHECKING:
-    from offload.engine import OnProgress, Progress, Step
+    from offload.engine import Step
+    from offload.progress import OnProgress, Progress
     from triforce_cli.chat.formats import ChatFormat, Part
     from triforce_cli.chat.partner import Partner
     from triforce_cli.chat.settings import Settings
@@ -60,11 +61,15 @@ class Dialogue:
     def answer(self, asked: Conversation, *, again: bool = False) -> None:
         """Show the reply to the open question and take it into the conversation, as far as it came. again: the question
         was answered before; without another reply that one stays."""
+        with self._stoppable() as on_progress:
+            self._answer(asked, again, on_progress)
+
+    def _answer(self, asked: Conversation, again: bool, on_progress: OnProgress) -> None:
         question = "" if again else asked.question or ""
         try:
             tokens = self.format.prompt_tokens(asked)
             self._check_room(len(tokens) + 1)
-            reply, reply_tokens, finish = self._show_reply(tokens)
+            reply, reply_tokens, finish = self._show_reply(tokens, on_progress)
         except TriforceError:
             self.draft = question
             raise
@@ -91,10 +96,11 @@ class Dialogue:
     def add(self, document: Document) -> None:
         """Put a document before the next message."""
         changed = self.conversation.with_document(document)
-        used = len(self.format.closing_tokens(changed))
+        used, before = len(self.format.closing_tokens(changed)), self.num_used
         self._check_room(used + 1)
-        own = used - self.num_used
         self.change(changed)
+        documents = [part.num_tokens for part in self.format.parts(changed) if part.kind == "document"]
+        own = documents[-1] if documents else used - before
         self.output.note(render_chat.document_added(document.name, own, used, self.partner.limit))
         self._warn_of_the_end()
 
@@ -111,7 +117,7 @@ class Dialogue:
 
         def work(on_progress: OnProgress) -> None:
             self.partner.settle(tokens, on_progress)
-            self.partner.keep({"kind": "chat", "conversation": conversation.to_data()}, on_progress)
+            self.partner.keep(_session_data(conversation), on_progress)
 
         self._ahead.start(work, conversation, follows=self._follows(tokens))
         self._settling = tokens
@@ -130,6 +136,13 @@ class Dialogue:
         except Stopped:
             self.output.note("stopped; the session is as it was after the turn before")
 
+    def keep(self) -> None:
+        """Have the session hold the conversation with what is computed of it by now: there may be no time for more."""
+        with self.output:
+            self._ahead.break_off(self._show)
+            self.partner.restore(self.format.closing_tokens(self.conversation), self._show)
+            self.partner.keep(_session_data(self.conversation), self._show)
+
     def status(self) -> str:
         """One line: the context that is used, how fast the last reply came, what is done ahead."""
         return render_chat.status(self.num_used, self.partner.limit, self.partner.stats, self._ahead, self.output.width)
@@ -137,12 +150,12 @@ class Dialogue:
     def close(self) -> None:
         self._ahead.close()
 
-    def _show_reply(self, tokens: list[int]) -> tuple[str, list[int], str | None]:
+    def _show_reply(self, tokens: list[int], on_progress: OnProgress) -> tuple[str, list[int], str | None]:
         """(text, tokens, how it ended): None where the person stopped it."""
         pieces: list[str] = []
         spoken: list[int] = []
         finish: str | None = None
-        with self.output, self._stoppable() as on_progress:
+        with self.output:
             self._wait_ahead(on_progress)
             self._ahead.forget()
             steps = self.partner.answer(
@@ -174,20 +187,19 @@ class Dialogue:
     def _until_stopped(self, steps: Iterator[Step]) -> Iterator[Step]:
         for step in steps:
             yield step
-            if self._interrupts is not None and self._interrupts.requested:
+            if self._interrupts.requested:
                 self.output.end_line()
                 self.output.note("stopped")
                 return
 
     @contextmanager
     def _stoppable(self) -> Iterator[OnProgress]:
-        """Where there is a person, Ctrl-C is a wish: what shows progress raises Stopped then."""
-        with Interrupts() if self.interactive else nullcontext() as interrupts:
-            self._interrupts: Interrupts | None = interrupts
+        """Where there is a person, Ctrl-C is a wish, and being asked to end is: what shows progress raises Stopped."""
+        with Interrupts(person=self.interactive) as interrupts:
+            self._interrupts = interrupts
 
             def on_progress(progress: Progress) -> None:
-                if interrupts is not None:
-                    interrupts.check()
+                interrupts.check()
                 self._show(progress)
 
             yield on_progress
@@ -209,3 +221,8 @@ class Dialogue:
     def _droppable(self) -> list[Part]:
         """Documents and turns, in their order."""
         return [part for part in self.format.parts(self.conversation) if part.kind in ("document", "turn")]
+
+
+def _session_data(conversation: Conversation) -> dict[str, object]:
+    """What a session says of itself."""
+    return {"kind": "chat", "conversation": conversation.to_data()}

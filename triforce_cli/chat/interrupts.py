@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
+
+from triforce_cli.signals import ENDING, Terminated, handled
 
 _IMPATIENT = 5  # times Ctrl-C
 
@@ -13,29 +16,40 @@ class Stopped(Exception):
 
 
 class Interrupts:
-    """Within it Ctrl-C only sets `requested`: a pass may take seconds, and people press again. Who presses so often
-    that nothing seems to listen gets a KeyboardInterrupt, wherever that hits."""
+    """Within it Ctrl-C only sets `requested`, where there is a `person`: a pass may take seconds, and people press
+    again. Who presses so often that nothing seems to listen gets a KeyboardInterrupt, wherever that hits. Being asked
+    to end is the same wish, and raises Terminated at the end of it, or at once if asked again."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, person: bool) -> None:
         self._num_pressed = 0
+        self._ending: int | None = None
+        pressed = {signal.SIGINT: self._on_interrupt} if person else {}
+        self._handled: AbstractContextManager[None] = handled({**pressed, **dict.fromkeys(ENDING, self._on_ending)})
 
     @property
     def requested(self) -> bool:
-        return self._num_pressed > 0
+        return self._num_pressed > 0 or self._ending is not None
 
     def __enter__(self) -> Interrupts:
-        self._before = signal.signal(signal.SIGINT, self._on_signal)
+        self._handled.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        self._handled.__exit__(None, None, None)
+        if self._ending is not None:
+            raise Terminated(self._ending)
 
     def check(self) -> None:
         """Raise Stopped if it was requested: where work can be broken off."""
         if self.requested:
             raise Stopped
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         self._num_pressed += 1
         if self._num_pressed >= _IMPATIENT:
             raise KeyboardInterrupt
+
+    def _on_ending(self, number: int, frame: FrameType | None) -> None:
+        if self._ending is not None:
+            raise Terminated(number)
+        self._ending = number

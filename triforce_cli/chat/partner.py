@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit
 from triforce_cli import __version__
+from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
     from offload.decode.sampling import SamplingParams
     from offload.decode.tokenizer import Tokenizer
-    from offload.engine import Engine, OnProgress, Step
+    from offload.engine import Engine, Step
     from offload.metrics import Stats
     from offload.plan.planner import Options, Plan
+    from offload.progress import OnProgress
     from offload.session.store import Store
-    from triforce_cli.options import Models
+    from triforce_cli.choice import Models
 
 LEAST_CAPACITY = 4096  # tokens: room for the first turns; from there it doubles
 
@@ -42,11 +44,12 @@ class Partner:
         read_only: bool = False,
         on_note: Callable[[str], None],
     ) -> None:
-        from offload.engine import load_tokenizer
-        from offload.plan.request import Request
+        with deferred():
+            from offload.engine import load_tokenizer
+            from offload.plan.request import Request
 
+            self.tokenizer: Tokenizer = load_tokenizer(models.target, models.draft)
         self._models = models
-        self.tokenizer: Tokenizer = load_tokenizer(models.target, models.draft)
         self._request = Request.on_this_machine(models.target, models.draft, options)
         self.limit = self._request.largest_context()
         if not self.limit:
@@ -92,7 +95,7 @@ class Partner:
         engine = self.ready(len(tokens) + 1, on_progress)
         max_tokens = min(max_tokens, self.limit - len(tokens))
         engine = self.ready(len(tokens) + max_tokens, on_progress)
-        self._restore(tokens, on_progress)
+        self.restore(tokens, on_progress)
         self._last_stats = None
         try:
             yield from engine.generate(
@@ -111,7 +114,7 @@ class Partner:
         """Run what is certain to come before the next message. What does not fit is left to the message."""
         if tokens and len(tokens) < self.limit:
             engine = self.ready(len(tokens), on_progress)
-            self._restore(tokens, on_progress)
+            self.restore(tokens, on_progress)
             engine.settle(tokens, on_progress=on_progress)
 
     def keep(self, extra: Mapping[str, object], on_progress: OnProgress) -> None:
@@ -126,20 +129,14 @@ class Partner:
         self._close.close()
 
     def _open(self, session: Path, read_only: bool) -> Store:
-        from offload.session.fingerprints import identify
+        from offload.session.fingerprints import identity_of
         from offload.session.store import Store
 
-        plan = self._plan(self.limit)
-        identity = identify(
-            self._models.target,
-            self._request.target,
-            dtype=plan.dtype,
-            capacity=plan.capacity,
-            page_tokens=plan.page_tokens,
-        )
+        identity = identity_of(self._models.target, self._plan(self.limit))
         return self._close.enter_context(Store.open(session, identity, read_only=read_only, writer=__version__))
 
-    def _restore(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
+    def restore(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
+        """Hold what the session has of the beginning of `tokens`, where that is more than is held."""
         if self.store is not None and self._engine is not None:
             self._engine.restore(self.store, tokens, on_progress=on_progress)
 

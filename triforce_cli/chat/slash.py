@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from offload.errors import UsageError
+from offload.plan.files import write_whole
 from triforce_cli import render, render_chat
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.dialogue import Dialogue
@@ -64,7 +64,8 @@ def _undo(dialogue: Dialogue, argument: str) -> None:
     conversation, question = dialogue.conversation.undo()
     dialogue.change(conversation)
     dialogue.draft = question
-    dialogue.output.note("the last message and its reply are taken back")
+    where = "; it stands in the line again" if dialogue.edits_drafts else ""
+    dialogue.output.note(f"the last message and its reply are taken back{where}")
 
 
 def _regen(dialogue: Dialogue, argument: str) -> None:
@@ -105,6 +106,7 @@ def _drop(dialogue: Dialogue, argument: str) -> None:
 
 def _save(dialogue: Dialogue, argument: str) -> None:
     path = _path(argument, "/save")
+    _check_replaceable(path)
     _write(path, dialogue.conversation.to_json() + "\n")
     dialogue.output.note(f"saved {len(dialogue.conversation.turns)} turns to {path}")
 
@@ -160,19 +162,24 @@ COMMANDS = {slash.name: slash for slash in _ALL}
 def _path(argument: str, command: str) -> Path:
     if not argument:
         raise UsageError(f"{command} needs a path")
-    return user_path(argument)
+    quote = argument[0]
+    quoted = len(argument) > 1 and quote in "\"'" and argument.endswith(quote)  # as terminals paste dropped files
+    return user_path(argument[1:-1] if quoted else argument)
+
+
+def _check_replaceable(path: Path) -> None:
+    """Only a conversation gives way to a conversation, not the text that it is about. Raises UsageError."""
+    if not os.path.exists(path):  # Path's own raises where a name is too long
+        return
+    try:
+        Conversation.from_json(read_text(path, "the file"), str(path))
+    except UsageError as error:
+        raise UsageError(f"{path} is there and no saved conversation, so it stays; name another file") from error
 
 
 def _write(path: Path, text: str) -> None:
     """All of it or nothing: an older file stays until the new one is whole."""
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_whole(path, text)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error

@@ -6,13 +6,25 @@ import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from offload.errors import TriforceError, UsageError
 from triforce_cli import options, render_chat
-from triforce_cli.options import Models
+from triforce_cli.choice import Models
+from triforce_cli.flags import (
+    DecodingFlags,
+    ModelFlags,
+    PlacementFlags,
+    ProgramFlags,
+    SamplingFlags,
+    SessionFlags,
+    plan_options,
+    spread,
+)
+from triforce_cli.options import option, switch
 from triforce_cli.output import Output
 from triforce_cli.prompt import decode_argument, read_text
+from triforce_cli.signals import Terminated
 
 if TYPE_CHECKING:
     from offload.plan.planner import Options
@@ -22,6 +34,28 @@ if TYPE_CHECKING:
     from triforce_cli.chat.formats import ChatFormat
     from triforce_cli.chat.reader import Reader
     from triforce_cli.chat.settings import Settings
+
+CHAT = "Conversation"
+
+System = Annotated[
+    str,
+    option("--system", "What the model is told before the first message.", CHAT, metavar="TEXT", show_default=False),
+]
+Files = Annotated[
+    list[Path] | None,
+    option("--file", "A UTF-8 text to put before the first message; can be repeated.", CHAT, metavar="PATH"),
+]
+Template = Annotated[
+    str,
+    option(
+        "--template",
+        "How messages are laid out for the model: auto (its own template; plain where it has none), llama2, chatml, "
+        "vicuna or plain.",
+        CHAT,
+        metavar="NAME",
+    ),
+]
+NoHistory = Annotated[bool, switch("--no-history", "Do not keep what is typed for the next time.", CHAT)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +124,8 @@ class Chat:
         return saved.with_system(self.system) if self.system else saved
 
     def _greet(self, output: Output, chat_format: ChatFormat, interactive: bool) -> None:
-        if self.models.embedded:
-            output.note(f"no --model given: using the embedded demo model ({self.models.target})")
+        if self.models.note:
+            output.note(self.models.note)
         if chat_format.notice:
             output.note(chat_format.notice)
         if interactive:
@@ -125,7 +159,30 @@ class Chat:
 
 
 def _converse(dialogue: Dialogue, reader: Reader) -> None:
-    """Until there are no more messages. A person hears of an error and goes on; a script ends with it."""
+    """Until there are no more messages. The session is kept, also where the program is asked to end."""
+    try:
+        _answer_all(dialogue, reader)
+        _finish(dialogue, reader)
+    except Terminated:
+        dialogue.keep()
+        raise
+
+
+def _finish(dialogue: Dialogue, reader: Reader) -> None:
+    """A person whose session cannot be kept may save the conversation elsewhere, or make room, before it is gone."""
+    try:
+        dialogue.finish_ahead()
+    except TriforceError as error:
+        if not dialogue.interactive:
+            raise
+        dialogue.output.error(str(error))
+        dialogue.output.note("the session is not kept: /save PATH writes the conversation, Ctrl-D tries again")
+        _answer_all(dialogue, reader)
+        dialogue.finish_ahead()
+
+
+def _answer_all(dialogue: Dialogue, reader: Reader) -> None:
+    """A person hears of an error and goes on; a script ends with it."""
     from triforce_cli.chat.slash import Over
 
     while True:
@@ -144,7 +201,6 @@ def _converse(dialogue: Dialogue, reader: Reader) -> None:
             if not dialogue.interactive:
                 raise
             dialogue.output.error(str(error))
-    dialogue.finish_ahead()
 
 
 def _handle(dialogue: Dialogue, text: str) -> None:
@@ -162,41 +218,21 @@ def _history_file() -> Path:
     return Path(platformdirs.user_state_dir("triforce", appauthor=False)) / "chat_history"
 
 
+@spread
 def chat(
     *,
-    model: options.Model = None,
-    draft: options.Draft = None,
-    system: options.System = "",
-    file: options.Files = None,
-    template: options.Template = "auto",
+    models: ModelFlags,
+    system: System = "",
+    file: Files = None,
+    template: Template = "auto",
     max_tokens: options.MaxTokens = 1024,
-    temperature: options.Temperature = 0.6,
-    top_p: options.TopP = 0.9,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    seed: options.Seed = None,
-    context: options.Context = None,
-    budget: options.Budget = None,
-    chunk: options.Chunk = None,
-    gamma: options.Gamma = None,
-    draft_gamma: options.DraftGamma = None,
-    no_lookup: options.NoLookup = False,
-    pace: options.Pace = "auto",
-    sinks: options.Sinks = 16,
-    window: options.Window = 240,
-    no_speculation: options.NoSpeculation = False,
-    selection: options.Selection = "mass",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    offload: options.Offload = "auto",
-    device_memory: options.DeviceMemory = None,
-    link_gbps: options.LinkGbps = None,
-    session: options.Session = None,
-    cache: options.CacheFile = None,
-    read_only: options.ReadOnly = False,
-    no_history: options.NoHistory = False,
+    sampling: SamplingFlags,
+    decoding: DecodingFlags,
+    placement: PlacementFlags,
+    session: SessionFlags,
+    no_history: NoHistory = False,
     quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    program: ProgramFlags,
 ) -> Chat:
     """Talk about long texts. What was read once is not read again: each turn computes only what is new.
 
@@ -205,7 +241,6 @@ def chat(
 
     Example: triforce chat --model path/to/model --file book.txt
     """
-    from offload.plan.planner import Options
     from triforce_cli.chat.formats import NAMES
     from triforce_cli.chat.settings import Settings
 
@@ -216,30 +251,11 @@ def chat(
         system=decode_argument("--system", system),
         files=tuple(file or ()),
         template=template,
-        settings=Settings(
-            temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
-        ),
-        options=Options(
-            context=context,
-            budget=budget,
-            chunk=chunk,
-            gamma=gamma,
-            draft_gamma=draft_gamma,
-            lookup=not no_lookup,
-            pace=pace,
-            sinks=sinks,
-            window=window,
-            device=device,
-            dtype=dtype,
-            offload=options.offloaded(offload),
-            device_memory=device_memory,
-            link_gbps=link_gbps,
-            speculation=not no_speculation,
-            selection=selection,
-        ),
-        models=options.choose_models(model, draft),
-        session=options.session_path(session, cache, read_only=read_only),
-        read_only=read_only,
+        settings=Settings(**vars(sampling), max_tokens=max_tokens),
+        options=plan_options(decoding, **vars(placement)),
+        models=models.chosen(),
+        session=session.path(),
+        read_only=session.read_only,
         history=not no_history,
         quiet=quiet,
     )

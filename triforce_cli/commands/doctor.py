@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from triforce_cli import options
+from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.output import Output
+from triforce_cli.signals import deferred
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +22,9 @@ class Doctor:
         output = Output(quiet=self.quiet)
         with output:
             output.wait("starting")
-            from offload.diagnosis import diagnose, remember, usable_hardware
-            from offload.plan.expectations import expectations
+            with deferred():
+                from offload.diagnosis import diagnose, remember, usable_hardware
+                from offload.plan.expectations import expectations
             from triforce_cli import render_doctor
 
             diagnosis = diagnose(output.wait)
@@ -34,11 +37,12 @@ class Doctor:
             output.note(render_doctor.kept(record))
 
 
+@spread
 def doctor(
     *,
     json: options.AsJson = False,
     quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    program: ProgramFlags,
 ) -> Doctor:
     """Look at this machine, measure it, and say what to expect and what to improve.
 

@@ -2,110 +2,173 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from offload.errors import UsageError
 from triforce_cli import __version__, options
 from triforce_cli.answer import Answer
-from triforce_cli.options import Models
+from triforce_cli.batch import Batch
+from triforce_cli.choice import Models
+from triforce_cli.commands import Command
+from triforce_cli.deadline import Deadline
+from triforce_cli.flags import (
+    DecodingFlags,
+    ModelFlags,
+    PlacementFlags,
+    ProgramFlags,
+    SamplingFlags,
+    SessionFlags,
+    plan_options,
+    spread,
+)
+from triforce_cli.forms import FormName, make_form
+from triforce_cli.options import OUTPUT, SAMPLING, number, option, switch
+from triforce_cli.outfile import OutputFile
 from triforce_cli.output import Output
-from triforce_cli.prompt import decode_argument, read_prompt
+from triforce_cli.prompt import STDIN, decode_argument, read_prompt, user_path
+from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
-    from offload.decode.sampling import SamplingParams
     from offload.engine import Engine
     from offload.plan.planner import Options, Plan
     from offload.session.store import Store
 
+BATCH = "Many prompts"
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """`SamplingParams`, before the import of torch."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int | None
-
-    def params(self) -> SamplingParams:
-        from offload.decode.sampling import SamplingParams
-
-        return SamplingParams(**vars(self))
+Stop = Annotated[
+    list[str] | None,
+    option(
+        "--stop",
+        "Stop before this text; can be repeated. TRIFORCE_STOP holds several between white space.",
+        SAMPLING,
+        metavar="TEXT",
+    ),
+]
+InputLines = Annotated[
+    Path | None,
+    option(
+        "--input-jsonl",
+        'Answer many prompts: a JSON object with "prompt" on each line, and if you like "id", "max_tokens", "seed" and '
+        'other settings; "-" is standard input.',
+        BATCH,
+        metavar="FILE",
+    ),
+]
+OutputLines = Annotated[
+    Path | None,
+    option(
+        "--output-jsonl",
+        "Append the results to this file, in order; after a stop the same command goes on where it ended. Without it "
+        "they go to standard output.",
+        BATCH,
+        metavar="FILE",
+    ),
+]
+Timeout = Annotated[
+    float | None,
+    option(
+        "--timeout",
+        "Stop after so many seconds, loading counted in, and hand over what has come (exit code 124); of many prompts, "
+        "each for itself.",
+        SAMPLING,
+        metavar="SECONDS",
+        parser=number,
+    ),
+]
+AsEvents = Annotated[
+    bool,
+    switch("--jsonl", "Write a JSON line for each event: plan, prefill, token, done, error.", OUTPUT),
+]
+Echo = Annotated[bool, switch("--echo", "Begin with the prompt; in JSON, give it too.", OUTPUT)]
+Destination = Annotated[
+    Path | None,
+    option(
+        "--output",
+        "Write to this file instead of standard output; it is there when it is whole.",
+        OUTPUT,
+        short="-o",
+        metavar="FILE",
+    ),
+]
+ShowStats = Annotated[bool, switch("--stats", "After the text, a table of what it cost (standard error).", OUTPUT)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generate:
-    """One `triforce generate`, parsed."""
+    """One `triforce generate` of one prompt, parsed."""
 
     prompt_file: Path | None
     prompt: str | None
     max_tokens: int
-    sampling: Sampling
+    sampling: SamplingFlags
     stops: tuple[str, ...]
+    timeout: float | None
     options: Options
     models: Models
     session: Path | None
     read_only: bool
+    form: FormName
+    file: Path | None
+    echo: bool
     show_stats: bool
-    as_json: bool
     quiet: bool
+
+    @property
+    def as_json(self) -> bool:
+        return self.form != "text"
 
     def run(self) -> None:
         """Read the prompt, plan, load, generate. Text appears as it is accepted."""
-        output = Output(quiet=self.quiet)
-        with self._answer(output) as answer, output:
+        deadline, output = Deadline(self.timeout), Output(quiet=self.quiet)
+        with self._file(output), self._answer(output) as answer, output:
             prompt = read_prompt(self.prompt_file, self.prompt, note=output.note)
-            if self.models.embedded:
-                output.note(f"no --model given: using the embedded demo model ({self.models.target})")
+            if self.models.note:
+                output.note(self.models.note)
             output.wait("starting")
-            self._generate(prompt, answer, output)
+            self._generate(prompt, answer, output, deadline)
 
-    def _generate(self, prompt: str, answer: Answer, output: Output) -> None:
-        sampling = self.sampling.params()
-        from offload.engine import Engine, load_tokenizer, plan_request
-
+    def _generate(self, prompt: str, answer: Answer, output: Output, deadline: Deadline) -> None:
         target, draft = self.models.target, self.models.draft
-        tokenizer = load_tokenizer(target, draft)
+        with deferred():
+            from offload.engine import Engine, load_tokenizer, plan_request
+
+            sampling = self.sampling.params()
+            tokenizer = load_tokenizer(target, draft)
         tokens = tokenizer.encode(prompt)
         plan = plan_request(target, draft, self.options, num_prompt_tokens=len(tokens), max_tokens=self.max_tokens)
         for line in plan.notes:
             output.note(line)
+        on_progress = deadline.heard(output.progress)
         with ExitStack() as stack:
             store = self._open_session(plan, stack)
-            engine = stack.enter_context(Engine.load(plan, target, draft, tokenizer, on_progress=output.progress))
-            answer.begin(plan, engine)
+            engine = stack.enter_context(Engine.load(plan, target, draft, tokenizer, on_progress=on_progress))
+            answer.begin(plan, engine, prompt)
             if store is not None:
                 stack.enter_context(self._kept(store, engine, tokens, output))
-            for step in engine.generate(
+            steps = engine.generate(
                 tokens,
                 sampling,
                 max_tokens=plan.max_tokens,
                 stop=self.stops,
                 reuse=store is not None,
-                on_progress=output.progress,
-            ):
+                on_progress=on_progress,
+            )
+            for step in deadline.within(steps):
                 answer.add(step)
+                if self.as_json or self.file:
+                    output.report("decode", answer.num_tokens, plan.max_tokens, "tokens")
 
     def _open_session(self, plan: Plan, stack: ExitStack) -> Store | None:
         if self.session is None:
             return None
-        from offload.plan.config import ModelConfig
-        from offload.session.fingerprints import identify
+        from offload.session.fingerprints import identity_of
         from offload.session.store import Store
 
-        target = self.models.target
-        identity = identify(
-            target,
-            ModelConfig.from_folder(target),
-            dtype=plan.dtype,
-            capacity=plan.capacity,
-            page_tokens=plan.page_tokens,
-        )
+        identity = identity_of(self.models.target, plan)
         store = Store.open(self.session, identity, read_only=self.read_only, writer=__version__)
         stack.enter_context(store)
         if store.tokens and not self.read_only and store.extra.get("kind") != "text":
@@ -130,88 +193,110 @@ class Generate:
                     )
             output.note(f"session: {common:,} of {len(tokens):,} prompt tokens were there")
 
+    def _file(self, output: Output) -> AbstractContextManager[object]:
+        if self.file is None:
+            return nullcontext()
+        file = OutputFile(self.file, note=output.note)
+        output.write_to(file)
+        return file
+
     def _answer(self, output: Output) -> Answer:
         target, draft = self.models.target, self.models.draft
         model = {"target": str(target), "draft": None if draft is None else str(draft)}
-        return Answer(output, model=model, as_json=self.as_json, show_stats=self.show_stats)
+        form = make_form(self.form, output, echo=self.echo)
+        return Answer(output, form, model=model, echo=self.echo, show_stats=self.show_stats)
 
 
+@spread
 def generate(
     *,
-    model: options.Model = None,
-    draft: options.Draft = None,
+    models: ModelFlags,
     prompt_file: options.PromptFile = None,
     prompt: options.Prompt = None,
+    input_jsonl: InputLines = None,
+    output_jsonl: OutputLines = None,
     max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.6,
-    top_p: options.TopP = 0.9,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    context: options.Context = None,
-    budget: options.Budget = None,
-    chunk: options.Chunk = None,
-    gamma: options.Gamma = None,
-    draft_gamma: options.DraftGamma = None,
-    no_lookup: options.NoLookup = False,
-    pace: options.Pace = "auto",
-    sinks: options.Sinks = 16,
-    window: options.Window = 240,
-    no_speculation: options.NoSpeculation = False,
-    selection: options.Selection = "mass",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    offload: options.Offload = "auto",
-    device_memory: options.DeviceMemory = None,
-    link_gbps: options.LinkGbps = None,
-    session: options.Session = None,
-    cache: options.CacheFile = None,
-    read_only: options.ReadOnly = False,
-    stats: options.ShowStats = False,
+    sampling: SamplingFlags,
+    stop: Stop = None,
+    timeout: Timeout = None,
+    decoding: DecodingFlags,
+    placement: PlacementFlags,
+    session: SessionFlags,
+    output: Destination = None,
+    echo: Echo = False,
+    stats: ShowStats = False,
     json: options.AsJson = False,
+    jsonl: AsEvents = False,
     quiet: options.Quiet = False,
-    debug: options.Debug = False,
-) -> Generate:
+    program: ProgramFlags,
+) -> Command:
     """Continue a long prompt: exactly what the target model would write, in fewer passes over its cache.
 
-    Only generated text goes to standard output, as soon as it is accepted; at a terminal a newline ends it.
+    Only generated text goes to standard output, as soon as it is accepted; at a terminal a newline ends it. With
+    --input-jsonl many prompts are continued, one after the other, by a model that is loaded once.
 
     Example: triforce generate --prompt-file book.txt --max-tokens 200 --stats
     """
-    from offload.plan.planner import Options
-
-    stops = [decode_argument("--stop", text) for text in stop or ()]
-    options.check_stops(stops)
+    stops = tuple(decode_argument("--stop", text) for text in stop or ())
+    _check_stops(stops)
     options.check_max_tokens(max_tokens)
+    _check_timeout(timeout)
+    if input_jsonl is not None or output_jsonl is not None:
+        _check_batch(input_jsonl, (prompt_file, prompt, session.path(), output, jsonl, stats))
+        return Batch(
+            source=user_path(str(input_jsonl)),
+            target=destination(output_jsonl),
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stops=stops,
+            timeout=timeout,
+            options=plan_options(decoding, **vars(placement)),
+            models=models.chosen(),
+            echo=echo,
+            quiet=quiet,
+        )
+    if json and jsonl:
+        raise UsageError("--json and --jsonl are two forms of one answer; give one of them")
     return Generate(
         prompt_file=prompt_file,
         prompt=prompt,
         max_tokens=max_tokens,
-        sampling=Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed),
-        stops=tuple(stops),
-        options=Options(
-            context=context,
-            budget=budget,
-            chunk=chunk,
-            gamma=gamma,
-            draft_gamma=draft_gamma,
-            lookup=not no_lookup,
-            pace=pace,
-            sinks=sinks,
-            window=window,
-            device=device,
-            dtype=dtype,
-            offload=options.offloaded(offload),
-            device_memory=device_memory,
-            link_gbps=link_gbps,
-            speculation=not no_speculation,
-            selection=selection,
-        ),
-        models=options.choose_models(model, draft),
-        session=options.session_path(session, cache, read_only=read_only),
-        read_only=read_only,
+        sampling=sampling,
+        stops=stops,
+        timeout=timeout,
+        options=plan_options(decoding, **vars(placement)),
+        models=models.chosen(),
+        session=session.path(),
+        read_only=session.read_only,
+        form="json" if json else "jsonl" if jsonl else "text",
+        file=destination(output),
+        echo=echo,
         show_stats=stats,
-        as_json=json,
         quiet=quiet,
     )
+
+
+def destination(named: Path | None) -> Path | None:
+    """The file that was named; None: standard output."""
+    return None if named in (None, STDIN, Path("/dev/stdout")) else user_path(str(named))
+
+
+def _check_batch(source: Path | None, others: Iterable[object]) -> None:
+    """Raises UsageError for what does not go with many prompts."""
+    if source is None:
+        raise UsageError("--output-jsonl is for the results of many prompts; name them with --input-jsonl FILE")
+    if any(others):
+        raise UsageError(
+            "--input-jsonl answers in JSON lines of its own; leave out --prompt-file, --prompt, --session, --cache, "
+            "--output, --jsonl and --stats (--output-jsonl FILE names where the lines go)"
+        )
+
+
+def _check_timeout(timeout: float | None) -> None:
+    if timeout is not None and not 0 < timeout < 1e9:
+        raise UsageError(f"timeout is {timeout:g}, it must be above 0 and below 1000000000 seconds")
+
+
+def _check_stops(stops: Sequence[str]) -> None:
+    if "" in stops:
+        raise UsageError("stop is empty, it must be at least one character")

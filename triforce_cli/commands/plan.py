@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from offload.errors import DoesNotFit, UsageError
-from triforce_cli import __version__, options
+from triforce_cli import options
+from triforce_cli.flags import CacheFlags, ModelFlags, ProgramFlags, plan_options, spread
+from triforce_cli.options import number, option, switch, whole
 from triforce_cli.output import Output
+from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
     from offload.plan.hardware import Hardware
     from offload.plan.options import Options
-    from offload.plan.remedies import Request
+    from offload.plan.request import Request
+    from offload.plan.whatif import WhatIf
+    from triforce_cli.render_plan import Planned
+
+MACHINE = "Machine (what is not given is taken from here, or assumed with --gpus)"
+
+Fit = Annotated[bool, switch("--fit", "Plan the longest context that fits.", MACHINE)]
+Gpus = Annotated[int | None, option("--gpus", "Plan for this many cards.", MACHINE, metavar="N", parser=whole)]
+GpuMemory = Annotated[
+    float | None,
+    option("--gpu-memory", "Free memory of each card, in 10^9 bytes.", MACHINE, metavar="GB", parser=number),
+]
+HostMemory = Annotated[
+    float | None,
+    option("--host-memory", "Free memory of the host, in 10^9 bytes.", MACHINE, metavar="GB", parser=number),
+]
+PlannedLink = Annotated[
+    float | None,
+    option(
+        "--link-gbps",
+        "Bandwidth between host and each card, in 10^9 bytes per second.",
+        MACHINE,
+        metavar="GB/S",
+        parser=number,
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +56,28 @@ class Machine:
     device: str
 
     def hardware(self) -> Hardware:
+        """Raises UsageError."""
         from offload.plan.hardware import Hardware, probe
         from offload.plan.rates import RTX_4090
 
-        if self.gpus is None:
-            return self._changed(probe(self.device))
-        assumed = Hardware("cuda:0", "RTX 4090", 24 * 10**9, 128 * 10**9, True, RTX_4090, self.gpus)
-        return self._changed(assumed)
+        if self.gpus is not None:
+            assumed = Hardware("cuda:0", "RTX 4090", 24 * 10**9, 128 * 10**9, True, RTX_4090, self.gpus)
+            return self._changed(assumed)
+        here = probe(self.device)
+        if here.is_cpu and self.gpu_memory is not None:
+            raise UsageError("gpu-memory is about a card and this machine has none; add --gpus 1 to plan for one")
+        return self._changed(here)
+
+    @property
+    def baseline(self) -> tuple[str, Machine] | None:
+        """What to hold it against, and its name: one card against several; without what is said of it otherwise. None
+        where nothing is asked that is not so."""
+        as_it_is = replace(self, gpu_memory=None, host_memory=None, link_gbps=None)
+        if self.gpus is not None and self.gpus > 1:
+            return "one such card", replace(self, gpus=1)
+        if self == as_it_is:
+            return None
+        return ("this machine", as_it_is) if self.gpus is None else ("RTX 4090", as_it_is)
 
     def _changed(self, hardware: Hardware) -> Hardware:
         """With what the user says instead of what is there or assumed."""
@@ -49,100 +93,125 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """One `triforce plan`, parsed."""
+    """One `triforce plan`, parsed. fit: of the longest context that fits."""
 
     model: Path
     draft: Path | None
     machine: Machine
     options: Options
     max_tokens: int
+    fit: bool
     as_json: bool
+    draft_note: str = ""
 
     def run(self) -> None:
         """Plan and say so. Reads config.json and nothing else of a model."""
         from triforce_cli import render_plan
 
-        output = Output(quiet=True)
-        with output:
-            request = self._request()
-            try:
-                plan = request.plan()
-            except DoesNotFit as error:
-                raise DoesNotFit(_with_remedies(str(error), request)) from error
+        with Output() as output:
+            if self.draft_note:
+                output.note(self.draft_note)
+            planned = self._planned()
             if self.as_json:
-                output.document({"plan": plan.as_dict(), "model": str(self.model), "version": __version__})
+                output.document(render_plan.document(planned))
             else:
-                output.text(render_plan.report(plan, request.target, request.hardware, name=self.model.name))
+                output.show(render_plan.report(planned, width=output.text_width))
 
-    def _request(self) -> Request:
-        from offload.plan.config import ModelConfig
-        from offload.plan.remedies import Request
+    def _planned(self) -> Planned:
+        from triforce_cli.render_plan import Planned
 
-        target = ModelConfig.from_folder(self.model)
-        draft = ModelConfig.from_folder(self.draft) if self.draft is not None and self.options.speculation else None
-        context = self.options.context or target.context_limit
+        with deferred():
+            request = self._request(self.machine)
+        longest = request.longest_context() if self.fit else None
+        sizes = self._sizes(request.context if longest is None else max(longest, self.max_tokens + 1))
+        try:
+            plan = request.plan(**sizes)
+        except DoesNotFit as error:
+            raise DoesNotFit(_with_remedies(str(error), request, sizes)) from error
+        return Planned(
+            model=self.model,
+            request=request,
+            plan=plan,
+            link_given=self.machine.link_gbps is not None,
+            longest_context=longest,
+            what_if=self._what_if(request, sizes),
+        )
+
+    def _request(self, machine: Machine) -> Request:
+        from offload.plan.request import Request
+
+        return Request.of(self.model, self.draft, self.options, machine.hardware())
+
+    def _sizes(self, context: int) -> dict[str, int]:
+        """All of the context. Raises UsageError."""
         if self.max_tokens >= context:
             raise UsageError(f"max-tokens is {self.max_tokens}, it must be less than the context of {context}")
-        return Request(target, draft, self.options, self.machine.hardware(), context - self.max_tokens, self.max_tokens)
+        return {"num_prompt_tokens": context - self.max_tokens, "max_tokens": self.max_tokens}
+
+    def _what_if(self, request: Request, sizes: Mapping[str, int]) -> WhatIf | None:
+        if self.machine.baseline is None:
+            return None
+        from offload.plan.whatif import Case, WhatIf
+
+        name, before = self.machine.baseline
+        return WhatIf(name, Case.of(self._request(before), sizes), Case.of(request, sizes))
 
 
+@spread
 def plan(
     *,
-    model: options.Model = None,
-    draft: options.Draft = None,
-    context: options.Context = None,
+    models: ModelFlags,
+    cache: CacheFlags,
     max_tokens: options.MaxTokens = 256,
-    gpus: options.Gpus = None,
-    gpu_memory: options.GpuMemory = None,
-    host_memory: options.HostMemory = None,
-    link_gbps: options.PlannedLink = None,
+    fit: Fit = False,
+    gpus: Gpus = None,
+    gpu_memory: GpuMemory = None,
+    host_memory: HostMemory = None,
+    link_gbps: PlannedLink = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     offload: options.Offload = "auto",
-    budget: options.Budget = None,
-    chunk: options.Chunk = None,
-    gamma: options.Gamma = None,
-    draft_gamma: options.DraftGamma = None,
-    no_lookup: options.NoLookup = False,
-    no_speculation: options.NoSpeculation = False,
     json: options.AsJson = False,
-    debug: options.Debug = False,
+    program: ProgramFlags,
 ) -> Planning:
     """What a context of that length would take: where every byte goes, what streams, how fast it would be.
 
     Reads config.json alone; nothing is loaded and nothing is measured. Seconds are predictions. Without --gpus it plans
     for this machine; with it, for that many cards of 24 GB on links of 25 GB/s with 128 GB of host memory, unless you
-    say otherwise. Exit code 3 when it does not fit, with the nearest changes that would.
+    say otherwise. What you say is held against the same without it: several cards against one, a changed machine
+    against the one that is there. Exit code 3 when it does not fit, with the nearest changes that would.
 
-    Example: triforce plan --model Yarn-Llama-2-13b-128k --draft llama-68m --context 120000 --gpus 2
+    Example: triforce plan --model yarn-llama-2-13b-128k --draft llama-68m --context 120000 --gpus 2
     """
-    from offload.plan.options import Options
-
     options.check_max_tokens(max_tokens)
-    options.check_machine(gpus, gpu_memory, host_memory, link_gbps)
-    models = options.choose_models(model, draft)
+    _check_machine(gpus, gpu_memory, host_memory, link_gbps)
+    if fit and cache.context is not None:
+        raise UsageError(f"--fit looks for the longest context and --context says {cache.context}; give one of them")
+    chosen = models.chosen(weights=False)
     return Planning(
-        model=models.target,
-        draft=models.draft,
+        model=chosen.target,
+        draft=chosen.draft,
         machine=Machine(gpus=gpus, gpu_memory=gpu_memory, host_memory=host_memory, link_gbps=link_gbps, device=device),
-        options=Options(
-            context=context,
-            budget=budget,
-            chunk=chunk,
-            gamma=gamma,
-            draft_gamma=draft_gamma,
-            lookup=not no_lookup,
-            dtype=dtype,
-            offload=options.offloaded(offload),
-            speculation=not no_speculation,
-        ),
+        options=plan_options(cache, dtype=dtype, offload=offload),
         max_tokens=max_tokens,
+        fit=fit,
         as_json=json,
+        draft_note=chosen.draft_note,
     )
 
 
-def _with_remedies(message: str, request: Request) -> str:
+def _with_remedies(message: str, request: Request, sizes: Mapping[str, int]) -> str:
     from offload.plan.remedies import remedies
 
-    found = remedies(request)
+    found = remedies(request, **sizes)
     return f"{message}; it would fit with {', or with '.join(found)}" if found else message
+
+
+def _check_machine(
+    gpus: int | None, gpu_memory: float | None, host_memory: float | None, link_gbps: float | None
+) -> None:
+    if gpus is not None and gpus not in (1, 2, 4, 8):
+        raise UsageError(f"gpus is {gpus}, it must be 1, 2, 4 or 8")
+    for name, value in (("gpu-memory", gpu_memory), ("host-memory", host_memory), ("link-gbps", link_gbps)):
+        if value is not None and not 0.001 <= value <= 1e6:
+            raise UsageError(f"{name} is {value}, it must be from 0.001 to 1000000")

@@ -16,7 +16,9 @@ from offload.errors import SessionError, UsageError
 from offload.session.catalogue import inspect, outdated, remove, summaries
 from offload.session.folder import Folder
 from offload.session.names import session_folder, sessions_folder
+from offload.units import size
 from triforce_cli import options, render_sessions
+from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.options import number, option, switch, whole
 from triforce_cli.output import Output
 
@@ -132,11 +134,12 @@ class Pruning:
 
 
 @sessions.command()
+@spread
 def ls(
     *,
     json: options.AsJson = False,
     quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    program: ProgramFlags,
 ) -> Listing:
     """List the sessions that have a name, the one updated last first.
 
@@ -146,11 +149,12 @@ def ls(
 
 
 @sessions.command()
+@spread
 def info(
     name: Annotated[str, NAME],
     *,
     json: options.AsJson = False,
-    debug: options.Debug = False,
+    program: ProgramFlags,
 ) -> Info:
     """Say what a session holds: of which model, how much, since when.
 
@@ -160,12 +164,13 @@ def info(
 
 
 @sessions.command()
+@spread
 def rm(
     names: Annotated[list[str], NAME],
     *,
     yes: Yes = False,
     quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    program: ProgramFlags,
 ) -> Removal:
     """Remove sessions, damaged ones too. What is in use stays (exit code 4).
 
@@ -175,6 +180,7 @@ def rm(
 
 
 @sessions.command()
+@spread
 def prune(
     *,
     older_than: OlderThan = None,
@@ -183,7 +189,7 @@ def prune(
     dry_run: DryRun = False,
     yes: Yes = False,
     quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    program: ProgramFlags,
 ) -> Pruning:
     """Remove the oldest sessions until what stays is within all limits given.
 
@@ -235,12 +241,21 @@ def _agreed(output: Output, question: str, table: str = "") -> bool:
 
 
 def _remove(paths: Sequence[Path], output: Output) -> None:
-    """One after the other. One that cannot be removed does not keep the next ones; its error comes after them."""
-    for count, path in enumerate(paths, start=1):
-        try:
-            freed = remove(path)
-        except SessionError:
-            output.note(f"{_label(path)} stays")
-            _remove(paths[count:], output)
-            raise
-        output.note(f"removed {_label(path)}, {render_sessions.size(freed)}")
+    """One after the other. One that cannot be removed does not keep the next ones. Raises SessionError at the end."""
+    failures = [failure for path in paths if (failure := _remove_one(path, output)) is not None]
+    if len(paths) == 1 and failures:
+        raise failures[0]
+    for failure in failures:
+        output.error(str(failure))
+    if failures:
+        raise SessionError(f"{len(failures)} of {len(paths)} sessions stay")
+
+
+def _remove_one(path: Path, output: Output) -> SessionError | None:
+    """Why it stays, where it does."""
+    try:
+        freed = remove(path)
+    except SessionError as error:
+        return error
+    output.note(f"removed {_label(path)}, {size(freed)}")
+    return None

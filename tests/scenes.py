@@ -1,0 +1,180 @@
+"""Command lines whose output is kept in tests/golden, and what they find. No tests in here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from stage import NOW, TEXT, Prepare, Scene, fake_engine
+from terminals import CTRL_U
+
+_KEPT = ExitStack()  # to the end of the process
+
+
+def some_requests() -> None:
+    lines = ('{"id": "a", "prompt": "Once"}', '{"prompt": "Twice", "max_tokens": 5}')
+    Path("questions.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    fake_engine()()
+
+
+def a_bad_request() -> None:
+    fake_engine()()
+    Path("questions.jsonl").write_text('{"id": "a", "prompt": "Once"}\n{"id": "b", "promt": "Twice"}\n')
+
+
+def a_verification(*, holds: bool) -> Prepare:
+    def prepare() -> None:
+        from offload import replay
+
+        tokens = [400, 500, 600]
+        replayed = [replay.Replayed(i, t, t, True, True, 0.0, 1.25) for i, t in enumerate(tokens)]
+        recomputed = [replay.Recomputed(i, tokens[i], tokens[i], 0.0125, 0.5) for i in (0, 2)]
+        if not holds:
+            replayed[1] = replace(replayed[1], best=501, possible=False, same_bits=False, difference=0.031)
+            recomputed[1] = replace(recomputed[1], difference=0.75)
+        fake_engine()()
+        replay.verify = lambda *args, **settings: replay.Verification(1200, tokens, replayed, recomputed, 0.25)
+
+    return prepare
+
+
+def a_comparison() -> None:
+    from offload.trial import Trial
+    from test_cli_bench import PLAIN, TRIFORCE, comparison
+
+    def run(trial: Trial, engine: object, reference: object, **callbacks: object) -> object:
+        context = len(trial.prompt) + trial.max_tokens
+        return comparison(context, seconds=context / 10_000, ways=(PLAIN, TRIFORCE))
+
+    Path("book.txt").write_text(TEXT * 100)
+    fake_engine()()
+    Trial.run = run
+
+
+def a_diagnosis(name: str) -> Prepare:
+    def prepare() -> None:
+        import test_doctor
+        from offload import diagnosis
+
+        found = getattr(test_doctor, name)
+        diagnosis.diagnose = lambda on_step: found
+        diagnosis.remember = lambda found: diagnosis.Record("cache/hardware.json", "")
+
+    return prepare
+
+
+def some_configs() -> None:
+    """Folders 13b and 68m with nothing but a config.json."""
+    from test_cli_plan import DRAFT, TARGET, json
+
+    for name, config in (("13b", TARGET), ("68m", DRAFT)):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps(config))
+
+
+def some_models() -> None:
+    from test_cli_models import LARGE, LLAMA_13B, put
+
+    put(Path("models", LARGE))
+    put(Path("models/some/config"), {**LLAMA_13B, "num_hidden_layers": 60}, weights=False)
+    put(Path("models/some/mamba"), {**LLAMA_13B, "model_type": "mamba"})
+
+
+def a_hub() -> None:
+    from huggingface_hub import constants
+
+    import hub
+
+    there = _KEPT.enter_context(hub.running())
+    there.put("owner/model", {path.name: path.read_bytes() for path in Path("demo-draft").iterdir()}, license="llama2")
+    constants.ENDPOINT, constants.HF_HUB_OFFLINE = there.url, False
+
+
+def pickled_weights() -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    shutil.copytree("demo-draft", "old-llama", ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(load_file("demo-draft/model.safetensors"), "old-llama/pytorch_model.bin")
+
+
+def some_sessions() -> None:
+    from test_cli_sessions import DAY, damage, put
+
+    root = Path("sessions")
+    put(root / "book-club", tokens=90, updated=NOW - 60, model="SmolLM2-135M")
+    put(root / "notes", updated=NOW - 3 * DAY)
+    put(root / "torn", updated=NOW - 40 * DAY)
+    damage(root / "torn")
+
+
+def a_configuration() -> None:
+    Path("config.toml").write_text("temperature = 0.8\n\n[generate]\nmax-tokens = 100\n")
+    os.environ["TRIFORCE_SEED"] = "7"
+
+
+ASKED = "--prompt 'It was a bright cold day'"
+PAIR = "--model 13b --draft 68m"
+SCRIPTED = "Hello\n/tokens\nAnd then?\n"
+SAID = ("Hello", "/help", "/stats", "/tokens", "/set", "/set top-k many", "/file book.txt", "/undo", f"{CTRL_U}/exit")
+TYPED = [("", line) for line in SAID]
+OUTPUT_MODES = "terminal piped"
+SCENES: dict[str, Scene] = {
+    "generate": Scene(f"generate {ASKED}", fake_engine(notes=["offload: weights, since 12.0 GB are free"])),
+    "generate-stats": Scene(f"generate {ASKED} --stats --echo", fake_engine()),
+    "generate-file": Scene("generate --prompt-file book.txt -o out.txt", fake_engine()),
+    "generate-stdin": Scene("generate --quiet", fake_engine(), stdin=TEXT, modes="piped json"),
+    "generate-jsonl": Scene(f"generate {ASKED} --jsonl --echo", fake_engine(), modes=OUTPUT_MODES),
+    "generate-batch": Scene("generate --input-jsonl questions.jsonl", some_requests, modes=OUTPUT_MODES),
+    "generate-batch-to-file": Scene(
+        "generate --input-jsonl questions.jsonl --output-jsonl answers.jsonl", some_requests, modes=OUTPUT_MODES
+    ),
+    "generate-batch-refused": Scene("generate --input-jsonl questions.jsonl", a_bad_request, modes=OUTPUT_MODES),
+    "chat": Scene("chat --file book.txt", fake_engine(), stdin=SCRIPTED, modes="piped"),
+    "chat-typed": Scene("chat --no-history", fake_engine(), typed=TYPED, modes="terminal"),
+    "verify": Scene(f"verify {ASKED}", a_verification(holds=True)),
+    "bench": Scene("bench --prompt-file book.txt --contexts 512,1024 --repeats 3", a_comparison),
+    "plan": Scene("plan"),
+    "plan-two-cards": Scene(f"plan {PAIR} --context 120000 --gpus 2", some_configs),
+    "plan-what-if": Scene(f"plan {PAIR} --gpus 1 --gpu-memory 48 --link-gbps 50 --context 60000", some_configs),
+    "plan-fit": Scene(f"plan {PAIR} --fit --gpus 1", some_configs),
+    "plan-narrow": Scene(f"plan {PAIR} --fit --gpus 2", some_configs, columns=50, modes="terminal"),
+    "doctor": Scene("doctor", a_diagnosis("LAPTOP")),
+    "doctor-two-cards": Scene("doctor", a_diagnosis("TWO_ON_X8")),
+    "pull": Scene("pull owner/model", a_hub),
+    "convert": Scene("convert old-llama", pickled_weights, modes=OUTPUT_MODES),
+    "models": Scene("models", some_models),
+    "sessions-ls": Scene("sessions ls", some_sessions),
+    "sessions-info": Scene("sessions info book-club", some_sessions),
+    "sessions-rm": Scene("sessions rm notes --yes", some_sessions, modes=OUTPUT_MODES),
+    "sessions-rm-asked": Scene("sessions rm notes book-club", some_sessions, typed=[("?", "y")], modes="terminal"),
+    "sessions-prune": Scene("sessions prune --older-than 2 --dry-run", some_sessions, modes=OUTPUT_MODES),
+    "config-show": Scene("config show generate --config config.toml", a_configuration),
+    "version": Scene("version"),
+    "version-alone": Scene("--version", modes=OUTPUT_MODES),
+    "error-1-runtime": Scene(f"generate {ASKED}", fake_engine(fail="TriforceError")),
+    "error-1-unexpected": Scene(f"generate {ASKED}", fake_engine(load_fail="RuntimeError")),
+    "error-2-value": Scene("plan --gpus 3"),
+    "error-2-option": Scene("generate --max-token 3"),
+    "error-2-command": Scene("generat"),
+    "error-3": Scene(f"plan {PAIR} --gpus 1 --host-memory 10 --context 120000", some_configs),
+    "error-4-model": Scene("verify --model yarn-llama-2-13b-128k --prompt x"),
+    "error-4-session": Scene("sessions info torn", some_sessions),
+    "error-5": Scene(f"verify {ASKED}", a_verification(holds=False)),
+    "error-124": Scene(f"generate {ASKED} --timeout 5", fake_engine(pieces=["again "] * 50)),
+}
+
+
+def help_scenes(commands: Sequence[Sequence[str]]) -> dict[str, Scene]:
+    """At two widths, each command's."""
+    return {
+        f"help{''.join(f'-{word}' for word in words)}{'-narrow' * (columns == 50)}": Scene(
+            " ".join([*words, "--help"]), columns=columns, modes=OUTPUT_MODES if columns == 80 else "terminal"
+        )
+        for words in commands
+        for columns in (80, 50)
+    }

@@ -1,0 +1,210 @@
+"""Where scenes are played: a process and a machine on which output is the same every time. No tests in here.
+
+A scene is played in a fork of a process that has imported everything, in a folder of its own, so that what it replaces
+need not be put back. Models are not run: the stand-in of test_cli_fake says a text that is written here. Hardware,
+versions, clocks and measurements are fixed; plans are real, for this hardware.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from terminals import ENTER, Terminal, hear_ctrl_c
+
+NOW = 1_800_000_000  # 2027-01-15 08:00:00 UTC
+GIB = 2**30
+BROKEN = 99  # no exit code of the program's
+ROWS = 300  # of the terminal: more than any output, so that nothing scrolls away
+TEXT = "It was a bright cold day in April, and the clocks were striking thirteen.\n"
+PIECES = ["The hallway smelt", " of boiled cabbage", " and old rag mats.\n", "At one end of it"]
+
+Prepare = Callable[[], None]
+HEAVY = (
+    *("torch", "huggingface_hub", "prompt_toolkit.shortcuts", "rich.progress", "hub", "test_cli_bench"),
+    *("test_cli_models", "test_cli_plan", "test_cli_sessions", "test_doctor", "offload.engine", "offload.hub.convert"),
+    *("offload.hub.pull", "offload.replay", "offload.trial", "triforce_cli.app", "triforce_cli.chat.partner"),
+)
+
+
+def nothing() -> None: ...
+
+
+@dataclass(frozen=True)
+class Scene:
+    """`triforce ARGS`. typed: lines at the terminal, each once the text is there that is named first, "" for another
+    prompt of a chat.
+
+    prepare: called in the scene's folder and in its process, before it begins.
+    """
+
+    args: str
+    prepare: Prepare = nothing
+    stdin: str = ""
+    columns: int = 80
+    modes: str = "terminal piped json"
+    typed: Sequence[tuple[str, str]] = ()
+
+
+def play(scene: Scene, *more: str) -> None:
+    """In a fork: run it where standard streams lead to, and end. What the scene itself does wrong is BROKEN."""
+    hear_ctrl_c()
+    os.closerange(3, 256)  # who waits for an exec is told that there was one
+    code = BROKEN
+    try:
+        with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # of a path that is as long on any machine
+            os.chdir(folder)
+            code = _run(scene, more)
+            os.chdir("/")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run(scene: Scene, more: Sequence[str]) -> int:
+    from triforce_cli.app import main
+
+    sys.stdin, sys.stdout, sys.stderr = (
+        os.fdopen(fd, "rw"[fd > 0], encoding="utf-8", closefd=False) for fd in range(3)
+    )
+    os.environ.clear()
+    os.environ.update(
+        HOME="home", PATH=os.defpath, TERM="xterm-256color", TZ="UTC", NO_PROXY="127.0.0.1", XDG_STATE_HOME="state",
+        XDG_CONFIG_HOME="config", TRIFORCE_CACHE_DIR="cache", TRIFORCE_MODELS_DIR="models",
+        TRIFORCE_SESSIONS_DIR="sessions",
+    )  # fmt: skip
+    time.tzset()
+    _fix_the_machine()
+    scene.prepare()
+    return main([*shlex.split(scene.args), *more])
+
+
+def at_terminal(scene: Scene) -> tuple[str, int]:
+    """The screen at the end, and the exit code."""
+    terminal = Terminal(["true"], env={}, rows=ROWS, columns=scene.columns, begin=lambda: play(scene))
+    for number, (text, line) in enumerate(scene.typed, 1):
+        if text:
+            terminal.until_shown(text)
+        else:
+            terminal.until_prompt(number)
+        terminal.send(f"{line}{ENTER}")
+    code = terminal.finish()
+    assert code != BROKEN, terminal.shown
+    return terminal.shown + "\n" * terminal.is_at_line_start, code
+
+
+def piped(scene: Scene, *more: str) -> tuple[str, str, int]:
+    """(standard output, standard error, exit code)"""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(["true"], preexec_fn=lambda: play(scene, *more), **pipes) as process:
+        out, err = process.communicate(scene.stdin.encode(), timeout=60)
+    assert process.returncode != BROKEN, err.decode()
+    return out.decode(), err.decode(), process.returncode
+
+
+def rehearse() -> None:
+    """Import what scenes use, once."""
+    for name in HEAVY:
+        import_module(name)
+    import_module("torch").set_num_threads(1)
+    gc.freeze()  # or every fork would copy what the collector looks at
+
+
+def _fix_the_machine() -> None:
+    """Two cores, 32 GiB, a clock that goes on by a quarter of a second whenever somebody looks at it."""
+    from offload import diagnosis, environment
+    from offload.plan import hardware, nvml, request
+    from offload.session import store
+    from test_doctor import LAPTOP
+    from triforce_cli import choice, deadline, progress, time_left
+    from triforce_cli.batch import runner
+    from triforce_cli.chat import ahead
+    from triforce_cli.commands import models, sessions
+
+    laptop = hardware.Hardware("cpu", "Some laptop's processor", 32 * GIB, 32 * GIB, True)
+    card = hardware.Hardware("cuda:0", "NVIDIA GeForce RTX 4090", 24 * 10**9, 128 * 10**9, True, hardware.RTX_4090)
+    for module in (hardware, request, diagnosis):
+        module.probe = lambda device: card if device.startswith("cuda") else laptop
+    moments = itertools.count(1000.0, 0.25)
+    for clocked in (deadline.Deadline, progress.PlainDisplay, time_left.TimeLeft):
+        clocked.__init__.__defaults__ = (lambda: next(moments),)
+    _replace_time(runner, monotonic=lambda: next(moments))
+    _replace_time(sessions, time=lambda: NOW)
+    _replace_time(store, time=lambda: NOW - 90 * 86400)
+    os.fsync = lambda fd: None
+    os.getpid = lambda: 12345  # a session's lock holds it, and its digits count in the session's size
+    ahead.ThreadPoolExecutor = _AtOnce
+    for module in (choice, models):
+        module.embedded_model = Path
+    for name in ("demo-target", "demo-draft"):
+        os.symlink(Path(choice.__file__).parent / "models" / name, name)
+    diagnosis.software = lambda: LAPTOP.software
+    nvml.driver = lambda: None
+    environment.look = lambda: LAPTOP.machine
+    environment.platform = SimpleNamespace(python_version=lambda: "3.12.1")
+    environment.torch = SimpleNamespace(
+        __version__="2.13.0+cpu", get_num_threads=lambda: 2, cuda=SimpleNamespace(is_available=lambda: False)
+    )
+    environment.transformers = SimpleNamespace(__version__="5.23.0")
+    Path("book.txt").write_text(TEXT * 20)
+
+
+def _replace_time(module: ModuleType, **clocks: Callable[[], float]) -> None:
+    module.time = SimpleNamespace(**clocks)
+
+
+class _AtOnce:
+    """An executor on the thread of who asks: what is worked ahead is done before anything else is shown."""
+
+    def __init__(self, *args: object) -> None: ...
+
+    def submit(self, work: Callable[..., None], *args: object) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(work(*args))
+        return done
+
+    def shutdown(self) -> None: ...
+
+
+def fake_engine(**script: Any) -> Prepare:
+    """Texts are PIECES, unless `script` says otherwise (see test_cli_fake). Tokens are those of the demo model."""
+
+    def prepare() -> None:
+        import test_cli_fake as fake
+        from offload import engine
+
+        class Actor(fake.Engine):
+            @classmethod
+            def load(cls, plan: Any, *args: Any, **settings: Any) -> Any:
+                actor = super().load(plan, *args, **settings)
+                actor.plan = plan
+                return actor
+
+            def generate(self, prompt: Sequence[int], *args: Any, **settings: Any) -> Any:
+                return super().generate([65] * len(prompt), *args, **settings)
+
+            def settle(self, tokens: Sequence[int], **settings: Any) -> None: ...
+
+            def replan(self, plan: object) -> None: ...
+
+        fake.SCRIPT.update({"pieces": PIECES} | script)
+        engine.Engine, engine.plan_request = Actor, fake.plan_request
+
+    return prepare

@@ -1,0 +1,312 @@
+"""`triforce generate --input-jsonl`: lines in, lines out, and what a stop leaves."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models import random_model, save
+from offload.errors import TriforceError, UsageError
+from test_cli_fake import run, start
+from triforce_cli.app import main
+from triforce_cli.batch.records import Defaults, Record, after, read_records
+from triforce_cli.batch.results import ResultFile
+
+LAW = {"temperature": 0.6, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "seed": None}
+DEFAULTS = Defaults(max_tokens=7, sampling=LAW, stops=("END",))
+
+
+def read(*lines: str, defaults: Defaults = DEFAULTS) -> list[Record]:
+    return read_records("\n".join(lines), "in.jsonl", defaults)
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+class TestRecords:
+    def test_what_a_line_does_not_say_is_as_for_one_prompt(self):
+        (record,) = read('{"prompt": "x"}')
+        assert record == Record(number=1, id=1, prompt="x", max_tokens=7, sampling=LAW, stops=("END",))
+
+    def test_what_a_line_says_wins(self):
+        line = {"id": "a", "prompt": "x", "max_tokens": 3, "stop": ["1", "2"], "meta": {"k": [1]}}
+        law = {"temperature": 0, "top_p": 1, "top_k": 5, "min_p": 0.5, "seed": 3}
+        (record,) = read(json.dumps(line | law))
+        assert (record.id, record.max_tokens, record.stops, record.meta) == ("a", 3, ("1", "2"), {"k": [1]})
+        assert record.sampling == law
+        assert read('{"prompt": "x", "stop": "one"}')[0].stops == ("one",)
+
+    def test_equal_prompts_get_seeds_of_their_own(self):
+        defaults = Defaults(max_tokens=7, sampling=LAW | {"seed": 10}, stops=())
+        records = read('{"prompt": "x"}', "", '{"prompt": "x"}', '{"prompt": "x", "seed": 5}', defaults=defaults)
+        assert [(r.number, r.sampling["seed"]) for r in records] == [(1, 10), (3, 12), (4, 5)]
+
+    def test_a_line_may_hold_other_line_separators(self):
+        assert read('{"prompt": "a\u2028b\x85c"}')[0].prompt == "a\u2028b\x85c"
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ("{", "line 2 is not JSON"),
+            ("[" * 100_000, "line 2 is not JSON"),
+            ("3", "line 2 is int in JSON, it must be an object"),
+            ("{}", 'line 2 has no "prompt"'),
+            ('{"prompt": 3}', "prompt is 3, it must be a text"),
+            ('{"prompt": ""}', 'prompt is "", it must be a text of 1 or more'),
+            ('{"prompt": "\\ud800"}', "prompt is "),
+            ('{"prompt": "x", "max_token": 3}', "there is no field 'max_token'; there are id, prompt, max_tokens"),
+            ('{"prompt": "x", "max_tokens": 0}', "max_tokens is 0, it must be a whole number from 1"),
+            ('{"prompt": "x", "max_tokens": true}', "max_tokens is true"),
+            ('{"prompt": "x", "temperature": "hot"}', 'temperature is "hot", it must be a number'),
+            ('{"prompt": "x", "temperature": NaN}', "temperature is NaN"),
+            ('{"prompt": "x", "temperature": -1}', "line 2: temperature is -1"),
+            ('{"prompt": "x", "top_k": 1.5}', "top_k is 1.5, it must be a whole number"),
+            ('{"prompt": "x", "seed": "1"}', 'seed is "1", it must be a whole number or null'),
+            ('{"prompt": "x", "stop": [""]}', "stop is"),
+            ('{"prompt": "x", "id": 1.5}', "id is 1.5, it must be a text or a whole number"),
+            ('{"prompt": "x", "meta": 1}', "meta is 1, it must be an object"),
+            ('{"prompt": "x", "id": 1}', "lines 1 and 2 have the same id 1"),
+        ],
+    )
+    def test_what_is_wrong_is_refused_by_line(self, line, message):
+        with pytest.raises(UsageError) as error:
+            read('{"prompt": "fine"}', line)
+        assert "in.jsonl" in str(error.value)
+        assert message in str(error.value)
+
+    def test_nothing_is_refused(self):
+        with pytest.raises(UsageError, match="holds no line"):
+            read("", "  ")
+
+    def test_what_is_done_is_left_out(self):
+        records = read('{"prompt": "x", "id": "a"}', '{"prompt": "x"}', '{"prompt": "x", "id": "c"}')
+        assert after(records, ["a", 2], "out") == records[2:]
+        with pytest.raises(UsageError, match="result 2 has the id 'c', where this input has 2"):
+            after(records, ["a", "c"], "out")
+        with pytest.raises(UsageError, match="where this input has nothing more"):
+            after(records, ["a", 2, "c", "d"], "out")
+
+
+class TestResultFile:
+    def test_goes_on_after_the_last_whole_line(self, tmp_path):
+        file = tmp_path / "out.jsonl"
+        before = b'{"id": 1, "text": ""}\n{"id": "b", "text": "x"}\n'
+        added = '{"id": "c", "text": "ü"}\n'.encode()
+        for cut in range(len(added)):
+            file.write_bytes(before + added[:cut])
+            with ResultFile(file) as results:
+                assert results.done == [1, "b"]
+                results.add({"id": "c", "text": "ü"})
+            assert file.read_bytes() == before + added
+
+    @pytest.mark.parametrize("end", [b"", b"\n"])
+    @pytest.mark.parametrize(
+        "line",
+        [b"text", b"{}", b"[]", b'{"id": null, "text": ""}', b'{"id": 1, "prompt": "x"}', b"\xff", b"[" * 100_000],
+    )
+    @pytest.mark.parametrize("before", [b"", b'{"id": 1, "text": ""}\n'])
+    def test_a_file_of_something_else_is_left_alone(self, tmp_path, before, line, end):
+        """One without a line end was emptied: it counted as a result that a stop had cut."""
+        file = tmp_path / "out.jsonl"
+        file.write_bytes(before + line + end)
+        with pytest.raises(UsageError, match=f"line {2 if before else 1}"), ResultFile(file):
+            pass
+        assert file.read_bytes() == before + line + end
+
+    def test_a_full_disk_is_told_and_the_next_run_goes_on(self, tmp_path):
+        """It was an unexpected error: what the buffer still had failed once more when the file was closed."""
+        file, result = tmp_path / "out.jsonl", {"id": 1, "text": "x" * 80}
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50, limits[1]))
+        try:
+            with ResultFile(file) as results, pytest.raises(TriforceError, match="written: File too large"):
+                results.add(result)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with ResultFile(file) as results:
+            assert (file.read_bytes(), results.done) == (b"", [])
+            results.add(result)
+        assert lines_of(file) == [result]
+
+    def test_what_is_no_file_is_refused(self):
+        with (
+            pytest.raises(UsageError, match="/dev/null is no file; without --output-jsonl"),
+            ResultFile(Path("/dev/null")),
+        ):
+            pass
+
+    def test_two_do_not_mix(self, tmp_path):
+        with ResultFile(tmp_path / "out"), pytest.raises(UsageError, match="written by another process"):
+            ResultFile(tmp_path / "out").__enter__()
+
+    def test_a_place_that_cannot_be_written_is_named(self, tmp_path):
+        with pytest.raises(UsageError, match="File name too long"):
+            ResultFile(tmp_path / ("x" * 300)).__enter__()
+        with pytest.raises(UsageError, match="No such file"):
+            ResultFile(tmp_path / "none" / "out").__enter__()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return str(tmp_path)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    file = tmp_path / "in.jsonl"
+    file.write_text(
+        '{"prompt": "one", "id": "a", "meta": {"k": 1}}\n{"prompt": "two", "max_tokens": 9}\n{"prompt": "naïve"}\n'
+    )
+    return file
+
+
+class TestOnTheStandIn:
+    def test_results_come_in_order_one_line_each(self, model, source, tmp_path):
+        out = tmp_path / "out.jsonl"
+        args = ("--model", model, "--input-jsonl", str(source), "--output-jsonl", str(out), "--stop", "END", "--echo")
+        done = run(*args)
+        assert (done.returncode, done.stdout) == (0, b"")
+        results = lines_of(out)
+        assert [r["id"] for r in results] == ["a", 2, 3]
+        assert [r["prompt"] for r in results] == ["one", "two", "naïve"]
+        assert (results[0]["meta"], "meta" in results[1]) == ({"k": 1}, False)
+        asked = [json.loads(r["text"]) for r in results]
+        assert [a["max_tokens"] for a in asked] == [256, 9, 256]
+        assert [a["stop"] for a in asked] == [["END"]] * 3
+        assert all(a["plan"] == asked[0]["plan"] for a in asked)  # one engine
+        assert asked[0]["plan"]["capacity"] == len("naïve".encode()) + 256
+        assert results[0]["finish_reason"] == "length"
+        assert results[0]["stats"]["output_tokens"] == 1
+        again = run(*args)
+        assert again.returncode == 0
+        assert f"3 of 3 results are in {out}" in again.stderr.decode()
+        assert lines_of(out) == results
+
+    def test_without_a_file_they_go_to_standard_output(self, model, source):
+        done = run("--model", model, "--input-jsonl", "-", "--quiet", stdin=source.read_bytes())
+        assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == ["a", 2, 3]
+        assert done.stderr == b""
+
+    def test_standard_output_can_be_named(self, model, source):
+        done = run("--model", model, "--input-jsonl", str(source), "--output-jsonl", "-")
+        assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == ["a", 2, 3]
+
+    def test_the_prompts_are_no_place_for_the_results(self, model, tmp_path):
+        """Its last line, if it had no line end, became a result."""
+        source = tmp_path / "in.jsonl"
+        source.write_text('{"id": 1, "prompt": "one"}\n{"id": 2, "prompt": "two"}')
+        done = run("--model", model, "--input-jsonl", str(source), "--output-jsonl", str(source))
+        assert done.returncode == 2
+        assert "is no result of triforce" in done.stderr.decode()
+        assert source.read_text() == '{"id": 1, "prompt": "one"}\n{"id": 2, "prompt": "two"}'
+
+    def test_nothing_is_loaded_before_every_line_is_good(self, model, source, tmp_path):
+        source.write_text(source.read_text() + "{}\n")
+        out = tmp_path / "out.jsonl"
+        args = ("--model", model, "--input-jsonl", str(source), "--output-jsonl", str(out))
+        done = run(*args, script={"load_fail": "ModelError"})
+        assert done.returncode == 2
+        assert 'line 4 has no \\"prompt\\"' in done.stderr.decode()
+        assert not out.exists()
+
+    def test_an_interrupt_keeps_what_is_done_and_the_next_run_goes_on(self, model, source, tmp_path):
+        out = tmp_path / "out.jsonl"
+        args = ("--model", model, "--input-jsonl", str(source), "--output-jsonl", str(out))
+        run(*args)
+        whole = out.read_text().splitlines(keepends=True)
+        out.write_text(whole[0])
+        with start(*args, script={"pieces": ["half"], "hang": True}, stderr=subprocess.PIPE) as process:
+            assert process.stderr is not None
+            until(process, b"1 of 3 results are in")
+            time.sleep(1.0)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert f"1 of 3 results are in {out}; the same command goes on from there".encode() in err
+        assert out.read_text() == whole[0]
+        run(*args)
+        assert [r["id"] for r in lines_of(out)] == ["a", 2, 3]
+
+    def test_an_error_of_one_keeps_those_before(self, model, source, tmp_path):
+        out = tmp_path / "out.jsonl"
+        done = run(
+            *("--model", model, "--input-jsonl", str(source), "--output-jsonl", str(out), "-q"),
+            script={"pieces": ["half"], "fail": "TriforceError"},
+        )
+        assert done.returncode == 1
+        assert json.loads(done.stderr)["error"]["message"].startswith("TriforceError happened")
+        assert out.read_bytes() == b""
+
+    def test_time_is_for_each_prompt(self, model, source):
+        args = ("--model", model, "--input-jsonl", str(source), "--timeout", "0.3")
+        done = run(*args, script={"pieces": ["a", "b"], "ticks": 4, "tick_seconds": 0.1})
+        results = [json.loads(line) for line in done.stdout.splitlines()]
+        assert done.returncode == 0
+        assert [(r["finish_reason"], r["text"]) for r in results] == [("timeout", "")] * 3
+
+    @pytest.mark.parametrize("more", [("--prompt", "x"), ("--jsonl",), ("-o", "f"), ("--session", "s"), ("--stats",)])
+    def test_what_does_not_go_with_many_prompts_is_refused(self, model, source, more):
+        done = run("--model", model, "--input-jsonl", str(source), *more)
+        assert done.returncode == 2
+        assert b"leave out" in done.stderr
+
+    def test_results_without_prompts_are_refused(self, model, tmp_path):
+        done = run("--model", model, "--output-jsonl", str(tmp_path / "out"))
+        assert done.returncode == 2
+        assert b"--input-jsonl" in done.stderr
+
+
+def test_what_has_no_room_for_its_output_ends_where_the_context_does(tmp_path, capfd):
+    weights = random_model(vocab_size=264, seed=11, max_position_embeddings=128, eos_token_id=None)
+    model = save(weights, tmp_path / "model", tokenizer=True)
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"prompt": "x" * 100}) + "\n" + json.dumps({"prompt": "short"}) + "\n")
+    assert (
+        main(["generate", "--model", str(model), "--input-jsonl", str(source), "--max-tokens", "120", "--seed", "4"])
+        == 0
+    )
+    out, err = capfd.readouterr()
+    first, second = (json.loads(line) for line in out.splitlines())
+    assert "--max-tokens 120 cut to" in err
+    assert first["stats"]["prompt_tokens"] + len(first["tokens"]) == 128
+    assert first["finish_reason"] == "length"
+    assert 0 < len(second["tokens"]) <= 120
+
+
+def until(process: subprocess.Popen[bytes], text: bytes) -> None:
+    assert process.stderr is not None
+    data = b""
+    while text not in data:
+        line = process.stderr.readline()
+        assert line, data
+        data += line
+
+
+def test_on_a_real_model_a_stop_changes_no_text_and_a_common_beginning_is_read_once(tmp_path, capfd):
+    model = save(
+        random_model(vocab_size=264, seed=11, max_position_embeddings=2048), tmp_path / "model", tokenizer=True
+    )
+    source, whole, parts = tmp_path / "in.jsonl", tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    book = "It was a dark night. " * 30
+    prompts = [book + "Who?", "short", book + "Where?", book]
+    source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    args = ["generate", "--model", str(model), "--input-jsonl", str(source), "--max-tokens", "12", "--seed", "4", "-q"]
+    assert main([*args, "--output-jsonl", str(whole)]) == 0
+    results = lines_of(whole)
+    for number in (1, 2, 3):
+        parts.write_text("".join(whole.read_text().splitlines(keepends=True)[:number]))
+        assert main([*args, "--output-jsonl", str(parts)]) == 0
+        assert [r["tokens"] for r in lines_of(parts)] == [r["tokens"] for r in results]
+    source.write_text(json.dumps({"prompt": prompts[0]}) + "\n" + json.dumps({"prompt": prompts[2], "seed": 6}) + "\n")
+    assert main(args) == 0
+    together = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert together[1]["stats"]["reused_tokens"] == 512
+    assert together[1]["tokens"] == results[2]["tokens"]

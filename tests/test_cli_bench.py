@@ -1,0 +1,360 @@
+"""`triforce bench` on tiny models: numbers from the runs, what it refuses, the table, the plot, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from models import TOKENIZER_SIZE, perturbed, random_model, save
+from offload.comparison import PLAIN, TRANSFORMERS, TRIFORCE, Comparison, Run
+from offload.model.level import Level
+from offload.plan.options import Options
+from offload.plan.rates import FOLDER_VARIABLE
+from terminals import CTRL_C, Terminal, hear_ctrl_c
+from test_cli_fake import ROOT, environment, make_plan, make_stats
+from triforce_cli import library, plot, render_bench
+from triforce_cli.app import main
+from triforce_cli.time_left import TimeLeft
+
+CONTEXT = 1024
+SIZES = {"vocab_size": TOKENIZER_SIZE, "max_position_embeddings": CONTEXT, "eos_token_id": None}
+TEXT = "".join(f"Line {i} of a long and rather dull text.\n" for i in range(22))  # about 900 tokens
+LEVELS = ("--gamma", "4", "--draft-gamma", "2", "--budget", "64", "--chunk", "8", "--window", "32")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    save(random_model(**SIZES), folder / "target", tokenizer=True)
+    save(perturbed(random_model(**SIZES), 0.1), folder / "draft", tokenizer=True)
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("TRIFORCE_") and name != FOLDER_VARIABLE:
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def arguments(folder: Path, *args: str) -> list[str]:
+    models = ("--model", str(folder / "target"), "--draft", str(folder / "draft"), "--dtype", "fp32")
+    common = ("--prompt-file", str(folder / "text.txt"), "--max-tokens", "12", "--repeats", "2")
+    return ["bench", *models, *common, *args]
+
+
+class Shell:
+    def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        self._folder, self._capfd = folder, capfd
+
+    def code(self, *args: str) -> tuple[int, str, str]:
+        self._capfd.readouterr()
+        code = main(arguments(self._folder, *args))
+        out, err = self._capfd.readouterr()
+        return code, out, err
+
+    def refused(self, expected: int, *args: str) -> str:
+        """What it says; nothing has been loaded."""
+        code, out, err = self.code(*args)
+        assert (code, out) == (expected, "")
+        assert "load" not in err
+        return err
+
+    def document(self, *args: str) -> dict:
+        code, out, err = self.code("--json", "--quiet", *args)
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+
+@pytest.fixture
+def shell(folder: Path, capfd: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(folder, capfd)
+
+
+def comparison(context: int, *, seconds: float = 0.020, ways: tuple[str, ...] = (PLAIN, TRIFORCE)) -> Comparison:
+    """Of three turns: TriForce takes `seconds` a token, each other way 2, 3, 4 times as long."""
+    runs = [
+        Run(
+            way=way,
+            turn=turn,
+            tokens=(1, 2, 3),
+            milliseconds_per_token=1000 * seconds * (1 if way == TRIFORCE else turn + 1),
+            stats=make_stats() if way == TRIFORCE else None,
+        )
+        for way in ways
+        for turn in (1, 2, 3)
+    ]
+    plan = make_plan(Options(), num_prompt_tokens=context - 100)
+    return Comparison(plan=plan, greedy=True, prefill_rates={PLAIN: 812.0}, runs=tuple(runs))
+
+
+class TestNumbers:
+    @pytest.fixture
+    def seconds(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+        """What a pass of each level takes on a clock that nothing else moves."""
+        prices, now, forward = {"target": 0.010, "retrieval": 0.004, "draft": 0.001}, [0.0], Level.forward
+
+        def priced(self: Level, tokens: object, num_logits: int) -> object:
+            now[0] += prices[self.stats.name]
+            return forward(self, tokens, num_logits)
+
+        monkeypatch.setattr(Level, "forward", priced)
+        monkeypatch.setattr("time.perf_counter", lambda: now[0])
+        return prices
+
+    def test_they_are_those_of_the_runs(self, shell, seconds):
+        """Plain decoding is a full pass a token; TriForce is all the passes that its levels counted."""
+        (found,) = shell.document("--contexts", "600", *LEVELS)["contexts"]
+        plain, ours = found["milliseconds_per_token"][PLAIN], found["milliseconds_per_token"][TRIFORCE]
+        assert plain == pytest.approx({"median": 10.0, "least": 10.0, "most": 10.0})
+        assert found["prefill_tokens_per_second"] == pytest.approx({PLAIN: 588 / 0.010})
+        run = next(run for run in found["runs"] if run["way"] == TRIFORCE)
+        levels = {level["name"]: level["passes"] for level in run["stats"]["levels"]}
+        levels["target"] -= 1  # the first token's
+        spent = sum(passes * seconds[name] for name, passes in levels.items())
+        assert levels["retrieval"] > 0
+        assert ours["median"] == pytest.approx(1000 * spent / 11)
+        assert found["ratios"][PLAIN]["median"] == pytest.approx(10.0 / ours["median"])
+        target = run["stats"]["levels"][0]
+        assert found["acceptance"] == pytest.approx(target["acceptance"])
+        assert found["tokens_per_pass"] == pytest.approx(target["tokens_per_round"])
+
+    def test_a_slower_pass_is_seen(self, shell, seconds):
+        seconds["target"] = 0.030
+        (found,) = shell.document("--contexts", "600", *LEVELS)["contexts"]
+        assert found["milliseconds_per_token"][PLAIN]["median"] == pytest.approx(30.0)
+
+    def test_time_left_follows_what_past_steps_took(self):
+        now = 0.0
+        left = TimeLeft([1.0, 3.0, 4.0], lambda: now)
+        assert left.next_step() is None
+        now = 5.0
+        assert left.next_step() == pytest.approx(35.0)
+        now = 10.0
+        assert left.next_step() == pytest.approx(10.0)
+
+
+class TestRuns:
+    def test_json_is_one_object_with_environment_plans_and_every_run(self, shell, folder):
+        found = shell.document("--contexts", "600,300", *LEVELS, "--against", "transformers")
+        assert [context["context"] for context in found["contexts"]] == [300, 600]
+        assert {"environment", "model", "prompt", "sampling", "max_tokens", "repeats", "version"} <= found.keys()
+        assert found["environment"]["torch"] == torch.__version__
+        assert found["interrupted"] is False
+        for context in found["contexts"]:
+            assert context["plan"]["capacity"] == context["context"]
+            assert context["plan"]["num_prompt_tokens"] == context["context"] - 12
+            assert sorted((run["way"], run["turn"]) for run in context["runs"]) == [
+                (way, turn) for way in sorted((PLAIN, TRIFORCE, TRANSFORMERS)) for turn in (1, 2)
+            ]
+            assert context["first_difference_from_plain"] == {TRIFORCE: None, TRANSFORMERS: None}
+            assert context["ratios"].keys() == {PLAIN, TRANSFORMERS}
+
+    def test_it_writes_what_generate_writes(self, shell, folder, capfd):
+        """The prompt is the beginning of the file, one token a byte."""
+        (found,) = shell.document("--contexts", "400", *LEVELS)["contexts"]
+        (folder / "beginning.txt").write_text(TEXT[:388])
+        args = arguments(folder, "--prompt-file", str(folder / "beginning.txt"), "--temperature", "0", "--json")
+        capfd.readouterr()
+        generate = ["generate", *args[1 : args.index("--repeats")], *args[args.index("--repeats") + 2 :]]
+        assert main([*generate, "--quiet"]) == 0
+        assert json.loads(capfd.readouterr().out)["tokens"] == found["runs"][0]["tokens"]
+
+    def test_streams_where_it_is_told_to(self, shell):
+        (found,) = shell.document("--contexts", "300", *LEVELS, "--offload", "kv", "--link-gbps", "2")["contexts"]
+        assert found["plan"]["offload"] == ["kv"]
+        assert all(run["stats"]["decode_link"]["bytes_to_device"] > 0 for run in found["runs"])
+
+    def test_the_table_says_that_the_texts_are_the_same(self, shell):
+        code, out, err = shell.code("--contexts", "300,600", *LEVELS)
+        assert code == 0
+        assert out.splitlines()[0].split() == ["context", "300", "600"]
+        assert "TriForce wrote the same tokens as plain decoding." in out
+        for context in (300, 600):
+            assert f"{context} tokens: plain " in err
+
+    def test_lengths_are_left_to_the_text_and_the_model(self, shell, folder):
+        assert [found["context"] for found in shell.document()["contexts"]] == [len(TEXT) + 12]
+        (folder / "long.txt").write_text(TEXT * 2)
+        found = shell.document("--prompt-file", str(folder / "long.txt"))
+        assert [context["context"] for context in found["contexts"]] == [CONTEXT]
+
+    def test_without_a_file_the_text_is_the_standard_library(self, shell, monkeypatch, folder, capfd):
+        text = library.library_text()
+        assert len(text) > 500_000
+        assert text == library.library_text()
+        monkeypatch.setattr(library, "MODULES", ("tokenize",))
+        args = arguments(folder, "--contexts", "300", "--json")
+        at = args.index("--prompt-file")
+        assert main(args[:at] + args[at + 2 :]) == 0
+        out, err = capfd.readouterr()
+        assert json.loads(out)["prompt"]["source"] == library.DESCRIPTION
+        assert f"the prompts are {library.DESCRIPTION}" in err
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("code", "args", "said"),
+        [
+            (2, ("--contexts", "many"), "contexts has 'many'"),
+            (2, ("--contexts", "300,"), "contexts has ''"),
+            (2, ("--contexts", "12"), "a context of 12 has no room for --max-tokens 12"),
+            (2, ("--max-tokens", "5000"), f"a context of {CONTEXT} has no room for --max-tokens 5000"),
+            (2, ("--contexts", "1000"), f"the text has {len(TEXT)} tokens and a context of 1000 takes 988 of them"),
+            (3, ("--contexts", "300,2000"), f"contexts has 2000 and the model's limit is {CONTEXT} tokens"),
+            (2, ("--max-tokens", "1"), "max-tokens is 1, it must be 2 or more"),
+            (2, ("--repeats", "0"), "repeats is 0"),
+            (2, ("--temperature", "-1"), "temperature is -1.0"),
+            (2, ("--prompt-file", "nowhere.txt"), "nowhere.txt"),
+            (2, ("--plot", "figure.pdf"), "it must end in .png or .svg"),
+            (2, ("--plot", "nowhere/figure.svg"), "cannot be written"),
+        ],
+    )
+    def test_silly_requests_are_refused_by_name(self, shell, code, args, said):
+        assert said in shell.refused(code, *args)
+
+    def test_a_plot_without_matplotlib_says_what_to_install(self, shell, monkeypatch, tmp_path):
+        monkeypatch.setattr(plot, "find_spec", lambda name: None)
+        err = shell.refused(2, "--plot", str(tmp_path / "figure.svg"))
+        assert "pip install matplotlib" in err
+
+    def test_a_python_without_sources_says_so(self, monkeypatch, shell):
+        monkeypatch.setattr(library, "MODULES", ("sys",))
+        with pytest.raises(Exception, match="no source of its module sys"):
+            library.library_text()
+
+
+class TestReport:
+    @pytest.mark.parametrize("width", [40, 60, 80, 200])
+    def test_every_context_is_shown_within_any_width(self, width):
+        contexts = [4096, 8192, 16384, 32768, 65536, 131072]
+        text = render_bench.report(
+            [comparison(context, ways=(PLAIN, TRIFORCE, TRANSFORMERS)) for context in contexts], width=width
+        )
+        assert max(map(len, text.splitlines())) <= width
+        shown = [cell for line in text.splitlines() if line.startswith("context") for cell in line.split()[1:]]
+        assert shown == [f"{context:,}" for context in contexts]
+
+    def test_rows_are_medians_and_below_them_least_to_most(self):
+        lines = render_bench.report([comparison(4096)], width=80).splitlines()
+        rows = {
+            line[:24].strip() or f"below {lines[i - 1][:24].strip()}": line[24:].strip() for i, line in enumerate(lines)
+        }
+        assert rows["prefill, tokens/s"] == "812"
+        assert (rows["plain, ms/token"], rows["below plain, ms/token"]) == ("60.0", "40.0-80.0")
+        assert (rows["TriForce, ms/token"], rows["below TriForce, ms/token"]) == ("20.0", "20.0-20.0")
+        assert (rows["plain / TriForce"], rows["below plain / TriForce"]) == ("3.00x", "2.00-4.00")
+        assert (rows["predicted"], rows["acceptance"], rows["tokens per full pass"]) == ("14.2", "0.90", "10.0")
+
+    def test_a_text_that_differs_is_told_loudly_but_not_of_transformers(self):
+        same = comparison(4096, ways=(PLAIN, TRIFORCE, TRANSFORMERS))
+        for way, said in ((TRIFORCE, "TRIFORCE WROTE OTHER TOKENS"), (TRANSFORMERS, "it rounds otherwise")):
+            runs = [
+                Run(way=run.way, turn=run.turn, tokens=(1, 9, 3) if run.way == way else run.tokens,
+                    milliseconds_per_token=1.0, stats=run.stats)
+                for run in same.runs
+            ]  # fmt: skip
+            other = Comparison(plan=same.plan, greedy=True, prefill_rates={}, runs=tuple(runs))
+            text = " ".join(render_bench.report([same, other], width=80).split())
+            assert said in text
+            assert "from token 2 at 4,096" in text
+            assert render_bench.document(other)["first_difference_from_plain"][way] == 1
+
+    def test_sampled_texts_are_not_compared(self):
+        sampled = Comparison(plan=comparison(4096).plan, greedy=False, prefill_rates={}, runs=comparison(4096).runs)
+        assert "Texts were sampled" in render_bench.report([sampled], width=80)
+        assert render_bench.document(sampled)["first_difference_from_plain"] is None
+
+
+class TestPlot:
+    @pytest.mark.parametrize(("name", "begins"), [("figure.png", b"\x89PNG"), ("figure.SVG", b"<?xml")])
+    def test_it_is_written_as_its_name_says(self, name, begins, tmp_path):
+        file = tmp_path / name
+        plot.check(file)
+        plot.draw([comparison(4096), comparison(8192, seconds=0.030)], file)
+        assert file.read_bytes().startswith(begins)
+        assert len(file.read_bytes()) > 5000
+
+    def test_it_has_a_line_for_each_way_and_one_for_acceptance(self, tmp_path):
+        file = tmp_path / "figure.svg"
+        plot.draw([comparison(context, ways=(PLAIN, TRIFORCE, TRANSFORMERS)) for context in (4096, 8192)], file)
+        written = file.read_text()
+        for text in ("plain", "TriForce", "transformers", "ms/token", "acceptance", "4,096", "8,192"):
+            assert f"<!-- {text} -->" in written
+        assert plot_again(tmp_path) == plot_again(tmp_path)
+
+    def test_the_command_draws_it(self, shell, tmp_path):
+        code, _, err = shell.code("--contexts", "300", *LEVELS, "--plot", str(tmp_path / "figure.svg"))
+        assert code == 0
+        assert f"drawn in {tmp_path / 'figure.svg'}" in err
+        assert "<!-- 300 -->" in (tmp_path / "figure.svg").read_text()
+
+
+def plot_again(folder: Path) -> bytes:
+    plot.draw([comparison(4096)], folder / "again.png")
+    return (folder / "again.png").read_bytes()
+
+
+SLOW = ("--contexts", "300,850", *LEVELS, "--offload", "kv", "--link-gbps", "0.003")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_who_is_asked_to_end_keeps_the_contexts_that_are_finished(folder, as_json, number, code):
+    command = [sys.executable, "-m", "triforce_cli", *arguments(folder, *SLOW, *["--json"] * as_json)]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment(OMP_NUM_THREADS="1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, preexec_fn=hear_ctrl_c,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("300 tokens: plain"):
+                break
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "Traceback" not in err
+    if as_json:
+        found = json.loads(out)
+        assert ([context["context"] for context in found["contexts"]], found["interrupted"]) == ([300], True)
+    else:
+        assert out.splitlines()[0].split() == ["context", "300"]
+
+
+def test_at_a_narrow_terminal_progress_is_gone_and_the_table_fits(folder):
+    command = [sys.executable, "-m", "triforce_cli", *arguments(folder, "--contexts", "200,300,400,500", *LEVELS)]
+    terminal = Terminal(command, env=environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)), rows=70, columns=60)
+    assert terminal.finish() == 0
+    assert "left" in terminal.written
+    assert not any("warm-up" in line or "left" in line for line in terminal.lines)
+    assert "context                           200" in terminal.shown
+    assert terminal.shown.count("plain / TriForce") == 2  # three contexts, then one
+    terminal.close()
+
+
+def test_at_a_terminal_ctrl_c_leaves_a_clean_screen(folder):
+    command = [sys.executable, "-m", "triforce_cli", *arguments(folder, *SLOW)]
+    terminal = Terminal(command, env=environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)), rows=40)
+    terminal.until_shown("ms/token")
+    terminal.send(CTRL_C)
+    assert terminal.finish() == 130
+    assert "plain / TriForce" in terminal.shown
+    assert not terminal.is_cursor_hidden
+    terminal.close()

@@ -1,0 +1,44 @@
+"""docs/cli.md says what the program says."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from test_cli_fake import ROOT
+from triforce_cli import tree
+from triforce_cli.app import app
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import cli_docs
+
+COMMANDS = tree.commands(typer.main.get_command(app))
+
+
+def test_the_file_is_the_programs_own():
+    assert cli_docs.FILE.read_text(encoding="utf-8") == cli_docs.document(), "run python scripts/cli_docs.py"
+
+
+def test_every_command_and_option_is_in_it():
+    text = cli_docs.document()
+    sections = dict(zip(COMMANDS, text.split("\n## triforce ")[1:], strict=True))
+    for words, command in COMMANDS.items():
+        assert sections[words].startswith(" ".join(words) + "\n")
+        for name in tree.options(command):
+            assert f"--{name}" in sections[words]
+
+
+def test_a_change_of_a_help_text_is_noticed(monkeypatch):
+    option = tree.options(COMMANDS["generate",])["seed"]
+    before = cli_docs.document()
+    assert "| `--seed N` | The same seed gives the same text. Without it, every run differs. |" in before
+    monkeypatch.setattr(cli_docs, "_about", lambda option: f"changed {option.name}")
+    assert cli_docs.document() != before
+    assert option.help in before
+
+
+def test_every_command_has_an_example():
+    without = [words for words, command in COMMANDS.items() if "Example: triforce" not in (command.help or "")]
+    assert without == [("sessions", "ls")]  # nothing to choose there

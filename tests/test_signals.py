@@ -1,0 +1,269 @@
+"""Being interrupted, and being asked to end, at any moment: what came so far is kept, and the exit code says it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models import TOKENIZER_SIZE, random_model, save
+from offload.session.catalogue import inspect
+from terminals import ENTER, Terminal, hear_ctrl_c
+from test_chat_terminal import command as chat_command
+from test_chat_terminal import environment as chat_environment
+from test_cli import PIPES, read_until, shell
+from test_cli_fake import ROOT, environment, start
+from test_cli_terminal import HIDE_CURSOR, SHOW_CURSOR, SLOW, Screen, shown_at_the_end
+from triforce_cli import app
+from triforce_cli.signals import Terminated, deferred, handled, terminate
+
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+EVERY = pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+ASKED = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> tuple[str, ...]:
+    return ("--model", str(tmp_path), "--prompt", "x" * 100)
+
+
+# While it generates
+
+
+@ASKED
+def test_text_so_far_is_kept(args, number: signal.Signals) -> None:
+    with start(*args, "--quiet", script={"pieces": ["partial"], "hang": True}, **PIPES) as process:
+        read_until(process, b"partial")
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (CODES[number], b"", b"")  # no newline in a pipe, no message
+
+
+@ASKED
+def test_json_holds_what_came(args, number: signal.Signals) -> None:
+    script = {"pieces": ["partial"], "hang": True, "ticks": 0}
+    with start(*args, "--json", "--stats", script=script, **PIPES) as process:
+        time.sleep(1.5)  # until the stand-in hangs there is no sign
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=30)
+    assert process.returncode == CODES[number]
+    document = json.loads(out)
+    assert (document["text"], document["finish_reason"]) == ("partial", "interrupted")
+
+
+@EVERY
+@pytest.mark.parametrize("stage", ["load", "prefill"])
+def test_a_stage_is_broken_off_without_a_word(args, number: signal.Signals, stage: str) -> None:
+    with start(*args, script={"ticks": 20, "tick_seconds": 0.1}, **PIPES) as process:
+        assert process.stderr is not None
+        while not process.stderr.readline().startswith(stage.encode()):
+            pass
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (CODES[number], b"", b"")
+
+
+@EVERY
+def test_waiting_for_a_prompt_ends(tmp_path: Path, number: signal.Signals) -> None:
+    with start("--model", str(tmp_path), **PIPES | {"stdin": subprocess.PIPE}) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith(b"waiting for the prompt")
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (CODES[number], b"", b"")
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("mode", "script"),
+    [("--json", {"pieces": ["x" * 100_000]}), ("--quiet", {"pieces": ["x" * 1000], "endless": True})],
+    ids=["json", "text"],
+)
+def test_a_reader_that_does_not_read_holds_nobody_up(
+    args, number: signal.Signals, mode: str, script: dict[str, Any]
+) -> None:
+    """What was left in the buffer was to be written at exit, which waited until the reader read or left."""
+    with start(*args, mode, script=script, **PIPES) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1) != b""  # it writes, and more than a pipe takes
+        time.sleep(0.5)
+        process.send_signal(number)
+        assert process.wait(timeout=30) == CODES[number]
+        assert process.stderr is not None
+        assert b"rror" not in process.stderr.read()
+
+
+@ASKED
+def test_who_has_it_ignored_goes_on(args, number: signal.Signals) -> None:
+    """As nohup does."""
+    line = f"trap '' {number.name.removeprefix('SIG')}; \"$@\" & sleep 1; kill -{number.name} $!; wait $!"
+    done = shell(line, *args, "--quiet", script={"pieces": ["all of it"], "ticks": 20, "tick_seconds": 0.05})
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"all of it", b"")
+
+
+@ASKED
+def test_a_terminal_gets_its_cursor_and_its_line_back(args, number: signal.Signals) -> None:
+    screen = Screen(*args, script=SLOW | {"hang": True})
+    screen.wait_for(lambda text: "there" in text)
+    screen.process.send_signal(number)
+    assert screen.finish() == CODES[number]
+    assert shown_at_the_end(screen.text) == "Hello there\n"
+    screen = Screen(*args, script=SLOW | {"tick_seconds": 5})
+    screen.wait_for(lambda text: "load" in text)
+    screen.process.send_signal(number)
+    assert screen.finish() == CODES[number]
+    assert screen.text.rindex(SHOW_CURSOR) > screen.text.rindex(HIDE_CURSOR)
+
+
+# While it starts
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_nothing_is_said_while_the_program_itself_is_imported(number: signal.Signals) -> None:
+    """Ctrl-C in the first tenth of a second left a traceback."""
+    code = f"""
+import os, sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "triforce_cli.app":
+            os.kill(os.getpid(), {number.value})
+sys.meta_path.insert(0, Finder())
+from triforce_cli.__main__ import run
+sys.exit(run())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, preexec_fn=hear_ctrl_c
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-number, b"", b"")
+
+
+@EVERY
+def test_libraries_are_imported_to_their_end(tmp_path: Path, number: signal.Signals) -> None:
+    """They made an ImportError of it, or swallowed it and broke later. This one would do both."""
+    (tmp_path / "torch.py").write_text(
+        f"import os\ntry:\n    os.kill(os.getpid(), {number.value})\n"
+        "    sum(range(10**5))\nexcept BaseException:\n    raise ImportError('half imported')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "triforce_cli", "generate", "--prompt", "x", "--quiet"],
+        cwd=ROOT,
+        env=environment(PYTHONPATH=str(tmp_path)),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        preexec_fn=hear_ctrl_c,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (CODES[number], b"", b"")
+
+
+@EVERY
+def test_what_is_deferred_comes_at_the_end_of_it(number: signal.Signals) -> None:
+    with handled({signal.SIGINT: signal.default_int_handler, signal.SIGTERM: terminate, signal.SIGHUP: terminate}):
+        done = []
+        with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else Terminated), deferred():
+            done.append(os.kill(os.getpid(), number))
+        assert done
+
+
+def test_handlers_are_as_they_were_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [signal.getsignal(number) for number in CODES]
+
+    def run(*_: object, **__: object) -> int:
+        assert signal.getsignal(signal.SIGTERM) is terminate
+        return 0
+
+    monkeypatch.setattr(app, "app", run)
+    assert app.main([]) == 0
+    assert [signal.getsignal(number) for number in CODES] == before
+
+
+# A chat keeps its session
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    reference = random_model(vocab_size=TOKENIZER_SIZE, seed=11, max_position_embeddings=16384)
+    return save(reference, tmp_path_factory.mktemp("chat"), tokenizer=True)
+
+
+@pytest.fixture
+def talk(model: Path, tmp_path: Path) -> Iterator[Terminal]:
+    args = ("--cache", str(tmp_path / "kept"), "--max-tokens", "9000")
+    terminal = Terminal(chat_command(model, *args), env=chat_environment(tmp_path))
+    terminal.until_prompt(1)
+    yield terminal
+    terminal.close()
+
+
+def kept(folder: Path) -> list[dict[str, Any]]:
+    """The turns that the session in it holds."""
+    conversation: Any = inspect(folder / "kept").extra["conversation"]
+    return list(conversation["turns"])
+
+
+@ASKED
+def test_a_reply_so_far_is_in_the_session(talk: Terminal, tmp_path: Path, number: signal.Signals) -> None:
+    begin = len(talk.written)
+    talk.send("first" + ENTER)
+    talk.until(lambda: len(talk.written) > begin + 1000, "a reply")
+    talk.signal(number)
+    assert talk.finish() == CODES[number]
+    assert "stopped" in talk.written  # it was not waited for to its end
+    (turn,) = kept(tmp_path)
+    assert turn["user"] == "first"
+    assert len(turn["reply"]) > 100
+
+
+def test_at_the_prompt_the_last_turn_is_in_the_session(talk: Terminal, tmp_path: Path) -> None:
+    talk.ask("/set max-tokens 20")
+    talk.ask("first")
+    talk.signal(signal.SIGTERM)
+    assert talk.finish() == 143
+    assert [turn["user"] for turn in kept(tmp_path)] == ["first"]
+
+
+def test_a_prefill_is_not_waited_for(talk: Terminal, tmp_path: Path) -> None:
+    """It may take minutes, and who asks a program to end kills it after some seconds."""
+    talk.ask("/set max-tokens 20")
+    talk.ask("first")
+    (tmp_path / "book.txt").write_text("all work and no play " * 650)
+    talk.ask(f"/file {tmp_path / 'book.txt'}")
+    talk.until(lambda: "prefill" in talk.toolbar, "the prefill")
+    talk.signal(signal.SIGTERM)
+    assert talk.finish() == 143
+    assert len(inspect(tmp_path / "kept").tokens) < 1000
+    assert [turn["user"] for turn in kept(tmp_path)] == ["first"]
+
+
+def test_a_chat_in_a_pipe_keeps_the_turns_before(model: Path, tmp_path: Path) -> None:
+    args = ("--cache", str(tmp_path / "kept"), "--max-tokens", "20", "--quiet")
+    with subprocess.Popen(
+        chat_command(model, *args), env=chat_environment(tmp_path), **PIPES | {"stdin": -1}
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"first\n")
+        process.stdin.flush()
+        assert process.stdout.readline() != b""
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (143, b"")
+    assert [turn["user"] for turn in kept(tmp_path)] == ["first"]
+
+
+# A reader that has gone
+
+
+@pytest.mark.parametrize("mode", ["--quiet", "--json"])
+def test_a_reader_that_left_before_the_first_byte_is_no_error(args, mode: str) -> None:
+    line = 'set -o pipefail; "$@" | true'
+    done = shell(line, *args, mode, script={"pieces": ["text"], "ticks": 10, "tick_seconds": 0.05})
+    assert done.returncode == 0
+    assert b"rror" not in done.stderr

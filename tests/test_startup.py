@@ -1,0 +1,71 @@
+"""What starting takes, counted in modules and in seconds of the processor: a busy machine changes neither much."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from test_cli_fake import ROOT, environment
+
+HELPS = [["--help"], *([name, "--help"] for name in ("generate", "chat", "plan", "doctor", "sessions"))]
+HELP_SECONDS = 0.3  # on two cores of 2024
+PATIENCE = 3  # times: for slower processors, and caches that others use
+
+
+def run_after(code: str, *args: str, epilogue: str) -> subprocess.CompletedProcess[str]:
+    """`triforce ARGS` in a process of its own, then `epilogue`, which says something on standard error."""
+    program = f"import sys\nfrom triforce_cli.app import main\n{code}\nassert main(sys.argv[1:]) == 0\n{epilogue}"
+    return subprocess.run(
+        [sys.executable, "-c", program, *args],
+        cwd=ROOT,
+        env=environment(OMP_NUM_THREADS="1"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+
+
+@pytest.mark.parametrize("args", HELPS, ids=" ".join)
+def test_help_takes_a_third_of_a_second(args: list[str]) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "triforce_cli", *args], cwd=ROOT, env=environment(), stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.read()
+        used = psutil.Process(process.pid).cpu_times()
+    assert used.user + used.system < PATIENCE * HELP_SECONDS
+
+
+@pytest.mark.parametrize("args", HELPS, ids=" ".join)
+def test_help_imports_few_modules(args: list[str]) -> None:
+    """455 when this was written; torch alone would be a thousand."""
+    assert int(run_after("", *args, epilogue="sys.stderr.write(str(len(sys.modules)))").stderr) < 600
+
+
+def test_generating_with_the_embedded_model_imports_no_models_of_transformers() -> None:
+    """To ask AutoTokenizer for the class took as long as all else up to the first token."""
+    epilogue = "sys.stderr.write('\\n'.join(name for name in sys.modules if name.startswith('transformers.models.')))"
+    loaded = run_after("", "generate", "--prompt", "x", "--max-tokens", "1", "--quiet", epilogue=epilogue).stderr
+    assert "transformers.models.auto" not in loaded.split()
+    assert (
+        "transformers.models.auto"
+        in run_after("from transformers import AutoTokenizer", "--version", epilogue=epilogue).stderr
+    )
+
+
+def test_the_benchmark_of_it_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "startup.py"), "--repeats", "1"],
+        cwd=ROOT,
+        env=environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert "first byte" in done.stderr

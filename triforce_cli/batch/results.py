@@ -1,0 +1,122 @@
+"""Where results go: a file that grows line by line and survives a stop at any point, or standard output."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from offload.errors import TriforceError, UsageError
+from triforce_cli.batch.records import Id
+from triforce_cli.outfile import open_alone, write_all
+
+_BEGINNING = b'{"id": '
+
+
+class Results(Protocol):
+    """A context manager. done: ids of the results that are there already, in order."""
+
+    done: list[Id]
+
+    def __enter__(self) -> Results: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None: ...
+
+    def add(self, result: Mapping[str, Any]) -> None: ...
+
+
+class ResultStream:
+    """To whoever reads; nothing is there before."""
+
+    def __init__(self, write: Callable[[Mapping[str, Any]], None]) -> None:
+        self.done: list[Id] = []
+        self._write = write
+
+    def __enter__(self) -> ResultStream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        return None
+
+    def add(self, result: Mapping[str, Any]) -> None:
+        self._write(result)
+
+
+class ResultFile:
+    """A file of lines, ours alone while it is open. A line that a stop has cut is removed, and computed again."""
+
+    def __init__(self, path: Path) -> None:
+        self.done: list[Id] = []
+        self._path = path
+        self._file: FileIO | None = None
+
+    def __enter__(self) -> ResultFile:
+        """Raises UsageError; what is no file of results stays as it is."""
+        if os.path.exists(self._path) and not self._path.is_file():  # Path's own raises where a name is too long
+            raise UsageError(f"{self._path} is no file; without --output-jsonl the results go to standard output")
+        self._file = open_alone(self._path, self._path)
+        try:
+            end = self._find_end()
+            self._file.truncate(end)
+            self._file.seek(end)
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def add(self, result: Mapping[str, Any]) -> None:
+        """It is on the disk when this returns. Raises TriforceError."""
+        if self._file is None:
+            raise ValueError("the file is not open")
+        try:
+            write_all(self._file, json.dumps(result, ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n")
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise TriforceError(f"{self._path} cannot be written: {error.strerror}") from error
+        self.done.append(result["id"])
+
+    def _find_end(self) -> int:
+        """Where the whole lines end, in bytes. Raises UsageError where the file, or the rest of it, is not ours."""
+        end = 0
+        with self._path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.endswith(b"\n"):
+                    self._check_cut(line, number)
+                    break
+                self.done.append(self._id(line, number))
+                end += len(line)
+        return end
+
+    def _check_cut(self, line: bytes, number: int) -> None:
+        """A line that a stop has cut begins like ours, and is no JSON unless nothing but its end is missing."""
+        if not line.startswith(_BEGINNING[: len(line)]):
+            raise self._foreign(number)
+        with contextlib.suppress(ValueError, RecursionError):
+            json.loads(line)
+            self._id(line, number)
+
+    def _id(self, line: bytes, number: int) -> Id:
+        try:
+            result = json.loads(line)
+            id_, _ = result["id"], result["text"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise self._foreign(number) from error
+        if not isinstance(id_, str | int):
+            raise UsageError(f"{self._path}, line {number}: its id is no text and no number; name another file")
+        return id_
+
+    def _foreign(self, number: int) -> UsageError:
+        return UsageError(
+            f"{self._path}, line {number} is no result of triforce; name another file, or remove that one"
+        )

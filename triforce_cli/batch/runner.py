@@ -1,0 +1,149 @@
+"""`triforce generate --input-jsonl`: one prompt after the other, by an engine that is planned for the longest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.errors import DoesNotFit
+from triforce_cli import log
+from triforce_cli.answer import TIMEOUT
+from triforce_cli.batch.records import Defaults, Record, after, read_records
+from triforce_cli.batch.results import ResultFile, Results, ResultStream
+from triforce_cli.choice import Models
+from triforce_cli.deadline import Deadline, TimedOut
+from triforce_cli.flags import SamplingFlags
+from triforce_cli.output import Output
+from triforce_cli.prompt import read_input
+from triforce_cli.render import duration
+from triforce_cli.signals import deferred
+
+if TYPE_CHECKING:
+    from offload.decode.tokenizer import Tokenizer
+    from offload.engine import Engine, Step
+    from offload.plan.planner import Options, Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One `triforce generate` of many prompts, parsed. timeout: seconds for each prompt."""
+
+    source: Path
+    target: Path | None
+    max_tokens: int
+    sampling: SamplingFlags
+    stops: tuple[str, ...]
+    timeout: float | None
+    options: Options
+    models: Models
+    echo: bool
+    quiet: bool
+    as_json = True
+
+    def run(self) -> None:
+        """Check every line, then load, then answer line by line."""
+        with Output(quiet=self.quiet) as output:
+            defaults = Defaults(max_tokens=self.max_tokens, sampling=vars(self.sampling), stops=self.stops)
+            text = read_input(self.source, "the prompts", note=output.note)
+            with deferred():
+                records = read_records(text, str(self.source), defaults)
+            if self.models.note:
+                output.note(self.models.note)
+            output.wait("starting")
+            with ResultStream(output.document) if self.target is None else ResultFile(self.target) as results:
+                rest = after(records, results.done, str(self.target))
+                if results.done:
+                    output.note(f"{len(results.done)} of {len(records)} results are in {self.target}")
+                if rest:
+                    with self._told_if_stopped(results, len(records), output):
+                        self._answer(records, rest, results, output)
+
+    @contextmanager
+    def _told_if_stopped(self, results: Results, total: int, output: Output) -> Iterator[None]:
+        """Say what is there already, where it does not come to an end."""
+        try:
+            yield
+        except BaseException:
+            if self.target is not None:
+                output.note(
+                    f"{len(results.done)} of {total} results are in {self.target}; the same command goes on from there"
+                )
+            raise
+
+    def _answer(self, records: Sequence[Record], rest: Sequence[Record], results: Results, output: Output) -> None:
+        target, draft = self.models.target, self.models.draft
+        with deferred():
+            from offload.engine import Engine, load_tokenizer
+
+            tokenizer = load_tokenizer(target, draft)
+        plan = self._plan(records, tokenizer)
+        for line in plan.notes:
+            output.note(line)
+        log.event("plan", plan.as_dict())
+        start = time.monotonic()
+        with ExitStack() as stack:
+            engine = stack.enter_context(Engine.load(plan, target, draft, tokenizer, on_progress=output.progress))
+            for count, record in enumerate(rest, start=1):
+                result = self._result(record, engine, plan.capacity, tokenizer.encode(record.prompt), output)
+                results.add(result)
+                log.event(record.name, result["stats"])
+                output.note(_progress(len(records) - len(rest) + count, len(records), result, start, count))
+
+    def _plan(self, records: Sequence[Record], tokenizer: Tokenizer) -> Plan:
+        """For the longest of all, done or not: a stop changes no plan and, with a seed, no text. Raises DoesNotFit."""
+        from offload.engine import plan_request
+
+        sizes = [(len(tokenizer.encode(record.prompt)), record.max_tokens, record) for record in records]
+        num_prompt_tokens, max_tokens, longest = max(sizes, key=lambda size: size[0] + size[1])
+        try:
+            return plan_request(
+                self.models.target,
+                self.models.draft,
+                self.options,
+                num_prompt_tokens=num_prompt_tokens,
+                max_tokens=max_tokens,
+            )
+        except DoesNotFit as error:
+            raise DoesNotFit(f"{longest.name}: {error}") from error
+
+    def _result(
+        self, record: Record, engine: Engine, capacity: int, tokens: Sequence[int], output: Output
+    ) -> dict[str, Any]:
+        deadline = Deadline(self.timeout)
+        steps: list[Step] = []
+        finish_reason: str | None = TIMEOUT
+        try:
+            for step in deadline.within(
+                engine.generate(
+                    tokens,
+                    record.params(),
+                    max_tokens=min(record.max_tokens, capacity - len(tokens)),
+                    stop=record.stops,
+                    on_progress=deadline.heard(output.progress),
+                )
+            ):
+                steps.append(step)
+                finish_reason = step.finish or TIMEOUT
+        except TimedOut:
+            output.note(f"{record.name}: out of time; what had come is kept")
+        return {
+            "id": record.id,
+            **({"prompt": record.prompt} if self.echo else {}),
+            "text": "".join(step.text for step in steps),
+            "tokens": [token for step in steps for token in step.tokens],
+            "finish_reason": finish_reason,
+            "stats": engine.stats.as_dict(),
+            **({"meta": record.meta} if record.meta else {}),
+        }
+
+
+def _progress(number: int, total: int, result: Mapping[str, Any], start: float, count: int) -> str:
+    """3 of 120: id 'x', 812 prompt tokens, 256 new; 9 min 20 s left."""
+    sizes = f"{result['stats']['prompt_tokens']:,} prompt tokens, {len(result['tokens'])} new"
+    line = f"{number} of {total}: id {result['id']!r}, {sizes}"
+    left = (time.monotonic() - start) / count * (total - number)
+    return f"{line}; {duration(left)} left" if number < total else line

@@ -1,0 +1,73 @@
+"""Which models a command uses: what was named, or the embedded pair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from offload.errors import ModelError
+
+NONE = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """Which model folders a command uses."""
+
+    target: Path
+    draft: Path | None
+    embedded: bool  # the target is the demo model that comes with triforce
+    draft_note: str = ""  # what to say about a draft that nobody named
+
+    @property
+    def note(self) -> str:
+        """What to say about models that nobody named; "" where all were."""
+        if self.embedded:
+            return f"no --model given: using the embedded demo model ({self.target})"
+        return self.draft_note
+
+
+def choose_models(model: Path | None, draft: str | None, *, weights: bool = True) -> Models:
+    """What was named, or the embedded pair. A model that is named by its name comes with the draft that suits it, where
+    that was pulled and none is named. weights: config.json alone is not enough."""
+    chosen = None if draft in (None, NONE) else _folder("draft", str(draft), weights=weights)
+    if model is not None:
+        target = _folder("model", str(model), weights=weights)
+        if draft is None:
+            return _with_suitable_draft(str(model), target, weights=weights)
+        return Models(target=target, draft=chosen, embedded=False)
+    if draft is None:
+        chosen = embedded_model("demo-draft")
+    return Models(target=embedded_model("demo-target"), draft=chosen, embedded=True)
+
+
+def _with_suitable_draft(model: str, target: Path, *, weights: bool) -> Models:
+    from offload.hub.library import is_here, recommended_draft
+    from offload.hub.names import model_folder, pull_command, repository_of
+
+    name = recommended_draft(model, target)
+    if not name:
+        return Models(target=target, draft=None, embedded=False)
+    if not is_here(name, weights=weights):
+        note = f"no draft: {name} would suit {model}; {pull_command(name)} fetches it"
+        return Models(target=target, draft=None, embedded=False, draft_note=note)
+    note = f"draft: {name}, which suits {model} (--draft none goes without)"
+    return Models(target=target, draft=model_folder(repository_of(name)), embedded=False, draft_note=note)
+
+
+def embedded_model(name: str) -> Path:
+    """The folder of a model that comes as package data."""
+    folder = Path(str(resources.files("triforce_cli"))) / "models" / name
+    if not folder.is_dir():
+        raise ModelError(f"the embedded demo model is not installed ({folder} is missing); name one with --model DIR")
+    return folder
+
+
+def _folder(role: str, name: str, *, weights: bool) -> Path:
+    from offload.hub.library import locate
+
+    try:
+        return locate(name, weights=weights)
+    except ModelError as error:
+        raise ModelError(f"{role} {error}") from error

@@ -1,0 +1,261 @@
+"""`triforce bench`: plain decoding against TriForce, in one run."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from offload.errors import DoesNotFit, UsageError
+from triforce_cli import library, options, plot, render_bench
+from triforce_cli.choice import Models
+from triforce_cli.findings import Findings
+from triforce_cli.flags import GreedyFlags, LevelFlags, ModelFlags, PlacementFlags, ProgramFlags, plan_options, spread
+from triforce_cli.options import option, whole
+from triforce_cli.output import Output
+from triforce_cli.prompt import read_prompt
+from triforce_cli.signals import deferred
+from triforce_cli.time_left import TimeLeft
+
+if TYPE_CHECKING:
+    from offload.comparison import Comparison
+    from offload.decode.sampling import SamplingParams
+    from offload.decode.tokenizer import Tokenizer
+    from offload.plan.options import Options
+    from offload.plan.request import Request
+    from offload.reference import Reference
+    from offload.trial import Step, Trial
+
+USUAL_CONTEXTS = (4096, 8192, 16384)
+MOST_REPEATS = 1000
+
+BENCH = "Benchmark"
+
+BenchText = Annotated[
+    Path | None,
+    option(
+        "--prompt-file",
+        'UTF-8 text whose beginning is the prompt; "-" is standard input. Without it, sources of Python\'s standard '
+        "library.",
+        BENCH,
+        metavar="PATH",
+    ),
+]
+Contexts = Annotated[
+    str | None,
+    option(
+        "--contexts",
+        "Lengths to compare at, prompt and output together. Without it 4096, 8192 and 16384, as far as model and text "
+        "go.",
+        BENCH,
+        metavar="TOKENS,...",
+    ),
+]
+Repeats = Annotated[
+    int,
+    option("--repeats", "Measure each so often, in turns, after a warm-up.", BENCH, metavar="N", parser=whole),
+]
+Against = Annotated[
+    Literal["none", "transformers"],
+    option("--against", "Measure transformers' own generate too, on the same weights and dtype.", BENCH),
+]
+Plot = Annotated[
+    Path | None,
+    option(
+        "--plot",
+        "Draw ms/token and acceptance against context: a .png or .svg file (needs matplotlib).",
+        BENCH,
+        metavar="FILE",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """One `triforce bench`, parsed. contexts: ascending; None leaves them to model and text."""
+
+    prompt_file: Path | None
+    contexts: tuple[int, ...] | None
+    max_tokens: int
+    repeats: int
+    sampling: GreedyFlags
+    options: Options
+    models: Models
+    against_transformers: bool
+    plot: Path | None
+    as_json: bool
+    quiet: bool
+
+    def run(self) -> None:
+        """Plan all contexts, then measure one after the other. What was measured is handed over, also at Ctrl-C."""
+        if self.plot is not None:
+            plot.check(self.plot)
+        output = Output(quiet=self.quiet)
+        with Findings(output, as_json=self.as_json, plot_file=self.plot) as findings, output:
+            text = self._text(output)
+            if self.models.note:
+                output.note(self.models.note)
+            output.wait("starting")
+            self._measure(text, findings, output)
+
+    def _measure(self, text: str, findings: Findings, output: Output) -> None:
+        with deferred():
+            from offload.engine import load_tokenizer
+            from offload.environment import environment
+            from offload.plan.request import Request
+
+            sampling = self.sampling.params()
+            tokenizer = load_tokenizer(self.models.target, self.models.draft)
+            request = Request.on_this_machine(self.models.target, self.models.draft, self.options)
+        trials = self._trials(request, tokenizer.encode(text), sampling)
+        for line in dict.fromkeys(note for trial in trials for note in trial.plan.notes):
+            output.note(line)
+        findings.begin(self._about(text, environment()))
+        reference = self._reference(trials[0], output)
+        left = TimeLeft([trial.predicted_seconds(step) for trial in trials for step in trial.steps])
+        for trial in trials:
+            comparison = self._compare(trial, tokenizer, reference, left, output)
+            findings.add(comparison)
+            output.note(render_bench.summary_line(comparison))
+
+    def _trials(self, request: Request, tokens: Sequence[int], sampling: SamplingParams) -> list[Trial]:
+        """One for each context, before anything is loaded. Raises UsageError, DoesNotFit."""
+        from offload.trial import Trial, check_reference_fits
+
+        trials = []
+        for context in self._lengths(len(tokens), request.target.context_limit):
+            num_prompt_tokens = context - self.max_tokens
+            plan = request.plan(num_prompt_tokens=num_prompt_tokens, max_tokens=self.max_tokens)
+            if self.against_transformers:
+                check_reference_fits(request, plan)
+            trial = Trial(
+                prompt=tuple(tokens[:num_prompt_tokens]),
+                plan=plan,
+                sampling=sampling,
+                max_tokens=self.max_tokens,
+                repeats=self.repeats,
+                against_transformers=self.against_transformers,
+            )
+            trials.append(trial)
+        return trials
+
+    def _compare(
+        self, trial: Trial, tokenizer: Tokenizer, reference: Reference | None, left: TimeLeft, output: Output
+    ) -> Comparison:
+        """On an engine of its own, whose memory is free again afterwards."""
+        from offload.engine import Engine
+
+        def show(step: Step) -> None:
+            output.wait(render_bench.step_line(trial, step, left.next_step()))
+
+        target, draft = self.models.target, self.models.draft
+        with Engine.load(trial.plan, target, draft, tokenizer, on_progress=output.progress) as engine:
+            comparison = trial.run(engine, reference, on_step=show, on_progress=output.progress)
+        del engine
+        gc.collect()
+        return comparison
+
+    def _lengths(self, num_tokens: int, limit: int) -> list[int]:
+        """Of the contexts. num_tokens: of the text. Raises UsageError, DoesNotFit."""
+        longest = min(num_tokens + self.max_tokens, limit)
+        usual = [context for context in USUAL_CONTEXTS if self.max_tokens < context <= longest] or [longest]
+        contexts = sorted(set(usual if self.contexts is None else self.contexts))
+        shortest, most = contexts[0], contexts[-1]
+        if most > limit:
+            raise DoesNotFit(f"contexts has {most} and the model's limit is {limit} tokens; try --contexts {limit}")
+        if shortest <= self.max_tokens:
+            raise UsageError(f"a context of {shortest} has no room for --max-tokens {self.max_tokens} and a prompt")
+        if most > longest:
+            raise UsageError(
+                f"the text has {num_tokens} tokens and a context of {most} takes {most - self.max_tokens} of them "
+                f"(--max-tokens {self.max_tokens}); give a longer --prompt-file, or try --contexts {longest}"
+            )
+        return contexts
+
+    def _text(self, output: Output) -> str:
+        if self.prompt_file is not None:
+            return read_prompt(self.prompt_file, None, note=output.note)
+        output.note(f"no --prompt-file given: the prompts are {library.DESCRIPTION}")
+        return library.library_text()
+
+    def _reference(self, trial: Trial, output: Output) -> Reference | None:
+        if not self.against_transformers:
+            return None
+        output.wait("loading transformers")
+        with deferred():
+            from offload.reference import Reference
+        return Reference(self.models.target, dtype=trial.plan.dtype, device=trial.plan.device)
+
+    def _about(self, text: str, environment: dict[str, object]) -> dict[str, object]:
+        """What JSON says of all contexts."""
+        source = library.DESCRIPTION if self.prompt_file is None else str(self.prompt_file)
+        return {
+            "environment": environment,
+            "model": {
+                "target": str(self.models.target),
+                "draft": str(self.models.draft) if self.models.draft else None,
+            },
+            "prompt": {"source": source, "sha256": hashlib.sha256(text.encode()).hexdigest()},
+            "sampling": vars(self.sampling),
+            "max_tokens": self.max_tokens,
+            "repeats": self.repeats,
+        }
+
+
+@spread
+def bench(
+    *,
+    models: ModelFlags,
+    prompt_file: BenchText = None,
+    contexts: Contexts = None,
+    repeats: Repeats = 5,
+    against: Against = "none",
+    plot: Plot = None,
+    max_tokens: options.MaxTokens = 128,
+    sampling: GreedyFlags,
+    levels: LevelFlags,
+    placement: PlacementFlags,
+    json: options.AsJson = False,
+    quiet: options.Quiet = False,
+    program: ProgramFlags,
+) -> Bench:
+    """Measure plain decoding against TriForce on your machine, model and text, in one run.
+
+    Every length is prefilled once and continued by each in turns, so that a slow moment of the machine hits both; plain
+    decoding is one token a pass, with the same weights in the same places. At temperature 0 both write the same text,
+    which is checked. The table has medians and, below them, the least and the most. Ctrl-C keeps the lengths that are
+    finished.
+
+    Example: triforce bench --prompt-file book.txt --contexts 4096,16384 --plot book.svg
+    """
+    if max_tokens < 2:
+        raise UsageError(f"max-tokens is {max_tokens}, it must be 2 or more: the first token is not timed")
+    if not 1 <= repeats <= MOST_REPEATS:
+        raise UsageError(f"repeats is {repeats}, it must be from 1 to {MOST_REPEATS}")
+    return Bench(
+        prompt_file=prompt_file,
+        contexts=_lengths("contexts", contexts),
+        max_tokens=max_tokens,
+        repeats=repeats,
+        sampling=sampling,
+        options=plan_options(levels, pace="measured", **vars(placement)),
+        models=models.chosen(),
+        against_transformers=against == "transformers",
+        plot=plot,
+        as_json=json,
+        quiet=quiet,
+    )
+
+
+def _lengths(name: str, text: str | None) -> tuple[int, ...] | None:
+    """From "4096,8192". Raises UsageError, which calls it `name`."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    wrong = next((part for part in parts if not part.isdecimal() or not 0 < int(part) <= 2**24), None)
+    if wrong is not None:
+        raise UsageError(f"{name} has {wrong!r}, it must be whole numbers from 1 to {2**24}, like 4096,8192")
+    return tuple(map(int, parts))

@@ -1,0 +1,63 @@
+"""`triforce convert`: pickled or GGUF weights to safetensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from triforce_cli import options, render_models
+from triforce_cli.flags import ProgramFlags, spread
+from triforce_cli.options import option
+from triforce_cli.output import Output
+
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR", help="A folder with config.json and pytorch_model*.bin, or with a GGUF file; or a GGUF file."
+    ),
+]
+Target = Annotated[
+    Path | None,
+    option("--output", "The folder to make; without it one among the pulled models.", options.OUTPUT, metavar="DIR"),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """One `triforce convert`, parsed."""
+
+    source: Path
+    output: Path | None
+    quiet: bool
+
+    def run(self) -> None:
+        """Convert, and say where the new folder is and what it is called."""
+        with Output(quiet=self.quiet) as output:
+            output.wait("converting")
+            from offload.hub.convert import convert, output_folder
+
+            folder = output_folder(self.source, self.output)
+            convert(self.source, folder, report=output.report)
+            output.text(f"{render_models.path_text(folder)}\n")
+            name = render_models.path_text(folder) if self.output else f"{folder.parent.name}/{folder.name}"
+            output.note(f"next: triforce generate --model {name} --prompt-file FILE")
+
+
+@spread
+def convert(
+    source: Source,
+    *,
+    output: Target = None,
+    quiet: options.Quiet = False,
+    program: ProgramFlags,
+) -> Conversion:
+    """Make a folder with safetensors of one with pytorch_model*.bin, bit for bit, or of a GGUF file (as fp16).
+
+    What is converted stays as it is. Nothing that a file brings along is run. GGUF needs: pip install gguf accelerate
+
+    Example: triforce convert downloads/old-llama --output models/old-llama
+    """
+    return Conversion(source=source.expanduser(), output=None if output is None else output.expanduser(), quiet=quiet)

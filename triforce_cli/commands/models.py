@@ -1,0 +1,67 @@
+"""`triforce models`: what there is to run, and what of it fits here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offload.hub.names import models_folder
+from triforce_cli import options, render_models
+from triforce_cli.choice import embedded_model
+from triforce_cli.flags import ProgramFlags, spread
+from triforce_cli.output import Output
+from triforce_cli.render_models import Line
+
+if TYPE_CHECKING:
+    from offload.hub.catalogue import Entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """One `triforce models`, parsed."""
+
+    device: str
+    as_json: bool
+    quiet: bool
+
+    def run(self) -> None:
+        """List. A model that cannot be used is a line with the reason."""
+        with Output(quiet=self.quiet) as output:
+            output.wait("looking")
+            from offload.hub.catalogue import absent_aliases, entries, longest_context
+            from offload.plan.hardware import probe
+
+            hardware = probe(self.device)
+            lines = [Line(entry, longest_context(entry, hardware)) for entry in [*_embedded(), *entries()]]
+            absent = list(absent_aliases())
+            if self.as_json:
+                output.document(render_models.table_document(models_folder(), lines, absent, hardware))
+            else:
+                output.text(render_models.table(lines, absent, width=output.width))
+                output.note(render_models.footnote(models_folder(), hardware))
+
+
+@spread
+def models(
+    *,
+    device: options.Device = "auto",
+    json: options.AsJson = False,
+    quiet: options.Quiet = False,
+    program: ProgramFlags,
+) -> Listing:
+    """List the models that are here, what they need, and how much context fits this machine; then what can be pulled.
+
+    Pulled and converted ones lie in the user's data folder, or in the one that TRIFORCE_MODELS_DIR names.
+
+    Example: triforce models --json
+    """
+    return Listing(device=device, as_json=json, quiet=quiet)
+
+
+def _embedded() -> Iterator[Entry]:
+    """The pair that comes along."""
+    from offload.hub.catalogue import entry_of
+
+    yield entry_of(embedded_model("demo-target"), "demo-target (embedded)", "demo-draft")
+    yield entry_of(embedded_model("demo-draft"), "demo-draft (embedded)")

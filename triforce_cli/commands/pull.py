@@ -1,0 +1,92 @@
+"""`triforce pull`: a model from the hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offload.errors import UsageError
+from offload.hub.names import MAIN, pull_command, repository_of
+from triforce_cli import options, render_models
+from triforce_cli.flags import ProgramFlags, spread
+from triforce_cli.options import option, switch
+from triforce_cli.output import Output
+
+if TYPE_CHECKING:
+    from offload.hub.pull import Offer
+
+SOURCE = "What to fetch"
+
+ModelName = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="OWNER/NAME on the hub, or a short name (triforce models lists them)."),
+]
+Revision = Annotated[
+    str, option("--revision", "Branch, tag or commit of the repository.", SOURCE, metavar="NAME", show_default=True)
+]
+ConfigOnly = Annotated[
+    bool, switch("--config-only", "Config and tokenizer without the weights: all that triforce plan needs.", SOURCE)
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pulling:
+    """One `triforce pull`, parsed."""
+
+    repository: str
+    revision: str
+    config_only: bool
+    as_json: bool
+    quiet: bool
+
+    def run(self) -> None:
+        """Fetch, convert where the weights are pickled, and say where the model is."""
+        with Output(quiet=self.quiet) as output:
+            output.wait(f"asking the hub for {self.repository}")
+            try:
+                offer = self._pull(output)
+            except KeyboardInterrupt:
+                output.note(f"stopped; {pull_command(self.repository, self.revision)} goes on from here")
+                raise
+            if self.as_json:
+                output.document(render_models.pulled_document(offer))
+            else:
+                output.text(f"{render_models.path_text(offer.folder)}\n")
+                output.note(render_models.next_command(offer, config_only=self.config_only))
+
+    def _pull(self, output: Output) -> Offer:
+        from offload.hub.pull import pull
+
+        def announce(offer: Offer) -> None:
+            for line in render_models.offer(offer):
+                output.note(line)
+
+        return pull(
+            self.repository, self.revision, config_only=self.config_only, on_offer=announce, report=output.report
+        )
+
+
+@spread
+def pull(
+    model: ModelName,
+    *,
+    revision: Revision = MAIN,
+    config_only: ConfigOnly = False,
+    json: options.AsJson = False,
+    quiet: options.Quiet = False,
+    program: ProgramFlags,
+) -> Pulling:
+    """Fetch a model from the hub, or what has changed of one, into the user's data folder.
+
+    Only weights (safetensors; pytorch_model.bin is converted), config and tokenizer; never code. Stopped, it goes on
+    from there the next time. Every file is checked against the hub's hash. TRIFORCE_MODELS_DIR names another folder.
+
+    Example: triforce pull yarn-llama-2-7b-128k
+    """
+    if not revision:
+        raise UsageError("revision is empty; give a branch, a tag or a commit, or leave it out for main")
+    return Pulling(
+        repository=repository_of(model), revision=revision, config_only=config_only, as_json=json, quiet=quiet
+    )

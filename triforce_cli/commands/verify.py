@@ -1,0 +1,152 @@
+"""`triforce verify`: is what was generated what the target alone would have written?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from offload.errors import Differs, UsageError
+from triforce_cli import log, options, render_verify
+from triforce_cli.choice import Models
+from triforce_cli.flags import (
+    DecodingFlags,
+    GreedyFlags,
+    ModelFlags,
+    PlacementFlags,
+    ProgramFlags,
+    SamplingFlags,
+    plan_options,
+    spread,
+)
+from triforce_cli.options import number, option, whole
+from triforce_cli.output import Output
+from triforce_cli.prompt import read_prompt
+from triforce_cli.signals import deferred
+
+if TYPE_CHECKING:
+    from offload.plan.options import Options
+
+CHECKS = "What is compared"
+MOST_RECOMPUTED = 4  # where nobody says how many
+
+NumRecomputed = Annotated[
+    int | None,
+    option(
+        "--positions",
+        f"Recompute this many tokens by a prefill from the start; without it {MOST_RECOMPUTED}, or all of fewer.",
+        CHECKS,
+        metavar="N",
+        parser=whole,
+    ),
+]
+Tolerance = Annotated[
+    float | None,
+    option(
+        "--tolerance",
+        "Largest difference of a recomputed logit, in standard deviations of its row; without it one that suits the "
+        "arithmetic.",
+        CHECKS,
+        metavar="X",
+        parser=number,
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify:
+    """One `triforce verify`, parsed."""
+
+    prompt_file: Path | None
+    prompt: str | None
+    max_tokens: int
+    sampling: SamplingFlags
+    num_recomputed: int
+    tolerance: float | None
+    options: Options
+    models: Models
+    as_json: bool
+    quiet: bool
+
+    def run(self) -> None:
+        """Raises Differs, after the report."""
+        output = Output(quiet=self.quiet)
+        with output:
+            prompt = read_prompt(self.prompt_file, self.prompt, note=output.note)
+            if self.models.note:
+                output.note(self.models.note)
+            output.wait("starting")
+            with deferred():
+                from offload.engine import Engine, load_tokenizer, plan_request
+                from offload.replay import verify
+
+                sampling = self.sampling.params()
+                target, draft = self.models.target, self.models.draft
+                tokenizer = load_tokenizer(target, draft)
+            tokens = tokenizer.encode(prompt)
+            plan = plan_request(target, draft, self.options, num_prompt_tokens=len(tokens), max_tokens=self.max_tokens)
+            log.event("plan", plan.as_dict())
+            for line in plan.notes:
+                output.note(line)
+            with Engine.load(plan, target, draft, tokenizer, on_progress=output.progress) as engine:
+                found = verify(
+                    engine,
+                    tokens,
+                    sampling,
+                    max_tokens=self.max_tokens,
+                    num_recomputed=self.num_recomputed,
+                    tolerance=self.tolerance,
+                    on_progress=output.progress,
+                )
+            if self.as_json:
+                output.document(render_verify.document(found, plan, sampling))
+            else:
+                output.text(render_verify.report(found, plan, sampling, lambda token: tokenizer.decode([token])))
+        if not found.holds:
+            raise Differs(render_verify.failure(found))
+
+
+@spread
+def verify(
+    *,
+    models: ModelFlags,
+    prompt_file: options.PromptFile = None,
+    prompt: options.Prompt = None,
+    max_tokens: options.MaxTokens = 64,
+    sampling: GreedyFlags,
+    positions: NumRecomputed = None,
+    tolerance: Tolerance = None,
+    decoding: DecodingFlags,
+    placement: PlacementFlags,
+    json: options.AsJson = False,
+    quiet: options.Quiet = False,
+    program: ProgramFlags,
+) -> Verify:
+    """Check that speculation does not show: generate, then replay every token without it.
+
+    Each token is decoded again by itself, and the logits that it was drawn from have to be the same bits; at
+    temperature 0 it has to be the likeliest token, else one that the law allows. Some tokens are computed once more by
+    a prefill from the start, which adds up in another order: their logits agree within a tolerance. Where something
+    differs it is shown with its margin, and the exit code is 5.
+
+    Example: triforce verify --prompt-file book.txt --max-tokens 100
+    """
+    options.check_max_tokens(max_tokens)
+    if positions is None:
+        positions = min(MOST_RECOMPUTED, max_tokens)
+    if not 0 <= positions <= max_tokens:
+        raise UsageError(f"positions is {positions}, it must be from 0 to the {max_tokens} of --max-tokens")
+    if tolerance is not None and not 0 <= tolerance < 1e9:
+        raise UsageError(f"tolerance is {tolerance:g}, it must be from 0 to below 1000000000")
+    return Verify(
+        prompt_file=prompt_file,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        num_recomputed=positions,
+        tolerance=tolerance,
+        options=plan_options(decoding, **vars(placement)),
+        models=models.chosen(),
+        as_json=json,
+        quiet=quiet,
+    )

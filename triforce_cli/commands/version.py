@@ -1,0 +1,40 @@
+"""`triforce version`: what runs, for reports of faults."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from triforce_cli import __version__, options
+from triforce_cli.flags import ProgramFlags, spread
+from triforce_cli.output import Output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """One `triforce version`, parsed."""
+
+    as_json: bool
+
+    def run(self) -> None:
+        with Output(quiet=True) as output:
+            from offload.diagnosis import software
+            from offload.plan import nvml
+            from triforce_cli.render_doctor import software_rows
+
+            found, driver = software(), nvml.driver()
+            if self.as_json:
+                cuda = None if driver is None else asdict(driver)
+                output.document({"version": __version__} | asdict(found) | {"driver": cuda})
+            else:
+                output.text("".join(f"{label:<11}{value}\n" for label, value in software_rows(found, driver)))
+
+
+@spread
+def version(*, json: options.AsJson = False, program: ProgramFlags) -> Version:
+    """The versions of triforce and of what it stands on: Python, torch and its CUDA, the attention that runs.
+
+    `triforce --version` says the first alone, at once.
+
+    Example: triforce version --json
+    """
+    return Version(as_json=json)

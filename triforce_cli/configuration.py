@@ -1,0 +1,141 @@
+"""The configuration file: what options are where neither the command line nor the environment says.
+
+temperature = 0.8            # of every command that has the option
+[chat]
+model = "~/models/llama"     # of this command
+[sessions.ls]
+quiet = true
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offload.errors import UsageError
+from triforce_cli import tree
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+VARIABLE = "TRIFORCE_CONFIG"
+NAME = "config.toml"
+MAX_BYTES = 1 << 20
+
+Words = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a file says. file: None where there is none."""
+
+    file: Path | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, named: Path | None, root: Any) -> Configuration:
+        """The file that is `named`, else the user's own, if there is one. Raises UsageError, which says what is wrong.
+
+        root: the group of all commands; what none of them has is refused.
+        """
+        file = named.expanduser() if named is not None else default_file()
+        if named is None and not file.exists():
+            return cls()
+        configuration = cls(file, _parsed(file))
+        configuration._check(configuration.values, (), tree.commands(root))
+        return configuration
+
+    def of(self, words: Words, command: Any) -> dict[str, Any]:
+        """What it says of the options of one command, by the names of their parameters."""
+        known = tree.options(command)
+        return {known[name].name: _typed(known[name], value) for name, value in self._said(words) if name in known}
+
+    def _said(self, words: Words) -> Iterator[tuple[str, Any]]:
+        """Option by option, from what is said of all commands to what is said of this one."""
+        node: Any = self.values
+        for word in (*words, None):
+            yield from ((name, value) for name, value in node.items() if not isinstance(value, dict))
+            node = node.get(word, {}) if word is not None else {}
+
+    def _check(self, node: Mapping[str, Any], words: Words, commands: Mapping[Words, Any]) -> None:
+        """`commands`: those below `words`."""
+        depth = len(words)
+        sections = {path[depth] for path in commands if len(path) > depth}
+        known = {name: option for command in commands.values() for name, option in tree.options(command).items()}
+        for name, value in node.items():
+            place = f"{self.file}: {'.'.join((*words, name))}"
+            if isinstance(value, dict):
+                if name not in sections:
+                    raise UsageError(f"{place} is no command{_nearest(name, sections)}")
+                below = {path: command for path, command in commands.items() if path[depth : depth + 1] == (name,)}
+                self._check(value, (*words, name), below)
+            elif name not in known:
+                where = f"triforce {' '.join(words)}" if words else "any command"
+                raise UsageError(f"{place} is no option of {where}{_nearest(name, known)}")
+            else:
+                _check_kind(place, known[name], value)
+
+
+def default_file() -> Path:
+    """Where the user's own is, there or not."""
+    import platformdirs
+
+    return Path(platformdirs.user_config_dir("triforce", appauthor=False)) / NAME
+
+
+def origin(option: Any, said: Mapping[str, Any], file: Path | None) -> tuple[Any, str]:
+    """(the value of `option` where the command line does not say, where it comes from): a variable, `file`, "default".
+
+    said: what `Configuration.of` says of the command.
+    """
+    if option.envvar and os.environ.get(option.envvar):
+        return os.environ[option.envvar], str(option.envvar)
+    if option.name in said:
+        return said[option.name], str(file)
+    return option.default, "default"
+
+
+def _parsed(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise UsageError(f"{file} is over {MAX_BYTES:,} bytes; is it a configuration file?")
+        values: dict[str, Any] = tomllib.loads(data.decode("utf-8"))
+        return values
+    except OSError as error:
+        raise UsageError(f"the configuration file {file} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{file} is not TOML: {error}") from error
+
+
+def _check_kind(place: str, option: Any, value: Any) -> None:
+    if option.is_flag != isinstance(value, bool):
+        wanted = "true or false" if option.is_flag else "a text or a number"
+        raise UsageError(f"{place} is {value!r}, it must be {wanted}")
+    if isinstance(value, list) and not option.multiple:
+        raise UsageError(f"{place} is a list, it must be one value")
+    for item in value if isinstance(value, list) else [value]:
+        if not isinstance(item, bool | int | float | str):
+            raise UsageError(f"{place} is {item!r}, it must be a text, a number, true or false")
+
+
+def _typed(option: Any, value: Any) -> Any:
+    """As an environment variable would say it, so that it is checked in the same way."""
+    if isinstance(value, bool):
+        return value
+    if option.multiple:
+        return [str(item) for item in (value if isinstance(value, list) else [value])]
+    return str(value)
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {near[0]}?" if near else "; 'triforce config show' lists all there are"

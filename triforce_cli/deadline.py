@@ -1,0 +1,47 @@
+"""`--timeout`: an end that comes between two passes, so that what has come is whole."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from offload.errors import TriforceError
+
+T = TypeVar("T")
+
+
+class TimedOut(TriforceError):
+    """What has come until now is handed over."""
+
+    exit_code = 124  # as of timeout(1)
+    kind = "timeout"
+
+
+class Deadline:
+    """`seconds` after it is made; None: never."""
+
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._clock = seconds, clock
+        self._end = math.inf if seconds is None else clock() + seconds
+
+    def check(self) -> None:
+        """Raises TimedOut."""
+        if self._clock() >= self._end:
+            raise TimedOut(f"the {self._seconds:g} s of --timeout are over")
+
+    def heard(self, listener: Callable[[T], None]) -> Callable[[T], None]:
+        """`listener`, with a check whenever it hears something."""
+
+        def listen(news: T) -> None:
+            listener(news)
+            self.check()
+
+        return listen
+
+    def within(self, items: Iterable[T]) -> Iterator[T]:
+        """`items`, with a check after each."""
+        for item in items:
+            yield item
+            self.check()

@@ -1,0 +1,190 @@
+"""Groups of options that commands share. A command takes a group as one parameter; `spread` makes options of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from inspect import Parameter, Signature, cleandoc, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+
+from rich.markup import escape
+
+from offload.errors import UsageError
+from triforce_cli import options
+from triforce_cli.choice import NONE, Models, choose_models
+from triforce_cli.prompt import user_path
+
+if TYPE_CHECKING:
+    from offload.decode.sampling import SamplingParams
+    from offload.plan.options import Options
+
+OFFLOADABLE = ("weights", "kv")
+AUTO = "auto"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """Which models."""
+
+    model: options.Model = None
+    draft: options.Draft = None
+
+    def chosen(self, *, weights: bool = True) -> Models:
+        """weights: they are needed, not config.json alone. Raises ModelError."""
+        return choose_models(self.model, self.draft, weights=weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    """`SamplingParams`, before the import of torch."""
+
+    temperature: options.Temperature = 0.6
+    top_p: options.TopP = 0.9
+    top_k: options.TopK = 0
+    min_p: options.MinP = 0.0
+    seed: options.Seed = None
+
+    def params(self) -> SamplingParams:
+        """Raises UsageError."""
+        from offload.decode.sampling import SamplingParams
+
+        return SamplingParams(**vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GreedyFlags(SamplingFlags):
+    """The same, greedy unless asked otherwise."""
+
+    temperature: options.Temperature = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelFlags:
+    """Which levels there are, and how large; all of it may be left to the plan."""
+
+    budget: options.Budget = None
+    chunk: options.Chunk = None
+    gamma: options.Gamma = None
+    draft_gamma: options.DraftGamma = None
+    no_lookup: options.NoLookup = False
+    sinks: options.Sinks = 16
+    window: options.Window = 240
+    selection: options.Selection = "mass"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheFlags(LevelFlags):
+    """The same for one request."""
+
+    context: options.Context = None
+    no_speculation: options.NoSpeculation = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingFlags(CacheFlags):
+    """The same, where tokens are decoded too."""
+
+    pace: options.Pace = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementFlags:
+    """Where, and in which arithmetic."""
+
+    device: options.Device = "auto"
+    dtype: options.Dtype = "auto"
+    offload: options.Offload = "auto"
+    device_memory: options.DeviceMemory = None
+    link_gbps: options.LinkGbps = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionFlags:
+    """What was computed, kept on the disk."""
+
+    session: options.Session = None
+    cache: options.CacheFile = None
+    read_only: options.ReadOnly = False
+
+    def path(self) -> Path | None:
+        """The folder of the session that was named, if one was. Raises UsageError."""
+        if self.session is not None and self.cache is not None:
+            raise UsageError("--session and --cache name two sessions; give one of them")
+        if self.session is not None:
+            from offload.session.names import session_folder
+
+            return session_folder(self.session)
+        if self.cache is not None:
+            return user_path(str(self.cache))
+        if self.read_only:
+            raise UsageError("--read-only is about a session and none is named; add --session NAME or --cache PATH")
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramFlags:
+    """What every command has. They work when they are parsed."""
+
+    config: options.Config = None
+    log_file: options.LogFile = None
+    debug: options.Debug = False
+
+
+def plan_options(levels: LevelFlags, **placement: Any) -> Options:
+    """What the plan is asked for. placement: fields of PlacementFlags. Raises UsageError."""
+    from offload.plan.options import Options
+
+    given = vars(levels) | placement
+    given["lookup"], given["speculation"] = not given.pop("no_lookup"), not given.pop("no_speculation", False)
+    given["offload"] = _offloaded(given["offload"])
+    return Options(**given)
+
+
+def _offloaded(text: str) -> frozenset[str] | None:
+    """From "weights,kv", either alone, "none", or "auto" (None: the plan chooses)."""
+    if text.strip() == AUTO:
+        return None
+    if text.strip() == NONE:
+        return frozenset()
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in OFFLOADABLE]
+    if unknown:
+        raise UsageError(f"offload names {unknown[0]!r}; it may be weights, kv, weights,kv, none or auto")
+    return frozenset(names)
+
+
+def flowing(text: str | None) -> str:
+    """A docstring for --help, which keeps lines and takes brackets for markup: a line for each paragraph, brackets
+    escaped."""
+    return escape("\n\n".join(" ".join(paragraph.split()) for paragraph in cleandoc(text or "").split("\n\n")))
+
+
+def spread(command: Callable[..., T]) -> Callable[..., T]:
+    """`command` with an option for each field of those of its parameters that are groups."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if name != "return" and is_dataclass(hint)}
+
+    def spread_command(**flags: Any) -> T:
+        for name, group in groups.items():
+            flags[name] = group(**{field.name: flags.pop(field.name) for field in fields(group)})
+        return command(**flags)
+
+    parameters: list[Parameter] = []
+    for parameter in signature(command).parameters.values():
+        group = groups.get(parameter.name)
+        parameters += _options(group) if group else [parameter.replace(annotation=hints[parameter.name])]
+    spread_command.__name__, spread_command.__doc__ = command.__name__, flowing(command.__doc__)
+    spread_command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    spread_command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return spread_command
+
+
+def _options(group: Any) -> list[Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
+        for field in fields(group)
+    ]

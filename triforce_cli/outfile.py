@@ -1,0 +1,102 @@
+"""`-o FILE`: there when it is whole, and an older one until then."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+
+from offload.errors import TriforceError, UsageError
+
+PARTIAL = ".partial"
+
+
+class OutputFile:
+    """A context manager. What is written goes to FILE.partial, ours alone, which becomes FILE at the end.
+
+    After an error or an interrupt it stays FILE.partial, and `note` hears of it; where nothing was written, an older
+    one stays as it was. A link stays a link. What is no file (a named pipe, a device) is written to itself.
+    """
+
+    def __init__(self, path: Path, *, note: Callable[[str], None]) -> None:
+        self._path, self._note = path, note
+        self._partial: Path | None = None  # None: written to itself
+        self._file: FileIO | None = None
+        self._begun = False
+
+    def __enter__(self) -> OutputFile:
+        """Raises UsageError, before anything is computed."""
+        try:
+            if self._path.is_dir():
+                raise IsADirectoryError(0, "it is a folder")
+            if self._path.exists() and not self._path.is_file():
+                self._file = FileIO(self._path, "w")
+                return self
+            self._partial = self._destination().with_name(self._destination().name + PARTIAL)
+        except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
+            raise UsageError(f"{self._path} cannot be written: {getattr(error, 'strerror', error)}") from error
+        self._file = open_alone(self._partial, self._path)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._file is None:
+            return
+        with self._file as file:
+            if self._partial is None:
+                return
+            if kind is None:
+                self._begin(file)
+                os.replace(self._partial, self._destination())
+            elif self._begun:
+                self._note(f"what came until then is in {self._partial}")
+            elif self._partial.stat().st_size == 0:
+                self._partial.unlink()
+
+    def write(self, data: bytes) -> None:
+        """At once. Raises TriforceError; BrokenPipeError where the reader of a pipe has gone."""
+        if self._file is None:
+            raise ValueError("the file is not open")
+        try:
+            self._begin(self._file)
+            write_all(self._file, data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise TriforceError(f"{self._partial or self._path} cannot be written: {error.strerror}") from error
+
+    def _begin(self, file: FileIO) -> None:
+        """Only now does what an earlier run left go."""
+        if not self._begun and self._partial is not None and os.fstat(file.fileno()).st_size > 0:
+            file.truncate(0)
+        self._begun = True
+
+    def _destination(self) -> Path:
+        return self._path.resolve() if self._path.is_symlink() else self._path
+
+
+def open_alone(path: Path, name: Path) -> FileIO:
+    """`path`, made if it is not there, as it is, to write from its beginning; nobody else has it until it is closed.
+
+    Raises UsageError, which calls it `name`.
+    """
+    try:
+        while True:
+            file = FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "w")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+            file.close()  # whoever had it has renamed or removed it since it was opened
+    except BlockingIOError as error:
+        raise UsageError(f"{name} is being written by another process; name another file") from error
+    except OSError as error:
+        raise UsageError(f"{name} cannot be written: {error.strerror}") from error
+
+
+def write_all(file: FileIO, data: bytes) -> None:
+    """At once. No buffer, which would fail a second time when it is closed. Raises OSError."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]

@@ -1,0 +1,144 @@
+"""What `triforce bench` measured, as text and as JSON: pure functions."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from offload.comparison import PLAIN, TRANSFORMERS, TRIFORCE
+from triforce_cli.render import duration, levels_of, significant
+
+if TYPE_CHECKING:
+    from offload.comparison import Comparison
+    from offload.metrics import Spread
+    from offload.trial import Step, Trial
+
+NAMES = {PLAIN: "plain", TRIFORCE: "TriForce", TRANSFORMERS: "transformers"}
+LABEL_WIDTH, COLUMN_WIDTH = 24, 13  # characters
+MIN_WIDTH, MAX_WIDTH = 40, 100  # columns
+
+Cell = Callable[["Comparison"], str]
+
+
+def report(comparisons: Sequence[Comparison], *, width: int) -> str:
+    """A table with a column for each context, in as many parts as `width` needs, and what to know about it."""
+    width = min(max(width, MIN_WIDTH), MAX_WIDTH)
+    count = (width - LABEL_WIDTH) // COLUMN_WIDTH
+    parts = [comparisons[first : first + count] for first in range(0, len(comparisons), count)]
+    tables = ["\n".join(_table(part)) for part in parts]
+    remarks = [textwrap.fill(line, width) for line in _remarks(comparisons)]
+    return "\n\n".join([*tables, "\n".join(remarks)]) + "\n"
+
+
+def document(comparison: Comparison) -> dict[str, Any]:
+    """What `--json` prints of one context. ratios: how many times as long as TriForce each takes.
+    first_difference_from_plain: the token, from 0, or null where all are the same; null for all of a sampled text."""
+    others = [way for way in comparison.ways if way != TRIFORCE]
+    return {
+        "context": comparison.plan.capacity,
+        "prefill_tokens_per_second": comparison.prefill_rates,
+        "milliseconds_per_token": {way: asdict(comparison.milliseconds(way)) for way in comparison.ways},
+        "ratios": {way: asdict(comparison.ratio(way, TRIFORCE)) for way in others},
+        "acceptance": comparison.acceptance,
+        "tokens_per_pass": comparison.tokens_per_pass,
+        "first_difference_from_plain": _differences(comparison) if comparison.greedy else None,
+        "plan": comparison.plan.as_dict(),
+        "runs": [
+            {
+                "way": run.way,
+                "turn": run.turn,
+                "milliseconds_per_token": run.milliseconds_per_token,
+                "tokens": list(run.tokens),
+                "stats": run.stats.as_dict() if run.stats else None,
+            }
+            for run in comparison.runs
+        ],
+    }
+
+
+def _differences(comparison: Comparison) -> dict[str, int | None]:
+    return {way: comparison.first_difference(way) for way in comparison.ways if way != PLAIN}
+
+
+def step_line(trial: Trial, step: Step, seconds_left: float | None) -> str:
+    """What is being measured: "8,192 tokens: plain, 2 of 5, 1 min 10 s left"."""
+    turn = f"{step.turn} of {trial.repeats}" if step.turn else "warm-up"
+    left = "" if seconds_left is None else f", {duration(seconds_left)} left"
+    return f"{trial.plan.capacity:,} tokens: {NAMES[step.way]}, {turn}{left}"
+
+
+def summary_line(comparison: Comparison) -> str:
+    """One context in a line, as soon as it is finished."""
+    found = ", ".join(f"{NAMES[way]} {significant(comparison.milliseconds(way).median)}" for way in comparison.ways)
+    return f"{comparison.plan.capacity:,} tokens: {found} ms/token"
+
+
+def _table(comparisons: Sequence[Comparison]) -> Iterator[str]:
+    for label, cell in _rows(comparisons[0].ways):
+        cells = "".join(f"{cell(comparison):>{COLUMN_WIDTH}}" for comparison in comparisons)
+        yield f"{label:<{LABEL_WIDTH}}{cells}".rstrip()
+
+
+def _rows(ways: Sequence[str]) -> Iterator[tuple[str, Cell]]:
+    """(label, cell of a context)"""
+    yield "context", lambda found: f"{found.plan.capacity:,}"
+    yield "prefill, tokens/s", lambda found: significant(found.prefill_rates.get(PLAIN))
+    if TRANSFORMERS in ways:
+        yield "  transformers", lambda found: significant(found.prefill_rates.get(TRANSFORMERS))
+    for way in ways:
+        yield from _spread(f"{NAMES[way]}, ms/token", _milliseconds(way))
+        if way == TRIFORCE:
+            yield "  predicted", lambda found: significant(1000 * found.plan.predicted.seconds_per_token)
+    for way in (name for name in (PLAIN, TRANSFORMERS) if name in ways):
+        yield from _spread(f"{NAMES[way]} / TriForce", _ratio(way), "x")
+    yield "acceptance", lambda found: significant(found.acceptance)
+    yield "tokens per full pass", lambda found: significant(found.tokens_per_pass)
+
+
+def _milliseconds(way: str) -> Callable[[Comparison], Spread]:
+    return lambda found: found.milliseconds(way)
+
+
+def _ratio(way: str) -> Callable[[Comparison], Spread]:
+    return lambda found: found.ratio(way, TRIFORCE)
+
+
+def _spread(label: str, of: Callable[[Comparison], Spread], unit: str = "") -> Iterator[tuple[str, Cell]]:
+    """Two lines: the median, and below it the least and the most."""
+    yield label, lambda found: significant(of(found).median) + unit
+    yield "", lambda found: f"{significant(of(found).least)}-{significant(of(found).most)}"
+
+
+def _remarks(comparisons: Sequence[Comparison]) -> Iterator[str]:
+    first = comparisons[0]
+    plan, turns = first.plan, len(first.of(PLAIN))
+    moved = f"{' and '.join(plan.offload)} offloaded" if plan.offload else "nothing offloaded"
+    yield f"{plan.dtype} on {plan.device} ({plan.device_name}), {moved}; {plan.max_tokens:,} new tokens."
+    yield (
+        f"Medians of {turns} runs{', and least to most' if turns > 1 else ''}; ratios are of runs of the same turn. "
+        "Prefill was measured once."
+    )
+    for comparison in comparisons:
+        if comparison.plan.levels == ("target",):
+            how = (
+                "nothing is drafted" if not comparison.plan.gamma else f"drafts come from {levels_of(comparison.plan)}"
+            )
+            yield f"At {comparison.plan.capacity:,} tokens {how}: the plan sees nothing to gain from more."
+    if first.greedy:
+        yield from (line for way in first.ways if way != PLAIN for line in _texts(comparisons, way))
+    else:
+        yield "Texts were sampled: each way drew its own, so ratios compare what was drawn, too (--temperature 0)."
+
+
+def _texts(comparisons: Sequence[Comparison], way: str) -> Iterator[str]:
+    """Whether all wrote the same: TriForce must, transformers rounds otherwise."""
+    places = [(comparison.plan.capacity, comparison.first_difference(way)) for comparison in comparisons]
+    differing = ", ".join(f"from token {place + 1:,} at {context:,}" for context, place in places if place is not None)
+    if not differing:
+        yield f"{NAMES[way]} wrote the same tokens as plain decoding."
+    elif way == TRIFORCE:
+        yield f"TRIFORCE WROTE OTHER TOKENS than plain decoding ({differing}): a fault, please report it."
+    else:
+        yield f"{NAMES[way]} wrote other tokens ({differing}): it rounds otherwise."

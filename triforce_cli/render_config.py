@@ -1,0 +1,69 @@
+"""Settings and their origins as text: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from triforce_cli import __version__
+from triforce_cli.render import NOTHING
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An option's value where the command line does not say, and where it comes from, in these commands."""
+
+    name: str
+    value: Any
+    origin: str
+    commands: tuple[str, ...] = ()
+
+
+def merged(settings: Sequence[Setting]) -> tuple[Setting, ...]:
+    """By name; commands in which an option is the same are one setting."""
+    found: dict[tuple[str, str, str], Setting] = {}
+    for setting in settings:
+        key = (setting.name, str(setting.value), setting.origin)
+        known = found.get(key, replace(setting, commands=()))
+        found[key] = replace(known, commands=known.commands + setting.commands)
+    return tuple(sorted(found.values(), key=lambda setting: setting.name))
+
+
+def table(settings: Sequence[Setting]) -> str:
+    """A line per setting; where an option is not the same everywhere, with its commands."""
+    names = [setting.name for setting in settings]
+    widths = max(map(len, names)), max(len(_shown(setting.value)) for setting in settings)
+    return "".join(f"{line}\n" for line in _lines(settings, widths, {name for name in names if names.count(name) > 1}))
+
+
+def document(file: str, settings: Sequence[Setting], *, found: bool) -> dict[str, Any]:
+    """What `config show --json` prints. found: is there a file?"""
+    return {
+        "file": file,
+        "found": found,
+        "settings": [
+            {
+                "name": setting.name,
+                "value": setting.value if setting.value is None else _shown(setting.value),
+                "origin": setting.origin,
+                "commands": list(setting.commands),
+            }
+            for setting in settings
+        ],
+        "version": __version__,
+    }
+
+
+def _lines(settings: Sequence[Setting], widths: tuple[int, int], varying: set[str]) -> Iterator[str]:
+    for setting in settings:
+        where = f" ({', '.join(setting.commands)})" if setting.name in varying else ""
+        yield f"{setting.name:<{widths[0]}}  {_shown(setting.value):<{widths[1]}}  {setting.origin}{where}"
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == "" or value == []:
+        return NOTHING
+    if isinstance(value, bool):
+        return str(value).lower()
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

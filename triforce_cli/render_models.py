@@ -1,0 +1,144 @@
+"""Models as a table and as JSON objects, and what a pull says: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.hub.names import short_name
+from offload.units import size
+from triforce_cli import __version__
+from triforce_cli.render import NOTHING, significant
+from triforce_cli.render_sessions import counted, indented, path_text
+
+if TYPE_CHECKING:
+    from offload.hub.catalogue import Entry
+    from offload.hub.names import Alias
+    from offload.hub.pull import Offer
+    from offload.plan.hardware import Hardware
+
+__all__ = ["Line", "footnote", "next_command", "offer", "path_text", "pulled_document", "table", "table_document"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A model, and how many tokens of its context fit this machine."""
+
+    entry: Entry
+    longest: int
+
+
+def table(lines: Sequence[Line], absent: Sequence[Alias], *, width: int) -> str:
+    """One line per model, below it why it cannot be used, and its draft where there is no room beside; then the names
+    that can be pulled."""
+    rows = [("name", "on disk", "params", "context", "KV/token", "fits here", "draft"), *map(_cells, lines)]
+    columns = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    has_room = sum(columns) + 2 * (len(columns) - 1) <= width
+    text = []
+    for row, line in zip(rows, [None, *lines], strict=True):
+        cells = [row[0].ljust(columns[0]), *(c.rjust(n) for c, n in zip(row[1:6], columns[1:6], strict=True))]
+        text.append("  ".join([*cells, row[6]] if has_room else cells).rstrip())
+        if line is not None and line.entry.draft and not line.entry.problem and not has_room:
+            text += indented(f"draft: {line.entry.draft}", width)
+        text += indented(line.entry.problem if line else "", width)
+    if absent:
+        longest = max(len(alias.name) for alias in absent)
+        text += ["", "not here yet (triforce pull NAME):"]
+        text += [f"  {alias.name.ljust(longest)}  {alias.repository}" for alias in absent]
+    return "\n".join(text) + "\n"
+
+
+def footnote(folder: Path, hardware: Hardware) -> str:
+    """Where pulled models lie, and what machine was meant."""
+    place = f"{hardware.device_name}, {size(hardware.device_free_bytes)} free"
+    return f"in {path_text(folder)}; what fits here: on {place}"
+
+
+def table_document(folder: Path, lines: Sequence[Line], absent: Sequence[Alias], hardware: Hardware) -> dict[str, Any]:
+    """What `models --json` prints. kv_bytes_per_token: in the dtype that the model is meant for."""
+    return {
+        "folder": path_text(folder),
+        "device": hardware.device,
+        "models": [_document(line) for line in lines],
+        "absent": [
+            {"name": alias.name, "repository": alias.repository, "draft": alias.draft or None} for alias in absent
+        ],
+        "version": __version__,
+    }
+
+
+def offer(offer: Offer) -> Iterator[str]:
+    """What a pull says before weights come."""
+    listing = offer.listing
+    licence = f"licence {listing.license}" if listing.license else "no licence named"
+    yield f"{listing.repository} at {listing.revision} ({listing.commit[:12]}), {licence}"
+    files = f"{counted(len(offer.files), 'file')}, {size(offer.num_bytes)}, into {path_text(offer.folder)}"
+    yield f"{files}: {size(offer.missing_bytes) + ' to fetch' if offer.missing_bytes else 'all is here'}"
+    if offer.converts and offer.missing_bytes:
+        yield "its weights are pickled: each file is converted to safetensors when it has come, and verified"
+
+
+def next_command(offer: Offer, *, config_only: bool) -> str:
+    """What to type after a pull."""
+    name = short_name(offer.listing.repository)
+    return f"next: triforce plan --model {name}" if config_only else f"next: triforce chat --model {name}"
+
+
+def pulled_document(offer: Offer) -> dict[str, Any]:
+    """What `pull --json` prints. bytes: of all files as they are on the hub; fetched_bytes: of what was not here."""
+    listing = offer.listing
+    return {
+        "repository": listing.repository,
+        "revision": listing.revision,
+        "commit": listing.commit,
+        "license": listing.license or None,
+        "folder": path_text(offer.folder),
+        "bytes": offer.num_bytes,
+        "fetched_bytes": offer.missing_bytes,
+        "converted": offer.converts,
+        "version": __version__,
+    }
+
+
+def _document(line: Line) -> dict[str, Any]:
+    entry, config = line.entry, line.entry.config
+    return {
+        "name": entry.name,
+        "folder": path_text(entry.folder),
+        "state": entry.state,
+        "source": entry.origin.source if entry.origin else None,
+        "commit": (entry.origin.commit or None) if entry.origin else None,
+        "license": (entry.origin.license or None) if entry.origin else None,
+        "bytes": entry.num_bytes,
+        "num_parameters": config.num_parameters() if config else None,
+        "context": config.context_limit if config else None,
+        "kv_bytes_per_token": entry.kv_bytes_per_token,
+        "longest_context": line.longest if config and not entry.problem else None,
+        "draft": entry.draft or None,
+        "problem": entry.problem or None,
+    }
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    entry, config = line.entry, line.entry.config
+    if config is None or entry.problem:
+        return (entry.name, size(entry.num_bytes), *[NOTHING] * 4, "")
+    return (
+        entry.name,
+        size(entry.num_bytes) if entry.state == "whole" else "config",
+        _parameters(config.num_parameters()),
+        f"{config.context_limit:,}",
+        size(entry.kv_bytes_per_token or 0),
+        "all" if line.longest == config.context_limit else f"{line.longest:,}" if line.longest else "nothing",
+        entry.draft or NOTHING,
+    )
+
+
+def _parameters(count: int) -> str:
+    """13.0 B, 135 M, 960 k."""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= unit:
+            return f"{significant(count / unit)} {name}"
+    return f"{count}"

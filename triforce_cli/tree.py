@@ -1,0 +1,31 @@
+"""The program's commands and their options, as Typer made them: for what reads or explains all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+OPTION = "option"
+
+
+def commands(root: Any) -> dict[tuple[str, ...], Any]:
+    """Every command below the group `root` by its words: ("generate",), ("sessions", "ls")."""
+    return dict(_below(root, ()))
+
+
+def options(command: Any) -> dict[str, Any]:
+    """The options of a command by their long names without dashes: "max-tokens"."""
+    listed = (parameter for parameter in command.params if parameter.param_type_name == OPTION)
+    return {_long_name(parameter): parameter for parameter in listed}
+
+
+def _long_name(parameter: Any) -> str:
+    return str(next(name for name in parameter.opts if name.startswith("--")).removeprefix("--"))
+
+
+def _below(group: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _below(command, (*words, name))
+        else:
+            yield (*words, name), command

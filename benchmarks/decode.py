@@ -10,32 +10,36 @@ counts the tokens after the first. The settings take turns, seed by seed: a slow
 alone, and "vs plain" is the median over the seeds of plain's ms/token over the setting's in the same turn. Lengths
 adapt by measured seconds, as they do without --seed. At temperature 0 all settings write the same text, whatever the
 seed: then only runs at temperature 0 compare settings, at others they compare what was drawn too.
-`--clock plan` decides and measures by the plan's prices, not by the machine's clock (plan_clock.py): one seed says all.
+`--clock plan` decides and measures by the plan's prices, not by the machine's clock: a pass takes what the planner
+predicts of it, everything else nothing. What comes out depends on the text alone, so it tells settings apart that a
+busy machine blurs: how good decisions are at these prices, not how fast the machine is. One seed says all.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import texts
-import torch
-from plan_clock import PlanClock
-from report import emit, environment, say, spread
+from report import emit, environment, say
 
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, load_tokenizer, plan_request
-from offload.plan.planner import Options
+from offload.metrics import Spread
+from offload.plan.planner import Options, Plan
+from offload.reference import Reference
 
 Measurement = dict[str, Any]
 Runner = Callable[[int], Measurement]  # seed -> what was measured
+
+PACES = {"machine": "measured", "plan": "planned"}  # --clock -> --pace
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,8 @@ def changed(options: Options, setting: str) -> tuple[Options, bool]:
 class Engines:
     """Engines of one prompt under several settings. The first prefills it, the others take over its cache."""
 
-    def __init__(self, case: Case, clock: PlanClock | None) -> None:
-        self._case, self._stack, self._clock = case, ExitStack(), clock
+    def __init__(self, case: Case) -> None:
+        self._case, self._stack = case, ExitStack()
         self._first: Engine | None = None
 
     def __enter__(self) -> Engines:
@@ -85,8 +89,8 @@ class Engines:
         options, with_draft = changed(case.options, setting)
         draft = case.draft if with_draft else None
         plan = plan_request(case.model, draft, options, num_prompt_tokens=len(case.prompt), max_tokens=case.max_tokens)
-        if self._clock is not None:
-            plan = replace(plan, link_bytes_per_second=None)  # its prices know the link
+        if case.options.pace == "planned":
+            plan = without_link(plan)
         tokenizer = load_tokenizer(case.model, draft)
         engine = self._stack.enter_context(Engine.load(plan, case.model, draft, tokenizer))
         if self._first is not None:
@@ -96,11 +100,9 @@ class Engines:
             for _ in engine.generate(case.prompt, case.sampling(0), max_tokens=1):
                 pass
 
-        if self._clock is not None:
-            self._clock.wind(engine)
-
         def run(seed: int) -> Measurement:
-            steps = list(engine.generate(case.prompt, case.sampling(seed), max_tokens=case.max_tokens))
+            with by_clock_of(engine):
+                steps = list(engine.generate(case.prompt, case.sampling(seed), max_tokens=case.max_tokens))
             stats = engine.stats.as_dict()
             return {
                 "milliseconds_per_token": stats["milliseconds_per_token"],
@@ -112,47 +114,39 @@ class Engines:
         return run
 
 
+def without_link(plan: Plan) -> Plan:
+    """`plan`, all on the device: its prices know the link, and what is said is the same."""
+    return replace(plan, link_bytes_per_second=None, offload=(), resident_tiles=0)
+
+
+@contextmanager
+def by_clock_of(engine: Engine) -> Iterator[None]:
+    """The program's own statistics read the clock by which `engine` decides, where that is the plan's."""
+    if engine.plan.pace != "planned":
+        yield
+        return
+
+    def now() -> float:  # each request has a clock of its own
+        return engine.clock.now()
+
+    with mock.patch("time.perf_counter", now):
+        yield
+
+
 def transformers_runner(case: Case) -> Runner:
-    """transformers' own decoding loop on the same weights and dtype."""
-    from transformers import AutoModelForCausalLM
-    from transformers.generation.streamers import BaseStreamer
-
-    class Clock(BaseStreamer):
-        """When each token came; the first call brings the prompt."""
-
-        def __init__(self) -> None:
-            self.times: list[float] = []
-
-        def put(self, value: torch.Tensor) -> None:
-            self.times.append(time.perf_counter())
-
-        def end(self) -> None: ...
-
-    model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.bfloat16).eval()
-    law: dict[str, Any] = {"do_sample": False}
-    if case.temperature:
-        law = {"do_sample": True, "temperature": case.temperature, "top_p": 0.9, "top_k": 0}
+    """transformers' own decoding loop on the same weights and dtype, to the end."""
+    reference = Reference(case.model, dtype="bf16", device="cpu")
 
     def run(seed: int) -> Measurement:
-        torch.manual_seed(seed)
-        clock = Clock()
-        model.generate(
-            torch.tensor([case.prompt]),
-            attention_mask=torch.ones(1, len(case.prompt), dtype=torch.long),
-            max_new_tokens=case.max_tokens,
-            min_new_tokens=case.max_tokens,
-            streamer=clock,
-            **law,
-        )
-        times = clock.times[1:]
+        _, times = reference.generate(case.prompt, case.sampling(seed), max_tokens=case.max_tokens, end_tokens=())
         return {"milliseconds_per_token": 1000 * (times[-1] - times[0]) / (len(times) - 1)}
 
     return run
 
 
-def measure(case: Case, settings: list[str], seeds: list[int], clock: PlanClock | None) -> dict[str, list[Measurement]]:
+def measure(case: Case, settings: list[str], seeds: list[int]) -> dict[str, list[Measurement]]:
     results: dict[str, list[Measurement]] = {setting: [] for setting in settings}
-    with Engines(case, clock) as engines, clock.running() if clock else nullcontext():
+    with Engines(case) as engines:
         runners = {}
         for setting in settings:
             say(f"{case.task}, {len(case.prompt)} tokens, temperature {case.temperature}, {setting}: loading")
@@ -164,17 +158,17 @@ def measure(case: Case, settings: list[str], seeds: list[int], clock: PlanClock 
 
 
 def row_of(case: Case, setting: str, runs: list[Measurement], plain: list[Measurement]) -> list[str]:
-    milliseconds = spread([run["milliseconds_per_token"] for run in runs])
+    milliseconds = Spread.of([run["milliseconds_per_token"] for run in runs])
     pairs = zip(plain or runs, runs, strict=True)
-    ratios = spread([before["milliseconds_per_token"] / run["milliseconds_per_token"] for before, run in pairs])
+    ratios = Spread.of([before["milliseconds_per_token"] / run["milliseconds_per_token"] for before, run in pairs])
     row = [
         case.task,
         f"{len(case.prompt)}",
         f"{case.temperature}",
         setting,
-        f"{milliseconds['median']:.2f}",
-        f"{milliseconds['min']:.2f} to {milliseconds['max']:.2f}",
-        f"{ratios['median']:.2f}x ({ratios['min']:.2f} to {ratios['max']:.2f})" if plain else "",
+        f"{milliseconds.median:.2f}",
+        f"{milliseconds.least:.2f} to {milliseconds.most:.2f}",
+        f"{ratios.median:.2f}x ({ratios.least:.2f} to {ratios.most:.2f})" if plain else "",
     ]
     if "stats" not in runs[0]:
         return [*row, "", "", "", ""]
@@ -188,7 +182,7 @@ def row_of(case: Case, setting: str, runs: list[Measurement], plain: list[Measur
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=_models() / "demo-target")
+    parser.add_argument("--model", type=Path, default=None)
     parser.add_argument("--draft", default=None, help="folder or none (default: the demo draft with the demo target)")
     parser.add_argument("--tasks", default="continue", help=f"of {', '.join(texts.TASKS)}")
     parser.add_argument("--lengths", default="4096,8192,16384,32000", help="prompt lengths in tokens")
@@ -198,35 +192,39 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--offload", default="")
     parser.add_argument("--link-gbps", type=float, default=None)
-    parser.add_argument("--clock", choices=("machine", "plan"), default="machine")
+    parser.add_argument("--clock", choices=tuple(PACES), default="machine")
     return parser.parse_args()
 
 
-def _models() -> Path:
-    return Path(str(resources.files("triforce_cli"))) / "models"
+def demo_models(model: Path | None, draft: str | None) -> tuple[Path, Path | None]:
+    """Folders of the models: the demo pair where none is given; no draft with another target unless it is named."""
+    folder = Path(str(resources.files("triforce_cli"))) / "models"
+    model = model or folder / "demo-target"
+    if draft in (None, "none"):
+        with_demo = draft is None and model == folder / "demo-target"
+        return model, folder / "demo-draft" if with_demo else None
+    return model, Path(str(draft))
 
 
 def main() -> None:
     args = arguments()
-    draft = _models() / "demo-draft" if args.draft is None and args.model == _models() / "demo-target" else None
-    if args.draft not in (None, "none"):
-        draft = Path(args.draft)
-    tokenizer = load_tokenizer(args.model, draft)
+    model, draft = demo_models(args.model, args.draft)
+    tokenizer = load_tokenizer(model, draft)
     offload = frozenset(filter(None, args.offload.split(",")))
-    options = Options(offload=offload, link_gbps=args.link_gbps, pace="measured")
+    options = Options(offload=offload, link_gbps=args.link_gbps, pace=PACES[args.clock])
     settings, rows, document = args.settings.split(","), [], []
     for task, length, temperature in itertools.product(
         args.tasks.split(","), map(int, args.lengths.split(",")), map(float, args.temperatures.split(","))
     ):
         prompt = texts.prompt(task, tokenizer, length)
-        case = Case(args.model, draft, task, prompt, args.max_tokens, temperature, options)
-        results = measure(case, settings, list(range(args.seeds)), PlanClock() if args.clock == "plan" else None)
+        case = Case(model, draft, task, prompt, args.max_tokens, temperature, options)
+        results = measure(case, settings, list(range(args.seeds)))
         plain = results.get("plain", [])
         rows += [row_of(case, setting, runs, plain) for setting, runs in results.items()]
         about = {"task": task, "length": len(prompt), "temperature": temperature}
         document += [about | {"setting": setting, "runs": runs} for setting, runs in results.items()]
     link = f", link {args.link_gbps} GB/s" if args.link_gbps else ""
-    title = f"{args.model.name}, offload {args.offload or 'none'}{link}, the {args.clock}'s clock"
+    title = f"{model.name}, offload {args.offload or 'none'}{link}, the {args.clock}'s clock"
     columns = [
         "task", "prompt", "temp", "setting", "ms/token", "range", "vs plain", "accept", "accept retr.", "tokens/round",
         "link",

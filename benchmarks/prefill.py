@@ -9,10 +9,11 @@ import argparse
 from importlib import resources
 from pathlib import Path
 
-from report import emit, environment, say, spread
+from report import emit, environment, say
 
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, load_tokenizer, plan_request
+from offload.metrics import Spread
 from offload.plan.planner import Options
 
 
@@ -50,19 +51,19 @@ def main() -> None:
         for name, options in cases.items():
             results[name].append(prefill_seconds(args.model, prompt, options))
             say(f"{name}: {results[name][-1]['prefill_seconds']:.2f} s")
-    resident = spread([run["prefill_seconds"] for run in results["resident"]])["median"]
+    resident = Spread.of([run["prefill_seconds"] for run in results["resident"]]).median
     rows = []
     for name, runs in results.items():
-        seconds = spread([run["prefill_seconds"] for run in runs])
-        first = spread([run["first_token_seconds"] for run in runs])
+        seconds = Spread.of([run["prefill_seconds"] for run in runs])
+        first = Spread.of([run["first_token_seconds"] for run in runs])
         rows.append(
             [
                 name,
-                f"{seconds['median']:.2f}",
-                f"{seconds['min']:.2f} to {seconds['max']:.2f}",
-                f"{len(prompt) / seconds['median']:.0f}",
-                f"{seconds['median'] / resident:.2f}x",
-                f"{first['median']:.2f}",
+                f"{seconds.median:.2f}",
+                f"{seconds.least:.2f} to {seconds.most:.2f}",
+                f"{len(prompt) / seconds.median:.0f}",
+                f"{seconds.median / resident:.2f}x",
+                f"{first.median:.2f}",
             ]
         )
     columns = ["placement", "prefill s", "range", "tokens/s", "vs resident", "first token s"]

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shlex
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 import triforce_cli
-from offload.plan.machine import look
+from offload.environment import environment as environment_of_machine
 
 
 def say(line: str) -> None:
@@ -27,23 +22,8 @@ def say(line: str) -> None:
 def environment(seed: int) -> dict[str, Any]:
     """Hardware, versions, seed and command of this run. Paths in the command are cut to their last part."""
     command = [Path(word).name if os.sep in word else word for word in sys.argv]
-    machine = look()
-    return {
-        "command": shlex.join(["python", *command]),
-        "seed": seed,
-        "cpu": machine.processor,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "threads": torch.get_num_threads(),
-        "memory_bytes": machine.host_bytes,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "triforce": triforce_cli.__version__,
-    }
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    about = {"command": shlex.join(["python", *command]), "seed": seed}
+    return about | environment_of_machine() | {"triforce": triforce_cli.__version__}
 
 
 def emit(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], document: dict[str, Any]) -> None:

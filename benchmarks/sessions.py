@@ -3,12 +3,15 @@
 Cold: the files' pages are dropped from the system's cache before each reading. The cache is random, in the shape of
 Llama-2-7B unless given otherwise; no model runs.
 
-usage: python benchmarks/sessions.py [--tokens 4096] [--layers 32] [--folder DIR] [--repeats 5]
+--locked locks the cache's pages in memory (mlockall), which is what pinning them for a GPU does to the system's side.
+
+usage: python benchmarks/sessions.py [--tokens 4096] [--layers 32] [--folder DIR] [--repeats 5] [--locked]
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import subprocess
 import tempfile
@@ -18,18 +21,20 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from report import emit, environment, say, spread
+from report import emit, environment, say
 
 from offload.cache.full import FullCache
 from offload.cache.tiles import TileShape
 from offload.kernels.rope import RopeTable
 from offload.kernels.rows import Blocks
+from offload.metrics import Spread
 from offload.session.identity import Identity
 from offload.session.store import Store
 from offload.transfer.link import make_link
 from offload.transfer.memory import Memory
 
 PAGE_TOKENS = 512
+MCL_CURRENT, MCL_FUTURE = 1, 2  # of sys/mman.h on Linux
 NO_ROPE = RopeTable(torch.empty(0), torch.empty(0))
 
 
@@ -47,6 +52,13 @@ def make_cache(args: argparse.Namespace) -> FullCache:
             cache.page(layer, number).copy_(noise)
     cache.restored(args.tokens)
     return cache
+
+
+def lock_memory() -> None:
+    """Every page of this process, those to come too, stays where it is. Raises OSError where that is not allowed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mlockall(MCL_CURRENT | MCL_FUTURE):
+        raise OSError(ctypes.get_errno(), "memory cannot be locked; raise the limit (ulimit -l unlimited)")
 
 
 def drop(files: list[Path]) -> None:
@@ -89,12 +101,12 @@ def measure(cache: FullCache, folder: Path, repeats: int) -> dict[str, list[floa
 
 
 def row(name: str, times: dict[str, list[float]], num_bytes: int) -> list[str]:
-    rates = spread([num_bytes / run / 1e9 for run in times[name]])
+    rates = Spread.of([num_bytes / run / 1e9 for run in times[name]])
     ratio = "-"
     if name.startswith("load"):
         pairs = zip(times[name.replace("load", "dd")], times[name], strict=True)
-        ratio = f"{spread([theirs / ours for theirs, ours in pairs])['median']:.2f}"
-    return [name, f"{rates['median']:.2f}", f"{rates['min']:.2f} to {rates['max']:.2f}", ratio]
+        ratio = f"{Spread.of([theirs / ours for theirs, ours in pairs]).median:.2f}"
+    return [name, f"{rates.median:.2f}", f"{rates.least:.2f} to {rates.most:.2f}", ratio]
 
 
 def main() -> None:
@@ -105,13 +117,17 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--folder", type=Path, help="where the session is written; default: the temporary folder")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--locked", action="store_true")
     args = parser.parse_args()
+    if args.locked:
+        lock_memory()
     cache = make_cache(args)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         times = measure(cache, Path(folder) / "session", args.repeats)
     num_bytes = cache.nbytes() * args.tokens // (cache.shape.tokens * cache.shape.count(args.tokens))
     rows = [row(name, times, num_bytes) for name in times]
-    title = f"a session of {args.tokens} tokens, {num_bytes / 1e9:.2f} GB"
+    into = ", into locked memory" if args.locked else ""
+    title = f"a session of {args.tokens} tokens, {num_bytes / 1e9:.2f} GB{into}"
     document = {"environment": environment(0), "title": title, "num_bytes": num_bytes, "seconds": times}
     emit(title, ["what", "GB/s", "range", "of dd"], rows, document)
 

@@ -7,20 +7,22 @@ The novel is examples/persuasion.txt, the source files are the standard library 
 
 from __future__ import annotations
 
-import argparse as _long_module
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 from offload.decode.tokenizer import Tokenizer
+from triforce_cli.library import library_text
 
 NOVEL = Path(__file__).parents[1] / "examples" / "persuasion.txt"
-_MODULES = ("argparse", "typing", "inspect", "doctest", "tarfile", "pathlib", "subprocess", "ast", "configparser")
 
 
-def prompt(task: str, tokenizer: Tokenizer, num_tokens: int) -> list[int]:
-    """The prompt of `task`, at most `num_tokens` tokens and nearly as many."""
-    make, text = _TASKS[task], _code() if task == "edit" else NOVEL.read_text(encoding="utf-8")
+def prompt(task: str, tokenizer: Tokenizer, num_tokens: int, start: float = 0.0) -> list[int]:
+    """The prompt of `task`, at most `num_tokens` tokens and nearly as many. start: the share of the source text that it
+    leaves out first; after the end the text goes on at its beginning."""
+    make, text = _TASKS[task], library_text() if task == "edit" else NOVEL.read_text(encoding="utf-8")
+    cut = text.index("\n\n", int(start * len(text))) + 2 if start else 0
+    text = f"{text[cut:]}\n\n{text[:cut]}" if start else text
     size = num_tokens * len(text) // len(tokenizer.encode(text))
     tokens = tokenizer.encode(make(text[:size]))
     while len(tokens) > num_tokens:
@@ -29,11 +31,6 @@ def prompt(task: str, tokenizer: Tokenizer, num_tokens: int) -> list[int]:
     if len(tokens) < 0.9 * num_tokens:
         raise SystemExit(f"the text for {task} has {len(tokens)} tokens, {num_tokens} are asked for")
     return tokens
-
-
-def _code() -> str:
-    folder = Path(_long_module.__file__).parent
-    return "\n\n".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in _MODULES)
 
 
 def _quote(text: str) -> str:
@@ -47,6 +44,8 @@ def _quote(text: str) -> str:
 
 def _edit(text: str) -> str:
     names = [match for match in re.finditer(r"^    def (\w{6,})\(self, ", text, re.M) if match.start() > len(text) // 4]
+    if not names:
+        raise SystemExit("this part of the source files has no method to write again; take another start or length")
     function = max(names[:12], key=lambda match: _body(text, match.start()))
     return (
         f"{text}\n\n# ---- end of the files ----\n\n# The method `{function[1]}` from above once more, complete and "

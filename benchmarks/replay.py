@@ -1,0 +1,198 @@
+"""Replays: what each level says along a text is recorded once; then any setting is played on it in milliseconds.
+
+usage: python benchmarks/replay.py [--model DIR --draft DIR] [--lengths 8192] [--tasks continue,quote] [--starts 0,0.35]
+                                   [--settings default,gamma=7,lookup=no] [--offload kv --link-gbps 1]
+
+At temperature 0 all settings write one text. Recorded are, at each place of it, the draft's token and the retrieval
+level's, over chunks chosen a block before. The decoding code itself then runs on levels that look these up, by the
+plan's clock, over stretches of the text that begin afresh: `--stretches` of `--max-tokens`. After a wrong token a level
+says what it says at that place of the text. All settings have the default's budget: decisions alone are compared, on
+many texts. --starts: shares of the source text after which the prompts begin. A setting fixes gamma, or lookups, or
+both: `gamma=7+lookup=no`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import texts
+import torch
+from decode import demo_models, without_link
+from report import emit, environment, say
+from torch import Tensor
+
+from offload.decode.sampling import SamplingParams
+from offload.decode.stack import stack
+from offload.engine import Engine, load_tokenizer, plan_request
+from offload.metrics import LevelStats
+from offload.plan.planner import Options, Plan
+
+GREEDY = SamplingParams(temperature=0.0)
+BLOCK = {True: 24, False: 8}  # tokens between two choices of chunks; the passes of an offloaded cache are longer
+
+
+@dataclass(frozen=True)
+class Recording:
+    """says: by level, the token after the first i tokens of the text, for each i past the prompt."""
+
+    text: list[int]
+    num_prompt: int
+    says: dict[str, list[int]]
+
+
+class Recorded:
+    """A level that says what was recorded."""
+
+    def __init__(self, name: str, says: Sequence[int], vocab_size: int) -> None:
+        self.stats, self.tokens = LevelStats(name), list[int]()
+        self._says, self._vocab_size = says, vocab_size
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    def forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
+        self.tokens += tokens
+        ends = range(self.length - num_logits + 1, self.length + 1)
+        said = [self._says[end] if end < len(self._says) else 0 for end in ends]
+        return torch.nn.functional.one_hot(torch.tensor(said), self._vocab_size).float()
+
+    def truncate(self, length: int) -> None:
+        del self.tokens[length:]
+
+
+def record(engine: Engine, prompt: list[int], num_tokens: int, block: int) -> Recording:
+    said = [token for step in engine.generate(prompt, GREEDY, max_tokens=num_tokens) for token in step.tokens]
+    text, first = prompt + said, len(prompt) + 1
+    says = {name: text.copy() for name in engine.levels}
+    if "draft" in engine.levels:
+        level = engine.levels["draft"]
+        level.truncate(0)
+        for start in range(first, len(text), block):
+            stop = min(start + block, len(text))
+            rows = level.forward(text[level.length : stop - 1], stop - start)
+            says["draft"][start:stop] = rows.argmax(-1).tolist()
+    if engine.retrieval is not None:
+        target, level = engine.levels["target"], engine.levels["retrieval"]
+        target.truncate(len(prompt) - engine.plan.rows)
+        engine.retrieval.truncate(0)
+        engine.retrieval.full.keeps_mass = True
+        for start in range(first, len(text), block):
+            stop, pending = min(start + block, len(text)), text[target.length : start - 1]
+            target.forward(pending, 1)
+            engine.retrieval.refresh(len(pending))
+            rows = level.forward(text[level.length : stop - 1], stop - start)
+            says["retrieval"][start:stop] = rows.argmax(-1).tolist()
+    return compact(Recording(text, len(prompt), says))
+
+
+def compact(recording: Recording) -> Recording:
+    """Tokens renumbered in the order of their first use: laws over them are small."""
+    numbers: dict[int, int] = {}
+
+    def renumbered(tokens: Sequence[int]) -> list[int]:
+        return [numbers.setdefault(token, len(numbers)) for token in tokens]
+
+    text = renumbered(recording.text)
+    return replace(recording, text=text, says={name: renumbered(says) for name, says in recording.says.items()})
+
+
+def play(recording: Recording, plan: Plan, start: int, num_tokens: int) -> float:
+    """Milliseconds a token after the first, from `start` tokens after the prompt on."""
+    text, vocab_size = recording.text, 1 + max(map(max, recording.says.values()))
+    levels: dict[str, Recorded] = {name: Recorded(name, recording.says[name], vocab_size) for name in plan.levels}
+    keeps_mass = retrieves = "retrieval" in levels
+
+    def prepare(num_rows: int) -> None:
+        """As the engine does it: the pass before the one that readies the retrieval level keeps masses for it."""
+        nonlocal keeps_mass
+        began, wanted = levels_.clock.now(), retrieves and levels_.lookahead.wants(-1)
+        ready, keeps_mass = wanted and keeps_mass, wanted
+        if ready:
+            levels_.clock.wind(plan.predicted.refresh_seconds)
+            levels["retrieval"].tokens = text[: levels["target"].length]
+        if retrieves:
+            levels_.lookahead.readied(-1, levels_.clock.now() - began if ready else None)
+
+    levels_ = stack(
+        plan, levels, GREEDY, vocab_size=vocab_size, device=torch.device("cpu"), on_verified=prepare,
+        keeps_mass=lambda: keeps_mass,
+    )  # fmt: skip
+    sequence = text[: recording.num_prompt + start]
+    levels["target"].tokens = sequence[: -plan.rows]
+    sequence += levels_.top.round(sequence, 1).tokens
+    began, first = levels_.clock.now(), len(sequence)
+    while (left := first + num_tokens - 1 - len(sequence)) > 0:
+        sequence += levels_.top.round(sequence, left).tokens
+    if sequence != text[: len(sequence)]:
+        raise AssertionError("a setting wrote another text")
+    return 1000 * (levels_.clock.now() - began) / (len(sequence) - first)
+
+
+def set_by_hand(plan: Plan, setting: str) -> Plan:
+    for part in setting.split("+") if setting != "default" else ():
+        name, _, value = part.partition("=")
+        if name == "gamma":
+            adaptive = tuple(level for level in plan.adaptive if level != "target")
+            plan = replace(plan, gamma=int(value), adaptive=adaptive)
+        elif name == "lookup":
+            plan = replace(plan, lookup=value == "yes")
+        else:
+            raise SystemExit(f"a replay can set gamma and lookup, not {name}")
+    return plan
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=None)
+    parser.add_argument("--draft", default=None, help="folder or none (default: the demo draft with the demo target)")
+    parser.add_argument("--tasks", default="continue", help=f"of {', '.join(texts.TASKS)}")
+    parser.add_argument("--lengths", default="4096,8192,16384", help="prompt lengths in tokens")
+    parser.add_argument("--starts", default="0")
+    parser.add_argument("--settings", default="default,gamma=3,gamma=7,gamma=15,lookup=no")
+    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--stretches", type=int, default=3)
+    parser.add_argument("--offload", default="")
+    parser.add_argument("--link-gbps", type=float, default=None)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    model, draft = demo_models(args.model, args.draft)
+    tokenizer, settings = load_tokenizer(model, draft), args.settings.split(",")
+    options = Options(
+        offload=frozenset(filter(None, args.offload.split(","))), link_gbps=args.link_gbps, pace="planned"
+    )
+    lengths, starts = map(int, args.lengths.split(",")), map(float, args.starts.split(","))
+    num_tokens, rows, document = args.stretches * args.max_tokens, [], []
+    for task, length, start in itertools.product(args.tasks.split(","), lengths, starts):
+        prompt = texts.prompt(task, tokenizer, length, start)
+        plan = plan_request(model, draft, options, num_prompt_tokens=len(prompt), max_tokens=num_tokens + 8)
+        with Engine.load(without_link(plan), model, draft, tokenizer) as engine:
+            recording = record(engine, prompt, num_tokens + 8, BLOCK[bool(plan.offload)])
+        say(f"{task}, {len(prompt)} tokens from {start}: recorded")
+        for number in range(args.stretches):
+            if len(recording.text) - len(prompt) < (number + 1) * args.max_tokens + 8:
+                continue  # the text ended before
+            played = {
+                setting: play(recording, set_by_hand(plan, setting), number * args.max_tokens, args.max_tokens)
+                for setting in settings
+            }
+            best = min(played, key=lambda setting: played[setting])
+            about: dict[str, Any] = {"task": task, "length": len(prompt), "start": start, "stretch": number}
+            document.append(about | {"milliseconds_per_token": played, "plan": plan.as_dict()})
+            figures = [f"{played[setting]:.2f}" for setting in settings]
+            rows.append([*map(str, about.values()), *figures, best])
+    title = f"{model.name}, offload {args.offload or 'none'}, replayed by the plan's clock, ms/token"
+    columns = [*("task", "prompt", "start", "stretch"), *settings, "best"]
+    emit(title, columns, rows, {"environment": environment(0), "title": title, "results": document})
+
+
+if __name__ == "__main__":
+    main()

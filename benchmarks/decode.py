@@ -180,18 +180,24 @@ def row_of(case: Case, setting: str, runs: list[Measurement], plain: list[Measur
     return [*row, "" if utilisation is None else f"{utilisation:.2f}"]
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(about: str | None, *, lengths: str, settings: str, max_tokens: int) -> argparse.ArgumentParser:
+    """What all that decodes is told: which models, prompts and settings, and where they lie."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=None)
     parser.add_argument("--draft", default=None, help="folder or none (default: the demo draft with the demo target)")
     parser.add_argument("--tasks", default="continue", help=f"of {', '.join(texts.TASKS)}")
-    parser.add_argument("--lengths", default="4096,8192,16384,32000", help="prompt lengths in tokens")
-    parser.add_argument("--temperatures", default="0.6")
-    parser.add_argument("--settings", default="transformers,plain,default")
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--lengths", default=lengths, help="prompt lengths in tokens")
+    parser.add_argument("--settings", default=settings)
+    parser.add_argument("--max-tokens", type=int, default=max_tokens)
     parser.add_argument("--offload", default="")
     parser.add_argument("--link-gbps", type=float, default=None)
+    return parser
+
+
+def arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__, lengths="4096,8192,16384,32000", settings="transformers,plain,default", max_tokens=256)
+    parser.add_argument("--temperatures", default="0.6")
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--clock", choices=tuple(PACES), default="machine")
     return parser.parse_args()
 

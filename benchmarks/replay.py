@@ -17,12 +17,11 @@ import argparse
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import texts
 import torch
-from decode import demo_models, without_link
+from decode import demo_models, parser_of, without_link
 from report import emit, environment, say
 from torch import Tensor
 
@@ -148,17 +147,10 @@ def set_by_hand(plan: Plan, setting: str) -> Plan:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=None)
-    parser.add_argument("--draft", default=None, help="folder or none (default: the demo draft with the demo target)")
-    parser.add_argument("--tasks", default="continue", help=f"of {', '.join(texts.TASKS)}")
-    parser.add_argument("--lengths", default="4096,8192,16384", help="prompt lengths in tokens")
+    settings = "default,gamma=3,gamma=7,gamma=15,lookup=no"
+    parser = parser_of(__doc__, lengths="4096,8192,16384", settings=settings, max_tokens=160)
     parser.add_argument("--starts", default="0")
-    parser.add_argument("--settings", default="default,gamma=3,gamma=7,gamma=15,lookup=no")
-    parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--stretches", type=int, default=3)
-    parser.add_argument("--offload", default="")
-    parser.add_argument("--link-gbps", type=float, default=None)
     return parser.parse_args()
 
 

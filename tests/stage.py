@@ -134,7 +134,6 @@ def _fix_the_machine() -> None:
     from offload.session import store
     from test_doctor import LAPTOP
     from triforce_cli import choice, deadline, progress, time_left
-    from triforce_cli.batch import runner
     from triforce_cli.chat import ahead
     from triforce_cli.commands import models, sessions
 
@@ -145,7 +144,6 @@ def _fix_the_machine() -> None:
     moments = itertools.count(1000.0, 0.25)
     for clocked in (deadline.Deadline, progress.PlainDisplay, time_left.TimeLeft):
         clocked.__init__.__defaults__ = (lambda: next(moments),)
-    _replace_time(runner, monotonic=lambda: next(moments))
     _replace_time(sessions, time=lambda: NOW)
     _replace_time(store, time=lambda: NOW - 90 * 86400)
     os.fsync = lambda fd: None

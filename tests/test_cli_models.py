@@ -217,11 +217,12 @@ def test_models_lists_what_is_here_what_it_takes_and_what_can_be_pulled(root, ru
     assert rows["some/config"][-2] == "nothing"
     for name in ("mamba", "torn", "begun", "cut", "gap"):
         assert rows[f"some/{name}"][2:] == ["-", "-", "-", "-"]
-    assert "its header claims" in out
-    assert "shard 'b' must be a plain name" in out
-    assert "model_type is 'mamba'" in out
-    assert "cannot be read as JSON" in out
-    assert "its pull was broken off; 'triforce pull some/begun' goes on with it" in out
+    words = " ".join(out.split())  # a long folder is wrapped elsewhere
+    assert "its header claims" in words
+    assert "shard 'b' must be a plain name" in words
+    assert "model_type is 'mamba'" in words
+    assert "cannot be read as JSON" in words
+    assert "its pull was broken off; 'triforce pull some/begun' goes on with it" in words
     assert "empty" not in out
     absent = lines[lines.index("not here yet (triforce pull NAME):") + 1 :]
     assert [line.split()[0] for line in absent] == [alias.name for alias in ALIASES if alias.repository != LARGE]

@@ -44,15 +44,14 @@ class Answer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if kind is None or issubclass(kind, KeyboardInterrupt | Terminated | TimedOut):
-            self._form.end(self._document(self._finish or (TIMEOUT if kind is TimedOut else INTERRUPTED)))
+            self._form.end(self._ended(self._finish or (TIMEOUT if kind is TimedOut else INTERRUPTED)))
             self._show_table()
         elif isinstance(error, Exception) and not isinstance(error, BrokenPipeError):
-            self._form.fail(describe(error, debug=debugging()), self._document(FAILED))
+            self._form.fail(describe(error, debug=debugging()), self._ended(FAILED))
 
     def begin(self, plan: Plan, engine: Engine, prompt: str) -> None:
         """From here on there are numbers to hand over."""
         self._plan, self._engine, self._prompt = plan, engine, prompt
-        log.event("plan", plan.as_dict())
         self._form.begin(plan, prompt)
 
     @property
@@ -67,7 +66,8 @@ class Answer:
         self._finish = step.finish
         self._form.add(step)
 
-    def _document(self, finish_reason: str) -> dict[str, Any]:
+    def _ended(self, finish_reason: str) -> dict[str, Any]:
+        """Logged, and as one document."""
         stats = self._engine.stats if self._engine else None
         log.event(f"ended ({finish_reason})", stats.as_dict() if stats else None)
         echo: dict[str, Any] = {"prompt": self._prompt} if self._echo else {}

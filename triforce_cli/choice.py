@@ -27,6 +27,10 @@ class Models:
             return f"no --model given: using the embedded demo model ({self.target})"
         return self.draft_note
 
+    def as_dict(self) -> dict[str, str | None]:
+        """What JSON says of them."""
+        return {"target": str(self.target), "draft": None if self.draft is None else str(self.draft)}
+
 
 def choose_models(model: Path | None, draft: str | None, *, weights: bool = True) -> Models:
     """What was named, or the embedded pair. A model that is named by its name comes with the draft that suits it, where

@@ -19,6 +19,7 @@ from typing import Any
 
 from offload.errors import UsageError
 from triforce_cli import tree
+from triforce_cli.prompt import user_path
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -45,7 +46,7 @@ class Configuration:
 
         root: the group of all commands; what none of them has is refused.
         """
-        file = named.expanduser() if named is not None else default_file()
+        file = user_path(str(named)) if named is not None else default_file()
         if named is None and not file.exists():
             return cls()
         configuration = cls(file, _parsed(file))

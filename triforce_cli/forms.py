@@ -41,9 +41,27 @@ def make_form(name: FormName, output: Output, *, echo: bool) -> Form:
     return _Object(output) if name == "json" else _Events(output)
 
 
-class _Text:
+class _Deaf:
+    """A form that heeds nothing; the others heed what they write."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+
+    def begin(self, plan: Plan, prompt: str) -> None: ...
+
+    def prefilled(self, stats: Stats) -> None: ...
+
+    def add(self, step: Step) -> None: ...
+
+    def end(self, document: Mapping[str, Any]) -> None: ...
+
+    def fail(self, failure: Failure, document: Mapping[str, Any]) -> None: ...
+
+
+class _Text(_Deaf):
     def __init__(self, output: Output, echo: bool) -> None:
-        self._output, self._echo, self._prompt = output, echo, ""
+        super().__init__(output)
+        self._echo, self._prompt = echo, ""
 
     def begin(self, plan: Plan, prompt: str) -> None:
         self._prompt = prompt
@@ -56,21 +74,8 @@ class _Text:
     def add(self, step: Step) -> None:
         self._output.text(step.text)
 
-    def end(self, document: Mapping[str, Any]) -> None: ...
 
-    def fail(self, failure: Failure, document: Mapping[str, Any]) -> None: ...
-
-
-class _Object:
-    def __init__(self, output: Output) -> None:
-        self._output = output
-
-    def begin(self, plan: Plan, prompt: str) -> None: ...
-
-    def prefilled(self, stats: Stats) -> None: ...
-
-    def add(self, step: Step) -> None: ...
-
+class _Object(_Deaf):
     def end(self, document: Mapping[str, Any]) -> None:
         self._output.document(document)
 
@@ -79,10 +84,7 @@ class _Object:
             self._output.document(document)
 
 
-class _Events:
-    def __init__(self, output: Output) -> None:
-        self._output = output
-
+class _Events(_Deaf):
     def begin(self, plan: Plan, prompt: str) -> None:
         self._event("plan", plan=plan.as_dict())
 

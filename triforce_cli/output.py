@@ -22,6 +22,7 @@ from triforce_cli.progress import PlainDisplay, ProgressDisplay, SilentDisplay, 
 if TYPE_CHECKING:
     from prompt_toolkit.output import Output as PromptOutput
 
+    from offload.plan.planner import Plan
     from offload.progress import Progress
     from triforce_cli.outfile import OutputFile
 
@@ -133,10 +134,19 @@ class Output:
         self._display.update(stage, done, total, unit)
 
     def note(self, line: str) -> None:
-        """One line to standard error, unless quiet."""
+        """One line to standard error, unless quiet; "" says nothing."""
+        if not line:
+            return
         log.event(line)
         if not self._quiet:
             self._print(Text(line), wrap=True)
+
+    def planned(self, *plans: Plan) -> None:
+        """What plans have to say, each thing once; the log gets them whole."""
+        for plan in plans:
+            log.event("plan", plan.as_dict())
+        for line in dict.fromkeys(note for plan in plans for note in plan.notes):
+            self.note(line)
 
     def table(self, table: str) -> None:
         """A table to standard error, set off from the text above it at a terminal."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload import units
@@ -67,6 +69,28 @@ def pace(done: float, total: float, unit: str, seconds: float, *, first: float =
     if done > first and seconds > 0:
         parts += [rate(done - first, unit, seconds), f"{duration((total - done) * seconds / (done - first))} left"]
     return ", ".join(parts)
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def path_text(path: Path) -> str:
+    """As it can be written: bytes in it that are not UTF-8 become question marks."""
+    return str(path).encode("utf-8", "replace").decode("utf-8")
+
+
+def indented(text: str, width: int) -> Iterator[str]:
+    """Wrapped; a path is not broken."""
+    indent = "    "
+    yield from textwrap.wrap(
+        text,
+        max(width, 40),
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def stage_done(stage: str, total: float, unit: str, seconds: float, *, first: float = 0) -> str:

@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Any
 from offload.hub.names import short_name
 from offload.units import size
 from triforce_cli import __version__
-from triforce_cli.render import NOTHING, significant
-from triforce_cli.render_sessions import counted, indented, path_text
+from triforce_cli.render import NOTHING, counted, indented, path_text, significant
 
 if TYPE_CHECKING:
     from offload.hub.catalogue import Entry
     from offload.hub.names import Alias
     from offload.hub.pull import Offer
     from offload.plan.hardware import Hardware
-
-__all__ = ["Line", "footnote", "next_command", "offer", "path_text", "pulled_document", "table", "table_document"]
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.units import size
 from triforce_cli import __version__
-from triforce_cli.render import NOTHING
+from triforce_cli.render import NOTHING, counted, indented, path_text
 
 if TYPE_CHECKING:
     from offload.session.catalogue import Summary
@@ -124,10 +123,6 @@ def named(names: Sequence[str]) -> str:
     return (", ".join(names[:NUM_NAMED]) or "none") + (f" and {more:,} more" if more > 0 else "")
 
 
-def counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def moment(seconds: float) -> str:
     """Local time to the minute, from seconds since the epoch; any year that a file can claim."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
@@ -138,29 +133,11 @@ def timestamp(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-def path_text(path: Path) -> str:
-    """As it can be written: bytes in it that are not UTF-8 become question marks."""
-    return str(path).encode("utf-8", "replace").decode("utf-8")
-
-
 def _cells(session: Summary) -> tuple[str, ...]:
     start = (session.name, f"{session.num_tokens:,}", size(session.nbytes), moment(session.updated))
     if not session.problem:
         return (*start, session.model_name or NOTHING, "")
     return (start[0], NOTHING, *start[2:], NOTHING, f"cannot be used: {session.problem}")
-
-
-def indented(text: str, width: int) -> Iterator[str]:
-    """Wrapped; a path is not broken."""
-    indent = "    "
-    yield from textwrap.wrap(
-        text,
-        max(width, 40),
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _cut(text: str, width: int) -> str:

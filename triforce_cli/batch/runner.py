@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ from triforce_cli.output import Output
 from triforce_cli.prompt import read_input
 from triforce_cli.render import duration
 from triforce_cli.signals import deferred
+from triforce_cli.time_left import TimeLeft
 
 if TYPE_CHECKING:
-    from offload.decode.tokenizer import Tokenizer
     from offload.engine import Engine, Step
     from offload.plan.planner import Options, Plan
 
@@ -51,8 +51,7 @@ class Batch:
             text = read_input(self.source, "the prompts", note=output.note)
             with deferred():
                 records = read_records(text, str(self.source), defaults)
-            if self.models.note:
-                output.note(self.models.note)
+            output.note(self.models.note)
             output.wait("starting")
             with ResultStream(output.document) if self.target is None else ResultFile(self.target) as results:
                 rest = after(records, results.done, str(self.target))
@@ -80,24 +79,24 @@ class Batch:
             from offload.engine import Engine, load_tokenizer
 
             tokenizer = load_tokenizer(target, draft)
-        plan = self._plan(records, tokenizer)
-        for line in plan.notes:
-            output.note(line)
-        log.event("plan", plan.as_dict())
-        start = time.monotonic()
+        prompts = {record.number: array("i", tokenizer.encode(record.prompt)) for record in records}
+        plan = self._plan(records, prompts)
+        output.planned(plan)
+        left = TimeLeft([1] * len(rest))
         with ExitStack() as stack:
             engine = stack.enter_context(Engine.load(plan, target, draft, tokenizer, on_progress=output.progress))
-            for count, record in enumerate(rest, start=1):
-                result = self._result(record, engine, plan.capacity, tokenizer.encode(record.prompt), output)
+            left.next_step()
+            for number, record in enumerate(rest, start=len(records) - len(rest) + 1):
+                result = self._result(record, engine, plan.capacity, prompts[record.number].tolist(), output)
                 results.add(result)
                 log.event(record.name, result["stats"])
-                output.note(_progress(len(records) - len(rest) + count, len(records), result, start, count))
+                output.note(_progress(number, len(records), result, left.next_step()))
 
-    def _plan(self, records: Sequence[Record], tokenizer: Tokenizer) -> Plan:
+    def _plan(self, records: Sequence[Record], prompts: Mapping[int, Sequence[int]]) -> Plan:
         """For the longest of all, done or not: a stop changes no plan and, with a seed, no text. Raises DoesNotFit."""
         from offload.engine import plan_request
 
-        sizes = [(len(tokenizer.encode(record.prompt)), record.max_tokens, record) for record in records]
+        sizes = [(len(prompts[record.number]), record.max_tokens, record) for record in records]
         num_prompt_tokens, max_tokens, longest = max(sizes, key=lambda size: size[0] + size[1])
         try:
             return plan_request(
@@ -141,9 +140,8 @@ class Batch:
         }
 
 
-def _progress(number: int, total: int, result: Mapping[str, Any], start: float, count: int) -> str:
+def _progress(number: int, total: int, result: Mapping[str, Any], left: float | None) -> str:
     """3 of 120: id 'x', 812 prompt tokens, 256 new; 9 min 20 s left."""
     sizes = f"{result['stats']['prompt_tokens']:,} prompt tokens, {len(result['tokens'])} new"
     line = f"{number} of {total}: id {result['id']!r}, {sizes}"
-    left = (time.monotonic() - start) / count * (total - number)
-    return f"{line}; {duration(left)} left" if number < total else line
+    return f"{line}; {duration(left)} left" if left and number < total else line

@@ -96,8 +96,7 @@ class Bench:
         output = Output(quiet=self.quiet)
         with Findings(output, as_json=self.as_json, plot_file=self.plot) as findings, output:
             text = self._text(output)
-            if self.models.note:
-                output.note(self.models.note)
+            output.note(self.models.note)
             output.wait("starting")
             self._measure(text, findings, output)
 
@@ -111,8 +110,7 @@ class Bench:
             tokenizer = load_tokenizer(self.models.target, self.models.draft)
             request = Request.on_this_machine(self.models.target, self.models.draft, self.options)
         trials = self._trials(request, tokenizer.encode(text), sampling)
-        for line in dict.fromkeys(note for trial in trials for note in trial.plan.notes):
-            output.note(line)
+        output.planned(*(trial.plan for trial in trials))
         findings.begin(self._about(text, environment()))
         reference = self._reference(trials[0], output)
         left = TimeLeft([trial.predicted_seconds(step) for trial in trials for step in trial.steps])
@@ -126,7 +124,7 @@ class Bench:
         from offload.trial import Trial, check_reference_fits
 
         trials = []
-        for context in self._lengths(len(tokens), request.target.context_limit):
+        for context in self._context_lengths(len(tokens), request.target.context_limit):
             num_prompt_tokens = context - self.max_tokens
             plan = request.plan(num_prompt_tokens=num_prompt_tokens, max_tokens=self.max_tokens)
             if self.against_transformers:
@@ -158,8 +156,8 @@ class Bench:
         gc.collect()
         return comparison
 
-    def _lengths(self, num_tokens: int, limit: int) -> list[int]:
-        """Of the contexts. num_tokens: of the text. Raises UsageError, DoesNotFit."""
+    def _context_lengths(self, num_tokens: int, limit: int) -> list[int]:
+        """Of those that were asked for, or the usual ones. num_tokens: of the text. Raises UsageError, DoesNotFit."""
         longest = min(num_tokens + self.max_tokens, limit)
         usual = [context for context in USUAL_CONTEXTS if self.max_tokens < context <= longest] or [longest]
         contexts = sorted(set(usual if self.contexts is None else self.contexts))
@@ -194,10 +192,7 @@ class Bench:
         source = library.DESCRIPTION if self.prompt_file is None else str(self.prompt_file)
         return {
             "environment": environment,
-            "model": {
-                "target": str(self.models.target),
-                "draft": str(self.models.draft) if self.models.draft else None,
-            },
+            "model": self.models.as_dict(),
             "prompt": {"source": source, "sha256": hashlib.sha256(text.encode()).hexdigest()},
             "sampling": vars(self.sampling),
             "max_tokens": self.max_tokens,
@@ -237,7 +232,7 @@ def bench(
         raise UsageError(f"repeats is {repeats}, it must be from 1 to {MOST_REPEATS}")
     return Bench(
         prompt_file=prompt_file,
-        contexts=_lengths("contexts", contexts),
+        contexts=_numbers("contexts", contexts),
         max_tokens=max_tokens,
         repeats=repeats,
         sampling=sampling,
@@ -250,7 +245,7 @@ def bench(
     )
 
 
-def _lengths(name: str, text: str | None) -> tuple[int, ...] | None:
+def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
     """From "4096,8192". Raises UsageError, which calls it `name`."""
     if text is None:
         return None

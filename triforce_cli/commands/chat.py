@@ -124,10 +124,8 @@ class Chat:
         return saved.with_system(self.system) if self.system else saved
 
     def _greet(self, output: Output, chat_format: ChatFormat, interactive: bool) -> None:
-        if self.models.note:
-            output.note(self.models.note)
-        if chat_format.notice:
-            output.note(chat_format.notice)
+        output.note(self.models.note)
+        output.note(chat_format.notice)
         if interactive:
             output.note("/help lists commands; Ctrl-C stops a reply, Ctrl-D leaves")
 

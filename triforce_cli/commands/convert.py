@@ -8,10 +8,12 @@ from typing import Annotated
 
 import typer
 
-from triforce_cli import options, render_models
+from triforce_cli import options
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.options import option
 from triforce_cli.output import Output
+from triforce_cli.prompt import user_path
+from triforce_cli.render import path_text
 
 Source = Annotated[
     Path,
@@ -41,8 +43,8 @@ class Conversion:
 
             folder = output_folder(self.source, self.output)
             convert(self.source, folder, report=output.report)
-            output.text(f"{render_models.path_text(folder)}\n")
-            name = render_models.path_text(folder) if self.output else f"{folder.parent.name}/{folder.name}"
+            output.text(f"{path_text(folder)}\n")
+            name = path_text(folder) if self.output else f"{folder.parent.name}/{folder.name}"
             output.note(f"next: triforce generate --model {name} --prompt-file FILE")
 
 
@@ -60,4 +62,5 @@ def convert(
 
     Example: triforce convert downloads/old-llama --output models/old-llama
     """
-    return Conversion(source=source.expanduser(), output=None if output is None else output.expanduser(), quiet=quiet)
+    folder = None if output is None else user_path(str(output))
+    return Conversion(source=user_path(str(source)), output=folder, quiet=quiet)

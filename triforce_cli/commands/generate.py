@@ -126,8 +126,7 @@ class Generate:
         deadline, output = Deadline(self.timeout), Output(quiet=self.quiet)
         with self._file(output), self._answer(output) as answer, output:
             prompt = read_prompt(self.prompt_file, self.prompt, note=output.note)
-            if self.models.note:
-                output.note(self.models.note)
+            output.note(self.models.note)
             output.wait("starting")
             self._generate(prompt, answer, output, deadline)
 
@@ -140,8 +139,7 @@ class Generate:
             tokenizer = load_tokenizer(target, draft)
         tokens = tokenizer.encode(prompt)
         plan = plan_request(target, draft, self.options, num_prompt_tokens=len(tokens), max_tokens=self.max_tokens)
-        for line in plan.notes:
-            output.note(line)
+        output.planned(plan)
         on_progress = deadline.heard(output.progress)
         with ExitStack() as stack:
             store = self._open_session(plan, stack)
@@ -201,10 +199,8 @@ class Generate:
         return file
 
     def _answer(self, output: Output) -> Answer:
-        target, draft = self.models.target, self.models.draft
-        model = {"target": str(target), "draft": None if draft is None else str(draft)}
         form = make_form(self.form, output, echo=self.echo)
-        return Answer(output, form, model=model, echo=self.echo, show_stats=self.show_stats)
+        return Answer(output, form, model=self.models.as_dict(), echo=self.echo, show_stats=self.show_stats)
 
 
 @spread

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from offload.errors import DoesNotFit, UsageError
 from triforce_cli import options
+from triforce_cli.choice import Models
 from triforce_cli.flags import CacheFlags, ModelFlags, ProgramFlags, plan_options, spread
 from triforce_cli.options import number, option, switch, whole
 from triforce_cli.output import Output
@@ -95,22 +95,19 @@ class Machine:
 class Planning:
     """One `triforce plan`, parsed. fit: of the longest context that fits."""
 
-    model: Path
-    draft: Path | None
+    models: Models
     machine: Machine
     options: Options
     max_tokens: int
     fit: bool
     as_json: bool
-    draft_note: str = ""
 
     def run(self) -> None:
         """Plan and say so. Reads config.json and nothing else of a model."""
         from triforce_cli import render_plan
 
         with Output() as output:
-            if self.draft_note:
-                output.note(self.draft_note)
+            output.note(self.models.draft_note)
             planned = self._planned()
             if self.as_json:
                 output.document(render_plan.document(planned))
@@ -129,7 +126,7 @@ class Planning:
         except DoesNotFit as error:
             raise DoesNotFit(_with_remedies(str(error), request, sizes)) from error
         return Planned(
-            model=self.model,
+            model=self.models.target,
             request=request,
             plan=plan,
             link_given=self.machine.link_gbps is not None,
@@ -140,7 +137,7 @@ class Planning:
     def _request(self, machine: Machine) -> Request:
         from offload.plan.request import Request
 
-        return Request.of(self.model, self.draft, self.options, machine.hardware())
+        return Request.of(self.models.target, self.models.draft, self.options, machine.hardware())
 
     def _sizes(self, context: int) -> dict[str, int]:
         """All of the context. Raises UsageError."""
@@ -187,16 +184,13 @@ def plan(
     _check_machine(gpus, gpu_memory, host_memory, link_gbps)
     if fit and cache.context is not None:
         raise UsageError(f"--fit looks for the longest context and --context says {cache.context}; give one of them")
-    chosen = models.chosen(weights=False)
     return Planning(
-        model=chosen.target,
-        draft=chosen.draft,
+        models=models.chosen(weights=False),
         machine=Machine(gpus=gpus, gpu_memory=gpu_memory, host_memory=host_memory, link_gbps=link_gbps, device=device),
         options=plan_options(cache, dtype=dtype, offload=offload),
         max_tokens=max_tokens,
         fit=fit,
         as_json=json,
-        draft_note=chosen.draft_note,
     )
 
 

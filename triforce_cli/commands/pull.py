@@ -13,6 +13,7 @@ from triforce_cli import options, render_models
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.options import option, switch
 from triforce_cli.output import Output
+from triforce_cli.render import path_text
 
 if TYPE_CHECKING:
     from offload.hub.pull import Offer
@@ -53,7 +54,7 @@ class Pulling:
             if self.as_json:
                 output.document(render_models.pulled_document(offer))
             else:
-                output.text(f"{render_models.path_text(offer.folder)}\n")
+                output.text(f"{path_text(offer.folder)}\n")
                 output.note(render_models.next_command(offer, config_only=self.config_only))
 
     def _pull(self, output: Output) -> Offer:

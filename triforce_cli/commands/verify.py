@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from offload.errors import Differs, UsageError
-from triforce_cli import log, options, render_verify
+from triforce_cli import options, render_verify
 from triforce_cli.choice import Models
 from triforce_cli.flags import (
     DecodingFlags,
@@ -73,8 +73,7 @@ class Verify:
         output = Output(quiet=self.quiet)
         with output:
             prompt = read_prompt(self.prompt_file, self.prompt, note=output.note)
-            if self.models.note:
-                output.note(self.models.note)
+            output.note(self.models.note)
             output.wait("starting")
             with deferred():
                 from offload.engine import Engine, load_tokenizer, plan_request
@@ -85,9 +84,7 @@ class Verify:
                 tokenizer = load_tokenizer(target, draft)
             tokens = tokenizer.encode(prompt)
             plan = plan_request(target, draft, self.options, num_prompt_tokens=len(tokens), max_tokens=self.max_tokens)
-            log.event("plan", plan.as_dict())
-            for line in plan.notes:
-                output.note(line)
+            output.planned(plan)
             with Engine.load(plan, target, draft, tokenizer, on_progress=output.progress) as engine:
                 found = verify(
                     engine,

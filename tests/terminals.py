@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import pexpect
 import pyte
@@ -128,6 +129,12 @@ class Terminal:
     def close(self) -> None:
         self._child.close(force=True)
 
+    def _last_words(self) -> bytes:
+        """Written while pexpect had given up waiting and not yet seen that the program ended."""
+        with suppress(pexpect.EOF, pexpect.TIMEOUT):
+            return bytes(self._child.read_nonblocking(65536, timeout=0))
+        return b""
+
     def _read(self) -> bool:
         """Show what came within a moment, and answer like a terminal; False at the end."""
         try:
@@ -135,6 +142,8 @@ class Terminal:
         except pexpect.TIMEOUT:
             return True
         except pexpect.EOF:
+            data = self._last_words()
+        if not data:
             return False
         self.written += data.decode("utf-8", errors="replace")
         self._stream.feed(data)

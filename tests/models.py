@@ -112,6 +112,15 @@ def save(model: PreTrainedModel, folder: Path, *, tokenizer: bool = False) -> Pa
     return folder
 
 
+def save_pair(folder: Path, *, context: int) -> tuple[Path, Path]:
+    """Write `folder`/target and `folder`/draft, which is often right, both with a token per byte."""
+    fields = {"vocab_size": TOKENIZER_SIZE, "max_position_embeddings": context, "eos_token_id": None}
+    return (
+        save(random_model(**fields), folder / "target", tokenizer=True),
+        save(perturbed(random_model(**fields), 0.1), folder / "draft", tokenizer=True),
+    )
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte of UTF-8, then <s> and </s>."""
     alphabet = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from models import TOKENIZER_SIZE, perturbed, random_model, save
+from models import save_pair
 from offload.comparison import PLAIN, TRANSFORMERS, TRIFORCE, Comparison, Run
 from offload.model.level import Level
 from offload.plan.options import Options
-from offload.plan.rates import FOLDER_VARIABLE
 from terminals import CTRL_C, Terminal, hear_ctrl_c
 from test_cli_fake import ROOT, environment, make_plan, make_stats
 from triforce_cli import library, plot, render_bench
-from triforce_cli.app import main
 from triforce_cli.time_left import TimeLeft
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CONTEXT = 1024
-SIZES = {"vocab_size": TOKENIZER_SIZE, "max_position_embeddings": CONTEXT, "eos_token_id": None}
 TEXT = "".join(f"Line {i} of a long and rather dull text.\n" for i in range(22))  # about 900 tokens
 LEVELS = ("--gamma", "4", "--draft-gamma", "2", "--budget", "64", "--chunk", "8", "--window", "32")
 
@@ -33,25 +30,9 @@ LEVELS = ("--gamma", "4", "--draft-gamma", "2", "--budget", "64", "--chunk", "8"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
-    save(random_model(**SIZES), folder / "target", tokenizer=True)
-    save(perturbed(random_model(**SIZES), 0.1), folder / "draft", tokenizer=True)
+    save_pair(folder, context=CONTEXT)
     (folder / "text.txt").write_text(TEXT)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("TRIFORCE_") and name != FOLDER_VARIABLE:
-            monkeypatch.delenv(name)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def arguments(folder: Path, *args: str) -> list[str]:
@@ -61,14 +42,11 @@ def arguments(folder: Path, *args: str) -> list[str]:
 
 
 class Shell:
-    def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        self._folder, self._capfd = folder, capfd
+    def __init__(self, folder: Path, triforce: Callable[..., tuple[int, str, str]]) -> None:
+        self._folder, self._triforce = folder, triforce
 
     def code(self, *args: str) -> tuple[int, str, str]:
-        self._capfd.readouterr()
-        code = main(arguments(self._folder, *args))
-        out, err = self._capfd.readouterr()
-        return code, out, err
+        return self._triforce(*arguments(self._folder, *args))
 
     def refused(self, expected: int, *args: str) -> str:
         """What it says; nothing has been loaded."""
@@ -84,8 +62,8 @@ class Shell:
 
 
 @pytest.fixture
-def shell(folder: Path, capfd: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(folder, capfd)
+def shell(folder: Path, triforce: Callable[..., tuple[int, str, str]]) -> Shell:
+    return Shell(folder, triforce)
 
 
 def comparison(context: int, *, seconds: float = 0.020, ways: tuple[str, ...] = (PLAIN, TRIFORCE)) -> Comparison:
@@ -167,15 +145,15 @@ class TestRuns:
             assert context["first_difference_from_plain"] == {TRIFORCE: None, TRANSFORMERS: None}
             assert context["ratios"].keys() == {PLAIN, TRANSFORMERS}
 
-    def test_it_writes_what_generate_writes(self, shell, folder, capfd):
+    def test_it_writes_what_generate_writes(self, shell, folder, triforce):
         """The prompt is the beginning of the file, one token a byte."""
         (found,) = shell.document("--contexts", "400", *LEVELS)["contexts"]
         (folder / "beginning.txt").write_text(TEXT[:388])
         args = arguments(folder, "--prompt-file", str(folder / "beginning.txt"), "--temperature", "0", "--json")
-        capfd.readouterr()
         generate = ["generate", *args[1 : args.index("--repeats")], *args[args.index("--repeats") + 2 :]]
-        assert main([*generate, "--quiet"]) == 0
-        assert json.loads(capfd.readouterr().out)["tokens"] == found["runs"][0]["tokens"]
+        code, out, _ = triforce(*generate, "--quiet")
+        assert code == 0
+        assert json.loads(out)["tokens"] == found["runs"][0]["tokens"]
 
     def test_streams_where_it_is_told_to(self, shell):
         (found,) = shell.document("--contexts", "300", *LEVELS, "--offload", "kv", "--link-gbps", "2")["contexts"]
@@ -196,15 +174,15 @@ class TestRuns:
         found = shell.document("--prompt-file", str(folder / "long.txt"))
         assert [context["context"] for context in found["contexts"]] == [CONTEXT]
 
-    def test_without_a_file_the_text_is_the_standard_library(self, shell, monkeypatch, folder, capfd):
+    def test_without_a_file_the_text_is_the_standard_library(self, monkeypatch, folder, triforce):
         text = library.library_text()
         assert len(text) > 500_000
         assert text == library.library_text()
         monkeypatch.setattr(library, "MODULES", ("tokenize",))
         args = arguments(folder, "--contexts", "300", "--json")
         at = args.index("--prompt-file")
-        assert main(args[:at] + args[at + 2 :]) == 0
-        out, err = capfd.readouterr()
+        code, out, err = triforce(*args[:at], *args[at + 2 :])
+        assert code == 0
         assert json.loads(out)["prompt"]["source"] == library.DESCRIPTION
         assert f"the prompts are {library.DESCRIPTION}" in err
 

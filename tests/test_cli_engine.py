@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from models import TOKENIZER_SIZE, byte_tokenizer, perturbed, random_model, save
-from offload.plan.rates import FOLDER_VARIABLE
+from models import byte_tokenizer, save_pair
 from test_cli_fake import ROOT, environment
-from triforce_cli import choice, configuration
-from triforce_cli.app import main
+from triforce_cli import choice
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CONTEXT = 1024
-SIZES = {"vocab_size": TOKENIZER_SIZE, "max_position_embeddings": CONTEXT, "eos_token_id": None}
 PROMPT = "".join(f"Line {i} of a long and rather dull text.\n" for i in range(15))  # about 600 tokens
 SMALL_LEVELS = ("--gamma", "4", "--draft-gamma", "2", "--budget", "64", "--chunk", "8", "--window", "32")
 
@@ -29,43 +25,23 @@ SMALL_LEVELS = ("--gamma", "4", "--draft-gamma", "2", "--budget", "64", "--chunk
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
-    save(random_model(**SIZES), folder / "target", tokenizer=True)
-    save(perturbed(random_model(**SIZES), 0.1), folder / "draft", tokenizer=True)
+    save_pair(folder, context=CONTEXT)
     (folder / "prompt.txt").write_text(PROMPT)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("TRIFORCE_") and name not in (FOLDER_VARIABLE, configuration.VARIABLE):
-            monkeypatch.delenv(name)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Threads cost more than they give at these sizes, and far more on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Shell:
     """Runs `triforce generate` in this process and keeps what it wrote."""
 
-    def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        self._capfd = capfd
+    def __init__(self, folder: Path, triforce: Callable[..., tuple[int, str, str]]) -> None:
+        self._triforce = triforce
         self._common = (
             *("generate", "--model", str(folder / "target"), "--prompt-file", str(folder / "prompt.txt")),
             *("--dtype", "fp32", "--max-tokens", "24", "--quiet"),
         )
 
     def code(self, *args: str) -> tuple[int, str, str]:
-        self._capfd.readouterr()
-        code = main([*self._common, *args])
-        out, err = self._capfd.readouterr()
-        return code, out, err
+        return self._triforce(*self._common, *args)
 
     def text(self, *args: str) -> str:
         code, out, err = self.code(*args)
@@ -77,8 +53,8 @@ class Shell:
 
 
 @pytest.fixture
-def shell(folder: Path, capfd: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(folder, capfd)
+def shell(folder: Path, triforce: Callable[..., tuple[int, str, str]]) -> Shell:
+    return Shell(folder, triforce)
 
 
 def test_same_seed_gives_the_same_bytes_and_another_seed_others(shell, folder):
@@ -139,23 +115,23 @@ def test_text_ends_before_a_stop_string(shell):
     assert document["finish_reason"] == "stop"
 
 
-def test_output_is_cut_at_the_context_with_a_note(folder, capfd):
+def test_output_is_cut_at_the_context_with_a_note(folder, triforce):
     args = ("--model", str(folder / "target"), "--prompt-file", str(folder / "prompt.txt"), "--dtype", "fp32")
-    assert main(["generate", *args, "--context", str(len(PROMPT) + 5), "--max-tokens", "50", "--json"]) == 0
-    out, err = capfd.readouterr()
+    limits = ("--context", str(len(PROMPT) + 5), "--max-tokens", "50")
+    code, out, err = triforce("generate", *args, *limits, "--json")
+    assert code == 0
     assert len(json.loads(out)["tokens"]) == 5
     assert "--max-tokens 50 cut to 5" in err
 
 
-def test_embedded_pair_is_used_without_a_model_and_a_line_says_so(folder, capfd, monkeypatch):
+def test_embedded_pair_is_used_without_a_model_and_a_line_says_so(folder, triforce, monkeypatch):
     monkeypatch.setattr(choice, "embedded_model", lambda name: folder / name.removeprefix("demo-"))
     args = ("generate", "--prompt-file", str(folder / "prompt.txt"), "--dtype", "fp32", "--max-tokens", "3", "--json")
-    assert main(args) == 0
-    out, err = capfd.readouterr()
+    code, out, err = triforce(*args)
+    assert code == 0
     assert json.loads(out)["model"] == {"target": str(folder / "target"), "draft": str(folder / "draft")}
     assert f"no --model given: using the embedded demo model ({folder / 'target'})" in err.splitlines()
-    assert main([*args, "--quiet"]) == 0
-    assert capfd.readouterr().err == ""
+    assert triforce(*args, "--quiet")[::2] == (0, "")
 
 
 def test_prompt_longer_than_the_context_ends_with_3_and_numbers(shell, tmp_path):

@@ -29,10 +29,8 @@ from offload import errors  # noqa: E402
 from offload.metrics import LevelStats, Stats  # noqa: E402
 from offload.plan.cost import Prediction  # noqa: E402
 from offload.plan.planner import Options, Plan  # noqa: E402
-from offload.plan.rates import FOLDER_VARIABLE  # noqa: E402
 from offload.plan.sizing import PrefillShape  # noqa: E402
 from offload.progress import Progress  # noqa: E402
-from triforce_cli import configuration  # noqa: E402
 
 SCRIPT: dict[str, Any] = json.loads(os.environ.get("FAKE", "{}"))
 
@@ -213,12 +211,9 @@ def install() -> None:
 
 
 def environment(script: Mapping[str, Any] | None = None, **variables: str) -> dict[str, str]:
-    """This process's environment without settings of a developer's own, but with the tests' folder for rates."""
-    for_tests = (FOLDER_VARIABLE, configuration.VARIABLE)
-    ours = (name for name in os.environ if not name.startswith("TRIFORCE_") or name in for_tests)
-    kept = {name: os.environ[name] for name in ours}
-    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "PYTHONUNBUFFERED"):
-        kept.pop(name, None)
+    """This process's environment in a terminal like any other; conftest.py removes the developer's own settings."""
+    others = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "PYTHONUNBUFFERED")
+    kept = {name: value for name, value in os.environ.items() if name not in others}
     return kept | {"FAKE": json.dumps(script or {}), "TERM": "xterm-256color"} | variables
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from models import TOKENIZER_SIZE, random_model, save
 from offload.engine import Engine
@@ -14,6 +12,7 @@ from offload.session import catalogue
 from offload.session.names import FOLDER_VARIABLE, session_folder
 from triforce_cli.app import main
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "".join(f"Line {i} of a long and rather dull text.\n" for i in range(30))
 SIZES = {"vocab_size": TOKENIZER_SIZE, "max_position_embeddings": 4096, "eos_token_id": None}
 
@@ -24,12 +23,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "sessions"))
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield tmp_path / "sessions"
-    torch.set_num_threads(before)
+    return tmp_path / "sessions"
 
 
 class Shell:

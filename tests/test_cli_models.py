@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,8 @@ from offload.hub.names import ALIASES, FOLDER_VARIABLE, alias_of, id_of, is_id, 
 from offload.plan import hardware
 from offload.plan.hardware import Hardware
 from triforce_cli import __version__
-from triforce_cli.app import main
 from triforce_cli.choice import choose_models
 
-Run = Callable[..., tuple[int, str, str]]
 YARN = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "finetuned": True}
 LLAMA_13B = {
     "model_type": "llama", "vocab_size": 32000, "rms_norm_eps": 1e-5, "torch_dtype": "float16", "hidden_size": 5120,
@@ -34,22 +31,9 @@ SMALL = "JackFram/llama-68m"
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for variable in ("MODEL", "DRAFT", "JSON", "QUIET", "DEVICE"):
-        monkeypatch.delenv(f"TRIFORCE_{variable}", raising=False)
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "models"))
     monkeypatch.setenv("COLUMNS", "100")
     return tmp_path / "models"
-
-
-@pytest.fixture
-def run(root: Path, capfd: pytest.CaptureFixture[str]) -> Run:
-    """(exit code, standard output, standard error) of `triforce ARGS`."""
-
-    def run(*args: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        return main(list(args)), *capfd.readouterr()
-
-    return run
 
 
 @pytest.fixture
@@ -107,14 +91,15 @@ def test_a_folder_wins_over_a_name(root, tmp_path, monkeypatch):
     assert (locate("llama-68m"), locate(SMALL)) == (Path("llama-68m"), Path(SMALL))
 
 
-def test_a_name_of_what_is_not_here_says_what_to_run(root, run):
-    code, out, err = run("generate", "--model", LARGE, "--prompt", "x")
+def test_a_name_of_what_is_not_here_says_what_to_run(root, triforce):
+    code, out, err = triforce("generate", "--model", LARGE, "--prompt", "x")
     assert (code, out) == (4, "")
     said = "is not a folder, and no such model was pulled; run 'triforce pull yarn-llama-2-13b-128k'\n"
     assert err == f"error: model {LARGE} {said}"
-    assert run("chat", "--model", "yarn-llama-2-13b-128k")[2] == f"error: model yarn-llama-2-13b-128k {said}"
-    assert "run 'triforce pull some/other'" in run("plan", "--model", "some/other")[2]
-    assert "is not a model's name" in run("plan", "--model", "nonsense")[2].replace("folder and not", "folder, is not")
+    assert triforce("chat", "--model", "yarn-llama-2-13b-128k")[2] == f"error: model yarn-llama-2-13b-128k {said}"
+    assert "run 'triforce pull some/other'" in triforce("plan", "--model", "some/other")[2]
+    err = triforce("plan", "--model", "nonsense")[2]
+    assert "is not a model's name" in err.replace("folder and not", "folder, is not")
 
 
 def test_a_name_of_what_was_not_converted_says_what_was(root):
@@ -163,26 +148,26 @@ def test_a_model_named_by_its_name_comes_with_its_draft_and_says_so(root):
     assert (named.draft, named.note) == (root / SMALL, "")
 
 
-def test_generate_and_plan_run_on_names(root, run, tmp_path):
+def test_generate_and_plan_run_on_names(root, triforce, tmp_path):
     save(random_model(vocab_size=258), root / LARGE)
     byte_tokenizer().save_pretrained(root / LARGE)
     save(random_model(vocab_size=258, seed=1), root / SMALL)
     byte_tokenizer().save_pretrained(root / SMALL)
     args = ("--model", "yarn-llama-2-13b-128k", "--max-tokens", "4")
     (tmp_path / "prompt.txt").write_text("Once upon a time")
-    code, out, err = run("generate", *args, "--prompt-file", str(tmp_path / "prompt.txt"), "--json")
+    code, out, err = triforce("generate", *args, "--prompt-file", str(tmp_path / "prompt.txt"), "--json")
     assert (code, "draft: llama-68m, which suits yarn-llama-2-13b-128k" in err) == (0, True)
     assert json.loads(out)["model"] == {"target": str(root / LARGE), "draft": str(root / SMALL)}
-    code, out, err = run("plan", *args, "--json")
+    code, out, err = triforce("plan", *args, "--json")
     assert (code, json.loads(out)["model"]) == (0, str(root / LARGE))
     assert err == "draft: llama-68m, which suits yarn-llama-2-13b-128k (--draft none goes without)\n"
 
 
-def test_a_plan_needs_no_weights(root, run):
+def test_a_plan_needs_no_weights(root, triforce):
     put(root / LARGE, weights=False)
     args = ("--model", LARGE, "--gpus", "2")
-    assert run("plan", *args)[0] == 0
-    code, _, err = run("generate", "--model", LARGE, "--prompt", "x")
+    assert triforce("plan", *args)[0] == 0
+    code, _, err = triforce("generate", "--model", LARGE, "--prompt", "x")
     assert (code, "only its config.json was pulled; 'triforce pull yarn-llama-2-13b-128k' fetches" in err) == (4, True)
 
 
@@ -190,7 +175,7 @@ def test_a_plan_needs_no_weights(root, run):
 
 
 @pytest.mark.usefixtures("machine")
-def test_models_lists_what_is_here_what_it_takes_and_what_can_be_pulled(root, run):
+def test_models_lists_what_is_here_what_it_takes_and_what_can_be_pulled(root, triforce):
     put(root / LARGE)
     put(root / "local/mine", {**LLAMA_13B, "num_hidden_layers": 4})
     put(root / "some/config", {**LLAMA_13B, "num_hidden_layers": 60}, weights=False)
@@ -202,7 +187,7 @@ def test_models_lists_what_is_here_what_it_takes_and_what_can_be_pulled(root, ru
     (root / "some/begun" / STAGING).mkdir(parents=True)
     (root / "some/empty").mkdir()
     (root / "a file").write_text("")
-    code, out, err = run("models")
+    code, out, err = triforce("models")
     lines = out.splitlines()
     assert (code, " ".join(lines[0].split())) == (0, "name on disk params context KV/token fits here draft")
     rows = {line.split()[0]: line.split()[1:] for line in lines[1 : lines.index("")] if not line.startswith("    ")}
@@ -230,11 +215,11 @@ def test_models_lists_what_is_here_what_it_takes_and_what_can_be_pulled(root, ru
 
 
 @pytest.mark.usefixtures("machine")
-def test_models_as_json(root, run):
+def test_models_as_json(root, triforce):
     folder = put(root / LARGE)
     Origin(source=LARGE, commit="c" * 40, license="llama2", files=("config.json",)).write(folder)
     put(root / "some/mamba", {"model_type": "mamba"})
-    code, out, err = run("models", "--json")
+    code, out, err = triforce("models", "--json")
     said = json.loads(out)
     assert (code, err, said["folder"], said["version"]) == (0, "", str(root), __version__)
     assert [model["name"] for model in said["models"]][:2] == ["demo-target (embedded)", "demo-draft (embedded)"]
@@ -264,16 +249,16 @@ def test_models_as_json(root, run):
 
 
 @pytest.mark.usefixtures("machine")
-def test_an_unreadable_note_of_the_origin_is_a_problem_of_one_model(root, run):
+def test_an_unreadable_note_of_the_origin_is_a_problem_of_one_model(root, triforce):
     (put(root / SMALL) / "triforce.json").write_text('{"source": 3, "commit": "", "license": "", "files": []}')
-    code, out, _ = run("models")
+    code, out, _ = triforce("models")
     assert (code, "triforce.json: files is" in " ".join(out.split())) == (0, True)
 
 
-def test_models_fits_a_narrow_terminal_and_says_where_it_looked(root, run, monkeypatch):
+def test_models_fits_a_narrow_terminal_and_says_where_it_looked(root, triforce, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     put(root / "some/mamba", {"model_type": "mamba"})
-    code, out, err = run("models", "--device", "cpu")
+    code, out, err = triforce("models", "--device", "cpu")
     assert code == 0
     reason = [line for line in out.splitlines() if line.startswith("    ")]
     assert len(reason) > 1

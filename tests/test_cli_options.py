@@ -55,12 +55,6 @@ SWITCHES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in (*(variable_of(flag) for flag, *_ in FLAGS + SWITCHES), "TRIFORCE_MODEL", "TRIFORCE_DRAFT"):
-        monkeypatch.delenv(variable, raising=False)
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     return str(tmp_path)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from sessions import IDENTITY, Rows, restore, save, saved
 from terminals import hear_ctrl_c
 from test_cli_fake import environment
 from triforce_cli import __version__, render_sessions
-from triforce_cli.app import app, main
+from triforce_cli.app import app
 
 ROOT = Path(__file__).parents[1]
 DAY = 86400
@@ -36,9 +37,6 @@ VARIABLES = ("OLDER_THAN", "KEEP", "MAX_SIZE", "DRY_RUN", "YES", "JSON", "QUIET"
 
 @pytest.fixture(autouse=True)
 def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in VARIABLES:
-        monkeypatch.delenv(f"TRIFORCE_{name}", raising=False)
-    monkeypatch.setenv("TRIFORCE_CONFIG", os.devnull)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     with monkeypatch.context() as patch:
@@ -76,13 +74,9 @@ def num_bytes(path: Path) -> int:
 
 
 @pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def run(triforce: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, str, str]]:
     """(exit code, standard output, standard error) of `triforce sessions ARGS`."""
-
-    def run(*args: str) -> tuple[int, str, str]:
-        return main(["sessions", *args]), *capfd.readouterr()
-
-    return run
+    return partial(triforce, "sessions")
 
 
 # --- ls ---

@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 from collections import namedtuple
-from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -27,28 +26,15 @@ from offload.hub import pickles
 from offload.hub.library import Origin, locate
 from offload.hub.names import FOLDER_VARIABLE
 from offload.hub.pickles import convert_shard, source_of
-from triforce_cli.app import main
 
-Run = Callable[..., tuple[int, str, str]]
 Usage = namedtuple("Usage", "total used free")
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "models"))
     return tmp_path / "models"
-
-
-@pytest.fixture
-def run(root: Path, capfd: pytest.CaptureFixture[str]) -> Run:
-    """(exit code, standard output, standard error) of `triforce ARGS`."""
-
-    def run(*args: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        return main(list(args)), *capfd.readouterr()
-
-    return run
 
 
 def old_folder(
@@ -86,10 +72,10 @@ def bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
 
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_converted_model_has_the_same_bits(run, root, tmp_path, num_shards, dtype):
+def test_a_converted_model_has_the_same_bits(triforce, root, tmp_path, num_shards, dtype):
     source = old_folder(tmp_path / "old-model", num_shards=num_shards, dtype=dtype)
     before = {path.name: path.read_bytes() for path in source.iterdir()}
-    code, out, err = run("convert", str(source))
+    code, out, err = triforce("convert", str(source))
     folder = root / "local/old-model"
     assert (code, out) == (0, f"{folder}\n")
     assert err.endswith("next: triforce generate --model local/old-model --prompt-file FILE\n")
@@ -103,14 +89,14 @@ def test_a_converted_model_has_the_same_bits(run, root, tmp_path, num_shards, dt
     assert Origin.read(folder).source == str(source)
 
 
-def test_who_may_read_the_old_files_may_read_the_new_ones(run, root, tmp_path):
+def test_who_may_read_the_old_files_may_read_the_new_ones(triforce, root, tmp_path):
     """Weights and triforce.json were their owner's alone, so nobody else could use a model in a shared folder."""
     source = old_folder(tmp_path / "old", num_shards=2)
     for path in source.iterdir():
         path.chmod(0o644)
     before = os.umask(0o022)
     try:
-        assert run("convert", str(source))[0] == 0
+        assert triforce("convert", str(source))[0] == 0
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (root / "local/old").iterdir()}
@@ -119,9 +105,9 @@ def test_who_may_read_the_old_files_may_read_the_new_ones(run, root, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen2-tied", "llama-biased"])
-def test_a_converted_model_computes_the_same(run, root, tmp_path, family):
+def test_a_converted_model_computes_the_same(triforce, root, tmp_path, family):
     source = old_folder(tmp_path / "old", family, num_shards=2)
-    assert run("convert", str(source), "--output", str(tmp_path / "new"))[0] == 0
+    assert triforce("convert", str(source), "--output", str(tmp_path / "new"))[0] == 0
     save(random_model(family), tmp_path / "same")
     tokens = random_tokens(20)
     ours, same = (Stack(load(tmp_path / name), Sizes()).generate(tokens, 5) for name in ("new", "same"))
@@ -132,12 +118,12 @@ def test_a_converted_model_computes_the_same(run, root, tmp_path, family):
     assert torch.equal(*logits)
 
 
-def test_a_generation_from_a_converted_model_runs(run, tmp_path):
+def test_a_generation_from_a_converted_model_runs(triforce, tmp_path):
     source = old_folder(tmp_path / "old")
-    run("convert", str(source))
+    triforce("convert", str(source))
     config = json.loads((source / "config.json").read_text())
     assert config["vocab_size"] < 258  # the byte tokenizer's ids would be too large
-    code, _, err = run("plan", "--model", "local/old", "--max-tokens", "10")
+    code, _, err = triforce("plan", "--model", "local/old", "--max-tokens", "10")
     assert (code, err) == (0, "")
 
 
@@ -155,54 +141,54 @@ def test_a_generation_from_a_converted_model_runs(run, tmp_path):
         (lambda folder: save(random_model(), folder), "holds safetensors and needs no conversion"),
     ],
 )
-def test_what_cannot_be_converted_leaves_nothing(run, root, tmp_path, break_it, said):
+def test_what_cannot_be_converted_leaves_nothing(triforce, root, tmp_path, break_it, said):
     source = old_folder(tmp_path / "old", num_shards=2)
     break_it(source)
-    code, _, err = run("convert", str(source))
+    code, _, err = triforce("convert", str(source))
     assert (code, said in err) == (4, True)
     assert not list(root.rglob("old*"))
 
 
 @pytest.mark.parametrize("shard", ["../outside.bin", "/tmp/outside.bin", "a/b.bin", "x.safetensors"])
-def test_an_index_leads_nowhere_else(run, tmp_path, shard):
+def test_an_index_leads_nowhere_else(triforce, tmp_path, shard):
     source = old_folder(tmp_path / "old", num_shards=2)
     torch.save({}, tmp_path / "outside.bin")
     (source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
-    code, _, err = run("convert", str(source))
+    code, _, err = triforce("convert", str(source))
     assert (code, f"shard {shard!r} must be a plain name" in err) == (4, True)
 
 
-def test_nothing_is_overwritten(run, tmp_path):
+def test_nothing_is_overwritten(triforce, tmp_path):
     source = old_folder(tmp_path / "old")
     (tmp_path / "new").mkdir()
-    code, _, err = run("convert", str(source), "--output", str(tmp_path / "new"))
+    code, _, err = triforce("convert", str(source), "--output", str(tmp_path / "new"))
     assert (code, f"{tmp_path / 'new'} exists" in err) == (2, True)
     assert not list((tmp_path / "new").iterdir())
 
 
-def test_what_an_earlier_try_left_is_replaced(run, root, tmp_path):
+def test_what_an_earlier_try_left_is_replaced(triforce, root, tmp_path):
     source = old_folder(tmp_path / "old")
     (root / "local/.old.part").mkdir(parents=True)
     (root / "local/.old.part/model-00001-of-00009.safetensors").write_bytes(b"x")
-    assert run("convert", str(source))[0] == 0
+    assert triforce("convert", str(source))[0] == 0
     assert not list(root.rglob("*00009*"))
 
 
-def test_too_small_a_disk_is_refused_beforehand(run, root, tmp_path, monkeypatch):
+def test_too_small_a_disk_is_refused_beforehand(triforce, root, tmp_path, monkeypatch):
     source = old_folder(tmp_path / "old")
     size = (source / "pytorch_model.bin").stat().st_size
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, size - 1))
-    code, _, err = run("convert", str(source))
+    code, _, err = triforce("convert", str(source))
     assert (code, f"{size / 1e9:.3g} GB are needed" in err) == (3, True)
     assert not list(root.rglob("old*"))
 
 
-def test_a_disk_that_fills_up_leaves_nothing(run, root, tmp_path, monkeypatch):
+def test_a_disk_that_fills_up_leaves_nothing(triforce, root, tmp_path, monkeypatch):
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("offload.hub.convert.shutil.copyfile", full)
-    code, _, err = run("convert", str(old_folder(tmp_path / "old")))
+    code, _, err = triforce("convert", str(old_folder(tmp_path / "old")))
     assert (code, "is full; make room, then run 'triforce convert" in err) == (3, True)
     assert not list(root.rglob("*old*"))
 
@@ -304,7 +290,7 @@ def interleaved(weight: Tensor, num_heads: int) -> Tensor:
     return weight.reshape(num_heads, 2, rows // num_heads // 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
-def test_a_gguf_file_becomes_a_folder_with_the_same_weights(run, root, tmp_path):
+def test_a_gguf_file_becomes_a_folder_with_the_same_weights(triforce, root, tmp_path):
     state = write_gguf(tmp_path / "tiny.gguf")
     command = [sys.executable, "-m", "triforce_cli", "convert", str(tmp_path / "tiny.gguf")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -313,40 +299,40 @@ def test_a_gguf_file_becomes_a_folder_with_the_same_weights(run, root, tmp_path)
     found = read(root / "local/tiny/model.safetensors")
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name].float(), tensor) for name, tensor in state.items())
-    assert run("convert", str(tmp_path), "--output", str(tmp_path / "out"))[0] == 0
+    assert triforce("convert", str(tmp_path), "--output", str(tmp_path / "out"))[0] == 0
 
 
-def test_a_gguf_file_without_some_weights_is_refused_and_none_are_made_up(run, root, tmp_path):
+def test_a_gguf_file_without_some_weights_is_refused_and_none_are_made_up(triforce, root, tmp_path):
     write_gguf(tmp_path / "tiny.gguf", without="1.mlp.up_proj")
-    code, _, err = run("convert", str(tmp_path / "tiny.gguf"))
+    code, _, err = triforce("convert", str(tmp_path / "tiny.gguf"))
     assert (code, "lacks 1 weights of its model (model.layers.1.mlp.up_proj.weight" in err) == (4, True)
     assert not list(root.rglob("*tiny*"))
 
 
-def test_gguf_without_its_packages_says_what_to_install(run, root, tmp_path, monkeypatch):
+def test_gguf_without_its_packages_says_what_to_install(triforce, root, tmp_path, monkeypatch):
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name))
-    code, _, err = run("convert", str(tmp_path / "tiny.gguf"))
+    code, _, err = triforce("convert", str(tmp_path / "tiny.gguf"))
     assert (code, "needs gguf: pip install gguf" in err) == (4, True)
     assert not list(root.rglob("tiny*"))
 
 
-def test_a_damaged_gguf_file_is_refused(run, tmp_path):
+def test_a_damaged_gguf_file_is_refused(triforce, tmp_path):
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF" + bytes(20))
-    code, _, err = run("convert", str(tmp_path / "tiny.gguf"))
+    code, _, err = triforce("convert", str(tmp_path / "tiny.gguf"))
     assert (code, "is no whole GGUF file" in err) == (4, True)
 
 
-def test_a_gguf_file_that_needs_more_memory_than_there_is_is_refused(run, tmp_path, monkeypatch):
+def test_a_gguf_file_that_needs_more_memory_than_there_is_is_refused(triforce, tmp_path, monkeypatch):
     write_gguf(tmp_path / "tiny.gguf")
     monkeypatch.setattr("offload.hub.gguf.free_host_bytes", lambda: 1000)
-    code, _, err = run("convert", str(tmp_path / "tiny.gguf"))
+    code, _, err = triforce("convert", str(tmp_path / "tiny.gguf"))
     assert (code, "unpacking tiny.gguf takes" in err) == (3, True)
 
 
-def test_several_gguf_files_are_not_chosen_from(run, tmp_path):
+def test_several_gguf_files_are_not_chosen_from(triforce, tmp_path):
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
-    code, _, err = run("convert", str(tmp_path), "--output", str(tmp_path / "out"))
+    code, _, err = triforce("convert", str(tmp_path), "--output", str(tmp_path / "out"))
     assert (code, "holds 2 GGUF files; give one of them" in err) == (4, True)

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from offload.plan.rates import FOLDER_VARIABLE
+from offload.hub.names import FOLDER_VARIABLE as MODELS_VARIABLE
+from offload.plan.rates import FOLDER_VARIABLE as CACHE_VARIABLE
 from test_cli_fake import ROOT, command, environment
 from test_cli_terminal import Screen, shown_at_the_end
 from triforce_cli.choice import choose_models
 
 # "": without the variable
+NO_FOLDERS = dict.fromkeys(("XDG_DATA_HOME", "XDG_CACHE_HOME", CACHE_VARIABLE, MODELS_VARIABLE), "")
 SURROUNDINGS = {
     "dumb": {"TERM": "dumb"},
     "no-term": {"TERM": ""},
@@ -26,8 +28,8 @@ SURROUNDINGS = {
     "no-number": {"COLUMNS": "wide"},
     "c-locale": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     "c-locale-narrow": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "COLUMNS": "40"},
-    "no-home": {"HOME": "", "XDG_DATA_HOME": "", "XDG_CACHE_HOME": "", FOLDER_VARIABLE: ""},
-    "home-is-a-file": {"HOME": "/dev/null", "XDG_DATA_HOME": "", "XDG_CACHE_HOME": "", FOLDER_VARIABLE: ""},
+    "no-home": {"HOME": "", **NO_FOLDERS},
+    "home-is-a-file": {"HOME": "/dev/null", **NO_FOLDERS},
 }
 COMMANDS = {
     "help": ["generate", "--help"],

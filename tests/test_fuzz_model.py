@@ -24,7 +24,6 @@ from offload.errors import ModelError
 from offload.plan.config import ModelConfig
 from offload.plan.fields import MAX_JSON_BYTES
 from offload.transfer.checkpoint import INDEX_FILE, MAX_HEADER_BYTES, MAX_INDEX_BYTES, Checkpoint
-from triforce_cli.app import main
 
 NUM_CONFIGS, NUM_GENERATION_CONFIGS, NUM_FILES, NUM_INDEXES, NUM_RUNS = 3000, 500, 3500, 1000, 500
 FEW_BYTES = 32 << 20  # for all cases of a test together, of models of 90 KB
@@ -57,16 +56,16 @@ Generate = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def generate(tmp_path_factory: pytest.TempPathFactory, capfd: pytest.CaptureFixture[str]) -> Generate:
+def generate(tmp_path_factory: pytest.TempPathFactory, triforce: Callable[..., tuple[int, str, str]]) -> Generate:
     """generate(target, draft, *args) -> (exit code, standard error) of a run in this process."""
     prompt = tmp_path_factory.mktemp("prompt") / "prompt.txt"
     prompt.write_text("zig zag")
 
     def generate(model: Path, draft: Path | None = None, *args: str) -> tuple[int, str]:
         models = ("--model", str(model), "--draft", "none" if draft is None else str(draft))
-        capfd.readouterr()
-        code = main(["generate", *models, "--prompt-file", str(prompt), "--max-tokens", "2", "--quiet", *args])
-        return code, capfd.readouterr().err
+        fixed = ("--prompt-file", str(prompt), "--max-tokens", "2", "--quiet")
+        code, _, err = triforce("generate", *models, *fixed, *args)
+        return code, err
 
     return generate
 

@@ -30,12 +30,10 @@ from offload.plan.config import ModelConfig
 from offload.transfer.checkpoint import Checkpoint, check_model
 from offload.units import size
 from terminals import Terminal, hear_ctrl_c
-from triforce_cli.app import main
 
 NAME = "owner/model"
 OTHER = "d" * 40
 CHUNK = 512  # bytes that are written at once
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -70,17 +68,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "models" / NAME
 
 
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Run:
-    """(exit code, standard output, standard error) of `triforce ARGS`."""
-
-    def run(*args: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        return main(list(args)), *capfd.readouterr()
-
-    return run
-
-
 def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
@@ -99,7 +86,7 @@ def weights_and_texts(files: dict[str, bytes]) -> int:
 # --- what comes ---
 
 
-def test_a_pull_brings_weights_config_and_tokenizer_and_no_code(hub, run, folder, plain):
+def test_a_pull_brings_weights_config_and_tokenizer_and_no_code(hub, triforce, folder, plain):
     further = {
         "modeling.py": b"raise SystemExit",
         "pytorch_model.bin": b"x",
@@ -107,7 +94,7 @@ def test_a_pull_brings_weights_config_and_tokenizer_and_no_code(hub, run, folder
         "onnx/model.onnx": b"o",
     }
     hub.put(NAME, {**plain, **further}, license="llama2")
-    code, out, err = run("pull", NAME)
+    code, out, err = triforce("pull", NAME)
     assert (code, out) == (0, f"{folder}\n")
     assert pulled(folder) == plain
     assert set(hub.asked()) == set(plain)
@@ -121,31 +108,31 @@ def test_a_pull_brings_weights_config_and_tokenizer_and_no_code(hub, run, folder
     assert locate(NAME) == folder
 
 
-def test_shards_come_with_their_index(hub, run, folder, sharded):
+def test_shards_come_with_their_index(hub, triforce, folder, sharded):
     assert sum(name.endswith(".safetensors") for name in sharded) > 2
     hub.put(NAME, sharded)
-    assert run("pull", NAME, "--quiet")[::2] == (0, "")
+    assert triforce("pull", NAME, "--quiet")[::2] == (0, "")
     assert pulled(folder) == sharded
 
 
-def test_json_says_what_was_pulled(hub, run, folder, plain):
+def test_json_says_what_was_pulled(hub, triforce, folder, plain):
     hub.put(NAME, plain, license="")
-    said = json.loads(run("pull", NAME, "--json")[1])
+    said = json.loads(triforce("pull", NAME, "--json")[1])
     assert (said["folder"], said["commit"], said["license"]) == (str(folder), COMMIT, None)
     assert (said["bytes"], said["converted"]) == (sum(map(len, plain.values())), False)
-    assert json.loads(run("pull", NAME, "--json")[1])["fetched_bytes"] == 0
+    assert json.loads(triforce("pull", NAME, "--json")[1])["fetched_bytes"] == 0
 
 
-def test_a_second_pull_fetches_what_differs_and_removes_what_is_gone(hub, run, folder, sharded, plain):
+def test_a_second_pull_fetches_what_differs_and_removes_what_is_gone(hub, triforce, folder, sharded, plain):
     """Nothing that somebody else put there is touched."""
     hub.put(NAME, sharded)
-    run("pull", NAME)
+    triforce("pull", NAME)
     (folder / "notes.txt").write_text("mine")
     (folder / "extra.safetensors").write_text("mine, too")
     hub.asked()
     newer = {**plain, "config.json": sharded["config.json"]}
     hub.put(NAME, newer, commit=OTHER)
-    assert run("pull", NAME)[0] == 0
+    assert triforce("pull", NAME)[0] == 0
     mine = {"notes.txt": b"mine", "extra.safetensors": b"mine, too"}
     assert pulled(folder) == {**newer, **mine}
     unchanged = {name for name in newer if sharded.get(name) == newer[name]} - {"config.json"}
@@ -154,120 +141,120 @@ def test_a_second_pull_fetches_what_differs_and_removes_what_is_gone(hub, run, f
     assert Origin.read(folder).commit == OTHER
 
 
-def test_a_damaged_file_is_fetched_again(hub, run, folder, plain):
+def test_a_damaged_file_is_fetched_again(hub, triforce, folder, plain):
     hub.put(NAME, plain)
-    run("pull", NAME)
+    triforce("pull", NAME)
     weights = bytearray(plain["model.safetensors"])
     weights[-1] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
     hub.asked()
-    assert run("pull", NAME)[0] == 0
+    assert triforce("pull", NAME)[0] == 0
     assert hub.asked() == ["config.json", "model.safetensors"]
     assert pulled(folder) == plain
 
 
-def test_revision_names_a_commit_or_a_branch(hub, run, folder, plain, sharded):
+def test_revision_names_a_commit_or_a_branch(hub, triforce, folder, plain, sharded):
     hub.put(NAME, sharded, commit=OTHER, revisions=("old",))
     hub.put(NAME, plain)
     for revision, files, commit in (("old", sharded, OTHER), (COMMIT, plain, COMMIT), (OTHER, sharded, OTHER)):
-        assert run("pull", NAME, "--revision", revision)[0] == 0
+        assert triforce("pull", NAME, "--revision", revision)[0] == 0
         assert pulled(folder) == files
         assert Origin.read(folder).commit == commit
-    code, _, err = run("pull", NAME, "--revision", "v9")
+    code, _, err = triforce("pull", NAME, "--revision", "v9")
     assert (code, pulled(folder)) == (4, sharded)
     assert f"{NAME} has no revision 'v9'; 'triforce pull {NAME}' takes main" in err
     hub.refusals[NAME] = (500, "")
-    assert f"later 'triforce pull {NAME} --revision v9' goes on" in run("pull", NAME, "--revision", "v9")[2]
+    assert f"later 'triforce pull {NAME} --revision v9' goes on" in triforce("pull", NAME, "--revision", "v9")[2]
 
 
-def test_an_alias_is_pulled_under_its_repositorys_name(hub, run, plain, tmp_path):
+def test_an_alias_is_pulled_under_its_repositorys_name(hub, triforce, plain, tmp_path):
     hub.put("JackFram/llama-68m", plain)
-    _, out, err = run("pull", "llama-68m")
+    _, out, err = triforce("pull", "llama-68m")
     assert out == f"{tmp_path / 'models/JackFram/llama-68m'}\n"
     assert err.endswith("next: triforce chat --model llama-68m\n")
 
 
 @pytest.mark.parametrize(("renamed", "called"), [("Owner/Model", "Owner/Model"), ("else/where", NAME)])
-def test_a_repository_is_found_under_the_name_that_was_asked_for(hub, run, plain, tmp_path, renamed, called):
+def test_a_repository_is_found_under_the_name_that_was_asked_for(hub, triforce, plain, tmp_path, renamed, called):
     """As the hub writes it; where it was renamed, a short name still leads to it."""
     hub.put(NAME, plain, renamed=renamed)
     hub.put("Owner/Model", plain)
-    assert run("pull", NAME)[:2] == (0, f"{tmp_path / 'models' / called}\n")
+    assert triforce("pull", NAME)[:2] == (0, f"{tmp_path / 'models' / called}\n")
 
 
 # --- cuts ---
 
 
-def test_a_cut_connection_is_taken_up_where_it_broke(hub, run, folder, plain):
+def test_a_cut_connection_is_taken_up_where_it_broke(hub, triforce, folder, plain):
     hub.put(NAME, plain)
     hub.cuts["model.safetensors"] = [3 * CHUNK + 100, 100, 2 * CHUNK]
-    assert run("pull", NAME)[0] == 0
+    assert triforce("pull", NAME)[0] == 0
     assert pulled(folder) == plain
     starts = [start for name, start in hub.requests if name == "model.safetensors"]
     assert starts == [0, 3 * CHUNK, 3 * CHUNK, 5 * CHUNK]
 
 
-def test_a_connection_that_is_reset_is_made_anew(hub, run, folder, plain):
+def test_a_connection_that_is_reset_is_made_anew(hub, triforce, folder, plain):
     hub.put(NAME, plain)
     hub.abrupt = True
     hub.cuts["model.safetensors"] = [3 * CHUNK, 2 * CHUNK]
-    assert run("pull", NAME)[0] == 0
+    assert triforce("pull", NAME)[0] == 0
     assert pulled(folder) == plain
     assert [start for name, start in hub.requests if name == "model.safetensors"][:3] == [0, 3 * CHUNK, 5 * CHUNK]
 
 
-def break_off(hub: Hub, run: Run, name: str, come: int) -> str:
+def break_off(hub: Hub, triforce: Callable[..., tuple[int, str, str]], name: str, come: int) -> str:
     """Pull until `come` bytes of the file have come, and no more."""
     hub.cuts[name] = [come, *[0] * 20]
-    code, _, err = run("pull", NAME)
+    code, _, err = triforce("pull", NAME)
     assert code == 1
     hub.cuts.clear()
     return err
 
 
-def test_a_pull_that_failed_goes_on_where_it_was(hub, run, folder, plain):
+def test_a_pull_that_failed_goes_on_where_it_was(hub, triforce, folder, plain):
     hub.put(NAME, plain)
-    err = break_off(hub, run, "model.safetensors", 5 * CHUNK)
+    err = break_off(hub, triforce, "model.safetensors", 5 * CHUNK)
     assert f"then 'triforce pull {NAME}' goes on from where it was" in err
     assert state_of(folder) == "broken off"
     assert not (folder / "config.json").exists()
-    code, _, err = run("generate", "--model", NAME, "--prompt", "x")
+    code, _, err = triforce("generate", "--model", NAME, "--prompt", "x")
     assert (code, f"'triforce pull {NAME}' goes on" in err) == (4, True)
     hub.requests.clear()
-    _, _, err = run("pull", NAME)
+    _, _, err = triforce("pull", NAME)
     assert f"{size(len(plain['model.safetensors']) - 5 * CHUNK)} to fetch" in err
     assert hub.requests == [("model.safetensors", 5 * CHUNK)]
     assert pulled(folder) == plain
 
 
-def test_what_came_of_another_version_is_not_mixed_in(hub, run, folder, plain):
+def test_what_came_of_another_version_is_not_mixed_in(hub, triforce, folder, plain):
     hub.put(NAME, plain)
-    break_off(hub, run, "model.safetensors", 5 * CHUNK)
+    break_off(hub, triforce, "model.safetensors", 5 * CHUNK)
     newer = {**plain, "model.safetensors": files_of_seed(folder.parent, 1)}
     hub.put(NAME, newer, commit=OTHER)
-    assert run("pull", NAME)[0] == 0
+    assert triforce("pull", NAME)[0] == 0
     assert pulled(folder) == newer
 
 
-def test_nothing_of_a_version_whose_pull_broke_off_gets_into_another(hub, run, folder, plain):
+def test_nothing_of_a_version_whose_pull_broke_off_gets_into_another(hub, triforce, folder, plain):
     """Going back to the version in place, files of the newer one that had come already replaced it."""
     hub.put(NAME, plain)
-    run("pull", NAME)
+    triforce("pull", NAME)
     texts = {name: data + b"\n" for name, data in plain.items() if name != "model.safetensors"}
     hub.put(NAME, {**texts, "model.safetensors": files_of_seed(folder.parent, 1)}, commit=OTHER)
-    break_off(hub, run, "model.safetensors", CHUNK)
+    break_off(hub, triforce, "model.safetensors", CHUNK)
     assert (folder / STAGING / "tokenizer.json").read_bytes() == texts["tokenizer.json"]
-    assert run("pull", NAME, "--revision", COMMIT)[0] == 0
+    assert triforce("pull", NAME, "--revision", COMMIT)[0] == 0
     assert pulled(folder) == plain
 
 
-def test_nothing_of_a_converted_version_gets_into_another(hub, run, folder, plain, tmp_path):
+def test_nothing_of_a_converted_version_gets_into_another(hub, triforce, folder, plain, tmp_path):
     hub.put(NAME, pickled(plain, tmp_path, 2))
-    run("pull", NAME)
+    triforce("pull", NAME)
     hub.put(NAME, pickled(plain, tmp_path, 2, **random_model(seed=1).state_dict()), commit=OTHER)
-    break_off(hub, run, "pytorch_model-00002-of-00002.bin", CHUNK)
+    break_off(hub, triforce, "pytorch_model-00002-of-00002.bin", CHUNK)
     assert (folder / STAGING / "model-00001-of-00002.safetensors").exists()
-    assert run("pull", NAME, "--revision", COMMIT)[0] == 0
+    assert triforce("pull", NAME, "--revision", COMMIT)[0] == 0
     assert same_bits(tensors_in(folder), random_model().state_dict())
 
 
@@ -278,25 +265,25 @@ def files_of_seed(folder: Path, seed: int) -> bytes:
     return data
 
 
-def test_a_hub_that_begins_anew_is_followed(hub, run, folder, plain):
+def test_a_hub_that_begins_anew_is_followed(hub, triforce, folder, plain):
     hub.put(NAME, plain)
     hub.ranges = False
     hub.cuts["model.safetensors"] = [3 * CHUNK]
-    assert run("pull", NAME)[0] == 0
+    assert triforce("pull", NAME)[0] == 0
     assert pulled(folder) == plain
-    assert run("pull", NAME)[0] == 0
+    assert triforce("pull", NAME)[0] == 0
 
 
-def test_the_model_that_was_there_stays_usable_while_an_update_is_broken_off(hub, run, folder, plain):
+def test_the_model_that_was_there_stays_usable_while_an_update_is_broken_off(hub, triforce, folder, plain):
     hub.put(NAME, plain)
-    run("pull", NAME)
+    triforce("pull", NAME)
     hub.put(NAME, {**plain, "model.safetensors": files_of_seed(folder.parent, 1)}, commit=OTHER)
-    break_off(hub, run, "model.safetensors", CHUNK)
+    break_off(hub, triforce, "model.safetensors", CHUNK)
     assert locate(NAME) == folder
     assert (folder / "model.safetensors").read_bytes() == plain["model.safetensors"]
 
 
-def test_an_end_in_the_middle_of_moving_is_seen_and_mended(hub, run, folder, plain, monkeypatch):
+def test_an_end_in_the_middle_of_moving_is_seen_and_mended(hub, triforce, folder, plain, monkeypatch):
     hub.put(NAME, plain)
     real = os.replace
 
@@ -307,9 +294,9 @@ def test_an_end_in_the_middle_of_moving_is_seen_and_mended(hub, run, folder, pla
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", replace)
-        assert run("pull", NAME)[0] == 1
+        assert triforce("pull", NAME)[0] == 1
     assert state_of(folder) == "broken off"
-    assert run("pull", NAME)[0] == 0
+    assert triforce("pull", NAME)[0] == 0
     assert pulled(folder) == plain
 
 
@@ -318,7 +305,7 @@ def command(hub: Hub, *args: str, **variables: str) -> tuple[list[str], dict[str
     return [sys.executable, "-m", "triforce_cli", *args], environment
 
 
-def test_ctrl_c_keeps_what_has_come_and_says_how_to_go_on(hub, run, folder, plain):
+def test_ctrl_c_keeps_what_has_come_and_says_how_to_go_on(hub, triforce, folder, plain):
     hub.put(NAME, plain)
     hub.stalls["model.safetensors"] = len(plain["model.safetensors"]) - 100
     args, environment = command(hub, "pull", NAME)
@@ -333,7 +320,7 @@ def test_ctrl_c_keeps_what_has_come_and_says_how_to_go_on(hub, run, folder, plai
     assert process.returncode == 130
     assert err.splitlines()[-1] == f"stopped; 'triforce pull {NAME}' goes on from here"
     assert state_of(folder) == "broken off"
-    assert run("pull", NAME)[0] == 0
+    assert triforce("pull", NAME)[0] == 0
     assert pulled(folder) == plain
 
 
@@ -368,12 +355,12 @@ def test_offline_says_what_to_unset(hub, plain):
     assert f"HF_HUB_OFFLINE is set, so {NAME} cannot be pulled; unset it and run" in done.stderr
 
 
-def test_two_pulls_at_once_are_one(hub, run, folder, plain):
+def test_two_pulls_at_once_are_one(hub, triforce, folder, plain):
     hub.put(NAME, plain)
     (folder / STAGING).mkdir(parents=True)
     with (folder / STAGING / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        code, _, err = run("pull", NAME)
+        code, _, err = triforce("pull", NAME)
     assert (code, "another process is pulling" in err, hub.requests) == (4, True, [])
 
 
@@ -391,61 +378,61 @@ def test_two_pulls_at_once_are_one(hub, run, folder, plain):
         (500, "", 1, "the hub answered with status 500; later 'triforce pull owner/model'"),
     ],
 )
-def test_a_refusal_of_the_hub_says_what_to_do(hub, run, folder, status, code, exit_code, said):
+def test_a_refusal_of_the_hub_says_what_to_do(hub, triforce, folder, status, code, exit_code, said):
     hub.refusals[NAME] = (status, code)
-    found, out, err = run("pull", NAME)
+    found, out, err = triforce("pull", NAME)
     assert (found, out) == (exit_code, "")
     assert said in err
     assert "Traceback" not in err
     assert not folder.parent.exists()
 
 
-def test_a_gated_repository_leaves_nothing(hub, run, folder, plain):
+def test_a_gated_repository_leaves_nothing(hub, triforce, folder, plain):
     """The hub lists what is in one, and gives none of it."""
     hub.put(NAME, plain)
     hub.refusals["config.json"] = (401, "GatedRepo")
-    code, _, err = run("pull", NAME)
+    code, _, err = triforce("pull", NAME)
     assert (code, f"{NAME} is gated: accept its terms" in err) == (4, True)
     assert not folder.parent.exists()
 
 
 @pytest.mark.parametrize(("status", "code", "exit_code"), [(404, "EntryNotFound", 4), (403, "", 4), (410, "", 1)])
-def test_a_refusal_of_one_file_ends_the_pull(hub, run, folder, plain, status, code, exit_code):
+def test_a_refusal_of_one_file_ends_the_pull(hub, triforce, folder, plain, status, code, exit_code):
     hub.put(NAME, plain)
     hub.refusals["model.safetensors"] = (status, code)
-    found, _, err = run("pull", NAME)
+    found, _, err = triforce("pull", NAME)
     assert (found, f"'triforce pull {NAME}'" in err) == (exit_code, True)
     assert state_of(folder) == "broken off"
 
 
-def test_no_network_says_so(hub, run, monkeypatch):
+def test_no_network_says_so(hub, triforce, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
-    code, _, err = run("pull", NAME)
+    code, _, err = triforce("pull", NAME)
     assert (code, "the hub cannot be reached (ConnectError" in err) == (1, True)
 
 
 @pytest.mark.parametrize("name", ["llama", "a/b/c", "../x", "a/..", "local/x", "/etc/passwd", "a/b\x1b[2J", ""])
-def test_a_name_that_is_none_is_refused(hub, run, name):
-    code, _, err = run("pull", name)
+def test_a_name_that_is_none_is_refused(hub, triforce, name):
+    code, _, err = triforce("pull", name)
     assert (code, "is no model of the hub" in err) == (2, True)
     assert "\x1b" not in err
 
 
-def test_what_cannot_be_run_is_refused_before_its_weights_come(hub, run, folder, plain):
+def test_what_cannot_be_run_is_refused_before_its_weights_come(hub, triforce, folder, plain):
     config = {**json.loads(plain["config.json"]), "model_type": "mamba"}
     hub.put(NAME, {**plain, "config.json": json.dumps(config).encode()})
-    code, _, err = run("pull", NAME)
+    code, _, err = triforce("pull", NAME)
     assert (code, hub.asked()) == (4, ["config.json"])
     assert f"{NAME} was not pulled" in err
     assert "model_type is 'mamba'" in err
     assert not folder.exists()
 
 
-def test_a_repository_without_a_model_is_refused(hub, run, plain):
+def test_a_repository_without_a_model_is_refused(hub, triforce, plain):
     hub.put(NAME, {name: data for name, data in plain.items() if name != "config.json"})
-    assert "has no config.json" in run("pull", NAME)[2]
+    assert "has no config.json" in triforce("pull", NAME)[2]
     hub.put("owner/gguf", {"config.json": plain["config.json"], "model.gguf": b"x"})
-    code, _, err = run("pull", "owner/gguf")
+    code, _, err = triforce("pull", "owner/gguf")
     assert (code, "triforce convert FILE" in err, hub.asked()) == (4, True, [])
 
 
@@ -465,10 +452,10 @@ def altered(data: bytes) -> bytes:
         ({"size": 600}, "more bytes came"),
     ],
 )
-def test_other_bytes_than_the_hub_lists_are_not_kept(hub, run, folder, plain, name, listed, what):
+def test_other_bytes_than_the_hub_lists_are_not_kept(hub, triforce, folder, plain, name, listed, what):
     said = {"lfs": {"sha256": "e" * 64, "size": 1, "pointerSize": 1}} if name == "model.safetensors" else {}
     hub.put(NAME, plain, listed={name: {"blobId": "e" * 40, **said, **listed}})
-    code, _, err = run("pull", NAME)
+    code, _, err = triforce("pull", NAME)
     assert (code, what in err, name in err) == (4, True, True)
     assert not list(folder.rglob(f"{name}*"))
 
@@ -477,49 +464,49 @@ def test_other_bytes_than_the_hub_lists_are_not_kept(hub, run, folder, plain, na
     "listed",
     [{"blobId": "../../../evil/evil"}, {"blobId": None}, {"size": None}, {"size": -1}, {"size": "9"}, {"size": 2**40}],
 )
-def test_a_listing_that_makes_no_sense_is_refused(hub, run, plain, tmp_path, listed):
+def test_a_listing_that_makes_no_sense_is_refused(hub, triforce, plain, tmp_path, listed):
     """What a file hashes to is part of a name on the disk."""
     hub.put(NAME, plain, listed={"config.json": listed})
-    code, out, err = run("pull", NAME)
+    code, out, err = triforce("pull", NAME)
     assert (code, out, hub.asked()) == (4, "", [])
     assert "the hub does not say how long 'config.json' is" in err or "config.json has 1099511627776 bytes" in err
     assert not list(tmp_path.rglob("*evil*"))
 
 
 @pytest.mark.parametrize("answer", [b"<html>", b"[]", b"{}", b'{"id": "../x", "sha": "c"}', b'{"id": "a/b", "sha": 3}'])
-def test_an_answer_of_no_hub_is_refused(hub, run, answer):
+def test_an_answer_of_no_hub_is_refused(hub, triforce, answer):
     hub.put(NAME, {}, answer=answer)
-    code, _, err = run("pull", NAME)
+    code, _, err = triforce("pull", NAME)
     assert (code in (1, 4), "is HF_ENDPOINT a hub?" in err) == (True, True)
 
 
-def test_names_that_lead_out_are_never_fetched(hub, run, folder, plain, tmp_path):
+def test_names_that_lead_out_are_never_fetched(hub, triforce, folder, plain, tmp_path):
     """They are not among the names that are taken; an index that names one is refused."""
     hub.put(NAME, {**plain, "../evil.json": b"{}", "../../evil.safetensors": b"x", "/etc/evil": b"x"})
-    assert run("pull", NAME)[0] == 0
+    assert triforce("pull", NAME)[0] == 0
     assert pulled(folder) == plain
     out = ("../evil.safetensors", "/evil.safetensors", "a/b.safetensors", "..", ".safetensors", "x.bin", 3)
     for number, shard in enumerate(out):
         index = json.dumps({"weight_map": {"a": shard}}).encode()
         files = {"config.json": plain["config.json"], "model.safetensors.index.json": index, str(shard): b"x"}
         hub.put(f"owner/evil{number}", files)
-        code, _, err = run("pull", f"owner/evil{number}")
+        code, _, err = triforce("pull", f"owner/evil{number}")
         assert (code, "must be a plain name" in err) == (4, True)
     assert set(hub.asked()) == {"config.json", "model.safetensors.index.json", *plain}
     assert not list(tmp_path.rglob("evil.*"))
 
 
-def test_an_index_that_names_what_is_not_there_is_refused(hub, run, plain):
+def test_an_index_that_names_what_is_not_there_is_refused(hub, triforce, plain):
     index = json.dumps({"weight_map": {"a": "gone.safetensors"}}).encode()
     hub.put(NAME, {"config.json": plain["config.json"], "model.safetensors.index.json": index})
-    code, _, err = run("pull", NAME)
+    code, _, err = triforce("pull", NAME)
     assert (code, "names gone.safetensors, which is not in the repository" in err) == (4, True)
 
 
-def test_weights_of_another_model_are_found_out(hub, run, folder, plain, tmp_path):
+def test_weights_of_another_model_are_found_out(hub, triforce, folder, plain, tmp_path):
     other = files_of(save(random_model("qwen2"), tmp_path / "other"))
     hub.put(NAME, {**plain, "model.safetensors": other["model.safetensors"]})
-    code, _, err = run("pull", NAME)
+    code, _, err = triforce("pull", NAME)
     assert (code, "the tensors do not fit config.json" in err) == (4, True)
 
 
@@ -528,19 +515,19 @@ def test_weights_of_another_model_are_found_out(hub, run, folder, plain, tmp_pat
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_too_small_a_disk_is_refused_before_weights_come(hub, run, folder, plain, monkeypatch):
+def test_too_small_a_disk_is_refused_before_weights_come(hub, triforce, folder, plain, monkeypatch):
     hub.put(NAME, plain)
     needed = weights_and_texts(plain)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, needed - 1))
-    code, _, err = run("pull", NAME)
+    code, _, err = triforce("pull", NAME)
     assert (code, hub.asked()) == (3, ["config.json"])
     assert f"{needed / 1e9:.3g} GB are needed in {folder}" in err
     assert FOLDER_VARIABLE in err
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, needed))
-    assert run("pull", NAME)[0] == 0
+    assert triforce("pull", NAME)[0] == 0
 
 
-def test_a_disk_that_fills_up_on_the_way_says_so(hub, run, folder, plain, monkeypatch):
+def test_a_disk_that_fills_up_on_the_way_says_so(hub, triforce, folder, plain, monkeypatch):
     hub.put(NAME, plain)
     write = fetch.Incoming.write
 
@@ -551,9 +538,9 @@ def test_a_disk_that_fills_up_on_the_way_says_so(hub, run, folder, plain, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(fetch.Incoming, "write", full)
-        code, _, err = run("pull", NAME)
+        code, _, err = triforce("pull", NAME)
     assert (code, f"the disk of {folder} is full" in err) == (3, True)
-    assert run("pull", NAME)[0] == 0
+    assert triforce("pull", NAME)[0] == 0
     assert pulled(folder) == plain
 
 
@@ -593,39 +580,39 @@ def same_bits(tensors: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
-def test_pickled_weights_become_safetensors_bit_for_bit(hub, run, folder, plain, tmp_path, num_shards):
+def test_pickled_weights_become_safetensors_bit_for_bit(hub, triforce, folder, plain, tmp_path, num_shards):
     files = pickled(plain, tmp_path, num_shards)
     hub.put(NAME, files)
-    code, _, err = run("pull", NAME)
+    code, _, err = triforce("pull", NAME)
     assert (code, "its weights are pickled" in err) == (0, True)
     texts = {name for name in plain if name != "model.safetensors"}
     shards = {f"model-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)} | {"model.safetensors.index.json"}
     assert set(pulled(folder)) == texts | (shards if num_shards == 3 else {"model.safetensors"})
     assert same_bits(tensors_in(folder), random_model().state_dict())
     hub.asked()
-    assert json.loads(run("pull", NAME, "--json")[1])["fetched_bytes"] == 0
+    assert json.loads(triforce("pull", NAME, "--json")[1])["fetched_bytes"] == 0
     assert not any(name.endswith(".bin") for name in hub.asked())
     assert same_bits(tensors_in(folder), random_model().state_dict())
 
 
-def test_shards_that_were_converted_are_not_fetched_again(hub, run, folder, plain, tmp_path):
+def test_shards_that_were_converted_are_not_fetched_again(hub, triforce, folder, plain, tmp_path):
     hub.put(NAME, pickled(plain, tmp_path, 3))
-    break_off(hub, run, "pytorch_model-00003-of-00003.bin", 2 * CHUNK)
+    break_off(hub, triforce, "pytorch_model-00003-of-00003.bin", 2 * CHUNK)
     assert len(list(folder.rglob("*.safetensors"))) == 2
     assert not list(folder.rglob("*.bin"))  # no more than one lies beside what is made of it
     hub.requests.clear()
-    assert run("pull", NAME)[0] == 0
+    assert triforce("pull", NAME)[0] == 0
     assert hub.requests == [("pytorch_model-00003-of-00003.bin", 2 * CHUNK)]
     assert same_bits(tensors_in(folder), random_model().state_dict())
 
 
-def test_a_shard_that_came_and_was_not_converted_waits(hub, run, folder, plain, tmp_path, monkeypatch):
+def test_a_shard_that_came_and_was_not_converted_waits(hub, triforce, folder, plain, tmp_path, monkeypatch):
     hub.put(NAME, pickled(plain, tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr("offload.hub.pull.convert_shard", lambda *args, **named: 1 / 0)
-        assert run("pull", NAME)[0] == 1
+        assert triforce("pull", NAME)[0] == 1
     hub.requests.clear()
-    assert run("pull", NAME)[0] == 0
+    assert triforce("pull", NAME)[0] == 0
     assert hub.requests == []
     assert same_bits(tensors_in(folder), random_model().state_dict())
 
@@ -639,13 +626,13 @@ class Evil:
         return (open, (Evil.path, "w"))
 
 
-def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(hub, run, folder, plain, tmp_path):
+def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(hub, triforce, folder, plain, tmp_path):
     Evil.path = str(tmp_path / "ran")
     hub.put(NAME, pickled(plain, tmp_path, evil=Evil()))
     torch.load(tmp_path / "shard", weights_only=False)
     assert (tmp_path / "ran").exists()  # so it would
     (tmp_path / "ran").unlink()
-    code, _, err = run("pull", NAME)
+    code, _, err = triforce("pull", NAME)
     assert (code, "holds more than tensors, or is damaged; nothing of it was run" in err) == (4, True)
     assert not (tmp_path / "ran").exists()
     assert state_of(folder) == "broken off"
@@ -654,33 +641,33 @@ def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(hub, run,
 # --- config only ---
 
 
-def test_config_only_is_enough_to_plan_and_not_to_generate(hub, run, folder, plain):
+def test_config_only_is_enough_to_plan_and_not_to_generate(hub, triforce, folder, plain):
     hub.put(NAME, plain)
-    code, _, err = run("pull", NAME, "--config-only")
+    code, _, err = triforce("pull", NAME, "--config-only")
     assert (code, set(pulled(folder))) == (0, set(plain) - {"model.safetensors"})
     assert err.endswith(f"next: triforce plan --model {NAME}\n")
-    assert run("plan", "--model", NAME, "--max-tokens", "10")[0] == 0
-    code, _, err = run("generate", "--model", NAME, "--prompt", "x")
+    assert triforce("plan", "--model", NAME, "--max-tokens", "10")[0] == 0
+    code, _, err = triforce("generate", "--model", NAME, "--prompt", "x")
     assert (code, f"only its config.json was pulled; 'triforce pull {NAME}' fetches its weights" in err) == (4, True)
-    assert run("pull", NAME)[0] == 0
+    assert triforce("pull", NAME)[0] == 0
     assert pulled(folder) == plain
 
 
-def test_config_only_leaves_weights_that_are_there(hub, run, folder, plain):
+def test_config_only_leaves_weights_that_are_there(hub, triforce, folder, plain):
     hub.put(NAME, plain)
-    run("pull", NAME)
-    assert run("pull", NAME, "--config-only")[0] == 0
+    triforce("pull", NAME)
+    assert triforce("pull", NAME, "--config-only")[0] == 0
     assert pulled(folder) == plain
     assert "model.safetensors" in Origin.read(folder).files
 
 
-def test_config_only_leaves_what_has_come_of_weights(hub, run, folder, plain):
+def test_config_only_leaves_what_has_come_of_weights(hub, triforce, folder, plain):
     hub.put(NAME, plain)
-    break_off(hub, run, "model.safetensors", 5 * CHUNK)
-    assert run("pull", NAME, "--config-only")[0] == 0
+    break_off(hub, triforce, "model.safetensors", 5 * CHUNK)
+    assert triforce("pull", NAME, "--config-only")[0] == 0
     assert state_of(folder) == "config only"
     hub.requests.clear()
-    assert run("pull", NAME)[0] == 0
+    assert triforce("pull", NAME)[0] == 0
     assert hub.requests[-1] == ("model.safetensors", 5 * CHUNK)
     assert pulled(folder) == plain
 

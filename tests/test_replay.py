@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import GREEDY, TOKENIZER_SIZE, Sizes, perturbed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from models import GREEDY, Sizes, random_tokens, save_pair, tiny_engine, tiny_plan
 from offload import replay
 from offload.decode import speculation
 from offload.decode.sampling import RandomSource, SamplingParams
@@ -28,12 +28,7 @@ WARM = SamplingParams(temperature=0.8, seed=2)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    root = tmp_path_factory.mktemp("replay")
-    sizes = {"vocab_size": TOKENIZER_SIZE, "max_position_embeddings": 1024, "eos_token_id": None}
-    return (
-        save(random_model(**sizes), root / "target", tokenizer=True),
-        save(perturbed(random_model(**sizes), 0.1), root / "draft", tokenizer=True),
-    )
+    return save_pair(tmp_path_factory.mktemp("replay"), context=1024)
 
 
 def make(folders: tuple[Path, Path], *, dtype: str = "fp32", offload: Sequence[str] = ()) -> Engine:

@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from models import GREEDY, TOKENIZER_SIZE, Sizes, perturbed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from models import GREEDY, TOKENIZER_SIZE, Sizes, random_tokens, save_pair, tiny_engine, tiny_plan
 from offload.comparison import PLAIN, TRANSFORMERS, TRIFORCE, Comparison, Run
 from offload.engine import Engine
 from offload.errors import DoesNotFit, TriforceError
@@ -20,24 +19,15 @@ from offload.plan.request import Request
 from offload.reference import Reference
 from offload.trial import WARM_UP, Step, Trial, check_reference_fits
 
-SIZES = {"vocab_size": TOKENIZER_SIZE, "max_position_embeddings": 512, "eos_token_id": None}
+pytestmark = pytest.mark.usefixtures("one_thread")
 LEVELS = Sizes(gamma=5, draft_gamma=2, budget=16, chunk=4, window=8, lookup=True)
 NUM_TOKENS = 24
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
-    save(random_model(**SIZES), folder / "target", tokenizer=True)
-    save(perturbed(random_model(**SIZES), 0.1), folder / "draft", tokenizer=True)
+    save_pair(folder, context=512)
     return folder
 
 

@@ -180,6 +180,24 @@ def test_a_lookup_that_is_right_replaces_a_dear_model() -> None:
     assert reached < 1.1 * best(0.97, 0.0, (1.0, 0.0))
 
 
+def test_a_long_match_that_was_right_goes_straight_to_a_verification() -> None:
+    """As long as the block may be, past a model that would check it for a little: nothing is left to check."""
+    outlooks = [Outlook(63, 7), ANY]
+    ahead = Adaptive(63, Line(1.0, 0.0), [Source.lookup(), Source(0.995, 0.005, trust=32.0)])
+    play(ahead, [1.0, 0.995], seconds=[1e-5, 0.005], passes=(1.0, 0.0), num_tokens=300, outlooks=outlooks)
+    ahead.start(63)
+    assert ahead.ask(outlooks) == Ask(0, 63)
+
+
+def test_after_text_that_was_copied_a_model_is_worth_what_it_always_was() -> None:
+    """Cheap tokens of rounds with a match do not make cheap the tokens of rounds without one."""
+    ahead = Adaptive(63, Line(0.9, 0.1), [Source.lookup(), Source(0.6, 0.2)])
+    copied = [Outlook(60, 7), ANY]
+    play(ahead, [1.0, 0.6], seconds=[1e-5, 0.2], passes=(0.9, 0.1), num_tokens=1000, outlooks=copied)
+    ahead.start(63)
+    assert ahead.ask([NONE, ANY]) == Ask(1, 1)
+
+
 def test_a_lookup_that_is_wrong_leaves_the_model_in_its_place() -> None:
     outlooks = [Outlook(20, 1), ANY]
     ahead = Adaptive(63, Line(5.0, 0.0), [Source.lookup(), Source(0.9, 0.1)])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.decode.lookup import LONGEST, LookupProposer, longest_match, match_grade
+from offload.decode.lookup import COMPARED, LONGEST, LookupProposer, longest_match, match_grade
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
@@ -21,7 +21,7 @@ def slow_match(tokens: Sequence[int]) -> tuple[int, int]:
         length = 0
         while length < min(start, LONGEST) and tokens[start - 1 - length] == tokens[-1 - length]:
             length += 1
-        if length and length >= best[1]:
+        if length and min(length, COMPARED) >= min(best[1], COMPARED):
             best = (start, length)
     return best
 
@@ -32,7 +32,17 @@ def test_the_match_is_the_latest_of_the_longest(tokens: list[int]) -> None:
     assert longest_match(np.array(tokens, np.int32)) == slow_match(tokens)
 
 
-def test_a_match_is_compared_no_further_than_it_says() -> None:
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 150), min_size=1, max_size=4), st.integers(0, 2**32 - 1))
+def test_long_matches_are_measured_and_the_latest_of_them_is_it(lengths: list[int], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    ending = random.integers(0, 50, 160)
+    copies = [np.concatenate([random.integers(0, 50, 5), ending[len(ending) - length :]]) for length in lengths]
+    tokens = np.concatenate([*copies, ending]).astype(np.int32)
+    assert longest_match(tokens) == slow_match(tokens.tolist())
+
+
+def test_a_match_is_measured_no_further_than_it_says() -> None:
     assert longest_match(np.zeros(200, np.int32)) == (199, LONGEST)
 
 
@@ -83,6 +93,8 @@ def test_a_long_sequence_finds_room() -> None:
     assert subject.propose(sequence[:5990], 4).tokens == [2990, 2991, 2992, 2993]
 
 
-@pytest.mark.parametrize(("length", "grade"), [(1, 0), (2, 1), (3, 1), (4, 2), (7, 2), (8, 3), (32, 5)])
+@pytest.mark.parametrize(
+    ("length", "grade"), [(1, 0), (2, 1), (3, 1), (4, 2), (7, 2), (8, 3), (32, 5), (127, 6), (128, 7)]
+)
 def test_a_match_is_graded_by_its_length_in_powers_of_two(length: int, grade: int) -> None:
     assert match_grade(length) == grade

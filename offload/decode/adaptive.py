@@ -1,22 +1,23 @@
 """Lengths that adapt to the text: decided before each token is drawn, from what is known by then.
 
-A token has a going rate in seconds: what one costs at present. To draft another one is worth it while the chance that
-it will be kept, times the rate, is more than it costs. This maximises tokens per second over rounds of any lengths
-(the argument is Dinkelbach's for ratios), and plain decoding is the round of no drafts.
+A token has a going rate in seconds: what one costs where the text is now. To draft another one is worth it while the
+chance that it will be kept, times the rate, is more than it costs. This maximises tokens per second over rounds of any
+lengths (the argument is Dinkelbach's for ratios), and plain decoding is the round of no drafts.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
-from offload.decode.estimates import Line
+from offload.decode.estimates import Line, Ratio
 from offload.decode.lookahead import Ask, Outlook
 from offload.decode.source import Source
 from offload.decode.verify import Verdict
 
 _MARGIN = 1.1  # by which a token's worth must exceed its price: both are estimates, and the best looking one flatters
-_LATELY = 0.9  # of the weight of a round is left after the next, in what a token has cost lately
+_GUESSED_PASSES = 2  # that the guess of a going rate is worth where only rounds of one kind count
 _LEAST_RATE = 0.5  # of what a model alone would make a token cost: an easy stretch ends
 _PROBE = 16  # rounds from one short one to the next: only different lengths show what a row costs
 
@@ -32,7 +33,8 @@ class Adaptive:
         self._left = self._rounds = 0
         self._may_draft = False  # in this round
         self._rate = 0.0  # seconds that a token costs at present
-        self._spent = self._emitted = 0.0  # seconds and tokens of the latest rounds
+        self._lately: defaultdict[int | None, Ratio] = defaultdict(Ratio)  # seconds a token, by match; None: of all
+        self._match = 0  # the best lookup's, where the round began
         self._kept = 1.0  # the chance that all drafted so far is kept
         self._drafted: list[tuple[Source, int]] = []  # each token's source and grade
 
@@ -43,6 +45,9 @@ class Adaptive:
 
     def ask(self, outlooks: Sequence[Outlook]) -> Ask | None:
         """The step that is worth the most. A lookup's worth includes that a model may go on after it."""
+        if not self._drafted:
+            self._match = _best_match(outlooks)
+            self._rate = self.rate(self._match)
         best, most = None, 0.0
         for index, (source, outlook) in enumerate(zip(self.sources, outlooks, strict=True)):
             if not source.ready:
@@ -78,6 +83,7 @@ class Adaptive:
     def outlook(self, outlooks: Sequence[Outlook]) -> Outlook:
         """Where a lookup would be drafted, a round emits more than usual for one pass."""
         self._begin(self.most)
+        self._rate = self.rate(_best_match(outlooks))
         for source, outlook in zip(self.sources, outlooks, strict=True):
             count = self._run(source, outlook, outlooks)[0] if outlook.num_tokens else 0
             if count:
@@ -99,13 +105,13 @@ class Adaptive:
         if seconds is not None:
             source.round_seconds.add(seconds)
 
-    def rate(self) -> float:
+    def rate(self, match: int | None = None) -> float:
         """Seconds that a token costs: of none drafted, or of the best length by one model; less where all proposers
-        together have made it less lately."""
+        together have made it less lately, in rounds that began with such a match (None: in all)."""
         models = [self._best_rate(source) for source in self.sources if not source.is_lookup]
         expected = min([self.passes.at(1), *models])
-        lately = self._spent / self._emitted if self._emitted else expected
-        return min(expected, max(lately, _LEAST_RATE * expected))
+        guessed = 0.0 if match is None else _GUESSED_PASSES * self.passes.at(1)
+        return min(expected, max(self._lately[match].from_guess(expected, guessed), _LEAST_RATE * expected))
 
     def _begin(self, limit: int) -> None:
         self._left, self._kept, self._drafted = min(self.most, limit), 1.0, []
@@ -121,8 +127,8 @@ class Adaptive:
         seconds = self.passes.at(num_rows) * (1.0 + self._pass_share)
         seconds += sum(source.round_seconds.value for source in self.sources if source.ready)
         seconds += sum(source.seconds.value for source, _ in self._drafted)
-        self._spent = _LATELY * self._spent + seconds
-        self._emitted = _LATELY * self._emitted + num_tokens
+        for match in (self._match, None):
+            self._lately[match].add(seconds, num_tokens)
 
     def _best_rate(self, source: Source) -> float:
         """Seconds per token with the best fixed length of `source`."""
@@ -166,6 +172,11 @@ class Adaptive:
             best = max(best, (count, gained + after), key=lambda pair: pair[1])
             count //= 2
         return best
+
+
+def _best_match(outlooks: Sequence[Outlook]) -> int:
+    """How good the best lookup is. Texts are copied and made up in stretches, and a token costs less in the former."""
+    return max((1 + (outlook.grade or 0) for outlook in outlooks if outlook.num_tokens), default=0)
 
 
 def _kept_of(chance: float, count: int) -> float:

@@ -39,6 +39,22 @@ class Mean:
         self._total *= kept
 
 
+class Ratio:
+    """What was paid lately for each of something; each observation leaves `kept` of the weight of those before it."""
+
+    def __init__(self, *, kept: float = 0.9) -> None:
+        self._kept, self._paid, self._got = kept, 0.0, 0.0
+
+    def add(self, paid: float, got: float) -> None:
+        self._paid = self._kept * self._paid + paid
+        self._got = self._kept * self._got + got
+
+    def from_guess(self, guess: float, paid: float = 0.0) -> float:
+        """The ratio, had `paid` been paid at `guess` as well; `guess` where nothing was paid."""
+        got = paid / guess + self._got
+        return (paid + self._paid) / got if got else guess
+
+
 class Line:
     """seconds = fixed + slope * n, by least squares over what was seen lately; both never below 0.
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from offload.decode.lookahead import Outlook
 from offload.decode.speculation import Proposal
 
-LONGEST = 32  # matches are compared no further
+COMPARED = 32  # longer matches than this are not preferred to later ones
+LONGEST = 128  # and no match is measured further
 
 
 class LookupProposer:
@@ -69,8 +70,8 @@ class LookupProposer:
 
 
 def longest_match(tokens: NDArray[np.int32]) -> tuple[int, int]:
-    """(start, length): before `start` stand the last `length` tokens of `tokens` once more; the longest such, up to
-    LONGEST, and of these the latest. length 0: the last token was never there before.
+    """(start, length): before `start` stand the last `length` tokens of `tokens` once more, up to LONGEST of them; the
+    longest such, up to COMPARED, and of these the latest. length 0: the last token was never there before.
     """
     if len(tokens) < 2:
         return 0, 0
@@ -78,13 +79,21 @@ def longest_match(tokens: NDArray[np.int32]) -> tuple[int, int]:
     if not len(starts):
         return 0, 0
     length = 1
-    while length < LONGEST:
+    while length < COMPARED:
         longer = starts[starts > length]
         longer = longer[tokens[longer - 1 - length] == tokens[-1 - length]]
         if not len(longer):
             break
         starts, length = longer, length + 1
-    return int(starts[-1]), length
+    start = int(starts[-1])
+    return start, _match_length(tokens, start) if length == COMPARED else length
+
+
+def _match_length(tokens: NDArray[np.int32], start: int) -> int:
+    """Of the match that ends before `start`, up to LONGEST."""
+    most = min(LONGEST, start)
+    differs = np.flatnonzero(tokens[start - most : start] != tokens[len(tokens) - most :])
+    return most - 1 - int(differs[-1]) if len(differs) else most
 
 
 def match_grade(length: int) -> int:

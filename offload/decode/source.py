@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from offload.decode.estimates import Mean
 
-_LOOKUP_CHANCES = (0.2, 0.4, 0.55, 0.75, 0.9, 0.95)  # by grade (docs/log.md)
+_LOOKUP_CHANCES = (0.2, 0.4, 0.55, 0.75, 0.9, 0.95, 0.97, 0.99)  # by grade (docs/log.md)
 _LOOKUP_MEMORY = 0.9  # of the weight of a looked up token is left after the next: a run stands or falls as one
 _IDLE = 0.97  # of an estimate's weight is left after a round in which its proposer was not asked
 _PACE = 0.95  # of the weight of earlier seconds, after new ones

@@ -7,8 +7,9 @@ At temperature 0 all settings write one text. Recorded are, at each place of it,
 level's, over chunks chosen a block before. The decoding code itself then runs on levels that look these up, by the
 plan's clock, over stretches of the text that begin afresh: `--stretches` of `--max-tokens`. After a wrong token a level
 says what it says at that place of the text. All settings have the default's budget: decisions alone are compared, on
-many texts. --starts: shares of the source text after which the prompts begin. A setting fixes gamma, or lookups, or
-both: `gamma=7+lookup=no`.
+many texts. Where blocks happen to end decides a single run: `--alignments` plays each stretch so often, from places two
+tokens apart, and takes the mean. --starts: shares of the source text after which the prompts begin. A setting fixes
+gamma, or lookups, or both: `gamma=7+lookup=no`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import texts
@@ -151,6 +153,7 @@ def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, lengths="4096,8192,16384", settings=settings, max_tokens=160)
     parser.add_argument("--starts", default="0")
     parser.add_argument("--stretches", type=int, default=3)
+    parser.add_argument("--alignments", type=int, default=1)
     return parser.parse_args()
 
 
@@ -162,7 +165,7 @@ def main() -> None:
         offload=frozenset(filter(None, args.offload.split(","))), link_gbps=args.link_gbps, pace="planned"
     )
     lengths, starts = map(int, args.lengths.split(",")), map(float, args.starts.split(","))
-    num_tokens, rows, document = args.stretches * args.max_tokens, [], []
+    num_tokens, rows, document = args.stretches * args.max_tokens + 2 * args.alignments, [], []
     for task, length, start in itertools.product(args.tasks.split(","), lengths, starts):
         prompt = texts.prompt(task, tokenizer, length, start)
         plan = plan_request(model, draft, options, num_prompt_tokens=len(prompt), max_tokens=num_tokens + 8)
@@ -170,10 +173,11 @@ def main() -> None:
             recording = record(engine, prompt, num_tokens + 8, BLOCK[bool(plan.offload)])
         say(f"{task}, {len(prompt)} tokens from {start}: recorded")
         for number in range(args.stretches):
-            if len(recording.text) - len(prompt) < (number + 1) * args.max_tokens + 8:
+            if len(recording.text) - len(prompt) < (number + 1) * args.max_tokens + 2 * args.alignments + 8:
                 continue  # the text ended before
+            places = [number * args.max_tokens + 2 * step for step in range(args.alignments)]
             played = {
-                setting: play(recording, set_by_hand(plan, setting), number * args.max_tokens, args.max_tokens)
+                setting: fmean(play(recording, set_by_hand(plan, setting), place, args.max_tokens) for place in places)
                 for setting in settings
             }
             best = min(played, key=lambda setting: played[setting])

@@ -1,8 +1,8 @@
 """Lengths that adapt to the text: decided before each token is drawn, from what is known by then.
 
 A token has a going rate in seconds: what one costs where the text is now. To draft another one is worth it while the
-chance that it will be kept, times the rate, is more than it costs. This maximises tokens per second over rounds of any
-lengths (the argument is Dinkelbach's for ratios), and plain decoding is the round of no drafts.
+chance that it will be kept, times the rate, is more than it costs. Over rounds that are alike this maximises tokens per
+second (the argument is Dinkelbach's for ratios), whatever their lengths; plain decoding is the round of no drafts.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ class Adaptive:
 
     def outlook(self, outlooks: Sequence[Outlook]) -> Outlook:
         """Where a lookup would be drafted, a round emits more than usual for one pass."""
-        self._begin(self.most)
-        self._rate = self.rate(_best_match(outlooks))
+        self._begin(self.most, _best_match(outlooks))
         for source, outlook in zip(self.sources, outlooks, strict=True):
             count = self._run(source, outlook, outlooks)[0] if outlook.num_tokens else 0
             if count:
@@ -113,9 +112,9 @@ class Adaptive:
         guessed = 0.0 if match is None else _GUESSED_PASSES * self.passes.at(1)
         return min(expected, max(self._lately[match].from_guess(expected, guessed), _LEAST_RATE * expected))
 
-    def _begin(self, limit: int) -> None:
+    def _begin(self, limit: int, match: int | None = None) -> None:
         self._left, self._kept, self._drafted = min(self.most, limit), 1.0, []
-        self._rate = self.rate()
+        self._rate = self.rate(match)
 
     @property
     def _pass_share(self) -> float:

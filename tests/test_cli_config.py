@@ -184,3 +184,9 @@ class TestShow:
         line = next(line for line in out.splitlines() if line.startswith("top-k "))
         assert line.split() == ["top-k", "7", str(file)]
         assert next(line for line in out.splitlines() if line.startswith("seed ")).split() == ["seed", "-", "default"]
+
+
+def test_the_home_of_nobody_holds_no_configuration(triforce) -> None:
+    code, out, err = triforce("config", "show", "--config", "~nobody-at-all/x")
+    assert (code, out) == (2, "")
+    assert "~nobody-at-all/x: there is no such home folder" in err

@@ -336,3 +336,10 @@ def test_several_gguf_files_are_not_chosen_from(triforce, tmp_path):
         (tmp_path / name).write_bytes(b"GGUF")
     code, _, err = triforce("convert", str(tmp_path), "--output", str(tmp_path / "out"))
     assert (code, "holds 2 GGUF files; give one of them" in err) == (4, True)
+
+
+@pytest.mark.parametrize("args", [("~nobody-at-all/x",), ("x", "--output", "~nobody-at-all/x")])
+def test_the_home_of_nobody_is_no_folder(triforce, args):
+    code, out, err = triforce("convert", *args)
+    assert (code, out) == (2, "")
+    assert "~nobody-at-all/x: there is no such home folder" in err

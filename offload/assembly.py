@@ -13,12 +13,12 @@ from offload.cache.selection import Selection
 from offload.cache.streaming import StreamingCache
 from offload.cache.tiles import TileShape
 from offload.kernels.rope import RopeTable, rope_table
-from offload.kernels.rows import Blocks, Shapes, equal_blocks
+from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
 from offload.model.decoder import Decoder
 from offload.model.loading import load_decoder
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
-from offload.plan.sizing import CPU_BLOCKS
+from offload.plan.sizing import CPU_BLOCKS, MAX_ROWS
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 
@@ -85,31 +85,30 @@ def streaming_cache(plan: Plan, config: ModelConfig, memory: Memory) -> Streamin
         rope=rope(plan, config),
         sinks=plan.sinks,
         window=plan.window,
-        slack=_slack(plan),
+        slack=plan.gamma + plan.draft_gamma + 2 * plan.rows,
     )
 
 
 def block_sizes(plan: Plan, config: ModelConfig) -> Blocks:
-    """The block sizes that a pass may use. A GPU's blocks are all alike: fewer rows would not be faster there."""
+    """The block sizes that a pass may use. A GPU's blocks are all alike: fewer rows would not be faster there.
+
+    Other sizes never change what is computed, so they may be chosen by time.
+    """
     if plan.device != "cpu":
         return Blocks((plan.rows,))
     shapes = Shapes(
-        (*config.layer_products(), (config.vocab_size, config.hidden_size, False)),
+        config.layer_products(),
+        (config.vocab_size, config.hidden_size, False),
         config.num_heads,
         config.num_kv_heads,
         config.head_dim,
         plan.tile_tokens // plan.page_tokens,
         plan.page_tokens,
     )
-    return equal_blocks(shapes, plan.rows, CPU_BLOCKS, DTYPES[plan.dtype], torch.get_num_threads())
+    dtype, threads = DTYPES[plan.dtype], torch.get_num_threads()
+    return fast_blocks(shapes, equal_blocks(shapes, CPU_BLOCKS, dtype, threads), dtype, threads)
 
 
 def rope(plan: Plan, config: ModelConfig) -> RopeTable:
     """Of all positions that a pass may reach."""
-    table = rope_table(config, plan.capacity + _slack(plan), plan.capacity, plan.device)
-    return table.to(DTYPES[plan.dtype])
-
-
-def _slack(plan: Plan) -> int:
-    """Rows past the capacity: drafted ones, and padding."""
-    return plan.gamma + plan.draft_gamma + 2 * plan.rows
+    return rope_table(config, plan.capacity + MAX_ROWS, plan.capacity, plan.device).to(DTYPES[plan.dtype])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models import Sizes, full_cache, load, random_model, random_tokens, save
 from offload.kernels import rows as rows_module
-from offload.kernels.rows import Blocks, Shapes, equal_blocks
+from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
 from offload.model.level import Level
 from offload.plan.sizing import CPU_BLOCKS
 
@@ -43,17 +43,19 @@ def test_only_the_last_block_is_padded_and_as_little_as_can_be(blocks: Blocks, n
     assert not smaller or sum(whole) + smaller[-1] < num_rows
 
 
+SHAPES = Shapes(((96, 64, True),), (64, 48, False), 4, 2, 16, num_pages=3, page_tokens=32)
+
+
 def probe(dtype: torch.dtype) -> Blocks:
-    shapes = Shapes(((96, 64, True), (64, 48, False)), 4, 2, 16, num_pages=3, page_tokens=32)
     rows_module.equal_blocks.cache_clear()
-    return equal_blocks(shapes, 8, CPU_BLOCKS, dtype, torch.get_num_threads())
+    return equal_blocks(SHAPES, CPU_BLOCKS, dtype, torch.get_num_threads())
 
 
-def other_order_for(size: int, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`linear` that sums backwards where there are `size` rows."""
+def other_order_for(sizes: set[int], inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`linear` that sums backwards where there are so many rows."""
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if len(x) == size:
+        if len(x) in sizes:
             return inner(x.flip(1), weight.flip(1).contiguous(), bias)
         return inner(x, weight, bias)
 
@@ -68,9 +70,61 @@ def test_a_product_that_rounds_differently_for_some_number_of_rows_is_found(
     assert {8, 16} <= set(usual.sizes)
     for size in (12, 16):
         with monkeypatch.context() as patch:
-            patch.setattr(rows_module, "linear", other_order_for(size, rows_module.linear))
+            patch.setattr(rows_module, "linear", other_order_for({size}, rows_module.linear))
             assert probe(dtype).sizes == tuple(kept for kept in usual.sizes if kept != size)
     rows_module.equal_blocks.cache_clear()
+
+
+def test_of_sizes_that_round_in_two_ways_the_larger_class_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose heads are many rounded like the smallest sizes, or like the largest, but not like 8."""
+    usual = set(probe(torch.bfloat16).sizes)
+    inner = rows_module.linear
+    for odd in ({7, 8, 12}, {24, 32}, {1, 32}):
+        monkeypatch.setattr(rows_module, "linear", other_order_for(odd, inner))
+        assert set(probe(torch.bfloat16).sizes) == usual - odd
+    rows_module.equal_blocks.cache_clear()
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], *sizes: int) -> tuple[int, ...]:
+    """The sizes that are kept where a block takes so long."""
+    monkeypatch.setattr(rows_module, "_seconds", lambda run, sizes: {size: seconds(size) for size in sizes})
+    rows_module.fast_blocks.cache_clear()
+    try:
+        return fast_blocks(SHAPES, Blocks(sizes), torch.float32, 1).sizes
+    finally:
+        rows_module.fast_blocks.cache_clear()
+
+
+def test_a_size_is_kept_where_it_is_faster_than_the_smaller_ones_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert timed(monkeypatch, lambda size: 10 + size, 1, 8, 16, 32) == (1, 8, 16, 32)
+    assert timed(monkeypatch, lambda size: size, 1, 8, 16, 32) == (1,)
+    assert timed(monkeypatch, lambda size: 10 + size + 25 * (size > 16), 1, 8, 16, 24, 32) == (1, 8, 16)
+    assert timed(monkeypatch, lambda size: 10 + size + 100 * (size == 16), 8, 16, 24) == (8, 24)
+    assert timed(monkeypatch, lambda size: 10 + size, 7) == (7,)
+
+
+def test_a_size_takes_what_it_took_at_best_and_new_memory_is_met_by_the_largest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[int] = []
+    pauses = iter([5.0, 5.0, 0.0, 0.0, 0.0, 9.0])
+    now = 0.0
+
+    def run(size: int) -> None:
+        nonlocal now
+        ran.append(size)
+        now += size + next(pauses)
+
+    monkeypatch.setattr(rows_module, "perf_counter", lambda: now)
+    assert rows_module._seconds(run, (1, 8, 16), times=2) == {1: 1.0, 8: 8.0, 16: 16.0}
+    assert ran == [16, 8, 1] * 2
+
+
+def test_the_trial_of_sizes_runs_a_layer_over_a_tile() -> None:
+    rows_module.fast_blocks.cache_clear()
+    kept = fast_blocks(SHAPES, Blocks((1, 8, 16)), torch.float32, torch.get_num_threads()).sizes
+    assert kept[0] == 1
+    assert set(kept) <= {1, 8, 16}
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
@@ -102,11 +156,10 @@ def test_a_tokens_logits_have_the_same_bits_in_a_block_of_any_size_that_was_foun
     target = load(save(random_model(), tmp_path), dtype=DTYPES[dtype])
     config, tokens = target.config, random_tokens(60, vocabulary=target.config.vocab_size)
     sizes = Sizes(rows=8, page=16, pages=2)
-    shapes = Shapes(
-        (*config.layer_products(), (config.vocab_size, config.hidden_size, False)),
-        config.num_heads, config.num_kv_heads, config.head_dim, sizes.pages, sizes.page,
-    )  # fmt: skip
-    found = equal_blocks(shapes, sizes.rows, CPU_BLOCKS, target.weights.embedding.dtype, torch.get_num_threads())
+    head = (config.vocab_size, config.hidden_size, False)
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    shapes = Shapes(config.layer_products(), head, *heads, sizes.pages, sizes.page)
+    found = equal_blocks(shapes, CPU_BLOCKS, target.weights.embedding.dtype, torch.get_num_threads())
     runs = []
     for blocks, step in [(Blocks((8,)), 20), *((found, step) for step in (1, 2, 3, 5, 8, 11, 20))]:
         cache = full_cache(target, Sizes(rows=8, page=16, pages=2, equal_rows=blocks.sizes))

@@ -10,18 +10,7 @@ from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
 
 WALK = 512  # rows of one block of a prefill
 MAX_TILE_TOKENS = 8192  # without the room for padded rows
-CPU_BLOCKS = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-    7,
-    8,
-    12,
-    16,
-)  # rows, where the machine computes them alike; 24 are slower than 8 and 16
+CPU_BLOCKS = (*range(1, 9), 12, 16, 20, 24, 32)  # rows, those that the machine computes alike and gains by
 MAX_ROWS = 256  # beyond the sequence that a pass may write: the longest verification, padded
 NUM_STAGING = 2  # buffers through which layers, and tiles, cross the link
 TAIL_TOKENS = 128  # room after the chosen chunks of the retrieval cache, at least one chunk
@@ -94,6 +83,11 @@ class Sizing:
         computes them alike (kernels/rows.py).
         """
         return 8 if self.hardware.is_cpu else 16
+
+    @property
+    def most_rows(self) -> int:
+        """Of a block at most."""
+        return max(CPU_BLOCKS) if self.hardware.is_cpu else self.rows
 
     @property
     def prefill(self) -> PrefillShape:
@@ -170,7 +164,7 @@ class Sizing:
         if prefill.fused:  # a tile's pages, attended apart before they are merged
             pages = tile_tokens // PAGE_TOKENS
             scores = max(scores, pages * prefill.rows * heads * target.head_dim * (item + 4))
-        tile = self.rows * tile_tokens * heads * score
+        tile = self.most_rows * tile_tokens * heads * score
         logits = self._padded(gamma + 1) * target.vocab_size * (item + 36)
         return max(walk + scores, tile, logits)
 
@@ -185,4 +179,4 @@ class Sizing:
         return max(self.options.sinks, 1) + 2 * (self.options.window + slack)
 
     def _padded(self, num_rows: int) -> int:
-        return -(-num_rows // self.rows) * self.rows
+        return -(-num_rows // self.most_rows) * self.most_rows

@@ -331,6 +331,7 @@ class Engine:
             device=self.memory.device,
             on_verified=self._prepare,
             keeps_mass=lambda: self.retrieval is not None and self.rows.cache.keeps_mass,
+            block=self.levels["target"].block,
         )
         self._lookahead, self.clock = levels.lookahead, levels.clock
         return levels.top

@@ -23,7 +23,7 @@ from torch import Tensor
 from offload.decode import generation, lookahead, lookup, sampling, speculation, verify
 from offload.decode.adaptive import Adaptive
 from offload.decode.clock import PlanClock
-from offload.decode.estimates import Line
+from offload.decode.estimates import PassSeconds
 from offload.decode.lookahead import Ask, Fixed, Lookahead, Outlook
 from offload.decode.pace import Priced
 from offload.decode.sampling import RandomSource, SamplingParams
@@ -271,7 +271,7 @@ def adaptive(num_proposers: int, gamma: int, *, lookup: bool, dear: bool) -> Ada
     """The real one. `dear` tokens are drafted only where they are likely to be kept."""
     cost = DEAR if dear else CHEAP
     sources = [Source(0.7, cost, round_seconds=0.1) for _ in range(num_proposers - lookup)]
-    passes = Line(1.0, 0.02)
+    passes = PassSeconds(1.0, 0.02)
     return Adaptive(gamma, passes, [*([Source.lookup()] if lookup else []), *sources])
 
 

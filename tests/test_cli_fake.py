@@ -100,6 +100,7 @@ def make_plan(options: Options, num_prompt_tokens: int = 1000, max_tokens: int =
             first_token_seconds=40.1,
             full_pass_seconds=0.1,
             full_row_seconds=0.01,
+            full_block_rows=16,
             mass_share=0.1,
             retrieval_pass_seconds=0.005,
             retrieval_row_seconds=0.0001,

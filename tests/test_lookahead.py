@@ -13,7 +13,7 @@ from enumeration import TableLevel, soft
 from models import CPU
 from offload.decode.adaptive import Adaptive
 from offload.decode.clock import PlanClock
-from offload.decode.estimates import Line, Mean
+from offload.decode.estimates import Mean, PassSeconds
 from offload.decode.lookahead import Ask, Fixed, Outlook, grade_of
 from offload.decode.pace import Pace
 from offload.decode.source import Source
@@ -47,21 +47,52 @@ def test_a_mean_fades_back_to_its_guess() -> None:
 
 
 @given(st.floats(1e-3, 1.0), st.floats(0.0, 0.1))
-def test_a_line_is_its_guess_and_then_what_it_sees(fixed: float, slope: float) -> None:
-    line = Line(1.0, 0.5)
-    assert line.coefficients() == pytest.approx((1.0, 0.5))
+def test_a_pass_takes_what_was_guessed_and_then_what_was_seen(fixed: float, slope: float) -> None:
+    passes = PassSeconds(1.0, 0.5)
+    assert passes.coefficients() == pytest.approx((1.0, 0.5))
     for count in range(400):
-        n = 1 + count % 9
-        line.add(n, fixed + slope * n)
-    assert line.at(1) == pytest.approx(fixed + slope, rel=0.2, abs=0.06)
-    assert line.at(9) == pytest.approx(fixed + 9 * slope, rel=0.2, abs=0.06)
+        rows = 1 + count % 9
+        passes.add(rows, fixed + slope * rows)
+    assert passes.at(1) == pytest.approx(fixed + slope, rel=0.2, abs=0.06)
+    assert passes.at(9) == pytest.approx(fixed + 9 * slope, rel=0.2, abs=0.06)
 
 
-def test_a_line_never_slopes_down_nor_starts_below_zero() -> None:
-    line = Line(0.1, 0.1)
+@given(st.floats(1e-3, 1.0), st.floats(0.0, 0.1), st.integers(2, 16))
+def test_a_pass_of_several_blocks_takes_the_fixed_part_for_each(fixed: float, slope: float, block: int) -> None:
+    passes = PassSeconds(1.0, 0.5, block=block)
+    assert passes.coefficients() == pytest.approx((1.0, 0.5))
+    assert passes.at(block) == pytest.approx(1.0 + 0.5 * block)
+    assert passes.at(block + 1) == pytest.approx(2.0 + 0.5 * (block + 1))
+    for count in range(600):
+        rows = 1 + count % 40
+        passes.add(rows, fixed * math.ceil(rows / block) + slope * rows)
+    for rows in (1, block, block + 1, 40):
+        exact = fixed * math.ceil(rows / block) + slope * rows
+        assert passes.at(rows) == pytest.approx(exact, rel=0.2, abs=0.06)
+
+
+@pytest.mark.parametrize("block", [0, 4, 16])
+def test_steps_add_up_to_longer_passes(block: int) -> None:
+    passes = PassSeconds(1.0, 0.5, block=block)
+    for rows in range(1, 20):
+        steps = passes.steps(rows)
+        for more in range(1, 20):
+            assert passes.at(rows) + sum(next(steps) for _ in range(more)) == pytest.approx(passes.at(rows + more))
+            steps = passes.steps(rows)
+
+
+def test_whole_blocks_are_where_a_pass_may_end_best() -> None:
+    assert list(PassSeconds(1.0, 0.5, block=16).full_blocks(1, 63)) == [15, 31, 47, 63]
+    assert list(PassSeconds(1.0, 0.5, block=16).full_blocks(14, 17)) == [2]
+    assert list(PassSeconds(1.0, 0.5, block=16).full_blocks(16, 17)) == [0, 16]
+    assert list(PassSeconds(1.0, 0.5).full_blocks(1, 63)) == []
+
+
+def test_more_rows_never_take_less_nor_a_pass_less_than_nothing() -> None:
+    passes = PassSeconds(0.1, 0.1)
     for count in range(50):
-        line.add(1 + count % 9, 5.0 - 0.5 * (count % 9))
-    fixed, slope = line.coefficients()
+        passes.add(1 + count % 9, 5.0 - 0.5 * (count % 9))
+    fixed, slope = passes.coefficients()
     assert slope == 0.0
     assert fixed > 0.0
 
@@ -108,6 +139,7 @@ def play(
     seconds: list[float],
     passes: tuple[float, float],
     num_tokens: int,
+    block: int = 1000,
     outlooks: list[Outlook] | None = None,
 ) -> tuple[float, float]:
     """Proposer i's tokens are kept with chances[i] and take seconds[i]: (seconds a token, drafts a round)."""
@@ -121,7 +153,7 @@ def play(
             grade = (outlooks or [ANY] * len(chances))[ask.index].grade
             ahead.drafted(ask.index, [7 if grade is None else grade], seconds[ask.index])
         accepted = next((i for i, index in enumerate(drafted) if rng.random() >= chances[index]), len(drafted))
-        cost = passes[0] + passes[1] * (1 + len(drafted))
+        cost = passes[0] * math.ceil((1 + len(drafted)) / block) + passes[1] * (1 + len(drafted))
         clock += cost
         kept = [chances[index] for index in drafted[: accepted + 1]]
         ahead.verified(Verdict(accepted, 0, kept), 1 + len(drafted), cost)
@@ -129,10 +161,12 @@ def play(
     return clock / emitted, total / rounds
 
 
-def best(chance: float, seconds: float, passes: tuple[float, float], most: int = 63) -> float:
+def best(chance: float, seconds: float, passes: tuple[float, float], most: int = 63, *, block: int = 1000) -> float:
     """Seconds a token with the best fixed length."""
     return min(
-        (passes[0] + passes[1] * (1 + n) + n * seconds) / sum(chance**k for k in range(n + 1)) for n in range(most + 1)
+        (passes[0] * math.ceil((1 + n) / block) + passes[1] * (1 + n) + n * seconds)
+        / sum(chance**k for k in range(n + 1))
+        for n in range(most + 1)
     )
 
 
@@ -144,22 +178,54 @@ def test_measured_lengths_come_within_5_percent_of_the_best_fixed_one(
 ) -> None:
     """From a guess that is wrong in everything: seconds by a factor of three, and how often tokens are kept."""
     passes = (1.0, slope)
-    ahead = Adaptive(63, Line(0.5, 0.03), [Source(0.9, seconds / 3)])
+    ahead = Adaptive(63, PassSeconds(0.5, 0.03), [Source(0.9, seconds / 3)])
     play(ahead, [chance], seconds=[seconds], passes=passes, num_tokens=600)
     reached, _ = play(ahead, [chance], seconds=[seconds], passes=passes, num_tokens=6000)
     assert reached < 1.05 * best(chance, seconds, passes)
 
 
+@pytest.mark.parametrize("chance", [0.5, 0.8, 0.95, 0.99])
+@pytest.mark.parametrize("seconds", [0.01, 0.2])
+@pytest.mark.parametrize("block", [4, 16])
+def test_lengths_come_within_5_percent_of_the_best_fixed_one_where_blocks_cost(
+    chance: float, seconds: float, block: int
+) -> None:
+    """Whose best length is often that of a whole block, or of several."""
+    passes = (1.0, 0.05)
+    ahead = Adaptive(63, PassSeconds(0.5, 0.03, block=block), [Source(0.9, seconds / 3)])
+    play(ahead, [chance], seconds=[seconds], passes=passes, num_tokens=600, block=block)
+    reached, _ = play(ahead, [chance], seconds=[seconds], passes=passes, num_tokens=6000, block=block)
+    assert reached < 1.05 * best(chance, seconds, passes, block=block)
+
+
+def test_a_model_drafts_to_the_end_of_a_block_unless_the_next_one_pays_as_a_whole() -> None:
+    """A row that begins a block costs more than its token is worth; the rows after it make up for that where a round
+    costs more than its pass."""
+    for round_seconds, expected in ((0.0, 15), (3.0, 63)):
+        model = Source(0.999, 0.001, trust=1000.0, round_seconds=round_seconds)
+        ahead = Adaptive(63, PassSeconds(1.0, 0.01, block=16), [model])
+        ahead.start(63)
+        assert ahead.ask([ANY]) == Ask(0, expected)
+
+
+def test_of_a_lookup_as_much_is_drafted_as_ends_a_block() -> None:
+    ahead = Adaptive(63, PassSeconds(1.0, 0.01, block=16), [Source.lookup()])
+    ahead.start(63)
+    assert ahead.ask([Outlook(40, 3)]) == Ask(0, 15)
+    ahead.drafted(0, [3] * 4, 0.0)
+    assert ahead.ask([Outlook(40, 4)]) == Ask(0, 11)
+
+
 def test_where_drafts_are_worthless_almost_none_are_made() -> None:
     """Never slower than plain decoding by more than 3 %, the trials included that would show a better text."""
-    ahead = Adaptive(63, Line(1.0, 0.1), [Source(0.9, 0.7)])
+    ahead = Adaptive(63, PassSeconds(1.0, 0.1), [Source(0.9, 0.7)])
     play(ahead, [0.1], seconds=[0.7], passes=(1.0, 0.1), num_tokens=300)
     reached, _ = play(ahead, [0.1], seconds=[0.7], passes=(1.0, 0.1), num_tokens=5000)
     assert reached < 1.03 * 1.1
 
 
 def test_a_text_that_becomes_easy_is_noticed() -> None:
-    ahead = Adaptive(63, Line(1.0, 0.0), [Source(0.9, 0.2)])
+    ahead = Adaptive(63, PassSeconds(1.0, 0.0), [Source(0.9, 0.2)])
     play(ahead, [0.05], seconds=[0.2], passes=(1.0, 0.0), num_tokens=2000)
     play(ahead, [0.95], seconds=[0.2], passes=(1.0, 0.0), num_tokens=2000)
     reached, drafts = play(ahead, [0.95], seconds=[0.2], passes=(1.0, 0.0), num_tokens=2000)
@@ -168,14 +234,14 @@ def test_a_text_that_becomes_easy_is_noticed() -> None:
 
 
 def test_the_proposer_that_pays_is_the_one_that_is_asked() -> None:
-    ahead = Adaptive(63, Line(1.0, 0.0), [Source(0.5, 0.01), Source(0.5, 0.3)])
+    ahead = Adaptive(63, PassSeconds(1.0, 0.0), [Source(0.5, 0.01), Source(0.5, 0.3)])
     reached, _ = play(ahead, [0.2, 0.9], seconds=[0.01, 0.3], passes=(2.0, 0.0), num_tokens=8000)
     assert reached < 1.1 * best(0.9, 0.3, (2.0, 0.0))
 
 
 def test_a_lookup_that_is_right_replaces_a_dear_model() -> None:
     outlooks = [Outlook(20, 5), ANY]
-    ahead = Adaptive(63, Line(1.0, 0.0), [Source.lookup(), Source(0.9, 0.3)])
+    ahead = Adaptive(63, PassSeconds(1.0, 0.0), [Source.lookup(), Source(0.9, 0.3)])
     reached, _ = play(ahead, [0.97, 0.9], seconds=[1e-5, 0.3], passes=(1.0, 0.0), num_tokens=4000, outlooks=outlooks)
     assert reached < 1.1 * best(0.97, 0.0, (1.0, 0.0))
 
@@ -183,7 +249,7 @@ def test_a_lookup_that_is_right_replaces_a_dear_model() -> None:
 def test_a_long_match_that_was_right_goes_straight_to_a_verification() -> None:
     """As long as the block may be, past a model that would check it for a little: nothing is left to check."""
     outlooks = [Outlook(63, 7), ANY]
-    ahead = Adaptive(63, Line(1.0, 0.0), [Source.lookup(), Source(0.995, 0.005, trust=32.0)])
+    ahead = Adaptive(63, PassSeconds(1.0, 0.0), [Source.lookup(), Source(0.995, 0.005, trust=32.0)])
     play(ahead, [1.0, 0.995], seconds=[1e-5, 0.005], passes=(1.0, 0.0), num_tokens=300, outlooks=outlooks)
     ahead.start(63)
     assert ahead.ask(outlooks) == Ask(0, 63)
@@ -191,7 +257,7 @@ def test_a_long_match_that_was_right_goes_straight_to_a_verification() -> None:
 
 def test_after_text_that_was_copied_a_model_is_worth_what_it_always_was() -> None:
     """Cheap tokens of rounds with a match do not make cheap the tokens of rounds without one."""
-    ahead = Adaptive(63, Line(0.9, 0.1), [Source.lookup(), Source(0.6, 0.2)])
+    ahead = Adaptive(63, PassSeconds(0.9, 0.1), [Source.lookup(), Source(0.6, 0.2)])
     copied = [Outlook(60, 7), ANY]
     play(ahead, [1.0, 0.6], seconds=[1e-5, 0.2], passes=(0.9, 0.1), num_tokens=1000, outlooks=copied)
     ahead.start(63)
@@ -200,7 +266,7 @@ def test_after_text_that_was_copied_a_model_is_worth_what_it_always_was() -> Non
 
 def test_a_lookup_that_is_wrong_leaves_the_model_in_its_place() -> None:
     outlooks = [Outlook(20, 1), ANY]
-    ahead = Adaptive(63, Line(5.0, 0.0), [Source.lookup(), Source(0.9, 0.1)])
+    ahead = Adaptive(63, PassSeconds(5.0, 0.0), [Source.lookup(), Source(0.9, 0.1)])
     play(ahead, [0.05, 0.9], seconds=[1e-5, 0.1], passes=(5.0, 0.0), num_tokens=500, outlooks=outlooks)
     reached, _ = play(ahead, [0.05, 0.9], seconds=[1e-5, 0.1], passes=(5.0, 0.0), num_tokens=4000, outlooks=outlooks)
     assert reached < 1.1 * best(0.9, 0.1, (5.0, 0.0))
@@ -208,7 +274,7 @@ def test_a_lookup_that_is_wrong_leaves_the_model_in_its_place() -> None:
 
 def test_drafting_stops_early_where_a_token_was_unsure() -> None:
     """Tokens of grade 2 are kept at times, those of grade 9 nearly always."""
-    ahead = Adaptive(63, Line(1.0, 0.0), [Source(0.9, 0.01)])
+    ahead = Adaptive(63, PassSeconds(1.0, 0.0), [Source(0.9, 0.01)])
     for _ in range(300):
         for grade, chance in ((2, 0.3), (9, 0.99)):
             ahead.start(1)
@@ -224,7 +290,7 @@ def test_drafting_stops_early_where_a_token_was_unsure() -> None:
 
 
 def test_a_proposer_that_is_not_ready_is_not_asked() -> None:
-    ahead = Adaptive(31, Line(1.0, 0.0), [Source(0.9, 0.01)])
+    ahead = Adaptive(31, PassSeconds(1.0, 0.0), [Source(0.9, 0.01)])
     ahead.start(31)
     assert ahead.ask([ANY])
     ahead.readied(0, None)
@@ -234,10 +300,10 @@ def test_a_proposer_that_is_not_ready_is_not_asked() -> None:
 
 
 def test_getting_ready_is_wanted_while_it_pays() -> None:
-    cheap, dear = (Adaptive(31, Line(1.0, 0.0), [Source(0.9, 0.01, round_seconds=s)]) for s in (0.1, 50.0))
+    cheap, dear = (Adaptive(31, PassSeconds(1.0, 0.0), [Source(0.9, 0.01, round_seconds=s)]) for s in (0.1, 50.0))
     assert cheap.wants(0)
     assert not dear.wants(0)
-    assert not Adaptive(31, Line(1.0, 0.0), [Source(0.9, 0.01, pass_share=20.0)]).wants(0)
+    assert not Adaptive(31, PassSeconds(1.0, 0.0), [Source(0.9, 0.01, pass_share=20.0)]).wants(0)
 
 
 def rounds_ready(ahead: Adaptive, index: int, outlooks: list[Outlook], num_rounds: int) -> list[bool]:
@@ -254,20 +320,20 @@ def rounds_ready(ahead: Adaptive, index: int, outlooks: list[Outlook], num_round
 
 def test_one_block_of_lookups_does_not_send_a_dear_proposer_to_rest() -> None:
     """A retrieval level over a slow link rested for 24 rounds because the first tokens drafted were looked up."""
-    ahead = Adaptive(63, Line(1.0, 0.0), [Source.lookup(), Source(0.95, 0.02, round_seconds=0.05)])
+    ahead = Adaptive(63, PassSeconds(1.0, 0.0), [Source.lookup(), Source(0.95, 0.02, round_seconds=0.05)])
     assert all(rounds_ready(ahead, 1, [Outlook(20, 5), ANY], 3))
 
 
 def test_a_proposer_that_is_never_asked_rests_and_is_tried_again_now_and_then() -> None:
     """Being ready has a price in every round, whether it is asked or not."""
-    ahead = Adaptive(63, Line(1.0, 0.0), [Source.lookup(), Source(0.95, 0.02, round_seconds=0.05)])
+    ahead = Adaptive(63, PassSeconds(1.0, 0.0), [Source.lookup(), Source(0.95, 0.02, round_seconds=0.05)])
     ready = rounds_ready(ahead, 1, [Outlook(20, 5), ANY], 400)
     assert 0.02 < sum(ready[100:]) / 300 < 0.3
     assert any(ready[-100:])
 
 
 def test_a_round_that_has_a_lookup_promises_more_tokens_for_its_pass() -> None:
-    ahead = Adaptive(15, Line(1.0, 0.1), [Source.lookup(), Source(0.6, 0.5)])
+    ahead = Adaptive(15, PassSeconds(1.0, 0.1), [Source.lookup(), Source(0.6, 0.5)])
     assert ahead.outlook([NONE, ANY]) == Outlook()
     tokens, seconds = ahead.outlook([Outlook(8, 5), ANY]).expected or (0.0, 0.0)
     assert 5.0 < tokens <= 9.0
@@ -277,7 +343,7 @@ def test_a_round_that_has_a_lookup_promises_more_tokens_for_its_pass() -> None:
 def test_a_looked_up_run_goes_through_a_cheap_model_before_a_dear_verification() -> None:
     """Over a slow link 63 looked up tokens went straight to a full pass, and none was kept."""
     sources = [Source.lookup(), Source(0.97, 0.05, trust=32.0)]
-    ahead = Adaptive(63, Line(1.0, 0.0), sources)
+    ahead = Adaptive(63, PassSeconds(1.0, 0.0), sources)
     ahead.start(63)
     lookup = Outlook(40, 4)
     assert ahead.ask([lookup, ANY]) == Ask(0, 40)
@@ -288,7 +354,7 @@ def test_a_looked_up_run_goes_through_a_cheap_model_before_a_dear_verification()
 
 def test_no_more_is_asked_for_than_may_be_drafted() -> None:
     for limit in range(6):
-        ahead = Adaptive(4, Line(100.0, 0.0), [Source(0.99, 1e-6)])
+        ahead = Adaptive(4, PassSeconds(100.0, 0.0), [Source(0.99, 1e-6)])
         ahead.start(limit)
         ask = ahead.ask([ANY])
         assert (ask.num_tokens if ask else 0) == min(limit, 4)
@@ -316,8 +382,26 @@ def test_the_plans_clock_runs_where_a_level_runs_and_only_there() -> None:
     assert seconds_of("draft", 5) == prices.draft_pass_seconds
     assert seconds_of("retrieval", 3) == pytest.approx(prices.retrieval_pass_seconds + 2 * prices.retrieval_row_seconds)
     assert seconds_of("target", 3) == pytest.approx(prices.full_pass_seconds + 2 * prices.full_row_seconds)
+    block, fixed = prices.full_block_rows, prices.full_pass_seconds - prices.full_row_seconds
+    assert seconds_of("target", block) == pytest.approx(fixed + block * prices.full_row_seconds)
+    assert seconds_of("target", block + 1) == pytest.approx(2 * fixed + (block + 1) * prices.full_row_seconds)
     masses.append(True)
     assert seconds_of("target", 1) == pytest.approx(prices.full_pass_seconds * (1.0 + prices.mass_share))
+
+
+@pytest.mark.parametrize(("offload", "expected"), [((), 12), (("kv",), 0)])
+def test_passes_are_priced_by_the_blocks_that_the_machine_has_unless_they_wait_for_a_link(
+    offload: tuple[str, ...], expected: int
+) -> None:
+    options = Options(offload=frozenset(offload), link_gbps=1.0 if offload else None)
+    plan = make_plan(
+        expectations.LLAMA2_7B, expectations.LLAMA_68M, options, CPU, num_prompt_tokens=30_000, max_tokens=100
+    )
+    one, row = plan.predicted.full_pass_seconds, plan.predicted.full_row_seconds
+    ahead = Pace(plan, block=12).target([])
+    assert isinstance(ahead, Adaptive)
+    blocks = math.ceil(37 / expected) if expected else 1
+    assert ahead.passes.at(37) == pytest.approx(blocks * (one - row) + 37 * row)
 
 
 def test_a_pause_of_the_machine_moves_an_estimate_little_but_what_stays_is_learned() -> None:

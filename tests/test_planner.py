@@ -8,9 +8,12 @@ import pytest
 
 from offload.errors import DoesNotFit, UsageError
 from offload.plan.config import ModelConfig
+from offload.plan.cost import Cost
 from offload.plan.expectations import LLAMA2_7B as LLAMA_7B
 from offload.plan.hardware import Hardware
+from offload.plan.placement import place
 from offload.plan.planner import Options, Plan, largest_context, make_plan
+from offload.plan.sizing import PLAIN, Sizing
 
 GIB = 2**30
 CPU = Hardware("cpu", "CPU", 64 * GIB, 64 * GIB, True)
@@ -143,6 +146,26 @@ def test_rows_follow_the_device_alone_since_bits_depend_on_them(options: Options
     assert plan(options, prompt=prompt, hardware=GPU).rows == 16
 
 
+def seconds_of_pass(hardware: Hardware, rows: int, options: Options | None = None) -> float:
+    sizing = Sizing(DEMO, None, options or Options(), hardware, "bf16")
+    return Cost(sizing, place(sizing, 32000, PLAIN), 32000, PLAIN).full_pass(rows)
+
+
+def test_a_pass_of_more_rows_than_a_block_has_reads_everything_again() -> None:
+    for hardware, block in ((CPU, 32), (GPU, 16)):
+        one, whole, more = (seconds_of_pass(hardware, rows) for rows in (1, block, block + 1))
+        assert more - whole > 0.8 * one
+        assert whole < 3.5 * one
+        assert plan(hardware=hardware, prompt=4000).predicted.full_block_rows == block
+
+
+def test_behind_a_link_a_second_block_costs_nothing() -> None:
+    options = Options(offload=frozenset({"kv"}), link_gbps=1.0)
+    assert seconds_of_pass(CPU, 1, options) == seconds_of_pass(CPU, 33, options)
+    assert plan(options).predicted.full_block_rows == 0
+    assert plan(options).predicted.full_row_seconds == 0
+
+
 @pytest.mark.parametrize("hardware", [CPU, GPU])
 @pytest.mark.parametrize("offload", [frozenset[str](), frozenset({"kv"})])
 @pytest.mark.parametrize("prompt", [100, 4000, 32000])
@@ -199,10 +222,10 @@ def test_a_model_whose_weights_outweigh_its_cache_has_no_retrieval_level() -> No
 
 
 def test_a_retrieval_level_comes_along_where_it_is_not_far_from_the_best() -> None:
-    """At 4096 tokens the draft alone is predicted to be faster: on many a text it is not, and a level may rest."""
-    made = plan(prompt=4096)
+    """At 3000 tokens the draft alone is predicted to be faster: on many a text it is not, and a level may rest."""
+    made = plan(prompt=3000)
     assert made.levels == ("draft", "retrieval", "target")
-    alone = plan(Options(gamma=made.predicted.tokens_drafted, draft_gamma=1), prompt=4096).predicted
+    alone = plan(Options(gamma=made.predicted.tokens_drafted, draft_gamma=1), prompt=3000).predicted
     assert made.predicted.tokens_drafted == 1
     assert made.predicted.seconds_per_token <= alone.seconds_per_token
     assert plan(prompt=1000).levels == ("draft", "target")

@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from offload.decode.estimates import Line, Ratio
+from offload.decode.estimates import PassSeconds, Ratio
 from offload.decode.lookahead import Ask, Outlook
 from offload.decode.source import Source
 from offload.decode.verify import Verdict
@@ -28,7 +28,7 @@ class Adaptive:
     most: tokens of a round; passes: seconds of a verification by its rows; sources: of the proposers, in their order.
     """
 
-    def __init__(self, most: int, passes: Line, sources: Sequence[Source]) -> None:
+    def __init__(self, most: int, passes: PassSeconds, sources: Sequence[Source]) -> None:
         self.most, self.passes, self.sources = most, passes, sources
         self._left = self._rounds = 0
         self._may_draft = False  # in this round
@@ -131,14 +131,12 @@ class Adaptive:
 
     def _best_rate(self, source: Source) -> float:
         """Seconds per token with the best fixed length of `source`."""
-        fixed, slope = self.passes.coefficients()
-        seconds = (fixed + slope) * (1.0 + source.pass_share) + source.round_seconds.value
-        step = source.seconds.value + slope
+        seconds = self.passes.at(1) * (1.0 + source.pass_share) + source.round_seconds.value
         kept, tokens, best = 1.0, 1.0, math.inf
-        for place in range(self.most):
+        for place, row in zip(range(self.most), self.passes.steps(1), strict=False):
             kept *= source.chance_at(place)
             tokens += kept
-            seconds += step
+            seconds += source.seconds.value + row
             best = min(best, seconds / tokens)
         return best
 
@@ -147,30 +145,39 @@ class Adaptive:
     ) -> tuple[int, float]:
         """(tokens, worth) of going on with a model as long as it pays, `place` tokens being drafted and kept with the
         chance `kept`. expected: of its first step, where that is cheaper than usual."""
-        worth, slope, usual = 0.0, self.passes.slope, source.seconds.value
-        tokens, seconds = expected or (0.0, 0.0)
-        for count in range(limit):
-            cost = slope + (min(seconds / tokens, usual) if count < tokens else usual)
+        slope, usual, (tokens, seconds) = self.passes.slope, source.seconds.value, expected or (0.0, 0.0)
+        worth = cautious = most = 0.0  # cautious: with a margin, which decides
+        best = (0, 0.0)
+        for count, row in zip(range(limit), self.passes.steps(1 + place), strict=False):
+            drafting = min(seconds / tokens, usual) if count < tokens else usual
             kept *= source.chance_at(place + count)
-            if self._rate * kept < _MARGIN * cost:
-                return count, worth
-            worth += self._rate * kept - cost
-        return max(limit, 0), worth
+            gained = self._rate * kept
+            if gained < _MARGIN * (drafting + slope):
+                break
+            worth += gained - drafting - row
+            cautious += gained - _MARGIN * (drafting + row)
+            if cautious >= most:
+                best, most = (count + 1, worth), cautious
+        return best
 
     def _run(self, source: Source, outlook: Outlook, outlooks: Sequence[Outlook]) -> tuple[int, float]:
-        """(tokens, worth) of the best part of a lookup, a model going on after it. Parts are halves of halves."""
+        """(tokens, worth) of the best part of a lookup, a model going on after it."""
         models = [s for s, o in zip(self.sources, outlooks, strict=True) if o.num_tokens is None and s.ready]
-        chance, cost = source.chance_of(outlook.grade or 0), source.seconds.value + self.passes.slope
-        place, count, best = len(self._drafted), min(outlook.num_tokens or 0, self._left), (0, 0.0)
-        while count:
+        chance, place, best = source.chance_of(outlook.grade or 0), len(self._drafted), (0, 0.0)
+        for count in self._parts(1 + place, min(outlook.num_tokens or 0, self._left)):
             kept = self._kept * chance**count
-            gained = self._rate * self._kept * _kept_of(chance, count) - count * cost
+            cost = count * source.seconds.value + self.passes.at(1 + place + count) - self.passes.at(1 + place)
+            gained = self._rate * self._kept * _kept_of(chance, count) - cost
             after = max(
                 (self._chain(model, kept, place + count, self._left - count)[1] for model in models), default=0.0
             )
             best = max(best, (count, gained + after), key=lambda pair: pair[1])
-            count //= 2
         return best
+
+    def _parts(self, rows: int, num_tokens: int) -> list[int]:
+        """Halves of halves of that many tokens after `rows` rows, and what ends in a whole block; the most first."""
+        halves = {num_tokens >> times for times in range(num_tokens.bit_length())}
+        return sorted(halves | set(self.passes.full_blocks(rows, num_tokens)) - {0}, reverse=True)
 
 
 def _best_match(outlooks: Sequence[Outlook]) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
-_STIFFNESS = 2.0  # of a line's guessed proportion: as of one observation each at two n that lie 2 apart
+_STIFFNESS = 2.0  # of a guessed proportion: as of one observation each at two numbers of rows that lie 2 apart
 
 
 @dataclass
@@ -55,37 +57,51 @@ class Ratio:
         return (paid + self._paid) / got if got else guess
 
 
-class Line:
-    """seconds = fixed + slope * n, by least squares over what was seen lately; both never below 0.
+class PassSeconds:
+    """What a pass takes by its rows, fixed * blocks + slope * rows, by least squares over what was seen lately; both
+    never below 0.
 
-    Starts from the guess (fixed, slope). What is seen at one n alone scales both; only different n change their
-    proportion, and more so the further they lie apart.
+    Starts from the guess (fixed, slope). What is seen of one number of rows alone scales both; only different numbers
+    change their proportion, and more so the further they lie apart.
+    block: rows that run together; 0: all of a pass do, or what a pass waits for is the same for any number.
     """
 
-    def __init__(self, fixed: float, slope: float, *, kept: float = 0.95) -> None:
-        self._fixed, self._slope, self._kept = fixed, slope, kept
-        self._sums = (1.0, 1.0, 1.0, fixed + slope, fixed + slope)  # of 1, n, n * n, y, n * y: the guess at n = 1
+    def __init__(self, fixed: float, slope: float, *, block: int = 0, kept: float = 0.95) -> None:
+        self._fixed, self._slope, self._block, self._kept = fixed, slope, block, kept
+        self._sums = (1.0, 1.0, 1.0, fixed + slope, fixed + slope)  # see `add`: the guess at one row
 
-    def add(self, n: float, seconds: float) -> None:
-        terms = (1.0, n, n * n, seconds, n * seconds)
-        count, ns, squares, ys, products = (
-            self._kept * total + term for total, term in zip(self._sums, terms, strict=True)
-        )
-        self._sums = (count, ns, squares, ys, products)
+    def add(self, rows: int, seconds: float) -> None:
+        blocks = self._blocks(rows)
+        terms = (blocks * blocks, blocks * rows, rows * rows, blocks * seconds, rows * seconds)
+        bb, br, rr, bs, rs = (self._kept * total + term for total, term in zip(self._sums, terms, strict=True))
+        self._sums = (bb, br, rr, bs, rs)
 
-    def at(self, n: float) -> float:
+    def at(self, rows: int) -> float:
         fixed, slope = self.coefficients()
-        return fixed + slope * n
+        return fixed * self._blocks(rows) + slope * rows
 
     @property
     def slope(self) -> float:
         return self.coefficients()[1]
 
+    def steps(self, rows: int) -> Iterator[float]:
+        """What each further row adds to a pass of so many: its own share, and at times a block's."""
+        fixed, slope = self.coefficients()
+        for row in count(rows):
+            yield slope + fixed * (self._blocks(row + 1) - self._blocks(row))
+
+    def full_blocks(self, rows: int, most: int) -> range:
+        """Up to `most`, the numbers of further rows with which a pass of `rows` ends in a whole block."""
+        return range(-rows % self._block, most + 1, self._block) if self._block else range(0)
+
     def coefficients(self) -> tuple[float, float]:
         """(fixed, slope)."""
-        count, n, nn, y, ny = self._sums
-        guessed = self._fixed * count + self._slope * n
-        slope = self._slope * (y / guessed if guessed else 1.0)
-        spread = nn - n * n / count
-        slope = max((ny - n * y / count + _STIFFNESS * slope) / (spread + _STIFFNESS), 0.0)
-        return max((y - slope * n) / count, 0.0), slope
+        bb, br, rr, bs, rs = self._sums
+        guessed = self._fixed * bb + self._slope * br
+        slope = self._slope * (bs / guessed if guessed else 1.0)
+        spread = rr - br * br / bb
+        slope = max((rs - br * bs / bb + _STIFFNESS * slope) / (spread + _STIFFNESS), 0.0)
+        return max((bs - slope * br) / bb, 0.0), slope
+
+    def _blocks(self, rows: int) -> int:
+        return -(-rows // self._block) if self._block else 1

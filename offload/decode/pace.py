@@ -8,7 +8,7 @@ from torch import Tensor
 
 from offload.decode.adaptive import Adaptive
 from offload.decode.clock import Clock
-from offload.decode.estimates import Line
+from offload.decode.estimates import PassSeconds
 from offload.decode.lookahead import Fixed, Lookahead
 from offload.decode.source import Source
 from offload.decode.speculation import Level, Proposer
@@ -43,49 +43,43 @@ class Priced:
 
 
 class Pace:
-    def __init__(self, plan: Plan) -> None:
+    """block: rows of a block of the target's passes, where something else is known than what the plan expects."""
+
+    def __init__(self, plan: Plan, *, block: int | None = None) -> None:
         self._plan, self._seconds = plan, plan.predicted
+        self._block = block if block and plan.predicted.full_block_rows else plan.predicted.full_block_rows
 
     def priced(self, level: Level, clock: Clock, *, keeps_mass: Callable[[], bool]) -> Level:
         """`level` at the plan's prices. keeps_mass: whether the target's next pass does."""
-        seconds = self._seconds
+        seconds, full, retrieval = self._seconds, self._full_passes(), self._retrieval_passes()
 
         def full_pass(rows: int) -> float:
-            share = seconds.mass_share if keeps_mass() else 0.0
-            return seconds.full_pass_seconds * (1.0 + share) + (rows - 1) * seconds.full_row_seconds
-
-        def retrieval_pass(rows: int) -> float:
-            return seconds.retrieval_pass_seconds + (rows - 1) * seconds.retrieval_row_seconds
+            return full.at(rows) + seconds.full_pass_seconds * seconds.mass_share * keeps_mass()
 
         def draft_pass(rows: int) -> float:
             return seconds.draft_pass_seconds
 
-        prices = {"target": full_pass, "retrieval": retrieval_pass, "draft": draft_pass}
+        prices = {"target": full_pass, "retrieval": retrieval.at, "draft": draft_pass}
         return Priced(level, clock, prices[level.stats.name])
 
     def target(self, proposers: Sequence[Proposer]) -> Lookahead:
-        seconds = self._seconds
-        return self._lookahead(
-            "target", self._plan.gamma, proposers, seconds.full_pass_seconds, seconds.full_row_seconds
-        )
+        return self._lookahead("target", self._plan.gamma, proposers, self._full_passes())
 
     def retrieval(self, proposers: Sequence[Proposer]) -> Lookahead:
-        seconds = self._seconds
-        return self._lookahead(
-            "retrieval",
-            self._plan.draft_gamma,
-            proposers,
-            seconds.retrieval_pass_seconds,
-            seconds.retrieval_row_seconds,
-        )
+        return self._lookahead("retrieval", self._plan.draft_gamma, proposers, self._retrieval_passes())
 
-    def _lookahead(
-        self, level: LevelName, most: int, proposers: Sequence[Proposer], pass_seconds: float, row_seconds: float
-    ) -> Lookahead:
+    def _lookahead(self, level: LevelName, most: int, proposers: Sequence[Proposer], passes: PassSeconds) -> Lookahead:
         if level not in self._plan.adaptive:
             return Fixed(most)
-        sources = [self._source(proposer.name) for proposer in proposers]
-        return Adaptive(most, Line(pass_seconds - row_seconds, row_seconds), sources)
+        return Adaptive(most, passes, [self._source(proposer.name) for proposer in proposers])
+
+    def _full_passes(self) -> PassSeconds:
+        one, row = self._seconds.full_pass_seconds, self._seconds.full_row_seconds
+        return PassSeconds(one - row, row, block=self._block)
+
+    def _retrieval_passes(self) -> PassSeconds:
+        one, row = self._seconds.retrieval_pass_seconds, self._seconds.retrieval_row_seconds
+        return PassSeconds(one - row, row)
 
     def _source(self, name: str) -> Source:
         seconds = self._seconds

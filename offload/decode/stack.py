@@ -35,14 +35,17 @@ def stack(
     device: torch.device,
     on_verified: Callable[[int], None],
     keeps_mass: Callable[[], bool],
+    block: int | None = None,
 ) -> Stack:
     """For one request. levels: by name, the target and whichever of draft and retrieval the plan has. keeps_mass:
-    whether the target's next pass keeps masses.
+    whether the target's next pass keeps masses. block: rows of a block of its passes on this machine, if that is known;
+    the plan's clock runs by what the plan knows.
 
     The draft proposes to both levels above it; the retrieval level is the target's last proposer.
     """
-    random, pace = SeededSource(sampling.seed), Pace(plan)
-    clock: Clock = MachineClock() if _measures(plan, sampling) else PlanClock()
+    random, measures = SeededSource(sampling.seed), _measures(plan, sampling)
+    clock: Clock = MachineClock() if measures else PlanClock()
+    pace = Pace(plan, block=block if measures else None)
     levels = {name: pace.priced(level, clock, keeps_mass=keeps_mass) for name, level in levels.items()}
 
     def law(logits: Tensor) -> Tensor:

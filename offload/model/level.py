@@ -48,6 +48,11 @@ class Level:
     def length(self) -> int:
         return self._cache.length
 
+    @property
+    def block(self) -> int | None:
+        """Rows of its largest block."""
+        return self._blocks.sizes[-1] if self._blocks else None
+
     @torch.inference_mode()
     def forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
         """Append `tokens` (1 or more) to the cache; the logits after each of the last `num_logits`: [num_logits, V]."""

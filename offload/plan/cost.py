@@ -34,7 +34,7 @@ class Costs:
     prefill_share: float  # of the rate of large products
 
 
-CPU = Costs(0.0, 2.5e-4, 5e-4, 0.0, False, 0.64, 0.13, 0.12, 0.5, 6e-5, 0.2)  # fitted on two cores
+CPU = Costs(0.0, 2.5e-4, 5e-4, 0.0, False, 0.64, 0.06, 0.12, 0.5, 6e-5, 0.2)  # fitted on two cores
 GPU = Costs(5e-4, 3e-4, 3e-4, 2.3e-4, True, 0.9, 0.01, 0.05, 0.02, 0.0, 0.5)  # estimated from the number of kernels
 
 
@@ -42,7 +42,8 @@ GPU = Costs(5e-4, 3e-4, 3e-4, 2.3e-4, True, 0.9, 0.01, 0.05, 0.02, 0.0, 0.5)  # 
 class Prediction:
     """Predicted, with the lengths that would then be best. plain_seconds_per_token: placed as it would be then.
 
-    Passes are those of one row, row_seconds what each further row adds; mass_share: of the seconds of a full pass, what
+    Passes are those of one row, row_seconds what each further row adds; full_block_rows: rows after which a full pass
+    takes all but a row's seconds again, 0 where it waits for the link; mass_share: of the seconds of a full pass, what
     keeping masses for the retrieval level adds; retrieval_token_seconds: of a token that this level proposes.
     """
 
@@ -50,6 +51,7 @@ class Prediction:
     first_token_seconds: float  # from the start of prefill
     full_pass_seconds: float
     full_row_seconds: float
+    full_block_rows: int
     mass_share: float
     retrieval_pass_seconds: float
     retrieval_row_seconds: float
@@ -130,12 +132,13 @@ class Cost:
         return self._both(calls, draft.weight_bytes(self.sizing.itemsize) / self._rate(self._costs.read_share))
 
     def full_pass(self, rows: int, *, masses: bool = False) -> float:
-        """Computation, block by block where blocks are padded, and behind it all that crosses the link."""
+        """Computation, block by block, and behind it all that crosses the link."""
         sizing = self.sizing
-        blocks = -(-rows // sizing.rows)
+        blocks = -(-rows // sizing.most_rows)
         tiles = sizing.target.num_layers * sizing.num_tiles(self.capacity)
         read = (self._weights + self.capacity * sizing.kv_bytes_per_token) / self._rate(self._costs.read_share)
-        work = self._by_rows(read, rows) if sizing.hardware.is_cpu else blocks * self._by_rows(read, sizing.rows)
+        padded = rows if sizing.hardware.is_cpu else blocks * sizing.rows
+        work = read * blocks + self._costs.row_share * read * (padded - blocks)
         seconds = self._both(self._calls + blocks * tiles * self._costs.tile_seconds, work)
         seconds *= 1.0 + self._costs.mass_share * masses
         return max(seconds, (self._streamed_weights + self._streamed_cache) / self._link_rate)
@@ -222,6 +225,7 @@ def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Pred
         first_token_seconds=prefill + cost.full_pass(cost.sizing.rows),
         full_pass_seconds=cost.full_pass(1),
         full_row_seconds=(cost.full_pass(1 + far) - cost.full_pass(1)) / far,
+        full_block_rows=0 if cost.placement.offload else cost.sizing.most_rows,
         mass_share=cost.full_pass(1, masses=True) / cost.full_pass(1) - 1.0,
         retrieval_pass_seconds=cost.retrieval_pass(1),
         retrieval_row_seconds=(cost.retrieval_pass(1 + far) - cost.retrieval_pass(1)) / far,

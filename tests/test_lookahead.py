@@ -306,6 +306,13 @@ def test_getting_ready_is_wanted_while_it_pays() -> None:
     assert not Adaptive(31, PassSeconds(1.0, 0.0), [Source(0.9, 0.01, pass_share=20.0)]).wants(0)
 
 
+def test_what_getting_ready_took_counts_from_then_on() -> None:
+    ahead = Adaptive(31, PassSeconds(1.0, 0.0), [Source(0.9, 0.01, round_seconds=0.1)])
+    cheap = ahead.rate()
+    ahead.readied(0, 5.0)
+    assert ahead.rate() > 2.0 * cheap
+
+
 def rounds_ready(ahead: Adaptive, index: int, outlooks: list[Outlook], num_rounds: int) -> list[bool]:
     """In which rounds the proposer at `index` is ready, where lookups are drafted alone and kept."""
     ready = []

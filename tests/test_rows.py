@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models import Sizes, full_cache, load, random_model, random_tokens, save
+from models import Sizes, full_cache, load, random_model, random_tokens, save, streaming_cache
 from offload.kernels import rows as rows_module
+from offload.kernels.attention import Part
 from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
-from offload.model.level import Level
+from offload.model.level import Level, StreamingLevel
 from offload.plan.sizing import CPU_BLOCKS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -82,6 +85,19 @@ def test_of_sizes_that_round_in_two_ways_the_larger_class_is_found(monkeypatch: 
     for odd in ({7, 8, 12}, {24, 32}, {1, 32}):
         monkeypatch.setattr(rows_module, "linear", other_order_for(odd, inner))
         assert set(probe(torch.bfloat16).sizes) == usual - odd
+    rows_module.equal_blocks.cache_clear()
+
+
+def test_a_machine_that_errs_once_costs_a_size_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen once in some hundred starts on one processor: the first block of a trial was not what it was ever after."""
+    usual, attend, errors = probe(torch.bfloat16).sizes, rows_module.attend, iter([1.0])
+
+    def erring(*args: Any) -> Part:
+        part = attend(*args)
+        return replace(part, out=part.out + next(errors, 0.0))
+
+    monkeypatch.setattr(rows_module, "attend", erring)
+    assert probe(torch.bfloat16).sizes == usual[:-1]
     rows_module.equal_blocks.cache_clear()
 
 
@@ -168,3 +184,46 @@ def test_a_tokens_logits_have_the_same_bits_in_a_block_of_any_size_that_was_foun
         parts = [tokens[at : at + step] for at in range(20, 60, step)]
         runs.append(torch.cat([level.forward(part, len(part)) for part in parts]))
     assert all(torch.equal(run, runs[0]) for run in runs)
+
+
+# A draft
+
+
+class Unpadded(StreamingLevel):
+    def _cut(self, num_rows: int) -> list[int]:
+        return [num_rows]
+
+
+def test_a_drafts_few_rows_are_padded_to_a_power_of_two_and_mean_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first pass of each number of rows is dear on a CPU; catching up would meet them all."""
+    draft = load(save(random_model(), tmp_path), dtype=torch.float32)
+    tokens = random_tokens(300, vocabulary=draft.config.vocab_size)
+    sizes = Sizes(sinks=4, window=40, gamma=31, draft_gamma=5, rows=8, capacity=400)
+    seen: list[int] = []
+    runs = []
+    for kind in (StreamingLevel, Unpadded):
+        cache = streaming_cache(draft, sizes)
+        begin = cache.begin
+        monkeypatch.setattr(cache, "begin", lambda phase, rows, begin=begin: (seen.append(rows), begin(phase, rows)))
+        level, logits = kind("draft", draft, cache, vocab_size=draft.config.vocab_size), []
+        for at, count, kept in ((0, 100, 100), (100, 3, 2), (102, 5, 5), (107, 13, 1), (108, 1, 1), (109, 37, 37)):
+            logits.append(level.forward(tokens[at : at + count], min(count, 2)))
+            level.truncate(at + kept)
+            assert level.length == at + kept
+        runs.append(torch.cat(logits))
+    padded, exact = [4, 64, 4, 8, 16, 1, 64], [4, 40, 3, 5, 13, 1, 37]
+    assert seen == [*padded, *exact]
+    torch.testing.assert_close(runs[0], runs[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_number_of_rows_that_is_past_padding_is_left_as_it_is(tmp_path: Path) -> None:
+    draft = load(save(random_model(), tmp_path), dtype=torch.float32)
+    for gamma in (60, 1):
+        cache = streaming_cache(draft, Sizes(sinks=0, window=10, gamma=gamma, draft_gamma=0, rows=1))
+        level = StreamingLevel("draft", draft, cache, vocab_size=draft.config.vocab_size)
+        for rows in range(1, min(cache.max_rows, 100)):
+            (padded,) = level._cut(rows)
+            power = 1 << (rows - 1).bit_length()
+            assert padded == (power if power <= min(64, cache.max_rows) else rows)

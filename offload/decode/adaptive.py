@@ -33,6 +33,7 @@ class Adaptive:
         self._left = self._rounds = 0
         self._may_draft = False  # in this round
         self._rate = 0.0  # seconds that a token costs at present
+        self._model_rate: float | None = None  # of one model, or none; until something is learned
         self._lately: defaultdict[int | None, Ratio] = defaultdict(Ratio)  # seconds a token, by match; None: of all
         self._match = 0  # the best lookup's, where the round began
         self._kept = 1.0  # the chance that all drafted so far is kept
@@ -79,6 +80,7 @@ class Adaptive:
         for source in self.sources:
             source.ended(asked=source in used, could_be=source.ready and self._may_draft)
         self.passes.add(num_rows, seconds / (1.0 + self._pass_share))
+        self._model_rate = None
 
     def outlook(self, outlooks: Sequence[Outlook]) -> Outlook:
         """Where a lookup would be drafted, a round emits more than usual for one pass."""
@@ -103,12 +105,15 @@ class Adaptive:
         source.ready = seconds is not None
         if seconds is not None:
             source.round_seconds.add(seconds)
+            self._model_rate = None
 
     def rate(self, match: int | None = None) -> float:
         """Seconds that a token costs: of none drafted, or of the best length by one model; less where all proposers
         together have made it less lately, in rounds that began with such a match (None: in all)."""
-        models = [self._best_rate(source) for source in self.sources if not source.is_lookup]
-        expected = min([self.passes.at(1), *models])
+        if self._model_rate is None:
+            models = [self._best_rate(source) for source in self.sources if not source.is_lookup]
+            self._model_rate = min([self.passes.at(1), *models])
+        expected = self._model_rate
         guessed = 0.0 if match is None else _GUESSED_PASSES * self.passes.at(1)
         return min(expected, max(self._lately[match].from_guess(expected, guessed), _LEAST_RATE * expected))
 
@@ -132,9 +137,11 @@ class Adaptive:
     def _best_rate(self, source: Source) -> float:
         """Seconds per token with the best fixed length of `source`."""
         seconds = self.passes.at(1) * (1.0 + source.pass_share) + source.round_seconds.value
-        kept, tokens, best = 1.0, 1.0, math.inf
+        kept, tokens, best, least = 1.0, 1.0, math.inf, source.seconds.value + self.passes.slope
         for place, row in zip(range(self.most), self.passes.steps(1), strict=False):
             kept *= source.chance_at(place)
+            if best * kept < least:
+                break  # no later token costs less
             tokens += kept
             seconds += source.seconds.value + row
             best = min(best, seconds / tokens)

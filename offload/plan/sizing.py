@@ -77,16 +77,14 @@ class Sizing:
 
     @property
     def rows(self) -> int:
-        """Rows of one block of a pass over the full cache. By device alone, since a token's bits depend on it.
-
-        A GPU's matrix units take 16 at the price of one. A CPU pays for each row, and runs smaller blocks where it
-        computes them alike (kernels/rows.py).
+        """The prompt's last rows, left to the first pass over the full cache; on a GPU also those of each block of one,
+        since its matrix units take 16 at the price of one. By device alone: a token's bits depend on it.
         """
         return 8 if self.hardware.is_cpu else 16
 
     @property
     def most_rows(self) -> int:
-        """Of a block at most."""
+        """Rows of a block at most. A CPU pays for each row, and runs what it computes alike (kernels/rows.py)."""
         return max(CPU_BLOCKS) if self.hardware.is_cpu else self.rows
 
     @property

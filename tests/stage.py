@@ -24,7 +24,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from terminals import ENTER, Terminal, hear_ctrl_c
+from hearing import hear_signals
+from terminals import ENTER, Terminal
 
 NOW = 1_800_000_000  # 2027-01-15 08:00:00 UTC
 GIB = 2**30
@@ -62,7 +63,7 @@ class Scene:
 
 def play(scene: Scene, *more: str) -> None:
     """In a fork: run it where standard streams lead to, and end. What the scene itself does wrong is BROKEN."""
-    hear_ctrl_c()
+    hear_signals()
     os.closerange(3, 256)  # who waits for an exec is told that there was one
     code = BROKEN
     try:

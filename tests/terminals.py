@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -11,16 +10,13 @@ from contextlib import suppress
 import pexpect
 import pyte
 
+from hearing import hear_signals
+
 PATIENCE_SECONDS = 60.0  # a loaded machine is slow; a test that passes waits for nothing
 PROMPT_BEGINS, PROMPT_ENDS = "\x1b[?2004h", "\x1b[?2004l"  # bracketed paste is on while a line is edited
 CTRL_C, CTRL_D, CTRL_U, ENTER, ALT_ENTER, UP, TAB = "\x03", "\x04", "\x15", "\r", "\x1b\r", "\x1b[A", "\t"
 _CURSOR_ASKED = b"\x1b[6n"
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|\r")
-
-
-def hear_ctrl_c() -> None:
-    """In a child, before its program starts: tests that run in the background may have been told to ignore SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
@@ -33,7 +29,7 @@ class Terminal:
         env: Mapping[str, str],
         rows: int = 24,
         columns: int = 80,
-        begin: Callable[[], None] = hear_ctrl_c,
+        begin: Callable[[], None] = hear_signals,
     ) -> None:
         """begin: in the child, before its program starts, or instead of it."""
         self.written = ""

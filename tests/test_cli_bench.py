@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from hearing import hear_signals
 from models import save_pair
 from offload.comparison import PLAIN, TRANSFORMERS, TRIFORCE, Comparison, Run
 from offload.model.level import Level
 from offload.plan.options import Options
-from terminals import CTRL_C, Terminal, hear_ctrl_c
+from terminals import CTRL_C, Terminal
 from test_cli_fake import ROOT, environment, make_plan, make_stats
 from triforce_cli import library, plot, render_bench
 from triforce_cli.time_left import TimeLeft
@@ -299,7 +300,7 @@ def test_who_is_asked_to_end_keeps_the_contexts_that_are_finished(folder, as_jso
     command = [sys.executable, "-m", "triforce_cli", *arguments(folder, *SLOW, *["--json"] * as_json)]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment(OMP_NUM_THREADS="1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, preexec_fn=hear_ctrl_c,
+        text=True, preexec_fn=hear_signals,
     ) as process:  # fmt: skip
         assert process.stderr is not None
         for line in process.stderr:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hearing import hear_signals
 from models import byte_tokenizer, save_pair
 from test_cli_fake import ROOT, environment
 from triforce_cli import choice
@@ -222,7 +223,7 @@ def test_interrupt_keeps_the_text_so_far(folder):
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=hear_signals,
     ) as process:
         assert process.stdout is not None
         first = process.stdout.read(1)

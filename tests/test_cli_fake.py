@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:  # run as a script
     sys.path.insert(0, str(ROOT))
 
+from hearing import hear_signals  # noqa: E402
 from offload import errors  # noqa: E402
 from offload.metrics import LevelStats, Stats  # noqa: E402
 from offload.plan.cost import Prediction  # noqa: E402
@@ -229,7 +229,7 @@ def start(
     return subprocess.Popen(
         command(*args),
         env=environment(script, **(env or {})),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=hear_signals,
         **settings,
     )
 

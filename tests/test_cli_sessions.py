@@ -18,13 +18,13 @@ import pexpect
 import pytest
 import typer
 
+from hearing import hear_signals
 from offload.session import manifest as manifests
 from offload.session.catalogue import Summary, inspect
 from offload.session.manifest import MANIFEST_FILE
 from offload.session.names import FOLDER_VARIABLE
 from offload.session.store import Store
 from sessions import IDENTITY, Rows, restore, save, saved
-from terminals import hear_ctrl_c
 from test_cli_fake import environment
 from triforce_cli import __version__, render_sessions
 from triforce_cli.app import app
@@ -407,7 +407,7 @@ def terminal(root: Path, *args: str) -> Iterator[pexpect.spawn]:
         timeout=30,
         encoding="utf-8",
         dimensions=(24, 80),
-        preexec_fn=hear_ctrl_c,
+        preexec_fn=hear_signals,
     )
     try:
         yield child

@@ -21,6 +21,7 @@ import huggingface_hub
 import pytest
 import torch
 
+from hearing import hear_signals
 from hub import COMMIT, Hub, running
 from models import random_model, save
 from offload.hub import fetch
@@ -29,7 +30,7 @@ from offload.hub.names import FOLDER_VARIABLE
 from offload.plan.config import ModelConfig
 from offload.transfer.checkpoint import Checkpoint, check_model
 from offload.units import size
-from terminals import Terminal, hear_ctrl_c
+from terminals import Terminal
 
 NAME = "owner/model"
 OTHER = "d" * 40
@@ -309,7 +310,7 @@ def test_ctrl_c_keeps_what_has_come_and_says_how_to_go_on(hub, triforce, folder,
     hub.put(NAME, plain)
     hub.stalls["model.safetensors"] = len(plain["model.safetensors"]) - 100
     args, environment = command(hub, "pull", NAME)
-    with subprocess.Popen(args, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c) as process:
+    with subprocess.Popen(args, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=hear_signals) as process:
         while not hub.requests or hub.requests[-1][0] != "model.safetensors":
             time.sleep(0.01)
         time.sleep(0.2)

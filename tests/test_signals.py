@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from hearing import hear_signals
 from models import TOKENIZER_SIZE, random_model, save
 from offload.session.catalogue import inspect
-from terminals import ENTER, Terminal, hear_ctrl_c
+from terminals import ENTER, Terminal
 from test_chat_terminal import command as chat_command
 from test_chat_terminal import environment as chat_environment
 from test_cli import PIPES, read_until, shell
@@ -140,7 +141,7 @@ from triforce_cli.__main__ import run
 sys.exit(run())
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, preexec_fn=hear_ctrl_c
+        [sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, preexec_fn=hear_signals
     )
     assert (done.returncode, done.stdout, done.stderr) == (-number, b"", b"")
 
@@ -158,7 +159,7 @@ def test_libraries_are_imported_to_their_end(tmp_path: Path, number: signal.Sign
         env=environment(PYTHONPATH=str(tmp_path)),
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        preexec_fn=hear_ctrl_c,
+        preexec_fn=hear_signals,
     )
     assert (done.returncode, done.stdout, done.stderr) == (CODES[number], b"", b"")
 

@@ -171,9 +171,10 @@ class Adaptive:
         """(tokens, worth) of the best part of a lookup, a model going on after it."""
         models = [s for s, o in zip(self.sources, outlooks, strict=True) if o.num_tokens is None and s.ready]
         chance, place, best = source.chance_of(outlook.grade or 0), len(self._drafted), (0, 0.0)
+        sunk = self.passes.at(1 + place)
         for count in self._parts(1 + place, min(outlook.num_tokens or 0, self._left)):
             kept = self._kept * chance**count
-            cost = count * source.seconds.value + self.passes.at(1 + place + count) - self.passes.at(1 + place)
+            cost = count * source.seconds.value + self.passes.at(1 + place + count) - sunk
             gained = self._rate * self._kept * _kept_of(chance, count) - cost
             after = max(
                 (self._chain(model, kept, place + count, self._left - count)[1] for model in models), default=0.0

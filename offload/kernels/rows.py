@@ -60,15 +60,15 @@ class Shapes:
 
 @cache
 def equal_blocks(shapes: Shapes, candidates: tuple[int, ...], dtype: torch.dtype, threads: int) -> Blocks:
-    """The most of `candidates` that round alike on this machine's processor with `threads` threads; where several are
-    as many, those with the largest.
+    """The most of `candidates`, ascending, that round alike on this machine's processor with `threads` threads; where
+    several are as many, those with the largest.
 
     The numbers are made so that exact sums are zero and what is left is rounding alone: another order of summation
     shows in nearly every output. Temporary memory: the largest operator and one tile.
     """
     most: tuple[int, ...] = ()
     while len(candidates) > len(most):
-        kept = _equal_to_last(shapes, tuple(sorted(candidates)), dtype)
+        kept = _equal_to_last(shapes, candidates, dtype)
         most = max(most, kept, key=len)
         candidates = tuple(size for size in candidates if size not in kept)
     return Blocks(most)

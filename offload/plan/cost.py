@@ -138,7 +138,7 @@ class Cost:
         tiles = sizing.target.num_layers * sizing.num_tiles(self.capacity)
         read = (self._weights + self.capacity * sizing.kv_bytes_per_token) / self._rate(self._costs.read_share)
         padded = rows if sizing.hardware.is_cpu else blocks * sizing.rows
-        work = read * blocks + self._costs.row_share * read * (padded - blocks)
+        work = self._by_rows(read, padded, blocks)
         seconds = self._both(self._calls + blocks * tiles * self._costs.tile_seconds, work)
         seconds *= 1.0 + self._costs.mass_share * masses
         return max(seconds, (self._streamed_weights + self._streamed_cache) / self._link_rate)
@@ -169,8 +169,9 @@ class Cost:
         moved = self._streamed_weights / self._link_rate
         return max(flops / (self._costs.prefill_share * rates.flops), moved, home / min(rates.to_host, self._link_rate))
 
-    def _by_rows(self, seconds: float, rows: int) -> float:
-        return seconds * (1.0 + self._costs.row_share * (rows - 1))
+    def _by_rows(self, seconds: float, rows: int, blocks: int = 1) -> float:
+        """seconds: of the first row of a block."""
+        return seconds * (blocks + self._costs.row_share * (rows - blocks))
 
     def _both(self, calls: float, work: float) -> float:
         return max(calls, work) if self._costs.asynchronous else calls + work

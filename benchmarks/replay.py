@@ -39,19 +39,21 @@ BLOCK = {True: 24, False: 8}  # tokens between two choices of chunks; the passes
 
 @dataclass(frozen=True)
 class Recording:
-    """says: by level, the token after the first i tokens of the text, for each i past the prompt."""
+    """By level, for each i past the prompt: `says`, the token after the first i tokens of the text, and `margins`, how
+    far its logit is ahead of the next one."""
 
     text: list[int]
     num_prompt: int
     says: dict[str, list[int]]
+    margins: dict[str, list[float]]
 
 
 class Recorded:
-    """A level that says what was recorded."""
+    """A level that says what was recorded, as surely."""
 
-    def __init__(self, name: str, says: Sequence[int], vocab_size: int) -> None:
+    def __init__(self, name: str, says: Sequence[int], margins: Sequence[float], vocab_size: int) -> None:
         self.stats, self.tokens = LevelStats(name), list[int]()
-        self._says, self._vocab_size = says, vocab_size
+        self._says, self._margins, self._vocab_size = says, margins, vocab_size
 
     @property
     def length(self) -> int:
@@ -60,8 +62,11 @@ class Recorded:
     def forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
         self.tokens += tokens
         ends = range(self.length - num_logits + 1, self.length + 1)
-        said = [self._says[end] if end < len(self._says) else 0 for end in ends]
-        return torch.nn.functional.one_hot(torch.tensor(said), self._vocab_size).float()
+        logits = torch.zeros(num_logits, self._vocab_size)
+        for row, end in enumerate(ends):
+            if end < len(self._says):
+                logits[row, self._says[end]] = max(self._margins[end], 1e-6)
+        return logits
 
     def truncate(self, length: int) -> None:
         del self.tokens[length:]
@@ -71,13 +76,19 @@ def record(engine: Engine, prompt: list[int], num_tokens: int, block: int) -> Re
     said = [token for step in engine.generate(prompt, GREEDY, max_tokens=num_tokens) for token in step.tokens]
     text, first = prompt + said, len(prompt) + 1
     says = {name: text.copy() for name in engine.levels}
+    margins = {name: [1.0] * len(text) for name in engine.levels}
+
+    def hear(name: str, start: int, rows: Tensor) -> None:
+        best = rows.float().topk(2, -1)
+        says[name][start : start + len(rows)] = best.indices[:, 0].tolist()
+        margins[name][start : start + len(rows)] = (best.values[:, 0] - best.values[:, 1]).tolist()
+
     if "draft" in engine.levels:
         level = engine.levels["draft"]
         level.truncate(0)
         for start in range(first, len(text), block):
             stop = min(start + block, len(text))
-            rows = level.forward(text[level.length : stop - 1], stop - start)
-            says["draft"][start:stop] = rows.argmax(-1).tolist()
+            hear("draft", start, level.forward(text[level.length : stop - 1], stop - start))
     if engine.retrieval is not None:
         target, level = engine.levels["target"], engine.levels["retrieval"]
         target.truncate(len(prompt) - engine.plan.rows)
@@ -87,9 +98,8 @@ def record(engine: Engine, prompt: list[int], num_tokens: int, block: int) -> Re
             stop, pending = min(start + block, len(text)), text[target.length : start - 1]
             target.forward(pending, 1)
             engine.retrieval.refresh(len(pending))
-            rows = level.forward(text[level.length : stop - 1], stop - start)
-            says["retrieval"][start:stop] = rows.argmax(-1).tolist()
-    return compact(Recording(text, len(prompt), says))
+            hear("retrieval", start, level.forward(text[level.length : stop - 1], stop - start))
+    return compact(Recording(text, len(prompt), says, margins))
 
 
 def compact(recording: Recording) -> Recording:
@@ -106,7 +116,9 @@ def compact(recording: Recording) -> Recording:
 def play(recording: Recording, plan: Plan, start: int, num_tokens: int) -> float:
     """Milliseconds a token after the first, from `start` tokens after the prompt on."""
     text, vocab_size = recording.text, 1 + max(map(max, recording.says.values()))
-    levels: dict[str, Recorded] = {name: Recorded(name, recording.says[name], vocab_size) for name in plan.levels}
+    levels: dict[str, Recorded] = {
+        name: Recorded(name, recording.says[name], recording.margins[name], vocab_size) for name in plan.levels
+    }
     keeps_mass = retrieves = "retrieval" in levels
 
     def prepare(num_rows: int) -> None:

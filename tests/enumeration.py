@@ -246,11 +246,11 @@ class ShortLookahead(Fixed):
 
 
 class ConfidentLookahead(Fixed):
-    """Drafts on while what was drafted last was peaked enough: by tokens that are drawn, all of which are verified."""
+    """Drafts on while what was drafted last was sure enough: by tokens that are drawn, all of which are verified."""
 
     def drafted(self, index: int, grades: Sequence[int], seconds: float) -> None:
         super().drafted(index, grades, seconds)
-        if min(grades) < 6:
+        if any(grade < 6 or 10 <= grade < 13 for grade in grades):
             self._left = 0
 
 

@@ -108,6 +108,7 @@ CASES: dict[str, Case] = {
     "two levels, lengths by the sequence": two_levels(3, 3, 2, adapt=ShortLookahead),
     "one level, length by the law": one_level(3, 3, 4, adapt=ConfidentLookahead),
     "two levels, lengths by the law": two_levels(3, 3, 2, adapt=ConfidentLookahead),
+    "two levels, greedy, lengths by the margins": two_levels(4, 3, 2, 5, adapt=ConfidentLookahead, params=GREEDY),
     "n-gram proposals, length by the sequence": one_level(3, 3, 4, draft=None, ngram=True, adapt=ShortLookahead),
     "lookups": one_level(4, 3, 4, draft=None, lookup=True),
     "lookups, zeros in the target": one_level(4, 3, 4, target=sparse(4, "target"), draft=None, lookup=True),

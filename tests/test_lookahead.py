@@ -6,6 +6,7 @@ import math
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +15,9 @@ from models import CPU
 from offload.decode.adaptive import Adaptive
 from offload.decode.clock import PlanClock
 from offload.decode.estimates import Mean, PassSeconds
-from offload.decode.lookahead import Ask, Fixed, Outlook, grade_of
+from offload.decode.lookahead import Ask, Fixed, Outlook, grades_of
 from offload.decode.pace import Pace
+from offload.decode.sampling import SamplingParams, warp
 from offload.decode.source import Source
 from offload.decode.verify import Verdict
 from offload.metrics import LevelStats
@@ -98,10 +100,26 @@ def test_more_rows_never_take_less_nor_a_pass_less_than_nothing() -> None:
 
 
 def test_grades_are_tenths_of_the_largest_probability() -> None:
-    import torch
+    rows = torch.tensor([[0.04, 0.96], [0.999, 0.001], [0.5, 0.5]])
+    assert grades_of(rows.log(), rows) == [9, 9, 5]
 
-    rows = torch.tensor([[0.04, 0.96], [1.0, 0.0], [0.5, 0.5]])
-    assert grade_of(rows) == [9, 10, 5]
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_grades_of_point_masses_are_how_far_the_logit_is_ahead(dtype: torch.dtype) -> None:
+    """At temperature 0 every law is one: whether another cache would say the same shows in the logits alone."""
+    greedy = SamplingParams(temperature=0.0)
+    margins = [0.0, 0.05, 0.125, 0.25, 0.5, 1.0, 2.0, 60.0]
+    logits = torch.tensor([[-3.0, 1.0, 1.0 + margin] for margin in margins], dtype=dtype)
+    assert grades_of(logits, warp(logits, greedy)) == [10, 10, 11, 12, 13, 14, 15, 15]
+    one_left = warp(logits, SamplingParams(temperature=0.1, top_p=0.5))
+    assert grades_of(logits, one_left)[1:] == [10, 11, 12, 13, 14, 15, 15]
+
+
+def test_a_row_of_infinite_logits_and_a_vocabulary_of_one_have_grades_too() -> None:
+    """Mended or refused elsewhere: a grade only estimates."""
+    logits = torch.tensor([[torch.inf, torch.inf, 0.0], [torch.inf, 0.0, 0.0], [0.0, -torch.inf, -torch.inf]])
+    assert all(10 <= grade <= 15 for grade in grades_of(logits, warp(logits, SamplingParams(temperature=0.0))))
+    assert grades_of(torch.zeros(1, 1), torch.ones(1, 1)) == [15]
 
 
 # Fixed lengths
@@ -304,6 +322,20 @@ def test_getting_ready_is_wanted_while_it_pays() -> None:
     assert cheap.wants(0)
     assert not dear.wants(0)
     assert not Adaptive(31, PassSeconds(1.0, 0.0), [Source(0.9, 0.01, pass_share=20.0)]).wants(0)
+
+
+def test_what_lookups_save_is_guessed_of_a_proposer_that_rests_too() -> None:
+    """A retrieval level rested for a whole text of lookups, for they had made a token cheaper than its pass."""
+    ahead = Adaptive(31, PassSeconds(1.0, 0.0), [Source.lookup(), Source(0.95, 0.7, trust=32.0, round_seconds=0.01)])
+    assert ahead.wants(1)
+    for _ in range(50):
+        ahead.readied(1, None)
+        ahead.start(31)
+        ahead.ask([Outlook(1, 5), ANY])
+        ahead.drafted(0, [5], 0.0)
+        ahead.verified(Verdict(1, 0, [1.0]), 2, 1.0)
+    assert ahead.rate() < 0.7
+    assert ahead.wants(1)
 
 
 def test_what_getting_ready_took_counts_from_then_on() -> None:

@@ -72,11 +72,10 @@ def in_speculation(old: str, new: str) -> list[Edit]:
 
 
 VERDICT = "verdict = verify(drafted, probs[:0] if draft_probs is None else draft_probs, probs, self._random)\n"
-OWN_LAW = "Round(emitted, probs[: len(emitted)], len(drafted))"
+OWN_LAW = "Round(emitted, probs[: len(emitted)], logits[: len(emitted)], len(drafted))"
 DRAFTS_LAW = "probs if draft_probs is None else torch.cat([draft_probs, probs[-1:]])"
 SETTLE = "self.truncate(num_tokens + verdict.num_accepted)"
-DRAFT_ROW = "return Proposal([self._random.draw(row[0])], row, grade_of(row))"
-DRAW = "row = self._warp(self._level.forward(sequence[self._level.length :], 1))"
+DRAFT_ROW = "return Proposal([self._random.draw(row[0])], row, grades_of(logits, row))"
 OVER_SPECULATOR = "any(isinstance(proposer, Speculator) for proposer in self._proposers)"
 DRAFTED = "            so_far += proposal.tokens\n            rows.append(proposal.probs)\n"
 REDRAW = (  # as the published code does: after a rejection, the law itself instead of the residual
@@ -162,22 +161,12 @@ MUTANTS = [
     Mutant(
         "the draft hands up its unwarped law",
         DRAFT,
-        [
-            *in_speculation(
-                DRAW, "raw = self._level.forward(sequence[self._level.length :], 1); row = self._warp(raw)"
-            ),
-            *in_speculation(DRAFT_ROW, DRAFT_ROW.replace("], row", "], raw")),
-        ],
+        in_speculation(DRAFT_ROW, DRAFT_ROW.replace("], row", "], logits")),
     ),
     Mutant(
         "the same, seen in the text",
         WARPED,
-        [
-            *in_speculation(
-                DRAW, "raw = self._level.forward(sequence[self._level.length :], 1); row = self._warp(raw)"
-            ),
-            *in_speculation(DRAFT_ROW, DRAFT_ROW.replace("], row", "], raw")),
-        ],
+        in_speculation(DRAFT_ROW, DRAFT_ROW.replace("], row", "], logits")),
     ),
     Mutant(
         "the draft hands up its law warped twice",
@@ -188,8 +177,8 @@ MUTANTS = [
         "the target verifies by its unwarped law",
         WARPED,
         in_speculation(
-            "probs = self._warp(self._level.forward(pending + drafted, len(drafted) + 1))",
-            "probs = self._level.forward(pending + drafted, len(drafted) + 1)",
+            "probs = self._warp(logits)",
+            "probs = logits",
         ),
     ),
     *(
@@ -207,7 +196,7 @@ MUTANTS = [
             OWN_LAW,
             "Round(emitted, torch.cat([probs[: len(emitted) - 1], "
             "(probs[len(emitted) - 1] - draft_probs[len(emitted) - 1]).clamp(min=0)[None] "
-            "if len(emitted) <= len(drafted) else probs[-1:]]), len(drafted))",
+            "if len(emitted) <= len(drafted) else probs[-1:]]), logits[: len(emitted)], len(drafted))",
         ),
     ),
     Mutant(
@@ -314,10 +303,10 @@ MUTANTS = [
         "the middle level drops a bonus that it finds unlikely",
         TWO,
         in_speculation(
-            "return Proposal(step.tokens, step.probs, grade_of(step.probs))",
+            "return Proposal(step.tokens, step.probs, grades_of(step.logits, step.probs))",
             "n = len(step.tokens)\n"
             "        n -= n > 1 and bool(step.probs[-1, step.tokens[-1]] < 0.4)\n"
-            "        return Proposal(step.tokens[:n], step.probs[:n], grade_of(step.probs[:n]))",
+            "        return Proposal(step.tokens[:n], step.probs[:n], grades_of(step.logits[:n], step.probs[:n]))",
         ),
         breaks="protocol",
     ),
@@ -341,8 +330,8 @@ MUTANTS = [
         "greedy drafts verified by the soft law of the target",
         GREEDY,
         in_speculation(
-            "probs = self._warp(self._level.forward(pending + drafted, len(drafted) + 1))",
-            "probs = self._level.forward(pending + drafted, len(drafted) + 1).softmax(-1)",
+            "probs = self._warp(logits)",
+            "probs = logits.softmax(-1)",
         ),
     ),
     Mutant(

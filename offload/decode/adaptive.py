@@ -19,7 +19,7 @@ from offload.decode.verify import Verdict
 _MARGIN = 1.1  # by which a token's worth must exceed its price: both are estimates, and the best looking one flatters
 _GUESSED_PASSES = 2  # that the guess of a going rate is worth where only rounds of one kind count
 _LEAST_RATE = 0.5  # of what a model alone would make a token cost: an easy stretch ends
-_PROBE = 16  # rounds from one short one to the next: only different lengths show what a row costs
+_PROBE = 32  # rounds from one short one to the next: only different lengths show what a row costs
 
 
 class Adaptive:
@@ -95,6 +95,7 @@ class Adaptive:
     def wants(self, index: int) -> bool:
         """Where what it adds to the other models, as often as it is asked when it is ready, is worth its price."""
         source, self._rate = self.sources[index], self.rate()
+        source.cheapen(self._rate / self.passes.at(1))
         others = [other for other in self.sources if other is not source and not other.is_lookup]
         worth, *others_worth = (self._chain(model, 1.0, 0, self.most)[1] for model in (source, *others))
         price = source.round_seconds.value + source.pass_share * self.passes.at(1)

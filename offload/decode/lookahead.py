@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from offload.decode.verify import Verdict
 
+_MARGINS = (0.1, 0.2, 0.4, 0.8, 1.6)  # between the grades of point masses, in nats (docs/log.md)
+_FAR = 1e30  # more than any logit: what a point mass is on is not the next one
 SURE_MATCH = 3  # the grade of a lookup that fixed lengths trust: 8 tokens and more
 
 
-def grade_of(rows: Tensor) -> list[int]:
-    """Grades of tokens drawn from the laws `rows` [n, V]: 0 to 10, by their largest probability."""
-    grades: list[int] = (rows.amax(-1) * 10.0).int().clamp_(max=10).tolist()
-    return grades
+def grades_of(logits: Tensor, probs: Tensor) -> list[int]:
+    """Grades of tokens drawn from the laws `probs` [n, V] that were made of `logits` [n, V]: tenths of the largest
+    probability, 0 to 9; of a point mass 10 to 15, by how far its logit is ahead of the next one.
+    """
+    logits = logits.float()
+    next_best = torch.sub(logits, probs, alpha=_FAR).amax(-1)
+    pairs = torch.stack([probs.amax(-1), logits.amax(-1) - next_best], -1).tolist()
+    return [int(10.0 * share) if share < 1.0 else 10 + bisect(_MARGINS, margin) for share, margin in pairs]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ _LOOKUP_MEMORY = 0.9  # of the weight of a looked up token is left after the nex
 _IDLE = 0.97  # of an estimate's weight is left after a round in which its proposer was not asked
 _PACE = 0.95  # of the weight of earlier seconds, after new ones
 _STEADY_PACE = 0.98  # the same of seconds that were given with trust
+_LEAST_SHARE = 0.4  # of the given seconds, however much lookups save
 _GUESSED = 8.0  # observations that a guess is worth
-_ASKED = 0.98  # of the weight of a round is left after the next, in how often a proposer that is ready is asked
+_ASKED = 0.99  # of the weight of a round is left after the next, in how often a proposer that is ready is asked
 _PLACES = 6  # in a block: the first, the 2nd and 3rd, the 4th to 7th, ...
 _CATCH_UP = 2  # rounds after which a proposer that was not asked has more to do than usual
 
@@ -40,7 +41,7 @@ class Source:
         weight = _GUESSED if trust is None else trust
         self.chance, self._by_place = Mean(chance, weight), [Mean(chance, weight) for _ in range(_PLACES)]
         self.seconds = Mean(seconds, 1.0, _PACE) if trust is None else Mean(seconds, trust, _STEADY_PACE)
-        self.round_seconds = Mean(round_seconds, 1.0, _PACE)
+        self._given_seconds, self.round_seconds = seconds, Mean(round_seconds, 1.0, _PACE)
         self.pass_share, self.is_lookup = pass_share, bool(guessed_chances)
         self.asked = Mean(1.0, 1.0, _ASKED)  # in rounds in which it could be
         self.ready, self.idle_rounds = True, _CATCH_UP + 1
@@ -71,6 +72,11 @@ class Source:
         """
         most = 1.3 if self.idle_rounds > _CATCH_UP else 2.0
         self.seconds.add(min(seconds / num_tokens, most * self.seconds.value), num_tokens)
+
+    def cheapen(self, share: float) -> None:
+        """A token of it is guessed to take that share of the seconds given: lookups serve a level that proposes as well
+        as the one above. What was taken to be dear while it rested would never be tried."""
+        self.seconds.guess = max(share, _LEAST_SHARE) * self._given_seconds
 
     def ended(self, *, asked: bool, could_be: bool) -> None:
         """A round did, in which it was asked, or could have been."""

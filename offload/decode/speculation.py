@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.decode.clock import Clock
-from offload.decode.lookahead import Lookahead, Outlook, grade_of
+from offload.decode.lookahead import Lookahead, Outlook, grades_of
 from offload.decode.sampling import RandomSource
 from offload.decode.verify import Verdict, verify
 from offload.metrics import LevelStats
@@ -84,8 +84,9 @@ class ModelProposer:
         return Outlook()
 
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
-        row = self._warp(self._level.forward(sequence[self._level.length :], 1))
-        return Proposal([self._random.draw(row[0])], row, grade_of(row))
+        logits = self._level.forward(sequence[self._level.length :], 1)
+        row = self._warp(logits)
+        return Proposal([self._random.draw(row[0])], row, grades_of(logits, row))
 
     def truncate(self, length: int) -> None:
         self._level.truncate(length)
@@ -93,10 +94,12 @@ class ModelProposer:
 
 @dataclass(frozen=True)
 class Round:
-    """One propose, verify, truncate: the emitted tokens and the level's law for each of them ([len(tokens), V])."""
+    """One propose, verify, truncate: the emitted tokens, the level's law for each of them ([len(tokens), V]), and the
+    logits that it was made of."""
 
     tokens: list[int]
     probs: Tensor
+    logits: Tensor
     num_drafted: int
 
     @property
@@ -138,12 +141,13 @@ class Speculator:
         pending = list(sequence[self._level.length :])
         drafted, draft_probs, names = self._draft(sequence, limit - 1)
         start = self._clock.now()
-        probs = self._warp(self._level.forward(pending + drafted, len(drafted) + 1))
+        logits = self._level.forward(pending + drafted, len(drafted) + 1)
+        probs = self._warp(logits)
         verdict = verify(drafted, probs[:0] if draft_probs is None else draft_probs, probs, self._random)
         self._lookahead.verified(verdict, len(pending) + len(drafted), self._clock.now() - start)
         self._settle(len(sequence), len(pending), names, verdict)
         emitted = [*drafted[: verdict.num_accepted], verdict.next_token]
-        return Round(emitted, probs[: len(emitted)], len(drafted))
+        return Round(emitted, probs[: len(emitted)], logits[: len(emitted)], len(drafted))
 
     def outlook(self, sequence: Sequence[int]) -> Outlook:
         return self._lookahead.outlook([proposer.outlook(sequence) for proposer in self._proposers])
@@ -151,7 +155,7 @@ class Speculator:
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
         """The tokens of one round, which is as short as it has to be: no drawn token is thrown away."""
         step = self.round(sequence, num_tokens)
-        return Proposal(step.tokens, step.probs, grade_of(step.probs))
+        return Proposal(step.tokens, step.probs, grades_of(step.logits, step.probs))
 
     def truncate(self, length: int) -> None:
         self._level.truncate(length)

@@ -17,14 +17,19 @@ from offload.decode.clock import PlanClock
 from offload.decode.estimates import Mean, PassSeconds
 from offload.decode.lookahead import Ask, Fixed, Outlook, grades_of
 from offload.decode.pace import Pace
-from offload.decode.sampling import SamplingParams, warp
+from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.decode.source import Source
+from offload.decode.speculation import ModelProposer, Speculator
 from offload.decode.verify import Verdict
 from offload.metrics import LevelStats
 from offload.plan import expectations
 from offload.plan.planner import Options, make_plan
 
 ANY, NONE = Outlook(), Outlook(0)
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    return warp(logits, SamplingParams(temperature=0.0))
 
 
 def test_a_mean_starts_at_its_guess_and_follows_what_it_sees() -> None:
@@ -107,18 +112,34 @@ def test_grades_are_tenths_of_the_largest_probability() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_grades_of_point_masses_are_how_far_the_logit_is_ahead(dtype: torch.dtype) -> None:
     """At temperature 0 every law is one: whether another cache would say the same shows in the logits alone."""
-    greedy = SamplingParams(temperature=0.0)
     margins = [0.0, 0.05, 0.125, 0.25, 0.5, 1.0, 2.0, 60.0]
     logits = torch.tensor([[-3.0, 1.0, 1.0 + margin] for margin in margins], dtype=dtype)
-    assert grades_of(logits, warp(logits, greedy)) == [10, 10, 11, 12, 13, 14, 15, 15]
+    assert grades_of(logits, greedy(logits)) == [10, 10, 11, 12, 13, 14, 15, 15]
     one_left = warp(logits, SamplingParams(temperature=0.1, top_p=0.5))
     assert grades_of(logits, one_left)[1:] == [10, 11, 12, 13, 14, 15, 15]
+
+
+def test_proposals_are_graded_by_the_logits_of_their_own_places() -> None:
+    """By those of the level that hands them up, whoever drafted them."""
+    laws = {name: soft(5, name) for name in ("retrieval", "draft")}
+    alone, draft = (ModelProposer(TableLevel(laws["draft"], logarithm=True), greedy, SeededSource(0)) for _ in "12")
+    retrieval = TableLevel(laws["retrieval"], logarithm=True)
+    middle = Speculator(retrieval, [draft], lookahead=Fixed(3), warp=greedy, random=SeededSource(0), clock=PlanClock())
+    sequence, seen = [1], set()
+    for _ in range(12):
+        for name, proposal in (("draft", alone.propose(sequence, 1)), ("retrieval", middle.propose(sequence, 4))):
+            prefixes = [(*sequence, *proposal.tokens[:place]) for place in range(len(proposal.tokens))]
+            logits = torch.stack([laws[name](prefix) for prefix in prefixes]).log()
+            assert proposal.grades == grades_of(logits, greedy(logits))
+            seen.add((name, *proposal.grades))
+        sequence += proposal.tokens
+    assert len(seen) > 8
 
 
 def test_a_row_of_infinite_logits_and_a_vocabulary_of_one_have_grades_too() -> None:
     """Mended or refused elsewhere: a grade only estimates."""
     logits = torch.tensor([[torch.inf, torch.inf, 0.0], [torch.inf, 0.0, 0.0], [0.0, -torch.inf, -torch.inf]])
-    assert all(10 <= grade <= 15 for grade in grades_of(logits, warp(logits, SamplingParams(temperature=0.0))))
+    assert all(10 <= grade <= 15 for grade in grades_of(logits, greedy(logits)))
     assert grades_of(torch.zeros(1, 1), torch.ones(1, 1)) == [15]
 
 
@@ -324,8 +345,8 @@ def test_getting_ready_is_wanted_while_it_pays() -> None:
     assert not Adaptive(31, PassSeconds(1.0, 0.0), [Source(0.9, 0.01, pass_share=20.0)]).wants(0)
 
 
-def test_what_lookups_save_is_guessed_of_a_proposer_that_rests_too() -> None:
-    """A retrieval level rested for a whole text of lookups, for they had made a token cheaper than its pass."""
+def resting(*, pass_seconds: float) -> Adaptive:
+    """A token of the second source was to take .7 of a pass; lookups make one take half a pass."""
     ahead = Adaptive(31, PassSeconds(1.0, 0.0), [Source.lookup(), Source(0.95, 0.7, trust=32.0, round_seconds=0.01)])
     assert ahead.wants(1)
     for _ in range(50):
@@ -333,9 +354,23 @@ def test_what_lookups_save_is_guessed_of_a_proposer_that_rests_too() -> None:
         ahead.start(31)
         ahead.ask([Outlook(1, 5), ANY])
         ahead.drafted(0, [5], 0.0)
-        ahead.verified(Verdict(1, 0, [1.0]), 2, 1.0)
+        ahead.verified(Verdict(1, 0, [1.0]), 2, pass_seconds)
+    return ahead
+
+
+def test_what_lookups_save_is_guessed_of_a_proposer_that_rests_too() -> None:
+    """A retrieval level rested for a whole text of lookups, for they had made a token cheaper than its pass."""
+    ahead = resting(pass_seconds=1.0)
     assert ahead.rate() < 0.7
     assert ahead.wants(1)
+    assert ahead.sources[1].seconds.value < 0.5
+
+
+def test_a_machine_that_is_slower_than_planned_makes_up_for_what_lookups_save() -> None:
+    """Its retrieved tokens are dearer too: guessed at a fifth of what they took, they were readied for nothing."""
+    ahead = resting(pass_seconds=2.5)
+    assert ahead.wants(1)
+    assert ahead.sources[1].seconds.value == pytest.approx(0.7)
 
 
 def test_what_getting_ready_took_counts_from_then_on() -> None:

@@ -30,6 +30,7 @@ class Adaptive:
 
     def __init__(self, most: int, passes: PassSeconds, sources: Sequence[Source]) -> None:
         self.most, self.passes, self.sources = most, passes, sources
+        self._given_pass = passes.at(1)  # seconds
         self._left = self._rounds = 0
         self._may_draft = False  # in this round
         self._rate = 0.0  # seconds that a token costs at present
@@ -95,7 +96,7 @@ class Adaptive:
     def wants(self, index: int) -> bool:
         """Where what it adds to the other models, as often as it is asked when it is ready, is worth its price."""
         source, self._rate = self.sources[index], self.rate()
-        source.cheapen(self._rate / self.passes.at(1))
+        source.cheapen(self._rate / self._given_pass)
         others = [other for other in self.sources if other is not source and not other.is_lookup]
         worth, *others_worth = (self._chain(model, 1.0, 0, self.most)[1] for model in (source, *others))
         price = source.round_seconds.value + source.pass_share * self.passes.at(1)

@@ -74,9 +74,13 @@ class Source:
         self.seconds.add(min(seconds / num_tokens, most * self.seconds.value), num_tokens)
 
     def cheapen(self, share: float) -> None:
-        """A token of it is guessed to take that share of the seconds given: lookups serve a level that proposes as well
-        as the one above. What was taken to be dear while it rested would never be tried."""
-        self.seconds.guess = max(share, _LEAST_SHARE) * self._given_seconds
+        """A token of it is guessed to take that share of the seconds given, at most all: lookups serve a level that
+        proposes as well as the one above. What was taken to be dear while it rested would never be tried.
+
+        share: what a token costs now, of a pass as it was given. A machine that is slower than was given makes up for
+        lookups.
+        """
+        self.seconds.guess = min(max(share, _LEAST_SHARE), 1.0) * self._given_seconds
 
     def ended(self, *, asked: bool, could_be: bool) -> None:
         """A round did, in which it was asked, or could have been."""

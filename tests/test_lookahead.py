@@ -366,6 +366,12 @@ def test_what_lookups_save_is_guessed_of_a_proposer_that_rests_too() -> None:
     assert ahead.sources[1].seconds.value < 0.5
 
 
+def test_no_more_than_three_fifths_of_the_seconds_given_are_taken_off() -> None:
+    source = Source(0.95, 0.7, trust=32.0)
+    source.cheapen(0.01)
+    assert source.seconds.value == pytest.approx(0.28)
+
+
 def test_a_machine_that_is_slower_than_planned_makes_up_for_what_lookups_save() -> None:
     """Its retrieved tokens are dearer too: guessed at a fifth of what they took, they were readied for nothing."""
     ahead = resting(pass_seconds=2.5)

@@ -79,9 +79,9 @@ def record(engine: Engine, prompt: list[int], num_tokens: int, block: int) -> Re
     margins = {name: [1.0] * len(text) for name in engine.levels}
 
     def hear(name: str, start: int, rows: Tensor) -> None:
-        best = rows.float().topk(2, -1)
-        says[name][start : start + len(rows)] = best.indices[:, 0].tolist()
-        margins[name][start : start + len(rows)] = (best.values[:, 0] - best.values[:, 1]).tolist()
+        best = rows.float().topk(2, -1).values
+        says[name][start : start + len(rows)] = rows.argmax(-1).tolist()
+        margins[name][start : start + len(rows)] = (best[:, 0] - best[:, 1]).tolist()
 
     if "draft" in engine.levels:
         level = engine.levels["draft"]
@@ -89,14 +89,17 @@ def record(engine: Engine, prompt: list[int], num_tokens: int, block: int) -> Re
         for start in range(first, len(text), block):
             stop = min(start + block, len(text))
             hear("draft", start, level.forward(text[level.length : stop - 1], stop - start))
+    target = engine.levels["target"]
+    target.truncate(len(prompt) - engine.plan.rows)
     if engine.retrieval is not None:
-        target, level = engine.levels["target"], engine.levels["retrieval"]
-        target.truncate(len(prompt) - engine.plan.rows)
         engine.retrieval.truncate(0)
         engine.retrieval.full.keeps_mass = True
-        for start in range(first, len(text), block):
-            stop, pending = min(start + block, len(text)), text[target.length : start - 1]
-            target.forward(pending, 1)
+    for start in range(first, len(text), block):
+        stop, pending = min(start + block, len(text)), text[target.length : start - 1]
+        num_heard = 1 if start == first else block
+        hear("target", start - num_heard, target.forward(pending, num_heard))
+        if engine.retrieval is not None:
+            level = engine.levels["retrieval"]
             engine.retrieval.refresh(len(pending))
             hear("retrieval", start, level.forward(text[level.length : stop - 1], stop - start))
     return compact(Recording(text, len(prompt), says, margins))

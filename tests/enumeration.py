@@ -29,6 +29,7 @@ from offload.decode.pace import Priced
 from offload.decode.sampling import RandomSource, SamplingParams
 from offload.decode.source import Source
 from offload.decode.speculation import Proposal
+from offload.decode.verify import Verdict
 from offload.metrics import LevelStats, Stats
 
 T = TypeVar("T")
@@ -246,12 +247,28 @@ class ShortLookahead(Fixed):
 
 
 class ConfidentLookahead(Fixed):
-    """Drafts on while what was drafted last was sure enough: by tokens that are drawn, all of which are verified."""
+    """Drafts on while what was drafted last was sure enough: by tokens that are drawn, all of which are verified.
+
+    One token less where the level that verifies was unsure of the last one that it emitted.
+    """
+
+    _was_sure = True
+
+    def start(self, limit: int) -> None:
+        super().start(limit)
+        self._left -= self._left > 0 and not self._was_sure
 
     def drafted(self, index: int, grades: Sequence[int], seconds: float) -> None:
         super().drafted(index, grades, seconds)
-        if any(grade < 6 or 10 <= grade < 13 for grade in grades):
+        if any(map(_is_unsure, grades)):
             self._left = 0
+
+    def verified(self, verdict: Verdict, grades: Sequence[int], num_rows: int, seconds: float) -> None:
+        self._was_sure = not _is_unsure(grades[-1])
+
+
+def _is_unsure(grade: int) -> bool:
+    return grade < 6 or 10 <= grade < 13
 
 
 class TurnsLookahead(Fixed):
@@ -265,12 +282,13 @@ class TurnsLookahead(Fixed):
 
 
 CHEAP, DEAR = 0.01, 0.45  # a drafted token; a verification takes 1
+DOUBTS = (3.0, 2.0, *4 * (1.0,), *4 * (0.3,), 3.0, 2.0, 1.0, *3 * (0.3,))  # by the grade of the level that verifies
 
 
 def adaptive(num_proposers: int, gamma: int, *, lookup: bool, dear: bool) -> Adaptive:
     """The real one. `dear` tokens are drafted only where they are likely to be kept."""
     cost = DEAR if dear else CHEAP
-    sources = [Source(0.7, cost, round_seconds=0.1) for _ in range(num_proposers - lookup)]
+    sources = [Source(0.7, cost, round_seconds=0.1, doubts=DOUBTS) for _ in range(num_proposers - lookup)]
     passes = PassSeconds(1.0, 0.02)
     return Adaptive(gamma, passes, [*([Source.lookup()] if lookup else []), *sources])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -136,6 +137,27 @@ def test_proposals_are_graded_by_the_logits_of_their_own_places() -> None:
     assert len(seen) > 8
 
 
+def test_a_level_hears_how_sure_it_was_of_what_it_emitted() -> None:
+    """Of each kept token and of the correction or bonus, by its own law there: not of what it rejected."""
+    laws = {name: soft(5, name) for name in ("target", "draft")}
+    heard: list[tuple[int, list[int]]] = []
+
+    class Hears(Fixed):
+        def verified(self, verdict: Verdict, grades: Sequence[int], num_rows: int, seconds: float) -> None:
+            heard.append((verdict.num_accepted, list(grades)))
+
+    draft = ModelProposer(TableLevel(laws["draft"]), lambda rows: rows, SeededSource(1))
+    level = TableLevel(laws["target"], logarithm=True)
+    top = Speculator(level, [draft], lookahead=Hears(3), warp=greedy, random=SeededSource(0), clock=PlanClock())
+    sequence = [1]
+    for _ in range(12):
+        emitted = top.round(sequence, 4).tokens
+        logits = torch.stack([laws["target"]((*sequence, *emitted[:place])) for place in range(len(emitted))]).log()
+        assert heard[-1] == (len(emitted) - 1, grades_of(logits, greedy(logits)))
+        sequence += emitted
+    assert len({num_accepted for num_accepted, _ in heard}) > 1
+
+
 def test_a_row_of_infinite_logits_and_a_vocabulary_of_one_have_grades_too() -> None:
     """Mended or refused elsewhere: a grade only estimates."""
     logits = torch.tensor([[torch.inf, torch.inf, 0.0], [torch.inf, 0.0, 0.0], [0.0, -torch.inf, -torch.inf]])
@@ -195,7 +217,7 @@ def play(
         cost = passes[0] * math.ceil((1 + len(drafted)) / block) + passes[1] * (1 + len(drafted))
         clock += cost
         kept = [chances[index] for index in drafted[: accepted + 1]]
-        ahead.verified(Verdict(accepted, 0, kept), 1 + len(drafted), cost)
+        ahead.verified(Verdict(accepted, 0, kept), [9] * (accepted + 1), 1 + len(drafted), cost)
         emitted, rounds, total = emitted + accepted + 1, rounds + 1, total + len(drafted)
     return clock / emitted, total / rounds
 
@@ -318,7 +340,7 @@ def test_drafting_stops_early_where_a_token_was_unsure() -> None:
         for grade, chance in ((2, 0.3), (9, 0.99)):
             ahead.start(1)
             ahead.drafted(0, [grade], 0.01)
-            ahead.verified(Verdict(1, 0, [chance]), 2, 1.0)
+            ahead.verified(Verdict(1, 0, [chance]), [9] * 2, 2, 1.0)
     lengths = {}
     for grade in (2, 9):
         ahead.start(63)
@@ -354,7 +376,7 @@ def resting(*, pass_seconds: float) -> Adaptive:
         ahead.start(31)
         ahead.ask([Outlook(1, 5), ANY])
         ahead.drafted(0, [5], 0.0)
-        ahead.verified(Verdict(1, 0, [1.0]), 2, pass_seconds)
+        ahead.verified(Verdict(1, 0, [1.0]), [9] * 2, 2, pass_seconds)
     return ahead
 
 
@@ -379,6 +401,32 @@ def test_a_machine_that_is_slower_than_planned_makes_up_for_what_lookups_save() 
     assert ahead.sources[1].seconds.value == pytest.approx(0.7)
 
 
+def test_how_sure_the_target_is_tells_of_a_proposer_that_is_never_asked() -> None:
+    """Twice as often not kept among tokens of grade 1, a quarter as often among those of grade 2."""
+    source = Source(0.9, 0.7, trust=32.0, doubts=(1.0, 2.0, 0.25))
+    source.foresee([0] * 20)
+    assert source.chance.value == pytest.approx(0.9)
+    source.foresee([1] * 300)
+    assert source.chance.value == pytest.approx(0.8, abs=0.02)
+    source.foresee([2] * 300)
+    assert source.chance.value == pytest.approx(0.97, abs=0.01)
+    assert source.chance_of(2) == source.chance_at(0) == source.chance.value
+
+
+def test_a_proposer_that_rests_is_tried_where_the_target_is_sure() -> None:
+    """Editing with SmolLM2: all retrieved tokens would have been kept, and none was tried."""
+    tried = {}
+    for grade in (0, 1):
+        model = Source(0.9, 0.7, trust=32.0, round_seconds=0.5, doubts=(1.0, 0.1))
+        ahead = Adaptive(31, PassSeconds(0.9, 0.1), [model])
+        ahead.readied(0, None)
+        for _ in range(60):
+            ahead.start(31)
+            ahead.verified(Verdict(0, 0), [grade], 1, 1.0)
+        tried[grade] = ahead.wants(0)
+    assert tried == {0: False, 1: True}
+
+
 def test_what_getting_ready_took_counts_from_then_on() -> None:
     ahead = Adaptive(31, PassSeconds(1.0, 0.0), [Source(0.9, 0.01, round_seconds=0.1)])
     cheap = ahead.rate()
@@ -393,7 +441,7 @@ def rounds_ready(ahead: Adaptive, index: int, outlooks: list[Outlook], num_round
         ahead.start(20)
         ready.append(ahead.sources[index].ready)
         ahead.drafted(0, [5] * 10, 0.0)
-        ahead.verified(Verdict(10, 0, [1.0] * 10), 11, 1.0)
+        ahead.verified(Verdict(10, 0, [1.0] * 10), [9] * 11, 11, 1.0)
         ahead.readied(index, 0.05 if ahead.wants(index) else None)
     return ready
 

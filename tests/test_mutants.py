@@ -72,8 +72,8 @@ def in_speculation(old: str, new: str) -> list[Edit]:
 
 
 VERDICT = "verdict = verify(drafted, probs[:0] if draft_probs is None else draft_probs, probs, self._random)\n"
-OWN_LAW = "Round(emitted, probs[: len(emitted)], logits[: len(emitted)], len(drafted))"
-DRAFTS_LAW = "probs if draft_probs is None else torch.cat([draft_probs, probs[-1:]])"
+OWN_LAW = "Round(emitted, probs, grades, len(drafted))"
+DRAFTS_LAW = "probs if draft_probs is None else torch.cat([draft_probs, probs[-1:]])[: len(emitted)]"
 SETTLE = "self.truncate(num_tokens + verdict.num_accepted)"
 DRAFT_ROW = "return Proposal([self._random.draw(row[0])], row, grades_of(logits, row))"
 OVER_SPECULATOR = "any(isinstance(proposer, Speculator) for proposer in self._proposers)"
@@ -196,7 +196,7 @@ MUTANTS = [
             OWN_LAW,
             "Round(emitted, torch.cat([probs[: len(emitted) - 1], "
             "(probs[len(emitted) - 1] - draft_probs[len(emitted) - 1]).clamp(min=0)[None] "
-            "if len(emitted) <= len(drafted) else probs[-1:]]), logits[: len(emitted)], len(drafted))",
+            "if len(emitted) <= len(drafted) else probs[-1:]]), grades, len(drafted))",
         ),
     ),
     Mutant(
@@ -303,10 +303,10 @@ MUTANTS = [
         "the middle level drops a bonus that it finds unlikely",
         TWO,
         in_speculation(
-            "return Proposal(step.tokens, step.probs, grades_of(step.logits, step.probs))",
+            "return Proposal(step.tokens, step.probs, step.grades)",
             "n = len(step.tokens)\n"
             "        n -= n > 1 and bool(step.probs[-1, step.tokens[-1]] < 0.4)\n"
-            "        return Proposal(step.tokens[:n], step.probs[:n], grades_of(step.logits[:n], step.probs[:n]))",
+            "        return Proposal(step.tokens[:n], step.probs[:n], step.grades[:n])",
         ),
         breaks="protocol",
     ),

@@ -16,7 +16,7 @@ from offload.decode.lookahead import Ask, Outlook
 from offload.decode.source import Source
 from offload.decode.verify import Verdict
 
-_MARGIN = 1.1  # by which a token's worth must exceed its price: both are estimates, and the best looking one flatters
+_MARGIN = 1.05  # by which a token's worth must exceed its price: both are estimates, and the best looking one flatters
 _GUESSED_PASSES = 2  # that the guess of a going rate is worth where only rounds of one kind count
 _LEAST_RATE = 0.5  # of what a model alone would make a token cost: an easy stretch ends
 _PROBE = 32  # rounds from one short one to the next: only different lengths show what a row costs
@@ -73,12 +73,13 @@ class Adaptive:
             self._drafted.append((source, grade))
         source.took(seconds, len(grades))
 
-    def verified(self, verdict: Verdict, num_rows: int, seconds: float) -> None:
+    def verified(self, verdict: Verdict, grades: Sequence[int], num_rows: int, seconds: float) -> None:
         for place, ((source, grade), chance) in enumerate(zip(self._drafted, verdict.chances, strict=False)):
             source.learn(grade, place, chance)
         self._count(verdict.num_accepted + 1, num_rows)
         used = {source for source, _ in self._drafted}
         for source in self.sources:
+            source.foresee(grades)
             source.ended(asked=source in used, could_be=source.ready and self._may_draft)
         self.passes.add(num_rows, seconds / (1.0 + self._pass_share))
         self._model_rate = None

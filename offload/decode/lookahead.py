@@ -63,8 +63,8 @@ class Lookahead(Protocol):
         """The proposer at `index` gave tokens of these grades."""
         ...
 
-    def verified(self, verdict: Verdict, num_rows: int, seconds: float) -> None:
-        """How it came out; the pass had `num_rows` real rows."""
+    def verified(self, verdict: Verdict, grades: Sequence[int], num_rows: int, seconds: float) -> None:
+        """How it came out; grades: of the emitted tokens, by the level itself; the pass had `num_rows` real rows."""
         ...
 
     def outlook(self, outlooks: Sequence[Outlook]) -> Outlook:
@@ -102,7 +102,7 @@ class Fixed:
     def drafted(self, index: int, grades: Sequence[int], seconds: float) -> None:
         self._left -= len(grades)
 
-    def verified(self, verdict: Verdict, num_rows: int, seconds: float) -> None: ...
+    def verified(self, verdict: Verdict, grades: Sequence[int], num_rows: int, seconds: float) -> None: ...
 
     def outlook(self, outlooks: Sequence[Outlook]) -> Outlook:
         return Outlook()

@@ -8,12 +8,13 @@ from offload.decode.estimates import Mean
 
 _LOOKUP_CHANCES = (0.2, 0.4, 0.55, 0.75, 0.9, 0.95, 0.97, 0.99)  # by grade (docs/log.md)
 _LOOKUP_MEMORY = 0.9  # of the weight of a looked up token is left after the next: a run stands or falls as one
-_IDLE = 0.97  # of an estimate's weight is left after a round in which its proposer was not asked
+_IDLE = 0.98  # of an estimate's weight is left after a round in which its proposer was not asked
 _PACE = 0.95  # of the weight of earlier seconds, after new ones
 _STEADY_PACE = 0.98  # the same of seconds that were given with trust
 _LEAST_SHARE = 0.4  # of the given seconds, however much lookups save
 _GUESSED = 8.0  # observations that a guess is worth
 _ASKED = 0.99  # of the weight of a round is left after the next, in how often a proposer that is ready is asked
+_FORESEEN = 0.98  # of the weight of a token is left after the next, in how hard the text seems
 _PLACES = 6  # in a block: the first, the 2nd and 3rd, the 4th to 7th, ...
 _CATCH_UP = 2  # rounds after which a proposer that was not asked has more to do than usual
 
@@ -25,7 +26,8 @@ class Source:
     are easy and hard in stretches, so a block that went well so far goes on better than the mean.
     trust: observations that the given chance and seconds are worth. seconds: of one token; round_seconds: of each round
     in which it may be asked, for getting it ready; pass_share: what that adds to a verification, as a share of its
-    seconds; guessed_chances: by grade, where they are known beforehand.
+    seconds; guessed_chances: by grade, where they are known beforehand; doubts: by the grade that the verifying level
+    gives to a token, how much oftener than on the average it is not kept.
     """
 
     def __init__(
@@ -37,12 +39,15 @@ class Source:
         round_seconds: float = 0.0,
         pass_share: float = 0.0,
         guessed_chances: Sequence[float] = (),
+        doubts: Sequence[float] = (),
     ) -> None:
         weight = _GUESSED if trust is None else trust
         self.chance, self._by_place = Mean(chance, weight), [Mean(chance, weight) for _ in range(_PLACES)]
         self.seconds = Mean(seconds, 1.0, _PACE) if trust is None else Mean(seconds, trust, _STEADY_PACE)
         self._given_seconds, self.round_seconds = seconds, Mean(round_seconds, 1.0, _PACE)
         self.pass_share, self.is_lookup = pass_share, bool(guessed_chances)
+        self._foreseen = Mean(chance, _GUESSED, _FORESEEN)
+        self._chances = [max(1.0 - doubt * (1.0 - chance), 0.0) for doubt in doubts]
         self.asked = Mean(1.0, 1.0, _ASKED)  # in rounds in which it could be
         self.ready, self.idle_rounds = True, _CATCH_UP + 1
         self._by_grade = {grade: Mean(chance, _GUESSED, _LOOKUP_MEMORY) for grade, chance in enumerate(guessed_chances)}
@@ -65,6 +70,15 @@ class Source:
         self.chance.add(chance)
         self._of(grade).add(chance)
         self._at(place).add(chance)
+
+    def foresee(self, grades: Sequence[int]) -> None:
+        """The verifying level emitted tokens of these grades. Whether or not any were drafted by this proposer, they
+        tell how hard the text is now, and so what the chance is guessed to be.
+        """
+        if self._chances:
+            for grade in grades:
+                self._foreseen.add(self._chances[grade])
+            self.chance.guess = self._foreseen.value
 
     def took(self, seconds: float, num_tokens: int) -> None:
         """A step did. What is far above the estimate was a pause of the machine, or, after rounds in which it was not

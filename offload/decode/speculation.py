@@ -94,12 +94,11 @@ class ModelProposer:
 
 @dataclass(frozen=True)
 class Round:
-    """One propose, verify, truncate: the emitted tokens, the level's law for each of them ([len(tokens), V]), and the
-    logits that it was made of."""
+    """One propose, verify, truncate: the emitted tokens, and the level's laws ([len(tokens), V]) and grades of them."""
 
     tokens: list[int]
     probs: Tensor
-    logits: Tensor
+    grades: list[int]
     num_drafted: int
 
     @property
@@ -144,10 +143,13 @@ class Speculator:
         logits = self._level.forward(pending + drafted, len(drafted) + 1)
         probs = self._warp(logits)
         verdict = verify(drafted, probs[:0] if draft_probs is None else draft_probs, probs, self._random)
-        self._lookahead.verified(verdict, len(pending) + len(drafted), self._clock.now() - start)
-        self._settle(len(sequence), len(pending), names, verdict)
+        seconds = self._clock.now() - start
         emitted = [*drafted[: verdict.num_accepted], verdict.next_token]
-        return Round(emitted, probs[: len(emitted)], logits[: len(emitted)], len(drafted))
+        probs = probs[: len(emitted)]
+        grades = grades_of(logits[: len(emitted)], probs)
+        self._lookahead.verified(verdict, grades, len(pending) + len(drafted), seconds)
+        self._settle(len(sequence), len(pending), names, verdict)
+        return Round(emitted, probs, grades, len(drafted))
 
     def outlook(self, sequence: Sequence[int]) -> Outlook:
         return self._lookahead.outlook([proposer.outlook(sequence) for proposer in self._proposers])
@@ -155,7 +157,7 @@ class Speculator:
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
         """The tokens of one round, which is as short as it has to be: no drawn token is thrown away."""
         step = self.round(sequence, num_tokens)
-        return Proposal(step.tokens, step.probs, grades_of(step.logits, step.probs))
+        return Proposal(step.tokens, step.probs, step.grades)
 
     def truncate(self, length: int) -> None:
         self._level.truncate(length)

@@ -532,6 +532,28 @@ def test_passes_are_priced_by_the_blocks_that_the_machine_has_unless_they_wait_f
     assert ahead.passes.at(37) == pytest.approx(blocks * (one - row) + 37 * row)
 
 
+def test_what_is_guessed_of_retrieved_tokens_follows_the_text_and_of_the_drafts_does_not() -> None:
+    """Grades 10 and 15: two tokens that are level, and one far ahead of the next. Drawn tokens say nothing."""
+    request = {"num_prompt_tokens": 30_000, "max_tokens": 100}
+    plan = make_plan(expectations.LLAMA2_7B, expectations.LLAMA_68M, Options(), CPU, **request)
+    law = soft(3, "any")
+    proposers = [ModelProposer(TableLevel(law), greedy, SeededSource(0)) for _ in "12"]
+    proposers[1].name, proposers[0].name = "retrieval", "draft"
+    chances = {}
+    for grade in (5, 10, 15):
+        ahead = Pace(plan).target(proposers)
+        assert isinstance(ahead, Adaptive)
+        before = [source.chance.value for source in ahead.sources]
+        for _ in range(100):
+            ahead.start(0)
+            ahead.verified(Verdict(0, 0), [grade], 1, 0.1)
+        assert ahead.sources[0].chance.value == before[0]
+        chances[grade] = ahead.sources[1].chance.value - before[1]
+    assert chances[5] == pytest.approx(0.0)
+    assert chances[10] < -0.1
+    assert chances[15] > 0.02
+
+
 def test_a_pause_of_the_machine_moves_an_estimate_little_but_what_stays_is_learned() -> None:
     source = Source(0.9, 0.01)
     source.took(1.0, 1)  # not asked before: its cache had to catch up

@@ -413,6 +413,13 @@ def test_how_sure_the_target_is_tells_of_a_proposer_that_is_never_asked() -> Non
     assert source.chance_of(2) == source.chance_at(0) == source.chance.value
 
 
+def test_no_chance_is_foreseen_to_be_less_than_none() -> None:
+    """A small budget on a hard text: six times as often as half of the time."""
+    source = Source(0.5, 0.7, trust=32.0, doubts=(6.0,))
+    source.foresee([0] * 300)
+    assert source.chance.value == pytest.approx(0.07, abs=0.01)
+
+
 def test_a_proposer_that_rests_is_tried_where_the_target_is_sure() -> None:
     """Editing with SmolLM2: all retrieved tokens would have been kept, and none was tried."""
     tried = {}

@@ -17,7 +17,7 @@ from offload.plan.cost import DRAFT_ACCEPTANCE
 from offload.plan.planner import LevelName, Plan
 
 _TRUST = 32.0  # in the chance of retrieved tokens: measured on three models (docs/log.md)
-_DOUBTS = (*10 * (1.0,), 6.0, 2.5, 1.0, 0.3, 0.25, 0.25)  # of these, by how sure the target is; measured likewise
+_DOUBTS = (*10 * (1.0,), 6.0, 2.5, 1.0, 0.3, 0.25, 0.25)  # how much oftener they are refused, by how sure the target is
 _HOPE = 0.1  # that a draft is better than most: what is not tried is never known
 
 

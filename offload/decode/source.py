@@ -47,7 +47,7 @@ class Source:
         self._given_seconds, self.round_seconds = seconds, Mean(round_seconds, 1.0, _PACE)
         self.pass_share, self.is_lookup = pass_share, bool(guessed_chances)
         self._foreseen = Mean(chance, _GUESSED, _FORESEEN)
-        self._chances = [max(1.0 - doubt * (1.0 - chance), 0.0) for doubt in doubts]
+        self._foreseen_by_grade = [max(1.0 - doubt * (1.0 - chance), 0.0) for doubt in doubts]
         self.asked = Mean(1.0, 1.0, _ASKED)  # in rounds in which it could be
         self.ready, self.idle_rounds = True, _CATCH_UP + 1
         self._by_grade = {grade: Mean(chance, _GUESSED, _LOOKUP_MEMORY) for grade, chance in enumerate(guessed_chances)}
@@ -75,9 +75,9 @@ class Source:
         """The verifying level emitted tokens of these grades. Whether or not any were drafted by this proposer, they
         tell how hard the text is now, and so what the chance is guessed to be.
         """
-        if self._chances:
+        if self._foreseen_by_grade:
             for grade in grades:
-                self._foreseen.add(self._chances[grade])
+                self._foreseen.add(self._foreseen_by_grade[grade])
             self.chance.guess = self._foreseen.value
 
     def took(self, seconds: float, num_tokens: int) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import rules
 import texts
 import torch
-from report import emit, environment, say
+from report import about, emit, say
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -412,7 +412,8 @@ def speak_all(bench: Bench, args: argparse.Namespace) -> Iterator[Text]:
         yield text
 
 
-def run(bench: Bench, args: argparse.Namespace, cells: Sequence[Cell]) -> dict[str, Any]:
+def run(bench: Bench, args: argparse.Namespace, cells: Sequence[Cell]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(of all texts, of each cell)."""
     outcomes: dict[tuple[float, Cell], list[Outcome]] = {}
     of_draft: list[float] = []
     for text in speak_all(bench, args):
@@ -424,7 +425,7 @@ def run(bench: Bench, args: argparse.Namespace, cells: Sequence[Cell]) -> dict[s
         say(f"  {len(cells)} cells: {time.perf_counter() - start:.0f} s")
     results = [{"temperature": key[0], **summary(key[1], found)} for key, found in outcomes.items()]
     detailed = details(next(iter(outcomes.values())))
-    return {"draft_acceptance_at_target": mean(of_draft), "results": results, "base": detailed}
+    return {"draft_acceptance_at_target": mean(of_draft), "base": detailed}, results
 
 
 def main() -> None:
@@ -449,11 +450,11 @@ def main() -> None:
     args = parser.parse_args()
     cells = make_cells(args)
     with load(args, cells) as engine:
-        document = run(Bench(engine), args, cells)
+        shared, measured = run(Bench(engine), args, cells)
     tasks, title = args.tasks.split(","), f"{args.model.name}, {args.length} tokens"
     columns = ["rule", "gamma", "budget", "chunk", "every", "T", "accept", *tasks, "tokens/pass", "first", "last"]
-    rows = [row_of(result, tasks) for result in document["results"]]
-    emit(title, [*columns, "changed", "ms"], rows, {"environment": environment(0), "title": title, **document})
+    rows = [row_of(result, tasks) for result in measured]
+    emit([*columns, "changed", "ms"], rows, about(title, 0, **shared), measured)
 
 
 if __name__ == "__main__":

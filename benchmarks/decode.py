@@ -28,7 +28,7 @@ from typing import Any
 from unittest import mock
 
 import texts
-from report import emit, environment, say
+from report import about, emit, say
 
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, load_tokenizer, plan_request
@@ -218,7 +218,7 @@ def main() -> None:
     tokenizer = load_tokenizer(model, draft)
     offload = frozenset(filter(None, args.offload.split(",")))
     options = Options(offload=offload, link_gbps=args.link_gbps, pace=PACES[args.clock])
-    settings, rows, document = args.settings.split(","), [], []
+    settings, rows, measured = args.settings.split(","), [], list[Measurement]()
     for task, length, temperature in itertools.product(
         args.tasks.split(","), map(int, args.lengths.split(",")), map(float, args.temperatures.split(","))
     ):
@@ -227,15 +227,16 @@ def main() -> None:
         results = measure(case, settings, list(range(args.seeds)))
         plain = results.get("plain", [])
         rows += [row_of(case, setting, runs, plain) for setting, runs in results.items()]
-        about = {"task": task, "length": len(prompt), "temperature": temperature}
-        document += [about | {"setting": setting, "runs": runs} for setting, runs in results.items()]
+        prompted = {"task": task, "length": len(prompt), "temperature": temperature}
+        for setting, runs in results.items():
+            measured += [prompted | {"setting": setting, "seed": seed} | run for seed, run in enumerate(runs)]
     link = f", link {args.link_gbps} GB/s" if args.link_gbps else ""
     title = f"{model.name}, offload {args.offload or 'none'}{link}, the {args.clock}'s clock"
     columns = [
         "task", "prompt", "temp", "setting", "ms/token", "range", "vs plain", "accept", "accept retr.", "tokens/round",
         "link",
     ]  # fmt: skip
-    emit(title, columns, rows, {"environment": environment(0), "title": title, "results": document})
+    emit(columns, rows, about(title, 0), measured)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a CUDA machine shows: link efficiency, prefill, decoding, peak memory and bits, with the device capped.
 
-usage: python benchmarks/gpu.py --out gpu.json [--like llama2-7b,llama-3.1-8b] [--lengths 32000,120000]
+usage: python benchmarks/gpu.py --out gpu.jsonl [--like llama2-7b,llama-3.1-8b] [--lengths 32000,120000]
                                 [--device-memory 24] [--minutes 8] [--work DIR]
 
 Targets are the demo model widened to the bytes of the models named (scripts/widen.py): acceptance is a trained model's,
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import environment, say, table
+from report import about, lines, say, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 import widen
@@ -143,20 +143,20 @@ def decoding(case: Case, bare: float, deadline: float) -> Iterator[Row]:
     sampling = SamplingParams(seed=0)
     for placement, changes in (("capped", {}), ("on chip", {"device_memory": None, "offload": frozenset()})):
         for mode in ("triforce", "plain"):
-            about = {"placement": placement, "mode": mode}
+            named = {"placement": placement, "mode": mode}
             if time.perf_counter() > deadline:
-                yield about | {"skipped": "no time left"}
+                yield named | {"skipped": "no time left"}
                 continue
             try:
                 plan = case.plan(speculation=mode == "triforce", **changes)
             except DoesNotFit as error:
-                yield about | {"skipped": str(error)}
+                yield named | {"skipped": str(error)}
                 continue
             _, row = case.run(plan if mode == "triforce" else replace(plan, rows=1), sampling)
             rate = row["full_pass_bytes_per_second"]
             yield (
                 row
-                | about
+                | named
                 | {
                     "milliseconds_per_token": row["stats"]["milliseconds_per_token"],
                     "prefill_seconds": row["stats"]["prefill_seconds"],
@@ -253,7 +253,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="32000,120000")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--device-memory", type=float, default=24.0, help="10^9 bytes")
-    parser.add_argument("--out", type=Path, required=True, help="JSON document to write")
+    parser.add_argument("--out", type=Path, required=True, help="file of JSON lines to write")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--work", type=Path, default=Path("wide-models"), help="where the widened models are written")
     args = parser.parse_args()
@@ -262,26 +262,25 @@ def main() -> None:
     rates = measured_rates(args.device)
     say(f"bare pinned copy to the device: {rates.to_device / 1e9:.1f} GB/s")
     title = f"{args.device}, capped to {args.device_memory:g} GB, link {rates.to_device / 1e9:.1f} GB/s"
-    document = {"environment": environment(0), "title": title, "rates": asdict(rates), "results": []}
-    rows: list[Row] = document["results"]
+    shared, rows = about(title, 0, rates=asdict(rates)), list[Row]()
 
     def keep(row: Row) -> None:
         rows.append(row)
         say("  ".join(table_row(row)))
         part = args.out.with_suffix(".part")
-        part.write_text(json.dumps(document, indent=1))
+        part.write_text("".join(f"{line}\n" for line in lines(shared, rows)))
         part.replace(args.out)
 
     for model, length, what in wanted(args):
-        about = {"model": model, "length": length}
+        case = {"model": model, "length": length}
         if time.perf_counter() > deadline:
-            keep(about | {"mode": what, "skipped": "no time left"})
+            keep(case | {"mode": what, "skipped": "no time left"})
             continue
         try:
             for row in measure(args, model, length, what, rates.to_device, deadline):
-                keep(about | row)
+                keep(case | row)
         except Exception as error:  # one case must not cost the others
-            keep(about | {"mode": what, "skipped": f"{type(error).__name__}: {error}"})
+            keep(case | {"mode": what, "skipped": f"{type(error).__name__}: {error}"})
     columns = ["model", "prompt", "placement", "mode", "ms/token", "prefill s", "link", "peak/plan", ""]
     table(title, columns, [table_row(row) for row in rows])
 

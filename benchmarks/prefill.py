@@ -9,7 +9,7 @@ import argparse
 from importlib import resources
 from pathlib import Path
 
-from report import emit, environment, say
+from report import about, emit, say
 
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, load_tokenizer, plan_request
@@ -68,7 +68,8 @@ def main() -> None:
         )
     columns = ["placement", "prefill s", "range", "tokens/s", "vs resident", "first token s"]
     title = f"prefill of {len(prompt)} tokens, {args.model.name}"
-    emit(title, columns, rows, {"environment": environment(0), "title": title, "results": results})
+    measured = [{"placement": name} | run for name, runs in results.items() for run in runs]
+    emit(columns, rows, about(title, 0), measured)
 
 
 if __name__ == "__main__":

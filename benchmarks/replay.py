@@ -24,7 +24,7 @@ from typing import Any
 import texts
 import torch
 from decode import demo_models, parser_of, without_link
-from report import emit, environment, say
+from report import about, emit, say
 from torch import Tensor
 
 from offload.decode.sampling import SamplingParams
@@ -180,7 +180,7 @@ def main() -> None:
         offload=frozenset(filter(None, args.offload.split(","))), link_gbps=args.link_gbps, pace="planned"
     )
     lengths, starts = map(int, args.lengths.split(",")), map(float, args.starts.split(","))
-    num_tokens, rows, document = args.stretches * args.max_tokens + 2 * args.alignments, [], []
+    num_tokens, rows, measured = args.stretches * args.max_tokens + 2 * args.alignments, [], []
     for task, length, start in itertools.product(args.tasks.split(","), lengths, starts):
         prompt = texts.prompt(task, tokenizer, length, start)
         plan = plan_request(model, draft, options, num_prompt_tokens=len(prompt), max_tokens=num_tokens + 8)
@@ -196,13 +196,13 @@ def main() -> None:
                 for setting in settings
             }
             best = min(played, key=lambda setting: played[setting])
-            about: dict[str, Any] = {"task": task, "length": len(prompt), "start": start, "stretch": number}
-            document.append(about | {"milliseconds_per_token": played, "plan": plan.as_dict()})
+            stretch: dict[str, Any] = {"task": task, "length": len(prompt), "start": start, "stretch": number}
+            measured.append(stretch | {"milliseconds_per_token": played, "plan": plan.as_dict()})
             figures = [f"{played[setting]:.2f}" for setting in settings]
-            rows.append([*map(str, about.values()), *figures, best])
+            rows.append([*map(str, stretch.values()), *figures, best])
     title = f"{model.name}, offload {args.offload or 'none'}, replayed by the plan's clock, ms/token"
     columns = [*("task", "prompt", "start", "stretch"), *settings, "best"]
-    emit(title, columns, rows, {"environment": environment(0), "title": title, "results": document})
+    emit(columns, rows, about(title, 0), measured)
 
 
 if __name__ == "__main__":

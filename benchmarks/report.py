@@ -1,4 +1,9 @@
-"""What a benchmark prints: a table on stderr, one JSON document on stdout."""
+"""What a benchmark prints: a table on stderr, JSON lines on stdout.
+
+The first line is what all runs share: title, environment, command. Then comes a line for each run. A run that was
+planned names its plan by number; the plan itself is a line of its own, `{"plan": {...}}`, before the first run of it.
+Plans are numbered from 0 in the order of their lines. Floating-point numbers have six significant digits.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,14 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import triforce_cli
 from offload.environment import environment as environment_of_machine
+
+Document = dict[str, Any]
 
 
 def say(line: str) -> None:
@@ -19,16 +26,40 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def environment(seed: int) -> dict[str, Any]:
-    """Hardware, versions, seed and command of this run. Paths in the command are cut to their last part."""
+def about(title: str, seed: int, **shared: Any) -> Document:
+    """Title, hardware, versions, seed and command of this run. Paths in the command are cut to their last part."""
     command = [Path(word).name if os.sep in word else word for word in sys.argv]
-    about = {"command": shlex.join(["python", *command]), "seed": seed}
-    return about | environment_of_machine() | {"triforce": triforce_cli.__version__}
+    environment = {"command": shlex.join(["python", *command]), "seed": seed}
+    environment |= environment_of_machine() | {"triforce": triforce_cli.__version__}
+    return {"title": title, "environment": environment, **shared}
 
 
-def emit(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], document: dict[str, Any]) -> None:
-    table(title, columns, rows)
-    print(json.dumps(document, indent=1))
+def emit(columns: Sequence[str], rows: Sequence[Sequence[str]], shared: Document, runs: Iterable[Document]) -> None:
+    table(shared["title"], columns, rows)
+    for line in lines(shared, runs):
+        print(line)
+
+
+def lines(shared: Document, runs: Iterable[Document]) -> Iterator[str]:
+    yield json.dumps(_rounded(shared))
+    plans: list[Any] = []
+    for run in runs:
+        if "plan" in run and run["plan"] not in plans:
+            plans.append(run["plan"])
+            yield json.dumps(_rounded({"plan": run["plan"]}))
+        yield json.dumps(_rounded(run | {"plan": plans.index(run["plan"])} if "plan" in run else run))
+
+
+def read(text: str) -> tuple[Document, list[Document]]:
+    """(what all runs share, the runs with their plans) of what `emit` printed."""
+    shared, *others = map(json.loads, text.splitlines())
+    plans, runs = [], []
+    for line in others:
+        if line.keys() == {"plan"}:
+            plans.append(line["plan"])
+        else:
+            runs.append(line | {"plan": plans[line["plan"]]} if "plan" in line else line)
+    return shared, runs
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -38,3 +69,11 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     for name, *cells in lines:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         say("  ".join([name.ljust(widths[0]), *padded]).rstrip())
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value

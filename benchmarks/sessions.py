@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from report import emit, environment, say
+from report import about, emit, say
 
 from offload.cache.full import FullCache
 from offload.cache.tiles import TileShape
@@ -128,8 +128,8 @@ def main() -> None:
     rows = [row(name, times, num_bytes) for name in times]
     into = ", into locked memory" if args.locked else ""
     title = f"a session of {args.tokens} tokens, {num_bytes / 1e9:.2f} GB{into}"
-    document = {"environment": environment(0), "title": title, "num_bytes": num_bytes, "seconds": times}
-    emit(title, ["what", "GB/s", "range", "of dd"], rows, document)
+    measured = [{"what": name, "seconds": run} for name, runs in times.items() for run in runs]
+    emit(["what", "GB/s", "range", "of dd"], rows, about(title, 0, num_bytes=num_bytes), measured)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import asdict
 
-from report import emit, environment, say
+from report import about, emit, say
 
 from offload.metrics import Spread
 
@@ -55,8 +55,8 @@ def main() -> None:
         for name, seconds in results.items()
     ]
     columns = ["what", "seconds", "range", "goal"]
-    measured = {name: asdict(seconds) for name, seconds in results.items()}
-    emit("start-up", columns, rows, {"environment": environment(0), "title": "start-up", "results": measured})
+    measured = [{"what": name} | asdict(seconds) for name, seconds in results.items()]
+    emit(columns, rows, about("start-up", 0), measured)
 
 
 if __name__ == "__main__":

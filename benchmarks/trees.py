@@ -1,6 +1,6 @@
 """What token trees could gain over chains: an upper bound, from the positions that benchmarks/acceptance.py measured.
 
-usage: python benchmarks/trees.py acceptance.json [...] [--costs full:token:row,...]
+usage: python benchmarks/trees.py acceptance.jsonl [...] [--costs full:token:row,...]
 
 A tree has two candidates per position, drawn without replacement. It is chosen with knowledge that no program has: each
 position's chance that the first candidate is accepted, and the second one after it. Nodes are added in the order of the
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from report import emit, environment
+from report import about, emit, read
 
 SIZES = (8, 16, 24, 32, 48, 64)
 _THRESHOLDS = [0.97**power for power in range(1, 130)]  # of the chance to be reached, below which nothing is drafted
@@ -113,8 +112,9 @@ def seconds_per_token(
     return min(map(at, _THRESHOLDS))
 
 
-def read(path: Path) -> list[Position]:
-    said = json.loads(path.read_text(encoding="utf-8"))["base"]["positions"]
+def positions_of(path: Path) -> list[Position]:
+    shared, _ = read(path.read_text(encoding="utf-8"))
+    said = shared["base"]["positions"]
     pairs = zip(said["acceptance"].split(), said["second"].split(), strict=True)
     return [Position(min(float(first), 1.0), float(second)) for first, second in pairs]
 
@@ -145,11 +145,12 @@ def main() -> None:
     parser.add_argument("--costs", default="400:7:0.5,100:5:0.5,28:4.5:2,1680:20:1", help="milliseconds full:token:row")
     args = parser.parse_args()
     costs = [Costs(*map(float, item.split(":"))) for item in args.costs.split(",")]
-    results, rows = {}, []
+    measured, rows = [], []
     for path in args.documents:
-        result = results[path.stem] = compare(sample(read(path), args.seed), costs)
+        result = compare(sample(positions_of(path), args.seed), costs)
         gains = [result["tokens_of_tree"][size] / result["tokens_of_chain"][size] for size in SIZES]
         faster = [f"{cost['tree']:.2f}x {cost['tree, siblings free']:.2f}x" for cost in result["milliseconds"]]
+        measured.append({"positions": path.stem} | result)
         rows.append([path.stem, *(f"{gain:.2f}x" for gain in gains), *faster])
     columns = [
         "positions",
@@ -157,7 +158,7 @@ def main() -> None:
         *(f"{c.full:g}:{c.token:g}:{c.row:g} ms" for c in costs),
     ]
     title = "trees over chains: tokens of a pass by drafted tokens; tokens per second by costs (siblings paid, free)"
-    emit(title, columns, rows, {"environment": environment(args.seed), "results": results})
+    emit(columns, rows, about(title, args.seed), measured)
 
 
 if __name__ == "__main__":

@@ -11,4 +11,4 @@ trap 'rm -rf "$work"' EXIT
 export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRIFORCE_CACHE_DIR="$work/cache"
 mkdir -p "$out"
 timeout 150 python3 tests/test_cuda.py 2>&1 | tee "$out/gpu-tests.txt"
-timeout 380 python3 benchmarks/gpu.py --out "$out/gpu.json" --work "$work/models" --minutes 5.5 "$@" 2>&1 | tee "$out/gpu.txt"
+timeout 380 python3 benchmarks/gpu.py --out "$out/gpu.jsonl" --work "$work/models" --minutes 5.5 "$@" 2>&1 | tee "$out/gpu.txt"

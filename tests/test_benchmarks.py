@@ -1,8 +1,7 @@
-"""The benchmarks run, on very small cases: their numbers are not looked at, their documents are."""
+"""The benchmarks run, on very small cases: their numbers are not looked at, what they write is."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,12 @@ import pytest
 
 from models import TOKENIZER_SIZE, random_model, save
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from report import lines, read
+
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
 
 
 def run(name: str, *args: str) -> tuple[str, str]:
@@ -26,19 +30,22 @@ def run(name: str, *args: str) -> tuple[str, str]:
 
 def test_sessions_compares_loading_with_dd() -> None:
     args = ("--tokens", "1024", "--layers", "2", "--heads", "2", "--repeats", "1")
-    document, table = run("sessions.py", *args)
-    assert json.loads(document)["seconds"]
+    written, table = run("sessions.py", *args)
+    shared, runs = read(written)
+    assert shared["num_bytes"] > 0
+    assert {measured["what"] for measured in runs} == {"save", "dd, cold", "load, cold", "dd, warm", "load, warm"}
     assert "of dd" in table
 
 
 def test_decode_measures_every_setting_on_one_prompt() -> None:
     settings = ["plain", "default", "gamma=3+draft=no", "lookup=no", "transformers"]
     args = ("--lengths", "300", "--max-tokens", "12", "--seeds", "1", "--temperatures", "0", "--settings")
-    document, table = run("decode.py", *args, ",".join(settings), "--offload", "kv", "--link-gbps", "1")
-    results = json.loads(document)["results"]
-    assert [result["setting"] for result in results] == settings
-    assert all(result["runs"][0]["milliseconds_per_token"] > 0 for result in results)
-    assert len({result["runs"][0]["beginning"] for result in results if result["setting"] != "transformers"}) == 1
+    written, table = run("decode.py", *args, ",".join(settings), "--offload", "kv", "--link-gbps", "1")
+    _, runs = read(written)
+    assert [measured["setting"] for measured in runs] == settings
+    assert all(measured["milliseconds_per_token"] > 0 for measured in runs)
+    assert len({measured["beginning"] for measured in runs if measured["setting"] != "transformers"}) == 1
+    assert [measured["plan"]["gamma"] for measured in runs[:3]] == [0, 63, 3]
     assert "vs plain" in table
 
 
@@ -55,21 +62,22 @@ def test_decode_on_the_plans_clock_says_the_same_again_whatever_the_machine_does
         "--settings",
         "plain,default",
     )
-    document, _ = run("decode.py", *args, "--clock", "plan")
+    written, _ = run("decode.py", *args, "--clock", "plan")
     run("decode.py", *args, "--clock", "plan", "--offload", "kv", "--link-gbps", "1")  # once waited for ever
-    for result in json.loads(document)["results"]:
-        first, second = (measured["milliseconds_per_token"] for measured in result["runs"])
-        predicted = 1000 * result["runs"][0]["plan"]["predicted"]["plain_seconds_per_token"]
-        assert abs(first - second) < 1e-9
-        assert abs(first / predicted - 1.0) < (0.01 if result["setting"] == "plain" else 0.5)
+    _, runs = read(written)
+    for first, second in zip(runs[::2], runs[1::2], strict=True):
+        assert (first["setting"], first["seed"], second["seed"]) == (second["setting"], 0, 1)
+        assert first["milliseconds_per_token"] == second["milliseconds_per_token"]
+        ratio = first["milliseconds_per_token"] / (1000 * first["plan"]["predicted"]["plain_seconds_per_token"])
+        assert abs(ratio - 1.0) < (0.01 if first["setting"] == "plain" else 0.5)
 
 
 def test_a_replay_plays_settings_on_stretches_of_recorded_texts() -> None:
     """That each setting writes the recorded text is checked by the replay itself."""
     settings = ["default", "gamma=3", "gamma=3+lookup=no"]
     args = ("--lengths", "400", "--starts", "0,0.5", "--max-tokens", "24", "--stretches", "2")
-    document, table = run("replay.py", *args, "--settings", ",".join(settings), "--offload", "kv", "--link-gbps", "1")
-    results = json.loads(document)["results"]
+    written, table = run("replay.py", *args, "--settings", ",".join(settings), "--offload", "kv", "--link-gbps", "1")
+    _, results = read(written)
     assert [(result["start"], result["stretch"]) for result in results] == [(0, 0), (0, 1), (0.5, 0), (0.5, 1)]
     for result in results:
         plain = 1000 * result["plan"]["predicted"]["plain_seconds_per_token"]
@@ -79,8 +87,9 @@ def test_a_replay_plays_settings_on_stretches_of_recorded_texts() -> None:
 
 
 def test_prefill_compares_offloaded_with_resident() -> None:
-    document, table = run("prefill.py", "--length", "300", "--repeats", "1", "--link-gbps", "1")
-    assert list(json.loads(document)["results"]) == ["resident", "offload kv, 1 GB/s", "offload weights,kv, 1 GB/s"]
+    written, table = run("prefill.py", "--length", "300", "--repeats", "1", "--link-gbps", "1")
+    placements = [measured["placement"] for measured in read(written)[1]]
+    assert placements == ["resident", "offload kv, 1 GB/s", "offload weights,kv, 1 GB/s"]
     assert "vs resident" in table
 
 
@@ -90,18 +99,18 @@ def test_acceptance_compares_rules_on_the_same_texts_and_trees_reads_it(tmp_path
     model = save(random_model(**sizes), tmp_path / "model", tokenizer=True)
     args = ("--model", str(model), "--draft", str(model), "--length", "700", "--tasks", "continue", "--seeds", "2")
     lists = ("--rules", "oracle;published-once;mass", "--gammas", "8,4", "--budgets", "64,/1", "--chunks", "8,16")
-    document, table = run("acceptance.py", *args, *lists, "--tokens", "16")
-    found = json.loads(document)
-    oracle, published, _, _, whole, _ = found["results"]
+    written, table = run("acceptance.py", *args, *lists, "--tokens", "16")
+    oracle, published, _, _, whole, _ = read(written)[1]
     assert whole["budget"] == 700
     assert whole["acceptance"] > 0.995  # a rounding may tip a token in or out of top-p
     assert whole["tokens_per_pass"] > 8.9
     assert oracle["acceptance"] >= published["acceptance"]
     assert 0.0 < oracle["draft_acceptance"] < 1.0
     assert "tokens/pass" in table
-    (tmp_path / "acceptance.json").write_text(document)
-    trees, table = run("trees.py", str(tmp_path / "acceptance.json"))
-    result = json.loads(trees)["results"]["acceptance"]
+    (tmp_path / "acceptance.jsonl").write_text(written)
+    trees, table = run("trees.py", str(tmp_path / "acceptance.jsonl"))
+    (result,) = read(trees)[1]
+    assert result["positions"] == "acceptance"
     assert result["tokens_of_tree"]["8"] >= result["tokens_of_chain"]["8"] > 1.0
     assert "siblings" in table
 
@@ -109,10 +118,10 @@ def test_acceptance_compares_rules_on_the_same_texts_and_trees_reads_it(tmp_path
 @pytest.mark.timeout(115)
 def test_the_gpu_benchmark_rehearses_on_a_cpu(tmp_path: Path) -> None:
     """A widened model, decoding under a cap that makes it stream and on chip, bits, and transformers beside it."""
-    out = tmp_path / "gpu.json"
+    out = tmp_path / "gpu.jsonl"
     args = ("--device", "cpu", "--like", "tiny", "--lengths", "600", "--max-tokens", "6", "--device-memory", "0.075")
     _, table = run("gpu.py", *args, "--work", str(tmp_path), "--out", str(out))
-    rows = json.loads(out.read_text())["results"]
+    _, rows = read(out.read_text())
     said = [(row.get("placement"), row["mode"]) for row in rows]
     decoding = [(placement, mode) for placement in ("capped", "on chip") for mode in ("triforce", "plain")]
     assert said == [*decoding, (None, "bits, bf16"), ("offloaded cache", "transformers")], table
@@ -120,3 +129,26 @@ def test_the_gpu_benchmark_rehearses_on_a_cpu(tmp_path: Path) -> None:
     assert rows[4]["equal"] is True
     assert rows[0]["plan"]["offload"]
     assert rows[0]["link_efficiency"] > 0
+
+
+def test_a_plan_is_written_once_and_read_with_each_of_its_runs() -> None:
+    plans = [{"gamma": 7}, {"gamma": 31}]
+    runs = [{"seed": seed, "plan": plan, "seconds": 1 / 3} for plan in plans for seed in (0, 1)]
+    written = list(lines({"title": "a"}, [*runs, {"setting": "transformers"}]))
+    assert sum('"gamma"' in line for line in written) == 2
+    rounded = [measured | {"seconds": 0.333333} for measured in runs]
+    assert read("\n".join(written)) == ({"title": "a"}, [*rounded, {"setting": "transformers"}])
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_results_name_their_command_and_machine(path: Path) -> None:
+    shared, runs = read(path.read_text(encoding="utf-8"))
+    assert shared["title"]
+    assert shared["environment"]["command"].startswith("python ")
+    assert shared["environment"]["cpu"]
+    assert runs
+
+
+def test_all_results_together_are_less_than_a_megabyte() -> None:
+    assert RESULTS
+    assert sum(path.stat().st_size for path in (ROOT / "benchmarks" / "results").iterdir()) < 1_000_000

@@ -1,4 +1,4 @@
-"""A stand-in for the hub: its API and its files over HTTP, with faults at will. No tests in here."""
+"""A local server with the hub's API and files, and faults that a test asks for. No tests in here."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ COMMIT = "c" * 40
 
 @dataclass
 class Repository:
-    """large: names of files whose hash is a sha256; that of others is git's. listed: files, with what the listing says
-    of them where that is not so."""
+    """large: names of the files whose hash is sha256; the others have git's. listed: false listing entries by file."""
 
     files: dict[str, bytes]
     commit: str = COMMIT
@@ -37,8 +36,8 @@ class Repository:
 
 @dataclass
 class Hub:
-    """cuts: after how many bytes of a file the connection closes, once for each number. refusals: (status,
-    X-Error-Code) of what is asked of a repository or a file. requests: files asked for, and where they begin."""
+    """cuts: numbers of bytes of a file after which its connection closes, one per request. refusals: (status,
+    X-Error-Code) that requests for a repository or a file are answered with. requests: (file, first byte) asked for."""
 
     repositories: dict[str, list[Repository]] = field(default_factory=dict)
     cuts: dict[str, list[int]] = field(default_factory=dict)
@@ -50,13 +49,13 @@ class Hub:
     url: str = ""
 
     def put(self, name: str, files: dict[str, bytes], **fields: Any) -> Repository:
-        """A repository, or a further commit of it."""
+        """Add a repository, or another commit of it."""
         repository = Repository(files, **fields)
         self.repositories.setdefault(name, []).append(repository)
         return repository
 
     def asked(self) -> list[str]:
-        """Names of the files that were asked for since the last time."""
+        """Names of the files requested since the last call."""
         names = [name for name, _ in self.requests]
         self.requests.clear()
         return names

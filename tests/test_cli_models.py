@@ -127,7 +127,7 @@ def test_a_model_whose_files_were_changing_places_is_not_used(root):
     (folder / STAGING).mkdir()
     assert locate("llama-68m") == folder  # an update has begun
     (folder / STAGING / MOVING).touch()
-    with pytest.raises(ModelError, match="broken off"):
+    with pytest.raises(ModelError, match="interrupted"):
         locate("llama-68m")
 
 
@@ -207,7 +207,7 @@ def test_models_lists_what_is_here_what_it_takes_and_what_can_be_pulled(root, tr
     assert "shard 'b' must be a plain name" in words
     assert "model_type is 'mamba'" in words
     assert "cannot be read as JSON" in words
-    assert "its pull was broken off; 'triforce pull some/begun' goes on with it" in words
+    assert "its pull was interrupted; 'triforce pull some/begun' resumes it" in words
     assert "empty" not in out
     absent = lines[lines.index("not here yet (triforce pull NAME):") + 1 :]
     assert [line.split()[0] for line in absent] == [alias.name for alias in ALIASES if alias.repository != LARGE]

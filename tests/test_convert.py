@@ -1,4 +1,4 @@
-"""`triforce convert`: the same bits in another file, and nothing where something is wrong."""
+"""`triforce convert`: the same bits in another file, and no output folder after an error."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_converted_model_has_the_same_bits(triforce, root, tmp_path, num_shard
 
 
 def test_who_may_read_the_old_files_may_read_the_new_ones(triforce, root, tmp_path):
-    """Weights and triforce.json were their owner's alone, so nobody else could use a model in a shared folder."""
+    """Bug: only their owner could read weights and triforce.json, so a model in a shared folder was of no use."""
     source = old_folder(tmp_path / "old", num_shards=2)
     for path in source.iterdir():
         path.chmod(0o644)
@@ -237,7 +237,7 @@ def test_a_file_that_was_written_wrong_is_found_out_and_not_kept(tmp_path, monke
         real({name: tensor + 1 for name, tensor in tensors.items()}, path, metadata)
 
     monkeypatch.setattr(pickles, "save_file", wrong)
-    with pytest.raises(ModelError, match="a was not written as it should be"):
+    with pytest.raises(ModelError, match="a was not written correctly"):
         converted({"a": torch.ones(2)}, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["shard.bin"]
 
@@ -321,7 +321,7 @@ def test_gguf_without_its_packages_says_what_to_install(triforce, root, tmp_path
 def test_a_damaged_gguf_file_is_refused(triforce, tmp_path):
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF" + bytes(20))
     code, _, err = triforce("convert", str(tmp_path / "tiny.gguf"))
-    assert (code, "is no whole GGUF file" in err) == (4, True)
+    assert (code, "is not a complete GGUF file" in err) == (4, True)
 
 
 def test_a_gguf_file_that_needs_more_memory_than_there_is_is_refused(triforce, tmp_path, monkeypatch):

@@ -1,5 +1,4 @@
-"""`triforce pull`: whatever happens on the way, what is there in the end is what the hub has, or an error says what to
-run."""
+"""`triforce pull`: a model's folder ends as the hub lists it, whatever happens, or an error says what to run."""
 
 from __future__ import annotations
 
@@ -74,13 +73,13 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def pulled(folder: Path) -> dict[str, bytes]:
-    """All files of a pulled model, without what we note of it."""
+    """All files of a pulled model except triforce.json."""
     assert {path.name for path in folder.iterdir() if path.is_dir()} == set()
     return {name: data for name, data in files_of(folder).items() if name != "triforce.json"}
 
 
 def weights_and_texts(files: dict[str, bytes]) -> int:
-    """Bytes of all but config.json, which comes before anything is said."""
+    """Bytes of all files but config.json, which is fetched before the first message."""
     return sum(map(len, files.values())) - len(files["config.json"])
 
 
@@ -125,7 +124,7 @@ def test_json_says_what_was_pulled(hub, triforce, folder, plain):
 
 
 def test_a_second_pull_fetches_what_differs_and_removes_what_is_gone(hub, triforce, folder, sharded, plain):
-    """Nothing that somebody else put there is touched."""
+    """Files that a pull did not write stay."""
     hub.put(NAME, sharded)
     triforce("pull", NAME)
     (folder / "notes.txt").write_text("mine")
@@ -165,7 +164,9 @@ def test_revision_names_a_commit_or_a_branch(hub, triforce, folder, plain, shard
     assert (code, pulled(folder)) == (4, sharded)
     assert f"{NAME} has no revision 'v9'; 'triforce pull {NAME}' takes main" in err
     hub.refusals[NAME] = (500, "")
-    assert f"later 'triforce pull {NAME} --revision v9' goes on" in triforce("pull", NAME, "--revision", "v9")[2]
+    assert (
+        f"try later, 'triforce pull {NAME} --revision v9' resumes it" in triforce("pull", NAME, "--revision", "v9")[2]
+    )
 
 
 def test_an_alias_is_pulled_under_its_repositorys_name(hub, triforce, plain, tmp_path):
@@ -177,7 +178,7 @@ def test_an_alias_is_pulled_under_its_repositorys_name(hub, triforce, plain, tmp
 
 @pytest.mark.parametrize(("renamed", "called"), [("Owner/Model", "Owner/Model"), ("else/where", NAME)])
 def test_a_repository_is_found_under_the_name_that_was_asked_for(hub, triforce, plain, tmp_path, renamed, called):
-    """As the hub writes it; where it was renamed, a short name still leads to it."""
+    """In the hub's spelling; a short name still finds a repository that was renamed."""
     hub.put(NAME, plain, renamed=renamed)
     hub.put("Owner/Model", plain)
     assert triforce("pull", NAME)[:2] == (0, f"{tmp_path / 'models' / called}\n")
@@ -205,7 +206,7 @@ def test_a_connection_that_is_reset_is_made_anew(hub, triforce, folder, plain):
 
 
 def break_off(hub: Hub, triforce: Callable[..., tuple[int, str, str]], name: str, come: int) -> str:
-    """Pull until `come` bytes of the file have come, and no more."""
+    """Pull until `come` bytes of the file have arrived, then interrupt."""
     hub.cuts[name] = [come, *[0] * 20]
     code, _, err = triforce("pull", NAME)
     assert code == 1
@@ -216,11 +217,11 @@ def break_off(hub: Hub, triforce: Callable[..., tuple[int, str, str]], name: str
 def test_a_pull_that_failed_goes_on_where_it_was(hub, triforce, folder, plain):
     hub.put(NAME, plain)
     err = break_off(hub, triforce, "model.safetensors", 5 * CHUNK)
-    assert f"then 'triforce pull {NAME}' goes on from where it was" in err
+    assert f"then 'triforce pull {NAME}' resumes it" in err
     assert state_of(folder) == "broken off"
     assert not (folder / "config.json").exists()
     code, _, err = triforce("generate", "--model", NAME, "--prompt", "x")
-    assert (code, f"'triforce pull {NAME}' goes on" in err) == (4, True)
+    assert (code, f"'triforce pull {NAME}' resumes it" in err) == (4, True)
     hub.requests.clear()
     _, _, err = triforce("pull", NAME)
     assert f"{size(len(plain['model.safetensors']) - 5 * CHUNK)} to fetch" in err
@@ -238,7 +239,7 @@ def test_what_came_of_another_version_is_not_mixed_in(hub, triforce, folder, pla
 
 
 def test_nothing_of_a_version_whose_pull_broke_off_gets_into_another(hub, triforce, folder, plain):
-    """Going back to the version in place, files of the newer one that had come already replaced it."""
+    """Bug: pulling the installed version after an interrupted pull of a newer one installed its staged files."""
     hub.put(NAME, plain)
     triforce("pull", NAME)
     texts = {name: data + b"\n" for name, data in plain.items() if name != "model.safetensors"}
@@ -319,14 +320,14 @@ def test_ctrl_c_keeps_what_has_come_and_says_how_to_go_on(hub, triforce, folder,
     hub.stalls.clear()
     hub.cuts.clear()
     assert process.returncode == 130
-    assert err.splitlines()[-1] == f"stopped; 'triforce pull {NAME}' goes on from here"
+    assert err.splitlines()[-1] == f"stopped; 'triforce pull {NAME}' resumes it"
     assert state_of(folder) == "broken off"
     assert triforce("pull", NAME)[0] == 0
     assert pulled(folder) == plain
 
 
 def test_at_a_terminal_there_is_one_bar_with_time_left_and_then_none(hub, folder, plain):
-    """The library has bars of its own."""
+    """huggingface_hub shows bars of its own unless they are disabled."""
     hub.put(NAME, plain)
     hub.stalls["model.safetensors"] = len(plain["model.safetensors"]) - 100
     args, environment = command(hub, "pull", NAME, TERM="xterm-256color", COLUMNS="100")
@@ -371,12 +372,12 @@ def test_two_pulls_at_once_are_one(hub, triforce, folder, plain):
 @pytest.mark.parametrize(
     ("status", "code", "exit_code", "said"),
     [
-        (401, "RepoNotFound", 4, "the hub shows no repository owner/model: look at the spelling"),
+        (401, "RepoNotFound", 4, "the hub has no repository owner/model: check the spelling"),
         (404, "RepoNotFound", 4, "'hf auth login' and run 'triforce pull owner/model'"),
         (403, "GatedRepo", 4, "is gated: accept its terms at https://huggingface.co/owner/model"),
-        (403, "", 4, "the hub refuses owner/model to you (status 403): log in with 'hf auth login'"),
+        (403, "", 4, "the hub refuses access to owner/model (status 403): log in with 'hf auth login'"),
         (404, "RevisionNotFound", 4, "has no revision 'main'"),
-        (500, "", 1, "the hub answered with status 500; later 'triforce pull owner/model'"),
+        (500, "", 1, "the hub answered with status 500; try later, 'triforce pull owner/model'"),
     ],
 )
 def test_a_refusal_of_the_hub_says_what_to_do(hub, triforce, folder, status, code, exit_code, said):
@@ -389,7 +390,7 @@ def test_a_refusal_of_the_hub_says_what_to_do(hub, triforce, folder, status, cod
 
 
 def test_a_gated_repository_leaves_nothing(hub, triforce, folder, plain):
-    """The hub lists what is in one, and gives none of it."""
+    """The hub lists the files of a gated repository and refuses each of them."""
     hub.put(NAME, plain)
     hub.refusals["config.json"] = (401, "GatedRepo")
     code, _, err = triforce("pull", NAME)
@@ -415,7 +416,7 @@ def test_no_network_says_so(hub, triforce, monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "a/b/c", "../x", "a/..", "local/x", "/etc/passwd", "a/b\x1b[2J", ""])
 def test_a_name_that_is_none_is_refused(hub, triforce, name):
     code, _, err = triforce("pull", name)
-    assert (code, "is no model of the hub" in err) == (2, True)
+    assert (code, "is not a model on the hub" in err) == (2, True)
     assert "\x1b" not in err
 
 
@@ -466,11 +467,11 @@ def test_other_bytes_than_the_hub_lists_are_not_kept(hub, triforce, folder, plai
     [{"blobId": "../../../evil/evil"}, {"blobId": None}, {"size": None}, {"size": -1}, {"size": "9"}, {"size": 2**40}],
 )
 def test_a_listing_that_makes_no_sense_is_refused(hub, triforce, plain, tmp_path, listed):
-    """What a file hashes to is part of a name on the disk."""
+    """A file's hash becomes part of a file name."""
     hub.put(NAME, plain, listed={"config.json": listed})
     code, out, err = triforce("pull", NAME)
     assert (code, out, hub.asked()) == (4, "", [])
-    assert "the hub does not say how long 'config.json' is" in err or "config.json has 1099511627776 bytes" in err
+    assert "the hub lists no length and hash of 'config.json'" in err or "config.json has 1099511627776 bytes" in err
     assert not list(tmp_path.rglob("*evil*"))
 
 
@@ -482,7 +483,7 @@ def test_an_answer_of_no_hub_is_refused(hub, triforce, answer):
 
 
 def test_names_that_lead_out_are_never_fetched(hub, triforce, folder, plain, tmp_path):
-    """They are not among the names that are taken; an index that names one is refused."""
+    """Only known names are fetched; an index that lists any other is refused."""
     hub.put(NAME, {**plain, "../evil.json": b"{}", "../../evil.safetensors": b"x", "/etc/evil": b"x"})
     assert triforce("pull", NAME)[0] == 0
     assert pulled(folder) == plain
@@ -530,7 +531,7 @@ def test_too_small_a_disk_is_refused_before_weights_come(hub, triforce, folder, 
 
 def test_a_disk_that_fills_up_on_the_way_says_so(hub, triforce, folder, plain, monkeypatch):
     hub.put(NAME, plain)
-    write = fetch.Incoming.write
+    write = fetch.PartialFile.write
 
     def full(self, data):
         if self.tell() >= 4 * CHUNK:
@@ -538,7 +539,7 @@ def test_a_disk_that_fills_up_on_the_way_says_so(hub, triforce, folder, plain, m
         return write(self, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fetch.Incoming, "write", full)
+        patch.setattr(fetch.PartialFile, "write", full)
         code, _, err = triforce("pull", NAME)
     assert (code, f"the disk of {folder} is full" in err) == (3, True)
     assert triforce("pull", NAME)[0] == 0
@@ -549,7 +550,7 @@ def test_a_disk_that_fills_up_on_the_way_says_so(hub, triforce, folder, plain, m
 
 
 def pickled(plain: dict[str, bytes], tmp_path: Path, num_shards: int = 1, **changes: object) -> dict[str, bytes]:
-    """The model's files with its weights as pytorch_model*.bin, and what old checkpoints hold beside them."""
+    """The model's files with its weights as pytorch_model*.bin, with the extra tensors of old checkpoints."""
     state = {**random_model().state_dict(), **changes, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     files = {name: data for name, data in plain.items() if name != "model.safetensors"}
     names = [f"pytorch_model-{n:05d}-of-{num_shards:05d}.bin" for n in range(1, num_shards + 1)]
@@ -619,7 +620,7 @@ def test_a_shard_that_came_and_was_not_converted_waits(hub, triforce, folder, pl
 
 
 class Evil:
-    """Unpickled, it would make the file."""
+    """An object whose unpickling would create the file."""
 
     path = ""
 
@@ -634,7 +635,7 @@ def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(hub, trif
     assert (tmp_path / "ran").exists()  # so it would
     (tmp_path / "ran").unlink()
     code, _, err = triforce("pull", NAME)
-    assert (code, "holds more than tensors, or is damaged; nothing of it was run" in err) == (4, True)
+    assert (code, "holds more than tensors, or is damaged; no code in it was run" in err) == (4, True)
     assert not (tmp_path / "ran").exists()
     assert state_of(folder) == "broken off"
 

@@ -13,9 +13,9 @@ from triforce_cli import __version__
 from triforce_cli.render import NOTHING, counted, indented, path_text, significant
 
 if TYPE_CHECKING:
-    from offload.hub.catalogue import Entry
+    from offload.hub.library import Entry
     from offload.hub.names import Alias
-    from offload.hub.pull import Offer
+    from offload.hub.pull import PullPlan
     from offload.plan.hardware import Hardware
 
 
@@ -66,35 +66,35 @@ def table_document(folder: Path, lines: Sequence[Line], absent: Sequence[Alias],
     }
 
 
-def offer(offer: Offer) -> Iterator[str]:
-    """What a pull says before weights come."""
-    listing = offer.listing
+def pull_plan(plan: PullPlan) -> Iterator[str]:
+    """The lines that a pull prints before the weights are fetched."""
+    listing = plan.listing
     licence = f"licence {listing.license}" if listing.license else "no licence named"
     yield f"{listing.repository} at {listing.revision} ({listing.commit[:12]}), {licence}"
-    files = f"{counted(len(offer.files), 'file')}, {size(offer.num_bytes)}, into {path_text(offer.folder)}"
-    yield f"{files}: {size(offer.missing_bytes) + ' to fetch' if offer.missing_bytes else 'all is here'}"
-    if offer.converts and offer.missing_bytes:
+    files = f"{counted(len(plan.files), 'file')}, {size(plan.num_bytes)}, into {path_text(plan.folder)}"
+    yield f"{files}: {size(plan.missing_bytes) + ' to fetch' if plan.missing_bytes else 'all is here'}"
+    if plan.converts and plan.missing_bytes:
         yield "its weights are pickled: each file is converted to safetensors when it has come, and verified"
 
 
-def next_command(offer: Offer, *, config_only: bool) -> str:
-    """What to type after a pull."""
-    name = short_name(offer.listing.repository)
+def next_command(plan: PullPlan, *, config_only: bool) -> str:
+    """The command to run after a pull."""
+    name = short_name(plan.listing.repository)
     return f"next: triforce plan --model {name}" if config_only else f"next: triforce chat --model {name}"
 
 
-def pulled_document(offer: Offer) -> dict[str, Any]:
-    """What `pull --json` prints. bytes: of all files as they are on the hub; fetched_bytes: of what was not here."""
-    listing = offer.listing
+def pulled_document(plan: PullPlan) -> dict[str, Any]:
+    """The JSON of `pull --json`. bytes: of all files on the hub; fetched_bytes: of those that were missing here."""
+    listing = plan.listing
     return {
         "repository": listing.repository,
         "revision": listing.revision,
         "commit": listing.commit,
         "license": listing.license or None,
-        "folder": path_text(offer.folder),
-        "bytes": offer.num_bytes,
-        "fetched_bytes": offer.missing_bytes,
-        "converted": offer.converts,
+        "folder": path_text(plan.folder),
+        "bytes": plan.num_bytes,
+        "fetched_bytes": plan.missing_bytes,
+        "converted": plan.converts,
         "version": __version__,
     }
 

@@ -1,4 +1,4 @@
-"""A folder with pickled weights, or a GGUF file, to a new folder with safetensors. What is converted stays as it is."""
+"""Convert a folder with pickled weights, or a GGUF file, to a new folder with safetensors. The source is kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from offload.errors import ModelError, UsageError
-from offload.hub import choice
+from offload.hub import files
 from offload.hub.disk import check_room, disk_error
 from offload.hub.gguf import dequantise
 from offload.hub.library import Origin
@@ -20,8 +20,7 @@ from offload.transfer.checkpoint import Checkpoint, check_model
 
 
 def output_folder(source: Path, output: Path | None) -> Path:
-    """Where the converted model goes: `output`, or local/NAME among the models. Raises UsageError where it is there
-    already."""
+    """The folder of the converted model: `output`, or local/NAME among the models. UsageError if it exists already."""
     if output is None:
         name = source.absolute().stem if source.suffix == ".gguf" else source.absolute().name
         if not is_id(f"{LOCAL}/{name}"):
@@ -33,54 +32,54 @@ def output_folder(source: Path, output: Path | None) -> Path:
 
 
 def convert(source: Path, output: Path, *, report: Report) -> None:
-    """Make the folder `output`, whole or not at all, of the model in `source`, a folder or a GGUF file.
+    """Convert the model in `source`, a folder or a GGUF file, into the new folder `output`.
 
-    Memory: little, of shards in torch's old format as much as one; of a GGUF file, as all of it unpacked. Raises
-    TriforceError of several kinds.
+    `output` appears only when it is complete. Memory: for a GGUF file all of its weights, unpacked; for pickles in
+    torch's format of before 2020 one shard; otherwise little. Raises TriforceError.
     """
-    make = _maker(source)
+    fill = _converter(source)
     try:
-        with _built(output) as folder:
-            make(folder, report)
+        with _new_folder(output) as folder:
+            fill(folder, report)
             with Checkpoint.open(folder) as checkpoint:
                 check_model(checkpoint, ModelConfig.from_folder(folder))
-            files = tuple(sorted(path.name for path in folder.iterdir()))
-            Origin(source=str(source.absolute()), files=files).write(folder)
+            names = tuple(sorted(path.name for path in folder.iterdir()))
+            Origin(source=str(source.absolute()), files=names).write(folder)
     except OSError as error:
         raise disk_error(error, output, f"run 'triforce convert {source}' again") from error
 
 
-def _maker(source: Path) -> Callable[[Path, Report], None]:
-    """How `source` is converted. Raises ModelError for what cannot be, or need not."""
+def _converter(source: Path) -> Callable[[Path, Report], None]:
+    """The function that converts `source` into a folder. ModelError if it cannot or need not be converted."""
     if source.is_file() and source.suffix == ".gguf":
         return lambda folder, report: dequantise(source, folder)
     if not source.is_dir():
         raise ModelError(f"{source} is neither a folder nor a GGUF file; 'triforce pull OWNER/NAME' fetches models")
-    name = choice.weights_name(path.name for path in source.iterdir())
-    if name in (choice.BIN_FILE, choice.BIN_INDEX_FILE):
+    name = files.weights_file(path.name for path in source.iterdir())
+    if name in (files.BIN_FILE, files.BIN_INDEX_FILE):
         return lambda folder, report: _convert_pickles(source, folder, source / str(name), report)
     if name is not None:
         raise ModelError(f"{source} holds safetensors and needs no conversion; use it: --model {source}")
-    files = sorted(source.glob("*.gguf"))
-    if len(files) > 1:
-        raise ModelError(f"{source} holds {len(files)} GGUF files; give one of them, such as {files[0]}")
-    if not files:
+    found = sorted(source.glob("*.gguf"))
+    if len(found) > 1:
+        raise ModelError(f"{source} holds {len(found)} GGUF files; give one of them, such as {found[0]}")
+    if not found:
         raise ModelError(f"{source} holds no weights: neither pytorch_model*.bin nor a GGUF file")
-    return lambda folder, report: dequantise(files[0], folder)
+    return lambda folder, report: dequantise(found[0], folder)
 
 
 def _convert_pickles(source: Path, folder: Path, weights: Path, report: Report) -> None:
     config = ModelConfig.from_folder(source)
-    names = choice.shards(weights)
+    names = files.shards(weights)
     for name in names:
         if not (source / name).is_file():
             raise ModelError(f"{source}: {name} is missing; the download is not complete")
     sizes = [(source / name).stat().st_size for name in names]
     check_room(folder, sum(sizes), "name a folder on another disk with --output DIR")
-    for text in choice.TEXT_FILES:
+    for text in files.TEXT_FILES:
         if (source / text).is_file():
             shutil.copyfile(source / text, folder / text)
-    targets = [folder / choice.converted_name(name, names) for name in names]
+    targets = [folder / files.converted_name(name, names) for name in names]
     for number, (name, target) in enumerate(zip(names, targets, strict=True)):
         report("convert", sum(sizes[:number]), sum(sizes))
         convert_shard(source / name, target, source=name, tied=config.tie_embeddings)
@@ -90,8 +89,8 @@ def _convert_pickles(source: Path, folder: Path, weights: Path, report: Report) 
 
 
 @contextmanager
-def _built(output: Path) -> Iterator[Path]:
-    """A folder that becomes `output` at the end, and is gone where the end is not reached."""
+def _new_folder(output: Path) -> Iterator[Path]:
+    """A temporary folder that is renamed to `output` at the end, and removed if the body fails."""
     folder = output.with_name(f".{output.name}.part")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Room on a disk: looked at before something large is written, and what is said where it ends all the same."""
+"""Free space on a disk: checked before a large file is written, and named in the error if the disk is full anyway."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from offload.errors import DoesNotFit, TriforceError
 
 
 def free_bytes(folder: Path) -> int:
-    """Free on the disk that `folder` is on, or will be on. OSError."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return shutil.disk_usage(there).free
+    """Free bytes on the disk of `folder`, which may not exist yet. OSError."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
 
 
 def check_room(folder: Path, num_bytes: int, remedy: str) -> None:
-    """Raises DoesNotFit where `num_bytes` more are not free."""
+    """Raises DoesNotFit if fewer than `num_bytes` are free."""
     free = free_bytes(folder)
     if num_bytes > free:
         raise DoesNotFit(
@@ -25,7 +25,7 @@ def check_room(folder: Path, num_bytes: int, remedy: str) -> None:
 
 
 def disk_error(error: OSError, folder: Path, then: str) -> TriforceError:
-    """What to raise where `folder` could not be written. then: what can be done afterwards."""
+    """The error to raise when writing to `folder` failed with `error`. then: what to do after the remedy."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DoesNotFit(f"the disk of {folder} is full; make room, then {then}")
-    return TriforceError(f"{error}; see to that, then {then}")
+    return TriforceError(f"{error}; correct that, then {then}")

@@ -1,6 +1,6 @@
-"""One file from the hub: fetched from where an earlier try ended, and under its name only when every byte is right.
+"""Fetch one file from the hub. An interrupted fetch is resumed; the file gets its name only once its hash is right.
 
-The library's own downloads throw away what has come when they fail; only its single request (`http_get`) is used here.
+huggingface_hub's own downloads drop a partial file when they fail, so only its single request (`http_get`) is used.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from offload.errors import ModelError
 from offload.hub.remote import RemoteFile, transport_error
 
-Count = Callable[[int], None]  # is told of every so many bytes
-_BLOCK = 1 << 20
+Count = Callable[[int], None]  # called with the number of new bytes
+_BLOCK_BYTES = 1 << 20
 
 
 class Hash(Protocol):
@@ -27,9 +27,9 @@ class Hash(Protocol):
 
 
 def fetch(url: str, file: RemoteFile, folder: Path, *, count: Count) -> None:
-    """Make `folder`/name, with the bytes that `file` speaks of. Stopped or failed, it keeps what has come.
+    """Fetch `file` into `folder`. An interrupted or failed fetch keeps the bytes that arrived, for the next one.
 
-    Raises ModelError where the bytes are others, and errors of huggingface_hub, the network and the disk.
+    Raises ModelError if length or hash are wrong, and errors of huggingface_hub, the network and the disk.
     """
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.file_download import http_get
@@ -37,37 +37,37 @@ def fetch(url: str, file: RemoteFile, folder: Path, *, count: Count) -> None:
 
     headers = {**build_hf_headers(library_name="triforce"), "Accept-Encoding": "identity"}
     partial = partial_path(file, folder)
-    with Incoming(partial, file, count) as incoming:
-        while incoming.tell() < file.num_bytes:
-            come = incoming.tell()
+    with PartialFile(partial, file, count) as received:
+        while received.tell() < file.num_bytes:
+            start = received.tell()
             try:
                 with _quiet():
-                    http_get(url, incoming, resume_size=come, headers=headers, displayed_filename=file.name)
+                    http_get(url, received, resume_size=start, headers=headers, displayed_filename=file.name)
                 break
             except HfHubHTTPError:
                 raise
             except transport_error():
-                if incoming.tell() <= come:  # else the connection has broken, and the next one goes on
+                if received.tell() <= start:  # a connection that brought something is followed by another one
                     raise
-        incoming.check()
-        os.fsync(incoming.fileno())
+        received.check()
+        os.fsync(received.fileno())
     os.replace(partial, folder / file.name)
 
 
 def partial_path(file: RemoteFile, folder: Path) -> Path:
-    """What has come of `file`. Another content has another name, so that no two are mixed."""
+    """The file of the bytes that arrived so far. Its name contains the hash, so two versions are never mixed."""
     return folder / f"{file.name}.{file.digest[:16]}.part"
 
 
 def is_whole(path: Path, file: RemoteFile, *, count: Count) -> bool:
-    """Does `path` hold what `file` speaks of? Reads all of it where the length is right."""
+    """Tell whether `path` has the length and the hash of `file`. Reads all of it if the length is right."""
     if not path.is_file() or path.stat().st_size != file.num_bytes:
         return False
-    return _digest(path, file, count) == file.digest
+    return _hash_of(path, file, count).hexdigest() == file.digest
 
 
-class Incoming(io.FileIO):
-    """What has come of a file so far, hashed as it grows. ModelError at once where more comes than there should be."""
+class PartialFile(io.FileIO):
+    """The bytes of a file that arrived so far, hashed as it grows. Raises ModelError once it exceeds its length."""
 
     def __init__(self, path: Path, file: RemoteFile, count: Count) -> None:
         if path.exists() and path.stat().st_size > file.num_bytes:
@@ -77,7 +77,7 @@ class Incoming(io.FileIO):
         self._hash = _hash_of(path, file, lambda num_bytes: None)
 
     def write(self, data: Any, /) -> int:
-        """All of `data`: a raw file may take less at once."""
+        """Write all of `data`; a raw file may take less in one call."""
         view = memoryview(data).cast("B")
         if self.tell() + len(view) > self._file.num_bytes:
             self._wrong("more bytes came")
@@ -89,13 +89,13 @@ class Incoming(io.FileIO):
         return written
 
     def truncate(self, size: int | None = None, /) -> int:
-        """Where the hub begins anew."""
+        """Called by `http_get` when the hub sends the file from its beginning instead of resuming."""
         length = super().truncate(size)
         self._hash = _hash_of(self._path, self._file, lambda num_bytes: None)
         return length
 
     def check(self) -> None:
-        """Raises ModelError, and drops what has come, unless it is what the hub says."""
+        """Raises ModelError and removes the file unless length and hash are those that the hub lists."""
         if self.tell() != self._file.num_bytes:
             self._wrong(f"{self.tell()} bytes came")
         if self._hash.hexdigest() != self._file.digest:
@@ -109,18 +109,14 @@ class Incoming(io.FileIO):
         )
 
 
-def _digest(path: Path, file: RemoteFile, count: Count) -> str:
-    return _hash_of(path, file, count).hexdigest()
-
-
 def _hash_of(path: Path, file: RemoteFile, count: Count) -> Hash:
-    """Of the bytes in `path` so far: sha256, or what git calls a blob, whose hash begins with its whole length."""
+    """Hash the bytes in `path`: sha256, or sha1 as git hashes a blob, which begins with the whole file's length."""
     if len(file.digest) == 64:
         hash_: Hash = hashlib.sha256()
     else:
         hash_ = hashlib.sha1(b"blob %d\0" % file.num_bytes, usedforsecurity=False)
     with path.open("rb") as source:
-        while block := source.read(_BLOCK):
+        while block := source.read(_BLOCK_BYTES):
             hash_.update(block)
             count(len(block))
     return hash_
@@ -128,7 +124,7 @@ def _hash_of(path: Path, file: RemoteFile, count: Count) -> Hash:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the library's own bars and warnings about retries; we show progress, and errors as they are raised."""
+    """Silence huggingface_hub's progress bars and warnings about retries."""
     from huggingface_hub.utils import logging
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 

@@ -1,4 +1,4 @@
-"""A GGUF file, unpacked by transformers to fp16 safetensors. Needs the packages of the extra `gguf`."""
+"""Unpack a GGUF file to fp16 safetensors, by transformers. Needs the packages of the extra `gguf`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from offload.errors import DoesNotFit, ModelError
 from offload.plan.machine import free_host_bytes
 
-_WEIGHT_BYTES = 4 + 2  # of each while it is unpacked: fp32, and fp16 beside it
+_WEIGHT_BYTES = 4 + 2  # per weight while unpacking: fp32, and fp16 beside it
 
 
 def dequantise(file: Path, folder: Path) -> None:
-    """Write weights, config and tokenizer of `file` into `folder`.
+    """Write weights (fp16), config and tokenizer of `file` into `folder`.
 
-    Memory: six bytes a weight. Raises ModelError for what transformers does not read, DoesNotFit.
+    Memory: 6 bytes per weight. Raises ModelError if transformers cannot read the file, DoesNotFit if memory is short.
     """
     _check_packages()
     _check_memory(file)
@@ -27,7 +27,7 @@ def dequantise(file: Path, folder: Path) -> None:
             _unpack(file, folder)
     except ModelError:
         raise
-    except Exception as error:  # the library raises whatever the file makes it raise
+    except Exception as error:  # a damaged file can raise any kind of error in the library
         raise ModelError(
             f"{file} cannot be converted ({error}); look for a repository with safetensors, or a GGUF file of a Llama, "
             "Mistral or Qwen model"
@@ -35,13 +35,13 @@ def dequantise(file: Path, folder: Path) -> None:
 
 
 def _unpack(file: Path, folder: Path) -> None:
-    """ModelError where a weight is not in the file: transformers would make one up."""
+    """Raises ModelError if the file lacks a weight: transformers would initialise it at random."""
     import torch
     import transformers
 
     named: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
     transformers.AutoTokenizer.from_pretrained(str(file.parent), **named).save_pretrained(folder)
-    if hasattr(transformers, "GgufConfig"):  # else weights may stay packed, for kernels that it fetches
+    if hasattr(transformers, "GgufConfig"):  # otherwise weights may stay packed, for kernels that are downloaded
         named["quantization_config"] = transformers.GgufConfig(dequantize=True)
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         str(file.parent), dtype=torch.float16, output_loading_info=True, **named
@@ -55,13 +55,13 @@ def _unpack(file: Path, folder: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the library's bars and its reports on what it loads."""
+    """Silence transformers' progress bars and load reports."""
     from tqdm.auto import tqdm
     from transformers.utils import logging
 
     level, shown = logging.get_verbosity(), tqdm.__init__
     logging.set_verbosity_error()
-    tqdm.__init__ = partialmethod(shown, disable=True)  # it has no other switch once it is imported
+    tqdm.__init__ = partialmethod(shown, disable=True)  # there is no other switch once tqdm is imported
     try:
         yield
     finally:
@@ -81,7 +81,7 @@ def _check_memory(file: Path) -> None:
     try:
         num_weights = sum(int(tensor.n_elements) for tensor in GGUFReader(file).tensors)
     except Exception as error:  # struct and numpy errors of every kind
-        raise ModelError(f"{file} is no whole GGUF file ({error}); fetch it again") from error
+        raise ModelError(f"{file} is not a complete GGUF file ({error}); fetch it again") from error
     needed, free = _WEIGHT_BYTES * num_weights, free_host_bytes()
     if needed > free:
         raise DoesNotFit(

@@ -1,28 +1,44 @@
-"""The models that are here: how whole each is, and the folder that a name stands for."""
+"""The stored models: how complete each is, what it needs to run, and the folder that a name stands for."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from offload.errors import ModelError
-from offload.hub.names import LOCAL, alias_of, id_of, is_id, model_folder, models_folder, pull_command
+from offload.hub.names import (
+    ALIASES,
+    LOCAL,
+    Alias,
+    alias_of,
+    id_of,
+    is_id,
+    model_folder,
+    models_folder,
+    pull_command,
+    short_name,
+)
+from offload.plan.config import ModelConfig
 from offload.plan.fields import Fields, read_json
 from offload.plan.files import write_whole
+from offload.plan.hardware import Hardware
+from offload.plan.options import Options
+from offload.plan.request import Request
 
-STAGING = ".pull"  # in a model's folder: what a pull has fetched so far
-MOVING = "moving"  # in there, while files change places
+STAGING = ".pull"  # folder inside a model's folder: the files that a pull has fetched so far
+MOVING = "moving"  # marker inside STAGING: files are being moved into place
 ORIGIN_FILE = "triforce.json"
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 State = Literal["absent", "broken off", "config only", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a model's files come from. files: the names of those that we put there."""
+    """The source of a model's files. files: the names of those that `pull` or `convert` wrote."""
 
     source: str  # OWNER/NAME on the hub, or the folder that was converted
     commit: str = ""
@@ -31,7 +47,7 @@ class Origin:
 
     @classmethod
     def read(cls, folder: Path) -> Origin | None:
-        """What `write` wrote; None where nobody did. ModelError."""
+        """Read what `write` wrote; None if there is no such file. ModelError."""
         path = folder / ORIGIN_FILE
         if not path.is_file():
             return None
@@ -47,8 +63,29 @@ class Origin:
         write_whole(folder / ORIGIN_FILE, json.dumps(asdict(self), indent=1) + "\n")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One stored model. num_bytes: of all its files. problem: why it cannot be used; config may then be None."""
+
+    name: str
+    folder: Path
+    num_bytes: int
+    draft: str = ""
+    state: State = "whole"
+    origin: Origin | None = None
+    config: ModelConfig | None = None
+    problem: str = ""
+
+    @property
+    def kv_bytes_per_token(self) -> int | None:
+        """Over all layers, in the dtype that config.json names."""
+        if self.config is None:
+            return None
+        return self.config.kv_bytes_per_token(_DTYPE_BYTES[self.config.dtype])
+
+
 def state_of(folder: Path) -> State:
-    """Of a model's folder. Nothing of what a pull that was broken off has fetched is used."""
+    """The state of a model's folder. Files of an interrupted pull do not count."""
     if (folder / STAGING / MOVING).exists():
         return "broken off"
     if any(folder.glob("*.safetensors")):
@@ -59,7 +96,7 @@ def state_of(folder: Path) -> State:
 
 
 def locate(name: str, *, weights: bool = True) -> Path:
-    """The folder that `name` stands for: a folder, an alias or OWNER/NAME of a model that is here, in this order.
+    """The folder that `name` stands for: a folder, or else an alias or OWNER/NAME of a stored model.
 
     weights: config.json alone is not enough. Raises ModelError, which says what to run.
     """
@@ -74,11 +111,11 @@ def locate(name: str, *, weights: bool = True) -> Path:
         )
     if is_here(model_id, weights=weights):
         return model_folder(model_id)
-    raise ModelError(f"{name} is not a folder, and {_why(model_id, state_of(model_folder(model_id)))}")
+    raise ModelError(f"{name} is not a folder, and {_missing(model_id)}")
 
 
 def is_here(name: str, *, weights: bool = True) -> bool:
-    """Can the model called `name`, an alias or OWNER/NAME, be used? weights: config.json alone is not enough."""
+    """Tell whether the model `name`, an alias or OWNER/NAME, is stored. weights: config.json alone is not enough."""
     model_id = id_of(name)
     if model_id is None:
         return False
@@ -87,29 +124,72 @@ def is_here(name: str, *, weights: bool = True) -> bool:
 
 
 def recommended_draft(model: str, folder: Path) -> str:
-    """The alias of the draft that suits what was named as `model` and found in `folder`; "": none is known.
+    """The alias of a suitable draft for the model named `model` and found in `folder`, "" if none is known.
 
-    A folder that was given as such has none, whatever it is called.
+    A model that was given as a folder has none, whatever the folder is called.
     """
     alias = alias_of(model)
     return alias.draft if alias is not None and folder == model_folder(alias.repository) else ""
 
 
-def stored_ids() -> Sequence[str]:
-    """OWNER/NAME of all that lies in the folder of models, sorted; other folders do not count."""
+def entries() -> list[Entry]:
+    """All models in the folder of models, sorted; a damaged one has its `problem` set. Other folders are skipped."""
+    found = (entry_of(model_folder(model_id), short_name(model_id)) for model_id in _stored_ids())
+    return [entry for entry in found if entry.state != "absent" or entry.problem]
+
+
+def entry_of(folder: Path, name: str, draft: str = "") -> Entry:
+    """The model called `name` in `folder`. Reads config.json and the headers of its weights."""
+    from offload.transfer.checkpoint import Checkpoint  # imports torch, which `locate` does without
+
+    alias = alias_of(name)
+    entry = Entry(name=name, folder=folder, num_bytes=0, draft=draft or (alias.draft if alias else ""), state="absent")
+    try:
+        num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        entry = replace(entry, state=state_of(folder), num_bytes=num_bytes, origin=Origin.read(folder))
+        if entry.state == "broken off":
+            raise ModelError(_resume(name))
+        if entry.state == "absent":
+            return entry
+        entry = replace(entry, config=ModelConfig.from_folder(folder))
+        if entry.state == "whole":
+            Checkpoint.open(folder).close()
+    except (ModelError, OSError) as error:
+        return replace(entry, problem=str(error))
+    return entry
+
+
+def absent_aliases() -> Iterator[Alias]:
+    """The aliases whose models are not stored."""
+    return (alias for alias in ALIASES if state_of(model_folder(alias.repository)) != "whole")
+
+
+def longest_context(entry: Entry, hardware: Hardware) -> int:
+    """The longest context in tokens that fits `hardware`; 0 if none does or the model's config is unknown."""
+    if entry.config is None:
+        return 0
+    return Request(entry.config, None, Options(), hardware).largest_context()
+
+
+def _stored_ids() -> list[str]:
+    """OWNER/NAME of every folder in the folder of models, sorted; folders with other names are skipped."""
     found = (f"{folder.parent.name}/{folder.name}" for folder in models_folder().glob("*/*") if folder.is_dir())
     return sorted(filter(is_id, found))
 
 
-def _why(model_id: str, state: State) -> str:
-    """What is missing of it, and what to run."""
+def _missing(model_id: str) -> str:
+    """The reason why the model cannot be used, and what to run."""
     owner, _, name = model_id.partition("/")
     if owner == LOCAL:
-        there = ", ".join(found for found in stored_ids() if found.startswith(f"{LOCAL}/")) or "none"
-        return f"no model {name} was converted into {models_folder() / LOCAL}; there are: {there}"
-    command = pull_command(model_id)
+        converted = ", ".join(found for found in _stored_ids() if found.startswith(f"{LOCAL}/")) or "none"
+        return f"no model {name} was converted into {models_folder() / LOCAL}; there are: {converted}"
+    state, command = state_of(model_folder(model_id)), pull_command(model_id)
     if state == "broken off":
-        return f"its pull was broken off; {command} goes on with it"
+        return _resume(model_id)
     if state == "config only":
         return f"only its config.json was pulled; {command} fetches its weights"
     return f"no such model was pulled; run {command}"
+
+
+def _resume(name: str) -> str:
+    return f"its pull was interrupted; {pull_command(name)} resumes it"

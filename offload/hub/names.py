@@ -1,7 +1,7 @@
-"""What models are called, and where they lie: a pulled one in OWNER/NAME, one that was converted in local/NAME.
+"""Names of models and the folders they stand for: OWNER/NAME for a pulled model, local/NAME for a converted one.
 
-All in the user's data folder, or in the one that TRIFORCE_MODELS_DIR names, laid out as on the hub, so that a person
-can look at them and `--model` takes the folder as well.
+Models are stored in the user's data folder, or in the folder that TRIFORCE_MODELS_DIR names. The layout is the hub's,
+so `--model` takes such a folder as well as a name.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 from offload.errors import UsageError
 
 FOLDER_VARIABLE = "TRIFORCE_MODELS_DIR"
-MAIN = "main"  # the revision that is pulled where none is named
-LOCAL = "local"  # stands where an owner's name does
+MAIN = "main"  # the default revision
+LOCAL = "local"  # the owner's part of a converted model's name
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.)){0,95}"
 _ID = re.compile(rf"{_PART}/{_PART}", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Alias:
-    """A short name of a repository. draft: the alias of a draft that suits it, "" where none is known."""
+    """A short name of a repository. draft: the alias of a suitable draft, "" if none is known."""
 
     name: str
     repository: str
@@ -44,7 +44,7 @@ ALIASES = (
 
 
 def models_folder() -> Path:
-    """Where models lie; it need not be there."""
+    """The folder of all stored models. It may not exist yet."""
     if named := os.environ.get(FOLDER_VARIABLE):
         return Path(os.path.expanduser(named)).absolute()
     import platformdirs
@@ -53,45 +53,45 @@ def models_folder() -> Path:
 
 
 def is_id(text: str) -> bool:
-    """Is it OWNER/NAME? Such a name cannot lead out of the folder of models."""
+    """Tell whether `text` is OWNER/NAME. Such a name cannot lead out of the folder of models."""
     return _ID.fullmatch(text) is not None
 
 
 def model_folder(model_id: str) -> Path:
-    """The folder of OWNER/NAME, there or not. Raises UsageError for what is no such name."""
+    """The folder of OWNER/NAME, whether it exists or not. Raises UsageError for any other name."""
     if not is_id(model_id):
         raise UsageError(f"{model_id!r} is not OWNER/NAME: two names of letters, digits, '.', '_' and '-'")
     return models_folder() / model_id
 
 
 def alias_of(name: str) -> Alias | None:
-    """The alias that `name` is, or that stands for the repository `name`; upper and lower case count the same."""
+    """The alias called `name`, or the alias of the repository `name`. Upper and lower case are the same."""
     wanted = name.lower()
     return next((alias for alias in ALIASES if wanted in (alias.name, alias.repository.lower())), None)
 
 
 def id_of(name: str) -> str | None:
-    """OWNER/NAME of an alias or of itself; None for anything else."""
+    """OWNER/NAME for an alias or for OWNER/NAME itself; None for anything else."""
     if alias := alias_of(name):
         return alias.repository
     return name if is_id(name) else None
 
 
 def repository_of(name: str) -> str:
-    """The hub's OWNER/NAME that an alias or an id stands for. Raises UsageError, with the aliases that there are."""
+    """The hub's OWNER/NAME for an alias or an id. Raises UsageError, which lists the aliases."""
     repository = id_of(name)
     if repository is None or repository.startswith(f"{LOCAL}/"):
         known = ", ".join(alias.name for alias in ALIASES)
-        raise UsageError(f"{name!r} is no model of the hub; give OWNER/NAME, or one of {known}")
+        raise UsageError(f"{name!r} is not a model on the hub; give OWNER/NAME, or one of {known}")
     return repository
 
 
 def pull_command(model_id: str, revision: str = MAIN) -> str:
-    """What to type to pull it, in quotes."""
+    """The command that pulls the model, in quotes."""
     return f"'triforce pull {short_name(model_id)}{'' if revision == MAIN else f' --revision {revision}'}'"
 
 
 def short_name(model_id: str) -> str:
-    """What a person types for OWNER/NAME: its alias, where it has one."""
+    """The alias of OWNER/NAME, or OWNER/NAME itself if it has none."""
     alias = alias_of(model_id)
     return alias.name if alias else model_id

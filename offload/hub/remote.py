@@ -1,6 +1,6 @@
-"""What the hub says of a repository, and its refusals in words that say what to run.
+"""The hub's listing of a repository, and its errors translated into messages that say what to run.
 
-huggingface_hub is imported inside functions only: nothing but a pull needs it.
+huggingface_hub is imported inside functions, because only `triforce pull` needs it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a repository. digest: hexadecimal sha256 where it is stored as a large file, else git's sha1 of it."""
+    """A file of a repository. digest: hexadecimal sha256 of a large file, git's sha1 of any other."""
 
     name: str
     num_bytes: int
@@ -37,7 +37,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """A repository at one commit. license: as the hub names it, "" where it names none."""
+    """The files of a repository at one commit. license: as the hub names it, "" if it names none."""
 
     repository: str
     revision: str
@@ -49,12 +49,12 @@ class Listing:
         return next((file for file in self.files if file.name == name), None)
 
 
-def ask(repository: str, revision: str) -> Listing:
-    """What the hub has of `repository` at `revision`. Raises ModelError, TriforceError."""
+def list_repository(repository: str, revision: str) -> Listing:
+    """Ask the hub for the files of `repository` at `revision`. Raises ModelError, TriforceError."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    with refusals(repository, revision):
+    with translated_errors(repository, revision):
         try:
             info = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=ANSWER_SECONDS)
         except HfHubHTTPError:
@@ -64,21 +64,21 @@ def ask(repository: str, revision: str) -> Listing:
     commit, name = str(info.sha), str(info.id)
     if not is_id(name) or not _COMMIT.fullmatch(commit):
         raise ModelError(f"the hub answers with {name!r} at {commit!r} for {repository}; is HF_ENDPOINT a hub?")
-    if name.lower() != repository.lower():  # renamed there; here it is found under the name that was asked for
+    if name.lower() != repository.lower():  # renamed on the hub; store it under the name that was asked for
         name = repository
     return Listing(name, revision, commit, _license(info), tuple(map(_file, info.siblings or ())))
 
 
-def address(listing: Listing, file: RemoteFile) -> str:
-    """Where the bytes of `file` are, at the listing's commit whatever is pushed meanwhile."""
+def file_url(listing: Listing, file: RemoteFile) -> str:
+    """The URL of `file` at the listing's commit, so that a later push changes nothing."""
     from huggingface_hub import HfApi
 
     return f"{HfApi().endpoint}/{listing.repository}/resolve/{listing.commit}/{quote(file.name)}"
 
 
 @contextmanager
-def refusals(repository: str, revision: str, folder: Path | None = None) -> Iterator[None]:
-    """Errors of huggingface_hub, of the network and of the disk `folder`, as errors that say what to run."""
+def translated_errors(repository: str, revision: str, folder: Path | None = None) -> Iterator[None]:
+    """Raise errors of huggingface_hub, the network and the disk of `folder` as TriforceErrors that say what to run."""
     from huggingface_hub import errors
 
     again = pull_command(repository, revision)
@@ -97,37 +97,36 @@ def refusals(repository: str, revision: str, folder: Path | None = None) -> Iter
         raise ModelError(f"{repository} has no revision {revision!r}; {pull_command(repository)} takes main") from error
     except errors.RepositoryNotFoundError as error:
         raise ModelError(
-            f"the hub shows no repository {repository}: look at the spelling; if it is private, log in with "
+            f"the hub has no repository {repository}: check the spelling; if it is private, log in with "
             f"'hf auth login' and run {again}"
         ) from error
     except errors.HfHubHTTPError as error:
-        _answered(repository, error.response.status_code, again, error)
+        _raise_for_status(repository, error.response.status_code, again, error)
     except transport_error() as error:
         raise TriforceError(
-            f"the hub cannot be reached ({type(error).__name__}: {error}); look at the network, then {again} goes on "
-            "from where it was"
+            f"the hub cannot be reached ({type(error).__name__}: {error}); check the network, then {again} resumes it"
         ) from error
     except OSError as error:
-        raise disk_error(error, folder or models_folder(), f"{again} goes on from where it was") from error
+        raise disk_error(error, folder or models_folder(), f"{again} resumes it") from error
 
 
 def transport_error() -> type[Exception]:
-    """The root of all errors of the library that carries requests, whichever that is."""
+    """The base class of all errors of the HTTP library that huggingface_hub uses, requests or httpx."""
     from huggingface_hub.errors import HfHubHTTPError
 
     root: type[Exception] = HfHubHTTPError.__bases__[0]
     return root
 
 
-def _answered(repository: str, status: int, again: str, error: Exception) -> NoReturn:
+def _raise_for_status(repository: str, status: int, again: str, error: Exception) -> NoReturn:
     if status in (401, 403):
         raise ModelError(
-            f"the hub refuses {repository} to you (status {status}): log in with 'hf auth login', as somebody who may "
+            f"the hub refuses access to {repository} (status {status}): log in with 'hf auth login' as a user who may "
             f"read it, then run {again}"
         ) from error
     if status == 404:
-        raise ModelError(f"a file of {repository} is gone from the hub; {again} asks anew what there is") from error
-    raise TriforceError(f"the hub answered with status {status}; later {again} goes on from where it was") from error
+        raise ModelError(f"a file of {repository} was removed from the hub; run {again} to list it again") from error
+    raise TriforceError(f"the hub answered with status {status}; try later, {again} resumes it") from error
 
 
 def _license(info: ModelInfo) -> str:
@@ -138,5 +137,5 @@ def _license(info: ModelInfo) -> str:
 def _file(sibling: RepoSibling) -> RemoteFile:
     digest = str(sibling.lfs.sha256 if sibling.lfs else sibling.blob_id)
     if type(sibling.size) is not int or sibling.size < 0 or not _DIGEST.fullmatch(digest):
-        raise ModelError(f"the hub does not say how long {sibling.rfilename!r} is and what it hashes to; try later")
+        raise ModelError(f"the hub lists no length and hash of {sibling.rfilename!r}; try later")
     return RemoteFile(sibling.rfilename, sibling.size, digest)

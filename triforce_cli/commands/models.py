@@ -14,7 +14,7 @@ from triforce_cli.output import Output
 from triforce_cli.render_models import Line
 
 if TYPE_CHECKING:
-    from offload.hub.catalogue import Entry
+    from offload.hub.library import Entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Listing:
         """List. A model that cannot be used is a line with the reason."""
         with Output(quiet=self.quiet) as output:
             output.wait("looking")
-            from offload.hub.catalogue import absent_aliases, entries, longest_context
+            from offload.hub.library import absent_aliases, entries, longest_context
             from offload.plan.hardware import probe
 
             hardware = probe(self.device)
@@ -61,7 +61,7 @@ def models(
 
 def _embedded() -> Iterator[Entry]:
     """The pair that comes along."""
-    from offload.hub.catalogue import entry_of
+    from offload.hub.library import entry_of
 
     yield entry_of(embedded_model("demo-target"), "demo-target (embedded)", "demo-draft")
     yield entry_of(embedded_model("demo-draft"), "demo-draft (embedded)")

@@ -16,7 +16,7 @@ from triforce_cli.output import Output
 from triforce_cli.render import path_text
 
 if TYPE_CHECKING:
-    from offload.hub.pull import Offer
+    from offload.hub.pull import PullPlan
 
 SOURCE = "What to fetch"
 
@@ -47,25 +47,25 @@ class Pulling:
         with Output(quiet=self.quiet) as output:
             output.wait(f"asking the hub for {self.repository}")
             try:
-                offer = self._pull(output)
+                plan = self._pull(output)
             except KeyboardInterrupt:
-                output.note(f"stopped; {pull_command(self.repository, self.revision)} goes on from here")
+                output.note(f"stopped; {pull_command(self.repository, self.revision)} resumes it")
                 raise
             if self.as_json:
-                output.document(render_models.pulled_document(offer))
+                output.document(render_models.pulled_document(plan))
             else:
-                output.text(f"{path_text(offer.folder)}\n")
-                output.note(render_models.next_command(offer, config_only=self.config_only))
+                output.text(f"{path_text(plan.folder)}\n")
+                output.note(render_models.next_command(plan, config_only=self.config_only))
 
-    def _pull(self, output: Output) -> Offer:
+    def _pull(self, output: Output) -> PullPlan:
         from offload.hub.pull import pull
 
-        def announce(offer: Offer) -> None:
-            for line in render_models.offer(offer):
+        def announce(plan: PullPlan) -> None:
+            for line in render_models.pull_plan(plan):
                 output.note(line)
 
         return pull(
-            self.repository, self.revision, config_only=self.config_only, on_offer=announce, report=output.report
+            self.repository, self.revision, config_only=self.config_only, on_plan=announce, report=output.report
         )
 
 

@@ -1,4 +1,4 @@
-"""Which files of a repository are pulled: names that are known, plain names all, and no code."""
+"""The files that make up a model: weights, config and tokenizer, chosen by known plain names. Code is never chosen."""
 
 from __future__ import annotations
 
@@ -19,37 +19,39 @@ TEXT_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
-_SUFFIX = {INDEX_FILE: ".safetensors", BIN_INDEX_FILE: ".bin"}  # of the shards that an index names
-_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
+_SHARD_SUFFIX = {INDEX_FILE: ".safetensors", BIN_INDEX_FILE: ".bin"}
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
 
 
-def beginnings(listing: Listing, *, config_only: bool) -> list[RemoteFile]:
-    """What has to be read before the rest can be chosen: config.json, and the index of the weights if they have one.
-    Raises ModelError where there is no model that we read."""
+def needed_first(listing: Listing, *, config_only: bool) -> list[RemoteFile]:
+    """The files that `needed` reads: config.json, and the index of the weights if there is one.
+
+    Raises ModelError where the repository holds no model of a known format.
+    """
     config = listing.file(CONFIG_FILE)
     if config is None:
-        raise ModelError(f"{listing.repository} has no config.json; it is no model that triforce can run")
+        raise ModelError(f"{listing.repository} has no config.json; it is not a model that triforce can run")
     if config.num_bytes > MAX_JSON_BYTES:
         raise ModelError(f"{listing.repository}: config.json has {config.num_bytes} bytes, over {MAX_JSON_BYTES}")
     if config_only:
         return [config]
-    weights = weights_name(file.name for file in listing.files)
+    weights = weights_file(file.name for file in listing.files)
     if weights is None:
         raise ModelError(
             f"{listing.repository} has neither safetensors nor pytorch_model.bin; a GGUF file that you fetch "
             "yourself can be converted: triforce convert FILE"
         )
-    index = listing.file(weights) if weights in _SUFFIX else None
+    index = listing.file(weights) if weights in _SHARD_SUFFIX else None
     return [config, *([index] if index else [])]
 
 
-def chosen(listing: Listing, folder: Path, *, config_only: bool) -> list[RemoteFile]:
-    """All that is pulled, weights last. `folder` holds the beginnings. Raises ModelError."""
+def needed(listing: Listing, folder: Path, *, config_only: bool) -> list[RemoteFile]:
+    """All files to pull, weights last. `folder` holds the files of `needed_first`. Raises ModelError."""
     texts = [file for file in listing.files if file.name in TEXT_FILES]
-    weights = weights_name(file.name for file in listing.files)
+    weights = weights_file(file.name for file in listing.files)
     if config_only or weights is None:
         return texts
-    indexed = weights in _SUFFIX
+    indexed = weights in _SHARD_SUFFIX
     names = [*([weights] if indexed else []), *shards(folder / weights)]
     found = {name: listing.file(name) for name in names}
     missing = [name for name, file in found.items() if file is None]
@@ -58,23 +60,22 @@ def chosen(listing: Listing, folder: Path, *, config_only: bool) -> list[RemoteF
     return texts + [file for file in found.values() if file is not None]
 
 
-def weights_name(names: Iterable[str]) -> str | None:
-    """The file, or the index of the files, that the weights are in; safetensors where there are any."""
-    there = set(names)
-    return next((name for name in (SINGLE_FILE, INDEX_FILE, BIN_FILE, BIN_INDEX_FILE) if name in there), None)
+def weights_file(names: Iterable[str]) -> str | None:
+    """The file of the weights, or the index of their shards, among `names`. Safetensors come before pickles."""
+    present = set(names)
+    return next((name for name in (SINGLE_FILE, INDEX_FILE, BIN_FILE, BIN_INDEX_FILE) if name in present), None)
 
 
 def shards(weights: Path) -> list[str]:
-    """The names of the files that the weights are in, sorted: those that an index names, or the one file itself.
-    Raises ModelError."""
-    suffix = _SUFFIX.get(weights.name)
+    """Names of the files that hold the weights, sorted: the shards in an index, or the single file. ModelError."""
+    suffix = _SHARD_SUFFIX.get(weights.name)
     if suffix is None:
         return [weights.name]
     weight_map = read_json(weights, max_bytes=MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{weights}: weight_map must map tensor names to file names")
     for shard in weight_map.values():
-        if not isinstance(shard, str) or not _PLAIN.fullmatch(shard) or not shard.endswith(suffix):
+        if not isinstance(shard, str) or not _PLAIN_NAME.fullmatch(shard) or not shard.endswith(suffix):
             raise ModelError(f"{weights}: shard {shard!r} must be a plain name that ends in {suffix}")
     return sorted(set(weight_map.values()))
 
@@ -84,7 +85,7 @@ def is_pickled(name: str) -> bool:
 
 
 def converted_name(shard: str, names: list[str]) -> str:
-    """What the safetensors file made of `shard`, one of `names`, is called."""
+    """Name of the safetensors file that is made from the pickled `shard`, one of `names`."""
     if len(names) == 1:
         return SINGLE_FILE
     return f"model-{names.index(shard) + 1:05d}-of-{len(names):05d}.safetensors"

@@ -1,0 +1,65 @@
+"""The README and the pages of docs/: links lead somewhere, the table of results is what was measured."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import figure
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+WRITTEN_BY_HAND = [page for page in PAGES if page.name != "cli.md"]
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if link.startswith("http"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", WRITTEN_BY_HAND, ids=lambda page: page.name)
+def test_prose_is_wrapped(page: Path) -> None:
+    """Tables and plain text that was recorded may be wider."""
+    fenced = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+    lines = fenced.sub("", page.read_text(encoding="utf-8")).splitlines()
+    assert not [line for line in lines if len(line) > 100 and not line.startswith(("|", "    "))]
+
+
+def test_the_readme_is_short_and_its_code_narrow() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("\n") <= 160
+    code = "\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    assert code
+    assert not [line for line in code.splitlines() if len(line) >= 90]
+
+
+def test_the_index_names_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    assert not [page.name for page in (ROOT / "docs").glob("*.md") if f"({page.name})" not in index + "(README.md)"]
+
+
+def test_the_readmes_table_and_plot_are_what_was_measured(tmp_path: Path) -> None:
+    panels = {title: figure.points(files) for title, files in figure.PANELS.items()}
+    assert "\n".join(figure.table(panels)) in (ROOT / "README.md").read_text(encoding="utf-8")
+    pytest.importorskip("matplotlib")
+    figure.draw(panels, tmp_path / "plot.svg")
+    text = re.compile(r">([^<>\s][^<>]*)</text>")
+    drawn = text.findall((tmp_path / "plot.svg").read_text(encoding="utf-8"))
+    assert "8.1x" in drawn
+    assert drawn == text.findall((ROOT / "docs" / "results.svg").read_text(encoding="utf-8"))

@@ -30,11 +30,11 @@ from unittest import mock
 import texts
 from report import about, emit, say
 
+from offload.bench.reference import Reference
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, load_tokenizer, plan_request
 from offload.metrics import Spread
 from offload.plan.planner import Options, Plan
-from offload.reference import Reference
 
 Measurement = dict[str, Any]
 Runner = Callable[[int], Measurement]  # seed -> what was measured

@@ -29,10 +29,10 @@ from report import about, lines, say, table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 import widen
 
+from offload.bench.measure import copy_rate, link_copies, product_rate, read_rates
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, load_tokenizer, plan_request
 from offload.errors import DoesNotFit
-from offload.measure import copy_rate, link_copies, product_rate, read_rates
 from offload.plan.hardware import rates_key
 from offload.plan.machine import machine_name
 from offload.plan.planner import Options, Plan

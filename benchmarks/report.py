@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import triforce_cli
-from offload.environment import environment as environment_of_machine
+from offload.bench.environment import environment as environment_of_machine
 
 Document = dict[str, Any]
 

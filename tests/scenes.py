@@ -28,22 +28,23 @@ def a_bad_request() -> None:
 
 def a_verification(*, holds: bool) -> Prepare:
     def prepare() -> None:
-        from offload import replay
+        from offload.bench import exactness
 
         tokens = [400, 500, 600]
-        replayed = [replay.Replayed(i, t, t, True, True, 0.0, 1.25) for i, t in enumerate(tokens)]
-        recomputed = [replay.Recomputed(i, tokens[i], tokens[i], 0.0125, 0.5) for i in (0, 2)]
+        replayed = [exactness.Replayed(i, t, t, True, True, 0.0, 1.25) for i, t in enumerate(tokens)]
+        recomputed = [exactness.Recomputed(i, tokens[i], tokens[i], 0.0125, 0.5) for i in (0, 2)]
         if not holds:
             replayed[1] = replace(replayed[1], best=501, possible=False, same_bits=False, difference=0.031)
             recomputed[1] = replace(recomputed[1], difference=0.75)
         fake_engine()()
-        replay.verify = lambda *args, **settings: replay.Verification(1200, tokens, replayed, recomputed, 0.25)
+        found = exactness.ExactnessReport(1200, tokens, replayed, recomputed, 0.25)
+        exactness.check_exactness = lambda *args, **settings: found
 
     return prepare
 
 
 def a_comparison() -> None:
-    from offload.trial import Trial
+    from offload.bench.trial import Trial
     from test_cli_bench import PLAIN, TRIFORCE, comparison
 
     def run(trial: Trial, engine: object, reference: object, **callbacks: object) -> object:
@@ -58,7 +59,7 @@ def a_comparison() -> None:
 def a_diagnosis(name: str) -> Prepare:
     def prepare() -> None:
         import test_doctor
-        from offload import diagnosis
+        from offload.bench import diagnosis
 
         found = getattr(test_doctor, name)
         diagnosis.diagnose = lambda on_step: found

@@ -38,7 +38,8 @@ Prepare = Callable[[], None]
 HEAVY = (
     *("torch", "huggingface_hub", "prompt_toolkit.shortcuts", "rich.progress", "hub", "test_cli_bench"),
     *("test_cli_models", "test_cli_plan", "test_cli_sessions", "test_doctor", "offload.engine", "offload.hub.convert"),
-    *("offload.hub.pull", "offload.replay", "offload.trial", "triforce_cli.app", "triforce_cli.chat.partner"),
+    *("offload.hub.pull", "offload.bench.exactness", "offload.bench.trial", "triforce_cli.app"),
+    "triforce_cli.chat.engine",
 )
 
 
@@ -130,12 +131,12 @@ def rehearse() -> None:
 
 def _fix_the_machine() -> None:
     """Two cores, 32 GiB, a clock that goes on by a quarter of a second whenever somebody looks at it."""
-    from offload import diagnosis, environment
+    from offload.bench import diagnosis, environment
     from offload.plan import hardware, nvml, request
     from offload.session import store
     from test_doctor import LAPTOP
     from triforce_cli import choice, deadline, progress, time_left
-    from triforce_cli.chat import ahead
+    from triforce_cli.chat import background
     from triforce_cli.commands import models, sessions
 
     laptop = hardware.Hardware("cpu", "Some laptop's processor", 32 * GIB, 32 * GIB, True)
@@ -149,7 +150,7 @@ def _fix_the_machine() -> None:
     _replace_time(store, time=lambda: NOW - 90 * 86400)
     os.fsync = lambda fd: None
     os.getpid = lambda: 12345  # a session's lock holds it, and its digits count in the session's size
-    ahead.ThreadPoolExecutor = _AtOnce
+    background.ThreadPoolExecutor = _AtOnce
     for module in (choice, models):
         module.embedded_model = Path
     for name in ("demo-target", "demo-draft"):
@@ -170,7 +171,7 @@ def _replace_time(module: ModuleType, **clocks: Callable[[], float]) -> None:
 
 
 class _AtOnce:
-    """An executor on the thread of who asks: what is worked ahead is done before anything else is shown."""
+    """An executor on the thread of who asks: background work is done before anything else is shown."""
 
     def __init__(self, *args: object) -> None: ...
 

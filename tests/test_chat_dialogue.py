@@ -20,8 +20,8 @@ from offload.plan.planner import Options
 from triforce_cli.chat import slash
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.dialogue import Dialogue
+from triforce_cli.chat.engine import LEAST_CAPACITY, ChatEngine
 from triforce_cli.chat.formats import ChatFormat
-from triforce_cli.chat.partner import LEAST_CAPACITY, Partner
 from triforce_cli.chat.settings import Settings
 from triforce_cli.choice import Models
 from triforce_cli.commands.chat import _converse
@@ -50,15 +50,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="module")
 def make(models: Models) -> Iterator[Make]:
-    """New dialogues, each with a partner of its own: make(interactive=)."""
+    """New dialogues, each with a engine of its own: make(interactive=)."""
     with ExitStack() as stack:
 
         def new(*, interactive: bool = False, speculation: bool = True) -> Dialogue:
             options = Options(dtype="fp32", device="cpu", offload=frozenset(), speculation=speculation)
-            partner = stack.enter_context(Partner(models, options, on_note=lambda line: None))
+            engine = stack.enter_context(ChatEngine(models, options, on_note=lambda line: None))
             dialogue = Dialogue(
-                partner,
-                ChatFormat(partner.tokenizer, "chatml"),
+                engine,
+                ChatFormat(engine.tokenizer, "chatml"),
                 GREEDILY,
                 Output(quiet=True),
                 conversation=Conversation(),
@@ -70,8 +70,8 @@ def make(models: Models) -> Iterator[Make]:
 
 
 def engine_of(dialogue: Dialogue) -> Engine:
-    assert dialogue.partner._engine is not None
-    return dialogue.partner._engine
+    assert dialogue.engine._engine is not None
+    return dialogue.engine._engine
 
 
 def rows_of(dialogue: Dialogue, length: int) -> torch.Tensor:
@@ -87,7 +87,7 @@ def finish_ahead(dialogue: Dialogue) -> None:
 
 
 def continuation(dialogue: Dialogue, tokens: Sequence[int]) -> list[int]:
-    steps = dialogue.partner.answer(
+    steps = dialogue.engine.answer(
         tokens, GREEDY, max_tokens=12, stop=(), end_tokens=(), on_progress=lambda progress: None
     )
     return [token for step in steps for token in step.tokens]
@@ -171,7 +171,7 @@ def test_an_error_of_work_done_ahead_comes_with_the_next_message(make: Make, mon
     dialogue.say("hello")
     before = dialogue.conversation
     with monkeypatch.context() as patch:
-        patch.setattr(dialogue.partner, "keep", fail)
+        patch.setattr(dialogue.engine, "keep", fail)
         dialogue.work_ahead()
         with pytest.raises(ModelError, match="the disk is gone"):
             dialogue.say("what is it")
@@ -187,7 +187,7 @@ def test_a_person_hears_of_an_error_ahead_and_has_the_reply_all_the_same(
 ) -> None:
     """With a full disk no message was ever answered."""
     dialogue = make(interactive=True)
-    monkeypatch.setattr(dialogue.partner, "keep", fail)
+    monkeypatch.setattr(dialogue.engine, "keep", fail)
     dialogue.work_ahead()
     dialogue.say("hello")
     assert len(dialogue.conversation.turns) == 1
@@ -200,7 +200,7 @@ def test_a_reply_that_cannot_be_made_again_stays_and_its_question_is_not_asked_t
     dialogue = make(interactive=True)
     dialogue.say("hello")
     before = dialogue.conversation
-    monkeypatch.setattr(dialogue.partner, "answer", fail)
+    monkeypatch.setattr(dialogue.engine, "answer", fail)
     with pytest.raises(ModelError):
         send(dialogue, "/regen")
     assert dialogue.conversation == before
@@ -235,8 +235,8 @@ def test_a_person_whose_session_cannot_be_kept_may_save_the_conversation_and_try
         if dialogue.conversation.turns and len(kept) <= 1 + failures:
             raise SessionError("the disk is full")
 
-    monkeypatch.setattr(dialogue.partner, "store", SimpleNamespace(tokens=[]))
-    monkeypatch.setattr(dialogue.partner, "keep", keep)
+    monkeypatch.setattr(dialogue.engine, "store", SimpleNamespace(tokens=[]))
+    monkeypatch.setattr(dialogue.engine, "keep", keep)
     file = tmp_path / "saved.json"
     dialogue.work_ahead()
     dialogue._ahead.wait(lambda progress: None)  # of the empty conversation: this one is kept
@@ -257,8 +257,8 @@ def test_a_person_whose_session_cannot_be_kept_may_save_the_conversation_and_try
 
 def test_a_script_whose_session_cannot_be_kept_ends_with_the_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     dialogue = make()
-    monkeypatch.setattr(dialogue.partner, "store", SimpleNamespace(tokens=[]))
-    monkeypatch.setattr(dialogue.partner, "keep", fail)
+    monkeypatch.setattr(dialogue.engine, "store", SimpleNamespace(tokens=[]))
+    monkeypatch.setattr(dialogue.engine, "keep", fail)
     with pytest.raises(ModelError, match="the disk is gone"):
         _converse(dialogue, Script("A question", None))  # type: ignore[arg-type]
 

@@ -14,12 +14,13 @@ import torch
 
 from hearing import hear_signals
 from models import save_pair
-from offload.comparison import PLAIN, TRANSFORMERS, TRIFORCE, Comparison, Run
+from offload.bench.comparison import PLAIN, TRANSFORMERS, TRIFORCE, Comparison, Run
 from offload.model.level import Level
 from offload.plan.options import Options
 from terminals import CTRL_C, Terminal
 from test_cli_fake import ROOT, environment, make_plan, make_stats
-from triforce_cli import library, plot, render_bench
+from triforce_cli import library, plot
+from triforce_cli.render import bench as render_bench
 from triforce_cli.time_left import TimeLeft
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,7 +19,7 @@ from offload.plan.rates import TWO_CORES, save_rates
 from offload.units import size
 from terminals import Terminal
 from test_cli_fake import ROOT, environment
-from triforce_cli.render import duration, latency, significant
+from triforce_cli.render.text import duration, latency, significant
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 LLAMA = {

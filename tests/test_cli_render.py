@@ -10,8 +10,9 @@ from offload import units
 from offload.metrics import LevelStats, LinkStats, Stats
 from offload.plan.planner import Options
 from test_cli_fake import make_plan, make_stats
-from triforce_cli import render
 from triforce_cli.progress import PlainDisplay
+from triforce_cli.render import text as render
+from triforce_cli.render.stats import stats_table
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_pace_says_rate_and_time_left_once_there_is_one():
 
 
 def test_stats_table_says_what_each_level_did():
-    lines = render.stats_table(make_stats(), make_plan(Options())).splitlines()
+    lines = stats_table(make_stats(), make_plan(Options())).splitlines()
     rows = {line.split()[0]: line.split() for line in lines if line}
     assert rows["prompt"][1:] == ["40", "s", "32,768", "tokens", "790", "tokens/s"]
     assert rows["first"][2:4] == ["42", "s"]
@@ -90,7 +91,7 @@ def test_stats_table_says_what_crossed_the_link():
     stats.prefill_link = LinkStats(bytes_to_device=3 * 2**30, bytes_to_host=2**30, bytes_per_second=1e9)
     stats.decode_link = LinkStats(bytes_to_device=2_000_000_000, bytes_per_second=1e9)
     stats.levels[0].link_bytes = 1_900_000_000  # of the target, which ran for two seconds
-    table = render.stats_table(stats, make_plan(Options(offload=frozenset({"weights", "kv"}))))
+    table = stats_table(stats, make_plan(Options(offload=frozenset({"weights", "kv"}))))
     assert "prefill 3.22 GB to device, 1.07 GB to host" in table
     assert "decode  2.00 GB to device, 0 B to host" in table
     assert "utilisation of full passes 0.95" in table
@@ -100,7 +101,7 @@ def test_stats_table_says_what_crossed_the_link():
 def test_unpaced_link_shows_bytes_without_a_utilisation():
     stats = make_stats()
     stats.decode_link = LinkStats(bytes_to_device=2**30)
-    table = render.stats_table(stats, make_plan(Options()))
+    table = stats_table(stats, make_plan(Options()))
     assert "1.07 GB to device, 0 B to host" in table
     assert "utilisation of full passes -" in table
 
@@ -109,7 +110,7 @@ def test_the_stats_table_says_whose_drafts_were_kept_where_there_was_a_choice() 
     level = LevelStats("target", passes=3, rows=20, seconds=1.0)
     level.count_round(["lookup", "lookup", "retrieval"], 1)
     level.count_round(["retrieval"], 1)
-    lines = render.stats_table(Stats(levels=[level]), make_plan(Options())).splitlines()
+    lines = stats_table(Stats(levels=[level]), make_plan(Options())).splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("target"))
     assert lines[at].split() == ["target", "3", "20", "1.00", "333", "4", "0.50", "2.00"]
     assert [line.split() for line in lines[at + 1 : at + 3]] == [["lookup", "2", "0.50"], ["retrieval", "2", "0.50"]]
@@ -125,7 +126,7 @@ def test_stats_table_fits_80_columns_with_large_numbers_and_no_numbers():
     large.levels = [LevelStats("retrieval", 999_999, 999_999, 99_999.0, 999_999, 999_999, 999_999)]
     plan = make_plan(Options(budget=2**24, offload=frozenset({"weights", "kv"})))
     for stats in (large, Stats(levels=[LevelStats("target")])):
-        assert max(map(len, render.stats_table(stats, plan).splitlines())) <= 80
+        assert max(map(len, stats_table(stats, plan).splitlines())) <= 80
 
 
 def test_plain_progress_says_start_now_and_then_and_end():

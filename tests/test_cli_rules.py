@@ -14,8 +14,8 @@ PACKAGE = Path(triforce_cli.__file__).parent
 MODULES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 HEAVY = {
     *("torch", "transformers", "safetensors", "numpy", "huggingface_hub"),
-    *("offload.engine", "offload.diagnosis", "offload.decode", "offload.model"),
-    *("offload.trial", "offload.reference", "offload.environment"),
+    *("offload.engine", "offload.decode", "offload.model"),
+    *(f"offload.bench.{name}" for name in ("diagnosis", "environment", "exactness", "measure", "reference", "trial")),
 }
 
 
@@ -32,7 +32,7 @@ def handlers(tree: ast.AST) -> list[ast.ExceptHandler]:
 
 GOING_ON = (
     "batch/runner.py",
-    "chat/ahead.py",
+    "chat/background.py",
     "chat/dialogue.py",
     "chat/reader.py",
     "commands/chat.py",

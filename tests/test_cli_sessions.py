@@ -26,8 +26,9 @@ from offload.session.names import FOLDER_VARIABLE
 from offload.session.store import Store
 from sessions import IDENTITY, Rows, restore, save, saved
 from test_cli_fake import environment
-from triforce_cli import __version__, render_sessions
+from triforce_cli import __version__
 from triforce_cli.app import app
+from triforce_cli.render import sessions as render_sessions
 
 ROOT = Path(__file__).parents[1]
 DAY = 86400

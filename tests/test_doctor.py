@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from offload import diagnosis as roof
-from offload import measure
-from offload.diagnosis import Diagnosis, Gpu, GpuRates, LinkRates, Processor, Record, Software
+from offload.bench import diagnosis as roof
+from offload.bench import measure
+from offload.bench.diagnosis import Diagnosis, Gpu, GpuRates, LinkRates, Processor, Record, Software
 from offload.plan import machine, nvml
 from offload.plan.expectations import CONTEXTS, MODELS, Expectation, expectations
 from offload.plan.hardware import RTX_4090, TWO_CORES, Hardware, Rates, probe, rates_key
@@ -25,10 +25,10 @@ from offload.plan.machine import Machine, machine_name
 from offload.plan.nvml import Driver, Pcie
 from offload.plan.rates import FOLDER_VARIABLE, load_rates, rates_file, save_rates
 from offload.transfer.link import PacedLink
-from triforce_cli import render_doctor
-from triforce_cli.advice import advice
 from triforce_cli.app import main
 from triforce_cli.output import Output
+from triforce_cli.render import doctor as render_doctor
+from triforce_cli.render.advice import advice
 
 GIB = 2**30
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from models import GREEDY, TOKENIZER_SIZE, Sizes, random_tokens, save_pair, tiny_engine, tiny_plan
-from offload.comparison import PLAIN, TRANSFORMERS, TRIFORCE, Comparison, Run
+from offload.bench.comparison import PLAIN, TRANSFORMERS, TRIFORCE, Comparison, Run
+from offload.bench.reference import Reference
+from offload.bench.trial import WARM_UP, Step, Trial, check_reference_fits
 from offload.engine import Engine
 from offload.errors import DoesNotFit, TriforceError
 from offload.metrics import LevelStats, Spread, Stats
 from offload.plan.options import Options
 from offload.plan.planner import Plan
 from offload.plan.request import Request
-from offload.reference import Reference
-from offload.trial import WARM_UP, Step, Trial, check_reference_fits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LEVELS = Sizes(gamma=5, draft_gamma=2, budget=16, chunk=4, window=8, lookup=True)

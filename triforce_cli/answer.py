@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from triforce_cli import __version__, log, render
+from triforce_cli import __version__, log
 from triforce_cli.deadline import TimedOut
 from triforce_cli.errors import debugging, describe
 from triforce_cli.forms import Form
 from triforce_cli.output import Output
+from triforce_cli.render.stats import answer_document, stats_table
 from triforce_cli.signals import Terminated
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Answer:
         stats = self._engine.stats if self._engine else None
         log.event(f"ended ({finish_reason})", stats.as_dict() if stats else None)
         echo: dict[str, Any] = {"prompt": self._prompt} if self._echo else {}
-        return echo | render.answer_document(
+        return echo | answer_document(
             text="".join(self._pieces),
             tokens=self._tokens,
             finish_reason=finish_reason,
@@ -84,4 +85,4 @@ class Answer:
     def _show_table(self) -> None:
         stats = self._engine.stats if self._engine else None
         if self._show_stats and self._plan and stats and stats.output_tokens:
-            self._output.table(render.stats_table(stats, self._plan))
+            self._output.table(stats_table(stats, self._plan))

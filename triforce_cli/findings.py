@@ -6,12 +6,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from triforce_cli import __version__, plot, render_bench
+from triforce_cli import __version__, plot
 from triforce_cli.output import Output
+from triforce_cli.render import bench as render_bench
 from triforce_cli.signals import Terminated
 
 if TYPE_CHECKING:
-    from offload.comparison import Comparison
+    from offload.bench.comparison import Comparison
 
 
 class Findings:

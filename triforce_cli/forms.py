@@ -26,7 +26,7 @@ class Form(Protocol):
     def add(self, step: Step) -> None: ...
 
     def end(self, document: Mapping[str, Any]) -> None:
-        """document: see render.answer_document."""
+        """document: see render.stats.answer_document."""
         ...
 
     def fail(self, failure: Failure, document: Mapping[str, Any]) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.errors import TriforceError, UsageError
-from triforce_cli.render_bench import NAMES
+from triforce_cli.render.bench import NAMES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from offload.comparison import Comparison
+    from offload.bench.comparison import Comparison
 
 KINDS = (".png", ".svg")
 SIZE = (7.0, 6.0)  # inches

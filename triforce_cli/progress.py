@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.status import Status
 from rich.text import Text
 
-from triforce_cli import render
+from triforce_cli.render import text
 
 LINE_SECONDS = 5.0  # between two plain lines
 BAR_WIDTH = 16
@@ -59,14 +59,14 @@ class PlainDisplay:
             seen_whole = done >= total  # it went on before anybody looked: how long it took is not known
             self._stage, self._started, self._written = stage, now, math.inf if seen_whole else now
             self._first = done
-            self._write_line(f"{stage}: {render.amount(total, unit)}")
+            self._write_line(f"{stage}: {text.amount(total, unit)}")
         seconds = now - self._started
         if done >= total:
-            self._finish(render.stage_done(stage, total, unit, seconds, first=self._first))
+            self._finish(text.stage_done(stage, total, unit, seconds, first=self._first))
         elif now - self._written >= LINE_SECONDS:
             self._written = now
-            pace = render.pace(done, total, unit, seconds, first=self._first)
-            self._write_line(f"{stage}: {render.percent(done, total)}% {pace}")
+            pace = text.pace(done, total, unit, seconds, first=self._first)
+            self._write_line(f"{stage}: {text.percent(done, total)}% {pace}")
 
     def _finish(self, line: str) -> None:
         """Write the stage's last line, once."""
@@ -118,5 +118,5 @@ class _PaceColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         total = task.total or 0
         first = task.fields["first"]
-        pace = render.pace(task.completed, total, task.fields["unit"], task.elapsed or 0.0, first=first)
-        return Text(f"{render.percent(task.completed, total):3d}% {pace}", no_wrap=True)
+        pace = text.pace(task.completed, total, task.fields["unit"], task.elapsed or 0.0, first=first)
+        return Text(f"{text.percent(task.completed, total):3d}% {pace}", no_wrap=True)

@@ -19,7 +19,7 @@ from triforce_cli.deadline import Deadline, TimedOut
 from triforce_cli.flags import SamplingFlags
 from triforce_cli.output import Output
 from triforce_cli.prompt import read_input
-from triforce_cli.render import duration
+from triforce_cli.render.text import duration
 from triforce_cli.signals import deferred
 from triforce_cli.time_left import TimeLeft
 

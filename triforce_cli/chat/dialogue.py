@@ -7,16 +7,16 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit, TriforceError
-from triforce_cli import render_chat
-from triforce_cli.chat.ahead import Ahead
+from triforce_cli.chat.background import BackgroundWork
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.interrupts import Interrupts, Stopped
+from triforce_cli.render import chat as render_chat
 
 if TYPE_CHECKING:
     from offload.engine import Step
     from offload.progress import OnProgress, Progress
+    from triforce_cli.chat.engine import ChatEngine
     from triforce_cli.chat.formats import ChatFormat, Part
-    from triforce_cli.chat.partner import Partner
     from triforce_cli.chat.settings import Settings
     from triforce_cli.output import Output
 
@@ -24,7 +24,7 @@ _SHOWN_TOKENS = 256  # a shorter prefill is over before anybody reads about it
 
 
 class Dialogue:
-    """One conversation with one partner.
+    """One conversation with one engine.
 
     interactive: there is a person, who may stop a reply with Ctrl-C, and types while work is done ahead.
     After every change `ahead` runs what is certain to come before the next message, and keeps the session.
@@ -32,7 +32,7 @@ class Dialogue:
 
     def __init__(
         self,
-        partner: Partner,
+        engine: ChatEngine,
         chat_format: ChatFormat,
         settings: Settings,
         output: Output,
@@ -40,12 +40,12 @@ class Dialogue:
         conversation: Conversation,
         interactive: bool,
     ) -> None:
-        self.partner, self.format, self.settings, self.output = partner, chat_format, settings, output
+        self.engine, self.format, self.settings, self.output = engine, chat_format, settings, output
         self.conversation, self.interactive = conversation, interactive
         self.draft = ""  # what the next message begins with, to be edited
         self.edits_drafts = interactive  # is there an editor that shows it?
-        self._settling: list[int] = []  # what the work ahead runs, or ran
-        self._ahead = Ahead()
+        self._precomputed: list[int] = []  # what the work ahead runs, or ran
+        self._background = BackgroundWork()
         self._num_replies = len(conversation.turns)
         self._closing: tuple[Conversation, list[int]] | None = None
 
@@ -82,7 +82,7 @@ class Dialogue:
         spoken = self.format.spoken(reply_tokens, reply)
         self.conversation = asked.answered(reply.strip(), spoken, complete=finish == "stop")
         if finish == "length":
-            full = len(tokens) + len(reply_tokens) >= self.partner.limit
+            full = len(tokens) + len(reply_tokens) >= self.engine.limit
             self.output.note(render_chat.cut_short(None if full else self.settings.max_tokens))
         self._warn_of_the_end()
 
@@ -90,7 +90,7 @@ class Dialogue:
         """Go on with another conversation, or with this one changed."""
         if not self._follows(self.format.closing_tokens(conversation)):
             with self.output:
-                self._ahead.break_off(self._show)
+                self._background.break_off(self._show)
         self.conversation = conversation
 
     def add(self, document: Document) -> None:
@@ -101,7 +101,7 @@ class Dialogue:
         self.change(changed)
         documents = [part.num_tokens for part in self.format.parts(changed) if part.kind == "document"]
         own = documents[-1] if documents else used - before
-        self.output.note(render_chat.document_added(document.name, own, used, self.partner.limit))
+        self.output.note(render_chat.document_added(document.name, own, used, self.engine.limit))
         self._warn_of_the_end()
 
     @property
@@ -116,39 +116,41 @@ class Dialogue:
         conversation, tokens = self.conversation, self.format.closing_tokens(self.conversation)
 
         def work(on_progress: OnProgress) -> None:
-            self.partner.settle(tokens, on_progress)
-            self.partner.keep(_session_data(conversation), on_progress)
+            self.engine.precompute(tokens, on_progress)
+            self.engine.keep(_session_data(conversation), on_progress)
 
-        self._ahead.start(work, conversation, follows=self._follows(tokens))
-        self._settling = tokens
+        self._background.start(work, conversation, follows=self._follows(tokens))
+        self._precomputed = tokens
 
     def _follows(self, tokens: list[int]) -> bool:
         """Does what is done ahead stay the beginning of it?"""
-        return tokens[: len(self._settling)] == self._settling
+        return tokens[: len(self._precomputed)] == self._precomputed
 
     def finish_ahead(self) -> None:
         """At the end: until the session is kept. Without one nobody needs it."""
-        if self.partner.store is None:
+        if self.engine.store is None:
             return
         try:
             with self.output, self._stoppable() as on_progress:
-                self._ahead.wait(on_progress)
+                self._background.wait(on_progress)
         except Stopped:
             self.output.note("stopped; the session is as it was after the turn before")
 
     def keep(self) -> None:
         """Have the session hold the conversation with what is computed of it by now: there may be no time for more."""
         with self.output:
-            self._ahead.break_off(self._show)
-            self.partner.restore(self.format.closing_tokens(self.conversation), self._show)
-            self.partner.keep(_session_data(self.conversation), self._show)
+            self._background.break_off(self._show)
+            self.engine.restore(self.format.closing_tokens(self.conversation), self._show)
+            self.engine.keep(_session_data(self.conversation), self._show)
 
     def status(self) -> str:
         """One line: the context that is used, how fast the last reply came, what is done ahead."""
-        return render_chat.status(self.num_used, self.partner.limit, self.partner.stats, self._ahead, self.output.width)
+        return render_chat.status(
+            self.num_used, self.engine.limit, self.engine.stats, self._background, self.output.width
+        )
 
     def close(self) -> None:
-        self._ahead.close()
+        self._background.close()
 
     def _show_reply(self, tokens: list[int], on_progress: OnProgress) -> tuple[str, list[int], str | None]:
         """(text, tokens, how it ended): None where the person stopped it."""
@@ -157,8 +159,8 @@ class Dialogue:
         finish: str | None = None
         with self.output:
             self._wait_ahead(on_progress)
-            self._ahead.forget()
-            steps = self.partner.answer(
+            self._background.forget()
+            steps = self.engine.answer(
                 tokens,
                 self.settings.params(self._num_replies),
                 max_tokens=self.settings.max_tokens,
@@ -178,7 +180,7 @@ class Dialogue:
     def _wait_ahead(self, on_progress: OnProgress) -> None:
         """A person hears that a session could not be kept, and goes on without it."""
         try:
-            self._ahead.wait(on_progress)
+            self._background.wait(on_progress)
         except TriforceError as error:
             if not self.interactive:
                 raise
@@ -209,14 +211,14 @@ class Dialogue:
             self.output.progress(progress)
 
     def _check_room(self, num_tokens: int) -> None:
-        if num_tokens > self.partner.limit:
-            raise DoesNotFit(render_chat.too_long(num_tokens, self.partner.limit, self._droppable()))
+        if num_tokens > self.engine.limit:
+            raise DoesNotFit(render_chat.too_long(num_tokens, self.engine.limit, self._droppable()))
 
     def _warn_of_the_end(self) -> None:
         """Before it happens: when the longest reply, and a message as long, might not fit any more."""
-        left = self.partner.limit - self.num_used
-        if left < min(max(2 * self.settings.max_tokens, self.partner.limit // 10), self.partner.limit // 4):
-            self.output.note(render_chat.nearly_full(self.num_used, self.partner.limit, self._droppable()))
+        left = self.engine.limit - self.num_used
+        if left < min(max(2 * self.settings.max_tokens, self.engine.limit // 10), self.engine.limit // 4):
+            self.output.note(render_chat.nearly_full(self.num_used, self.engine.limit, self._droppable()))
 
     def _droppable(self) -> list[Part]:
         """Documents and turns, in their order."""

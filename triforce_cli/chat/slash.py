@@ -9,10 +9,11 @@ from pathlib import Path
 
 from offload.errors import UsageError
 from offload.plan.files import write_whole
-from triforce_cli import render, render_chat
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.dialogue import Dialogue
 from triforce_cli.prompt import read_text, user_path
+from triforce_cli.render import chat as render_chat
+from triforce_cli.render.stats import stats_table
 
 ESCAPED = "//"  # a message that begins with one slash
 
@@ -101,7 +102,7 @@ def _drop(dialogue: Dialogue, argument: str) -> None:
         dialogue.change(dialogue.conversation.drop_turns(int(argument)))
     else:
         dialogue.change(dialogue.conversation.drop_document(argument))
-    dialogue.output.note(render_chat.room(dialogue.num_used, dialogue.partner.limit))
+    dialogue.output.note(render_chat.room(dialogue.num_used, dialogue.engine.limit))
 
 
 def _save(dialogue: Dialogue, argument: str) -> None:
@@ -116,14 +117,14 @@ def _load(dialogue: Dialogue, argument: str) -> None:
     loaded = dialogue.format.adopted(Conversation.from_json(read_text(path, "the conversation"), str(path)))
     dialogue.format.closing_tokens(loaded)  # what the template refuses is not taken over
     dialogue.change(loaded)
-    dialogue.output.note(f"{len(loaded.turns)} turns; {render_chat.room(dialogue.num_used, dialogue.partner.limit)}")
+    dialogue.output.note(f"{len(loaded.turns)} turns; {render_chat.room(dialogue.num_used, dialogue.engine.limit)}")
 
 
 def _stats(dialogue: Dialogue, argument: str) -> None:
-    stats, plan = dialogue.partner.stats, dialogue.partner.plan
+    stats, plan = dialogue.engine.stats, dialogue.engine.plan
     if stats is None or plan is None or not stats.output_tokens:
         raise UsageError("there are no numbers before the first reply")
-    dialogue.output.table(render.stats_table(stats, plan))
+    dialogue.output.table(stats_table(stats, plan))
 
 
 def _set(dialogue: Dialogue, argument: str) -> None:
@@ -137,7 +138,7 @@ def _set(dialogue: Dialogue, argument: str) -> None:
 
 def _tokens(dialogue: Dialogue, argument: str) -> None:
     parts = dialogue.format.parts(dialogue.conversation)
-    dialogue.output.table(render_chat.parts_table(parts, dialogue.num_used, dialogue.partner.limit))
+    dialogue.output.table(render_chat.parts_table(parts, dialogue.num_used, dialogue.engine.limit))
 
 
 _ALL = (

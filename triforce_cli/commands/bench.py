@@ -10,24 +10,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from offload.errors import DoesNotFit, UsageError
-from triforce_cli import library, options, plot, render_bench
+from triforce_cli import library, options, plot
 from triforce_cli.choice import Models
 from triforce_cli.findings import Findings
 from triforce_cli.flags import GreedyFlags, LevelFlags, ModelFlags, PlacementFlags, ProgramFlags, plan_options, spread
 from triforce_cli.options import option, whole
 from triforce_cli.output import Output
 from triforce_cli.prompt import read_prompt
+from triforce_cli.render import bench as render_bench
 from triforce_cli.signals import deferred
 from triforce_cli.time_left import TimeLeft
 
 if TYPE_CHECKING:
-    from offload.comparison import Comparison
+    from offload.bench.comparison import Comparison
+    from offload.bench.reference import Reference
+    from offload.bench.trial import Step, Trial
     from offload.decode.sampling import SamplingParams
     from offload.decode.tokenizer import Tokenizer
     from offload.plan.options import Options
     from offload.plan.request import Request
-    from offload.reference import Reference
-    from offload.trial import Step, Trial
 
 USUAL_CONTEXTS = (4096, 8192, 16384)
 MOST_REPEATS = 1000
@@ -102,8 +103,8 @@ class Bench:
 
     def _measure(self, text: str, findings: Findings, output: Output) -> None:
         with deferred():
+            from offload.bench.environment import environment
             from offload.engine import load_tokenizer
-            from offload.environment import environment
             from offload.plan.request import Request
 
             sampling = self.sampling.params()
@@ -121,7 +122,7 @@ class Bench:
 
     def _trials(self, request: Request, tokens: Sequence[int], sampling: SamplingParams) -> list[Trial]:
         """One for each context, before anything is loaded. Raises UsageError, DoesNotFit."""
-        from offload.trial import Trial, check_reference_fits
+        from offload.bench.trial import Trial, check_reference_fits
 
         trials = []
         for context in self._context_lengths(len(tokens), request.target.context_limit):
@@ -184,7 +185,7 @@ class Bench:
             return None
         output.wait("loading transformers")
         with deferred():
-            from offload.reference import Reference
+            from offload.bench.reference import Reference
         return Reference(self.models.target, dtype=trial.plan.dtype, device=trial.plan.device)
 
     def _about(self, text: str, environment: dict[str, object]) -> dict[str, object]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from offload.errors import TriforceError, UsageError
-from triforce_cli import options, render_chat
+from triforce_cli import options
 from triforce_cli.choice import Models
 from triforce_cli.flags import (
     DecodingFlags,
@@ -24,6 +24,7 @@ from triforce_cli.flags import (
 from triforce_cli.options import option, switch
 from triforce_cli.output import Output
 from triforce_cli.prompt import decode_argument, read_text
+from triforce_cli.render import chat as render_chat
 from triforce_cli.signals import Terminated
 
 if TYPE_CHECKING:
@@ -80,11 +81,11 @@ class Chat:
             with output:
                 output.wait("starting")
                 from triforce_cli.chat.dialogue import Dialogue
+                from triforce_cli.chat.engine import ChatEngine
                 from triforce_cli.chat.formats import ChatFormat
-                from triforce_cli.chat.partner import Partner
 
-                partner = stack.enter_context(
-                    Partner(
+                engine = stack.enter_context(
+                    ChatEngine(
                         self.models,
                         self.options,
                         session=self.session,
@@ -92,14 +93,14 @@ class Chat:
                         on_note=output.note,
                     )
                 )
-                chat_format = ChatFormat(partner.tokenizer, self.template)
+                chat_format = ChatFormat(engine.tokenizer, self.template)
             interactive = output.has_person
             dialogue = Dialogue(
-                partner,
+                engine,
                 chat_format,
                 self.settings,
                 output,
-                conversation=self._beginning(partner.store, output),
+                conversation=self._beginning(engine.store, output),
                 interactive=interactive,
             )
             stack.enter_context(closing(dialogue))
@@ -108,8 +109,8 @@ class Chat:
                 output.note(last)
             self._add_files(dialogue)
             _converse(dialogue, self._reader(dialogue, output))
-            if partner.store is not None and not self.read_only:
-                output.note(render_chat.kept(self.session, len(partner.store.tokens), partner.store.nbytes))
+            if engine.store is not None and not self.read_only:
+                output.note(render_chat.kept(self.session, len(engine.store.tokens), engine.store.nbytes))
 
     def _beginning(self, store: Store | None, output: Output) -> Conversation:
         """What the session holds, or a new conversation."""

@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 
 from offload.errors import UsageError
-from triforce_cli import options, render_config, tree
+from triforce_cli import options, tree
 from triforce_cli.configuration import Configuration, default_file, origin
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.output import Output
-from triforce_cli.render_config import Setting
+from triforce_cli.render import config as render_config
+from triforce_cli.render.config import Setting
 
 config = typer.Typer(no_args_is_help=True, help="Look at the configuration file and what it changes.")
 

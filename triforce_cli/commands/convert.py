@@ -13,7 +13,7 @@ from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.options import option
 from triforce_cli.output import Output
 from triforce_cli.prompt import user_path
-from triforce_cli.render import path_text
+from triforce_cli.render.text import path_text
 
 Source = Annotated[
     Path,

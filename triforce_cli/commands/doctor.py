@@ -23,9 +23,9 @@ class Doctor:
         with output:
             output.wait("starting")
             with deferred():
-                from offload.diagnosis import diagnose, remember, usable_hardware
+                from offload.bench.diagnosis import diagnose, remember, usable_hardware
                 from offload.plan.expectations import expectations
-            from triforce_cli import render_doctor
+            from triforce_cli.render import doctor as render_doctor
 
             diagnosis = diagnose(output.wait)
             record = remember(diagnosis)

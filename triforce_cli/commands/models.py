@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.hub.names import models_folder
-from triforce_cli import options, render_models
+from triforce_cli import options
 from triforce_cli.choice import embedded_model
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.output import Output
-from triforce_cli.render_models import Line
+from triforce_cli.render import models as render_models
+from triforce_cli.render.models import Line
 
 if TYPE_CHECKING:
     from offload.hub.library import Entry

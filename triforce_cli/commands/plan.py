@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from offload.plan.options import Options
     from offload.plan.request import Request
     from offload.plan.whatif import WhatIf
-    from triforce_cli.render_plan import Planned
+    from triforce_cli.render.plan import Planned
 
 MACHINE = "Machine (what is not given is taken from here, or assumed with --gpus)"
 
@@ -104,7 +104,7 @@ class Planning:
 
     def run(self) -> None:
         """Plan and say so. Reads config.json and nothing else of a model."""
-        from triforce_cli import render_plan
+        from triforce_cli.render import plan as render_plan
 
         with Output() as output:
             output.note(self.models.draft_note)
@@ -115,7 +115,7 @@ class Planning:
                 output.show(render_plan.report(planned, width=output.text_width))
 
     def _planned(self) -> Planned:
-        from triforce_cli.render_plan import Planned
+        from triforce_cli.render.plan import Planned
 
         with deferred():
             request = self._request(self.machine)

@@ -17,10 +17,11 @@ from offload.session.catalogue import inspect, outdated, remove, summaries
 from offload.session.folder import Folder
 from offload.session.names import session_folder, sessions_folder
 from offload.units import size
-from triforce_cli import options, render_sessions
+from triforce_cli import options
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.options import number, option, switch, whole
 from triforce_cli.output import Output
+from triforce_cli.render import sessions as render_sessions
 
 SECONDS_PER_DAY = 86400
 LIMITS = "What stays: the newest (give at least one of these)"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from offload.errors import Differs, UsageError
-from triforce_cli import options, render_verify
+from triforce_cli import options
 from triforce_cli.choice import Models
 from triforce_cli.flags import (
     DecodingFlags,
@@ -22,6 +22,7 @@ from triforce_cli.flags import (
 from triforce_cli.options import number, option, whole
 from triforce_cli.output import Output
 from triforce_cli.prompt import read_prompt
+from triforce_cli.render import verify as render_verify
 from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ class Verify:
             output.note(self.models.note)
             output.wait("starting")
             with deferred():
+                from offload.bench.exactness import check_exactness
                 from offload.engine import Engine, load_tokenizer, plan_request
-                from offload.replay import verify
 
                 sampling = self.sampling.params()
                 target, draft = self.models.target, self.models.draft
@@ -86,7 +87,7 @@ class Verify:
             plan = plan_request(target, draft, self.options, num_prompt_tokens=len(tokens), max_tokens=self.max_tokens)
             output.planned(plan)
             with Engine.load(plan, target, draft, tokenizer, on_progress=output.progress) as engine:
-                found = verify(
+                found = check_exactness(
                     engine,
                     tokens,
                     sampling,

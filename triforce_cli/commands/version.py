@@ -17,9 +17,9 @@ class Version:
 
     def run(self) -> None:
         with Output(quiet=True) as output:
-            from offload.diagnosis import software
+            from offload.bench.diagnosis import software
             from offload.plan import nvml
-            from triforce_cli.render_doctor import software_rows
+            from triforce_cli.render.doctor import software_rows
 
             found, driver = software(), nvml.driver()
             if self.as_json:

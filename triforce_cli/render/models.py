@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from offload.hub.names import short_name
 from offload.units import size
 from triforce_cli import __version__
-from triforce_cli.render import NOTHING, counted, indented, path_text, significant
+from triforce_cli.render.text import NOTHING, counted, indented, path_text, significant
 
 if TYPE_CHECKING:
     from offload.hub.library import Entry

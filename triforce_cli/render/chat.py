@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.units import size
-from triforce_cli import render
+from triforce_cli.render import text
 
 if TYPE_CHECKING:
     from offload.metrics import Stats
-    from triforce_cli.chat.ahead import Ahead
+    from triforce_cli.chat.background import BackgroundWork
     from triforce_cli.chat.conversation import Conversation
     from triforce_cli.chat.formats import Part
 
@@ -42,17 +42,17 @@ def kept(folder: Path | None, num_tokens: int, num_bytes: int) -> str:
     return f"kept in {folder}: {num_tokens:,} tokens, {size(num_bytes)}"
 
 
-def status(used: int, limit: int, stats: Stats | None, ahead: Ahead, width: int) -> str:
+def status(used: int, limit: int, stats: Stats | None, ahead: BackgroundWork, width: int) -> str:
     """The line below the prompt, cut to `width` columns."""
     parts, progress, left = [f"context {used:,} of {limit:,}"], ahead.progress, ahead.seconds_left
     if progress is not None and progress.done < progress.total:
-        seconds = "" if left is None else f", {render.duration(left)} left"
-        parts.append(f"{progress.stage} {render.percent(progress.done, progress.total)}%{seconds}")
+        seconds = "" if left is None else f", {text.duration(left)} left"
+        parts.append(f"{progress.stage} {text.percent(progress.done, progress.total)}%{seconds}")
     if stats is not None and stats.milliseconds_per_token is not None:
-        parts.append(f"{render.significant(stats.milliseconds_per_token)} ms/token")
+        parts.append(f"{text.significant(stats.milliseconds_per_token)} ms/token")
         target = next(level for level in stats.levels if level.name == "target")
         if target.acceptance is not None:
-            parts.append(f"{render.percent(target.acceptance, 1)}% accepted")
+            parts.append(f"{text.percent(target.acceptance, 1)}% accepted")
     line = " | ".join(parts)
     return line if len(line) < width else line[: max(width - 2, 0)] + "\u2026"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from triforce_cli import __version__
-from triforce_cli.render import NOTHING
+from triforce_cli.render.text import NOTHING
 
 
 @dataclass(frozen=True)

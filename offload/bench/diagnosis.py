@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import torch
 
-from offload import measure
+from offload.bench import measure
+from offload.bench.measure import Copies
 from offload.errors import TriforceError
-from offload.measure import Copies
 from offload.plan import machine, nvml
 from offload.plan.hardware import Hardware, Rates, probe, rates_key
 from offload.plan.machine import Machine

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from offload.comparison import PLAIN, TRANSFORMERS, TRIFORCE
-from triforce_cli.render import duration, levels_of, significant
+from offload.bench.comparison import PLAIN, TRANSFORMERS, TRIFORCE
+from triforce_cli.render.text import duration, levels_of, significant
 
 if TYPE_CHECKING:
-    from offload.comparison import Comparison
+    from offload.bench.comparison import Comparison
+    from offload.bench.trial import Step, Trial
     from offload.metrics import Spread
-    from offload.trial import Step, Trial
 
 NAMES = {PLAIN: "plain", TRIFORCE: "TriForce", TRANSFORMERS: "transformers"}
 LABEL_WIDTH, COLUMN_WIDTH = 24, 13  # characters

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from offload.units import size
 from triforce_cli import __version__
-from triforce_cli.advice import advice
-from triforce_cli.render import duration, gigabytes, latency, significant
+from triforce_cli.render.advice import advice
+from triforce_cli.render.text import duration, gigabytes, latency, significant
 
 if TYPE_CHECKING:
-    from offload.diagnosis import Diagnosis, Gpu, LinkRates, Record, Software
+    from offload.bench.diagnosis import Diagnosis, Gpu, LinkRates, Record, Software
     from offload.plan.expectations import Expectation
     from offload.plan.nvml import Driver
     from offload.plan.planner import Plan

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from offload.comparison import PLAIN, TRANSFORMERS, TRIFORCE, WAYS, Comparison, Run
+from offload.bench.comparison import PLAIN, TRANSFORMERS, TRIFORCE, WAYS, Comparison, Run
 from offload.decode.sampling import SamplingParams
 from offload.errors import DoesNotFit, TriforceError
 from offload.plan.options import DTYPE_BYTES
@@ -14,10 +14,10 @@ from offload.plan.planner import Plan
 from offload.plan.request import Request
 
 if TYPE_CHECKING:
+    from offload.bench.reference import Reference
     from offload.engine import Engine
     from offload.metrics import Stats
     from offload.progress import OnProgress
-    from offload.reference import Reference
 
 WARM_UP = 0  # the turn that does not count; the prompt is prefilled in it
 WARM_UP_TOKENS = 16

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from models import GREEDY, Sizes, random_tokens, save_pair, tiny_engine, tiny_plan
-from offload import replay
+from offload.bench import exactness
+from offload.bench.exactness import ExactnessReport, Recorder
 from offload.decode import speculation
 from offload.decode.sampling import RandomSource, SamplingParams
 from offload.decode.verify import Verdict, verify
 from offload.engine import Engine
 from offload.model.level import Level
-from offload.replay import Recorder, Verification
 from triforce_cli.app import main
 
 SIZES = Sizes(gamma=7, draft_gamma=3, lookup=True)
@@ -37,9 +37,9 @@ def make(folders: tuple[Path, Path], *, dtype: str = "fp32", offload: Sequence[s
     return tiny_engine(plan, target, draft)
 
 
-def verified(engine: Engine, sampling: SamplingParams = GREEDY, **settings: float) -> Verification:
+def verified(engine: Engine, sampling: SamplingParams = GREEDY, **settings: float) -> ExactnessReport:
     with engine:
-        return replay.verify(engine, PROMPT, sampling, max_tokens=30, num_recomputed=5, **settings)
+        return exactness.check_exactness(engine, PROMPT, sampling, max_tokens=30, num_recomputed=5, **settings)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
@@ -54,8 +54,8 @@ def test_what_the_engine_writes_holds(
     assert len(found.tokens) == len(found.replayed) >= 10  # one of them ends
     assert [p.token for p in found.replayed] == found.tokens
     assert found.holds
-    assert found.tolerance == replay.TOLERANCES[dtype]
-    assert [p.index for p in found.recomputed] == replay._spread(len(found.tokens), 5)
+    assert found.tolerance == exactness.TOLERANCES[dtype]
+    assert [p.index for p in found.recomputed] == exactness._spread(len(found.tokens), 5)
     assert all(p.difference < found.tolerance for p in found.recomputed)
     if sampling is GREEDY:
         assert [p.best for p in found.replayed] == found.tokens
@@ -124,8 +124,8 @@ def test_a_tolerance_is_kept_to(folders: tuple[Path, Path]) -> None:
 
 
 def test_what_is_no_number_is_not_tolerable() -> None:
-    bad = replay.Recomputed(0, 1, 1, float("nan"), 1.0)
-    assert Verification(1, [1], [], [bad], 1e9).intolerable == [bad]
+    bad = exactness.Recomputed(0, 1, 1, float("nan"), 1.0)
+    assert ExactnessReport(1, [1], [], [bad], 1e9).intolerable == [bad]
 
 
 def test_the_recorder_forgets_what_was_rejected() -> None:
@@ -142,7 +142,7 @@ def test_the_recorder_forgets_what_was_rejected() -> None:
     [(30, 5, [5, 11, 17, 23, 29]), (4, 4, [0, 1, 2, 3]), (3, 5, [0, 1, 2]), (5, 0, []), (1, 3, [0]), (7, 1, [6])],
 )
 def test_what_is_recomputed_is_spread_evenly(count: int, wanted: int, chosen: list[int]) -> None:
-    assert replay._spread(count, wanted) == chosen
+    assert exactness._spread(count, wanted) == chosen
 
 
 class TestCommand:
@@ -206,10 +206,10 @@ class TestCommand:
 
 
 def test_long_lists_of_differences_are_cut() -> None:
-    from triforce_cli import render_verify
+    from triforce_cli.render import verify as render_verify
 
-    wrong = [replay.Replayed(i, 1, 2, False, False, 0.5, 0.25) for i in range(50)]
-    found = Verification(3, [1] * 50, wrong, [], 0.1)
+    wrong = [exactness.Replayed(i, 1, 2, False, False, 0.5, 0.25) for i in range(50)]
+    found = ExactnessReport(3, [1] * 50, wrong, [], 0.1)
     plan = types.SimpleNamespace(dtype="fp32", device="cpu", levels=("target",), lookup=False)
     text = render_verify.report(found, plan, GREEDY, lambda token: "word")  # type: ignore[arg-type]
     assert text.count("plain 'word' by a margin of 0.25; logits differ by 0.5") == render_verify.MOST_SHOWN

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from offload.units import size
-from triforce_cli.render import gigabytes
+from triforce_cli.render.text import gigabytes
 
 if TYPE_CHECKING:
-    from offload.diagnosis import Diagnosis, Gpu
+    from offload.bench.diagnosis import Diagnosis, Gpu
     from offload.plan.nvml import Pcie
 
 REAL_SHARE = 0.6  # of what a PCIe link carries on paper, good copies reach more than this

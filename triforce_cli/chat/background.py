@@ -17,7 +17,7 @@ class _BrokenOff(Exception):
     """Nobody needs it any more."""
 
 
-class Ahead:
+class BackgroundWork:
     """One piece of work at a time. Whoever touches what it works on waits for it, or breaks it off, first."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from offload.units import size
 from triforce_cli import __version__
-from triforce_cli.render import NOTHING, duration, gigabytes, latency, lengths_of, levels_of, significant
+from triforce_cli.render.text import NOTHING, duration, gigabytes, latency, lengths_of, levels_of, significant
 
 if TYPE_CHECKING:
     from offload.plan.planner import Plan

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LEAST_CAPACITY = 4096  # tokens: room for the first turns; from there it doubles
 
 
-class Partner:
+class ChatEngine:
     """A context manager. The engine is made when it is first needed, for as many tokens as are needed then.
 
     session: the folder that keeps what was computed, for this conversation alone while it is open.
@@ -110,7 +110,7 @@ class Partner:
         finally:
             self._last_stats = engine.stats
 
-    def settle(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
+    def precompute(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
         """Run what is certain to come before the next message. What does not fit is left to the message."""
         if tokens and len(tokens) < self.limit:
             engine = self.ready(len(tokens), on_progress)
@@ -122,7 +122,7 @@ class Partner:
         if self.store is not None and not self.store.read_only and self._engine is not None:
             self._engine.save(self.store, extra, on_progress=on_progress)
 
-    def __enter__(self) -> Partner:
+    def __enter__(self) -> ChatEngine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

@@ -57,7 +57,7 @@ class Recomputed:
 
 
 @dataclass(frozen=True)
-class Verification:
+class ExactnessReport:
     """What was compared. `tolerance` is for what was recomputed, in standard deviations of a row's logits."""
 
     prompt_tokens: int
@@ -79,7 +79,7 @@ class Verification:
         return not self.inexact and not self.intolerable
 
 
-def verify(
+def check_exactness(
     engine: Engine,
     prompt: Sequence[int],
     sampling: SamplingParams,
@@ -88,7 +88,7 @@ def verify(
     num_recomputed: int,
     tolerance: float | None = None,
     on_progress: OnProgress = ignore,
-) -> Verification:
+) -> ExactnessReport:
     """Generate, then replay every token and recompute `num_recomputed` of them, spread evenly, the last among them.
 
     Takes 4 bytes for each new token and entry of the vocabulary, and for what is recomputed another prefill. The engine
@@ -109,7 +109,7 @@ def verify(
         for index, row in zip(chosen, _recompute(engine, prompt, tokens, chosen, on_progress), strict=True)
     ]
     limit = TOLERANCES[engine.plan.dtype] if tolerance is None else tolerance
-    return Verification(len(prompt), tokens, replayed, recomputed, limit)
+    return ExactnessReport(len(prompt), tokens, replayed, recomputed, limit)
 
 
 class Recorder:

@@ -8,23 +8,23 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from triforce_cli import __version__
-from triforce_cli.render import levels_of
+from triforce_cli.render.text import levels_of
 
 if TYPE_CHECKING:
+    from offload.bench.exactness import ExactnessReport
     from offload.decode.sampling import SamplingParams
     from offload.plan.planner import Plan
-    from offload.replay import Verification
 
 MOST_SHOWN = 20  # differences
 WIDTH = 80
 
 
-def report(found: Verification, plan: Plan, sampling: SamplingParams, piece: Callable[[int], str]) -> str:
+def report(found: ExactnessReport, plan: Plan, sampling: SamplingParams, piece: Callable[[int], str]) -> str:
     """At most 80 columns. piece: a token as text."""
     return "".join(f"{line}\n" for line in _lines(found, plan, sampling, piece))
 
 
-def document(found: Verification, plan: Plan, sampling: SamplingParams) -> dict[str, Any]:
+def document(found: ExactnessReport, plan: Plan, sampling: SamplingParams) -> dict[str, Any]:
     """What `--json` prints. holds: nothing differs; inexact and intolerable: what does."""
     return {
         "holds": found.holds,
@@ -37,7 +37,7 @@ def document(found: Verification, plan: Plan, sampling: SamplingParams) -> dict[
     }
 
 
-def failure(found: Verification) -> str:
+def failure(found: ExactnessReport) -> str:
     """The error. A fault that a user can do nothing about but tell of, unless it is the machine's."""
     parts = []
     if found.inexact:
@@ -51,7 +51,7 @@ def failure(found: Verification) -> str:
     )
 
 
-def _lines(found: Verification, plan: Plan, sampling: SamplingParams, piece: Callable[[int], str]) -> Iterator[str]:
+def _lines(found: ExactnessReport, plan: Plan, sampling: SamplingParams, piece: Callable[[int], str]) -> Iterator[str]:
     count, replayed, recomputed = len(found.tokens), found.replayed, found.recomputed
     yield f"{count:,} tokens after {found.prompt_tokens:,}, {plan.dtype} on {plan.device}: {levels_of(plan)}"
     likeliest = "the likeliest" if sampling.temperature == 0 else "allowed by the law"
@@ -68,7 +68,7 @@ def _lines(found: Verification, plan: Plan, sampling: SamplingParams, piece: Cal
     yield "verified" if found.holds else "DIFFERENT"
 
 
-def _differences(found: Verification, piece: Callable[[int], str]) -> Iterator[str]:
+def _differences(found: ExactnessReport, piece: Callable[[int], str]) -> Iterator[str]:
     rows = [
         (p.index, p.token, p.best, "" if p.same_bits else f"logits differ by {p.difference:.2g}", p.margin)
         for p in found.inexact

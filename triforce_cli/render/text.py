@@ -1,0 +1,119 @@
+"""Numbers, sizes, paths and plans as short pieces of text, shared by several commands. Pure functions."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offload import units
+from offload.units import size
+
+if TYPE_CHECKING:
+    from offload.plan.planner import Plan
+
+NOTHING = "-"  # a number that does not exist in this run
+
+
+def duration(seconds: float) -> str:
+    """0.05 s, 4.2 s, 41 s, 3 min 07 s, 1 h 02 min."""
+    if seconds < 1:
+        return f"{seconds:.2f} s"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def amount(count: float, unit: str) -> str:
+    """A count of "bytes" or of "tokens"."""
+    return size(count) if unit == "bytes" else f"{count:,.0f} {unit}"
+
+
+def rate(count: float, unit: str, seconds: float) -> str:
+    """812 tokens/s, 0.31 tokens/s, 1.2 GB/s. `seconds` is above 0."""
+    if unit == "bytes":
+        return f"{size(count / seconds)}/s"
+    return f"{significant(count / seconds)} {unit}/s"
+
+
+def latency(seconds: float) -> str:
+    """Of a pass or a token: 19.0 ms, 1.78 s."""
+    return f"{significant(1000 * seconds)} ms" if seconds < 1 else f"{significant(seconds)} s"
+
+
+def gigabytes(count: float) -> str:
+    """25.1 GB, of 10^9 bytes: what divided by a link's GB/s gives seconds."""
+    return f"{significant(count / 1e9)} GB"
+
+
+def significant(value: float | None) -> str:
+    """Of units.py; None: there is no such number."""
+    return NOTHING if value is None else units.significant(value)
+
+
+def percent(done: float, total: float) -> int:
+    """Rounded down, so that 100 means done."""
+    return int(100 * done / total) if total else 100
+
+
+def pace(done: float, total: float, unit: str, seconds: float, *, first: float = 0) -> str:
+    """How a stage is going, `seconds` after `first` of it was done: "of 32,768 tokens, 812 tokens/s, 23 s left"."""
+    parts = [f"of {amount(total, unit)}"]
+    if done > first and seconds > 0:
+        parts += [rate(done - first, unit, seconds), f"{duration((total - done) * seconds / (done - first))} left"]
+    return ", ".join(parts)
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def path_text(path: Path) -> str:
+    """As it can be written: bytes in it that are not UTF-8 become question marks."""
+    return str(path).encode("utf-8", "replace").decode("utf-8")
+
+
+def indented(text: str, width: int) -> Iterator[str]:
+    """Wrapped; a path is not broken."""
+    indent = "    "
+    yield from textwrap.wrap(
+        text,
+        max(width, 40),
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def stage_done(stage: str, total: float, unit: str, seconds: float, *, first: float = 0) -> str:
+    """The line that a stage leaves which began after `first`: "prefill: 32,768 tokens in 40 s, 812 tokens/s"."""
+    speed = f", {rate(total - first, unit, seconds)}" if seconds > 0 else ""
+    return f"{stage}: {amount(total, unit)} in {duration(seconds)}{speed}"
+
+
+def levels_of(plan: Plan) -> str:
+    """ "draft -> retrieval -> target, and lookups"."""
+    return " -> ".join(plan.levels) + (", and lookups" if plan.lookup else "")
+
+
+def lengths_of(plan: Plan) -> str:
+    """How far is drafted, and over how much of the cache."""
+    if not plan.gamma:
+        return "nothing drafted"
+    parts = [f"gamma {_most(plan, 'target', plan.gamma)}"]
+    if plan.draft_gamma:
+        parts.append(f"draft_gamma {_most(plan, 'retrieval', plan.draft_gamma)}")
+    if plan.budget:
+        parts.append(f"budget {plan.budget:,}, chunk {plan.chunk}")
+    return ", ".join(parts)
+
+
+def _most(plan: Plan, level: str, number: int) -> str:
+    return f"up to {number}" if level in plan.adaptive else f"{number}"

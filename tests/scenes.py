@@ -126,11 +126,11 @@ TYPED = [("", line) for line in SAID]
 OUTPUT_MODES = "terminal piped"
 SCENES: dict[str, Scene] = {
     "generate": Scene(f"generate {ASKED}", fake_engine(notes=["offload: weights, since 12.0 GB are free"])),
-    "generate-stats": Scene(f"generate {ASKED} --stats --echo", fake_engine()),
+    "generate-stats": Scene(f"generate {ASKED} --stats --echo", fake_engine(), modes=OUTPUT_MODES),
     "generate-file": Scene("generate --prompt-file book.txt -o out.txt", fake_engine()),
-    "generate-stdin": Scene("generate --quiet", fake_engine(), stdin=TEXT, modes="piped json"),
-    "generate-jsonl": Scene(f"generate {ASKED} --jsonl --echo", fake_engine(), modes=OUTPUT_MODES),
-    "generate-batch": Scene("generate --input-jsonl questions.jsonl", some_requests, modes=OUTPUT_MODES),
+    "generate-stdin": Scene("generate --quiet", fake_engine(), stdin=TEXT, modes="piped"),
+    "generate-jsonl": Scene(f"generate {ASKED} --jsonl --echo", fake_engine(), modes="piped"),
+    "generate-batch": Scene("generate --input-jsonl questions.jsonl", some_requests, modes="piped"),
     "generate-batch-to-file": Scene(
         "generate --input-jsonl questions.jsonl --output-jsonl answers.jsonl", some_requests, modes=OUTPUT_MODES
     ),
@@ -141,10 +141,11 @@ SCENES: dict[str, Scene] = {
     "bench": Scene("bench --prompt-file book.txt --contexts 512,1024 --repeats 3", a_comparison),
     "plan": Scene("plan"),
     "plan-two-cards": Scene(f"plan {PAIR} --context 120000 --gpus 2", some_configs),
-    "plan-what-if": Scene(f"plan {PAIR} --gpus 1 --gpu-memory 48 --link-gbps 50 --context 60000", some_configs),
-    "plan-fit": Scene(f"plan {PAIR} --fit --gpus 1", some_configs),
-    "plan-narrow": Scene(f"plan {PAIR} --fit --gpus 2", some_configs, columns=50, modes="terminal"),
-    "doctor": Scene("doctor", a_diagnosis("LAPTOP")),
+    "plan-what-if": Scene(
+        f"plan {PAIR} --gpus 1 --gpu-memory 48 --link-gbps 50 --context 60000", some_configs, modes="terminal"
+    ),
+    "plan-fit": Scene(f"plan {PAIR} --fit --gpus 1", some_configs, modes="terminal json"),
+    "doctor": Scene("doctor", a_diagnosis("LAPTOP"), modes="terminal"),
     "doctor-two-cards": Scene("doctor", a_diagnosis("TWO_ON_X8")),
     "pull": Scene("pull owner/model", a_hub),
     "convert": Scene("convert old-llama", pickled_weights, modes=OUTPUT_MODES),
@@ -157,7 +158,7 @@ SCENES: dict[str, Scene] = {
     "config-show": Scene("config show generate --config config.toml", a_configuration),
     "version": Scene("version"),
     "version-alone": Scene("--version", modes=OUTPUT_MODES),
-    "error-1-runtime": Scene(f"generate {ASKED}", fake_engine(fail="TriforceError")),
+    "error-1-runtime": Scene(f"generate {ASKED}", fake_engine(fail="TriforceError"), modes=OUTPUT_MODES),
     "error-1-unexpected": Scene(f"generate {ASKED}", fake_engine(load_fail="RuntimeError")),
     "error-2-value": Scene("plan --gpus 3"),
     "error-2-option": Scene("generate --max-token 3"),
@@ -165,17 +166,10 @@ SCENES: dict[str, Scene] = {
     "error-3": Scene(f"plan {PAIR} --gpus 1 --host-memory 10 --context 120000", some_configs),
     "error-4-model": Scene("verify --model yarn-llama-2-13b-128k --prompt x"),
     "error-4-session": Scene("sessions info torn", some_sessions),
-    "error-5": Scene(f"verify {ASKED}", a_verification(holds=False)),
-    "error-124": Scene(f"generate {ASKED} --timeout 5", fake_engine(pieces=["again "] * 50)),
+    "error-5": Scene(f"verify {ASKED}", a_verification(holds=False), modes=OUTPUT_MODES),
+    "error-124": Scene(f"generate {ASKED} --timeout 5", fake_engine(pieces=["again "] * 50), modes=OUTPUT_MODES),
 }
 
 
 def help_scenes(commands: Sequence[Sequence[str]]) -> dict[str, Scene]:
-    """At two widths, each command's."""
-    return {
-        f"help{''.join(f'-{word}' for word in words)}{'-narrow' * (columns == 50)}": Scene(
-            " ".join([*words, "--help"]), columns=columns, modes=OUTPUT_MODES if columns == 80 else "terminal"
-        )
-        for words in commands
-        for columns in (80, 50)
-    }
+    return {"-".join(("help", *words)): Scene(" ".join([*words, "--help"]), modes=OUTPUT_MODES) for words in commands}

@@ -5,7 +5,7 @@ tests/golden has a file for each scene of scenes.py. When output changes on purp
     python tests/test_golden.py --write [SCENE ...]
 
 and look at the difference. Not kept as they are: the program's version, which is <version>; the folder of a scene,
-which is somewhere; JSON, which is laid out on many lines, with six digits of numbers that are not whole. A terminal is
+which is somewhere; JSON, which is laid out and shortened, with six digits of numbers that are not whole. A terminal is
 kept as its screen at the end, without colours.
 """
 
@@ -18,7 +18,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,23 @@ from triforce_cli.app import app  # noqa: E402
 
 GOLDEN = Path(__file__).with_name("golden")
 COMMANDS = tree.commands(typer.main.get_command(app))
-SCENES = scenes.SCENES | scenes.help_scenes([(), ("sessions",), ("config",), *COMMANDS])
+HELPED = [(), ("sessions",), ("config",), *COMMANDS]
+SCENES = scenes.SCENES | scenes.help_scenes(HELPED)
 FOLDER = re.compile(r"/tmp/tmp\w{8}")
 NO_NEWLINE = "(no newline at the end)"
+LARGE = 8  # members of an object
 
 
 def record(scene: Scene) -> str:
-    """All that it writes in each of its modes, under headings."""
-    return "".join(f"=== {heading} ===\n{_whole(text)}" for heading, text in _sections(scene))
+    """All that it writes in each of its modes, under headings; the same lines as before are not written again."""
+    sections = {heading: _as_kept(text) for heading, text in _sections(scene)}
+    seen: list[list[str]] = []
+    for heading, text in sections.items():
+        lines = [line.rstrip() for line in text.strip("\n ").splitlines()]
+        if text and lines in seen:
+            sections[heading] = "(as above)\n"
+        seen.append(lines)
+    return "".join(f"=== {heading} ===\n{text}" for heading, text in sections.items())
 
 
 def _sections(scene: Scene) -> Iterator[tuple[str, str]]:
@@ -55,33 +64,64 @@ def _sections(scene: Scene) -> Iterator[tuple[str, str]]:
     for mode, more in (("piped", ()), ("json", ("--json",))):
         if mode in modes:
             out, err, code = stage.piped(scene, *more)
-            yield f"triforce {' '.join([scene.args, *more])}: standard output, exit code {code}", _laid_out(out)
-            yield "standard error", _laid_out(err)
+            line = f"triforce {' '.join([scene.args, *more])}"
+            yield f"{line}: standard output, exit code {code}", out
+            yield f"{line}: standard error", err
 
 
-def _whole(text: str) -> str:
-    """Ending in a newline, whether it has one or not."""
+def _as_kept(text: str) -> str:
+    """Without what differs between machines, JSON laid out, ending in a newline, whether it has one or not."""
     text = FOLDER.sub("/somewhere/there", text.replace(__version__, "<version>"))
-    return text if text.endswith("\n") or not text else f"{text}\n{NO_NEWLINE}\n"
+    lines = [_laid_out(line) if line[0] == "{" else line for line in text.splitlines(keepends=True)]
+    return "".join(lines) + f"\n{NO_NEWLINE}\n" * (text[-1:] not in ("", "\n"))
 
 
-def _laid_out(text: str) -> str:
-    """Each line of JSON on many."""
-    lines = text.splitlines(keepends=True)
-    return "".join(_json(json.loads(line)) + line[len(line.rstrip()) :] if line[0] == "{" else line for line in lines)
+def _laid_out(line: str) -> str:
+    try:
+        return Json().laid_out(json.loads(line)) + line[len(line.rstrip()) :]
+    except json.JSONDecodeError:  # cut by the edge of a screen
+        return line
 
 
-def _json(value: Any, margin: str = "") -> str:
-    """A line for each member of an object; lists of numbers and strings on one."""
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    inner = f"{margin}  "
-    if isinstance(value, dict) and value:
-        members = [f"{inner}{json.dumps(key)}: {_json(member, inner)}" for key, member in value.items()]
-        return "{\n" + ",\n".join(members) + f"\n{margin}}}"
-    if isinstance(value, list) and any(isinstance(member, dict | list) for member in value):
-        return "[\n" + ",\n".join(f"{inner}{_json(member, inner)}" for member in value) + f"\n{margin}]"
-    return json.dumps(value, ensure_ascii=False)
+class Json:
+    """Lays out a document, as many members on a line as fit. Of large objects, and of the objects of a list, those with
+    the same names are written once: their values are in the text of the other modes."""
+
+    def __init__(self) -> None:
+        self.seen: set[frozenset[str]] = set()
+
+    def laid_out(self, value: Any, margin: str = "") -> str:
+        inner = f"{margin}  "
+        match value:
+            case float():
+                return f"{value:.6g}"
+            case dict() if len(value) >= LARGE and frozenset(value) in self.seen:
+                return "{the same members as above}"
+            case dict():
+                self.seen.add(frozenset(value))
+                return _filled(
+                    "{}", [f"{json.dumps(key)}: {self.laid_out(value[key], inner)}" for key in value], margin
+                )
+            case [{}, *_]:
+                kinds = {frozenset(member): member for member in reversed(value)}
+                more = [f"and {len(value) - len(kinds)} more such members"] * (len(value) > len(kinds))
+                return _filled("[]", [self.laid_out(kind, inner) for kind in reversed(kinds.values())] + more, margin)
+            case list():
+                return _filled("[]", [self.laid_out(member, inner) for member in value], margin)
+        return json.dumps(value, ensure_ascii=False)
+
+
+def _filled(brackets: str, members: Sequence[str], margin: str) -> str:
+    whole = ", ".join(members)
+    if len(whole) < 80 and "\n" not in whole:
+        return brackets[0] + whole + brackets[1]
+    lines = [""]
+    for member in members:
+        if "\n" in member + lines[-1] or len(lines[-1] + member) > 110:
+            lines.append("")
+        lines[-1] += f"{member}, "
+    filled = "\n".join(f"{margin}  {line.rstrip()}" for line in lines if line)
+    return f"{brackets[0]}\n{filled.rstrip(',')}\n{margin}{brackets[1]}"
 
 
 def write(folder: Path, names: Sequence[str]) -> None:
@@ -114,6 +154,17 @@ def test_every_command_and_nothing_else_is_kept() -> None:
     assert sorted(path.stem for path in GOLDEN.iterdir()) == sorted(SCENES)
     begun = [scene.args for scene in scenes.SCENES.values()]
     assert not [words for words in COMMANDS if not any(args.startswith(" ".join(words)) for args in begun)]
+
+
+@pytest.mark.parametrize("words", HELPED, ids=" ".join)
+def test_help_fits_a_narrow_terminal_and_loses_no_option(
+    words: tuple[str, ...], triforce: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    code, out, err = triforce(*words, "--help")
+    wide = (GOLDEN / f"{'-'.join(('help', *words))}.txt").read_text(encoding="utf-8")
+    assert (code, err, max(map(len, out.splitlines()))) == (0, "", 50)
+    assert not [option for option in re.findall(r"│ (--[a-z-]+)", wide) if f"│ {option[:10]}" not in out]
 
 
 def main() -> None:

@@ -62,7 +62,9 @@ def refusal(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("write", [write_single, write_sharded])
-def test_every_tensor_arrives_as_it_was_saved(tmp_path: Path, write) -> None:
+@pytest.mark.parametrize("piece_bytes", [1, 33, 1 << 20])
+def test_every_tensor_arrives_as_it_was_saved(tmp_path: Path, write, piece_bytes: int, monkeypatch) -> None:
+    monkeypatch.setattr("offload.transfer.checkpoint._PIECE_BYTES", piece_bytes)
     tensors = some_tensors()
     with Checkpoint.open(write(tmp_path)) as checkpoint:
         assert checkpoint.names() == ("a", "b", "c")

@@ -24,7 +24,7 @@ from test_cli import PIPES, read_until, shell
 from test_cli_fake import ROOT, environment, start
 from test_cli_terminal import HIDE_CURSOR, SHOW_CURSOR, SLOW, Screen, shown_at_the_end
 from triforce_cli import app
-from triforce_cli.signals import Terminated, deferred, handled, terminate
+from triforce_cli.signals import Terminated, deferred, interruptible
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 EVERY = pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
@@ -50,9 +50,11 @@ def test_text_so_far_is_kept(args, number: signal.Signals) -> None:
 
 @ASKED
 def test_json_holds_what_came(args, number: signal.Signals) -> None:
-    script = {"pieces": ["partial"], "hang": True, "ticks": 0}
+    script = {"pieces": ["partial"], "hang": True}
     with start(*args, "--json", "--stats", script=script, **PIPES) as process:
-        time.sleep(1.5)  # until the stand-in hangs there is no sign
+        assert process.stderr is not None
+        while not process.stderr.readline().startswith(b"decode"):
+            pass
         process.send_signal(number)
         out, _ = process.communicate(timeout=30)
     assert process.returncode == CODES[number]
@@ -166,20 +168,26 @@ def test_libraries_are_imported_to_their_end(tmp_path: Path, number: signal.Sign
 
 @EVERY
 def test_what_is_deferred_comes_at_the_end_of_it(number: signal.Signals) -> None:
-    ending = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: terminate, signal.SIGHUP: terminate}
-    signal.signal(number, ending[number])  # the tests may run where it is ignored
-    with handled(ending):
-        done = []
-        with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else Terminated), deferred():
-            done.append(os.kill(os.getpid(), number))
-        assert done
+    signal.signal(number, signal.default_int_handler)  # the tests may run where it is ignored
+    done = []
+
+    def run() -> None:
+        with interruptible(run.__code__):
+            with deferred():
+                os.kill(os.getpid(), number)
+                done.append(1)
+            time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else Terminated):
+        run()
+    assert done
 
 
 def test_handlers_are_as_they_were_before(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [signal.getsignal(number) for number in CODES]
 
     def run(*_: object, **__: object) -> int:
-        assert signal.getsignal(signal.SIGTERM) is terminate
+        assert signal.getsignal(signal.SIGTERM) not in before
         return 0
 
     monkeypatch.setattr(app, "app", run)

@@ -6,7 +6,6 @@ code 1 and an interrupt would be swallowed.
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -30,7 +29,7 @@ from triforce_cli.commands.verify import verify
 from triforce_cli.errors import debugging, describe, wants_json
 from triforce_cli.flags import flowing
 from triforce_cli.output import Output
-from triforce_cli.signals import ENDING, Terminated, handled, terminate
+from triforce_cli.signals import Terminated, interruptible
 
 INTERRUPTED = 130
 
@@ -86,7 +85,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run one command line (default: that of the process) and return its exit code."""
     command: Command | None = None
     try:
-        with handled({signal.SIGINT: signal.default_int_handler, **dict.fromkeys(ENDING, terminate)}):
+        with interruptible(main.__code__):
             parsed: int | Command = app(args=args, prog_name="triforce", standalone_mode=False)
             if isinstance(parsed, int):  # --help or --version: all is done
                 return parsed

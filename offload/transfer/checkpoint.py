@@ -30,6 +30,7 @@ MAX_HEADER_BYTES = 1 << 24  # of one file; all tensors of a 405B model take a hu
 MAX_INDEX_BYTES = 1 << 24
 COMPUTES_NOTHING = ("*.rotary_emb.inv_freq",)  # tensors that old checkpoints keep and that follow from config.json
 STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PIECE_BYTES = 64 << 20  # of a tensor, read at once
 _NUM_NAMED = 3  # tensors of each sort that a message names
 # A name is a plain name: no separator, so no way out of the folder. A plain name may be a symbolic link that leads out
 # (every file of a Hugging Face cache is one): whoever made that link could have put the bytes there as well.
@@ -93,9 +94,13 @@ class Checkpoint:
     def read_into(self, name: str, dst: Tensor) -> None:
         """Copy tensor `name` into `dst`, which has its shape, any float dtype, any strides, any device.
 
-        Rounds to dst's dtype on the way; no second copy is made where dst is on the CPU. Blocks until it is done.
+        Rounds to dst's dtype on the way; no second copy is made where dst is on the CPU. Blocks until it is done; an
+        interrupt waits for a piece of it.
         """
-        dst.copy_(self._mapped(name, dst.shape))
+        source, dst = torch.atleast_1d(self._mapped(name, dst.shape), dst)
+        num_rows = max(1, _PIECE_BYTES * len(source) // max(source.nbytes, 1))
+        for piece, place in zip(source.split(num_rows), dst.split(num_rows), strict=True):
+            place.copy_(piece)
 
     def equal(self, first: str, second: str) -> bool:
         """True where two tensors hold the same values in the same shape."""

@@ -1,0 +1,214 @@
+"""Where a signal is raised: in the program's own code, and not inside a library's call."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hearing import hear_signals
+from models import TOKENIZER_SIZE, random_model, save
+from stage import rehearse
+from terminals import Terminal
+from triforce_cli import signals
+from triforce_cli.signals import Terminated, interruptible
+
+RAISED = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated, signal.SIGHUP: Terminated}
+EVERY = pytest.mark.parametrize("number", RAISED, ids=lambda number: number.name)
+
+
+def code_of(module: str, source: str, **names: object) -> Callable[..., Any]:
+    """The function `run` of a module of that name."""
+    namespace: dict[str, Any] = {"__name__": module, "os": os, "time": time, **names}
+    exec(source, namespace)
+    run: Callable[..., Any] = namespace["run"]
+    return run
+
+
+MAIN = code_of("triforce_cli.app", "def run(work): return work()")
+CONVERTS = """
+def run():
+    try:
+        interrupt()
+        {work}
+    except BaseException:
+        raise ValueError
+"""
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Also where the tests are run in the background."""
+    before = {number: signal.getsignal(number) for number in RAISED}
+    for number in RAISED:
+        signal.signal(number, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def interrupt(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
+
+
+def interrupted(work: Callable[[], object]) -> BaseException | None:
+    """What ends `work`, the program's, where signals come."""
+    try:
+        with interruptible(MAIN.__code__):
+            MAIN(work)
+    except BaseException as error:
+        return error
+    return None
+
+
+@EVERY
+def test_the_programs_own_code_is_interrupted_at_once(number: signal.Signals) -> None:
+    done: list[int] = []
+    source = "def run():\n    os.kill(os.getpid(), number)\n    done.append(1)"
+    error = interrupted(code_of("offload.model", source, number=number, done=done))
+    assert (type(error), done) == (RAISED[number], [])
+    if isinstance(error, Terminated):
+        assert error.exit_code == 128 + number
+
+
+@EVERY
+def test_a_library_is_left_first(number: signal.Signals) -> None:
+    """Torch made a ValueError of it while weights were read."""
+    library = code_of("torch.storage", CONVERTS.format(work="time.sleep(0.1)"), interrupt=lambda: interrupt(number))
+    done: list[int] = []
+    source = "def run():\n    library()\n    time.sleep(60)\n    done.append(1)"
+    error = interrupted(code_of("offload.transfer", source, library=library, done=done))
+    assert (type(error), done) == (RAISED[number], [])
+
+
+def test_what_a_library_calls_back_is_not_interrupted() -> None:
+    """Rich draws the program's columns with a lock that it has taken."""
+    done: list[int] = []
+    source = "def run():\n    interrupt()\n    done.append(1)"
+    callback = code_of("triforce_cli.progress", source, interrupt=interrupt, done=done)
+    library = code_of("rich.live", "def run():\n    callback()\n    done.append(2)", callback=callback, done=done)
+    error = interrupted(
+        code_of("triforce_cli.output", "def run():\n    library()\n    time.sleep(60)", library=library)
+    )
+    assert (type(error), done) == (KeyboardInterrupt, [1, 2])
+
+
+@pytest.mark.parametrize("work", ["while True: time.sleep(0.001)", "while True: pass"])
+@pytest.mark.parametrize("converts", [False, True])
+def test_a_library_without_end_is_interrupted_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, work: str, converts: bool
+) -> None:
+    """Whatever it makes of that."""
+    monkeypatch.setattr(signals, "GRACE_SECONDS", 0.1)
+    source = CONVERTS.format(work=work) if converts else f"def run():\n    interrupt()\n    {work}"
+    error = interrupted(code_of("transformers.generation", source, interrupt=interrupt))
+    assert type(error) is KeyboardInterrupt
+
+
+@pytest.mark.parametrize("module", ["selectors", "socket", "ssl", "httpcore._backends.sync", "pathlib"])
+def test_waiting_for_others_is_interrupted_at_once(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    monkeypatch.setattr(signals, "GRACE_SECONDS", math.inf)
+    reader, writer = os.pipe()
+    waits = code_of(module, "def run(): return select.select([reader], [], [])", select=select, reader=reader)
+    source = "def run():\n    interrupt()\n    waits()"
+    library = code_of("prompt_toolkit.application", source, interrupt=interrupt, waits=waits)
+    assert type(interrupted(library)) is KeyboardInterrupt
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_signal_is_not_lost_in_a_finaliser(capfd: pytest.CaptureFixture[str]) -> None:
+    """Python writes a traceback and goes on."""
+    source = "class Memory:\n    def __del__(self):\n        interrupt()\n        time.sleep(0.1)\n"
+    source += "def run():\n    block = Memory()\n    del block\n    time.sleep(60)"
+    assert type(interrupted(code_of("offload.transfer.memory", source, interrupt=interrupt))) is KeyboardInterrupt
+    assert capfd.readouterr().err == ""
+
+
+def test_another_error_of_a_finaliser_is_shown_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: shown.append(lost.exc_type))
+    source = "class Memory:\n    def __del__(self):\n        raise OSError\ndef run():\n    Memory()"
+    assert interrupted(code_of("offload.transfer.memory", source)) is None
+    assert shown == [OSError]
+
+
+def test_an_error_of_its_own_stays_one() -> None:
+    assert type(interrupted(code_of("offload.engine", "def run():\n    raise ValueError"))) is ValueError
+
+
+def test_a_signal_that_still_waits_at_the_end_is_raised_there() -> None:
+    source = "def run():\n    interrupt()"
+    assert type(interrupted(code_of("torch.storage", source, interrupt=interrupt))) is KeyboardInterrupt
+
+
+def test_nothing_of_it_stays() -> None:
+    numbers = (*RAISED, signal.SIGALRM)
+    before = [*map(signal.getsignal, numbers), sys.unraisablehook]
+    for source in ("def run():\n    interrupt()", "def run():\n    interrupt()\n    time.sleep(0.1)"):
+        interrupted(code_of("torch.storage", source, interrupt=interrupt))
+        assert [*map(signal.getsignal, numbers), sys.unraisablehook] == before
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+# Loading, interrupted at many moments
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rehearse()
+    layers = random_model(vocab_size=TOKENIZER_SIZE, num_hidden_layers=48, seed=3, max_position_embeddings=2048)
+    return save(layers, tmp_path_factory.mktemp("deep"), tokenizer=True)
+
+
+def load_and_load(model: Path, number: int, seconds: float) -> None:
+    """In a fork: `triforce generate` that loads again and again, and after some seconds of that gets the signal."""
+    hear_signals()
+    os.closerange(3, 256)
+    code = 1
+    try:
+        sys.stdin, sys.stdout, sys.stderr = (
+            os.fdopen(fd, "rw"[fd > 0], encoding="utf-8", closefd=False) for fd in range(3)
+        )
+        os.environ["TERM"] = "xterm-256color"
+        from offload.engine import Engine
+        from triforce_cli.app import main
+
+        load = Engine.load
+
+        def again(*args: Any, **settings: Any) -> None:
+            threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+            while True:
+                load(*args, **settings).close()
+
+        setattr(Engine, "load", again)  # noqa: B010 (a class method, for the type checker)
+        code = main(["generate", "--model", str(model), "--draft", "none", "--prompt", "x"])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def test_weights_being_read_at_a_terminal(model: Path) -> None:
+    """It came out as an error of torch's, with exit code 1, or as one of the progress bar's."""
+    moments = random.Random(1)
+    for trial in range(4):
+        number, seconds = (signal.SIGINT, signal.SIGTERM)[trial % 2], moments.uniform(0.0, 0.3)
+        terminal = Terminal(["true"], env={}, begin=lambda n=number, s=seconds: load_and_load(model, n, s))
+        assert terminal.finish() == 128 + number, (seconds, terminal.shown)
+        assert "rror" not in terminal.shown
+        assert "Traceback" not in terminal.shown
+        assert not terminal.is_cursor_hidden

@@ -203,6 +203,30 @@ def test_merging_a_part_that_a_row_does_not_see_changes_none_of_its_bits(case: E
     assert torch.equal(merged.lse, part.lse)
 
 
+@pytest.mark.parametrize("comes_first", [False, True])
+def test_merging_a_part_that_weighs_nothing_changes_no_bit(comes_first: bool) -> None:
+    """What such a part holds must not show, not even by a millionth."""
+    part, light = (
+        Part(torch.full((1, 2, 3), out), torch.full((1, 2), lse)) for out, lse in ((1.5, 1.0), (1e4, -200.0))
+    )
+    merged = merge(light, part) if comes_first else merge(part, light)
+    assert torch.equal(merged.out, part.out)
+    assert torch.equal(merged.lse, part.lse)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 8, 16, 31, 64])
+def test_a_rows_pages_are_summed_in_one_order_however_many_rows_there_are(rows: int) -> None:
+    """Pages of one token, and queries of one number that is not 0: every product is exact, sums over pages are not."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(40, 2, 1, 64, generator=generator) for _ in range(2))
+    q = torch.zeros(2, 1, 64)
+    q[..., 0] = 8.0
+    alone = attend(q, keys, values, None, chunk=1)
+    among = attend(q.expand(-1, rows, -1).contiguous(), keys, values, None, chunk=1)
+    for row in range(rows):
+        assert_same_bits(row_of(among, row), row_of(alone, 0))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 4, 16, 64])
 def test_the_bit_claims_hold_at_the_sizes_of_real_models(rows: int, dtype: torch.dtype) -> None:

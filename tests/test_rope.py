@@ -30,6 +30,7 @@ SCALINGS: dict[str, dict[str, object]] = {
     "yarn-mscale": YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7},
     "yarn-mscale-alone": YARN | {"factor": 40.0, "mscale": 0.5},
     "yarn-implied": YARN | {"factor": None},
+    "yarn-ramp-past-the-last-pair": YARN | {"factor": 4.0, "original_max_position_embeddings": 2**18},
     "yarn-flat-ramp": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4, "truncate": True},
     "llama3": LLAMA3 | {"factor": 8.0, "original_max_position_embeddings": 512},
     "llama3-8192": LLAMA3 | {"factor": 32, "original_max_position_embeddings": 8192, "high_freq_factor": 6},

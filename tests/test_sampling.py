@@ -63,6 +63,7 @@ def normalised(weights: list[float], kept: set[int]) -> list[float]:
 
 
 @given(LOGITS, PARAMS)
+@example([3.0, 2.0, 1.0, 0.0], SamplingParams(temperature=1.0, top_k=2, top_p=1.0))
 @example([2.0, 2.0, 2.0, 1.0], SamplingParams(temperature=1.0, top_k=2, top_p=1.0))  # a tie at the k-th place stays
 @example([2.0, 2.0, 2.0, 2.0], SamplingParams(temperature=1.0, top_k=0, top_p=0.4))  # a tie in the nucleus: first ones
 @settings(max_examples=300, deadline=None)
@@ -150,6 +151,14 @@ def test_top_p_of_a_large_vocabulary_is_that_of_sorting_it(vocabulary: int, top_
         assert torch.equal(warp(logits[:1], params), warp(logits, params)[:1])
 
 
+@pytest.mark.parametrize("count", [1, 7, 100, 999])
+def test_the_mass_of_top_p_is_summed_in_fp64(count: int) -> None:
+    """1000 equally likely tokens, whose probability is no power of two: fp32 cannot tell these thresholds apart."""
+    mass = count * warp_row([0.0] * 1000, temperature=1.0)[0]
+    for top_p, num_kept in ((mass - 1e-12, count), (mass + 1e-12, count + 1)):
+        assert sum(p > 0.0 for p in warp_row([0.0] * 1000, temperature=1.0, top_p=top_p)) == num_kept
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 100.0])
 @pytest.mark.parametrize("off", [OFF, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
 def test_infinite_logits_have_the_law_of_their_limit(temperature: float, off: dict[str, Any]) -> None:
@@ -223,6 +232,14 @@ def test_decisions_have_their_probability_and_tell_nothing_about_the_draw_that_f
     assert statistic < 30.0  # 3 degrees of freedom: once in 700,000 seeds
 
 
+def test_a_uniform_has_the_53_bits_of_fp64() -> None:
+    """Of 24 bits, a token less likely than 6e-8 would be drawn too often or never."""
+    source = SeededSource(0)
+    uniforms = [source._uniform() for _ in range(20)]
+    assert all(0.0 <= uniform < 1.0 for uniform in uniforms)
+    assert any(uniform * 2.0**53 % 2.0 == 1.0 for uniform in uniforms)
+
+
 def draws(seed: int | None) -> list[int]:
     source = SeededSource(seed)
     return [source.draw(torch.full((1000,), 1e-3)) for _ in range(20)]
@@ -233,6 +250,7 @@ def test_the_same_seed_gives_the_same_draws_and_another_gives_others() -> None:
     assert draws(5) != draws(6)
     assert draws(None) != draws(None)
     assert draws(2**63 - 1) == draws(2**63 - 1)
+    assert len({tuple(draws(seed)) for seed in (0, *(2**bit for bit in range(32)))}) == 33
 
 
 def test_a_source_neither_reads_nor_moves_the_global_generator() -> None:

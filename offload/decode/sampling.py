@@ -100,7 +100,10 @@ class RandomSource(Protocol):
 
 
 class SeededSource:
-    """A `torch.Generator` on the CPU: a fresh uniform for each decision and another for each draw."""
+    """A `torch.Generator` on the CPU: a fresh uniform for each decision and another for each draw.
+
+    torch makes its CPU generator of the lowest 32 bits of a seed: seeds that differ by 2^32 draw alike.
+    """
 
     def __init__(self, seed: int | None) -> None:
         self._generator = torch.Generator()

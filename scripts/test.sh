@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Sets everything up and passes the tests: style, types, then all tests. Arguments go to pytest.
+# Sets everything up and passes the tests: style, types, then all tests, on two processes. Arguments go to pytest;
+# --deep tries every case instead of a few of each kind.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh" dev
 ruff check .
 ruff format --check .
 mypy
-exec pytest -q "$@"
+exec pytest -q --numprocesses 2 --dist worksteal "$@"

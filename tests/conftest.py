@@ -12,8 +12,16 @@ from offload.plan.rates import FOLDER_VARIABLE
 from triforce_cli import configuration
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--deep", action="store_true", help="try every case, instead of a few of each kind (far slower)")
+
+
 def pytest_configure() -> None:
-    """Forget what the developer set by variables, before tests are collected: some are made of what is set then."""
+    """Forget what the developer set by variables, before tests are collected: some are made of what is set then.
+
+    torch's threads cost more than they give with tiny models, and far more on a busy machine.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
     for name in list(os.environ):
         if name.startswith("TRIFORCE_") and name != "TRIFORCE_TEST_MODELS":  # that one is for tests
             del os.environ[name]
@@ -30,15 +38,10 @@ def _folders_and_configuration_of_their_own(tmp_path_factory: pytest.TempPathFac
         yield
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """torch's threads cost more than they give with tiny models, and far more on a busy machine."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(scope="session")
+def deep(pytestconfig: pytest.Config) -> bool:
+    """Whether to try thousands of cases, or as many as show that a test works."""
+    return bool(pytestconfig.getoption("deep"))
 
 
 @pytest.fixture
@@ -53,8 +56,13 @@ def triforce(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
     return triforce
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `cuda` where there is no such device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test marked few(n), leave n of its cases, evenly spread, unless all are wanted. Skip what is marked `cuda`
+    where there is no such device."""
+    if not config.getoption("deep"):
+        kept = set(items) - set(_beyond_a_few(items))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:
         return
@@ -63,3 +71,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+
+
+def _beyond_a_few(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        few = cases[0].get_closest_marker("few").args[0]
+        yield from (case for i, case in enumerate(cases) if i * few // len(cases) == (i - 1) * few // len(cases))

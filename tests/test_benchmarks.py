@@ -22,7 +22,7 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
 def run(name: str, *args: str) -> tuple[str, str]:
     """(stdout, stderr) of a benchmark that must succeed."""
     command = [sys.executable, str(ROOT / "benchmarks" / name), *args]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr

@@ -44,7 +44,7 @@ def command(model: Path, *args: str) -> list[str]:
 
 def environment(state: Path, **more: str) -> dict[str, str]:
     mine = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-    own = {"XDG_STATE_HOME": str(state), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
+    own = {"XDG_STATE_HOME": str(state), "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
     return {**mine, **own, **more}
 
 

@@ -23,7 +23,6 @@ from triforce_cli import library, plot
 from triforce_cli.render import bench as render_bench
 from triforce_cli.time_left import TimeLeft
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CONTEXT = 1024
 TEXT = "".join(f"Line {i} of a long and rather dull text.\n" for i in range(22))  # about 900 tokens
 LEVELS = ("--gamma", "4", "--draft-gamma", "2", "--budget", "64", "--chunk", "8", "--window", "32")
@@ -300,7 +299,7 @@ SLOW = ("--contexts", "300,850", *LEVELS, "--offload", "kv", "--link-gbps", "0.0
 def test_who_is_asked_to_end_keeps_the_contexts_that_are_finished(folder, as_json, number, code):
     command = [sys.executable, "-m", "triforce_cli", *arguments(folder, *SLOW, *["--json"] * as_json)]
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment(OMP_NUM_THREADS="1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, preexec_fn=hear_signals,
     ) as process:  # fmt: skip
         assert process.stderr is not None
@@ -320,7 +319,7 @@ def test_who_is_asked_to_end_keeps_the_contexts_that_are_finished(folder, as_jso
 
 def test_at_a_narrow_terminal_progress_is_gone_and_the_table_fits(folder):
     command = [sys.executable, "-m", "triforce_cli", *arguments(folder, "--contexts", "200,300,400,500", *LEVELS)]
-    terminal = Terminal(command, env=environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)), rows=70, columns=60)
+    terminal = Terminal(command, env=environment(PYTHONPATH=str(ROOT)), rows=70, columns=60)
     assert terminal.finish() == 0
     assert "left" in terminal.written
     assert not any("warm-up" in line or "left" in line for line in terminal.lines)
@@ -331,7 +330,7 @@ def test_at_a_narrow_terminal_progress_is_gone_and_the_table_fits(folder):
 
 def test_at_a_terminal_ctrl_c_leaves_a_clean_screen(folder):
     command = [sys.executable, "-m", "triforce_cli", *arguments(folder, *SLOW)]
-    terminal = Terminal(command, env=environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)), rows=40)
+    terminal = Terminal(command, env=environment(PYTHONPATH=str(ROOT)), rows=40)
     terminal.until_shown("ms/token")
     terminal.send(CTRL_C)
     assert terminal.finish() == 130

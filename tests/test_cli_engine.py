@@ -17,7 +17,6 @@ from models import byte_tokenizer, save_pair
 from test_cli_fake import ROOT, environment
 from triforce_cli import choice
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CONTEXT = 1024
 PROMPT = "".join(f"Line {i} of a long and rather dull text.\n" for i in range(15))  # about 600 tokens
 SMALL_LEVELS = ("--gamma", "4", "--draft-gamma", "2", "--budget", "64", "--chunk", "8", "--window", "32")
@@ -207,7 +206,7 @@ def test_pipe_in_and_head_out(folder):
     line = 'set -o pipefail; cat "$0" | "$@" | head -c 20'
     done = subprocess.run(
         ["bash", "-c", line, str(folder / "prompt.txt"), *program(folder, "--prompt", "In short:", "--seed", "1")],
-        env=environment(OMP_NUM_THREADS="1"),
+        env=environment(),
         cwd=ROOT,
         capture_output=True,
         timeout=60,
@@ -219,7 +218,7 @@ def test_interrupt_keeps_the_text_so_far(folder):
     command = program(folder, "--prompt-file", str(folder / "prompt.txt"), "--max-tokens", "400")
     with subprocess.Popen(
         [*command, "--temperature", "0", "--offload", "kv", "--link-gbps", "0.01"],
-        env=environment(OMP_NUM_THREADS="1"),
+        env=environment(),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

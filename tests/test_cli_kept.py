@@ -12,7 +12,6 @@ from offload.session import catalogue
 from offload.session.names import FOLDER_VARIABLE, session_folder
 from triforce_cli.app import main
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "".join(f"Line {i} of a long and rather dull text.\n" for i in range(30))
 SIZES = {"vocab_size": TOKENIZER_SIZE, "max_position_embeddings": 4096, "eos_token_id": None}
 

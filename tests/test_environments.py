@@ -95,7 +95,7 @@ def test_a_session_without_a_home_says_where_it_cannot_be(tmp_path: Path) -> Non
     done = subprocess.run(
         [sys.executable, "-m", "triforce_cli", "generate", "--prompt", "x", "--session", "kept", "--quiet"],
         cwd=ROOT,
-        env=surroundings(SURROUNDINGS["home-is-a-file"]) | {"OMP_NUM_THREADS": "1"},
+        env=surroundings(SURROUNDINGS["home-is-a-file"]),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=100,

@@ -21,7 +21,7 @@ def run_after(code: str, *args: str, epilogue: str) -> subprocess.CompletedProce
     return subprocess.run(
         [sys.executable, "-c", program, *args],
         cwd=ROOT,
-        env=environment(OMP_NUM_THREADS="1"),
+        env=environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -62,7 +62,7 @@ def test_the_benchmark_of_it_runs() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "startup.py"), "--repeats", "1"],
         cwd=ROOT,
-        env=environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
+        env=environment(PYTHONPATH=str(ROOT)),
         capture_output=True,
         text=True,
         timeout=100,

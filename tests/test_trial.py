@@ -19,7 +19,6 @@ from offload.plan.options import Options
 from offload.plan.planner import Plan
 from offload.plan.request import Request
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 LEVELS = Sizes(gamma=5, draft_gamma=2, budget=16, chunk=4, window=8, lookup=True)
 NUM_TOKENS = 24
 

@@ -50,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="module")
 def make(models: Models) -> Iterator[Make]:
-    """New dialogues, each with a engine of its own: make(interactive=)."""
+    """New dialogues, each with an engine of its own: make(interactive=)."""
     with ExitStack() as stack:
 
         def new(*, interactive: bool = False, speculation: bool = True) -> Dialogue:
@@ -83,7 +83,7 @@ def rows_of(dialogue: Dialogue, length: int) -> torch.Tensor:
 def finish_ahead(dialogue: Dialogue) -> None:
     """What a person who types for long gives time for."""
     dialogue.work_ahead()
-    dialogue._ahead.wait(lambda progress: None)
+    dialogue._background.wait(lambda progress: None)
 
 
 def continuation(dialogue: Dialogue, tokens: Sequence[int]) -> list[int]:
@@ -239,7 +239,7 @@ def test_a_person_whose_session_cannot_be_kept_may_save_the_conversation_and_try
     monkeypatch.setattr(dialogue.engine, "keep", keep)
     file = tmp_path / "saved.json"
     dialogue.work_ahead()
-    dialogue._ahead.wait(lambda progress: None)  # of the empty conversation: this one is kept
+    dialogue._background.wait(lambda progress: None)  # of the empty conversation: this one is kept
     lines = ("A question", None, *((f"/save {file}", None) if failures else ()))
     reader = Script(*lines)
     if failures == 2:
@@ -271,11 +271,11 @@ def test_a_prefill_that_is_broken_off_leaves_all_as_it_was(make: Make) -> None:
     dialogue.add(Document("book", "all work and no play " * 500))
     dialogue.work_ahead()
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while (progress := dialogue._ahead.progress) is None or progress.done == 0:
+    while (progress := dialogue._background.progress) is None or progress.done == 0:
         assert time.monotonic() < deadline
         time.sleep(0.001)  # the work ahead needs the interpreter too
     dialogue.change(before)
-    assert dialogue._ahead.progress is None
+    assert dialogue._background.progress is None
     assert progress.done < progress.total
     assert engine_of(dialogue).rows.tokens == dialogue.format.closing_tokens(before)
     assert engine_of(dialogue).rows.cache.length == said

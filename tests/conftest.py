@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -39,9 +40,9 @@ def _folders_and_configuration_of_their_own(tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="session")
-def deep(pytestconfig: pytest.Config) -> bool:
-    """Whether to try thousands of cases, or as many as show that a test works."""
-    return bool(pytestconfig.getoption("deep"))
+def num_cases(pytestconfig: pytest.Config) -> Callable[[int], int]:
+    """Of so many random cases, how many are tried: all with --deep, else a tenth."""
+    return lambda number: number if pytestconfig.getoption("deep") else number // 10
 
 
 @pytest.fixture
@@ -57,8 +58,8 @@ def triforce(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test marked few(n), leave n of its cases, evenly spread, unless all are wanted. Skip what is marked `cuda`
-    where there is no such device."""
+    """Of a test marked few(n), leave n of its cases unless all are wanted. Skip what is marked `cuda` where there is no
+    such device."""
     if not config.getoption("deep"):
         kept = set(items) - set(_beyond_a_few(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
@@ -74,10 +75,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _beyond_a_few(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    tests: dict[str, list[pytest.Item]] = {}
+    """All but those that together have every value of every parameter about equally often."""
+    tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if item.get_closest_marker("few"):
+        if isinstance(item, pytest.Function) and item.get_closest_marker("few"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
-        few = cases[0].get_closest_marker("few").args[0]
-        yield from (case for i, case in enumerate(cases) if i * few // len(cases) == (i - 1) * few // len(cases))
+        met: Counter[int] = Counter()
+        for _ in range(min(cases[0].get_closest_marker("few").args[0], len(cases))):
+            best = min(cases, key=lambda case: sum(met[id(value)] for value in case.callspec.params.values()))
+            met.update(map(id, best.callspec.params.values()))
+            cases.remove(best)
+        yield from cases

@@ -132,6 +132,7 @@ def assert_same_bits(spoken: Generated, plain: Generated) -> None:
     assert torch.equal(torch.cat(spoken.logits), torch.cat(plain.logits))
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", sample_cases(40), ids=str)
 def test_speculation_changes_no_bit(decoders: dict[tuple[str, str], Decoder], case: Case, dtype: str) -> None:
@@ -298,6 +299,7 @@ def text_prompt(num_tokens: int) -> list[int]:
     return random_tokens(num_tokens, seed=num_tokens, vocabulary=256)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offload", [(), ("kv",), ("weights",), ("kv", "weights")], ids=str)
 def test_the_engine_says_the_same_with_and_without_speculation(

@@ -294,6 +294,7 @@ def plot_again(folder: Path) -> bytes:
 SLOW = ("--contexts", "300,850", *LEVELS, "--offload", "kv", "--link-gbps", "0.003")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("as_json", [False, True])
 def test_who_is_asked_to_end_keeps_the_contexts_that_are_finished(folder, as_json, number, code):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -561,6 +562,7 @@ class TestReport:
         assert json.loads(json.dumps(document, allow_nan=False))["record"] == {"path": "file", "problem": "disk full"}
 
 
+@cache
 def some_expectations() -> list[Expectation]:
     return expectations(Hardware("cuda:0", "RTX", 23 * GIB, 60 * GIB, True, RTX_4090))
 

@@ -71,7 +71,9 @@ def use(folder: Path) -> list[int]:
     [lambda: Tokenizer(byte_tokenizer()), byte_level, byte_fallback],
     ids=["bytes", "byte-level", "byte-fallback"],
 )
-def test_tokenizer_files(tmp_path: Path, make: Make, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tokenizer_files(
+    tmp_path: Path, make: Make, num_cases: Callable[[int], int], capfd: pytest.CaptureFixture[str]
+) -> None:
     make()._inner.save_pretrained(tmp_path)
     tokenizer, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
     whole, settings = json.loads(tokenizer.read_text()), json.loads(config.read_text())
@@ -87,13 +89,13 @@ def test_tokenizer_files(tmp_path: Path, make: Make, capfd: pytest.CaptureFixtur
 
     use(tmp_path)
     with growth_under(FEW_BYTES):
-        counts = outcomes(NUM_PLAIN // 3, damage, lambda: use(tmp_path))
-    assert min(counts["works"], counts["refused"]) > NUM_PLAIN // 30, counts
+        counts = outcomes(num_cases(NUM_PLAIN // 3), damage, lambda: use(tmp_path))
+    assert min(counts["works"], counts["refused"]) > 0.1 * counts.total(), counts
 
 
 @pytest.mark.parametrize("class_name", ["LlamaTokenizer", "Qwen2Tokenizer"])
 def test_tokenizers_with_a_class_of_their_own(
-    tmp_path: Path, class_name: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, class_name: str, num_cases: Callable[[int], int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     (byte_fallback if class_name == "LlamaTokenizer" else byte_level)()._inner.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": class_name.removesuffix("Tokenizer").lower()}))
@@ -108,7 +110,7 @@ def test_tokenizers_with_a_class_of_their_own(
         put(path, damaged_json(files[path], random))
 
     use(tmp_path)
-    counts = outcomes(NUM_AUTO // 2, damage, lambda: use(tmp_path))
+    counts = outcomes(num_cases(NUM_AUTO // 2), damage, lambda: use(tmp_path))
     assert min(counts["works"], counts["refused"]) > 0, counts
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import pty
 import re
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.text import Text
 
 from test_cli_fake import start
+from triforce_cli.output import Output
 
 SLOW = {"ticks": 10, "tick_seconds": 0.05, "pieces": ["Hello", " there"]}
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -177,6 +182,55 @@ def test_interrupt_amid_the_text_keeps_it_and_ends_the_line(args):
     screen.process.send_signal(signal.SIGINT)
     assert screen.finish() == 130
     assert shown_at_the_end(screen.text) == "Hello there\n"
+
+
+HOSTILE = "a\x1b]0;title\x07\x1b[2J\rb\x08\x9b31m\u202ec\x7f"
+HARMLESS = r"a\u001b]0;title\u0007\u001b[2J\rb\b\u009b31m\u202ec\u007f"
+
+
+def test_control_characters_of_a_text_are_visible_and_change_nothing(args):
+    screen = Screen(*args, "--quiet", script={"pieces": [HOSTILE, "\ttab\r\n", "end"]})
+    assert screen.finish() == 0
+    assert screen.text == f"{HARMLESS}\ttab\r\r\nend\r\n"  # the terminal adds a carriage return to each line end
+
+
+def test_control_characters_of_a_note_an_echo_and_an_error_are_visible(args, tmp_path):
+    (tmp_path / "prompt").write_text(HOSTILE)
+    with_file = ("--prompt-file", str(tmp_path / "prompt"), "--echo")
+    screen = Screen(*args[:2], *with_file, script=SLOW | {"notes": [f"note {HOSTILE}"], "fail": "ModelError"})
+    assert screen.finish() == 4
+    assert f"note {HARMLESS}\r\n" in screen.text
+    assert f"{HARMLESS}Hello" in screen.text
+    screen = Screen("--model", str(tmp_path), "--prompt-file", f"/{HOSTILE}", script={})
+    assert screen.finish() == 2
+    assert HARMLESS in re.sub(r"\s", "", shown_at_the_end(screen.text))
+
+
+def test_control_characters_of_a_table_are_visible_and_its_styles_stay(monkeypatch):
+    class Terminal(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdout", Terminal(io.BytesIO(), encoding="utf-8"))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    Output().show(Text("a\x1b[2Jb\u202ec", style="bold"))
+    shown = sys.stdout.buffer.getvalue().decode()
+    assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == "a\\u001b[2Jb\\u202ec\n"
+    assert "\x1b[1m" in shown
+
+
+def test_json_at_a_terminal_means_what_it_meant(args):
+    screen = Screen(*args, "--json", "--quiet", script={"pieces": [HOSTILE]})
+    assert screen.finish() == 0
+    assert screen.text.removesuffix("\r\n").isprintable()
+    assert json.loads(screen.text)["text"] == HOSTILE
+
+
+def test_a_pipe_gets_control_characters_as_they_are(args):
+    screen = Screen(*args, "--quiet", script={"pieces": [HOSTILE]}, stdout=subprocess.PIPE)
+    assert screen.finish() == 0
+    assert screen.process.stdout is not None
+    assert screen.process.stdout.read() == HOSTILE.encode()
 
 
 def test_interrupt_of_a_bar_shows_the_cursor_again(args):

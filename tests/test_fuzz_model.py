@@ -288,7 +288,7 @@ def test_what_a_file_says_neither_moves_the_cursor_nor_fills_the_screen(folder: 
     save_file({name: torch.ones(1) for name in names}, folder / "model.safetensors")
     code, err = generate(folder)
     assert code == 4
-    assert r"\x1b[2J\r\u202exxx" in err
+    assert r"\u001b[2J\r\u202exxx" in err
     assert err.removesuffix("\n").isprintable()
     assert len(err) < 6000
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import select
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console, RenderableType
+from rich.segment import Segment, Segments
 from rich.text import Text
 
 from offload.errors import TriforceError
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from triforce_cli.outfile import OutputFile
 
 _MESSAGE_CHARACTERS = 4000
+# C0 but for tab and line ends, C1, separators of lines, what changes a text's direction, halves of surrogate pairs.
+_CONTROL = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def forgive_locale() -> None:
@@ -67,14 +71,12 @@ class Output:
         return shutil.get_terminal_size((fallback, 24)).columns
 
     def text(self, piece: str) -> None:
-        """Write to standard output, or to the file that stands for it, at once, as UTF-8 whatever the locale."""
+        """Write to standard output, or to the file that stands for it, at once, as UTF-8 whatever the locale. At a
+        terminal control characters are made visible; a file or a pipe gets them as they are."""
         if self._file is not None:
             self._file.write(piece.encode("utf-8"))
-            return
-        self._display.stop()
-        if piece:
-            _write(sys.stdout, piece.encode("utf-8"))
-            self._mid_line = not piece.endswith("\n")
+        else:
+            self._write(_shown_at(sys.stdout, piece))
 
     @property
     def text_width(self) -> int:
@@ -86,8 +88,8 @@ class Output:
         """Write tables to standard output: with colours at a terminal that has them (and without NO_COLOR)."""
         console = Console(file=sys.stdout, width=self.text_width, highlight=False)
         with console.capture() as capture:
-            console.print(shown)
-        self.text("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+            console.print(_shown_segments(console.render(shown)), end="")
+        self._write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
     @property
     def has_person(self) -> bool:
@@ -121,7 +123,7 @@ class Output:
 
     def wait(self, label: str) -> None:
         """Show that something goes on that cannot be measured, until the next output."""
-        self._display.wait(label)
+        self._display.wait(visible(label))
 
     def progress(self, progress: Progress) -> None:
         """Show how far a stage is. The engine calls this often."""
@@ -139,7 +141,7 @@ class Output:
             return
         log.event(line)
         if not self._quiet:
-            self._print(Text(line), wrap=True)
+            self._print(line, wrap=True)
 
     def planned(self, *plans: Plan) -> None:
         """What plans have to say, each thing once; the log gets them whole."""
@@ -150,34 +152,41 @@ class Output:
 
     def table(self, table: str) -> None:
         """A table to standard error, set off from the text above it at a terminal."""
-        self._print(Text(f"\n{table}" if _is_terminal(sys.stderr) else table))
+        self._print(f"\n{table}" if _is_terminal(sys.stderr) else table)
 
     def question(self, text: str) -> None:
         """To standard error, always; the answer is typed on the same line."""
-        self._print(Text(f"{text} "), end="")
+        self._print(f"{text} ", end="")
 
     def error(self, message: str, *, traceback: str = "") -> None:
         """An error message to standard error, always, below the traceback if there is one; "" says nothing."""
         log.event(f"error: {message}")
         if traceback:
-            self._print(Text(traceback))
+            self._print(traceback)
         if message:
-            self._print(Text.assemble(("error: ", "bold red"), _harmless(message)), wrap=True)
+            self._print(visible(_shortened(message)), wrap=True, heading="error: ")
 
     def error_document(self, document: Mapping[str, Any]) -> None:
         """The same as one JSON object on one line."""
-        self._print(Text(_one_line(document)), end="")
+        self._print(_one_line(document), end="")
+
+    def _write(self, piece: str) -> None:
+        self._display.stop()
+        if piece:
+            _write(sys.stdout, piece.encode("utf-8"))
+            self._mid_line = not piece.endswith("\n")
 
     def _end_line(self, *, interrupted: bool) -> None:
         """At a terminal, leave the cursor at the start of a line. A file or a pipe gets the text and nothing else."""
         if _is_terminal(sys.stdout) and (self._mid_line or interrupted):  # the terminal has echoed ^C
             self.text("\n")
         elif interrupted and _is_terminal(sys.stderr):
-            self._print(Text())
+            self._print("")
 
-    def _print(self, text: Text, end: str = "\n", *, wrap: bool = False) -> None:
+    def _print(self, text: str, end: str = "\n", *, wrap: bool = False, heading: str = "") -> None:
         """wrap: at words, where there is a terminal's width to keep to."""
-        self._console.print(text, soft_wrap=not (wrap and _is_terminal(sys.stderr)), end=end)
+        line = Text.assemble((heading, "bold red"), _shown_at(sys.stderr, text))
+        self._console.print(line, soft_wrap=not (wrap and _is_terminal(sys.stderr)), end=end)
 
     def _new_display(self) -> ProgressDisplay:
         if self._quiet:
@@ -202,10 +211,24 @@ class _StderrConsole(Console):
         raise BrokenPipeError
 
 
-def _harmless(message: str) -> str:
-    """What a file says of itself moves no cursor and fills no screen."""
-    shown = message if len(message) <= _MESSAGE_CHARACTERS else f"{message[:_MESSAGE_CHARACTERS]} ..."
-    return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in shown)
+def visible(text: str) -> str:
+    r"""Control characters as JSON writes them (\u001b): what a file or a model says moves no cursor, renames no window.
+    Tabs and line ends stay, and so does the meaning of a JSON text."""
+    return _CONTROL.sub(lambda control: json.dumps(control[0])[1:-1], text)
+
+
+def _shown_at(stream: IO[str] | None, text: str) -> str:
+    return visible(text) if _is_terminal(stream) else text
+
+
+def _shown_segments(segments: Iterable[Segment]) -> Segments:
+    """Styles stay."""
+    return Segments([Segment(_shown_at(sys.stdout, text), style) for text, style, _ in segments])
+
+
+def _shortened(message: str) -> str:
+    """A message that quotes a file fills no screen."""
+    return message if len(message) <= _MESSAGE_CHARACTERS else f"{message[:_MESSAGE_CHARACTERS]} ..."
 
 
 def _write(stream: IO[str] | None, data: bytes) -> None:

@@ -164,7 +164,7 @@ class Bench:
         random, tokens, laws = SeededSource(sampling.seed), list(prompt), list[Tensor]()
         masses, queries = list[Tensor](), list[Tensor]()
         for position in range(first - SEEN_ROWS, first + num_tokens):
-            self.full.keeps_mass = True
+            self.full.record_mass = True
             law = warp(self.levels["target"].forward([tokens[position]], 1), sampling)[0]
             masses.append(self.full.mass(1))
             queries.append(torch.stack([query[0] for query in self.full.last_query]))
@@ -216,7 +216,7 @@ class Bench:
         assert chunk is not None
         parts = []
         for start in range(0, self.full.length, 2048):
-            rows = self.full.read_rows(start, min(start + 2048, self.full.length)).float()
+            rows = self.full.reader.tokens(start, min(start + 2048, self.full.length)).float()
             parts.append(pad(rows, (0, 0, 0, -rows.shape[3] % chunk)).unflatten(3, (-1, chunk)).mean(4))
         means = torch.cat(parts, 3).transpose(0, 1)
         return pad(means, (0, 0, 0, num_chunks - means.shape[3]))

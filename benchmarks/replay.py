@@ -93,7 +93,7 @@ def record(engine: Engine, prompt: list[int], num_tokens: int, block: int) -> Re
     target.truncate(len(prompt) - engine.plan.rows)
     if engine.retrieval is not None:
         engine.retrieval.truncate(0)
-        engine.retrieval.full.keeps_mass = True
+        engine.retrieval.full.record_mass = True
     for start in range(first, len(text), block):
         stop, pending = min(start + block, len(text)), text[target.length : start - 1]
         num_heard = 1 if start == first else block

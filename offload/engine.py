@@ -302,7 +302,7 @@ class Engine:
             self.retrieval.truncate(0)
         if "draft" in self.levels:
             self.levels["draft"].truncate(0)
-        self.rows.cache.keeps_mass = True
+        self.rows.cache.record_mass = True
         self.stats = Stats(prompt_tokens=len(prompt), reused_tokens=kept, load_seconds=self._load_seconds)
         for level in self.levels.values():
             level.stats = type(level.stats)(level.stats.name)
@@ -330,7 +330,7 @@ class Engine:
             vocab_size=self._width,
             device=self.memory.device,
             on_verified=self._prepare,
-            keeps_mass=lambda: self.retrieval is not None and self.rows.cache.keeps_mass,
+            keeps_mass=lambda: self.retrieval is not None and self.rows.cache.record_mass,
             block=self.levels["target"].block,
         )
         self._lookahead, self.clock = levels.lookahead, levels.clock
@@ -338,7 +338,7 @@ class Engine:
 
     def _make_plain(self, sampling: SamplingParams) -> Speculator:
         """One that drafts nothing: the levels below rest, and no masses are kept for them."""
-        self.rows.cache.keeps_mass = False
+        self.rows.cache.record_mass = False
         levels = stack(
             replace(self.plan, gamma=0, lookup=False, adaptive=()),
             {"target": self.levels["target"]},
@@ -361,8 +361,8 @@ class Engine:
         are kept."""
         began, start, index = time.perf_counter(), self.clock.now(), -1  # the last proposer of the target
         wanted = self._lookahead.wants(index)
-        ready = wanted and (self.rows.cache.keeps_mass or not retrieval.needs_mass)
-        self.rows.cache.keeps_mass = wanted
+        ready = wanted and (self.rows.cache.record_mass or not retrieval.needs_mass)
+        self.rows.cache.record_mass = wanted
         if ready:
             retrieval.refresh(num_rows)
             self.clock.wind(self.plan.predicted.refresh_seconds)

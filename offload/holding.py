@@ -75,7 +75,7 @@ class Holding:
         def report(num_tokens: int) -> None:
             on_progress(Progress("prefill", num_tokens, len(tokens) - held, "tokens"))
 
-        prefill(self._decoder, self.cache, tokens[held:], walk=self._plan.walk, on_tokens=report)
+        prefill(self._decoder, self.cache, tokens[held:], prefill_block=self._plan.walk, on_tokens=report)
         self._held.prefilled(tokens, self._plan.walk)
 
     def generated(self, tokens: Sequence[int]) -> None:

@@ -206,7 +206,7 @@ class Sizes:
     gamma: int = 0
     draft_gamma: int = 0
     rows: int = 4
-    walk: int = 8
+    prefill_block: int = 8
     page: int = 8
     pages: int = 2
     num_resident: int = 0  # tiles of all layers together, only where there is a link
@@ -306,7 +306,11 @@ class Stack:
             prompt,
             speculator,
             prefill=lambda tokens: prefill(
-                self.target, self.full, tokens, walk=self.sizes.walk, on_tokens=lambda num_tokens: None
+                self.target,
+                self.full,
+                tokens,
+                prefill_block=self.sizes.prefill_block,
+                on_tokens=lambda num_tokens: None,
             ),
             num_pending=self.sizes.rows,
             max_tokens=num_tokens,
@@ -371,7 +375,7 @@ def tiny_plan(
         max_tokens=max_tokens,
     )  # fmt: skip
     return replace(
-        plan, rows=sizes.rows, walk=sizes.walk, page_tokens=sizes.page, tile_tokens=sizes.page * sizes.pages,
+        plan, rows=sizes.rows, walk=sizes.prefill_block, page_tokens=sizes.page, tile_tokens=sizes.page * sizes.pages,
         budget=sizes.budget, adaptive=("retrieval", "target") if sizes.adaptive else (), pace=sizes.pace,
     )  # fmt: skip
 

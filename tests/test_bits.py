@@ -221,7 +221,7 @@ def decode_together(target: Decoder, sizes: Sizes, sequences: list[tuple[list[in
     segments, counts = [], []
     for own, (tokens, count) in zip(caches, sequences, strict=True):
         own.begin("prefill", len(tokens) - count)
-        target.forward([Segment(own, torch.tensor(tokens[:-count]))], walk=sizes.walk)
+        target.forward([Segment(own, torch.tensor(tokens[:-count]))], prefill_block=sizes.prefill_block)
         own.advance(len(tokens) - count)
         padded = tokens[-count:] + [0] * (-count % sizes.rows)
         own.begin("decode", len(padded))
@@ -473,7 +473,7 @@ def test_a_retrieval_level_may_rest_and_be_got_ready_again(
     def readied(self: Adaptive, index: int, seconds: float | None) -> None:
         self.sources[index].ready = seconds is not None
         ready.append(seconds is not None)
-        kept.append(subject.rows.cache.keeps_mass)
+        kept.append(subject.rows.cache.record_mass)
 
     monkeypatch.setattr(Adaptive, "wants", wants)
     monkeypatch.setattr(Adaptive, "readied", readied)
@@ -487,7 +487,7 @@ def test_a_retrieval_level_may_rest_and_be_got_ready_again(
             )  # a prompt's first pass keeps them
             assert ready == [wish and had for wish, had in zip(wished, before, strict=True)]
             assert {True, False} == set(ready)
-            subject.rows.cache.keeps_mass = (
+            subject.rows.cache.record_mass = (
                 False  # as after a text that ended at rest: a prompt's first pass keeps them
             )
         passes = subject.stats.levels[1].passes

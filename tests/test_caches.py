@@ -382,7 +382,7 @@ def test_rejected_rows_leave_no_bit_in_the_full_cache(
     assert isinstance(clean.cache, FullCache)
     driver.cache.wait_home()
     length = len(driver.history)
-    assert torch.equal(driver.cache.read_rows(0, length), clean.cache.read_rows(0, length))
+    assert torch.equal(driver.cache.reader.tokens(0, length), clean.cache.reader.tokens(0, length))
 
 
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
@@ -562,7 +562,7 @@ def test_moving_tiles_over_a_link_changes_no_bit(
             for driver in drivers:
                 driver.truncate(max(len(driver.history) - count + min(kept, count) - back, 0))
         away.wait_home()
-        assert torch.equal(away.read_rows(0, away.length), here.read_rows(0, here.length))
+        assert torch.equal(away.reader.tokens(0, away.length), here.reader.tokens(0, here.length))
 
 
 def test_decoding_without_a_refresh_keeps_every_row() -> None:
@@ -595,7 +595,7 @@ def assert_holds_exactly(cache: RetrievalCache, full: FullCache, *, budget: int)
     """Chosen chunks and the tail are the full cache's own rows, and all tokens are verified ones."""
     full.wait_home()
     assert cache.length == full.length
-    rows = full.read_rows(0, full.length)  # [L, 2, H_kv, n, D]
+    rows = full.reader.tokens(0, full.length)  # [L, 2, H_kv, n, D]
     num_chosen = 0
     if cache.chosen is not None and cache._slot_of is not None:
         num_chunks = cache.chosen.shape[-1]

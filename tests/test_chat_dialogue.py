@@ -77,7 +77,7 @@ def engine_of(dialogue: Dialogue) -> Engine:
 def rows_of(dialogue: Dialogue, length: int) -> torch.Tensor:
     engine = engine_of(dialogue)
     engine.rows.cache.wait_home()
-    return engine.rows.cache.read_rows(0, length).clone()
+    return engine.rows.cache.reader.tokens(0, length).clone()
 
 
 def finish_ahead(dialogue: Dialogue) -> None:

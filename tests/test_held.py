@@ -58,7 +58,7 @@ def keep(engine: Engine, folders: tuple[Path, Path], path: Path, *, read_only: b
 
 def rows_of(engine: Engine, length: int) -> torch.Tensor:
     engine.rows.cache.wait_home()
-    return engine.rows.cache.read_rows(0, length).clone()
+    return engine.rows.cache.reader.tokens(0, length).clone()
 
 
 # What may be gone on from

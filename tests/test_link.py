@@ -412,7 +412,7 @@ def test_a_decode_forward_moves_the_used_pages_and_no_more(decoder: Decoder, len
     with paced() as link:
         cache = full_cache(decoder, sizes, link=link)
         level = Level("target", decoder, cache, vocab_size=config.vocab_size, blocks=sizes.blocks, link=link)
-        prefill(decoder, cache, random_tokens(length), walk=7, on_tokens=lambda num_tokens: None)
+        prefill(decoder, cache, random_tokens(length), prefill_block=7, on_tokens=lambda num_tokens: None)
         pages = -(-length // sizes.page)
         resident = num_resident * sizes.pages
         streamed = max(pages - resident, 0) * config.num_layers
@@ -441,7 +441,7 @@ def test_what_was_fetched_ahead_is_not_fetched_again(decoder: Decoder) -> None:
     with paced() as link:
         cache = full_cache(decoder, sizes, link=link)
         level = Level("target", decoder, cache, vocab_size=config.vocab_size, blocks=sizes.blocks, link=link)
-        prefill(decoder, cache, random_tokens(33), walk=7, on_tokens=lambda num_tokens: None)
+        prefill(decoder, cache, random_tokens(33), prefill_block=7, on_tokens=lambda num_tokens: None)
         for _ in range(10):
             level.forward([5, 6], 1)
             level.truncate(33)
@@ -462,7 +462,7 @@ def test_a_prefill_makes_what_was_fetched_ahead_stale(decoder: Decoder) -> None:
         logits = []
         for seed in (1, 2, 1):
             level.truncate(0)
-            prefill(decoder, cache, random_tokens(30, seed=seed), walk=7, on_tokens=lambda num_tokens: None)
+            prefill(decoder, cache, random_tokens(30, seed=seed), prefill_block=7, on_tokens=lambda num_tokens: None)
             logits.append(level.forward([5, 6], 2))
             cache.fetch_ahead()
     assert torch.equal(logits[0], logits[2])
@@ -478,7 +478,7 @@ def test_prefill_after_prefill_fetches_what_is_there_once_and_sends_what_is_new(
         for start, stop in ((0, 21), (21, 60)):
             before = link.stats
             tokens = random_tokens(stop - start)
-            prefill(decoder, cache, tokens, walk=5, on_tokens=lambda num_tokens: None)
+            prefill(decoder, cache, tokens, prefill_block=5, on_tokens=lambda num_tokens: None)
             moved = link.stats - before
             assert moved.bytes_to_device == -(-start // sizes.page) * page_bytes
             assert moved.bytes_to_host == (-(-stop // sizes.page) - start // sizes.page) * page_bytes

@@ -53,7 +53,7 @@ ROPES: dict[str, dict[str, object]] = {
         },
     },
 }  # fmt: skip
-SIZES = Sizes(capacity=LENGTH, rows=4, walk=7, page=8, pages=2)
+SIZES = Sizes(capacity=LENGTH, rows=4, prefill_block=7, page=8, pages=2)
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +83,10 @@ def assert_same_logits(ours: Tensor, theirs: Tensor) -> None:
 
 
 @torch.inference_mode()
-def in_prefill(decoder: Decoder, cache: FullCache, tokens: list[int], walk: int) -> Tensor:
+def in_prefill(decoder: Decoder, cache: FullCache, tokens: list[int], prefill_block: int) -> Tensor:
     """The logits of all rows of one forward in phase "prefill"."""
     cache.begin("prefill", len(tokens))
-    hidden = decoder.forward([Segment(cache, torch.tensor(tokens))], walk=walk)
+    hidden = decoder.forward([Segment(cache, torch.tensor(tokens))], prefill_block=prefill_block)
     cache.advance(len(tokens))
     return decoder.logits(hidden)
 
@@ -109,11 +109,11 @@ def in_decoding(decoder: Decoder, cache: FullCache, tokens: list[int], step: int
 def test_prefill_decoding_and_both_mixed_give_the_logits_of_transformers(folder: Path) -> None:
     tokens = random_tokens(LENGTH)
     theirs, decoder = reference(folder, tokens), load(folder)
-    assert_same_logits(in_prefill(decoder, full_cache(decoder, SIZES), tokens, SIZES.walk), theirs)
+    assert_same_logits(in_prefill(decoder, full_cache(decoder, SIZES), tokens, SIZES.prefill_block), theirs)
     assert_same_logits(in_decoding(decoder, full_cache(decoder, SIZES), tokens, 5), theirs)
     link = LateLink(late_in=True, late_out=True)
     mixed = full_cache(decoder, SIZES, link=link)
-    prefill(decoder, mixed, tokens[:20], walk=7, on_tokens=lambda num_tokens: None)
+    prefill(decoder, mixed, tokens[:20], prefill_block=7, on_tokens=lambda num_tokens: None)
     parts = [in_decoding(decoder, mixed, tokens[20:27], 3)]
     parts.append(in_prefill(decoder, mixed, tokens[27:50], 9))
     parts.append(in_decoding(decoder, mixed, tokens[50:], 1))
@@ -126,9 +126,9 @@ def test_another_token_or_another_scaling_is_far_outside_the_tolerance(folder: P
     theirs, decoder = reference(folder, tokens), load(folder)
     changed = [*tokens[:3], tokens[3] + 1, *tokens[4:]]
     plain = Decoder(replace(decoder.config, rope=RopeScaling()), decoder.weights)
-    runs = [in_prefill(decoder, full_cache(decoder, SIZES), changed, SIZES.walk)]
+    runs = [in_prefill(decoder, full_cache(decoder, SIZES), changed, SIZES.prefill_block)]
     if decoder.config.rope.kind != "default":
-        runs.append(in_prefill(plain, full_cache(plain, SIZES), tokens, SIZES.walk))
+        runs.append(in_prefill(plain, full_cache(plain, SIZES), tokens, SIZES.prefill_block))
     for ours in runs:
         assert float((ours - theirs)[-1].abs().max()) > 20 * TOLERANCE * float(theirs.abs().max())
 

@@ -82,7 +82,7 @@ class TestPlainOnOneEngine:
         assert passes(engine) == {"target": NUM_TOKENS, "retrieval": 0, "draft": 0}
         assert engine.stats.refresh_seconds == 0.0
         assert engine.retrieval is not None
-        assert not engine.retrieval.full.keeps_mass
+        assert not engine.retrieval.full.record_mass
 
     def test_speculation_before_and_after_it_is_the_same(self, engine, prompt):
         first = said(engine, prompt, speculation=True)

@@ -83,7 +83,7 @@ def ours(folder: Path, tokens: list[int], dtype: torch.dtype = torch.float32) ->
     decoder = load(folder, dtype=dtype)
     cache = full_cache(decoder, Sizes(capacity=len(tokens), page=64))
     cache.begin("prefill", len(tokens))
-    return decoder.logits(decoder.forward([Segment(cache, torch.tensor(tokens))], walk=64)).float()
+    return decoder.logits(decoder.forward([Segment(cache, torch.tensor(tokens))], prefill_block=64)).float()
 
 
 def error(logits: Tensor, expected: Tensor) -> float:

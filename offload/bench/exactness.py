@@ -143,7 +143,7 @@ def _replay(engine: Engine, prompt: Sequence[int], tokens: Sequence[int], on_pro
     """The target's logits [V] for each of `tokens`, one row a pass, after the prefill that is held."""
     rows, target = engine.rows, engine.levels["target"]
     rows.begin(prompt, reuse=False)
-    rows.cache.keeps_mass = False
+    rows.cache.record_mass = False
     rows.prefill(prompt[: rows.num_prefilled(prompt)], on_progress)
     yield target.forward(prompt[rows.cache.length :], 1)[0].float().cpu()
     for token in tokens[:-1]:

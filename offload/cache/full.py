@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -12,7 +9,8 @@ from torch import Tensor
 
 from offload.cache import Phase
 from offload.cache.block import Block
-from offload.cache.residence import Homeward, PrefillTiles, Residence, Resident, StreamedTiles
+from offload.cache.reader import RowReader
+from offload.cache.residence import PrefillTiles, Residence, Resident, StreamedTiles, WriteBack
 from offload.cache.tiles import TileShape, TileStore
 from offload.kernels.attention import fold
 from offload.kernels.rope import RopeTable, rotate
@@ -22,22 +20,13 @@ from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Rows to collect: where they go, whether their home is on the device, and what writes them to a tensor."""
-
-    place: Tensor
-    resident: bool
-    fill: Callable[[Tensor], object]
-
-
 class FullCache:
     """Keys (rotated) and values of all tokens, in tiles.
 
     In phase "decode" rows are attended in `blocks`, over whole tiles, whatever is hidden in them: so a
     row's bits depend on its position and the tokens before it, and on nothing else. In phase "prefill" blocks may have
     any size. With `mass_chunk` the decode phase also keeps each row's softmax mass per chunk of that many tokens,
-    while `keeps_mass` is set.
+    while `record_mass` is set.
     """
 
     def __init__(
@@ -55,24 +44,23 @@ class FullCache:
         prefill: PrefillShape | None = None,
     ) -> None:
         self.shape, self.num_layers, self.rope, self.mass_chunk = shape, num_layers, rope, mass_chunk
-        self._block_sizes, self.link = blocks, link
+        self._block_sizes = blocks
         self.store = TileStore(memory, shape, num_layers, None if link is None else num_resident)
         self._residences: dict[Phase, Residence] = {"prefill": Resident(self.store), "decode": Resident(self.store)}
-        self.homeward: Homeward | None = None
+        self._write_back: WriteBack | None = None
         if link is not None:
             staging = [
                 memory.allocate(shape.shape, shape.dtype, tier="device", purpose="kv staging")
                 for _ in range(num_staging)
             ]
-            self.homeward = Homeward(self.store, link)
+            self._write_back = WriteBack(self.store, link)
             self._residences = {
-                "prefill": PrefillTiles(self.store, link, memory, self.homeward),
-                "decode": StreamedTiles(self.store, link, staging, self.homeward),
+                "prefill": PrefillTiles(self.store, link, memory, self._write_back),
+                "decode": StreamedTiles(self.store, link, staging, self._write_back),
             }
-        self._memory, self._device = memory, memory.device
+        self.reader = RowReader(self.store, memory, link)
         self._prefill = prefill or CPU_PREFILL
-        self._gathered: Tensor | None = None
-        self.keeps_mass = mass_chunk is not None  # from the next decode forward on
+        self.record_mass = mass_chunk is not None  # from the next decode forward on
         self.length = 0
         self._last_row = 0
         self._phase: Phase | None = None  # of the forward under way
@@ -113,7 +101,7 @@ class FullCache:
             residence.close(layer, index)
         if self._phase == "decode":
             self.last_query.append(q)
-            if self.mass_chunk is not None and self.keeps_mass:
+            if self.mass_chunk is not None and self.record_mass:
                 num_chunks = self.shape.count(start + num_rows) * self.shape.tokens // self.mass_chunk
                 self._mass.append(torch.cat([block.total_mass(num_chunks) for block in blocks]))
         return torch.cat([block.attended() for block in blocks]).to(q.dtype)
@@ -183,83 +171,10 @@ class FullCache:
             scores.append((joined @ row.to(joined.device)[..., None]).squeeze(-1))
         return torch.stack(scores)[..., :num_chunks].to(self.last_query[0].device)
 
-    def read_chunks(self, layers: Tensor, heads: Tensor, chunks: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-        """Chunk `chunks[i]` (of `chunk` tokens) of KV head `heads[i]` in layer `layers[i]`, as (order, rows).
-
-        rows [2, n, chunk * D] on the device, keys and values, tile by tile: row j is the chunk asked for at order[j].
-        """
-        layers, heads, chunks = layers.cpu(), heads.cpu(), chunks.cpu()
-        per_tile, per_page = self.shape.tokens // chunk, self.shape.page_tokens // chunk
-        count = self.shape.count(self.length)
-        key, order = (layers * count + chunks // per_tile).sort()
-        within, head = (chunks % per_tile)[order], heads[order]
-        # Keys of a chunk are one run of the tile's bytes, its values another, half a tile further.
-        run = ((within // per_page) * self.shape.num_kv_heads + head) * per_page + within % per_page
-        run_there = run.to(self._device)
-        half = per_tile * self.shape.num_kv_heads
-        size = (2, len(run), chunk * self.shape.head_dim)
-        rows = torch.empty(size, dtype=self.shape.dtype, device=self._device)
-        pieces, at = [], 0
-        groups, sizes = key.unique_consecutive(return_counts=True)
-        for group, number in zip(groups.tolist(), sizes.tolist(), strict=True):
-            layer, index = divmod(group, count)
-            tile = self.store.home(layer, index).view(2 * half, -1)
-            for kind in range(2):
-                own = (run if tile.device.type == "cpu" else run_there)[at : at + number] + kind * half
-                fill = partial(_select, tile, own)
-                pieces.append(_Piece(rows[kind, at : at + number], self.store.is_resident(layer, index), fill))
-            at += number
-        self._collect(pieces)
-        return order.to(self._device), rows
-
-    def read_rows(self, start: int, stop: int) -> Tensor:
-        """All layers' keys and values of tokens start to stop -> [L, 2, H_kv, stop - start, D] on the device."""
-        page, per_tile = self.shape.page_tokens, self.shape.tokens
-        size = (self.num_layers, 2, self.shape.num_kv_heads, stop - start, self.shape.head_dim)
-        rows = torch.empty(size, dtype=self.shape.dtype, device=self._device)
-        pieces, position = [], start
-        while position < stop:
-            index, within = divmod(position, per_tile)
-            number, offset = divmod(within, page)
-            count = min(page - offset, stop - position)
-            for layer in range(self.num_layers):
-                place = rows[layer, :, :, position - start : position - start + count]
-                home = self.store.home(layer, index)[:, number, :, offset : offset + count]
-                pieces.append(_Piece(place, self.store.is_resident(layer, index), partial(_copy, home)))
-            position += count
-        self._collect(pieces)
-        return rows
-
     def wait_home(self) -> None:
         """Until the tiles' homes hold all rows."""
-        if self.homeward is not None:
-            self.homeward.wait()
-
-    def _collect(self, pieces: Sequence[_Piece]) -> None:
-        """Fill every piece's place on the device: one copy over the link for all whose home is on the host."""
-        for piece in pieces:
-            if piece.resident:
-                piece.fill(piece.place)
-        away = [piece for piece in pieces if not piece.resident]
-        if self.link is None or not away:
-            return
-        sizes = [piece.place.numel() for piece in away]
-        staged = self._staging(sum(sizes))
-        for part, piece in zip(staged.split(sizes), away, strict=True):
-            piece.fill(part.view(piece.place.shape))
-        arrived = torch.empty_like(staged, device=self._device)
-        self.link.to_device(arrived, staged, (self.link.record(),)).synchronize()  # the next call overwrites `staged`
-        for part, piece in zip(arrived.split(sizes), away, strict=True):
-            piece.place.copy_(part.view(piece.place.shape))
-
-    def _staging(self, num_elements: int) -> Tensor:
-        """Host memory to gather rows in before they cross."""
-        if self._gathered is None or self._gathered.numel() < num_elements:
-            if self._gathered is not None:
-                self._memory.released(self._gathered, tier="host", purpose="gathered chunks")
-            size = (num_elements,)
-            self._gathered = self._memory.allocate(size, self.shape.dtype, tier="host", purpose="gathered chunks")
-        return self._gathered[:num_elements]
+        if self._write_back is not None:
+            self._write_back.wait()
 
     def _end(self) -> None:
         if self._phase is not None:
@@ -294,15 +209,6 @@ class FullCache:
     def _attend_tile(self, block: Block, tile: Tensor, index: int) -> None:
         base = index * self.shape.tokens
         if self._phase == "decode":
-            block.attend_fixed(tile, base, chunk=self.mass_chunk if self.keeps_mass else None)
+            block.attend_fixed(tile, base, chunk=self.mass_chunk if self.record_mass else None)
         else:
             block.attend_used(tile, base, pages=self._prefill.pages, fused=self._prefill.fused)
-
-
-def _select(tile: Tensor, runs: Tensor, out: Tensor) -> None:
-    """`out` [n, run]: those runs of tile [runs, run]."""
-    torch.index_select(tile, 0, runs, out=out)
-
-
-def _copy(home: Tensor, out: Tensor) -> None:
-    out.copy_(home)

@@ -64,31 +64,31 @@ class Resident:
     def forget(self) -> None: ...
 
 
-class Homeward:
+class WriteBack:
     """Copies of new rows back to the tiles' homes, and the events that later readers of a home wait for."""
 
     def __init__(self, store: TileStore, link: Link) -> None:
         self._store, self._link = store, link
-        self._stored: dict[tuple[int, int], Event] = {}
+        self._written: dict[tuple[int, int], Event] = {}
 
-    def store(self, layer: int, index: int, tile: Tensor, start: int, stop: int) -> Event:
-        """Send the pages that tokens start to stop lie in home: whole pages are contiguous in each half."""
+    def write(self, layer: int, index: int, tile: Tensor, start: int, stop: int) -> Event:
+        """Send home the pages of `tile` that tokens start to stop lie in: whole pages are contiguous in each half."""
         page = self._store.shape.page_tokens
         pages = slice(start // page, -(-stop // page))
         home, ready = self._store.home(layer, index), self._link.record()
         for half in range(2):
-            event = self._stored[layer, index] = self._link.to_host(home[half, pages], tile[half, pages], (ready,))
+            event = self._written[layer, index] = self._link.to_host(home[half, pages], tile[half, pages], (ready,))
         return event
 
     def before(self, layer: int, index: int) -> tuple[Event, ...]:
-        event = self._stored.get((layer, index))
+        event = self._written.get((layer, index))
         return () if event is None else (event,)
 
     def wait(self) -> None:
         """Until every home is up to date."""
-        for event in self._stored.values():
+        for event in self._written.values():
             event.synchronize()
-        self._stored.clear()
+        self._written.clear()
 
 
 @dataclass
@@ -107,8 +107,8 @@ class StreamedTiles:
     and copied home from there.
     """
 
-    def __init__(self, store: TileStore, link: Link, staging: Sequence[Tensor], homeward: Homeward) -> None:
-        self._store, self._link, self._homeward = store, link, homeward
+    def __init__(self, store: TileStore, link: Link, staging: Sequence[Tensor], write_back: WriteBack) -> None:
+        self._store, self._link, self._write_back = store, link, write_back
         self._slots = [_Slot(tile, link.record(), link.record(), link.record()) for tile in staging]
         self._order: list[tuple[int, int]] = []
         self._position: dict[tuple[int, int], int] = {}
@@ -119,7 +119,7 @@ class StreamedTiles:
     def begin(self, length: int, num_rows: int) -> None:
         self._store.grow(length + num_rows)
         self._length, self._finished = length, False
-        self._order = self._tiles(length + num_rows)
+        self._order = self._store.streamed(length + num_rows)
         self._position = {key: i for i, key in enumerate(self._order)}
         first = self._order[: len(self._slots)]
         if first != self._ahead:
@@ -127,19 +127,19 @@ class StreamedTiles:
         self._ahead = []
 
     def open(self, layer: int, index: int) -> Tensor:
-        if self._store.is_resident(layer, index):
+        if self._store.place(layer, index) == "device":
             return self._store.home(layer, index)
         slot = self._slot(layer, index)
         slot.full.wait()
         return slot.tile
 
     def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
-        if not self._store.is_resident(layer, index):
+        if self._store.place(layer, index) == "stream":
             slot = self._slot(layer, index)
-            slot.left = self._homeward.store(layer, index, slot.tile, start, stop)
+            slot.left = self._write_back.write(layer, index, slot.tile, start, stop)
 
     def close(self, layer: int, index: int) -> None:
-        if self._store.is_resident(layer, index):
+        if self._store.place(layer, index) == "device":
             return
         self._slot(layer, index).free = self._link.record()
         following = self._position[layer, index] + len(self._slots)
@@ -162,12 +162,6 @@ class StreamedTiles:
     def forget(self) -> None:
         self._ahead = []
 
-    def _tiles(self, num_tokens: int) -> list[tuple[int, int]]:
-        """All that stream, in the order in which they are wanted."""
-        count = self._store.shape.count(num_tokens)
-        layers = range(self._store.num_layers)
-        return [(layer, index) for layer in layers for index in range(self._store.num_resident(layer), count)]
-
     def _slot(self, layer: int, index: int) -> _Slot:
         return self._slots[self._position[layer, index] % len(self._slots)]
 
@@ -181,18 +175,18 @@ class StreamedTiles:
         slot, home = self._slots[position % len(self._slots)], self._store.home(layer, index)
         pages = self._store.shape.used_pages(index, length)
         # What was fetched ahead and is not wanted must have come before the slot is anybody else's.
-        after = (slot.full, slot.free, slot.left, *self._homeward.before(layer, index))
+        after = (slot.full, slot.free, slot.left, *self._write_back.before(layer, index))
         slot.full = _fetch_pages(self._link, slot.tile, home, pages, after)
 
 
 class PrefillTiles:
     """Prefill with the cache on the host: one layer's tiles stay on the device while its rows are worked on.
 
-    Each row crosses the link once, homewards, behind the computation; tiles that held tokens before come over once.
+    Each row crosses the link once, to its home, behind the computation; tiles that held tokens before come over once.
     """
 
-    def __init__(self, store: TileStore, link: Link, memory: Memory, homeward: Homeward) -> None:
-        self._store, self._link, self._memory, self._homeward = store, link, memory, homeward
+    def __init__(self, store: TileStore, link: Link, memory: Memory, write_back: WriteBack) -> None:
+        self._store, self._link, self._memory, self._write_back = store, link, memory, write_back
         self._tiles: list[Tensor] = []
         self._full: dict[int, Event] = {}
         self._unsent: dict[int, tuple[int, int]] = {}  # tile index -> rows written and not yet sent home
@@ -212,14 +206,14 @@ class PrefillTiles:
     def open(self, layer: int, index: int) -> Tensor:
         if layer != self._layer:
             self._enter(layer)
-        if self._store.is_resident(layer, index):
+        if self._store.place(layer, index) == "device":
             return self._store.home(layer, index)
         if (full := self._full.pop(index, None)) is not None:
             full.wait()
         return self._tile(index)
 
     def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
-        if self._store.is_resident(layer, index):
+        if self._store.place(layer, index) == "device":
             return
         first, _ = self._unsent.get(index, (start, stop))
         self._unsent[index] = (first, stop)
@@ -231,7 +225,7 @@ class PrefillTiles:
     def end(self) -> None:
         """Send the last layer home and give the device memory back."""
         self._leave()
-        self._homeward.wait()
+        self._write_back.wait()
         for full in self._full.values():
             full.wait()
         self._full.clear()
@@ -253,9 +247,11 @@ class PrefillTiles:
             index = offset + self._store.num_resident(layer)
             if index >= self._num_tiles:
                 break
-            left = () if previous < 0 else self._homeward.before(previous, offset + self._store.num_resident(previous))
+            left = (
+                () if previous < 0 else self._write_back.before(previous, offset + self._store.num_resident(previous))
+            )
             pages = shape.used_pages(index, self._length)
-            after = (free, *left, *self._homeward.before(layer, index))
+            after = (free, *left, *self._write_back.before(layer, index))
             self._full[index] = _fetch_pages(self._link, tile, self._store.home(layer, index), pages, after)
 
     def _leave(self) -> None:
@@ -264,7 +260,7 @@ class PrefillTiles:
 
     def _send(self, index: int) -> None:
         start, stop = self._unsent.pop(index)
-        self._homeward.store(self._layer, index, self._tile(index), start, stop)
+        self._write_back.write(self._layer, index, self._tile(index), start, stop)
 
 
 @dataclass(frozen=True)

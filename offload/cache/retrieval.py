@@ -151,7 +151,7 @@ class RetrievalCache:
     def _fetch_part(self, layers: Tensor, heads: Tensor, chunks: Tensor, slots: Tensor) -> None:
         if not layers.numel():
             return
-        order, rows = self.full.read_chunks(layers, heads, chunks, self.chunk)
+        order, rows = self.full.reader.chunks(layers, heads, chunks, self.chunk)
         per_head = self._buffer.shape[3] // self.chunk
         at = (layers * 2 * self._buffer.shape[2] + heads) * per_head + slots
         runs = self._buffer.view(-1, self.chunk * self._buffer.shape[4])
@@ -162,7 +162,7 @@ class RetrievalCache:
         """Exact rows for the tail: what the drafts left there was computed from a part of the cache."""
         self._reserve(length - self._tail_start)
         at = self._num_filled * self.chunk - self._tail_start
-        self._buffer[:, :, :, at + self._exact : at + length] = self.full.read_rows(self._exact, length)
+        self._buffer[:, :, :, at + self._exact : at + length] = self.full.reader.tokens(self._exact, length)
         self.length = self._exact = length
 
     def _reserve(self, tail: int) -> None:

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from offload.transfer.memory import Memory, Tier
+
+# How a tile is attended to. "device": it lives there. "stream": it lives on the host and crosses the link into a
+# staging slot.
+Place = Literal["device", "stream"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,11 @@ class TileStore:
         self._memory, self._num_resident = memory, num_resident
         self._homes: list[list[Tensor]] = [[] for _ in range(num_layers)]
 
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of each layer that are allocated."""
+        return len(self._homes[0])
+
     def num_resident(self, layer: int) -> int:
         """Tiles of `layer` on the device: the first so many."""
         if self._num_resident is None:
@@ -63,23 +73,30 @@ class TileStore:
         share, extra = divmod(self._num_resident, self.num_layers)
         return share + (layer < extra)
 
-    def is_resident(self, layer: int, index: int) -> bool:
-        return index < self.num_resident(layer)
+    def place(self, layer: int, index: int) -> Place:
+        return "device" if index < self.num_resident(layer) else "stream"
+
+    def streamed(self, num_tokens: int) -> list[tuple[int, int]]:
+        """(layer, index) of all tiles of `num_tokens` tokens that stream, in the order in which layers want them."""
+        count = self.shape.count(num_tokens)
+        return [(layer, index) for layer in range(self.num_layers) for index in range(self.num_resident(layer), count)]
 
     def grow(self, num_tokens: int) -> None:
         """Allocate tiles until `num_tokens` tokens have room."""
-        for index in range(len(self._homes[0]), self.shape.count(num_tokens)):
+        for index in range(self.num_tiles, self.shape.count(num_tokens)):
             for layer, homes in enumerate(self._homes):
-                tier: Tier = "device" if self.is_resident(layer, index) else "host"
-                homes.append(self._memory.allocate(self.shape.shape, self.shape.dtype, tier=tier, purpose="kv cache"))
+                shape, tier = self.shape, self._tier(layer, index)
+                homes.append(self._memory.allocate(shape.shape, shape.dtype, tier=tier, purpose="kv cache"))
 
     def release(self) -> None:
         """Give all homes back."""
         for layer, homes in enumerate(self._homes):
             for index, home in enumerate(homes):
-                tier: Tier = "device" if self.is_resident(layer, index) else "host"
-                self._memory.released(home, tier=tier, purpose="kv cache")
+                self._memory.released(home, tier=self._tier(layer, index), purpose="kv cache")
             homes.clear()
+
+    def _tier(self, layer: int, index: int) -> Tier:
+        return "device" if self.place(layer, index) == "device" else "host"
 
     def home(self, layer: int, index: int) -> Tensor:
         return self._homes[layer][index]

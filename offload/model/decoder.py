@@ -40,24 +40,25 @@ class Decoder:
         self,
         segments: Sequence[Segment],
         *,
-        walk: int | None = None,
+        prefill_block: int | None = None,
         blocks: Sequence[int] | None = None,
         on_rows: Callable[[int], None] = lambda num_rows: None,
     ) -> Tensor:
         """Run the segments' tokens through all layers, filling their caches -> hidden rows [T, hidden], model dtype.
 
         The caller has begun the forward on each cache and advances it afterwards. Every layer's weights are used once.
-        walk: rows are worked on in blocks of at most this many, in place, so that a layer's intermediates stay small;
-        None: all at once. blocks: every matrix product sees exactly these numbers of rows, one after the other (`T` is
-        their sum), so that a row's bits do not depend on how many others there are; None: whatever the walk gives.
+        prefill_block: rows are worked on in blocks of at most this many, in place, so that a layer's intermediates stay
+        small; None: all at once. blocks: every matrix product sees exactly these numbers of rows, one after the other
+        (`T` is their sum), so that a row's bits do not depend on how many others there are; None: as prefill_block
+        gives them.
         `on_rows` hears of each block after each layer. Peak memory: T hidden rows and one block's intermediates.
         """
         x = embedding(torch.cat([segment.tokens for segment in segments]), self.weights.embedding)
         if blocks is not None and x.shape[0] != sum(blocks):
             raise ValueError(f"{x.shape[0]} rows are not blocks of {blocks}")
         for layer, weights in enumerate(self.weights.layers):
-            for start in range(0, x.shape[0], walk or x.shape[0]):
-                block = x[start : start + (walk or x.shape[0])]
+            for start in range(0, x.shape[0], prefill_block or x.shape[0]):
+                block = x[start : start + (prefill_block or x.shape[0])]
                 self._layer(layer, weights, block, start, segments, blocks)
                 on_rows(block.shape[0])
         return x

@@ -122,9 +122,9 @@ class StreamingLevel(Level):
 
 
 def prefill(
-    decoder: Decoder, cache: Cache, tokens: Sequence[int], *, walk: int, on_tokens: Callable[[int], None]
+    decoder: Decoder, cache: Cache, tokens: Sequence[int], *, prefill_block: int, on_tokens: Callable[[int], None]
 ) -> None:
-    """Fill `cache` with `tokens` (none: nothing happens), layer by layer, in blocks of `walk` rows. No logits.
+    """Fill `cache` with `tokens` (none: nothing happens), layer by layer, in blocks of `prefill_block` rows. No logits.
 
     `on_tokens` hears how many tokens are done, counting a block in one layer as its share of the layers.
     """
@@ -140,6 +140,6 @@ def prefill(
     with torch.inference_mode():
         cache.begin("prefill", len(tokens))
         segment = Segment(cache, torch.tensor(tokens, dtype=torch.long, device=decoder.device))
-        decoder.forward([segment], walk=walk, on_rows=count)
+        decoder.forward([segment], prefill_block=prefill_block, on_rows=count)
         cache.advance(len(tokens))
         decoder.finish()

@@ -1,0 +1,119 @@
+"""Rows of the full cache, read to the device from wherever their tiles live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from offload.cache.tiles import Place, TileStore
+from offload.transfer.link import Link
+from offload.transfer.memory import Memory
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of one tile: where on the device they go, where the tile is, and the function that writes them to a
+    tensor."""
+
+    rows: Tensor
+    place: Place
+    fill: Callable[[Tensor], object]
+
+
+class RowReader:
+    """Reads chunks and ranges of tokens. The homes must be up to date: `FullCache.wait_home`.
+
+    Rows of tiles on the host are gathered there first and cross the link in one copy.
+    """
+
+    def __init__(self, store: TileStore, memory: Memory, link: Link | None) -> None:
+        self._store, self._memory, self._link = store, memory, link
+        self._gathered: Tensor | None = None
+
+    def chunks(self, layers: Tensor, heads: Tensor, chunks: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+        """Chunk `chunks[i]` (of `chunk` tokens) of KV head `heads[i]` in layer `layers[i]`, as (order, rows).
+
+        rows [2, n, chunk * D] on the device, keys and values, tile by tile: row j is the chunk asked for at order[j].
+        """
+        shape, device = self._store.shape, self._memory.device
+        layers, heads, chunks = layers.cpu(), heads.cpu(), chunks.cpu()
+        per_tile, per_page = shape.tokens // chunk, shape.page_tokens // chunk
+        num_tiles = self._store.num_tiles
+        key, order = (layers * num_tiles + chunks // per_tile).sort()
+        within, head = (chunks % per_tile)[order], heads[order]
+        # Keys of a chunk are one run of the tile's bytes, its values another, half a tile further.
+        run = ((within // per_page) * shape.num_kv_heads + head) * per_page + within % per_page
+        run_there = run.to(device)
+        half = per_tile * shape.num_kv_heads
+        rows = torch.empty((2, len(run), chunk * shape.head_dim), dtype=shape.dtype, device=device)
+        pieces, at = [], 0
+        groups, sizes = key.unique_consecutive(return_counts=True)
+        for group, number in zip(groups.tolist(), sizes.tolist(), strict=True):
+            layer, index = divmod(group, num_tiles)
+            tile = self._store.home(layer, index).view(2 * half, -1)
+            for kind in range(2):
+                own = (run if tile.device.type == "cpu" else run_there)[at : at + number] + kind * half
+                fill = partial(_select, tile, own)
+                pieces.append(_Piece(rows[kind, at : at + number], self._store.place(layer, index), fill))
+            at += number
+        self._collect(pieces)
+        return order.to(device), rows
+
+    def tokens(self, start: int, stop: int) -> Tensor:
+        """Keys and values of tokens start to stop in all layers -> [L, 2, H_kv, stop - start, D] on the device."""
+        store, shape = self._store, self._store.shape
+        size = (store.num_layers, 2, shape.num_kv_heads, stop - start, shape.head_dim)
+        rows = torch.empty(size, dtype=shape.dtype, device=self._memory.device)
+        pieces, position = [], start
+        while position < stop:
+            index, within = divmod(position, shape.tokens)
+            number, offset = divmod(within, shape.page_tokens)
+            count = min(shape.page_tokens - offset, stop - position)
+            for layer in range(store.num_layers):
+                own = rows[layer, :, :, position - start : position - start + count]
+                home = store.home(layer, index)[:, number, :, offset : offset + count]
+                pieces.append(_Piece(own, store.place(layer, index), partial(_copy, home)))
+            position += count
+        self._collect(pieces)
+        return rows
+
+    def _collect(self, pieces: Sequence[_Piece]) -> None:
+        """Fill every piece's rows; one copy over the link brings all whose tile is not on the device."""
+        for piece in pieces:
+            if piece.place == "device":
+                piece.fill(piece.rows)
+        away = [piece for piece in pieces if piece.place != "device"]
+        if self._link is None or not away:
+            return
+        sizes = [piece.rows.numel() for piece in away]
+        staged = self._staging(sum(sizes))
+        for part, piece in zip(staged.split(sizes), away, strict=True):
+            piece.fill(part.view(piece.rows.shape))
+        arrived = torch.empty_like(staged, device=self._memory.device)
+        self._link.to_device(arrived, staged, (self._link.record(),)).synchronize()  # the next call reuses `staged`
+        for part, piece in zip(arrived.split(sizes), away, strict=True):
+            piece.rows.copy_(part.view(piece.rows.shape))
+
+    def _staging(self, num_elements: int) -> Tensor:
+        """Host memory to gather rows in before they cross."""
+        if self._gathered is None or self._gathered.numel() < num_elements:
+            if self._gathered is not None:
+                self._memory.released(self._gathered, tier="host", purpose="gathered chunks")
+            size = (num_elements,)
+            self._gathered = self._memory.allocate(
+                size, self._store.shape.dtype, tier="host", purpose="gathered chunks"
+            )
+        return self._gathered[:num_elements]
+
+
+def _select(tile: Tensor, runs: Tensor, out: Tensor) -> None:
+    """`out` [n, run]: those runs of tile [runs, run]."""
+    torch.index_select(tile, 0, runs, out=out)
+
+
+def _copy(home: Tensor, out: Tensor) -> None:
+    out.copy_(home)

@@ -236,10 +236,15 @@ CONFIG = ModelConfig("llama", 8, 8, 8, 1, 2, 1, 4, 64, 1e-5, 10000.0)
 LAYOUT = LayerLayout.of(CONFIG, torch.float32)
 
 
+def filled(number: float) -> Tensor:
+    """A layer's buffer, all of it this number."""
+    return torch.full((LAYOUT.num_bytes // 4,), number).view(torch.uint8)
+
+
 def streamed(num_layers: int, num_staging: int, link: Link, *, num_resident: int = 0) -> StreamedLayers:
     """Layer i is full of the number i."""
-    homes = [torch.full((LAYOUT.num_elements,), float(layer)) for layer in range(num_layers)]
-    staging = [torch.full((LAYOUT.num_elements,), torch.nan) for _ in range(num_staging)]
+    homes = [filled(float(layer)) for layer in range(num_layers)]
+    staging = [filled(torch.nan) for _ in range(num_staging)]
     resident = [LAYOUT.bind(home) for home in homes[:num_resident]]
     return StreamedLayers(resident, homes[num_resident:], LAYOUT, staging, link)
 
@@ -247,6 +252,40 @@ def streamed(num_layers: int, num_staging: int, link: Link, *, num_resident: int
 def holds(weights: LayerWeights, layer: int) -> bool:
     tensors = (weights.qkv.weight, weights.o.weight, weights.gate_up.weight, weights.down.weight, weights.post_norm)
     return all(bool(tensor.eq(layer).all()) for tensor in tensors)
+
+
+def test_views_of_several_dtypes_share_a_buffer_and_keep_apart() -> None:
+    """Odd sizes in an order in which no view would be aligned by itself; each survives the others being written."""
+    shapes = {"a": (3, 5), "b": (7,), "c": (5, 7), "d": (1,)}
+    dtypes = (torch.uint8, torch.bfloat16, torch.float32, torch.float16)
+    layout = LayerLayout.pack(
+        {name: (shape, dtype) for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)}
+    )
+    buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    assert [view.offset for view in layout.views.values()] == [0, 64, 128, 320]
+    assert layout.num_bytes == 384
+    for number, view in enumerate(layout.views.values(), start=1):
+        view.of(buffer).fill_(number)
+    for number, (name, view) in enumerate(layout.views.items(), start=1):
+        tensor = view.of(buffer)
+        assert (tensor.shape, tensor.dtype) == (shapes[name], dtypes[number - 1])
+        assert tensor.eq(number).all()
+        assert tensor.data_ptr() == buffer.data_ptr() + view.offset
+
+
+def test_a_layer_of_several_dtypes_is_bound_to_its_operators() -> None:
+    views = LayerLayout.of(CONFIG, torch.bfloat16).views
+    mixed = {name: (view.shape, torch.float32 if "norm" in name else view.dtype) for name, view in views.items()}
+    layout = LayerLayout.pack(mixed)
+    buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    for number, view in enumerate(layout.views.values()):
+        view.of(buffer).fill_(number)
+    weights, names = layout.bind(buffer), list(views)
+    for name, tensor in (
+        ("qkv.weight", weights.qkv.weight), ("down.weight", weights.down.weight), ("post_norm", weights.post_norm)
+    ):  # fmt: skip
+        assert tensor.dtype == mixed[name][1]
+        assert tensor.eq(names.index(name)).all()
 
 
 @contextmanager
@@ -284,7 +323,7 @@ def test_each_layer_is_there_while_it_is_used_also_after_a_pass_was_broken_off(
 def test_streaming_overlaps_with_computation() -> None:
     """Twenty layers of 10 ms over the link beside 10 ms of computation each: near 0.2 s, not 0.4 s."""
     seconds = 0.010
-    with paced(LAYOUT.num_elements * 4 / seconds) as link:
+    with paced(LAYOUT.num_bytes / seconds) as link:
         layers, passes = streamed(4, 2, link), 5
         for _ in layers:  # warm: the stream runs
             pass
@@ -301,7 +340,7 @@ def test_resident_layers_do_not_cross_the_link() -> None:
         layers = streamed(4, 2, link, num_resident=3)
         for _ in range(5):
             assert all(holds(weights, layer) for layer, weights in enumerate(layers))
-    assert link.stats.bytes_to_device <= (5 + 2) * LAYOUT.num_elements * 4
+    assert link.stats.bytes_to_device <= (5 + 2) * LAYOUT.num_bytes
 
 
 def test_nothing_is_fetched_twice_while_passes_follow_each_other() -> None:
@@ -311,7 +350,7 @@ def test_nothing_is_fetched_twice_while_passes_follow_each_other() -> None:
             for _ in layers:
                 pass
         link.close()
-        assert link.stats.bytes_to_device == (3 * passes + 2) * LAYOUT.num_elements * 4
+        assert link.stats.bytes_to_device == (3 * passes + 2) * LAYOUT.num_bytes
 
 
 # What crosses the link.

@@ -6,7 +6,7 @@ Fused operators: q, k and v are one matrix, gate and up are one. A whole layer i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,14 +50,42 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
-class LayerLayout:
-    """Where each tensor of a layer lies in its flat buffer: name -> (offset in elements, shape)."""
+class View:
+    """A tensor in a flat buffer. offset: bytes."""
 
-    views: dict[str, tuple[int, tuple[int, ...]]]
-    num_elements: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """The tensor in `buffer`, uint8 [bytes]. No copy."""
+        return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """Where each tensor of a layer lies in its flat buffer, uint8 [num_bytes], by name. Views may differ in dtype; each
+    begins at a multiple of 64 bytes."""
+
+    views: dict[str, View]
+    num_bytes: int
+
+    @classmethod
+    def pack(cls, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> LayerLayout:
+        """`tensors`, name -> (shape, dtype), one after the other."""
+        views, end = {}, 0
+        for name, (shape, dtype) in tensors.items():
+            views[name] = View(end, shape, dtype)
+            end += -(-views[name].nbytes // _ALIGNMENT) * _ALIGNMENT
+        return cls(views, end)
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype) -> LayerLayout:
+        """A layer of `config`, all of it in `dtype`."""
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         hidden, inner = config.hidden_size, config.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {
@@ -76,19 +104,11 @@ class LayerLayout:
             shapes |= {"gate_up.bias": (2 * inner,), "down.bias": (hidden,)}
         if config.qk_norm:
             shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
-        step, end, views = _ALIGNMENT // dtype.itemsize, 0, {}
-        for name, shape in shapes.items():
-            views[name] = (end, shape)
-            end += -(-math.prod(shape) // step) * step
-        return cls(views, end)
-
-    def view(self, buffer: Tensor, name: str) -> Tensor:
-        offset, shape = self.views[name]
-        return buffer[offset : offset + math.prod(shape)].view(shape)
+        return cls.pack({name: (shape, dtype) for name, shape in shapes.items()})
 
     def bind(self, buffer: Tensor) -> LayerWeights:
-        """The layer that `buffer` [num_elements] holds, now or after a copy into it."""
-        tensors = {name: self.view(buffer, name) for name in self.views}
+        """The layer that `buffer` holds, now or after a copy into it."""
+        tensors = {name: view.of(buffer) for name, view in self.views.items()}
         names = ("qkv", "o", "gate_up", "down")
         operators = {name: Linear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias")) for name in names}
         norms = {name: tensors.get(name) for name in ("input_norm", "post_norm", "q_norm", "k_norm")}
@@ -118,9 +138,9 @@ def _sources(config: ModelConfig, view: str) -> list[tuple[str, int]]:
 
 def load_layer(checkpoint: Checkpoint, config: ModelConfig, layout: LayerLayout, index: int, buffer: Tensor) -> None:
     """Read one layer's tensors straight into their places in `buffer`."""
-    for view in layout.views:
-        target, row = layout.view(buffer, view), 0
-        for name, rows in _sources(config, view):
+    for operator, view in layout.views.items():
+        target, row = view.of(buffer), 0
+        for name, rows in _sources(config, operator):
             checkpoint.read_into(f"model.layers.{index}.{name}", target[row : row + rows])
             row += rows
 
@@ -159,7 +179,7 @@ class StreamedLayers:
         staging: Sequence[Tensor], link: Link,
     ) -> None:  # fmt: skip
         self._resident, self._homes, self._staging, self._link = resident, homes, staging, link
-        self._nbytes = (len(resident) + len(homes)) * layout.num_elements * staging[0].itemsize
+        self._nbytes = (len(resident) + len(homes)) * layout.num_bytes
         self._bound = [layout.bind(buffer) for buffer in staging]
         self._full: list[Event] = []
         self._position = 0  # streamed layers used since the stream began
@@ -220,30 +240,35 @@ def load_weights(
     `on_bytes` hears of each layer's bytes as they arrive. Peak memory: what is placed, and one tensor's mapping.
     """
 
-    def arrived(block: Tensor, what: str) -> Tensor:
-        if dtype == torch.float16 and not block.isfinite().all():  # a bf16 weight may be larger than fp16 goes
-            raise ModelError(f"{what} has weights beyond fp16's range of 65504; try --dtype bf16 or fp32")
-        on_bytes(block.nbytes)
-        return block
+    def check_range(tensor: Tensor, owner: str) -> None:
+        if tensor.dtype == torch.float16 and not tensor.isfinite().all():  # a bf16 weight may be larger than fp16 goes
+            raise ModelError(f"{owner} has weights beyond fp16's range of 65504; try --dtype bf16 or fp32")
 
     def place(tensor: str, shape: tuple[int, ...]) -> Tensor:
         block = memory.allocate(shape, dtype, tier="device", purpose=f"{name} embeddings")
         checkpoint.read_into(tensor, block)
-        return arrived(block, tensor)
+        check_range(block, tensor)
+        on_bytes(block.nbytes)
+        return block
 
     layout = LayerLayout.of(config, dtype)
-    size = (layout.num_elements,)
+    size = (layout.num_bytes,)
     buffers = []
     for index in range(config.num_layers):
         tier: Tier = "device" if link is None or index < num_resident else "host"
-        buffer = memory.allocate(size, dtype, tier=tier, purpose=f"{name} layers")
+        buffer = memory.allocate(size, torch.uint8, tier=tier, purpose=f"{name} layers")
         load_layer(checkpoint, config, layout, index, buffer)
-        buffers.append(arrived(buffer, f"layer {index}"))
+        for view in layout.views.values():
+            check_range(view.of(buffer), f"layer {index}")
+        on_bytes(buffer.nbytes)
+        buffers.append(buffer)
     layers: Layers
     if link is None:
         layers = ResidentLayers([layout.bind(buffer) for buffer in buffers], sum(buffer.nbytes for buffer in buffers))
     else:
-        staging = [memory.allocate(size, dtype, tier="device", purpose="weight staging") for _ in range(num_staging)]
+        staging = [
+            memory.allocate(size, torch.uint8, tier="device", purpose="weight staging") for _ in range(num_staging)
+        ]
         resident = [layout.bind(buffer) for buffer in buffers[:num_resident]]
         layers = StreamedLayers(resident, buffers[num_resident:], layout, staging, link)
     table = (config.vocab_size, config.hidden_size)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,9 @@ from models import (
     perturbed,
     random_model,
     random_tokens,
+    retrieval_cache,
     save,
+    streaming_cache,
     tiny_engine,
     tiny_plan,
 )
@@ -38,8 +41,8 @@ from offload.decode.adaptive import Adaptive
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, Step
 from offload.kernels.rows import Blocks
-from offload.model.decoder import Decoder, Segment
-from offload.model.level import Level
+from offload.model.decoder import Decoder
+from offload.model.level import Continuation, Level, StreamingLevel, prefill
 from offload.plan.planner import LevelName
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -201,36 +204,63 @@ def test_a_stack_that_has_generated_before_generates_the_same_again(
 # Several sequences in one forward.
 
 
+RAGGED = ((23, 5), (50, 9), (9, 1))  # tokens of each sequence, and how many of them run in the common pass
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 4, 16])
-def test_a_sequence_has_the_same_bits_alone_and_beside_a_ragged_other(
-    decoders: dict[tuple[str, str], Decoder], rows: int, dtype: str
+@pytest.mark.parametrize("count", [2, 3])
+def test_sequences_that_share_a_pass_have_the_bits_that_each_has_alone(
+    decoders: dict[tuple[str, str], Decoder], count: int, rows: int, dtype: str
 ) -> None:
+    """Logits and masses, in every order, every other cache on the host."""
     target, sizes = decoders["target", dtype], Sizes(rows=rows)
-    sequences = [(random_tokens(23, seed=1), 5), (random_tokens(50, seed=2), 2 * rows + 1)]
-    alone = [decode_together(target, sizes, [sequence])[0] for sequence in sequences]
-    for together in (decode_together(target, sizes, sequences), decode_together(target, sizes, sequences[::-1])[::-1]):
-        for first, second in zip(alone, together, strict=True):
-            assert torch.equal(first, second)
+    alone = [verified_together(target, sizes, [ragged])[0] for ragged in RAGGED[:count]]
+    for order in permutations(range(count)):
+        together = verified_together(target, sizes, [RAGGED[i] for i in order])
+        for i, (logits, mass) in zip(order, together, strict=True):
+            assert torch.equal(logits, alone[i][0])
+            assert torch.equal(mass, alone[i][1])
 
 
-@torch.inference_mode()
-def decode_together(target: Decoder, sizes: Sizes, sequences: list[tuple[list[int], int]]) -> list[Tensor]:
-    """Prefill all but the last `count` tokens of each sequence, then run those in one forward -> logits of each."""
-    caches = [full_cache(target, sizes) for _ in sequences]
-    segments, counts = [], []
-    for own, (tokens, count) in zip(caches, sequences, strict=True):
-        own.begin("prefill", len(tokens) - count)
-        target.forward([Segment(own, torch.tensor(tokens[:-count]))], prefill_block=sizes.prefill_block)
-        own.advance(len(tokens) - count)
-        padded = tokens[-count:] + [0] * (-count % sizes.rows)
-        own.begin("decode", len(padded))
-        segments.append(Segment(own, torch.tensor(padded)))
-        counts.append(count)
-    blocks = [sizes.rows] * (sum(len(segment.tokens) for segment in segments) // sizes.rows)
-    logits = target.logits(target.forward(segments, blocks=blocks), blocks=blocks)
-    parts = logits.split([len(segment.tokens) for segment in segments])
-    return [part[:count] for part, count in zip(parts, counts, strict=True)]
+def verified_together(target: Decoder, sizes: Sizes, ragged: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
+    """(logits, masses) of the last tokens of each sequence, run in one pass after a prefill of the others."""
+    continuations = []
+    for place, (length, count) in enumerate(ragged):
+        tokens = random_tokens(length, seed=length)
+        link = LateLink(late_in=True, late_out=True) if place % 2 else None
+        cache = full_cache(target, sizes, mass=True, link=link)
+        prefill(target, cache, tokens[:-count], prefill_block=7, on_tokens=lambda num_tokens: None)
+        continuations.append(Continuation(cache, tokens[-count:], count))
+    level = Level("target", target, continuations[0].cache, vocab_size=VOCABULARY, blocks=sizes.blocks)
+    logits = level.forward_all(continuations)
+    assert (level.stats.passes, level.stats.rows) == (1, sum(count for _, count in ragged))
+    caches = [each.cache for each in continuations]
+    assert [cache.length for cache in caches] == [length for length, _ in ragged]
+    return [(own, cache.mass(len(own))) for own, cache in zip(logits, caches, strict=True)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["retrieval", "draft"])
+def test_drafts_that_share_a_pass_have_the_bits_that_each_has_alone(
+    decoders: dict[tuple[str, str], Decoder], name: str, dtype: str
+) -> None:
+    """Also where one of them has more tokens to catch up with than its window."""
+    decoder, sizes, lengths = decoders["target", dtype], Sizes(), (3, 60, 12)
+
+    def continuation(length: int) -> Continuation:
+        cache = (
+            streaming_cache(decoder, sizes) if name == "draft" else retrieval_cache(full_cache(decoder, sizes), sizes)
+        )
+        return Continuation(cache, random_tokens(length, seed=length), min(length, 2))
+
+    def run(continuations: list[Continuation]) -> list[Tensor]:
+        kind = StreamingLevel if name == "draft" else Level
+        return kind(name, decoder, continuations[0].cache, vocab_size=VOCABULARY).forward_all(continuations)
+
+    alone = [run([continuation(length)])[0] for length in lengths]
+    for first, second in zip(alone, run([continuation(length) for length in lengths]), strict=True):
+        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,14 +21,24 @@ Listener = Callable[
 _MOST_PADDED = 64  # rows of a draft: past these a row has its price
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """New tokens (1 or more) of one sequence, the cache that takes them in, and how many of their last rows are wanted
+    as logits (1 or more)."""
+
+    cache: Cache
+    tokens: Sequence[int]
+    num_logits: int
+
+
 class Level:
-    """Forwards for decoding. Satisfies `offload.decode.speculation.Level`.
+    """Forwards for decoding. Satisfies `offload.decode.speculation.Level`, of the sequence that `cache` holds.
 
     vocab_size: logits are cut to this width; models may pad theirs.
     blocks: a forward runs in blocks of these sizes only, padded, so that a token's bits do not depend on how many
     tokens are verified with it. None: as many rows as there are tokens.
     link: where the level's weights or cache cross it, for the statistics.
-    listener: hears of every forward, once it is done.
+    listener: hears of every call of `forward`, once it is done.
     """
 
     def __init__(
@@ -54,33 +65,52 @@ class Level:
         """Rows of its largest block."""
         return self._blocks.sizes[-1] if self._blocks else None
 
-    @torch.inference_mode()
     def forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
         """Append `tokens` (1 or more) to the cache; the logits after each of the last `num_logits`: [num_logits, V]."""
+        [logits] = self.forward_all([Continuation(self._cache, tokens, num_logits)])
+        if self.listener is not None:
+            self.listener(self.length - len(tokens), self.length, logits)
+        return logits
+
+    @torch.inference_mode()
+    def forward_all(self, continuations: Sequence[Continuation]) -> list[Tensor]:
+        """Append to several sequences in one pass, which uses every layer's weights once -> [num_logits, V] of each.
+
+        Each sequence is cut into blocks of its own, so its bits are those that it has alone.
+        """
         before = self._link.stats.bytes_to_device if self._link else 0
-        with self.stats.measure(len(tokens)):
-            logits = self._forward(tokens, num_logits)
+        with self.stats.measure(sum(len(each.tokens) for each in continuations)):
+            logits = self._forward(continuations)
             self._decoder.finish()
         if self._link:
             self.stats.link_bytes += self._link.stats.bytes_to_device - before
-        if self.listener is not None:
-            self.listener(self.length - len(tokens), self.length, logits)
         return logits
 
     def truncate(self, length: int) -> None:
         self._cache.truncate(length)
 
-    def _forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
-        count = len(tokens)
-        blocks = self._cut(count)
-        padding = sum(blocks) - count
-        segment = Segment(self._cache, self._tensor([*tokens, *[0] * padding]))
-        self._cache.begin("decode", count + padding)
-        hidden = self._decoder.forward([segment], blocks=blocks)
-        self._cache.advance(count)
-        first, start = count - num_logits, 0
+    def _forward(self, continuations: Sequence[Continuation]) -> list[Tensor]:
+        cuts = [self._cut(len(each.tokens)) for each in continuations]
+        segments = [self._begin(each, sum(blocks)) for each, blocks in zip(continuations, cuts, strict=True)]
+        hidden = self._decoder.forward(segments, blocks=[size for blocks in cuts for size in blocks])
+        for each in continuations:
+            each.cache.advance(len(each.tokens))
+        parts = hidden.split([sum(blocks) for blocks in cuts])
+        return [self._logits(*each) for each in zip(continuations, parts, cuts, strict=True)]
+
+    def _begin(self, continuation: Continuation, num_rows: int) -> Segment:
+        """Begin a forward of `num_rows` rows, the tokens and padding."""
+        padding = num_rows - len(continuation.tokens)
+        tokens = torch.tensor([*continuation.tokens, *[0] * padding], dtype=torch.long, device=self._decoder.device)
+        continuation.cache.begin("decode", num_rows)
+        return Segment(continuation.cache, tokens)
+
+    def _logits(self, continuation: Continuation, hidden: Tensor, blocks: list[int]) -> Tensor:
+        """hidden: of one sequence, in its blocks, padding included."""
+        count = len(continuation.tokens)
+        first, start = count - continuation.num_logits, 0
         if self._blocks is None:
-            hidden, blocks, start = hidden[:count], [num_logits], first
+            hidden, blocks, start = hidden[:count], [continuation.num_logits], first
         while start + blocks[0] <= first:  # blocks without a wanted row
             start += blocks.pop(0)
         logits = self._decoder.logits(hidden[start:], blocks=blocks)
@@ -90,34 +120,35 @@ class Level:
         """Blocks that hold so many rows."""
         return [num_rows] if self._blocks is None else self._blocks.cut(num_rows)
 
-    def _tensor(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor(tokens, dtype=torch.long, device=self._decoder.device)
-
 
 class StreamingLevel(Level):
-    """A level over a streaming cache, which need not run tokens that no later row will see."""
+    """A level over streaming caches, which need not run tokens that no later row will see."""
 
-    _cache: StreamingCache
+    def _forward(self, continuations: Sequence[Continuation]) -> list[Tensor]:
+        return super()._forward([self._catch_up(each) for each in continuations])
 
-    def _forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
-        rest = list(tokens)
-        missing_sinks = max(self._cache.sinks - self._cache.length, 0)
-        if len(rest) > missing_sinks + self._cache.window:
+    def _catch_up(self, continuation: Continuation) -> Continuation:
+        """Run or skip its first tokens, so that one pass takes the rest."""
+        cache, rest = continuation.cache, list(continuation.tokens)
+        assert isinstance(cache, StreamingCache)
+        missing_sinks = max(cache.sinks - cache.length, 0)
+        if len(rest) > missing_sinks + cache.window:
             if missing_sinks:
-                super()._forward(rest[:missing_sinks], 1)
+                super()._forward([Continuation(cache, rest[:missing_sinks], 1)])
             rest = rest[missing_sinks:]
-            skipped = self._cache.skip(len(rest))
+            skipped = cache.skip(len(rest))
             rest = rest[skipped:]
             self.stats.rows -= skipped  # counted by the caller, never run
-        while len(rest) > self._cache.max_rows:
-            super()._forward(rest[: self._cache.max_rows], 1)
-            rest = rest[self._cache.max_rows :]
-        return super()._forward(rest, num_logits)
+        while len(rest) > cache.max_rows:
+            super()._forward([Continuation(cache, rest[: cache.max_rows], 1)])
+            rest = rest[cache.max_rows :]
+        return Continuation(cache, rest, continuation.num_logits)
 
     def _cut(self, num_rows: int) -> list[int]:
         """A few rows are padded to a power of two: they cost nothing, but a CPU's libraries spend several passes' time
         on the first of each number. What catches up with other proposers comes in any."""
         padded = 1 << (num_rows - 1).bit_length()
+        assert isinstance(self._cache, StreamingCache)
         return [padded if padded <= min(_MOST_PADDED, self._cache.max_rows) else num_rows]
 
 

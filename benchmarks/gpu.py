@@ -79,7 +79,7 @@ class Case:
         with Engine.load(plan, self.model, self.draft, load_tokenizer(self.model, self.draft)) as engine:
             steps = engine.generate(self.prompt, sampling, max_tokens=self.max_tokens)
             tokens = [token for step in steps for token in step.tokens]
-            stats, ledger = engine.stats, engine.memory.allocated()
+            stats, ledger = engine.stats, engine.worker.memory.allocated()
         target = stats.levels[0]
         return tokens, {
             "stats": stats.as_dict(),

@@ -1,4 +1,4 @@
-"""The roof: builds everything from a `Plan`, owns lifetimes, generates."""
+"""The engine: requests in, text out, on a worker that a `Plan` describes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from offload import assembly
-from offload.cache.full import FullCache
 from offload.cache.retrieval import RetrievalCache
-from offload.cache.streaming import StreamingCache
 from offload.decode import generation
 from offload.decode.clock import Clock
 from offload.decode.generation import FinishReason
@@ -23,16 +18,14 @@ from offload.decode.speculation import Speculator
 from offload.decode.stack import stack
 from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
 from offload.errors import DoesNotFit, ModelError, UsageError
-from offload.holding import Holding
-from offload.metrics import LinkStats, Stats
-from offload.model.decoder import Decoder
-from offload.model.level import Level, StreamingLevel
+from offload.metrics import LevelStats, LinkStats, Stats
+from offload.model.level import Level
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Options, Plan
 from offload.plan.request import Request
+from offload.prefix import PrefixCache
 from offload.progress import OnProgress, Progress, ignore
-from offload.transfer.link import Link, make_link
-from offload.transfer.memory import Memory
+from offload.worker import Worker
 
 if TYPE_CHECKING:
     from offload.session.store import Store
@@ -40,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """What came at once: accepted tokens and the text that is complete with them. `finish` on the last step only."""
+    """Accepted tokens and the text that is complete with them. `finish` is set on the last step only."""
 
     text: str
     tokens: list[int]
@@ -69,47 +62,26 @@ def plan_request(model: Path, draft: Path | None, options: Options, *, num_promp
 
 
 class Engine:
-    """Models, caches and a link for one plan. A context manager: `close` ends the link's threads.
+    """Answers requests on a worker. A context manager: `close` ends the link's threads.
 
-    `rows`: what the full cache holds from one request to the next. `levels` by name and the `retrieval` cache are
-    there to be looked at, and for benchmarks that drive them.
+    worker: models and caches. prefix: what its full cache keeps from one request to the next. stats: of the latest
+    request.
     """
 
-    plan: Plan
-    levels: dict[str, Level]
-    retrieval: RetrievalCache | None
-    rows: Holding
-    _caches: list[FullCache | RetrievalCache | StreamingCache]
     clock: Clock  # of the latest request
     _lookahead: Lookahead
 
-    def __init__(
-        self,
-        plan: Plan,
-        target: Decoder,
-        draft: Decoder | None,
-        tokenizer: Tokenizer,
-        memory: Memory,
-        link: Link | None,
-    ) -> None:
-        self.tokenizer, self.memory, self.stats = tokenizer, memory, Stats()
-        self._target, self._draft, self._link = target, draft, link
-        self._load_seconds = 0.0
+    def __init__(self, worker: Worker, tokenizer: Tokenizer, *, load_seconds: float = 0.0) -> None:
+        self.worker, self.tokenizer, self.prefix, self.stats = worker, tokenizer, PrefixCache(worker), Stats()
+        self._load_seconds = load_seconds
         self._link_at_start = self._link_at_decode = LinkStats()
-        width = min(len(tokenizer), target.config.vocab_size)
-        if draft is not None and draft.config.vocab_size < width:
-            raise ModelError(f"the draft scores {draft.config.vocab_size} tokens, the target {width}; --draft none")
-        self._width = width
-        self._assemble(plan)
 
     @classmethod
     def load(
         cls, plan: Plan, model: Path, draft: Path | None, tokenizer: Tokenizer, *, on_progress: OnProgress = ignore
     ) -> Engine:
-        """Read the weights to where the plan wants them. Raises ModelError."""
+        """Read the weights to where the plan wants them. Raises ModelError, DoesNotFit."""
         start = time.perf_counter()
-        memory = Memory(torch.device(plan.device))
-        link = make_link(memory.device, plan.link_bytes_per_second) if plan.offload else None
         folders = {"target": model}
         if draft is not None and "draft" in plan.levels:
             folders["draft"] = draft
@@ -117,16 +89,20 @@ class Engine:
         def report(done: int, total: int) -> None:
             on_progress(Progress("load", done, total, "bytes"))
 
-        try:
-            decoders = assembly.load_decoders(folders, plan, memory, link, report)
-            engine = cls(plan, decoders["target"], decoders.get("draft"), tokenizer, memory, link)
-            engine.rows.reserve()
-        except BaseException:
-            if link is not None:
-                link.close()
-            raise
-        engine._load_seconds = time.perf_counter() - start
-        return engine
+        worker = Worker.load(plan, folders, num_tokens=len(tokenizer), on_bytes=report)
+        return cls(worker, tokenizer, load_seconds=time.perf_counter() - start)
+
+    @property
+    def plan(self) -> Plan:
+        return self.worker.plan
+
+    @property
+    def levels(self) -> Mapping[str, Level]:
+        return self.worker.levels
+
+    @property
+    def retrieval(self) -> RetrievalCache | None:
+        return self.worker.retrieval
 
     def generate(
         self,
@@ -145,8 +121,8 @@ class Engine:
         A stop string ends the text before it; tokens after the one that completes it are dropped, inside an accepted
         run too. end_tokens: more of them, besides the model's own. Stopping early (closing the iterator, Ctrl-C) leaves
         the caches consistent.
-        reuse: go on from the rows that are held of the longest common prefix, whichever passes computed them: the same
-        rows but for rounding. Otherwise only rows that a prefill of this prompt would give bit for bit are taken over
+        reuse: reuse the cached rows of the longest common prefix, whichever passes computed them: the same rows but for
+        rounding. Otherwise only rows that a prefill of this prompt would give bit for bit are taken over
         (whole blocks that prompts begin with alike), and the text does not depend on what the engine was asked before.
         speculation: off, this request is decoded plainly, whatever the plan has; what lies where stays as planned.
         """
@@ -159,7 +135,7 @@ class Engine:
             prompt,
             speculator,
             prefill=lambda tokens: self._prefill(tokens, on_progress),
-            num_pending=len(prompt) - self.rows.num_prefilled(prompt),
+            num_pending=len(prompt) - self.prefix.num_prefilled(prompt),
             max_tokens=max_tokens,
             end_tokens=end_tokens,
             stats=self.stats,
@@ -175,73 +151,68 @@ class Engine:
                     return
         finally:
             speculator.truncate(len(text_tokens))
-            self.rows.generated(text_tokens)
+            self.prefix.generated(text_tokens)
 
-    def settle(self, tokens: Sequence[int], *, on_progress: OnProgress = ignore) -> None:
-        """Hold `tokens`, with which the next prompt is certain to begin, and get the levels below ready for it.
+    def precompute(self, tokens: Sequence[int], *, on_progress: OnProgress = ignore) -> None:
+        """Run `tokens`, with which the next prompt is certain to begin, and get the levels below ready for it.
 
         A later `generate(..., reuse=True)` then runs only what comes after them.
         """
         self._check(tokens, 0)
-        rows = self.rows
-        rows.unsettle()
+        worker, prefix = self.worker, self.prefix
+        prefix.num_precomputed = 0
         self._start(tokens, reuse=True)
-        self._prefill(tokens[: rows.num_prefilled(tokens)], on_progress)
-        num_rows = len(tokens) - rows.cache.length
-        self.levels["target"].forward(tokens[-num_rows:], 1)
-        if self.retrieval is not None:
-            self.retrieval.refresh(num_rows)
-        rows.cache.fetch_ahead()
-        rows.settled(tokens)
+        self._prefill(tokens[: prefix.num_prefilled(tokens)], on_progress)
+        num_rows = len(tokens) - worker.full.length
+        worker.levels["target"].forward(tokens[-num_rows:], 1)
+        worker.refresh(num_rows)
+        worker.fetch_ahead()
+        prefix.precomputed(tokens)
 
     def replan(self, plan: Plan) -> None:
-        """Go on under another plan, with what is held. Only where neither plan offloads: weights stay where they are.
+        """Go on under another plan, with the rows that are cached. Only where neither plan offloads.
 
-        Needs the memory of both caches for a moment; without it (DoesNotFit) all is as it was. Where the positions turn
-        otherwise in a context of the new size (RoPE scaling "dynamic"), nothing of what is held can be used.
+        Needs the memory of both plans' caches for a moment. Where that fails (DoesNotFit), or anything else does, the
+        engine is as it was. Where positions are rotated otherwise in a context of the new size (RoPE scaling
+        "dynamic"), no row can be used again.
         """
-        if plan.offload or self.plan.offload:
-            raise ValueError("an engine that offloads is made for one plan")
-        before, rows, old = vars(self).copy(), self.rows, self._caches
-        self._caches = []
+        worker = self.worker.replanned(plan)
+        prefix = PrefixCache(worker)
         try:
-            self._assemble(plan)
-            self.rows.reserve()
+            prefix.take(self.prefix)
         except BaseException:
-            self._release(self._caches)
-            vars(self).update(before)
+            worker.release()
             raise
-        self.rows.take(rows)
-        self._release(old)
+        outgrown, self.worker, self.prefix = self.worker, worker, prefix
+        outgrown.release()
 
     @property
-    def num_held(self) -> int:
+    def num_cached(self) -> int:
         """Tokens whose rows the full cache holds."""
-        return len(self.rows.tokens)
+        return len(self.prefix.tokens)
 
     def restore(self, store: Store, tokens: Sequence[int], *, on_progress: OnProgress = ignore) -> int:
-        """Hold what `store` has of the longest common prefix with `tokens`, where that is more than is held. Returns
-        how many tokens that prefix has.
+        """Read the rows that `store` has of its longest common prefix with `tokens`, where that is more than is cached.
+        Returns how many tokens that prefix has.
 
-        Raises SessionError where a page is damaged; then nothing is held.
+        Raises SessionError where a page is damaged; then nothing is cached.
         """
-        return self.rows.restore(store, tokens, on_progress)
+        return self.prefix.restore(store, tokens, on_progress)
 
     def save(self, store: Store, extra: Mapping[str, object], *, on_progress: OnProgress = ignore) -> None:
-        """Have `store` hold what this engine holds; pages that it has already are not written again.
+        """Write the rows that are cached to `store`; pages that it has already are not written again.
 
         `store`: the same from one save to the next, and the one that was restored from. Raises SessionError,
         DoesNotFit; what was saved before stays.
         """
-        self.rows.save(store, extra, on_progress)
+        self.prefix.save(store, extra, on_progress)
 
     def take_prompt(self, other: Engine) -> None:
-        """Hold the prefill that `other` holds, of the same model, instead of running it again."""
-        self.rows.take_prefill(other.rows)
+        """Copy the prefill that `other` has cached, of the same model, instead of running it again."""
+        self.prefix.take_prefill(other.prefix)
 
     def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
+        self.worker.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -253,41 +224,15 @@ class Engine:
     def end_tokens(self) -> frozenset[int]:
         """The model's own."""
         own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
-        return frozenset((*self._target.config.eos_token_ids, *own))
-
-    def _assemble(self, plan: Plan) -> None:
-        """Caches and levels of `plan`, holding nothing."""
-        self.plan, width, link = plan, self._width, self._link
-        config = self._target.config
-        blocks = assembly.block_sizes(plan, config)
-        full = assembly.full_cache(plan, config, self.memory, link, blocks)
-        self.rows = Holding(full, self._target, plan)
-        self._caches = [full]
-        self.retrieval = None
-        self.levels = {"target": Level("target", self._target, full, vocab_size=width, blocks=blocks, link=link)}
-        if "retrieval" in plan.levels:
-            self.retrieval = assembly.retrieval_cache(plan, self.memory, full)
-            self._caches.append(self.retrieval)
-            self.levels["retrieval"] = Level("retrieval", self._target, self.retrieval, vocab_size=width, link=link)
-        if "draft" in plan.levels and self._draft is not None:
-            cache = assembly.streaming_cache(plan, self._draft.config, self.memory)
-            self._caches.append(cache)
-            self.levels["draft"] = StreamingLevel("draft", self._draft, cache, vocab_size=width)
-
-    @staticmethod
-    def _release(caches: Sequence[FullCache | RetrievalCache | StreamingCache]) -> None:
-        """They are not used again."""
-        for cache in caches:
-            cache.release()
+        return frozenset((*self.worker.target.config.eos_token_ids, *own))
 
     def _check(self, prompt: Sequence[int], max_tokens: int) -> None:
         if not prompt:
             raise UsageError("the prompt is empty; give at least one token")
-        num_known = min(model.config.vocab_size for model in (self._target, self._draft) if model is not None)
-        if max(prompt) >= num_known:
+        if max(prompt) >= self.worker.num_embedded:
             raise ModelError(
-                f"the tokenizer gives token {max(prompt)}, the weights are for {num_known}; they do not belong "
-                "together, download the model again"
+                f"the tokenizer gives token {max(prompt)}, the weights are for {self.worker.num_embedded}; they do not "
+                "belong together, download the model again"
             )
         if len(prompt) + max_tokens > self.plan.capacity:
             raise DoesNotFit(
@@ -297,40 +242,35 @@ class Engine:
     def _start(self, prompt: Sequence[int], *, reuse: bool) -> None:
         """Fresh counters. The full cache keeps what this request may go on from; the levels below start afresh, unless
         they were got ready for it: so a request's text does not depend on what was drafted in earlier ones."""
-        kept = self.rows.begin(prompt, reuse=reuse)
-        if self.retrieval is not None and not self.rows.is_settled:
+        reused = self.prefix.begin(prompt, reuse=reuse)
+        if self.retrieval is not None and not self.prefix.num_precomputed:
             self.retrieval.truncate(0)
         if "draft" in self.levels:
             self.levels["draft"].truncate(0)
-        self.rows.cache.record_mass = True
-        self.stats = Stats(prompt_tokens=len(prompt), reused_tokens=kept, load_seconds=self._load_seconds)
+        self.worker.full.record_mass = True
+        self.stats = Stats(prompt_tokens=len(prompt), reused_tokens=reused, load_seconds=self._load_seconds)
         for level in self.levels.values():
-            level.stats = type(level.stats)(level.stats.name)
+            level.stats = LevelStats(level.stats.name)
         self.stats.levels = [level.stats for level in self.levels.values()]
-        self._link_at_start = self._link_at_decode = self._link.stats if self._link else LinkStats()
+        self._link_at_start = self._link_at_decode = self.worker.link_stats
 
     def _prefill(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
-        """Into the full cache, what it does not hold yet; the levels below see what they need of it later."""
-        self.rows.prefill(tokens, on_progress)
-        if self._link is not None:
-            self._link_at_decode = self._link.stats
+        self.prefix.prefill(tokens, on_progress)
+        self._link_at_decode = self.worker.link_stats
 
     def _measure_link(self) -> None:
-        if self._link is None:
-            return
-        now = self._link.stats
         self.stats.prefill_link = self._link_at_decode - self._link_at_start
-        self.stats.decode_link = now - self._link_at_decode
+        self.stats.decode_link = self.worker.link_stats - self._link_at_decode
 
     def _make_speculator(self, sampling: SamplingParams) -> Speculator:
         levels = stack(
             self.plan,
             self.levels,
             sampling,
-            vocab_size=self._width,
-            device=self.memory.device,
+            vocab_size=self.worker.vocab_size,
+            device=self.worker.memory.device,
             on_verified=self._prepare,
-            keeps_mass=lambda: self.retrieval is not None and self.rows.cache.record_mass,
+            keeps_mass=lambda: self.retrieval is not None and self.worker.full.record_mass,
             block=self.levels["target"].block,
         )
         self._lookahead, self.clock = levels.lookahead, levels.clock
@@ -338,14 +278,14 @@ class Engine:
 
     def _make_plain(self, sampling: SamplingParams) -> Speculator:
         """One that drafts nothing: the levels below rest, and no masses are kept for them."""
-        self.rows.cache.record_mass = False
+        self.worker.full.record_mass = False
         levels = stack(
             replace(self.plan, gamma=0, lookup=False, adaptive=()),
             {"target": self.levels["target"]},
             sampling,
-            vocab_size=self._width,
-            device=self.memory.device,
-            on_verified=lambda num_rows: self.rows.cache.fetch_ahead(),
+            vocab_size=self.worker.vocab_size,
+            device=self.worker.memory.device,
+            on_verified=lambda num_rows: self.worker.fetch_ahead(),
             keeps_mass=lambda: False,
         )
         return levels.top
@@ -354,15 +294,15 @@ class Engine:
         """After a verification, for the next: retrieved chunks first, since the proposals wait for them."""
         if self.retrieval is not None:
             self._prepare_retrieval(self.retrieval, num_rows)
-        self.rows.cache.fetch_ahead()
+        self.worker.fetch_ahead()
 
     def _prepare_retrieval(self, retrieval: RetrievalCache, num_rows: int) -> None:
         """Refresh where the retrieval level is wanted, by the masses of the pass that ended; else it rests, and none
         are kept."""
         began, start, index = time.perf_counter(), self.clock.now(), -1  # the last proposer of the target
         wanted = self._lookahead.wants(index)
-        ready = wanted and (self.rows.cache.record_mass or not retrieval.needs_mass)
-        self.rows.cache.record_mass = wanted
+        ready = wanted and (self.worker.full.record_mass or not retrieval.needs_mass)
+        self.worker.full.record_mass = wanted
         if ready:
             retrieval.refresh(num_rows)
             self.clock.wind(self.plan.predicted.refresh_seconds)

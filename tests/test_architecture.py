@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Ground to roof: a storey imports from itself and from those before it.
 STOREYS = ("ground", "plan", "kernels", "transfer", "cache", "model", "decode", "session", "roof", "bench", "hub")
-ROOF = ("offload.engine", "offload.assembly", "offload.holding")
+ROOF = ("offload.engine", "offload.worker", "offload.prefix")
 GROUND = ("offload.errors", "offload.metrics", "offload.progress", "offload.units")
 CLI_MAY_IMPORT = (
     *("offload.engine", "offload.plan", "offload.session", "offload.bench", "offload.hub"),

@@ -103,15 +103,15 @@ def test_bits_that_depend_on_the_number_of_rows_are_found(
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_prompt_that_was_prefilled_wrongly_is_found(folders: tuple[Path, Path], dtype: str) -> None:
     engine = make(folders, dtype=dtype)
-    real, calls = engine.rows.prefill, []
+    real, calls = engine.prefix.prefill, []
 
     def wrong_once(tokens: Sequence[int], on_progress: object) -> None:
         calls.append(len(tokens))
         real([*tokens[:-8], *[7] * 8] if len(calls) == 1 else tokens, on_progress)  # type: ignore[arg-type]
         if len(calls) == 1:
-            engine.rows._held.tokens[:] = tokens  # and nobody knows
+            engine.prefix.tokens[:] = tokens  # and nobody knows
 
-    engine.rows.prefill = wrong_once  # type: ignore[method-assign]
+    engine.prefix.prefill = wrong_once  # type: ignore[method-assign]
     found = verified(engine)
     assert found.inexact == []  # the replay goes on from the same rows
     assert len(found.intolerable) == 5

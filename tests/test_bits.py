@@ -376,7 +376,7 @@ def test_stopping_inside_an_accepted_run_leaves_an_engine_that_says_the_same_aga
             assert shown == text[: text.index(stop)]
             assert stopped == tokens[: len(stopped)]
             assert len(stopped) < len(tokens)
-            assert subject.rows.cache.length <= len(prompt) + len(stopped)
+            assert subject.worker.full.length <= len(prompt) + len(stopped)
             assert said(subject.generate(prompt, GREEDY, max_tokens=40)) == (tokens, text, "length")
 
 
@@ -503,7 +503,7 @@ def test_a_retrieval_level_may_rest_and_be_got_ready_again(
     def readied(self: Adaptive, index: int, seconds: float | None) -> None:
         self.sources[index].ready = seconds is not None
         ready.append(seconds is not None)
-        kept.append(subject.rows.cache.record_mass)
+        kept.append(subject.worker.full.record_mass)
 
     monkeypatch.setattr(Adaptive, "wants", wants)
     monkeypatch.setattr(Adaptive, "readied", readied)
@@ -517,7 +517,7 @@ def test_a_retrieval_level_may_rest_and_be_got_ready_again(
             )  # a prompt's first pass keeps them
             assert ready == [wish and had for wish, had in zip(wished, before, strict=True)]
             assert {True, False} == set(ready)
-            subject.rows.cache.record_mass = (
+            subject.worker.full.record_mass = (
                 False  # as after a text that ended at rest: a prompt's first pass keeps them
             )
         passes = subject.stats.levels[1].passes

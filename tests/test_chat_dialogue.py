@@ -76,8 +76,8 @@ def engine_of(dialogue: Dialogue) -> Engine:
 
 def rows_of(dialogue: Dialogue, length: int) -> torch.Tensor:
     engine = engine_of(dialogue)
-    engine.rows.cache.wait_home()
-    return engine.rows.cache.reader.tokens(0, length).clone()
+    engine.worker.full.wait_home()
+    return engine.worker.full.reader.tokens(0, length).clone()
 
 
 def finish_ahead(dialogue: Dialogue) -> None:
@@ -97,8 +97,8 @@ def check_against_a_fresh_start(dialogue: Dialogue, make: Make) -> None:
     """The rows of all that was said, and the reply to one more message."""
     said = dialogue.format.closing_tokens(dialogue.conversation)
     finish_ahead(dialogue)
-    assert engine_of(dialogue).rows.tokens == said
-    assert engine_of(dialogue).rows.cache.length == len(said)
+    assert engine_of(dialogue).prefix.tokens == said
+    assert engine_of(dialogue).worker.full.length == len(said)
     fresh = make(speculation=False)
     prompt = dialogue.format.prompt_tokens(dialogue.conversation.asked("and then?"))
     wanted = continuation(fresh, prompt)
@@ -277,8 +277,8 @@ def test_a_prefill_that_is_broken_off_leaves_all_as_it_was(make: Make) -> None:
     dialogue.change(before)
     assert dialogue._background.progress is None
     assert progress.done < progress.total
-    assert engine_of(dialogue).rows.tokens == dialogue.format.closing_tokens(before)
-    assert engine_of(dialogue).rows.cache.length == said
+    assert engine_of(dialogue).prefix.tokens == dialogue.format.closing_tokens(before)
+    assert engine_of(dialogue).worker.full.length == said
     check_against_a_fresh_start(dialogue, make)
 
 
@@ -289,7 +289,7 @@ def test_leaving_waits_for_no_prefill_that_no_session_keeps(make: Make) -> None:
     dialogue.work_ahead()
     dialogue.finish_ahead()
     dialogue.close()
-    assert len(engine_of(dialogue).rows.tokens) < dialogue.num_used
+    assert len(engine_of(dialogue).prefix.tokens) < dialogue.num_used
 
 
 def test_a_cache_that_grows_keeps_what_was_computed(make: Make) -> None:

@@ -114,7 +114,7 @@ def test_the_law_is_that_of_the_cpu() -> None:
         plan = planned(tokens, device=device, dtype="fp32", speculation=False)
         with Engine.load(plan, TARGET, None, load_tokenizer(TARGET, None)) as engine:
             list(engine.generate(tokens, GREEDY, max_tokens=1))
-            engine.rows.cache.truncate(len(tokens) - 1)
+            engine.worker.full.truncate(len(tokens) - 1)
             laws.append(engine.levels["target"].forward(tokens[-1:], 1).float().cpu())
     assert (laws[0] - laws[1]).abs().max() < 2e-3
 

@@ -377,8 +377,8 @@ def generation(
     plan = tiny_plan(target, wanted, sizes, num_prompt_tokens=len(PROMPT), max_tokens=16, offload=frozenset(offload))
     with tiny_engine(plan, target, wanted) as engine:
         tokens = [token for step in engine.generate(PROMPT, sampling, max_tokens=16) for token in step.tokens]
-        stats = engine._link.stats if engine._link is not None else LinkStats()
-        assert (engine._link is None) == (not offload)
+        stats = engine.worker.link.stats if engine.worker.link is not None else LinkStats()
+        assert (engine.worker.link is None) == (not offload)
         assert engine.stats.prefill_link.bytes_to_device <= stats.bytes_to_device
     return tokens, stats
 
@@ -401,7 +401,7 @@ def test_no_schedule_changes_what_is_said(
     ]
     for make in makes:
         with monkeypatch.context() as patch:
-            patch.setattr("offload.engine.make_link", lambda *_, make=make: make())
+            patch.setattr("offload.worker.make_link", lambda *_, make=make: make())
             tokens, _ = generation(folders, sizes, sampling, offload=("weights", "kv"))
         assert tokens == wanted
 

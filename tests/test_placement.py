@@ -31,7 +31,7 @@ def run(plan: Plan) -> tuple[list[int], dict[str, dict[str, int]]]:
     """(tokens, ledger after the run)."""
     with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
         tokens = [token for step in engine.generate(PROMPT, GREEDY, max_tokens=12) for token in step.tokens]
-        return tokens, dict(engine.memory.allocated())  # type: ignore[arg-type]
+        return tokens, dict(engine.worker.memory.allocated())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

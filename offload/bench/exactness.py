@@ -141,11 +141,11 @@ def _heard(engine: Engine, recorder: Recorder) -> Iterator[None]:
 
 def _replay(engine: Engine, prompt: Sequence[int], tokens: Sequence[int], on_progress: OnProgress) -> Iterator[Tensor]:
     """The target's logits [V] for each of `tokens`, one row a pass, after the prefill that is held."""
-    rows, target = engine.rows, engine.levels["target"]
-    rows.begin(prompt, reuse=False)
-    rows.cache.record_mass = False
-    rows.prefill(prompt[: rows.num_prefilled(prompt)], on_progress)
-    yield target.forward(prompt[rows.cache.length :], 1)[0].float().cpu()
+    prefix, target = engine.prefix, engine.levels["target"]
+    prefix.begin(prompt, reuse=False)
+    engine.worker.full.record_mass = False
+    prefix.prefill(prompt[: prefix.num_prefilled(prompt)], on_progress)
+    yield target.forward(prompt[target.length :], 1)[0].float().cpu()
     for token in tokens[:-1]:
         yield target.forward([token], 1)[0].float().cpu()
 
@@ -154,13 +154,13 @@ def _recompute(
     engine: Engine, prompt: Sequence[int], tokens: Sequence[int], chosen: Sequence[int], on_progress: OnProgress
 ) -> Iterator[Tensor]:
     """The target's logits [V] for the tokens at `chosen`, after a prefill of all that comes before, from the start."""
-    rows, target, sequence = engine.rows, engine.levels["target"], [*prompt, *tokens]
-    rows.truncate(0)
+    prefix, target, sequence = engine.prefix, engine.levels["target"], [*prompt, *tokens]
+    prefix.truncate(0)
     for index in chosen:
         last = len(prompt) + index - 1
-        rows.prefill(sequence[:last], on_progress)
+        prefix.prefill(sequence[:last], on_progress)
         yield target.forward(sequence[last : last + 1], 1)[0].float().cpu()
-        rows.truncate(last)
+        prefix.truncate(last)
 
 
 def _spread(count: int, wanted: int) -> list[int]:

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from offload.assembly import DTYPES
 from offload.decode.sampling import SamplingParams
 from offload.errors import DoesNotFit, TriforceError
+from offload.model.loading import DTYPES
 
 
 class Reference:

@@ -1,39 +1,58 @@
-"""From a model folder to a decoder."""
+"""From model folders to decoders."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from offload.model.decoder import Decoder
 from offload.plan.config import ModelConfig
+from offload.plan.planner import Plan
 from offload.transfer.checkpoint import Checkpoint, check_model
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 from offload.transfer.weights import load_weights
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-def load_decoder(
-    folder: Path,
-    config: ModelConfig,
+
+def load_decoders(
+    folders: Mapping[str, Path],
+    plan: Plan,
     memory: Memory,
-    *,
-    dtype: torch.dtype,
-    name: str,
     link: Link | None,
-    num_resident: int = 0,
-    on_bytes: Callable[[int], None] = lambda num_bytes: None,
-) -> Decoder:
-    """Check the checkpoint in `folder` against `config` and read it to its places: with a link, all but the first
-    `num_resident` layers to the host.
+    on_bytes: Callable[[int, int], None],
+) -> dict[str, Decoder]:
+    """Check the checkpoint in each folder and read it to its place: on the device, but for the layers of "target" that
+    are offloaded.
 
-    `on_bytes` hears of each piece as it arrives. Raises ModelError.
+    `on_bytes(done, total)` hears how much was read. Raises ModelError.
     """
-    with Checkpoint.open(folder) as checkpoint:
-        check_model(checkpoint, config)
-        weights = load_weights(
-            checkpoint, config, memory, dtype=dtype, name=name, link=link, num_resident=num_resident, on_bytes=on_bytes
-        )
-    return Decoder(config, weights)
+    dtype = DTYPES[plan.dtype]
+    configs = {name: ModelConfig.from_folder(folder) for name, folder in folders.items()}
+    total = sum(config.weight_bytes(dtype.itemsize) for config in configs.values())
+    done = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal done
+        done = min(done + num_bytes, total)
+        on_bytes(done, total)
+
+    decoders = {}
+    for name, folder in folders.items():
+        with Checkpoint.open(folder) as checkpoint:
+            check_model(checkpoint, configs[name])
+            weights = load_weights(
+                checkpoint,
+                configs[name],
+                memory,
+                dtype=dtype,
+                name=name,
+                link=link if name == "target" and "weights" in plan.offload else None,
+                num_resident=plan.resident_layers,
+                on_bytes=count,
+            )
+        decoders[name] = Decoder(configs[name], weights)
+    return decoders

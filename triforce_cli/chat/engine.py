@@ -115,7 +115,7 @@ class ChatEngine:
         if tokens and len(tokens) < self.limit:
             engine = self.ready(len(tokens), on_progress)
             self.restore(tokens, on_progress)
-            engine.settle(tokens, on_progress=on_progress)
+            engine.precompute(tokens, on_progress=on_progress)
 
     def keep(self, extra: Mapping[str, object], on_progress: OnProgress) -> None:
         """Have the session hold what the engine holds."""

@@ -183,7 +183,7 @@ class Generate:
             yield
         finally:
             output.end_shown_line()
-            if not self.read_only and engine.num_held > common:
+            if not self.read_only and engine.num_cached > common:
                 engine.save(store, {"kind": "text"}, on_progress=output.progress)
                 if replaced > common:
                     output.note(

@@ -1,10 +1,13 @@
-"""Rows that are held are not computed twice: conversations that grow, are cut back and go on."""
+"""Rows that are cached are not computed twice: conversations that grow, are cut back and go on."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -12,13 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
-from offload.decode.held import Held, num_common
+from offload.cache.full import FullCache
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine
 from offload.errors import DoesNotFit, UsageError
-from offload.holding import Holding
+from offload.prefix import PrefixCache, num_common
+from offload.progress import ignore
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
+from offload.worker import Worker
 
 SIZES = Sizes(gamma=7, draft_gamma=3, lookup=True, adaptive=True, pace="planned")
 PLAIN = Sizes()
@@ -30,7 +35,7 @@ tokens_of = random_tokens
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    root = tmp_path_factory.mktemp("held")
+    root = tmp_path_factory.mktemp("prefix")
     return (
         save(random_model(vocab_size=264, seed=11), root / "target", tokenizer=True),
         save(random_model(vocab_size=264, seed=12, num_hidden_layers=1), root / "draft", tokenizer=True),
@@ -57,62 +62,99 @@ def keep(engine: Engine, folders: tuple[Path, Path], path: Path, *, read_only: b
 
 
 def rows_of(engine: Engine, length: int) -> torch.Tensor:
-    engine.rows.cache.wait_home()
-    return engine.rows.cache.reader.tokens(0, length).clone()
+    engine.worker.full.wait_home()
+    return engine.worker.full.reader.tokens(0, length).clone()
 
 
-# What may be gone on from
+# Which rows a request may reuse.
+
+
+class CountedRows:
+    """A worker, and its full cache, that counts rows and computes none."""
+
+    def __init__(self, num_last: int, prefill_block: int) -> None:
+        self.plan, self.full, self.length = SimpleNamespace(rows=num_last, walk=prefill_block), self, 0
+
+    def prefill(self, tokens: list[int], on_tokens: Callable[[int], None]) -> None:
+        self.length += len(tokens)
+
+    def truncate(self, length: int) -> None:
+        self.length = min(self.length, length)
+
+
+def cached(tokens: list[int], *, num_last: int = 2, precomputed: bool = False) -> PrefixCache:
+    prefix = PrefixCache(cast(Worker, CountedRows(num_last, prefill_block=2)))
+    prefix.prefill(tokens, ignore)
+    if precomputed:
+        prefix.precomputed(tokens)
+    return prefix
+
+
+def reused(prefix: PrefixCache, prompt: list[int], *, reuse: bool) -> int:
+    """Of a request that comes now; `prefix` stays as it is."""
+    after = deepcopy(prefix)
+    count = after.begin(prompt, reuse=reuse)
+    assert after.tokens == prompt[:count]
+    assert after._worker.full.length == count
+    return count
 
 
 def test_the_common_prefix_is_reused_but_for_the_rows_of_the_first_pass() -> None:
-    held = Held([1, 2, 3, 4, 5, 6])
-    assert held.reusable([1, 2, 3, 9, 9, 9, 9], 2) == 3
-    assert held.reusable([1, 2, 3, 4, 5, 6], 2) == 4
-    assert held.reusable([1, 2, 3, 4, 5, 6, 7, 8, 9], 2) == 6
-    assert held.reusable([9, 2, 3], 2) == 0
-    assert held.reusable([1], 4) == 0
+    prefix = cached([1, 2, 3, 4, 5, 6])
+    assert reused(prefix, [1, 2, 3, 9, 9, 9, 9], reuse=True) == 3
+    assert reused(prefix, [1, 2, 3, 4, 5, 6], reuse=True) == 4
+    assert reused(prefix, [1, 2, 3, 4, 5, 6, 7, 8, 9], reuse=True) == 6
+    assert reused(prefix, [9, 2, 3], reuse=True) == 0
+    assert reused(cached([1, 2, 3, 4, 5, 6], num_last=4), [1], reuse=True) == 0
 
 
-def test_settled_rows_are_not_run_again_but_one_always_is() -> None:
-    held = Held([1, 2, 3, 4, 5, 6], num_settled=6)
-    assert held.reusable([1, 2, 3, 4, 5, 6, 7], 4) == 6
-    assert held.reusable([1, 2, 3, 4, 5, 6], 4) == 5
-    assert held.reusable([1, 2, 3, 4, 9, 6, 7], 4) == 4
-    assert held.reusable([1, 2, 9, 4, 9, 6, 7], 4) == 2
+def test_precomputed_rows_are_not_run_again_but_one_always_is() -> None:
+    prefix = cached([1, 2, 3, 4, 5, 6], num_last=4, precomputed=True)
+    assert reused(prefix, [1, 2, 3, 4, 5, 6, 7], reuse=True) == 6
+    assert reused(prefix, [1, 2, 3, 4, 5, 6], reuse=True) == 5
+    assert reused(prefix, [1, 2, 3, 4, 9, 6, 7], reuse=True) == 4
+    assert reused(prefix, [1, 2, 9, 4, 9, 6, 7], reuse=True) == 2
 
 
-def test_only_what_a_prefill_would_give_bit_for_bit_is_ones_own() -> None:
-    held = Held()
-    held.prefilled([1, 2, 3], 2)
-    assert held.own([1, 2, 3, 8, 9], 2, 2) == 3  # just this
-    assert held.own([1, 2, 3, 8], 2, 2) == 2  # whole blocks of two
-    assert held.own([1, 2, 3, 4, 8, 9], 2, 2) == 2
-    assert held.own([1, 2, 4, 8, 9], 2, 2) == 2
-    assert held.own([1, 3, 4, 8, 9], 2, 2) == 0
-    assert held.own([1], 2, 2) == 0
-    held.prefilled([1, 2, 3, 4, 5], 2)  # began in the middle of a block: those rows have other bits
-    assert held.own([1, 2, 3, 4, 5, 8, 9], 2, 2) == 2
-    assert held.own([1, 2, 3, 8, 9], 2, 2) == 3
-    held.truncate(2)
-    held.prefilled([1, 2, 8, 9, 7], 2)  # began with a block
-    assert held.own([1, 2, 8, 9, 7, 0, 0], 2, 2) == 5
+def test_without_reuse_only_rows_are_taken_that_a_prefill_would_give_bit_for_bit() -> None:
+    prefix = cached([1, 2, 3])
+    assert reused(prefix, [1, 2, 3, 8, 9], reuse=False) == 3  # just this
+    assert reused(prefix, [1, 2, 3, 8], reuse=False) == 2  # whole blocks of two
+    assert reused(prefix, [1, 2, 3, 4, 8, 9], reuse=False) == 2
+    assert reused(prefix, [1, 2, 4, 8, 9], reuse=False) == 2
+    assert reused(prefix, [1, 3, 4, 8, 9], reuse=False) == 0
+    assert reused(prefix, [1], reuse=False) == 0
+    prefix.prefill([1, 2, 3, 4, 5], ignore)  # began in the middle of a block: those rows have other bits
+    assert reused(prefix, [1, 2, 3, 4, 5, 8, 9], reuse=False) == 2
+    assert reused(prefix, [1, 2, 3, 8, 9], reuse=False) == 3
+    prefix.truncate(2)
+    prefix.prefill([1, 2, 8, 9, 7], ignore)  # began with a block
+    assert reused(prefix, [1, 2, 8, 9, 7, 0, 0], reuse=False) == 5
 
 
-def test_rows_that_generation_added_are_nobodys_own() -> None:
-    held = Held()
-    held.prefilled([1, 2], 2)
-    held.generated([1, 2, 3, 4, 5])
-    assert held.own([1, 2, 3, 4, 5, 6, 7], 2, 2) == 2
-    held.prefilled([1, 2, 3, 4, 5, 6], 2)
-    assert held.own([1, 2, 3, 4, 5, 6, 7, 8], 2, 2) == 2
+def test_rows_that_generation_added_are_not_those_of_a_prefill() -> None:
+    prefix = cached([1, 2])
+    prefix._worker.prefill([3, 4, 5], print)  # by passes of the target
+    prefix.generated([1, 2, 3, 4, 5, 6])
+    assert prefix.tokens == [1, 2, 3, 4, 5]  # the last one is pending
+    assert reused(prefix, [1, 2, 3, 4, 5, 6, 7], reuse=False) == 2
+    prefix.prefill([1, 2, 3, 4, 5, 6], ignore)
+    assert reused(prefix, [1, 2, 3, 4, 5, 6, 7, 8], reuse=False) == 2
 
 
-def test_truncation_forgets_what_was_settled() -> None:
-    held = Held([1, 2, 3, 4], num_own=3, num_settled=4)
-    held.truncate(4)
-    assert held.num_settled == 4
-    held.truncate(2)
-    assert held == Held([1, 2], 2, 0)
+def test_truncation_forgets_what_was_precomputed() -> None:
+    prefix = cached([1, 2, 3, 4], precomputed=True)
+    prefix.truncate(4)
+    assert prefix.num_precomputed == 4
+    prefix.truncate(2)
+    assert (prefix.tokens, prefix.num_precomputed) == ([1, 2], 0)
+    assert reused(prefix, [1, 2, 8, 9], reuse=False) == 2
+
+
+def test_a_request_that_reuses_nothing_precomputed_starts_the_levels_below_afresh() -> None:
+    prefix = cached([1, 2, 3, 4], precomputed=True)
+    prefix.begin([1, 2, 3, 4, 5, 6], reuse=False)
+    assert prefix.num_precomputed == 0
 
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
@@ -122,7 +164,7 @@ def test_the_common_prefix_is_the_longest(first: list[int], second: list[int]) -
     assert first[: count + 1] != second[: count + 1] or count == len(first) == len(second)
 
 
-# Engines that hold rows
+# Engines that reuse rows.
 
 
 Step = Callable[[list[int], random.Random], list[int]]
@@ -156,12 +198,12 @@ def test_after_any_edits_the_cache_and_the_text_are_those_of_a_fresh_start(
         for step in steps:
             text = step(text, rng)[:150]
             if rng.random() < 0.5:
-                engine.settle(text[: rng.randrange(1, len(text) + 1)])
+                engine.precompute(text[: rng.randrange(1, len(text) + 1)])
             with make(folders, PLAIN) as fresh:
                 wanted = say(fresh, text)
                 reply = say(engine, text)
                 assert reply == wanted
-                length = min(engine.rows.cache.length, fresh.rows.cache.length)
+                length = min(engine.worker.full.length, fresh.worker.full.length)
                 assert length >= len(text)
                 gap = (rows_of(engine, length) - rows_of(fresh, length)).abs().max()
                 assert gap < TOLERANCE
@@ -172,11 +214,11 @@ def test_a_turn_runs_only_what_is_new(folders: tuple[Path, Path]) -> None:
     with make(folders, PLAIN) as engine:
         text = tokens_of(60, seed=1, vocabulary=256)
         text += say(engine, text)
-        held = engine.rows.cache.length
-        assert held == len(text) - 1
+        num_cached = engine.worker.full.length
+        assert num_cached == len(text) - 1
         text += tokens_of(30, seed=2, vocabulary=256)
         say(engine, text, 1)
-        assert engine.stats.reused_tokens == held
+        assert engine.stats.reused_tokens == num_cached
         assert engine.stats.levels[0].rows == ROWS
 
 
@@ -203,11 +245,11 @@ def test_what_prompts_begin_with_alike_is_prefilled_once_and_changes_no_bit(
         assert engine.stats.reused_tokens == 140 - ROWS  # all of it: rows after the common ones are a prefill's too
 
 
-def test_settled_tokens_cost_the_next_prompt_nothing(folders: tuple[Path, Path]) -> None:
+def test_precomputed_tokens_cost_the_next_prompt_nothing(folders: tuple[Path, Path]) -> None:
     text = tokens_of(60, seed=1, vocabulary=256)
     with make(folders, offload=("kv",)) as engine:
-        engine.settle(text)
-        assert engine.rows.cache.length == len(text)
+        engine.precompute(text)
+        assert engine.worker.full.length == len(text)
         assert engine.retrieval is not None
         assert engine.retrieval.length == len(text)
         say(engine, [*text, 7], 1)
@@ -215,9 +257,9 @@ def test_settled_tokens_cost_the_next_prompt_nothing(folders: tuple[Path, Path])
         assert engine.stats.levels[0].rows == 1
 
 
-@pytest.mark.parametrize("settled", [False, True])
-def test_a_seeds_text_depends_on_what_is_held_and_not_on_what_was_drafted_before(
-    folders: tuple[Path, Path], settled: bool
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_a_seeds_text_depends_on_what_is_cached_and_not_on_what_was_drafted_before(
+    folders: tuple[Path, Path], precomputed: bool
 ) -> None:
     """What earlier turns left in the levels below showed in what was sampled."""
     text = tokens_of(60, seed=3, vocabulary=256)
@@ -227,30 +269,30 @@ def test_a_seeds_text_depends_on_what_is_held_and_not_on_what_was_drafted_before
             for seed in earlier:
                 say(engine, text, 30, seed=seed)
             reply = say(engine, text)
-            if settled:
-                engine.settle(text + reply[:8])
+            if precomputed:
+                engine.precompute(text + reply[:8])
             replies.add(tuple(say(engine, text + reply, 30, seed=5)))
     assert len(replies) == 1
 
 
 @pytest.mark.parametrize("offload", [(), ("kv",)], ids=str)
-@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("precomputed", [False, True])
 def test_a_restored_run_says_what_the_run_that_saved_it_says(
-    folders: tuple[Path, Path], tmp_path: Path, offload: tuple[str, ...], settled: bool
+    folders: tuple[Path, Path], tmp_path: Path, offload: tuple[str, ...], precomputed: bool
 ) -> None:
     text = tokens_of(60, seed=7, vocabulary=256)
     with make(folders) as engine, keep(engine, folders, tmp_path) as store:
         text += say(engine, text, 20, seed=1)
-        if settled:
-            engine.settle(text)
+        if precomputed:
+            engine.precompute(text)
         engine.save(store, {"kind": "text"})
         saved = rows_of(engine, len(store.tokens))
         wanted = [say(engine, [*text, 5], 30, seed=2), say(engine, [*text, 6], 30)]
     with make(folders, offload=offload) as later, keep(later, folders, tmp_path, read_only=True) as store:
         later.restore(store, text)
         assert torch.equal(rows_of(later, len(store.tokens)), saved)
-        if settled:
-            later.settle(text)
+        if precomputed:
+            later.precompute(text)
         assert [say(later, [*text, 5], 30, seed=2), say(later, [*text, 6], 30)] == wanted
         assert later.stats.reused_tokens > 60
 
@@ -265,32 +307,32 @@ def test_what_is_saved_again_is_what_changed(folders: tuple[Path, Path], tmp_pat
         say(engine, [*text[:70], 9, 9, 9], 20)
         engine.save(store, {})
         after = sorted(path.name for path in tmp_path.glob("page-*"))
-        held = engine.rows.tokens
+        tokens = engine.prefix.tokens
         engine.save(store, {})
         assert after == sorted(path.name for path in tmp_path.glob("page-*"))
     page = engine.plan.page_tokens
     assert before[: 70 // page] == after[: 70 // page]
     assert not set(before[70 // page :]) & set(after)
     with make(folders) as later, keep(later, folders, tmp_path, read_only=True) as store:
-        later.restore(store, held)
-        assert list(store.tokens) == later.rows.tokens == held
+        later.restore(store, tokens)
+        assert list(store.tokens) == later.prefix.tokens == tokens
 
 
 def test_only_what_is_common_is_restored_and_only_where_it_is_more(folders: tuple[Path, Path], tmp_path: Path) -> None:
     text = tokens_of(100, seed=9, vocabulary=256)
     with make(folders) as engine, keep(engine, folders, tmp_path) as store:
-        engine.settle(text)
+        engine.precompute(text)
         engine.save(store, {})
-        engine.settle([*text, 1, 2])
+        engine.precompute([*text, 1, 2])
         engine.restore(store, [*text, 1, 2])
-        assert engine.rows.tokens == [*text, 1, 2]
+        assert engine.prefix.tokens == [*text, 1, 2]
     with make(folders) as later, keep(later, folders, tmp_path, read_only=True) as store:
         later.restore(store, [*text[:40], 7, 7])
-        assert later.rows.tokens == text[:40]
+        assert later.prefix.tokens == text[:40]
 
 
 @pytest.mark.parametrize("room", [88, 250])
-def test_another_plan_goes_on_with_what_is_held(folders: tuple[Path, Path], room: int) -> None:
+def test_another_plan_goes_on_with_what_is_cached(folders: tuple[Path, Path], room: int) -> None:
     text = tokens_of(60, seed=4, vocabulary=256)
     with make(folders, room=100) as engine, make(folders, room=room) as other, make(folders, PLAIN, room=room) as fresh:
         reply = say(engine, text)
@@ -303,31 +345,35 @@ def test_another_plan_goes_on_with_what_is_held(folders: tuple[Path, Path], room
         assert engine.stats.reused_tokens >= len(text) - ROWS
 
 
-def test_a_plan_for_which_there_is_no_memory_changes_nothing(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("step", "error"), [("reserve", DoesNotFit), ("copy_from", KeyboardInterrupt)])
+def test_a_plan_that_cannot_be_changed_to_changes_nothing(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, step: str, error: type[BaseException]
 ) -> None:
+    """Too little memory, and Ctrl-C while rows are copied. What the new plan had taken of the memory is given back."""
     text = tokens_of(60, seed=4, vocabulary=256)
+
+    def fail(cache: FullCache, argument: object) -> None:
+        raise error("no memory")
+
     with make(folders) as engine, make(folders, room=250) as other, make(folders, PLAIN) as fresh:
         text += say(engine, text)
-        plan = engine.plan
-        monkeypatch.setattr(Holding, "reserve", refuse)
-        with pytest.raises(DoesNotFit):
-            engine.replan(other.plan)
+        plan, allocated = engine.plan, engine.worker.memory.allocated()
+        with monkeypatch.context() as patch:
+            patch.setattr(FullCache, step, fail)
+            with pytest.raises(error):
+                engine.replan(other.plan)
         assert engine.plan is plan
+        assert engine.worker.memory.allocated() == allocated
         assert say(engine, text) == say(fresh, text)
         assert engine.stats.reused_tokens >= len(text) - ROWS
 
 
-def refuse(engine: Engine) -> None:
-    raise DoesNotFit("no memory")
-
-
 def test_caches_that_are_outgrown_leave_the_ledger(folders: tuple[Path, Path]) -> None:
     with make(folders, room=100) as engine, make(folders, room=250) as large, make(folders, room=100) as small:
-        before = engine.memory.allocated()
+        before = engine.worker.memory.allocated()
         for plan in (large.plan, small.plan, large.plan, small.plan):
             engine.replan(plan)
-        assert engine.memory.allocated() == before
+        assert engine.worker.memory.allocated() == before
 
 
 def test_an_engine_that_offloads_keeps_its_plan(folders: tuple[Path, Path]) -> None:
@@ -337,7 +383,7 @@ def test_an_engine_that_offloads_keeps_its_plan(folders: tuple[Path, Path]) -> N
                 engine.replan(plan)
 
 
-def test_a_prefill_that_was_broken_off_leaves_what_was_held(folders: tuple[Path, Path]) -> None:
+def test_a_prefill_that_was_broken_off_leaves_what_was_cached(folders: tuple[Path, Path]) -> None:
     text = tokens_of(60, seed=5, vocabulary=256)
 
     def stop(progress: object) -> None:
@@ -348,17 +394,17 @@ def test_a_prefill_that_was_broken_off_leaves_what_was_held(folders: tuple[Path,
             text_so_far = text + say(engine, text)
             longer = text_so_far + tokens_of(50, seed=6, vocabulary=256)
             with pytest.raises(KeyboardInterrupt):
-                engine.settle(longer, on_progress=stop)
+                engine.precompute(longer, on_progress=stop)
             with pytest.raises(KeyboardInterrupt):
                 next(engine.generate(longer, GREEDY, max_tokens=3, reuse=True, on_progress=stop))
-            assert engine.rows.cache.length == len(text_so_far) - 1
+            assert engine.worker.full.length == len(text_so_far) - 1
             assert say(engine, longer) == say(fresh, longer)
             assert engine.stats.reused_tokens == len(text_so_far) - 1
 
 
-def test_settling_checks_what_it_is_given(folders: tuple[Path, Path]) -> None:
+def test_precomputing_checks_what_it_is_given(folders: tuple[Path, Path]) -> None:
     with make(folders, room=80) as engine:
         with pytest.raises(UsageError):
-            engine.settle([])
+            engine.precompute([])
         with pytest.raises(DoesNotFit, match="81"):
-            engine.settle(tokens_of(81, seed=0, vocabulary=256))
+            engine.precompute(tokens_of(81, seed=0, vocabulary=256))

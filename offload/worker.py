@@ -1,0 +1,226 @@
+"""A worker: what one rank owns, made from a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from offload.cache.full import FullCache
+from offload.cache.retrieval import RetrievalCache
+from offload.cache.selection import Selection
+from offload.cache.streaming import StreamingCache
+from offload.cache.tiles import TileShape
+from offload.errors import DoesNotFit, ModelError
+from offload.kernels.rope import RopeTable, rope_table
+from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
+from offload.metrics import LinkStats
+from offload.model.decoder import Decoder
+from offload.model.level import Level, StreamingLevel, prefill
+from offload.model.loading import DTYPES, load_decoders
+from offload.plan.config import ModelConfig
+from offload.plan.planner import Plan
+from offload.plan.sizing import CPU_BLOCKS, MAX_ROWS
+from offload.transfer.link import Link, make_link
+from offload.transfer.memory import Memory
+
+MAX_REACH = 32  # tokens: dilation reaches as far as blocks usually go
+
+
+class Worker:
+    """Models, levels with their caches, link and memory of one rank.
+
+    Passes are asked for with tokens and lengths alone: `prefill`, `forward` and `truncate` of `levels` (by name:
+    "target", "retrieval", "draft"), `refresh`, `fetch_ahead`. `full` is the target's cache, page by page what a session
+    saves and fills (`PagedRows`).
+    """
+
+    def __init__(
+        self, plan: Plan, decoders: Mapping[str, Decoder], memory: Memory, link: Link | None, *, vocab_size: int
+    ) -> None:
+        """Allocate the plan's caches, empty. vocab_size: the width of all logits.
+
+        Raises DoesNotFit, with the context that there is memory for. On an error nothing stays allocated.
+        """
+        self.plan, self.decoders, self.memory, self.link, self.vocab_size = plan, decoders, memory, link, vocab_size
+        self.levels: dict[str, Level] = {}
+        self.retrieval: RetrievalCache | None = None
+        self._caches: list[FullCache | RetrievalCache | StreamingCache] = []
+        try:
+            self._make_levels()
+            self._reserve()
+        except BaseException:
+            self.release()
+            raise
+
+    @classmethod
+    def load(
+        cls,
+        plan: Plan,
+        folders: Mapping[str, Path],
+        *,
+        num_tokens: int,
+        on_bytes: Callable[[int, int], None],
+    ) -> Worker:
+        """Read the models in `folders` ("target", "draft") to where the plan wants them. num_tokens: in the tokenizer's
+        vocabulary. `on_bytes(done, total)` hears how much was read. Raises ModelError, DoesNotFit."""
+        memory = Memory(torch.device(plan.device))
+        link = make_link(memory.device, plan.link_bytes_per_second) if plan.offload else None
+        try:
+            decoders = load_decoders(folders, plan, memory, link, on_bytes)
+            return cls(plan, decoders, memory, link, vocab_size=_num_scored(decoders, num_tokens))
+        except BaseException:
+            if link is not None:
+                link.close()
+            raise
+
+    def replanned(self, plan: Plan) -> Worker:
+        """A worker for `plan` with the same models, while this one keeps its caches. Only where neither plan offloads:
+        weights stay where they are. Raises DoesNotFit."""
+        if plan.offload or self.plan.offload:
+            raise ValueError("an engine that offloads is made for one plan")
+        return Worker(plan, self.decoders, self.memory, self.link, vocab_size=self.vocab_size)
+
+    @property
+    def target(self) -> Decoder:
+        return self.decoders["target"]
+
+    @property
+    def num_embedded(self) -> int:
+        """Tokens that every model knows."""
+        return min(decoder.config.vocab_size for decoder in self.decoders.values())
+
+    @property
+    def link_stats(self) -> LinkStats:
+        """Totals since the worker was loaded; zeros where there is no link."""
+        return self.link.stats if self.link is not None else LinkStats()
+
+    def prefill(self, tokens: Sequence[int], on_tokens: Callable[[int], None]) -> None:
+        """Append `tokens` to the full cache; the levels below see what they need of them later. Broken off, it appends
+        nothing. `on_tokens` hears how many are done."""
+        prefill(self.target, self.full, tokens, prefill_block=self.plan.walk, on_tokens=on_tokens)
+
+    def refresh(self, num_rows: int) -> None:
+        """Choose what the retrieval cache holds, if there is one, by the first `num_rows` rows of the target's last
+        pass."""
+        if self.retrieval is not None:
+            self.retrieval.refresh(num_rows)
+
+    def fetch_ahead(self) -> None:
+        """Start to fetch the tiles that the target's next pass needs first."""
+        self.full.fetch_ahead()
+
+    def copy_rows(self, other: Worker) -> bool:
+        """Hold the rows that the full cache of `other` holds, of the same model. False, and nothing is copied, where
+        positions are rotated otherwise (RoPE scaling "dynamic" in a context of another size)."""
+        if not self.full.rope.starts_like(other.full.rope):
+            return False
+        self.full.copy_from(other.full)
+        return True
+
+    def release(self) -> None:
+        """Give the caches' memory back; they are not used again."""
+        for cache in self._caches:
+            cache.release()
+        self._caches.clear()
+
+    def close(self) -> None:
+        """End the link's threads."""
+        if self.link is not None:
+            self.link.close()
+
+    def _make_levels(self) -> None:
+        plan, link, config, width = self.plan, self.link, self.target.config, self.vocab_size
+        blocks = _block_sizes(plan, config)
+        self.full = _full_cache(plan, config, self.memory, link, blocks)
+        self._caches.append(self.full)
+        self.levels["target"] = Level("target", self.target, self.full, vocab_size=width, blocks=blocks, link=link)
+        if "retrieval" in plan.levels:
+            self.retrieval = _retrieval_cache(plan, self.memory, self.full)
+            self._caches.append(self.retrieval)
+            self.levels["retrieval"] = Level("retrieval", self.target, self.retrieval, vocab_size=width, link=link)
+        draft = self.decoders.get("draft")
+        if "draft" in plan.levels and draft is not None:
+            streaming = _streaming_cache(plan, draft.config, self.memory)
+            self._caches.append(streaming)
+            self.levels["draft"] = StreamingLevel("draft", draft, streaming, vocab_size=width)
+
+    def _reserve(self) -> None:
+        plan = self.plan
+        try:
+            self.full.reserve(plan.capacity + MAX_ROWS)
+        except DoesNotFit as error:
+            allocated = self.full.nbytes()
+            planned = sum(tier.get("kv cache", 0) for tier in (plan.device_bytes, plan.host_bytes))
+            raise DoesNotFit(f"{error} to {plan.capacity * allocated // planned}") from error
+
+
+def _num_scored(decoders: Mapping[str, Decoder], num_tokens: int) -> int:
+    """Entries of the target's logits that are tokens: models may pad theirs. Raises ModelError where a draft scores
+    fewer."""
+    width = min(num_tokens, decoders["target"].config.vocab_size)
+    if "draft" in decoders and (fewer := decoders["draft"].config.vocab_size) < width:
+        raise ModelError(f"the draft scores {fewer} tokens, the target {width}; --draft none")
+    return width
+
+
+def _full_cache(plan: Plan, config: ModelConfig, memory: Memory, link: Link | None, blocks: Blocks) -> FullCache:
+    shape = TileShape(
+        config.num_kv_heads, config.head_dim, plan.page_tokens, plan.tile_tokens // plan.page_tokens, DTYPES[plan.dtype]
+    )
+    return FullCache(
+        memory,
+        shape,
+        num_layers=config.num_layers,
+        rope=_rope(plan, config),
+        blocks=blocks,
+        link=link if "kv" in plan.offload else None,
+        num_resident=plan.resident_tiles,
+        mass_chunk=plan.chunk if "retrieval" in plan.levels and plan.selection == "mass" else None,
+        prefill=plan.prefill,
+    )
+
+
+def _retrieval_cache(plan: Plan, memory: Memory, full: FullCache) -> RetrievalCache:
+    rule = Selection(rule="published" if plan.selection == "published" else "mass", reach=min(plan.gamma, MAX_REACH))
+    return RetrievalCache(memory, full, budget=plan.budget, chunk=plan.chunk, selection=rule)
+
+
+def _streaming_cache(plan: Plan, config: ModelConfig, memory: Memory) -> StreamingCache:
+    return StreamingCache(
+        memory,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=DTYPES[plan.dtype],
+        rope=_rope(plan, config),
+        sinks=plan.sinks,
+        window=plan.window,
+        slack=plan.gamma + plan.draft_gamma + 2 * plan.rows,
+    )
+
+
+def _block_sizes(plan: Plan, config: ModelConfig) -> Blocks:
+    """The block sizes that a pass may use. A GPU's blocks are all alike: fewer rows would not be faster there.
+
+    Other sizes never change what is computed, so they may be chosen by time.
+    """
+    if plan.device != "cpu":
+        return Blocks((plan.rows,))
+    shapes = Shapes(
+        config.layer_products(),
+        (config.vocab_size, config.hidden_size, False),
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        plan.tile_tokens // plan.page_tokens,
+        plan.page_tokens,
+    )
+    dtype, threads = DTYPES[plan.dtype], torch.get_num_threads()
+    return fast_blocks(shapes, equal_blocks(shapes, CPU_BLOCKS, dtype, threads), dtype, threads)
+
+
+def _rope(plan: Plan, config: ModelConfig) -> RopeTable:
+    """The table of all positions that a pass may reach."""
+    return rope_table(config, plan.capacity + MAX_ROWS, plan.capacity, plan.device).to(DTYPES[plan.dtype])

@@ -64,7 +64,7 @@ class Worker:
         on_bytes: Callable[[int, int], None],
     ) -> Worker:
         """Read the models in `folders` ("target", "draft") to where the plan wants them. num_tokens: in the tokenizer's
-        vocabulary. `on_bytes(done, total)` hears how much was read. Raises ModelError, DoesNotFit."""
+        vocabulary. `on_bytes(done, total)` is called as bytes are read. Raises ModelError, DoesNotFit."""
         memory = Memory(torch.device(plan.device))
         link = make_link(memory.device, plan.link_bytes_per_second) if plan.offload else None
         try:
@@ -98,7 +98,7 @@ class Worker:
 
     def prefill(self, tokens: Sequence[int], on_tokens: Callable[[int], None]) -> None:
         """Append `tokens` to the full cache; the levels below see what they need of them later. Broken off, it appends
-        nothing. `on_tokens` hears how many are done."""
+        nothing. `on_tokens` is called with how many are done."""
         prefill(self.target, self.full, tokens, prefill_block=self.plan.walk, on_tokens=on_tokens)
 
     def refresh(self, num_rows: int) -> None:

@@ -1,4 +1,5 @@
-"""Caches: what was seen, and attention over it. The model knows this protocol and no class behind it."""
+"""Caches: keys and values of earlier tokens, and attention over them. The model knows this protocol and no class behind
+it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class Cache(Protocol):
 
     @property
     def length(self) -> int:
-        """Tokens whose keys and values are held, or have been and are no longer needed."""
+        """Tokens whose keys and values are in the cache, or were and are no longer needed."""
         ...
 
     def begin(self, phase: Phase, num_rows: int) -> None:
@@ -41,5 +42,5 @@ class Cache(Protocol):
         ...
 
     def nbytes(self) -> int:
-        """Bytes held on the compute device and the host together."""
+        """Bytes on the compute device and the host together."""
         ...

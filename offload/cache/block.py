@@ -1,4 +1,4 @@
-"""Rows that attend together, and what they have seen so far, tile by tile."""
+"""Rows that attend together, and the attention that they have gathered so far, tile by tile."""
 
 from __future__ import annotations
 

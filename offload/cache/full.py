@@ -124,20 +124,20 @@ class FullCache:
     def page(self, layer: int, number: int) -> Tensor:
         """Page `number` of the sequence in `layer`: a view of its home, [2, H_kv, S, D], each half contiguous.
 
-        What it holds counts after `wait_home`; what is written there, after `restored`.
+        Read it after `wait_home`; call `restored` after writing to it.
         """
         index, within = divmod(number, self.shape.num_pages)
         return self.store.home(layer, index)[:, within]
 
     def restored(self, length: int) -> None:
-        """The homes of the first `length` tokens' pages were written: hold these tokens and no others."""
+        """The homes of the first `length` tokens' pages were written from outside: these tokens count, no others."""
         self.truncate(0)
         for residence in self._residences.values():
             residence.forget()
         self.length = length
 
     def copy_from(self, other: FullCache) -> None:
-        """Hold what `other` holds, whose tiles may have another size and live elsewhere."""
+        """Copy all rows of `other`, whose tiles may have another size and live elsewhere, in place of its own."""
         other.wait_home()
         self.wait_home()
         self.reserve(other.length)
@@ -172,7 +172,7 @@ class FullCache:
         return torch.stack(scores)[..., :num_chunks].to(self.last_query[0].device)
 
     def wait_home(self) -> None:
-        """Until the tiles' homes hold all rows."""
+        """Return when the tiles' homes have all rows."""
         if self._write_back is not None:
             self._write_back.wait()
 

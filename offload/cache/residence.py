@@ -85,7 +85,7 @@ class WriteBack:
         return () if event is None else (event,)
 
     def wait(self) -> None:
-        """Until every home is up to date."""
+        """Return when every home is up to date."""
         for event in self._written.values():
             event.synchronize()
         self._written.clear()
@@ -114,7 +114,7 @@ class StreamedTiles:
         self._position: dict[tuple[int, int], int] = {}
         self._length = 0  # tokens in the cache as the forward began
         self._finished = False  # the last tile of the forward was closed
-        self._ahead: list[tuple[int, int]] = []  # what the slots hold for the next forward
+        self._ahead: list[tuple[int, int]] = []  # in the slots for the next forward
 
     def begin(self, length: int, num_rows: int) -> None:
         self._store.grow(length + num_rows)
@@ -182,7 +182,7 @@ class StreamedTiles:
 class PrefillTiles:
     """Prefill with the cache on the host: one layer's tiles stay on the device while its rows are worked on.
 
-    Each row crosses the link once, to its home, behind the computation; tiles that held tokens before come over once.
+    Each row crosses the link once, to its home, behind the computation; tiles that had tokens before come over once.
     """
 
     def __init__(self, store: TileStore, link: Link, memory: Memory, write_back: WriteBack) -> None:
@@ -239,7 +239,7 @@ class PrefillTiles:
         return self._tiles[index - self._store.num_resident(self._layer)]
 
     def _enter(self, layer: int) -> None:
-        """Start fetching what `layer` held; a tile is overwritten only after the last layer's copy of it left."""
+        """Start to fetch what `layer` has; a tile is overwritten only after the last layer's copy of it left."""
         self._leave()
         previous, self._layer = self._layer, layer
         shape, free = self._store.shape, self._link.record()

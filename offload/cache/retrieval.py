@@ -51,7 +51,7 @@ class RetrievalCache:
 
     @property
     def needs_mass(self) -> bool:
-        """Whether `refresh` asks the full cache for masses."""
+        """True where `refresh` asks the full cache for masses."""
         return self.selector.needs_mass
 
     def begin(self, phase: Phase, num_rows: int) -> None:
@@ -76,7 +76,7 @@ class RetrievalCache:
         self.length += num_tokens
 
     def truncate(self, length: int) -> None:
-        """Chunks chosen past `length` go too: then nothing is held, until the next `refresh`."""
+        """Chunks chosen past `length` go too: then the cache is empty until the next `refresh`."""
         self._taken = [0] * self.full.num_layers
         if length < self._exact:
             self.selector.forget()
@@ -96,9 +96,9 @@ class RetrievalCache:
 
     @torch.inference_mode()
     def refresh(self, num_rows: int) -> None:
-        """Hold what the last verification looked at: its first `num_rows` rows are those whose tokens stayed.
+        """Fetch the chunks that the last verification attended to most; the tokens of its first `num_rows` rows stayed.
 
-        The full cache has been truncated to the verified tokens; this cache then holds exactly these.
+        The full cache has been truncated to the verified tokens; this cache then has exactly these.
         """
         self.full.wait_home()
         length = self.full.length
@@ -109,7 +109,7 @@ class RetrievalCache:
         self._fetch_tail(length)
 
     def _scores(self, num_rows: int) -> Tensor:
-        """Of each whole chunk, [L, H_kv, C] fp32."""
+        """Scores of the whole chunks, [L, H_kv, C] fp32."""
         return self.selector.scores(self.full, num_rows, self.chunk, self._tail_start // self.chunk)
 
     def _drop(self) -> None:

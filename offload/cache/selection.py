@@ -1,4 +1,4 @@
-"""Which chunks of the full cache the retrieval cache holds: functions of what the full cache saw."""
+"""Selection of the chunks that the retrieval cache fetches, by scores that the full cache's last pass gave."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rule = Literal["mass", "published"]
 
 @dataclass(frozen=True)
 class Selection:
-    """What a plan says of selection; each cache makes a selector of its own from it.
+    """The selection rule that a plan sets; each cache makes a selector of its own from it.
 
     rule "mass": by the softmax mass that the rows of the last verification put on chunks, see `ByMass`. Rule
     "published" (TriForce, arXiv 2404.11912, section 4.2): by mean keys, once, see `ByMeanKey`.
@@ -32,7 +32,7 @@ class Selection:
 
 
 class Seen(Protocol):
-    """What selectors may ask of the full cache, about its last decode forward."""
+    """The full cache as selectors see it: scores from its last decode forward."""
 
     def mass(self, num_rows: int) -> Tensor:
         """Softmax mass per chunk, summed over the forward's first `num_rows` rows: [L, H_kv, C or more] fp32."""
@@ -44,21 +44,22 @@ class Seen(Protocol):
 
 
 class Selector(Protocol):
-    """Scores chunks; the best are held. What the retrieval level proposes depends on it, never the output's law."""
+    """Scores chunks; the best are fetched. Proposals of the retrieval level depend on it, the output's distribution
+    never does."""
 
     @property
     def needs_mass(self) -> bool:
-        """Whether `scores` asks for masses, which cost the full pass time to keep."""
+        """True where `scores` asks for masses, which cost the full pass time to record."""
         ...
 
     @property
     def selects_anew(self) -> bool:
-        """Whether chunks are chosen at each refresh, or once for a prompt."""
+        """True where chunks are chosen at each refresh, False where once for a prompt."""
         ...
 
     def scores(self, full: Seen, num_rows: int, chunk: int, num_chunks: int) -> Tensor:
-        """Of the first `num_chunks` chunks of `chunk` tokens, [L, H_kv, num_chunks] fp32, finite. The full cache's last
-        decode forward was a verification whose first `num_rows` rows stayed."""
+        """Scores of the first `num_chunks` chunks of `chunk` tokens, [L, H_kv, num_chunks] fp32, finite. The
+        full cache's last decode forward was a verification whose first `num_rows` rows stayed."""
         ...
 
     def forget(self) -> None:

@@ -21,7 +21,7 @@ class StreamingCache:
     `sinks + window - 1`. Nothing is ever rotated again, and what a row sees depends on its position alone.
 
     The window's buffer has room for `slack` more tokens, so that rejected rows overwrite nothing a shorter sequence
-    needs. Truncation past what is held empties the cache: the tokens become pending again.
+    needs. Truncation past what it still has empties the cache: the tokens become pending again.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StreamingCache:
         return self._num_slots - self.window
 
     def skip(self, num_pending: int) -> int:
-        """How many of `num_pending` tokens, counted from now, a later row sees nothing of: these need no forward.
+        """The number of `num_pending` tokens, from the first on, that no later row sees: these need no forward.
 
         Only after the sinks are in. Jumping over them loses what they would have told the first rows of the window; a
         draft that is fed its last window only is the price of not running the whole prompt through it.

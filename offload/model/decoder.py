@@ -51,7 +51,8 @@ class Decoder:
         small; None: all at once. blocks: every matrix product sees exactly these numbers of rows, one after the other
         (`T` is their sum), so that a row's bits do not depend on how many others there are; None: as prefill_block
         gives them.
-        `on_rows` hears of each block after each layer. Peak memory: T hidden rows and one block's intermediates.
+        `on_rows` is called with each block's number of rows after each layer. Peak memory: T hidden rows and one
+        block's intermediates.
         """
         x = embedding(torch.cat([segment.tokens for segment in segments]), self.weights.embedding)
         if blocks is not None and x.shape[0] != sum(blocks):

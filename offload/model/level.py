@@ -15,9 +15,8 @@ from offload.metrics import LevelStats
 from offload.model.decoder import Decoder, Segment
 from offload.transfer.link import Link
 
-Listener = Callable[
-    [int, int, Tensor], None
-]  # hears of a forward: rows before it, rows after it, the last ones' logits
+# Called after a forward with the rows before it, the rows after it and the logits of the last ones.
+Listener = Callable[[int, int, Tensor], None]
 _MOST_PADDED = 64  # rows of a draft: past these a row has its price
 
 
@@ -38,7 +37,7 @@ class Level:
     blocks: a forward runs in blocks of these sizes only, padded, so that a token's bits do not depend on how many
     tokens are verified with it. None: as many rows as there are tokens.
     link: where the level's weights or cache cross it, for the statistics.
-    listener: hears of every call of `forward`, once it is done.
+    listener: called after every `forward`.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ def prefill(
 ) -> None:
     """Fill `cache` with `tokens` (none: nothing happens), layer by layer, in blocks of `prefill_block` rows. No logits.
 
-    `on_tokens` hears how many tokens are done, counting a block in one layer as its share of the layers.
+    `on_tokens` is called with the number of tokens done, counting a block in one layer as its share of the layers.
     """
     if not tokens:
         return

@@ -28,7 +28,7 @@ def load_decoders(
     """Check the checkpoint in each folder and read it to its place: on the device, but for the layers of "target" that
     are offloaded.
 
-    `on_bytes(done, total)` hears how much was read. Raises ModelError.
+    `on_bytes(done, total)` is called as bytes are read. Raises ModelError.
     """
     dtype = DTYPES[plan.dtype]
     configs = {name: ModelConfig.from_folder(folder) for name, folder in folders.items()}

@@ -158,7 +158,7 @@ class Checkpoint:
 
 
 def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """ModelError unless `checkpoint` holds exactly the weights of `config`, give or take what computes nothing.
+    """ModelError unless `checkpoint` holds exactly the weights of `config`; buffers that compute nothing may be there.
 
     With tied embeddings an `lm_head.weight` is ignored only if it equals the embeddings: transformers 5 unties them
     where they differ, version 4 does not, so such a folder has no one meaning. Comparing reads both once.

@@ -21,10 +21,10 @@ from offload.metrics import LinkStats
 
 
 class Event(Protocol):
-    """Something that will have happened."""
+    """A point in the work of a device or a copy thread."""
 
     def wait(self) -> None:
-        """Whatever is computed on the device after this call sees what the event stands for."""
+        """Order the device's computation: all of it that is issued after this call runs after the event."""
         ...
 
     def synchronize(self) -> None:

@@ -237,7 +237,7 @@ def load_weights(
     """Read a checked checkpoint into its places: all on the device, or, with a link, the first `num_resident` layers
     there and the others on the host. The ledger calls them `name`'s.
 
-    `on_bytes` hears of each layer's bytes as they arrive. Peak memory: what is placed, and one tensor's mapping.
+    `on_bytes` is called with each layer's bytes as they arrive. Peak memory: what is placed, and one tensor's mapping.
     """
 
     def check_range(tensor: Tensor, owner: str) -> None:

@@ -163,8 +163,9 @@ class Engine:
         prefix.num_precomputed = 0
         self._start(tokens, reuse=True)
         self._prefill(tokens[: prefix.num_prefilled(tokens)], on_progress)
-        num_rows = len(tokens) - worker.full.length
-        worker.levels["target"].forward(tokens[-num_rows:], 1)
+        target = worker.levels["target"]
+        num_rows = len(tokens) - target.length
+        target.forward(tokens[-num_rows:], 1)
         worker.refresh(num_rows)
         worker.fetch_ahead()
         prefix.precomputed(tokens)
@@ -240,13 +241,13 @@ class Engine:
             )
 
     def _start(self, prompt: Sequence[int], *, reuse: bool) -> None:
-        """Fresh counters. The full cache keeps what this request may go on from; the levels below start afresh, unless
-        they were got ready for it: so a request's text does not depend on what was drafted in earlier ones."""
+        """Fresh counters. The full cache keeps the rows that are reused; the levels below start afresh, so that text
+        does not depend on what earlier requests drafted. Only what was precomputed stays in the retrieval cache."""
         reused = self.prefix.begin(prompt, reuse=reuse)
-        if self.retrieval is not None and not self.prefix.num_precomputed:
-            self.retrieval.truncate(0)
         if "draft" in self.levels:
             self.levels["draft"].truncate(0)
+        if "retrieval" in self.levels and not self.prefix.num_precomputed:
+            self.levels["retrieval"].truncate(0)
         self.worker.full.record_mass = True
         self.stats = Stats(prompt_tokens=len(prompt), reused_tokens=reused, load_seconds=self._load_seconds)
         for level in self.levels.values():

@@ -24,7 +24,7 @@ class PrefixCache:
     def __init__(self, worker: Worker) -> None:
         self.tokens: list[int] = []
         self.num_precomputed = 0
-        self._worker = worker
+        self._worker, self._target = worker, worker.levels["target"]
         self._num_own = 0  # the first so many have the bits that one prefill of just these tokens would give
         self._num_saved = 0  # the first so many are on the disk, bit for bit, as a session has them
 
@@ -42,11 +42,11 @@ class PrefixCache:
 
     def num_prefilled(self, prompt: Sequence[int]) -> int:
         """Tokens of `prompt` that no pass of the target level runs."""
-        return max(len(prompt) - self._worker.plan.rows, self._worker.full.length)
+        return max(len(prompt) - self._worker.plan.rows, self._target.length)
 
     def prefill(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
         """Add what is missing of `tokens`, which begin with those that are cached. Broken off, it adds nothing."""
-        worker, start = self._worker, self._worker.full.length
+        worker, start = self._worker, self._target.length
         if len(tokens) == start:
             return
 
@@ -60,7 +60,7 @@ class PrefixCache:
 
     def generated(self, tokens: Sequence[int]) -> None:
         """The full cache has rows of the first of `tokens` now, all but those that are pending."""
-        self.tokens, self.num_precomputed = list(tokens[: self._worker.full.length]), 0
+        self.tokens, self.num_precomputed = list(tokens[: self._target.length]), 0
 
     def precomputed(self, tokens: Sequence[int]) -> None:
         """The full cache has rows of all `tokens`, and the levels below are ready for what begins with them."""
@@ -73,7 +73,7 @@ class PrefixCache:
         self._num_saved = min(self._num_saved, length)
         if length < self.num_precomputed:
             self.num_precomputed = 0
-        self._worker.full.truncate(length)
+        self._target.truncate(length)
 
     def take(self, other: PrefixCache) -> None:
         """Copy the rows of `other`, of the same model, if positions are rotated as there; else nothing is cached."""

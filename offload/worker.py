@@ -31,9 +31,9 @@ MAX_REACH = 32  # tokens: dilation reaches as far as blocks usually go
 class Worker:
     """Models, levels with their caches, link and memory of one rank.
 
-    Passes are asked for with tokens and lengths alone: `prefill`, `forward` and `truncate` of `levels` (by name:
-    "target", "retrieval", "draft"), `refresh`, `fetch_ahead`. `full` is the target's cache, page by page what a session
-    saves and fills (`PagedRows`).
+    Whatever changes the caches is asked for with tokens and lengths alone: `prefill`, `forward` and `truncate` of the
+    `levels` (by name: "target", "retrieval", "draft"), `refresh`, `fetch_ahead`, `copy_rows`. `full` is the target's
+    cache; a session saves and fills its pages (`PagedRows`).
     """
 
     def __init__(

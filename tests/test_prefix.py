@@ -70,10 +70,11 @@ def rows_of(engine: Engine, length: int) -> torch.Tensor:
 
 
 class CountedRows:
-    """A worker, and its full cache, that counts rows and computes none."""
+    """A worker, and its target level, that counts rows and computes none."""
 
     def __init__(self, num_last: int, prefill_block: int) -> None:
-        self.plan, self.full, self.length = SimpleNamespace(rows=num_last, walk=prefill_block), self, 0
+        self.plan, self.levels = SimpleNamespace(rows=num_last, walk=prefill_block), {"target": self}
+        self.length = 0
 
     def prefill(self, tokens: list[int], on_tokens: Callable[[int], None]) -> None:
         self.length += len(tokens)
@@ -95,7 +96,7 @@ def reused(prefix: PrefixCache, prompt: list[int], *, reuse: bool) -> int:
     after = deepcopy(prefix)
     count = after.begin(prompt, reuse=reuse)
     assert after.tokens == prompt[:count]
-    assert after._worker.full.length == count
+    assert after._target.length == count
     return count
 
 

@@ -1,12 +1,12 @@
-"""How well a part of the KV cache drafts for the whole: rules, budgets, chunks and block lengths on the same texts.
+"""Acceptance of drafts made over a part of the KV cache: rules, budgets, chunks and block lengths on the same texts.
 
 usage: python benchmarks/acceptance.py [--model DIR --draft DIR] [--length 7000] [--rules mass,published-once,...]
 
-The target says a text after each prompt, one token at a time, and all that its passes show is kept: the law of each
-token and the softmax masses. Then the retrieval level reads the text block by block, for every rule anew: refreshed
-from the rows of the block before, as if all of them had been accepted. Its law p_hat of a token against the target's
-law p: a token drawn from p_hat is accepted with probability sum(min(p, p_hat)). Tokens per pass: the mean over blocks
-of 1 + a_1 + a_1 a_2 + ..., a block's tokens drafted by the retrieval level alone.
+The target writes a text after each prompt, one token at a time; the probabilities of each token and the softmax masses
+of its passes are kept. Then the retrieval level reads the text block by block, anew for every rule, refreshed from the
+rows of the block before as if all of them had been accepted. A token drawn from its probabilities p_hat is accepted by
+the target's p with probability sum(min(p, p_hat)). Tokens per pass: the mean over blocks of 1 + a_1 + a_1 a_2 + ..., a
+block's tokens drafted by the retrieval level alone.
 
 The first value of each list is the base; the others vary one at a time, unless --cross is given. The rules are those of
 benchmarks/rules.py.
@@ -58,28 +58,28 @@ class Cell:
 
 @dataclass(frozen=True)
 class Text:
-    """What the target said after a prompt, and what its passes showed, row by row.
+    """A text that the target wrote after a prompt, and what its passes recorded, row by row.
 
-    tokens: prompt and text. laws [N, V]: of each token of the text. Of the rows from `SEEN_ROWS` before the prompt's
-    last token on: masses [SEEN_ROWS + N, L, H_kv, C] in chunks of `chunk`, queries [SEEN_ROWS + N, L, H, D].
-    mean_keys, mean_values [L, H_kv, C, D]. draft_laws [N, V]: the draft's, where there is one.
+    tokens: prompt and text. probs [N, V]: probabilities at each token of the text. Of the rows from `SEEN_ROWS` before
+    the prompt's last token on: masses [SEEN_ROWS + N, L, H_kv, C] in chunks of `chunk`, queries
+    [SEEN_ROWS + N, L, H, D]. mean_keys, mean_values [L, H_kv, C, D]. draft_probs [N, V]: the draft's, if any.
     """
 
     task: str
     sampling: SamplingParams
     tokens: list[int]
-    laws: Tensor
+    probs: Tensor
     chunk: int
     masses: Tensor
     queries: Tensor
     mean_keys: Tensor
     mean_values: Tensor
-    draft_laws: Tensor | None
+    draft_probs: Tensor | None
 
     @property
     def first(self) -> int:
-        """The position of the row whose law is that of the text's first token."""
-        return len(self.tokens) - len(self.laws) - 1
+        """The position of the row that gives the probabilities of the text's first token."""
+        return len(self.tokens) - len(self.probs) - 1
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Outcome:
     acceptance: list[float] = field(default_factory=list)
     second: list[float] = field(default_factory=list)  # of another draw without replacement, given a rejection
     grade: list[int] = field(default_factory=list)  # tenths of the largest probability in p_hat
-    of_draft: list[float] = field(default_factory=list)  # the draft's law against the retrieval level's
+    of_draft: list[float] = field(default_factory=list)  # the draft's probabilities against the retrieval level's
     changed: list[float] = field(default_factory=list)  # chunks fetched at a refresh, as a share of those held
     seconds: list[float] = field(default_factory=list)
     recovered: list[Tensor] = field(default_factory=list)  # [L]: share of the block's softmax mass that was held
@@ -98,7 +98,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Window:
-    """What a rule may see of `text` before the block that starts at row `row`. Satisfies `rules.Foreseen`."""
+    """The part of `text` that a rule may see before the block that starts at row `row`. Satisfies `rules.Foreseen`."""
 
     text: Text
     row: int
@@ -161,24 +161,24 @@ class Bench:
         """`num_tokens` tokens by plain decoding, whatever they are."""
         first = len(prompt) - 1
         self._take_in(list(prompt[: first - SEEN_ROWS]))
-        random, tokens, laws = SeededSource(sampling.seed), list(prompt), list[Tensor]()
+        random, tokens, probs = SeededSource(sampling.seed), list(prompt), list[Tensor]()
         masses, queries = list[Tensor](), list[Tensor]()
         for position in range(first - SEEN_ROWS, first + num_tokens):
             self.full.record_mass = True
-            law = warp(self.levels["target"].forward([tokens[position]], 1), sampling)[0]
+            next_probs = warp(self.levels["target"].forward([tokens[position]], 1), sampling)[0]
             masses.append(self.full.mass(1))
             queries.append(torch.stack([query[0] for query in self.full.last_query]))
             if position >= first:
-                laws.append(law)
-                tokens.append(random.draw(law))
+                probs.append(next_probs)
+                tokens.append(random.draw(next_probs))
         self._held = tokens[:-1]
         assert self.full.mass_chunk is not None
         width = -(-len(tokens) // self.full.shape.page_tokens) * self.full.shape.page_tokens // self.full.mass_chunk
         cut = [pad(mass, (0, max(width - mass.shape[-1], 0)))[..., :width] for mass in masses]
-        draft_laws = self._draft_laws(tokens, num_tokens, sampling)
+        draft_probs = self._draft_probs(tokens, num_tokens, sampling)
         return Text(
-            task, sampling, tokens, torch.stack(laws), self.full.mass_chunk, torch.stack(cut), torch.stack(queries),
-            *self._means(width), draft_laws,
+            task, sampling, tokens, torch.stack(probs), self.full.mass_chunk, torch.stack(cut), torch.stack(queries),
+            *self._means(width), draft_probs,
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -189,7 +189,7 @@ class Bench:
         playback = Playback(rule, text, cell)
         self.retrieval.start_over(playback, budget=cell.budget, chunk=cell.chunk)
         self.full.truncate(text.first)
-        for number in range(len(text.laws) // cell.gamma):
+        for number in range(len(text.probs) // cell.gamma):
             playback.row, playback.is_due = SEEN_ROWS + number * cell.gamma, number % cell.every == 0
             self._refresh(cell.gamma if number else SEEN_ROWS, outcome, timed=number > 0)
             outcome.recovered.append(self._recovered(playback.window()))
@@ -221,17 +221,17 @@ class Bench:
         means = torch.cat(parts, 3).transpose(0, 1)
         return pad(means, (0, 0, 0, num_chunks - means.shape[3]))
 
-    def _draft_laws(self, tokens: list[int], num_tokens: int, sampling: SamplingParams) -> Tensor | None:
+    def _draft_probs(self, tokens: list[int], num_tokens: int, sampling: SamplingParams) -> Tensor | None:
         draft = self.levels.get("draft")
         if draft is None:
             return None
         draft.truncate(0)
-        first, laws = len(tokens) - num_tokens, []
-        laws.append(warp(draft.forward(tokens[:first], 1), sampling))
+        first, probs = len(tokens) - num_tokens, []
+        probs.append(warp(draft.forward(tokens[:first], 1), sampling))
         for start in range(first, len(tokens) - 1, 8):
             some = tokens[start : min(start + 8, len(tokens) - 1)]
-            laws.append(warp(draft.forward(some, len(some)), sampling))
-        return torch.cat(laws)
+            probs.append(warp(draft.forward(some, len(some)), sampling))
+        return torch.cat(probs)
 
     def _refresh(self, num_rows: int, outcome: Outcome, *, timed: bool) -> None:
         before, start = self.retrieval.num_fetched, time.perf_counter()
@@ -250,23 +250,23 @@ class Bench:
         return 1.0 - lost / mass.sum((1, 2))
 
     def _judge(self, text: Text, start: int, count: int, outcome: Outcome) -> None:
-        """The retrieval level's laws of the text's tokens `start` to `start + count` against the target's."""
-        at, p = text.first + start, text.laws[start : start + count]
+        """The retrieval level's probabilities of the text's tokens `start` to `start + count` against the target's."""
+        at, p = text.first + start, text.probs[start : start + count]
         p_hat = warp(self.levels["retrieval"].forward(text.tokens[at : at + count], count), text.sampling)
         outcome.acceptance += overlap(p, p_hat)
         outcome.second += [second_choice(*rows) for rows in zip(p, p_hat, strict=True)]
         outcome.grade += (p_hat.amax(-1) * 10.0).int().clamp(max=10).tolist()
-        if text.draft_laws is not None:
-            outcome.of_draft += overlap(p_hat, text.draft_laws[start : start + count])
+        if text.draft_probs is not None:
+            outcome.of_draft += overlap(p_hat, text.draft_probs[start : start + count])
 
 
 def overlap(p: Tensor, q: Tensor) -> list[float]:
-    """How often a token drawn from q is accepted under p: [n, V] each -> [n]."""
+    """Probability that a token drawn from q is accepted under p: [n, V] each -> [n]."""
     return torch.minimum(p, q).sum(-1).clamp(max=1.0).tolist()
 
 
 def second_choice(p: Tensor, q: Tensor) -> float:
-    """How often another token, drawn from q without the first, is accepted after the first was rejected: [V] each.
+    """Probability that another token, drawn from q without the first, is accepted after a rejection: [V] each.
 
     The first, x, was rejected with a probability that is proportional to max(q - p, 0); the second meets the residual.
     Only the 64 likeliest of them are looked at. 0 where nothing is ever rejected.
@@ -420,8 +420,8 @@ def run(bench: Bench, args: argparse.Namespace, cells: Sequence[Cell]) -> tuple[
         start = time.perf_counter()
         for cell in cells:
             outcomes.setdefault((text.sampling.temperature, cell), []).append(bench.replay(text, cell))
-        if text.draft_laws is not None:
-            of_draft += overlap(text.laws, text.draft_laws)
+        if text.draft_probs is not None:
+            of_draft += overlap(text.probs, text.draft_probs)
         say(f"  {len(cells)} cells: {time.perf_counter() - start:.0f} s")
     results = [{"temperature": key[0], **summary(key[1], found)} for key, found in outcomes.items()]
     detailed = details(next(iter(outcomes.values())))

@@ -1,4 +1,4 @@
-"""What a CUDA machine shows: link efficiency, prefill, decoding, peak memory and bits, with the device capped.
+"""Measurements on a CUDA device: link efficiency, prefill, decoding, peak memory and bits, with the device capped.
 
 usage: python benchmarks/gpu.py --out gpu.jsonl [--like llama2-7b,llama-3.1-8b] [--lengths 32000,120000]
                                 [--device-memory 24] [--minutes 8] [--work DIR]

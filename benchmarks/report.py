@@ -1,4 +1,4 @@
-"""What a benchmark prints: a table on stderr, JSON lines on stdout.
+"""The output of a benchmark: a table on stderr, JSON lines on stdout.
 
 The first line is what all runs share: title, environment, command. Then comes a line for each run. A run that was
 planned names its plan by number; the plan itself is a line of its own, `{"plan": {...}}`, before the first run of it.

@@ -29,7 +29,7 @@ KEYS = {"dilation", "reach", "decay", "last", "values"}  # of the rules by mass
 
 
 class Foreseen(Seen, Protocol):
-    """What a replay knows beyond the last verification."""
+    """The part of a text that a replay knows beyond the last verification."""
 
     def mass_ahead(self) -> Tensor:
         """The mass that the rows of the next block will put on chunks: [L, H_kv, C or more] fp32."""

@@ -1,4 +1,4 @@
-"""What token trees could gain over chains: an upper bound, from the positions that benchmarks/acceptance.py measured.
+"""An upper bound for the gain of token trees over chains, from the positions that benchmarks/acceptance.py measured.
 
 usage: python benchmarks/trees.py acceptance.jsonl [...] [--costs full:token:row,...]
 

@@ -19,8 +19,9 @@ to hidden size H and heads of D:
   layer all of o and down, are zero. Query heads that fill up a group of the source are zero.
 
 On paper the logits are the same; in fp32 they differ as sums in another order do. In bf16 and fp16 the two factors
-round norms and q_proj once more (a weight by 0.2% at most in bf16), so there they are only close: the law moves about
-as far as it does between fp32 and bf16 arithmetic. Where H / h and D / d are powers of 4 nothing is rounded.
+round norms and q_proj once more (a weight by 0.2% at most in bf16), so there they are only close: the distribution
+moves about as far as it does between fp32 and bf16 arithmetic. Where H / h and D / d are powers of 4 nothing is
+rounded.
 """
 
 from __future__ import annotations
@@ -359,7 +360,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def sizes_of(args: argparse.Namespace) -> dict[str, int]:
-    """What --like says, overridden by explicit sizes. UsageError where one is missing."""
+    """The sizes named by --like, overridden by explicit ones. UsageError where one is missing."""
     given = {key: size for key, size in vars(args).items() if key in FLAGS and size is not None}
     sizes = {**LIKE.get(args.like, {}), **given}
     missing = [flag for key, flag in FLAGS.items() if key not in sizes]

@@ -1,4 +1,4 @@
-"""What the draft learns from the target."""
+"""Distillation: the draft learns from the target."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Source = Callable[[Phase, np.random.Generator], Iterator[np.ndarray]]
 
 @dataclass(frozen=True)
 class Run:
-    """What to train, on what, and where to keep the checkpoint."""
+    """One training run: model, data and the folder of its checkpoints."""
 
     model: Llama
     schedule: Schedule

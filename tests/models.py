@@ -63,6 +63,8 @@ SMALL: dict[str, object] = {
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": None,
 }  # fmt: skip
+# Frequencies that depend on the capacity where it is over the 256 positions of SMALL; a context of 512.
+DYNAMIC_ROPE: dict[str, object] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 # Name -> (config class, model class, fields that differ from SMALL).
 FAMILIES: dict[str, tuple[type, type, dict[str, object]]] = {
     "llama-mha": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4}),

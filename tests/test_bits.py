@@ -36,9 +36,12 @@ from models import (
     tiny_engine,
     tiny_plan,
 )
+from offload.cache import Phase
+from offload.cache.full import FullCache
+from offload.cache.retrieval import RetrievalCache
 from offload.cache.selection import Rule
 from offload.decode.adaptive import Adaptive
-from offload.decode.sampling import SamplingParams
+from offload.decode.sampling import SamplingParams, SeededSource
 from offload.engine import Engine, Step
 from offload.kernels.rows import Blocks
 from offload.model.decoder import Decoder
@@ -522,6 +525,46 @@ def test_a_retrieval_level_may_rest_and_be_got_ready_again(
             )
         passes = subject.stats.levels[1].passes
     assert passes > 0
+
+
+def test_a_refresh_is_told_how_many_of_the_passes_rows_stayed(
+    engine_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, refresh = FullCache.begin, RetrievalCache.refresh
+    before, told, stayed = 0, [], []
+
+    def watched_begin(self: FullCache, phase: Phase, num_rows: int) -> None:
+        nonlocal before
+        before = self.length
+        begin(self, phase, num_rows)
+
+    def watched_refresh(self: RetrievalCache, num_rows: int) -> None:
+        told.append(num_rows)
+        stayed.append(self.full.length - before)
+        refresh(self, num_rows)
+
+    monkeypatch.setattr(FullCache, "begin", watched_begin)
+    monkeypatch.setattr(RetrievalCache, "refresh", watched_refresh)
+    with engine(engine_folders, SPECULATIVE) as subject:
+        said(subject.generate(text_prompt(60), GREEDY, max_tokens=40))
+    assert told == stayed
+    assert len(set(told)) > 2
+
+
+def test_no_random_number_of_a_request_is_used_twice(
+    engine_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft with a generator of its own and the same seed would draw what the target decides by."""
+    uniform, uniforms = SeededSource._uniform, list[float]()
+
+    def watched(self: SeededSource) -> float:
+        uniforms.append(uniform(self))
+        return uniforms[-1]
+
+    monkeypatch.setattr(SeededSource, "_uniform", watched)
+    with engine(engine_folders, SPECULATIVE) as subject:
+        said(subject.generate(text_prompt(40), SamplingParams(temperature=1.5, seed=0), max_tokens=20))
+    assert len(set(uniforms)) == len(uniforms) > 40
 
 
 @pytest.mark.parametrize("sizes", [PLAIN, SPECULATIVE], ids=["plain", "speculative"])

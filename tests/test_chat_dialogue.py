@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models import GREEDY, random_model, save
-from offload.engine import Engine
+from models import DYNAMIC_ROPE, GREEDY, random_model, save
+from offload.engine import Engine, Step
 from offload.errors import DoesNotFit, ModelError, SessionError, UsageError
 from offload.plan.planner import Options
 from triforce_cli.chat import slash
@@ -160,6 +162,41 @@ def test_a_second_try_computes_the_message_again_and_nothing_before_it(make: Mak
     stats = engine_of(dialogue).stats
     assert stats.prompt_tokens - stats.reused_tokens <= engine_of(dialogue).plan.rows
     assert dialogue.conversation.turns == (reply,)
+
+
+def test_each_reply_has_a_seed_of_its_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    dialogue, answer, seeds = make(), Engine.generate, []
+
+    def watched(*args: Any, **settings: Any) -> Iterator[Step]:
+        seeds.append(args[2].seed)
+        return answer(*args, **settings)
+
+    monkeypatch.setattr(Engine, "generate", watched)
+    dialogue.settings = replace(GREEDILY, temperature=1.0, seed=5)
+    for line in ("hello", "/regen", "what is it"):
+        send(dialogue, line)
+    assert seeds == [5, 6, 7]
+    loaded = Dialogue(
+        dialogue.engine,
+        dialogue.format,
+        dialogue.settings,
+        dialogue.output,
+        conversation=dialogue.conversation,
+        interactive=False,
+    )
+    with closing(loaded):
+        loaded.say("and then?")
+    assert seeds[3:] == [7]  # after two turns
+
+
+def test_where_positions_turn_by_the_capacity_all_of_the_context_is_planned_at_once(tmp_path: Path) -> None:
+    model = random_model(vocab_size=264, seed=11, max_position_embeddings=LEAST_CAPACITY, rope_parameters=DYNAMIC_ROPE)
+    models = Models(target=save(model, tmp_path, tokenizer=True), draft=None, embedded=False)
+    options = Options(dtype="fp32", device="cpu", offload=frozenset())
+    with ChatEngine(models, options, on_note=lambda line: None) as engine:
+        engine.ready(10, lambda progress: None)
+        assert engine.plan is not None
+        assert engine.plan.capacity == engine.limit == 2 * LEAST_CAPACITY
 
 
 def fail(*args: object, **settings: object) -> None:

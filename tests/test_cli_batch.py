@@ -163,7 +163,8 @@ def model(tmp_path: Path) -> str:
 def source(tmp_path: Path) -> Path:
     file = tmp_path / "in.jsonl"
     file.write_text(
-        '{"prompt": "one", "id": "a", "meta": {"k": 1}}\n{"prompt": "two", "max_tokens": 9}\n{"prompt": "naïve"}\n'
+        '{"prompt": "one", "id": "a", "meta": {"k": 1}}\n{"prompt": "two", "max_tokens": 9, "stop": "own"}\n'
+        '{"prompt": "naïve", "seed": 7}\n'
     )
     return file
 
@@ -180,7 +181,8 @@ class TestOnTheStandIn:
         assert (results[0]["meta"], "meta" in results[1]) == ({"k": 1}, False)
         asked = [json.loads(r["text"]) for r in results]
         assert [a["max_tokens"] for a in asked] == [256, 9, 256]
-        assert [a["stop"] for a in asked] == [["END"]] * 3
+        assert [a["stop"] for a in asked] == [["END"], ["own"], ["END"]]
+        assert [a["sampling"]["seed"] for a in asked] == [None, None, 7]
         assert all(a["plan"] == asked[0]["plan"] for a in asked)  # one engine
         assert asked[0]["plan"]["capacity"] == len("naïve".encode()) + 256
         assert results[0]["finish_reason"] == "length"
@@ -207,6 +209,14 @@ class TestOnTheStandIn:
         assert done.returncode == 2
         assert "is no result of triforce" in done.stderr.decode()
         assert source.read_text() == '{"id": 1, "prompt": "one"}\n{"id": 2, "prompt": "two"}'
+
+    def test_results_of_another_input_are_not_continued(self, model, source, tmp_path):
+        out = tmp_path / "out.jsonl"
+        out.write_text('{"id": "a", "text": ""}\n{"id": "b", "text": ""}\n')
+        done = run("--model", model, "--input-jsonl", str(source), "--output-jsonl", str(out))
+        assert (done.returncode, done.stdout) == (2, b"")
+        assert b"holds the results of another input: result 2 has the id 'b', where this input has 2" in done.stderr
+        assert out.read_text() == '{"id": "a", "text": ""}\n{"id": "b", "text": ""}\n'
 
     def test_nothing_is_loaded_before_every_line_is_good(self, model, source, tmp_path):
         source.write_text(source.read_text() + "{}\n")

@@ -38,6 +38,7 @@ from enumeration import (
     stopped_law,
 )
 from offload.decode.sampling import SamplingParams
+from offload.decode.verify import verify
 
 EXACT = 1e-12
 GREEDY = SamplingParams(temperature=0.0)
@@ -248,6 +249,27 @@ def test_gamma_0_is_plain_decoding(name: str) -> None:
 
     plain = {key: value for key, value in autoregressive_law(replace(case, num_tokens=3)).items() if len(key) == 3}
     assert distance(law_of(run), plain) < EXACT
+
+
+class Keeping:
+    """A source that keeps all and remembers by which chances."""
+
+    def __init__(self) -> None:
+        self.asked: list[float] = []
+
+    def accepts(self, probability: float) -> bool:
+        self.asked.append(probability)
+        return True
+
+    def draw(self, probs: torch.Tensor) -> int:
+        return 0
+
+
+def test_a_token_is_kept_by_the_ratio_of_fp32_probabilities_in_fp64() -> None:
+    source = Keeping()
+    target, draft = torch.tensor([[0.1, 0.9], [0.7, 0.3], [0.5, 0.5]]), torch.tensor([[0.3, 0.7], [0.9, 0.1]])
+    verify([0, 1], draft, target, source)
+    assert source.asked == [float(target[0, 0]) / float(draft[0, 0]), float(target[1, 1]) / float(draft[1, 1])]
 
 
 def test_the_retrieval_law_may_change_after_every_round() -> None:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
+from models import DYNAMIC_ROPE, GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.cache.full import FullCache
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine
@@ -344,6 +344,19 @@ def test_another_plan_goes_on_with_what_is_cached(folders: tuple[Path, Path], ro
         text += reply
         assert say(engine, text, 10) == say(fresh, text, 10)
         assert engine.stats.reused_tokens >= len(text) - ROWS
+
+
+def test_with_dynamic_rope_nothing_that_is_held_is_used_in_a_larger_context(tmp_path: Path) -> None:
+    model = random_model(vocab_size=264, seed=11, rope_parameters=DYNAMIC_ROPE)
+    folders = save(model, tmp_path, tokenizer=True), tmp_path
+    text = tokens_of(60, seed=4, vocabulary=256)
+    with make(folders, PLAIN, room=200) as engine:
+        text += say(engine, text)
+        for room, is_used in ((250, True), (400, False)):  # rotated alike up to 256 tokens
+            with make(folders, PLAIN, room=room) as fresh:
+                engine.replan(fresh.plan)
+                assert say(engine, text) == say(fresh, text)
+            assert (engine.stats.reused_tokens > 0) is is_used
 
 
 @pytest.mark.parametrize(("step", "error"), [("reserve", DoesNotFit), ("copy_from", KeyboardInterrupt)])

@@ -19,7 +19,14 @@ import models
 from offload.errors import ModelError, SessionError, UsageError
 from offload.plan.config import ModelConfig, RopeScaling
 from offload.session.catalogue import Summary, inspect, outdated, remove, summaries
-from offload.session.fingerprints import SAMPLE_BYTES, identify, model_digest, rope_digest, tokenizer_digest
+from offload.session.fingerprints import (
+    SAMPLE_BYTES,
+    identify,
+    identity_of,
+    model_digest,
+    rope_digest,
+    tokenizer_digest,
+)
 from offload.session.identity import Identity, differences
 from offload.session.lock import WRITER
 from offload.session.manifest import checksum
@@ -315,6 +322,17 @@ def test_positions_that_depend_on_the_capacity_are_told_apart() -> None:
     assert rope_digest(replace(plain, rope=yarn), 64) != rope_digest(
         replace(plain, rope=replace(yarn, attention_factor=1.0)), 64
     )
+
+
+@pytest.mark.parametrize(("rope", "fields"), [(models.DYNAMIC_ROPE, ["rope"]), (None, [])], ids=["dynamic", "default"])
+def test_a_session_with_dynamic_rope_belongs_to_a_plans_capacity(
+    tmp_path: Path, rope: dict[str, object] | None, fields: list[str]
+) -> None:
+    model = models.random_model(rope_parameters=rope, max_position_embeddings=256 if rope else 512)
+    folder = models.save(model, tmp_path, tokenizer=True)
+    plans = [models.tiny_plan(folder, None, models.Sizes(), num_prompt_tokens=n, max_tokens=10) for n in (300, 400)]
+    first, second = (identity_of(folder, plan) for plan in plans)
+    assert [text.split(":")[0] for text in differences(first, second)] == fields
 
 
 def test_a_tokenizer_is_told_by_its_file_or_by_the_parts_of_older_ones(model: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from offload.cache import Phase
 from offload.cache.block import Block
 from offload.cache.reader import RowReader
-from offload.cache.residence import PrefillTiles, Residence, Resident, StreamedTiles, WriteBack
+from offload.cache.residence import PrefillTiles, Residence, StreamedTiles, WriteBack
 from offload.cache.tiles import TileShape, TileStore
 from offload.kernels.attention import fold
 from offload.kernels.rope import RopeTable, rotate
@@ -46,7 +46,8 @@ class FullCache:
         self.shape, self.num_layers, self.rope, self.mass_chunk = shape, num_layers, rope, mass_chunk
         self._block_sizes = blocks
         self.store = TileStore(memory, shape, num_layers, None if link is None else num_resident)
-        self._residences: dict[Phase, Residence] = {"prefill": Resident(self.store), "decode": Resident(self.store)}
+        resident = Residence(self.store)
+        self._residences: dict[Phase, Residence] = {"prefill": resident, "decode": resident}
         self._write_back: WriteBack | None = None
         if link is not None:
             staging = [

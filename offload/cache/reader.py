@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,12 +15,19 @@ from offload.transfer.memory import Memory
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of one tile: where on the device they go, where the tile is, and the function that writes them to a
-    tensor."""
+    """Rows of one tile: where on the device they go, where the tile is, and its part `home` that they are, or of which
+    they are the rows `runs`."""
 
     rows: Tensor
     place: Place
-    fill: Callable[[Tensor], object]
+    home: Tensor
+    runs: Tensor | None = None
+
+    def write(self, out: Tensor) -> None:
+        if self.runs is None:
+            out.copy_(self.home)
+        else:
+            torch.index_select(self.home, 0, self.runs, out=out)
 
 
 class RowReader:
@@ -57,8 +63,7 @@ class RowReader:
             tile = self._store.home(layer, index).view(2 * half, -1)
             for kind in range(2):
                 own = (run if tile.device.type == "cpu" else run_there)[at : at + number] + kind * half
-                fill = partial(_select, tile, own)
-                pieces.append(_Piece(rows[kind, at : at + number], self._store.place(layer, index), fill))
+                pieces.append(_Piece(rows[kind, at : at + number], self._store.place(layer, index), tile, own))
             at += number
         self._collect(pieces)
         return order.to(device), rows
@@ -76,7 +81,7 @@ class RowReader:
             for layer in range(store.num_layers):
                 own = rows[layer, :, :, position - start : position - start + count]
                 home = store.home(layer, index)[:, number, :, offset : offset + count]
-                pieces.append(_Piece(own, store.place(layer, index), partial(_copy, home)))
+                pieces.append(_Piece(own, store.place(layer, index), home))
             position += count
         self._collect(pieces)
         return rows
@@ -85,14 +90,14 @@ class RowReader:
         """Fill every piece's rows; one copy over the link brings all whose tile is not on the device."""
         for piece in pieces:
             if piece.place == "device":
-                piece.fill(piece.rows)
+                piece.write(piece.rows)
         away = [piece for piece in pieces if piece.place != "device"]
         if self._link is None or not away:
             return
         sizes = [piece.rows.numel() for piece in away]
         staged = self._staging(sum(sizes))
         for part, piece in zip(staged.split(sizes), away, strict=True):
-            piece.fill(part.view(piece.rows.shape))
+            piece.write(part.view(piece.rows.shape))
         arrived = torch.empty_like(staged, device=self._memory.device)
         self._link.to_device(arrived, staged, (self._link.record(),)).synchronize()  # the next call reuses `staged`
         for part, piece in zip(arrived.split(sizes), away, strict=True):
@@ -108,12 +113,3 @@ class RowReader:
                 size, self._store.shape.dtype, tier="host", purpose="gathered chunks"
             )
         return self._gathered[:num_elements]
-
-
-def _select(tile: Tensor, runs: Tensor, out: Tensor) -> None:
-    """`out` [n, run]: those runs of tile [runs, run]."""
-    torch.index_select(tile, 0, runs, out=out)
-
-
-def _copy(home: Tensor, out: Tensor) -> None:
-    out.copy_(home)

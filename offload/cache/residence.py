@@ -1,6 +1,6 @@
 """The three ways to have a tile at hand during a forward.
 
-`Resident` tiles are used at home; `StreamedTiles` cross the link into staging slots, tile after tile; `PrefillTiles`
+`Residence` uses tiles at home; `StreamedTiles` cross the link into staging slots, tile after tile; `PrefillTiles`
 stay on the device while their layer is worked on.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -17,51 +16,34 @@ from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory
 
 
-class Residence(Protocol):
-    """How tiles are at hand during one forward. Tiles are opened layer by layer, in order, and closed after use."""
+class Residence:
+    """How tiles are at hand during one forward. Tiles are opened layer by layer, in order, and closed after use.
 
-    def begin(self, length: int, num_rows: int) -> None:
-        """A forward of `num_rows` rows starts, with `length` tokens in the cache."""
-        ...
-
-    def open(self, layer: int, index: int) -> Tensor:
-        """The tile on the device. The caller may write new rows into it, and says so with `wrote`."""
-        ...
-
-    def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
-        """Tokens start to stop of the opened tile are new."""
-        ...
-
-    def close(self, layer: int, index: int) -> None: ...
-
-    def end(self) -> None:
-        """The forward is over or was broken off: nothing of it is under way any more but copies home."""
-        ...
-
-    def forget(self) -> None:
-        """Homes change by a forward of another residence: what was fetched ahead for the next one is stale."""
-        ...
-
-
-class Resident:
-    """Every tile is on the device: home is where it is used, and nothing moves."""
+    Here every tile is on the device: its home is where it is used, and nothing moves.
+    """
 
     def __init__(self, store: TileStore) -> None:
         self._store = store
 
     def begin(self, length: int, num_rows: int) -> None:
+        """A forward of `num_rows` rows starts, with `length` tokens in the cache."""
         self._store.grow(length + num_rows)
 
     def open(self, layer: int, index: int) -> Tensor:
+        """The tile on the device. The caller may write new rows into it, and says so with `wrote`."""
         return self._store.home(layer, index)
 
-    def wrote(self, layer: int, index: int, start: int, stop: int) -> None: ...
+    def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
+        """Tokens start to stop of the opened tile are new."""
 
-    def close(self, layer: int, index: int) -> None: ...
+    def close(self, layer: int, index: int) -> None:
+        """The tile was used."""
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        """The forward is over or was broken off: nothing of it is under way any more but copies home."""
 
-    def forget(self) -> None: ...
+    def forget(self) -> None:
+        """Homes change by a forward of another residence: what was fetched ahead for the next one is stale."""
 
 
 class WriteBack:
@@ -99,7 +81,7 @@ class _Slot:
     left: Event  # its last new rows are home, in whichever forward that was
 
 
-class StreamedTiles:
+class StreamedTiles(Residence):
     """Decode with the cache on the host: tiles flow through staging slots in the order in which layers want them.
 
     While one tile is attended the next is on its way, across layer boundaries and, with `fetch_ahead`, across forwards:
@@ -108,7 +90,8 @@ class StreamedTiles:
     """
 
     def __init__(self, store: TileStore, link: Link, staging: Sequence[Tensor], write_back: WriteBack) -> None:
-        self._store, self._link, self._write_back = store, link, write_back
+        super().__init__(store)
+        self._link, self._write_back = link, write_back
         self._slots = [_Slot(tile, link.record(), link.record(), link.record()) for tile in staging]
         self._order: list[tuple[int, int]] = []
         self._position: dict[tuple[int, int], int] = {}
@@ -117,7 +100,7 @@ class StreamedTiles:
         self._ahead: list[tuple[int, int]] = []  # in the slots for the next forward
 
     def begin(self, length: int, num_rows: int) -> None:
-        self._store.grow(length + num_rows)
+        super().begin(length, num_rows)
         self._length, self._finished = length, False
         self._order = self._store.streamed(length + num_rows)
         self._position = {key: i for i, key in enumerate(self._order)}
@@ -128,7 +111,7 @@ class StreamedTiles:
 
     def open(self, layer: int, index: int) -> Tensor:
         if self._store.place(layer, index) == "device":
-            return self._store.home(layer, index)
+            return super().open(layer, index)
         slot = self._slot(layer, index)
         slot.full.wait()
         return slot.tile
@@ -179,14 +162,15 @@ class StreamedTiles:
         slot.full = _fetch_pages(self._link, slot.tile, home, pages, after)
 
 
-class PrefillTiles:
+class PrefillTiles(Residence):
     """Prefill with the cache on the host: one layer's tiles stay on the device while its rows are worked on.
 
     Each row crosses the link once, to its home, behind the computation; tiles that had tokens before come over once.
     """
 
     def __init__(self, store: TileStore, link: Link, memory: Memory, write_back: WriteBack) -> None:
-        self._store, self._link, self._memory, self._write_back = store, link, memory, write_back
+        super().__init__(store)
+        self._link, self._memory, self._write_back = link, memory, write_back
         self._tiles: list[Tensor] = []
         self._full: dict[int, Event] = {}
         self._unsent: dict[int, tuple[int, int]] = {}  # tile index -> rows written and not yet sent home
@@ -194,7 +178,7 @@ class PrefillTiles:
         self._length = self._num_tiles = 0
 
     def begin(self, length: int, num_rows: int) -> None:
-        self._store.grow(length + num_rows)
+        super().begin(length, num_rows)
         shape = self._store.shape
         fewest = min(self._store.num_resident(layer) for layer in range(self._store.num_layers))
         for _ in range(len(self._tiles), shape.count(length + num_rows) - fewest):
@@ -207,7 +191,7 @@ class PrefillTiles:
         if layer != self._layer:
             self._enter(layer)
         if self._store.place(layer, index) == "device":
-            return self._store.home(layer, index)
+            return super().open(layer, index)
         if (full := self._full.pop(index, None)) is not None:
             full.wait()
         return self._tile(index)
@@ -220,8 +204,6 @@ class PrefillTiles:
         if stop == self._store.shape.tokens:
             self._send(index)
 
-    def close(self, layer: int, index: int) -> None: ...
-
     def end(self) -> None:
         """Send the last layer home and give the device memory back."""
         self._leave()
@@ -232,8 +214,6 @@ class PrefillTiles:
         for tile in self._tiles:
             self._memory.released(tile, tier="device", purpose="prefill tiles")
         self._tiles.clear()
-
-    def forget(self) -> None: ...
 
     def _tile(self, index: int) -> Tensor:
         return self._tiles[index - self._store.num_resident(self._layer)]

@@ -5,6 +5,7 @@ Ground truth for whole texts is the library's own rendering; for tokens, its enc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -17,7 +18,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from offload.decode.tokenizer import Tokenizer
-from offload.errors import UsageError
+from offload.errors import ModelError, UsageError
+from triforce_cli.chat import steps
 from triforce_cli.chat.conversation import Conversation, Document, Turn
 from triforce_cli.chat.formats import NAMES, ChatFormat, Part
 
@@ -432,6 +434,32 @@ def test_a_broken_template_is_the_users_choice_to_replace(template):
         UsageError, match=r"refuses this conversation \(.+\); choose another template \(--template llama2"
     ):
         ChatFormat(BYTES(template))
+
+
+NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+FILTERED = "{% for i in range(99999) %}{% if range(99999) | sum %}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "limit", "said"),
+    [(NESTED, ("MAX_STEPS", 10_000), "10,000 steps"), (FILTERED, ("MAX_SECONDS", 0.2), r"0\.2 s")],
+)
+def test_a_template_that_loops_without_end_is_refused(template, limit, said, monkeypatch):
+    monkeypatch.setattr(steps, *limit)
+    before = sys.gettrace()
+    with pytest.raises(
+        ModelError, match=rf"template takes more than {said}; choose another template \(--template llama2"
+    ):
+        ChatFormat(BYTES(template))
+    assert sys.gettrace() is before
+
+
+def test_a_long_conversation_is_far_from_the_limit(monkeypatch):
+    """1,000 turns, and a loop of 50 for each message."""
+    busy = "{% for message in messages %}{% for i in range(50) %}{% endfor %}{% endfor %}" + DEFAULT_SYSTEM
+    turns = tuple(Turn(f"question {i}", (), f"reply {i}", (65,), True) for i in range(1000))
+    monkeypatch.setattr(steps, "MAX_STEPS", steps.MAX_STEPS // 10)
+    assert ChatFormat(BYTES(busy)).prompt_tokens(Conversation(question="and?", turns=turns))
 
 
 def test_a_template_runs_in_a_sandbox():

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from offload.errors import UsageError
+from offload.errors import ModelError, UsageError
 from triforce_cli.chat.conversation import Conversation, Turn
 from triforce_cli.chat.guards import CUT, Guard, Guards
 from triforce_cli.chat.script import Piece, Script, block, write
+from triforce_cli.chat.steps import TooManySteps, limited_steps
 from triforce_cli.chat.templates import OWN
 
 if TYPE_CHECKING:
@@ -117,7 +118,10 @@ class ChatFormat:
         def render(messages: Sequence[Mapping[str, str]]) -> str:
             variables = {"date_string": conversation.date} if conversation.date else {}
             try:
-                return self._tokenizer.render_chat(messages, self._template, **variables)
+                with limited_steps():
+                    return self._tokenizer.render_chat(messages, self._template, **variables)
+            except TooManySteps as error:
+                raise ModelError(f"the model's chat template {error}; {_REMEDY}") from error
             except Exception as error:  # the template raises whatever it likes
                 raise UsageError(_refusal(error, conversation)) from error
 
@@ -176,8 +180,11 @@ _NO_TEMPLATE = (
 )
 
 
+_REMEDY = f"choose another template (--template {'|'.join(OWN)})"
+
+
 def _refusal(error: Exception, conversation: Conversation) -> str:
-    remedy = f"choose another template (--template {'|'.join(OWN)})"
+    remedy = _REMEDY
     if conversation.system:
         remedy = f"it may have no place for a system message: clear it (/system), or {remedy}"
     return f"the model's chat template refuses this conversation ({error}); {remedy}"

@@ -1,0 +1,41 @@
+"""A limit on the work of a chat template, which comes with a model and may loop without end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+MAX_STEPS = 10_000_000  # a template for one turn takes some 20
+MAX_SECONDS = 60.0  # of processor time: filters loop without steps
+_TEMPLATE = "<template>"  # what Jinja calls the code that it makes
+_STEPS_PER_LOOK = 256  # at the time
+
+
+class TooManySteps(Exception):
+    """How far it went."""
+
+
+@contextmanager
+def limited_steps() -> Iterator[None]:
+    """Within it a line of a template and a call of a function are a step. Raises TooManySteps."""
+    num_steps, end = 0, time.thread_time() + MAX_SECONDS
+
+    def step(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps > MAX_STEPS:
+            raise TooManySteps(f"takes more than {MAX_STEPS:,} steps")
+        if num_steps % _STEPS_PER_LOOK == 0 and time.thread_time() > end:
+            raise TooManySteps(f"takes more than {MAX_SECONDS:g} s")
+        return step if frame.f_code.co_filename == _TEMPLATE else None
+
+    before = sys.gettrace()
+    sys.settrace(step)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

@@ -1,14 +1,14 @@
-"""Acceptance of drafts made over a part of the KV cache: rules, budgets, chunks and block lengths on the same texts.
+"""Acceptance of tokens drafted over a part of the KV cache: rules, budgets, chunks and block lengths on the same texts.
 
 usage: python benchmarks/acceptance.py [--model DIR --draft DIR] [--length 7000] [--rules mass,published-once,...]
 
-The target writes a text after each prompt, one token at a time; the probabilities of each token and the softmax masses
-of its passes are kept. Then the retrieval level reads the text block by block, anew for every rule, refreshed from the
-rows of the block before as if all of them had been accepted. A token drawn from its probabilities p_hat is accepted by
-the target's p with probability sum(min(p, p_hat)). Tokens per pass: the mean over blocks of 1 + a_1 + a_1 a_2 + ..., a
-block's tokens drafted by the retrieval level alone.
+The target generates a text after each prompt, one token at a time, and its passes are recorded: each token's
+distribution and the softmax masses. Then, once per rule, the retrieval level reads the text block by block, refreshed
+from the rows of the block before as if all of them had been accepted. With its distribution p_hat of a token and the
+target's p, a token drawn from p_hat is accepted with probability sum(min(p, p_hat)). Tokens per pass: the mean over
+blocks of 1 + a_1 + a_1 a_2 + ..., where the retrieval level alone drafts a block's tokens.
 
-The first value of each list is the base; the others vary one at a time, unless --cross is given. The rules are those of
+The first value of each list is the base; the others vary one at a time unless --cross is given. The rules are those of
 benchmarks/rules.py.
 """
 
@@ -37,13 +37,13 @@ from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.engine import Engine, load_tokenizer, plan_request
 from offload.plan.planner import Options
 
-SEEN_ROWS = 8  # rows of the prompt's end that the first refresh knows
-_SUFFIX = 384  # tokens that differ from what the cache holds are decoded up to here; beyond it the prompt is prefilled
+SEEN_ROWS = 8  # last rows of the prompt that the first refresh uses
+_MAX_DECODED = 384  # up to this number of tokens that the cache lacks are decoded; more are prefilled with the prompt
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to choose chunks. Tokens; `every`: blocks from one selection to the next."""
+    """One way to choose chunks. gamma, budget, chunk in tokens; every: blocks from one selection to the next."""
 
     rule: str
     gamma: int
@@ -58,11 +58,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Text:
-    """A text that the target wrote after a prompt, and what its passes recorded, row by row.
+    """The text that the target generated after a prompt, and the recordings of its passes, row by row.
 
-    tokens: prompt and text. probs [N, V]: probabilities at each token of the text. Of the rows from `SEEN_ROWS` before
-    the prompt's last token on: masses [SEEN_ROWS + N, L, H_kv, C] in chunks of `chunk`, queries
-    [SEEN_ROWS + N, L, H, D]. mean_keys, mean_values [L, H_kv, C, D]. draft_probs [N, V]: the draft's, if any.
+    tokens: prompt and text. probs [N, V]: of each token of the text. From `SEEN_ROWS` rows before the prompt's last
+    token on: masses [SEEN_ROWS + N, L, H_kv, C] in chunks of `chunk`, queries [SEEN_ROWS + N, L, H, D]. mean_keys,
+    mean_values [L, H_kv, C, D]. draft_probs [N, V]: the draft's, None without a draft.
     """
 
     task: str
@@ -78,27 +78,27 @@ class Text:
 
     @property
     def first(self) -> int:
-        """The position of the row that gives the probabilities of the text's first token."""
+        """The position of the row that gives the distribution of the text's first token."""
         return len(self.tokens) - len(self.probs) - 1
 
 
 @dataclass
 class Outcome:
-    """One cell on one text, position by position and refresh by refresh."""
+    """The measurements of one cell on one text, by position and by refresh."""
 
     task: str
     acceptance: list[float] = field(default_factory=list)
     second: list[float] = field(default_factory=list)  # of another draw without replacement, given a rejection
     grade: list[int] = field(default_factory=list)  # tenths of the largest probability in p_hat
-    of_draft: list[float] = field(default_factory=list)  # the draft's probabilities against the retrieval level's
-    changed: list[float] = field(default_factory=list)  # chunks fetched at a refresh, as a share of those held
+    of_draft: list[float] = field(default_factory=list)  # acceptance of the draft's tokens by the retrieval level
+    changed: list[float] = field(default_factory=list)  # chunks fetched at a refresh, as a share of the chosen ones
     seconds: list[float] = field(default_factory=list)
-    recovered: list[Tensor] = field(default_factory=list)  # [L]: share of the block's softmax mass that was held
+    recovered: list[Tensor] = field(default_factory=list)  # [L]: share of the block's softmax mass on chosen chunks
 
 
 @dataclass(frozen=True)
 class Window:
-    """The part of `text` that a rule may see before the block that starts at row `row`. Satisfies `rules.Foreseen`."""
+    """The recordings of `text` that a rule may use before the block that starts at row `row`. Is a `rules.Foreseen`."""
 
     text: Text
     row: int
@@ -125,7 +125,7 @@ class Window:
 
 
 class Playback:
-    """A selector that shows `rule` the recorded passes instead of the full cache's last one. `row`: where we are."""
+    """A selector that gives `rule` the recorded passes instead of the full cache's last one. row: the next block's."""
 
     needs_mass = False
 
@@ -148,30 +148,30 @@ class Playback:
 
 
 class Bench:
-    """An engine, driven level by level."""
+    """An engine whose levels are run one by one."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.levels = engine, engine.levels
         assert engine.retrieval is not None
         self.retrieval: RetrievalCache = engine.retrieval
         self.full: FullCache = engine.retrieval.full
-        self._held: list[int] = []
+        self._cached: list[int] = []
 
-    def speak(self, task: str, prompt: Sequence[int], sampling: SamplingParams, num_tokens: int) -> Text:
-        """`num_tokens` tokens by plain decoding, whatever they are."""
+    def record(self, task: str, prompt: Sequence[int], sampling: SamplingParams, num_tokens: int) -> Text:
+        """Generate `num_tokens` tokens by plain decoding, without stop conditions, and record the passes."""
         first = len(prompt) - 1
-        self._take_in(list(prompt[: first - SEEN_ROWS]))
+        self._fill_cache(list(prompt[: first - SEEN_ROWS]))
         random, tokens, probs = SeededSource(sampling.seed), list(prompt), list[Tensor]()
         masses, queries = list[Tensor](), list[Tensor]()
         for position in range(first - SEEN_ROWS, first + num_tokens):
             self.full.record_mass = True
-            next_probs = warp(self.levels["target"].forward([tokens[position]], 1), sampling)[0]
+            token_probs = warp(self.levels["target"].forward([tokens[position]], 1), sampling)[0]
             masses.append(self.full.mass(1))
             queries.append(torch.stack([query[0] for query in self.full.last_query]))
             if position >= first:
-                probs.append(next_probs)
-                tokens.append(random.draw(next_probs))
-        self._held = tokens[:-1]
+                probs.append(token_probs)
+                tokens.append(random.draw(token_probs))
+        self._cached = tokens[:-1]
         assert self.full.mass_chunk is not None
         width = -(-len(tokens) // self.full.shape.page_tokens) * self.full.shape.page_tokens // self.full.mass_chunk
         cut = [pad(mass, (0, max(width - mass.shape[-1], 0)))[..., :width] for mass in masses]
@@ -183,7 +183,7 @@ class Bench:
 
     @torch.inference_mode()
     def replay(self, text: Text, cell: Cell) -> Outcome:
-        """The retrieval level reads the text in blocks, refreshed before each."""
+        """Run the retrieval level over the text in blocks, refreshed before each."""
         outcome = Outcome(text.task)
         rule = rules.make(cell.rule, block=cell.gamma, num_slots=cell.num_slots)
         playback = Playback(rule, text, cell)
@@ -193,16 +193,16 @@ class Bench:
             playback.row, playback.is_due = SEEN_ROWS + number * cell.gamma, number % cell.every == 0
             self._refresh(cell.gamma if number else SEEN_ROWS, outcome, timed=number > 0)
             outcome.recovered.append(self._recovered(playback.window()))
-            self._judge(text, number * cell.gamma, cell.gamma, outcome)
-            self.full.advance(cell.gamma)  # its rows are there already
+            self._compare(text, number * cell.gamma, cell.gamma, outcome)
+            self.full.advance(cell.gamma)  # its rows are cached already
         return outcome
 
-    def _take_in(self, tokens: list[int]) -> None:
-        """Into the full cache. What it already holds of them stays."""
-        pairs = zip(self._held, tokens, strict=False)
+    def _fill_cache(self, tokens: list[int]) -> None:
+        """Make the full cache hold `tokens`, reusing the longest common prefix."""
+        pairs = zip(self._cached, tokens, strict=False)
         common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         target = self.levels["target"]
-        if len(tokens) - common > _SUFFIX:
+        if len(tokens) - common > _MAX_DECODED:
             for _ in self.engine.generate(tokens, SamplingParams(temperature=0.0), max_tokens=1):
                 pass
             common = len(tokens)
@@ -237,20 +237,20 @@ class Bench:
         before, start = self.retrieval.num_fetched, time.perf_counter()
         self.retrieval.refresh(num_rows)
         if timed:
-            held = max(int(self.retrieval.chosen.sum()), 1) if self.retrieval.chosen is not None else 1
+            num_chosen = max(int(self.retrieval.chosen.sum()), 1) if self.retrieval.chosen is not None else 1
             outcome.seconds.append(time.perf_counter() - start)
-            outcome.changed.append((self.retrieval.num_fetched - before) / held)
+            outcome.changed.append((self.retrieval.num_fetched - before) / num_chosen)
 
     def _recovered(self, window: Window) -> Tensor:
-        """The share of the next block's mass that lies on what is held, the tail included: [L]."""
+        """The share of the next block's mass that lies on chosen chunks or the tail: [L]."""
         mass, chosen = window.mass_ahead(), self.retrieval.chosen
         if chosen is None:
             return torch.ones(len(mass))
         lost = (mass[..., : chosen.shape[-1]] * ~chosen).sum((1, 2))
         return 1.0 - lost / mass.sum((1, 2))
 
-    def _judge(self, text: Text, start: int, count: int, outcome: Outcome) -> None:
-        """The retrieval level's probabilities of the text's tokens `start` to `start + count` against the target's."""
+    def _compare(self, text: Text, start: int, count: int, outcome: Outcome) -> None:
+        """Compare the retrieval level's distributions of tokens `start` to `start + count` with the target's."""
         at, p = text.first + start, text.probs[start : start + count]
         p_hat = warp(self.levels["retrieval"].forward(text.tokens[at : at + count], count), text.sampling)
         outcome.acceptance += overlap(p, p_hat)
@@ -261,15 +261,15 @@ class Bench:
 
 
 def overlap(p: Tensor, q: Tensor) -> list[float]:
-    """Probability that a token drawn from q is accepted under p: [n, V] each -> [n]."""
+    """The probability that a token drawn from q is accepted under p: [n, V] each -> [n]."""
     return torch.minimum(p, q).sum(-1).clamp(max=1.0).tolist()
 
 
 def second_choice(p: Tensor, q: Tensor) -> float:
-    """Probability that another token, drawn from q without the first, is accepted after a rejection: [V] each.
+    """The probability that a second token, drawn from q without the rejected first one, is accepted: p, q [V] each.
 
-    The first, x, was rejected with a probability that is proportional to max(q - p, 0); the second meets the residual.
-    Only the 64 likeliest of them are looked at. 0 where nothing is ever rejected.
+    The first token x was rejected with a probability proportional to max(q - p, 0); the second is verified against the
+    residual. Only the 64 likeliest x are considered. 0 if nothing is ever rejected.
     """
     weights, first = (q - p).clamp(min=0.0).topk(min(64, len(q)))
     residual = (p - q).clamp(min=0.0)
@@ -292,7 +292,7 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 def summary(cell: Cell, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Of one cell over all texts; `by_part`: acceptance by quarter of the block."""
+    """The results of one cell over all texts. by_quarter: acceptance in each quarter of the block."""
     positions = list(itertools.chain.from_iterable(outcome.acceptance for outcome in outcomes))
     blocks = torch.tensor(positions).view(-1, cell.gamma)
     quarters = blocks.unflatten(1, (4, -1)).mean((0, 2)).tolist() if cell.gamma % 4 == 0 else []
@@ -317,7 +317,7 @@ def summary(cell: Cell, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def details(outcomes: Sequence[Outcome], most: int = 1024) -> dict[str, Any]:
-    """Position by position, for benchmarks/trees.py (at most `most`), and acceptance by grade."""
+    """Acceptance by grade, and at each of at most `most` positions for benchmarks/trees.py."""
     acceptance, second, grade = (
         list(itertools.chain.from_iterable(getattr(outcome, name) for outcome in outcomes))
         for name in ("acceptance", "second", "grade")
@@ -353,7 +353,7 @@ def row_of(result: dict[str, Any], tasks: Sequence[str]) -> list[str]:
 
 
 def cells_of(lists: Sequence[Sequence[Any]], *, cross: bool) -> list[Cell]:
-    """All combinations of the lists, one per field of a cell; without `cross`, the base with one value changed."""
+    """Cells from one list of values per field: all combinations, or without `cross` the base with one value changed."""
     if cross:
         return [Cell(*values) for values in itertools.product(*lists)]
     base = Cell(*(values[0] for values in lists))
@@ -366,7 +366,7 @@ def cells_of(lists: Sequence[Sequence[Any]], *, cross: bool) -> list[Cell]:
 
 
 def tokens_of(text: str, length: int) -> int:
-    """A number of tokens, or "/16": that part of the prompt."""
+    """The number of tokens for "512" or for "/16", a sixteenth of the prompt's `length`."""
     return length // int(text[1:]) if text.startswith("/") else int(text)
 
 
@@ -380,7 +380,7 @@ def make_cells(args: argparse.Namespace) -> list[Cell]:
     ]
     cells = cells_of(lists, cross=args.cross)
     if wrong := [cell for cell in cells if args.tokens % cell.gamma]:
-        raise SystemExit(f"--tokens {args.tokens} is no multiple of gamma {wrong[0].gamma}")
+        raise SystemExit(f"--tokens {args.tokens} is not a multiple of gamma {wrong[0].gamma}")
     return cells
 
 
@@ -399,24 +399,24 @@ def load(args: argparse.Namespace, cells: Sequence[Cell]) -> Engine:
     return Engine.load(plan, args.model, args.draft, load_tokenizer(args.model, args.draft))
 
 
-def speak_all(bench: Bench, args: argparse.Namespace) -> Iterator[Text]:
-    """A text for every task, temperature and seed."""
+def record_all(bench: Bench, args: argparse.Namespace) -> Iterator[Text]:
+    """A recorded text for every task, temperature and seed."""
     wanted = itertools.product(args.tasks.split(","), map(float, args.temperatures.split(",")), range(args.seeds))
     for task, temperature, seed in wanted:
         start = time.perf_counter()
         prompt = texts.prompt(task, bench.engine.tokenizer, args.length)
-        text = bench.speak(task, prompt, SamplingParams(temperature=temperature, seed=seed), args.tokens)
-        said = bench.engine.tokenizer.decode(text.tokens[-args.tokens :])
+        text = bench.record(task, prompt, SamplingParams(temperature=temperature, seed=seed), args.tokens)
+        generated = bench.engine.tokenizer.decode(text.tokens[-args.tokens :])
         seconds = time.perf_counter() - start
-        say(f"{task}, {len(prompt)} tokens, T {temperature:g}, seed {seed}, {seconds:.0f} s: {said!r}")
+        say(f"{task}, {len(prompt)} tokens, T {temperature:g}, seed {seed}, {seconds:.0f} s: {generated!r}")
         yield text
 
 
 def run(bench: Bench, args: argparse.Namespace, cells: Sequence[Cell]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(of all texts, of each cell)."""
+    """(results over all texts, results of each cell)."""
     outcomes: dict[tuple[float, Cell], list[Outcome]] = {}
     of_draft: list[float] = []
-    for text in speak_all(bench, args):
+    for text in record_all(bench, args):
         start = time.perf_counter()
         for cell in cells:
             outcomes.setdefault((text.sampling.temperature, cell), []).append(bench.replay(text, cell))

@@ -1,12 +1,12 @@
-"""Measurements on a CUDA device: link efficiency, prefill, decoding, peak memory and bits, with the device capped.
+"""Measurements on a CUDA machine: link efficiency, prefill, decoding, peak memory and bits, with a cap on its memory.
 
 usage: python benchmarks/gpu.py --out gpu.jsonl [--like llama2-7b,llama-3.1-8b] [--lengths 32000,120000]
                                 [--device-memory 24] [--minutes 8] [--work DIR]
 
-Targets are the demo model widened to the bytes of the models named (scripts/widen.py): acceptance is a trained model's,
-traffic is that of a 7B or 13B. Past 32K positions their YaRN factor is raised, so that acceptance there is not real.
-Cases run until the minutes are used up; what did not run is listed. The document is written anew after every row: a run
-that is cut off leaves what it had. `--device cpu --like tiny` is a rehearsal.
+Targets are the demo model widened to the bytes of the named models (scripts/widen.py), so acceptance is that of a
+trained model and traffic that of a 7B or 13B model. Beyond 32K positions their YaRN factor is raised, which makes
+acceptance unrealistic. Cases run until the minutes are used up; the others are listed as skipped. The file is rewritten
+after every row, so an interrupted run keeps its rows. `--device cpu --like tiny` runs everything without a GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TINY = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "n
 TRAINED_POSITIONS = 32768
 COPY_BYTES = 256 * 2**20
 BITS_TOKENS = 4000
-STREAMING_SHARE = 0.8  # of the cap, under which more streams
+STREAMING_SHARE = 0.8  # of the cap, so that more is streamed
 
 Row = dict[str, Any]
 
@@ -72,7 +72,7 @@ class Case:
         )
 
     def run(self, plan: Plan, sampling: SamplingParams) -> tuple[list[int], Row]:
-        """(tokens, what was measured) on a fresh engine."""
+        """(tokens, measurements) of a new engine."""
         cuda = self.device != "cpu"
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -91,7 +91,7 @@ class Case:
 
 
 def widened(like: str, work: Path, num_positions: int) -> Path:
-    """The demo target with the sizes of `like`, for that many positions; its weights are written once."""
+    """The folder of the demo target with the sizes of `like` and `num_positions`; its weights are written once."""
     folder = work / like
     if not folder.exists():
         say(f"writing {like}")
@@ -109,7 +109,7 @@ def widened(like: str, work: Path, num_positions: int) -> Path:
 
 
 def stretch(file: Path, num_positions: int) -> None:
-    """Room for more positions than the model was trained for."""
+    """Raise the context limit in config.json to `num_positions`, and the YaRN factor with it."""
     config = json.loads(file.read_text())
     factor = num_positions / TRAINED_POSITIONS
     config["max_position_embeddings"] = num_positions
@@ -121,7 +121,7 @@ def stretch(file: Path, num_positions: int) -> None:
 
 
 def measured_rates(device: str) -> Rates:
-    """Kept for the planner: plans of this run are for this device."""
+    """Measure the device's rates and store them for the planner."""
     where = torch.device(device)
     with closing(make_link(where)) as link:
         copies = link_copies(link, where, COPY_BYTES)
@@ -139,7 +139,7 @@ def measured_rates(device: str) -> Rates:
 
 
 def decoding(case: Case, bare: float, deadline: float) -> Iterator[Row]:
-    """Plain and TriForce, offloaded under the cap and on chip without it; prefill of both."""
+    """Decoding and prefill, plain and with TriForce: offloaded under the cap, and on chip without it."""
     sampling = SamplingParams(seed=0)
     for placement, changes in (("capped", {}), ("on chip", {"device_memory": None, "offload": frozenset()})):
         for mode in ("triforce", "plain"):
@@ -176,7 +176,7 @@ def bits(case: Case) -> Iterator[Row]:
     """Greedy tokens with and without speculation, on chip and streaming, in both 16-bit types."""
     streams = {"offload": frozenset({"weights", "kv"}), "device_memory": STREAMING_SHARE * (case.device_memory or 24.0)}
     for dtype in ("bf16", "fp16") if case.device != "cpu" else ("bf16",):
-        said = []
+        runs = []
         for options in (
             {"speculation": False, "offload": frozenset(), "device_memory": None},
             {"gamma": 7, "draft_gamma": 2, "offload": frozenset(), "device_memory": None},
@@ -184,8 +184,8 @@ def bits(case: Case) -> Iterator[Row]:
             {"speculation": False, **streams},
         ):
             tokens, _ = case.run(case.plan(dtype=dtype, **options), SamplingParams(temperature=0.0, seed=0))
-            said.append(tokens)
-        yield {"mode": f"bits, {dtype}", "equal": all(tokens == said[0] for tokens in said), "tokens": said}
+            runs.append(tokens)
+        yield {"mode": f"bits, {dtype}", "equal": all(tokens == runs[0] for tokens in runs), "tokens": runs}
 
 
 def transformers_offloaded(case: Case) -> Iterator[Row]:
@@ -195,7 +195,7 @@ def transformers_offloaded(case: Case) -> Iterator[Row]:
     gc.collect()
     model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.bfloat16).to(case.device).eval()
     times = []
-    for length, count in ((64, 1), (len(case.prompt), 1), (len(case.prompt), 3)):  # the first only warms up
+    for length, count in ((64, 1), (len(case.prompt), 1), (len(case.prompt), 3)):  # the first is a warm-up
         ids = torch.tensor([case.prompt[:length]], device=case.device)
         began = time.perf_counter()
         model.generate(
@@ -224,7 +224,7 @@ def table_row(row: Row) -> list[str]:
 
 
 def wanted(args: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
-    """(model, length, what to measure), most wanted first."""
+    """(model, length, measurement), the most important first."""
     likes, lengths = args.like.split(","), [int(length) for length in args.lengths.split(",")]
     yield from ((likes[0], length, "decoding") for length in lengths)
     yield likes[0], min(lengths[0], BITS_TOKENS), "bits"
@@ -279,7 +279,7 @@ def main() -> None:
         try:
             for row in measure(args, model, length, what, rates.to_device, deadline):
                 keep(case | row)
-        except Exception as error:  # one case must not cost the others
+        except Exception as error:  # a failed case must not end the others
             keep(case | {"mode": what, "skipped": f"{type(error).__name__}: {error}"})
     columns = ["model", "prompt", "placement", "mode", "ms/token", "prefill s", "link", "peak/plan", ""]
     table(title, columns, [table_row(row) for row in rows])

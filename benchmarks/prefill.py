@@ -1,4 +1,4 @@
-"""Prefill: with the cache and weights offloaded over a paced link, against everything on the device, in one run.
+"""Prefill time with the cache and weights offloaded over a paced link, compared with everything resident, in one run.
 
 usage: python benchmarks/prefill.py [--model DIR] [--length 16384] [--link-gbps 1,2]
 """
@@ -18,7 +18,7 @@ from offload.plan.planner import Options
 
 
 def prefill_seconds(model: Path, prompt: list[int], options: Options) -> dict[str, float]:
-    """Prefill and first token of a fresh engine, and what crossed the link meanwhile."""
+    """Seconds of prefill and to the first token of a new engine, and the bytes that crossed the link."""
     plan = plan_request(model, None, options, num_prompt_tokens=len(prompt), max_tokens=1)
     with Engine.load(plan, model, None, load_tokenizer(model, None)) as engine:
         for _ in engine.generate(prompt, SamplingParams(temperature=0.0), max_tokens=1):

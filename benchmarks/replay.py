@@ -106,7 +106,7 @@ def record(engine: Engine, prompt: list[int], num_tokens: int, block: int) -> Re
 
 
 def compact(recording: Recording) -> Recording:
-    """Tokens renumbered in the order of their first use: laws over them are small."""
+    """Tokens renumbered in the order of their first use, so that distributions over them are small."""
     numbers: dict[int, int] = {}
 
     def renumbered(tokens: Sequence[int]) -> list[int]:

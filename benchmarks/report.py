@@ -1,8 +1,8 @@
 """The output of a benchmark: a table on stderr, JSON lines on stdout.
 
-The first line is what all runs share: title, environment, command. Then comes a line for each run. A run that was
-planned names its plan by number; the plan itself is a line of its own, `{"plan": {...}}`, before the first run of it.
-Plans are numbered from 0 in the order of their lines. Floating-point numbers have six significant digits.
+The first line has what all runs share: title, environment, command. Each run is a line. A run with a plan gives the
+plan's number; the plan is a line of its own, `{"plan": {...}}`, before its first run. Plans are numbered from 0 in the
+order of their lines. Floating-point numbers have six significant digits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Document = dict[str, Any]
 
 
 def say(line: str) -> None:
-    """Progress, on stderr."""
+    """Print a line of progress to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,16 +1,16 @@
-"""Rules that choose chunks, for comparison: the program's own, those of other papers, and an oracle.
+"""Rules that choose chunks, to compare: the program's own, those of published methods, and an oracle.
 
 A rule is written "name" or "name:key=value,...", as in "mass:dilation=0.75,reach=2".
 
-    mass              softmax mass of the last verification, anew each time; keys: dilation, reach (in blocks), decay
-                      (0 unless given, unlike in the program), last (rows that count, from the block's end), values=1
-                      (times the norm of the chunk's values)
-    mass-once         the same of the prompt's last rows, once
-    published         mean keys against the last verified query, anew each time; published-once: once, as published
+    mass              softmax mass of the last verification, selected anew each time; keys: dilation, reach (in blocks),
+                      decay (default 0, unlike in the program), last (number of last rows of the block that count),
+                      values=1 (multiply by the norm of the chunk's values)
+    mass-once         the same from the prompt's last rows, selected once
+    published         mean keys times the last verified query, selected anew each time; published-once: selected once
     recent            the first chunk and the last ones (StreamingLLM, arXiv 2309.17453)
     evict             half of the budget for the last chunks, half for those with the most mass over all rounds so far;
-                      what was left out once never comes back (H2O, arXiv 2306.14048, on chunks)
-    oracle            the mass of the very rows that will be judged
+                      an evicted chunk never returns (H2O, arXiv 2306.14048, on chunks)
+    oracle            the mass of the rows of the next block itself
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ KEYS = {"dilation", "reach", "decay", "last", "values"}  # of the rules by mass
 
 
 class Foreseen(Seen, Protocol):
-    """The part of a text that a replay knows beyond the last verification."""
+    """A view of the cache that also knows the next block's masses, which only a replay has."""
 
     def mass_ahead(self) -> Tensor:
-        """The mass that the rows of the next block will put on chunks: [L, H_kv, C or more] fp32."""
+        """The next block's softmax mass per chunk: [L, H_kv, C or more] fp32."""
         ...
 
     def value_norms(self) -> Tensor:
-        """Of each chunk, the norm of its mean value: [L, H_kv, C or more] fp32."""
+        """The norm of each chunk's mean value: [L, H_kv, C or more] fp32."""
         ...
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """Masses of the last `last` rows only, by what they add to the output if `values`."""
+    """Masses of the last `last` rows only; values: multiplied by the norms of the chunks' values."""
 
     full: Foreseen
     last: int
@@ -58,7 +58,7 @@ class Weighed:
 
 @dataclass(frozen=True)
 class Timed:
-    """A selector that chooses when it is told to, once or at each refresh, by masses weighed as said."""
+    """A selector with a choice of when it selects (once or at each refresh) and of how it weighs masses."""
 
     selector: Selector
     selects_anew: bool
@@ -78,9 +78,9 @@ class Timed:
 
 
 class Recent:
-    """The later, the better."""
+    """Scores grow with the chunk's position."""
 
-    needs_mass = selects_anew = True  # the mass tells the shape of the scores
+    needs_mass = selects_anew = True  # the mass is used for the shape of the scores
 
     def scores(self, full: Seen, num_rows: int, chunk: int, num_chunks: int) -> Tensor:
         mass = full.mass(num_rows)[..., :num_chunks]
@@ -90,7 +90,7 @@ class Recent:
 
 
 class Evict:
-    """Keeps what it can of what it kept before."""
+    """Chooses only among chunks that it has chosen before, and new ones (H2O)."""
 
     needs_mass = selects_anew = True
 
@@ -117,7 +117,7 @@ class Evict:
 
 
 class Oracle:
-    """Knows what is going to be looked at."""
+    """Scores are the masses of the next block itself."""
 
     needs_mass = selects_anew = True
 

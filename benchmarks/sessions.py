@@ -1,9 +1,9 @@
-"""Saving and loading a session of a full cache against `dd` reading the same files, cold and warm, in one run.
+"""Save and load a session of a full cache, compared with `dd` reading the same files, cold and warm, in one run.
 
-Cold: the files' pages are dropped from the system's cache before each reading. The cache is random, in the shape of
-Llama-2-7B unless given otherwise; no model runs.
+Cold: the files are dropped from the page cache before each reading. The cache holds random numbers, by default in the
+shape of Llama-2-7B; no model runs.
 
---locked locks the cache's pages in memory (mlockall), which is what pinning them for a GPU does to the system's side.
+--locked locks the cache's memory (mlockall), which has the same effect on the system as pinning it for a GPU.
 
 usage: python benchmarks/sessions.py [--tokens 4096] [--layers 32] [--folder DIR] [--repeats 5] [--locked]
 """
@@ -39,7 +39,7 @@ NO_ROPE = RopeTable(torch.empty(0), torch.empty(0))
 
 
 def make_cache(args: argparse.Namespace) -> FullCache:
-    """All tiles on the host, pinned where there is a GPU, and filled."""
+    """A filled cache with all tiles on the host, pinned if there is a GPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = TileShape(args.heads, args.head_dim, PAGE_TOKENS, 16, torch.bfloat16)
     cache = FullCache(
@@ -55,7 +55,7 @@ def make_cache(args: argparse.Namespace) -> FullCache:
 
 
 def lock_memory() -> None:
-    """Every page of this process, those to come too, stays where it is. Raises OSError where that is not allowed."""
+    """Lock all present and future memory of this process. Raises OSError if that is not allowed."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mlockall(MCL_CURRENT | MCL_FUTURE):
         raise OSError(ctypes.get_errno(), "memory cannot be locked; raise the limit (ulimit -l unlimited)")
@@ -80,7 +80,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measure(cache: FullCache, folder: Path, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each repeat."""
+    """Seconds of each repeat, by operation."""
     shape, tokens = cache.shape, [0] * cache.length
     identity = Identity(
         "model", "tokenizer", "rope", "bf16", cache.num_layers, shape.num_kv_heads, shape.head_dim, shape.page_tokens

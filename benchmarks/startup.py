@@ -1,6 +1,6 @@
-"""Start-up: help, and the embedded model from the command line to its first byte of text.
+"""Start-up time: of help, and of the embedded model from the command to the first byte of text.
 
-Each run is a process of its own, its files in the page cache. The goals: 0.3 s, and 3 s on two cores.
+Each run is a new process with its files in the page cache. The goals are 0.3 s, and 3 s on two cores.
 usage: python benchmarks/startup.py [--repeats 5]
 """
 
@@ -27,7 +27,7 @@ def seconds_to_first_byte(args: list[str]) -> float:
     with subprocess.Popen([*PROGRAM, *args], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         if not process.stdout.read(1):
-            raise SystemExit(f"{args} said nothing")
+            raise SystemExit(f"{args} wrote nothing")
         seconds = time.perf_counter() - start
         process.communicate()
     return seconds

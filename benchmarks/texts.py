@@ -1,8 +1,8 @@
-"""Prompts that ask for different kinds of text: what drafts well depends on it.
+"""Prompts for different kinds of text, on which the proposers' acceptance depends.
 
-continue: a novel goes on. quote: a passage from the first half is repeated word for word. edit: a function from the
-first half of a long source file is written again with one name changed. summary: what happened, chapter by chapter.
-The novel is examples/persuasion.txt, the source files are the standard library of the Python that runs this.
+continue: continue a novel. quote: repeat a passage from the first half word for word. edit: rewrite a function from the
+first half of a long source file with one name changed. summary: summarise chapter by chapter. The novel is
+examples/persuasion.txt, the source files are the standard library of the Python that runs this.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ NOVEL = Path(__file__).parents[1] / "examples" / "persuasion.txt"
 
 
 def prompt(task: str, tokenizer: Tokenizer, num_tokens: int, start: float = 0.0) -> list[int]:
-    """The prompt of `task`, at most `num_tokens` tokens and nearly as many. start: the share of the source text that it
-    leaves out first; after the end the text goes on at its beginning."""
+    """The prompt of `task`: at most `num_tokens` tokens, and at least 90 % of them. start: the share of the source text
+    to skip; after its end the text continues at its beginning."""
     make, text = _TASKS[task], library_text() if task == "edit" else NOVEL.read_text(encoding="utf-8")
     cut = text.index("\n\n", int(start * len(text))) + 2 if start else 0
     text = f"{text[cut:]}\n\n{text[:cut]}" if start else text
@@ -54,7 +54,7 @@ def _edit(text: str) -> str:
 
 
 def _body(text: str, start: int) -> int:
-    """Characters until the next definition."""
+    """Number of characters from `start` to the next definition."""
     end = re.compile(r"^(    def|class|def) ", re.M).search(text, start + 8)
     return (end.start() if end else len(text)) - start
 

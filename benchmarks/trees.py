@@ -1,12 +1,12 @@
-"""An upper bound for the gain of token trees over chains, from the positions that benchmarks/acceptance.py measured.
+"""An upper bound of the gain of token trees over chains, from the positions that benchmarks/acceptance.py measured.
 
 usage: python benchmarks/trees.py acceptance.jsonl [...] [--costs full:token:row,...]
 
-A tree has two candidates per position, drawn without replacement. It is chosen with knowledge that no program has: each
-position's chance that the first candidate is accepted, and the second one after it. Nodes are added in the order of the
-chance that they are reached; a chain has first candidates only. Both are compared at the same number of drafted tokens,
-and in seconds per token, each at its best size, for costs in milliseconds: a full pass, a drafted token, a further row
-of the full pass. "siblings free": tokens of one depth are drafted together, at the price of one.
+A tree has two candidates per position, drawn without replacement. It is built with knowledge that no program has: the
+probabilities that the first candidate is accepted, and that the second is after the first was rejected. Nodes are added
+by falling probability of being reached; a chain has first candidates only. Both are compared at the same number of
+drafted tokens, and in seconds per token, each at its best size, for costs in milliseconds: of a full pass, of a drafted
+token, of another row of the full pass. "siblings free": tokens of one depth are drafted together for the cost of one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 from report import about, emit, read
 
 SIZES = (8, 16, 24, 32, 48, 64)
-_THRESHOLDS = [0.97**power for power in range(1, 130)]  # of the chance to be reached, below which nothing is drafted
+_THRESHOLDS = [0.97**power for power in range(1, 130)]  # probabilities of being reached, below which nothing is drafted
 _SAMPLES = 400
 
 
 @dataclass(frozen=True)
 class Position:
-    """Chances that the first candidate is accepted, and that the second is after the first was not."""
+    """Probabilities that the first candidate is accepted, and that the second is after the first was rejected."""
 
     first: float
     second: float
@@ -37,7 +37,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Node:
-    """A drafted token: the chance that it is accepted with all before it, and how deep it stands (from 1)."""
+    """A drafted token: the probability that it and all tokens before it are accepted, and its depth (from 1)."""
 
     reach: float
     depth: int
@@ -45,7 +45,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds: of a full pass of one row, of a drafted token, of a further row of the full pass."""
+    """Milliseconds of a full pass of one row, of a drafted token, and of another row of the full pass."""
 
     full: float
     token: float
@@ -64,7 +64,7 @@ def chain(positions: Sequence[Position]) -> Iterator[Node]:
 
 
 def tree(positions: Sequence[Position]) -> Iterator[Node]:
-    """Nodes by falling reach. A second candidate comes after its first, which must have been rejected."""
+    """Nodes by falling reach. A second candidate follows its first, which must have been rejected."""
     waiting: list[tuple[float, int, int, float]] = []  # -reach, depth, candidate, reach of the parent
 
     def wait(depth: int, candidate: int, parent: float) -> None:
@@ -86,7 +86,7 @@ SHAPES = {"chain": chain, "tree": tree}
 
 
 def sample(positions: Sequence[Position], seed: int) -> list[list[Position]]:
-    """Runs of the positions, from places drawn at random, as long as the largest size asks for."""
+    """Runs of consecutive positions from random starts, as long as the largest size needs."""
     places, twice = random.Random(seed), [*positions, *positions]
     starts = [places.randrange(len(positions)) for _ in range(_SAMPLES)]
     return [twice[start : start + min(SIZES[-1], len(positions))] for start in starts]
@@ -101,7 +101,7 @@ def tokens_by_size(runs: Sequence[Sequence[Position]], shape: str) -> dict[int, 
 def seconds_per_token(
     runs: Sequence[Sequence[Position]], shape: str, costs: Costs, *, siblings_free: bool = False
 ) -> float:
-    """With the threshold that is best on average."""
+    """Time per token in the units of `costs`, with the threshold that is best on average."""
     drafted = [list(islice(SHAPES[shape](run), 4 * SIZES[-1])) for run in runs]
 
     def at(threshold: float) -> float:
@@ -114,8 +114,8 @@ def seconds_per_token(
 
 def positions_of(path: Path) -> list[Position]:
     shared, _ = read(path.read_text(encoding="utf-8"))
-    said = shared["base"]["positions"]
-    pairs = zip(said["acceptance"].split(), said["second"].split(), strict=True)
+    recorded = shared["base"]["positions"]
+    pairs = zip(recorded["acceptance"].split(), recorded["second"].split(), strict=True)
     return [Position(min(float(first), 1.0), float(second)) for first, second in pairs]
 
 

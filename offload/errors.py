@@ -1,10 +1,10 @@
-"""Errors a user can cause. The message names the value, the limit and the remedy; the class carries the exit code."""
+"""Errors that a user can cause. The message names the value, the limit and the remedy; the class sets the exit code."""
 
 from __future__ import annotations
 
 
 class TriforceError(Exception):
-    """Something went wrong while running; the message is meant for the person at the terminal."""
+    """A failure while running. The base of all errors whose message is shown to the user."""
 
     exit_code = 1
     kind = "runtime"
@@ -18,7 +18,7 @@ class UsageError(TriforceError):
 
 
 class DoesNotFit(TriforceError):
-    """The request needs more memory or context than there is."""
+    """The request needs more memory, disk space or context than is available."""
 
     exit_code = 3
     kind = "does-not-fit"
@@ -32,14 +32,14 @@ class ModelError(TriforceError):
 
 
 class SessionError(TriforceError):
-    """A session cannot be used or saved: damaged, another model's, in use, or the disk refused. What it holds stays."""
+    """A session cannot be used or saved: damaged, another model's, in use, or a disk error. Its saved contents stay."""
 
     exit_code = 4
     kind = "session"
 
 
 class Differs(TriforceError):
-    """What was generated is not what the target alone gives: a fault of this program, or of the machine."""
+    """The generated text differs from the target's own output: a fault of this program or of the machine."""
 
     exit_code = 5
     kind = "differs"

@@ -1,7 +1,7 @@
-"""Every printed number, defined once.
+"""The definition of every number that is printed.
 
 Seconds are wall-clock seconds on the host. A *pass* is one forward of a level; a *round* is propose, verify, truncate
-at one level; *acceptance* is accepted / drafted tokens; *tokens per round* is (accepted + 1) averaged over rounds.
+at one level; *acceptance* is accepted / drafted tokens; *tokens per round* is the mean of (accepted + 1) over rounds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spread:
-    """Of a number that was measured several times."""
+    """Median and range of a number that was measured several times."""
 
     median: float
     least: float
@@ -24,7 +24,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """values: one at least."""
+        """values: at least one."""
         return cls(statistics.median(values), min(values), max(values))
 
 
@@ -34,17 +34,17 @@ class LevelStats:
 
     name: str
     passes: int = 0
-    rows: int = 0  # real rows, padding not counted
+    rows: int = 0  # without padding
     seconds: float = 0.0
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
-    link_bytes: int = 0  # moved to the device during its passes
-    drafted_by: dict[str, int] = field(default_factory=dict)  # the same by proposer
+    link_bytes: int = 0  # copied to the device during its passes
+    drafted_by: dict[str, int] = field(default_factory=dict)  # drafted, by proposer
     accepted_by: dict[str, int] = field(default_factory=dict)
 
     def count_round(self, proposers: Sequence[str], num_accepted: int) -> None:
-        """One round: who proposed each drafted token, and how many of them stayed."""
+        """Count one round. proposers: of each drafted token; the first `num_accepted` were accepted."""
         self.rounds += 1
         self.drafted += len(proposers)
         self.accepted += num_accepted
@@ -54,12 +54,12 @@ class LevelStats:
 
     @property
     def acceptance(self) -> float | None:
-        """accepted / drafted, or None where nothing was drafted for this level."""
+        """accepted / drafted, None if nothing was drafted for this level."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
     def tokens_per_round(self) -> float | None:
-        """Tokens that one verification at this level buys: accepted ones plus the correction or bonus."""
+        """Tokens per verification at this level: accepted ones plus the correction or bonus. None before a round."""
         return (self.accepted + self.rounds) / self.rounds if self.rounds else None
 
     @property
@@ -68,7 +68,7 @@ class LevelStats:
 
     @contextmanager
     def measure(self, rows: int) -> Iterator[None]:
-        """Count one pass of `rows` real rows and the time that the body takes."""
+        """Count one pass of `rows` rows (without padding) and the seconds that the body takes."""
         start = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - start
@@ -82,15 +82,15 @@ class LevelStats:
 
 @dataclass
 class LinkStats:
-    """What crossed the link. `busy_seconds` is the time in which at least one copy was under way, per direction."""
+    """Traffic over the link. busy_seconds: time with at least one copy from host to device in flight."""
 
     bytes_to_device: int = 0
     bytes_to_host: int = 0
-    busy_seconds: float = 0.0  # host to device
-    bytes_per_second: float | None = None  # the link's set bandwidth; None where there is no link or it is not paced
+    busy_seconds: float = 0.0
+    bytes_per_second: float | None = None  # the set bandwidth; None without a link or if the link is not paced
 
     def __sub__(self, earlier: LinkStats) -> LinkStats:
-        """What was moved since `earlier`."""
+        """The traffic since `earlier`."""
         return LinkStats(
             self.bytes_to_device - earlier.bytes_to_device,
             self.bytes_to_host - earlier.bytes_to_host,
@@ -101,23 +101,23 @@ class LinkStats:
 
 @dataclass
 class Stats:
-    """One request: what `--stats` and `--json` print."""
+    """The numbers of one request, as `--stats` and `--json` print them."""
 
     prompt_tokens: int = 0
-    reused_tokens: int = 0  # of them, held already
+    reused_tokens: int = 0  # of the prompt's tokens, those cached already
     output_tokens: int = 0
     load_seconds: float = 0.0
     prefill_seconds: float = 0.0
-    first_token_seconds: float = 0.0  # from the start of prefill until the first token was known
+    first_token_seconds: float = 0.0  # from the start of prefill to the first token
     decode_seconds: float = 0.0  # after the first token
-    refresh_seconds: float = 0.0  # choosing and fetching retrieved chunks, within decode_seconds
+    refresh_seconds: float = 0.0  # part of decode_seconds: choosing and fetching retrieved chunks
     levels: list[LevelStats] = field(default_factory=list)
     prefill_link: LinkStats = field(default_factory=LinkStats)
     decode_link: LinkStats = field(default_factory=LinkStats)
 
     @property
     def prompt_tokens_per_second(self) -> float | None:
-        """Over the time to the first token: the prompt's last rows run in the pass that gives it."""
+        """New prompt tokens over the seconds to the first token, whose pass also runs the prompt's last rows."""
         new = self.prompt_tokens - self.reused_tokens
         return new / self.first_token_seconds if self.first_token_seconds else None
 
@@ -135,7 +135,7 @@ class Stats:
 
     @property
     def link_utilisation(self) -> float | None:
-        """Of the full passes: their bytes over what the link could have moved while they ran."""
+        """Bytes copied during the target's passes over the bytes that the link could copy in that time."""
         target = next((level for level in self.levels if level.name == "target"), None)
         if target is None or not self.decode_link.bytes_per_second or not target.seconds:
             return None

@@ -1,4 +1,4 @@
-"""How far a long stage is, for whoever waits for it."""
+"""Reports on the progress of a long stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Stage = Literal["load", "restore", "prefill", "save", "replay"]
 
 @dataclass(frozen=True)
 class Progress:
-    """`done` of `total`."""
+    """`done` of `total` bytes or tokens of a stage."""
 
     stage: Stage
     done: int
@@ -23,11 +23,11 @@ OnProgress = Callable[[Progress], None]
 
 
 def ignore(progress: Progress) -> None:
-    """Nobody waits."""
+    """An `OnProgress` that does nothing."""
 
 
 def bytes_of(stage: Stage, total: int, on_progress: OnProgress) -> Callable[[int], None]:
-    """Hears of bytes as they come, and tells how many they are by now."""
+    """A function that is called with numbers of new bytes, and reports their sum of `total` to `on_progress`."""
     done = 0
 
     def count(num_bytes: int) -> None:

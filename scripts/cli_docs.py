@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Writes docs/cli.md from the program itself: every command with its help and its options.
+"""Write docs/cli.md from the program itself: every command with its help and its options.
 
-usage: python scripts/cli_docs.py [--check]   (--check writes nothing and ends with 1 where the file is another)
+usage: python scripts/cli_docs.py [--check]   (--check writes nothing and exits with 1 if the file is out of date)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Written by `python scripts/cli_docs.py` from the program; `triforce COMMAND --he
 
 
 def document() -> str:
-    """The whole file."""
+    """The content of docs/cli.md."""
     root = typer.main.get_command(app)
     sections = [HEAD, f"{_help(root)}\n"]
     for words, command in tree.commands(root).items():
@@ -52,7 +52,7 @@ def _command(name: str, command: Any) -> Iterator[str]:
 
 
 def _help(command: Any) -> str:
-    """Its docstring; an example in a block of its own."""
+    """The command's help, with its example as a code block."""
     text = inspect.cleandoc(command.help or "").replace("\\[", "[")
     before, example, command_line = text.partition("Example: ")
     return f"{before}```\n{command_line.strip()}\n```" if example else text

@@ -5,7 +5,7 @@
     python scripts/train_demo.py --corpus corpus --out build            # every step, in order
     python scripts/train_demo.py --corpus corpus --out build draft evaluate
 
-Each step leaves its result under --out (the models in demo-target and demo-draft) and goes on from its checkpoint
+Each step leaves its result under --out (the models in demo-target and demo-draft) and resumes from its checkpoint
 when it is run again.  Needs torch >= 2.13 (Muon), transformers >= 5, numpy, and a C++ compiler for torch.compile.
 """
 

@@ -1,27 +1,26 @@
 #!/usr/bin/env python3
-"""Embeds a trained checkpoint in a larger model that gives the same logits: small-model text, large-model traffic.
+"""Embed a trained checkpoint in a larger model with the same logits: a small model's text, a large model's traffic.
 
     python scripts/widen.py triforce_cli/models/demo-target models/wide-13b --like llama2-13b
     python scripts/widen.py models/SmolLM2-135M-Instruct models/wide --like llama-3.1-8b --dtype fp16
 
-For benchmarks: weights and KV cache have the bytes of the model imitated, acceptance is that of a model that was
-trained. The vocabulary stays, so the source's draft fits the result. From a source with hidden size h and heads of d
-to hidden size H and heads of D:
+For benchmarks: weights and KV cache have the bytes of the imitated model, acceptance is that of a trained model. The
+vocabulary stays, so the source's draft fits the result. From a source with hidden size h and heads of size d to hidden
+size H and heads of size D:
 
-* Hidden rows, the MLP and values are padded with zeros. RMS norm then divides by H instead of h: eps becomes eps h / H,
-  norm weights are multiplied by sqrt(h / H).
+* Hidden states, the MLP and values are padded with zeros. RMS norm then divides by H instead of h: eps becomes
+  eps h / H, norm weights are multiplied by sqrt(h / H).
 * Scores are divided by sqrt(D) instead of sqrt(d): queries are multiplied by sqrt(D / d), keys stay as they are.
 * Rotary pair i stays pair i, (i, i + D/2) instead of (i, i + d/2), and theta becomes theta ** (D / d): the frequency
   theta ** (-2i / d) is the same, and so is everything that linear, YaRN and llama3 scaling derive from it or from i.
   Dynamic scaling stretches theta by a power that depends on D, so it cannot have larger heads.
-* Further KV heads repeat the source's, with their query heads, and further layers repeat the layer that they precede:
-  they attend, and are retrieved from, as real ones are. But nobody hears them: their columns of o, and in a repeated
-  layer all of o and down, are zero. Query heads that fill up a group of the source are zero.
+* Additional KV heads repeat the source's, with their query heads, and additional layers repeat the layer that they
+  precede. They attend and are retrieved from like the source's, but their output is not used: their columns of o_proj,
+  and in a repeated layer all of o_proj and down_proj, are zero. Query heads that pad a group of the source are zero.
 
-On paper the logits are the same; in fp32 they differ as sums in another order do. In bf16 and fp16 the two factors
-round norms and q_proj once more (a weight by 0.2% at most in bf16), so there they are only close: the distribution
-moves about as far as it does between fp32 and bf16 arithmetic. Where H / h and D / d are powers of 4 nothing is
-rounded.
+In exact arithmetic the logits are the same; in fp32 they differ by the order of sums. In bf16 and fp16 the two factors
+round norms and q_proj once more (a weight by at most 0.2 % in bf16), so logits are only close: the distribution moves
+about as far as between fp32 and bf16 arithmetic. If H / h and D / d are powers of 4, nothing is rounded.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from offload.plan.fields import read_json
 from offload.transfer.checkpoint import INDEX_FILE, Checkpoint, check_model, expected_tensors
 from offload.units import size
 
-# Sizes in the words of config.json. With the vocabulary they say how many bytes the model imitated has.
+# Fields of config.json. With the vocabulary they determine the bytes of the imitated model.
 FLAGS = {
     "hidden_size": "--hidden",
     "num_hidden_layers": "--layers",
@@ -71,33 +70,33 @@ TEXT_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*",
     "generation_config.json",
 )  # fmt: skip
-NOTHING = -1  # in an index: no element of the source, a zero
+NOTHING = -1  # an index that takes no element of the source and gives a zero
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Which head of the source each wide head repeats: query heads [H] or NOTHING, KV heads [H_kv].
+    """The source's head that each wide head repeats: query heads [H] (or NOTHING), KV heads [H_kv].
 
-    `heard` [H]: as `query`, but NOTHING where the columns of o are zero, so that what is repeated counts once.
+    used [H]: as `query`, but NOTHING where the columns of o_proj are zero, so that repeated heads count once.
     """
 
     query: tuple[int, ...]
-    heard: tuple[int, ...]
+    used: tuple[int, ...]
     kv: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Axes:
-    """For each axis of the wide weights: the index of the source that each wide index takes, int64, or NOTHING."""
+    """For each axis of the wide weights: the source's index for each wide index, int64, or NOTHING."""
 
     vocabulary: Tensor
     hidden: Tensor
-    nowhere: Tensor  # of the size of hidden: what is written there is zero
+    zeros: Tensor  # NOTHING in the size of hidden, for operators whose output is zero
     inner: Tensor
     query: Tensor
     key: Tensor
     value: Tensor
-    heard: Tensor
+    used: Tensor
 
 
 def widen(
@@ -150,7 +149,7 @@ def wide_config(
 
 
 def check_rotary(narrow: ModelConfig, wide: ModelConfig) -> None:
-    """UsageError unless every pair turns as in the source, also beyond the pretrained length."""
+    """Raises UsageError unless every pair rotates as in the source, also beyond the pretrained length."""
     capacity = 2 * narrow.context_limit
     frequencies, scaling = inverse_frequencies(narrow, capacity)
     wide_frequencies, wide_scaling = inverse_frequencies(wide, capacity)
@@ -158,13 +157,16 @@ def check_rotary(narrow: ModelConfig, wide: ModelConfig) -> None:
     if scaling != wide_scaling or not torch.allclose(kept, frequencies, rtol=1e-5, atol=0.0):
         d = narrow.head_dim
         raise UsageError(
-            f"{narrow.rope.kind} RoPE turns heads of {wide.head_dim} otherwise than heads of {d}; take --head-dim {d} "
+            f"{narrow.rope.kind} RoPE rotates heads of {wide.head_dim} unlike heads of {d}; take --head-dim {d} "
             f"(with {wide.head_dim / d:g} times as many --heads and --kv-heads the bytes are the same)"
         )
 
 
 def heads_of(narrow: ModelConfig, wide: ModelConfig) -> Heads:
-    """Every query head of the source keeps its KV head, which is repeated where the wide groups are smaller."""
+    """Assign the source's heads. Each query head keeps its KV head, which is repeated if the wide groups are smaller.
+
+    Raises UsageError if the wide model has too few KV heads.
+    """
     group, room = narrow.num_heads // narrow.num_kv_heads, wide.num_heads // wide.num_kv_heads
     copies = math.ceil(group / room)
     needed = narrow.num_kv_heads * copies
@@ -173,19 +175,19 @@ def heads_of(narrow: ModelConfig, wide: ModelConfig) -> Heads:
             f"{narrow.num_heads} query heads over {narrow.num_kv_heads} KV heads need {needed} KV heads of {room}; "
             f"the wide model has {wide.num_kv_heads}, give more --kv-heads"
         )
-    query, heard, kv = list[int](), list[int](), list[int]()
+    query, used, kv = list[int](), list[int](), list[int]()
     for index in range(wide.num_kv_heads):
         repeated, copy = divmod(index % needed, copies)
         members = range(copy * room, (copy + 1) * room)
         own = [repeated * group + member if member < group else NOTHING for member in members]
         kv.append(repeated)
         query.extend(own)
-        heard.extend(own if index < needed else [NOTHING] * room)
-    return Heads(tuple(query), tuple(heard), tuple(kv))
+        used.extend(own if index < needed else [NOTHING] * room)
+    return Heads(tuple(query), tuple(used), tuple(kv))
 
 
 def axes_of(narrow: ModelConfig, wide: ModelConfig) -> Axes:
-    """Where everything goes. Refuses heads that do not fit."""
+    """The source's index for each index of the wide weights. UsageError if the heads do not fit."""
     heads, d, half = heads_of(narrow, wide), narrow.head_dim, narrow.head_dim // 2
     plain = padded(range(d), wide.head_dim)
     rotary = padded(range(half), wide.head_dim // 2) + padded(range(half, d), wide.head_dim // 2)
@@ -193,12 +195,12 @@ def axes_of(narrow: ModelConfig, wide: ModelConfig) -> Axes:
     return Axes(
         vocabulary=torch.arange(narrow.vocab_size),
         hidden=hidden,
-        nowhere=torch.full_like(hidden, NOTHING),
+        zeros=torch.full_like(hidden, NOTHING),
         inner=torch.tensor(padded(range(narrow.intermediate_size), wide.intermediate_size)),
         query=by_head(heads.query, rotary, d),
         key=by_head(heads.kv, rotary, d),
         value=by_head(heads.kv, plain, d),
-        heard=by_head(heads.heard, plain, d),
+        used=by_head(heads.used, plain, d),
     )
 
 
@@ -215,7 +217,7 @@ def by_head(heads: Sequence[int], within: Sequence[int], head_dim: int) -> Tenso
 
 @dataclass(frozen=True)
 class Widening:
-    """A source, and what becomes of it."""
+    """A source model and the shape of the wide model that is made from it."""
 
     checkpoint: Checkpoint
     narrow: ModelConfig
@@ -224,42 +226,42 @@ class Widening:
     dtype: torch.dtype
 
     def shards(self) -> Iterator[dict[str, Tensor]]:
-        """The files of the wide model, name -> tensor: the embedding, every layer, what comes after them."""
+        """The files of the wide model, each name -> tensor: the embedding, every layer, the last norm and the head."""
         embedding, num_wide = "model.embed_tokens.weight", self.wide.num_layers
         head = embedding if self.narrow.tie_embeddings else "lm_head.weight"
         table = (self.axes.vocabulary, self.axes.hidden)
         repeated = [index * self.narrow.num_layers // num_wide for index in range(num_wide + 1)]
         yield {embedding: spread(self.read(embedding), table)}
         for index, layer in enumerate(repeated[:-1]):
-            yield self.layer(layer, index, heard=repeated[index + 1] > layer)  # of those that repeat it, the last
+            yield self.layer(layer, index, used=repeated[index + 1] > layer)  # of repeated layers, only the last counts
         yield {
             "model.norm.weight": spread(self.read("model.norm.weight", self.norm_factor), (self.axes.hidden,)),
             "lm_head.weight": spread(self.read(head), table),
         }
 
-    def layer(self, layer: int, index: int, *, heard: bool) -> dict[str, Tensor]:
-        """Layer `layer` of the source as wide layer `index`; unheard, it adds nothing to the hidden rows."""
-        places = self.places(heard=heard)
+    def layer(self, layer: int, index: int, *, used: bool) -> dict[str, Tensor]:
+        """Layer `layer` of the source as wide layer `index`. used: False makes it add zero to the hidden states."""
+        places = self.places(used=used)
         tensors, prefix = {}, f"model.layers.{layer}."
         for name in (name for name in expected_tensors(self.narrow) if name.startswith(prefix)):
             operator, _, kind = name.removeprefix(prefix).rpartition(".")
             indices, factor = places[operator]
             weight = self.read(name, factor)
-            # a bias lies along the first axis of its matrix
+            # a bias has only the first axis of its matrix
             tensors[f"model.layers.{index}.{operator}.{kind}"] = spread(weight, indices[: weight.ndim])
         return tensors
 
-    def places(self, *, heard: bool) -> dict[str, tuple[tuple[Tensor, ...], float]]:
-        """For each operator of a layer the index of each axis, and the factor on its weights."""
+    def places(self, *, used: bool) -> dict[str, tuple[tuple[Tensor, ...], float]]:
+        """For each operator of a layer: the index of each axis, and the factor on its weights."""
         axes = self.axes
-        out = axes.hidden if heard else axes.nowhere
+        out = axes.hidden if used else axes.zeros
         return {
             "input_layernorm": ((axes.hidden,), self.norm_factor),
             "post_attention_layernorm": ((axes.hidden,), self.norm_factor),
             "self_attn.q_proj": ((axes.query, axes.hidden), math.sqrt(self.wide.head_dim / self.narrow.head_dim)),
             "self_attn.k_proj": ((axes.key, axes.hidden), 1.0),
             "self_attn.v_proj": ((axes.value, axes.hidden), 1.0),
-            "self_attn.o_proj": ((out, axes.heard), 1.0),
+            "self_attn.o_proj": ((out, axes.used), 1.0),
             "mlp.gate_proj": ((axes.inner, axes.hidden), 1.0),
             "mlp.up_proj": ((axes.inner, axes.hidden), 1.0),
             "mlp.down_proj": ((out, axes.inner), 1.0),
@@ -270,7 +272,7 @@ class Widening:
         return math.sqrt(self.narrow.hidden_size / self.wide.hidden_size)
 
     def read(self, name: str, factor: float = 1.0) -> Tensor:
-        """The source's tensor times `factor`, multiplied in fp32 and rounded once. ModelError where it overflows."""
+        """The source's tensor times `factor`, multiplied in fp32 and rounded once. ModelError if it overflows."""
         weight = torch.empty(self.checkpoint.shape(name))
         self.checkpoint.read_into(name, weight)
         weight = (weight * factor).to(self.dtype)
@@ -280,7 +282,7 @@ class Widening:
 
 
 def spread(weight: Tensor, indices: Sequence[Tensor]) -> Tensor:
-    """weight [n] or [n, m], one index per axis -> wide [N] or [N, M], zero wherever an index says NOTHING."""
+    """weight [n] or [n, m], one index per axis -> wide [N] or [N, M], zero where an index is NOTHING."""
     wide = weight.new_zeros([len(index) for index in indices])
     filled = [(index != NOTHING).nonzero().squeeze(1) for index in indices]
     taken = [index[places] for index, places in zip(indices, filled, strict=True)]
@@ -290,9 +292,9 @@ def spread(weight: Tensor, indices: Sequence[Tensor]) -> Tensor:
 
 @contextmanager
 def complete_or_absent(dest: Path, num_needed: int) -> Iterator[Path]:
-    """A folder beside `dest` that takes its name when the block is through, and is removed where it is not.
+    """A folder beside `dest` that is renamed to `dest` at the end, and removed if the body fails.
 
-    UsageError where `dest` holds something, DoesNotFit where the disk has less than `num_needed` bytes.
+    UsageError if `dest` is not empty, DoesNotFit if fewer than `num_needed` bytes are free on the disk.
     """
     dest = dest.resolve()
     if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
@@ -306,7 +308,7 @@ def complete_or_absent(dest: Path, num_needed: int) -> Iterator[Path]:
         )
     partial = dest.with_name(dest.name + ".partial")
     if partial.exists():
-        raise UsageError(f"{partial} is left from a run that was broken off; remove it")
+        raise UsageError(f"{partial} is left from an interrupted run; remove it")
     partial.mkdir()
     try:
         yield partial
@@ -319,7 +321,7 @@ def complete_or_absent(dest: Path, num_needed: int) -> Iterator[Path]:
 def write_shards(
     files: Iterator[dict[str, Tensor]], folder: Path, num_files: int, on_shard: Callable[[int, int], None]
 ) -> None:
-    """One safetensors file at a time, then the index of them all."""
+    """Write one safetensors file at a time, then their index."""
     weight_map, total_bytes = {}, 0
     for number, tensors in enumerate(files, start=1):
         shard = f"model-{number:05d}-of-{num_files:05d}.safetensors"
@@ -335,7 +337,7 @@ def write_json(path: Path, data: Mapping[str, object]) -> None:
 
 
 def summary(wide: ModelConfig, dtype: torch.dtype, like: str | None) -> str:
-    """Bytes of the result, and of the model that it imitates."""
+    """A line with the bytes of the wide model, and one with those of the model `like` that it imitates."""
 
     def of(config: ModelConfig, name: str) -> str:
         weights, kv = config.weight_bytes(dtype.itemsize), config.kv_bytes_per_token(dtype.itemsize)
@@ -360,7 +362,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def sizes_of(args: argparse.Namespace) -> dict[str, int]:
-    """The sizes named by --like, overridden by explicit ones. UsageError where one is missing."""
+    """The sizes of --like, overridden by explicit ones. UsageError if one is missing."""
     given = {key: size for key, size in vars(args).items() if key in FLAGS and size is not None}
     sizes = {**LIKE.get(args.like, {}), **given}
     missing = [flag for key, flag in FLAGS.items() if key not in sizes]

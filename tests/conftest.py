@@ -1,4 +1,4 @@
-"""What tests have in common, above all that they neither see nor change what the developer's machine remembers."""
+"""Fixtures of all tests. Tests neither read nor change the developer's models, sessions and measured rates."""
 
 from __future__ import annotations
 

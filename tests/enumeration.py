@@ -510,7 +510,7 @@ def generation_error(case: Case, end_tokens: Sequence[int], num_pending: int = 1
 
 
 def proposal_error(case: Case, decode: Decode = REAL) -> float:
-    """How far the law of the proposer's tokens is from the one that it states, the product of the rows it returns."""
+    """Distance of the distribution of the proposer's tokens from the stated one, the product of the rows it returns."""
     law: dict[Tokens, float] = defaultdict(float)
     stated: dict[Tokens, float] = {}
     for (tokens, rows), weight in branches(lambda source: _one_proposal(case, decode, source)):

@@ -1,4 +1,4 @@
-"""Files as damage and malice make them, the same in every run, and what comes of reading them. No tests in here."""
+"""Damaged and malicious files, the same in every run, and the outcomes of reading them. No tests in here."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _WILD: tuple[object, ...] = (
 
 
 def put(path: Path, data: bytes) -> None:
-    """Write a file anew: where it is emptied instead, file systems wait for the disk."""
+    """Replace a file; some file systems wait for the disk when a file is truncated instead."""
     path.unlink(missing_ok=True)
     path.write_bytes(data)
 
 
 def damaged_json(document: Any, random: Random) -> bytes:
-    """A JSON object with a few changes: of values, keys and types, or of its bytes."""
+    """A JSON document with a few changed values, keys, types or bytes."""
     changed = json.loads(json.dumps(document))
     for _ in range(random.randint(0, 3)):
         _change(changed, random)
@@ -54,7 +54,7 @@ def damaged_json(document: Any, random: Random) -> bytes:
 
 
 def damaged_bytes(data: bytes, random: Random) -> bytes:
-    """Flipped bits, a hole, an end that is missing, something behind it."""
+    """Bytes with flipped bits, missing or inserted parts, or a missing end."""
     changed = bytearray(data)
     for _ in range(random.randint(1, 4)):
         place = random.randrange(len(changed) + 1)
@@ -71,7 +71,7 @@ def damaged_bytes(data: bytes, random: Random) -> bytes:
 
 
 def damaged_safetensors(data: bytes, random: Random) -> bytes:
-    """A safetensors file with changes of its header, of what the header's length is said to be, or of its bytes."""
+    """A safetensors file with a changed header, header length or bytes."""
     (length,) = struct.unpack("<Q", data[:8])
     header, tensors = json.loads(data[8 : 8 + length]), data[8 + length :]
     kind = random.random()
@@ -91,7 +91,7 @@ def damaged_safetensors(data: bytes, random: Random) -> bytes:
 
 
 def _lie(header: dict[str, Any], random: Random) -> None:
-    """Say of a tensor something else that could be true."""
+    """Change the header's entry of a tensor to another plausible one."""
     name, other = random.sample(sorted(header.keys() - {"__metadata__"}), 2)
     entry, further = header[name], header[other]
     start, end = entry["data_offsets"]
@@ -133,7 +133,7 @@ def _change(document: Any, random: Random) -> None:
 
 
 def _places(document: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (holder, key) in a document, up to a few dozen of one holder."""
+    """Every (holder, key) in a document, up to 40 of one holder."""
     if isinstance(document, (dict, list)):
         for key in list(document)[:40] if isinstance(document, dict) else range(min(len(document), 40)):
             yield document, key
@@ -141,9 +141,9 @@ def _places(document: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def outcomes(num_cases: int, prepare: Callable[[Random], object], read: Callable[[], object]) -> Counter[str]:
-    """How many of the cases that `prepare` writes could be read, and how many were refused as a model is.
+    """Count the cases that `prepare` writes by outcome: "works", or "refused" with a ModelError's exit code.
 
-    A case that ends otherwise fails with its number: Random(number) makes it again.
+    Any other outcome fails with the case's number: Random(number) reproduces it.
     """
     counts: Counter[str] = Counter()
     for number in range(num_cases):
@@ -163,12 +163,12 @@ def outcomes(num_cases: int, prepare: Callable[[Random], object], read: Callable
 
 @contextmanager
 def growth_under(limit_bytes: int) -> Iterator[None]:
-    """Fails where the process has had so much more memory within it than before, were it for a moment only."""
-    Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew
+    """Fails if the peak memory of the process grows by `limit_bytes` or more in the body."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _highest_bytes()
     yield
     growth = _highest_bytes() - before
-    assert growth < limit_bytes, f"{growth / 1e6:.1f} MB, at most {limit_bytes / 1e6:.1f} MB were to be"
+    assert growth < limit_bytes, f"{growth / 1e6:.1f} MB, the limit is {limit_bytes / 1e6:.1f} MB"
 
 
 def _highest_bytes() -> int:

@@ -275,7 +275,7 @@ def retrieval_cache(full: FullCache, sizes: Sizes) -> RetrievalCache:
 
 @dataclass
 class Generated:
-    """What a stack said, and the target's logits that each token came from: [n, V]."""
+    """The tokens that a stack generated, and the target's logits [n, V] that each was drawn from."""
 
     tokens: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)

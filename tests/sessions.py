@@ -1,4 +1,4 @@
-"""Rows to save, an identity to save them under, and what is on the disk afterwards. No tests in here."""
+"""Helpers for session tests: rows to save, an identity, and the files on the disk. No tests in here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IDENTITY = Identity("model", "tokenizer", "rope", "fp32", LAYERS, HEADS, DIM, PA
 
 
 class Rows:
-    """Rows that follow from position and token alone, in tiles of two pages as the full cache has them."""
+    """Rows computed from position and token alone, in tiles of two pages as in the full cache."""
 
     def __init__(self, tokens: Sequence[int] = (), dtype: str = "fp32", device: str = "cpu") -> None:
         self.shape, self.num_layers, self.length = TileShape(HEADS, DIM, PAGE, 2, DTYPES[dtype]), LAYERS, 0
@@ -30,7 +30,7 @@ class Rows:
         self.put(tokens)
 
     def put(self, tokens: Sequence[int]) -> None:
-        """Hold `tokens`, and garbage after them as a rejection leaves it."""
+        """Cache `tokens`, with garbage behind them as after a rejection."""
         self.reserve(len(tokens) + 3)
         for position, token in enumerate([*tokens, 9991, 9992, 9993]):
             generator = torch.Generator().manual_seed(10_000 * position + token)
@@ -53,7 +53,7 @@ class Rows:
 
 
 def bits(rows: PagedRows) -> bytes:
-    """Of all that is held, in order of page, layer, half, head."""
+    """The bits of all cached rows, in the order of page, layer, keys or values, head."""
     pages = [layers_of(rows, number) for number in range(-(-rows.length // PAGE))]
     cut = [[layer[:, :, : rows.length - number * PAGE] for layer in layers] for number, layers in enumerate(pages)]
     return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for layers in cut for part in layers)
@@ -66,7 +66,7 @@ def save(path: Path, tokens: Sequence[int], unchanged: int = 0, **extra: object)
 
 
 def restore(path: Path, identity: Identity = IDENTITY) -> tuple[tuple[int, ...], bytes]:
-    """(tokens, bits) as a reader gets them. SessionError, and then the rows hold nothing and are finite."""
+    """(tokens, bits) as a reader loads them. On a SessionError, checks that the rows are empty and finite."""
     rows = Rows(range(9), identity.dtype)
     with Store.open(path, identity, read_only=True) as store:
         try:
@@ -79,7 +79,7 @@ def restore(path: Path, identity: Identity = IDENTITY) -> tuple[tuple[int, ...],
 
 
 def saved(tokens: Sequence[int], dtype: str = "fp32") -> tuple[tuple[int, ...], bytes]:
-    """What `restore` has to give."""
+    """The expected result of `restore`."""
     return tuple(tokens), bits(Rows(tokens, dtype))
 
 

@@ -1,4 +1,4 @@
-"""Where scenes are played: a process and a machine on which output is the same every time. No tests in here.
+"""Runs scenes in a process and on a machine whose output is the same every time. No tests in here.
 
 A scene is played in a fork of a process that has imported everything, in a folder of its own, so that what it replaces
 need not be put back. Models are not run: the stand-in of test_cli_fake says a text that is written here. Hardware,

@@ -23,7 +23,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|\r")
 
 
 class Terminal:
-    """What the program wrote is in `written`, how that looks in `lines`. Nothing sleeps: conditions are waited for."""
+    """A program at a terminal. written: its output; lines: the screen. Waits for conditions instead of sleeping."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Terminal:
 
     @property
     def reply(self) -> str:
-        """What was written after the last line that was sent, up to the next prompt, if there is one yet."""
+        """The output since the last line that was sent, up to the next prompt if there is one."""
         begin = self.written.rindex(PROMPT_ENDS) + len(PROMPT_ENDS)
         return plain(self.written[begin:].partition(PROMPT_BEGINS)[0])
 

@@ -254,7 +254,7 @@ def test_the_walk_meets_every_storey() -> None:
 
 
 def heavy_modules_after(code: str) -> str:
-    """What a fresh interpreter has loaded of heavy libraries after `code`, comma by comma."""
+    """The heavy libraries that a new interpreter has loaded after `code`, separated by commas."""
     heavy = {"torch", "transformers", "huggingface_hub"}
     listing = f"import sys; sys.stderr.write(','.join(sorted({heavy} & set(sys.modules))))"
     command = [sys.executable, "-c", f"{code}\n{listing}"]

@@ -1,4 +1,4 @@
-"""Attention in parts: against a plain fp64 softmax, and the bit claims that exactness stands on."""
+"""Attention in parts: compared with a plain fp64 softmax, and the claims about bits that exactness depends on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Example:
 
     @property
     def seen(self) -> Tensor:
-        """bool [R, P * S]."""
+        """The keys that each row sees: bool [R, P * S]."""
         index = torch.arange(self.keys.shape[0] * self.keys.shape[2])
         return (index < self.num_visible[:, None]) & (index >= self.first_visible[:, None])
 
@@ -59,7 +59,7 @@ def examples(draw: st.DrawFn) -> Example:
 
 
 def reference(case: Example) -> tuple[Tensor, Tensor, Tensor]:
-    """(out [H_kv, R, D], lse [H_kv, R], weights [H_kv, R, P * S]) in fp64; 0, -inf and 0 where a row sees nothing."""
+    """(out [H_kv, R, D], lse [H_kv, R], weights [H_kv, R, P * S]) in fp64; 0, -inf and 0 for a row that sees no key."""
     keys, values = (tensor.double().transpose(0, 1).flatten(1, 2) for tensor in (case.keys, case.values))
     scores = case.q.double() @ keys.transpose(1, 2) / case.q.shape[-1] ** 0.5
     scores = scores.masked_fill(~case.seen, -torch.inf)
@@ -140,7 +140,7 @@ def test_merged_tiles_equal_attention_over_all_keys_and_their_masses_sum_to_one(
 
 
 def tile(case: Example, index: int, *, chunk: int | None = None) -> Part:
-    """Attention over one page, with each row's visibility counted from the page's own start."""
+    """Attention over one page, with each row's visible tokens counted from the start of the page."""
     page = case.keys.shape[2]
     visible = [(bound - index * page).clamp(0, page) for bound in (case.num_visible, case.first_visible)]
     keys, values = case.keys[index : index + 1], case.values[index : index + 1]
@@ -205,7 +205,7 @@ def test_merging_a_part_that_a_row_does_not_see_changes_none_of_its_bits(case: E
 
 @pytest.mark.parametrize("comes_first", [False, True])
 def test_merging_a_part_that_weighs_nothing_changes_no_bit(comes_first: bool) -> None:
-    """What such a part holds must not show, not even by a millionth."""
+    """The contents of such a part must not change the result, not even by a millionth."""
     part, light = (
         Part(torch.full((1, 2, 3), out), torch.full((1, 2), lse)) for out, lse in ((1.5, 1.0), (1e4, -200.0))
     )
@@ -230,7 +230,7 @@ def test_a_rows_pages_are_summed_in_one_order_however_many_rows_there_are(rows: 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 4, 16, 64])
 def test_the_bit_claims_hold_at_the_sizes_of_real_models(rows: int, dtype: torch.dtype) -> None:
-    """Other kernels run there than on tiny shapes: head_dim 64 and 128, pages of 512, two query heads per KV head."""
+    """Other kernels run than on tiny shapes: head_dim 64 and 128, pages of 512, two query heads per KV head."""
     generator = torch.Generator().manual_seed(0)
     for dim in (64, 128):
         q = torch.randn(2, 2 * rows, dim, generator=generator).to(dtype)

@@ -1,4 +1,4 @@
-"""Rules for every cache, in one suite over all of them, driven without a model.
+"""Laws of caches: one suite over all of them, driven without a model.
 
 Rows come from a `Tape`, in variants: variant 0 is what stays, the others are drafts that are rejected, or padding. A
 `Driver` feeds a cache and remembers what it ought to hold. Slow references are in fp64.
@@ -249,7 +249,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def expected(
     tape: Tape, history: Sequence[int], start: int, seen: Callable[[int], list[int]], in_cache: bool
 ) -> Tensor:
-    """What rows `start` and on of `history` see, slowly: [L, n, H * D] fp64.
+    """Reference attention of rows `start` and on of `history`: [L, n, H * D] fp64.
 
     `seen(p)`: the positions that row p sees, in order, its own last. in_cache: keys and query are rotated at their
     places in that list instead of at their positions, which is how StreamingLLM defines it.

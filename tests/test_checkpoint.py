@@ -1,4 +1,4 @@
-"""Checkpoints: what is read arrives unchanged, and whatever is wrong in a folder is a ModelError that says so."""
+"""Checkpoints: tensors are read unchanged, and any fault in a folder is a ModelError that names it."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_an_index_cannot_name_anything_but_a_plain_safetensors_name(tmp_path: Pa
 
 
 def test_links_into_a_hub_cache_are_followed(tmp_path: Path) -> None:
-    """Every file of a Hugging Face cache is a link to ../../blobs: it must load, although it leads out."""
+    """Every file of a Hugging Face cache is a link to ../../blobs. It must load although it leads out of the folder."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
@@ -275,7 +275,7 @@ def model_folder(folder: Path, *, tied: bool, **more: Tensor) -> tuple[Path, Mod
 
 
 def test_an_equal_head_beside_tied_embeddings_is_ignored_and_another_refused(tmp_path: Path) -> None:
-    """transformers 5 unties where the two differ, 4 does not: such a folder has no one meaning."""
+    """transformers 5 unties the two if they differ, 4 does not, so such a folder is ambiguous."""
     for head, refused in ((torch.ones(32, 16), False), (torch.zeros(32, 16), True), (torch.ones(2, 16), True)):
         folder, config = model_folder(tmp_path, tied=True, **{"lm_head.weight": head})
         with Checkpoint.open(folder) as checkpoint:

@@ -94,7 +94,7 @@ def test_ls_shows_the_newest_first_and_what_is_damaged_with_the_reason(root, run
     assert lines[1].split() == ["a-longer-name", "1,234", "241", "kB", "2027-01-15", "08:01", "SmolLM2-135M"]
     assert lines[2].split() == ["bad", "-", *size_of(root / "bad"), "2027-01-15", "08:00", "-"]
     reason = " ".join(line.strip() for line in lines[3:-1])
-    assert reason.startswith(f"cannot be used: {root / 'bad' / MANIFEST_FILE}: it is no session's manifest")
+    assert reason.startswith(f"cannot be used: {root / 'bad' / MANIFEST_FILE}: it is not a session's manifest")
     assert reason.endswith("remove it with 'triforce sessions rm bad', or start with another name")
     assert lines[-1].split() == ["old", "5", *size_of(root / "old"), "2027-01-12", "08:00", "tiny"]
     assert len({line.index("2027-01") for line in lines if "2027-01" in line}) == 1  # columns
@@ -130,7 +130,7 @@ def test_ls_as_json_has_the_same_sessions(root, run):
         "updated": "2027-01-15T08:00:00Z",
         "problem": None,
     }
-    assert "it is no session's manifest" in bad.pop("problem")
+    assert "it is not a session's manifest" in bad.pop("problem")
     assert bad == {
         "name": "bad",
         "num_tokens": 0,
@@ -260,7 +260,7 @@ def test_info_of_a_damaged_session_ends_with_4_and_the_reason(root, run):
     damage(root / "bad")
     code, out, err = run("info", "bad")
     assert (code, out) == (4, "")
-    assert "it is no session's manifest" in err
+    assert "it is not a session's manifest" in err
 
 
 @pytest.mark.parametrize("command", ["info", "rm"])

@@ -1,4 +1,4 @@
-"""ModelConfig: reads what transformers writes, computes the published sizes, refuses by name what it cannot run."""
+"""ModelConfig: reads configs that transformers writes, computes published sizes, refuses other models by name."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_rope_settings_are_refused_by_name_and_value(scaling: object, named: str
 
 
 def test_settings_that_a_formula_cannot_take_are_refused() -> None:
-    """Yarn divides by the logarithm of theta, dynamic by head_dim - 2."""
+    """YaRN divides by the logarithm of theta, dynamic scaling by head_dim - 2."""
     assert "rope_theta is 1.0" in refusal(LLAMA_7B | {"rope_theta": 1.0, "rope_scaling": YARN})
     two = {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
     assert "dynamic with head_dim 2" in refusal(LLAMA_7B | two)

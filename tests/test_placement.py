@@ -1,4 +1,4 @@
-"""What is planned is what is allocated: the ledger of a real engine against its plan's bytes, and residency."""
+"""An engine allocates what was planned: its ledger compared with the plan's bytes, and residency."""
 
 from __future__ import annotations
 

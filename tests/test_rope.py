@@ -98,7 +98,7 @@ def test_dynamic_frequencies_follow_capacity_as_transformers_follow_length() -> 
 
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 def test_a_longer_table_holds_the_shorter_one(scaling: dict[str, object]) -> None:
-    """How many rows are made must not change any of them: only `capacity` may."""
+    """The number of rows changes none of them; only `capacity` may."""
     config = ModelConfig.from_dict(both_forms(scaling, 10000.0)[0])
     short, long = (rope_table(config, rows, 4096, "cpu") for rows in (5, 259))
     assert torch.equal(long.cos[:5], short.cos)
@@ -118,7 +118,7 @@ def test_a_row_rotates_to_the_same_bits_alone_or_among_others_or_in_a_view(dtype
 
 
 def test_scores_depend_on_distance_only() -> None:
-    """The property that rotary positions are for, and with it the sign convention."""
+    """The defining property of rotary positions, which also fixes the sign convention."""
     config = ModelConfig.from_dict(both_forms(SCALINGS["default"], 10000.0)[0])
     table = rope_table(config, 128, 128, "cpu")
     q, k = torch.randn(2, 1, 1, 64, generator=torch.Generator().manual_seed(3))
@@ -132,7 +132,7 @@ def test_scores_depend_on_distance_only() -> None:
 
 
 def test_rotation_leaves_rows_and_table_alone() -> None:
-    """It works in place on its own intermediate results only."""
+    """Only intermediate results are changed in place."""
     x, cos, sin = torch.full((2, 3, 64), 5.0), torch.full((2, 64), 2.0), torch.full((2, 64), 3.0)
     rotate(x, cos, sin)
     assert (x == 5.0).all()

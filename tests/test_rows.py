@@ -1,4 +1,4 @@
-"""Blocks of rows: any number of rows is cut into sizes that this machine was seen to compute alike."""
+"""Blocks of rows: any number of rows is cut into sizes that round alike on this machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_cut_holds_all_rows_in_blocks_of_the_given_sizes(blocks: Blocks, num_r
 
 @given(SIZES, st.integers(1, 100))
 def test_a_padded_number_is_cut_the_same_way(blocks: Blocks, num_rows: int) -> None:
-    """The level pads, and the cache cuts what comes: both must see the same blocks."""
+    """The level pads and the cache cuts the padded rows; both must get the same blocks."""
     assert blocks.cut(blocks.padded(num_rows)) == blocks.cut(num_rows)
 
 
@@ -79,7 +79,7 @@ def test_a_product_that_rounds_differently_for_some_number_of_rows_is_found(
 
 
 def test_of_sizes_that_round_in_two_ways_the_larger_class_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model whose heads are many rounded like the smallest sizes, or like the largest, but not like 8."""
+    """Seen with a model of many heads: some sizes rounded like the smallest, others like the largest, 8 like none."""
     usual = set(probe(torch.bfloat16).sizes)
     inner = rows_module.linear
     for odd in ({7, 8, 12}, {24, 32}, {1, 32}):
@@ -89,7 +89,7 @@ def test_of_sizes_that_round_in_two_ways_the_larger_class_is_found(monkeypatch: 
 
 
 def test_a_machine_that_errs_once_costs_a_size_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen once in some hundred starts on one processor: the first block of a trial was not what it was ever after."""
+    """Seen once in about a hundred starts on one processor: the first block of a trial differed from all later ones."""
     usual, attend, errors = probe(torch.bfloat16).sizes, rows_module.attend, iter([1.0])
 
     def erring(*args: Any) -> Part:
@@ -102,7 +102,7 @@ def test_a_machine_that_errs_once_costs_a_size_and_no_more(monkeypatch: pytest.M
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], *sizes: int) -> tuple[int, ...]:
-    """The sizes that are kept where a block takes so long."""
+    """The sizes that are kept if blocks take these times."""
     monkeypatch.setattr(rows_module, "_seconds", lambda run, sizes: {size: seconds(size) for size in sizes})
     rows_module.fast_blocks.cache_clear()
     try:
@@ -185,7 +185,7 @@ def test_rounding_of_1e_8_in_one_products_values_is_found_in_bf16(monkeypatch: p
 def test_a_tokens_logits_have_the_same_bits_in_a_block_of_any_size_that_was_found_equal(
     tmp_path: Path, dtype: str
 ) -> None:
-    """Whole passes of a model, cut in every way that the found sizes allow, over a cache of two tiles."""
+    """Whole passes of a model over a cache of two tiles, cut in every way that the found sizes allow."""
     target = load(save(random_model(), tmp_path), dtype=DTYPES[dtype])
     config, tokens = target.config, random_tokens(60, vocabulary=target.config.vocab_size)
     sizes = Sizes(rows=8, page=16, pages=2)
@@ -214,7 +214,7 @@ class Unpadded(StreamingLevel):
 def test_a_drafts_few_rows_are_padded_to_a_power_of_two_and_mean_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first pass of each number of rows is dear on a CPU; catching up would meet them all."""
+    """The first pass with a new number of rows is slow on a CPU, and catching up would use every number."""
     draft = load(save(random_model(), tmp_path), dtype=torch.float32)
     tokens = random_tokens(300, vocabulary=draft.config.vocab_size)
     sizes = Sizes(sinks=4, window=40, gamma=31, draft_gamma=5, rows=8, capacity=400)

@@ -25,7 +25,7 @@ SIZES = Sizes(gamma=4, budget=16, chunk=CHUNK)
 
 @dataclass
 class Shown:
-    """What one layer and KV head saw: `last` mass of each row of the last verification, `next` of the one to come."""
+    """Masses seen by one layer and KV head: `last` by each row of the last verification, `next` by the next one's."""
 
     last: Sequence[float]
     next: Sequence[float] = ()

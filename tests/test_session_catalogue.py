@@ -1,4 +1,4 @@
-"""Names of sessions, what a list of them says, what is removed, and which model they belong to."""
+"""Sessions in a folder: names, listing, removal, and the digests that bind one to its model."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from offload.session.fingerprints import (
     rope_digest,
     tokenizer_digest,
 )
+from offload.session.folder import WRITER
 from offload.session.identity import Identity, differences
-from offload.session.lock import WRITER
 from offload.session.manifest import checksum
 from offload.session.names import FOLDER_VARIABLE, session_folder, sessions_folder
 from offload.session.store import Store
@@ -84,7 +84,7 @@ def test_a_refusal_names_the_command_that_removes_a_session_with_a_name(root: Pa
 
 
 def at(path: Path, seconds: float) -> None:
-    """Make a session look as if it had been updated then."""
+    """Set the time at which a session was last updated."""
     content = (path / "manifest.json").read_bytes().split(b"\n", 1)[1]
     record = json.loads(b"{" + content) | {"updated": seconds}
     body = json.dumps(record).encode()[1:]
@@ -112,9 +112,9 @@ def test_a_damaged_session_is_listed_with_what_is_wrong(root: Path) -> None:
     save(root / "bad", range(5))
     (root / "bad" / "manifest.json").write_bytes(b"{}")
     bad = {each.name: each for each in summaries(root)}["bad"]
-    assert "it is no session's manifest" in bad.problem
+    assert "it is not a session's manifest" in bad.problem
     assert bad.nbytes > 2 * IDENTITY.page_format.nbytes
-    with pytest.raises(SessionError, match="it is no session's manifest"):
+    with pytest.raises(SessionError, match="it is not a session's manifest"):
         inspect(root / "bad")
     assert remove(root / "bad") == bad.nbytes
     assert [each.name for each in summaries(root)] == ["whole"]
@@ -298,7 +298,7 @@ def test_what_changes_keys_and_values_changes_the_identity(
 
 
 def test_a_digest_of_a_large_file_reads_little_of_it(tmp_path: Path) -> None:
-    """The ends and the middle of each tensor; what lies between is the stated limit."""
+    """Only the ends and the middle of each tensor are read; a change elsewhere may go unnoticed, as documented."""
     path, tensor = tmp_path / "model.safetensors", torch.zeros(16 * SAMPLE_BYTES)
     config = ModelConfig("llama", 8, 32, 8, 1, 4, 2, 8, 64, 1e-5, 10000.0)
     digests = {}
@@ -345,5 +345,5 @@ def test_a_tokenizer_is_told_by_its_file_or_by_the_parts_of_older_ones(model: Pa
     assert len({whole, parts, tokenizer_digest(model)}) == 3
     for name in ("vocab.json", "merges.txt"):
         (model / name).unlink()
-    with pytest.raises(ModelError, match=r"holds no tokenizer .*; tokenizer\.json is needed"):
+    with pytest.raises(ModelError, match=r"holds no tokenizer, .*; tokenizer\.json is needed"):
         tokenizer_digest(model)

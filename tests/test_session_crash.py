@@ -1,4 +1,4 @@
-"""Writers that die, disks that fill, processes that meet: what is on the disk is always one whole session."""
+"""Killed writers, full disks and concurrent processes: the disk always holds one complete session."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ import pytest
 
 from offload.errors import DoesNotFit, SessionError
 from offload.session.catalogue import remove, summaries
-from offload.session.folder import Folder
-from offload.session.lock import READERS, WRITER, Lock
+from offload.session.folder import READERS, WRITER, Folder, Lock
 from offload.session.manifest import MANIFEST_FILE
 from offload.session.store import Store
 from sessions import IDENTITY, Rows, bits, page_files, restore, save, saved
@@ -37,7 +36,7 @@ PROCESSES.set_forkserver_preload(["torch", "xxhash", "hypothesis", "transformers
 
 @pytest.fixture(autouse=True)
 def _without_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That what was synced is synced is tested by the order of calls."""
+    """Skip the waits for the disk; the order of sync calls is tested separately."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
@@ -67,7 +66,7 @@ STEPS = ("open", "pwrite", "fsync", "replace", "unlink")
 
 
 class Killed(BaseException):
-    """The process is no more: nothing it does from here on reaches the disk."""
+    """Stands for a killed process: no later call reaches the disk."""
 
 
 Failure = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -75,7 +74,7 @@ Failure = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], A
 
 @contextmanager
 def at_step(number: int, failure: Failure) -> Iterator[list[str]]:
-    """Call number `number` of those that change a disk goes through `failure`; the list names the calls made."""
+    """Pass call `number` of those that change the disk to `failure`; the list collects the names of all calls."""
     calls: list[str] = []
 
     def watch(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,7 +205,7 @@ def test_pages_are_on_the_disk_before_the_manifest_names_them_and_go_after(path:
 
 
 def test_a_full_disk_leaves_the_old_session(tmp_path: Path) -> None:
-    """A real one: a file system of 256 KiB, filled up behind the back of the check."""
+    """On a real file system of 256 KiB that fills up after the check for space."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(disk)]
@@ -240,7 +239,7 @@ def disk_free(disk: Path) -> int:
 
 
 def save_within(limit: int, path: Path, answers: Connection) -> None:
-    """As on a system that refuses larger files: a page's write is short, then fails, or the manifest's does."""
+    """Save with a limit on file size: the write of a page or of the manifest is short, then fails."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
         save(path, NEW, UNCHANGED, text="a" * 1000)
@@ -283,7 +282,7 @@ def save_for_ever(path: Path, answers: Connection) -> None:
 
 
 def test_a_writer_killed_at_any_moment_leaves_a_whole_session(path: Path) -> None:
-    """Signal 9, in the middle of saves that follow each other."""
+    """SIGKILL during a series of saves."""
     chance, seen, litter, seconds = random.Random(5), set(), 0, 0.01
     save(path, OLD)
     for _ in range(30):
@@ -361,14 +360,14 @@ def test_a_reader_has_its_pages_until_it_closes_whatever_a_writer_saves(path: Pa
             assert ours.recv() == saved(OLD)
             with pytest.raises(SessionError, match="in use by process"):
                 remove(path)
-        with pytest.raises(SessionError, match="in use by somebody who reads it"):
+        with pytest.raises(SessionError, match="in use by a process that reads it"):
             remove(path)
     with Store.open(path, IDENTITY):
         assert_tidy(path)
 
 
 def compete(path: Path, seed: int, answers: Connection) -> None:
-    """Save, read and remove in turn. Others may be in the way, and nothing is ever found damaged."""
+    """Save, read and remove in turn beside other processes: a session may be in use, but is never damaged."""
     chance, num_saved, num_read, refusals = random.Random(seed), 0, 0, set()
     mine = range(100 * seed, 100 * seed + 9)
     for _ in range(150):

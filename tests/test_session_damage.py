@@ -31,14 +31,14 @@ def path(tmp_path: Path) -> Path:
 
 
 def refusal(path: Path) -> str:
-    """What a reader and a writer are both told."""
+    """The error message, which is the same for a reader and a writer."""
     with pytest.raises(SessionError) as caught:
         restore(path)
     return str(caught.value)
 
 
 def put(file: Path, content: bytes) -> None:
-    """Overwrite in place: some file systems wait for the disk when a file is emptied first."""
+    """Overwrite a file in place; some file systems wait for the disk when a file is truncated first."""
     with file.open("r+b", buffering=0) as open_file:
         open_file.write(content)
         open_file.truncate()
@@ -87,7 +87,7 @@ MUTATIONS: list[Callable[[bytes, random.Random], bytes]] = [flip, flip, cut, app
 
 @pytest.mark.parametrize("kind", ["manifest", "page"])
 def test_no_damaged_byte_gets_through(path: Path, kind: str) -> None:
-    """4500 mutants of each: at least one byte differs, so all are refused."""
+    """Every mutant differs in at least one byte, so all are refused."""
     chance, files = random.Random(f"damage {kind}"), [path / MANIFEST_FILE] if kind == "manifest" else page_files(path)
     for _ in range(4500):
         file = chance.choice(files)
@@ -107,7 +107,7 @@ def test_pages_that_changed_places_are_refused(path: Path) -> None:
     first, second, third = page_files(path)
     whole = first.read_bytes()
     first.write_bytes(third.read_bytes())
-    assert f"{first}: its checksum is not the manifest's" in refusal(path)
+    assert f"{first}: its checksum differs from the manifest's" in refusal(path)
     first.write_bytes(whole)
     second.rename(path / "page-00007-0000000000000000.safetensors")
     assert "No such file" in refusal(path)
@@ -118,7 +118,7 @@ def test_the_message_names_file_and_remedy(path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     size = IDENTITY.page_format.nbytes
     assert refusal(path) == (
-        f"{file}: it has {size - 1} bytes, {size} is what a page takes: it was cut off or changed; "
+        f"{file}: it has {size - 1} bytes, a page has {size}: it was cut off or changed; "
         f"remove the folder {path}, or name another one"
     )
 
@@ -138,7 +138,7 @@ def test_links_pipes_and_folders_are_not_followed(path: Path, tmp_path: Path, na
     (tmp_path / "elsewhere").write_bytes(whole)
     file.unlink()
     file.symlink_to(tmp_path / "elsewhere")
-    assert "a symbolic link, and none is followed" in refusal(path)
+    assert "a symbolic link, which is not followed" in refusal(path)
     file.unlink()
     os.mkfifo(file)
     assert "not a regular file" in refusal(path)
@@ -177,7 +177,7 @@ MADE_UP: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda record: record.pop("format"), "its format is None"),
     (lambda record: record.pop("extra"), "fields too many or too few: ['extra']"),
     (lambda record: record.update(more=1), "fields too many or too few: ['more']"),
-    (lambda record: record.update(identity=[]), "identity is no object"),
+    (lambda record: record.update(identity=[]), "identity is not an object"),
     (lambda record: record["identity"].pop("rope"), "identity has fields too many or too few: ['rope']"),
     (lambda record: record["identity"].update(dtype="int8"), "dtype is 'int8', not one of bf16, fp16, fp32"),
     (lambda record: record["identity"].update(page_tokens=0), "page_tokens is 0, not an integer from 1 to"),
@@ -185,17 +185,17 @@ MADE_UP: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda record: record["identity"].update(head_dim=4.0), "head_dim is 4.0, not an integer"),
     (lambda record: record["identity"].update(model_name="\x1b[2J"), "model_name is '\\x1b[2J', not a line"),
     (lambda record: record["identity"].update(model="m" * 257), "not a line of at most 256 characters"),
-    (lambda record: record.update(tokens={}), "tokens is no list"),
-    (lambda record: record["tokens"].append(-1), "tokens holds what is no integer from 0 to 2147483647"),
-    (lambda record: record["tokens"].append(2**31), "tokens holds what is no integer"),
-    (lambda record: record["tokens"].append(True), "tokens holds what is no integer"),
-    (lambda record: record["tokens"].append(1.0), "tokens holds what is no integer"),
+    (lambda record: record.update(tokens={}), "tokens is not a list"),
+    (lambda record: record["tokens"].append(-1), "tokens must be integers from 0 to 2147483647"),
+    (lambda record: record["tokens"].append(2**31), "tokens must be integers"),
+    (lambda record: record["tokens"].append(True), "tokens must be integers"),
+    (lambda record: record["tokens"].append(1.0), "tokens must be integers"),
     (lambda record: record["tokens"].extend([1, 2, 3]), "it names 3 pages, its tokens need 4"),
     (lambda record: record["pages"].pop(), "it names 2 pages, its tokens need 3"),
     (lambda record: record["pages"].append(record["pages"][0]), "it names 4 pages, its tokens need 3"),
     (lambda record: record["pages"].__setitem__(1, record["pages"][0]), "cannot be the file of page 1"),
     (lambda record: record["pages"].reverse(), "cannot be the file of page 0"),
-    (lambda record: record["pages"].__setitem__(0, "page"), "page 0 is no object"),
+    (lambda record: record["pages"].__setitem__(0, "page"), "page 0 is not an object"),
     (lambda record: record["pages"][0].update(file="../../etc/passwd"), "'../../etc/passwd' cannot be the file of"),
     (lambda record: record["pages"][0].update(file="/etc/passwd"), "'/etc/passwd' cannot be the file of page 0"),
     (lambda record: record["pages"][0].update(file="page-000000-0123456789abcdef.safetensors"), "cannot be the file"),
@@ -205,7 +205,7 @@ MADE_UP: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda record: record["pages"][0].update(checksum=None), "checksum is None, not a line"),
     (lambda record: record.update(capacity=-1), "capacity is -1, not an integer from 0 to"),
     (lambda record: record.update(capacity=None), "capacity is None, not an integer"),
-    (lambda record: record.update(extra=[]), "extra is no object"),
+    (lambda record: record.update(extra=[]), "extra is not an object"),
     (lambda record: record.update(extra={"a": [[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]}), "nested deeper than 16"),
     (lambda record: record.update(created=-0.5), "created is -0.5, not a time"),
     (lambda record: record.update(updated="now"), "updated is 'now', not a time"),
@@ -228,7 +228,7 @@ def test_a_made_up_field_is_refused_by_name(path: Path, change: Callable[[dict[s
         ('"capacity":100', '"capacity":NaN', "NaN is not a JSON number"),
         ('"capacity":100', '"capacity":1e999', "1e999 is not a JSON number"),
         ('"capacity":100', '"capacity":-Infinity', "-Infinity is not a JSON number"),
-        ('"capacity":100', '"capacity":100,"capacity":101', "a field is there twice"),
+        ('"capacity":100', '"capacity":100,"capacity":101', "a field occurs twice"),
         ('"capacity":100', '"capacity":' + "9" * 5000, "4300"),
         ('"role":"user"', '"role":' + "[" * 100_000 + "]" * 100_000, "recursion"),
         ('"role":"user"', '"role":"\u00e9"', "'ascii' codec"),
@@ -304,7 +304,7 @@ def mutate(record: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
 @settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_whatever_is_made_up_is_refused_or_is_a_session(path: Path, data: st.DataObject) -> None:
-    """Who seals his own manifest may change tokens and texts; the rows that come are those that were saved."""
+    """A forged manifest with a valid checksum may change tokens and texts, but never the rows that are loaded."""
     whole = (path / MANIFEST_FILE).read_bytes()
     record = record_of(path)
     for _ in range(data.draw(st.integers(1, 3))):

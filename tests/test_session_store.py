@@ -1,4 +1,4 @@
-"""Sessions on the disk: what is loaded is what was saved, and a save writes what changed and nothing else."""
+"""Sessions on the disk: a load restores what was saved bit for bit, and a save writes only what changed."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_any_cutting_and_growing_restores_the_last_save(
 
 
 def test_equal_sequences_are_equal_files_and_the_live_rows_stay(path: Path) -> None:
-    """What a rejection left behind the last row is neither kept in the file nor wiped in the cache."""
+    """Rejected rows behind the last token are not written to the file and not cleared in the cache."""
     clean, dirty = Rows(range(6)), Rows(range(6))
     for layer in range(LAYERS):
         clean.page(layer, 1)[:, :, 2:] = 0
@@ -194,7 +194,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 def level_over(decoder: Decoder, link: Link | None) -> tuple[Level, FullCache]:
-    """A model with a full cache: all on the device, or with a link the first three tiles of all layers only."""
+    """A model with a full cache: resident, or with a link only the first three tiles of every layer."""
     sizes = Sizes(num_resident=3)
     cache = models.full_cache(decoder, sizes, link=link)
     return Level("target", decoder, cache, vocab_size=models.VOCABULARY, blocks=sizes.blocks), cache
@@ -213,7 +213,7 @@ LINKS = {
 def test_a_restored_cache_goes_on_with_the_same_bits(
     path: Path, decoder: Decoder, before: str, after: str, num_tokens: int
 ) -> None:
-    """Saved from one residence and loaded into another that has just held something else."""
+    """Saved from one residence and loaded into another that held a different sequence before."""
     tokens, more = models.random_tokens(60), models.random_tokens(7, seed=2)
     links = [LINKS[before](), LINKS[after]()]
     level, cache = level_over(decoder, links[0])
@@ -312,7 +312,7 @@ def test_reading_changes_nothing_and_makes_nothing(path: Path) -> None:
     before = sorted(fingerprint(file) for file in path.iterdir())
     restore(path)
     assert sorted(fingerprint(file) for file in path.iterdir()) == before
-    with Store.open(path, IDENTITY, read_only=True) as store, pytest.raises(RuntimeError, match="read only"):
+    with Store.open(path, IDENTITY, read_only=True) as store, pytest.raises(RuntimeError, match="opened read-only"):
         store.save(Rows(range(5)), range(5), capacity=0, extra={}, unchanged=5)
 
 

@@ -1,4 +1,4 @@
-"""What starting takes, counted in modules and in seconds of the processor: a busy machine changes neither much."""
+"""The cost of starting, in loaded modules and in processor seconds, which a busy machine hardly changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text that grows token by token: whole characters, nothing lost, and stop strings wherever the text is cut."""
+"""Text decoded token by token: whole characters, nothing lost, and stop strings found wherever the text is cut."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def pieces_of(tokenizer: Tokenizer, context: list[int], tokens: list[int]) -> li
 
 
 def split(tokenizer: Tokenizer, text: str, at: int) -> tuple[list[int], list[int]]:
-    """The tokens of `text`, cut at a token where the decoded text has whole characters only."""
+    """The tokens of `text`, split after a token at which the decoded text has whole characters only."""
     tokens = tokenizer.encode(text)
     at = min(at, len(tokens))
     while tokenizer.decode(tokens[:at]).endswith(REPLACEMENT):
@@ -92,7 +92,7 @@ def test_no_piece_holds_a_part_of_a_character(make: Callable[[], Tokenizer], tex
 @given(st.text(alphabet="日本語👍é𠮷", min_size=1, max_size=6))
 @settings(max_examples=50, deadline=None)
 def test_where_a_token_ends_a_character_all_text_so_far_is_out(text: str) -> None:
-    """Nothing waits longer than for a token that ends within no character."""
+    """Text is withheld only while its last token ends inside a character."""
     tokenizer = byte_level()
     tokens = tokenizer.encode(text)
     detokenizer, shown = Detokenizer(tokenizer, []), ""
@@ -106,7 +106,7 @@ def test_where_a_token_ends_a_character_all_text_so_far_is_out(text: str) -> Non
 @given(st.lists(st.integers(1, 299), max_size=30))
 @settings(max_examples=150, deadline=None)
 def test_tokens_that_are_no_text_lose_nothing_either(tokens: list[int]) -> None:
-    """A model may emit bytes that are no character: they come as U+FFFD, as in the whole decoding."""
+    """Bytes that are not a character become U+FFFD, as when all tokens are decoded at once."""
     tokenizer = byte_level()
     assert len(tokenizer) == 300
     assert "".join(pieces_of(tokenizer, [], tokens)) == tokenizer.decode(tokens)
@@ -122,7 +122,7 @@ def test_flush_gives_an_unfinished_character_once() -> None:
 
 
 def test_a_context_cut_inside_a_character_spoils_nothing() -> None:
-    """The last 8 tokens of this prompt begin inside a character; the bytes after it all came out as U+FFFD."""
+    """Bug: the last 8 tokens of this prompt begin inside a character, and all later bytes became U+FFFD."""
     tokenizer = byte_fallback()
     prompt, tokens = tokenizer.encode("日本語日本語"), tokenizer.encode("語a")[2:]
     assert tokenizer.decode(prompt[-8:]).startswith(REPLACEMENT)
@@ -130,7 +130,7 @@ def test_a_context_cut_inside_a_character_spoils_nothing() -> None:
 
 
 def test_a_space_after_a_special_token_is_kept() -> None:
-    """A token without text moved the window on, and the next word lost its space as if it began the text."""
+    """Bug: a token without text moved the window, and the next word lost its space as if it began the text."""
     tokenizer = byte_fallback()
     the, start = tokenizer.vocabulary()["▁the"], 1
     assert pieces_of(tokenizer, [the], [the, start, the]) == [" the", "", " the", ""]
@@ -145,7 +145,7 @@ def test_a_prompt_is_not_closed_and_decoding_skips_special_tokens() -> None:
 
 
 def test_decoding_leaves_the_spaces_before_punctuation() -> None:
-    """Many a tokenizer's config asks for a clean-up that removes them."""
+    """Many tokenizer configs ask for a clean-up that removes them."""
     tokenizer = byte_level.__wrapped__()
     tokenizer._inner.clean_up_tokenization_spaces = True
     tokenizer._inner.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
@@ -171,7 +171,7 @@ def test_a_folder_without_a_tokenizer_is_an_error_that_names_it(tmp_path: Path) 
 
 @cache
 def spaced() -> Tokenizer:
-    """Byte-level BPE that keeps line ends together, but for the last one before a word, and digits too."""
+    """Byte-level BPE that keeps line ends together, except the last one before a word, and digits too."""
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -187,7 +187,7 @@ PIECE = st.lists(st.sampled_from([*WORDS, "\n\n", "0", "01", " a"]), min_size=1,
 
 
 def test_a_piece_has_no_space_in_front_that_is_not_there() -> None:
-    """SentencePiece puts one before every text; in the middle of a text it would be a word's beginning."""
+    """SentencePiece puts a space before every text; in the middle of a text it would start a new word."""
     tokenizer = byte_fallback()
     vocabulary = tokenizer.vocabulary()
     assert tokenizer.encode_piece("the", first=True) == [vocabulary["▁the"]]
@@ -257,7 +257,7 @@ PIECES = st.lists(st.text("abc", max_size=4), max_size=8)
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[str, bool]:
-    """Character by character: the text before the first stop string that is complete (the longest of several)."""
+    """Reference, character by character: the text before the first complete stop string (the longest of several)."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if stop and text[:end].endswith(stop)]
         if complete:
@@ -271,7 +271,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[str, bool]:
 @example(["a", "ab"], ["aab", "ab"])
 @settings(max_examples=500, deadline=None)
 def test_the_text_before_the_first_stop_string_however_it_is_cut(pieces: list[str], stops: list[str]) -> None:
-    """Which stop came first depended on the cuts where one began inside another."""
+    """Bug: if one stop string began inside another, the first one found depended on the cuts."""
     watch = StopStrings(stops)
     shown = "".join([watch.push(piece) for piece in pieces] + [watch.flush()])
     assert (shown, watch.found) == first_stop("".join(pieces), stops)

@@ -117,7 +117,7 @@ def test_dynamic_scaling_needs_heads_of_the_same_size(tmp_path: Path) -> None:
     expected, wide = theirs(source, tokens), widened(source, head_dim=8)
     assert error(theirs(wide, tokens), expected) <= TOLERANCE
     assert error(ours(wide, tokens), expected) <= TOLERANCE
-    with pytest.raises(UsageError, match=r"dynamic RoPE turns heads of 16 otherwise than heads of 8; .*2 times as"):
+    with pytest.raises(UsageError, match=r"dynamic RoPE rotates heads of 16 unlike heads of 8; .*2 times as"):
         widen.widen(source, tmp_path / "larger", WIDE, torch.float32)
 
 
@@ -141,8 +141,8 @@ def test_every_query_head_keeps_its_kv_head(tmp_path: Path, narrow: tuple[int, i
 
 
 @torch.inference_mode()
-def test_what_is_not_heard_attends_as_what_it_repeats(tmp_path: Path) -> None:
-    """Else every chunk of those layers and heads would weigh the same, and retrieval would fetch nothing for them."""
+def test_repeated_layers_and_heads_attend_like_those_they_repeat(tmp_path: Path) -> None:
+    """Otherwise all chunks of those layers and heads had the same mass, and retrieval would fetch nothing for them."""
     folder = widened(small(tmp_path), hidden_size=120, num_attention_heads=10, num_key_value_heads=5)
     weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     of_layer = [0, 0, 0, 1, 1]
@@ -153,8 +153,8 @@ def test_what_is_not_heard_attends_as_what_it_repeats(tmp_path: Path) -> None:
         heads = rows[0].unflatten(0, (5, -1))  # by KV head
         assert torch.equal(heads[4], heads[0])
         assert heads.flatten(1).any(1).all()
-    heard = [bool(weights[f"model.layers.{index}.self_attn.o_proj.weight"].any()) for index in range(5)]
-    assert heard == [False, False, True, False, True]
+    used = [bool(weights[f"model.layers.{index}.self_attn.o_proj.weight"].any()) for index in range(5)]
+    assert used == [False, False, True, False, True]
 
 
 def test_the_demo_target_keeps_its_logits_also_far_beyond_its_pretrained_length(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_the_demo_target_keeps_its_logits_also_far_beyond_its_pretrained_length(
 
 
 def test_bf16_rounds_norms_and_queries_once_more(tmp_path: Path) -> None:
-    """So logits are close, not the same: computed in fp32 from weights that are bf16 in the source as well."""
+    """So logits are close but not equal. Computed in fp32, from a source whose weights are bf16 as well."""
     tokens = random_tokens(200, vocabulary=4096)
     sizes = dict(zip(widen.FLAGS, (512, 8, 6, 6, 128, 640), strict=True))
     widen.widen(DEMO, tmp_path / "wide", sizes, torch.bfloat16)
@@ -265,7 +265,7 @@ def test_a_full_disk_or_a_folder_in_use_is_refused_first(tmp_path: Path, monkeyp
     with pytest.raises(UsageError, match="exists and is not an empty folder"):
         widen.widen(source, source, WIDE, torch.float32)
     (tmp_path / "wide.partial").mkdir()
-    with pytest.raises(UsageError, match=r"wide.partial is left from a run that was broken off"):
+    with pytest.raises(UsageError, match=r"wide.partial is left from an interrupted run"):
         widened(source)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(widen.shutil, "disk_usage", lambda path: usage(2**20, 2**20 - 4096, 4096))

@@ -1,7 +1,8 @@
-"""Attention over pages of keys and values that returns (out, lse), and the merge of such parts.
+"""Attention over pages of keys and values that returns (out, lse), and the merge of such partial results.
 
 Rows are folded for grouped-query attention: the `G = H / H_kv` query heads that share a KV head become `G * T` rows of
 it, so every key is read once. Letters: T new rows, R = G * T folded rows, P pages of S tokens, D head dimension.
+The merge by log-sum-exp is that of FlashAttention (Dao et al. 2022, section 3.1).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch import Tensor
 class Part:
     """Attention over a part of the keys.
 
-    out [H_kv, R, D] fp32, normalised over this part; lse [H_kv, R] fp32, the log of the softmax's denominator, -inf
-    where a row sees no key (its out is 0 then); mass [H_kv, R, C] fp32 or None: each row's softmax mass per chunk, of
-    this part.
+    out [H_kv, R, D] fp32: normalised over this part. lse [H_kv, R] fp32: log of the softmax's denominator, -inf for a
+    row that sees no key, whose out is 0. mass [H_kv, R, C] fp32 or None: each row's softmax mass per chunk, normalised
+    over this part.
     """
 
     out: Tensor
@@ -34,13 +35,13 @@ def fold(q: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def unfold(out: Tensor, num_rows: int) -> Tensor:
-    """[H_kv, G * T, D] -> [T, H * D]."""
+    """out [H_kv, G * T, D] -> [T, H * D]; num_rows: T."""
     num_kv_heads, _, head_dim = out.shape
     return out.view(num_kv_heads, -1, num_rows, head_dim).permute(2, 0, 1, 3).reshape(num_rows, -1)
 
 
 def count_up(first: int, num_rows: int, query: Tensor) -> Tensor:
-    """first, first + 1, ... for the `num_rows` rows folded into query [H_kv, R, D]: [R] int."""
+    """Numbers [R] int64 for the folded rows of query [H_kv, R, D]: row t of `num_rows` gets first + t in each head."""
     return torch.arange(first, first + num_rows, device=query.device).repeat(query.shape[1] // num_rows)
 
 
@@ -53,13 +54,14 @@ def attend(
     first_visible: Tensor | None = None,
     chunk: int | None = None,
 ) -> Part:
-    """Exact attention with the scores in memory: for a few rows at a time.
+    """Exact attention with all scores in memory, for a few rows at a time.
 
-    q [H_kv, R, D]; keys, values [P, H_kv, S, D], same dtype, finite everywhere; num_visible [R] int: how many of
-    the P * S tokens each row sees, None for all; of these it sees none before `first_visible` [R], None for 0. `chunk`
-    (a divisor of S) also returns the mass per chunk of that many tokens.
-    The shapes alone fix the order of every sum, and hidden keys add exact zeros: a row's bits depend neither on what
-    hidden keys hold nor on the rows beside it. Memory: 6 bytes a score in 16 bit.
+    q [H_kv, R, D]; keys, values [P, H_kv, S, D], same dtype, finite everywhere. Row r sees the tokens from
+    first_visible[r] (None: 0) to num_visible[r] - 1 (None: all P * S), both [R] int. chunk: a divisor of S; if given,
+    the result has the mass per chunk of that many tokens.
+
+    The shapes alone determine the order of every sum, and hidden keys add exact zeros, so a row's bits depend neither
+    on the contents of hidden keys nor on the other rows. Memory: 6 bytes per score for 16-bit dtypes.
     """
     num_pages, num_kv_heads, page, head_dim = keys.shape
     rows = q.shape[1]
@@ -73,7 +75,7 @@ def attend(
     top = weights.amax(dim=(0, 3))
     top = top.masked_fill(top == -torch.inf, 0.0)
     weights.sub_(top[:, :, None]).exp_()
-    # Pages last before they are summed: over the first dimension, the order would depend on how many rows there are.
+    # Sum over pages as the last dimension: over the first one, the order of the sum would depend on the number of rows.
     total = weights.sum(3).permute(1, 2, 0).contiguous().sum(2)
     out = torch.bmm(weights.to(values.dtype).view(*batch, page), values.reshape(-1, page, head_dim))
     denominator = total.clamp(min=torch.finfo(torch.float32).tiny)
@@ -86,9 +88,9 @@ def attend(
 
 
 def attend_whole_pages(q: Tensor, keys: Tensor, values: Tensor) -> Part:
-    """Exact attention of every row over all keys, by torch's fused kernel, page by page at once: for many rows.
+    """Exact attention of every row over all keys, by torch's fused kernel with pages as the batch, for many rows.
 
-    q [H_kv, R, D]; keys, values [P, H_kv, S, D]; on a GPU 16-bit, D up to 256. No scores in memory; P outputs are.
+    q [H_kv, R, D]; keys, values [P, H_kv, S, D]; on a GPU 16-bit and D at most 256. Memory: P outputs, no scores.
     """
     pages = q.expand(keys.shape[0], -1, -1, -1)
     scale = q.shape[-1] ** -0.5
@@ -101,9 +103,7 @@ def attend_whole_pages(q: Tensor, keys: Tensor, values: Tensor) -> Part:
 
 
 def merge(first: Part, second: Part) -> Part:
-    """Attention over both parts' keys, `out` and `lse` only. A part that a row sees nothing of changes none of its
-    bits.
-    """
+    """Attention over both parts' keys, without `mass`. A part that a row sees no key of changes none of its bits."""
     # Not logaddexp: torch rounds it differently in the last elements of a tensor, so bits would depend on its size.
     top = torch.maximum(first.lse, second.lse)
     top = top.masked_fill(top == -torch.inf, 0.0)

@@ -1,8 +1,8 @@
-"""Blocks of rows: how many rows may run together so that each gets the bits it would get in any other block.
+"""Blocks of rows: the numbers of rows that may run together so that a row's bits do not depend on its block.
 
-A matrix product may round differently for different numbers of rows. Which numbers agree, and which are faster than
-smaller ones in their place, are properties of the machine's libraries: both are tried once, with the shapes at hand,
-before the first pass.
+A matrix product may round differently for different numbers of rows. The machine's libraries decide which numbers round
+alike, and which are faster than several smaller blocks. Both are found by a trial with the model's shapes, once, before
+the first pass.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch.nn.functional import linear, rms_norm
 from offload.kernels.attention import attend, fold, merge
 
 Product = tuple[int, int, bool]
-_STARTS = (0, 3)  # rows of a trial from which blocks are compared
+_STARTS = (0, 3)  # first rows of the blocks that a trial compares
 
-Run = Callable[[Tensor], list[Tensor]]  # rows in, what they give out, row by row
+Run = Callable[[Tensor], list[Tensor]]  # rows in, outputs out, with rows as the first dimension
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """sizes: numbers of rows, ascending, whose blocks give a row the same bits; a pass is cut into such blocks only."""
+    """sizes: numbers of rows, ascending, that give a row the same bits. Every pass is cut into blocks of such sizes."""
 
     sizes: tuple[int, ...]
 
     def cut(self, num_rows: int) -> list[int]:
-        """Sizes of the blocks that hold `num_rows` rows: whole ones, then the smallest that takes what is left.
+        """Sizes of the blocks for `num_rows` rows: the largest as often as possible, then the smallest that is enough.
 
-        They hold as many rows as asked for, or a few more, which are padding; a padded number is cut the same way.
+        They may hold more than `num_rows` rows; the rest is padding. A padded number of rows is cut the same way.
         """
         count, rest = divmod(num_rows, self.sizes[-1])
         last = [next(size for size in self.sizes if size >= rest)] if rest else []
@@ -46,8 +46,8 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a pass multiplies. products: (outputs, inputs, has a bias) of each linear operator of a layer, head: of the
-    logits; a tile of the cache is [2, num_pages, num_kv_heads, page_tokens, head_dim]."""
+    """Shapes of a pass's operators. products: (outputs, inputs, has a bias) of each linear operator of a layer; head:
+    of the logits. A tile of the cache is [2, num_pages, num_kv_heads, page_tokens, head_dim]."""
 
     products: tuple[Product, ...]
     head: Product
@@ -60,11 +60,11 @@ class Shapes:
 
 @cache
 def equal_blocks(shapes: Shapes, candidates: tuple[int, ...], dtype: torch.dtype, threads: int) -> Blocks:
-    """The most of `candidates`, ascending, that round alike on this machine's processor with `threads` threads; where
-    several are as many, those with the largest.
+    """The largest set of `candidates`, ascending, that round alike on this processor with `threads` threads.
 
-    The numbers are made so that exact sums are zero and what is left is rounding alone: another order of summation
-    shows in nearly every output. Temporary memory: the largest operator and one tile.
+    Of several sets of that size, the one with the largest number of rows. The trial's inputs make every exact sum zero,
+    so outputs are rounding errors only, and another order of summation shows in nearly all of them. Temporary memory:
+    the largest operator and one tile.
     """
     most: tuple[int, ...] = ()
     while len(candidates) > len(most):
@@ -76,9 +76,9 @@ def equal_blocks(shapes: Shapes, candidates: tuple[int, ...], dtype: torch.dtype
 
 @cache
 def fast_blocks(shapes: Shapes, blocks: Blocks, dtype: torch.dtype, threads: int) -> Blocks:
-    """Those of `blocks` that take less time than the smaller ones which would hold as many rows, and the smallest.
+    """The smallest of `blocks`, and those that take less time than smaller blocks with as many rows together.
 
-    Tried on one layer over one tile with `threads` threads. Temporary memory: the layer's weights and the tile.
+    Timed on one layer over one tile with `threads` threads. Temporary memory: the layer's weights and the tile.
     """
     weights = [torch.ones(outputs, inputs, dtype=dtype) for outputs, inputs, _ in shapes.products]
     tile = torch.ones(2, shapes.num_pages, shapes.num_kv_heads, shapes.page_tokens, shapes.head_dim, dtype=dtype)
@@ -98,8 +98,8 @@ def fast_blocks(shapes: Shapes, blocks: Blocks, dtype: torch.dtype, threads: int
 
 
 def _seconds(run: Callable[[int], None], sizes: tuple[int, ...], times: int = 5) -> dict[int, float]:
-    """Of each size the least that it takes. In turns, the largest first: a machine has pauses, and memory that is new
-    to the process is slow."""
+    """The least of `times` seconds of each size. Sizes take turns because a machine has pauses, the largest first
+    because newly allocated memory is slow."""
     taken = dict.fromkeys(sizes, inf)
     for size in reversed(sizes * times):
         start = perf_counter()
@@ -109,7 +109,7 @@ def _seconds(run: Callable[[int], None], sizes: tuple[int, ...], times: int = 5)
 
 
 def _equal_to_last(shapes: Shapes, sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    """Those of `sizes`, ascending, that round like the largest in all that a pass multiplies."""
+    """Those of `sizes`, ascending, that round like the largest in every product of a pass."""
     generator = torch.Generator().manual_seed(0)
     for scores in (True, False):
         sizes = _equal_in_attention(shapes, sizes, dtype, generator, scores=scores)
@@ -130,17 +130,17 @@ def _equal_in_product(
     def run(part: Tensor) -> list[Tensor]:
         return [rms_norm(part, (inputs,)), linear(part, weight, bias)]
 
-    return _alike(run, x, sizes)
+    return _sizes_with_equal_bits(run, x, sizes)
 
 
 def _equal_in_attention(
     shapes: Shapes, sizes: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, *, scores: bool
 ) -> tuple[int, ...]:
-    """scores: rounding shows in the products of queries and keys; otherwise in those of weights and values."""
+    """scores: expose the rounding of the products of queries and keys; otherwise of those of weights and values."""
     count, dim = sizes[-1] + max(_STARTS), shapes.head_dim
     tokens = shapes.num_pages * shapes.num_kv_heads * shapes.page_tokens
     queries, keys = _cancelling(count * shapes.num_heads, tokens, dim, dtype, generator)
-    # Scores of about 1: rounding noise of sums whose terms are this large.
+    # Exact scores are zero. Terms this large leave rounding errors of about 1.
     largest = 2.0 ** (10 if dtype != torch.float16 else 4)
     queries, keys = queries * (largest if scores else 0.0), keys * largest
     page = (shapes.num_pages, shapes.num_kv_heads, shapes.page_tokens // 2, dim)
@@ -155,12 +155,12 @@ def _equal_in_attention(
         by_row = [tensor.unflatten(1, (-1, len(part))).movedim(2, 0) for tensor in (done.out, done.lse)]
         return [tensor.contiguous() for tensor in by_row]
 
-    return _alike(run, queries.view(count, shapes.num_heads, dim), sizes)
+    return _sizes_with_equal_bits(run, queries.view(count, shapes.num_heads, dim), sizes)
 
 
-def _alike(run: Run, x: Tensor, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes whose blocks give the rows of x the bits that a block of the last size gives, wherever it starts."""
-    largest = sizes[-1]  # kept in any case: a machine that errs once must not end here
+def _sizes_with_equal_bits(run: Run, x: Tensor, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes whose blocks give the rows of x the same bits as a block of the last size, from every start."""
+    largest = sizes[-1]  # always kept, so that one wrong result of the machine does not leave no size at all
     for start in _STARTS:
         expected = run(x[start : start + largest])
         sizes = tuple(
@@ -175,7 +175,7 @@ def _alike(run: Run, x: Tensor, sizes: tuple[int, ...]) -> tuple[int, ...]:
 def _cancelling(
     rows: int, columns: int, inner: int, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """x [rows, inner] and y [columns, inner] with x · y = 0 exactly, from terms of many magnitudes."""
+    """x [rows, inner] and y [columns, inner] with exactly x · y = 0, whose terms have many magnitudes."""
     order = torch.randperm(inner // 2, generator=generator)
     x, y = _noise((rows, inner // 2), dtype, generator), _noise((columns, inner // 2), dtype, generator)
     odd = (0, inner % 2)

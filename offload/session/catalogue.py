@@ -1,4 +1,4 @@
-"""The sessions in a folder: listed, looked at, removed. Listing reads manifests, never pages, and locks nobody out."""
+"""List, inspect and remove the sessions in a folder. Listing reads manifests only, no pages, and takes no lock."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from pathlib import Path
 
 from offload.errors import SessionError
 from offload.session import manifest as manifests
-from offload.session.folder import Folder
+from offload.session.folder import READERS, WRITER, Folder, Lock, owner
 from offload.session.leftovers import discard, foreign
-from offload.session.lock import READERS, WRITER, Lock, owner
 from offload.session.manifest import Manifest
 from offload.session.names import is_name
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One session as a list shows it. `updated`: seconds since the epoch; `problem`: why it cannot be used, or ""."""
+    """One line of a list of sessions. updated: seconds since the epoch; problem: why it cannot be used, or ""."""
 
     path: Path
-    nbytes: int  # on the disk
+    nbytes: int  # of all files on the disk
     num_tokens: int
     model_name: str
     updated: float
@@ -34,20 +33,19 @@ class Summary:
 
 
 def summaries(root: Path) -> list[Summary]:
-    """All sessions in `root`, the newest first. What is damaged is among them. SessionError where `root` is closed to
-    us."""
+    """All sessions in `root`, the newest first, damaged ones too. SessionError if `root` cannot be read."""
     try:
         paths = [root / name for name in os.listdir(root) if is_name(name)]
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise SessionError(f"{root} cannot be listed ({error.strerror}); look at its permissions") from error
+        raise SessionError(f"{root} cannot be listed ({error.strerror}); check its permissions") from error
     found = [_summary(path) for path in paths]
     return sorted((each for each in found if each is not None), key=lambda summary: (-summary.updated, summary.name))
 
 
 def inspect(path: Path) -> Manifest:
-    """Everything that the session in the folder `path` says of itself. Raises SessionError."""
+    """The manifest of the session in the folder `path`. Raises SessionError."""
     try:
         with Folder(path) as folder:
             manifest = manifests.read(folder)
@@ -59,9 +57,9 @@ def inspect(path: Path) -> Manifest:
 
 
 def remove(path: Path) -> int:
-    """Remove the session in the folder `path`, damaged or not, and return the bytes that are free again.
+    """Remove the session in the folder `path`, damaged or not, and return the number of bytes freed.
 
-    Raises SessionError: in use, no session, files of others in it, or refused by the system.
+    Raises SessionError if it is in use, is not a session, holds other files, or the system refuses.
     """
     if not path.is_dir():
         raise _none_in(path)
@@ -70,13 +68,13 @@ def remove(path: Path) -> int:
             folder = held.enter_context(Folder(path))
             if path.is_symlink() or foreign(folder):
                 raise SessionError(f"{path} is a link or holds other files than a session's; remove it yourself")
-            _lock_out(folder, held)
+            _lock_all(folder, held)
             num_bytes = folder.nbytes()
             discard(folder)
-    except FileNotFoundError as error:  # somebody else was faster
+    except FileNotFoundError as error:  # another process removed it first
         raise _none_in(path) from error
     except OSError as error:
-        raise SessionError(f"{path} cannot be removed ({error.strerror}); look at its permissions") from error
+        raise SessionError(f"{path} cannot be removed ({error.strerror}); check its permissions") from error
     return num_bytes
 
 
@@ -88,8 +86,8 @@ def outdated(
     keep: int | None = None,
     max_bytes: int | None = None,
 ) -> list[Summary]:
-    """Which of `sessions` to remove, the oldest first, until none is older, no more than `keep` are left and these take
-    at most `max_bytes`. None: no such limit. What is removed is older than all that stays."""
+    """The `sessions` to remove, the oldest first, so that none left is older than `older_than_seconds`, at most `keep`
+    are left, and these take at most `max_bytes`. None: no limit. Every removed session is older than all that stay."""
     newest_first = sorted(sessions, key=lambda session: -session.updated)
     kept = total = 0
     for session in newest_first:
@@ -101,22 +99,22 @@ def outdated(
     return newest_first[kept:][::-1]
 
 
-def _lock_out(folder: Folder, held: ExitStack) -> None:
-    """Be alone in the folder. SessionError where somebody is in it."""
+def _lock_all(folder: Folder, held: ExitStack) -> None:
+    """Take the writer's and the readers' lock. SessionError if another process holds one."""
     for name in (WRITER, READERS):
         lock = Lock.take(folder, name)
         if lock is None:
-            who = owner(folder) if name == WRITER else "somebody who reads it"
+            who = owner(folder) if name == WRITER else "a process that reads it"
             raise SessionError(f"{folder.path} is in use by {who}; wait until that ends")
         held.enter_context(lock)
 
 
 def _none_in(path: Path) -> SessionError:
-    return SessionError(f"there is no session in {path}; 'triforce sessions ls' lists those that there are")
+    return SessionError(f"there is no session in {path}; 'triforce sessions ls' lists the sessions")
 
 
 def _summary(path: Path) -> Summary | None:
-    """None for what is no session's folder, is gone by now, or is closed to us."""
+    """None if `path` is not a session's folder, was removed meanwhile, or cannot be read."""
     try:
         with Folder(path) as folder:
             num_bytes, changed = folder.nbytes(), folder.changed()

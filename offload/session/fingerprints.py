@@ -1,6 +1,6 @@
-"""Digests that tell models, tokenizers and positions apart, quickly: a model's gigabytes are not read.
+"""Digests that identify a model, a tokenizer and its rotary positions without reading all weights.
 
-They find accidents, not malice: who wants two models to look alike can have that.
+They detect mix-ups, not attacks: two different models can be constructed to have the same digest.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from offload.transfer.checkpoint import Checkpoint
 
 SAMPLE_BYTES = 4096
 _DIGEST_BYTES = 16
-# Of a config: what keys and values do not depend on, and what the digest of the positions says better.
-_NOT_OF_THE_MODEL = ("bos_token_id", "eos_token_ids", "dtype", "max_positions", "rope", "rope_theta")
-_TOKENIZER_FILE = "tokenizer.json"  # complete, where there is one; else what older ones are made of
+# Config fields that keys and values do not depend on, and those that the digest of the positions covers.
+_IGNORED_FIELDS = ("bos_token_id", "eos_token_ids", "dtype", "max_positions", "rope", "rope_theta")
+_TOKENIZER_FILE = "tokenizer.json"  # complete on its own; without it, the files that older tokenizers are made of
 _TOKENIZER_PARTS = (
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt"),
     *("added_tokens.json", "special_tokens_map.json"),
@@ -33,14 +33,14 @@ _MAX_NAME = 256
 
 
 def identity_of(folder: Path, plan: Plan) -> Identity:
-    """What a session of the model in `folder` is bound to under `plan`. Raises ModelError."""
+    """The identity of a session of the model in `folder` under `plan`. Raises ModelError."""
     config = ModelConfig.from_folder(folder)
     return identify(folder, config, dtype=plan.dtype, capacity=plan.capacity, page_tokens=plan.page_tokens)
 
 
 def identify(folder: Path, config: ModelConfig, *, dtype: str, capacity: int, page_tokens: int) -> Identity:
-    """What a session of the model in `folder` is bound to. dtype: bf16, fp16 or fp32; capacity as for the rope table,
-    whose frequencies depend on it in models with `dynamic` scaling. Raises ModelError."""
+    """The identity of a session of the model in `folder`. dtype: bf16, fp16 or fp32. capacity: tokens, as given to
+    `rope_table`; the frequencies of `dynamic` scaling depend on it. Raises ModelError."""
     with Checkpoint.open(folder) as checkpoint:
         files = checkpoint.files()
     name = "".join(letter for letter in folder.resolve().name if letter.isprintable())
@@ -58,12 +58,12 @@ def identify(folder: Path, config: ModelConfig, *, dtype: str, capacity: int, pa
 
 
 def model_digest(config: ModelConfig, files: Sequence[Path]) -> str:
-    """Of the config as far as it computes, and of each safetensors file (checked before) its size, its header and the
-    beginning, middle and end of every tensor, SAMPLE_BYTES each. A model that was trained further differs there; one
-    that differs from another in a few weights only may not. Raises ModelError."""
+    """Digest of the config fields that keys and values depend on, and of each (valid) safetensors file: its size, its
+    header, and SAMPLE_BYTES from the beginning, middle and end of every tensor. It changes when a model is trained
+    further, but may not when only a few weights differ. Raises ModelError."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    arithmetic = {name: value for name, value in asdict(config).items() if name not in _NOT_OF_THE_MODEL}
-    digest.update(json.dumps(arithmetic, sort_keys=True).encode())
+    relevant = {name: value for name, value in asdict(config).items() if name not in _IGNORED_FIELDS}
+    digest.update(json.dumps(relevant, sort_keys=True).encode())
     for path in files:
         try:
             for piece in _samples(path):
@@ -74,11 +74,11 @@ def model_digest(config: ModelConfig, files: Sequence[Path]) -> str:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """Of tokenizer.json, or of the files that older tokenizers are made of. Raises ModelError."""
+    """Digest of tokenizer.json, or of the files that older tokenizers are made of. Raises ModelError."""
     names = (_TOKENIZER_FILE,) if (folder / _TOKENIZER_FILE).is_file() else _TOKENIZER_PARTS
     paths = [folder / name for name in names if (folder / name).is_file()]
     if not paths:
-        raise ModelError(f"{folder} holds no tokenizer that a session could be bound to; {_TOKENIZER_FILE} is needed")
+        raise ModelError(f"{folder} holds no tokenizer, so a session cannot be kept; {_TOKENIZER_FILE} is needed")
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for path in paths:
         content = path.read_bytes()
@@ -88,7 +88,7 @@ def tokenizer_digest(folder: Path) -> str:
 
 
 def rope_digest(config: ModelConfig, capacity: int) -> str:
-    """Of the frequencies and the attention scaling: all that the rows of a rope table come from, however many."""
+    """Digest of the frequencies and the attention scaling, which determine every row of a rope table."""
     frequencies, scaling = inverse_frequencies(config, capacity)
     content = frequencies.numpy().tobytes() + struct.pack("<d", scaling)
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()

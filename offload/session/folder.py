@@ -1,18 +1,25 @@
-"""A session's folder: reading, making and replacing files in it.
+"""A session's folder: its files, read, created and replaced, and its locks.
 
-Names are plain names of regular files: no symbolic link is followed, and nothing that could block is waited for. The
-folder is held open, so what is done later is done in the same folder, whatever was put at its path meanwhile.
-Everything here raises OSError.
+Files are regular files: symbolic links are not followed, and opening never blocks. The folder is kept open, so every
+later operation is on the same folder even if its path is replaced. Everything here raises OSError.
+
+One writer holds WRITER as long as it lives. Readers share READERS while they read. Pages are never changed, only
+created and removed, so a writer and readers need not wait for each other: while a process reads, a writer removes no
+old pages.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import stat
 from pathlib import Path
 
-_CAUTION = os.O_NOFOLLOW | os.O_NONBLOCK
+WRITER, READERS = "writer.lock", "readers.lock"
+_MAX_OWNER_BYTES = 32
+_SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class Folder:
@@ -44,30 +51,30 @@ class Folder:
         return True
 
     def nbytes(self) -> int:
-        """Of all files in it."""
+        """Bytes of all files in the folder."""
         total = 0
         for name in self.names():
             try:
                 total += self._status(name).st_size
-            except FileNotFoundError:  # removed meanwhile by who may
+            except FileNotFoundError:  # removed meanwhile by another process
                 continue
         return total
 
     def changed(self) -> float:
-        """When a file was last made, renamed or removed in it, in seconds since the epoch."""
+        """The time a file was last created, renamed or removed in the folder, in seconds since the epoch."""
         return os.fstat(self._fd).st_mtime
 
     def free_bytes(self) -> int:
-        """Of the disk, for this user."""
+        """Bytes on the disk that this user may still write."""
         disk = os.fstatvfs(self._fd)
         return disk.f_bavail * disk.f_frsize
 
     def open(self, name: str) -> int:
-        """A descriptor of an existing regular file, to read."""
+        """Open an existing regular file for reading; returns its descriptor."""
         return self._open(name, os.O_RDONLY)
 
     def open_lock(self, name: str, *, shared: bool) -> int:
-        """A descriptor of a file that is made where there is none. Who only shares need not be allowed to write."""
+        """Open a lock file, created if missing; returns its descriptor. A shared lock needs no permission to write."""
         try:
             return self._open(name, os.O_RDWR | os.O_CREAT)
         except OSError as error:
@@ -76,24 +83,24 @@ class Folder:
             return self._open(name, os.O_RDONLY)
 
     def is_at(self, fd: int, name: str) -> bool:
-        """Is the open file still the one of that name?"""
+        """Tell whether the open file `fd` is still the one called `name`."""
         try:
             return os.path.samestat(os.fstat(fd), self._status(name))
         except FileNotFoundError:
             return False
 
     def create(self, name: str) -> int:
-        """A descriptor of a new file, to write. FileExistsError."""
+        """Create a new file for writing; returns its descriptor. FileExistsError."""
         return self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """All of a file, or its first `max_bytes` bytes and one more."""
+        """All of a file; of a file over `max_bytes`, the first `max_bytes` + 1 bytes."""
         fd = self.open(name)
         with os.fdopen(fd, "rb") as file:
             return file.read(min(os.fstat(fd).st_size, max_bytes) + 1)
 
     def write(self, name: str, content: bytes) -> None:
-        """A new file, on the disk when this returns."""
+        """Create a new file with `content`. It is synced to the disk when this returns."""
         fd = self.create(name)
         try:
             write_all(fd, memoryview(content), 0)
@@ -102,7 +109,7 @@ class Folder:
             os.close(fd)
 
     def replace(self, old: str, new: str) -> None:
-        """Give `old` the name `new`, at once and for good: whoever reads `new` sees its old content or this one."""
+        """Rename `old` to `new` atomically and durably: a reader of `new` sees its old content or this one."""
         self.sync()
         os.replace(old, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         self.sync()
@@ -111,7 +118,7 @@ class Folder:
         os.unlink(name, dir_fd=self._fd)
 
     def sync(self) -> None:
-        """Names that were made are on the disk."""
+        """Sync the folder, so that new names are on the disk."""
         os.fsync(self._fd)
 
     def _status(self, name: str) -> os.stat_result:
@@ -119,10 +126,10 @@ class Folder:
 
     def _open(self, name: str, flags: int) -> int:
         try:
-            fd = os.open(name, flags | _CAUTION, 0o600, dir_fd=self._fd)
+            fd = os.open(name, flags | _SAFE_FLAGS, 0o600, dir_fd=self._fd)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise OSError(errno.ELOOP, "a symbolic link, and none is followed", name) from error
+                raise OSError(errno.ELOOP, "a symbolic link, which is not followed", name) from error
             raise
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
@@ -130,15 +137,68 @@ class Folder:
         return fd
 
 
+class Lock:
+    """A lock on one file of a folder (flock). The system releases it when the process ends, however it ends."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    @classmethod
+    def take(cls, folder: Folder, name: str, *, shared: bool = False, wait: bool = False) -> Lock | None:
+        """Take the lock. Returns None if another process holds it and `wait` is not set.
+
+        Removing a session removes the lock's file too, so the file is checked again once the lock is taken.
+        """
+        while True:
+            fd = folder.open_lock(name, shared=shared)
+            try:
+                fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+                if folder.is_at(fd, name):
+                    return cls(fd)
+            except BlockingIOError:
+                os.close(fd)
+                return None
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def sign(self) -> None:
+        """Write this process's id into the lock's file, if the disk has room."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, b"%d\n" % os.getpid(), 0)
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+def owner(folder: Folder) -> str:
+    """The holder of the writer's lock, for a message."""
+    with contextlib.suppress(OSError):
+        text = folder.read(WRITER, _MAX_OWNER_BYTES)[:_MAX_OWNER_BYTES].strip()
+        if text.isdigit():
+            return f"process {int(text)}"
+    return "another process"
+
+
 def write_all(fd: int, content: memoryview, offset: int) -> None:
-    """`content` (bytes) at `offset` of an open file."""
+    """Write `content` (bytes) at `offset` of an open file."""
     while content:
         written = os.pwrite(fd, content, offset)
         content, offset = content[written:], offset + written
 
 
 def read_all(fd: int, content: memoryview, offset: int) -> None:
-    """Fill `content` (bytes) from `offset` of an open file. ValueError where it ends early."""
+    """Fill `content` (bytes) from `offset` of an open file. ValueError if the file ends early."""
     while content:
         count = os.preadv(fd, [content], offset)
         if not count:

@@ -1,4 +1,4 @@
-"""What a session belongs to, and the shape of its pages. Keys and values mean something to one model only."""
+"""The identity that a session is bound to (its keys and values fit one model only), and the format of its pages."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_CODES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}  # the format's own
-_ALIGNMENT = 8  # bytes, of the data in a safetensors file
+_SAFETENSORS_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+_ALIGNMENT = 8  # bytes; where the data begin in a safetensors file
 
 
 @dataclass(frozen=True)
 class PageFormat:
     """A page's file: the keys and values of `page_tokens` tokens in all layers, as safetensors.
 
-    One tensor per layer, `layers.3` [2, H_kv, S, D]. The bytes before the data follow from the format alone, so a
-    reader demands them as they are and parses nothing.
+    One tensor per layer, `layers.3` [2, H_kv, S, D]. The header follows from the format alone, so a reader compares
+    it with the expected bytes and parses nothing.
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     page_tokens: int
-    dtype: str  # of ELEMENT_BYTES
+    dtype: str  # a key of ELEMENT_BYTES
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of one layer."""
+        """[2, H_kv, S, D] of one layer."""
         return (2, self.num_kv_heads, self.page_tokens, self.head_dim)
 
     @property
@@ -39,7 +39,7 @@ class PageFormat:
     def header(self) -> bytes:
         entries = {
             f"layers.{layer}": {
-                "dtype": _CODES[self.dtype],
+                "dtype": _SAFETENSORS_DTYPES[self.dtype],
                 "shape": self.shape,
                 "data_offsets": (layer * self.layer_bytes, (layer + 1) * self.layer_bytes),
             }
@@ -51,11 +51,11 @@ class PageFormat:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole file."""
+        """Bytes of the whole file."""
         return len(self.header) + self.num_layers * self.layer_bytes
 
     def count(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens."""
+        """Number of pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_tokens)
 
 
@@ -64,10 +64,10 @@ _SHOWN_DIGITS = 12  # of a digest; enough to tell two apart
 
 @dataclass(frozen=True)
 class Identity:
-    """What has to be the same for saved keys and values to be the ones that this run would compute.
+    """The conditions under which saved keys and values equal those that this run would compute.
 
-    model, tokenizer, rope: digests (fingerprints.py). dtype: of ELEMENT_BYTES. `model_name` is for people: a folder
-    that was renamed holds the same model.
+    model, tokenizer, rope: digests (fingerprints.py). dtype: a key of ELEMENT_BYTES. `model_name` is shown to people
+    and not compared: a renamed folder holds the same model.
     """
 
     model: str
@@ -86,14 +86,14 @@ class Identity:
 
 
 def differences(saved: Identity, now: Identity) -> list[str]:
-    """Each field that differs, with both values: "dtype: saved bf16, now fp32"."""
+    """The fields that differ, each with both values: "dtype: saved bf16, now fp32"."""
     return [
-        f"{each.name}: saved {_words(saved, each.name)}, now {_words(now, each.name)}"
+        f"{each.name}: saved {_shown(saved, each.name)}, now {_shown(now, each.name)}"
         for each in fields(Identity)
         if each.compare and getattr(saved, each.name) != getattr(now, each.name)
     ]
 
 
-def _words(identity: Identity, name: str) -> str:
+def _shown(identity: Identity, name: str) -> str:
     value = str(getattr(identity, name))[:_SHOWN_DIGITS]
     return f"{identity.model_name} ({value})" if name == "model" and identity.model_name else value

@@ -1,5 +1,5 @@
-"""Files of a session that its manifest does not name: of the save before, of one that was broken off, of a writer that
-was killed. Only files that are called as ours are touched."""
+"""Remove the files that a session's manifest does not name: those of an earlier save, an interrupted save or a killed
+writer. Only files with a session's file names are ever removed."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ import errno
 import os
 import re
 
-from offload.session.folder import Folder
-from offload.session.lock import READERS, WRITER, Lock
+from offload.session.folder import READERS, WRITER, Folder, Lock
 from offload.session.manifest import MANIFEST_FILE, Manifest, is_page_file
 
 _TEMPORARY = re.compile(r"manifest-[0-9a-f]{16}\.tmp", re.ASCII)
 
 
 def temporary_file(tag: str) -> str:
-    """What a manifest is called before it is whole; `tag` as for a page."""
+    """The name of a manifest while it is written; `tag` as for a page."""
     return f"manifest-{tag}.tmp"
 
 
 def foreign(folder: Folder) -> list[str]:
-    """Files that are none of ours."""
-    ours = (MANIFEST_FILE, WRITER, READERS)
-    return [name for name in folder.names() if name not in ours and not _is_passing(name)]
+    """Names of the files that do not belong to a session."""
+    own = (MANIFEST_FILE, WRITER, READERS)
+    return [name for name in folder.names() if name not in own and not _is_temporary_or_page(name)]
 
 
 def sweep(folder: Folder, manifest: Manifest | None) -> None:
-    """Remove what `manifest`, which is the one on the disk, does not name. The writer's business.
+    """Remove the files that `manifest`, the one on the disk, does not name. The caller holds the writer's lock.
 
-    While somebody reads, and what the system will not remove: left for the next time.
+    Files stay for the next time while another process reads, or if the system refuses.
     """
     named = {page.file for page in manifest.pages} if manifest else set()
     with contextlib.suppress(OSError):
@@ -38,14 +37,14 @@ def sweep(folder: Folder, manifest: Manifest | None) -> None:
             return
         with lock:
             for name in folder.names():
-                if _is_passing(name) and name not in named:
+                if _is_temporary_or_page(name) and name not in named:
                     folder.remove(name)
 
 
 def discard(folder: Folder) -> None:
-    """Remove the session and its folder: the manifest first, so that what is left of a removal is no session, and the
-    locks, which the caller holds, last. A folder in which somebody has begun anew meanwhile stays. OSError."""
-    for name in (MANIFEST_FILE, *filter(_is_passing, folder.names()), READERS, WRITER):
+    """Remove the session and its folder: the manifest first, so that an interrupted removal leaves no session, and the
+    locks, which the caller holds, last. The folder stays if another process has put files there meanwhile. OSError."""
+    for name in (MANIFEST_FILE, *filter(_is_temporary_or_page, folder.names()), READERS, WRITER):
         with contextlib.suppress(FileNotFoundError):
             folder.remove(name)
     try:
@@ -55,5 +54,5 @@ def discard(folder: Folder) -> None:
             raise
 
 
-def _is_passing(name: str) -> bool:
+def _is_temporary_or_page(name: str) -> bool:
     return is_page_file(name) or _TEMPORARY.fullmatch(name) is not None

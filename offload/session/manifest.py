@@ -1,8 +1,7 @@
-"""The manifest: what a session holds and which files its pages are in. One JSON object in `manifest.json`.
+"""The manifest: the tokens of a session and the files of its pages. One JSON object in `manifest.json`.
 
-Its first line seals the rest with a checksum, which is compared before anything is parsed: a flipped bit or a missing
-end never reaches the parser. What a checksum cannot see, content that somebody made up, meets a reader that demands
-every field, its type and its range.
+The first line holds a checksum of the rest, which is compared before anything is parsed, so damaged files never reach
+the parser. A forged file may have a valid checksum, so the reader also checks every field, its type and its range.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _MOST = {"num_layers": 2**12, "num_kv_heads": 2**14, "head_dim": 2**12, "page_to
 
 @dataclass(frozen=True)
 class Page:
-    """One page's file and its checksum, xxh3_128 over all of it."""
+    """The file of a page and its checksum, xxh3_128 over the whole file."""
 
     file: str
     checksum: str
@@ -44,8 +43,8 @@ class Page:
 
 @dataclass(frozen=True)
 class Manifest:
-    """tokens: whose keys and values the pages hold. capacity, extra: the caller's. created, updated: seconds since
-    the epoch. writer: the program's version."""
+    """tokens: those whose keys and values the pages hold. capacity, extra: stored for the caller. created, updated:
+    seconds since the epoch. writer: the program's version."""
 
     identity: Identity
     tokens: tuple[int, ...]
@@ -58,7 +57,7 @@ class Manifest:
 
 
 def page_file(number: int, tag: str) -> str:
-    """The file of page `number`; `tag`, 16 hex digits, is never used twice."""
+    """The file name of page `number`. tag: 16 hexadecimal digits, never used twice."""
     return f"page-{number:05d}-{tag}.safetensors"
 
 
@@ -71,7 +70,7 @@ def checksum(content: bytes) -> str:
 
 
 def read(folder: Folder) -> Manifest | None:
-    """The manifest in `folder`, None where there is none. Raises SessionError for any other than a whole one."""
+    """The manifest in `folder`, None if there is none. SessionError if it is damaged or cannot be read."""
     path = folder.path / MANIFEST_FILE
     try:
         content = folder.read(MANIFEST_FILE, MAX_BYTES)
@@ -83,13 +82,13 @@ def read(folder: Folder) -> Manifest | None:
         raise damaged(path, f"it is over the limit of {size(MAX_BYTES)}")
     try:
         return decode(content)
-    except (ValueError, RecursionError) as error:  # ValueError: also not ASCII, not JSON, a number without end
+    except (ValueError, RecursionError) as error:  # ValueError: also not ASCII, not JSON, too long a number
         raise damaged(path, str(error)) from error
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The file's content. Raises SessionError where it is over MAX_BYTES, ValueError for what `decode` would not give
-    back as it is: `extra` has to be plain JSON."""
+    """The content of the manifest's file. Raises SessionError if it is over MAX_BYTES, ValueError if `decode` would
+    not return an equal manifest: `extra` has to be plain JSON."""
     record = {"format": FORMAT} | {each.name: getattr(manifest, each.name) for each in fields(Manifest)}
     record |= {"identity": asdict(manifest.identity), "pages": [asdict(page) for page in manifest.pages]}
     body = json.dumps(record, separators=(",", ":"), allow_nan=False).encode("ascii")[1:]
@@ -105,10 +104,10 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(content: bytes) -> Manifest:
-    """Raises ValueError, or RecursionError, with what is wrong."""
+    """The manifest in the content of its file. Raises ValueError that says what is wrong, or RecursionError."""
     seal = _SEAL.match(content)
     if seal is None:
-        raise ValueError("it is no session's manifest, or its beginning is damaged")
+        raise ValueError("it is not a session's manifest, or its beginning is damaged")
     body = content[seal.end() :]
     if checksum(body).encode("ascii") != seal[1]:
         raise ValueError("its checksum is wrong: it was cut off or changed")
@@ -121,14 +120,14 @@ def _manifest(record: dict[str, object]) -> Manifest:
     version = record.pop("format", None)
     if version != FORMAT or type(version) is not int:
         raise ValueError(f"its format is {reprlib.repr(version)}, this program reads {FORMAT}")
-    _demand(record, {each.name for each in fields(Manifest)}, "manifest")
+    _record(record, {each.name for each in fields(Manifest)}, "manifest")
     identity = _identity(record["identity"])
     tokens = _list(record["tokens"], "tokens")
     if not all(type(token) is int and 0 <= token <= _MOST_TOKEN for token in tokens):
-        raise ValueError(f"tokens holds what is no integer from 0 to {_MOST_TOKEN}")
+        raise ValueError(f"tokens must be integers from 0 to {_MOST_TOKEN}")
     extra = record["extra"]
     if not isinstance(extra, dict):
-        raise ValueError("extra is no object")
+        raise ValueError("extra is not an object")
     _check_depth(extra)
     return Manifest(
         identity=identity,
@@ -143,7 +142,7 @@ def _manifest(record: dict[str, object]) -> Manifest:
 
 
 def _identity(value: object) -> Identity:
-    record = _demand(value, {each.name for each in fields(Identity)}, "identity")
+    record = _record(value, {each.name for each in fields(Identity)}, "identity")
     numbers = {name: _integer(record[name], name, 1, most) for name, most in _MOST.items()}
     texts = {name: _text(record[name], name) for name in record if name not in _MOST}
     if texts["dtype"] not in ELEMENT_BYTES:
@@ -152,12 +151,12 @@ def _identity(value: object) -> Identity:
 
 
 def _pages(values: list[object], count: int) -> tuple[Page, ...]:
-    """Exactly `count` pages, page i in a file that is called after i, and so none twice."""
+    """Exactly `count` pages. The file name of page i contains i, so no file occurs twice."""
     if len(values) != count:
         raise ValueError(f"it names {len(values)} pages, its tokens need {count}")
     pages = []
     for number, value in enumerate(values):
-        record = _demand(value, {"file", "checksum"}, f"page {number}")
+        record = _record(value, {"file", "checksum"}, f"page {number}")
         file, digest = _text(record["file"], "file"), _text(record["checksum"], "checksum")
         match = _PAGE_FILE.fullmatch(file)
         if match is None or match[1] != f"{number:05d}":
@@ -168,10 +167,10 @@ def _pages(values: list[object], count: int) -> tuple[Page, ...]:
     return tuple(pages)
 
 
-def _demand(value: object, names: set[str], what: str) -> dict[str, object]:
-    """An object with exactly these fields."""
+def _record(value: object, names: set[str], what: str) -> dict[str, object]:
+    """`value` as an object with exactly the fields `names`."""
     if not isinstance(value, dict):
-        raise ValueError(f"{what} is no object")
+        raise ValueError(f"{what} is not an object")
     if wrong := sorted(value.keys() ^ names):
         raise ValueError(f"{what} has fields too many or too few: {reprlib.repr(wrong)}")
     return value
@@ -179,7 +178,7 @@ def _demand(value: object, names: set[str], what: str) -> dict[str, object]:
 
 def _list(value: object, name: str) -> list[object]:
     if not isinstance(value, list):
-        raise ValueError(f"{name} is no list")
+        raise ValueError(f"{name} is not a list")
     return value
 
 
@@ -202,7 +201,7 @@ def _text(value: object, name: str) -> str:
 
 
 def _check_depth(extra: object) -> None:
-    """No deeper than a caller can walk."""
+    """Raises ValueError if `extra` is nested too deep for recursive functions."""
     level = [extra]
     for _ in range(MAX_DEPTH):
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
@@ -215,7 +214,7 @@ def _check_depth(extra: object) -> None:
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     record = dict(pairs)
     if len(record) != len(pairs):
-        raise ValueError("a field is there twice")
+        raise ValueError("a field occurs twice")
     return record
 
 

@@ -1,4 +1,4 @@
-"""What sessions are called, where they lie, and how a refusal speaks of them."""
+"""Names of sessions, the folder of all sessions, and the remedies that error messages give for one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 
 def sessions_folder() -> Path:
-    """Where sessions with a name lie: in the user's data folder, or in the one that TRIFORCE_SESSIONS_DIR names."""
+    """The folder of named sessions: in the user's data folder, or the one that TRIFORCE_SESSIONS_DIR names."""
     if named := os.environ.get(FOLDER_VARIABLE):
         return Path(os.path.expanduser(named))
     import platformdirs
@@ -26,7 +26,7 @@ def is_name(name: str) -> bool:
 
 
 def session_folder(name: str) -> Path:
-    """The folder of the session called `name`, there or not. Raises UsageError for what cannot be a name."""
+    """The folder of the session called `name`, whether it exists or not. UsageError if `name` is not a valid name."""
     if not is_name(name):
         raise UsageError(
             f"{name!r} cannot be a session's name: 1 to 64 letters, digits, '.', '_' or '-', not '.' or '-' first"
@@ -35,12 +35,12 @@ def session_folder(name: str) -> Path:
 
 
 def damaged(path: Path, what: str) -> SessionError:
-    """The refusal of one file in a session's folder."""
+    """The error for a damaged file at `path` in a session's folder. what: the damage."""
     return SessionError(f"{path}: {what}; {remedy(path.parent)}")
 
 
 def remedy(folder: Path) -> str:
-    """How to be rid of the session in `folder`."""
+    """The text of an error message that says how to remove the session in `folder`, or avoid it."""
     if folder.parent == sessions_folder() and is_name(folder.name):
         return f"remove it with 'triforce sessions rm {folder.name}', or start with another name"
     return f"remove the folder {folder}, or name another one"

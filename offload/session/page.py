@@ -1,4 +1,4 @@
-"""A page's file: straight from the homes to the disk and back, and never believed before its checksum is seen."""
+"""Write a page's file from the cache's host memory, and read it back. A page is used only if its checksum is right."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from offload.session.manifest import Page
 from offload.session.names import damaged
 
 OnBytes = Callable[[int], None]
-PIECE_BYTES = 1 << 20  # read or written, and hashed, at a time
+PIECE_BYTES = 1 << 20  # read or written and hashed at a time
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class PagedRows(Protocol):
-    """Keys and values of one sequence, page by page: what a session saves and fills. `FullCache` is one."""
+    """Keys and values of one sequence, page by page, which a session saves and fills. `FullCache` is one."""
 
     @property
     def num_layers(self) -> int: ...
@@ -32,15 +32,15 @@ class PagedRows(Protocol):
 
     @property
     def length(self) -> int:
-        """Tokens that are held."""
+        """Number of cached tokens."""
         ...
 
     def reserve(self, num_tokens: int) -> None:
-        """Have pages for that many tokens."""
+        """Allocate pages for `num_tokens` tokens."""
         ...
 
     def wait_home(self) -> None:
-        """Until the pages hold all rows, and nothing is about to write there."""
+        """Wait until the pages hold all rows and no copy to them is in flight."""
         ...
 
     def page(self, layer: int, number: int) -> Tensor:
@@ -48,7 +48,7 @@ class PagedRows(Protocol):
         ...
 
     def restored(self, length: int) -> None:
-        """The pages of the first `length` tokens were written from outside: hold these tokens and no others."""
+        """Set the cached tokens to the first `length`, whose pages the caller has written."""
         ...
 
 
@@ -58,21 +58,23 @@ def format_of(rows: PagedRows) -> PageFormat:
 
 
 def layers_of(rows: PagedRows, number: int) -> list[Tensor]:
-    """One page in every layer, first to last."""
+    """The page `number` of every layer, each [2, H_kv, S, D], first layer first."""
     return [rows.page(layer, number) for layer in range(rows.num_layers)]
 
 
 def write_page(
     folder: Folder, name: str, page_format: PageFormat, layers: Sequence[Tensor], used: int, on_bytes: OnBytes
 ) -> Page:
-    """Write a new file; it is on the disk when this returns. Rows from `used` on are written as zeros: nothing that a
-    session dropped is kept, and equal sequences are equal files. Copies nothing but a last page or one from a GPU.
-    OSError."""
+    """Write a new page file, synced to the disk when this returns. OSError.
+
+    used: rows in use; the others are written as zeros, so no dropped token is kept and equal sequences give equal
+    files. Only a partly used page, or a page on a GPU, is copied first.
+    """
     digest = xxhash.xxh3_128()
     fd = folder.create(name)
     try:
         offset = 0
-        for content in _contents(page_format, layers, used):
+        for content in _file_pieces(page_format, layers, used):
             digest.update(content)
             write_all(fd, content, offset)
             offset += len(content)
@@ -84,14 +86,14 @@ def write_page(
 
 
 def read_page(folder: Folder, page: Page, page_format: PageFormat, layers: Sequence[Tensor], on_bytes: OnBytes) -> None:
-    """Fill `layers` from a page's file. Raises SessionError, and then leaves zeros: rows that are hidden are still
-    multiplied by zero in attention, so what is there has to be finite."""
+    """Fill `layers` from a page's file. Raises SessionError and sets `layers` to zero if the file is damaged: attention
+    multiplies hidden rows by zero, so they must be finite."""
     path = folder.path / page.file
     try:
         fd = folder.open(page.file)
         try:
             if _fill(fd, page_format, layers, on_bytes) != page.checksum:
-                raise damaged(path, "its checksum is not the manifest's: it was changed")
+                raise damaged(path, "its checksum differs from the manifest's: it was changed")
         finally:
             os.close(fd)
     except BaseException as error:
@@ -105,13 +107,11 @@ def read_page(folder: Folder, page: Page, page_format: PageFormat, layers: Seque
 
 
 def _fill(fd: int, page_format: PageFormat, layers: Sequence[Tensor], on_bytes: OnBytes) -> str:
-    """Read the file into `layers` and return its checksum. Nothing in it is interpreted: it has the bytes and the size
-    that it must have, or is refused. Each piece is hashed while the processor's caches still hold it."""
+    """Read the file into `layers` and return its checksum. Nothing in it is parsed: size and header must be exactly the
+    expected ones. Each piece is hashed while it is still in the processor's caches."""
     num_bytes = os.fstat(fd).st_size
     if num_bytes != page_format.nbytes:
-        raise ValueError(
-            f"it has {num_bytes} bytes, {page_format.nbytes} is what a page takes: it was cut off or changed"
-        )
+        raise ValueError(f"it has {num_bytes} bytes, a page has {page_format.nbytes}: it was cut off or changed")
     header = bytearray(len(page_format.header))
     read_all(fd, memoryview(header), 0)
     if header != page_format.header:
@@ -133,8 +133,8 @@ def _on_host(layer: Tensor) -> bool:
     return layer.device.type == "cpu"
 
 
-def _contents(page_format: PageFormat, layers: Sequence[Tensor], used: int) -> Iterator[memoryview]:
-    """The file's bytes, in order."""
+def _file_pieces(page_format: PageFormat, layers: Sequence[Tensor], used: int) -> Iterator[memoryview]:
+    """The bytes of a page's file, in order."""
     yield memoryview(page_format.header)
     for layer in layers:
         home = layer.cpu()
@@ -145,7 +145,7 @@ def _contents(page_format: PageFormat, layers: Sequence[Tensor], used: int) -> I
 
 
 def _pieces(layer: Tensor) -> Iterator[memoryview]:
-    """The bytes of a host tensor [2, H_kv, S, D]: its keys, then its values, as they lie there."""
+    """The bytes of a host tensor [2, H_kv, S, D], keys first, PIECE_BYTES at a time, without copying."""
     for half in layer:
         content = memoryview(half.view(-1).view(torch.uint8).numpy())
         for start in range(0, len(content), PIECE_BYTES):

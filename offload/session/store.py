@@ -1,7 +1,7 @@
-"""One session on the disk: `manifest.json` and a file per page of tokens, over all layers.
+"""A session on the disk: `manifest.json`, and a file for each page of tokens with all layers.
 
-A save writes what changed into new files, then replaces the manifest, then removes the files that it no longer names.
-So whenever the writer dies, the folder holds the old session or the new one, whole, and maybe files that the next
+A save writes changed pages to new files, then replaces the manifest, then removes the files that it no longer names.
+If the writer dies at any point, the folder holds the complete old or new session, and perhaps files that the next
 writer removes.
 """
 
@@ -17,16 +17,15 @@ from pathlib import Path
 
 from offload.errors import DoesNotFit, SessionError
 from offload.session import manifest as manifests
-from offload.session.folder import Folder
+from offload.session.folder import READERS, WRITER, Folder, Lock, owner
 from offload.session.identity import Identity, differences
 from offload.session.leftovers import discard, foreign, sweep, temporary_file
-from offload.session.lock import READERS, WRITER, Lock, owner
 from offload.session.manifest import MANIFEST_FILE, Manifest, Page, page_file
 from offload.session.names import remedy
 from offload.session.page import OnBytes, PagedRows, format_of, layers_of, read_page, write_page
 from offload.units import size
 
-_NO_CHECKSUM = "0" * 32  # of a page that is not written yet
+_NO_CHECKSUM = "0" * 32  # stands for that of a page that is not written yet
 
 
 def _ignore(num_bytes: int) -> None:
@@ -34,10 +33,10 @@ def _ignore(num_bytes: int) -> None:
 
 
 class Store:
-    """An open session. A context manager: `close` lets others have it.
+    """An open session, and a context manager: `close` releases its locks.
 
-    A writer is alone for as long as it is open. With `read_only` nothing is written and no writer is kept out, but
-    pages that it replaces stay on the disk until the reader has closed: close it when all is loaded.
+    There is one writer at a time. `read_only` writes nothing and keeps no writer out, but pages that a writer replaces
+    stay on the disk until the readers have closed, so close it once everything is loaded.
     """
 
     def __init__(
@@ -56,16 +55,17 @@ class Store:
 
     @classmethod
     def open(cls, path: Path, identity: Identity, *, read_only: bool = False, writer: str = "") -> Store:
-        """The session in the folder `path`, a new one where there is none. writer: the program's version, to be saved.
+        """Open the session in the folder `path`, or a new one. writer: the program's version, stored in the manifest.
 
-        Raises SessionError: damaged, another model's (with what differs), in use, no session, or refused by the system.
+        Raises SessionError if it is damaged, another model's (the message says what differs), in use, or missing with
+        `read_only`, or if the system refuses.
         """
-        with ExitStack() as held, _explained(path, read_only):
+        with ExitStack() as held, _translated_errors(path, read_only):
             folder = _open_to_read(path, held) if read_only else _open_to_write(path, held)
             manifest = manifests.read(folder)
             if manifest is not None:
                 _check_identity(path, manifest.identity, identity)
-            elif read_only:  # removed as we came
+            elif read_only:  # removed since its folder was opened
                 raise _no_session(path)
             if not read_only:
                 sweep(folder, manifest)
@@ -73,7 +73,7 @@ class Store:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Whose keys and values are saved."""
+        """The tokens whose keys and values are saved."""
         return self._manifest.tokens if self._manifest else ()
 
     @property
@@ -90,16 +90,16 @@ class Store:
         return len(self._manifest.pages) * self._format.nbytes if self._manifest else 0
 
     def load(self, rows: PagedRows, num_tokens: int, *, on_bytes: OnBytes = _ignore) -> None:
-        """Fill `rows` with the first `num_tokens` saved tokens: it then holds these and nothing else.
+        """Replace the contents of `rows` by the first `num_tokens` saved tokens.
 
-        Whole pages are read, straight into their homes. Raises SessionError where a page is not what was saved; then
-        `rows` holds nothing. `on_bytes` hears of bytes as they come.
+        Whole pages are read, directly into the cache's memory. Raises SessionError if a page is damaged; then `rows` is
+        empty. on_bytes: called with the number of bytes read.
         """
         self._check_rows(rows)
         if not 0 <= num_tokens <= len(self.tokens):
             raise ValueError(f"{num_tokens} tokens of {len(self.tokens)}")
         rows.restored(0)
-        rows.wait_home()  # a forward that this ended may still be sending rows
+        rows.wait_home()  # an interrupted forward may still be copying rows to their pages
         rows.reserve(num_tokens)
         pages = self._manifest.pages if self._manifest else ()
         for number in range(self._format.count(num_tokens)):
@@ -107,7 +107,7 @@ class Store:
         rows.restored(num_tokens)
 
     def bytes_to_write(self, num_tokens: int, unchanged: int) -> int:
-        """Bytes of the pages that such a `save` would write."""
+        """Bytes of the pages that `save` would write for these arguments."""
         return (self._format.count(num_tokens) - self._num_kept(num_tokens, unchanged)) * self._format.nbytes
 
     def save(
@@ -120,46 +120,46 @@ class Store:
         unchanged: int,
         on_bytes: OnBytes = _ignore,
     ) -> None:
-        """Hold `tokens`, the first that `rows` holds, instead of what was saved before.
+        """Replace the saved session by `tokens`, which are the first tokens of `rows`.
 
-        unchanged: so many tokens at the beginning, and their rows bit for bit, are what was loaded from here or saved
-        last; pages of them alone are not written again. capacity, extra (plain JSON): kept for the caller. Raises
-        DoesNotFit, before anything is written, where the disk has no room, and SessionError where writing fails. Then,
-        and whatever else ends it early, the session is as it was, or saved: `tokens` tells.
+        unchanged: number of first tokens whose rows are, bit for bit, those last loaded from here or saved; pages that
+        hold only these are not written again. capacity, extra (plain JSON): stored for the caller. Raises DoesNotFit
+        before anything is written if the disk has no room, SessionError if writing fails. After any error the session
+        is either the old one or the new one; `tokens` tells which.
         """
         self._check_rows(rows)
         if self.read_only:
-            raise RuntimeError("this session was opened to be read only")
+            raise RuntimeError("this session was opened read-only")
         if len(tokens) > rows.length:
             raise ValueError(f"{len(tokens)} tokens, and rows of {rows.length}")
         if not 0 <= unchanged <= len(tokens) or tuple(tokens[:unchanged]) != self.tokens[:unchanged]:
             raise ValueError(f"the first {unchanged} tokens are not those that were saved")
-        draft = self._draft(tokens, capacity, extra, unchanged)
-        needed = self.bytes_to_write(len(tokens), unchanged) + len(manifests.encode(draft))
+        planned = self._planned_manifest(tokens, capacity, extra, unchanged)
+        needed = self.bytes_to_write(len(tokens), unchanged) + len(manifests.encode(planned))
         self._check_space(needed)
         rows.wait_home()
         try:
-            self._manifest = self._publish(self._write_pages(draft, rows, on_bytes))
+            self._manifest = self._publish(self._write_pages(planned, rows, on_bytes))
         except BaseException as error:
-            self._settle()
+            self._recover()
             if not isinstance(error, OSError):
                 raise
             raise SessionError(
                 f"{self._folder.path}: saving failed ({error.strerror}): {size(needed)} were to be written, "
-                f"{size(self._folder.free_bytes())} are free; what was saved before is whole: make room "
+                f"{size(self._folder.free_bytes())} are free; the last save is complete: make room "
                 "('triforce sessions prune') and save again"
             ) from error
         sweep(self._folder, self._manifest)
 
     def close(self) -> None:
-        """Idempotent. A new session that was never saved leaves nothing behind."""
+        """Release the locks. Idempotent. A new session that was never saved is removed."""
         with self._held:
             if self.read_only or self._closed:
                 return
             self._closed = True
-            self._settle()
+            self._recover()
             if self._manifest is None:
-                with contextlib.suppress(OSError):  # others put something there
+                with contextlib.suppress(OSError):  # the folder may hold files of others
                     discard(self._folder)
 
     def __enter__(self) -> Store:
@@ -169,13 +169,15 @@ class Store:
         self.close()
 
     def _num_kept(self, num_tokens: int, unchanged: int) -> int:
-        """Pages at the beginning that are on the disk already. A page that is used in part is so far only."""
+        """Number of first pages that need not be written. The partly used last page counts only if nothing is added."""
         if unchanged == num_tokens == len(self.tokens):
             return self._format.count(num_tokens)
         return unchanged // self._format.page_tokens
 
-    def _draft(self, tokens: Sequence[int], capacity: int, extra: Mapping[str, object], unchanged: int) -> Manifest:
-        """The manifest to be, its new pages named and not yet written."""
+    def _planned_manifest(
+        self, tokens: Sequence[int], capacity: int, extra: Mapping[str, object], unchanged: int
+    ) -> Manifest:
+        """The manifest of the coming save. Its new pages are named but not written."""
         now, tag, old = time.time(), secrets.token_hex(8), self._manifest
         kept = old.pages[: self._num_kept(len(tokens), unchanged)] if old else ()
         new = range(len(kept), self._format.count(len(tokens)))
@@ -191,14 +193,14 @@ class Store:
                 "room ('triforce sessions prune'), or have TRIFORCE_SESSIONS_DIR name a folder on a larger disk"
             )
 
-    def _write_pages(self, draft: Manifest, rows: PagedRows, on_bytes: OnBytes) -> Manifest:
-        pages = list(draft.pages)
+    def _write_pages(self, planned: Manifest, rows: PagedRows, on_bytes: OnBytes) -> Manifest:
+        pages = list(planned.pages)
         for number, page in enumerate(pages):
             if page.checksum == _NO_CHECKSUM:
-                used = len(draft.tokens) - number * self._format.page_tokens
+                used = len(planned.tokens) - number * self._format.page_tokens
                 layers = layers_of(rows, number)
                 pages[number] = write_page(self._folder, page.file, self._format, layers, used, on_bytes)
-        return replace(draft, pages=tuple(pages))
+        return replace(planned, pages=tuple(pages))
 
     def _publish(self, manifest: Manifest) -> Manifest:
         temporary = temporary_file(secrets.token_hex(8))
@@ -206,8 +208,8 @@ class Store:
         self._folder.replace(temporary, MANIFEST_FILE)
         return manifest
 
-    def _settle(self) -> None:
-        """Know what is on the disk, wherever a save ended, and remove what that does not need."""
+    def _recover(self) -> None:
+        """Read the manifest that is on the disk, wherever a save ended, and remove the files that it does not name."""
         self._manifest = manifests.read(self._folder)
         sweep(self._folder, self._manifest)
 
@@ -217,7 +219,7 @@ class Store:
 
 
 def _open_to_read(path: Path, held: ExitStack) -> Folder:
-    """No file is made where there is no session."""
+    """Open an existing session and share the readers' lock. Creates no file if there is no session. SessionError."""
     if not path.is_dir():
         raise _no_session(path)
     folder = held.enter_context(Folder(path))
@@ -235,7 +237,7 @@ def _open_to_write(path: Path, held: ExitStack) -> Folder:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = held.enter_context(Folder(path))
     if not folder.has(MANIFEST_FILE) and (others := foreign(folder)):
-        raise SessionError(f"{path} is no session's folder, it holds {others[0]}; name a new folder or an empty one")
+        raise SessionError(f"{path} is not a session's folder, it holds {others[0]}; name a new or an empty folder")
     lock = Lock.take(folder, WRITER)
     if lock is None:
         raise SessionError(
@@ -249,7 +251,7 @@ def _check_identity(path: Path, saved: Identity, now: Identity) -> None:
     if differ := differences(saved, now):
         raise SessionError(
             f"{path} was saved under other conditions, its keys and values cannot be used here: {'; '.join(differ)}; "
-            f"run as it was saved, or {remedy(path)}"
+            f"run under those conditions, or {remedy(path)}"
         )
 
 
@@ -258,7 +260,8 @@ def _no_session(path: Path) -> SessionError:
 
 
 @contextlib.contextmanager
-def _explained(path: Path, read_only: bool) -> Iterator[None]:
+def _translated_errors(path: Path, read_only: bool) -> Iterator[None]:
+    """Raise OSErrors as SessionErrors."""
     try:
         yield
     except OSError as error:

@@ -41,7 +41,7 @@ def read_text(path: Path) -> str:
 
 
 def is_prose(lines: list[str]) -> bool:
-    """True for a block of lines that is a hard-wrapped paragraph, not verse, a list or a heading."""
+    """Tell whether a block of lines is a hard-wrapped paragraph, not verse, a list or a heading."""
     if len(lines) == 1:
         return True
     indented = sum(line.startswith(" ") for line in lines[1:])

@@ -1,4 +1,4 @@
-"""Distillation: the draft learns from the target."""
+"""Distillation of the draft from the target."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Lesson:
         return measures(wanted, given, self.teacher.embedding(), self.draft.embedding(), ids[:, kept + 1])
 
     def loss(self, ids: Tensor) -> Tensor:
-        """KL to the target, what speculative sampling loses at the demo's temperature, a little cross entropy."""
+        """KL divergence to the target + half the rejection rate at temperature SHARP + a tenth of the cross entropy."""
         divergence, lost, entropy = self.compare(ids)
         return divergence + 0.5 * lost + 0.1 * entropy
 
     def overlap(self, ids: Tensor) -> Tensor:
-        """Mean share of drafts that would be accepted at the demo's temperature."""
+        """Mean probability that a drafted token is accepted at temperature SHARP."""
         return 1.0 - self.compare(ids)[1]
 
 

@@ -1,4 +1,4 @@
-"""Every number the demo pair is made of, in one place."""
+"""All settings of the demo pair: data, shapes, training phases and paths."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Paths:
-    """Where each step leaves what the next one reads."""
+    """Files and folders that the steps write and later steps read."""
 
     out: Path
 

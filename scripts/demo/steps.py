@@ -65,7 +65,7 @@ def train_target(corpus: Corpus, paths: Paths) -> None:
 
 
 def train_stretch(corpus: Corpus, paths: Paths) -> None:
-    """The target goes on with YaRN positions on long documents, 8K to 32K positions a step."""
+    """Continue training the target with YaRN positions on long documents, 8K to 32K positions per step."""
     model = Llama(settings.TARGET_LONG)
     training.load_weights(model, paths.checkpoint("target"))
 

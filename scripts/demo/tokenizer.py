@@ -52,7 +52,7 @@ def weighted_texts(documents: list[Document]) -> Iterator[str]:
 
 
 def check(tokenizer: Tokenizer) -> None:
-    """The promises the engine relies on: size, special ids, and a lossless round trip of any text."""
+    """Checks what the engine relies on: size, special ids, and a lossless round trip of any text."""
     assert tokenizer.get_vocab_size() == settings.VOCAB_SIZE
     assert tokenizer.token_to_id(settings.BOS) == settings.BOS_ID
     assert tokenizer.token_to_id(settings.EOS) == settings.EOS_ID

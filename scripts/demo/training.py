@@ -25,7 +25,7 @@ Source = Callable[[Phase, np.random.Generator], Iterator[np.ndarray]]
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: model, data and the folder of its checkpoints."""
+    """A training run: the model, its data, loss and schedule, and the checkpoint."""
 
     model: Llama
     schedule: Schedule
@@ -55,7 +55,7 @@ def phase_batches(run: Run) -> Iterator[Tensor]:
 
 
 def train(run: Run) -> None:
-    """Runs the schedule, or what a checkpoint says is left of it."""
+    """Runs the schedule, from the checkpoint if there is one."""
     torch.manual_seed(settings.SEED)
     opts = optimizers(run.model, run.schedule)
     first = restore(run, opts)
@@ -97,7 +97,7 @@ def restore(run: Run, opts: list[torch.optim.Optimizer]) -> int:
 
 
 def save(run: Run, opts: list[torch.optim.Optimizer], step: int) -> None:
-    """Writes the checkpoint whole or not at all, and reports the held-out loss."""
+    """Writes the checkpoint atomically and reports the held-out loss."""
     state = {"model": run.model.state_dict(), "optimizers": [opt.state_dict() for opt in opts], "step": step}
     part = run.checkpoint.with_suffix(".part")
     torch.save(state, part)
@@ -113,7 +113,7 @@ def held_out(run: Run) -> float:
 
 
 def load_weights(model: Llama, checkpoint: Path) -> None:
-    """The weights another run ended with."""
+    """Loads the final weights of another run."""
     if not checkpoint.exists():
         raise SystemExit(f"{checkpoint.name} is missing: run the step that makes it first")
     model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
@@ -145,7 +145,7 @@ class Clock:
         self.losses: list[float] = []
 
     def tick(self, step: int, ids: Tensor, loss: float) -> None:
-        """Counts one step and reports now and then."""
+        """Counts one step; reports every REPORT_EVERY seconds and after the last step."""
         tokens = ids.shape[0] * (ids.shape[1] - 1)
         self.fresh += tokens
         self.done += tokens

@@ -462,12 +462,12 @@ def test_a_seed_fixes_what_is_sampled_on_a_machine_of_any_mood(
     engine_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lengths adapt to seconds, and how many tokens are drafted decides which random numbers are drawn for what."""
-    prompt, law = text_prompt(60), SamplingParams(temperature=1.2, top_p=0.95, seed=3)
+    prompt, sampling = text_prompt(60), SamplingParams(temperature=1.2, top_p=0.95, seed=3)
     runs = []
     for mood in range(3):
         monkeypatch.setattr(time, "perf_counter", Unsteady(mood))
         with engine(engine_folders, ADAPTIVE) as subject:
-            runs.append(said(subject.generate(prompt, law, max_tokens=40)))
+            runs.append(said(subject.generate(prompt, sampling, max_tokens=40)))
     assert runs[0] == runs[1] == runs[2]
 
 
@@ -572,8 +572,8 @@ def test_a_seed_fixes_what_is_sampled(engine_folders: tuple[Path, Path], sizes: 
     prompt = text_prompt(40)
     with engine(engine_folders, sizes) as first, engine(engine_folders, sizes, offload=("kv",)) as second:
         for seed in (0, 1):
-            law = SamplingParams(temperature=1.5, top_p=0.95, seed=seed)
-            runs = [said(subject.generate(prompt, law, max_tokens=30)) for subject in (first, second, first)]
+            sampling = SamplingParams(temperature=1.5, top_p=0.95, seed=seed)
+            runs = [said(subject.generate(prompt, sampling, max_tokens=30)) for subject in (first, second, first)]
             assert runs[0] == runs[1] == runs[2]
         other = said(first.generate(prompt, SamplingParams(temperature=1.5, seed=2), max_tokens=30))
         assert other != runs[0]

@@ -1,4 +1,4 @@
-"""Laws of caches: one suite over all of them, driven without a model.
+"""Rules for every cache, in one suite over all of them, driven without a model.
 
 Rows come from a `Tape`, in variants: variant 0 is what stays, the others are drafts that are rejected, or padding. A
 `Driver` feeds a cache and remembers what it ought to hold. Slow references are in fp64.

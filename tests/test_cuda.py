@@ -106,17 +106,17 @@ def test_a_copy_home_waits_for_the_computation_before_it_and_computation_for_the
         assert there.eq(value).all()
 
 
-def test_the_law_is_that_of_the_cpu() -> None:
+def test_logits_are_those_of_the_cpu() -> None:
     """Logits of one pass on both, in fp32."""
     tokens = prompt(700)
-    laws = []
+    logits = []
     for device in ("cpu", DEVICE):
         plan = planned(tokens, device=device, dtype="fp32", speculation=False)
         with Engine.load(plan, TARGET, None, load_tokenizer(TARGET, None)) as engine:
             list(engine.generate(tokens, GREEDY, max_tokens=1))
             engine.worker.full.truncate(len(tokens) - 1)
-            laws.append(engine.levels["target"].forward(tokens[-1:], 1).float().cpu())
-    assert (laws[0] - laws[1]).abs().max() < 2e-3
+            logits.append(engine.levels["target"].forward(tokens[-1:], 1).float().cpu())
+    assert (logits[0] - logits[1]).abs().max() < 2e-3
 
 
 def test_tokens_are_the_same_with_and_without_speculation_wherever_bytes_are() -> None:

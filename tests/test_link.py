@@ -521,3 +521,18 @@ def test_prefill_after_prefill_fetches_what_is_there_once_and_sends_what_is_new(
             moved = link.stats - before
             assert moved.bytes_to_device == -(-start // sizes.page) * page_bytes
             assert moved.bytes_to_host == (-(-stop // sizes.page) - start // sizes.page) * page_bytes
+
+
+def test_rows_of_streamed_tiles_cross_the_link_once_and_rows_of_resident_ones_do_not(decoder: Decoder) -> None:
+    """One tile of 16 tokens of each layer is on the device; tokens 10 to 30, then chunks 1 and 6 of 4 tokens."""
+    config = decoder.config
+    row_bytes = 2 * config.head_dim * 4
+    with paced() as link:
+        cache = full_cache(decoder, Sizes(page=8, pages=2, num_resident=config.num_layers), link=link)
+        prefill(decoder, cache, random_tokens(33), prefill_block=7, on_tokens=lambda num_tokens: None)
+        assert [cache.store.place(0, index) for index in range(3)] == ["device", "stream", "stream"]
+        cache.reader.tokens(10, 30)
+        moved = 14 * config.num_layers * config.num_kv_heads * row_bytes
+        assert link.stats.bytes_to_device == moved
+        cache.reader.chunks(torch.tensor([2, 2]), torch.tensor([0, 1]), torch.tensor([1, 6]), 4)
+        assert link.stats.bytes_to_device == moved + 4 * row_bytes

@@ -52,8 +52,8 @@ def make(folders: tuple[Path, Path], sizes: Sizes = SIZES, offload: tuple[str, .
 
 
 def say(engine: Engine, prompt: list[int], num_tokens: int = 12, *, seed: int | None = None) -> list[int]:
-    law = GREEDY if seed is None else SamplingParams(temperature=1.5, seed=seed)
-    steps = engine.generate(prompt, law, max_tokens=num_tokens, reuse=True)
+    sampling = GREEDY if seed is None else SamplingParams(temperature=1.5, seed=seed)
+    steps = engine.generate(prompt, sampling, max_tokens=num_tokens, reuse=True)
     return [token for step in steps for token in step.tokens]
 
 
@@ -230,10 +230,10 @@ def test_what_prompts_begin_with_alike_is_prefilled_once_and_changes_no_bit(
 ) -> None:
     first, second = tokens_of(140, seed=1), tokens_of(140, seed=2)
     second[:num_common] = first[:num_common]
-    law = SamplingParams(temperature=1.5, seed=5)
+    sampling = SamplingParams(temperature=1.5, seed=5)
 
     def say_afresh(engine: Engine, prompt: list[int]) -> list[int]:
-        return [token for step in engine.generate(prompt, law, max_tokens=20) for token in step.tokens]
+        return [token for step in engine.generate(prompt, sampling, max_tokens=20) for token in step.tokens]
 
     with make(folders, offload=offload) as engine, make(folders, offload=offload) as fresh:
         say_afresh(engine, first)

@@ -46,6 +46,7 @@ class Hub:
     ranges: bool = True  # False: a file always comes from its beginning
     abrupt: bool = False  # cuts are resets
     stalls: dict[str, int] = field(default_factory=dict)  # after how many bytes of a file nothing more comes
+    stalled: threading.Event = field(default_factory=threading.Event)  # nothing more comes
     url: str = ""
 
     def put(self, name: str, files: dict[str, bytes], **fields: Any) -> Repository:
@@ -128,6 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.cuts[file] = [self.hub.stalls[file]]
         self._answer(206 if start else 200, data[start:], headers, self.hub.cuts.get(file))
         while file in self.hub.stalls:
+            self.hub.stalled.set()
             time.sleep(0.01)
         return None
 

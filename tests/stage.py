@@ -116,7 +116,7 @@ def piped(scene: Scene, *more: str) -> tuple[str, str, int]:
     """(standard output, standard error, exit code)"""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(["true"], preexec_fn=lambda: play(scene, *more), **pipes) as process:
-        out, err = process.communicate(scene.stdin.encode(), timeout=60)
+        out, err = process.communicate(scene.stdin.encode())
     assert process.returncode != BROKEN, err.decode()
     return out.decode(), err.decode(), process.returncode
 

@@ -258,7 +258,7 @@ def heavy_modules_after(code: str) -> str:
     heavy = {"torch", "transformers", "huggingface_hub"}
     listing = f"import sys; sys.stderr.write(','.join(sorted({heavy} & set(sys.modules))))"
     command = [sys.executable, "-c", f"{code}\n{listing}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stderr
 
 

@@ -31,7 +31,7 @@ from triforce_cli.output import Output
 
 # A row computed in another phase or block differs by rounding only: fp32, two layers, keys and values of size about 1.
 TOLERANCE = 5e-5
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 300.0
 GREEDILY = Settings(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None, max_tokens=16)
 
 Make = Callable[..., Dialogue]

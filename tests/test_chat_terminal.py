@@ -490,7 +490,6 @@ def piped(model: Path, folder: Path, lines: str, *args: str) -> subprocess.Compl
         env=environment(folder),
         capture_output=True,
         text=True,
-        timeout=100,
     )
 
 

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,6 @@ def shell(line: str, *args: str, script: dict | None = None, **variables: str) -
         env=environment(script, **variables),
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=30,
     )
 
 
@@ -112,16 +110,15 @@ class TestInterrupt:
         with start("--model", model, "--prompt", "x", "--quiet", script=script, **PIPES) as process:
             read_until(process, b"partial text")
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate()
         assert (process.returncode, out, err) == (130, b"", b"")
 
     def test_of_json_gives_the_object_with_what_came(self, model):
         script = {"pieces": ["partial"], "hang": True, "notes": ["ready"]}
         with start("--model", model, "--prompt", "x", "--json", script=script, **PIPES) as process:
-            self.wait_for(process, b"prefill: 1 tokens in")
-            time.sleep(0.2)  # from the end of prefill to the stand-in's first piece there is no sign
+            self.wait_for(process, b"decode")
             process.send_signal(signal.SIGINT)
-            out, _ = process.communicate(timeout=30)
+            out, _ = process.communicate()
         assert process.returncode == 130
         document = json.loads(out)
         assert (document["text"], document["finish_reason"]) == ("partial", "interrupted")
@@ -129,11 +126,11 @@ class TestInterrupt:
         assert document["stats"]["output_tokens"] == 1
 
     def test_before_the_first_token_gives_json_too(self, model):
-        script = {"ticks": 100, "tick_seconds": 0.1}
+        script = {"ticks": 2000, "tick_seconds": 0.1}
         with start("--model", model, "--prompt", "x", "--json", script=script, **PIPES) as process:
             self.wait_for(process, b"load: ")
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate()
         assert process.returncode == 130
         assert b"Traceback" not in err
         document = json.loads(out)
@@ -144,16 +141,16 @@ class TestInterrupt:
         with start("--model", model, "--prompt", "x", "--stats", "--quiet", script=script, **PIPES) as process:
             read_until(process, b"partial")
             process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=30)
+            _, err = process.communicate()
         assert process.returncode == 130
         assert b"acceptance" in err
 
     def test_before_the_first_token_prints_no_empty_table(self, model):
-        script = {"ticks": 20, "tick_seconds": 0.1}
+        script = {"ticks": 2000, "tick_seconds": 0.1}
         with start("--model", model, "--prompt", "x", "--stats", script=script, **PIPES) as process:
             self.wait_for(process, b"prefill: ")
             process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=30)
+            _, err = process.communicate()
         assert (process.returncode, err) == (130, b"")
 
     @staticmethod
@@ -277,7 +274,6 @@ class TestProgram:
             env=environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=60,
         )
 
     def test_alone_shows_its_help_and_ends_with_2(self):

@@ -6,7 +6,6 @@ import json
 import resource
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -236,9 +235,9 @@ class TestOnTheStandIn:
         with start(*args, script={"pieces": ["half"], "hang": True}, stderr=subprocess.PIPE) as process:
             assert process.stderr is not None
             until(process, b"1 of 3 results are in")
-            time.sleep(1.0)
+            until(process, b"tokens in")  # the prefill is done
             process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=30)
+            _, err = process.communicate()
         assert process.returncode == 130
         assert f"1 of 3 results are in {out}; the same command goes on from there".encode() in err
         assert out.read_text() == whole[0]

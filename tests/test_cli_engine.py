@@ -209,7 +209,6 @@ def test_pipe_in_and_head_out(folder):
         env=environment(),
         cwd=ROOT,
         capture_output=True,
-        timeout=60,
     )
     assert (done.returncode, len(done.stdout), done.stderr) == (0, 20, b"")
 
@@ -227,6 +226,6 @@ def test_interrupt_keeps_the_text_so_far(folder):
         assert process.stdout is not None
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        rest, err = process.communicate(timeout=60)
+        rest, err = process.communicate()
     assert (process.returncode, err) == (130, b"")
     assert len(first + rest) > 0

@@ -152,7 +152,7 @@ class TestOutputFile:
             done = run("--model", model, "--prompt", "x", "-o", str(pipe), script=TEXT)
             if not pipe.is_fifo():
                 reader.kill()
-            assert (done.returncode, reader.communicate(timeout=30)[0]) == (0, b"One two.\n")
+            assert (done.returncode, reader.communicate()[0]) == (0, b"One two.\n")
         assert pipe.is_fifo()
 
     def test_that_is_a_link_stays_a_link(self, model, tmp_path):
@@ -247,12 +247,12 @@ class TestOutputFile:
 
 class TestTimeout:
     def test_hands_over_what_has_come(self, model):
-        script = {"pieces": ["a"] * 100, "piece_seconds": 0.1}
-        done = run("--model", model, "--prompt", "x", "--json", "-q", "--timeout", "0.3", script=script)
+        script = {"pieces": ["a"] * 1000, "piece_seconds": 0.1}
+        done = run("--model", model, "--prompt", "x", "--json", "-q", "--timeout", "3", script=script)
         document = json.loads(done.stdout)
         assert done.returncode == 124
         assert document["finish_reason"] == "timeout"
-        assert 1 <= len(document["text"]) < 100
+        assert 1 <= len(document["text"]) < 1000
         assert events(done.stderr)[0]["error"]["kind"] == "timeout"
 
     def test_ends_a_long_prefill(self, model):
@@ -331,7 +331,7 @@ class TestCompletion:
     def complete(self, shell: str, **variables: str) -> str:
         command = [sys.executable, "-m", "triforce_cli"]
         env = environment() | {"_TRIFORCE_COMPLETE": f"complete_{shell}"} | variables
-        return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=30).stdout
+        return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True).stdout
 
     def test_in_bash(self):
         assert self.complete("bash", COMP_WORDS="triforce gen", COMP_CWORD="1").split() == ["generate"]
@@ -349,10 +349,10 @@ class TestCompletion:
     def test_the_script_of_a_shell_is_shown(self, shell):
         command = [sys.executable, "-m", "triforce_cli"]
         env = environment() | {"_TRIFORCE_COMPLETE": f"source_{shell}"}
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
         assert f"_TRIFORCE_COMPLETE=complete_{shell}" in done.stdout
         if shell == "bash":
-            assert subprocess.run(["bash", "-n"], input=done.stdout, text=True, timeout=30).returncode == 0
+            assert subprocess.run(["bash", "-n"], input=done.stdout, text=True).returncode == 0
         assert os.sep not in done.stdout.split("triforce")[0]
 
 

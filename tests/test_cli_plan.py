@@ -96,7 +96,7 @@ def test_it_answers_without_torch(plan: Plan) -> None:
         f"code = main(['plan', '--model', {str(plan.models / '13b')!r}, '--gpus', '2', '--json']); "
         "sys.exit(code or ('torch' in sys.modules) * 99)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0
 
 

@@ -164,9 +164,7 @@ def test_silent_pipe_is_waited_for_but_not_without_a_word(monkeypatch):
 def test_prompt_text_alone_works_without_a_standard_input(redirection, tmp_path):
     line = '"$0" "$@" ' + redirection
     args = command("--model", str(tmp_path), "--prompt", "Hi")
-    done = subprocess.run(
-        ["/bin/sh", "-c", line, *args], env=environment({"pieces": ["there"]}), capture_output=True, timeout=30
-    )
+    done = subprocess.run(["/bin/sh", "-c", line, *args], env=environment({"pieces": ["there"]}), capture_output=True)
     assert (done.returncode, done.stdout) == (0, b"there")
 
 
@@ -174,7 +172,7 @@ def test_prompt_text_alone_works_without_a_standard_input(redirection, tmp_path)
 def test_no_prompt_at_all_ends_with_2(redirection, tmp_path):
     line = '"$0" "$@" ' + redirection
     args = command("--model", str(tmp_path))
-    done = subprocess.run(["/bin/sh", "-c", line, *args], env=environment(), capture_output=True, timeout=30)
+    done = subprocess.run(["/bin/sh", "-c", line, *args], env=environment(), capture_output=True)
     assert (done.returncode, done.stdout) == (2, b"")
     assert b"the prompt" in done.stderr
     assert b"standard input" in done.stderr

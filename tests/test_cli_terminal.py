@@ -38,7 +38,7 @@ class Screen:
         os.close(terminal)
 
     def wait_for(self, condition: Callable[[str], object]) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while not condition(self.text):
             assert time.monotonic() < deadline, f"the screen never got there: {self.text!r}"
             if not self._read():
@@ -49,10 +49,10 @@ class Screen:
         while self._read():
             pass
         os.close(self._ours)
-        return self.process.wait(timeout=30)
+        return self.process.wait()
 
     def _read(self) -> bool:
-        if not select.select([self._ours], [], [], 20)[0]:
+        if not select.select([self._ours], [], [], 300)[0]:
             return False
         try:
             data = os.read(self._ours, 4096)

@@ -53,7 +53,6 @@ def test_commands_answer(args: list[str], variables: dict[str, str]) -> None:
         env=surroundings(variables),
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=60,
     )
     homeless = variables.get("HOME") == "/dev/null" and args[0] == "sessions"
     assert (done.returncode, done.stderr.count(b"Traceback")) == (4 if homeless else 0, 0), done.stderr
@@ -67,7 +66,7 @@ def test_text_and_errors_come_as_they_are(tmp_path: Path, variables: dict[str, s
     def run(script: dict[str, Any]) -> tuple[int, bytes, bytes]:
         args = ("--model", str(tmp_path), "--prompt", "x")
         env = surroundings(variables, script)
-        done = subprocess.run(command(*args), env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+        done = subprocess.run(command(*args), env=env, stdin=subprocess.DEVNULL, capture_output=True)
         return done.returncode, done.stdout, done.stderr
 
     code, out, _ = run({"pieces": ["naïve ", "€"], "notes": ["a note: é"]})
@@ -99,7 +98,6 @@ def test_a_session_without_a_home_says_where_it_cannot_be(tmp_path: Path) -> Non
         env=surroundings(SURROUNDINGS["home-is-a-file"]),
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=100,
     )
     assert done.returncode == 4
     assert done.stderr.startswith(b"error: /dev/null/")

@@ -140,7 +140,6 @@ def given_back(data: bytes, tmp_path: Path, *args: str) -> subprocess.CompletedP
         env=environment(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONPATH=str(ROOT)),
         input=data,
         capture_output=True,
-        timeout=60,
     )
 
 

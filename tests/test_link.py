@@ -183,7 +183,7 @@ def test_without_overlap_there_is_no_thread_and_a_copy_is_done_when_the_call_ret
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_set_bandwidth_is_kept(overlap: bool) -> None:
-    """40 copies of 10 kB at 2 MB/s take 0.2 s; a busy machine may make it longer, nothing makes it shorter."""
+    """40 copies of 10 kB at 2 MB/s take 0.2 s at least."""
     src, dst = torch.zeros(2500), torch.zeros(2500)
     with paced(2e6, overlap=overlap) as link:
         start = time.perf_counter()
@@ -195,8 +195,7 @@ def test_the_set_bandwidth_is_kept(overlap: bool) -> None:
     assert stats.bytes_to_device == 40 * src.nbytes
     assert stats.bytes_to_host == 0
     assert stats.bytes_per_second == 2e6
-    assert 0.2 - 1e-6 <= stats.busy_seconds <= 2.0  # a sum of 40 differences of a clock
-    assert 0.2 <= seconds <= 2.0
+    assert 0.2 - 1e-6 <= stats.busy_seconds <= seconds + 1e-6  # a sum of 40 differences of a clock
 
 
 class Oversleeper:
@@ -320,19 +319,12 @@ def test_each_layer_is_there_while_it_is_used_also_after_a_pass_was_broken_off(
                 assert layer == num_layers - 1
 
 
-def test_streaming_overlaps_with_computation() -> None:
-    """Twenty layers of 10 ms over the link beside 10 ms of computation each: near 0.2 s, not 0.4 s."""
-    seconds = 0.010
-    with paced(LAYOUT.num_bytes / seconds) as link:
-        layers, passes = streamed(4, 2, link), 5
-        for _ in layers:  # warm: the stream runs
-            pass
-        start = time.perf_counter()
-        for _ in range(passes):
-            for _ in layers:
-                time.sleep(seconds)
-        elapsed = time.perf_counter() - start
-    assert elapsed < 0.85 * 2 * passes * 4 * seconds
+def test_while_a_layer_computes_the_next_is_on_its_way() -> None:
+    link = LateLink(late_in=True, late_out=True)
+    layers = streamed(4, 2, link)
+    for _ in range(3):
+        for _ in layers:
+            assert link.num_coming > 0
 
 
 def test_resident_layers_do_not_cross_the_link() -> None:

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -312,11 +311,9 @@ def test_ctrl_c_keeps_what_has_come_and_says_how_to_go_on(hub, triforce, folder,
     hub.stalls["model.safetensors"] = len(plain["model.safetensors"]) - 100
     args, environment = command(hub, "pull", NAME)
     with subprocess.Popen(args, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=hear_signals) as process:
-        while not hub.requests or hub.requests[-1][0] != "model.safetensors":
-            time.sleep(0.01)
-        time.sleep(0.2)
+        hub.stalled.wait()
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate()
     hub.stalls.clear()
     hub.cuts.clear()
     assert process.returncode == 130
@@ -352,7 +349,7 @@ def test_at_a_terminal_there_is_one_bar_with_time_left_and_then_none(hub, folder
 def test_offline_says_what_to_unset(hub, plain):
     hub.put(NAME, plain)
     args, environment = command(hub, "pull", NAME, HF_HUB_OFFLINE="1")
-    done = subprocess.run(args, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(args, env=environment, capture_output=True, text=True)
     assert (done.returncode, hub.requests) == (4, [])
     assert f"HF_HUB_OFFLINE is set, so {NAME} cannot be pulled; unset it and run" in done.stderr
 

@@ -147,7 +147,7 @@ def test_listing_and_looking_lock_nobody_out_and_are_not_locked_out(root: Path) 
 
 def test_the_catalogue_needs_no_torch() -> None:
     code = "import sys, offload.session.catalogue; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 # --- removal ---

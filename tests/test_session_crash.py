@@ -252,7 +252,7 @@ def test_a_limit_on_file_sizes_leaves_the_old_session(path: Path, limit: int) ->
     save(path, OLD)
     ours, theirs = PROCESSES.Pipe()
     with running(save_within, limit, path, theirs) as process:
-        process.join(30)
+        process.join()
         assert ours.poll()
         assert "File too large" in ours.recv()
     assert_tidy(path)
@@ -270,7 +270,7 @@ def running(target: Callable[..., None], *args: object) -> Iterator[BaseProcess]
         yield process
     finally:
         process.kill()
-        process.join(30)
+        process.join()
 
 
 def save_for_ever(path: Path, answers: Connection) -> None:
@@ -290,7 +290,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_session(path: Path) -> Non
         with running(save_for_ever, path, theirs):
             for _ in range(chance.randint(1, 4)):
                 start = time.perf_counter()
-                assert ours.poll(60)
+                assert ours.poll(None)
                 ours.recv()
                 seconds, last = time.perf_counter() - start, seconds
             time.sleep(chance.uniform(0, min(seconds, last)))
@@ -395,7 +395,7 @@ def test_writers_readers_and_removers_do_not_mix(path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join()
         assert process.exitcode == 0
     num_saved, num_read, refusals = zip(*(pipe[0].recv() for pipe in pipes), strict=True)
     assert sum(count > 0 for count in num_saved) > 1
@@ -425,11 +425,11 @@ def test_a_session_that_may_not_be_written_can_be_read() -> None:
             file.chmod(0o555 if file.is_dir() else 0o444)
         ours, theirs = PROCESSES.Pipe()
         with running(visit, path, theirs) as process:
-            process.join(30)
+            process.join()
             assert ours.poll()
             assert ours.recv() == saved(OLD)
             for _ in range(2):
-                assert ours.poll(1)
+                assert ours.poll(None)
                 assert re.search(r"cannot be opened as a session \(Permission denied\).*--read-only", ours.recv())
         for file in (Path(folder), path):
             file.chmod(0o755)

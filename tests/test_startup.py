@@ -25,7 +25,6 @@ def run_after(code: str, *args: str, epilogue: str) -> subprocess.CompletedProce
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=100,
         check=True,
     )
 
@@ -65,7 +64,6 @@ def test_the_benchmark_of_it_runs() -> None:
         env=environment(PYTHONPATH=str(ROOT)),
         capture_output=True,
         text=True,
-        timeout=100,
         check=True,
     )
     assert "first byte" in done.stderr

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from models import TOKENIZER_SIZE, random_model, save
+from offload.plan.rates import FOLDER_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -19,16 +20,25 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
 
 
-def run(name: str, *args: str) -> tuple[str, str]:
-    """(stdout, stderr) of a benchmark that must succeed."""
-    command = [sys.executable, str(ROOT / "benchmarks" / name), *args]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr
+Run = Callable[..., tuple[str, str]]
 
 
-def test_sessions_compares_loading_with_dd() -> None:
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
+    """(stdout, stderr) of a benchmark, run in this process. What it measures is kept for no other test."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "rates"))
+
+    def run(name: str, *args: str) -> tuple[str, str]:
+        path = str(ROOT / "benchmarks" / name)
+        monkeypatch.setattr(sys, "argv", [path, *args])
+        capfd.readouterr()
+        runpy.run_path(path, run_name="__main__")
+        return capfd.readouterr()
+
+    return run
+
+
+def test_sessions_compares_loading_with_dd(run: Run) -> None:
     args = ("--tokens", "1024", "--layers", "2", "--heads", "2", "--repeats", "1")
     written, table = run("sessions.py", *args)
     shared, runs = read(written)
@@ -37,7 +47,7 @@ def test_sessions_compares_loading_with_dd() -> None:
     assert "of dd" in table
 
 
-def test_decode_measures_every_setting_on_one_prompt() -> None:
+def test_decode_measures_every_setting_on_one_prompt(run: Run) -> None:
     settings = ["plain", "default", "gamma=3+draft=no", "lookup=no", "transformers"]
     args = ("--lengths", "300", "--max-tokens", "12", "--seeds", "1", "--temperatures", "0", "--settings")
     written, table = run("decode.py", *args, ",".join(settings), "--offload", "kv", "--link-gbps", "1")
@@ -49,7 +59,7 @@ def test_decode_measures_every_setting_on_one_prompt() -> None:
     assert "vs plain" in table
 
 
-def test_decode_on_the_plans_clock_says_the_same_again_whatever_the_machine_does() -> None:
+def test_decode_on_the_plans_clock_says_the_same_again_whatever_the_machine_does(run: Run) -> None:
     args = (
         "--lengths",
         "300",
@@ -72,7 +82,7 @@ def test_decode_on_the_plans_clock_says_the_same_again_whatever_the_machine_does
         assert abs(ratio - 1.0) < (0.01 if first["setting"] == "plain" else 0.5)
 
 
-def test_a_replay_plays_settings_on_stretches_of_recorded_texts() -> None:
+def test_a_replay_plays_settings_on_stretches_of_recorded_texts(run: Run) -> None:
     """That each setting writes the recorded text is checked by the replay itself."""
     settings = ["default", "gamma=3", "gamma=3+lookup=no"]
     args = ("--lengths", "400", "--starts", "0,0.5", "--max-tokens", "24", "--stretches", "2")
@@ -86,14 +96,14 @@ def test_a_replay_plays_settings_on_stretches_of_recorded_texts() -> None:
     assert "best" in table
 
 
-def test_prefill_compares_offloaded_with_resident() -> None:
+def test_prefill_compares_offloaded_with_resident(run: Run) -> None:
     written, table = run("prefill.py", "--length", "300", "--repeats", "1", "--link-gbps", "1")
     placements = [measured["placement"] for measured in read(written)[1]]
     assert placements == ["resident", "offload kv, 1 GB/s", "offload weights,kv, 1 GB/s"]
     assert "vs resident" in table
 
 
-def test_acceptance_compares_rules_on_the_same_texts_and_trees_reads_it(tmp_path: Path) -> None:
+def test_acceptance_compares_rules_on_the_same_texts_and_trees_reads_it(run: Run, tmp_path: Path) -> None:
     """All of the cache drafts like the target itself, and an oracle knows better than mean keys do."""
     sizes = {"vocab_size": TOKENIZER_SIZE, "max_position_embeddings": 1024, "eos_token_id": None}
     model = save(random_model(**sizes), tmp_path / "model", tokenizer=True)
@@ -115,8 +125,7 @@ def test_acceptance_compares_rules_on_the_same_texts_and_trees_reads_it(tmp_path
     assert "siblings" in table
 
 
-@pytest.mark.timeout(115)
-def test_the_gpu_benchmark_rehearses_on_a_cpu(tmp_path: Path) -> None:
+def test_the_gpu_benchmark_rehearses_on_a_cpu(run: Run, tmp_path: Path) -> None:
     """A widened model, decoding under a cap that makes it stream and on chip, bits, and transformers beside it."""
     out = tmp_path / "gpu.jsonl"
     args = ("--device", "cpu", "--like", "tiny", "--lengths", "600", "--max-tokens", "6", "--device-memory", "0.075")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import UsageError
+from offload.plan.files import user_folder
 from triforce_cli import tree
 from triforce_cli.prompt import user_path
 
@@ -86,9 +87,7 @@ class Configuration:
 
 def default_file() -> Path:
     """Where the user's own is, there or not."""
-    import platformdirs
-
-    return Path(platformdirs.user_config_dir("triforce", appauthor=False)) / NAME
+    return user_folder("config") / NAME
 
 
 def origin(option: Any, said: Mapping[str, Any], file: Path | None) -> tuple[Any, str]:

@@ -6,12 +6,12 @@ so `--model` takes such a folder as well as a name.
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from offload.errors import UsageError
+from offload.plan.files import user_folder
 
 FOLDER_VARIABLE = "TRIFORCE_MODELS_DIR"
 MAIN = "main"  # the default revision
@@ -45,11 +45,7 @@ ALIASES = (
 
 def models_folder() -> Path:
     """The folder of all stored models. It may not exist yet."""
-    if named := os.environ.get(FOLDER_VARIABLE):
-        return Path(os.path.expanduser(named)).absolute()
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("triforce", appauthor=False)) / "models"
+    return user_folder("data", "models", variable=FOLDER_VARIABLE).absolute()
 
 
 def is_id(text: str) -> bool:

@@ -1,15 +1,25 @@
-"""Small files that are there whole or not at all."""
+"""The program's folders among the user's, and small files that are written atomically."""
 
 from __future__ import annotations
 
 import os
 import secrets
 from pathlib import Path
+from typing import Literal
+
+
+def user_folder(kind: Literal["data", "cache", "config", "state"], name: str = "", *, variable: str = "") -> Path:
+    """The folder that the environment variable names, or else `name` in the user's folder of that kind."""
+    if variable and (folder := os.environ.get(variable)):
+        return Path(os.path.expanduser(folder))
+    import platformdirs
+
+    return Path(getattr(platformdirs, f"user_{kind}_dir")("triforce", appauthor=False)) / name
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` as UTF-8 to `path`. Who reads at the same time, or after a failure, sees the old file or the new
-    one, never a part. Its mode is what the umask says. OSError."""
+    """Write `text` as UTF-8 to `path` atomically: a reader, also after a failure, sees the old file or the new one. Its
+    mode follows the umask. OSError."""
     temporary = path.parent / f"{path.name}{secrets.token_hex(8)}.tmp"  # also for "/", which cannot be replaced
     try:
         with temporary.open("x", encoding="utf-8") as file:

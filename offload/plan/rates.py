@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from offload.errors import ModelError
 from offload.plan.fields import read_json
-from offload.plan.files import write_whole
+from offload.plan.files import user_folder, write_whole
 
 FOLDER_VARIABLE = "TRIFORCE_CACHE_DIR"
 
@@ -39,11 +38,7 @@ _NUMBERS = tuple(field.name for field in fields(Rates) if field.name != "measure
 
 def rates_file() -> Path:
     """hardware.json in the user's cache folder, or in the folder that TRIFORCE_CACHE_DIR names."""
-    if named := os.environ.get(FOLDER_VARIABLE):
-        return Path(os.path.expanduser(named)) / "hardware.json"
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("triforce", appauthor=False)) / "hardware.json"
+    return user_folder("cache", variable=FOLDER_VARIABLE) / "hardware.json"
 
 
 def load_rates(machine: str, device: str) -> Rates | None:

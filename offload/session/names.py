@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 from offload.errors import SessionError, UsageError
+from offload.plan.files import user_folder
 
 FOLDER_VARIABLE = "TRIFORCE_SESSIONS_DIR"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", re.ASCII)
@@ -14,11 +14,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 def sessions_folder() -> Path:
     """The folder of named sessions: in the user's data folder, or the one that TRIFORCE_SESSIONS_DIR names."""
-    if named := os.environ.get(FOLDER_VARIABLE):
-        return Path(os.path.expanduser(named))
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("triforce", appauthor=False)) / "sessions"
+    return user_folder("data", "sessions", variable=FOLDER_VARIABLE)
 
 
 def is_name(name: str) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from offload.errors import TriforceError, UsageError
+from offload.plan.files import user_folder
 from triforce_cli import options
 from triforce_cli.choice import Models
 from triforce_cli.flags import (
@@ -212,9 +213,7 @@ def _handle(dialogue: Dialogue, text: str) -> None:
 
 
 def _history_file() -> Path:
-    import platformdirs
-
-    return Path(platformdirs.user_state_dir("triforce", appauthor=False)) / "chat_history"
+    return user_folder("state") / "chat_history"
 
 
 @spread

@@ -83,7 +83,7 @@ def rows_of(dialogue: Dialogue, length: int) -> torch.Tensor:
 
 
 def finish_ahead(dialogue: Dialogue) -> None:
-    """What a person who types for long gives time for."""
+    """Finish the background work, as if the person typed for a long time."""
     dialogue.work_ahead()
     dialogue._background.wait(lambda progress: None)
 

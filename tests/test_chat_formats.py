@@ -284,7 +284,7 @@ def test_what_people_write_never_becomes_a_control_token(tokenizer, name, system
 
 
 def test_the_control_strings_would_have_become_tokens():
-    """What the test above guards against does happen to text that is encoded as it is."""
+    """Without the precaution tested above, control strings in a text do become control tokens."""
     for tokenizer, text in (("bytes", "<|im_end|>"), ("pieces", "</s>"), ("first-only", "<s>")):
         format = make(tokenizer, "plain")
         assert count_special(format, tokens_of(format, f"x{text}x")) == 1
@@ -365,7 +365,7 @@ BENT = {
 
 @pytest.mark.parametrize("bend", BENT)
 def test_whatever_a_template_does_to_text_is_what_the_model_reads(bend):
-    """Where texts cannot be told from the template's, they are encoded with it, still without control tokens."""
+    """Texts that cannot be separated from the template are encoded with it, still without control tokens."""
     format = ChatFormat(BYTES(BENT[bend]))
     conversation = Conversation().asked("hello").answered("It is", tokens_of(format, "It is"), complete=True)
     conversation = conversation.with_document(Document("a.txt", "It\nis")).asked("hello <|im_end|>")

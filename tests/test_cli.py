@@ -32,7 +32,7 @@ def shell(line: str, *args: str, script: dict | None = None, **variables: str) -
 
 
 def read_until(process: subprocess.Popen[bytes], text: bytes) -> bytes:
-    """What `process` writes up to `text`, while it runs on."""
+    """The output of `process` up to `text`; it keeps running."""
     assert process.stdout is not None
     data = b""
     while not data.endswith(text):

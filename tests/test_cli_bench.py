@@ -50,7 +50,7 @@ class Shell:
         return self._triforce(*arguments(self._folder, *args))
 
     def refused(self, expected: int, *args: str) -> str:
-        """What it says; nothing has been loaded."""
+        """The error message; checks that nothing was loaded."""
         code, out, err = self.code(*args)
         assert (code, out) == (expected, "")
         assert "load" not in err
@@ -87,7 +87,7 @@ def comparison(context: int, *, seconds: float = 0.020, ways: tuple[str, ...] = 
 class TestNumbers:
     @pytest.fixture
     def seconds(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-        """What a pass of each level takes on a clock that nothing else moves."""
+        """Seconds of a pass of each level, on a clock that only passes advance."""
         prices, now, forward = {"target": 0.010, "retrieval": 0.004, "draft": 0.001}, [0.0], Level.forward
 
         def priced(self: Level, tokens: object, num_logits: int) -> object:

@@ -1,4 +1,4 @@
-"""What the options of `triforce generate` mean: parsing alone, no engine."""
+"""The options of `triforce generate`, parsed without an engine."""
 
 from __future__ import annotations
 

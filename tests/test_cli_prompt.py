@@ -1,4 +1,4 @@
-"""Where the prompt comes from, and what is refused."""
+"""Sources of the prompt, and refused ones."""
 
 from __future__ import annotations
 

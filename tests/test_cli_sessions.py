@@ -416,7 +416,7 @@ def terminal(root: Path, *args: str) -> Iterator[pexpect.spawn]:
 
 
 def ended(child: pexpect.spawn) -> tuple[str, int]:
-    """What came since, and the exit code."""
+    """The output since the last call, and the exit code."""
     child.expect(pexpect.EOF)
     child.close()
     return child.before, child.exitstatus

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees."""
+"""Output as a person at a terminal sees it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Screen:
 
 
 def shown_at_the_end(text: str) -> str:
-    """What is left after carriage returns and the control sequences that move up and erase lines."""
+    """The text that remains after carriage returns and the control sequences that move up and erase lines."""
     lines = [""]
     row = 0
     for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):

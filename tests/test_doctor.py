@@ -95,7 +95,7 @@ def with_card(**changes: Any) -> Diagnosis:
 
 @pytest.fixture
 def rates_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this test's rates go."""
+    """The folder of this test's rates."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 

@@ -1,4 +1,4 @@
-"""What every command writes, character by character: at a terminal, into pipes, as JSON.
+"""The output of every command, character by character: at a terminal, into pipes, as JSON.
 
 tests/golden has a file for each scene of scenes.py. When output changes on purpose:
 
@@ -131,7 +131,7 @@ def write(folder: Path, names: Sequence[str]) -> None:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is written today. By a process of its own, since torch's threads do not survive the forks."""
+    """The current output, recorded by another process, because torch's threads do not survive forks."""
     folder = tmp_path_factory.mktemp("recorded")
     command = [sys.executable, __file__, "--into", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)

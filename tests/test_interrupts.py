@@ -1,4 +1,4 @@
-"""Where a signal is raised: in the program's own code, and not inside a library's call."""
+"""Signals are raised in the program's own code, not inside a library's call."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def interrupt(number: int = signal.SIGINT) -> None:
 
 
 def interrupted(work: Callable[[], object]) -> BaseException | None:
-    """What ends `work`, the program's, where signals come."""
+    """The exception that ends the program's `work` when signals arrive."""
     try:
         with interruptible(MAIN.__code__):
             MAIN(work)

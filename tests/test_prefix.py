@@ -262,7 +262,7 @@ def test_precomputed_tokens_cost_the_next_prompt_nothing(folders: tuple[Path, Pa
 def test_a_seeds_text_depends_on_what_is_cached_and_not_on_what_was_drafted_before(
     folders: tuple[Path, Path], precomputed: bool
 ) -> None:
-    """What earlier turns left in the levels below showed in what was sampled."""
+    """Bug: rows that earlier turns left in the levels below changed what was sampled."""
     text = tokens_of(60, seed=3, vocabulary=256)
     replies = set()
     for earlier in ((), (1,), (2, 3)):

@@ -93,7 +93,7 @@ def test_waiting_for_a_prompt_ends(tmp_path: Path, number: signal.Signals) -> No
 def test_a_reader_that_does_not_read_holds_nobody_up(
     args, number: signal.Signals, mode: str, script: dict[str, Any]
 ) -> None:
-    """What was left in the buffer was to be written at exit, which waited until the reader read or left."""
+    """Bug: buffered output was written at exit, which waited until the reader read or left."""
     with start(*args, mode, script=script, **PIPES) as process:
         assert process.stdout is not None
         assert process.stdout.read(1) != b""  # it writes, and more than a pipe takes

@@ -1,4 +1,4 @@
-"""What a request has given so far, to be handed over whole or in part."""
+"""The answer to a request so far, complete or partial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models a command uses: what was named, or the embedded pair."""
+"""The choice of a command's models: the named ones, or the embedded pair."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NONE = "none"
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """Which model folders a command uses."""
+    """The model folders that a command uses."""
 
     target: Path
     draft: Path | None
@@ -22,18 +22,18 @@ class Models:
 
     @property
     def note(self) -> str:
-        """What to say about models that nobody named; "" where all were."""
+        """A note on models that the user did not name; "" if all were named."""
         if self.embedded:
             return f"no --model given: using the embedded demo model ({self.target})"
         return self.draft_note
 
     def as_dict(self) -> dict[str, str | None]:
-        """What JSON says of them."""
+        """The models as JSON."""
         return {"target": str(self.target), "draft": None if self.draft is None else str(self.draft)}
 
 
 def choose_models(model: Path | None, draft: str | None, *, weights: bool = True) -> Models:
-    """What was named, or the embedded pair. A model that is named by its name comes with the draft that suits it, where
+    """The named models, or the embedded pair. A model that is named by its name comes with a suitable draft, where
     that was pulled and none is named. weights: config.json alone is not enough."""
     chosen = None if draft in (None, NONE) else _folder("draft", str(draft), weights=weights)
     if model is not None:

@@ -36,7 +36,7 @@ Words = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a file says. file: None where there is none."""
+    """The settings in a configuration file. file: None if there is none."""
 
     file: Path | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Configuration:
         return configuration
 
     def of(self, words: Words, command: Any) -> dict[str, Any]:
-        """What it says of the options of one command, by the names of their parameters."""
+        """The settings of one command's options, by the names of their parameters."""
         known = tree.options(command)
         return {known[name].name: _typed(known[name], value) for name, value in self._said(words) if name in known}
 
@@ -86,7 +86,7 @@ class Configuration:
 
 
 def default_file() -> Path:
-    """Where the user's own is, there or not."""
+    """The user's own configuration file, which need not exist."""
     return user_folder("config") / NAME
 
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class TimedOut(TriforceError):
-    """What has come until now is handed over."""
+    """The deadline passed. The output so far is still written."""
 
     exit_code = 124  # as of timeout(1)
     kind = "timeout"

@@ -24,13 +24,13 @@ class Failure:
     traceback: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """What an error is in JSON."""
+        """The error as JSON."""
         said = {"kind": self.kind, "message": self.message, "exit_code": self.exit_code}
         return {"error": said | ({"traceback": self.traceback} if self.traceback else {})}
 
 
 def debugging() -> bool:
-    """Whether TRIFORCE_DEBUG asks for tracebacks; `--debug` sets it."""
+    """True if TRIFORCE_DEBUG asks for tracebacks; `--debug` sets it."""
     return _is_on(DEBUG_VARIABLE)
 
 

@@ -1,4 +1,4 @@
-"""What `triforce bench` has measured so far, and how it is handed over: a table or one JSON object, and a plot."""
+"""Results of `triforce bench` so far, written as a table or one JSON object, and a plot."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
-    """Which models."""
+    """The target and the draft."""
 
     model: options.Model = None
     draft: options.Draft = None
@@ -63,7 +63,7 @@ class GreedyFlags(SamplingFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class LevelFlags:
-    """Which levels there are, and how large; all of it may be left to the plan."""
+    """The levels and their sizes; all of them may be left to the plan."""
 
     budget: options.Budget = None
     chunk: options.Chunk = None
@@ -103,7 +103,7 @@ class PlacementFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionFlags:
-    """What was computed, kept on the disk."""
+    """The session or cache file that keeps rows on the disk."""
 
     session: options.Session = None
     cache: options.CacheFile = None
@@ -126,7 +126,7 @@ class SessionFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramFlags:
-    """What every command has. They work when they are parsed."""
+    """Options of every command. They take effect when they are parsed."""
 
     config: options.Config = None
     log_file: options.LogFile = None
@@ -134,7 +134,7 @@ class ProgramFlags:
 
 
 def plan_options(levels: LevelFlags, **placement: Any) -> Options:
-    """What the plan is asked for. placement: fields of PlacementFlags. Raises UsageError."""
+    """The options of the plan. placement: fields of PlacementFlags. Raises UsageError."""
     from offload.plan.options import Options
 
     given = vars(levels) | placement

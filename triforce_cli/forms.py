@@ -1,4 +1,4 @@
-"""How an answer is handed over: as text, as one JSON object, or as a JSON line for each thing that happens."""
+"""Forms of an answer: text, one JSON object, or a JSON line for each event."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Output:
         return not self._console.is_dumb_terminal
 
     def for_prompt(self) -> PromptOutput:
-        """Where a line editor draws: standard error, since standard output is for text."""
+        """The output that a line editor draws on: standard error, since standard output is for text."""
         from prompt_toolkit.output import create_output
 
         return create_output(stdout=sys.stderr)
@@ -144,7 +144,7 @@ class Output:
             self._print(line, wrap=True)
 
     def planned(self, *plans: Plan) -> None:
-        """What plans have to say, each thing once; the log gets them whole."""
+        """Print the plans' notes, each once, and write the whole plans to the log."""
         for plan in plans:
             log.event("plan", plan.as_dict())
         for line in dict.fromkeys(note for plan in plans for note in plan.notes):

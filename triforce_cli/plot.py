@@ -23,7 +23,7 @@ DOTS_PER_INCH = 150
 
 
 def check(file: Path) -> None:
-    """Whether a plot can be drawn in `file`; asked before anything is measured. Raises UsageError."""
+    """Check before anything is measured that a plot can be drawn in `file`. Raises UsageError."""
     if file.suffix.lower() not in KINDS:
         raise UsageError(f"plot is {str(file)!r}, it must end in .png or .svg")
     if find_spec("matplotlib") is None:
@@ -61,7 +61,7 @@ def _draw_times(axes: Axes, comparisons: Sequence[Comparison]) -> None:
 
 
 def _draw_acceptance(axes: Axes, comparisons: Sequence[Comparison]) -> None:
-    """Where anything was drafted."""
+    """Draw TriForce's acceptance at each context; contexts at which nothing was drafted have a gap."""
     contexts = _contexts(comparisons)
     shares = [math.nan if (share := comparison.acceptance) is None else share for comparison in comparisons]
     axes.plot(contexts, shares, marker="o", color="C1")  # as TriForce above

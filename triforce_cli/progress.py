@@ -1,4 +1,4 @@
-"""How a long stage (load, prefill) shows that it goes on: a bar at a terminal, now and then a line elsewhere."""
+"""Display of a long stage's progress (load, prefill): a bar at a terminal, now and then a line elsewhere."""
 
 from __future__ import annotations
 

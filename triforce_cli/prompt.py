@@ -1,4 +1,4 @@
-"""Where the prompt comes from: a file or standard input, then `--prompt`.
+"""The prompt: a file or standard input, then `--prompt`.
 
 The text is what the bytes say in UTF-8: a byte order mark at the start is dropped, line ends are kept as they are.
 """
@@ -21,7 +21,7 @@ Note = Callable[[str], None]
 
 
 def read_prompt(file: Path | None, text: str | None, *, note: Note) -> str:
-    """What `file` holds, then `text` on a new line. Without a file, standard input is read unless it is a terminal."""
+    """The content of `file`, then `text` on a new line. Without a file, standard input unless it is a terminal."""
     sources = _sources(file, text)
     if not sources:
         raise UsageError(
@@ -36,12 +36,12 @@ def read_prompt(file: Path | None, text: str | None, *, note: Note) -> str:
 
 
 def read_input(file: Path, what: str, *, note: Note) -> str:
-    """What `file`, or standard input for "-", says in UTF-8. Raises UsageError, which calls it `what`."""
+    """The UTF-8 text of `file`, or of standard input for "-". Raises UsageError, which calls it `what`."""
     return _decode_text(_read_stdin(what, note), STDIN) if file == STDIN else read_text(file, what)
 
 
 def read_text(file: Path, what: str) -> str:
-    """What `file` says in UTF-8. Raises UsageError, which calls it `what`."""
+    """The UTF-8 text of `file`. Raises UsageError, which calls it `what`."""
     try:
         data = file.read_bytes()
     except OSError as error:

@@ -112,7 +112,7 @@ class _Arrival:
         return True
 
     def finish(self) -> None:
-        """What still waits is raised now."""
+        """Raise a signal that is still deferred."""
         if self._waiting is not None:
             self._raise(self._waiting)
 

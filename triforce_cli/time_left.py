@@ -1,4 +1,4 @@
-"""How long a row of steps will still take."""
+"""Estimate of the seconds left for a series of steps."""
 
 from __future__ import annotations
 

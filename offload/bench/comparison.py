@@ -1,4 +1,4 @@
-"""What ways of decoding one prompt were measured to take, and how they compare. Numbers only: nothing runs here."""
+"""Measured times of different ways of decoding one prompt, and their ratios. Numbers only: nothing runs here."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Comparison:
         return Spread.of([run.milliseconds_per_token for run in self.of(way)])
 
     def ratio(self, slow: str, fast: str) -> Spread:
-        """How many times as long `slow` takes, turn by turn."""
+        """The time of `slow` over that of `fast`, turn by turn."""
         pairs = zip(self.of(slow), self.of(fast), strict=True)
         return Spread.of([one.milliseconds_per_token / other.milliseconds_per_token for one, other in pairs])
 

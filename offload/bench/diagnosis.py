@@ -107,7 +107,7 @@ class Diagnosis:
 
     @property
     def rates(self) -> dict[str, Rates]:
-        """What the planner wants to know, by device."""
+        """The rates that the planner needs, by device."""
         cpu = self.processor
         flops = cpu.bf16_flops if cpu.fast_bf16 else cpu.fp32_flops
         rates = {"cpu": Rates(cpu.link.to_device, cpu.link.to_host, cpu.weights_read, cpu.read, flops, measured=True)}
@@ -125,7 +125,7 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Record:
-    """Where the rates are kept for the planner, or why they are not."""
+    """The file in which rates are stored for the planner, or the reason why they are not."""
 
     path: str
     problem: str = ""
@@ -150,7 +150,7 @@ def diagnose(on_step: OnStep) -> Diagnosis:
 
 
 def usable_hardware(diagnosis: Diagnosis) -> Hardware:
-    """What a plan sees of the device that works, with the rates just measured."""
+    """The hardware for a plan: a device that works, with the rates just measured."""
     return replace(probe(diagnosis.device), rates=diagnosis.rates[diagnosis.device])
 
 
@@ -266,7 +266,7 @@ def _together(gpus: list[Gpu], copy_bytes: int) -> LinkRates | None:
 
 
 def software() -> Software:
-    """What is installed and what of it runs."""
+    """Versions of the installed libraries, and which of them run."""
     return Software(
         python=platform.python_version(),
         torch=torch.__version__,
@@ -278,7 +278,7 @@ def software() -> Software:
 
 
 def _attention() -> str:
-    """What kernels/attention.py runs here."""
+    """The name of the attention kernel that kernels/attention.py runs on this machine."""
     fused = ", and torch's fused kernel for 16-bit prefill on GPUs that know bf16"
     return f"torch products{fused if torch.cuda.is_available() else ''}"
 

@@ -1,4 +1,4 @@
-"""What a measurement was made on: for records that are compared with others later."""
+"""The machine and the versions of a measurement, for records that are compared with later ones."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class ExactnessReport:
-    """What was compared. `tolerance` is for what was recomputed, in standard deviations of a row's logits."""
+    """The comparisons of one text. tolerance: for recomputed logits, in standard deviations of a row's logits."""
 
     prompt_tokens: int
     tokens: list[int]

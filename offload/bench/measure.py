@@ -1,4 +1,4 @@
-"""How fast reading, copying and products are here: the best of a few runs, since whatever else runs only slows them.
+"""Speed of reading, copying and products on this machine: the best of a few runs, since other load only slows them.
 
 Works on any device; nothing is known of models.
 """
@@ -32,7 +32,7 @@ Copy = Callable[[], Callable[[], object]]  # starts a copy, returns what waits f
 
 @dataclass(frozen=True)
 class Copies:
-    """What a device and the host can send each other, `num_bytes` at a time."""
+    """Copies between a device and the host in both directions, `num_bytes` each."""
 
     to_device: Copy
     to_host: Copy

@@ -62,7 +62,7 @@ class Block:
         return self.first + self.count - 1
 
     def _visible(self, tile: Tensor, base: int) -> Tensor | None:
-        """How many of the tile's tokens each row sees; None: all."""
+        """Number of the tile's tokens that each row sees; None: all."""
         num_tokens = tile.shape[1] * tile.shape[3]
         if base + num_tokens <= self.first + 1:
             return None

@@ -17,7 +17,7 @@ from offload.transfer.memory import Memory
 
 
 class Residence:
-    """How tiles are at hand during one forward. Tiles are opened layer by layer, in order, and closed after use.
+    """Access to tiles during one forward. Tiles are opened layer by layer, in order, and closed after use.
 
     Here every tile is on the device: its home is where it is used, and nothing moves.
     """

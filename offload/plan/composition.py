@@ -1,4 +1,4 @@
-"""Which levels could speculate for a request: the candidates that the planner weighs."""
+"""Candidate compositions for a request: the levels that could speculate, among which the planner chooses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CHUNKS = (16, 32)
 
 
 def compositions(sizing: Sizing, capacity: int) -> Iterator[Composition]:
-    """What the user's options leave open, plain decoding among it where neither a length nor a budget is given."""
+    """Compositions that the user's options allow; plain decoding is one if neither a length nor a budget is given."""
     options = sizing.options
     if not options.speculation or options.gamma == 0:
         yield PLAIN

@@ -1,4 +1,4 @@
-"""What a model is: a frozen `ModelConfig` read from config.json, and the byte and FLOP formulas that follow from it.
+"""The frozen `ModelConfig` of a model, read from config.json, and the byte and FLOP formulas that follow from it.
 
 Only numbers are read. Remote code that a config names (`auto_map`) is never run. A field that changes the arithmetic
 and that this program does not implement is refused by name. Fields that change nothing here are ignored, among them

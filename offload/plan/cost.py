@@ -1,4 +1,4 @@
-"""What a request takes: seconds of prefill, of a round at each level, and per token.
+"""Predicted seconds of a request: of prefill, of a round at each level, and per token.
 
 Seconds per token = (tokens drafted * seconds of each + full pass + refresh) / tokens per round (docs/memory.md).
 Rates are the machine's; the other constants are fits and estimates (docs/log.md), the same on every machine.

@@ -1,4 +1,4 @@
-"""What the planner predicts here for models that people know, so that a machine can be judged before a download."""
+"""Predictions for well-known models on this machine, so that it can be judged before a download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine has. Looks, and decides nothing."""
+"""The devices and memory of this machine. Reads them, and decides nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def probe(device: str) -> Hardware:
 
 
 def rates_key(device: str) -> str:
-    """What the rates of "cpu" or "cuda:N" are kept under.
+    """The key under which the rates of "cpu" or "cuda:N" are stored.
 
     A card by its own number: N depends on which are visible, and two alike may sit in unlike slots.
     """

@@ -1,4 +1,4 @@
-"""What the operating system says about this machine. Looked up; nothing is measured."""
+"""Facts about this machine from the operating system. Nothing is measured."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def look(root: Path = ROOT) -> Machine:
 
 
 def machine_name(root: Path = ROOT) -> str:
-    """What tells this machine from others that share a home folder."""
+    """A name that distinguishes this machine from others that share a home folder."""
     return f"{_processor(root)}, {os.cpu_count()} cores"
 
 

@@ -1,4 +1,4 @@
-"""What the NVIDIA driver says, also where torch was built without CUDA. None wherever there is no driver."""
+"""Facts from the NVIDIA driver, even if torch was built without CUDA. None without a driver."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Pcie:
-    """How a card hangs on the machine. The link as it runs now (an idle card slows it down), and what the card can."""
+    """A card's PCIe link: its current speed (an idle card slows it down) and its maximum."""
 
     address: str
     generation: int
@@ -34,7 +34,7 @@ class Pcie:
 
     @property
     def bytes_per_second(self) -> float | None:
-        """What the link as it runs now carries at most in one direction."""
+        """The maximum in one direction at the link's current speed."""
         lane = _LANE_BYTES_PER_SECOND.get(self.generation)
         return None if lane is None else lane * self.width
 

@@ -1,4 +1,4 @@
-"""What a user may ask of a plan."""
+"""The options of a plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a user may ask for; None and "auto" leave the choice to the plan. Tokens, GB and GB/s (1e9 bytes).
+    """Options that a user may set; None and "auto" leave the choice to the plan. Tokens, GB and GB/s (1e9 bytes).
 
     gamma, draft_gamma: a number is kept to; None adapts to the text. pace: by which seconds lengths adapt: those that
     passes are measured to take, or the plan's; auto measures unless a seed asks for the same text again.

@@ -1,4 +1,4 @@
-"""What lies where: layers and tiles on the device as far as they fit, the rest on the host.
+"""Placement: layers and tiles on the device as far as they fit, the rest on the host.
 
 Weights come first, since the retrieval level reads all of them in every inner pass; tiles take what is left.
 """
@@ -50,7 +50,7 @@ def place(sizing: Sizing, capacity: int, composition: Composition) -> Placement:
 
 
 def shortage(sizing: Sizing, placement: Placement) -> str | None:
-    """What is missing, with numbers: "12.1 GB of device memory, 8.0 GB are free". None: it fits."""
+    """The memory that is short: "12.1 GB of device memory, 8.0 GB are free". None: it fits."""
     hardware = sizing.hardware
     tiers = [
         ("device memory", placement.device_bytes, device_room(sizing)),

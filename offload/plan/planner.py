@@ -185,7 +185,7 @@ def _without_speculation(sizing: Sizing) -> Sizing:
 
 
 def _unused(options: Options, composition: Composition) -> list[str]:
-    """What the user gave and this plan has no use for."""
+    """The user's options that have no effect in this plan."""
     pairs = (
         ("gamma", options.gamma, composition.gamma, "nothing is drafted"),
         ("draft-gamma", options.draft_gamma, composition.draft_gamma, "nothing is drafted for a retrieval level"),
@@ -196,7 +196,7 @@ def _unused(options: Options, composition: Composition) -> list[str]:
 
 
 def _advice(cost: Cost) -> list[str]:
-    """What would make this plan a better one."""
+    """Advice that would make this plan faster."""
     target, resident = cost.sizing.target, cost.placement.resident_layers
     if resident == target.num_layers or cost.sizing.hardware.is_cpu:
         return []
@@ -262,6 +262,6 @@ def _check_memory(sizing: Sizing, capacity: int, num_prompt_tokens: int) -> None
 
 
 def _shortage(sizing: Sizing, capacity: int) -> str | None:
-    """What is missing for `capacity` tokens; None: they fit."""
+    """The memory that is short for `capacity` tokens; None: they fit."""
     fitting, smallest = _placed(sizing, capacity)
     return None if fitting else shortage(sizing, smallest.placement)

@@ -1,4 +1,4 @@
-"""How fast devices are: typical of their kind, or measured here by `triforce doctor` and kept in a file."""
+"""Speeds of devices: typical of their kind, or measured by `triforce doctor` and stored in a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOLDER_VARIABLE = "TRIFORCE_CACHE_DIR"
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast one device and its way to the host are: bytes (1e9 a GB) and operations per second.
+    """Speeds of one device and of its link to the host: bytes (1e9 a GB) and operations per second.
 
     to_device, to_host: copies of pinned memory, each direction alone. device_read: weights, through products of one
     row. host_read: plain reading by all threads. flops: large products, 16-bit where the device is fast at them.
@@ -42,7 +42,7 @@ def rates_file() -> Path:
 
 
 def load_rates(machine: str, device: str) -> Rates | None:
-    """What was measured of `device` on `machine`; None where nothing was or the file is damaged."""
+    """The measured rates of `device` on `machine`; None if there are none or the file is damaged."""
     devices = _read(rates_file()).get(machine)
     record = devices.get(device) if isinstance(devices, dict) else None
     if not isinstance(record, dict):

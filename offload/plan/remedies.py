@@ -1,4 +1,4 @@
-"""What would make a request fit that does not: each change tried alone, by planning it."""
+"""Changes that would make a request fit: each is tried alone, by planning it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of two models on this machine, as it was when asked: plans for as many tokens as come up."""
+"""A request for two models on this machine as it was at that time, which can be planned for any number of tokens."""
 
 from __future__ import annotations
 

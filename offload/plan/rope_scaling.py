@@ -17,7 +17,7 @@ _KNOWN_KEYS = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched. Only the fields that its `kind` reads are set; the rest keep defaults."""
+    """The scaling of rotary frequencies. Only the fields that its `kind` uses are set; the rest keep defaults."""
 
     kind: str = "default"
     factor: float = 1.0

@@ -20,7 +20,7 @@ _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and what an allocat
 
 @dataclass(frozen=True)
 class PrefillShape:
-    """What prefill attends at a time: rows, and pages where some row sees only a part of them.
+    """Rows that prefill attends at a time, and pages of which some row sees only a part.
 
     fused: pages that all rows see whole go through torch's fused kernel, a tile at once.
     """
@@ -35,7 +35,7 @@ CPU_PREFILL = PrefillShape(64, 4, False)  # scores must stay in the processor's 
 
 @dataclass(frozen=True)
 class Composition:
-    """Which levels speculate, and how far: tokens. Nothing at all is plain decoding.
+    """The levels that speculate, and their maximal lengths in tokens. No level at all is plain decoding.
 
     gamma, draft_gamma: the most that is drafted for one verification at the target, and at the retrieval level.
     budget: retrieved tokens of each layer, 0 without a retrieval level. draft: a draft model proposes, to the retrieval
@@ -120,12 +120,12 @@ class Sizing:
 
     @property
     def embedding_bytes(self) -> int:
-        """What is not in a layer: embeddings, head, last norm."""
+        """Bytes outside the layers: embeddings, head, last norm."""
         layers = self.target.num_layers * self.target.layer_weight_bytes(self.itemsize)
         return self.target.weight_bytes(self.itemsize) - layers
 
     def fixed_bytes(self, capacity: int, composition: Composition) -> dict[str, int]:
-        """What is on each device wherever layers and tiles are, by purpose."""
+        """Bytes on each device that do not depend on the placement of layers and tiles, by purpose."""
         sizes = {
             "target embeddings": self.embedding_bytes,
             "hidden rows": capacity * self.target.hidden_size * self.itemsize,
@@ -146,7 +146,7 @@ class Sizing:
         return sizes
 
     def fetched_bytes(self, composition: Composition) -> int:
-        """What one fetch of chunks moves at most, on each device and for it on the host."""
+        """The most bytes that one fetch of chunks moves, on each device and for it on the host."""
         return min(FETCH_BYTES, self._retrieval_bytes(composition)) if composition.budget else 0
 
     def _retrieval_bytes(self, composition: Composition) -> int:

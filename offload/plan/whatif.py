@@ -39,7 +39,7 @@ class WhatIf:
 
     @property
     def first_token_ratio(self) -> float | None:
-        """How many times as fast afterwards; None where it did not fit before."""
+        """The speed-up of the first token; None if the request did not fit before."""
         if self.before.plan is None or self.after.plan is None:
             return None
         return self.before.plan.predicted.first_token_seconds / self.after.plan.predicted.first_token_seconds

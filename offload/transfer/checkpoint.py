@@ -39,7 +39,7 @@ _SHARD_NAME = re.compile(r"[^/\\:\x00]+\.safetensors")
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where one tensor is, and what the header says of it; `dtype` is the format's code, such as BF16."""
+    """The header's entry of one tensor; `dtype` is the format's code, such as BF16."""
 
     file: Any  # an open safe_open, untyped in the library
     path: Path

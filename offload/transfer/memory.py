@@ -1,4 +1,4 @@
-"""Where every long-lived byte comes from: the only module that allocates host and device blocks and that pins.
+"""Allocation of all long-lived memory: the only module that allocates host and device blocks and that pins.
 
 Host blocks are anonymous mappings of exactly the bytes asked for (torch's pinned allocator rounds up to a power of two:
 20 GiB would take 32), of huge pages where the system allows them, and near the GPU where there are several NUMA nodes.

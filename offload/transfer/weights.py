@@ -68,7 +68,7 @@ class View:
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """Where each tensor of a layer lies in its flat buffer, uint8 [num_bytes], by name. Views may differ in dtype; each
+    """The place of a layer's tensors in its flat buffer, uint8 [num_bytes], by name. Views may differ in dtype; each
     begins at a multiple of 64 bytes."""
 
     views: dict[str, View]

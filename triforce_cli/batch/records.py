@@ -1,4 +1,4 @@
-"""What `--input-jsonl` holds: a JSON object on each line, all of them checked before anything is computed."""
+"""The records of `--input-jsonl`: a JSON object on each line, all checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """What holds where a line does not say. With a seed, line k has seed + k - 1: equal prompts get other texts."""
+    """Values for fields that a line leaves out. With a seed, line k has seed + k - 1: equal prompts get other texts."""
 
     max_tokens: int
     sampling: Mapping[str, Any]

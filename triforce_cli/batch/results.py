@@ -1,4 +1,4 @@
-"""Where results go: a file that grows line by line and survives a stop at any point, or standard output."""
+"""The output of a batch: a file that grows line by line and survives a stop at any point, or standard output."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class ResultFile:
         self.done.append(result["id"])
 
     def _find_end(self) -> int:
-        """Where the whole lines end, in bytes. Raises UsageError where the file, or the rest of it, is not ours."""
+        """The end of the last complete line, in bytes. UsageError if a line is not a batch's result."""
         end = 0
         with self._path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):

@@ -53,7 +53,7 @@ class BackgroundWork:
         self._join(on_progress)
 
     def forget(self) -> None:
-        """What was done is about to be undone: an equal purpose is to be started again."""
+        """Forget the last purpose, because its work is about to be undone: an equal one is then started again."""
         self._purpose = None
 
     @property
@@ -84,7 +84,7 @@ class BackgroundWork:
             raise _BrokenOff
 
     def _join(self, on_progress: OnProgress) -> Future[None] | None:
-        """What ran, now that it has ended."""
+        """Wait for the running work and return it."""
         running, told = self._running, None
         while running is not None and not running.done():
             if (progress := self.progress) is not None and progress is not told:

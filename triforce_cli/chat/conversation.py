@@ -1,4 +1,4 @@
-"""What was said, by whom, with which documents. Values: an operation returns another conversation."""
+"""A conversation: messages, their roles and documents. Immutable: an operation returns another conversation."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ class _Reader:
 
 
 def _short(value: object) -> str:
-    """How a message shows a value that may be huge."""
+    """A value, which may be huge, shortened for a message."""
     if isinstance(value, (dict, list, tuple)):
         return "a list" if isinstance(value, (list, tuple)) else "an object"
     if isinstance(value, int) and abs(value) > 2**64:  # printing it may be refused

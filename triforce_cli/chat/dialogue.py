@@ -50,7 +50,7 @@ class Dialogue:
         self._closing: tuple[Conversation, list[int]] | None = None
 
     def taken_draft(self) -> str:
-        """What the next message begins with, once."""
+        """The draft of the next message; returned once."""
         draft, self.draft = self.draft, ""
         return "/" + draft if draft.startswith("/") else draft  # not a command
 
@@ -196,7 +196,7 @@ class Dialogue:
 
     @contextmanager
     def _stoppable(self) -> Iterator[OnProgress]:
-        """Where there is a person, Ctrl-C is a wish, and being asked to end is: what shows progress raises Stopped."""
+        """With a person at the terminal, Ctrl-C and SIGTERM make the next report of progress raise Stopped."""
         with Interrupts(person=self.interactive) as interrupts:
             self._interrupts = interrupts
 
@@ -226,5 +226,5 @@ class Dialogue:
 
 
 def _session_data(conversation: Conversation) -> dict[str, object]:
-    """What a session says of itself."""
+    """The data that a chat stores in its session."""
     return {"kind": "chat", "conversation": conversation.to_data()}

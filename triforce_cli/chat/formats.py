@@ -29,7 +29,7 @@ _CACHED_PIECES = 512
 
 @dataclass(frozen=True)
 class Part:
-    """What a part of a conversation takes of the context. The parts of a conversation add up to its closing tokens.
+    """Tokens that a part of a conversation takes. The parts of a conversation add up to its closing tokens.
 
     kind "turn": a question, its reply and what the template writes around them, without documents; number: of the turn,
     from 1, also of a document's turn; the turn after the last one holds what is pending. kind "template": the beginning
@@ -65,7 +65,7 @@ class ChatFormat:
         self.end_tokens, self.stops = self._ends()
 
     def prompt_tokens(self, conversation: Conversation) -> list[int]:
-        """What the model replies to: all of the conversation with its open question, ready for the reply."""
+        """The prompt of the next reply: the whole conversation with its open question, up to the reply."""
         if conversation.question is None:
             raise UsageError("there is no message to answer")
         return self._tokens(self._script(conversation).pieces(self._special))
@@ -95,7 +95,7 @@ class ChatFormat:
         return replace(conversation, turns=tuple(turns))
 
     def parts(self, conversation: Conversation) -> tuple[Part, ...]:
-        """What takes how many tokens, in the order of the conversation: what dropping it would free, but for a few."""
+        """The parts of the conversation in order, each with the tokens that dropping it would free, but for a few."""
         script = self._script(replace(conversation, question=None))
         pieces = list(script.pieces(self._special))[:-1]
         if script.whole:
@@ -155,7 +155,7 @@ class ChatFormat:
         return max(tokens, default=0) < len(self._tokenizer) and self._tokenizer.decode(tokens).strip() == reply.strip()
 
     def _controls(self) -> set[str]:
-        """What must not become one token where a person wrote it: special tokens, and those that the template writes.
+        """Strings that must not become one token if a person wrote them: special tokens, and those of the template.
 
         Templates write white space too; it ends nobody's turn.
         """
@@ -163,7 +163,7 @@ class ChatFormat:
         return {string for string in (*self._special, *written) if not string.isspace()}
 
     def _ends(self) -> tuple[frozenset[int], tuple[str, ...]]:
-        """How the template ends a reply: with a special token, or else with the text that goes on after it."""
+        """The end of a reply in the template: special tokens, or else the text that follows it."""
         script = self._script(Conversation(turns=(Turn("A", (), "A", (0,), True),)))
         after = script.literals[2] if len(script.said) == 3 else ""
         text = after.lstrip()

@@ -1,4 +1,4 @@
-"""Where messages come from: a person's line editor, or lines of standard input."""
+"""The source of messages: a person's line editor, or lines of standard input."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class _Message:
 
 @dataclass(frozen=True)
 class Script:
-    """What was said and what the template writes around it: literals[0], said[0], literals[1], ..., literals[-1].
+    """Messages and the template's text around them: literals[0], said[0], literals[1], ..., literals[-1].
 
     said: the messages that are cut out, the last of them the open question, if any is.
     """

@@ -1,4 +1,4 @@
-"""What may be changed between two replies."""
+"""Settings that may be changed between two replies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How replies are drawn, and how long they may be. Names as in options: `top-p`."""
+    """Sampling parameters and the maximal length of replies. Names as in options: `top-p`."""
 
     temperature: float
     top_p: float

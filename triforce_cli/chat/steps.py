@@ -16,7 +16,7 @@ _STEPS_PER_LOOK = 256  # at the time
 
 
 class TooManySteps(Exception):
-    """How far it went."""
+    """A template took too many steps or too long. The message says which."""
 
 
 @contextmanager

@@ -189,7 +189,7 @@ class Bench:
         return Reference(self.models.target, dtype=trial.plan.dtype, device=trial.plan.device)
 
     def _about(self, text: str, environment: dict[str, object]) -> dict[str, object]:
-        """What JSON says of all contexts."""
+        """The part of the JSON that all contexts share."""
         source = library.DESCRIPTION if self.prompt_file is None else str(self.prompt_file)
         return {
             "environment": environment,

@@ -114,7 +114,7 @@ class Chat:
                 output.note(render_chat.kept(self.session, len(engine.store.tokens), engine.store.nbytes))
 
     def _beginning(self, store: Store | None, output: Output) -> Conversation:
-        """What the session holds, or a new conversation."""
+        """The session's conversation, or a new one."""
         from triforce_cli.chat.conversation import Conversation
 
         if store is None or not store.tokens:

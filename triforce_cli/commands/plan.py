@@ -47,7 +47,7 @@ PlannedLink = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What to plan for: the cards named, or, without `gpus`, this machine. GB are 10^9 bytes."""
+    """The machine to plan for: the named cards, or this machine without `gpus`. GB are 10^9 bytes."""
 
     gpus: int | None
     gpu_memory: float | None

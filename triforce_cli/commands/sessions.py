@@ -217,7 +217,7 @@ def _located(name: str) -> Path:
 
 
 def _label(path: Path) -> str:
-    """What a person calls it."""
+    """The session's name, or its path."""
     return path.name if path.parent == sessions_folder() else str(path)
 
 
@@ -229,7 +229,7 @@ def _check_there(path: Path) -> None:
 
 
 def _agreed(output: Output, question: str, table: str = "") -> bool:
-    """What the person says, who is shown the table first. Raises UsageError where nobody can be asked."""
+    """Show the table, ask, and return the answer. UsageError if there is no terminal to ask at."""
     if not output.has_person:
         raise UsageError("what is removed is gone, and nobody is at a terminal to be asked; give --yes")
     if table:

@@ -1,4 +1,4 @@
-"""What `triforce bench` measured, as text and as JSON: pure functions."""
+"""Results of `triforce bench` as text and as JSON: pure functions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def report(comparisons: Sequence[Comparison], *, width: int) -> str:
 
 
 def document(comparison: Comparison) -> dict[str, Any]:
-    """What `--json` prints of one context. ratios: how many times as long as TriForce each takes.
+    """The JSON of one context. ratios: the time of each way over that of TriForce.
     first_difference_from_plain: the token, from 0, or null where all are the same; null for all of a sampled text."""
     others = [way for way in comparison.ways if way != TRIFORCE]
     return {
@@ -63,7 +63,7 @@ def _differences(comparison: Comparison) -> dict[str, int | None]:
 
 
 def step_line(trial: Trial, step: Step, seconds_left: float | None) -> str:
-    """What is being measured: "8,192 tokens: plain, 2 of 5, 1 min 10 s left"."""
+    """The current step: "8,192 tokens: plain, 2 of 5, 1 min 10 s left"."""
     turn = f"{step.turn} of {trial.repeats}" if step.turn else "warm-up"
     left = "" if seconds_left is None else f", {duration(seconds_left)} left"
     return f"{trial.plan.capacity:,} tokens: {NAMES[step.way]}, {turn}{left}"
@@ -133,7 +133,7 @@ def _remarks(comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 
 def _texts(comparisons: Sequence[Comparison], way: str) -> Iterator[str]:
-    """Whether all wrote the same: TriForce must, transformers rounds otherwise."""
+    """Compare the texts: TriForce's must be equal, transformers' may differ by rounding."""
     places = [(comparison.plan.capacity, comparison.first_difference(way)) for comparison in comparisons]
     differing = ", ".join(f"from token {place + 1:,} at {context:,}" for context, place in places if place is not None)
     if not differing:

@@ -1,4 +1,4 @@
-"""What a chat shows besides the replies: pure functions to text."""
+"""The text that a chat shows besides the replies: pure functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def session(num_turns: int, num_tokens: int, num_bytes: int) -> str:
 
 
 def last_turn(conversation: Conversation) -> str:
-    """What the person may have forgotten: the last question and the end of its reply."""
+    """The last question and the end of its reply, as a reminder."""
     if not conversation.turns:
         return ""
     turn = conversation.turns[-1]
@@ -81,7 +81,7 @@ def cut_short(max_tokens: int | None) -> str:
 
 
 def parts_table(parts: Sequence[Part], used: int, limit: int) -> str:
-    """What takes how many tokens, and what is left."""
+    """A table of the tokens of each part, and of those left."""
     rows = [(_name(part), f"{part.num_tokens:,}") for part in parts]
     rest = ("left", f"{limit - used:,}") if used <= limit else ("too many", f"{used - limit:,}")
     rows += [("", ""), ("all of it", f"{used:,}"), rest]
@@ -101,7 +101,7 @@ def commands(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _offer(droppable: Sequence[Part]) -> str:
-    """What would make room."""
+    """A line that says what can be dropped to make room."""
     if not droppable:
         return "begin anew with /clear, or with a larger --context where the model has one"
     documents = sorted((part for part in droppable if part.kind == "document"), key=lambda part: -part.num_tokens)

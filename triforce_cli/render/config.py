@@ -38,7 +38,7 @@ def table(settings: Sequence[Setting]) -> str:
 
 
 def document(file: str, settings: Sequence[Setting], *, found: bool) -> dict[str, Any]:
-    """What `config show --json` prints. found: is there a file?"""
+    """The JSON of `config show`. found: whether the file exists."""
     return {
         "file": file,
         "found": found,

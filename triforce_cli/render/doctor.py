@@ -1,4 +1,4 @@
-"""What `triforce doctor` prints: sections of short lines that fit any terminal, and the same as one JSON object."""
+"""The report of `triforce doctor`: sections of short lines that fit any terminal, and the same as one JSON object."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def report(diagnosis: Diagnosis, expected: Sequence[Expectation], *, width: int)
 
 
 def document(diagnosis: Diagnosis, expected: Sequence[Expectation], record: Record) -> dict[str, Any]:
-    """What `--json` prints. Bytes, bytes per second and operations per second."""
+    """The report as JSON, in bytes, bytes per second and operations per second."""
     return {
         "version": __version__,
         **diagnosis.as_dict(),
@@ -124,7 +124,7 @@ def _together(diagnosis: Diagnosis) -> Iterator[Row]:
 
 
 def software_rows(software: Software, driver: Driver | None) -> list[Row]:
-    """What is installed, and what of it runs."""
+    """Rows of the installed libraries, and of those that run."""
     cuda = "no CUDA" if software.torch_cuda is None else f"CUDA {software.torch_cuda}"
     flash = f"; flash-attn {software.flash_attn} found, not used yet" if software.flash_attn else ""
     return [

@@ -48,13 +48,13 @@ def table(lines: Sequence[Line], absent: Sequence[Alias], *, width: int) -> str:
 
 
 def footnote(folder: Path, hardware: Hardware) -> str:
-    """Where pulled models lie, and what machine was meant."""
+    """The folder of models, and the machine that "fits here" refers to."""
     place = f"{hardware.device_name}, {size(hardware.device_free_bytes)} free"
     return f"in {path_text(folder)}; what fits here: on {place}"
 
 
 def table_document(folder: Path, lines: Sequence[Line], absent: Sequence[Alias], hardware: Hardware) -> dict[str, Any]:
-    """What `models --json` prints. kv_bytes_per_token: in the dtype that the model is meant for."""
+    """The JSON of `models`. kv_bytes_per_token: in the dtype that config.json names."""
     return {
         "folder": path_text(folder),
         "device": hardware.device,

@@ -54,7 +54,7 @@ class Planned:
 
 
 def report(planned: Planned, *, width: int) -> RenderableType:
-    """What `triforce plan` prints in `width` columns."""
+    """The report of `triforce plan` in `width` columns."""
     parts = [
         Text("\n".join(_head(planned))),
         _memory(planned, width),
@@ -68,7 +68,7 @@ def report(planned: Planned, *, width: int) -> RenderableType:
 
 
 def document(planned: Planned) -> dict[str, Any]:
-    """What `--json` prints. Bytes, and per second."""
+    """The report as JSON, in bytes and bytes per second."""
     hardware, fit = planned.request.hardware, None
     if planned.longest_context is not None:
         fit = {"longest_context": planned.longest_context, "limit": planned.request.target.context_limit}
@@ -98,7 +98,7 @@ def _head(planned: Planned) -> Iterator[str]:
 
 
 def _memory(planned: Planned, width: int) -> RenderableType:
-    """Where every byte goes."""
+    """A table of bytes by purpose and memory."""
     plan, hardware = planned.plan, planned.request.hardware
     device, host, remarks = plan.device_bytes, plan.host_bytes, _residency(planned)
     rows = [
@@ -112,7 +112,7 @@ def _memory(planned: Planned, width: int) -> RenderableType:
 
 
 def _residency(planned: Planned) -> dict[str, str]:
-    """What share of it is on the device; the rest streams."""
+    """The shares of weights and cache that are on the device; the rest is streamed."""
     plan, num_layers = planned.plan, planned.request.target.num_layers
     tiles = num_layers * -(-plan.capacity // plan.tile_tokens)
     here = min(plan.resident_tiles, tiles)
@@ -123,7 +123,7 @@ def _residency(planned: Planned) -> dict[str, str]:
 
 
 def _bars(planned: Planned, width: int) -> RenderableType:
-    """How full each memory would be. A CPU has one."""
+    """A bar of the use of each memory. A CPU has one memory."""
     hardware = planned.request.hardware
     device, host = sum(planned.plan.device_bytes.values()), sum(planned.plan.host_bytes.values())
     if hardware.is_cpu:

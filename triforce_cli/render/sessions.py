@@ -22,8 +22,8 @@ _MIN_MODEL = 12  # columns of a model's name that are shown in any window
 
 @dataclass(frozen=True)
 class Contents:
-    """What a session is of, as far as who saved it says so. kind: "chat", "text", or "" where nothing is said that we
-    know; num_turns: of a chat."""
+    """A session's contents, as its writer described them. kind: "chat", "text", or "" if it is unknown; num_turns: of a
+    chat."""
 
     kind: str
     num_turns: int | None = None
@@ -55,7 +55,7 @@ def table(sessions: Sequence[Summary], *, width: int) -> str:
 
 
 def table_document(folder: Path, sessions: Sequence[Summary]) -> dict[str, Any]:
-    """What `ls --json` prints. bytes: of all files; problem: why a session cannot be used, or null."""
+    """The JSON of `sessions ls`. bytes: of all files; problem: why a session cannot be used, or null."""
     return {
         "folder": path_text(folder),
         "sessions": [
@@ -90,7 +90,7 @@ def description(path: Path, manifest: Manifest, nbytes: int) -> str:
 
 
 def description_document(path: Path, manifest: Manifest, nbytes: int) -> dict[str, Any]:
-    """What `info --json` prints. digests: what the keys and values are bound to."""
+    """The JSON of `sessions info`. digests: what the keys and values are bound to."""
     identity, contents = manifest.identity, Contents.of(manifest.extra)
     return {
         "name": path_text(Path(path.name)),

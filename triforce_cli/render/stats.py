@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def stats_table(stats: Stats, plan: Plan) -> str:
-    """What `--stats` prints: at most 80 columns, the same at a terminal and in a file."""
+    """The table of `--stats`: at most 80 columns, the same at a terminal and in a file."""
     lines = [*_summary(stats), "", *_levels(stats.levels), "", *_links(stats), *_plan(plan)]
     return "\n".join(lines)
 
@@ -29,7 +29,7 @@ def answer_document(
     model: Mapping[str, str | None],
     version: str,
 ) -> dict[str, Any]:
-    """What `--json` prints. `stats` and `plan` are null when the run was interrupted before they existed."""
+    """The answer as JSON. `stats` and `plan` are null if the run was interrupted before they existed."""
     return {
         "text": text,
         "tokens": list(tokens),
@@ -78,7 +78,7 @@ def _levels(levels: Sequence[LevelStats]) -> list[str]:
 
 
 def _proposer_cells(level: LevelStats) -> Iterator[tuple[str, ...]]:
-    """Whose drafts they were, where there was a choice."""
+    """Drafted tokens and acceptance by proposer, if there was more than one."""
     if len(level.drafted_by) < 2:
         return
     for name, drafted in sorted(level.drafted_by.items()):

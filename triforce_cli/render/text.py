@@ -63,7 +63,7 @@ def percent(done: float, total: float) -> int:
 
 
 def pace(done: float, total: float, unit: str, seconds: float, *, first: float = 0) -> str:
-    """How a stage is going, `seconds` after `first` of it was done: "of 32,768 tokens, 812 tokens/s, 23 s left"."""
+    """A stage's progress, `seconds` after `first` of it was done: "of 32,768 tokens, 812 tokens/s, 23 s left"."""
     parts = [f"of {amount(total, unit)}"]
     if done > first and seconds > 0:
         parts += [rate(done - first, unit, seconds), f"{duration((total - done) * seconds / (done - first))} left"]
@@ -104,7 +104,7 @@ def levels_of(plan: Plan) -> str:
 
 
 def lengths_of(plan: Plan) -> str:
-    """How far is drafted, and over how much of the cache."""
+    """The draft lengths, and the budget of the retrieval level."""
     if not plan.gamma:
         return "nothing drafted"
     parts = [f"gamma {_most(plan, 'target', plan.gamma)}"]

@@ -1,4 +1,4 @@
-"""What `triforce verify` found, as text and as a JSON object: pure functions."""
+"""Results of `triforce verify` as text and as a JSON object: pure functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def report(found: ExactnessReport, plan: Plan, sampling: SamplingParams, piece: 
 
 
 def document(found: ExactnessReport, plan: Plan, sampling: SamplingParams) -> dict[str, Any]:
-    """What `--json` prints. holds: nothing differs; inexact and intolerable: what does."""
+    """The results as JSON. holds: nothing differs; inexact and intolerable: the tokens that do."""
     return {
         "holds": found.holds,
         **asdict(found),

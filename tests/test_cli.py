@@ -224,6 +224,29 @@ class TestStandardError:
         assert done.stderr.startswith(b"load ")
         assert b"tokens/round" in done.stderr
 
+    def test_says_what_the_text_takes_without_speculation(self, model):
+        script = {"pieces": ["te", "xt"]}
+        args = ("--model", model, "--prompt", "x", "--compare", "--quiet")
+        done = run(*args, "--temperature", "0", script=script)
+        assert (done.returncode, done.stdout) == (0, b"text")
+        said = b"2 tokens in 8.0 s; without speculation 8.0 s, 1.0 times as long, and the text is "
+        assert done.stderr == said + b"the same\n"
+        done = run(*args, "--stats", script=script)
+        assert done.stderr.startswith(said + b"sampled anew; at --temperature 0 it is the same\n")
+        assert b"2 tokens" in done.stderr.partition(b"decode")[2]
+        done = run(*args, script={"pieces": ["text"]})
+        assert (done.returncode, done.stderr) == (0, b"the text is too short to be compared\n")
+
+    def test_has_an_error_where_the_text_is_another_without_speculation(self, model):
+        script = {"pieces": ["te", "xt"], "plain_pieces": ["te", "st", "!"]}
+        args = ("--model", model, "--prompt", "x", "--compare", "--stats", "--temperature", "0")
+        done = run(*args, "--json", script=script)
+        assert done.returncode == 5
+        assert json.loads(done.stdout)["stats"]["output_tokens"] == 2  # of the text, not of the other
+        assert b"without speculation the text is another" in done.stderr
+        args = ("--model", model, "--prompt", "x", "--compare")
+        assert run(*args, "--temperature", "1", script=script).returncode == 0
+
     def test_has_no_escape_sequences_in_a_pipe(self, model):
         done = run(
             "--model", model, "--prompt", "x", "--stats", env={"FORCE_COLOR": "1"}, script={"fail": "ModelError"}

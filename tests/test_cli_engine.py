@@ -57,6 +57,14 @@ def shell(folder: Path, triforce: Callable[..., tuple[int, str, str]]) -> Shell:
     return Shell(folder, triforce)
 
 
+def test_without_speculation_the_text_is_the_same(shell, folder):
+    args = ("--draft", str(folder / "draft"), *SMALL_LEVELS, "--temperature", "0")
+    code, out, err = shell.code(*args, "--compare", "--stats")
+    assert (code, out) == (0, shell.text(*args))
+    assert "times as long, and the text is the same" in err
+    assert "draft -> retrieval -> target" in err  # the table is of the text that was shown
+
+
 def test_same_seed_gives_the_same_bytes_and_another_seed_others(shell, folder):
     args = ("--draft", str(folder / "draft"), *SMALL_LEVELS, "--temperature", "1", "--top-p", "1")
     first = shell.text(*args, "--seed", "1")

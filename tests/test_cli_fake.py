@@ -1,8 +1,9 @@
 """A stand-in for the engine, so that the command line is tested in fractions of a second and at will.
 
 `python tests/test_cli_fake.py generate ...` is `triforce generate ...` on it. FAKE holds a JSON object:
-pieces: the text, one piece a step; piece_seconds: after each; finish: of the last step; hang: after the pieces, sleep
-until killed; endless: repeat the last piece very often; fail: raise this error ("DoesNotFit", ...) after the pieces;
+pieces: the text, one piece a step; plain_pieces: the same without speculation; piece_seconds: after each; finish: of
+the last step; hang: after the pieces, sleep until killed; endless: repeat the last piece very often; fail: raise this
+error ("DoesNotFit", ...) after the pieces;
 load_fail: raise it at load; ticks: progress calls per stage; tick_seconds: between two of them.
 """
 
@@ -151,7 +152,8 @@ class Engine:
     ) -> Iterator[Step]:
         _tick("prefill", len(prompt), "tokens", on_progress)
         asked = {"prompt": bytes(prompt).decode(), "sampling": asdict(sampling), "max_tokens": max_tokens}
-        pieces = SCRIPT.get("pieces", [json.dumps(self._echo | asked | {"stop": list(stop)})])
+        name = "pieces" if speculation or "plain_pieces" not in SCRIPT else "plain_pieces"
+        pieces = SCRIPT.get(name, [json.dumps(self._echo | asked | {"stop": list(stop)})])
         self.stats = make_stats(num_prompt_tokens=len(prompt), output_tokens=len(pieces))
         last = len(pieces) - 1 if not {"hang", "endless", "fail"} & SCRIPT.keys() else None
         for index, piece in enumerate(pieces):

@@ -16,6 +16,7 @@ from triforce_cli.signals import Terminated
 
 if TYPE_CHECKING:
     from offload.engine import Engine, Step
+    from offload.metrics import Stats
     from offload.plan.planner import Plan
 
 INTERRUPTED, TIMEOUT, FAILED = "interrupted", "timeout", "error"
@@ -37,7 +38,8 @@ class Answer:
         self._echo, self._show_stats = echo, show_stats
         self._prompt = ""
         self._pieces: list[str] = []
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []
+        self.stats: Stats | None = None  # of the tokens that have come
         self._finish: str | None = None
 
     def __enter__(self) -> Answer:
@@ -57,24 +59,25 @@ class Answer:
 
     @property
     def num_tokens(self) -> int:
-        return len(self._tokens)
+        return len(self.tokens)
 
     def add(self, step: Step) -> None:
-        if not self._tokens and self._engine is not None:
-            self._form.prefilled(self._engine.stats)
+        if self.stats is None and self._engine is not None:
+            self.stats = self._engine.stats
+            self._form.prefilled(self.stats)
         self._pieces.append(step.text)
-        self._tokens += step.tokens
+        self.tokens += step.tokens
         self._finish = step.finish
         self._form.add(step)
 
     def _ended(self, finish_reason: str) -> dict[str, Any]:
         """Logged, and as one document."""
-        stats = self._engine.stats if self._engine else None
+        stats = self.stats or (self._engine.stats if self._engine else None)
         log.event(f"ended ({finish_reason})", stats.as_dict() if stats else None)
         echo: dict[str, Any] = {"prompt": self._prompt} if self._echo else {}
         return echo | answer_document(
             text="".join(self._pieces),
-            tokens=self._tokens,
+            tokens=self.tokens,
             finish_reason=finish_reason,
             stats=stats,
             plan=self._plan,
@@ -83,6 +86,5 @@ class Answer:
         )
 
     def _show_table(self) -> None:
-        stats = self._engine.stats if self._engine else None
-        if self._show_stats and self._plan and stats and stats.output_tokens:
-            self._output.table(stats_table(stats, self._plan))
+        if self._show_stats and self._plan and self.stats and self.stats.output_tokens:
+            self._output.table(stats_table(self.stats, self._plan))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from offload.errors import UsageError
+from offload.errors import Differs, UsageError
 from triforce_cli import __version__, options
 from triforce_cli.answer import Answer
 from triforce_cli.batch import Batch
@@ -30,10 +30,12 @@ from triforce_cli.options import OUTPUT, SAMPLING, number, option, switch
 from triforce_cli.outfile import OutputFile
 from triforce_cli.output import Output
 from triforce_cli.prompt import STDIN, decode_argument, read_prompt, user_path
+from triforce_cli.render.stats import compared
 from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
-    from offload.engine import Engine
+    from offload.engine import Engine, Step
+    from offload.metrics import Stats
     from offload.plan.planner import Options, Plan
     from offload.session.store import Store
 
@@ -96,6 +98,15 @@ Destination = Annotated[
 ]
 ShowStats = Annotated[bool, switch("--stats", "After the text, a table of what it cost (standard error).", OUTPUT)]
 
+Compare = Annotated[
+    bool,
+    switch(
+        "--compare",
+        "After the text, decode again without speculation; compare time and text (standard error).",
+        OUTPUT,
+    ),
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generate:
@@ -115,6 +126,7 @@ class Generate:
     file: Path | None
     echo: bool
     show_stats: bool
+    compare: bool
     quiet: bool
 
     @property
@@ -159,6 +171,36 @@ class Generate:
                 answer.add(step)
                 if self.as_json or self.file:
                     output.report("decode", answer.num_tokens, plan.max_tokens, "tokens")
+            if self.compare:
+                steps = self._decode_plainly(engine, tokens, plan, output)
+                self._compare(answer, list(deadline.within(steps)), engine.stats, output)
+
+    def _decode_plainly(self, engine: Engine, tokens: Sequence[int], plan: Plan, output: Output) -> Iterator[Step]:
+        """The same request without speculation."""
+        output.end_shown_line()
+        steps = engine.generate(
+            tokens,
+            self.sampling.params(),
+            max_tokens=plan.max_tokens,
+            stop=self.stops,
+            reuse=self.session is not None,
+            speculation=False,
+            on_progress=output.progress,
+        )
+        done = 0
+        for step in steps:
+            done += len(step.tokens)
+            output.report("without speculation", done, plan.max_tokens, "tokens")
+            yield step
+
+    def _compare(self, answer: Answer, plain: Sequence[Step], plain_stats: Stats, output: Output) -> None:
+        """Raises Differs where there is one text and it is another."""
+        same = [token for step in plain for token in step.tokens] == answer.tokens
+        greedy = self.sampling.temperature == 0.0
+        if answer.stats is not None:
+            output.table(compared(answer.stats, plain_stats, greedy=greedy))
+        if greedy and not same:
+            raise Differs("without speculation the text is another; triforce verify shows where it begins to differ")
 
     def _open_session(self, plan: Plan, stack: ExitStack) -> Store | None:
         if self.session is None:
@@ -221,6 +263,7 @@ def generate(
     output: Destination = None,
     echo: Echo = False,
     stats: ShowStats = False,
+    compare: Compare = False,
     json: options.AsJson = False,
     jsonl: AsEvents = False,
     quiet: options.Quiet = False,
@@ -238,7 +281,7 @@ def generate(
     options.check_max_tokens(max_tokens)
     _check_timeout(timeout)
     if input_jsonl is not None or output_jsonl is not None:
-        _check_batch(input_jsonl, (prompt_file, prompt, session.path(), output, jsonl, stats))
+        _check_batch(input_jsonl, (prompt_file, prompt, session.path(), output, jsonl, stats, compare))
         return Batch(
             source=user_path(str(input_jsonl)),
             target=destination(output_jsonl),
@@ -268,6 +311,7 @@ def generate(
         file=destination(output),
         echo=echo,
         show_stats=stats,
+        compare=compare,
         quiet=quiet,
     )
 
@@ -284,7 +328,7 @@ def _check_batch(source: Path | None, others: Iterable[object]) -> None:
     if any(others):
         raise UsageError(
             "--input-jsonl answers in JSON lines of its own; leave out --prompt-file, --prompt, --session, --cache, "
-            "--output, --jsonl and --stats (--output-jsonl FILE names where the lines go)"
+            "--output, --jsonl, --stats and --compare (--output-jsonl FILE names where the lines go)"
         )
 
 

@@ -19,6 +19,19 @@ def stats_table(stats: Stats, plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def compared(stats: Stats, plain: Stats, *, greedy: bool) -> str:
+    """What `--compare` prints. plain: of the same request without speculation, whose text is the same where greedy."""
+    ours, theirs = stats.milliseconds_per_token, plain.milliseconds_per_token
+    if ours is None or theirs is None:
+        return "the text is too short to be compared"
+    num_timed = stats.output_tokens - 1
+    text = "the text is the same" if greedy else "the text is sampled anew; at --temperature 0 it is the same"
+    return (
+        f"{stats.output_tokens:,} tokens in {duration(ours * num_timed / 1000)}; without speculation "
+        f"{duration(theirs * num_timed / 1000)}, {theirs / ours:.1f} times as long, and {text}"
+    )
+
+
 def answer_document(
     *,
     text: str,

@@ -18,8 +18,8 @@ from triforce_cli.app import main
 from triforce_cli.batch.records import Defaults, Record, after, read_records
 from triforce_cli.batch.results import ResultFile
 
-LAW = {"temperature": 0.6, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "seed": None}
-DEFAULTS = Defaults(max_tokens=7, sampling=LAW, stops=("END",))
+SAMPLING = {"temperature": 0.6, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "seed": None}
+DEFAULTS = Defaults(max_tokens=7, sampling=SAMPLING, stops=("END",))
 
 
 def read(*lines: str, defaults: Defaults = DEFAULTS) -> list[Record]:
@@ -33,18 +33,18 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 class TestRecords:
     def test_what_a_line_does_not_say_is_as_for_one_prompt(self):
         (record,) = read('{"prompt": "x"}')
-        assert record == Record(number=1, id=1, prompt="x", max_tokens=7, sampling=LAW, stops=("END",))
+        assert record == Record(number=1, id=1, prompt="x", max_tokens=7, sampling=SAMPLING, stops=("END",))
 
     def test_what_a_line_says_wins(self):
         line = {"id": "a", "prompt": "x", "max_tokens": 3, "stop": ["1", "2"], "meta": {"k": [1]}}
-        law = {"temperature": 0, "top_p": 1, "top_k": 5, "min_p": 0.5, "seed": 3}
-        (record,) = read(json.dumps(line | law))
+        sampling = {"temperature": 0, "top_p": 1, "top_k": 5, "min_p": 0.5, "seed": 3}
+        (record,) = read(json.dumps(line | sampling))
         assert (record.id, record.max_tokens, record.stops, record.meta) == ("a", 3, ("1", "2"), {"k": [1]})
-        assert record.sampling == law
+        assert record.sampling == sampling
         assert read('{"prompt": "x", "stop": "one"}')[0].stops == ("one",)
 
     def test_equal_prompts_get_seeds_of_their_own(self):
-        defaults = Defaults(max_tokens=7, sampling=LAW | {"seed": 10}, stops=())
+        defaults = Defaults(max_tokens=7, sampling=SAMPLING | {"seed": 10}, stops=())
         records = read('{"prompt": "x"}', "", '{"prompt": "x"}', '{"prompt": "x", "seed": 5}', defaults=defaults)
         assert [(r.number, r.sampling["seed"]) for r in records] == [(1, 10), (3, 12), (4, 5)]
 

@@ -152,7 +152,7 @@ class TestReference:
         assert stopped == fresh[: fresh.index(fresh[2]) + 1]
 
     def test_settings_that_a_folder_brings_do_not_count(self, folder, tmp_path, prompt):
-        """A repetition penalty in generation_config.json made transformers sample from another law."""
+        """Bug: a repetition penalty in generation_config.json made transformers sample from another distribution."""
         for file in (folder / "target").iterdir():
             (tmp_path / file.name).write_bytes(file.read_bytes())
         (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 5.0}')

@@ -1,7 +1,7 @@
-"""Is what the engine wrote what the target alone would write? Every token replayed by itself, some computed afresh.
+"""Check that the engine writes what the target alone would write: replay every token by itself, recompute some.
 
-Speculation must not show: the law behind each token has to be, bit for bit, the one that plain decoding finds at its
-place. A prefill of the same tokens adds up in another order, so against it numbers agree within rounding only.
+Speculation must not change the output: the logits behind each token must be, bit for bit, those that plain decoding
+computes at its position. A prefill of the same tokens sums in another order, so its logits agree within rounding only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Replayed:
     """A generated token (`index` from 0) and the row that plain decoding draws it from.
 
     difference: the largest of a logit from the row that the engine drew from, 0.0 with same_bits. margin: of the
-    likeliest logit over the next one. possible: the law gives `token` a probability; at temperature 0, it is `best`.
+    likeliest logit over the next one. possible: `token` has a probability above 0; at temperature 0, it is `best`.
     """
 
     index: int
@@ -169,12 +169,12 @@ def _spread(count: int, wanted: int) -> list[int]:
 
 
 def _replayed(index: int, token: int, drawn_from: Tensor, row: Tensor, sampling: SamplingParams) -> Replayed:
-    law = warp(row[None], sampling)[0]
+    probs = warp(row[None], sampling)[0]
     return Replayed(
         index=index,
         token=token,
         best=int(row.argmax()),
-        possible=bool(law[token] > 0),
+        possible=bool(probs[token] > 0),
         same_bits=torch.equal(drawn_from, row),
         difference=_difference(drawn_from, row),
         margin=_margin(row),

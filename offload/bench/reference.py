@@ -29,7 +29,7 @@ class Reference:
                 str(model), dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False, use_safetensors=True
             )
             self._model = loaded.to(device).eval()
-            self._model.generation_config = GenerationConfig()  # not the folder's own: the law is the caller's
+            self._model.generation_config = GenerationConfig()  # sampling is the caller's, not the folder's
         except torch.OutOfMemoryError as error:
             raise _too_large(device) from error
         except (OSError, ValueError, ImportError) as error:
@@ -59,7 +59,7 @@ class Reference:
                 eos_token_id=sorted(end_tokens) or None,
                 pad_token_id=0,  # of a batch of one nothing is padded
                 streamer=clock,
-                **_law(sampling),
+                **_sampling_arguments(sampling),
             )
         except torch.OutOfMemoryError as error:
             raise _too_large(self._device) from error
@@ -78,8 +78,8 @@ class _Clock(BaseStreamer):
     def end(self) -> None: ...
 
 
-def _law(sampling: SamplingParams) -> dict[str, Any]:
-    """The same law in transformers' words."""
+def _sampling_arguments(sampling: SamplingParams) -> dict[str, Any]:
+    """The arguments of transformers' `generate` for the same distribution."""
     if sampling.temperature == 0.0:
         return {"do_sample": False}
     return {"do_sample": True} | {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}

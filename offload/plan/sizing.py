@@ -153,7 +153,7 @@ class Sizing:
         return (composition.budget + max(TAIL_TOKENS, composition.chunk)) * self.kv_bytes_per_token
 
     def _workspace(self, capacity: int, gamma: int) -> int:
-        """The largest temporaries: a block of a prefill, or of rows over a tile, or the logits and their law."""
+        """The largest temporaries: a block of a prefill, or of rows over a tile, or logits and probabilities."""
         target, item, heads = self.target, self.itemsize, self.target.num_heads // self.num_devices
         tile_tokens, prefill = self.tile_tokens(capacity), self.prefill
         walk = WALK * (3 * target.intermediate_size + 6 * target.hidden_size) * item

@@ -40,8 +40,8 @@ class Settings:
         from offload.decode.sampling import SamplingParams
 
         seed = None if self.seed is None else self.seed + num_replies
-        law: dict[str, Any] = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        return SamplingParams(**law, seed=seed)
+        chosen: dict[str, Any] = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        return SamplingParams(**chosen, seed=seed)
 
     def __str__(self) -> str:
         values = ((name, getattr(self, name.replace("-", "_"))) for name in names())

@@ -6,8 +6,7 @@ usage: python benchmarks/replay.py [--model DIR --draft DIR] [--lengths 8192] [-
 At temperature 0 all settings write one text. Recorded are, at each place of it, the draft's token and the retrieval
 level's, over chunks chosen a block before. The decoding code itself then runs on levels that look these up, by the
 plan's clock, over stretches of the text that begin afresh: `--stretches` of `--max-tokens`. After a wrong token a level
-says what it says at that place of the text. All settings have the default's budget: decisions alone are compared, on
-many texts. Where blocks happen to end decides a single run: `--alignments` plays each stretch so often, from places two
+says what it says at that place of the text. All settings have the default's budget: decisions alone are compared, on many texts. Where blocks happen to end decides a single run: `--alignments` plays each stretch so often, from places two
 tokens apart, and takes the mean. --starts: shares of the source text after which the prompts begin. A setting fixes
 gamma, or lookups, or both: `gamma=7+lookup=no`.
 """
@@ -27,13 +26,14 @@ from decode import demo_models, parser_of, without_link
 from report import about, emit, say
 from torch import Tensor
 
+from offload.decode.build import build_speculator
 from offload.decode.sampling import SamplingParams
-from offload.decode.stack import stack
 from offload.engine import Engine, load_tokenizer, plan_request
 from offload.metrics import LevelStats
 from offload.plan.planner import Options, Plan
 
 GREEDY = SamplingParams(temperature=0.0)
+PRICED = SamplingParams(temperature=1e-30, seed=0)  # writes the greedy text; a seed charges the plan's seconds
 BLOCK = {True: 24, False: 8}  # tokens between two choices of chunks; the passes of an offloaded cache are longer
 
 
@@ -117,37 +117,33 @@ def compact(recording: Recording) -> Recording:
 
 
 def play(recording: Recording, plan: Plan, start: int, num_tokens: int) -> float:
-    """Milliseconds a token after the first, from `start` tokens after the prompt on."""
+    """Milliseconds a token after the first by the plan's prices, from `start` tokens after the prompt on."""
     text, vocab_size = recording.text, 1 + max(map(max, recording.says.values()))
-    levels: dict[str, Recorded] = {
-        name: Recorded(name, recording.says[name], recording.margins[name], vocab_size) for name in plan.levels
-    }
-    keeps_mass = retrieves = "retrieval" in levels
+    levels = {name: Recorded(name, recording.says[name], recording.margins[name], vocab_size) for name in plan.levels}
+    records_mass = True
 
-    def prepare(num_rows: int) -> None:
-        """As the engine does it: the pass before the one that readies the retrieval level keeps masses for it."""
-        nonlocal keeps_mass
-        began, wanted = levels_.clock.now(), retrieves and levels_.lookahead.wants(-1)
-        ready, keeps_mass = wanted and keeps_mass, wanted
+    def prepare(num_rows: int, wanted: bool) -> bool:
+        """As the retrieval cache does it: the pass before the one that it proposes for has to record masses."""
+        nonlocal records_mass
+        ready, records_mass = wanted and records_mass, wanted
         if ready:
-            levels_.clock.wind(plan.predicted.refresh_seconds)
             levels["retrieval"].tokens = text[: levels["target"].length]
-        if retrieves:
-            levels_.lookahead.readied(-1, levels_.clock.now() - began if ready else None)
+        return ready
 
-    levels_ = stack(
-        plan, levels, GREEDY, vocab_size=vocab_size, device=torch.device("cpu"), on_verified=prepare,
-        keeps_mass=lambda: keeps_mass,
-    )  # fmt: skip
+    speculator = build_speculator(
+        plan, levels, PRICED, vocab_size=vocab_size, device=torch.device("cpu"), prepare_retrieval=prepare
+    )
     sequence = text[: recording.num_prompt + start]
     levels["target"].tokens = sequence[: -plan.rows]
-    sequence += levels_.top.round(sequence, 1).tokens
-    began, first = levels_.clock.now(), len(sequence)
+    sequence += speculator.round(sequence, 1).tokens
+    first, seconds = len(sequence), 0.0
     while (left := first + num_tokens - 1 - len(sequence)) > 0:
-        sequence += levels_.top.round(sequence, left).tokens
+        step = speculator.round(sequence, left)
+        sequence += step.tokens
+        seconds += step.seconds
     if sequence != text[: len(sequence)]:
         raise AssertionError("a setting wrote another text")
-    return 1000 * (levels_.clock.now() - began) / (len(sequence) - first)
+    return 1000 * seconds / (len(sequence) - first)
 
 
 def set_by_hand(plan: Plan, setting: str) -> Plan:

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 
 from offload.cache.retrieval import RetrievalCache
 from offload.decode import generation
-from offload.decode.clock import Clock
+from offload.decode.build import build_speculator
 from offload.decode.generation import FinishReason
-from offload.decode.lookahead import Lookahead
 from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
-from offload.decode.stack import stack
 from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
 from offload.errors import DoesNotFit, ModelError, UsageError
 from offload.metrics import LevelStats, LinkStats, Stats
@@ -67,9 +65,6 @@ class Engine:
     worker: models and caches. prefix: what its full cache keeps from one request to the next. stats: of the latest
     request.
     """
-
-    clock: Clock  # of the latest request
-    _lookahead: Lookahead
 
     def __init__(self, worker: Worker, tokenizer: Tokenizer, *, load_seconds: float = 0.0) -> None:
         self.worker, self.tokenizer, self.prefix, self.stats = worker, tokenizer, PrefixCache(worker), Stats()
@@ -142,6 +137,7 @@ class Engine:
         )
         try:
             for run in runs:
+                self.worker.fetch_ahead()
                 step = _show(run, detokenizer, stops, end_tokens)
                 self.stats.output_tokens -= len(run.tokens) - len(step.tokens)
                 text_tokens += step.tokens
@@ -264,51 +260,30 @@ class Engine:
         self.stats.decode_link = self.worker.link_stats - self._link_at_decode
 
     def _make_speculator(self, sampling: SamplingParams) -> Speculator:
-        levels = stack(
-            self.plan,
-            self.levels,
-            sampling,
-            vocab_size=self.worker.vocab_size,
-            device=self.worker.memory.device,
-            on_verified=self._prepare,
-            keeps_mass=lambda: self.retrieval is not None and self.worker.full.record_mass,
-            block=self.levels["target"].block,
-        )
-        self._lookahead, self.clock = levels.lookahead, levels.clock
-        return levels.top
+        return self._build(self.plan, self.levels, sampling)
 
     def _make_plain(self, sampling: SamplingParams) -> Speculator:
-        """One that drafts nothing: the levels below rest, and no masses are kept for them."""
+        """One that drafts nothing: the levels below rest, and no masses are recorded for them."""
         self.worker.full.record_mass = False
-        levels = stack(
-            replace(self.plan, gamma=0, lookup=False, adaptive=()),
-            {"target": self.levels["target"]},
+        plan = replace(self.plan, gamma=0, lookup=False, adaptive=())
+        return self._build(plan, {"target": self.levels["target"]}, sampling)
+
+    def _build(self, plan: Plan, levels: Mapping[str, Level], sampling: SamplingParams) -> Speculator:
+        return build_speculator(
+            plan,
+            levels,
             sampling,
             vocab_size=self.worker.vocab_size,
             device=self.worker.memory.device,
-            on_verified=lambda num_rows: self.worker.fetch_ahead(),
-            keeps_mass=lambda: False,
+            prepare_retrieval=self._prepare_retrieval,
+            block=self.levels["target"].block,
         )
-        return levels.top
 
-    def _prepare(self, num_rows: int) -> None:
-        """After a verification, for the next: retrieved chunks first, since the proposals wait for them."""
-        if self.retrieval is not None:
-            self._prepare_retrieval(self.retrieval, num_rows)
-        self.worker.fetch_ahead()
-
-    def _prepare_retrieval(self, retrieval: RetrievalCache, num_rows: int) -> None:
-        """Refresh where the retrieval level is wanted, by the masses of the pass that ended; else it rests, and none
-        are kept."""
-        began, start, index = time.perf_counter(), self.clock.now(), -1  # the last proposer of the target
-        wanted = self._lookahead.wants(index)
-        ready = wanted and (self.worker.full.record_mass or not retrieval.needs_mass)
-        self.worker.full.record_mass = wanted
-        if ready:
-            retrieval.refresh(num_rows)
-            self.clock.wind(self.plan.predicted.refresh_seconds)
-        self._lookahead.readied(index, self.clock.now() - start if ready else None)
-        self.stats.refresh_seconds += time.perf_counter() - began
+    def _prepare_retrieval(self, num_rows: int, wanted: bool) -> bool:
+        start = time.perf_counter()
+        ready = self.worker.prepare_retrieval(num_rows, wanted=wanted)
+        self.stats.refresh_seconds += time.perf_counter() - start
+        return ready
 
 
 def _show(run: generation.Run, detokenizer: Detokenizer, stops: StopStrings, end_tokens: frozenset[int]) -> Step:

@@ -32,7 +32,7 @@ class Worker:
     """Models, levels with their caches, link and memory of one rank.
 
     Whatever changes the caches is asked for with tokens and lengths alone: `prefill`, `forward` and `truncate` of the
-    `levels` (by name: "target", "retrieval", "draft"), `refresh`, `fetch_ahead`, `copy_rows`. `full` is the target's
+    `levels` (by name: "target", "retrieval", "draft"), `refresh`, `prepare_retrieval`, `fetch_ahead`, `copy_rows`. `full` is the target's
     cache; a session saves and fills its pages (`PagedRows`).
     """
 
@@ -106,6 +106,10 @@ class Worker:
         pass."""
         if self.retrieval is not None:
             self.retrieval.refresh(num_rows)
+
+    def prepare_retrieval(self, num_rows: int, *, wanted: bool) -> bool:
+        """See `RetrievalCache.prepare`. False where the plan has no retrieval level."""
+        return self.retrieval is not None and self.retrieval.prepare(num_rows, wanted=wanted)
 
     def fetch_ahead(self) -> None:
         """Start to fetch the tiles that the target's next pass needs first."""

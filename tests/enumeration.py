@@ -20,15 +20,11 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
-from offload.decode import generation, lookahead, lookup, sampling, speculation, verify
-from offload.decode.adaptive import Adaptive
-from offload.decode.clock import PlanClock
-from offload.decode.estimates import PassSeconds
-from offload.decode.lookahead import Ask, Fixed, Lookahead, Outlook
-from offload.decode.pace import Priced
+from offload.decode import generation, lookup, proposal, sampling, speculation, verify
+from offload.decode.lengths import LOOKUP_CHANCES, Adaptive, Estimate, Fixed, PassSeconds
+from offload.decode.proposal import Offer, Proposal
 from offload.decode.sampling import RandomSource, SamplingParams
-from offload.decode.source import Source
-from offload.decode.speculation import Proposal
+from offload.decode.speculation import Draft, Lengths
 from offload.decode.verify import Verdict
 from offload.metrics import LevelStats, Stats
 
@@ -53,7 +49,7 @@ class Decode:
 
     sampling: Any
     verify: Any
-    lookahead: Any
+    proposal: Any
     speculation: Any
     lookup: Any
     generation: Any
@@ -63,7 +59,7 @@ class Decode:
         return cls(**modules)
 
 
-REAL = Decode(sampling, verify, lookahead, speculation, lookup, generation)
+REAL = Decode(sampling, verify, proposal, speculation, lookup, generation)
 
 
 # Randomness
@@ -220,21 +216,24 @@ class NgramProposer:
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
 
-    def outlook(self, sequence: Sequence[int]) -> Outlook:
-        return Outlook()
+    def offer(self, sequence: Sequence[int]) -> Offer:
+        return Offer()
 
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
         tokens = [(sequence[-1] + 1 + i) % self._vocabulary for i in range(num_tokens)]
-        return Proposal(tokens, torch.eye(self._vocabulary, dtype=torch.float64)[tokens], [10] * num_tokens)
+        return Proposal(tokens, torch.eye(self._vocabulary, dtype=torch.float64)[tokens], [10] * num_tokens, 0.0)
 
     def truncate(self, length: int) -> None:
         require(length >= 0, f"truncated to {length} tokens")
 
+    def prepare(self, num_rows: int, *, wanted: bool) -> float | None:
+        return 0.0
 
-# Lookaheads other than the real ones
+
+# Lengths other than the real ones
 
 
-class ShortLookahead(Fixed):
+class ShortLengths(Fixed):
     """Drafts fewer tokens than it may, often none, by how many rounds there were: by anything but the next token."""
 
     def __init__(self, gamma: int) -> None:
@@ -246,10 +245,10 @@ class ShortLookahead(Fixed):
         super().start(min(limit, (self._rounds + 3 * limit) % (self.gamma + 1)))
 
 
-class ConfidentLookahead(Fixed):
-    """Drafts on while what was drafted last was sure enough: by tokens that are drawn, all of which are verified.
+class ConfidentLengths(Fixed):
+    """Drafts on while the last drafted tokens were sure enough: by tokens that are drawn, all of which are verified.
 
-    One token less where the level that verifies was unsure of the last one that it emitted.
+    One token less where the chance of the last verified token was low.
     """
 
     _was_sure = True
@@ -263,34 +262,33 @@ class ConfidentLookahead(Fixed):
         if any(map(_is_unsure, grades)):
             self._left = 0
 
-    def verified(self, verdict: Verdict, grades: Sequence[int], num_rows: int, seconds: float) -> None:
-        self._was_sure = not _is_unsure(grades[-1])
+    def verified(self, verdict: Verdict, num_rows: int, seconds: float) -> None:
+        self._was_sure = not verdict.chances or verdict.chances[-1] > 0.5
 
 
 def _is_unsure(grade: int) -> bool:
     return grade < 6 or 10 <= grade < 13
 
 
-class TurnsLookahead(Fixed):
+class TurnLengths(Fixed):
     """Asks the proposers that always can in turns, a token or two at a time: draft and retrieval level in one round."""
 
-    def ask(self, outlooks: Sequence[Outlook]) -> Ask | None:
-        always = [index for index, outlook in enumerate(outlooks) if outlook.num_tokens is None]
-        if self._left <= 0 or not always:
-            return super().ask(outlooks)
-        return Ask(always[self._left % len(always)], min(self._left, 2))
+    def next(self, offers: Sequence[Offer]) -> Draft | None:
+        models = [index for index, offer in enumerate(offers) if offer.num_tokens is None]
+        if self._left <= 0 or not models:
+            return super().next(offers)
+        return Draft(models[self._left % len(models)], min(self._left, 2))
 
 
 CHEAP, DEAR = 0.01, 0.45  # a drafted token; a verification takes 1
-DOUBTS = (3.0, 2.0, *4 * (1.0,), *4 * (0.3,), 3.0, 2.0, 1.0, *3 * (0.3,))  # by the grade of the level that verifies
 
 
 def adaptive(num_proposers: int, gamma: int, *, lookup: bool, dear: bool) -> Adaptive:
     """The real one. `dear` tokens are drafted only where they are likely to be kept."""
     cost = DEAR if dear else CHEAP
-    sources = [Source(0.7, cost, round_seconds=0.1, doubts=DOUBTS) for _ in range(num_proposers - lookup)]
-    passes = PassSeconds(1.0, 0.02)
-    return Adaptive(gamma, passes, [*([Source.lookup()] if lookup else []), *sources])
+    estimates = [Estimate(0.7, cost, prepare_seconds=0.1) for _ in range(num_proposers - lookup)]
+    lookups = [Estimate(0.5, 0.0, chances=LOOKUP_CHANCES)] if lookup else []
+    return Adaptive(gamma, PassSeconds(1.0, 0.02), [*lookups, *estimates])
 
 
 # Warps in fp64, and the real one
@@ -325,7 +323,7 @@ class Case:
     ngram: bool = False
     lookup: bool = False  # beside the other proposers, at every level
     straight: bool = False  # the draft proposes to the target too, beside the retrieval level
-    adapt: Callable[[int], Lookahead] | Literal["adaptive", "adaptive, dear"] = Fixed
+    adapt: Callable[[int], Lengths] | Literal["adaptive", "adaptive, dear"] = Fixed
     warp: Warp = identity
     params: SamplingParams | None = None
     cells: int | None = None
@@ -356,18 +354,18 @@ def build(
     source: Branching,
     *,
     capacity: int = 10_000,
-    on_verified: Callable[[int], None] | None = None,
+    on_prepare: Callable[[int], None] = lambda num_rows: None,
 ) -> Stack:
     rng = source if case.cells is None else on_grid(source, decode, case.cells)
     spec, warp = decode.speculation, case.warp_of(decode)
     levels: list[TableLevel] = []
-    clock, drafting = PlanClock(), DEAR if "dear" in str(case.adapt) else CHEAP
+    drafting = DEAR if "dear" in str(case.adapt) else CHEAP
 
-    def level(law: Law, seconds: float = drafting) -> Priced:
+    def level(law: Law) -> TableLevel:
         levels.append(TableLevel(law, logarithm=case.params is not None, capacity=capacity))
-        return Priced(levels[-1], clock, lambda rows: seconds)
+        return levels[-1]
 
-    def ahead(gamma: int, proposers: Sequence[Any]) -> Any:
+    def lengths(gamma: int, proposers: Sequence[Any]) -> Any:
         if not isinstance(case.adapt, str):
             return case.adapt(gamma)
         return adaptive(len(proposers), gamma, lookup=case.lookup, dear="dear" in case.adapt)
@@ -375,22 +373,26 @@ def build(
     def lookups() -> list[Any]:
         return [decode.lookup.LookupProposer(case.vocabulary, least=1)] if case.lookup else []
 
-    target = level(case.target, 1.0)
+    def speculator(over: TableLevel, gamma: int, proposers: Sequence[Any], seconds: float, prepare: Any = None) -> Any:
+        return spec.Speculator(
+            over, proposers, lengths=lengths(gamma, proposers), warp=warp, random=rng,
+            charge=lambda num_rows, _: seconds, prepare=prepare,
+        )  # fmt: skip
+
+    def prepare(num_rows: int, wanted: bool) -> float | None:
+        on_prepare(num_rows)
+        return 0.05 if wanted else None
+
+    target = level(case.target)
     retrieval = None if case.retrieval is None else level(case.retrieval)
     below: list[Any] = [NgramProposer(case.vocabulary)] if case.ngram else []
     if case.draft is not None:
-        below = [spec.ModelProposer(level(case.draft), warp, rng)]
+        below = [spec.ModelProposer(level(case.draft), warp, rng, charge=lambda num_rows, _: drafting)]
     if retrieval is not None:
-        inner = [*lookups(), *below]
-        middle = ahead(case.draft_gamma, inner)
-        straight = below if case.straight else []
-        below = [*straight, spec.Speculator(retrieval, inner, lookahead=middle, warp=warp, random=rng, clock=clock)]
+        middle = speculator(retrieval, case.draft_gamma, [*lookups(), *below], drafting, prepare)
+        below = [*(below if case.straight else []), middle]
     proposers = [*lookups(), *below]
-    top = ahead(case.gamma, proposers)
-    speculator = spec.Speculator(
-        target, proposers, lookahead=top, warp=warp, random=rng, clock=clock, on_verified=on_verified
-    )
-    return Stack(speculator, proposers[-1] if proposers else None, levels)
+    return Stack(speculator(target, case.gamma, proposers, 1.0), proposers[-1] if proposers else None, levels)
 
 
 def check_caches(case: Case, levels: Sequence[TableLevel], sequence: Tokens) -> None:

@@ -33,8 +33,7 @@ from offload.cache.selection import Rule, Selection
 from offload.cache.streaming import StreamingCache
 from offload.cache.tiles import TileShape
 from offload.decode import generation
-from offload.decode.clock import MachineClock
-from offload.decode.lookahead import Fixed
+from offload.decode.lengths import Fixed
 from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.decode.speculation import ModelProposer, Proposer, Speculator
 from offload.engine import Engine, load_tokenizer
@@ -218,7 +217,6 @@ class Sizes:
     selection: Rule = "mass"
     lookup: bool = False
     adaptive: bool = False
-    pace: str = "auto"
     sinks: int = 2
     window: int = 8
     capacity: int = 192
@@ -338,19 +336,19 @@ class Stack:
 
         proposers: list[Proposer] = []
         if self.retrieval is not None:
-            level = Level("retrieval", self.target, self.retrieval, vocab_size=self.vocabulary)
+            retrieval = self.retrieval
+            level = Level("retrieval", self.target, retrieval, vocab_size=self.vocabulary)
             self.retrieval_level = level
             if self.streaming is not None and self.draft is not None:
                 drafts = StreamingLevel("draft", self.draft, self.streaming, vocab_size=self.vocabulary)
                 proposers = [ModelProposer(drafts, law, random)]
-            ahead = Fixed(self.sizes.draft_gamma)
-            proposers = [Speculator(level, proposers, lookahead=ahead, warp=law, random=random, clock=MachineClock())]
-        refresh = None if self.retrieval is None else self.retrieval.refresh
-        ahead = Fixed(self.sizes.gamma)
-        clock = MachineClock()
-        return Speculator(
-            self.full_level, proposers, lookahead=ahead, warp=watched, random=random, clock=clock, on_verified=refresh
-        )
+
+            def prepare(num_rows: int, wanted: bool) -> float | None:
+                return 0.0 if retrieval.prepare(num_rows, wanted=wanted) else None
+
+            lengths = Fixed(self.sizes.draft_gamma)
+            proposers = [Speculator(level, proposers, lengths=lengths, warp=law, random=random, prepare=prepare)]
+        return Speculator(self.full_level, proposers, lengths=Fixed(self.sizes.gamma), warp=watched, random=random)
 
 
 def tiny_plan(
@@ -378,7 +376,7 @@ def tiny_plan(
     )  # fmt: skip
     return replace(
         plan, rows=sizes.rows, walk=sizes.prefill_block, page_tokens=sizes.page, tile_tokens=sizes.page * sizes.pages,
-        budget=sizes.budget, adaptive=("retrieval", "target") if sizes.adaptive else (), pace=sizes.pace,
+        budget=sizes.budget, adaptive=("retrieval", "target") if sizes.adaptive else (),
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ from offload.cache import Phase
 from offload.cache.full import FullCache
 from offload.cache.retrieval import RetrievalCache
 from offload.cache.selection import Rule
-from offload.decode.adaptive import Adaptive
+from offload.decode.lengths import Adaptive
 from offload.decode.sampling import SamplingParams, SeededSource
 from offload.engine import Engine, Step
 from offload.kernels.rows import Blocks
@@ -340,7 +340,7 @@ def test_the_engine_says_the_same_with_and_without_speculation(
 ) -> None:
     with engine(engine_folders, PLAIN, dtype=dtype) as plain:
         reference = [said(plain.generate(text_prompt(n), GREEDY, max_tokens=40)) for n in (1, 33, 100)]
-    for sizes in (SPECULATIVE, replace(SPECULATIVE, draft_gamma=0), ADAPTIVE, replace(ADAPTIVE, pace="planned")):
+    for sizes in (SPECULATIVE, replace(SPECULATIVE, draft_gamma=0), ADAPTIVE):
         with engine(engine_folders, sizes, dtype=dtype, offload=offload) as fast:
             for n, wanted in zip((1, 33, 100), reference, strict=True):
                 assert said(fast.generate(text_prompt(n), GREEDY, max_tokens=40)) == wanted
@@ -499,17 +499,23 @@ def test_a_retrieval_level_may_rest_and_be_got_ready_again(
     kept: list[bool] = []
     ready: list[bool] = []
 
-    def wants(self: Adaptive, index: int) -> bool:
-        wished.append(rng.random() < 0.6)
-        return wished[-1]
+    def is_retrieval(self: Adaptive, index: int) -> bool:
+        return self.estimates[index].prepare_seconds.value > 0.0
 
-    def readied(self: Adaptive, index: int, seconds: float | None) -> None:
-        self.sources[index].ready = seconds is not None
-        ready.append(seconds is not None)
-        kept.append(subject.worker.full.record_mass)
+    def wants(self: Adaptive, index: int) -> bool:
+        if is_retrieval(self, index):
+            wished.append(rng.random() < 0.6)
+            return wished[-1]
+        return True
+
+    def prepared(self: Adaptive, index: int, seconds: float | None) -> None:
+        self.estimates[index].ready = seconds is not None
+        if is_retrieval(self, index):
+            ready.append(seconds is not None)
+            kept.append(subject.worker.full.record_mass)
 
     monkeypatch.setattr(Adaptive, "wants", wants)
-    monkeypatch.setattr(Adaptive, "readied", readied)
+    monkeypatch.setattr(Adaptive, "prepared", prepared)
     with engine(engine_folders, sizes, offload=("kv",)) as subject:
         for _ in range(4):
             wished.clear(), kept.clear(), ready.clear()

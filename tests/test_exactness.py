@@ -14,11 +14,11 @@ from enumeration import (
     REAL,
     Branching,
     Case,
-    ConfidentLookahead,
+    ConfidentLengths,
     Law,
-    ShortLookahead,
+    ShortLengths,
     Tokens,
-    TurnsLookahead,
+    TurnLengths,
     autoregressive_law,
     branches,
     build,
@@ -105,12 +105,12 @@ CASES: dict[str, Case] = {
     "n-gram proposals": one_level(4, 3, 4, draft=None, ngram=True),
     "n-gram proposals, zeros in the target": one_level(4, 3, 4, target=sparse(4, "target"), draft=None, ngram=True),
     "n-gram proposals below retrieval": two_levels(3, 3, 2, draft=None, ngram=True),
-    "one level, length by the sequence": one_level(3, 3, 4, adapt=ShortLookahead),
-    "two levels, lengths by the sequence": two_levels(3, 3, 2, adapt=ShortLookahead),
-    "one level, length by the law": one_level(3, 3, 4, adapt=ConfidentLookahead),
-    "two levels, lengths by the law": two_levels(3, 3, 2, adapt=ConfidentLookahead),
-    "two levels, greedy, lengths by the margins": two_levels(4, 3, 2, 5, adapt=ConfidentLookahead, params=GREEDY),
-    "n-gram proposals, length by the sequence": one_level(3, 3, 4, draft=None, ngram=True, adapt=ShortLookahead),
+    "one level, length by the sequence": one_level(3, 3, 4, adapt=ShortLengths),
+    "two levels, lengths by the sequence": two_levels(3, 3, 2, adapt=ShortLengths),
+    "one level, length by the law": one_level(3, 3, 4, adapt=ConfidentLengths),
+    "two levels, lengths by the law": two_levels(3, 3, 2, adapt=ConfidentLengths),
+    "two levels, greedy, lengths by the margins": two_levels(4, 3, 2, 5, adapt=ConfidentLengths, params=GREEDY),
+    "n-gram proposals, length by the sequence": one_level(3, 3, 4, draft=None, ngram=True, adapt=ShortLengths),
     "lookups": one_level(4, 3, 4, draft=None, lookup=True),
     "lookups, zeros in the target": one_level(4, 3, 4, target=sparse(4, "target"), draft=None, lookup=True),
     "lookups beside a draft": one_level(3, 3, 4, lookup=True, prompt=(0, 1, 2, 0, 1)),
@@ -119,13 +119,13 @@ CASES: dict[str, Case] = {
     **{
         f"a draft of two levels, {name}": two_levels(3, 3, 2, straight=True, **changes)
         for name, changes in {
-            "in turns": {"adapt": TurnsLookahead},
-            "in turns, lookups": {"adapt": TurnsLookahead, "lookup": True, "prompt": (0, 1, 2, 0, 1)},
+            "in turns": {"adapt": TurnLengths},
+            "in turns, lookups": {"adapt": TurnLengths, "lookup": True, "prompt": (0, 1, 2, 0, 1)},
             "adaptive": {"adapt": "adaptive"},
             "adaptive, dear, lookups": {"adapt": "adaptive, dear", "lookup": True},
         }.items()
     },
-    "a draft of two levels, greedy": two_levels(4, 3, 2, 4, straight=True, adapt=TurnsLookahead, params=GREEDY),
+    "a draft of two levels, greedy": two_levels(4, 3, 2, 4, straight=True, adapt=TurnLengths, params=GREEDY),
     **{
         f"{levels}, {adapt}{', lookups' if lookup else ''}": make(lookup=lookup, adapt=adapt)
         for levels, make in (("one level", partial(one_level, 3, 3, 4)), ("two levels", partial(two_levels, 3, 3, 2)))
@@ -152,12 +152,12 @@ GENERATIONS: dict[str, Callable[..., float]] = {
         ("two levels", two_levels(3, 2, 1), "token 2", 1),
         ("two levels", two_levels(3, 2, 1), "nothing", 3),
         ("two levels, zeros", two_levels(4, 3, 2, 4, **all_laws(partial(sparse, 4))), "token 2", 1),
-        ("two levels, adaptive", two_levels(3, 3, 2, adapt=ShortLookahead), "token 2", 1),
+        ("two levels, adaptive", two_levels(3, 3, 2, adapt=ShortLengths), "token 2", 1),
         ("n-grams", one_level(3, 3, 5, draft=None, ngram=True), "token 2", 1),
         ("lookups", one_level(3, 3, 5, draft=None, lookup=True), "token 2", 1),
         ("one level, adaptive with state", one_level(3, 3, 4, adapt="adaptive, dear", lookup=True), "token 2", 1),
         ("two levels, adaptive with state", two_levels(3, 2, 1, adapt="adaptive, dear"), "nothing", 1),
-        ("a draft of two levels", two_levels(3, 3, 2, straight=True, adapt=TurnsLookahead), "token 2", 1),
+        ("a draft of two levels", two_levels(3, 3, 2, straight=True, adapt=TurnLengths), "token 2", 1),
         ("two levels, adaptive, lookups", two_levels(3, 2, 2, adapt="adaptive", lookup=True), "token 2", 1),
     ]
 }
@@ -279,7 +279,7 @@ def test_the_retrieval_law_may_change_after_every_round() -> None:
 
     def run(source: Branching) -> Tokens:
         history.clear()
-        stack = build(case, REAL, source, on_verified=history.append)
+        stack = build(case, REAL, source, on_prepare=history.append)
         tokens: Tokens = ()
         while len(tokens) < case.num_tokens:
             tokens += tuple(stack.speculator.round(case.prompt + tokens, case.num_tokens - len(tokens)).tokens)

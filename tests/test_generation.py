@@ -13,9 +13,8 @@ from torch import Tensor
 
 from enumeration import Law, TableLevel, Tokens, identity
 from offload.decode import generation
-from offload.decode.clock import MachineClock
 from offload.decode.generation import Run, generate
-from offload.decode.lookahead import Fixed
+from offload.decode.lengths import Fixed
 from offload.decode.sampling import SeededSource
 from offload.decode.speculation import ModelProposer, Proposer, Speculator
 from offload.metrics import LevelStats, LinkStats, Stats
@@ -58,14 +57,10 @@ class Setup:
         )
         proposer: Proposer = ModelProposer(self.draft_level, identity, random)
         if self.retrieval is not None:
-            ahead = Fixed(self.draft_gamma)
             proposer = Speculator(
-                self.retrieval_level, [proposer], lookahead=ahead, warp=identity, random=random, clock=MachineClock()
+                self.retrieval_level, [proposer], lengths=Fixed(self.draft_gamma), warp=identity, random=random
             )
-        ahead = Fixed(self.gamma)
-        self.speculator = Speculator(
-            self.target, [proposer], lookahead=ahead, warp=identity, random=random, clock=MachineClock()
-        )
+        self.speculator = Speculator(self.target, [proposer], lengths=Fixed(self.gamma), warp=identity, random=random)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         self.prefilled = list(tokens)

@@ -22,7 +22,7 @@ from test_exactness import CHECKS, EXACT
 MODULES = (
     "sampling",
     "verify",
-    "lookahead",
+    "proposal",
     "speculation",
     "lookup",
     "generation",
@@ -71,13 +71,13 @@ def in_speculation(old: str, new: str) -> list[Edit]:
     return [Edit("speculation", old, new)]
 
 
-VERDICT = "verdict = verify(drafted, probs[:0] if draft_probs is None else draft_probs, probs, self._random)\n"
-OWN_LAW = "Round(emitted, probs, grades, len(drafted))"
-DRAFTS_LAW = "probs if draft_probs is None else torch.cat([draft_probs, probs[-1:]])[: len(emitted)]"
-SETTLE = "self.truncate(num_tokens + verdict.num_accepted)"
-DRAFT_ROW = "return Proposal([self._random.draw(row[0])], row, grades_of(logits, row))"
+VERDICT = "verdict = verify(drafted, draft_probs, probs, self._random)\n"
+OWN_LAW = "Round(emitted, probs, grades_of"
+DRAFTS_LAW = "torch.cat([draft_probs, probs[-1:]])[: len(emitted)]"
+COMMIT = "self._commit(len(sequence) + verdict.num_accepted, names, verdict)"
+DRAFT_ROW = "return Proposal([token], row, grades"
 OVER_SPECULATOR = "any(isinstance(proposer, Speculator) for proposer in self._proposers)"
-DRAFTED = "            so_far += proposal.tokens\n            rows.append(proposal.probs)\n"
+DRAFTED = "            so_far += proposal.tokens\n            proposals.append(proposal)\n"
 REDRAW = (  # as the published code does: after a rejection, the law itself instead of the residual
     "        if {level} and verdict.num_accepted < len(drafted):\n"
     "            n = verdict.num_accepted\n"
@@ -196,7 +196,7 @@ MUTANTS = [
             OWN_LAW,
             "Round(emitted, torch.cat([probs[: len(emitted) - 1], "
             "(probs[len(emitted) - 1] - draft_probs[len(emitted) - 1]).clamp(min=0)[None] "
-            "if len(emitted) <= len(drafted) else probs[-1:]]), grades, len(drafted))",
+            "if len(emitted) <= len(drafted) else probs[-1:]]), grades_of",
         ),
     ),
     Mutant(
@@ -245,13 +245,13 @@ MUTANTS = [
     Mutant(
         "one token too few forgotten: the cache keeps a rejected one",
         ONE,
-        in_speculation(SETTLE, SETTLE.replace("accepted)", "accepted + 1)")),
+        in_speculation(COMMIT, COMMIT.replace("accepted,", "accepted + 1,")),
         breaks="protocol",
     ),
     Mutant(
         "one token too many forgotten: a kept one is computed again",
         ONE,
-        in_speculation(SETTLE, SETTLE.replace("accepted)", "accepted - 1)")),
+        in_speculation(COMMIT, COMMIT.replace("accepted,", "accepted - 1,")),
         breaks="protocol",
     ),
     Mutant(
@@ -303,10 +303,10 @@ MUTANTS = [
         "the middle level drops a bonus that it finds unlikely",
         TWO,
         in_speculation(
-            "return Proposal(step.tokens, step.probs, step.grades)",
+            "return Proposal(step.tokens, step.probs, step.grades, step.seconds)",
             "n = len(step.tokens)\n"
             "        n -= n > 1 and bool(step.probs[-1, step.tokens[-1]] < 0.4)\n"
-            "        return Proposal(step.tokens[:n], step.probs[:n], step.grades[:n])",
+            "        return Proposal(step.tokens[:n], step.probs[:n], step.grades[:n], step.seconds)",
         ),
         breaks="protocol",
     ),

@@ -25,7 +25,7 @@ from offload.session.fingerprints import identity_of
 from offload.session.store import Store
 from offload.worker import Worker
 
-SIZES = Sizes(gamma=7, draft_gamma=3, lookup=True, adaptive=True, pace="planned")
+SIZES = Sizes(gamma=7, draft_gamma=3, lookup=True, adaptive=True)
 PLAIN = Sizes()
 ROWS = SIZES.rows
 # A row computed in another phase or block differs by rounding only: fp32, two layers, keys and values of size about 1.

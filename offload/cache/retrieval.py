@@ -94,6 +94,19 @@ class RetrievalCache:
     def nbytes(self) -> int:
         return self._buffer.nbytes
 
+    def prepare(self, num_rows: int, *, wanted: bool) -> bool:
+        """After a verification whose first `num_rows` rows stay: refresh, if that is wanted and possible. Returns
+        whether it was.
+
+        It is possible where the verification recorded masses, or none are needed; the next one records them where this
+        cache is wanted now.
+        """
+        ready = wanted and (self.full.record_mass or not self.needs_mass)
+        self.full.record_mass = wanted
+        if ready:
+            self.refresh(num_rows)
+        return ready
+
     @torch.inference_mode()
     def refresh(self, num_rows: int) -> None:
         """Fetch the chunks that the last verification attended to most; the tokens of its first `num_rows` rows stayed.

@@ -1,7 +1,7 @@
 """Prompt lookup: what followed the last tokens when they stood in the sequence before.
 
-Proposals are point masses, which the one rule of verification takes like any other law. The idea is prompt lookup
-decoding (Saxena, 2023) with the longest match instead of a fixed n-gram.
+Proposals are point masses, which the one rule of verification takes like any other distribution. The idea is prompt
+lookup decoding (Saxena, 2023) with the longest match instead of a fixed n-gram.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offload.decode.lookahead import Outlook
-from offload.decode.speculation import Proposal
+from offload.decode.proposal import Offer, Proposal
 
 COMPARED = 32  # longer matches than this are not preferred to later ones
 LONGEST = 128  # and no match is measured further
@@ -23,7 +22,7 @@ LONGEST = 128  # and no match is measured further
 class LookupProposer:
     """Goes on as the sequence did after the latest of its longest earlier matches of `least` tokens and more.
 
-    vocab_size, device: of the laws that are handed up.
+    vocab_size, device: of the distributions that are handed up.
     """
 
     name = "lookup"
@@ -34,24 +33,27 @@ class LookupProposer:
         self._length = 0
         self._match: tuple[int, int] | None = None  # of the sequence that is held
 
-    def outlook(self, sequence: Sequence[int]) -> Outlook:
+    def offer(self, sequence: Sequence[int]) -> Offer:
         """Grade: the length of the match. A token's own continuation ends where the sequence does."""
         start, length = self._find(sequence)
         if length < self._least:
-            return Outlook(0)
-        return Outlook(len(sequence) - start, match_grade(length))
+            return Offer(0)
+        return Offer(len(sequence) - start, match_grade(length))
 
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
         start, length = self._find(sequence)
         tokens = self._tokens[start : min(start + num_tokens, self._length)].tolist()
-        return Proposal(tokens, self._point_masses(tokens), [match_grade(length)] * len(tokens))
+        return Proposal(tokens, self._point_masses(tokens), [match_grade(length)] * len(tokens), 0.0)
 
     def truncate(self, length: int) -> None:
         self._length = min(self._length, length)
         self._match = None
 
+    def prepare(self, num_rows: int, *, wanted: bool) -> float | None:
+        return 0.0
+
     def _find(self, sequence: Sequence[int]) -> tuple[int, int]:
-        """Once for an outlook and the proposal after it."""
+        """Once for an offer and the proposal after it."""
         if self._match is None or len(sequence) != self._length:
             self._hold(sequence)
             self._match = longest_match(self._tokens[: self._length])

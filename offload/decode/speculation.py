@@ -1,12 +1,13 @@
 """Proposers, and the speculator that is one itself: draft -> retrieval -> target is one class used twice.
 
 All sequences are lists of token ids from the first prompt token on. A level's cache holds a prefix of the sequence; the
-tokens after it are *pending* and go into the next forward. That is all the bookkeeping there is: a rejection truncates
-the caches, and whatever is missing afterwards is pending.
+tokens after it are *pending* and go into the next forward. No other bookkeeping is needed: a rejection truncates the
+caches, and whatever is missing afterwards is pending.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,13 +15,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.decode.clock import Clock
-from offload.decode.lookahead import Lookahead, Outlook, grades_of
+from offload.decode.proposal import Offer, Proposal, Proposer, grades_of
 from offload.decode.sampling import RandomSource
 from offload.decode.verify import Verdict, verify
 from offload.metrics import LevelStats
 
 Warp = Callable[[Tensor], Tensor]  # logits [T, V] -> probabilities [T, V]
+Charge = Callable[[int, float], float]  # rows of a pass, seconds it took -> seconds that count
+
+
+def measured(num_rows: int, seconds: float) -> float:
+    """Charge what the clock says."""
+    return seconds
 
 
 class Level(Protocol):
@@ -43,63 +49,77 @@ class Level(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """Drafted tokens and, row by row, exactly the law that each was drawn from ([n, V]).
-
-    grades: how sure the proposer was of each, known before it was drawn: what its acceptance is estimated by.
-    """
-
-    tokens: list[int]
-    probs: Tensor
-    grades: list[int]
-
-
-class Proposer(Protocol):
-    """Something that guesses how a sequence goes on, a step at a time."""
-
-    name: str
-
-    def outlook(self, sequence: Sequence[int]) -> Outlook:
-        """What `propose` could do now."""
-        ...
-
-    def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
-        """One step: 1 to `num_tokens` tokens to follow `sequence`, each drawn from the law given in `probs`."""
-        ...
-
-    def truncate(self, length: int) -> None:
-        """The tokens after the first `length` were not kept."""
-        ...
-
-
 class ModelProposer:
-    """Draws one token from a level's own law."""
+    """Draws one token from a level's own distribution. charge: of each pass."""
 
-    def __init__(self, level: Level, warp: Warp, random: RandomSource) -> None:
-        self._level, self._warp, self._random = level, warp, random
+    def __init__(self, level: Level, warp: Warp, random: RandomSource, *, charge: Charge = measured) -> None:
+        self._level, self._warp, self._random, self._charge = level, warp, random, charge
         self.name = level.stats.name
 
-    def outlook(self, sequence: Sequence[int]) -> Outlook:
-        return Outlook()
+    def offer(self, sequence: Sequence[int]) -> Offer:
+        return Offer()
 
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
-        logits = self._level.forward(sequence[self._level.length :], 1)
+        start, pending = time.perf_counter(), sequence[self._level.length :]
+        logits = self._level.forward(pending, 1)
         row = self._warp(logits)
-        return Proposal([self._random.draw(row[0])], row, grades_of(logits, row))
+        token, grades = self._random.draw(row[0]), grades_of(logits, row)
+        return Proposal([token], row, grades, self._charge(len(pending), time.perf_counter() - start))
 
     def truncate(self, length: int) -> None:
         self._level.truncate(length)
 
+    def prepare(self, num_rows: int, *, wanted: bool) -> float | None:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One step: at most `num_tokens` tokens by the proposer at `index`."""
+
+    index: int
+    num_tokens: int
+
+
+class Lengths(Protocol):
+    """Draft lengths of one level. Each round: start; next and drafted in turns; verified; wants and prepared for each
+    proposer. Seconds are measured, or the plan's where a seed has to give the same text again."""
+
+    def start(self, limit: int) -> None:
+        """A round begins, with at most `limit` drafted tokens."""
+        ...
+
+    def next(self, offers: Sequence[Offer]) -> Draft | None:
+        """The next step of drafting; None: verify now."""
+        ...
+
+    def drafted(self, index: int, grades: Sequence[int], seconds: float) -> None:
+        """The proposer at `index` drafted tokens of these grades."""
+        ...
+
+    def verified(self, verdict: Verdict, num_rows: int, seconds: float) -> None:
+        """The verification ran `num_rows` rows, padding not counted."""
+        ...
+
+    def wants(self, index: int) -> bool:
+        """Whether it pays to prepare the proposer at `index` for the next round."""
+        ...
+
+    def prepared(self, index: int, seconds: float | None) -> None:
+        """It took so long; None: the proposer cannot be used in the next round."""
+        ...
+
 
 @dataclass(frozen=True)
 class Round:
-    """One propose, verify, truncate: the emitted tokens, and the level's laws ([len(tokens), V]) and grades of them."""
+    """One propose, verify, truncate: the emitted tokens, the level's distributions ([len(tokens), V]) and grades there,
+    and the seconds charged for all of it."""
 
     tokens: list[int]
     probs: Tensor
     grades: list[int]
     num_drafted: int
+    seconds: float
 
     @property
     def num_accepted(self) -> int:
@@ -107,14 +127,14 @@ class Round:
 
 
 class Speculator:
-    """Verifies the proposers' tokens at one level. Emitted tokens follow the level's own law, whoever proposed.
+    """Verifies the proposers' tokens at one level. Emitted tokens follow the level's own distribution, whoever
+    proposed them.
 
-    That is what makes it a `Proposer` for the level above: it hands upwards the law its tokens really follow.
-    `lookahead` says, step by step, which proposer goes on and how far: by what it knows before the next token is drawn,
-    and no drawn token is ever dropped before it was verified.
-    It hears by `clock` how long everything took.
-    `on_verified(num_rows)` is called after each round, caches truncated, with the number of the forward's rows whose
-    tokens stayed: what their queries looked at tells the retrieval cache what to hold.
+    That makes it a `Proposer` for the level above: it hands upwards the distributions its tokens really follow.
+    `lengths` says, step by step, which proposer goes on and how far, by what it knows before the next token is drawn;
+    no drawn token is ever dropped before it was verified.
+    charge: of each verification. prepare: gets the level ready to propose to the one above (see `Proposer.prepare`);
+    None: it always is.
     """
 
     def __init__(
@@ -122,65 +142,78 @@ class Speculator:
         level: Level,
         proposers: Sequence[Proposer],
         *,
-        lookahead: Lookahead,
+        lengths: Lengths,
         warp: Warp,
         random: RandomSource,
-        clock: Clock,
-        on_verified: Callable[[int], None] | None = None,
+        charge: Charge = measured,
+        prepare: Callable[[int, bool], float | None] | None = None,
     ) -> None:
-        self.name, self._clock = level.stats.name, clock
-        self._level, self._proposers, self._lookahead = level, proposers, lookahead
-        self._warp, self._random, self._on_verified = warp, random, on_verified
+        self.name, self._level, self._proposers, self._lengths = level.stats.name, level, proposers, lengths
+        self._warp, self._random, self._charge, self._prepare = warp, random, charge, prepare
 
     def round(self, sequence: Sequence[int], limit: int) -> Round:
-        """Emit 1 to `limit` tokens that follow `sequence`. A lookahead of nothing is plain decoding.
+        """Emit 1 to `limit` tokens that follow `sequence`. Without drafted tokens this is plain decoding.
 
-        `sequence` is longer than the level's cache: its last token is never in it, for the law after it is wanted.
+        `sequence` is longer than the level's cache: its last token is never in it, for the distribution after it is
+        wanted.
         """
         pending = list(sequence[self._level.length :])
-        drafted, draft_probs, names = self._draft(sequence, limit - 1)
-        start = self._clock.now()
+        proposals, names = self._draft(sequence, limit - 1)
+        drafted = [token for proposal in proposals for token in proposal.tokens]
+        start, num_rows = time.perf_counter(), len(pending) + len(drafted)
         logits = self._level.forward(pending + drafted, len(drafted) + 1)
         probs = self._warp(logits)
-        verdict = verify(drafted, probs[:0] if draft_probs is None else draft_probs, probs, self._random)
-        seconds = self._clock.now() - start
+        draft_probs = torch.cat([proposal.probs for proposal in proposals]) if proposals else probs[:0]
+        verdict = verify(drafted, draft_probs, probs, self._random)
+        seconds = self._charge(num_rows, time.perf_counter() - start)
         emitted = [*drafted[: verdict.num_accepted], verdict.next_token]
         probs = probs[: len(emitted)]
-        grades = grades_of(logits[: len(emitted)], probs)
-        self._lookahead.verified(verdict, grades, len(pending) + len(drafted), seconds)
-        self._settle(len(sequence), len(pending), names, verdict)
-        return Round(emitted, probs, grades, len(drafted))
+        self._lengths.verified(verdict, num_rows, seconds)
+        self._commit(len(sequence) + verdict.num_accepted, names, verdict)
+        seconds += sum(proposal.seconds for proposal in proposals)
+        seconds += self._prepare_proposers(len(pending) + verdict.num_accepted)
+        return Round(emitted, probs, grades_of(logits[: len(emitted)], probs), len(drafted), seconds)
 
-    def outlook(self, sequence: Sequence[int]) -> Outlook:
-        return self._lookahead.outlook([proposer.outlook(sequence) for proposer in self._proposers])
+    def offer(self, sequence: Sequence[int]) -> Offer:
+        return Offer()
 
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
         """The tokens of one round, which is as short as it has to be: no drawn token is thrown away."""
         step = self.round(sequence, num_tokens)
-        return Proposal(step.tokens, step.probs, step.grades)
+        return Proposal(step.tokens, step.probs, step.grades, step.seconds)
 
     def truncate(self, length: int) -> None:
         self._level.truncate(length)
         for proposer in self._proposers:
             proposer.truncate(length)
 
-    def _draft(self, sequence: Sequence[int], limit: int) -> tuple[list[int], Tensor | None, list[str]]:
-        """At most `limit` tokens, in as many steps as the lookahead asks for; their laws; who proposed each."""
-        self._lookahead.start(limit)
-        so_far, rows = list(sequence), []
-        names: list[str] = []
-        while ask := self._lookahead.ask([proposer.outlook(so_far) for proposer in self._proposers]):
-            start = self._clock.now()
-            proposal = self._proposers[ask.index].propose(so_far, ask.num_tokens)
-            self._lookahead.drafted(ask.index, proposal.grades, self._clock.now() - start)
-            so_far += proposal.tokens
-            rows.append(proposal.probs)
-            names += [self._proposers[ask.index].name] * len(proposal.tokens)
-        return so_far[len(sequence) :], torch.cat(rows) if rows else None, names
+    def prepare(self, num_rows: int, *, wanted: bool) -> float | None:
+        return 0.0 if self._prepare is None else self._prepare(num_rows, wanted)
 
-    def _settle(self, num_tokens: int, num_pending: int, names: Sequence[str], verdict: Verdict) -> None:
-        """Forget the rejected rows everywhere and count."""
-        self.truncate(num_tokens + verdict.num_accepted)
+    def _draft(self, sequence: Sequence[int], limit: int) -> tuple[list[Proposal], list[str]]:
+        """At most `limit` tokens, in as many steps as the lengths ask for; who proposed each."""
+        self._lengths.start(limit)
+        so_far, proposals = list(sequence), list[Proposal]()
+        names: list[str] = []
+        while draft := self._lengths.next([proposer.offer(so_far) for proposer in self._proposers]):
+            proposer = self._proposers[draft.index]
+            proposal = proposer.propose(so_far, draft.num_tokens)
+            self._lengths.drafted(draft.index, proposal.grades, proposal.seconds)
+            so_far += proposal.tokens
+            proposals.append(proposal)
+            names += [proposer.name] * len(proposal.tokens)
+        return proposals, names
+
+    def _commit(self, length: int, names: Sequence[str], verdict: Verdict) -> None:
+        """Keep the first `length` tokens everywhere, forget the rejected rows, and count."""
+        self.truncate(length)
         self._level.stats.count_round(names, verdict.num_accepted)
-        if self._on_verified is not None:
-            self._on_verified(num_pending + verdict.num_accepted)
+
+    def _prepare_proposers(self, num_rows: int) -> float:
+        """For the next round. Returns the seconds charged."""
+        total = 0.0
+        for index, proposer in enumerate(self._proposers):
+            seconds = proposer.prepare(num_rows, wanted=self._lengths.wants(index))
+            self._lengths.prepared(index, seconds)
+            total += seconds or 0.0
+        return total

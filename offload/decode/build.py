@@ -1,0 +1,124 @@
+"""From a plan to the speculator that decodes by it: who proposes to whom, and what each step is charged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from offload.decode.lengths import LOOKUP_CHANCES, Adaptive, Estimate, Fixed, PassSeconds
+from offload.decode.lookup import LookupProposer
+from offload.decode.proposal import Proposer
+from offload.decode.sampling import SamplingParams, SeededSource, warp
+from offload.decode.speculation import Charge, Lengths, Level, ModelProposer, Speculator, measured
+from offload.plan.cost import DRAFT_ACCEPTANCE
+from offload.plan.planner import LevelName, Plan
+
+TRUST = 32.0  # observations that the planned chance of retrieved tokens is worth: measured on three models
+HOPE = 0.1  # by which a draft is taken to be better than most at first: what is not tried is never known
+
+Prepare = Callable[[int, bool], bool]  # rows that stay, whether the retrieval level is wanted -> whether it is ready
+
+
+def build_speculator(
+    plan: Plan,
+    levels: Mapping[str, Level],
+    sampling: SamplingParams,
+    *,
+    vocab_size: int,
+    device: torch.device,
+    prepare_retrieval: Prepare,
+    block: int | None = None,
+) -> Speculator:
+    """The speculator of one request, which emits tokens of the target.
+
+    levels: by name, the target and whichever of draft and retrieval the plan has. The draft proposes to both levels
+    above it; the retrieval level is the target's last proposer. block: rows of a block of the target's passes on this
+    machine, if that is known.
+    With a seed and a temperature above 0 every step is charged the plan's seconds instead of measured ones: lengths,
+    and so the text, are then the same on a machine of any speed.
+    """
+    random, costs = SeededSource(sampling.seed), _Costs(plan, sampling, block)
+
+    def distribution(logits: Tensor) -> Tensor:
+        return warp(logits, sampling)
+
+    def lookups() -> list[Proposer]:
+        return [LookupProposer(vocab_size, device)] if plan.lookup else []
+
+    def speculator(name: LevelName, proposers: Sequence[Proposer], most: int, *, prepare: Prepare | None) -> Speculator:
+        return Speculator(
+            levels[name],
+            proposers,
+            lengths=costs.lengths(name, most, proposers),
+            warp=distribution,
+            random=random,
+            charge=costs.passes(name),
+            prepare=None if prepare is None else costs.prepare(prepare),
+        )
+
+    drafts: list[Proposer] = []
+    if "draft" in levels:
+        drafts = [ModelProposer(levels["draft"], distribution, random, charge=costs.passes("draft"))]
+    proposers = [*lookups(), *drafts]
+    if "retrieval" in levels:
+        below = [*lookups(), *drafts]
+        proposers.append(speculator("retrieval", below, plan.draft_gamma, prepare=prepare_retrieval))
+    return speculator("target", proposers, plan.gamma, prepare=None)
+
+
+class _Costs:
+    """Seconds of a plan's passes: what each step is charged, and where the estimates of each level start."""
+
+    def __init__(self, plan: Plan, sampling: SamplingParams, block: int | None) -> None:
+        self._plan, self._predicted = plan, plan.predicted
+        self._planned = sampling.seed is not None and sampling.temperature > 0.0
+        planned_block = plan.predicted.full_block_rows
+        self._block = block if block and planned_block and not self._planned else planned_block
+
+    def passes(self, name: LevelName) -> Charge:
+        """What a pass of a level is charged."""
+        seconds = self._pass_seconds(name)
+        return (lambda num_rows, _: seconds.at(num_rows)) if self._planned else measured
+
+    def prepare(self, prepare: Prepare) -> Callable[[int, bool], float | None]:
+        """`prepare`, charged. Recording softmax masses, which it needs, makes the full pass before it longer."""
+        predicted = self._predicted
+        masses = predicted.mass_share * predicted.full_pass_seconds
+
+        def charged(num_rows: int, wanted: bool) -> float | None:
+            start = time.perf_counter()
+            if not prepare(num_rows, wanted):
+                return None
+            return masses + (predicted.refresh_seconds if self._planned else time.perf_counter() - start)
+
+        return charged
+
+    def lengths(self, name: LevelName, most: int, proposers: Sequence[Proposer]) -> Lengths:
+        if name not in self._plan.adaptive:
+            return Fixed(most)
+        return Adaptive(most, self._pass_seconds(name), [self._estimate(proposer.name) for proposer in proposers])
+
+    def _pass_seconds(self, name: LevelName) -> PassSeconds:
+        predicted = self._predicted
+        if name == "draft":
+            return PassSeconds(predicted.draft_pass_seconds, 0.0)
+        if name == "retrieval":
+            one, row = predicted.retrieval_pass_seconds, predicted.retrieval_row_seconds
+            return PassSeconds(one - row, row)
+        one, row = predicted.full_pass_seconds, predicted.full_row_seconds
+        return PassSeconds(one - row, row, block=self._block)
+
+    def _estimate(self, name: str) -> Estimate:
+        """What is expected of a proposer before it was tried."""
+        predicted = self._predicted
+        if name == "lookup":
+            return Estimate(LOOKUP_CHANCES[0], 0.0, chances=LOOKUP_CHANCES)
+        if name == "draft":
+            return Estimate(DRAFT_ACCEPTANCE + HOPE, predicted.draft_pass_seconds)
+        prepare_seconds = predicted.refresh_seconds + predicted.mass_share * predicted.full_pass_seconds
+        return Estimate(
+            predicted.acceptance, predicted.retrieval_token_seconds, weight=TRUST, prepare_seconds=prepare_seconds
+        )

@@ -5,27 +5,22 @@ usage: python benchmarks/decode.py [--model DIR --draft DIR] [--lengths 4096,819
 
 A setting is `plain` (--no-speculation), `default` (what `generate` does by itself), `transformers` (its own `generate`
 on the same weights) or options over the default, joined by "+": `gamma=7+lookup=no+budget=1024`; `draft=no` leaves the
-draft model out. Every setting continues the same prompt, prefilled once, with the same seeds, at top-p 0.9. ms/token
-counts the tokens after the first. The settings take turns, seed by seed: a slow moment of the machine does not hit one
-alone, and "vs plain" is the median over the seeds of plain's ms/token over the setting's in the same turn. Lengths
-adapt by measured seconds, as they do without --seed. At temperature 0 all settings write the same text, whatever the
-seed: then only runs at temperature 0 compare settings, at others they compare what was drawn too.
-`--clock plan` decides and measures by the plan's prices, not by the machine's clock: a pass takes what the planner
-predicts of it, everything else nothing. What comes out depends on the text alone, so it tells settings apart that a
-busy machine blurs: how good decisions are at these prices, not how fast the machine is. One seed says all.
+draft model out. Every setting continues the same prompt, prefilled once, without a seed, at top-p 0.9. ms/token counts
+the tokens after the first. The settings take turns (`--turns`), so that a slow moment of the machine does not hit one
+alone; "vs plain" is the median over the turns of plain's ms/token over the setting's in the same turn. At temperature 0
+all settings write the same text: only such runs compare settings alone, others compare what was drawn too.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import texts
 from report import about, emit, say
@@ -37,9 +32,7 @@ from offload.metrics import Spread
 from offload.plan.planner import Options, Plan
 
 Measurement = dict[str, Any]
-Runner = Callable[[int], Measurement]  # seed -> what was measured
-
-PACES = {"machine": "measured", "plan": "planned"}  # --clock -> --pace
+Runner = Callable[[], Measurement]
 
 
 @dataclass(frozen=True)
@@ -54,8 +47,10 @@ class Case:
     temperature: float
     options: Options
 
-    def sampling(self, seed: int) -> SamplingParams:
-        return SamplingParams(temperature=self.temperature, seed=seed)
+    @property
+    def sampling(self) -> SamplingParams:
+        """Without a seed: lengths then adapt by measured seconds."""
+        return SamplingParams(temperature=self.temperature)
 
 
 def changed(options: Options, setting: str) -> tuple[Options, bool]:
@@ -89,20 +84,17 @@ class Engines:
         options, with_draft = changed(case.options, setting)
         draft = case.draft if with_draft else None
         plan = plan_request(case.model, draft, options, num_prompt_tokens=len(case.prompt), max_tokens=case.max_tokens)
-        if case.options.pace == "planned":
-            plan = without_link(plan)
         tokenizer = load_tokenizer(case.model, draft)
         engine = self._stack.enter_context(Engine.load(plan, case.model, draft, tokenizer))
         if self._first is not None:
             engine.take_prompt(self._first)
         else:
             self._first = engine
-            for _ in engine.generate(case.prompt, case.sampling(0), max_tokens=1):
+            for _ in engine.generate(case.prompt, case.sampling, max_tokens=1):
                 pass
 
-        def run(seed: int) -> Measurement:
-            with by_clock_of(engine):
-                steps = list(engine.generate(case.prompt, case.sampling(seed), max_tokens=case.max_tokens))
+        def run() -> Measurement:
+            steps = list(engine.generate(case.prompt, case.sampling, max_tokens=case.max_tokens))
             stats = engine.stats.as_dict()
             return {
                 "milliseconds_per_token": stats["milliseconds_per_token"],
@@ -119,41 +111,27 @@ def without_link(plan: Plan) -> Plan:
     return replace(plan, link_bytes_per_second=None, offload=(), resident_tiles=0)
 
 
-@contextmanager
-def by_clock_of(engine: Engine) -> Iterator[None]:
-    """The program's own statistics read the clock by which `engine` decides, where that is the plan's."""
-    if engine.plan.pace != "planned":
-        yield
-        return
-
-    def now() -> float:  # each request has a clock of its own
-        return engine.clock.now()
-
-    with mock.patch("time.perf_counter", now):
-        yield
-
-
 def transformers_runner(case: Case) -> Runner:
     """transformers' own decoding loop on the same weights and dtype, to the end."""
     reference = Reference(case.model, dtype="bf16", device="cpu")
 
-    def run(seed: int) -> Measurement:
-        _, times = reference.generate(case.prompt, case.sampling(seed), max_tokens=case.max_tokens, end_tokens=())
+    def run() -> Measurement:
+        _, times = reference.generate(case.prompt, case.sampling, max_tokens=case.max_tokens, end_tokens=())
         return {"milliseconds_per_token": 1000 * (times[-1] - times[0]) / (len(times) - 1)}
 
     return run
 
 
-def measure(case: Case, settings: list[str], seeds: list[int]) -> dict[str, list[Measurement]]:
+def measure(case: Case, settings: list[str], num_turns: int) -> dict[str, list[Measurement]]:
     results: dict[str, list[Measurement]] = {setting: [] for setting in settings}
     with Engines(case) as engines:
         runners = {}
         for setting in settings:
             say(f"{case.task}, {len(case.prompt)} tokens, temperature {case.temperature}, {setting}: loading")
             runners[setting] = transformers_runner(case) if setting == "transformers" else engines.runner(setting)
-        for seed, (setting, run) in itertools.product(seeds, runners.items()):
-            results[setting].append(run(seed))
-            say(f"  {setting}, seed {seed}: {results[setting][-1]['milliseconds_per_token']:.2f} ms/token")
+        for turn, (setting, run) in itertools.product(range(num_turns), runners.items()):
+            results[setting].append(run())
+            say(f"  {setting}, turn {turn + 1}: {results[setting][-1]['milliseconds_per_token']:.2f} ms/token")
     return results
 
 
@@ -197,8 +175,7 @@ def parser_of(about: str | None, *, lengths: str, settings: str, max_tokens: int
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, lengths="4096,8192,16384,32000", settings="transformers,plain,default", max_tokens=256)
     parser.add_argument("--temperatures", default="0.6")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--clock", choices=tuple(PACES), default="machine")
+    parser.add_argument("--turns", type=int, default=3)
     return parser.parse_args()
 
 
@@ -217,21 +194,21 @@ def main() -> None:
     model, draft = demo_models(args.model, args.draft)
     tokenizer = load_tokenizer(model, draft)
     offload = frozenset(filter(None, args.offload.split(",")))
-    options = Options(offload=offload, link_gbps=args.link_gbps, pace=PACES[args.clock])
+    options = Options(offload=offload, link_gbps=args.link_gbps)
     settings, rows, measured = args.settings.split(","), [], list[Measurement]()
     for task, length, temperature in itertools.product(
         args.tasks.split(","), map(int, args.lengths.split(",")), map(float, args.temperatures.split(","))
     ):
         prompt = texts.prompt(task, tokenizer, length)
         case = Case(model, draft, task, prompt, args.max_tokens, temperature, options)
-        results = measure(case, settings, list(range(args.seeds)))
+        results = measure(case, settings, args.turns)
         plain = results.get("plain", [])
         rows += [row_of(case, setting, runs, plain) for setting, runs in results.items()]
         prompted = {"task": task, "length": len(prompt), "temperature": temperature}
         for setting, runs in results.items():
-            measured += [prompted | {"setting": setting, "seed": seed} | run for seed, run in enumerate(runs)]
+            measured += [prompted | {"setting": setting, "turn": turn} | run for turn, run in enumerate(runs)]
     link = f", link {args.link_gbps} GB/s" if args.link_gbps else ""
-    title = f"{model.name}, offload {args.offload or 'none'}{link}, the {args.clock}'s clock"
+    title = f"{model.name}, offload {args.offload or 'none'}{link}"
     columns = [
         "task", "prompt", "temp", "setting", "ms/token", "range", "vs plain", "accept", "accept retr.", "tokens/round",
         "link",

@@ -4,10 +4,11 @@ usage: python benchmarks/replay.py [--model DIR --draft DIR] [--lengths 8192] [-
                                    [--settings default,gamma=7,lookup=no] [--offload kv --link-gbps 1]
 
 At temperature 0 all settings write one text. Recorded are, at each place of it, the draft's token and the retrieval
-level's, over chunks chosen a block before. The decoding code itself then runs on levels that look these up, by the
-plan's clock, over stretches of the text that begin afresh: `--stretches` of `--max-tokens`. After a wrong token a level
-says what it says at that place of the text. All settings have the default's budget: decisions alone are compared, on many texts. Where blocks happen to end decides a single run: `--alignments` plays each stretch so often, from places two
-tokens apart, and takes the mean. --starts: shares of the source text after which the prompts begin. A setting fixes
+level's, over chunks chosen a block before. The decoding code itself then runs on levels that look these up, charged the
+plan's seconds, over stretches of the text that begin afresh: `--stretches` of `--max-tokens`. After a wrong token a
+level says what it says at that place of the text. All settings have the default's budget: decisions alone are compared,
+on many texts. Where blocks happen to end decides a single run: `--alignments` plays each stretch so often, from places
+two tokens apart, and takes the mean. --starts: shares of the source text after which the prompts begin. A setting fixes
 gamma, or lookups, or both: `gamma=7+lookup=no`.
 """
 
@@ -172,9 +173,7 @@ def main() -> None:
     args = arguments()
     model, draft = demo_models(args.model, args.draft)
     tokenizer, settings = load_tokenizer(model, draft), args.settings.split(",")
-    options = Options(
-        offload=frozenset(filter(None, args.offload.split(","))), link_gbps=args.link_gbps, pace="planned"
-    )
+    options = Options(offload=frozenset(filter(None, args.offload.split(","))), link_gbps=args.link_gbps)
     lengths, starts = map(int, args.lengths.split(",")), map(float, args.starts.split(","))
     num_tokens, rows, measured = args.stretches * args.max_tokens + 2 * args.alignments, [], []
     for task, length, start in itertools.product(args.tasks.split(","), lengths, starts):
@@ -196,7 +195,7 @@ def main() -> None:
             measured.append(stretch | {"milliseconds_per_token": played, "plan": plan.as_dict()})
             figures = [f"{played[setting]:.2f}" for setting in settings]
             rows.append([*map(str, stretch.values()), *figures, best])
-    title = f"{model.name}, offload {args.offload or 'none'}, replayed by the plan's clock, ms/token"
+    title = f"{model.name}, offload {args.offload or 'none'}, replayed at the plan's prices, ms/token"
     columns = [*("task", "prompt", "start", "stretch"), *settings, "best"]
     emit(columns, rows, about(title, 0), measured)
 

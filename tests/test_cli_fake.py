@@ -79,7 +79,6 @@ def make_plan(options: Options, num_prompt_tokens: int = 1000, max_tokens: int =
         gamma=options.gamma or 15,
         draft_gamma=options.draft_gamma or 2,
         adaptive=("target",),
-        pace=options.pace,
         rows=16,
         walk=512,
         prefill=PrefillShape(64, 4, False),

@@ -38,7 +38,6 @@ FLAGS = [  # option, what is typed, where it arrives, as what
     ("--offload", "kv", "options.offload", frozenset({"kv"})),
     ("--device-memory", "2.5", "options.device_memory", 2.5),
     ("--selection", "published", "options.selection", "published"),
-    ("--pace", "planned", "options.pace", "planned"),
     ("--cache", "kept", "session", Path("kept")),
     ("--session", "book", "session", session_folder("book")),
     ("--timeout", "1.5", "timeout", 1.5),

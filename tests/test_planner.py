@@ -325,7 +325,6 @@ def test_dtype_on_a_cpu(asked: str, hardware: Hardware, dtype: str) -> None:
         {"link_gbps": 1.0, "offload": frozenset()},
         {"device_memory": 0.0},
         {"selection": "best"},
-        {"pace": "fast"},
     ],
 )
 def test_silly_options_are_refused_by_name(silly: dict[str, object]) -> None:

@@ -123,7 +123,7 @@ class TestTrial:
 
     def test_sampled_turns_have_seeds_of_their_own(self, engine, plan, prompt):
         sampling = replace(GREEDY, temperature=1.0, top_p=1.0, seed=3)
-        found = trial_of(replace(plan, pace="planned"), prompt, sampling=sampling).run(
+        found = trial_of(plan, prompt, sampling=sampling).run(
             engine, None, on_step=lambda step: None, on_progress=lambda progress: None
         )
         first, second = found.of(PLAIN)

@@ -84,13 +84,6 @@ class CacheFlags(LevelFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingFlags(CacheFlags):
-    """The same, where tokens are decoded too."""
-
-    pace: options.Pace = "auto"
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlacementFlags:
     """Where, and in which arithmetic."""
 

@@ -212,15 +212,6 @@ DraftGamma = Annotated[
 NoLookup = Annotated[
     bool, switch("--no-lookup", "Do not draft what followed earlier occurrences of the last tokens.", SPECULATION)
 ]
-Pace = Annotated[
-    Literal["auto", "measured", "planned"],
-    option(
-        "--pace",
-        "By which seconds drafts are lengthened: measured ones or the plan's; auto takes the plan's where a seed is to "
-        "give the same text again.",
-        SPECULATION,
-    ),
-]
 Sinks = Annotated[
     int,
     option("--sinks", "First tokens that the draft's cache keeps.", SPECULATION, metavar="TOKENS", parser=whole),

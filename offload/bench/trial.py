@@ -33,8 +33,8 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One prompt, which every way continues. sampling.seed: of the first turn; each turn has the next. repeats: turns
-    that count."""
+    """One prompt, which every way continues. sampling.seed: of the first turn, each turn has the next; None: every run
+    draws afresh. repeats: turns that count."""
 
     prompt: tuple[int, ...]
     plan: Plan
@@ -114,7 +114,9 @@ class Trial:
         return Run(way=step.way, turn=step.turn, tokens=tuple(tokens), milliseconds_per_token=milliseconds, stats=stats)
 
     def _sampling(self, step: Step) -> SamplingParams:
-        return replace(self.sampling, seed=(self.sampling.seed or 0) + max(step.turn - 1, 0))
+        if self.sampling.seed is None:
+            return self.sampling
+        return replace(self.sampling, seed=self.sampling.seed + max(step.turn - 1, 0))
 
 
 def check_reference_fits(request: Request, plan: Plan) -> None:

@@ -16,7 +16,7 @@ from offload.decode.verify import Verdict
 
 LOOKUP_CHANCES = (0.2, 0.4, 0.55, 0.75, 0.9, 0.95, 0.97, 0.99)  # by grade, measured on four kinds of text
 SURE_MATCH = 3  # the grade of a lookup that fixed lengths trust: 8 tokens and more
-GUESS_WEIGHT = 4.0  # observations that a guessed chance is worth
+GUESS_WEIGHT = 8.0  # observations that a guessed chance is worth
 LOOKUP_MEMORY = 0.9  # share of a lookup's weight left after each token: a copied run stands or falls as one
 CHANCE_MEMORY = 0.995  # share of the weight of earlier tokens left after each: texts change within some 200
 IDLE_MEMORY = 0.99  # share of an estimate's weight left after a round in which its proposer drafted nothing

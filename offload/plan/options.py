@@ -14,8 +14,7 @@ DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 class Options:
     """Options that a user may set; None and "auto" leave the choice to the plan. Tokens, GB and GB/s (1e9 bytes).
 
-    gamma, draft_gamma: a number is kept to; None adapts to the text. pace: by which seconds lengths adapt: those that
-    passes are measured to take, or the plan's; auto measures unless a seed asks for the same text again.
+    gamma, draft_gamma: a number is kept to; None adapts to the text.
     offload: what may be kept on the host; on a CPU, where device and host are one memory, all of it is, unless
     device_memory says how much of it may be on the "device".
     """
@@ -34,7 +33,6 @@ class Options:
     link_gbps: float | None = None
     speculation: bool = True
     lookup: bool = True
-    pace: str = "auto"
     selection: str = "mass"
 
     def __post_init__(self) -> None:
@@ -59,8 +57,6 @@ class Options:
         moves = bool(self.offload) or (self.offload is None and self.device_memory is not None)
         if self.link_gbps is not None and not moves:
             raise UsageError("link-gbps paces a link and nothing is offloaded; add --offload weights,kv")
-        if self.pace not in ("auto", "measured", "planned"):
-            raise UsageError(f"pace is {self.pace!r}, it must be auto, measured or planned")
         if self.selection not in ("mass", "published"):
             raise UsageError(f"selection is {self.selection!r}, it must be mass or published")
 

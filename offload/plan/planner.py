@@ -43,7 +43,6 @@ class Plan:
     gamma: int  # drafted for one verification at the target, at most; 0: no speculation
     draft_gamma: int  # the same at the retrieval level
     adaptive: tuple[LevelName, ...]  # levels whose drafts are as long as pays, up to these numbers
-    pace: str
     rows: int
     walk: int
     prefill: PrefillShape
@@ -100,7 +99,6 @@ def make_plan(
         gamma=composition.gamma,
         draft_gamma=composition.draft_gamma,
         adaptive=_adaptive(composition, options),
-        pace=options.pace,
         rows=sizing.rows,
         walk=WALK,
         prefill=sizing.prefill,

@@ -237,7 +237,7 @@ def bench(
         max_tokens=max_tokens,
         repeats=repeats,
         sampling=sampling,
-        options=plan_options(levels, pace="measured", **vars(placement)),
+        options=plan_options(levels, **vars(placement)),
         models=models.chosen(),
         against_transformers=against == "transformers",
         plot=plot,

@@ -13,7 +13,7 @@ from offload.plan.files import user_folder
 from triforce_cli import options
 from triforce_cli.choice import Models
 from triforce_cli.flags import (
-    DecodingFlags,
+    CacheFlags,
     ModelFlags,
     PlacementFlags,
     ProgramFlags,
@@ -225,7 +225,7 @@ def chat(
     template: Template = "auto",
     max_tokens: options.MaxTokens = 1024,
     sampling: SamplingFlags,
-    decoding: DecodingFlags,
+    decoding: CacheFlags,
     placement: PlacementFlags,
     session: SessionFlags,
     no_history: NoHistory = False,

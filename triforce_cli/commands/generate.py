@@ -16,7 +16,7 @@ from triforce_cli.choice import Models
 from triforce_cli.commands import Command
 from triforce_cli.deadline import Deadline
 from triforce_cli.flags import (
-    DecodingFlags,
+    CacheFlags,
     ModelFlags,
     PlacementFlags,
     ProgramFlags,
@@ -257,7 +257,7 @@ def generate(
     sampling: SamplingFlags,
     stop: Stop = None,
     timeout: Timeout = None,
-    decoding: DecodingFlags,
+    decoding: CacheFlags,
     placement: PlacementFlags,
     session: SessionFlags,
     output: Destination = None,

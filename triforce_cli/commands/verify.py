@@ -10,7 +10,7 @@ from offload.errors import Differs, UsageError
 from triforce_cli import options
 from triforce_cli.choice import Models
 from triforce_cli.flags import (
-    DecodingFlags,
+    CacheFlags,
     GreedyFlags,
     ModelFlags,
     PlacementFlags,
@@ -114,7 +114,7 @@ def verify(
     sampling: GreedyFlags,
     positions: NumRecomputed = None,
     tolerance: Tolerance = None,
-    decoding: DecodingFlags,
+    decoding: CacheFlags,
     placement: PlacementFlags,
     json: options.AsJson = False,
     quiet: options.Quiet = False,

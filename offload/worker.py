@@ -32,8 +32,8 @@ class Worker:
     """Models, levels with their caches, link and memory of one rank.
 
     Whatever changes the caches is asked for with tokens and lengths alone: `prefill`, `forward` and `truncate` of the
-    `levels` (by name: "target", "retrieval", "draft"), `refresh`, `prepare_retrieval`, `fetch_ahead`, `copy_rows`. `full` is the target's
-    cache; a session saves and fills its pages (`PagedRows`).
+    `levels` (by name: "target", "retrieval", "draft"), `refresh`, `prepare_retrieval`, `fetch_ahead`, `copy_rows`.
+    `full` is the target's cache; a session saves and fills its pages (`PagedRows`).
     """
 
     def __init__(

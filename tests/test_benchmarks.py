@@ -49,37 +49,16 @@ def test_sessions_compares_loading_with_dd(run: Run) -> None:
 
 def test_decode_measures_every_setting_on_one_prompt(run: Run) -> None:
     settings = ["plain", "default", "gamma=3+draft=no", "lookup=no", "transformers"]
-    args = ("--lengths", "300", "--max-tokens", "12", "--seeds", "1", "--temperatures", "0", "--settings")
+    args = ("--lengths", "300", "--max-tokens", "12", "--turns", "2", "--temperatures", "0", "--settings")
     written, table = run("decode.py", *args, ",".join(settings), "--offload", "kv", "--link-gbps", "1")
     _, runs = read(written)
-    assert [measured["setting"] for measured in runs] == settings
+    assert [(measured["setting"], measured["turn"]) for measured in runs] == [
+        (s, turn) for s in settings for turn in (0, 1)
+    ]
     assert all(measured["milliseconds_per_token"] > 0 for measured in runs)
     assert len({measured["beginning"] for measured in runs if measured["setting"] != "transformers"}) == 1
-    assert [measured["plan"]["gamma"] for measured in runs[:3]] == [0, 63, 3]
+    assert [measured["plan"]["gamma"] for measured in runs[:6:2]] == [0, 63, 3]
     assert "vs plain" in table
-
-
-def test_decode_on_the_plans_clock_says_the_same_again_whatever_the_machine_does(run: Run) -> None:
-    args = (
-        "--lengths",
-        "300",
-        "--max-tokens",
-        "24",
-        "--seeds",
-        "2",
-        "--temperatures",
-        "0",
-        "--settings",
-        "plain,default",
-    )
-    written, _ = run("decode.py", *args, "--clock", "plan")
-    run("decode.py", *args, "--clock", "plan", "--offload", "kv", "--link-gbps", "1")  # once waited for ever
-    _, runs = read(written)
-    for first, second in zip(runs[::2], runs[1::2], strict=True):
-        assert (first["setting"], first["seed"], second["seed"]) == (second["setting"], 0, 1)
-        assert first["milliseconds_per_token"] == second["milliseconds_per_token"]
-        ratio = first["milliseconds_per_token"] / (1000 * first["plan"]["predicted"]["plain_seconds_per_token"])
-        assert abs(ratio - 1.0) < (0.01 if first["setting"] == "plain" else 0.5)
 
 
 def test_a_replay_plays_settings_on_stretches_of_recorded_texts(run: Run) -> None:

@@ -124,15 +124,11 @@ class Estimate:
         prepare_seconds: float = 0.0,
         chances: Sequence[float] = (),
     ) -> None:
-        self.chance, self._last_grade = Mean(chance, weight, CHANCE_MEMORY), len(chances) - 1
+        self.chance, self.is_lookup = Mean(chance, weight, CHANCE_MEMORY), bool(chances)
         self._by_grade = {grade: Mean(guess, weight, LOOKUP_MEMORY) for grade, guess in enumerate(chances)}
         self.seconds = Mean(seconds, max(weight / GUESS_WEIGHT, 1.0), SECONDS_MEMORY)
         self.prepare_seconds = Mean(prepare_seconds, 1.0, SECONDS_MEMORY)
         self.ready = True
-
-    @property
-    def is_lookup(self) -> bool:
-        return self._last_grade >= 0
 
     def chance_of(self, grade: int) -> float:
         return self._of(grade).value
@@ -151,7 +147,7 @@ class Estimate:
 
     def _of(self, grade: int) -> Mean:
         if self.is_lookup:
-            return self._by_grade[min(grade, self._last_grade)]
+            return self._by_grade[min(grade, len(self._by_grade) - 1)]
         mean = self._by_grade.setdefault(grade, Mean(0.0, self.chance.weight, CHANCE_MEMORY))
         mean.guess = self.chance.value
         return mean
@@ -204,10 +200,8 @@ class Adaptive:
     def verified(self, verdict: Verdict, num_rows: int, seconds: float) -> None:
         for (estimate, grade), chance in zip(self._drafted, verdict.chances, strict=False):
             estimate.learn(grade, chance)
-        used = {estimate for estimate, _ in self._drafted}
-        for estimate in self.estimates:
-            if estimate not in used:
-                estimate.idle()
+        for estimate in set(self.estimates) - {estimate for estimate, _ in self._drafted}:
+            estimate.idle()
         self.passes.add(num_rows, seconds)
         self._recent_seconds = RATE_MEMORY * self._recent_seconds + self._seconds + seconds
         self._recent_tokens = RATE_MEMORY * self._recent_tokens + verdict.num_accepted + 1

@@ -30,8 +30,7 @@ class Fixed:
     """`gamma` tokens a round: by lookup where it is sure, else by the last proposer that can draft any number."""
 
     def __init__(self, gamma: int) -> None:
-        self.gamma = gamma
-        self._left = 0
+        self.gamma, self._left = gamma, 0
 
     def start(self, limit: int) -> None:
         self._left = min(self.gamma, limit)
@@ -154,10 +153,8 @@ class Estimate:
 
 
 class Adaptive:
-    """Lengths by seconds and acceptance as they are seen.
-
-    most: drafted tokens of a round. estimates: one for each proposer, in their order.
-    """
+    """Lengths by seconds and acceptance as they are seen. most: drafted tokens of a round; estimates: one for each
+    proposer, in their order."""
 
     def __init__(self, most: int, passes: PassSeconds, estimates: Sequence[Estimate]) -> None:
         self.most, self.passes, self.estimates = most, passes, estimates
@@ -180,11 +177,9 @@ class Adaptive:
         for index, (estimate, offer) in enumerate(zip(self.estimates, offers, strict=True)):
             if offer.num_tokens is not None:
                 num_tokens, worth = self._part(estimate, offer, offers)
-            elif estimate.ready:
-                num_tokens, worth = self._chain(estimate, self._kept, len(self._drafted), self._left)
             else:
-                continue
-            if num_tokens and worth > most:
+                num_tokens, worth = self._chain(estimate, self._kept, len(self._drafted), self._left)
+            if estimate.ready and num_tokens and worth > most:
                 best, most = Draft(index, num_tokens), worth
         return best
 
@@ -245,9 +240,8 @@ class Adaptive:
         while count:
             cost = self.passes.at(1 + drafted + count) - self.passes.at(1 + drafted)
             gained = self.rate * self._kept * sum(chance**n for n in range(1, count + 1))
-            chains = (
-                self._chain(model, self._kept * chance**count, drafted + count, self._left - count) for model in models
-            )
+            kept, left = self._kept * chance**count, self._left - count
+            chains = (self._chain(model, kept, drafted + count, left) for model in models)
             worth = gained - cost + max((worth for _, worth in chains), default=0.0)
             best = max(best, (count, worth), key=lambda pair: pair[1])
             count //= 2

@@ -17,7 +17,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,27 +123,34 @@ def _filled(brackets: str, members: Sequence[str], margin: str) -> str:
     return f"{brackets[0]}\n{filled.rstrip(',')}\n{margin}{brackets[1]}"
 
 
-def write(folder: Path, names: Sequence[str]) -> None:
+def write(folder: Path, names: Iterable[str]) -> None:
     stage.rehearse()
     for name in names:
         (folder / f"{name}.txt").write_text(record(SCENES[name]), encoding="utf-8")
+        print(name, flush=True)
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The current output, recorded by another process, because torch's threads do not survive forks."""
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    """What a scene writes today. By a process of its own, since torch's threads do not survive the forks."""
     folder = tmp_path_factory.mktemp("recorded")
-    command = [sys.executable, __file__, "--into", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return folder
+    command = [sys.executable, __file__, "--into", str(folder), "-"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+
+        def recorded(name: str) -> str:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(f"{name}\n")
+            assert process.stdout.readline() == f"{name}\n"
+            return (folder / f"{name}.txt").read_text(encoding="utf-8")
+
+        yield recorded
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SCENES)
-def test_output_is_as_it_was(name: str, recorded: Path) -> None:
+def test_output_is_as_it_was(name: str, recorded: Callable[[str], str]) -> None:
     file = GOLDEN / f"{name}.txt"
-    wanted, found = (path.read_text(encoding="utf-8").splitlines() for path in (file, recorded / file.name))
+    wanted, found = (text.splitlines() for text in (file.read_text(encoding="utf-8"), recorded(name)))
     difference = "\n".join(difflib.unified_diff(wanted, found, str(file.relative_to(ROOT)), "now", lineterm=""))
     if difference:
         pytest.fail(f"if this is meant, run: python tests/test_golden.py --write {name}\n{difference}", pytrace=False)
@@ -168,13 +175,14 @@ def test_help_fits_a_narrow_terminal_and_loses_no_option(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write down what every command says.")
-    parser.add_argument("names", nargs="*", metavar="SCENE", help="these alone (default: all)")
+    parser.add_argument("names", nargs="*", metavar="SCENE", help="these alone (default: all; -: as asked)")
     parser.add_argument("--write", dest="into", action="store_const", const=GOLDEN, help="to tests/golden")
     parser.add_argument("--into", type=Path, metavar="DIR", help="to another folder")
     given = parser.parse_args()
-    if given.into is None or not set(given.names) <= SCENES.keys():
+    if given.into is None or not set(given.names) <= {"-", *SCENES}:
         parser.error(f"give --write or --into DIR, and names of {', '.join(SCENES)}")
-    write(given.into, given.names or list(SCENES))
+    asked = (line.strip() for line in sys.stdin) if "-" in given.names else given.names
+    write(given.into, asked or list(SCENES))
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ import math
 import os
 import random
 import select
+import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,14 @@ def test_a_library_is_left_first(number: signal.Signals) -> None:
     assert (type(error), done) == (RAISED[number], [])
 
 
+def test_the_body_of_a_context_manager_is_the_programs_own() -> None:
+    done: list[int] = []
+    source = "@contextmanager\ndef opened():\n    os.kill(os.getpid(), 2)\n    done.append(1)\n    yield\n"
+    source += "def run():\n    with opened():\n        pass"
+    work = code_of("triforce_cli.engine", source, contextmanager=contextmanager, done=done)
+    assert (type(interrupted(work)), done) == (KeyboardInterrupt, [])
+
+
 def test_what_a_library_calls_back_is_not_interrupted() -> None:
     """Rich draws the program's columns with a lock that it has taken."""
     done: list[int] = []
@@ -162,7 +172,13 @@ def test_nothing_of_it_stays() -> None:
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-# Loading, interrupted at many moments
+# Stages of a real run, interrupted at many moments
+
+STAGES = {
+    "load": "work(*args, **settings).close()",
+    "generate": "yield from work(*args, **settings)",
+    "save": "work(*args, **settings)",
+}
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +188,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(layers, tmp_path_factory.mktemp("deep"), tokenizer=True)
 
 
-def load_and_load(model: Path, number: int, seconds: float) -> None:
-    """In a fork: `triforce generate` that loads again and again, and after some seconds of that gets the signal."""
+def repeat(model: Path, stage: str, number: int, seconds: float) -> None:
+    """In a fork: `triforce generate` with a stage that goes on for ever and is interrupted after some seconds."""
     hear_signals()
     os.closerange(3, 256)
     code = 1
@@ -185,15 +201,14 @@ def load_and_load(model: Path, number: int, seconds: float) -> None:
         from offload.engine import Engine
         from triforce_cli.app import main
 
-        load = Engine.load
-
-        def again(*args: Any, **settings: Any) -> None:
+        def begin() -> None:
             threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
-            while True:
-                load(*args, **settings).close()
 
-        setattr(Engine, "load", again)  # noqa: B010 (a class method, for the type checker)
-        code = main(["generate", "--model", str(model), "--draft", "none", "--prompt", "x"])
+        source = f"def run(*args, **settings):\n    begin()\n    while True:\n        {STAGES[stage]}"
+        setattr(Engine, stage, code_of("offload.engine", source, work=getattr(Engine, stage), begin=begin))
+        signals.GRACE_SECONDS = math.inf  # nothing is interrupted by force
+        args = ("--draft", "none", "--prompt", "x" * 300, "--max-tokens", "8", "--cache", str(model / "session"))
+        code = main(["generate", "--model", str(model), *args])
     except BaseException:
         traceback.print_exc()
     finally:
@@ -202,13 +217,15 @@ def load_and_load(model: Path, number: int, seconds: float) -> None:
         os._exit(code)
 
 
-def test_weights_being_read_at_a_terminal(model: Path) -> None:
-    """It came out as an error of torch's, with exit code 1, or as one of the progress bar's."""
-    moments = random.Random(1)
-    for trial in range(4):
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_ends_wherever_it_is_interrupted(model: Path, stage: str, num_cases: Callable[[int], int]) -> None:
+    """Reading weights ended in an error of torch's or of the progress bar's, with exit code 1."""
+    moments = random.Random(stage)
+    for trial in range(num_cases(40)):
         number, seconds = (signal.SIGINT, signal.SIGTERM)[trial % 2], moments.uniform(0.0, 0.3)
-        terminal = Terminal(["true"], env={}, begin=lambda n=number, s=seconds: load_and_load(model, n, s))
+        terminal = Terminal(["true"], env={}, begin=lambda n=number, s=seconds: repeat(model, stage, n, s))
         assert terminal.finish() == 128 + number, (seconds, terminal.shown)
         assert "rror" not in terminal.shown
         assert "Traceback" not in terminal.shown
         assert not terminal.is_cursor_hidden
+        shutil.rmtree(model / "session", ignore_errors=True)

@@ -20,6 +20,7 @@ _RETRY_SECONDS = 0.02
 _OWN = {"triforce_cli", "offload", "__main__"}
 # Libraries that wait for files, sockets and terminals, which may last for ever. They are made to be interrupted.
 _WAITING = {"pathlib", "selectors", "socket", "ssl", "httpcore"}
+_CALLING_BACK = {"contextlib"}  # made to pass on whatever the program's code raises in it
 Handler = Callable[[int, "FrameType | None"], object] | int | None
 
 
@@ -140,10 +141,12 @@ class _Arrival:
         raise exception_of(number)
 
     def _may_raise(self, frame: FrameType | None) -> bool:
-        if frame is not None and _package(frame) in _WAITING:
+        if frame is None or _package(frame) in _WAITING:
             return True
+        if _package(frame) not in _OWN:
+            return False
         while frame is not None and frame.f_code is not self._main:
-            if _package(frame) not in _OWN:
+            if _package(frame) not in _OWN | _CALLING_BACK:
                 return False
             frame = frame.f_back
         return True

@@ -1,8 +1,8 @@
-"""The exact law of what the real decoding loop emits: every branch is taken and weighed. No sampling, no statistics.
+"""The exact distribution of what the real decoding loop emits: every branch is taken and weighed; nothing is sampled.
 
 A run of the loop is a sequence of decisions. `branches` runs it again and again, each time replaying a prefix of
-earlier decisions and taking the next untried one after it, until the tree is exhausted. The models are tables: the law
-of the next token is an fp64 function of the tokens in the level's cache, so a wrong cache shows as a wrong law.
+earlier decisions and taking the next untried one after it, until the tree is exhausted. The models are tables: the next
+token's distribution is an fp64 function of the tokens in the level's cache, so a wrong cache gives a wrong one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from offload.metrics import LevelStats, Stats
 
 T = TypeVar("T")
 Tokens = tuple[int, ...]
-Law = Callable[[Tokens], Tensor]  # the sequence so far -> the law of the next token, [V] fp64
+Distribution = Callable[[Tokens], Tensor]  # the sequence so far -> the distribution of the next token, [V] fp64
 Warp = Callable[[Tensor], Tensor]
 
 
@@ -83,7 +83,8 @@ class Branching:
         weights = probs.double()
         total = float(weights.sum())
         require(
-            bool((weights >= 0).all()) and abs(total - 1.0) < 1e-6, f"a draw from {probs.tolist()}, which is no law"
+            bool((weights >= 0).all()) and abs(total - 1.0) < 1e-6,
+            f"a draw from {probs.tolist()}, which is no distribution",
         )
         return self.choose((weights / total).tolist())
 
@@ -116,11 +117,11 @@ def branches(run: Callable[[Branching], T]) -> Iterator[tuple[T, float]]:
     assert abs(total - 1.0) < 1e-6, f"the branches weigh {total} together"
 
 
-def law_of(run: Callable[[Branching], T]) -> dict[T, float]:
-    law: dict[T, float] = defaultdict(float)
+def distribution_of(run: Callable[[Branching], T]) -> dict[T, float]:
+    distribution: dict[T, float] = defaultdict(float)
     for outcome, weight in branches(run):
-        law[outcome] += weight
-    return dict(law)
+        distribution[outcome] += weight
+    return dict(distribution)
 
 
 def on_grid(source: Branching, decode: Decode, num_cells: int) -> RandomSource:
@@ -140,24 +141,24 @@ def on_grid(source: Branching, decode: Decode, num_cells: int) -> RandomSource:
 # Table language models
 
 
-def table(vocabulary: int, name: str, weigh: Callable[[random.Random], list[float]]) -> Law:
-    """A law that is another one after every sequence, and the same one each time."""
+def table(vocabulary: int, name: str, weigh: Callable[[random.Random], list[float]]) -> Distribution:
+    """A distribution that is another one after every sequence, and the same one each time."""
 
     @cache
-    def law(sequence: Tokens) -> Tensor:
+    def distribution(sequence: Tokens) -> Tensor:
         weights = torch.tensor(weigh(random.Random(f"{name} {sequence}")), dtype=torch.float64)
         assert len(weights) == vocabulary
         return weights / weights.sum()
 
-    return law
+    return distribution
 
 
-def soft(vocabulary: int, name: str) -> Law:
+def soft(vocabulary: int, name: str) -> Distribution:
     """Uniform on the simplex."""
     return table(vocabulary, name, lambda rng: [rng.expovariate(1.0) for _ in range(vocabulary)])
 
 
-def sparse(vocabulary: int, name: str, num_kept: int = 2) -> Law:
+def sparse(vocabulary: int, name: str, num_kept: int = 2) -> Distribution:
     """All but `num_kept` tokens, others each time, have probability zero."""
 
     def weigh(rng: random.Random) -> list[float]:
@@ -167,24 +168,24 @@ def sparse(vocabulary: int, name: str, num_kept: int = 2) -> Law:
     return table(vocabulary, name, weigh)
 
 
-def only(vocabulary: int, name: str, tokens: Sequence[int]) -> Law:
+def only(vocabulary: int, name: str, tokens: Sequence[int]) -> Distribution:
     """Soft on `tokens`, zero elsewhere."""
     return table(
         vocabulary, name, lambda rng: [rng.expovariate(1.0) if token in tokens else 0.0 for token in range(vocabulary)]
     )
 
 
-def fixed(*probs: float) -> Law:
-    """The same law after every sequence."""
+def fixed(*probs: float) -> Distribution:
+    """The same distribution after every sequence."""
     row = torch.tensor(probs, dtype=torch.float64)
     return lambda sequence: row
 
 
 class TableLevel:
-    """A `Level` whose cache is the tokens themselves and whose logits are its law (or the logarithm of it)."""
+    """A `Level` whose cache is the tokens themselves and whose logits are its distribution (or the logarithm of it)."""
 
-    def __init__(self, law: Law, *, logarithm: bool = False, capacity: int = 10_000) -> None:
-        self._law, self._logarithm, self._capacity = law, logarithm, capacity
+    def __init__(self, distribution: Distribution, *, logarithm: bool = False, capacity: int = 10_000) -> None:
+        self._distribution, self._logarithm, self._capacity = distribution, logarithm, capacity
         self.stats = LevelStats("table")
         self.tokens: list[int] = []
 
@@ -197,7 +198,7 @@ class TableLevel:
         require(self.length + len(tokens) <= self._capacity, f"more than {self._capacity} tokens in the cache")
         self.tokens += tokens
         ends = range(self.length - num_logits + 1, self.length + 1)
-        rows = torch.stack([self._law(tuple(self.tokens[:end])) for end in ends])
+        rows = torch.stack([self._distribution(tuple(self.tokens[:end])) for end in ends])
         return rows.log() if self._logarithm else rows
 
     def truncate(self, length: int) -> None:
@@ -299,7 +300,7 @@ def identity(logits: Tensor) -> Tensor:
 
 
 def sharpen(logits: Tensor) -> Tensor:
-    """Temperature 1/2 on probabilities: applied twice, or not at all, it gives another law."""
+    """Temperature 1/2 on probabilities: applied twice, or not at all, it gives another distribution."""
     return logits.square() / logits.square().sum(-1, keepdim=True)
 
 
@@ -315,9 +316,9 @@ class Case:
     """
 
     vocabulary: int
-    target: Law
-    retrieval: Law | None = None
-    draft: Law | None = None
+    target: Distribution
+    retrieval: Distribution | None = None
+    draft: Distribution | None = None
     gamma: int = 0
     draft_gamma: int = 0
     ngram: bool = False
@@ -333,8 +334,8 @@ class Case:
     def warp_of(self, decode: Decode) -> Warp:
         return self.warp if self.params is None else partial(decode.sampling.warp, params=self.params)
 
-    def target_law(self, sequence: Tokens) -> Tensor:
-        """The law that the target alone gives, [V]."""
+    def target_distribution(self, sequence: Tokens) -> Tensor:
+        """The distribution that the target alone gives, [V]."""
         row = self.target(sequence)[None]
         return self.warp_of(REAL)(row if self.params is None else row.log())[0].double()
 
@@ -361,8 +362,8 @@ def build(
     levels: list[TableLevel] = []
     drafting = DEAR if "dear" in str(case.adapt) else CHEAP
 
-    def level(law: Law) -> TableLevel:
-        levels.append(TableLevel(law, logarithm=case.params is not None, capacity=capacity))
+    def level(distribution: Distribution) -> TableLevel:
+        levels.append(TableLevel(distribution, logarithm=case.params is not None, capacity=capacity))
         return levels[-1]
 
     def lengths(gamma: int, proposers: Sequence[Any]) -> Any:
@@ -408,13 +409,13 @@ def check_caches(case: Case, levels: Sequence[TableLevel], sequence: Tokens) -> 
         require(levels[1].length >= len(sequence) - 2, "the proposer forgot tokens that were kept")
 
 
-def emitted_law(case: Case, decode: Decode = REAL) -> dict[Tokens, float]:
+def emitted_distribution(case: Case, decode: Decode = REAL) -> dict[Tokens, float]:
     """The probability of every emitted prefix of 1 to `case.num_tokens` tokens, over as many rounds as it takes.
 
     What a round does depends on the sequence and on what the caches hold, nothing else: equal states are merged, so
     each is expanded once.
     """
-    law: dict[Tokens, float] = defaultdict(float)
+    distribution: dict[Tokens, float] = defaultdict(float)
     Caches = tuple[Tokens, ...]
     waiting: list[dict[tuple[Tokens, Caches], float]] = [defaultdict(float) for _ in range(case.num_tokens)]
     num_levels = len(build(case, decode, Branching([])).levels)
@@ -425,10 +426,10 @@ def emitted_law(case: Case, decode: Decode = REAL) -> dict[Tokens, float]:
             for (tokens, left), weight in branches(run):
                 for count in range(1, len(tokens) + 1):
                     if len(emitted) + count <= case.num_tokens:
-                        law[emitted + tokens[:count]] += probability * weight
+                        distribution[emitted + tokens[:count]] += probability * weight
                 if len(emitted) + len(tokens) < case.num_tokens:
                     waiting[len(emitted) + len(tokens)][emitted + tokens, left] += probability * weight
-    return dict(law)
+    return dict(distribution)
 
 
 def _one_round(
@@ -443,14 +444,16 @@ def _one_round(
     return emitted, tuple(tuple(level.tokens) for level in stack.levels)
 
 
-def autoregressive_law(case: Case) -> dict[Tokens, float]:
+def autoregressive_distribution(case: Case) -> dict[Tokens, float]:
     """The probability of every prefix when the target alone draws token after token."""
-    law: dict[Tokens, float] = {(): 1.0}
+    distribution: dict[Tokens, float] = {(): 1.0}
     for count in range(case.num_tokens):
-        for prefix in [prefix for prefix in law if len(prefix) == count]:
-            row = case.target_law(case.prompt + prefix).tolist()
-            law |= {(*prefix, token): law[prefix] * probability for token, probability in enumerate(row)}
-    return {prefix: probability for prefix, probability in law.items() if prefix}
+        for prefix in [prefix for prefix in distribution if len(prefix) == count]:
+            row = case.target_distribution(case.prompt + prefix).tolist()
+            distribution |= {
+                (*prefix, token): distribution[prefix] * probability for token, probability in enumerate(row)
+            }
+    return {prefix: probability for prefix, probability in distribution.items() if prefix}
 
 
 def distance(one: Mapping[Any, float], other: Mapping[Any, float]) -> float:
@@ -462,16 +465,16 @@ def distance(one: Mapping[Any, float], other: Mapping[Any, float]) -> float:
 
 
 def emission_error(case: Case, decode: Decode = REAL) -> float:
-    return distance(emitted_law(case, decode), autoregressive_law(case))
+    return distance(emitted_distribution(case, decode), autoregressive_distribution(case))
 
 
 Outcome = tuple[Tokens, str | None]  # the text, and why it ended
 
 
-def generated_law(
+def generated_distribution(
     case: Case, end_tokens: Sequence[int], num_pending: int = 1, decode: Decode = REAL
 ) -> dict[Outcome, float]:
-    """The law of what `generate` yields, up to `case.num_tokens` tokens. Whole runs, replayed from the first token."""
+    """The distribution of what `generate` yields, up to `case.num_tokens` tokens, from whole runs."""
 
     def run(source: Branching) -> Outcome:
         # The last emitted token enters no cache, and no round may draft past the end.
@@ -491,35 +494,37 @@ def generated_law(
         require(all(step.finish is None for step in runs[:-1]), "a run came after the last")
         return tuple(itertools.chain.from_iterable(step.tokens for step in runs)), runs[-1].finish
 
-    return law_of(run)
+    return distribution_of(run)
 
 
-def stopped_law(case: Case, end_tokens: Sequence[int]) -> dict[Outcome, float]:
-    """The law of the target's own text, stopped after an end token or at `case.num_tokens` tokens."""
-    law: dict[Outcome, float] = {}
-    for prefix, probability in autoregressive_law(case).items():
+def stopped_distribution(case: Case, end_tokens: Sequence[int]) -> dict[Outcome, float]:
+    """The distribution of the target's own text, stopped after an end token or at `case.num_tokens` tokens."""
+    distribution: dict[Outcome, float] = {}
+    for prefix, probability in autoregressive_distribution(case).items():
         if any(token in end_tokens for token in prefix[:-1]):
             continue
         if prefix[-1] in end_tokens:
-            law[prefix, "stop"] = probability
+            distribution[prefix, "stop"] = probability
         elif len(prefix) == case.num_tokens:
-            law[prefix, "length"] = probability
-    return law
+            distribution[prefix, "length"] = probability
+    return distribution
 
 
 def generation_error(case: Case, end_tokens: Sequence[int], num_pending: int = 1, decode: Decode = REAL) -> float:
-    return distance(generated_law(case, end_tokens, num_pending, decode), stopped_law(case, end_tokens))
+    return distance(
+        generated_distribution(case, end_tokens, num_pending, decode), stopped_distribution(case, end_tokens)
+    )
 
 
 def proposal_error(case: Case, decode: Decode = REAL) -> float:
     """Distance of the distribution of the proposer's tokens from the stated one, the product of the rows it returns."""
-    law: dict[Tokens, float] = defaultdict(float)
+    distribution: dict[Tokens, float] = defaultdict(float)
     stated: dict[Tokens, float] = {}
     for (tokens, rows), weight in branches(lambda source: _one_proposal(case, decode, source)):
-        law[tokens] += weight
+        distribution[tokens] += weight
         probability = math.prod(row[token] for token, row in zip(tokens, rows, strict=True))
         require(stated.setdefault(tokens, probability) == probability, "other rows for the same tokens")
-    return distance(law, stated)
+    return distance(distribution, stated)
 
 
 def _one_proposal(case: Case, decode: Decode, source: Branching) -> tuple[Tokens, list[list[float]]]:

@@ -327,7 +327,7 @@ class Stack:
     def _speculator(self, sampling: SamplingParams, seen: list[Tensor]) -> Speculator:
         random = SeededSource(sampling.seed)
 
-        def law(logits: Tensor) -> Tensor:
+        def distribution(logits: Tensor) -> Tensor:
             return warp(logits, sampling)
 
         def watched(logits: Tensor) -> Tensor:
@@ -341,13 +341,15 @@ class Stack:
             self.retrieval_level = level
             if self.streaming is not None and self.draft is not None:
                 drafts = StreamingLevel("draft", self.draft, self.streaming, vocab_size=self.vocabulary)
-                proposers = [ModelProposer(drafts, law, random)]
+                proposers = [ModelProposer(drafts, distribution, random)]
 
             def prepare(num_rows: int, wanted: bool) -> float | None:
                 return 0.0 if retrieval.prepare(num_rows, wanted=wanted) else None
 
             lengths = Fixed(self.sizes.draft_gamma)
-            proposers = [Speculator(level, proposers, lengths=lengths, warp=law, random=random, prepare=prepare)]
+            proposers = [
+                Speculator(level, proposers, lengths=lengths, warp=distribution, random=random, prepare=prepare)
+            ]
         return Speculator(self.full_level, proposers, lengths=Fixed(self.sizes.gamma), warp=watched, random=random)
 
 

@@ -1,4 +1,4 @@
-"""The promise: whatever is proposed and whoever proposes, the emitted text follows the target's own law, exactly."""
+"""The promise: whatever is proposed, by whomever, the emitted text follows the target's own distribution, exactly."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from enumeration import (
     Branching,
     Case,
     ConfidentLengths,
-    Law,
+    Distribution,
     ShortLengths,
     Tokens,
     TurnLengths,
-    autoregressive_law,
+    autoregressive_distribution,
     branches,
     build,
     check_caches,
     distance,
+    distribution_of,
     emission_error,
-    emitted_law,
+    emitted_distribution,
     fixed,
     generation_error,
     identity,
-    law_of,
     only,
     proposal_error,
     sharpen,
     soft,
     sparse,
-    stopped_law,
+    stopped_distribution,
 )
 from offload.decode.sampling import SamplingParams
 from offload.decode.verify import verify
@@ -60,7 +60,7 @@ def two_levels(vocabulary: int, gamma: int, draft_gamma: int, num_tokens: int = 
     return replace(case, **changes)
 
 
-def all_laws(make: Callable[[str], Law]) -> dict[str, Any]:
+def all_distributions(make: Callable[[str], Distribution]) -> dict[str, Any]:
     return {name: make(name) for name in ("target", "retrieval", "draft")}
 
 
@@ -82,13 +82,13 @@ CASES: dict[str, Case] = {
     "two levels, draft_gamma 0": two_levels(3, 2, 0),
     "one level, warped": one_level(3, 2, warp=sharpen),
     "two levels, warped": two_levels(3, 2, 2, warp=sharpen),
-    "one level, zeros": one_level(6, 3, **all_laws(partial(sparse, 6))),
-    "two levels, zeros": two_levels(5, 3, 2, 4, **all_laws(partial(sparse, 5))),
+    "one level, zeros": one_level(6, 3, **all_distributions(partial(sparse, 6))),
+    "two levels, zeros": two_levels(5, 3, 2, 4, **all_distributions(partial(sparse, 5))),
     "two levels, zeros in the target only": two_levels(4, 2, 2, target=sparse(4, "target")),
     "two levels, zeros in the proposers only": two_levels(
         4, 2, 2, retrieval=sparse(4, "retrieval"), draft=sparse(4, "draft")
     ),
-    "one-hot laws": two_levels(5, 3, 2, 4, **all_laws(partial(sparse, 5, num_kept=1))),
+    "one-hot distributions": two_levels(5, 3, 2, 4, **all_distributions(partial(sparse, 5, num_kept=1))),
     "one-hot proposals, soft target": two_levels(
         4, 3, 2, retrieval=sparse(4, "retrieval", 1), draft=sparse(4, "draft", 1)
     ),
@@ -96,8 +96,8 @@ CASES: dict[str, Case] = {
     "one level, greedy": one_level(5, 3, 4, params=GREEDY),
     "one level, greedy, V 3": one_level(3, 2, params=GREEDY),
     "two levels, greedy": two_levels(4, 3, 2, 4, params=GREEDY),
-    "one level, identical laws": one_level(3, 3, target=SAME, draft=SAME),
-    "two levels, identical laws": two_levels(3, 3, 2, target=SAME, retrieval=SAME, draft=SAME),
+    "one level, identical distributions": one_level(3, 3, target=SAME, draft=SAME),
+    "two levels, identical distributions": two_levels(3, 3, 2, target=SAME, retrieval=SAME, draft=SAME),
     "two levels, target and retrieval identical": two_levels(3, 2, 2, target=SAME, retrieval=SAME),
     "two levels, retrieval and draft identical": two_levels(3, 2, 2, retrieval=SAME, draft=SAME),
     "one level, disjoint supports": one_level(4, 2, target=DISJOINT["target"], draft=DISJOINT["retrieval"]),
@@ -107,8 +107,8 @@ CASES: dict[str, Case] = {
     "n-gram proposals below retrieval": two_levels(3, 3, 2, draft=None, ngram=True),
     "one level, length by the sequence": one_level(3, 3, 4, adapt=ShortLengths),
     "two levels, lengths by the sequence": two_levels(3, 3, 2, adapt=ShortLengths),
-    "one level, length by the law": one_level(3, 3, 4, adapt=ConfidentLengths),
-    "two levels, lengths by the law": two_levels(3, 3, 2, adapt=ConfidentLengths),
+    "one level, length by the distribution": one_level(3, 3, 4, adapt=ConfidentLengths),
+    "two levels, lengths by the distribution": two_levels(3, 3, 2, adapt=ConfidentLengths),
     "two levels, greedy, lengths by the margins": two_levels(4, 3, 2, 5, adapt=ConfidentLengths, params=GREEDY),
     "n-gram proposals, length by the sequence": one_level(3, 3, 4, draft=None, ngram=True, adapt=ShortLengths),
     "lookups": one_level(4, 3, 4, draft=None, lookup=True),
@@ -148,10 +148,10 @@ GENERATIONS: dict[str, Callable[..., float]] = {
         ("one level", one_level(4, 3, 3), "tokens 0 and 2", 5),
         ("one level, a round of 1", one_level(3, 3, 1), "token 2", 1),
         ("one level, greedy", one_level(5, 3, 6, params=GREEDY), "token 2", 1),
-        ("one level, zeros", one_level(4, 3, 5, **all_laws(partial(sparse, 4))), "token 2", 1),
+        ("one level, zeros", one_level(4, 3, 5, **all_distributions(partial(sparse, 4))), "token 2", 1),
         ("two levels", two_levels(3, 2, 1), "token 2", 1),
         ("two levels", two_levels(3, 2, 1), "nothing", 3),
-        ("two levels, zeros", two_levels(4, 3, 2, 4, **all_laws(partial(sparse, 4))), "token 2", 1),
+        ("two levels, zeros", two_levels(4, 3, 2, 4, **all_distributions(partial(sparse, 4))), "token 2", 1),
         ("two levels, adaptive", two_levels(3, 3, 2, adapt=ShortLengths), "token 2", 1),
         ("n-grams", one_level(3, 3, 5, draft=None, ngram=True), "token 2", 1),
         ("lookups", one_level(3, 3, 5, draft=None, lookup=True), "token 2", 1),
@@ -169,7 +169,7 @@ PROPOSERS: dict[str, Case] = {
     **{f"retrieval, {n} tokens, draft_gamma {d}": two_levels(3, n, d) for n in (1, 2, 3) for d in (0, 1, 2, 3)},
     "retrieval, 4 tokens": two_levels(3, 4, 2),
     "retrieval, warped": two_levels(3, 3, 2, warp=sharpen),
-    "retrieval, zeros": two_levels(5, 3, 2, **all_laws(partial(sparse, 5))),
+    "retrieval, zeros": two_levels(5, 3, 2, **all_distributions(partial(sparse, 5))),
     "retrieval, one-hot drafts": two_levels(4, 3, 2, draft=sparse(4, "draft", 1)),
     "retrieval, n-grams": two_levels(4, 3, 2, draft=None, ngram=True),
 }
@@ -182,7 +182,7 @@ CHECKS: dict[str, Callable[..., float]] = {  # to be called with `decode`
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_every_emitted_prefix_follows_the_targets_law(case: Case) -> None:
+def test_every_emitted_prefix_follows_the_targets_distribution(case: Case) -> None:
     assert emission_error(case) < EXACT
 
 
@@ -192,17 +192,19 @@ def test_proposed_tokens_follow_the_rows_handed_up_with_them(case: Case) -> None
 
 
 @pytest.mark.parametrize("warp", [sharpen, identity], ids=["warped", "not warped"])
-def test_the_middle_level_hands_up_its_own_law(warp: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_the_middle_level_hands_up_its_own_distribution(warp: Callable[[torch.Tensor], torch.Tensor]) -> None:
     case = two_levels(3, 3, 2, warp=warp)
     assert case.retrieval is not None
     own = replace(case, target=case.retrieval)
     for proposal, _ in branches(lambda source: build(case, REAL, source).proposer.propose(case.prompt, 3)):
         for i, row in enumerate(proposal.probs):
-            torch.testing.assert_close(row, own.target_law(case.prompt + tuple(proposal.tokens[:i])), rtol=0, atol=0)
+            torch.testing.assert_close(
+                row, own.target_distribution(case.prompt + tuple(proposal.tokens[:i])), rtol=0, atol=0
+            )
 
 
 @pytest.mark.parametrize("check", GENERATIONS.values(), ids=GENERATIONS)
-def test_generated_text_follows_the_targets_law_stopped_where_it_stops(check: Callable[..., float]) -> None:
+def test_generated_text_follows_the_targets_distribution_stopped_where_it_stops(check: Callable[..., float]) -> None:
     assert check() < EXACT
 
 
@@ -216,7 +218,7 @@ def test_generation_that_stops_in_an_accepted_run_is_among_the_cases() -> None:
         tokens = stack.speculator.round([*case.prompt, 0], 3).tokens
         return len(tokens) == 3 and tokens[0] == 2
 
-    assert law_of(stops_inside)[True] > 0.01
+    assert distribution_of(stops_inside)[True] > 0.01
 
 
 @pytest.mark.parametrize(
@@ -247,8 +249,10 @@ def test_gamma_0_is_plain_decoding(name: str) -> None:
         assert [level.length for level in stack.levels[1:]] == [0] * (len(stack.levels) - 1)
         return tuple(tokens)
 
-    plain = {key: value for key, value in autoregressive_law(replace(case, num_tokens=3)).items() if len(key) == 3}
-    assert distance(law_of(run), plain) < EXACT
+    plain = {
+        key: value for key, value in autoregressive_distribution(replace(case, num_tokens=3)).items() if len(key) == 3
+    }
+    assert distance(distribution_of(run), plain) < EXACT
 
 
 class Keeping:
@@ -272,8 +276,8 @@ def test_a_token_is_kept_by_the_ratio_of_fp32_probabilities_in_fp64() -> None:
     assert source.asked == [float(target[0, 0]) / float(draft[0, 0]), float(target[1, 1]) / float(draft[1, 1])]
 
 
-def test_the_retrieval_law_may_change_after_every_round() -> None:
-    """A refresh after each verification makes the middle law depend on how earlier rounds went, not on text alone."""
+def test_the_retrieval_distribution_may_change_after_every_round() -> None:
+    """After a refresh the middle level's distribution depends on how earlier rounds went, not on text alone."""
     history: list[int] = []
     case = two_levels(3, 2, 1, retrieval=lambda sequence: soft(3, f"after {history}")(sequence))
 
@@ -286,11 +290,11 @@ def test_the_retrieval_law_may_change_after_every_round() -> None:
             check_caches(case, stack.levels, case.prompt + tokens)
         return tokens
 
-    whole = {key: value for key, value in autoregressive_law(case).items() if len(key) == case.num_tokens}
-    assert distance(law_of(run), whole) < EXACT
+    whole = {key: value for key, value in autoregressive_distribution(case).items() if len(key) == case.num_tokens}
+    assert distance(distribution_of(run), whole) < EXACT
 
 
-def test_a_text_cut_back_by_the_caller_goes_on_by_the_targets_law() -> None:
+def test_a_text_cut_back_by_the_caller_goes_on_by_the_targets_distribution() -> None:
     """The engine truncates to what it kept (a stop string inside an accepted run) and may generate again from there."""
     case = two_levels(3, 2, 1, 2)
 
@@ -300,13 +304,13 @@ def test_a_text_cut_back_by_the_caller_goes_on_by_the_targets_law() -> None:
         stack.speculator.truncate(len(case.prompt + kept) - 1)
         return kept, tuple(stack.speculator.round(case.prompt + kept, 2).tokens[:1])
 
-    pairs = {(key[:1], key[1:]): value for key, value in autoregressive_law(case).items() if len(key) == 2}
-    assert distance(law_of(run), pairs) < EXACT
+    pairs = {(key[:1], key[1:]): value for key, value in autoregressive_distribution(case).items() if len(key) == 2}
+    assert distance(distribution_of(run), pairs) < EXACT
 
 
-def test_merging_equal_states_changes_no_law() -> None:
-    """`emitted_law` expands each state once; the replay of whole generations, which merges nothing, agrees."""
+def test_merging_equal_states_changes_no_distribution() -> None:
+    """`emitted_distribution` expands each state once; the replay of whole generations, which merges nothing, agrees."""
     case = one_level(3, 2, 3)
-    full = {prefix: weight for prefix, weight in emitted_law(case).items() if len(prefix) == 3}
-    replayed = {prefix: weight for (prefix, _), weight in stopped_law(case, ()).items()}
+    full = {prefix: weight for prefix, weight in emitted_distribution(case).items() if len(prefix) == 3}
+    replayed = {prefix: weight for (prefix, _), weight in stopped_distribution(case, ()).items()}
     assert distance(full, replayed) < EXACT

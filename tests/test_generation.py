@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from enumeration import Law, TableLevel, Tokens, identity
+from enumeration import Distribution, TableLevel, Tokens, identity
 from offload.decode import generation
 from offload.decode.generation import Run, generate
 from offload.decode.lengths import Fixed
@@ -43,8 +43,8 @@ def wrong_after_multiples_of_3(sequence: Tokens) -> Tensor:
 class Setup:
     """A target that counts and its proposers; the speculator over them and what it was given."""
 
-    draft: Law = counting
-    retrieval: Law | None = None
+    draft: Distribution = counting
+    retrieval: Distribution | None = None
     gamma: int = 3
     draft_gamma: int = 2
     prefilled: list[int] | None = None
@@ -53,7 +53,7 @@ class Setup:
     def __post_init__(self) -> None:
         random = SeededSource(0)
         self.target, self.retrieval_level, self.draft_level = (
-            TableLevel(law) for law in (counting, self.retrieval or counting, self.draft)
+            TableLevel(distribution) for distribution in (counting, self.retrieval or counting, self.draft)
         )
         proposer: Proposer = ModelProposer(self.draft_level, identity, random)
         if self.retrieval is not None:
@@ -99,7 +99,7 @@ def test_a_partly_accepted_run_ends_with_the_correction() -> None:
 @pytest.mark.parametrize("retrieval", [None, counting, wrong, wrong_after_multiples_of_3])
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 7, 12])
 def test_the_text_is_the_targets_and_exactly_as_long_as_asked(
-    draft: Law, retrieval: Law | None, max_tokens: int
+    draft: Distribution, retrieval: Distribution | None, max_tokens: int
 ) -> None:
     setup = Setup(draft=draft, retrieval=retrieval)
     runs = list(setup.start(max_tokens))
@@ -187,7 +187,7 @@ def test_acceptance_is_accepted_over_drafted_and_tokens_per_round_counts_every_r
 
 @pytest.mark.parametrize(("draft", "acceptance", "rounds"), [(counting, 1.0, 3), (wrong, 0.0, 9)])
 def test_acceptance_is_1_for_a_draft_that_is_right_and_0_for_one_that_is_not(
-    draft: Law, acceptance: float, rounds: int
+    draft: Distribution, acceptance: float, rounds: int
 ) -> None:
     setup = Setup(draft=draft)
     list(setup.start(9))

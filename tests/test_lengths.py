@@ -97,7 +97,7 @@ def test_grades_are_tenths_of_the_largest_probability() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_grades_of_point_masses_are_how_far_the_logit_is_ahead(dtype: torch.dtype) -> None:
-    """At temperature 0 every law is one: whether another cache would say the same shows in the logits alone."""
+    """At temperature 0 every distribution is one; the logits alone tell whether another cache would agree."""
     margins = [0.0, 0.05, 0.125, 0.25, 0.5, 1.0, 2.0, 60.0]
     logits = torch.tensor([[-3.0, 1.0, 1.0 + margin] for margin in margins], dtype=dtype)
     assert grades_of(logits, greedy(logits)) == [10, 10, 11, 12, 13, 14, 15, 15]
@@ -107,15 +107,17 @@ def test_grades_of_point_masses_are_how_far_the_logit_is_ahead(dtype: torch.dtyp
 
 def test_proposals_are_graded_by_the_logits_of_their_own_places() -> None:
     """By those of the level that hands them up, whoever drafted them."""
-    laws = {name: soft(5, name) for name in ("retrieval", "draft")}
-    alone, draft = (ModelProposer(TableLevel(laws["draft"], logarithm=True), greedy, SeededSource(0)) for _ in "12")
-    retrieval = TableLevel(laws["retrieval"], logarithm=True)
+    distributions = {name: soft(5, name) for name in ("retrieval", "draft")}
+    alone, draft = (
+        ModelProposer(TableLevel(distributions["draft"], logarithm=True), greedy, SeededSource(0)) for _ in "12"
+    )
+    retrieval = TableLevel(distributions["retrieval"], logarithm=True)
     middle = Speculator(retrieval, [draft], lengths=Fixed(3), warp=greedy, random=SeededSource(0))
     sequence, seen = [1], set()
     for _ in range(12):
         for name, proposal in (("draft", alone.propose(sequence, 1)), ("retrieval", middle.propose(sequence, 4))):
             prefixes = [(*sequence, *proposal.tokens[:place]) for place in range(len(proposal.tokens))]
-            logits = torch.stack([laws[name](prefix) for prefix in prefixes]).log()
+            logits = torch.stack([distributions[name](prefix) for prefix in prefixes]).log()
             assert proposal.grades == grades_of(logits, greedy(logits))
             seen.add((name, *proposal.grades))
         sequence += proposal.tokens

@@ -1,7 +1,7 @@
 """The enumeration has teeth: each known way of getting speculation wrong, applied to the real source, fails a check.
 
 A mutant is a replacement in a module's text, run as a fresh module; the rest of the stack is loaded over it. It must
-die of a wrong law or of a broken protocol (what a cache holds, what a draw is from), not of an exception of its own.
+die of a wrong distribution or of a broken protocol (what a cache holds, what a draw is from), not of its own exception.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Mutant:
     description: str
     fails: str
     edits: Sequence[Edit]
-    breaks: Literal["law", "protocol"] = "law"
+    breaks: Literal["distribution", "protocol"] = "distribution"
 
 
 def load(edits: Sequence[Edit]) -> Decode:
@@ -72,13 +72,13 @@ def in_speculation(old: str, new: str) -> list[Edit]:
 
 
 VERDICT = "verdict = verify(drafted, draft_probs, probs, self._random)\n"
-OWN_LAW = "Round(emitted, probs, grades_of"
-DRAFTS_LAW = "torch.cat([draft_probs, probs[-1:]])[: len(emitted)]"
+OWN_PROBS = "Round(emitted, probs, grades_of"
+DRAFTS_PROBS = "torch.cat([draft_probs, probs[-1:]])[: len(emitted)]"
 COMMIT = "self._commit(len(sequence) + verdict.num_accepted, names, verdict)"
 DRAFT_ROW = "return Proposal([token], row, grades"
 OVER_SPECULATOR = "any(isinstance(proposer, Speculator) for proposer in self._proposers)"
 DRAFTED = "            so_far += proposal.tokens\n            proposals.append(proposal)\n"
-REDRAW = (  # as the published code does: after a rejection, the law itself instead of the residual
+REDRAW = (  # as the published code does: after a rejection, the distribution itself instead of the residual
     "        if {level} and verdict.num_accepted < len(drafted):\n"
     "            n = verdict.num_accepted\n"
     "            verdict = Verdict(n, self._random.draw(probs[n]))\n"
@@ -92,13 +92,13 @@ WARPED, TWO_WARPED = "emits: one level, warped", "emits: two levels, warped"
 GREEDY = "emits: one level, greedy, V 3"
 SEEDED = "emits: seeded source"
 MIDDLE, DRAFT = "proposes: retrieval, 3 tokens, draft_gamma 2", "proposes: draft, warped"
-CONFIDENT = "emits: one level, length by the law"
+CONFIDENT = "emits: one level, length by the distribution"
 LOOKUPS, LOOKUPS_BESIDE = "emits: lookups", "emits: lookups beside a draft"
 TEXT = "generates: one level, ends at token 2, 1 pending"
 
 MUTANTS = [
     Mutant(
-        "the published bug at the middle level: after a rejection the law itself, not the residual",
+        "the published bug at the middle level: after a rejection the distribution itself, not the residual",
         TWO,
         in_speculation(VERDICT, AT_MIDDLE),
     ),
@@ -159,7 +159,7 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "the draft hands up its unwarped law",
+        "the draft hands up its unwarped distribution",
         DRAFT,
         in_speculation(DRAFT_ROW, DRAFT_ROW.replace("], row", "], logits")),
     ),
@@ -169,12 +169,12 @@ MUTANTS = [
         in_speculation(DRAFT_ROW, DRAFT_ROW.replace("], row", "], logits")),
     ),
     Mutant(
-        "the draft hands up its law warped twice",
+        "the draft hands up its distribution warped twice",
         WARPED,
         in_speculation(DRAFT_ROW, DRAFT_ROW.replace("], row", "], self._warp(row)")),
     ),
     Mutant(
-        "the target verifies by its unwarped law",
+        "the target verifies by its unwarped distribution",
         WARPED,
         in_speculation(
             "probs = self._warp(logits)",
@@ -183,9 +183,9 @@ MUTANTS = [
     ),
     *(
         Mutant(
-            f"the retrieval level hands up the draft's law instead of its own{where}",
+            f"the retrieval level hands up the draft's distribution instead of its own{where}",
             check,
-            in_speculation(OWN_LAW, OWN_LAW.replace("probs", DRAFTS_LAW)),
+            in_speculation(OWN_PROBS, OWN_PROBS.replace("probs", DRAFTS_PROBS)),
         )
         for where, check in [("", TWO), (", seen in what it hands up", MIDDLE)]
     ),
@@ -193,7 +193,7 @@ MUTANTS = [
         "the retrieval level hands up the residual for a correction",
         TWO,
         in_speculation(
-            OWN_LAW,
+            OWN_PROBS,
             "Round(emitted, torch.cat([probs[: len(emitted) - 1], "
             "(probs[len(emitted) - 1] - draft_probs[len(emitted) - 1]).clamp(min=0)[None] "
             "if len(emitted) <= len(drafted) else probs[-1:]]), grades_of",
@@ -292,7 +292,7 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "a drawn token is thrown away for its grade: by the law that it was drawn from, but after the draw",
+        "a drawn token is thrown away for its grade: by the distribution that it was drawn from, but after the draw",
         CONFIDENT,
         in_speculation(
             DRAFTED,
@@ -311,7 +311,7 @@ MUTANTS = [
         breaks="protocol",
     ),
     Mutant(
-        "lookups hand up the law of a sure draft, spread over all tokens",
+        "lookups hand up the distribution of a sure draft, spread over all tokens",
         LOOKUPS,
         [Edit("lookup", "scatter_(1, torch.tensor(tokens, device=self._device).unsqueeze(1), 1.0)",
               "add_(1.0 / self._vocab_size)")],
@@ -327,7 +327,7 @@ MUTANTS = [
         [Edit("sampling", "if params.temperature == 0.0:", SOFT)],
     ),
     Mutant(
-        "greedy drafts verified by the soft law of the target",
+        "greedy drafts verified by the soft distribution of the target",
         GREEDY,
         in_speculation(
             "probs = self._warp(logits)",

@@ -161,7 +161,7 @@ def test_the_mass_of_top_p_is_summed_in_fp64(count: int) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 100.0])
 @pytest.mark.parametrize("off", [OFF, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
-def test_infinite_logits_have_the_law_of_their_limit(temperature: float, off: dict[str, Any]) -> None:
+def test_infinite_logits_have_the_distribution_of_their_limit(temperature: float, off: dict[str, Any]) -> None:
     """+inf gave NaN."""
     assert warp_row([5.0, INF, -INF, 1.0], temperature=temperature, **off) == [0.0, 1.0, 0.0, 0.0]
     assert warp_row([-INF, 5.0, -INF, -INF], temperature=temperature, **off) == [0.0, 1.0, 0.0, 0.0]

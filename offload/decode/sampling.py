@@ -1,4 +1,4 @@
-"""From logits to the sampling law, once, and the source of randomness."""
+"""From logits to the distribution that tokens are drawn from, once, and the source of randomness."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIKELIEST = 256  # tokens that top-p looks at before it looks at all
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """The law a request samples from. `temperature` 0 is greedy: a one-hot law, not a limit of soft ones.
+    """The distribution a request samples from. `temperature` 0 is greedy: one-hot, not a limit of soft distributions.
 
     Truncations apply in the order top-k, top-p, min-p, each to the renormalised result of the one before, after the
     temperature. `top_k` 0, `top_p` 1 and `min_p` 0 switch them off.
@@ -42,7 +42,7 @@ class SamplingParams:
 
 
 def warp(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The law of the next token: logits [T, V], any float dtype -> probabilities [T, V] fp32, each row summing to 1.
+    """Probabilities of the next token: logits [T, V], any float dtype -> [T, V] fp32, each row summing to 1.
 
     A logit that overflowed to +inf counts as the largest number. A row with a NaN, or of -inf only, gives NaN.
     """

@@ -17,7 +17,7 @@ from offload.decode.sampling import RandomSource
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one verification emits: the first `num_accepted` drafted tokens and then `next_token`.
+    """Tokens that one verification emits: the first `num_accepted` drafted tokens and then `next_token`.
 
     chances: the probability with which each drafted token was to be kept, up to the first that was not.
     """
@@ -30,8 +30,8 @@ class Verdict:
 def verify(drafted: Sequence[int], draft_probs: Tensor, target_probs: Tensor, random: RandomSource) -> Verdict:
     """Keep a prefix of `drafted` and draw one more token, so that each emitted token follows `target_probs`.
 
-    drafted: n tokens; draft_probs [n, V]: the law that each was drawn from, exactly; target_probs [n + 1, V]: the
-    target's law at each place and after the last. Both warped already, in fp32 or better.
+    drafted: n tokens; draft_probs [n, V]: the distribution that each was drawn from, exactly; target_probs [n + 1, V]:
+    the target's distribution at each place and after the last. Both warped already, in fp32 or better.
     Left to right a token x is kept with probability min(1, target[x] / draft[x]); at the first rejection the correction
     comes from the residual max(target - draft, 0), renormalised and never warped again; after full acceptance the bonus
     comes from the last row of `target_probs`.
@@ -48,9 +48,10 @@ def verify(drafted: Sequence[int], draft_probs: Tensor, target_probs: Tensor, ra
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """The law of the correction, [V]: normalise(max(target - draft, 0)).
+    """The distribution of the correction, [V]: normalise(max(target - draft, 0)).
 
-    Where rounding leaves nothing of it (the laws are equal, so a rejection has probability zero), the target's own law.
+    Where rounding leaves nothing of it (target and draft are equal, so a rejection has probability zero), the target's
+    own distribution.
     """
     rest = (target_probs - draft_probs).clamp_(min=0.0)
     total = rest.sum()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from offload.decode.tokenizer import Tokenizer
-from triforce_cli.library import library_text
+from triforce_cli.prompt import library_text
 
 NOVEL = Path(__file__).parents[1] / "examples" / "persuasion.txt"
 

@@ -19,7 +19,8 @@ from triforce_cli.app import app
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 HEAD = """# The command line
-Written by `python scripts/cli_docs.py` from the program; `triforce COMMAND --help` says the same.
+Written by `python scripts/cli_docs.py` from the program; `triforce COMMAND --help` says the same, but for the options
+for experts: `--help-all` shows them too.
 """
 
 
@@ -70,11 +71,9 @@ def _names(option: Any) -> str:
 
 
 def _about(option: Any) -> str:
-    shown = option.default not in (None, False, "", []) and not callable(option.default)
     kind = option.type_descriptor.annotation
-    one_of = f" One of {', '.join(get_args(kind))}." if get_origin(kind) is Literal else ""
-    default = f" Default: {option.default}." if shown else ""
-    return f"{option.help}{one_of}{default}".replace("|", "\\|")
+    one_of = f" One of {', '.join(get_args(kind))}." if get_origin(kind) is Literal and not option.metavar else ""
+    return f"{option.help}{one_of}".replace("\\[", "[").replace("|", "\\|")
 
 
 def main() -> int:

@@ -52,7 +52,7 @@ def a_comparison() -> None:
         return comparison(context, seconds=context / 10_000, ways=(PLAIN, TRIFORCE))
 
     Path("book.txt").write_text(TEXT * 100)
-    fake_engine()()
+    fake_engine(plans=False)()
     Trial.run = run
 
 
@@ -135,8 +135,8 @@ SCENES: dict[str, Scene] = {
         "generate --input-jsonl questions.jsonl --output-jsonl answers.jsonl", some_requests, modes=OUTPUT_MODES
     ),
     "generate-batch-refused": Scene("generate --input-jsonl questions.jsonl", a_bad_request, modes=OUTPUT_MODES),
-    "chat": Scene("chat --file book.txt", fake_engine(), stdin=SCRIPTED, modes="piped"),
-    "chat-typed": Scene("chat --no-history", fake_engine(), typed=TYPED, modes="terminal"),
+    "chat": Scene("chat --file book.txt", fake_engine(plans=False), stdin=SCRIPTED, modes="piped"),
+    "chat-typed": Scene("chat --no-history", fake_engine(plans=False), typed=TYPED, modes="terminal"),
     "verify": Scene(f"verify {ASKED}", a_verification(holds=True)),
     "bench": Scene("bench --prompt-file book.txt --contexts 512,1024 --repeats 3", a_comparison),
     "plan": Scene("plan"),

@@ -135,7 +135,7 @@ def _fix_the_machine() -> None:
     from offload.plan import hardware, nvml, request
     from offload.session import store
     from test_doctor import LAPTOP
-    from triforce_cli import choice, deadline, progress, time_left
+    from triforce_cli import choice, deadline, progress
     from triforce_cli.chat import background
     from triforce_cli.commands import models, sessions
 
@@ -144,7 +144,7 @@ def _fix_the_machine() -> None:
     for module in (hardware, request, diagnosis):
         module.probe = lambda device: card if device.startswith("cuda") else laptop
     moments = itertools.count(1000.0, 0.25)
-    for clocked in (deadline.Deadline, progress.PlainDisplay, time_left.TimeLeft):
+    for clocked in (deadline.Deadline, progress.PlainDisplay, progress.TimeLeft):
         clocked.__init__.__defaults__ = (lambda: next(moments),)
     _replace_time(sessions, time=lambda: NOW)
     _replace_time(store, time=lambda: NOW - 90 * 86400)
@@ -183,12 +183,14 @@ class _AtOnce:
     def shutdown(self) -> None: ...
 
 
-def fake_engine(**script: Any) -> Prepare:
-    """Texts are PIECES, unless `script` says otherwise (see test_cli_fake). Tokens are those of the demo model."""
+def fake_engine(*, plans: bool = True, **script: Any) -> Prepare:
+    """Texts are PIECES, unless `script` says otherwise (see test_cli_fake). Tokens are those of the demo model. plans:
+    those of test_cli_fake instead of real ones."""
 
     def prepare() -> None:
         import test_cli_fake as fake
         from offload import engine
+        from offload.plan import request
 
         class Actor(fake.Engine):
             @classmethod
@@ -205,6 +207,8 @@ def fake_engine(**script: Any) -> Prepare:
             def replan(self, plan: object) -> None: ...
 
         fake.SCRIPT.update({"pieces": PIECES} | script)
-        engine.Engine, engine.plan_request = Actor, fake.plan_request
+        engine.Engine = Actor
+        if plans:
+            request.Request.plan = fake.Request.plan
 
     return prepare

@@ -27,6 +27,7 @@ from triforce_cli.chat.formats import ChatFormat
 from triforce_cli.chat.settings import Settings
 from triforce_cli.choice import Models
 from triforce_cli.commands.chat import _converse
+from triforce_cli.engine import prepare
 from triforce_cli.output import Output
 
 # A row computed in another phase or block differs by rounding only: fp32, two layers, keys and values of size about 1.
@@ -57,10 +58,11 @@ def make(models: Models) -> Iterator[Make]:
 
         def new(*, interactive: bool = False, speculation: bool = True) -> Dialogue:
             options = Options(dtype="fp32", device="cpu", offload=frozenset(), speculation=speculation)
-            engine = stack.enter_context(ChatEngine(models, options, on_note=lambda line: None))
+            prepared = prepare(models, options, Output(quiet=True))
+            engine = stack.enter_context(ChatEngine(prepared, on_note=lambda line: None))
             dialogue = Dialogue(
                 engine,
-                ChatFormat(engine.tokenizer, "chatml"),
+                ChatFormat(prepared.tokenizer, "chatml"),
                 GREEDILY,
                 Output(quiet=True),
                 conversation=Conversation(),
@@ -193,7 +195,7 @@ def test_where_positions_turn_by_the_capacity_all_of_the_context_is_planned_at_o
     model = random_model(vocab_size=264, seed=11, max_position_embeddings=LEAST_CAPACITY, rope_parameters=DYNAMIC_ROPE)
     models = Models(target=save(model, tmp_path, tokenizer=True), draft=None, embedded=False)
     options = Options(dtype="fp32", device="cpu", offload=frozenset())
-    with ChatEngine(models, options, on_note=lambda line: None) as engine:
+    with ChatEngine(prepare(models, options, Output(quiet=True)), on_note=lambda line: None) as engine:
         engine.ready(10, lambda progress: None)
         assert engine.plan is not None
         assert engine.plan.capacity == engine.limit == 2 * LEAST_CAPACITY

@@ -19,9 +19,9 @@ from offload.model.level import Level
 from offload.plan.options import Options
 from terminals import CTRL_C, Terminal
 from test_cli_fake import ROOT, environment, make_plan, make_stats
-from triforce_cli import library, plot
+from triforce_cli import plot, prompt
+from triforce_cli.progress import TimeLeft
 from triforce_cli.render import bench as render_bench
-from triforce_cli.time_left import TimeLeft
 
 CONTEXT = 1024
 TEXT = "".join(f"Line {i} of a long and rather dull text.\n" for i in range(22))  # about 900 tokens
@@ -176,16 +176,16 @@ class TestRuns:
         assert [context["context"] for context in found["contexts"]] == [CONTEXT]
 
     def test_without_a_file_the_text_is_the_standard_library(self, monkeypatch, folder, triforce):
-        text = library.library_text()
+        text = prompt.library_text()
         assert len(text) > 500_000
-        assert text == library.library_text()
-        monkeypatch.setattr(library, "MODULES", ("tokenize",))
+        assert text == prompt.library_text()
+        monkeypatch.setattr(prompt, "TEXT_MODULES", ("tokenize",))
         args = arguments(folder, "--contexts", "300", "--json")
         at = args.index("--prompt-file")
         code, out, err = triforce(*args[:at], *args[at + 2 :])
         assert code == 0
-        assert json.loads(out)["prompt"]["source"] == library.DESCRIPTION
-        assert f"the prompts are {library.DESCRIPTION}" in err
+        assert json.loads(out)["prompt"]["source"] == prompt.LIBRARY
+        assert f"the prompts are {prompt.LIBRARY}" in err
 
 
 class TestRefusals:
@@ -215,9 +215,9 @@ class TestRefusals:
         assert "pip install matplotlib" in err
 
     def test_a_python_without_sources_says_so(self, monkeypatch, shell):
-        monkeypatch.setattr(library, "MODULES", ("sys",))
+        monkeypatch.setattr(prompt, "TEXT_MODULES", ("sys",))
         with pytest.raises(Exception, match="no source of its module sys"):
-            library.library_text()
+            prompt.library_text()
 
 
 class TestReport:

@@ -28,6 +28,7 @@ if str(ROOT) not in sys.path:  # run as a script
 from hearing import hear_signals  # noqa: E402
 from offload import errors  # noqa: E402
 from offload.metrics import LevelStats, Stats  # noqa: E402
+from offload.plan import request  # noqa: E402
 from offload.plan.cost import Prediction  # noqa: E402
 from offload.plan.planner import Options, Plan  # noqa: E402
 from offload.plan.sizing import PrefillShape  # noqa: E402
@@ -61,8 +62,16 @@ def load_tokenizer(model: Path, draft: Path | None) -> Tokenizer:
     return Tokenizer()
 
 
-def plan_request(model: Path, draft: Path | None, options: Options, *, num_prompt_tokens: int, max_tokens: int) -> Plan:
-    return make_plan(options, num_prompt_tokens, max_tokens)
+@dataclass(frozen=True)
+class Request:
+    options: Options
+
+    @classmethod
+    def on_this_machine(cls, model: Path, draft: Path | None, options: Options) -> Request:
+        return cls(options)
+
+    def plan(self, *, num_prompt_tokens: int, max_tokens: int) -> Plan:
+        return make_plan(self.options, num_prompt_tokens, max_tokens)
 
 
 def make_plan(options: Options, num_prompt_tokens: int = 1000, max_tokens: int = 100) -> Plan:
@@ -206,10 +215,11 @@ def _error(name: str) -> Exception:
 def install() -> None:
     """Put the stand-ins where the command line imports from."""
     engine = types.ModuleType("offload.engine")
-    engine.__dict__.update(Engine=Engine, load_tokenizer=load_tokenizer, plan_request=plan_request)
+    engine.__dict__.update(Engine=Engine, load_tokenizer=load_tokenizer)
     sampling = types.ModuleType("offload.decode.sampling")
     sampling.__dict__.update(SamplingParams=SamplingParams)
     sys.modules.update({"offload.engine": engine, "offload.decode.sampling": sampling})
+    request.Request = Request
 
 
 def environment(script: Mapping[str, Any] | None = None, **variables: str) -> dict[str, str]:
@@ -253,7 +263,8 @@ def test_stand_in_has_the_names_and_signatures_of_the_engine():
 
     for ours, real in (
         (load_tokenizer, real_engine.load_tokenizer),
-        (plan_request, real_engine.plan_request),
+        (Request.on_this_machine, request.Request.on_this_machine),
+        (Request.plan, request.Request.plan),
         (Engine.load, real_engine.Engine.load),
         (Engine.generate, real_engine.Engine.generate),
         (Tokenizer.encode, real_engine.Tokenizer.encode),

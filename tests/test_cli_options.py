@@ -47,6 +47,7 @@ SWITCHES = [
     ("--no-speculation", "options.speculation", False),
     ("--no-lookup", "options.lookup", False),
     ("--stats", "show_stats", True),
+    ("--compare", "compare", True),
     ("--json", "form", "json"),
     ("--jsonl", "form", "jsonl"),
     ("--echo", "echo", True),
@@ -97,11 +98,29 @@ def test_switch_and_its_variable_say_the_same(flag, path, expected, model, monke
 
 def test_every_option_is_tested_here_and_has_its_variable():
     command = typer.main.get_command(app).commands["generate"]
-    declared = {parameter.opts[0]: parameter.envvar for parameter in command.params}
+    declared = {parameter.opts[0]: parameter.envvar for parameter in command.params if parameter.name != "help_all"}
     assert declared == {flag: variable_of(flag) for flag in declared}
     apart = {"--model", "--draft", "--link-gbps", "--read-only", "--debug"}  # tested one by one
     apart |= {"--input-jsonl", "--output-jsonl", "--config", "--log-file"}  # in files of their own
     assert set(declared) == {flag for flag, *_ in FLAGS + SWITCHES} | apart
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_help_fits_two_screens_of_50_lines(command, triforce, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = triforce(command, "--help")
+    assert code == 0
+    assert len(out.splitlines()) <= 100
+
+
+def test_help_all_shows_the_options_that_help_hides(triforce):
+    experts = ("--chunk", "--draft-gamma", "--sinks", "--window", "--selection")
+    for command in ("generate", "chat", "verify", "bench", "plan"):
+        for names, shown in (("--help", False), ("--help-all", True), ("--help", False)):
+            code, out, _ = triforce(command, names)
+            assert code == 0
+            assert "--budget" in out
+            assert [name in out for name in experts] == [shown] * len(experts)
 
 
 def test_a_session_that_is_only_read_is_named(model, monkeypatch):

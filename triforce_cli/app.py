@@ -66,9 +66,9 @@ def triforce(
     """Exact speculative decoding for long-context models that do not fit the GPU.
 
     Every option of a command is also an environment variable (--max-tokens
-    is TRIFORCE_MAX_TOKENS) and a line of the configuration file (max-tokens
-    = 100; see triforce config show). An option wins over a variable, a
-    variable over the file.
+    is TRIFORCE_MAX_TOKENS; several values are separated by spaces) and a line
+    of the configuration file (max-tokens = 100; see triforce config show). An
+    option wins over a variable, a variable over the file.
 
     Exit codes: 0 done (also when the reader goes away, as in "| head"),
     1 error while running, 2 usage, 3 does not fit, 4 model or session cannot

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from inspect import Parameter, Signature, cleandoc, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 from rich.markup import escape
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 OFFLOADABLE = ("weights", "kv")
 AUTO = "auto"
+HELP_ALL = Parameter("help_all", Parameter.KEYWORD_ONLY, default=False, annotation=options.HelpAll)
 
 T = TypeVar("T")
 
@@ -156,11 +158,13 @@ def flowing(text: str | None) -> str:
 
 
 def spread(command: Callable[..., T]) -> Callable[..., T]:
-    """`command` with an option for each field of those of its parameters that are groups."""
+    """`command` with an option for each field of those of its parameters that are groups. Help texts name defaults.
+    Where options are hidden, they come last, and `--help-all` shows them."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if name != "return" and is_dataclass(hint)}
 
     def spread_command(**flags: Any) -> T:
+        flags.pop(HELP_ALL.name, None)
         for name, group in groups.items():
             flags[name] = group(**{field.name: flags.pop(field.name) for field in fields(group)})
         return command(**flags)
@@ -169,6 +173,9 @@ def spread(command: Callable[..., T]) -> Callable[..., T]:
     for parameter in signature(command).parameters.values():
         group = groups.get(parameter.name)
         parameters += _options(group) if group else [parameter.replace(annotation=hints[parameter.name])]
+    parameters = sorted(map(_with_default, parameters), key=_is_hidden)
+    if any(map(_is_hidden, parameters)):
+        parameters.append(HELP_ALL)
     spread_command.__name__, spread_command.__doc__ = command.__name__, flowing(command.__doc__)
     spread_command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     spread_command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
@@ -181,3 +188,18 @@ def _options(group: Any) -> list[Parameter]:
         Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
         for field in fields(group)
     ]
+
+
+def _with_default(parameter: Parameter) -> Parameter:
+    """Its default in its help text: Typer would give it a line of its own."""
+    default, annotation = parameter.default, parameter.annotation
+    if default is Parameter.empty or default is None or default is False or default == "":
+        return parameter
+    (option,) = annotation.__metadata__
+    option = copy(option)
+    option.help += f" \\[default: {default}]"
+    return parameter.replace(annotation=Annotated[annotation.__origin__, option])
+
+
+def _is_hidden(parameter: Parameter) -> bool:
+    return any(option.hidden for option in getattr(parameter.annotation, "__metadata__", ()))

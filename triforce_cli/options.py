@@ -14,6 +14,7 @@ import typer
 from offload.errors import UsageError
 from triforce_cli import log
 from triforce_cli.errors import DEBUG_VARIABLE, FILE_OF_DEFAULTS
+from triforce_cli.output import Output
 from triforce_cli.prompt import user_path
 
 
@@ -21,7 +22,8 @@ def option(name: str, help_text: str, panel: str, *, short: str | None = None, *
     """A Typer option with its environment variable: `--draft-gamma` is also TRIFORCE_DRAFT_GAMMA."""
     variable = "TRIFORCE_" + name.removeprefix("--").replace("-", "_").upper()
     names = (name,) if short is None else (name, short)
-    return typer.Option(*names, envvar=variable, show_envvar=False, help=help_text, rich_help_panel=panel, **settings)
+    settings = {"show_envvar": False, "show_default": False, **settings}
+    return typer.Option(*names, envvar=variable, help=help_text, rich_help_panel=panel, **settings)
 
 
 def switch(name: str, help_text: str, panel: str, **settings: Any) -> Any:
@@ -65,6 +67,18 @@ def _words(context: Any) -> tuple[str, ...]:
     return () if context.parent is None else (*_words(context.parent), str(context.info_name))
 
 
+def show_all_help(context: typer.Context, wanted: bool) -> None:
+    """The help of a command with its hidden options."""
+    if wanted:
+        hidden: list[Any] = [found for found in context.command.params if getattr(found, "hidden", False)]
+        for parameter in hidden:
+            parameter.hidden = False
+        Output().text(f"{context.get_help()}\n")  # Typer has written it; what is left is the last newline
+        for parameter in hidden:
+            parameter.hidden = True
+        raise typer.Exit
+
+
 def begin_log(file: Path | None) -> Path | None:
     if file is not None:
         log.begin(user_path(str(file)))
@@ -74,7 +88,8 @@ def begin_log(file: Path | None) -> Path | None:
 MODELS = "Models"
 PROMPT = "Prompt"
 SAMPLING = "Sampling"
-SPECULATION = "Cache and speculation (what is not given is chosen by the plan)"
+SPECULATION = "Cache and speculation (the plan chooses what is not given)"
+EXPERT = "For experts"
 PLACEMENT = "Placement"
 OUTPUT = "Output"
 PROGRAM = "Program"
@@ -83,8 +98,7 @@ Model = Annotated[
     Path | None,
     option(
         "--model",
-        "The target model: a folder (config.json, safetensors, tokenizer), or the name of one that was pulled "
-        "(triforce models). Without it, the embedded demo pair.",
+        "The target model: a folder, or the name of a pulled model. Without it, the demo pair.",
         MODELS,
         metavar="MODEL",
     ),
@@ -93,8 +107,7 @@ Draft = Annotated[
     str | None,
     option(
         "--draft",
-        'The draft model, or "none": the target\'s retrieval cache proposes by itself. Without it, the one that suits '
-        "a model that you name, if it was pulled; none for a folder.",
+        'The draft model, or "none". Without it, the one recommended for a target given by name.',
         MODELS,
         metavar="MODEL|none",
     ),
@@ -104,26 +117,30 @@ PromptFile = Annotated[
     Path | None,
     option(
         "--prompt-file",
-        'UTF-8 text to continue; "-" is standard input, which is also read when it is piped and no file is named.',
+        'UTF-8 text to continue; "-" is standard input, the default where text is piped in.',
         PROMPT,
         metavar="PATH",
     ),
 ]
 Prompt = Annotated[
     str | None,
-    option("--prompt", "Text to continue; after a file or piped text it starts on a new line.", PROMPT, metavar="TEXT"),
+    option("--prompt", "Text to continue; it follows a file or piped text on a new line.", PROMPT, metavar="TEXT"),
 ]
 
-MaxTokens = Annotated[
-    int, option("--max-tokens", "Stop after this many new tokens.", SAMPLING, metavar="N", parser=whole)
-]
+MaxTokens = Annotated[int, option("--max-tokens", "New tokens at most.", SAMPLING, metavar="N", parser=whole)]
 Temperature = Annotated[
     float,
-    option("--temperature", "0 always takes the most likely token.", SAMPLING, metavar="X", parser=number),
+    option("--temperature", "0 takes the likeliest token.", SAMPLING, metavar="X", parser=number),
 ]
 TopP = Annotated[
     float,
-    option("--top-p", "Keep the most likely tokens up to this mass; 1 is off.", SAMPLING, metavar="X", parser=number),
+    option(
+        "--top-p",
+        "Keep the most likely tokens up to this total probability; 1 is off.",
+        SAMPLING,
+        metavar="X",
+        parser=number,
+    ),
 ]
 TopK = Annotated[
     int, option("--top-k", "Keep this many most likely tokens; 0 is off.", SAMPLING, metavar="N", parser=whole)
@@ -132,7 +149,7 @@ MinP = Annotated[
     float,
     option(
         "--min-p",
-        "Drop tokens less likely than this share of the likeliest; 0 is off.",
+        "Drop tokens less likely than this fraction of the likeliest; 0 is off.",
         SAMPLING,
         metavar="X",
         parser=number,
@@ -150,27 +167,25 @@ Seed = Annotated[
 ]
 
 
-SESSION = "Session (what was computed, kept on the disk)"
+SESSION = "Session (what was computed, kept on disk)"
 
 Session = Annotated[
     str | None,
     option(
         "--session",
-        "Keep what was computed under this name, and go on from it where it was kept before (triforce sessions).",
+        "Keep what was computed under this name, and resume from it (triforce sessions).",
         SESSION,
         metavar="NAME",
     ),
 ]
-CacheFile = Annotated[
-    Path | None, option("--cache", "The same in this folder, wherever you want it.", SESSION, metavar="PATH")
-]
-ReadOnly = Annotated[bool, switch("--read-only", "Go on from the session and leave it as it is.", SESSION)]
+CacheFile = Annotated[Path | None, option("--cache", "The same in a folder of your choice.", SESSION, metavar="PATH")]
+ReadOnly = Annotated[bool, switch("--read-only", "Resume from the session without changing it.", SESSION)]
 
 Context = Annotated[
     int | None,
     option(
         "--context",
-        "Tokens to make room for, prompt and output together.",
+        "Tokens to reserve memory for, prompt and output together.",
         SPECULATION,
         metavar="TOKENS",
         parser=whole,
@@ -180,20 +195,20 @@ Budget = Annotated[
     int | None,
     option(
         "--budget",
-        "Tokens per layer that the retrieval cache holds, without the tail.",
+        "Tokens per layer in the retrieval cache, without the tail.",
         SPECULATION,
         metavar="TOKENS",
         parser=whole,
     ),
 ]
 Chunk = Annotated[
-    int | None, option("--chunk", "Tokens per retrieved chunk.", SPECULATION, metavar="TOKENS", parser=whole)
+    int | None, option("--chunk", "Tokens per retrieved chunk.", EXPERT, metavar="TOKENS", parser=whole, hidden=True)
 ]
 Gamma = Annotated[
     int | None,
     option(
         "--gamma",
-        "Tokens drafted for each round of the target; without it as many as pay, anew in every round.",
+        "Tokens drafted for each target pass; without it, chosen anew in every round.",
         SPECULATION,
         metavar="TOKENS",
         parser=whole,
@@ -203,45 +218,62 @@ DraftGamma = Annotated[
     int | None,
     option(
         "--draft-gamma",
-        "Tokens drafted for each round of the retrieval level; 0: no draft model; without it as many as pay.",
-        SPECULATION,
+        "Tokens drafted for each retrieval pass, 0 for no draft model; without it, chosen anew in every round.",
+        EXPERT,
         metavar="TOKENS",
         parser=whole,
+        hidden=True,
     ),
 ]
 NoLookup = Annotated[
-    bool, switch("--no-lookup", "Do not draft what followed earlier occurrences of the last tokens.", SPECULATION)
+    bool,
+    switch("--no-lookup", "Do not draft by lookup: what followed earlier occurrences of the last tokens.", SPECULATION),
 ]
 Sinks = Annotated[
     int,
-    option("--sinks", "First tokens that the draft's cache keeps.", SPECULATION, metavar="TOKENS", parser=whole),
+    option(
+        "--sinks", "First tokens that the draft's cache keeps.", EXPERT, metavar="TOKENS", parser=whole, hidden=True
+    ),
 ]
 Window = Annotated[
     int,
-    option("--window", "Last tokens that the draft's cache keeps.", SPECULATION, metavar="TOKENS", parser=whole),
+    option(
+        "--window", "Last tokens that the draft's cache keeps.", EXPERT, metavar="TOKENS", parser=whole, hidden=True
+    ),
 ]
 NoSpeculation = Annotated[
-    bool, switch("--no-speculation", "Plain decoding: the same law and, at temperature 0, the same text.", SPECULATION)
+    bool,
+    switch(
+        "--no-speculation",
+        "Plain decoding: the same distribution and, at temperature 0, the same text.",
+        SPECULATION,
+    ),
 ]
 Selection = Annotated[
     Literal["mass", "published"],
     option(
         "--selection",
         "How chunks are chosen: by attention mass after every verification, or once, by the published rule.",
-        SPECULATION,
+        EXPERT,
+        hidden=True,
     ),
 ]
 
 Device = Annotated[str, option("--device", "auto, cpu, cuda or cuda:N.", PLACEMENT, metavar="DEVICE")]
 Dtype = Annotated[
     Literal["auto", "bf16", "fp16", "fp32"],
-    option("--dtype", "Arithmetic of weights and caches; auto takes what suits the device and the model.", PLACEMENT),
+    option(
+        "--dtype",
+        "Arithmetic: auto, bf16, fp16 or fp32.",
+        PLACEMENT,
+        metavar="DTYPE",
+    ),
 ]
 Offload = Annotated[
     str,
     option(
         "--offload",
-        "What may be kept on the host and streamed: weights, kv, weights,kv, none, or auto: what has no room.",
+        "What may be streamed from the host: weights, kv, weights,kv, none, or auto: what does not fit.",
         PLACEMENT,
         metavar="WHAT",
     ),
@@ -250,7 +282,7 @@ DeviceMemory = Annotated[
     float | None,
     option(
         "--device-memory",
-        "Use at most this much of the device's memory, in 10^9 bytes; on a CPU, of what stands for it.",
+        "Device memory to use at most, in 10^9 bytes; on a CPU, a simulated limit.",
         PLACEMENT,
         metavar="GB",
         parser=number,
@@ -260,7 +292,7 @@ LinkGbps = Annotated[
     float | None,
     option(
         "--link-gbps",
-        "Pace the link between host and device to this bandwidth, in 10^9 bytes per second (with --offload).",
+        "Limit the link to the host to this bandwidth, in 10^9 bytes per second (with --offload).",
         PLACEMENT,
         metavar="GB/S",
         parser=number,
@@ -268,13 +300,13 @@ LinkGbps = Annotated[
 ]
 
 
-AsJson = Annotated[bool, switch("--json", "Write one JSON object at the end instead of text as it comes.", OUTPUT)]
+AsJson = Annotated[bool, switch("--json", "Write one JSON object at the end instead of text.", OUTPUT)]
 Quiet = Annotated[bool, switch("--quiet", "No progress and no notes on standard error.", OUTPUT, short="-q")]
 Config = Annotated[
     Path | None,
     option(
         "--config",
-        "Read what is not given here from this file instead of your own (triforce config show).",
+        "Configuration file for options not given here, instead of your own (triforce config show).",
         PROGRAM,
         metavar="FILE",
         callback=use_configuration,
@@ -285,10 +317,20 @@ LogFile = Annotated[
     Path | None,
     option(
         "--log-file",
-        "Append what happens to this file, errors with their tracebacks; never prompts or replies.",
+        "Append events, and errors with tracebacks, to this file; never prompts or replies.",
         PROGRAM,
         metavar="FILE",
         callback=begin_log,
+    ),
+]
+HelpAll = Annotated[
+    bool,
+    typer.Option(
+        "--help-all",
+        metavar="",
+        callback=show_all_help,
+        is_eager=True,
+        help="Show the options for experts too, and exit.",
     ),
 ]
 Debug = Annotated[

@@ -9,12 +9,15 @@ import os
 import select
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from offload.errors import UsageError
 
 STDIN = Path("-")
 UTF8_BOM = b"\xef\xbb\xbf"
+TEXT_MODULES = ("argparse", "typing", "inspect", "doctest", "tarfile", "pathlib", "subprocess", "ast", "configparser")
+LIBRARY = "sources of Python's standard library"
 PATIENCE_SECONDS = 2.0  # a silent pipe is waited for, but not without a word
 
 Note = Callable[[str], None]
@@ -104,3 +107,17 @@ def _stdin_is_terminal() -> bool:
 
 def _name(file: Path) -> str:
     return "standard input" if file == STDIN else str(file)
+
+
+def library_text() -> str:
+    """A long real text that every machine has: about 700,000 characters, the same for one version of Python. Raises
+    UsageError where Python has no sources."""
+    return "\n\n".join(_source(name) for name in TEXT_MODULES)
+
+
+def _source(module: str) -> str:
+    found = find_spec(module)
+    file = Path(found.origin) if found is not None and found.origin else None
+    if file is None or file.suffix != ".py" or not file.is_file():
+        raise UsageError(f"this Python has no source of its module {module} to make a prompt of; give --prompt-file")
+    return file.read_text(encoding="utf-8")

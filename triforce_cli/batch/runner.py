@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,16 +16,18 @@ from triforce_cli.batch.records import Defaults, Record, after, read_records
 from triforce_cli.batch.results import ResultFile, Results, ResultStream
 from triforce_cli.choice import Models
 from triforce_cli.deadline import Deadline, TimedOut
+from triforce_cli.engine import open_engine, prepare
 from triforce_cli.flags import SamplingFlags
 from triforce_cli.output import Output
+from triforce_cli.progress import TimeLeft
 from triforce_cli.prompt import read_input
 from triforce_cli.render.text import duration
 from triforce_cli.signals import deferred
-from triforce_cli.time_left import TimeLeft
 
 if TYPE_CHECKING:
     from offload.engine import Engine, Step
     from offload.plan.planner import Options, Plan
+    from offload.plan.request import Request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +53,6 @@ class Batch:
             text = read_input(self.source, "the prompts", note=output.note)
             with deferred():
                 records = read_records(text, str(self.source), defaults)
-            output.note(self.models.note)
-            output.wait("starting")
             with ResultStream(output.document) if self.target is None else ResultFile(self.target) as results:
                 rest = after(records, results.done, str(self.target))
                 if results.done:
@@ -74,40 +74,18 @@ class Batch:
             raise
 
     def _answer(self, records: Sequence[Record], rest: Sequence[Record], results: Results, output: Output) -> None:
-        target, draft = self.models.target, self.models.draft
-        with deferred():
-            from offload.engine import Engine, load_tokenizer
-
-            tokenizer = load_tokenizer(target, draft)
-        prompts = {record.number: array("i", tokenizer.encode(record.prompt)) for record in records}
-        plan = self._plan(records, prompts)
+        prepared = prepare(self.models, self.options, output)
+        prompts = {record.number: array("i", prepared.tokenizer.encode(record.prompt)) for record in records}
+        plan = _plan(prepared.request, records, prompts)
         output.planned(plan)
         left = TimeLeft([1] * len(rest))
-        with ExitStack() as stack:
-            engine = stack.enter_context(Engine.load(plan, target, draft, tokenizer, on_progress=output.progress))
+        with open_engine(prepared, plan, on_progress=output.progress) as engine:
             left.next_step()
             for number, record in enumerate(rest, start=len(records) - len(rest) + 1):
                 result = self._result(record, engine, plan.capacity, prompts[record.number].tolist(), output)
                 results.add(result)
                 log.event(record.name, result["stats"])
                 output.note(_progress(number, len(records), result, left.next_step()))
-
-    def _plan(self, records: Sequence[Record], prompts: Mapping[int, Sequence[int]]) -> Plan:
-        """For the longest of all, done or not: a stop changes no plan and, with a seed, no text. Raises DoesNotFit."""
-        from offload.engine import plan_request
-
-        sizes = [(len(prompts[record.number]), record.max_tokens, record) for record in records]
-        num_prompt_tokens, max_tokens, longest = max(sizes, key=lambda size: size[0] + size[1])
-        try:
-            return plan_request(
-                self.models.target,
-                self.models.draft,
-                self.options,
-                num_prompt_tokens=num_prompt_tokens,
-                max_tokens=max_tokens,
-            )
-        except DoesNotFit as error:
-            raise DoesNotFit(f"{longest.name}: {error}") from error
 
     def _result(
         self, record: Record, engine: Engine, capacity: int, tokens: Sequence[int], output: Output
@@ -138,6 +116,17 @@ class Batch:
             "stats": engine.stats.as_dict(),
             **({"meta": record.meta} if record.meta else {}),
         }
+
+
+def _plan(request: Request, records: Sequence[Record], prompts: Mapping[int, Sequence[int]]) -> Plan:
+    """For the longest of all records, done or not, so that a stop changes no plan and, with a seed, no text. Raises
+    DoesNotFit."""
+    sizes = [(len(prompts[record.number]), record.max_tokens, record) for record in records]
+    num_prompt_tokens, max_tokens, longest = max(sizes, key=lambda size: size[0] + size[1])
+    try:
+        return request.plan(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
+    except DoesNotFit as error:
+        raise DoesNotFit(f"{longest.name}: {error}") from error
 
 
 def _progress(number: int, total: int, result: Mapping[str, Any], left: float | None) -> str:

@@ -9,18 +9,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit
-from triforce_cli import __version__
-from triforce_cli.signals import deferred
+from triforce_cli.engine import Prepared, open_engine, open_session
 
 if TYPE_CHECKING:
     from offload.decode.sampling import SamplingParams
-    from offload.decode.tokenizer import Tokenizer
     from offload.engine import Engine, Step
     from offload.metrics import Stats
-    from offload.plan.planner import Options, Plan
+    from offload.plan.planner import Plan
     from offload.progress import OnProgress
     from offload.session.store import Store
-    from triforce_cli.choice import Models
 
 LEAST_CAPACITY = 4096  # tokens: room for the first turns; from there it doubles
 
@@ -37,20 +34,13 @@ class ChatEngine:
 
     def __init__(
         self,
-        models: Models,
-        options: Options,
+        prepared: Prepared,
         *,
         session: Path | None = None,
         read_only: bool = False,
         on_note: Callable[[str], None],
     ) -> None:
-        with deferred():
-            from offload.engine import load_tokenizer
-            from offload.plan.request import Request
-
-            self.tokenizer: Tokenizer = load_tokenizer(models.target, models.draft)
-        self._models = models
-        self._request = Request.on_this_machine(models.target, models.draft, options)
+        self._prepared, self._request = prepared, prepared.request
         self.limit = self._request.largest_context()
         if not self.limit:
             self._plan(2)  # says what is missing
@@ -59,7 +49,10 @@ class ChatEngine:
         self._engine: Engine | None = None
         self._last_stats: Stats | None = None
         self._close = ExitStack()
-        self.store = None if session is None else self._open(session, read_only)
+        self.store: Store | None = None
+        if session is not None:
+            store = open_session(prepared, self._plan(self.limit), session, read_only=read_only)
+            self.store = self._close.enter_context(store)
         self._least = max(LEAST_CAPACITY, self.store.capacity if self.store else 0)
 
     @property
@@ -76,7 +69,8 @@ class ChatEngine:
         if num_tokens > self.limit:
             raise DoesNotFit(f"{num_tokens:,} tokens are needed and the context ends at {self.limit:,}")
         if self._engine is None:
-            self._engine = self._close.enter_context(self._load(self._capacity(num_tokens), on_progress))
+            plan = self._plan(self._capacity(num_tokens))
+            self._engine = self._close.enter_context(open_engine(self._prepared, plan, on_progress=on_progress))
         elif num_tokens > self._engine.plan.capacity:
             self._engine.replan(self._plan(self._capacity(num_tokens)))
         return self._engine
@@ -128,23 +122,10 @@ class ChatEngine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._close.close()
 
-    def _open(self, session: Path, read_only: bool) -> Store:
-        from offload.session.fingerprints import identity_of
-        from offload.session.store import Store
-
-        identity = identity_of(self._models.target, self._plan(self.limit))
-        return self._close.enter_context(Store.open(session, identity, read_only=read_only, writer=__version__))
-
     def restore(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
         """Hold what the session has of the beginning of `tokens`, where that is more than is held."""
         if self.store is not None and self._engine is not None:
             self._engine.restore(self.store, tokens, on_progress=on_progress)
-
-    def _load(self, capacity: int, on_progress: OnProgress) -> Engine:
-        from offload.engine import Engine
-
-        models = self._models
-        return Engine.load(self._plan(capacity), models.target, models.draft, self.tokenizer, on_progress=on_progress)
 
     def _capacity(self, num_tokens: int) -> int:
         """A power of two; all there is where something is offloaded then, or positions turn by the capacity."""

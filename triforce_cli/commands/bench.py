@@ -7,26 +7,26 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from offload.errors import DoesNotFit, UsageError
-from triforce_cli import library, options, plot
+from triforce_cli import __version__, options, plot
 from triforce_cli.choice import Models
-from triforce_cli.findings import Findings
+from triforce_cli.engine import Prepared, open_engine, prepare
 from triforce_cli.flags import GreedyFlags, LevelFlags, ModelFlags, PlacementFlags, ProgramFlags, plan_options, spread
 from triforce_cli.options import option, whole
 from triforce_cli.output import Output
-from triforce_cli.prompt import read_prompt
+from triforce_cli.progress import TimeLeft
+from triforce_cli.prompt import LIBRARY, library_text, read_prompt
 from triforce_cli.render import bench as render_bench
-from triforce_cli.signals import deferred
-from triforce_cli.time_left import TimeLeft
+from triforce_cli.signals import Terminated, deferred
 
 if TYPE_CHECKING:
     from offload.bench.comparison import Comparison
     from offload.bench.reference import Reference
     from offload.bench.trial import Step, Trial
     from offload.decode.sampling import SamplingParams
-    from offload.decode.tokenizer import Tokenizer
     from offload.plan.options import Options
     from offload.plan.request import Request
 
@@ -74,6 +74,44 @@ Plot = Annotated[
 ]
 
 
+class Findings:
+    """Collects comparisons. Leaving it as a context hands them over, also where it was asked to end, but not after an
+    error.
+
+    The output must have been left before, so that the table finds a clean screen.
+    """
+
+    def __init__(self, output: Output, *, as_json: bool, plot_file: Path | None) -> None:
+        self._output, self._as_json, self._plot_file = output, as_json, plot_file
+        self._about: dict[str, object] | None = None
+        self._comparisons: list[Comparison] = []
+
+    def __enter__(self) -> Findings:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._about is not None and (kind is None or issubclass(kind, KeyboardInterrupt | Terminated)):
+            self._hand_over(self._about, interrupted=kind is not None)
+
+    def begin(self, about: dict[str, object]) -> None:
+        """From here on there is something to hand over. about: what JSON says of all contexts."""
+        self._about = about
+
+    def add(self, comparison: Comparison) -> None:
+        self._comparisons.append(comparison)
+
+    def _hand_over(self, about: dict[str, object], *, interrupted: bool) -> None:
+        if self._as_json:
+            contexts = [render_bench.document(comparison) for comparison in self._comparisons]
+            document = about | {"contexts": contexts, "interrupted": interrupted, "version": __version__}
+            self._output.document(document)
+        elif self._comparisons:
+            self._output.text(render_bench.report(self._comparisons, width=self._output.text_width))
+        if self._plot_file is not None and self._comparisons:
+            plot.draw(self._comparisons, self._plot_file)
+            self._output.note(f"drawn in {self._plot_file}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bench:
     """One `triforce bench`, parsed. contexts: ascending; None leaves them to model and text."""
@@ -97,26 +135,19 @@ class Bench:
         output = Output(quiet=self.quiet)
         with Findings(output, as_json=self.as_json, plot_file=self.plot) as findings, output:
             text = self._text(output)
-            output.note(self.models.note)
-            output.wait("starting")
             self._measure(text, findings, output)
 
     def _measure(self, text: str, findings: Findings, output: Output) -> None:
+        prepared = prepare(self.models, self.options, output, sampling=self.sampling)
         with deferred():
             from offload.bench.environment import environment
-            from offload.engine import load_tokenizer
-            from offload.plan.request import Request
-
-            sampling = self.sampling.params()
-            tokenizer = load_tokenizer(self.models.target, self.models.draft)
-            request = Request.on_this_machine(self.models.target, self.models.draft, self.options)
-        trials = self._trials(request, tokenizer.encode(text), sampling)
+        trials = self._trials(prepared.request, prepared.tokenizer.encode(text), self.sampling.params())
         output.planned(*(trial.plan for trial in trials))
         findings.begin(self._about(text, environment()))
         reference = self._reference(trials[0], output)
         left = TimeLeft([trial.predicted_seconds(step) for trial in trials for step in trial.steps])
         for trial in trials:
-            comparison = self._compare(trial, tokenizer, reference, left, output)
+            comparison = self._compare(trial, prepared, reference, left, output)
             findings.add(comparison)
             output.note(render_bench.summary_line(comparison))
 
@@ -142,16 +173,14 @@ class Bench:
         return trials
 
     def _compare(
-        self, trial: Trial, tokenizer: Tokenizer, reference: Reference | None, left: TimeLeft, output: Output
+        self, trial: Trial, prepared: Prepared, reference: Reference | None, left: TimeLeft, output: Output
     ) -> Comparison:
         """On an engine of its own, whose memory is free again afterwards."""
-        from offload.engine import Engine
 
         def show(step: Step) -> None:
             output.wait(render_bench.step_line(trial, step, left.next_step()))
 
-        target, draft = self.models.target, self.models.draft
-        with Engine.load(trial.plan, target, draft, tokenizer, on_progress=output.progress) as engine:
+        with open_engine(prepared, trial.plan, on_progress=output.progress) as engine:
             comparison = trial.run(engine, reference, on_step=show, on_progress=output.progress)
         del engine
         gc.collect()
@@ -177,8 +206,8 @@ class Bench:
     def _text(self, output: Output) -> str:
         if self.prompt_file is not None:
             return read_prompt(self.prompt_file, None, note=output.note)
-        output.note(f"no --prompt-file given: the prompts are {library.DESCRIPTION}")
-        return library.library_text()
+        output.note(f"no --prompt-file given: the prompts are {LIBRARY}")
+        return library_text()
 
     def _reference(self, trial: Trial, output: Output) -> Reference | None:
         if not self.against_transformers:
@@ -190,7 +219,7 @@ class Bench:
 
     def _about(self, text: str, environment: dict[str, object]) -> dict[str, object]:
         """The part of the JSON that all contexts share."""
-        source = library.DESCRIPTION if self.prompt_file is None else str(self.prompt_file)
+        source = LIBRARY if self.prompt_file is None else str(self.prompt_file)
         return {
             "environment": environment,
             "model": self.models.as_dict(),

@@ -12,6 +12,7 @@ from offload.errors import TriforceError, UsageError
 from offload.plan.files import user_folder
 from triforce_cli import options
 from triforce_cli.choice import Models
+from triforce_cli.engine import prepare
 from triforce_cli.flags import (
     CacheFlags,
     ModelFlags,
@@ -80,21 +81,15 @@ class Chat:
         output = Output(quiet=self.quiet)
         with ExitStack() as stack:
             with output:
-                output.wait("starting")
+                prepared = prepare(self.models, self.options, output)
                 from triforce_cli.chat.dialogue import Dialogue
                 from triforce_cli.chat.engine import ChatEngine
                 from triforce_cli.chat.formats import ChatFormat
 
                 engine = stack.enter_context(
-                    ChatEngine(
-                        self.models,
-                        self.options,
-                        session=self.session,
-                        read_only=self.read_only,
-                        on_note=output.note,
-                    )
+                    ChatEngine(prepared, session=self.session, read_only=self.read_only, on_note=output.note)
                 )
-                chat_format = ChatFormat(engine.tokenizer, self.template)
+                chat_format = ChatFormat(prepared.tokenizer, self.template)
             interactive = output.has_person
             dialogue = Dialogue(
                 engine,
@@ -126,7 +121,6 @@ class Chat:
         return saved.with_system(self.system) if self.system else saved
 
     def _greet(self, output: Output, chat_format: ChatFormat, interactive: bool) -> None:
-        output.note(self.models.note)
         output.note(chat_format.notice)
         if interactive:
             output.note("/help lists commands; Ctrl-C stops a reply, Ctrl-D leaves")

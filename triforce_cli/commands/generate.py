@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from offload.errors import Differs, UsageError
-from triforce_cli import __version__, options
-from triforce_cli.answer import Answer
+from triforce_cli import options
+from triforce_cli.answer import Answer, FormName, make_form
 from triforce_cli.batch import Batch
 from triforce_cli.choice import Models
 from triforce_cli.commands import Command
 from triforce_cli.deadline import Deadline
+from triforce_cli.engine import Prepared, open_engine, open_session, prepare
 from triforce_cli.flags import (
     CacheFlags,
     ModelFlags,
@@ -25,13 +26,11 @@ from triforce_cli.flags import (
     plan_options,
     spread,
 )
-from triforce_cli.forms import FormName, make_form
-from triforce_cli.options import OUTPUT, SAMPLING, number, option, switch
+from triforce_cli.options import OUTPUT, PROMPT, SAMPLING, number, option, switch
 from triforce_cli.outfile import OutputFile
 from triforce_cli.output import Output
 from triforce_cli.prompt import STDIN, decode_argument, read_prompt, user_path
 from triforce_cli.render.stats import compared
-from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
     from offload.engine import Engine, Step
@@ -39,13 +38,11 @@ if TYPE_CHECKING:
     from offload.plan.planner import Options, Plan
     from offload.session.store import Store
 
-BATCH = "Many prompts"
-
 Stop = Annotated[
     list[str] | None,
     option(
         "--stop",
-        "Stop before this text; can be repeated. TRIFORCE_STOP holds several between white space.",
+        "Stop before this text; can be repeated.",
         SAMPLING,
         metavar="TEXT",
     ),
@@ -54,9 +51,9 @@ InputLines = Annotated[
     Path | None,
     option(
         "--input-jsonl",
-        'Answer many prompts: a JSON object with "prompt" on each line, and if you like "id", "max_tokens", "seed" and '
-        'other settings; "-" is standard input.',
-        BATCH,
+        'Continue many prompts: JSON lines with "prompt" and optionally "id", "max_tokens", "seed" ...; "-" is '
+        "standard input.",
+        PROMPT,
         metavar="FILE",
     ),
 ]
@@ -64,9 +61,8 @@ OutputLines = Annotated[
     Path | None,
     option(
         "--output-jsonl",
-        "Append the results to this file, in order; after a stop the same command goes on where it ended. Without it "
-        "they go to standard output.",
-        BATCH,
+        "Append the results to this file; the same command resumes an interrupted run.",
+        PROMPT,
         metavar="FILE",
     ),
 ]
@@ -74,8 +70,7 @@ Timeout = Annotated[
     float | None,
     option(
         "--timeout",
-        "Stop after so many seconds, loading counted in, and hand over what has come (exit code 124); of many prompts, "
-        "each for itself.",
+        "Stop after this many seconds, loading included (exit code 124); with many prompts, for each.",
         SAMPLING,
         metavar="SECONDS",
         parser=number,
@@ -85,26 +80,22 @@ AsEvents = Annotated[
     bool,
     switch("--jsonl", "Write a JSON line for each event: plan, prefill, token, done, error.", OUTPUT),
 ]
-Echo = Annotated[bool, switch("--echo", "Begin with the prompt; in JSON, give it too.", OUTPUT)]
+Echo = Annotated[bool, switch("--echo", "Begin with the prompt; JSON has it too.", OUTPUT)]
 Destination = Annotated[
     Path | None,
     option(
         "--output",
-        "Write to this file instead of standard output; it is there when it is whole.",
+        "Write to this file instead of standard output, atomically; an interrupted run leaves FILE.partial.",
         OUTPUT,
         short="-o",
         metavar="FILE",
     ),
 ]
-ShowStats = Annotated[bool, switch("--stats", "After the text, a table of what it cost (standard error).", OUTPUT)]
+ShowStats = Annotated[bool, switch("--stats", "After the text, print statistics to standard error.", OUTPUT)]
 
 Compare = Annotated[
     bool,
-    switch(
-        "--compare",
-        "After the text, decode again without speculation; compare time and text (standard error).",
-        OUTPUT,
-    ),
+    switch("--compare", "Then decode again without speculation; compare time and text (standard error).", OUTPUT),
 ]
 
 
@@ -138,30 +129,23 @@ class Generate:
         deadline, output = Deadline(self.timeout), Output(quiet=self.quiet)
         with self._file(output), self._answer(output) as answer, output:
             prompt = read_prompt(self.prompt_file, self.prompt, note=output.note)
-            output.note(self.models.note)
-            output.wait("starting")
             self._generate(prompt, answer, output, deadline)
 
     def _generate(self, prompt: str, answer: Answer, output: Output, deadline: Deadline) -> None:
-        target, draft = self.models.target, self.models.draft
-        with deferred():
-            from offload.engine import Engine, load_tokenizer, plan_request
-
-            sampling = self.sampling.params()
-            tokenizer = load_tokenizer(target, draft)
-        tokens = tokenizer.encode(prompt)
-        plan = plan_request(target, draft, self.options, num_prompt_tokens=len(tokens), max_tokens=self.max_tokens)
+        prepared = prepare(self.models, self.options, output, sampling=self.sampling)
+        tokens = prepared.tokenizer.encode(prompt)
+        plan = prepared.request.plan(num_prompt_tokens=len(tokens), max_tokens=self.max_tokens)
         output.planned(plan)
         on_progress = deadline.heard(output.progress)
         with ExitStack() as stack:
-            store = self._open_session(plan, stack)
-            engine = stack.enter_context(Engine.load(plan, target, draft, tokenizer, on_progress=on_progress))
+            store = self._open_session(prepared, plan, stack)
+            engine = stack.enter_context(open_engine(prepared, plan, on_progress=on_progress))
             answer.begin(plan, engine, prompt)
             if store is not None:
                 stack.enter_context(self._kept(store, engine, tokens, output))
             steps = engine.generate(
                 tokens,
-                sampling,
+                self.sampling.params(),
                 max_tokens=plan.max_tokens,
                 stop=self.stops,
                 reuse=store is not None,
@@ -202,15 +186,10 @@ class Generate:
         if greedy and not same:
             raise Differs("without speculation the text is another; triforce verify shows where it begins to differ")
 
-    def _open_session(self, plan: Plan, stack: ExitStack) -> Store | None:
+    def _open_session(self, prepared: Prepared, plan: Plan, stack: ExitStack) -> Store | None:
         if self.session is None:
             return None
-        from offload.session.fingerprints import identity_of
-        from offload.session.store import Store
-
-        identity = identity_of(self.models.target, plan)
-        store = Store.open(self.session, identity, read_only=self.read_only, writer=__version__)
-        stack.enter_context(store)
+        store = stack.enter_context(open_session(prepared, plan, self.session, read_only=self.read_only))
         if store.tokens and not self.read_only and store.extra.get("kind") != "text":
             raise UsageError(f"{self.session} is kept by a chat; name another session, or add --read-only")
         return store
@@ -269,10 +248,10 @@ def generate(
     quiet: options.Quiet = False,
     program: ProgramFlags,
 ) -> Command:
-    """Continue a long prompt: exactly what the target model would write, in fewer passes over its cache.
+    """Continue a long prompt, exactly as the target model alone would, in fewer passes over its cache.
 
-    Only generated text goes to standard output, as soon as it is accepted; at a terminal a newline ends it. With
-    --input-jsonl many prompts are continued, one after the other, by a model that is loaded once.
+    Only generated text goes to standard output, as soon as it is accepted. With --input-jsonl many prompts are
+    continued, one after the other, by a model that is loaded once.
 
     Example: triforce generate --prompt-file book.txt --max-tokens 200 --stats
     """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from offload.errors import Differs, UsageError
 from triforce_cli import options
 from triforce_cli.choice import Models
+from triforce_cli.engine import open_engine, prepare
 from triforce_cli.flags import (
     CacheFlags,
     GreedyFlags,
@@ -74,19 +75,15 @@ class Verify:
         output = Output(quiet=self.quiet)
         with output:
             prompt = read_prompt(self.prompt_file, self.prompt, note=output.note)
-            output.note(self.models.note)
-            output.wait("starting")
+            prepared = prepare(self.models, self.options, output, sampling=self.sampling)
+            sampling = self.sampling.params()
             with deferred():
                 from offload.bench.exactness import check_exactness
-                from offload.engine import Engine, load_tokenizer, plan_request
-
-                sampling = self.sampling.params()
-                target, draft = self.models.target, self.models.draft
-                tokenizer = load_tokenizer(target, draft)
+            tokenizer = prepared.tokenizer
             tokens = tokenizer.encode(prompt)
-            plan = plan_request(target, draft, self.options, num_prompt_tokens=len(tokens), max_tokens=self.max_tokens)
+            plan = prepared.request.plan(num_prompt_tokens=len(tokens), max_tokens=self.max_tokens)
             output.planned(plan)
-            with Engine.load(plan, target, draft, tokenizer, on_progress=output.progress) as engine:
+            with open_engine(prepared, plan, on_progress=output.progress) as engine:
                 found = check_exactness(
                     engine,
                     tokens,

@@ -1,0 +1,67 @@
+"""What a command does before it computes: tokenizer and plan, then the engine, and the session if one was named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from triforce_cli import __version__
+from triforce_cli.choice import Models
+from triforce_cli.flags import SamplingFlags
+from triforce_cli.output import Output
+from triforce_cli.signals import deferred
+
+if TYPE_CHECKING:
+    from offload.decode.tokenizer import Tokenizer
+    from offload.engine import Engine
+    from offload.plan.options import Options
+    from offload.plan.planner import Plan
+    from offload.plan.request import Request
+    from offload.progress import OnProgress
+    from offload.session.store import Store
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Models whose weights are not loaded yet. request: makes plans for them on this machine."""
+
+    models: Models
+    tokenizer: Tokenizer
+    request: Request
+
+
+def prepare(models: Models, options: Options, output: Output, *, sampling: SamplingFlags | None = None) -> Prepared:
+    """Say which models are used, load the tokenizer and look at the machine. Raises ModelError, UsageError: first of
+    all for `sampling` out of range."""
+    output.note(models.note)
+    output.wait("starting")
+    with deferred():
+        from offload.engine import load_tokenizer
+        from offload.plan.request import Request
+
+        if sampling is not None:
+            sampling.params()
+        tokenizer = load_tokenizer(models.target, models.draft)
+        return Prepared(models, tokenizer, Request.on_this_machine(models.target, models.draft, options))
+
+
+@contextmanager
+def open_engine(prepared: Prepared, plan: Plan, *, on_progress: OnProgress) -> Iterator[Engine]:
+    """The engine for `plan`, with weights loaded; closed at the end. Raises ModelError, DoesNotFit."""
+    from offload.engine import Engine
+
+    models = prepared.models
+    with Engine.load(plan, models.target, models.draft, prepared.tokenizer, on_progress=on_progress) as engine:
+        yield engine
+
+
+def open_session(prepared: Prepared, plan: Plan, folder: Path, *, read_only: bool) -> Store:
+    """The session in `folder`, locked until it is closed. Raises SessionError where other models or plans wrote it."""
+    from offload.session.fingerprints import identity_of
+    from offload.session.store import Store
+
+    identity = identity_of(prepared.models.target, plan)
+    return Store.open(folder, identity, read_only=read_only, writer=__version__)

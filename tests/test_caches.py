@@ -320,6 +320,21 @@ def test_streaming_takes_up_to_max_rows_and_refuses_more() -> None:
         driver.cache.begin("decode", driver.cache.max_rows + 1)
 
 
+def test_streaming_goes_back_as_far_as_its_window_is_held_and_no_further() -> None:
+    """The second forward moves the window: 21 is the first position that is held, and row 28 sees position 20 too."""
+    tape, kept = Tape(), []
+    for length in range(26, 33):
+        driver = Driver(make_streaming(tape), tape)
+        driver.extend([0] * 30)
+        driver.extend([0] * 25)
+        driver.truncate(length)
+        if driver.cache.length:
+            kept.append(length)
+            slow = expected(tape, [*driver.history, 1], length, sinks_and_window(SINKS, WINDOW), True)
+            assert_within(driver.extend([1]), slow, REPOSITIONED)
+    assert kept == [29, 30, 31, 32]
+
+
 @given(before=st.integers(SINKS, 30), pending=st.integers(1, 40))
 @settings(max_examples=25, deadline=None)
 def test_streaming_skips_only_tokens_that_the_last_pending_row_does_not_see(before: int, pending: int) -> None:

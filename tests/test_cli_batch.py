@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -135,6 +136,13 @@ class TestResultFile:
             results.add(result)
         assert lines_of(file) == [result]
 
+    def test_a_result_is_on_the_disk_before_the_next_is_computed(self, tmp_path, monkeypatch):
+        file, synced = tmp_path / "out.jsonl", []
+        monkeypatch.setattr(os, "fsync", lambda fd: synced.append(file.read_bytes()))
+        with ResultFile(file) as results:
+            results.add({"id": 1, "text": "x"})
+            assert synced == [b'{"id": 1, "text": "x"}\n']
+
     def test_what_is_no_file_is_refused(self):
         with (
             pytest.raises(UsageError, match="/dev/null is no file; without --output-jsonl"),
@@ -241,7 +249,8 @@ class TestOnTheStandIn:
         assert process.returncode == 130
         assert f"1 of 3 results are in {out}; the same command goes on from there".encode() in err
         assert out.read_text() == whole[0]
-        run(*args)
+        again = run(*args)
+        assert b"2 of 3: id 2, " in again.stderr
         assert [r["id"] for r in lines_of(out)] == ["a", 2, 3]
 
     def test_an_error_of_one_keeps_those_before(self, model, source, tmp_path):

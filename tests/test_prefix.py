@@ -256,6 +256,7 @@ def test_precomputed_tokens_cost_the_next_prompt_nothing(folders: tuple[Path, Pa
         say(engine, [*text, 7], 1)
         assert engine.stats.reused_tokens == len(text)
         assert engine.stats.levels[0].rows == 1
+        assert engine.prefix.num_precomputed == 0  # the levels below have drafted since
 
 
 @pytest.mark.parametrize("precomputed", [False, True])
@@ -309,6 +310,7 @@ def test_what_is_saved_again_is_what_changed(folders: tuple[Path, Path], tmp_pat
         engine.save(store, {})
         after = sorted(path.name for path in tmp_path.glob("page-*"))
         tokens = engine.prefix.tokens
+        engine.replan(engine.plan)
         engine.save(store, {})
         assert after == sorted(path.name for path in tmp_path.glob("page-*"))
     page = engine.plan.page_tokens

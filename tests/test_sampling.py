@@ -166,6 +166,7 @@ def test_infinite_logits_have_the_distribution_of_their_limit(temperature: float
     assert warp_row([5.0, INF, -INF, 1.0], temperature=temperature, **off) == [0.0, 1.0, 0.0, 0.0]
     assert warp_row([-INF, 5.0, -INF, -INF], temperature=temperature, **off) == [0.0, 1.0, 0.0, 0.0]
     assert warp_row([INF, 5.0, -INF, INF], temperature=1.0) == [0.5, 0.0, 0.0, 0.5]
+    assert warp_row([65504.0, INF], torch.float16, temperature=temperature, **off) == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6])

@@ -342,8 +342,10 @@ def test_a_tokenizer_is_told_by_its_file_or_by_the_parts_of_older_ones(model: Pa
     (model / "tokenizer.json").unlink()
     parts = tokenizer_digest(model)
     (model / "merges.txt").write_text("a b")
-    assert len({whole, parts, tokenizer_digest(model)}) == 3
-    for name in ("vocab.json", "merges.txt"):
+    both = tokenizer_digest(model)
+    (model / "merges.txt").rename(model / "vocab.txt")
+    assert len({whole, parts, both, tokenizer_digest(model)}) == 4
+    for name in ("vocab.json", "vocab.txt"):
         (model / name).unlink()
     with pytest.raises(ModelError, match=r"holds no tokenizer, .*; tokenizer\.json is needed"):
         tokenizer_digest(model)

@@ -533,6 +533,15 @@ def test_a_retrieval_level_may_rest_and_be_got_ready_again(
     assert passes > 0
 
 
+def test_an_end_token_that_is_text_is_not_part_of_the_text(engine_folders: tuple[Path, Path]) -> None:
+    with engine(engine_folders, PLAIN) as subject:
+        tokens, *_ = said(subject.generate(text_prompt(60), GREEDY, max_tokens=20))
+        end = next(i for i, token in enumerate(tokens) if i and token not in tokens[:i])
+        before, text, _ = said(subject.generate(text_prompt(60), GREEDY, max_tokens=end))
+        stopped = said(subject.generate(text_prompt(60), GREEDY, max_tokens=20, end_tokens=[tokens[end]]))
+    assert stopped == ([*before, tokens[end]], text, "stop")
+
+
 def test_a_refresh_is_told_how_many_of_the_passes_rows_stayed(
     engine_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,15 @@ def test_each_reply_has_a_seed_of_its_own(make: Make, monkeypatch: pytest.Monkey
     assert seeds[3:] == [7]  # after two turns
 
 
+def test_a_reply_may_fill_the_context_to_its_last_token(models: Models) -> None:
+    options = Options(dtype="fp32", device="cpu", offload=frozenset(), context=64)
+    with ChatEngine(models, options, on_note=lambda line: None) as engine:
+        steps = engine.answer(
+            [65] * 60, GREEDY, max_tokens=99, stop=(), end_tokens=(), on_progress=lambda progress: None
+        )
+        assert len([token for step in steps for token in step.tokens]) == engine.limit - 60 == 4
+
+
 def test_where_positions_turn_by_the_capacity_all_of_the_context_is_planned_at_once(tmp_path: Path) -> None:
     model = random_model(vocab_size=264, seed=11, max_position_embeddings=LEAST_CAPACITY, rope_parameters=DYNAMIC_ROPE)
     models = Models(target=save(model, tmp_path, tokenizer=True), draft=None, embedded=False)

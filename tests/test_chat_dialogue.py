@@ -193,7 +193,7 @@ def test_each_reply_has_a_seed_of_its_own(make: Make, monkeypatch: pytest.Monkey
 
 def test_a_reply_may_fill_the_context_to_its_last_token(models: Models) -> None:
     options = Options(dtype="fp32", device="cpu", offload=frozenset(), context=64)
-    with ChatEngine(models, options, on_note=lambda line: None) as engine:
+    with ChatEngine(prepare(models, options, Output(quiet=True)), on_note=lambda line: None) as engine:
         steps = engine.answer(
             [65] * 60, GREEDY, max_tokens=99, stop=(), end_tokens=(), on_progress=lambda progress: None
         )

@@ -108,7 +108,8 @@ class Engines:
 
 def without_link(plan: Plan) -> Plan:
     """`plan`, all on the device: its prices know the link, and what is said is the same."""
-    return replace(plan, link_bytes_per_second=None, offload=(), resident_tiles=0)
+    placement = replace(plan.placement, link_bytes_per_second=None, offload=(), resident_tiles=0)
+    return replace(plan, placement=placement)
 
 
 def transformers_runner(case: Case) -> Runner:

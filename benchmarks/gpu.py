@@ -152,7 +152,9 @@ def decoding(case: Case, bare: float, deadline: float) -> Iterator[Row]:
             except DoesNotFit as error:
                 yield named | {"skipped": str(error)}
                 continue
-            _, row = case.run(plan if mode == "triforce" else replace(plan, rows=1), sampling)
+            _, row = case.run(
+                plan if mode == "triforce" else replace(plan, placement=replace(plan.placement, rows=1)), sampling
+            )
             rate = row["full_pass_bytes_per_second"]
             yield (
                 row
@@ -160,7 +162,7 @@ def decoding(case: Case, bare: float, deadline: float) -> Iterator[Row]:
                 | {
                     "milliseconds_per_token": row["stats"]["milliseconds_per_token"],
                     "prefill_seconds": row["stats"]["prefill_seconds"],
-                    "link_efficiency": rate / bare if plan.offload and rate else None,
+                    "link_efficiency": rate / bare if plan.placement.offload and rate else None,
                     "peak_over_plan": peak_over_plan(row, plan),
                 }
             )
@@ -168,7 +170,7 @@ def decoding(case: Case, bare: float, deadline: float) -> Iterator[Row]:
 
 def peak_over_plan(row: Row, plan: Plan) -> float | None:
     """Peak of the allocator over the planned device bytes, without the reserve for what it does not see."""
-    planned = sum(size for name, size in plan.device_bytes.items() if name != "reserve")
+    planned = sum(size for name, size in plan.placement.device_bytes.items() if name != "reserve")
     return row["peak_device_bytes"] / planned if row["peak_device_bytes"] else None
 
 

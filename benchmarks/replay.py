@@ -91,7 +91,7 @@ def record(engine: Engine, prompt: list[int], num_tokens: int, block: int) -> Re
             stop = min(start + block, len(text))
             hear("draft", start, level.forward(text[level.length : stop - 1], stop - start))
     target = engine.levels["target"]
-    target.truncate(len(prompt) - engine.plan.rows)
+    target.truncate(len(prompt) - engine.plan.placement.rows)
     if engine.retrieval is not None:
         engine.retrieval.truncate(0)
         engine.retrieval.full.record_mass = True
@@ -120,7 +120,10 @@ def compact(recording: Recording) -> Recording:
 def play(recording: Recording, plan: Plan, start: int, num_tokens: int) -> float:
     """Milliseconds a token after the first by the plan's prices, from `start` tokens after the prompt on."""
     text, vocab_size = recording.text, 1 + max(map(max, recording.says.values()))
-    levels = {name: Recorded(name, recording.says[name], recording.margins[name], vocab_size) for name in plan.levels}
+    levels = {
+        name: Recorded(name, recording.says[name], recording.margins[name], vocab_size)
+        for name in plan.composition.levels
+    }
     records_mass = True
 
     def prepare(num_rows: int, wanted: bool) -> bool:
@@ -135,7 +138,7 @@ def play(recording: Recording, plan: Plan, start: int, num_tokens: int) -> float
         plan, levels, PRICED, vocab_size=vocab_size, device=torch.device("cpu"), prepare_retrieval=prepare
     )
     sequence = text[: recording.num_prompt + start]
-    levels["target"].tokens = sequence[: -plan.rows]
+    levels["target"].tokens = sequence[: -plan.placement.rows]
     sequence += speculator.round(sequence, 1).tokens
     first, seconds = len(sequence), 0.0
     while (left := first + num_tokens - 1 - len(sequence)) > 0:
@@ -151,10 +154,10 @@ def set_by_hand(plan: Plan, setting: str) -> Plan:
     for part in setting.split("+") if setting != "default" else ():
         name, _, value = part.partition("=")
         if name == "gamma":
-            adaptive = tuple(level for level in plan.adaptive if level != "target")
-            plan = replace(plan, gamma=int(value), adaptive=adaptive)
+            adaptive = tuple(level for level in plan.composition.adaptive if level != "target")
+            plan = replace(plan, composition=replace(plan.composition, gamma=int(value), adaptive=adaptive))
         elif name == "lookup":
-            plan = replace(plan, lookup=value == "yes")
+            plan = replace(plan, composition=replace(plan.composition, lookup=value == "yes"))
         else:
             raise SystemExit(f"a replay can set gamma and lookup, not {name}")
     return plan
@@ -180,7 +183,7 @@ def main() -> None:
         prompt = texts.prompt(task, tokenizer, length, start)
         plan = plan_request(model, draft, options, num_prompt_tokens=len(prompt), max_tokens=num_tokens + 8)
         with Engine.load(without_link(plan), model, draft, tokenizer) as engine:
-            recording = record(engine, prompt, num_tokens + 8, BLOCK[bool(plan.offload)])
+            recording = record(engine, prompt, num_tokens + 8, BLOCK[bool(plan.placement.offload)])
         say(f"{task}, {len(prompt)} tokens from {start}: recorded")
         for number in range(args.stretches):
             if len(recording.text) - len(prompt) < (number + 1) * args.max_tokens + 2 * args.alignments + 8:

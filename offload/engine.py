@@ -18,6 +18,7 @@ from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
 from offload.errors import DoesNotFit, ModelError, UsageError
 from offload.metrics import LevelStats, LinkStats, Stats
 from offload.model.level import Level
+from offload.plan.composition import PLAIN
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Options, Plan
 from offload.plan.request import Request
@@ -78,7 +79,7 @@ class Engine:
         """Read the weights to where the plan wants them. Raises ModelError, DoesNotFit."""
         start = time.perf_counter()
         folders = {"target": model}
-        if draft is not None and "draft" in plan.levels:
+        if draft is not None and "draft" in plan.composition.levels:
             folders["draft"] = draft
 
         def report(done: int, total: int) -> None:
@@ -231,9 +232,10 @@ class Engine:
                 f"the tokenizer gives token {max(prompt)}, the weights are for {self.worker.num_embedded}; they do not "
                 "belong together, download the model again"
             )
-        if len(prompt) + max_tokens > self.plan.capacity:
+        capacity = self.plan.request.capacity
+        if len(prompt) + max_tokens > capacity:
             raise DoesNotFit(
-                f"{len(prompt)} prompt tokens and {max_tokens} new ones are more than the planned {self.plan.capacity}"
+                f"{len(prompt)} prompt tokens and {max_tokens} new ones are more than the planned {capacity}"
             )
 
     def _start(self, prompt: Sequence[int], *, reuse: bool) -> None:
@@ -265,7 +267,7 @@ class Engine:
     def _make_plain(self, sampling: SamplingParams) -> Speculator:
         """One that drafts nothing: the levels below rest, and no masses are recorded for them."""
         self.worker.full.record_mass = False
-        plan = replace(self.plan, gamma=0, lookup=False, adaptive=())
+        plan = replace(self.plan, composition=PLAIN)
         return self._build(plan, {"target": self.levels["target"]}, sampling)
 
     def _build(self, plan: Plan, levels: Mapping[str, Level], sampling: SamplingParams) -> Speculator:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class PrefixCache:
     """Tokens whose rows a worker's full cache holds. A request reuses the longest common prefix of them and its prompt.
 
-    The last `plan.rows` tokens of a prompt are left to the first pass of the target level, which appends to the same
-    cache; tokens that were precomputed are not, but at least one always is.
+    The last `plan.placement.rows` tokens of a prompt are left to the first pass of the target level, which appends to
+    the same cache; tokens that were precomputed are not, but at least one always is.
     tokens: one for each row. num_precomputed: the first so many were run before the prompt that begins with them was
     known, and the levels below are ready for it; 0: they are not.
     """
@@ -42,7 +42,7 @@ class PrefixCache:
 
     def num_prefilled(self, prompt: Sequence[int]) -> int:
         """Tokens of `prompt` that no pass of the target level runs."""
-        return max(len(prompt) - self._worker.plan.rows, self._target.length)
+        return max(len(prompt) - self._worker.plan.placement.rows, self._target.length)
 
     def prefill(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
         """Add what is missing of `tokens`, which begin with those that are cached. Broken off, it adds nothing."""
@@ -54,7 +54,7 @@ class PrefixCache:
             on_progress(Progress("prefill", num_tokens, len(tokens) - start, "tokens"))
 
         worker.prefill(tokens[start:], report)
-        if len(self.tokens) == self._num_own and self._num_own % worker.plan.walk == 0:
+        if len(self.tokens) == self._num_own and self._num_own % worker.plan.placement.prefill_block == 0:
             self._num_own = len(tokens)
         self.tokens = list(tokens)
 
@@ -88,7 +88,7 @@ class PrefixCache:
 
     def restore(self, store: Store, tokens: Sequence[int], on_progress: OnProgress) -> int:
         """See `Engine.restore`."""
-        common = min(num_common(store.tokens, tokens), self._worker.plan.capacity)
+        common = min(num_common(store.tokens, tokens), self._worker.plan.request.capacity)
         if common <= num_common(self.tokens, tokens):
             return common
         self.truncate(0)
@@ -106,7 +106,7 @@ class PrefixCache:
         store.save(
             self._worker.full,
             self.tokens,
-            capacity=self._worker.plan.capacity,
+            capacity=self._worker.plan.request.capacity,
             extra=extra,
             unchanged=self._num_saved,
             on_bytes=report,
@@ -116,14 +116,16 @@ class PrefixCache:
 
     def _num_reusable(self, prompt: Sequence[int]) -> int:
         precomputed = min(self.num_precomputed, len(prompt) - 1)
-        return min(num_common(self.tokens, prompt), max(len(prompt) - self._worker.plan.rows, precomputed))
+        return min(num_common(self.tokens, prompt), max(len(prompt) - self._worker.plan.placement.rows, precomputed))
 
     def _num_prefilled_alike(self, prompt: Sequence[int]) -> int:
         """All rows of the prefill, or the whole blocks that both prompts begin with."""
-        plan = self._worker.plan
-        wanted = max(len(prompt) - plan.rows, 0)
+        placement = self._worker.plan.placement
+        wanted = max(len(prompt) - placement.rows, 0)
         common = min(num_common(self.tokens, prompt), self._num_own, wanted)
-        return common if common == wanted == self._num_own else common // plan.walk * plan.walk
+        return (
+            common if common == wanted == self._num_own else common // placement.prefill_block * placement.prefill_block
+        )
 
 
 def num_common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -65,8 +65,8 @@ class Worker:
     ) -> Worker:
         """Read the models in `folders` ("target", "draft") to where the plan wants them. num_tokens: in the tokenizer's
         vocabulary. `on_bytes(done, total)` is called as bytes are read. Raises ModelError, DoesNotFit."""
-        memory = Memory(torch.device(plan.device))
-        link = make_link(memory.device, plan.link_bytes_per_second) if plan.offload else None
+        memory = Memory(torch.device(plan.request.device))
+        link = make_link(memory.device, plan.placement.link_bytes_per_second) if plan.placement.offload else None
         try:
             decoders = load_decoders(folders, plan, memory, link, on_bytes)
             return cls(plan, decoders, memory, link, vocab_size=_num_scored(decoders, num_tokens))
@@ -78,7 +78,7 @@ class Worker:
     def replanned(self, plan: Plan) -> Worker:
         """A worker for `plan` with the same models, while this one keeps its caches. Only where neither plan offloads:
         weights stay where they are. Raises DoesNotFit."""
-        if plan.offload or self.plan.offload:
+        if plan.placement.offload or self.plan.placement.offload:
             raise ValueError("an engine that offloads is made for one plan")
         return Worker(plan, self.decoders, self.memory, self.link, vocab_size=self.vocab_size)
 
@@ -99,7 +99,7 @@ class Worker:
     def prefill(self, tokens: Sequence[int], on_tokens: Callable[[int], None]) -> None:
         """Append `tokens` to the full cache; the levels below see what they need of them later. Broken off, it appends
         nothing. `on_tokens` is called with how many are done."""
-        prefill(self.target, self.full, tokens, prefill_block=self.plan.walk, on_tokens=on_tokens)
+        prefill(self.target, self.full, tokens, prefill_block=self.plan.placement.prefill_block, on_tokens=on_tokens)
 
     def refresh(self, num_rows: int) -> None:
         """Choose what the retrieval cache holds, if there is one, by the first `num_rows` rows of the target's last
@@ -140,12 +140,12 @@ class Worker:
         self.full = _full_cache(plan, config, self.memory, link, blocks)
         self._caches.append(self.full)
         self.levels["target"] = Level("target", self.target, self.full, vocab_size=width, blocks=blocks, link=link)
-        if "retrieval" in plan.levels:
+        if "retrieval" in plan.composition.levels:
             self.retrieval = _retrieval_cache(plan, self.memory, self.full)
             self._caches.append(self.retrieval)
             self.levels["retrieval"] = Level("retrieval", self.target, self.retrieval, vocab_size=width, link=link)
         draft = self.decoders.get("draft")
-        if "draft" in plan.levels and draft is not None:
+        if "draft" in plan.composition.levels and draft is not None:
             streaming = _streaming_cache(plan, draft.config, self.memory)
             self._caches.append(streaming)
             self.levels["draft"] = StreamingLevel("draft", draft, streaming, vocab_size=width)
@@ -153,11 +153,11 @@ class Worker:
     def _reserve(self) -> None:
         plan = self.plan
         try:
-            self.full.reserve(plan.capacity + MAX_ROWS)
+            self.full.reserve(plan.request.capacity + MAX_ROWS)
         except DoesNotFit as error:
             allocated = self.full.nbytes()
-            planned = sum(tier.get("kv cache", 0) for tier in (plan.device_bytes, plan.host_bytes))
-            raise DoesNotFit(f"{error} to {plan.capacity * allocated // planned}") from error
+            planned = sum(tier.get("kv cache", 0) for tier in (plan.placement.device_bytes, plan.placement.host_bytes))
+            raise DoesNotFit(f"{error} to {plan.request.capacity * allocated // planned}") from error
 
 
 def _num_scored(decoders: Mapping[str, Decoder], num_tokens: int) -> int:
@@ -170,38 +170,41 @@ def _num_scored(decoders: Mapping[str, Decoder], num_tokens: int) -> int:
 
 
 def _full_cache(plan: Plan, config: ModelConfig, memory: Memory, link: Link | None, blocks: Blocks) -> FullCache:
-    shape = TileShape(
-        config.num_kv_heads, config.head_dim, plan.page_tokens, plan.tile_tokens // plan.page_tokens, DTYPES[plan.dtype]
-    )
+    composition, placement = plan.composition, plan.placement
+    pages = placement.tile_tokens // placement.page_tokens
+    shape = TileShape(config.num_kv_heads, config.head_dim, placement.page_tokens, pages, DTYPES[plan.request.dtype])
+    by_mass = composition.budget > 0 and composition.selection == "mass"
     return FullCache(
         memory,
         shape,
         num_layers=config.num_layers,
         rope=_rope(plan, config),
         blocks=blocks,
-        link=link if "kv" in plan.offload else None,
-        num_resident=plan.resident_tiles,
-        mass_chunk=plan.chunk if "retrieval" in plan.levels and plan.selection == "mass" else None,
-        prefill=plan.prefill,
+        link=link if "kv" in placement.offload else None,
+        num_resident=placement.resident_tiles,
+        mass_chunk=composition.chunk if by_mass else None,
+        prefill=placement.prefill,
     )
 
 
 def _retrieval_cache(plan: Plan, memory: Memory, full: FullCache) -> RetrievalCache:
-    rule = Selection(rule="published" if plan.selection == "published" else "mass", reach=min(plan.gamma, MAX_REACH))
-    return RetrievalCache(memory, full, budget=plan.budget, chunk=plan.chunk, selection=rule)
+    found = plan.composition
+    rule = Selection(rule="published" if found.selection == "published" else "mass", reach=min(found.gamma, MAX_REACH))
+    return RetrievalCache(memory, full, budget=found.budget, chunk=found.chunk, selection=rule)
 
 
 def _streaming_cache(plan: Plan, config: ModelConfig, memory: Memory) -> StreamingCache:
+    composition = plan.composition
     return StreamingCache(
         memory,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        dtype=DTYPES[plan.dtype],
+        dtype=DTYPES[plan.request.dtype],
         rope=_rope(plan, config),
-        sinks=plan.sinks,
-        window=plan.window,
-        slack=plan.gamma + plan.draft_gamma + 2 * plan.rows,
+        sinks=composition.sinks,
+        window=composition.window,
+        slack=composition.gamma + composition.draft_gamma + 2 * plan.placement.rows,
     )
 
 
@@ -210,21 +213,22 @@ def _block_sizes(plan: Plan, config: ModelConfig) -> Blocks:
 
     Other sizes never change what is computed, so they may be chosen by time.
     """
-    if plan.device != "cpu":
-        return Blocks((plan.rows,))
+    if plan.request.device != "cpu":
+        return Blocks((plan.placement.rows,))
     shapes = Shapes(
         config.layer_products(),
         (config.vocab_size, config.hidden_size, False),
         config.num_heads,
         config.num_kv_heads,
         config.head_dim,
-        plan.tile_tokens // plan.page_tokens,
-        plan.page_tokens,
+        plan.placement.tile_tokens // plan.placement.page_tokens,
+        plan.placement.page_tokens,
     )
-    dtype, threads = DTYPES[plan.dtype], torch.get_num_threads()
+    dtype, threads = DTYPES[plan.request.dtype], torch.get_num_threads()
     return fast_blocks(shapes, equal_blocks(shapes, CPU_BLOCKS, dtype, threads), dtype, threads)
 
 
 def _rope(plan: Plan, config: ModelConfig) -> RopeTable:
     """The table of all positions that a pass may reach."""
-    return rope_table(config, plan.capacity + MAX_ROWS, plan.capacity, plan.device).to(DTYPES[plan.dtype])
+    request = plan.request
+    return rope_table(config, request.capacity + MAX_ROWS, request.capacity, request.device).to(DTYPES[request.dtype])

@@ -376,10 +376,20 @@ def tiny_plan(
         num_prompt_tokens=num_prompt_tokens,
         max_tokens=max_tokens,
     )  # fmt: skip
-    return replace(
-        plan, rows=sizes.rows, walk=sizes.prefill_block, page_tokens=sizes.page, tile_tokens=sizes.page * sizes.pages,
-        budget=sizes.budget, adaptive=("retrieval", "target") if sizes.adaptive else (),
+    return changed(
+        plan, rows=sizes.rows, prefill_block=sizes.prefill_block, page_tokens=sizes.page,
+        tile_tokens=sizes.page * sizes.pages, budget=sizes.budget if plan.composition.budget else 0,
+        adaptive=("retrieval", "target") if sizes.adaptive else (),
     )  # fmt: skip
+
+
+def changed(plan: Plan, **values: object) -> Plan:
+    """`plan` with other `values` in its parts, by the names of their fields."""
+    for name, value in values.items():
+        parts = (part for part in ("request", "composition", "placement") if name in vars(getattr(plan, part)))
+        part = next(parts)
+        plan = replace(plan, **{part: replace(getattr(plan, part), **{name: value})})  # type: ignore[arg-type]
+    return plan
 
 
 def tiny_engine(plan: Plan, target: Path, draft: Path | None = None) -> Engine:

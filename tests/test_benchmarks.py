@@ -57,7 +57,7 @@ def test_decode_measures_every_setting_on_one_prompt(run: Run) -> None:
     ]
     assert all(measured["milliseconds_per_token"] > 0 for measured in runs)
     assert len({measured["beginning"] for measured in runs if measured["setting"] != "transformers"}) == 1
-    assert [measured["plan"]["gamma"] for measured in runs[:6:2]] == [0, 63, 3]
+    assert [measured["plan"]["composition"]["gamma"] for measured in runs[:6:2]] == [0, 63, 3]
     assert "vs plain" in table
 
 
@@ -115,7 +115,7 @@ def test_the_gpu_benchmark_rehearses_on_a_cpu(run: Run, tmp_path: Path) -> None:
     assert said == [*decoding, (None, "bits, bf16"), ("offloaded cache", "transformers")], table
     assert not any("skipped" in row for row in rows), table
     assert rows[4]["equal"] is True
-    assert rows[0]["plan"]["offload"]
+    assert rows[0]["plan"]["placement"]["offload"]
     assert rows[0]["link_efficiency"] > 0
 
 

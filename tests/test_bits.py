@@ -25,6 +25,7 @@ from models import (
     LateLink,
     Sizes,
     Stack,
+    changed,
     full_cache,
     load,
     perturbed,
@@ -46,7 +47,7 @@ from offload.engine import Engine, Step
 from offload.kernels.rows import Blocks
 from offload.model.decoder import Decoder
 from offload.model.level import Continuation, Level, StreamingLevel, prefill
-from offload.plan.planner import LevelName
+from offload.plan.composition import LevelName
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NUM_TOKENS = 24
@@ -357,7 +358,7 @@ def test_a_draft_or_lookups_alone_leave_the_text_as_it_is(
     with engine(engine_folders, PLAIN) as plain:
         reference = [said(plain.generate(text_prompt(n), GREEDY, max_tokens=60)) for n in (1, 33, 100)]
     plan = tiny_plan(target, draft, sizes, num_prompt_tokens=120, max_tokens=72)
-    with tiny_engine(replace(plan, levels=levels, budget=0), target, draft) as subject:
+    with tiny_engine(changed(plan, draft="draft" in levels, budget=0), target, draft) as subject:
         for n, wanted in zip((1, 33, 100), reference, strict=True):
             assert said(subject.generate(text_prompt(n), GREEDY, max_tokens=60)) == wanted
             assert [level.name for level in subject.stats.levels] == list(reversed(levels))

@@ -162,7 +162,7 @@ def test_a_second_try_computes_the_message_again_and_nothing_before_it(make: Mak
     finish_ahead(dialogue)
     slash.run(dialogue, "/regen")
     stats = engine_of(dialogue).stats
-    assert stats.prompt_tokens - stats.reused_tokens <= engine_of(dialogue).plan.rows
+    assert stats.prompt_tokens - stats.reused_tokens <= engine_of(dialogue).plan.placement.rows
     assert dialogue.conversation.turns == (reply,)
 
 
@@ -207,7 +207,7 @@ def test_where_positions_turn_by_the_capacity_all_of_the_context_is_planned_at_o
     with ChatEngine(prepare(models, options, Output(quiet=True)), on_note=lambda line: None) as engine:
         engine.ready(10, lambda progress: None)
         assert engine.plan is not None
-        assert engine.plan.capacity == engine.limit == 2 * LEAST_CAPACITY
+        assert engine.plan.request.capacity == engine.limit == 2 * LEAST_CAPACITY
 
 
 def fail(*args: object, **settings: object) -> None:
@@ -347,10 +347,10 @@ def test_a_cache_that_grows_keeps_what_was_computed(make: Make) -> None:
     finish_ahead(dialogue)
     said = dialogue.num_used
     before = rows_of(dialogue, said)
-    assert engine_of(dialogue).plan.capacity == LEAST_CAPACITY
+    assert engine_of(dialogue).plan.request.capacity == LEAST_CAPACITY
     dialogue.say("word " * 100)
-    assert engine_of(dialogue).plan.capacity == 2 * LEAST_CAPACITY
-    assert engine_of(dialogue).stats.reused_tokens >= said - engine_of(dialogue).plan.rows
+    assert engine_of(dialogue).plan.request.capacity == 2 * LEAST_CAPACITY
+    assert engine_of(dialogue).stats.reused_tokens >= said - engine_of(dialogue).plan.placement.rows
     assert torch.equal(rows_of(dialogue, said), before)
     check_against_a_fresh_start(dialogue, make)
 

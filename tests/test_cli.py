@@ -173,7 +173,7 @@ class TestJson:
         assert document["tokens"] == list("One zwölf".encode())
         assert document["finish_reason"] == "stop"
         assert document["stats"]["levels"][0]["acceptance"] == 0.9
-        assert document["plan"]["gamma"] == 5
+        assert document["plan"]["composition"]["gamma"] == 5
         assert document["model"] == {"target": model, "draft": None}
         assert document["version"] == __version__
 

@@ -191,13 +191,21 @@ class TestOnTheStandIn:
         assert [a["stop"] for a in asked] == [["END"], ["own"], ["END"]]
         assert [a["sampling"]["seed"] for a in asked] == [None, None, 7]
         assert all(a["plan"] == asked[0]["plan"] for a in asked)  # one engine
-        assert asked[0]["plan"]["capacity"] == len("naïve".encode()) + 256
+        assert asked[0]["plan"]["request"]["capacity"] == len("naïve".encode()) + 256
         assert results[0]["finish_reason"] == "length"
         assert results[0]["stats"]["output_tokens"] == 1
         again = run(*args)
         assert again.returncode == 0
         assert f"3 of 3 results are in {out}" in again.stderr.decode()
         assert lines_of(out) == results
+
+    def test_the_plan_has_room_for_the_prompt_and_the_output_that_are_longest_together(self, model):
+        """Planned for the longest prompt, the short prompt's output was cut."""
+        lines = json.dumps({"prompt": "x" * 90, "max_tokens": 5}) + '\n{"prompt": "short", "max_tokens": 200}\n'
+        done = run("--model", model, "--input-jsonl", "-", "--quiet", stdin=lines.encode())
+        asked = [json.loads(json.loads(line)["text"]) for line in done.stdout.splitlines()]
+        assert [a["plan"]["request"]["capacity"] for a in asked] == [205, 205]
+        assert [a["max_tokens"] for a in asked] == [5, 200]
 
     def test_without_a_file_they_go_to_standard_output(self, model, source):
         done = run("--model", model, "--input-jsonl", "-", "--quiet", stdin=source.read_bytes())

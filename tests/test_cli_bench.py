@@ -138,8 +138,8 @@ class TestRuns:
         assert found["environment"]["torch"] == torch.__version__
         assert found["interrupted"] is False
         for context in found["contexts"]:
-            assert context["plan"]["capacity"] == context["context"]
-            assert context["plan"]["num_prompt_tokens"] == context["context"] - 12
+            assert context["plan"]["request"]["capacity"] == context["context"]
+            assert context["plan"]["request"]["num_prompt_tokens"] == context["context"] - 12
             assert sorted((run["way"], run["turn"]) for run in context["runs"]) == [
                 (way, turn) for way in sorted((PLAIN, TRIFORCE, TRANSFORMERS)) for turn in (1, 2)
             ]
@@ -158,7 +158,7 @@ class TestRuns:
 
     def test_streams_where_it_is_told_to(self, shell):
         (found,) = shell.document("--contexts", "300", *LEVELS, "--offload", "kv", "--link-gbps", "2")["contexts"]
-        assert found["plan"]["offload"] == ["kv"]
+        assert found["plan"]["placement"]["offload"] == ["kv"]
         assert all(run["stats"]["decode_link"]["bytes_to_device"] > 0 for run in found["runs"])
 
     def test_the_table_says_that_the_texts_are_the_same(self, shell):

@@ -87,7 +87,7 @@ def test_same_seed_gives_the_same_bytes_and_another_seed_others(shell, folder):
 def test_greedy_text_is_that_of_plain_decoding(args, shell, folder):
     placed = [str(folder / "draft") if arg == "draft" else arg for arg in args]
     plain = shell.document("--temperature", "0", "--no-speculation")
-    assert plain["plan"]["levels"] == ["target"]
+    assert plain["plan"]["composition"]["levels"] == ["target"]
     document = shell.document("--temperature", "0", *placed)
     assert document["tokens"] == plain["tokens"]
     assert document["text"] == plain["text"]
@@ -100,9 +100,12 @@ def test_json_agrees_with_the_text_and_with_itself(shell, folder):
     assert document["text"] == byte_tokenizer().decode(document["tokens"], skip_special_tokens=True)
     assert (document["finish_reason"], len(document["tokens"])) == ("length", 24)
     assert document["stats"]["output_tokens"] == 24
-    assert document["stats"]["prompt_tokens"] == document["plan"]["num_prompt_tokens"] == len(PROMPT)
-    assert document["plan"]["levels"] == [level["name"] for level in reversed(document["stats"]["levels"])]
-    assert (document["plan"]["gamma"], document["plan"]["budget"]) == (4, 64)
+    assert document["stats"]["prompt_tokens"] == document["plan"]["request"]["num_prompt_tokens"] == len(PROMPT)
+    assert document["plan"]["composition"]["levels"] == [
+        level["name"] for level in reversed(document["stats"]["levels"])
+    ]
+    composition = document["plan"]["composition"]
+    assert (composition["gamma"], composition["budget"]) == (4, 64)
 
 
 def test_offloaded_bytes_are_in_the_stats(shell, folder):

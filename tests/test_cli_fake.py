@@ -29,8 +29,10 @@ from hearing import hear_signals  # noqa: E402
 from offload import errors  # noqa: E402
 from offload.metrics import LevelStats, Stats  # noqa: E402
 from offload.plan import request  # noqa: E402
+from offload.plan.composition import Composition  # noqa: E402
 from offload.plan.cost import Prediction  # noqa: E402
-from offload.plan.planner import Options, Plan  # noqa: E402
+from offload.plan.placement import Placement  # noqa: E402
+from offload.plan.planner import Options, Plan, PlannedRequest  # noqa: E402
 from offload.plan.sizing import PrefillShape  # noqa: E402
 from offload.progress import Progress  # noqa: E402
 
@@ -76,34 +78,39 @@ class Request:
 
 def make_plan(options: Options, num_prompt_tokens: int = 1000, max_tokens: int = 100) -> Plan:
     return Plan(
-        device="cpu",
-        device_name="CPU",
-        num_devices=1,
-        dtype="bf16",
-        num_prompt_tokens=num_prompt_tokens,
-        max_tokens=max_tokens,
-        capacity=num_prompt_tokens + max_tokens,
-        levels=("draft", "retrieval", "target"),
-        lookup=options.lookup,
-        gamma=options.gamma or 15,
-        draft_gamma=options.draft_gamma or 2,
-        adaptive=("target",),
-        rows=16,
-        walk=512,
-        prefill=PrefillShape(64, 4, False),
-        page_tokens=512,
-        tile_tokens=512,
-        budget=options.budget or 1024,
-        chunk=options.chunk or 16,
-        selection=options.selection,
-        sinks=options.sinks,
-        window=options.window,
-        offload=tuple(sorted(options.offload or ())),
-        resident_layers=8,
-        resident_tiles=16,
-        link_bytes_per_second=None,
-        device_bytes={"embeddings": 1},
-        host_bytes={},
+        request=PlannedRequest(
+            device="cpu",
+            device_name="CPU",
+            num_devices=1,
+            dtype="bf16",
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=max_tokens,
+        ),
+        composition=Composition(
+            gamma=options.gamma or 15,
+            draft_gamma=options.draft_gamma or 2,
+            adaptive=("target",),
+            budget=options.budget or 1024,
+            chunk=options.chunk or 16,
+            selection=options.selection,
+            draft=True,
+            sinks=options.sinks,
+            window=options.window,
+            lookup=options.lookup,
+        ),
+        placement=Placement(
+            offload=tuple(sorted(options.offload or ())),
+            resident_layers=8,
+            resident_tiles=16,
+            device_bytes={"embeddings": 1},
+            host_bytes={},
+            page_tokens=512,
+            tile_tokens=512,
+            rows=16,
+            prefill_block=512,
+            prefill=PrefillShape(64, 4, False),
+            link_bytes_per_second=None,
+        ),
         predicted=Prediction(
             prefill_seconds=40.0,
             first_token_seconds=40.1,
@@ -144,7 +151,7 @@ class Engine:
         if "load_fail" in SCRIPT:
             raise _error(SCRIPT["load_fail"])
         _tick("load", 64 * 2**20, "bytes", on_progress)
-        return cls({"model": str(model), "draft": str(draft) if draft else None, "plan": asdict(plan)})
+        return cls({"model": str(model), "draft": str(draft) if draft else None, "plan": plan.as_dict()})
 
     def generate(
         self,

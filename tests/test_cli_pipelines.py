@@ -37,7 +37,7 @@ class TestEvents:
         done = run("--model", model, "--prompt", "x", "--jsonl", "-q", script=TEXT)
         told = events(done.stdout)
         assert [event.pop("event") for event in told] == ["plan", "prefill", "token", "token", "token", "done"]
-        assert told[0]["plan"]["capacity"] == 257
+        assert told[0]["plan"]["request"]["capacity"] == 257
         assert told[1] == {"prompt_tokens": 1, "reused_tokens": 0, "seconds": 41.5}
         assert [event["text"] for event in told[2:5]] == TEXT["pieces"]
         assert told[2]["tokens"] == list(b"One")

@@ -81,12 +81,12 @@ def plan(models: Path, triforce: Callable[..., tuple[int, str, str]]) -> Plan:
 def test_a_13b_model_at_120k_on_two_cards_and_on_one(plan: Plan) -> None:
     """Two cards hold the weights and stream the cache; one streams weights too, and says what would end that."""
     two = plan.planned("--context", "120000", "--gpus", "2")
-    assert (two["offload"], two["resident_layers"]) == (["kv"], 40)
-    assert sum(two["device_bytes"].values()) <= 24e9
+    assert (two["placement"]["offload"], two["placement"]["resident_layers"]) == (["kv"], 40)
+    assert sum(two["placement"]["device_bytes"].values()) <= 24e9
     assert two["predicted"]["seconds_per_token"] < 0.2 * two["predicted"]["plain_seconds_per_token"]
     one = plan.planned("--context", "120000", "--gpus", "1")
-    assert one["offload"] == ["kv", "weights"]
-    assert 0 < one["resident_layers"] < 40
+    assert one["placement"]["offload"] == ["kv", "weights"]
+    assert 0 < one["placement"]["resident_layers"] < 40
     assert any("low-bit" in note for note in one["notes"])
 
 
@@ -127,7 +127,7 @@ def test_what_does_not_fit_exits_3_with_the_nearest_changes_that_would(plan: Pla
 
 def test_a_card_named_by_its_memory_and_its_link_is_planned_for(plan: Plan) -> None:
     large = plan.planned("--context", "32000", "--gpus", "1", "--gpu-memory", "80")
-    assert large["offload"] == []
+    assert large["placement"]["offload"] == []
     slow = plan.planned("--context", "120000", "--gpus", "2", "--link-gbps", "12.5", "--no-speculation")
     fast = plan.planned("--context", "120000", "--gpus", "2", "--link-gbps", "25", "--no-speculation")
     ratio = slow["predicted"]["seconds_per_token"] / fast["predicted"]["seconds_per_token"]
@@ -155,7 +155,7 @@ class TestReport:
     def test_every_byte_is_in_the_table_and_they_add_up(self, plan: Plan) -> None:
         args = ("--context", "120000", "--gpus", "1")
         found, lines = plan.planned(*args), plan.report(*args)
-        device, host = found["device_bytes"], found["host_bytes"]
+        device, host = found["placement"]["device_bytes"], found["placement"]["host_bytes"]
         for name in device | host:
             shown = " ".join(size(tier[name]) if name in tier else "-" for tier in (device, host))
             assert any(line.startswith(f"{name} {shown}") for line in lines), name
@@ -207,7 +207,7 @@ class TestFit:
         machine = ("--gpus", "1", "--host-memory", "64")
         found = plan.document(*machine, "--fit")
         longest = found["fit"]["longest_context"]
-        assert found["plan"]["capacity"] == longest
+        assert found["plan"]["request"]["capacity"] == longest
         assert found["fit"]["limit"] == 131072
         draft = ("--draft", str(plan.models / "68m"))
         assert plan.run(*draft, *machine, "--context", str(longest)).returncode == 0

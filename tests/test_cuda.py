@@ -50,14 +50,15 @@ def placed(plan: Plan, offload: str = "", *, layers: int = 8, tiles: int = 0) ->
     """The plan with tiles of 1024 tokens, and that many layers and tiles on the device where `offload` lets others go:
     small models fit any card by themselves."""
     moved = tuple(sorted(filter(None, offload.split(","))))
-    return replace(plan, tile_tokens=1024, offload=moved, resident_layers=layers, resident_tiles=tiles)
+    placement = replace(plan.placement, tile_tokens=1024, offload=moved, resident_layers=layers, resident_tiles=tiles)
+    return replace(plan, placement=placement)
 
 
 def said(tokens: list[int], plan: Plan) -> list[int]:
     with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
         text = [token for step in engine.generate(tokens, GREEDY, max_tokens=48) for token in step.tokens]
         moved = engine.stats.decode_link.bytes_to_device
-    assert bool(moved) == bool(plan.offload), (moved, plan.offload)
+    assert bool(moved) == bool(plan.placement.offload), (moved, plan.placement.offload)
     return text
 
 
@@ -165,7 +166,7 @@ def test_planned_device_bytes_hold() -> None:
         before = torch.cuda.memory_allocated()
         with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
             list(engine.generate(tokens, GREEDY, max_tokens=48))
-        planned_bytes = sum(plan.device_bytes.values()) - plan.device_bytes["reserve"]
+        planned_bytes = plan.placement.total_device_bytes - plan.placement.device_bytes["reserve"]
         assert torch.cuda.max_memory_allocated() - before <= planned_bytes + 96e6
 
 

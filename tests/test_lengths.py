@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enumeration import TableLevel, soft
-from models import CPU
+from models import CPU, changed
 from offload.decode.build import build_speculator
 from offload.decode.lengths import LOOKUP_CHANCES, Adaptive, Estimate, Fixed, Mean, PassSeconds
 from offload.decode.proposal import Offer, grades_of
@@ -361,7 +360,7 @@ def planned(**options: Any) -> Plan:
 
 def built(plan: Plan, *, seed: int | None = 0, block: int | None = None, ready: bool = True) -> Speculator:
     """Over table levels whose logits are all alike, so that nothing is refused."""
-    levels = {name: TableLevel(lambda tokens: torch.ones(3)) for name in plan.levels}
+    levels = {name: TableLevel(lambda tokens: torch.ones(3)) for name in plan.composition.levels}
     for name, level in levels.items():
         level.stats = LevelStats(name)
     sampling = SamplingParams(temperature=1.0, top_p=1.0, seed=seed)
@@ -378,7 +377,7 @@ def built(plan: Plan, *, seed: int | None = 0, block: int | None = None, ready: 
 
 def test_with_a_seed_a_round_is_charged_the_plans_seconds_of_all_its_steps() -> None:
     """And so is the same on a machine of any speed: one drafted token of the retrieval level, by the draft."""
-    plan = replace(planned(gamma=2, draft_gamma=1, budget=4096), lookup=False)
+    plan = changed(planned(gamma=2, draft_gamma=1, budget=4096), lookup=False)
     prices = plan.predicted
     assert min(prices.draft_pass_seconds, prices.retrieval_row_seconds, prices.full_row_seconds) > 0
     full, row, block = prices.full_pass_seconds, prices.full_row_seconds, prices.full_block_rows
@@ -397,7 +396,7 @@ def test_with_a_seed_a_round_is_charged_the_plans_seconds_of_all_its_steps() -> 
 
 
 def test_without_a_seed_a_round_is_charged_what_it_took() -> None:
-    plan = replace(planned(gamma=0), lookup=False)
+    plan = changed(planned(gamma=0), lookup=False)
     start = time.perf_counter()
     step = built(plan, seed=None).round([1], 1)
     assert 0.0 < step.seconds <= time.perf_counter() - start

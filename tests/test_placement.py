@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from models import changed
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, load_tokenizer, plan_request
 from offload.errors import DoesNotFit
@@ -50,8 +50,8 @@ def test_planned_bytes_are_allocated_bytes_within_two_percent(options: dict[str,
     plan = request(**options)
     _, ledger = run(plan)
     gathered = ledger["host"].pop("gathered chunks", 0)
-    assert gathered <= plan.host_bytes.pop("gathered chunks", 0)
-    for tier, planned in (("device", plan.device_bytes), ("host", plan.host_bytes)):
+    assert gathered <= plan.placement.host_bytes.pop("gathered chunks", 0)
+    for tier, planned in (("device", plan.placement.device_bytes), ("host", plan.placement.host_bytes)):
         lasting = {name: size for name, size in planned.items() if name not in TEMPORARY}
         assert ledger[tier].keys() == lasting.keys()
         for name, size in lasting.items():
@@ -62,14 +62,14 @@ def test_wherever_layers_and_tiles_are_the_tokens_are_the_same() -> None:
     expected, _ = run(request(gamma=7))
     for memory, offload in [(0.078, ("kv",)), (0.073, ("kv",)), (0.062, ("kv", "weights"))]:
         plan = request(gamma=7, device_memory=memory)
-        assert plan.offload == offload
-        assert sum(plan.device_bytes.values()) <= memory * 1e9
+        assert plan.placement.offload == offload
+        assert plan.placement.total_device_bytes <= memory * 1e9
         assert run(plan)[0] == expected
 
 
 @pytest.mark.parametrize("num_resident", [0, 1, 3, 7, 8, 9])
 def test_tiles_on_the_device_do_not_cross_the_link_when_decoding(num_resident: int) -> None:
-    plan = replace(request(gamma=0, offload=frozenset({"kv"})), resident_tiles=num_resident, tile_tokens=1024)
+    plan = changed(request(gamma=0, offload=frozenset({"kv"})), resident_tiles=num_resident, tile_tokens=1024)
     with Engine.load(plan, TARGET, None, load_tokenizer(TARGET, None)) as engine:
         list(engine.generate(PROMPT, GREEDY, max_tokens=8))
         passes = engine.stats.levels[0].passes
@@ -112,6 +112,6 @@ def test_a_cache_that_the_system_refuses_names_the_context_that_fits(monkeypatch
         return real(memory, num_bytes)
 
     monkeypatch.setattr(Memory, "_host_block", limited)
-    remedy = rf"pinned \(CUDA error 2\).*lower --context to {plan.capacity * 6 // 8}$"
+    remedy = rf"pinned \(CUDA error 2\).*lower --context to {plan.request.capacity * 6 // 8}$"
     with pytest.raises(DoesNotFit, match=remedy):
         Engine.load(plan, TARGET, None, load_tokenizer(TARGET, None))

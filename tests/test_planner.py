@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from offload.errors import DoesNotFit, UsageError
+from offload.plan.composition import PLAIN
 from offload.plan.config import ModelConfig
 from offload.plan.cost import Cost
 from offload.plan.expectations import LLAMA2_7B as LLAMA_7B
 from offload.plan.hardware import Hardware
 from offload.plan.placement import place
 from offload.plan.planner import Options, Plan, largest_context, make_plan
-from offload.plan.sizing import PLAIN, Sizing
+from offload.plan.sizing import Sizing
 
 GIB = 2**30
 CPU = Hardware("cpu", "CPU", 64 * GIB, 64 * GIB, True)
@@ -52,52 +53,68 @@ def test_the_same_request_gives_the_same_plan() -> None:
 @pytest.mark.parametrize("prompt", [1, 15, 16, 511, 512, 7992, 7993, 8191, 8192, 32000])
 def test_tiles_hold_the_request_in_as_few_as_their_limit_allows(prompt: int) -> None:
     made = plan(prompt=prompt)
-    count = -(-made.capacity // 8192)
-    assert made.tile_tokens % made.page_tokens == 0
-    assert made.tile_tokens <= 8192 + 512
-    assert count * made.tile_tokens >= made.capacity + 256
-    assert count * (made.tile_tokens - made.page_tokens) < made.capacity + 256
+    count = -(-made.request.capacity // 8192)
+    assert made.placement.tile_tokens % made.placement.page_tokens == 0
+    assert made.placement.tile_tokens <= 8192 + 512
+    assert count * made.placement.tile_tokens >= made.request.capacity + 256
+    assert count * (made.placement.tile_tokens - made.placement.page_tokens) < made.request.capacity + 256
 
 
 def test_tiles_do_not_depend_on_gamma_since_bits_depend_on_them() -> None:
-    sizes = {plan(Options(gamma=gamma), prompt=16140).tile_tokens for gamma in (0, 1, 31, 63, 255)}
+    sizes = {plan(Options(gamma=gamma), prompt=16140).placement.tile_tokens for gamma in (0, 1, 31, 63, 255)}
     assert len(sizes) == 1
 
 
 def test_the_cache_is_planned_in_whole_tiles() -> None:
     made = plan(Options(offload=frozenset({"kv"})))
-    tiles = -(-made.capacity // 8192)
-    assert made.host_bytes["kv cache"] == tiles * made.tile_tokens * 12288
-    assert "kv cache" not in made.device_bytes
+    tiles = -(-made.request.capacity // 8192)
+    assert made.placement.host_bytes["kv cache"] == tiles * made.placement.tile_tokens * 12288
+    assert "kv cache" not in made.placement.device_bytes
 
 
 @pytest.mark.parametrize("offload", [frozenset({"kv"}), frozenset({"weights"}), frozenset({"weights", "kv"})])
 def test_on_a_cpu_all_that_is_named_streams(offload: frozenset[str]) -> None:
     made = plan(Options(offload=offload))
-    assert made.resident_layers == (0 if "weights" in offload else DEMO.num_layers)
-    assert ("kv cache" in made.device_bytes) == ("kv" not in offload)
+    assert made.placement.resident_layers == (0 if "weights" in offload else DEMO.num_layers)
+    assert ("kv cache" in made.placement.device_bytes) == ("kv" not in offload)
 
 
 def test_nothing_is_offloaded_that_has_room() -> None:
-    assert plan(hardware=GPU).offload == ()
-    assert plan().offload == ()
+    assert plan(hardware=GPU).placement.offload == ()
+    assert plan().placement.offload == ()
 
 
 def test_device_memory_is_filled_with_weights_first_then_tiles() -> None:
     """A 7B model on 24 GB: all layers, as many tiles as fit, and not one byte more than there is."""
     made = plan(target=LLAMA_7B, draft=None, hardware=GPU, prompt=120_000)
-    assert (made.offload, made.resident_layers) == (("kv",), 32)
-    assert made.resident_tiles > 0
-    used, tile = sum(made.device_bytes.values()), made.tile_tokens * 524288 // 32
+    assert (made.placement.offload, made.placement.resident_layers) == (("kv",), 32)
+    assert made.placement.resident_tiles > 0
+    used, tile = made.placement.total_device_bytes, made.placement.tile_tokens * 524288 // 32
     assert GPU.device_free_bytes - 2 * tile < used <= GPU.device_free_bytes
+
+
+def test_prefill_has_room_for_all_tiles_of_the_layer_that_keeps_the_fewest() -> None:
+    made = plan(target=LLAMA_7B, draft=None, hardware=GPU, prompt=120_000).placement
+    count = -(-120_200 // 8192)
+    assert made.resident_tiles % 32 > 0  # layers keep unlike numbers
+    streamed = -(-(32 * count - made.resident_tiles) // 32)
+    assert made.device_bytes["prefill tiles"] == streamed * made.tile_tokens * 524288 // 32
+
+
+def test_layers_leave_room_for_a_cache_that_stays_on_the_device() -> None:
+    made = plan(Options(offload=frozenset({"weights"})), target=LLAMA_7B, draft=None, hardware=GPU, prompt=24_000)
+    layer = LLAMA_7B.layer_weight_bytes(2)
+    assert 0 < made.placement.resident_layers < 32
+    assert "kv cache" not in made.placement.host_bytes
+    assert GPU.device_free_bytes - layer < made.placement.total_device_bytes <= GPU.device_free_bytes
 
 
 def test_layers_that_have_no_room_stream_and_the_plan_says_what_that_costs() -> None:
     small = Options(device_memory=10.0)
     made = plan(small, target=LLAMA_7B, draft=None, hardware=GPU, prompt=30_000)
-    assert made.offload == ("kv", "weights")
-    assert 0 < made.resident_layers < 32
-    assert sum(made.device_bytes.values()) <= 10e9
+    assert made.placement.offload == ("kv", "weights")
+    assert 0 < made.placement.resident_layers < 32
+    assert made.placement.total_device_bytes <= 10e9
     assert any("low-bit" in note for note in made.notes)
 
 
@@ -105,8 +122,8 @@ def test_two_devices_hold_half_of_each_layer_and_cache_each() -> None:
     options = Options(gamma=15, budget=1024, chunk=16)
     one = plan(options, target=LLAMA_7B, hardware=GPU, prompt=30_000)
     two = plan(options, target=LLAMA_7B, hardware=replace(GPU, num_devices=2), prompt=30_000)
-    assert two.device_bytes["retrieval cache"] == one.device_bytes["retrieval cache"] // 2
-    assert two.device_bytes["target embeddings"] == one.device_bytes["target embeddings"]
+    assert two.placement.device_bytes["retrieval cache"] == one.placement.device_bytes["retrieval cache"] // 2
+    assert two.placement.device_bytes["target embeddings"] == one.placement.device_bytes["target embeddings"]
     assert two.predicted.full_pass_seconds < one.predicted.full_pass_seconds
 
 
@@ -121,14 +138,14 @@ def test_a_prediction_knows_the_link_and_plain_decoding() -> None:
 
 def test_without_speculation_there_is_one_level_and_nothing_is_kept_for_others() -> None:
     made = plan(Options(speculation=False))
-    assert (made.levels, made.gamma, made.draft_gamma) == (("target",), 0, 0)
-    assert not {"retrieval cache", "draft layers"} & made.device_bytes.keys()
+    assert (made.composition.levels, made.composition.gamma, made.composition.draft_gamma) == (("target",), 0, 0)
+    assert not {"retrieval cache", "draft layers"} & made.placement.device_bytes.keys()
 
 
 def test_gamma_zero_is_plain_decoding() -> None:
     made = plan(Options(gamma=0, draft_gamma=2))
-    assert (made.levels, made.draft_gamma) == (("target",), 0)
-    assert not {"retrieval cache", "draft layers"} & made.device_bytes.keys()
+    assert (made.composition.levels, made.composition.draft_gamma) == (("target",), 0)
+    assert not {"retrieval cache", "draft layers"} & made.placement.device_bytes.keys()
 
 
 @pytest.mark.parametrize(
@@ -142,8 +159,8 @@ def test_gamma_zero_is_plain_decoding() -> None:
 )
 @pytest.mark.parametrize("prompt", [1, 32000])
 def test_rows_follow_the_device_alone_since_bits_depend_on_them(options: Options, prompt: int) -> None:
-    assert plan(options, prompt=prompt).rows == 8
-    assert plan(options, prompt=prompt, hardware=GPU).rows == 16
+    assert plan(options, prompt=prompt).placement.rows == 8
+    assert plan(options, prompt=prompt, hardware=GPU).placement.rows == 16
 
 
 def seconds_of_pass(hardware: Hardware, rows: int, options: Options | None = None) -> float:
@@ -185,7 +202,7 @@ def test_nothing_that_could_be_asked_for_is_predicted_to_be_much_faster_than_wha
 
 def test_a_slow_link_is_worth_a_larger_budget_and_longer_drafts() -> None:
     plans = [plan(Options(offload=frozenset({"kv"}), link_gbps=rate)) for rate in (100, 10, 2, 1, 0.1)]
-    budgets, lengths = [made.budget for made in plans], [made.predicted.tokens_drafted for made in plans]
+    budgets, lengths = [made.composition.budget for made in plans], [made.predicted.tokens_drafted for made in plans]
     assert budgets == sorted(budgets)
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[-1]
@@ -193,42 +210,50 @@ def test_a_slow_link_is_worth_a_larger_budget_and_longer_drafts() -> None:
 
 
 def test_a_budget_is_whole_chunks_and_at_most_the_context() -> None:
-    assert plan(Options(budget=100, chunk=16)).budget == 96
-    assert plan(Options(budget=5, chunk=16)).budget == 16
-    assert plan(Options(budget=4096, chunk=16), prompt=100).budget == 288
+    assert plan(Options(budget=100, chunk=16)).composition.budget == 96
+    assert plan(Options(budget=5, chunk=16)).composition.budget == 16
+    assert plan(Options(budget=4096, chunk=16), prompt=100).composition.budget == 288
 
 
 def test_lengths_adapt_unless_they_are_given() -> None:
-    assert plan().adaptive == ("retrieval", "target")
-    assert plan(Options(gamma=9)).adaptive == ("retrieval",)
-    assert plan(Options(draft_gamma=2, budget=1024)).adaptive == ("target",)
+    assert plan().composition.adaptive == ("retrieval", "target")
+    assert plan(Options(gamma=9)).composition.adaptive == ("retrieval",)
+    assert plan(Options(draft_gamma=2, budget=1024)).composition.adaptive == ("target",)
     given = plan(Options(gamma=9, draft_gamma=2, budget=1024))
-    assert (given.adaptive, given.gamma, given.draft_gamma) == ((), 9, 2)
-    assert plan(Options(speculation=False)).adaptive == ()
+    assert (given.composition.adaptive, given.composition.gamma, given.composition.draft_gamma) == ((), 9, 2)
+    assert plan(Options(speculation=False)).composition.adaptive == ()
 
 
 def test_without_a_draft_the_retrieval_level_proposes_and_lookups_do() -> None:
     made = plan(Options(gamma=7, budget=512), draft=None)
-    assert (made.levels, made.lookup, made.draft_gamma) == (("retrieval", "target"), True, 15)
+    assert (made.composition.levels, made.composition.lookup, made.composition.draft_gamma) == (
+        ("retrieval", "target"),
+        True,
+        15,
+    )
     made = plan(Options(gamma=7, budget=512, lookup=False), draft=None)
-    assert (made.levels, made.lookup, made.draft_gamma) == (("retrieval", "target"), False, 0)
+    assert (made.composition.levels, made.composition.lookup, made.composition.draft_gamma) == (
+        ("retrieval", "target"),
+        False,
+        0,
+    )
 
 
 def test_a_model_whose_weights_outweigh_its_cache_has_no_retrieval_level() -> None:
     """A pass over a part of its cache costs what a full one does: lookups, which cost nothing, are what is left."""
     made = plan(target=LLAMA_7B, draft=None, hardware=GPU, prompt=2000)
-    assert (made.levels, made.lookup) == (("target",), True)
+    assert (made.composition.levels, made.composition.lookup) == (("target",), True)
     assert made.predicted.seconds_per_token == made.predicted.plain_seconds_per_token
 
 
 def test_a_retrieval_level_comes_along_where_it_is_not_far_from_the_best() -> None:
     """At 3000 tokens the draft alone is predicted to be faster: on many a text it is not, and a level may rest."""
     made = plan(prompt=3000)
-    assert made.levels == ("draft", "retrieval", "target")
+    assert made.composition.levels == ("draft", "retrieval", "target")
     alone = plan(Options(gamma=made.predicted.tokens_drafted, draft_gamma=1), prompt=3000).predicted
     assert made.predicted.tokens_drafted == 1
     assert made.predicted.seconds_per_token <= alone.seconds_per_token
-    assert plan(prompt=1000).levels == ("draft", "target")
+    assert plan(prompt=1000).composition.levels == ("draft", "target")
     assert plan(prompt=1000).predicted.refresh_seconds == 0.0
 
 
@@ -236,15 +261,15 @@ def test_the_largest_context_is_the_last_that_can_be_planned() -> None:
     small = Hardware("cpu", "CPU", 2**28, 2**28, True)
     fits = largest_context(DEMO, DRAFT, Options(), small, 32768)
     assert 200 < fits < 32768
-    assert plan(hardware=small, prompt=fits - 200, max_tokens=200).capacity == fits
+    assert plan(hardware=small, prompt=fits - 200, max_tokens=200).request.capacity == fits
     with pytest.raises(DoesNotFit, match=f"fits is {fits} tokens"):
         plan(hardware=small, prompt=fits - 199, max_tokens=200)
 
 
 def test_a_draft_may_propose_straight_to_the_target() -> None:
     made = plan(target=LLAMA_7B, hardware=GPU, prompt=2000)
-    assert made.levels == ("draft", "target")
-    assert "retrieval cache" not in made.device_bytes
+    assert made.composition.levels == ("draft", "target")
+    assert "retrieval cache" not in made.placement.device_bytes
     assert made.predicted.seconds_per_token < made.predicted.plain_seconds_per_token
 
 
@@ -262,8 +287,8 @@ def test_speculation_pays_more_the_longer_the_context() -> None:
 
 def test_an_output_past_the_context_is_cut_with_a_note() -> None:
     made = plan(prompt=32700, max_tokens=200)
-    assert made.max_tokens == 68
-    assert made.capacity == 32768
+    assert made.request.max_tokens == 68
+    assert made.request.capacity == 32768
     assert "200" in made.notes[0]
     assert "68" in made.notes[0]
 
@@ -286,7 +311,7 @@ def test_what_does_not_fit_names_the_largest_context_that_does() -> None:
         plan(hardware=small)
     fits = int(str(caught.value).split("fits is ")[1].split(" ")[0])
     assert 0 < fits < 32000
-    assert plan(hardware=small, prompt=fits - 1, max_tokens=1).capacity == fits
+    assert plan(hardware=small, prompt=fits - 1, max_tokens=1).request.capacity == fits
     with pytest.raises(DoesNotFit):
         plan(hardware=small, prompt=fits, max_tokens=1)
 
@@ -295,8 +320,8 @@ def test_a_gpu_counts_both_memories_and_offers_to_offload() -> None:
     with pytest.raises(DoesNotFit, match=r"device memory.*--offload auto"):
         plan(Options(offload=frozenset()), target=LLAMA_7B, draft=None, hardware=GPU, prompt=120_000)
     made = plan(Options(offload=frozenset({"kv"})), target=LLAMA_7B, draft=None, hardware=GPU, prompt=60_000)
-    assert sum(made.device_bytes.values()) <= GPU.device_free_bytes
-    assert made.dtype == "bf16"
+    assert made.placement.total_device_bytes <= GPU.device_free_bytes
+    assert made.request.dtype == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -304,7 +329,7 @@ def test_a_gpu_counts_both_memories_and_offers_to_offload() -> None:
     [("auto", CPU, "bf16"), ("auto", replace(CPU, fast_bf16=False), "fp32"), ("fp16", CPU, "fp16")],
 )
 def test_dtype_on_a_cpu(asked: str, hardware: Hardware, dtype: str) -> None:
-    assert plan(Options(dtype=asked), hardware=hardware).dtype == dtype
+    assert plan(Options(dtype=asked), hardware=hardware).request.dtype == dtype
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,10 @@ class CountedRows:
     """A worker, and its target level, that counts rows and computes none."""
 
     def __init__(self, num_last: int, prefill_block: int) -> None:
-        self.plan, self.levels = SimpleNamespace(rows=num_last, walk=prefill_block), {"target": self}
+        self.plan, self.levels = (
+            SimpleNamespace(placement=SimpleNamespace(rows=num_last, prefill_block=prefill_block)),
+            {"target": self},
+        )
         self.length = 0
 
     def prefill(self, tokens: list[int], on_tokens: Callable[[int], None]) -> None:
@@ -238,7 +241,11 @@ def test_what_prompts_begin_with_alike_is_prefilled_once_and_changes_no_bit(
     with make(folders, offload=offload) as engine, make(folders, offload=offload) as fresh:
         say_afresh(engine, first)
         texts = say_afresh(engine, second), say_afresh(fresh, second)
-        assert engine.stats.reused_tokens == min(num_common, 140 - ROWS) // engine.plan.walk * engine.plan.walk > 0
+        assert (
+            engine.stats.reused_tokens
+            == min(num_common, 140 - ROWS) // engine.plan.placement.prefill_block * engine.plan.placement.prefill_block
+            > 0
+        )
         assert fresh.stats.reused_tokens == 0
         assert texts[0] == texts[1]
         assert torch.equal(rows_of(engine, 140), rows_of(fresh, 140))
@@ -313,7 +320,7 @@ def test_what_is_saved_again_is_what_changed(folders: tuple[Path, Path], tmp_pat
         engine.replan(engine.plan)
         engine.save(store, {})
         assert after == sorted(path.name for path in tmp_path.glob("page-*"))
-    page = engine.plan.page_tokens
+    page = engine.plan.placement.page_tokens
     assert before[: 70 // page] == after[: 70 // page]
     assert not set(before[70 // page :]) & set(after)
     with make(folders) as later, keep(later, folders, tmp_path, read_only=True) as store:
@@ -341,7 +348,7 @@ def test_another_plan_goes_on_with_what_is_cached(folders: tuple[Path, Path], ro
         reply = say(engine, text)
         before = rows_of(engine, len(text))
         engine.replan(other.plan)
-        assert engine.plan.capacity == other.plan.capacity
+        assert engine.plan.request.capacity == other.plan.request.capacity
         assert torch.equal(rows_of(engine, len(text)), before)
         text += reply
         assert say(engine, text, 10) == say(fresh, text, 10)

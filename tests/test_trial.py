@@ -73,7 +73,7 @@ def comparison_of(plan: Plan, *runs: Run) -> Comparison:
 class TestPlainOnOneEngine:
     def test_it_is_what_an_engine_without_speculation_says_one_token_a_pass(self, engine, folder, plan, prompt):
         alone = tiny_plan(
-            folder / "target", None, replace(LEVELS, gamma=0, capacity=plan.capacity),
+            folder / "target", None, replace(LEVELS, gamma=0, capacity=plan.request.capacity),
             num_prompt_tokens=len(prompt), max_tokens=NUM_TOKENS,
         )  # fmt: skip
         with tiny_engine(alone, folder / "target") as plain:
@@ -106,7 +106,7 @@ class TestTrial:
         found = trial_of(plan, prompt).run(
             engine, None, on_step=steps.append, on_progress=lambda progress: prefilled.append(progress.done)
         )
-        assert max(prefilled) == len(prompt) - plan.rows
+        assert max(prefilled) == len(prompt) - plan.placement.rows
         assert prefilled == sorted(prefilled)  # it went once from the first to the last row
         assert [step.turn for step in steps].count(WARM_UP) == 2
         assert [(run.way, run.turn) for run in found.runs] == [
@@ -170,7 +170,7 @@ class TestReference:
         request = Request.on_this_machine(folder / "target", None, Options(dtype="fp32"))
         plan = request.plan(num_prompt_tokens=100, max_tokens=10)
         check_reference_fits(request, plan)
-        planned = sum(plan.device_bytes.values()) + sum(plan.host_bytes.values())
+        planned = plan.placement.total_device_bytes + plan.placement.total_host_bytes
         needed = request.target.weight_bytes(4) + 110 * request.target.kv_bytes_per_token(4)
         for free, fits in ((planned + needed, True), (planned + needed - 1, False)):
             full = replace(request, hardware=replace(request.hardware, host_free_bytes=free))

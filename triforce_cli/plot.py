@@ -71,4 +71,4 @@ def _draw_acceptance(axes: Axes, comparisons: Sequence[Comparison]) -> None:
 
 
 def _contexts(comparisons: Sequence[Comparison]) -> list[int]:
-    return [comparison.plan.capacity for comparison in comparisons]
+    return [comparison.plan.request.capacity for comparison in comparisons]

@@ -108,7 +108,7 @@ def check_exactness(
         _recomputed(index, tokens[index], drawn_from[index], row)
         for index, row in zip(chosen, _recompute(engine, prompt, tokens, chosen, on_progress), strict=True)
     ]
-    limit = TOLERANCES[engine.plan.dtype] if tolerance is None else tolerance
+    limit = TOLERANCES[engine.plan.request.dtype] if tolerance is None else tolerance
     return ExactnessReport(len(prompt), tokens, replayed, recomputed, limit)
 
 

@@ -121,14 +121,15 @@ class Trial:
 
 def check_reference_fits(request: Request, plan: Plan) -> None:
     """transformers keeps all weights and its cache on the device, beside what the engine has. Raises DoesNotFit."""
-    hardware, itemsize = request.hardware, DTYPE_BYTES[plan.dtype]
-    used = sum(plan.device_bytes.values()) + (sum(plan.host_bytes.values()) if hardware.is_cpu else 0)
+    hardware, itemsize = request.hardware, DTYPE_BYTES[plan.request.dtype]
+    used = plan.placement.total_device_bytes + (plan.placement.total_host_bytes if hardware.is_cpu else 0)
     free = (hardware.host_free_bytes if hardware.is_cpu else hardware.device_free_bytes) - used
     target = request.target
-    needed = target.weight_bytes(itemsize) + plan.capacity * target.kv_bytes_per_token(itemsize)
+    capacity = plan.request.capacity
+    needed = target.weight_bytes(itemsize) + capacity * target.kv_bytes_per_token(itemsize)
     if needed > free:
         raise DoesNotFit(
-            f"transformers needs {needed / 1e9:.3g} GB on {plan.device} for a context of {plan.capacity} tokens and "
+            f"transformers needs {needed / 1e9:.3g} GB on {plan.request.device} for a context of {capacity} tokens and "
             f"{max(free, 0) / 1e9:.3g} GB are left beside the engine; leave out --against transformers, or try shorter "
             "--contexts"
         )

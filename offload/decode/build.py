@@ -13,8 +13,9 @@ from offload.decode.lookup import LookupProposer
 from offload.decode.proposal import Proposer
 from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.decode.speculation import Charge, Lengths, Level, ModelProposer, Speculator, measured
+from offload.plan.composition import LevelName
 from offload.plan.cost import DRAFT_ACCEPTANCE
-from offload.plan.planner import LevelName, Plan
+from offload.plan.planner import Plan
 
 TRUST = 32.0  # observations that the planned chance of retrieved tokens is worth: measured on three models
 HOPE = 0.1  # by which a draft is taken to be better than most at first: what is not tried is never known
@@ -46,7 +47,7 @@ def build_speculator(
         return warp(logits, sampling)
 
     def lookups() -> list[Proposer]:
-        return [LookupProposer(vocab_size, device)] if plan.lookup else []
+        return [LookupProposer(vocab_size, device)] if plan.composition.lookup else []
 
     def speculator(name: LevelName, proposers: Sequence[Proposer], most: int, *, prepare: Prepare | None) -> Speculator:
         return Speculator(
@@ -65,8 +66,8 @@ def build_speculator(
     proposers = [*lookups(), *drafts]
     if "retrieval" in levels:
         below = [*lookups(), *drafts]
-        proposers.append(speculator("retrieval", below, plan.draft_gamma, prepare=prepare_retrieval))
-    return speculator("target", proposers, plan.gamma, prepare=None)
+        proposers.append(speculator("retrieval", below, plan.composition.draft_gamma, prepare=prepare_retrieval))
+    return speculator("target", proposers, plan.composition.gamma, prepare=None)
 
 
 class _Costs:
@@ -97,7 +98,7 @@ class _Costs:
         return charged
 
     def lengths(self, name: LevelName, most: int, proposers: Sequence[Proposer]) -> Lengths:
-        if name not in self._plan.adaptive:
+        if name not in self._plan.composition.adaptive:
             return Fixed(most)
         return Adaptive(most, self._pass_seconds(name), [self._estimate(proposer.name) for proposer in proposers])
 

@@ -30,7 +30,7 @@ def load_decoders(
 
     `on_bytes(done, total)` is called as bytes are read. Raises ModelError.
     """
-    dtype = DTYPES[plan.dtype]
+    dtype = DTYPES[plan.request.dtype]
     configs = {name: ModelConfig.from_folder(folder) for name, folder in folders.items()}
     total = sum(config.weight_bytes(dtype.itemsize) for config in configs.values())
     done = 0
@@ -50,8 +50,8 @@ def load_decoders(
                 memory,
                 dtype=dtype,
                 name=name,
-                link=link if name == "target" and "weights" in plan.offload else None,
-                num_resident=plan.resident_layers,
+                link=link if name == "target" and "weights" in plan.placement.offload else None,
+                num_resident=plan.placement.resident_layers,
                 on_bytes=count,
             )
         decoders[name] = Decoder(configs[name], weights)

@@ -1,10 +1,14 @@
-"""Candidate compositions for a request: the levels that could speculate, among which the planner chooses."""
+"""A composition of levels that speculate for a request, and the candidates that the planner weighs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from offload.plan.sizing import PLAIN, Composition, Sizing
+from offload.plan.options import Options
+
+LevelName = Literal["draft", "retrieval", "target"]
 
 LONGEST = (63, 31, 15)  # tokens drafted for one full pass, at most: the longer, the more memory masses need
 DRAFT_LONGEST = 15  # the same for one pass of the retrieval level
@@ -13,34 +17,87 @@ _SHARES = (32, 16, 8, 4, 2)  # budgets are these parts of the capacity
 _CHUNKS = (16, 32)
 
 
-def compositions(sizing: Sizing, capacity: int) -> Iterator[Composition]:
-    """Compositions that the user's options allow; plain decoding is one if neither a length nor a budget is given."""
-    options = sizing.options
+@dataclass(frozen=True, kw_only=True)
+class Composition:
+    """The levels that speculate, how far they draft and what their caches keep, in tokens. The defaults are plain
+    decoding.
+
+    gamma, draft_gamma: the most that is drafted for one verification at the target, and at the retrieval level.
+    adaptive: the levels for which fewer are drafted where that pays; for the others the length is fixed.
+    budget: retrieved tokens of each layer, in chunks of `chunk`; 0 without a retrieval level. selection: the rule that
+    chooses them. draft: a draft model proposes, to the retrieval level or, without one, to the target; its cache keeps
+    `sinks` first tokens and `window` last ones. lookup: repeated parts of the text are proposed, too.
+    """
+
+    gamma: int = 0
+    draft_gamma: int = 0
+    adaptive: tuple[LevelName, ...] = ()
+    budget: int = 0
+    chunk: int = 16
+    selection: str = "mass"
+    draft: bool = False
+    sinks: int = 16
+    window: int = 240
+    lookup: bool = False
+
+    @property
+    def levels(self) -> tuple[LevelName, ...]:
+        """The models that run, each with its cache, from the bottom to the top."""
+        below: tuple[tuple[LevelName, bool], ...] = (("draft", self.draft), ("retrieval", self.budget > 0))
+        return (*(name for name, there in below if there), "target")
+
+
+PLAIN = Composition()
+
+
+def compositions(options: Options, capacity: int, *, with_draft: bool) -> Iterator[Composition]:
+    """All compositions that `options` leave open, plain decoding among them unless a length or a budget is given.
+    with_draft: there is a draft model."""
+    for found in _candidates(options, capacity, with_draft):
+        yield replace(
+            found,
+            adaptive=_adaptive(found, options),
+            selection=options.selection,
+            sinks=options.sinks,
+            window=options.window,
+        )
+
+
+def _candidates(options: Options, capacity: int, with_draft: bool) -> Iterator[Composition]:
     if not options.speculation or options.gamma == 0:
         yield PLAIN
         return
     drafts = [False]
-    if sizing.draft is not None and options.draft_gamma != 0:
+    if with_draft and options.draft_gamma != 0:
         drafts = [True] if options.draft_gamma else [True, False]
     draft_gamma = DRAFT_LONGEST if options.draft_gamma is None else options.draft_gamma
     for gamma in LONGEST if options.gamma is None else (options.gamma,):
         for draft in drafts:
+            base = Composition(gamma=gamma, draft=draft, lookup=options.lookup)
             below = draft_gamma if draft or options.lookup else 0
-            for budget in _budgets(sizing, capacity):
+            for budget in _budgets(options, capacity):
                 for chunk in _CHUNKS if options.chunk is None else (options.chunk,):
-                    whole = max(budget // chunk, 1) * chunk
-                    yield Composition(gamma, below, whole, chunk, draft, options.lookup)
+                    yield replace(base, draft_gamma=below, budget=max(budget // chunk, 1) * chunk, chunk=chunk)
             if draft and options.budget is None:
-                yield Composition(gamma, 0, draft=True, lookup=options.lookup)
+                yield base
         if options.lookup and options.gamma is None and options.budget is None:
-            yield Composition(gamma, lookup=True)
+            yield Composition(gamma=gamma, lookup=True)
     if options.gamma is None and options.budget is None:
         yield PLAIN
 
 
-def _budgets(sizing: Sizing, capacity: int) -> list[int]:
+def _adaptive(composition: Composition, options: Options) -> tuple[LevelName, ...]:
+    """The levels that something drafts for, except those for which the user gives a length."""
+    lengths: tuple[tuple[LevelName, int, int | None], ...] = (
+        ("retrieval", composition.budget * composition.draft_gamma, options.draft_gamma),
+        ("target", composition.gamma, options.gamma),
+    )
+    return tuple(name for name, drafts, given in lengths if drafts and given is None)
+
+
+def _budgets(options: Options, capacity: int) -> list[int]:
     """Tokens, ascending."""
-    if sizing.options.budget is not None:
-        return [min(sizing.options.budget, capacity)]
+    if options.budget is not None:
+        return [min(options.budget, capacity)]
     wanted = {max(capacity // share, LEAST_BUDGET) for share in _SHARES}
     return sorted({min(budget, capacity) for budget in wanted})

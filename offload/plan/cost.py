@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from offload.plan.composition import Composition
 from offload.plan.placement import Placement
-from offload.plan.sizing import Composition, Sizing
+from offload.plan.sizing import Sizing
 
 DRAFT_ACCEPTANCE = 0.5  # of a small draft's tokens, by the target or a part of it
 _HARDNESS = (0.25, 1.0, 2.0, 3.0)  # times the mean text's share of refused tokens: texts differ as much (docs/log.md)

@@ -70,7 +70,7 @@ class Expectation:
     problem: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"plan": self.plan and self.plan.as_dict()}
 
 
 def expectations(hardware: Hardware) -> list[Expectation]:

@@ -8,30 +8,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offload.plan.sizing import NUM_STAGING, Composition, Sizing
+from offload.plan.composition import Composition
+from offload.plan.options import PAGE_TOKENS
+from offload.plan.sizing import NUM_STAGING, PREFILL_BLOCK, PrefillShape, Sizing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Of one composition of levels. Bytes by purpose; those of the device are each device's.
+    """Where weights and caches are, and in which pieces they are moved and computed.
 
-    resident_layers, resident_tiles: how many layers' weights, and how many tiles of all layers together, are on the
-    device; the rest crosses the link.
+    offload: of "weights" and "kv", what may be on the host. resident_layers, resident_tiles: how many layers' weights,
+    and how many tiles of all layers together, are on the device; the rest crosses the link. device_bytes, host_bytes:
+    by purpose; those of the device are each device's. Sizes of pages and tiles in tokens.
     """
 
-    offload: frozenset[str]
+    offload: tuple[str, ...]
     resident_layers: int
     resident_tiles: int
-    device: dict[str, int]
-    host: dict[str, int]
+    device_bytes: dict[str, int]
+    host_bytes: dict[str, int]
+    page_tokens: int
+    tile_tokens: int
+    rows: int  # the prompt's last tokens, left to the first full pass; on a GPU also the rows of a block
+    prefill_block: int  # rows
+    prefill: PrefillShape
+    link_bytes_per_second: float | None  # set, or measured; None: not known
 
     @property
-    def device_bytes(self) -> int:
-        return sum(self.device.values())
+    def total_device_bytes(self) -> int:
+        return sum(self.device_bytes.values())
 
     @property
-    def host_bytes(self) -> int:
-        return sum(self.host.values())
+    def total_host_bytes(self) -> int:
+        return sum(self.host_bytes.values())
 
 
 def place(sizing: Sizing, capacity: int, composition: Composition) -> Placement:
@@ -53,14 +62,14 @@ def shortage(sizing: Sizing, placement: Placement) -> str | None:
     """The memory that is short: "12.1 GB of device memory, 8.0 GB are free". None: it fits."""
     hardware = sizing.hardware
     tiers = [
-        ("device memory", placement.device_bytes, device_room(sizing)),
-        ("host memory", placement.host_bytes, hardware.host_free_bytes),
+        ("device memory", placement.total_device_bytes, device_room(sizing)),
+        ("host memory", placement.total_host_bytes, hardware.host_free_bytes),
     ]
     if hardware.is_cpu:
-        total = placement.device_bytes + placement.host_bytes
+        total = placement.total_device_bytes + placement.total_host_bytes
         tiers = [("memory", total, hardware.host_free_bytes)]
         if sizing.options.device_memory is not None:
-            tiers.insert(0, ("device memory", placement.device_bytes, device_room(sizing)))
+            tiers.insert(0, ("device memory", placement.total_device_bytes, device_room(sizing)))
     for name, needed, free in tiers:
         if needed > free:
             return f"{needed / 1e9:.3g} GB of {name}, {free / 1e9:.3g} GB are free"
@@ -105,7 +114,27 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         "kv cache": (num_layers * count - tiles) * tile * devices,
         "gathered chunks": sizing.fetched_bytes(composition) * devices if "kv" in offload else 0,
     }
-    return Placement(offload, layers, tiles, device(layers, tiles), {n: size for n, size in host.items() if size})
+    return Placement(
+        offload=tuple(sorted(offload)),
+        resident_layers=layers,
+        resident_tiles=tiles,
+        device_bytes=device(layers, tiles),
+        host_bytes={name: size for name, size in host.items() if size},
+        page_tokens=PAGE_TOKENS,
+        tile_tokens=sizing.tile_tokens(capacity),
+        rows=sizing.rows,
+        prefill_block=PREFILL_BLOCK,
+        prefill=sizing.prefill,
+        link_bytes_per_second=_link_rate(sizing),
+    )
+
+
+def _link_rate(sizing: Sizing) -> float | None:
+    """Bytes per second that the user sets or that were measured of a card's link; None: not known."""
+    rates = sizing.hardware.rates
+    if sizing.options.link_gbps is not None:
+        return sizing.options.link_gbps * 1e9
+    return rates.to_device if rates.measured and not sizing.hardware.is_cpu else None
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:

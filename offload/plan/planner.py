@@ -7,29 +7,29 @@ the same text. Nothing here is measured at run time.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from offload.errors import DoesNotFit, UsageError
-from offload.plan.composition import compositions
+from offload.plan.composition import Composition, compositions
 from offload.plan.config import ModelConfig
 from offload.plan.cost import Cost, Prediction, predict
 from offload.plan.hardware import Hardware
-from offload.plan.options import PAGE_TOKENS, Options
-from offload.plan.placement import largest, place, shortage
-from offload.plan.sizing import WALK, Composition, PrefillShape, Sizing
+from offload.plan.options import Options
+from offload.plan.placement import Placement, largest, place, shortage
+from offload.plan.sizing import Sizing
 
-__all__ = ["Options", "Plan", "largest_context", "make_plan"]
-
-LevelName = Literal["draft", "retrieval", "target"]
+__all__ = ["Options", "Plan", "PlannedRequest", "largest_context", "make_plan"]
 
 _WORTH_TRYING = 1.1  # times the best prediction: no text is like the average one, and no machine
 _CHEAPER_PASS = 0.85  # times a full pass: a retrieval level that costs more adds nothing to the draft and lookups
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """All decisions for one request. Bytes by purpose, per tier, those of the device on each of `num_devices`; tokens
-    unless the name says otherwise."""
+class PlannedRequest:
+    """A request with nothing left open: the device and the dtype that are used, and tokens that fit in the context.
+
+    device: "cpu" or "cuda:N", the first of `num_devices`; device_name: as people call it. dtype: bf16, fp16 or fp32.
+    """
 
     device: str
     device_name: str
@@ -37,33 +37,29 @@ class Plan:
     dtype: str
     num_prompt_tokens: int
     max_tokens: int
-    capacity: int  # tokens that the caches are made for
-    levels: tuple[LevelName, ...]  # bottom to top
-    lookup: bool
-    gamma: int  # drafted for one verification at the target, at most; 0: no speculation
-    draft_gamma: int  # the same at the retrieval level
-    adaptive: tuple[LevelName, ...]  # levels whose drafts are as long as pays, up to these numbers
-    rows: int
-    walk: int
-    prefill: PrefillShape
-    page_tokens: int
-    tile_tokens: int
-    budget: int
-    chunk: int
-    selection: str
-    sinks: int
-    window: int
-    offload: tuple[str, ...]
-    resident_layers: int  # layers whose weights stay on the device
-    resident_tiles: int  # tiles of the full cache that stay there, of all layers together
-    link_bytes_per_second: float | None  # set, or measured; None: not known
-    device_bytes: dict[str, int]
-    host_bytes: dict[str, int]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the caches are made for."""
+        return self.num_prompt_tokens + self.max_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All decisions for one request, and what they are predicted to take. notes: what the user should know of them."""
+
+    request: PlannedRequest
+    composition: Composition
+    placement: Placement
     predicted: Prediction
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The parts as JSON can hold them, with `capacity` and `levels`, which follow from the rest."""
+        parts = asdict(self)
+        parts["request"]["capacity"] = self.request.capacity
+        parts["composition"]["levels"] = self.composition.levels
+        return parts
 
 
 def make_plan(
@@ -81,42 +77,23 @@ def make_plan(
     sizing = Sizing(target, draft, options, hardware, _dtype(target, options, hardware))
     _check_memory(sizing, capacity, num_prompt_tokens)
     cost, best = _choose(sizing, capacity)
-    composition, placement = cost.composition, cost.placement
     if options.link_gbps is not None and not hardware.is_cpu:
         raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the card's own")
-    if options.link_gbps is not None and not placement.offload:
+    if options.link_gbps is not None and not cost.placement.offload:
         raise UsageError("link-gbps paces a link and nothing is offloaded; add --offload weights,kv")
     return Plan(
-        device=hardware.device,
-        device_name=hardware.device_name,
-        num_devices=hardware.num_devices,
-        dtype=sizing.dtype,
-        num_prompt_tokens=num_prompt_tokens,
-        max_tokens=max_tokens,
-        capacity=capacity,
-        levels=_levels(composition),
-        lookup=composition.lookup,
-        gamma=composition.gamma,
-        draft_gamma=composition.draft_gamma,
-        adaptive=_adaptive(composition, options),
-        rows=sizing.rows,
-        walk=WALK,
-        prefill=sizing.prefill,
-        page_tokens=PAGE_TOKENS,
-        tile_tokens=sizing.tile_tokens(capacity),
-        budget=composition.budget,
-        chunk=composition.chunk,
-        selection=options.selection,
-        sinks=options.sinks,
-        window=options.window,
-        offload=tuple(sorted(placement.offload)),
-        resident_layers=placement.resident_layers,
-        resident_tiles=placement.resident_tiles,
-        link_bytes_per_second=_link_rate(sizing),
-        device_bytes=placement.device,
-        host_bytes=placement.host,
+        request=PlannedRequest(
+            device=hardware.device,
+            device_name=hardware.device_name,
+            num_devices=hardware.num_devices,
+            dtype=sizing.dtype,
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=max_tokens,
+        ),
+        composition=cost.composition,
+        placement=cost.placement,
         predicted=predict(cost, best, _choose(_without_speculation(sizing), capacity)[0], num_prompt_tokens),
-        notes=(*notes, *_unused(options, composition), *_advice(cost)),
+        notes=(*notes, *_unused(options, cost.composition), *_advice(cost)),
     )
 
 
@@ -149,10 +126,10 @@ def _placed(sizing: Sizing, capacity: int) -> tuple[list[Cost], Cost]:
     """(the compositions that fit, the smallest of all), placed and not yet priced."""
     costs = [
         Cost(sizing, place(sizing, capacity, composition), capacity, composition)
-        for composition in compositions(sizing, capacity)
+        for composition in compositions(sizing.options, capacity, with_draft=sizing.draft is not None)
     ]
     fitting = [cost for cost in costs if shortage(sizing, cost.placement) is None]
-    return fitting, min(costs, key=lambda cost: cost.placement.device_bytes + cost.placement.host_bytes)
+    return fitting, min(costs, key=lambda cost: cost.placement.total_device_bytes + cost.placement.total_host_bytes)
 
 
 def _may_retrieve(cost: Cost, best: Cost) -> bool:
@@ -162,20 +139,6 @@ def _may_retrieve(cost: Cost, best: Cost) -> bool:
     rows = cost.sizing.rows
     cheap = cost.retrieval_pass(rows) <= _CHEAPER_PASS * cost.full_pass(rows)
     return cheap and min(cost.per_token, cost.per_drafted_token) <= _WORTH_TRYING * best.per_token
-
-
-def _levels(composition: Composition) -> tuple[LevelName, ...]:
-    below: tuple[tuple[LevelName, bool], ...] = (("draft", composition.draft), ("retrieval", composition.budget > 0))
-    return (*(name for name, there in below if there), "target")
-
-
-def _adaptive(composition: Composition, options: Options) -> tuple[LevelName, ...]:
-    """Levels that draft, but those to which the user gave a length."""
-    lengths: tuple[tuple[LevelName, int, int | None], ...] = (
-        ("retrieval", composition.budget * composition.draft_gamma, options.draft_gamma),
-        ("target", composition.gamma, options.gamma),
-    )
-    return tuple(name for name, drafts, given in lengths if drafts and given is None)
 
 
 def _without_speculation(sizing: Sizing) -> Sizing:
@@ -239,13 +202,6 @@ def _dtype(target: ModelConfig, options: Options, hardware: Hardware) -> str:
         return "bf16" if hardware.fast_bf16 and target.dtype != "float32" else "fp32"
     name = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[target.dtype]
     return "fp16" if name == "bf16" and not hardware.fast_bf16 else name
-
-
-def _link_rate(sizing: Sizing) -> float | None:
-    rates = sizing.hardware.rates
-    if sizing.options.link_gbps is not None:
-        return sizing.options.link_gbps * 1e9
-    return rates.to_device if rates.measured and not sizing.hardware.is_cpu else None
 
 
 def _check_memory(sizing: Sizing, capacity: int, num_prompt_tokens: int) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offload.plan.composition import Composition
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import Hardware
 from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
 
-WALK = 512  # rows of one block of a prefill
+PREFILL_BLOCK = 512  # rows of one block of a prefill
 MAX_TILE_TOKENS = 8192  # without the room for padded rows
 CPU_BLOCKS = (*range(1, 9), 12, 16, 20, 24, 32)  # rows, those that the machine computes alike and gains by
 MAX_ROWS = 256  # beyond the sequence that a pass may write: the longest verification, padded
@@ -31,26 +32,6 @@ class PrefillShape:
 
 
 CPU_PREFILL = PrefillShape(64, 4, False)  # scores must stay in the processor's cache (docs/log.md)
-
-
-@dataclass(frozen=True)
-class Composition:
-    """The levels that speculate, and their maximal lengths in tokens. No level at all is plain decoding.
-
-    gamma, draft_gamma: the most that is drafted for one verification at the target, and at the retrieval level.
-    budget: retrieved tokens of each layer, 0 without a retrieval level. draft: a draft model proposes, to the retrieval
-    level or, without one, to the target. lookup: so do earlier places of the text.
-    """
-
-    gamma: int = 0
-    draft_gamma: int = 0
-    budget: int = 0
-    chunk: int = 16
-    draft: bool = False
-    lookup: bool = False
-
-
-PLAIN = Composition()
 
 
 @dataclass(frozen=True)
@@ -94,7 +75,7 @@ class Sizing:
             return CPU_PREFILL
         head_dim = self.target.head_dim
         fused = self.itemsize == 2 and self.hardware.fast_bf16 and head_dim % 8 == 0 and head_dim <= 256
-        return PrefillShape(WALK, 2, fused)
+        return PrefillShape(PREFILL_BLOCK, 2, fused)
 
     def num_tiles(self, capacity: int) -> int:
         """Of each layer: as few as can be, for few calls."""
@@ -156,7 +137,7 @@ class Sizing:
         """The largest temporaries: a block of a prefill, or of rows over a tile, or logits and probabilities."""
         target, item, heads = self.target, self.itemsize, self.target.num_heads // self.num_devices
         tile_tokens, prefill = self.tile_tokens(capacity), self.prefill
-        walk = WALK * (3 * target.intermediate_size + 6 * target.hidden_size) * item
+        block = PREFILL_BLOCK * (3 * target.intermediate_size + 6 * target.hidden_size) * item
         score = 2 * item + 4  # as they come, in fp32 and as weights
         scores = prefill.rows * prefill.pages * PAGE_TOKENS * heads * score
         if prefill.fused:  # a tile's pages, attended apart before they are merged
@@ -164,7 +145,7 @@ class Sizing:
             scores = max(scores, pages * prefill.rows * heads * target.head_dim * (item + 4))
         tile = self.most_rows * tile_tokens * heads * score
         logits = self._padded(gamma + 1) * target.vocab_size * (item + 36)
-        return max(walk + scores, tile, logits)
+        return max(block + scores, tile, logits)
 
     def _selection_bytes(self, capacity: int, composition: Composition) -> int:
         """The last verification's masses, fp32 per row, KV head and chunk of each layer; what choosing makes of it."""
@@ -174,7 +155,7 @@ class Sizing:
 
     def _draft_tokens(self, composition: Composition) -> int:
         slack = composition.gamma + composition.draft_gamma + 2 * self.rows
-        return max(self.options.sinks, 1) + 2 * (self.options.window + slack)
+        return max(composition.sinks, 1) + 2 * (composition.window + slack)
 
     def _padded(self, num_rows: int) -> int:
         return -(-num_rows // self.most_rows) * self.most_rows

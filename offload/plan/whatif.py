@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from offload.errors import DoesNotFit
@@ -27,6 +27,9 @@ class Case:
         except DoesNotFit:
             plan = None
         return cls(plan, request.longest_context())
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"plan": self.plan and self.plan.as_dict(), "longest_context": self.longest_context}
 
 
 @dataclass(frozen=True)
@@ -57,4 +60,5 @@ class WhatIf:
 
     def as_dict(self) -> dict[str, Any]:
         names = ("first_token_ratio", "token_ratio", "context_ratio")
-        return asdict(self) | {name: getattr(self, name) for name in names}
+        cases = {"name": self.name, "before": self.before.as_dict(), "after": self.after.as_dict()}
+        return cases | {name: getattr(self, name) for name in names}

@@ -35,7 +35,9 @@ _MAX_NAME = 256
 def identity_of(folder: Path, plan: Plan) -> Identity:
     """The identity of a session of the model in `folder` under `plan`. Raises ModelError."""
     config = ModelConfig.from_folder(folder)
-    return identify(folder, config, dtype=plan.dtype, capacity=plan.capacity, page_tokens=plan.page_tokens)
+    return identify(
+        folder, config, dtype=plan.request.dtype, capacity=plan.request.capacity, page_tokens=plan.placement.page_tokens
+    )
 
 
 def identify(folder: Path, config: ModelConfig, *, dtype: str, capacity: int, page_tokens: int) -> Identity:

@@ -82,7 +82,7 @@ class Batch:
         with open_engine(prepared, plan, on_progress=output.progress) as engine:
             left.next_step()
             for number, record in enumerate(rest, start=len(records) - len(rest) + 1):
-                result = self._result(record, engine, plan.capacity, prompts[record.number].tolist(), output)
+                result = self._result(record, engine, plan.request.capacity, prompts[record.number].tolist(), output)
                 results.add(result)
                 log.event(record.name, result["stats"])
                 output.note(_progress(number, len(records), result, left.next_step()))

@@ -71,7 +71,7 @@ class ChatEngine:
         if self._engine is None:
             plan = self._plan(self._capacity(num_tokens))
             self._engine = self._close.enter_context(open_engine(self._prepared, plan, on_progress=on_progress))
-        elif num_tokens > self._engine.plan.capacity:
+        elif num_tokens > self._engine.plan.request.capacity:
             self._engine.replan(self._plan(self._capacity(num_tokens)))
         return self._engine
 
@@ -129,7 +129,7 @@ class ChatEngine:
 
     def _capacity(self, num_tokens: int) -> int:
         """A power of two; all there is where something is offloaded then, or positions turn by the capacity."""
-        if self._request.target.rope.kind == "dynamic" or self._plan(self.limit).offload:
+        if self._request.target.rope.kind == "dynamic" or self._plan(self.limit).placement.offload:
             return self.limit
         return min(max(self._least, 1 << (num_tokens - 1).bit_length()), self.limit)
 

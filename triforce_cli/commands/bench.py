@@ -215,7 +215,7 @@ class Bench:
         output.wait("loading transformers")
         with deferred():
             from offload.bench.reference import Reference
-        return Reference(self.models.target, dtype=trial.plan.dtype, device=trial.plan.device)
+        return Reference(self.models.target, dtype=trial.plan.request.dtype, device=trial.plan.request.device)
 
     def _about(self, text: str, environment: dict[str, object]) -> dict[str, object]:
         """The part of the JSON that all contexts share."""

@@ -146,7 +146,7 @@ class Generate:
             steps = engine.generate(
                 tokens,
                 self.sampling.params(),
-                max_tokens=plan.max_tokens,
+                max_tokens=plan.request.max_tokens,
                 stop=self.stops,
                 reuse=store is not None,
                 on_progress=on_progress,
@@ -154,7 +154,7 @@ class Generate:
             for step in deadline.within(steps):
                 answer.add(step)
                 if self.as_json or self.file:
-                    output.report("decode", answer.num_tokens, plan.max_tokens, "tokens")
+                    output.report("decode", answer.num_tokens, plan.request.max_tokens, "tokens")
             if self.compare:
                 steps = self._decode_plainly(engine, tokens, plan, output)
                 self._compare(answer, list(deadline.within(steps)), engine.stats, output)
@@ -165,7 +165,7 @@ class Generate:
         steps = engine.generate(
             tokens,
             self.sampling.params(),
-            max_tokens=plan.max_tokens,
+            max_tokens=plan.request.max_tokens,
             stop=self.stops,
             reuse=self.session is not None,
             speculation=False,
@@ -174,7 +174,7 @@ class Generate:
         done = 0
         for step in steps:
             done += len(step.tokens)
-            output.report("without speculation", done, plan.max_tokens, "tokens")
+            output.report("without speculation", done, plan.request.max_tokens, "tokens")
             yield step
 
     def _compare(self, answer: Answer, plain: Sequence[Step], plain_stats: Stats, output: Output) -> None:

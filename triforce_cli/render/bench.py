@@ -37,7 +37,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
     first_difference_from_plain: the token, from 0, or null where all are the same; null for all of a sampled text."""
     others = [way for way in comparison.ways if way != TRIFORCE]
     return {
-        "context": comparison.plan.capacity,
+        "context": comparison.plan.request.capacity,
         "prefill_tokens_per_second": comparison.prefill_rates,
         "milliseconds_per_token": {way: asdict(comparison.milliseconds(way)) for way in comparison.ways},
         "ratios": {way: asdict(comparison.ratio(way, TRIFORCE)) for way in others},
@@ -66,13 +66,13 @@ def step_line(trial: Trial, step: Step, seconds_left: float | None) -> str:
     """The current step: "8,192 tokens: plain, 2 of 5, 1 min 10 s left"."""
     turn = f"{step.turn} of {trial.repeats}" if step.turn else "warm-up"
     left = "" if seconds_left is None else f", {duration(seconds_left)} left"
-    return f"{trial.plan.capacity:,} tokens: {NAMES[step.way]}, {turn}{left}"
+    return f"{trial.plan.request.capacity:,} tokens: {NAMES[step.way]}, {turn}{left}"
 
 
 def summary_line(comparison: Comparison) -> str:
     """One context in a line, as soon as it is finished."""
     found = ", ".join(f"{NAMES[way]} {significant(comparison.milliseconds(way).median)}" for way in comparison.ways)
-    return f"{comparison.plan.capacity:,} tokens: {found} ms/token"
+    return f"{comparison.plan.request.capacity:,} tokens: {found} ms/token"
 
 
 def _table(comparisons: Sequence[Comparison]) -> Iterator[str]:
@@ -83,7 +83,7 @@ def _table(comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 def _rows(ways: Sequence[str]) -> Iterator[tuple[str, Cell]]:
     """(label, cell of a context)"""
-    yield "context", lambda found: f"{found.plan.capacity:,}"
+    yield "context", lambda found: f"{found.plan.request.capacity:,}"
     yield "prefill, tokens/s", lambda found: significant(found.prefill_rates.get(PLAIN))
     if TRANSFORMERS in ways:
         yield "  transformers", lambda found: significant(found.prefill_rates.get(TRANSFORMERS))
@@ -113,19 +113,18 @@ def _spread(label: str, of: Callable[[Comparison], Spread], unit: str = "") -> I
 
 def _remarks(comparisons: Sequence[Comparison]) -> Iterator[str]:
     first = comparisons[0]
-    plan, turns = first.plan, len(first.of(PLAIN))
-    moved = f"{' and '.join(plan.offload)} offloaded" if plan.offload else "nothing offloaded"
-    yield f"{plan.dtype} on {plan.device} ({plan.device_name}), {moved}; {plan.max_tokens:,} new tokens."
+    request, offload, turns = first.plan.request, first.plan.placement.offload, len(first.of(PLAIN))
+    moved = f"{' and '.join(offload)} offloaded" if offload else "nothing offloaded"
+    yield f"{request.dtype} on {request.device} ({request.device_name}), {moved}; {request.max_tokens:,} new tokens."
     yield (
         f"Medians of {turns} runs{', and least to most' if turns > 1 else ''}; ratios are of runs of the same turn. "
         "Prefill was measured once."
     )
     for comparison in comparisons:
-        if comparison.plan.levels == ("target",):
-            how = (
-                "nothing is drafted" if not comparison.plan.gamma else f"drafts come from {levels_of(comparison.plan)}"
-            )
-            yield f"At {comparison.plan.capacity:,} tokens {how}: the plan sees nothing to gain from more."
+        composition = comparison.plan.composition
+        if composition.levels == ("target",):
+            how = f"drafts come from {levels_of(composition)}" if composition.gamma else "nothing is drafted"
+            yield f"At {comparison.plan.request.capacity:,} tokens {how}: the plan sees nothing to gain from more."
     if first.greedy:
         yield from (line for way in first.ways if way != PLAIN for line in _texts(comparisons, way))
     else:
@@ -134,7 +133,7 @@ def _remarks(comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 def _texts(comparisons: Sequence[Comparison], way: str) -> Iterator[str]:
     """Compare the texts: TriForce's must be equal, transformers' may differ by rounding."""
-    places = [(comparison.plan.capacity, comparison.first_difference(way)) for comparison in comparisons]
+    places = [(comparison.plan.request.capacity, comparison.first_difference(way)) for comparison in comparisons]
     differing = ", ".join(f"from token {place + 1:,} at {context:,}" for context, place in places if place is not None)
     if not differing:
         yield f"{NAMES[way]} wrote the same tokens as plain decoding."

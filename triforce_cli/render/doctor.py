@@ -145,10 +145,10 @@ def _expectation(expectation: Expectation) -> Row:
 
 def _prediction(plan: Plan) -> str:
     seconds = plan.predicted
-    plain = f", plain {latency(seconds.plain_seconds_per_token)}" if len(plan.levels) > 1 else " (plain)"
-    sizes = f"device {gigabytes(sum(plan.device_bytes.values()))}"
-    if plan.host_bytes:
-        sizes += f", host {gigabytes(sum(plan.host_bytes.values()))} ({', '.join(plan.offload)})"
+    plain = f", plain {latency(seconds.plain_seconds_per_token)}" if len(plan.composition.levels) > 1 else " (plain)"
+    sizes = f"device {gigabytes(plan.placement.total_device_bytes)}"
+    if plan.placement.host_bytes:
+        sizes += f", host {gigabytes(plan.placement.total_host_bytes)} ({', '.join(plan.placement.offload)})"
     return (
         f"{latency(seconds.seconds_per_token)} a token{plain}, the first after "
         f"{duration(seconds.first_token_seconds)}; {sizes}"

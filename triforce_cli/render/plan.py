@@ -50,7 +50,7 @@ class Planned:
 
     @property
     def device_title(self) -> str:
-        return "each device" if self.plan.num_devices > 1 else "device"
+        return "each device" if self.plan.request.num_devices > 1 else "device"
 
 
 def report(planned: Planned, *, width: int) -> RenderableType:
@@ -83,9 +83,10 @@ def document(planned: Planned) -> dict[str, Any]:
 
 
 def _head(planned: Planned) -> Iterator[str]:
-    plan, hardware = planned.plan, planned.request.hardware
+    request, hardware = planned.plan.request, planned.request.hardware
     cards = f"{hardware.num_devices} x {hardware.device_name}" if hardware.num_devices > 1 else hardware.device_name
-    yield f"{planned.model.name}, {plan.capacity:,} tokens ({plan.max_tokens:,} of them new), {plan.dtype}, on {cards}"
+    tokens = f"{request.capacity:,} tokens ({request.max_tokens:,} of them new)"
+    yield f"{planned.model.name}, {tokens}, {request.dtype}, on {cards}"
     if planned.longest_context is not None:
         limit = planned.request.target.context_limit
         why = "as long as the model knows" if planned.longest_context == limit else f"the model knows {limit:,}"
@@ -100,7 +101,7 @@ def _head(planned: Planned) -> Iterator[str]:
 def _memory(planned: Planned, width: int) -> RenderableType:
     """A table of bytes by purpose and memory."""
     plan, hardware = planned.plan, planned.request.hardware
-    device, host, remarks = plan.device_bytes, plan.host_bytes, _residency(planned)
+    device, host, remarks = plan.placement.device_bytes, plan.placement.host_bytes, _residency(planned)
     rows = [
         (purpose, _size(device.get(purpose, 0)), _size(host.get(purpose, 0)), remarks.get(purpose, ""))
         for purpose in sorted(device | host, key=lambda name: -device.get(name, 0) - host.get(name, 0))
@@ -114,18 +115,18 @@ def _memory(planned: Planned, width: int) -> RenderableType:
 def _residency(planned: Planned) -> dict[str, str]:
     """The shares of weights and cache that are on the device; the rest is streamed."""
     plan, num_layers = planned.plan, planned.request.target.num_layers
-    tiles = num_layers * -(-plan.capacity // plan.tile_tokens)
-    here = min(plan.resident_tiles, tiles)
+    tiles = num_layers * -(-plan.request.capacity // plan.placement.tile_tokens)
+    here = min(plan.placement.resident_tiles, tiles)
     return {
-        "target layers": f"{plan.resident_layers} of {num_layers} layers",
-        "kv cache": f"{here} of {tiles} tiles of {plan.tile_tokens:,} tokens",
+        "target layers": f"{plan.placement.resident_layers} of {num_layers} layers",
+        "kv cache": f"{here} of {tiles} tiles of {plan.placement.tile_tokens:,} tokens",
     }
 
 
 def _bars(planned: Planned, width: int) -> RenderableType:
     """A bar of the use of each memory. A CPU has one memory."""
     hardware = planned.request.hardware
-    device, host = sum(planned.plan.device_bytes.values()), sum(planned.plan.host_bytes.values())
+    device, host = planned.plan.placement.total_device_bytes, planned.plan.placement.total_host_bytes
     if hardware.is_cpu:
         return _bar("memory", (device + host) / max(hardware.host_free_bytes, 1), width)
     tiers = [(planned.device_title, device / max(hardware.device_free_bytes, 1))]
@@ -143,8 +144,8 @@ def _bar(title: str, share: float, width: int) -> Text:
 
 def _speed(plan: Plan, width: int) -> RenderableType:
     rows = [
-        _labelled("levels", levels_of(plan)),
-        _labelled("drafts", lengths_of(plan)),
+        _labelled("levels", levels_of(plan.composition)),
+        _labelled("drafts", lengths_of(plan.composition)),
         _labelled("streams", _streams(plan)),
     ]
     columns = ("predicted", "TriForce", "plain", "") if _speculates(plan) else ("predicted", "plain", "", "")
@@ -152,7 +153,7 @@ def _speed(plan: Plan, width: int) -> RenderableType:
 
 
 def _speculates(plan: Plan) -> bool:
-    return plan.gamma > 0
+    return plan.composition.gamma > 0
 
 
 def _predictions(plan: Plan) -> Iterator[tuple[str, ...]]:
@@ -166,9 +167,9 @@ def _predictions(plan: Plan) -> Iterator[tuple[str, ...]]:
     own, plain = latency(predicted.seconds_per_token), latency(predicted.plain_seconds_per_token)
     yield "a token", own, plain, f"without speculation {times:.1f} times as long"
     passes = {"full": predicted.full_pass_seconds}
-    if "retrieval" in plan.levels:
+    if "retrieval" in plan.composition.levels:
         passes["retrieval"] = predicted.retrieval_pass_seconds
-    if "draft" in plan.levels:
+    if "draft" in plan.composition.levels:
         passes["draft"] = predicted.draft_pass_seconds
     for name, seconds in passes.items():
         yield f"a {name} pass", latency(seconds)
@@ -176,7 +177,11 @@ def _predictions(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def _streams(plan: Plan) -> str:
-    moved = [(name, plan.host_bytes[name]) for name in ("target layers", "kv cache") if plan.host_bytes.get(name)]
+    moved = [
+        (name, plan.placement.host_bytes[name])
+        for name in ("target layers", "kv cache")
+        if plan.placement.host_bytes.get(name)
+    ]
     if not moved:
         return "nothing: nothing is offloaded"
     return f"{' and '.join(f'{size(num_bytes)} of {name}' for name, num_bytes in moved)} a full pass"

@@ -127,10 +127,11 @@ def _moved(link: LinkStats) -> str:
 
 
 def _plan(plan: Plan) -> list[str]:
+    offload = ",".join(plan.placement.offload) or "none"
     return [
-        f"plan        {levels_of(plan)}",
-        f"            {lengths_of(plan)}",
-        f"            {plan.dtype} on {plan.device}, offload {','.join(plan.offload) or 'none'}",
+        f"plan        {levels_of(plan.composition)}",
+        f"            {lengths_of(plan.composition)}",
+        f"            {plan.request.dtype} on {plan.request.device}, offload {offload}",
         f"predicted   first token {duration(plan.predicted.first_token_seconds)}, "
         f"{significant(1000 * plan.predicted.seconds_per_token)} ms/token, "
         f"plain {significant(1000 * plan.predicted.plain_seconds_per_token)}",

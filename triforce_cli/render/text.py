@@ -11,7 +11,7 @@ from offload import units
 from offload.units import size
 
 if TYPE_CHECKING:
-    from offload.plan.planner import Plan
+    from offload.plan.composition import Composition
 
 NOTHING = "-"  # a number that does not exist in this run
 
@@ -98,22 +98,22 @@ def stage_done(stage: str, total: float, unit: str, seconds: float, *, first: fl
     return f"{stage}: {amount(total, unit)} in {duration(seconds)}{speed}"
 
 
-def levels_of(plan: Plan) -> str:
+def levels_of(composition: Composition) -> str:
     """ "draft -> retrieval -> target, and lookups"."""
-    return " -> ".join(plan.levels) + (", and lookups" if plan.lookup else "")
+    return " -> ".join(composition.levels) + (", and lookups" if composition.lookup else "")
 
 
-def lengths_of(plan: Plan) -> str:
+def lengths_of(composition: Composition) -> str:
     """The draft lengths, and the budget of the retrieval level."""
-    if not plan.gamma:
+    if not composition.gamma:
         return "nothing drafted"
-    parts = [f"gamma {_most(plan, 'target', plan.gamma)}"]
-    if plan.draft_gamma:
-        parts.append(f"draft_gamma {_most(plan, 'retrieval', plan.draft_gamma)}")
-    if plan.budget:
-        parts.append(f"budget {plan.budget:,}, chunk {plan.chunk}")
+    parts = [f"gamma {_most(composition, 'target', composition.gamma)}"]
+    if composition.draft_gamma:
+        parts.append(f"draft_gamma {_most(composition, 'retrieval', composition.draft_gamma)}")
+    if composition.budget:
+        parts.append(f"budget {composition.budget:,}, chunk {composition.chunk}")
     return ", ".join(parts)
 
 
-def _most(plan: Plan, level: str, number: int) -> str:
-    return f"up to {number}" if level in plan.adaptive else f"{number}"
+def _most(composition: Composition, level: str, number: int) -> str:
+    return f"up to {number}" if level in composition.adaptive else f"{number}"

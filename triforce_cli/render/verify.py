@@ -53,7 +53,8 @@ def failure(found: ExactnessReport) -> str:
 
 def _lines(found: ExactnessReport, plan: Plan, sampling: SamplingParams, piece: Callable[[int], str]) -> Iterator[str]:
     count, replayed, recomputed = len(found.tokens), found.replayed, found.recomputed
-    yield f"{count:,} tokens after {found.prompt_tokens:,}, {plan.dtype} on {plan.device}: {levels_of(plan)}"
+    levels = levels_of(plan.composition)
+    yield f"{count:,} tokens after {found.prompt_tokens:,}, {plan.request.dtype} on {plan.request.device}: {levels}"
     likeliest = "the likeliest" if sampling.temperature == 0 else "allowed by the law"
     yield f"replayed one by one      {sum(p.possible for p in replayed):>6,} of {count:,} {likeliest}"
     yield f"{'':<25}{sum(p.same_bits for p in replayed):>6,} of {count:,} drawn from the same bits"

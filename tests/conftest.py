@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from offload.hub.names import FOLDER_VARIABLE as MODELS_VARIABLE
 from offload.plan.rates import FOLDER_VARIABLE
@@ -17,12 +18,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--deep", action="store_true", help="try every case, instead of a few of each kind (far slower)")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Forget what the developer set by variables, before tests are collected: some are made of what is set then.
 
     torch's threads cost more than they give with tiny models, and far more on a busy machine.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
+    ignored = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    num_examples = 1000 if config.getoption("deep") else 100
+    settings.register_profile("tests", deadline=None, suppress_health_check=ignored, max_examples=num_examples)
+    settings.load_profile("tests")
     for name in list(os.environ):
         if name.startswith("TRIFORCE_") and name != "TRIFORCE_TEST_MODELS":  # that one is for tests
             del os.environ[name]

@@ -280,7 +280,7 @@ def sinks_and_window(sinks: int, window: int) -> Callable[[int], list[int]]:
 
 
 @pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(before=st.integers(0, 40), counts=st.lists(st.integers(1, 11), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_a_cache_that_holds_everything_equals_plain_attention(
     make: Make, before: int, counts: list[int], seed: int
@@ -292,7 +292,7 @@ def test_a_cache_that_holds_everything_equals_plain_attention(
 
 
 @pytest.mark.parametrize("sinks", [0, 1, SINKS])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     window=st.integers(1, 12),
     slack=st.integers(1, 6),
@@ -336,7 +336,7 @@ def test_streaming_goes_back_as_far_as_its_window_is_held_and_no_further() -> No
 
 
 @given(before=st.integers(SINKS, 30), pending=st.integers(1, 40))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_streaming_skips_only_tokens_that_the_last_pending_row_does_not_see(before: int, pending: int) -> None:
     tape = Tape()
     driver = Driver(make_streaming(tape), tape)
@@ -380,7 +380,7 @@ def play(driver: Driver, rounds: Rounds, *, floor: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FULL)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(before=st.integers(0, 20), rounds=ROUNDS, probe=st.integers(1, 9))
 def test_rejected_rows_leave_no_bit_in_the_full_cache(
     name: str, dtype: torch.dtype, before: int, rounds: Rounds, probe: int
@@ -401,7 +401,7 @@ def test_rejected_rows_leave_no_bit_in_the_full_cache(
 
 
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(before=st.integers(0, 30), rounds=ROUNDS, probe=st.integers(1, 9))
 def test_after_any_rejections_a_cache_answers_like_one_that_never_held_them(
     make: Make, before: int, rounds: Rounds, probe: int
@@ -415,7 +415,7 @@ def test_after_any_rejections_a_cache_answers_like_one_that_never_held_them(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(before=st.integers(0, 30), counts=st.lists(st.integers(1, 6), min_size=1, max_size=5), wrong=st.integers(1, 6))
 def test_truncate_then_extend_equals_never_having_gone_past(
     make: Make, dtype: torch.dtype, before: int, counts: list[int], wrong: int
@@ -434,7 +434,7 @@ def test_truncate_then_extend_equals_never_having_gone_past(
 
 
 @pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(before=st.integers(1, 40), data=st.data())
 def test_a_cache_that_holds_everything_can_go_back_anywhere(make: Make, before: int, data: st.DataObject) -> None:
     tape = Tape()
@@ -445,7 +445,7 @@ def test_a_cache_that_holds_everything_can_go_back_anywhere(make: Make, before: 
     assert_within(out, expected(tape, driver.history, start, everything, False), NEAR)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(before=st.integers(1, 60), data=st.data())
 def test_streaming_that_goes_back_further_than_it_remembers_asks_for_all_tokens_again(
     before: int, data: st.DataObject
@@ -460,7 +460,7 @@ def test_streaming_that_goes_back_further_than_it_remembers_asks_for_all_tokens_
 
 
 @given(before=st.integers(WINDOW, 80), back=st.integers(0, SLACK))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_streaming_undoes_up_to_its_slack_without_asking_again(before: int, back: int) -> None:
     tape = Tape()
     driver = Driver(make_streaming(tape), tape)
@@ -471,7 +471,7 @@ def test_streaming_undoes_up_to_its_slack_without_asking_again(before: int, back
 
 
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(before=st.integers(0, 20), count=st.integers(1, 20), blocks=st.integers(1, 20))
 def test_chunked_prefill_equals_whole_prefill(make: Make, before: int, count: int, blocks: int) -> None:
     tape = Tape()
@@ -495,7 +495,7 @@ def test_prefill_in_blocks_that_attend_one_after_another_equals_plain_attention(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FULL)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(cuts=st.lists(st.tuples(st.integers(1, 14), st.integers(1, 14)), min_size=1, max_size=3))
 def test_however_the_prompt_was_cut_decoding_goes_on_with_the_same_bits(
     name: str, dtype: torch.dtype, cuts: list[tuple[int, int]]
@@ -511,7 +511,7 @@ def test_however_the_prompt_was_cut_decoding_goes_on_with_the_same_bits(
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     before=st.integers(0, 30),
     count=st.integers(1, 9),
@@ -558,7 +558,7 @@ def test_an_interrupt_within_attention_leaves_no_trace_and_no_copy_under_way(
 
 @pytest.mark.parametrize("num_resident", [0, 1, 3])
 @pytest.mark.parametrize("num_staging", [2, 3])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(prompt=st.integers(1, 40), blocks=st.integers(1, 40), rounds=ROUNDS, seed=st.integers(0, 99))
 def test_moving_tiles_over_a_link_changes_no_bit(
     num_resident: int, num_staging: int, prompt: int, blocks: int, rounds: Rounds, seed: int
@@ -632,7 +632,7 @@ def assert_holds_exactly(cache: RetrievalCache, full: FullCache, *, budget: int)
     assert torch.equal(tail, rows[:, :, :, cache._tail_start :])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(before=st.integers(1, 60), drafts=st.lists(st.integers(1, 5), min_size=1, max_size=3), slots=st.integers(1, 9))
 def test_retrieval_attends_its_chunks_its_tail_and_its_drafts(before: int, drafts: list[int], slots: int) -> None:
     """Chunks per KV head and layer: each head sees its own."""
@@ -660,7 +660,7 @@ def test_retrieval_attends_its_chunks_its_tail_and_its_drafts(before: int, draft
 
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("rule", ["mass", "published"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     prompt=st.integers(1, 60),
     slots=st.integers(1, 12),
@@ -750,7 +750,7 @@ def test_a_refresh_fetches_only_chunks_that_are_new() -> None:
     assert retrieval.num_fetched - first == new
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(before=st.integers(0, 50), count=st.integers(1, 9), data=st.data())
 def test_mass_is_the_softmax_mass_of_each_chunk_over_rows_and_query_heads(
     before: int, count: int, data: st.DataObject
@@ -802,7 +802,7 @@ def slow_dilate(scores: list[float], weight: float, num_chunks: int) -> list[flo
     return out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     scores=st.lists(st.floats(0, 4, width=32), min_size=1, max_size=12),
     weight=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
@@ -818,7 +818,7 @@ def test_dilation_gives_a_chunk_a_share_of_the_best_before_it(
     assert_close(dilated, torch.tensor([slow]), rtol=0, atol=0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(num_chosen=st.integers(1, 14), num_chunks=st.integers(1, 12), seed=st.integers(0, 999))
 def test_choice_is_the_best_of_each_kv_head_and_always_the_first_chunk(
     num_chosen: int, num_chunks: int, seed: int

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
@@ -230,7 +230,7 @@ HEADER = (
 )
 
 
-@settings(max_examples=300, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, database=None)
 @example(flips=[(0, 0xFF)])
 @example(flips=[(7, 0x80)])
 @given(flips=st.lists(st.tuples(st.integers(0, len(HEADER) + 7), st.integers(1, 255)), min_size=1, max_size=4))

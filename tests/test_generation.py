@@ -163,7 +163,7 @@ def test_runs_come_as_soon_as_they_are_known() -> None:
 
 
 @given(st.integers(1, 8), st.integers(1, 10))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_prefill_gets_all_but_what_the_first_round_takes(num_prompt: int, num_pending: int) -> None:
     setup, prompt = Setup(), list(range(num_prompt))
     first = next(setup.start(5, prompt=prompt, num_pending=num_pending))

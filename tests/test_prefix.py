@@ -191,7 +191,7 @@ def again(text: list[int], rng: random.Random) -> list[int]:
 
 
 @pytest.mark.parametrize("offload", [(), ("kv",), ("kv", "weights")], ids=str)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(steps=st.lists(st.sampled_from([more, undo, edit, again]), min_size=1, max_size=5), seed=st.integers(0, 99))
 def test_after_any_edits_the_cache_and_the_text_are_those_of_a_fresh_start(
     folders: tuple[Path, Path], offload: tuple[str, ...], steps: list[Step], seed: int

@@ -86,10 +86,10 @@ MUTATIONS: list[Callable[[bytes, random.Random], bytes]] = [flip, flip, cut, app
 
 
 @pytest.mark.parametrize("kind", ["manifest", "page"])
-def test_no_damaged_byte_gets_through(path: Path, kind: str) -> None:
+def test_no_damaged_byte_gets_through(path: Path, kind: str, num_cases: Callable[[int], int]) -> None:
     """Every mutant differs in at least one byte, so all are refused."""
     chance, files = random.Random(f"damage {kind}"), [path / MANIFEST_FILE] if kind == "manifest" else page_files(path)
-    for _ in range(4500):
+    for _ in range(num_cases(4500)):
         file = chance.choice(files)
         whole = file.read_bytes()
         mutant = chance.choice(MUTATIONS)(whole, chance)
@@ -301,7 +301,7 @@ def mutate(record: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
     return record
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_whatever_is_made_up_is_refused_or_is_a_session(path: Path, data: st.DataObject) -> None:
     """A forged manifest with a valid checksum may change tokens and texts, but never the rows that are loaded."""

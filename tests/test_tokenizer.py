@@ -71,7 +71,7 @@ def split(tokenizer: Tokenizer, text: str, at: int) -> tuple[list[int], list[int
 @BOTH
 @given(text=TEXT, at=st.integers(0, 30))
 @example(text="本語のテキスト日本語", at=28)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_pieces_join_to_the_decoding_of_all(make: Callable[[], Tokenizer], text: str, at: int) -> None:
     tokenizer = make()
     context, tokens = split(tokenizer, text, at)
@@ -81,7 +81,7 @@ def test_pieces_join_to_the_decoding_of_all(make: Callable[[], Tokenizer], text:
 
 @BOTH
 @given(text=TEXT.filter(lambda text: REPLACEMENT not in text))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_piece_holds_a_part_of_a_character(make: Callable[[], Tokenizer], text: str) -> None:
     tokenizer = make()
     pieces = pieces_of(tokenizer, [], tokenizer.encode(text))
@@ -90,7 +90,7 @@ def test_no_piece_holds_a_part_of_a_character(make: Callable[[], Tokenizer], tex
 
 
 @given(st.text(alphabet="日本語👍é𠮷", min_size=1, max_size=6))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_where_a_token_ends_a_character_all_text_so_far_is_out(text: str) -> None:
     """Text is withheld only while its last token ends inside a character."""
     tokenizer = byte_level()
@@ -104,7 +104,7 @@ def test_where_a_token_ends_a_character_all_text_so_far_is_out(text: str) -> Non
 
 
 @given(st.lists(st.integers(1, 299), max_size=30))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_tokens_that_are_no_text_lose_nothing_either(tokens: list[int]) -> None:
     """Bytes that are not a character become U+FFFD, as when all tokens are decoded at once."""
     tokenizer = byte_level()
@@ -212,7 +212,7 @@ def test_a_token_does_not_reach_into_a_piece_from_before_it() -> None:
 
 @ALL
 @given(texts=st.lists(PIECE, max_size=4), until=PIECE)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_pieces_join_to_the_text_and_nothing_else(make: Callable[[], Tokenizer], texts: list[str], until: str) -> None:
     tokenizer = make()
     pieces = [tokenizer.encode_piece(text, first=i == 0, until=until) for i, text in enumerate(texts)]
@@ -269,7 +269,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[str, bool]:
 @example(["ab", "c"], ["abc", "b"])  # "b" is complete before "abc", which begins before it
 @example(["abc"], ["abc", "b"])
 @example(["a", "ab"], ["aab", "ab"])
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_the_text_before_the_first_stop_string_however_it_is_cut(pieces: list[str], stops: list[str]) -> None:
     """Bug: if one stop string began inside another, the first one found depended on the cuts."""
     watch = StopStrings(stops)
@@ -278,7 +278,7 @@ def test_the_text_before_the_first_stop_string_however_it_is_cut(pieces: list[st
 
 
 @given(PIECES, STOPS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_only_what_may_become_a_stop_string_is_held_back(pieces: list[str], stops: list[str]) -> None:
     watch, text, shown = StopStrings(stops), "", ""
     for piece in pieces:

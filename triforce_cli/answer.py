@@ -23,9 +23,10 @@ INTERRUPTED, TIMEOUT, FAILED = "interrupted", "timeout", "error"
 
 
 class Answer:
-    """Collects steps. Leaving it as a context hands over what has come, also where it was interrupted or failed.
+    """The steps of an answer so far. As a context manager it writes the answer at the end, also after an interrupt, a
+    timeout or an error.
 
-    The output must have been left before, so that JSON and table find a clean screen.
+    Leave the output's context first, so that JSON and tables do not mix with a progress display.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Answer:
             self._form.fail(describe(error, debug=debugging()), self._ended(FAILED))
 
     def begin(self, plan: Plan, engine: Engine, prompt: str) -> None:
-        """From here on there are numbers to hand over."""
+        """Tell the form that generation begins. From here on there are statistics to write."""
         self._plan, self._engine, self._prompt = plan, engine, prompt
         self._form.begin(plan, prompt)
 
@@ -71,7 +72,7 @@ class Answer:
         self._form.add(step)
 
     def _ended(self, finish_reason: str) -> dict[str, Any]:
-        """Logged, and as one document."""
+        """The answer as JSON; its statistics are logged."""
         stats = self.stats or (self._engine.stats if self._engine else None)
         log.event(f"ended ({finish_reason})", stats.as_dict() if stats else None)
         echo: dict[str, Any] = {"prompt": self._prompt} if self._echo else {}
@@ -91,7 +92,8 @@ class Answer:
 
 
 class Form(Protocol):
-    """Hears what happens, in this order. After `fail` nothing comes; `end` also comes after an interrupt."""
+    """A listener to the events of an answer, called in this order. After `fail` nothing follows; `end` also follows an
+    interrupt."""
 
     def begin(self, plan: Plan, prompt: str) -> None: ...
 
@@ -100,23 +102,23 @@ class Form(Protocol):
     def add(self, step: Step) -> None: ...
 
     def end(self, document: Mapping[str, Any]) -> None:
-        """document: see render.stats.answer_document."""
+        """Write the end. document: see render.stats.answer_document."""
         ...
 
     def fail(self, failure: Failure, document: Mapping[str, Any]) -> None:
-        """document: what had come."""
+        """Write the failure. document: the answer so far."""
         ...
 
 
 def make_form(name: FormName, output: Output, *, echo: bool) -> Form:
-    """echo: text begins with the prompt."""
+    """The form called `name`. echo: text begins with the prompt."""
     if name == "text":
         return _Text(output, echo)
     return _Object(output) if name == "json" else _Events(output)
 
 
 class _Deaf:
-    """A form that heeds nothing; the others heed what they write."""
+    """A form that ignores every event; the other forms override what they write."""
 
     def __init__(self, output: Output) -> None:
         self._output = output
@@ -141,7 +143,7 @@ class _Text(_Deaf):
         self._prompt = prompt
 
     def prefilled(self, stats: Stats) -> None:
-        """Not sooner: a bar that is drawn on the prompt's last line takes the line away with it."""
+        """Write the prompt after prefill, not before: a progress bar on its last line would erase that line."""
         if self._echo:
             self._output.text(self._prompt)
 

@@ -60,14 +60,14 @@ class Configuration:
         return {known[name].name: _typed(known[name], value) for name, value in self._said(words) if name in known}
 
     def _said(self, words: Words) -> Iterator[tuple[str, Any]]:
-        """Option by option, from what is said of all commands to what is said of this one."""
+        """(option, value), first of all commands, then of this one."""
         node: Any = self.values
         for word in (*words, None):
             yield from ((name, value) for name, value in node.items() if not isinstance(value, dict))
             node = node.get(word, {}) if word is not None else {}
 
     def _check(self, node: Mapping[str, Any], words: Words, commands: Mapping[Words, Any]) -> None:
-        """`commands`: those below `words`."""
+        """Raises UsageError for unknown commands and options. commands: those below `words`."""
         depth = len(words)
         sections = {path[depth] for path in commands if len(path) > depth}
         known = {name: option for command in commands.values() for name, option in tree.options(command).items()}
@@ -128,7 +128,7 @@ def _check_kind(place: str, option: Any, value: Any) -> None:
 
 
 def _typed(option: Any, value: Any) -> Any:
-    """As an environment variable would say it, so that it is checked in the same way."""
+    """`value` as an environment variable would give it, so that both are checked alike."""
     if isinstance(value, bool):
         return value
     if option.multiple:

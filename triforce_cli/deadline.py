@@ -1,4 +1,4 @@
-"""`--timeout`: an end that comes between two passes, so that what has come is whole."""
+"""`--timeout`: a deadline that is checked between two passes, so that the output so far is valid."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class TimedOut(TriforceError):
 
 
 class Deadline:
-    """`seconds` after it is made; None: never."""
+    """A deadline `seconds` from now; None: never."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._clock = seconds, clock
         self._end = math.inf if seconds is None else clock() + seconds
 
     def check(self) -> None:
-        """Raises TimedOut."""
+        """Raises TimedOut once the deadline has passed."""
         if self._clock() >= self._end:
             raise TimedOut(f"the {self._seconds:g} s of --timeout are over")
 
     def heard(self, listener: Callable[[T], None]) -> Callable[[T], None]:
-        """`listener`, with a check whenever it hears something."""
+        """`listener`, with a check after every call."""
 
         def listen(news: T) -> None:
             listener(news)

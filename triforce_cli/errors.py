@@ -1,4 +1,4 @@
-"""From any exception to what the person at the terminal reads, and to the exit code."""
+"""Exceptions to error messages and exit codes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def debugging() -> bool:
 
 
 def wants_json(command: object | None, args: Sequence[str]) -> bool:
-    """Are errors to be JSON? `command`: None where `args` could not be parsed."""
+    """True if errors are to be written as JSON. command: None if `args` could not be parsed."""
     if command is not None:
         return bool(getattr(command, "as_json", False))
     return not {"--json", "--jsonl"}.isdisjoint(args) or _is_on("TRIFORCE_JSON") or _is_on("TRIFORCE_JSONL")

@@ -35,13 +35,13 @@ class ModelFlags:
     draft: options.Draft = None
 
     def chosen(self, *, weights: bool = True) -> Models:
-        """weights: they are needed, not config.json alone. Raises ModelError."""
+        """The chosen models. weights: False if config.json is enough. Raises ModelError."""
         return choose_models(self.model, self.draft, weights=weights)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
-    """`SamplingParams`, before the import of torch."""
+    """The fields of `SamplingParams`, without importing torch."""
 
     temperature: options.Temperature = 0.6
     top_p: options.TopP = 0.9
@@ -50,7 +50,7 @@ class SamplingFlags:
     seed: options.Seed = None
 
     def params(self) -> SamplingParams:
-        """Raises UsageError."""
+        """The sampling parameters. Raises UsageError."""
         from offload.decode.sampling import SamplingParams
 
         return SamplingParams(**vars(self))
@@ -58,7 +58,7 @@ class SamplingFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class GreedyFlags(SamplingFlags):
-    """The same, greedy unless asked otherwise."""
+    """Sampling options of commands that are greedy by default."""
 
     temperature: options.Temperature = 0.0
 
@@ -79,7 +79,7 @@ class LevelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheFlags(LevelFlags):
-    """The same for one request."""
+    """The options of one request: levels, context, plain decoding."""
 
     context: options.Context = None
     no_speculation: options.NoSpeculation = False
@@ -87,7 +87,7 @@ class CacheFlags(LevelFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementFlags:
-    """Where, and in which arithmetic."""
+    """Device, dtype and memory."""
 
     device: options.Device = "auto"
     dtype: options.Dtype = "auto"
@@ -105,7 +105,7 @@ class SessionFlags:
     read_only: options.ReadOnly = False
 
     def path(self) -> Path | None:
-        """The folder of the session that was named, if one was. Raises UsageError."""
+        """The session's folder, or None. Raises UsageError."""
         if self.session is not None and self.cache is not None:
             raise UsageError("--session and --cache name two sessions; give one of them")
         if self.session is not None:
@@ -191,7 +191,7 @@ def _options(group: Any) -> list[Parameter]:
 
 
 def _with_default(parameter: Parameter) -> Parameter:
-    """Its default in its help text: Typer would give it a line of its own."""
+    """The parameter with its default named in the help text: Typer would print it on a line of its own."""
     default, annotation = parameter.default, parameter.annotation
     if default is Parameter.empty or default is None or default is False or default == "":
         return parameter

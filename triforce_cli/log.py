@@ -1,4 +1,4 @@
-"""The log file that --log-file asks for: what happened and when, for whoever looks for the reason of a failure.
+"""The log file of --log-file: events with their times, for finding the cause of a failure.
 
 It holds notes, stages, plans, numbers and errors, but no prompt and no reply.
 """
@@ -54,4 +54,4 @@ def _write(level: int, text: str) -> None:
 
 class _File(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """A log that cannot be written (a full disk) is no reason to stop, nor to disturb the screen."""
+        """Ignore a log that cannot be written (a full disk)."""

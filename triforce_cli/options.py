@@ -53,7 +53,7 @@ def switch_debugging_on(wanted: bool) -> bool:
 
 
 def use_configuration(context: typer.Context, named: Path | None) -> Path | None:
-    """Let options that nobody gives be what the configuration file says."""
+    """Take the defaults of options from the configuration file."""
     from triforce_cli.configuration import Configuration
 
     configuration = Configuration.read(named, context.find_root().command)
@@ -63,12 +63,12 @@ def use_configuration(context: typer.Context, named: Path | None) -> Path | None
 
 
 def _words(context: Any) -> tuple[str, ...]:
-    """Of the command line up to here, without the program's name: ("sessions", "ls")."""
+    """The command's words without the program's name: ("sessions", "ls")."""
     return () if context.parent is None else (*_words(context.parent), str(context.info_name))
 
 
 def show_all_help(context: typer.Context, wanted: bool) -> None:
-    """The help of a command with its hidden options."""
+    """Show the help of a command with its hidden options."""
     if wanted:
         hidden: list[Any] = [found for found in context.command.params if getattr(found, "hidden", False)]
         for parameter in hidden:

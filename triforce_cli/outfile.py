@@ -1,4 +1,4 @@
-"""`-o FILE`: there when it is whole, and an older one until then."""
+"""`-o FILE`: written atomically; an interrupted run leaves FILE.partial."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OutputFile:
         self._begun = False
 
     def __enter__(self) -> OutputFile:
-        """Raises UsageError, before anything is computed."""
+        """Open and lock the file. Raises UsageError, before anything is computed."""
         try:
             if self._path.is_dir():
                 raise IsADirectoryError(0, "it is a folder")
@@ -56,7 +56,7 @@ class OutputFile:
                 self._partial.unlink()
 
     def write(self, data: bytes) -> None:
-        """At once. Raises TriforceError; BrokenPipeError where the reader of a pipe has gone."""
+        """Write without delay. Raises TriforceError; BrokenPipeError if the reader of a pipe has gone."""
         if self._file is None:
             raise ValueError("the file is not open")
         try:
@@ -68,7 +68,7 @@ class OutputFile:
             raise TriforceError(f"{self._partial or self._path} cannot be written: {error.strerror}") from error
 
     def _begin(self, file: FileIO) -> None:
-        """Only now does what an earlier run left go."""
+        """Drop what an earlier run left, once there is something new."""
         if not self._begun and self._partial is not None and os.fstat(file.fileno()).st_size > 0:
             file.truncate(0)
         self._begun = True
@@ -96,7 +96,7 @@ def open_alone(path: Path, name: Path) -> FileIO:
 
 
 def write_all(file: FileIO, data: bytes) -> None:
-    """At once. No buffer, which would fail a second time when it is closed. Raises OSError."""
+    """Write all of `data`, unbuffered: a buffer would fail a second time when it is closed. Raises OSError."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]

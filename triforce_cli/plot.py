@@ -34,7 +34,7 @@ def check(file: Path) -> None:
 
 
 def draw(comparisons: Sequence[Comparison], file: Path) -> None:
-    """Needs no display. Raises TriforceError where `file` cannot be written."""
+    """Draw the plot, without a display. Raises TriforceError if `file` cannot be written."""
     from matplotlib.figure import Figure  # not pyplot, which looks for a display
 
     figure = Figure(SIZE, layout="constrained")

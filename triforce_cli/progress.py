@@ -20,7 +20,7 @@ BAR_WIDTH = 16
 
 class ProgressDisplay(Protocol):
     def wait(self, label: str) -> None:
-        """Something of unknown length goes on, until the next call."""
+        """Show that something of unknown length runs, until the next call."""
         ...
 
     def update(self, stage: str, done: int, total: int, unit: str) -> None:
@@ -78,7 +78,7 @@ class PlainDisplay:
 
 
 class TerminalDisplay:
-    """A bar that is gone when its stage is, and a spinner where nothing can be measured."""
+    """A progress bar for each stage, removed at its end; a spinner where nothing can be measured."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -123,7 +123,8 @@ class _PaceColumn(ProgressColumn):
 
 
 class TimeLeft:
-    """prices: of each step, in any unit; what past steps took says what it is worth in seconds."""
+    """Estimated seconds left for a series of steps. prices: of each step, in any unit; past steps give its worth in
+    seconds."""
 
     def __init__(self, prices: Sequence[float], clock: Callable[[], float] = time.monotonic) -> None:
         self._prices, self._clock = prices, clock
@@ -131,7 +132,7 @@ class TimeLeft:
         self._started = 0.0
 
     def next_step(self) -> float | None:
-        """A step begins, and the one before has ended: seconds left, None as long as nothing is known."""
+        """Begin the next step. Returns the seconds left, None until one step has ended."""
         now = self._clock()
         if self._num_done < 0:
             self._started = now

@@ -1,4 +1,4 @@
-"""The program's commands and their options, as Typer made them: for what reads or explains all of them."""
+"""The program's commands and their options, from Typer."""
 
 from __future__ import annotations
 

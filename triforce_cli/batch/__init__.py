@@ -1,4 +1,4 @@
-"""Many prompts, one loaded model: lines in, lines out, in order."""
+"""Many prompts for one loaded model: JSON lines in, JSON lines out, in the same order."""
 
 from triforce_cli.batch.runner import Batch
 

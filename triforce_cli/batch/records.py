@@ -22,7 +22,7 @@ Id = str | int
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One prompt. number: its line, from 1. id: the line's own, or that number. meta: handed through, as it is."""
+    """One prompt. number: its line, from 1. id: from the line, else that number. meta: copied to the result."""
 
     number: int
     id: Id
@@ -53,7 +53,7 @@ class Defaults:
 
 
 def read_records(text: str, name: str, defaults: Defaults) -> list[Record]:
-    """Raises UsageError, which names `name` and the line, for the first line that is wrong."""
+    """Parse all lines. Raises UsageError, which names `name` and the line, for the first invalid one."""
     lines = enumerate(text.split("\n"), start=1)  # not splitlines: JSON may hold other line separators
     records = [_read(line, number, f"{name}, line {number}", defaults) for number, line in lines if line.strip()]
     if not records:
@@ -141,7 +141,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """A text that UTF-8 can say: JSON's escapes can name half of a surrogate pair."""
+    """True for a string that UTF-8 can encode: JSON escapes can contain half of a surrogate pair."""
     return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
@@ -159,7 +159,7 @@ def _short(value: Any) -> str:
 
 
 def after(records: Sequence[Record], done: Sequence[Id], place: str) -> Sequence[Record]:
-    """The records that are not `done` yet. Raises UsageError where these are not the first of them, in order."""
+    """The records that are not `done` yet. Raises UsageError unless `done` are the first records' ids, in order."""
     for index, id_ in enumerate(done):
         if index >= len(records) or records[index].id != id_:
             wanted = f"{records[index].id!r}" if index < len(records) else "nothing more"

@@ -1,4 +1,4 @@
-"""The output of a batch: a file that grows line by line and survives a stop at any point, or standard output."""
+"""The output of a batch: a file that grows line by line and survives an interrupt at any point, or standard output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BEGINNING = b'{"id": '
 
 
 class Results(Protocol):
-    """A context manager. done: ids of the results that are there already, in order."""
+    """A context manager. done: ids of the results that an earlier run wrote, in order."""
 
     done: list[Id]
 
@@ -33,7 +33,7 @@ class Results(Protocol):
 
 
 class ResultStream:
-    """To whoever reads; nothing is there before."""
+    """Results on standard output; there are none from an earlier run."""
 
     def __init__(self, write: Callable[[Mapping[str, Any]], None]) -> None:
         self.done: list[Id] = []
@@ -50,7 +50,7 @@ class ResultStream:
 
 
 class ResultFile:
-    """A file of lines, ours alone while it is open. A line that a stop has cut is removed, and computed again."""
+    """A file of JSON lines, locked while it is open. An incomplete last line is removed and computed again."""
 
     def __init__(self, path: Path) -> None:
         self.done: list[Id] = []
@@ -58,7 +58,7 @@ class ResultFile:
         self._file: FileIO | None = None
 
     def __enter__(self) -> ResultFile:
-        """Raises UsageError; what is no file of results stays as it is."""
+        """Open and lock the file. Raises UsageError, with the file unchanged, if it holds anything but results."""
         if os.path.exists(self._path) and not self._path.is_file():  # Path's own raises where a name is too long
             raise UsageError(f"{self._path} is no file; without --output-jsonl the results go to standard output")
         self._file = open_alone(self._path, self._path)
@@ -76,7 +76,7 @@ class ResultFile:
             self._file.close()
 
     def add(self, result: Mapping[str, Any]) -> None:
-        """It is on the disk when this returns. Raises TriforceError."""
+        """Append one result and wait until it is on disk. Raises TriforceError."""
         if self._file is None:
             raise ValueError("the file is not open")
         try:
@@ -99,7 +99,7 @@ class ResultFile:
         return end
 
     def _check_cut(self, line: bytes, number: int) -> None:
-        """A line that a stop has cut begins like ours, and is no JSON unless nothing but its end is missing."""
+        """Accept an incomplete last line if it begins like a result. Raises UsageError."""
         if not line.startswith(_BEGINNING[: len(line)]):
             raise self._foreign(number)
         with contextlib.suppress(ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""`triforce generate --input-jsonl`: one prompt after the other, by an engine that is planned for the longest."""
+"""`triforce generate --input-jsonl`: prompts one after the other, on an engine planned for the longest."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Batch:
 
     @contextmanager
     def _told_if_stopped(self, results: Results, total: int, output: Output) -> Iterator[None]:
-        """Say what is there already, where it does not come to an end."""
+        """If the run does not finish, say how many results the file has."""
         try:
             yield
         except BaseException:
@@ -119,8 +119,8 @@ class Batch:
 
 
 def _plan(request: Request, records: Sequence[Record], prompts: Mapping[int, Sequence[int]]) -> Plan:
-    """For the longest of all records, done or not, so that a stop changes no plan and, with a seed, no text. Raises
-    DoesNotFit."""
+    """The plan for the longest of all records, also of those that are done: a resumed run has the same plan and, with a
+    seed, the same texts. Raises DoesNotFit."""
     sizes = [(len(prompts[record.number]), record.max_tokens, record) for record in records]
     num_prompt_tokens, max_tokens, longest = max(sizes, key=lambda size: size[0] + size[1])
     try:
@@ -130,7 +130,7 @@ def _plan(request: Request, records: Sequence[Record], prompts: Mapping[int, Seq
 
 
 def _progress(number: int, total: int, result: Mapping[str, Any], left: float | None) -> str:
-    """3 of 120: id 'x', 812 prompt tokens, 256 new; 9 min 20 s left."""
+    """One line, such as: 3 of 120: id 'x', 812 prompt tokens, 256 new; 9 min 20 s left."""
     sizes = f"{result['stats']['prompt_tokens']:,} prompt tokens, {len(result['tokens'])} new"
     line = f"{number} of {total}: id {result['id']!r}, {sizes}"
     return f"{line}; {duration(left)} left" if left and number < total else line

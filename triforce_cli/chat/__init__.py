@@ -1,1 +1,1 @@
-"""A conversation with a model: what was said, and the tokens it becomes."""
+"""A chat: the conversation, its tokens, and the engine that replies."""

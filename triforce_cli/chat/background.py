@@ -1,4 +1,4 @@
-"""Work done ahead, in a thread of its own, while the person types: what it has come to, and an end to it."""
+"""Work on a thread of its own while the person types. It reports progress and can be cancelled."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _POLL_SECONDS = 0.1
 
 
 class _BrokenOff(Exception):
-    """Nobody needs it any more."""
+    """The work was cancelled."""
 
 
 class BackgroundWork:
-    """One piece of work at a time. Whoever touches what it works on waits for it, or breaks it off, first."""
+    """At most one piece of work at a time. Code that touches the same state must `wait` or `break_off` first."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "ahead")
@@ -29,8 +29,8 @@ class BackgroundWork:
         self.progress: Progress | None = None  # of what runs now
 
     def start(self, work: Work, purpose: object, *, follows: bool = False) -> None:
-        """Unless it was started for an equal `purpose` before: then it runs on, or is done. What runs is broken off, or
-        waited for, where this `follows` from it."""
+        """Start `work`, unless work for an equal `purpose` runs or is done. Running work is cancelled first; if the new
+        work `follows` from it, it is finished instead."""
         if purpose == self._purpose:
             return
         if not follows:
@@ -39,15 +39,16 @@ class BackgroundWork:
         self._running, self._purpose = self._thread.submit(self._run, work), purpose
 
     def wait(self, on_progress: OnProgress) -> None:
-        """Until it is done. Raises an error of the work, which may be started again then; and what `on_progress`
-        raises: the work goes on."""
+        """Wait until the work is done. Raises the work's error, after which it may be started again, and the errors of
+        `on_progress`, after which the work goes on."""
         running = self._join(on_progress)
         if running is not None and running.exception() is not None:
             self._purpose = None
             running.result()
 
     def break_off(self, on_progress: OnProgress = ignore) -> None:
-        """Until nothing runs. A prefill and a save end at once, what is read is read first. Errors are dropped."""
+        """Cancel the work and wait until it has ended. Prefill and save stop at their next report of progress, other
+        stages finish. Errors are dropped."""
         self._unwanted.set()
         self._purpose = None
         self._join(on_progress)
@@ -58,7 +59,7 @@ class BackgroundWork:
 
     @property
     def seconds_left(self) -> float | None:
-        """Of the stage that runs, as it went so far."""
+        """Seconds left in the running stage, at its rate so far; None if unknown."""
         progress, (first, began) = self.progress, self._began
         if progress is None or progress.done <= first:
             return None

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Document:
-    """A text that goes before a question, and what it is called."""
+    """A named text that is put before a question."""
 
     name: str
     text: str
@@ -52,18 +52,19 @@ class Conversation:
 
     @property
     def documents(self) -> tuple[Document, ...]:
-        """All of them, in the order they were said."""
+        """All documents, in the order in which they were added."""
         return (*(document for turn in self.turns for document in turn.documents), *self.pending_documents)
 
     def asked(self, question: str) -> Conversation:
-        """White space around the question is not part of it. An open question is replaced."""
+        """The conversation with an open question, stripped of surrounding white space. It replaces an open question."""
         question = _text(question, "the message").strip()
         if not question:
             raise UsageError("the message is empty; it needs at least one character that is not white space")
         return replace(self, question=question)
 
     def answered(self, reply: str, tokens: Sequence[int], *, complete: bool) -> Conversation:
-        """The open question and the pending documents become a turn. reply: as shown, without a stop string."""
+        """The conversation in which open question, pending documents and `reply` are a turn. reply: as shown, without a
+        stop string."""
         if self.question is None:
             raise UsageError("there is no message to answer")
         turn = Turn(self.question, self.pending_documents, _text(reply, "the reply"), tuple(tokens), complete)
@@ -79,26 +80,27 @@ class Conversation:
         return replace(reopened, question=None), reopened.question
 
     def regenerate(self) -> Conversation:
-        """The last question, open again."""
+        """The conversation with its last question open again."""
         return self._reopened("answer again")
 
     def edit(self, question: str) -> Conversation:
-        """Another question in place of the last one, whose documents it keeps."""
+        """The conversation with `text` in place of the last question, whose documents stay."""
         return self._reopened("edit").asked(question)
 
     def with_system(self, system: str) -> Conversation:
-        """Another system message; an empty one is none."""
+        """The conversation with another system message; "" for none."""
         return replace(self, system=_text(system, "the system message").strip())
 
     def with_document(self, document: Document) -> Conversation:
-        """One more before the next question. A pending one of the same name is replaced: the file was read again."""
+        """The conversation with one more pending document. It replaces a pending one of the same name."""
         _text(document.name, "the document's name")
         _text(document.text, f"the document {document.name!r}")
         others = (other for other in self.pending_documents if other.name != document.name)
         return replace(self, pending_documents=(*others, document))
 
     def drop_document(self, name: str) -> Conversation:
-        """Without the documents of this name, pending or in earlier turns. What was said about them stays."""
+        """The conversation without the documents of this name, pending or in earlier turns. What was said about them
+        stays."""
         if all(document.name != name for document in self.documents):
             there = ", ".join(repr(document.name) for document in self.documents) or "none"
             raise UsageError(f"there is no document {name!r} in this conversation; there are: {there}")
@@ -106,7 +108,7 @@ class Conversation:
         return replace(self, turns=tuple(turns), pending_documents=_without(self.pending_documents, name))
 
     def drop_turns(self, count: int) -> Conversation:
-        """Without the `count` oldest turns and their documents."""
+        """The conversation without the `count` oldest turns and their documents."""
         if not 1 <= count <= len(self.turns):
             raise UsageError(f"{count} turns cannot be dropped; there are {len(self.turns)}")
         return replace(self, turns=self.turns[count:])
@@ -116,7 +118,7 @@ class Conversation:
         return Conversation(system=self.system, date=self.date)
 
     def _reopened(self, verb: str) -> Conversation:
-        """Before the last reply, its question open."""
+        """The conversation before its last reply, with that question open."""
         if self.question is not None:
             return self
         if not self.turns:
@@ -127,12 +129,12 @@ class Conversation:
         return replace(self, turns=self.turns[:-1], pending_documents=documents, question=last.user)
 
     def to_data(self) -> dict[str, object]:
-        """As JSON values. `from_data` gives the same conversation."""
+        """The conversation as JSON values, which `from_data` reads."""
         return {"version": VERSION, **{name: _plain(value) for name, value in vars(self).items()}}
 
     @classmethod
     def from_data(cls, data: object, source: str) -> Conversation:
-        """Raises UsageError, which names `source` and what is wrong where."""
+        """The conversation in `data`. Raises UsageError, which names `source` and the wrong field."""
         return _Reader(source).conversation(data)
 
     def to_json(self) -> str:
@@ -140,7 +142,7 @@ class Conversation:
 
     @classmethod
     def from_json(cls, text: str, source: str) -> Conversation:
-        """Raises UsageError, also for text that is no JSON."""
+        """The conversation in `text`. Raises UsageError, also for invalid JSON."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -154,7 +156,7 @@ def _without(documents: tuple[Document, ...], name: str) -> tuple[Document, ...]
 
 
 def _text(text: str, what: str) -> str:
-    """The text, if it is one: half a surrogate pair stands for bytes that were not UTF-8, and no tokenizer takes it."""
+    """`text`, if UTF-8 can encode it: half a surrogate pair stands for bytes that were not UTF-8. Raises UsageError."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -163,14 +165,14 @@ def _text(text: str, what: str) -> str:
 
 
 def _plain(value: object) -> object:
-    """As JSON has it."""
+    """`value` as lists and dicts, ready for JSON."""
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return {name: _plain(item) for name, item in vars(value).items()} if is_dataclass(value) else value
 
 
 class _Reader:
-    """JSON values to a conversation; every field is demanded, with its type, and no other."""
+    """Parse a conversation from JSON values. Every field must be present and of its type; others are refused."""
 
     def __init__(self, source: str) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""A conversation as it goes on: messages to replies, and what is done ahead for the next one."""
+"""A running chat: messages, replies, and the background work for the next message."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _SHOWN_TOKENS = 256  # a shorter prefill is over before anybody reads about it
 class Dialogue:
     """One conversation with one engine.
 
-    interactive: there is a person, who may stop a reply with Ctrl-C, and types while work is done ahead.
-    After every change `ahead` runs what is certain to come before the next message, and keeps the session.
+    interactive: a person types; Ctrl-C stops a reply. After every change, background work computes what the next
+    message is certain to begin with, and saves the session.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Dialogue:
         self.answer(self.conversation.asked(text))
 
     def answer(self, asked: Conversation, *, again: bool = False) -> None:
-        """Show the reply to the open question and take it into the conversation, as far as it came. again: the question
-        was answered before; without another reply that one stays."""
+        """Show the reply to the open question and add it, possibly incomplete, to the conversation. again: the question
+        has a reply, which stays if there is no new one."""
         with self._stoppable() as on_progress:
             self._answer(asked, again, on_progress)
 
@@ -87,14 +87,14 @@ class Dialogue:
         self._warn_of_the_end()
 
     def change(self, conversation: Conversation) -> None:
-        """Go on with another conversation, or with this one changed."""
+        """Replace the conversation."""
         if not self._follows(self.format.closing_tokens(conversation)):
             with self.output:
                 self._background.break_off(self._show)
         self.conversation = conversation
 
     def add(self, document: Document) -> None:
-        """Put a document before the next message."""
+        """Add a document before the next message."""
         changed = self.conversation.with_document(document)
         used, before = len(self.format.closing_tokens(changed)), self.num_used
         self._check_room(used + 1)
@@ -106,13 +106,13 @@ class Dialogue:
 
     @property
     def num_used(self) -> int:
-        """Tokens of the conversation, up to the next message."""
+        """Tokens of the conversation up to the next message."""
         if self._closing is None or self._closing[0] is not self.conversation:
             self._closing = self.conversation, self.format.closing_tokens(self.conversation)
         return len(self._closing[1])
 
     def work_ahead(self) -> None:
-        """Start on what the next message will need."""
+        """Start the background work for the next message."""
         conversation, tokens = self.conversation, self.format.closing_tokens(self.conversation)
 
         def work(on_progress: OnProgress) -> None:
@@ -123,11 +123,11 @@ class Dialogue:
         self._precomputed = tokens
 
     def _follows(self, tokens: list[int]) -> bool:
-        """Does what is done ahead stay the beginning of it?"""
+        """True if `tokens` begin with those that the background work computes."""
         return tokens[: len(self._precomputed)] == self._precomputed
 
     def finish_ahead(self) -> None:
-        """At the end: until the session is kept. Without one nobody needs it."""
+        """At the end of the chat: wait until the session is saved, if there is one."""
         if self.engine.store is None:
             return
         try:
@@ -137,14 +137,14 @@ class Dialogue:
             self.output.note("stopped; the session is as it was after the turn before")
 
     def keep(self) -> None:
-        """Have the session hold the conversation with what is computed of it by now: there may be no time for more."""
+        """Save the conversation and the rows computed so far, without computing more: there may be no time for it."""
         with self.output:
             self._background.break_off(self._show)
             self.engine.restore(self.format.closing_tokens(self.conversation), self._show)
             self.engine.keep(_session_data(self.conversation), self._show)
 
     def status(self) -> str:
-        """One line: the context that is used, how fast the last reply came, what is done ahead."""
+        """One line: context used, speed of the last reply, progress of the background work."""
         return render_chat.status(
             self.num_used, self.engine.limit, self.engine.stats, self._background, self.output.width
         )
@@ -153,7 +153,7 @@ class Dialogue:
         self._background.close()
 
     def _show_reply(self, tokens: list[int], on_progress: OnProgress) -> tuple[str, list[int], str | None]:
-        """(text, tokens, how it ended): None where the person stopped it."""
+        """Show the reply. Returns (text, tokens, how it ended); the last is None if the person stopped it."""
         pieces: list[str] = []
         spoken: list[int] = []
         finish: str | None = None
@@ -178,7 +178,7 @@ class Dialogue:
         return "".join(pieces), spoken, finish
 
     def _wait_ahead(self, on_progress: OnProgress) -> None:
-        """A person hears that a session could not be kept, and goes on without it."""
+        """Wait for the background work. An interactive chat shows a failed save as an error and goes on."""
         try:
             self._background.wait(on_progress)
         except TriforceError as error:
@@ -215,13 +215,13 @@ class Dialogue:
             raise DoesNotFit(render_chat.too_long(num_tokens, self.engine.limit, self._droppable()))
 
     def _warn_of_the_end(self) -> None:
-        """Before it happens: when the longest reply, and a message as long, might not fit any more."""
+        """Say what could be dropped, when the longest reply and a message as long might not fit."""
         left = self.engine.limit - self.num_used
         if left < min(max(2 * self.settings.max_tokens, self.engine.limit // 10), self.engine.limit // 4):
             self.output.note(render_chat.nearly_full(self.num_used, self.engine.limit, self._droppable()))
 
     def _droppable(self) -> list[Part]:
-        """Documents and turns, in their order."""
+        """Documents and turns, in order."""
         return [part for part in self.format.parts(self.conversation) if part.kind in ("document", "turn")]
 
 

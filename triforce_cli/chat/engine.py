@@ -1,4 +1,4 @@
-"""The model that a conversation is with: an engine that grows with it and never computes a row twice."""
+"""The engine of a chat: its capacity grows with the conversation, and no row is computed twice."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ LEAST_CAPACITY = 4096  # tokens: room for the first turns; from there it doubles
 
 
 class ChatEngine:
-    """A context manager. The engine is made when it is first needed, for as many tokens as are needed then.
+    """A context manager. The engine is loaded when it is first needed, with capacity for the tokens needed then.
 
-    session: the folder that keeps what was computed, for this conversation alone while it is open.
+    session: the folder of the session, locked while it is open. limit: tokens that a conversation may have: the model's
+    context, --context, or what fits in memory.
 
-    Where all of it is on one device, more room is made later. Where weights or cache are offloaded, all the room that
-    there will be is made at once, since pinned memory and resident tiles are laid out for it.
-    limit: tokens that a conversation may have: the model's context, --context, or what fits in memory.
+    The capacity grows by replanning if everything is on one device. If weights or cache are offloaded, the engine is
+    planned for `limit` at once, since pinned memory and resident tiles are laid out for it.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class ChatEngine:
 
     @property
     def stats(self) -> Stats | None:
-        """Of the last reply."""
+        """Statistics of the last reply."""
         return self._last_stats
 
     def ready(self, num_tokens: int, on_progress: OnProgress) -> Engine:
-        """An engine with room for `num_tokens`. Raises DoesNotFit where they are more than the limit."""
+        """An engine with room for `num_tokens`. Raises DoesNotFit if they exceed `limit`."""
         if num_tokens > self.limit:
             raise DoesNotFit(f"{num_tokens:,} tokens are needed and the context ends at {self.limit:,}")
         if self._engine is None:
@@ -85,7 +85,7 @@ class ChatEngine:
         end_tokens: Collection[int],
         on_progress: OnProgress,
     ) -> Generator[Step, None, None]:
-        """See `Engine.generate`. Only what is new is prefilled. At least one token of reply has to fit."""
+        """Generate a reply; see `Engine.generate`. Only new tokens are prefilled. One token of reply must fit."""
         engine = self.ready(len(tokens) + 1, on_progress)
         max_tokens = min(max_tokens, self.limit - len(tokens))
         engine = self.ready(len(tokens) + max_tokens, on_progress)
@@ -105,14 +105,14 @@ class ChatEngine:
             self._last_stats = engine.stats
 
     def precompute(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
-        """Run what is certain to come before the next message. What does not fit is left to the message."""
+        """Prefill `tokens`, which the next message is certain to begin with. Does nothing if they do not fit."""
         if tokens and len(tokens) < self.limit:
             engine = self.ready(len(tokens), on_progress)
             self.restore(tokens, on_progress)
             engine.precompute(tokens, on_progress=on_progress)
 
     def keep(self, extra: Mapping[str, object], on_progress: OnProgress) -> None:
-        """Have the session hold what the engine holds."""
+        """Save the engine's rows in the session."""
         if self.store is not None and not self.store.read_only and self._engine is not None:
             self._engine.save(self.store, extra, on_progress=on_progress)
 
@@ -123,12 +123,12 @@ class ChatEngine:
         self._close.close()
 
     def restore(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
-        """Hold what the session has of the beginning of `tokens`, where that is more than is held."""
+        """Load the session's rows for the beginning of `tokens`, if they are more than the engine has."""
         if self.store is not None and self._engine is not None:
             self._engine.restore(self.store, tokens, on_progress=on_progress)
 
     def _capacity(self, num_tokens: int) -> int:
-        """A power of two; all there is where something is offloaded then, or positions turn by the capacity."""
+        """A power of two; `limit` if anything is offloaded then, or if RoPE frequencies depend on the capacity."""
         if self._request.target.rope.kind == "dynamic" or self._plan(self.limit).placement.offload:
             return self.limit
         return min(max(self._least, 1 << (num_tokens - 1).bit_length()), self.limit)

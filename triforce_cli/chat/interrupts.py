@@ -1,4 +1,4 @@
-"""Ctrl-C as a wish, while something runs that has to end in order."""
+"""Ctrl-C as a request to stop, while something runs that has to end in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _IMPATIENT = 5  # times Ctrl-C
 
 
 class Stopped(Exception):
-    """The person wished it, before there was anything to keep."""
+    """The person stopped the work before there was a result to keep."""
 
 
 class Interrupts:

@@ -85,7 +85,7 @@ class PromptReader:
 
 
 def is_closed(text: str) -> bool:
-    """Is it a whole message, or does its fence wait for the other one?"""
+    """True for a complete message: every fence in it is closed."""
     text = text.strip()
     return not text.startswith(FENCE) or (len(text) >= 2 * len(FENCE) and text.endswith(FENCE))
 
@@ -111,7 +111,7 @@ def _next_line() -> str | None:
 
 
 def _private(path: Path) -> Path:
-    """The file, there, and readable for its owner only: it holds what was typed."""
+    """The file, created if needed, readable for its owner only: it holds what was typed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
@@ -143,7 +143,7 @@ def _bindings() -> KeyBindings:
 
 
 def _completer(commands: Callable[[], Iterable[tuple[str, str]]], with_path: frozenset[str]) -> Completer:
-    """Names of commands after a slash; paths after those that take one."""
+    """Complete names of commands after a slash, and paths after commands that take one."""
     from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
     from prompt_toolkit.document import Document
 

@@ -24,7 +24,7 @@ class Settings:
     max_tokens: int
 
     def changed(self, name: str, text: str) -> Settings:
-        """Raises UsageError for what there is not, and for values that are out of range."""
+        """The settings with one changed. Raises UsageError for an unknown name or a value out of range."""
         if name not in names():
             raise UsageError(f"there is no setting {name!r}; there are {', '.join(names())}")
         field = name.replace("-", "_")
@@ -36,7 +36,8 @@ class Settings:
         return changed
 
     def params(self, num_replies: int) -> SamplingParams:
-        """For the reply after `num_replies` others: with a seed, each has its own, so that a second try is another."""
+        """Sampling parameters of the reply after `num_replies` others. With a seed each reply has its own, so that a
+        second try differs."""
         from offload.decode.sampling import SamplingParams
 
         seed = None if self.seed is None else self.seed + num_replies

@@ -33,7 +33,7 @@ class Slash:
 
 
 class Over(Exception):
-    """The person leaves."""
+    """The person ends the chat."""
 
 
 def is_command(text: str) -> bool:
@@ -41,7 +41,7 @@ def is_command(text: str) -> bool:
 
 
 def run(dialogue: Dialogue, text: str) -> None:
-    """Raises UsageError for a command that there is not, and what the command raises; Over at /exit."""
+    """Run a command. Raises UsageError for an unknown one, what the command raises, and Over at /exit."""
     name, _, argument = text.strip().partition(" ")
     if name not in COMMANDS:
         raise UsageError(f"there is no command {name}; /help lists them, and {ESCAPED} begins a message with a slash")
@@ -169,7 +169,7 @@ def _path(argument: str, command: str) -> Path:
 
 
 def _check_replaceable(path: Path) -> None:
-    """Only a conversation gives way to a conversation, not the text that it is about. Raises UsageError."""
+    """Raises UsageError if `path` exists and is not a saved conversation: /save must not overwrite another file."""
     if not os.path.exists(path):  # Path's own raises where a name is too long
         return
     try:
@@ -179,7 +179,7 @@ def _check_replaceable(path: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """All of it or nothing: an older file stays until the new one is whole."""
+    """Write `text` atomically: an older file stays until the new one is complete."""
     try:
         write_whole(path, text)
     except OSError as error:

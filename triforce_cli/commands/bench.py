@@ -75,10 +75,10 @@ Plot = Annotated[
 
 
 class Findings:
-    """Collects comparisons. Leaving it as a context hands them over, also where it was asked to end, but not after an
+    """The comparisons so far. As a context manager it writes them at the end, also after an interrupt, but not after an
     error.
 
-    The output must have been left before, so that the table finds a clean screen.
+    Leave the output's context first, so that the table does not mix with a progress display.
     """
 
     def __init__(self, output: Output, *, as_json: bool, plot_file: Path | None) -> None:
@@ -94,7 +94,7 @@ class Findings:
             self._hand_over(self._about, interrupted=kind is not None)
 
     def begin(self, about: dict[str, object]) -> None:
-        """From here on there is something to hand over. about: what JSON says of all contexts."""
+        """From here on there is something to write. about: the part of the JSON that all contexts share."""
         self._about = about
 
     def add(self, comparison: Comparison) -> None:
@@ -114,7 +114,7 @@ class Findings:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """One `triforce bench`, parsed. contexts: ascending; None leaves them to model and text."""
+    """One `triforce bench`, parsed. contexts: ascending; None: chosen from the model's limit and the text's length."""
 
     prompt_file: Path | None
     contexts: tuple[int, ...] | None
@@ -129,7 +129,7 @@ class Bench:
     quiet: bool
 
     def run(self) -> None:
-        """Plan all contexts, then measure one after the other. What was measured is handed over, also at Ctrl-C."""
+        """Plan all contexts, then measure one after the other. Ctrl-C keeps those that are finished."""
         if self.plot is not None:
             plot.check(self.plot)
         output = Output(quiet=self.quiet)
@@ -152,7 +152,7 @@ class Bench:
             output.note(render_bench.summary_line(comparison))
 
     def _trials(self, request: Request, tokens: Sequence[int], sampling: SamplingParams) -> list[Trial]:
-        """One for each context, before anything is loaded. Raises UsageError, DoesNotFit."""
+        """A trial for each context, before anything is loaded. Raises UsageError, DoesNotFit."""
         from offload.bench.trial import Trial, check_reference_fits
 
         trials = []
@@ -175,7 +175,7 @@ class Bench:
     def _compare(
         self, trial: Trial, prepared: Prepared, reference: Reference | None, left: TimeLeft, output: Output
     ) -> Comparison:
-        """On an engine of its own, whose memory is free again afterwards."""
+        """Run one trial on an engine of its own, whose memory is freed afterwards."""
 
         def show(step: Step) -> None:
             output.wait(render_bench.step_line(trial, step, left.next_step()))
@@ -187,7 +187,7 @@ class Bench:
         return comparison
 
     def _context_lengths(self, num_tokens: int, limit: int) -> list[int]:
-        """Of those that were asked for, or the usual ones. num_tokens: of the text. Raises UsageError, DoesNotFit."""
+        """The contexts asked for, or the usual ones. num_tokens: of the text. Raises UsageError, DoesNotFit."""
         longest = min(num_tokens + self.max_tokens, limit)
         usual = [context for context in USUAL_CONTEXTS if self.max_tokens < context <= longest] or [longest]
         contexts = sorted(set(usual if self.contexts is None else self.contexts))
@@ -276,7 +276,7 @@ def bench(
 
 
 def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
-    """From "4096,8192". Raises UsageError, which calls it `name`."""
+    """(4096, 8192) from "4096,8192". Raises UsageError, which calls it `name`."""
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]

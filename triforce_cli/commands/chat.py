@@ -153,7 +153,7 @@ class Chat:
 
 
 def _converse(dialogue: Dialogue, reader: Reader) -> None:
-    """Until there are no more messages. The session is kept, also where the program is asked to end."""
+    """Answer messages until there are no more. The session is saved, also after SIGTERM."""
     try:
         _answer_all(dialogue, reader)
         _finish(dialogue, reader)
@@ -163,7 +163,7 @@ def _converse(dialogue: Dialogue, reader: Reader) -> None:
 
 
 def _finish(dialogue: Dialogue, reader: Reader) -> None:
-    """A person whose session cannot be kept may save the conversation elsewhere, or make room, before it is gone."""
+    """Save the session. If that fails, a person can first save the conversation elsewhere, or make room."""
     try:
         dialogue.finish_ahead()
     except TriforceError as error:
@@ -176,7 +176,7 @@ def _finish(dialogue: Dialogue, reader: Reader) -> None:
 
 
 def _answer_all(dialogue: Dialogue, reader: Reader) -> None:
-    """A person hears of an error and goes on; a script ends with it."""
+    """Answer every message. Interactive chats show an error and go on; scripts end with it."""
     from triforce_cli.chat.slash import Over
 
     while True:

@@ -196,8 +196,8 @@ class Generate:
 
     @contextmanager
     def _kept(self, store: Store, engine: Engine, tokens: Sequence[int], output: Output) -> Iterator[None]:
-        """Begin with what the session holds of the prompt; at the end, an interrupted one too, keep what is held, where
-        that is more."""
+        """Restore the session's rows for this prompt. At the end, also after an interrupt, save the rows if there are
+        more of them."""
         common = engine.restore(store, tokens, on_progress=output.progress)
         replaced = len(store.tokens) - common
         try:
@@ -296,12 +296,12 @@ def generate(
 
 
 def destination(named: Path | None) -> Path | None:
-    """The file that was named; None: standard output."""
+    """The named file as a path; None: standard output."""
     return None if named in (None, STDIN, Path("/dev/stdout")) else user_path(str(named))
 
 
 def _check_batch(source: Path | None, others: Iterable[object]) -> None:
-    """Raises UsageError for what does not go with many prompts."""
+    """Raises UsageError for options that do not apply to many prompts."""
     if source is None:
         raise UsageError("--output-jsonl is for the results of many prompts; name them with --input-jsonl FILE")
     if any(others):

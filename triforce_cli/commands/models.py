@@ -61,7 +61,7 @@ def models(
 
 
 def _embedded() -> Iterator[Entry]:
-    """The pair that comes along."""
+    """The embedded pair."""
     from offload.hub.library import entry_of
 
     yield entry_of(embedded_model("demo-target"), "demo-target (embedded)", "demo-draft")

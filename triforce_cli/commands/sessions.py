@@ -1,4 +1,4 @@
-"""`triforce sessions`: what was kept on the disk, looked at and removed."""
+"""`triforce sessions`: list, show and remove saved sessions."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def _agreed(output: Output, question: str, table: str = "") -> bool:
 
 
 def _remove(paths: Sequence[Path], output: Output) -> None:
-    """One after the other. One that cannot be removed does not keep the next ones. Raises SessionError at the end."""
+    """Remove the sessions one after the other; a failure does not stop the others. Raises SessionError at the end."""
     failures = [failure for path in paths if (failure := _remove_one(path, output)) is not None]
     if len(paths) == 1 and failures:
         raise failures[0]
@@ -253,7 +253,7 @@ def _remove(paths: Sequence[Path], output: Output) -> None:
 
 
 def _remove_one(path: Path, output: Output) -> SessionError | None:
-    """Why it stays, where it does."""
+    """Remove one session. Returns the reason if it cannot be removed."""
     try:
         freed = remove(path)
     except SessionError as error:

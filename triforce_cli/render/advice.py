@@ -1,4 +1,4 @@
-"""From what `triforce doctor` found to what a person can do about it. Each line: what is so, then the remedy."""
+"""Advice from the results of `triforce doctor`. Each line: a finding, then the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FREE_SHARE = 0.85  # of a card's memory; less is free when others use it, too
 
 
 def advice(diagnosis: Diagnosis) -> list[str]:
-    """Empty where nothing can be improved."""
+    """Lines of advice; none if nothing can be improved."""
     lines = [*_no_gpu(diagnosis)]
     for gpu in diagnosis.gpus:
         lines += [f"{gpu.device}: {line}" for line in _gpu(gpu)]

@@ -72,7 +72,7 @@ def nearly_full(used: int, limit: int, droppable: Sequence[Part]) -> str:
 
 
 def cut_short(max_tokens: int | None) -> str:
-    """Why a reply was. None: the context is full."""
+    """The note on a reply that was cut short. None: the context is full."""
     if max_tokens is None:
         return "the reply ends here, where the context does; /drop makes room"
     return (

@@ -12,7 +12,7 @@ from triforce_cli.render.text import NOTHING
 
 @dataclass(frozen=True)
 class Setting:
-    """An option's value where the command line does not say, and where it comes from, in these commands."""
+    """An option's value without the command line, its origin, and the commands for which it holds."""
 
     name: str
     value: Any
@@ -21,7 +21,7 @@ class Setting:
 
 
 def merged(settings: Sequence[Setting]) -> tuple[Setting, ...]:
-    """By name; commands in which an option is the same are one setting."""
+    """Settings by name; commands with the same value and origin share one."""
     found: dict[tuple[str, str, str], Setting] = {}
     for setting in settings:
         key = (setting.name, str(setting.value), setting.origin)
@@ -31,7 +31,7 @@ def merged(settings: Sequence[Setting]) -> tuple[Setting, ...]:
 
 
 def table(settings: Sequence[Setting]) -> str:
-    """A line per setting; where an option is not the same everywhere, with its commands."""
+    """A line per setting; commands are named if an option differs between them."""
     names = [setting.name for setting in settings]
     widths = max(map(len, names)), max(len(_shown(setting.value)) for setting in settings)
     return "".join(f"{line}\n" for line in _lines(settings, widths, {name for name in names if names.count(name) > 1}))

@@ -74,7 +74,7 @@ def table_document(folder: Path, sessions: Sequence[Summary]) -> dict[str, Any]:
 
 
 def description(path: Path, manifest: Manifest, nbytes: int) -> str:
-    """All that `info` says of one session; `nbytes` of all its files."""
+    """The lines of `sessions info`. nbytes: of all files."""
     identity = manifest.identity
     rows = [
         ("kind", str(Contents.of(manifest.extra))),

@@ -43,7 +43,7 @@ def rate(count: float, unit: str, seconds: float) -> str:
 
 
 def latency(seconds: float) -> str:
-    """Of a pass or a token: 19.0 ms, 1.78 s."""
+    """Seconds of a pass or a token: 19.0 ms, 1.78 s."""
     return f"{significant(1000 * seconds)} ms" if seconds < 1 else f"{significant(seconds)} s"
 
 
@@ -53,12 +53,12 @@ def gigabytes(count: float) -> str:
 
 
 def significant(value: float | None) -> str:
-    """Of units.py; None: there is no such number."""
+    """A number with significant digits (units.py); "-" for None."""
     return NOTHING if value is None else units.significant(value)
 
 
 def percent(done: float, total: float) -> int:
-    """Rounded down, so that 100 means done."""
+    """Percent, rounded down: 100 means done."""
     return int(100 * done / total) if total else 100
 
 
@@ -75,12 +75,12 @@ def counted(count: int, noun: str) -> str:
 
 
 def path_text(path: Path) -> str:
-    """As it can be written: bytes in it that are not UTF-8 become question marks."""
+    """A path as UTF-8; other bytes become question marks."""
     return str(path).encode("utf-8", "replace").decode("utf-8")
 
 
 def indented(text: str, width: int) -> Iterator[str]:
-    """Wrapped; a path is not broken."""
+    """Wrapped lines with an indent; paths are not broken."""
     indent = "    "
     yield from textwrap.wrap(
         text,

@@ -38,7 +38,7 @@ def document(found: ExactnessReport, plan: Plan, sampling: SamplingParams) -> di
 
 
 def failure(found: ExactnessReport) -> str:
-    """The error. A fault that a user can do nothing about but tell of, unless it is the machine's."""
+    """The error message of a text that is not exact."""
     parts = []
     if found.inexact:
         parts.append(f"{len(found.inexact)} of {len(found.replayed)} tokens are not what plain decoding gives")

@@ -295,7 +295,7 @@ def test_rm_needs_yes_where_nobody_can_be_asked(root, run):
     put(root / "chat")
     code, out, err = run("rm", "chat")
     assert (code, out) == (2, "")
-    assert err == "error: what is removed is gone, and nobody is at a terminal to be asked; give --yes\n"
+    assert err == "error: removal cannot be undone and there is no terminal to ask at; give --yes\n"
     assert (root / "chat").is_dir()
 
 
@@ -373,9 +373,9 @@ def test_prune_says_what_it_would_remove_and_how_much(ages, run):
 
 def test_prune_needs_a_limit_and_somebody_to_ask(ages, run):
     for args, named in (
-        ([], "nothing says what stays; give --older-than DAYS, --keep N or --max-size GB"),
-        (["--yes"], "nothing says what stays"),
-        (["--keep", "0"], "nobody is at a terminal to be asked; give --yes"),
+        ([], "no limit is given; add --older-than DAYS, --keep N or --max-size GB"),
+        (["--yes"], "no limit is given"),
+        (["--keep", "0"], "there is no terminal to ask at; give --yes"),
         (["--keep", "-1"], "keep is -1, it must be from 0 to 1000000"),
         (["--older-than", "nan"], "older-than is nan"),
         (["--max-size", "inf"], "max-size is inf"),

@@ -249,10 +249,10 @@ def bench(
 ) -> Bench:
     """Measure plain decoding against TriForce on your machine, model and text, in one run.
 
-    Every length is prefilled once and continued by each in turns, so that a slow moment of the machine hits both; plain
-    decoding is one token a pass, with the same weights in the same places. At temperature 0 both write the same text,
-    which is checked. The table has medians and, below them, the least and the most. Ctrl-C keeps the lengths that are
-    finished.
+    Each context is prefilled once and continued by both in turns, so that a slow moment of the machine affects both.
+    Plain decoding takes one pass per token, with the same weights in the same places. At temperature 0 the texts are
+    checked to be the same. The table shows medians and, below them, minimum and maximum. Ctrl-C keeps the contexts that
+    are finished.
 
     Example: triforce bench --prompt-file book.txt --contexts 4096,16384 --plot book.svg
     """

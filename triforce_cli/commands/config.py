@@ -50,10 +50,10 @@ def show(
     json: options.AsJson = False,
     program: ProgramFlags,
 ) -> Showing:
-    """Show every option's value and where it comes from: a variable, the configuration file, or the program.
+    """Show every option's value and its origin: an environment variable, the configuration file, or the default.
 
-    The file is TOML. A line "temperature = 0.8" is for every command that has the option; below a line "[chat]" lines
-    are for that command. Paths in it are taken from the folder you are in. An option on the command line wins over its
+    The file is TOML. A line "temperature = 0.8" applies to every command that has the option; lines below "[chat]"
+    apply to that command. Paths in it are relative to the current folder. An option on the command line wins over its
     variable, a variable over the file.
 
     Example: triforce config show generate

@@ -56,9 +56,9 @@ def convert(
     quiet: options.Quiet = False,
     program: ProgramFlags,
 ) -> Conversion:
-    """Make a folder with safetensors of one with pytorch_model*.bin, bit for bit, or of a GGUF file (as fp16).
+    """Convert a folder with pytorch_model*.bin, bit for bit, or a GGUF file (to fp16), into a folder of safetensors.
 
-    What is converted stays as it is. Nothing that a file brings along is run. GGUF needs: pip install gguf accelerate
+    The source is not changed, and no code in it is run. GGUF needs: pip install gguf accelerate
 
     Example: triforce convert downloads/old-llama --output models/old-llama
     """

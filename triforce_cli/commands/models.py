@@ -51,9 +51,9 @@ def models(
     quiet: options.Quiet = False,
     program: ProgramFlags,
 ) -> Listing:
-    """List the models that are here, what they need, and how much context fits this machine; then what can be pulled.
+    """List the stored models, their sizes, and how much context fits this machine; then the models that can be pulled.
 
-    Pulled and converted ones lie in the user's data folder, or in the one that TRIFORCE_MODELS_DIR names.
+    Pulled and converted models are in the user's data folder, or in the folder that TRIFORCE_MODELS_DIR names.
 
     Example: triforce models --json
     """

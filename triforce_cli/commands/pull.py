@@ -80,10 +80,11 @@ def pull(
     quiet: options.Quiet = False,
     program: ProgramFlags,
 ) -> Pulling:
-    """Fetch a model from the hub, or what has changed of one, into the user's data folder.
+    """Fetch a model, or the changed files of one, from the hub into the user's data folder.
 
-    Only weights (safetensors; pytorch_model.bin is converted), config and tokenizer; never code. Stopped, it goes on
-    from there the next time. Every file is checked against the hub's hash. TRIFORCE_MODELS_DIR names another folder.
+    Only weights (safetensors; pytorch_model.bin is converted), config and tokenizer are fetched, never code. The same
+    command resumes an interrupted pull. Every file is checked against the hub's hash. TRIFORCE_MODELS_DIR names another
+    folder.
 
     Example: triforce pull yarn-llama-2-7b-128k
     """

@@ -142,9 +142,9 @@ def ls(
     quiet: options.Quiet = False,
     program: ProgramFlags,
 ) -> Listing:
-    """List the sessions that have a name, the one updated last first.
+    """List the named sessions, the last updated first.
 
-    They lie in the user's data folder, or in the one that TRIFORCE_SESSIONS_DIR names.
+    They are in the user's data folder, or in the folder that TRIFORCE_SESSIONS_DIR names.
     """
     return Listing(as_json=json, quiet=quiet)
 
@@ -157,7 +157,7 @@ def info(
     json: options.AsJson = False,
     program: ProgramFlags,
 ) -> Info:
-    """Say what a session holds: of which model, how much, since when.
+    """Show a session: its model, size and dates.
 
     Example: triforce sessions info book --json
     """
@@ -173,7 +173,7 @@ def rm(
     quiet: options.Quiet = False,
     program: ProgramFlags,
 ) -> Removal:
-    """Remove sessions, damaged ones too. What is in use stays (exit code 4).
+    """Remove sessions, damaged ones too. A session in use is not removed (exit code 4).
 
     Example: triforce sessions rm book ./kept
     """
@@ -192,7 +192,7 @@ def prune(
     quiet: options.Quiet = False,
     program: ProgramFlags,
 ) -> Pruning:
-    """Remove the oldest sessions until what stays is within all limits given.
+    """Remove the oldest sessions until the others are within all given limits.
 
     Example: triforce sessions prune --older-than 30 --max-size 20 --dry-run
     """
@@ -200,7 +200,7 @@ def prune(
         if value is not None and not 0 <= value <= 1e6:
             raise UsageError(f"{flag} is {value}, it must be from 0 to 1000000")
     if older_than is None and keep is None and max_size is None:
-        raise UsageError("nothing says what stays; give --older-than DAYS, --keep N or --max-size GB")
+        raise UsageError("no limit is given; add --older-than DAYS, --keep N or --max-size GB")
     return Pruning(
         older_than_seconds=None if older_than is None else older_than * SECONDS_PER_DAY,
         keep=keep,
@@ -231,7 +231,7 @@ def _check_there(path: Path) -> None:
 def _agreed(output: Output, question: str, table: str = "") -> bool:
     """Show the table, ask, and return the answer. UsageError if there is no terminal to ask at."""
     if not output.has_person:
-        raise UsageError("what is removed is gone, and nobody is at a terminal to be asked; give --yes")
+        raise UsageError("removal cannot be undone and there is no terminal to ask at; give --yes")
     if table:
         output.table(table)
     output.question(f"{question} [y/N]")

@@ -1,4 +1,4 @@
-"""`triforce verify`: is what was generated what the target alone would have written?"""
+"""`triforce verify`: check that the output is what the target alone would have written."""
 
 from __future__ import annotations
 
@@ -117,12 +117,12 @@ def verify(
     quiet: options.Quiet = False,
     program: ProgramFlags,
 ) -> Verify:
-    """Check that speculation does not show: generate, then replay every token without it.
+    """Check that the output is exact: generate, then replay every token without speculation.
 
-    Each token is decoded again by itself, and the logits that it was drawn from have to be the same bits; at
-    temperature 0 it has to be the likeliest token, else one that the law allows. Some tokens are computed once more by
-    a prefill from the start, which adds up in another order: their logits agree within a tolerance. Where something
-    differs it is shown with its margin, and the exit code is 5.
+    Each token is decoded again by itself. The logits that it was drawn from must have the same bits, and it must be the
+    likeliest token at temperature 0, else one of nonzero probability. Some tokens are computed once more by a prefill
+    from the start, which sums in another order: their logits must agree within a tolerance. Differences are shown with
+    their margins, and the exit code is 5.
 
     Example: triforce verify --prompt-file book.txt --max-tokens 100
     """

@@ -55,7 +55,7 @@ def _lines(found: ExactnessReport, plan: Plan, sampling: SamplingParams, piece: 
     count, replayed, recomputed = len(found.tokens), found.replayed, found.recomputed
     levels = levels_of(plan.composition)
     yield f"{count:,} tokens after {found.prompt_tokens:,}, {plan.request.dtype} on {plan.request.device}: {levels}"
-    likeliest = "the likeliest" if sampling.temperature == 0 else "allowed by the law"
+    likeliest = "the likeliest" if sampling.temperature == 0 else "allowed by the distribution"
     yield f"replayed one by one      {sum(p.possible for p in replayed):>6,} of {count:,} {likeliest}"
     yield f"{'':<25}{sum(p.same_bits for p in replayed):>6,} of {count:,} drawn from the same bits"
     if recomputed:

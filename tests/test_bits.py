@@ -333,17 +333,7 @@ def text_prompt(num_tokens: int) -> list[int]:
     return random_tokens(num_tokens, seed=num_tokens, vocabulary=256)
 
 
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Sums may be cut in other places where several threads share them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.few(4)
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offload", [(), ("kv",), ("weights",), ("kv", "weights")], ids=str)
 def test_the_engine_says_the_same_with_and_without_speculation(

@@ -123,8 +123,8 @@ class Engine:
         speculation: off, this request is decoded plainly, whatever the plan has; what lies where stays as planned.
         """
         self._check(prompt, max_tokens)
-        self._start(prompt, reuse=reuse)
-        speculator = self._make_speculator(sampling) if speculation else self._make_plain(sampling)
+        self._start(prompt, reuse=reuse, record_mass=speculation)
+        speculator = self._make_speculator(sampling, speculation=speculation)
         text_tokens, end_tokens = list(prompt), self.end_tokens | frozenset(end_tokens)
         detokenizer, stops = Detokenizer(self.tokenizer, prompt), StopStrings(stop)
         runs = generation.generate(
@@ -158,7 +158,7 @@ class Engine:
         self._check(tokens, 0)
         worker, prefix = self.worker, self.prefix
         prefix.num_precomputed = 0
-        self._start(tokens, reuse=True)
+        self._start(tokens, reuse=True, record_mass=True)
         self._prefill(tokens[: prefix.num_prefilled(tokens)], on_progress)
         target = worker.levels["target"]
         num_rows = len(tokens) - target.length
@@ -238,7 +238,7 @@ class Engine:
                 f"{len(prompt)} prompt tokens and {max_tokens} new ones are more than the planned {capacity}"
             )
 
-    def _start(self, prompt: Sequence[int], *, reuse: bool) -> None:
+    def _start(self, prompt: Sequence[int], *, reuse: bool, record_mass: bool) -> None:
         """Fresh counters. The full cache keeps the rows that are reused; the levels below start afresh, so that text
         does not depend on what earlier requests drafted. Only what was precomputed stays in the retrieval cache."""
         reused = self.prefix.begin(prompt, reuse=reuse)
@@ -246,7 +246,7 @@ class Engine:
             self.levels["draft"].truncate(0)
         if "retrieval" in self.levels and not self.prefix.num_precomputed:
             self.levels["retrieval"].truncate(0)
-        self.worker.full.record_mass = True
+        self.worker.full.record_mass = record_mass
         self.stats = Stats(prompt_tokens=len(prompt), reused_tokens=reused, load_seconds=self._load_seconds)
         for level in self.levels.values():
             level.stats = LevelStats(level.stats.name)
@@ -261,18 +261,11 @@ class Engine:
         self.stats.prefill_link = self._link_at_decode - self._link_at_start
         self.stats.decode_link = self.worker.link_stats - self._link_at_decode
 
-    def _make_speculator(self, sampling: SamplingParams) -> Speculator:
-        return self._build(self.plan, self.levels, sampling)
-
-    def _make_plain(self, sampling: SamplingParams) -> Speculator:
-        """One that drafts nothing: the levels below rest, and no masses are recorded for them."""
-        self.worker.full.record_mass = False
-        plan = replace(self.plan, composition=PLAIN)
-        return self._build(plan, {"target": self.levels["target"]}, sampling)
-
-    def _build(self, plan: Plan, levels: Mapping[str, Level], sampling: SamplingParams) -> Speculator:
+    def _make_speculator(self, sampling: SamplingParams, *, speculation: bool) -> Speculator:
+        """Without speculation: one that drafts nothing, while the levels below rest."""
+        levels = self.levels if speculation else {"target": self.levels["target"]}
         return build_speculator(
-            plan,
+            self.plan if speculation else replace(self.plan, composition=PLAIN),
             levels,
             sampling,
             vocab_size=self.worker.vocab_size,

@@ -246,7 +246,7 @@ class Engine:
             self.levels["draft"].truncate(0)
         if "retrieval" in self.levels and not self.prefix.num_precomputed:
             self.levels["retrieval"].truncate(0)
-        self.worker.full.record_mass = record_mass
+        self.worker.record_mass(record_mass)
         self.stats = Stats(prompt_tokens=len(prompt), reused_tokens=reused, load_seconds=self._load_seconds)
         for level in self.levels.values():
             level.stats = LevelStats(level.stats.name)

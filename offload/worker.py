@@ -32,8 +32,8 @@ class Worker:
     """Models, levels with their caches, link and memory of one rank.
 
     Whatever changes the caches is asked for with tokens and lengths alone: `prefill`, `forward` and `truncate` of the
-    `levels` (by name: "target", "retrieval", "draft"), `refresh`, `prepare_retrieval`, `fetch_ahead`, `copy_rows`.
-    `full` is the target's cache; a session saves and fills its pages (`PagedRows`).
+    `levels` (by name: "target", "retrieval", "draft"), `record_mass`, `refresh`, `prepare_retrieval`, `fetch_ahead`,
+    `copy_rows`. `full` is the target's cache; a session saves and fills its pages (`PagedRows`).
     """
 
     def __init__(
@@ -100,6 +100,10 @@ class Worker:
         """Append `tokens` to the full cache; the levels below see what they need of them later. Broken off, it appends
         nothing. `on_tokens` is called with how many are done."""
         prefill(self.target, self.full, tokens, prefill_block=self.plan.placement.prefill_block, on_tokens=on_tokens)
+
+    def record_mass(self, wanted: bool) -> None:
+        """From the target's next pass on, record the masses that chunks are chosen by, or no longer."""
+        self.full.record_mass = wanted
 
     def refresh(self, num_rows: int) -> None:
         """Choose what the retrieval cache holds, if there is one, by the first `num_rows` rows of the target's last

@@ -143,7 +143,7 @@ def _replay(engine: Engine, prompt: Sequence[int], tokens: Sequence[int], on_pro
     """The target's logits [V] for each of `tokens`, one row a pass, after the prefill that is held."""
     prefix, target = engine.prefix, engine.levels["target"]
     prefix.begin(prompt, reuse=False)
-    engine.worker.full.record_mass = False
+    engine.worker.record_mass(False)
     prefix.prefill(prompt[: prefix.num_prefilled(prompt)], on_progress)
     yield target.forward(prompt[target.length :], 1)[0].float().cpu()
     for token in tokens[:-1]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import combinations
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -80,15 +81,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _beyond_a_few(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """All but those that together have every value of every parameter about equally often."""
+    """All but those that together have every value of every parameter, and every two of them, about equally often."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("few"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
-        met: Counter[int] = Counter()
+        met: Counter[tuple[int, ...]] = Counter()
         for _ in range(min(cases[0].get_closest_marker("few").args[0], len(cases))):
-            best = min(cases, key=lambda case: sum(met[id(value)] for value in case.callspec.params.values()))
-            met.update(map(id, best.callspec.params.values()))
+            best = min(cases, key=lambda case: sum(met[values] for values in _values(case)))
+            met.update(_values(best))
             cases.remove(best)
         yield from cases
+
+
+def _values(case: pytest.Function) -> list[tuple[int, ...]]:
+    ids = [id(value) for value in case.callspec.params.values()]
+    return [*combinations(ids, 1), *combinations(ids, 2)]

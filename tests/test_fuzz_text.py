@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -143,8 +143,8 @@ def given_back(data: bytes, tmp_path: Path, *args: str) -> subprocess.CompletedP
     )
 
 
-def test_any_text_goes_through_the_pipe_and_comes_back(tmp_path: Path) -> None:
-    data = ordinary(any_text()).encode()
+def test_any_text_goes_through_the_pipe_and_comes_back(tmp_path: Path, num_cases: Callable[[int], int]) -> None:
+    data = ordinary(any_text(num_cases(NUM_CHARACTERS))).encode()
     done = given_back(data, tmp_path)
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout == data

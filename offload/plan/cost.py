@@ -20,7 +20,7 @@ _CHANGED_CHUNKS = 0.3  # of those held, in a round
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one kind of processor, besides its rates."""
+    """Constants of one kind of processor, besides its rates."""
 
     pass_seconds: float  # calls of one pass outside its layers, the draw, waiting for both
     layer_seconds: float  # calls of one layer, besides what its bytes cost
@@ -41,11 +41,12 @@ GPU = Costs(5e-4, 3e-4, 3e-4, 2.3e-4, True, 0.9, 0.01, 0.05, 0.02, 0.0, 0.5)  # 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted, with the lengths that would then be best. plain_seconds_per_token: placed as it would be then.
+    """Predicted seconds of a plan's steps, and of a token at the best draft lengths. plain_seconds_per_token: the same
+    without speculation, with the placement that it then has.
 
-    Passes are those of one row, row_seconds what each further row adds; full_block_rows: rows after which a full pass
-    takes all but a row's seconds again, 0 where it waits for the link; mass_share: of the seconds of a full pass, what
-    keeping masses for the retrieval level adds; retrieval_token_seconds: of a token that this level proposes.
+    Passes are those of one row; row_seconds is added for each further row. full_block_rows: rows after which a full
+    pass takes all but a row's seconds again, 0 where it waits for the link. mass_share: the share of a full pass's
+    seconds that recording masses for the retrieval level adds. retrieval_token_seconds: for a token that it proposes.
     """
 
     prefill_seconds: float
@@ -77,7 +78,7 @@ class Cost:
 
     @property
     def acceptance(self) -> float:
-        """Of a drafted token, by the target."""
+        """The chance that the target accepts a drafted token."""
         if self.composition.budget:
             return retrieval_acceptance(self.composition.budget / self.capacity)
         return DRAFT_ACCEPTANCE if self.composition.draft else 0.0
@@ -100,7 +101,7 @@ class Cost:
 
     @cached_property
     def per_drafted_token(self) -> float:
-        """The same where at least one token is drafted in every round, the mean over easy and hard texts: a small
+        """Seconds per token if at least one is drafted in every round, the mean over easy and hard texts: a small
         budget is enough for the easy ones only."""
         lengths = range(1, self.composition.gamma + 1) if self.sizing.options.gamma is None else (self.gamma,)
         refused = 1.0 - self.acceptance
@@ -109,7 +110,7 @@ class Cost:
 
     @cached_property
     def retrieval_token(self) -> float:
-        """Of a token that the retrieval level emits, with the best length of its own rounds."""
+        """Seconds per token that the retrieval level emits, with the best length of its own rounds."""
         draft_gamma = self.composition.draft_gamma if self.composition.draft else 0
         lengths = range(draft_gamma + 1) if self.sizing.options.draft_gamma is None else (draft_gamma,)
         return min(
@@ -118,7 +119,7 @@ class Cost:
         )
 
     def retrieval_pass(self, rows: int) -> float:
-        """Over all weights and the retrieved part."""
+        """Seconds of a pass over all weights and the retrieved tokens."""
         if not self.composition.budget:
             return 0.0
         read = self._by_rows((self._weights + self._kept) / self._rate(self._costs.read_share), rows)
@@ -133,7 +134,7 @@ class Cost:
         return self._both(calls, draft.weight_bytes(self.sizing.itemsize) / self._rate(self._costs.read_share))
 
     def full_pass(self, rows: int, *, masses: bool = False) -> float:
-        """Computation, block by block, and behind it all that crosses the link."""
+        """Seconds of a pass over the full cache: the longer of computation, block by block, and of the link."""
         sizing = self.sizing
         blocks = -(-rows // sizing.most_rows)
         tiles = sizing.target.num_layers * sizing.num_tiles(self.capacity)
@@ -145,7 +146,7 @@ class Cost:
         return max(seconds, (self._streamed_weights + self._streamed_cache) / self._link_rate)
 
     def _seconds_per_token(self, gamma: int, acceptance: float | None = None) -> float:
-        """acceptance: that of the mean text, if no other is given."""
+        """acceptance: without it, that of the mean text."""
         if not gamma:
             return self.full_pass(1)
         retrieves = self.composition.budget > 0
@@ -155,7 +156,7 @@ class Cost:
 
     @property
     def refresh(self) -> float:
-        """Choosing and fetching; chunks on the host cross the link."""
+        """Seconds of choosing chunks and fetching them; those on the host cross the link."""
         if not self.composition.budget:
             return 0.0
         crossing = _CHANGED_CHUNKS * self._kept * self._streamed_share / self._link_rate
@@ -163,7 +164,8 @@ class Cost:
         return calls + self._kept / self._rate(self._costs.refresh_share) + crossing
 
     def prefill(self, num_tokens: int) -> float:
-        """Layer-major: computation, and behind it weights crossing once and rows going home once."""
+        """Seconds of a prefill, layer by layer: the longest of computation, weights that cross the link once and rows
+        that are written back once."""
         sizing, rates = self.sizing, self.sizing.hardware.rates
         flops = sizing.target.prefill_flops(num_tokens) / sizing.num_devices
         home = num_tokens * sizing.kv_bytes_per_token * self._streamed_share
@@ -171,7 +173,7 @@ class Cost:
         return max(flops / (self._costs.prefill_share * rates.flops), moved, home / min(rates.to_host, self._link_rate))
 
     def _by_rows(self, seconds: float, rows: int, blocks: int = 1) -> float:
-        """seconds: of the first row of a block."""
+        """Seconds of `rows` rows in `blocks` blocks. seconds: of the first row of a block."""
         return seconds * (blocks + self._costs.row_share * (rows - blocks))
 
     def _both(self, calls: float, work: float) -> float:
@@ -208,7 +210,7 @@ class Cost:
 
     @property
     def _streamed_share(self) -> float:
-        """Of the tiles."""
+        """The share of tiles that are on the host."""
         count = self.sizing.target.num_layers * self.sizing.num_tiles(self.capacity)
         return 1 - self.placement.resident_tiles / count
 
@@ -218,8 +220,8 @@ class Cost:
 
 
 def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Prediction:
-    """Of what `cost` plans. best: the part of it that is predicted to be the fastest, such as the draft and the target
-    alone; plain: the same request without speculation."""
+    """The prediction for the plan of `cost`. best: the part of its levels that is predicted to be the fastest, such as
+    the draft and the target alone; plain: the same request without speculation."""
     prefill = cost.prefill(num_prompt_tokens)
     far = 8  # rows
     return Prediction(
@@ -243,8 +245,8 @@ def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Pred
 
 
 def retrieval_acceptance(share: float) -> float:
-    """Of a token that the target proposes over `share` of its KV cache: what the demo pair, SmolLM2 and Qwen2.5-Coder
-    reach on the mean of four tasks, within 0.02 (docs/log.md)."""
+    """The acceptance of tokens that the target proposes over `share` of its KV cache: the demo pair, SmolLM2 and
+    Qwen2.5-Coder reach it on the mean of four tasks, within 0.02 (docs/log.md)."""
     return 1.0 if share >= 1.0 else max(1.0 - 0.0225 * share**-0.5, 0.0)
 
 

@@ -84,7 +84,7 @@ def device_room(sizing: Sizing) -> int:
 
 
 def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: frozenset[str]) -> Placement:
-    """With `offload` allowed on the host, as much of it on the device as fits."""
+    """The placement with as much on the device as fits; what `offload` names may be on the host."""
     num_layers, count = sizing.target.num_layers, sizing.num_tiles(capacity)
     layer, tile = sizing.layer_bytes, sizing.tile_bytes(capacity)
     fixed = sizing.fixed_bytes(capacity, composition)

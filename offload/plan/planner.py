@@ -26,7 +26,7 @@ _CHEAPER_PASS = 0.85  # times a full pass: a retrieval level that costs more add
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRequest:
-    """A request with nothing left open: the device and the dtype that are used, and tokens that fit in the context.
+    """A request as it is planned: the device and dtype that "auto" stands for, and tokens that fit in the context.
 
     device: "cpu" or "cuda:N", the first of `num_devices`; device_name: as people call it. dtype: bf16, fp16 or fp32.
     """
@@ -71,7 +71,8 @@ def make_plan(
     num_prompt_tokens: int,
     max_tokens: int,
 ) -> Plan:
-    """Raises DoesNotFit where the context or the memory is too small, with what would fit."""
+    """Plan a request. Raises UsageError, and DoesNotFit, which names what would fit, if the context or the memory is
+    too small."""
     notes: list[str] = []
     capacity, max_tokens = _fit_context(target, options, num_prompt_tokens, max_tokens, notes)
     sizing = Sizing(target, draft, options, hardware, _dtype(target, options, hardware))
@@ -106,11 +107,11 @@ def largest_context(
 
 
 def _choose(sizing: Sizing, capacity: int) -> tuple[Cost, Cost]:
-    """(what is planned, the best of it): of the compositions that fit, the one with the least predicted seconds per
-    token; if none fits, the smallest.
+    """(planned composition, fastest composition). The fastest has the least predicted seconds per token of those that
+    fit; if none fits, both are the smallest.
 
-    A retrieval level comes along where it is not far from the best: draft and lookups propose straight to the target
-    too, and what serves a text best is found out as it is written. A level that rests costs its memory only.
+    A retrieval level is planned if it is predicted to be not much slower: draft and lookups propose to the target
+    directly, too, and the proposer that suits a text is found while it is generated. An unused level costs only memory.
     """
     fitting, smallest = _placed(sizing, capacity)
     if not fitting:
@@ -133,7 +134,7 @@ def _placed(sizing: Sizing, capacity: int) -> tuple[list[Cost], Cost]:
 
 
 def _may_retrieve(cost: Cost, best: Cost) -> bool:
-    """Is the retrieval level of `cost` to come along, where `best` is predicted to be the fastest?"""
+    """True if the retrieval level of `cost` may be planned although `best` is predicted to be the fastest."""
     if not cost.composition.budget or cost.composition.draft < best.composition.draft:
         return False
     rows = cost.sizing.rows

@@ -13,7 +13,8 @@ from offload.plan.planner import Plan, largest_context, make_plan
 
 @dataclass(frozen=True)
 class Request:
-    """hardware: what was free before anything was loaded, so that later plans of one engine count nothing twice."""
+    """Two models, options and a machine. hardware: as it was before anything was loaded, so that later plans of one
+    engine count nothing twice."""
 
     target: ModelConfig
     draft: ModelConfig | None
@@ -54,7 +55,7 @@ class Request:
         return self._fitting(self.context)
 
     def longest_context(self) -> int:
-        """The same of all that the model knows, whatever the user gives."""
+        """Tokens that fit in memory up to the model's limit, whatever context the user gives."""
         return self._fitting(self.target.context_limit)
 
     def _fitting(self, limit: int) -> int:

@@ -58,14 +58,14 @@ class Sizing:
 
     @property
     def rows(self) -> int:
-        """The prompt's last rows, left to the first pass over the full cache; on a GPU also those of each block of one,
-        since its matrix units take 16 at the price of one. By device alone: a token's bits depend on it.
+        """The prompt's last rows, left to the first pass over the full cache; on a GPU also the rows of a block, since
+        its matrix units take 16 at the price of one. It follows from the device alone: a token's bits depend on it.
         """
         return 8 if self.hardware.is_cpu else 16
 
     @property
     def most_rows(self) -> int:
-        """Rows of a block at most. A CPU pays for each row, and runs what it computes alike (kernels/rows.py)."""
+        """The most rows of a block. A CPU pays for each row and has several block sizes (kernels/rows.py)."""
         return max(CPU_BLOCKS) if self.hardware.is_cpu else self.rows
 
     @property
@@ -78,20 +78,21 @@ class Sizing:
         return PrefillShape(PREFILL_BLOCK, 2, fused)
 
     def num_tiles(self, capacity: int) -> int:
-        """Of each layer: as few as can be, for few calls."""
+        """Tiles of each layer: as few as possible, for few calls."""
         return -(-capacity // MAX_TILE_TOKENS)
 
     def tile_tokens(self, capacity: int) -> int:
-        """All tiles of one size, with room for the padded rows of any verification: bits must not depend on gamma."""
+        """Tokens of a tile. All tiles have one size, with room for the padded rows of any verification: bits must not
+        depend on gamma."""
         return -(-(capacity + MAX_ROWS) // (self.num_tiles(capacity) * PAGE_TOKENS)) * PAGE_TOKENS
 
     def tile_bytes(self, capacity: int) -> int:
-        """Of one layer, on each device."""
+        """Bytes of a tile of one layer, on each device."""
         return self.tile_tokens(capacity) * self.kv_bytes_per_token // self.target.num_layers
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of all layers, on each device."""
+        """Bytes that a token adds to all layers, on each device."""
         return self.target.kv_bytes_per_token(self.itemsize) // self.num_devices
 
     @property
@@ -148,7 +149,8 @@ class Sizing:
         return max(block + scores, tile, logits)
 
     def _selection_bytes(self, capacity: int, composition: Composition) -> int:
-        """The last verification's masses, fp32 per row, KV head and chunk of each layer; what choosing makes of it."""
+        """The masses of the last verification, fp32 per row, KV head and chunk of each layer, and the temporaries of
+        choosing by them."""
         chunks = self.num_tiles(capacity) * self.tile_tokens(capacity) // composition.chunk
         heads = self.target.num_kv_heads // self.num_devices
         return (4 * self._padded(composition.gamma + 1) + 24) * heads * chunks * self.target.num_layers

@@ -1,4 +1,4 @@
-"""The same request on two machines: what the difference between them is worth."""
+"""A request on two machines, and the ratios of speed and of context between them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from offload.plan.request import Request
 
 @dataclass(frozen=True)
 class Case:
-    """What one machine makes of a request. plan: None where it does not fit. longest_context: tokens that fit there, at
-    most those that the model knows."""
+    """A request on one machine. plan: None where it does not fit. longest_context: tokens that fit in its memory, up to
+    the model's limit."""
 
     plan: Plan | None
     longest_context: int

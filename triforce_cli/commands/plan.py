@@ -1,4 +1,4 @@
-"""`triforce plan`: what a request would take, from config.json alone."""
+"""`triforce plan`: the memory and time that a request needs, predicted from config.json alone."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Machine:
 
     @property
     def baseline(self) -> tuple[str, Machine] | None:
-        """What to hold it against, and its name: one card against several; without what is said of it otherwise. None
-        where nothing is asked that is not so."""
+        """The machine to compare with, and its name: one card for several cards, else the machine without the user's
+        changes. None if there are none."""
         as_it_is = replace(self, gpu_memory=None, host_memory=None, link_gbps=None)
         if self.gpus is not None and self.gpus > 1:
             return "one such card", replace(self, gpus=1)
@@ -80,7 +80,7 @@ class Machine:
         return ("this machine", as_it_is) if self.gpus is None else ("RTX 4090", as_it_is)
 
     def _changed(self, hardware: Hardware) -> Hardware:
-        """With what the user says instead of what is there or assumed."""
+        """`hardware` with the user's changes."""
         if self.gpu_memory is not None:
             hardware = replace(hardware, device_free_bytes=int(self.gpu_memory * 1e9))
         if self.host_memory is not None:
@@ -93,7 +93,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """One `triforce plan`, parsed. fit: of the longest context that fits."""
+    """One parsed `triforce plan`. fit: plan the longest context that fits."""
 
     models: Models
     machine: Machine
@@ -103,7 +103,7 @@ class Planning:
     as_json: bool
 
     def run(self) -> None:
-        """Plan and say so. Reads config.json and nothing else of a model."""
+        """Plan and print the report. Reads config.json and nothing else of a model."""
         from triforce_cli.render import plan as render_plan
 
         with Output() as output:
@@ -140,7 +140,7 @@ class Planning:
         return Request.of(self.models.target, self.models.draft, self.options, machine.hardware())
 
     def _sizes(self, context: int) -> dict[str, int]:
-        """All of the context. Raises UsageError."""
+        """Tokens of prompt and output that fill `context`. Raises UsageError."""
         if self.max_tokens >= context:
             raise UsageError(f"max-tokens is {self.max_tokens}, it must be less than the context of {context}")
         return {"num_prompt_tokens": context - self.max_tokens, "max_tokens": self.max_tokens}
@@ -171,12 +171,12 @@ def plan(
     json: options.AsJson = False,
     program: ProgramFlags,
 ) -> Planning:
-    """What a context of that length would take: where every byte goes, what streams, how fast it would be.
+    """Show the memory that a context needs on device and host, the traffic over the link, and the predicted speed.
 
-    Reads config.json alone; nothing is loaded and nothing is measured. Seconds are predictions. Without --gpus it plans
-    for this machine; with it, for that many cards of 24 GB on links of 25 GB/s with 128 GB of host memory, unless you
-    say otherwise. What you say is held against the same without it: several cards against one, a changed machine
-    against the one that is there. Exit code 3 when it does not fit, with the nearest changes that would.
+    Reads config.json alone; nothing is loaded and nothing is measured. Without --gpus it plans for this machine; with
+    it, for that many cards of 24 GB on links of 25 GB/s with 128 GB of host memory, unless you say otherwise. Several
+    cards are compared with one, and a changed machine with the one that is there. Exit code 3 when the context does not
+    fit; the message names the nearest changes that would make it fit.
 
     Example: triforce plan --model yarn-llama-2-13b-128k --draft llama-68m --context 120000 --gpus 2
     """

@@ -29,8 +29,8 @@ _LEAST_REMARK = 14  # columns: with fewer, remarks stand below their table
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """All that `triforce plan` found. link_given: the user says how fast it is. longest_context: where it was looked
-    for; what_if: where another machine stands beside this one."""
+    """The findings of `triforce plan`. link_given: the user sets the link's rate. longest_context: with --fit. what_if:
+    the comparison with another machine, if there is one."""
 
     model: Path
     request: Request
@@ -41,7 +41,7 @@ class Planned:
 
     @property
     def origin(self) -> str:
-        """Of the rates."""
+        """The origin of the rates."""
         return "measured" if self.request.hardware.rates.measured else "typical"
 
     @property
@@ -157,7 +157,7 @@ def _speculates(plan: Plan) -> bool:
 
 
 def _predictions(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """(what, as planned, without speculation, remark)"""
+    """(quantity, as planned, without speculation, remark) of each row."""
     predicted = plan.predicted
     yield "first token", duration(predicted.first_token_seconds)
     if not _speculates(plan):
@@ -188,7 +188,7 @@ def _streams(plan: Plan) -> str:
 
 
 def _compared(what_if: WhatIf, limit: int, width: int) -> RenderableType:
-    """Another machine beside the one that is asked about."""
+    """A table of this machine beside another one."""
     before, after = what_if.before, what_if.after
     at_limit = ", the model's limit" if after.longest_context == limit else ""
     contexts = (f"{case.longest_context:,}" for case in (before, after))
@@ -215,8 +215,8 @@ def _times(ratio: float | None, how: str) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> RenderableType:
-    """The first column is of one width in all tables. Last cells are remarks: they wrap, or stand below the table where
-    `width` leaves too little beside it. What is missing at a row's end is empty."""
+    """A table whose first column has the same width in all tables. Last cells are remarks: they wrap, or stand below
+    the table if `width` leaves too little room beside it. Rows may be short: missing cells are empty."""
     cells = [(*row, *[""] * (len(columns) - len(row))) for row in rows]
     taken = sum(max(map(len, column)) + 2 for column in list(zip(columns, *cells, strict=True))[:-1])
     beside = width - taken >= _LEAST_REMARK
@@ -233,7 +233,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], width: int) ->
 
 
 def _labelled(label: str, value: str) -> Table:
-    """A value that is wrapped beside its label."""
+    """A label, and beside it a value that wraps."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(min_width=_PURPOSE)
     table.add_column(overflow="fold")

@@ -195,7 +195,7 @@ def plan(
 
 
 def _with_remedies(message: str, request: Request, sizes: Mapping[str, int]) -> str:
-    from offload.plan.remedies import remedies
+    from offload.plan.whatif import remedies
 
     found = remedies(request, **sizes)
     return f"{message}; it would fit with {', or with '.join(found)}" if found else message

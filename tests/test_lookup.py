@@ -57,8 +57,8 @@ def test_a_proposer_told_of_every_truncation_proposes_as_a_fresh_one(
     for more, kept in steps:
         sequence += more
         fresh = LookupProposer(4, least=1)
-        assert subject.outlook(sequence) == fresh.outlook(sequence)
-        if subject.outlook(sequence).num_tokens:
+        assert subject.offer(sequence) == fresh.offer(sequence)
+        if subject.offer(sequence).num_tokens:
             assert subject.propose(sequence, 5).tokens == fresh.propose(sequence, 5).tokens
         sequence = sequence[:kept]
         subject.truncate(len(sequence))
@@ -67,7 +67,7 @@ def test_a_proposer_told_of_every_truncation_proposes_as_a_fresh_one(
 def test_what_followed_is_proposed_as_point_masses_with_the_grade_of_the_match() -> None:
     subject = LookupProposer(10)
     sequence = [1, 2, 3, 4, 5, 6, 9, 2, 3, 4]
-    assert subject.outlook(sequence).num_tokens == 6
+    assert subject.offer(sequence).num_tokens == 6
     proposal = subject.propose(sequence, 3)
     assert proposal.tokens == [5, 6, 9]
     assert proposal.grades == [match_grade(3)] * 3
@@ -82,14 +82,14 @@ def test_no_more_is_proposed_than_there_is() -> None:
 
 @pytest.mark.parametrize("sequence", [[], [1], [1, 2, 3], [1, 2, 3, 1]])
 def test_a_match_that_is_too_short_is_none(sequence: list[int]) -> None:
-    assert LookupProposer(10, least=2).outlook(sequence).num_tokens == 0
+    assert LookupProposer(10, least=2).offer(sequence).num_tokens == 0
 
 
 def test_a_long_sequence_finds_room() -> None:
     subject = LookupProposer(5000)
     sequence = list(range(3000)) * 2
     for end in (10, 2000, 3005, 6000):
-        subject.outlook(sequence[:end])
+        subject.offer(sequence[:end])
     assert subject.propose(sequence[:5990], 4).tokens == [2990, 2991, 2992, 2993]
 
 

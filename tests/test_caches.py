@@ -775,6 +775,10 @@ def test_mass_is_the_softmax_mass_of_each_chunk_over_rows_and_query_heads(
                     weights = (k[: row + 1, head] @ query / DIM**0.5).softmax(0)
                     slow.index_add_(0, positions[: row + 1] // CHUNK, weights)
             assert_close(mass[layer, head].double(), slow, atol=1e-5, rtol=1e-4)
+    driver.cache.record_mass = False
+    driver.extend([0])
+    with pytest.raises(RuntimeError):
+        driver.cache.mass(1)
 
 
 def test_published_scores_are_the_last_query_times_each_mean_key() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,9 @@ from models import DYNAMIC_ROPE, GREEDY, random_model, save
 from offload.engine import Engine, Step
 from offload.errors import DoesNotFit, ModelError, SessionError, UsageError
 from offload.plan.planner import Options
+from offload.progress import OnProgress, Progress, Stage, ignore
 from triforce_cli.chat import slash
+from triforce_cli.chat.background import BackgroundWork
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.dialogue import Dialogue
 from triforce_cli.chat.engine import LEAST_CAPACITY, ChatEngine
@@ -164,6 +167,7 @@ def test_a_second_try_computes_the_message_again_and_nothing_before_it(make: Mak
     stats = engine_of(dialogue).stats
     assert stats.prompt_tokens - stats.reused_tokens <= engine_of(dialogue).plan.placement.rows
     assert dialogue.conversation.turns == (reply,)
+    check_against_a_fresh_start(dialogue, make)  # the work ahead is done again, though the conversation is the same
 
 
 def test_each_reply_has_a_seed_of_its_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +212,34 @@ def test_where_positions_turn_by_the_capacity_all_of_the_context_is_planned_at_o
         engine.ready(10, lambda progress: None)
         assert engine.plan is not None
         assert engine.plan.request.capacity == engine.limit == 2 * LEAST_CAPACITY
+
+
+def test_a_conversation_of_a_session_has_the_capacity_it_had_before(models: Models, tmp_path: Path) -> None:
+    options = Options(dtype="fp32", device="cpu", offload=frozenset())
+    prepared = prepare(models, options, Output(quiet=True))
+    for num_tokens in (LEAST_CAPACITY + 1, 2):
+        with ChatEngine(prepared, session=tmp_path / "session", on_note=lambda line: None) as engine:
+            assert engine.ready(num_tokens, ignore).plan.request.capacity == 2 * LEAST_CAPACITY
+            engine.precompute([65], ignore)
+            engine.keep({}, ignore)
+
+
+@pytest.mark.parametrize(("stage", "ends"), [("prefill", False), ("save", False), ("restore", True)])
+def test_cancelled_work_stops_where_a_prefill_or_a_save_reports_progress(stage: Stage, ends: bool) -> None:
+    background, begun, cancelled, ended = BackgroundWork(), Event(), Event(), Event()
+
+    def work(on_progress: OnProgress) -> None:
+        on_progress(Progress(stage, 0, 2, "bytes"))
+        begun.set()
+        assert cancelled.wait(PATIENCE_SECONDS)
+        on_progress(Progress(stage, 1, 2, "bytes"))
+        ended.set()
+
+    with closing(background):
+        background.start(work, "purpose")
+        assert begun.wait(PATIENCE_SECONDS)
+        background.break_off(lambda progress: cancelled.set())
+        assert ended.is_set() == ends
 
 
 def fail(*args: object, **settings: object) -> None:

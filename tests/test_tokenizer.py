@@ -134,6 +134,7 @@ def test_a_space_after_a_special_token_is_kept() -> None:
     tokenizer = byte_fallback()
     the, start = tokenizer.vocabulary()["▁the"], 1
     assert pieces_of(tokenizer, [the], [the, start, the]) == [" the", "", " the", ""]
+    assert pieces_of(tokenizer, [the, *[start] * 7], [the]) == [" the", ""]  # as a prompt from a chat template ends
 
 
 def test_a_prompt_is_not_closed_and_decoding_skips_special_tokens() -> None:

@@ -102,8 +102,8 @@ class FullCache:
             residence.close(layer, index)
         if self._phase == "decode":
             self.last_query.append(q)
-            if self.mass_chunk is not None and self.record_mass:
-                num_chunks = self.shape.count(start + num_rows) * self.shape.tokens // self.mass_chunk
+            if chunk := self._recorded_chunk:
+                num_chunks = self.shape.count(start + num_rows) * self.shape.tokens // chunk
                 self._mass.append(torch.cat([block.total_mass(num_chunks) for block in blocks]))
         return torch.cat([block.attended() for block in blocks]).to(q.dtype)
 
@@ -157,7 +157,7 @@ class FullCache:
 
     def mass(self, num_rows: int) -> Tensor:
         """Softmax mass per chunk of the last decode forward, summed over its first `num_rows` rows and over the query
-        heads of each KV head: [L, H_kv, C] fp32 on the device."""
+        heads of each KV head: [L, H_kv, C] fp32 on the device. Raises RuntimeError if that forward recorded none."""
         return torch.stack([per_row[:num_rows].sum(0) for per_row in self._mass])
 
     def mean_key_scores(self, chunk: int) -> Tensor:
@@ -176,6 +176,11 @@ class FullCache:
         """Return when the tiles' homes have all rows."""
         if self._write_back is not None:
             self._write_back.wait()
+
+    @property
+    def _recorded_chunk(self) -> int | None:
+        """`mass_chunk`; None while no masses are recorded, since they take time."""
+        return self.mass_chunk if self.record_mass else None
 
     def _end(self) -> None:
         if self._phase is not None:
@@ -210,6 +215,6 @@ class FullCache:
     def _attend_tile(self, block: Block, tile: Tensor, index: int) -> None:
         base = index * self.shape.tokens
         if self._phase == "decode":
-            block.attend_fixed(tile, base, chunk=self.mass_chunk if self.record_mass else None)
+            block.attend_fixed(tile, base, chunk=self._recorded_chunk)
         else:
             block.attend_used(tile, base, pages=self._prefill.pages, fused=self._prefill.fused)

@@ -52,6 +52,12 @@ def num_cases(pytestconfig: pytest.Config) -> Callable[[int], int]:
 
 
 @pytest.fixture
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the waits for the disk; the order of sync calls is tested separately."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture
 def triforce(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """(exit code, standard output, standard error) of `triforce ARGS`, run in this process."""
     from triforce_cli.app import main

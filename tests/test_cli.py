@@ -109,17 +109,14 @@ class TestInterrupt:
         script = {"pieces": ["partial", " text"], "hang": True}
         with start("--model", model, "--prompt", "x", "--quiet", script=script, **PIPES) as process:
             read_until(process, b"partial text")
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate()
-        assert (process.returncode, out, err) == (130, b"", b"")
+            out, err = self.interrupted(process)
+        assert (out, err) == (b"", b"")
 
     def test_of_json_gives_the_object_with_what_came(self, model):
         script = {"pieces": ["partial"], "hang": True, "notes": ["ready"]}
         with start("--model", model, "--prompt", "x", "--json", script=script, **PIPES) as process:
             self.wait_for(process, b"decode")
-            process.send_signal(signal.SIGINT)
-            out, _ = process.communicate()
-        assert process.returncode == 130
+            out, _ = self.interrupted(process)
         document = json.loads(out)
         assert (document["text"], document["finish_reason"]) == ("partial", "interrupted")
         assert document["tokens"] == list(b"partial")
@@ -129,9 +126,7 @@ class TestInterrupt:
         script = {"ticks": 2000, "tick_seconds": 0.1}
         with start("--model", model, "--prompt", "x", "--json", script=script, **PIPES) as process:
             self.wait_for(process, b"load: ")
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate()
-        assert process.returncode == 130
+            out, err = self.interrupted(process)
         assert b"Traceback" not in err
         document = json.loads(out)
         assert (document["text"], document["finish_reason"], document["stats"]) == ("", "interrupted", None)
@@ -140,18 +135,23 @@ class TestInterrupt:
         script = {"pieces": ["partial"], "hang": True}
         with start("--model", model, "--prompt", "x", "--stats", "--quiet", script=script, **PIPES) as process:
             read_until(process, b"partial")
-            process.send_signal(signal.SIGINT)
-            _, err = process.communicate()
-        assert process.returncode == 130
+            _, err = self.interrupted(process)
         assert b"acceptance" in err
 
     def test_before_the_first_token_prints_no_empty_table(self, model):
         script = {"ticks": 2000, "tick_seconds": 0.1}
         with start("--model", model, "--prompt", "x", "--stats", script=script, **PIPES) as process:
             self.wait_for(process, b"prefill: ")
-            process.send_signal(signal.SIGINT)
-            _, err = process.communicate()
-        assert (process.returncode, err) == (130, b"")
+            _, err = self.interrupted(process)
+        assert err == b""
+
+    @staticmethod
+    def interrupted(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+        """Standard output and error from here on."""
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+        assert process.returncode == 130
+        return out, err
 
     @staticmethod
     def wait_for(process: subprocess.Popen[bytes], start_of_line: bytes) -> None:

@@ -35,11 +35,7 @@ from offload.session.store import Store
 from sessions import IDENTITY, Rows, page_files, restore, save, saved
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture(autouse=True)
-def _without_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+pytestmark = pytest.mark.usefixtures("unsynced")
 
 
 @pytest.fixture

@@ -32,12 +32,7 @@ OLD, NEW = tuple(range(6)), (*range(4), *range(40, 45))
 UNCHANGED = 4
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch", "xxhash", "hypothesis", "transformers"])
-
-
-@pytest.fixture(autouse=True)
-def _without_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the waits for the disk; the order of sync calls is tested separately."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+pytestmark = pytest.mark.usefixtures("unsynced")
 
 
 @pytest.fixture

@@ -43,10 +43,7 @@ from sessions import (
     saved,
 )
 
-
-@pytest.fixture(autouse=True)
-def _without_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+pytestmark = pytest.mark.usefixtures("unsynced")
 
 
 @pytest.fixture

@@ -20,17 +20,20 @@ CORPUS = ["the cat sat on the mat, the café was naïve; 日本語のテキス�
 REPLACEMENT = "\ufffd"
 
 
-@cache
-def byte_level() -> Tokenizer:
-    """Byte-level BPE as in GPT-2, Llama 3 and Qwen: a rare character is several tokens."""
+def trained(corpus: list[str], **settings: object) -> tokenizers.Tokenizer:
+    """Byte-level BPE of `corpus`."""
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
-    )
-    inner.train_from_iterator(CORPUS, trainer)
+    inner.train_from_iterator(corpus, trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False, **settings))
+    return inner
+
+
+@cache
+def byte_level() -> Tokenizer:
+    """Byte-level BPE as in GPT-2, Llama 3 and Qwen: a rare character is several tokens."""
+    inner = trained(CORPUS, vocab_size=300, special_tokens=["<end>"])
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>"))
 
 
@@ -173,12 +176,7 @@ def test_a_folder_without_a_tokenizer_is_an_error_that_names_it(tmp_path: Path) 
 @cache
 def spaced() -> Tokenizer:
     """Byte-level BPE that keeps line ends together, except the last one before a word, and digits too."""
-    inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=264, initial_alphabet=alphabet, show_progress=False)
-    inner.train_from_iterator(["\n\n\n", "\n\n", "00", "01", " a"] * 3, trainer)
+    inner = trained(["\n\n\n", "\n\n", "00", "01", " a"] * 3, vocab_size=264)
     inner.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>"))
 

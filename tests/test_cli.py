@@ -139,9 +139,9 @@ class TestInterrupt:
         assert b"acceptance" in err
 
     def test_before_the_first_token_prints_no_empty_table(self, model):
-        script = {"ticks": 2000, "tick_seconds": 0.1}
+        script = {"pieces": [], "hang": True}
         with start("--model", model, "--prompt", "x", "--stats", script=script, **PIPES) as process:
-            self.wait_for(process, b"prefill: ")
+            self.wait_for(process, b"prefill: 1 tokens in")
             _, err = self.interrupted(process)
         assert err == b""
 

@@ -4,7 +4,8 @@
 pieces: the text, one piece a step; plain_pieces: the same without speculation; piece_seconds: after each; finish: of
 the last step; hang: after the pieces, sleep until killed; endless: repeat the last piece very often; fail: raise this
 error ("DoesNotFit", ...) after the pieces;
-load_fail: raise it at load; ticks: progress calls per stage; tick_seconds: between two of them.
+load_fail: raise it at load; ticks: progress calls of each stage, load_ticks and prefill_ticks of one; tick_seconds:
+between two of them.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def make_stats(*, num_prompt_tokens: int = 32_768, output_tokens: int = 200) -> 
 
 
 def _tick(stage: str, total: int, unit: str, on_progress: Callable[[Progress], None]) -> None:
-    ticks = SCRIPT.get("ticks", 2)
+    ticks = SCRIPT.get(f"{stage}_ticks", SCRIPT.get("ticks", 2))
     for tick in range(ticks + 1 if ticks else 0):
         on_progress(Progress(stage, total * tick // ticks, total, unit))
         if tick < ticks:

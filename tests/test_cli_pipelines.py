@@ -256,7 +256,7 @@ class TestTimeout:
         assert events(done.stderr)[0]["error"]["kind"] == "timeout"
 
     def test_ends_a_long_prefill(self, model):
-        script = {"ticks": 100, "tick_seconds": 0.1}
+        script = {"prefill_ticks": 100, "tick_seconds": 0.1}
         done = run("--model", model, "--prompt", "x", "--timeout", "0.3", script=script)
         assert (done.returncode, done.stdout) == (124, b"")
         assert "error: the 0.3 s of --timeout are over" in done.stderr.decode()

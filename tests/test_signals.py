@@ -65,7 +65,7 @@ def test_json_holds_what_came(args, number: signal.Signals) -> None:
 @EVERY
 @pytest.mark.parametrize("stage", ["load", "prefill"])
 def test_a_stage_is_broken_off_without_a_word(args, number: signal.Signals, stage: str) -> None:
-    with start(*args, script={"ticks": 2000, "tick_seconds": 0.1}, **PIPES) as process:
+    with start(*args, script={f"{stage}_ticks": 2000, "tick_seconds": 0.1}, **PIPES) as process:
         assert process.stderr is not None
         while not process.stderr.readline().startswith(stage.encode()):
             pass

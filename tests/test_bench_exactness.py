@@ -19,6 +19,7 @@ from offload.decode.sampling import RandomSource, SamplingParams
 from offload.decode.verify import Verdict, verify
 from offload.engine import Engine
 from offload.model.level import Continuation, Level
+from offload.plan.composition import PLAIN
 from triforce_cli.app import main
 
 SIZES = Sizes(gamma=7, draft_gamma=3, lookup=True)
@@ -212,7 +213,8 @@ def test_long_lists_of_differences_are_cut() -> None:
 
     wrong = [exactness.Replayed(i, 1, 2, False, False, 0.5, 0.25) for i in range(50)]
     found = ExactnessReport(3, [1] * 50, wrong, [], 0.1)
-    plan = types.SimpleNamespace(dtype="fp32", device="cpu", levels=("target",), lookup=False)
+    request = types.SimpleNamespace(dtype="fp32", device="cpu")
+    plan = types.SimpleNamespace(request=request, composition=PLAIN)
     text = render_verify.report(found, plan, GREEDY, lambda token: "word")  # type: ignore[arg-type]
     assert text.count("plain 'word' by a margin of 0.25; logits differ by 0.5") == render_verify.MOST_SHOWN
     assert "  and 30 more\n" in text

@@ -87,7 +87,7 @@ class Answer:
         )
 
     def _show_table(self) -> None:
-        if self._show_stats and self._plan and self.stats and self.stats.output_tokens:
+        if self._show_stats and self._plan and self.stats:
             self._output.table(stats_table(self.stats, self._plan))
 
 

@@ -72,7 +72,7 @@ class Script:
         where the template goes on with it, otherwise left out.
         """
         text, turn = self.literals[0], 0
-        for message, literal in zip(self.said, self._settled(), strict=True):
+        for message, literal in zip(self.said, self._literals_after(), strict=True):
             if message.role == "user":
                 stem = text.rstrip(" ")  # most tokenizers join a space to the word that follows
                 space = text[len(stem) :]
@@ -85,8 +85,8 @@ class Script:
                 yield Piece(turn, tokens=tokens)
         yield Piece(turn, text)
 
-    def _settled(self) -> list[str]:
-        """The literals after what was said. White space that ends the one before a reply is as it was for the model:
+    def _literals_after(self) -> list[str]:
+        """The literal after each message. White space at the end of the one before a reply is as the model saw it:
         some templates write a space there only when the reply is known."""
         ready = self.literals[-1]
         literals = list(self.literals[1:])

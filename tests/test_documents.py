@@ -10,11 +10,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
 import figure
+import module_docs
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-WRITTEN_BY_HAND = [page for page in PAGES if page.name != "cli.md"]
+WRITTEN_BY_HAND = [page for page in PAGES if page.name not in ("cli.md", "modules.md")]
 
 
 def anchors(page: Path) -> set[str]:
@@ -63,3 +66,10 @@ def test_the_readmes_table_and_plot_are_what_was_measured(tmp_path: Path) -> Non
     drawn = ratios.findall((tmp_path / "plot.svg").read_text(encoding="utf-8"))
     assert len(drawn) == sum(map(len, panels.values()))
     assert drawn == ratios.findall((ROOT / "docs" / "results.svg").read_text(encoding="utf-8"))
+
+
+def test_the_page_of_modules_is_made_from_their_docstrings() -> None:
+    text = module_docs.document()
+    assert module_docs.FILE.read_text(encoding="utf-8") == text, "run python scripts/module_docs.py"
+    modules = [path for package in ("offload", "triforce_cli") for path in (ROOT / package).rglob("*.py")]
+    assert text.count("\n| ") == 1 + sum(path.name != "__init__.py" or path.stat().st_size > 0 for path in modules)

@@ -262,6 +262,13 @@ def test_a_lookup_that_is_right_replaces_a_dear_model() -> None:
     assert reached < 1.1 * best(0.97, 0.0, (1.0, 0.0))
 
 
+def test_of_a_lookup_that_is_unsure_a_part_is_drafted() -> None:
+    """All 40 tokens would cost two seconds and gain less than one."""
+    lengths = Adaptive(63, PassSeconds(1.0, 0.05), [lookup()])
+    lengths.start(63)
+    assert lengths.next([Offer(40, 1)]) == Draft(0, 2)
+
+
 def test_a_long_match_that_was_right_goes_straight_to_a_verification() -> None:
     """As long as the block may be, past a model that would check it for a little: nothing is left to check."""
     offers = [Offer(63, 7), ANY]

@@ -16,6 +16,7 @@ from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
 from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
 from offload.errors import DoesNotFit, ModelError, UsageError
+from offload.leader import load_worker
 from offload.metrics import LevelStats, LinkStats, Stats
 from offload.model.level import Level
 from offload.plan.composition import PLAIN
@@ -76,7 +77,8 @@ class Engine:
     def load(
         cls, plan: Plan, model: Path, draft: Path | None, tokenizer: Tokenizer, *, on_progress: OnProgress = ignore
     ) -> Engine:
-        """Read the weights to where the plan wants them. Raises ModelError, DoesNotFit."""
+        """Read the weights to where the plan wants them, on each of its devices. Raises ModelError, DoesNotFit,
+        RankFailed."""
         start = time.perf_counter()
         folders = {"target": model}
         if draft is not None and "draft" in plan.composition.levels:
@@ -85,7 +87,7 @@ class Engine:
         def report(done: int, total: int) -> None:
             on_progress(Progress("load", done, total, "bytes"))
 
-        worker = Worker.load(plan, folders, num_tokens=len(tokenizer), on_bytes=report)
+        worker = load_worker(plan, folders, num_tokens=len(tokenizer), on_bytes=report)
         return cls(worker, tokenizer, load_seconds=time.perf_counter() - start)
 
     @property

@@ -31,6 +31,12 @@ class ModelError(TriforceError):
     kind = "model"
 
 
+class RankFailed(TriforceError):
+    """One of several ranks died, hangs or failed; the others have been ended."""
+
+    kind = "rank"
+
+
 class SessionError(TriforceError):
     """A session cannot be used or saved: damaged, another model's, in use, or a disk error. Its saved contents stay."""
 

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -99,6 +99,31 @@ class LinkStats:
         )
 
 
+@dataclass(frozen=True)
+class RankStats:
+    """What one of several ranks did. sum_seconds: in sums over the ranks, with the wait for those that are slower.
+    device_bytes, host_bytes: allocated."""
+
+    rank: int
+    device: str
+    bytes_to_device: int
+    bytes_to_host: int
+    link_seconds: float
+    sum_seconds: float
+    device_bytes: int
+    host_bytes: int
+
+    def since(self, earlier: RankStats) -> RankStats:
+        """The same without what had been done `earlier`."""
+        return replace(
+            self,
+            bytes_to_device=self.bytes_to_device - earlier.bytes_to_device,
+            bytes_to_host=self.bytes_to_host - earlier.bytes_to_host,
+            link_seconds=self.link_seconds - earlier.link_seconds,
+            sum_seconds=self.sum_seconds - earlier.sum_seconds,
+        )
+
+
 @dataclass
 class Stats:
     """The numbers of one request, as `--stats` and `--json` print them."""
@@ -114,6 +139,7 @@ class Stats:
     levels: list[LevelStats] = field(default_factory=list)
     prefill_link: LinkStats = field(default_factory=LinkStats)
     decode_link: LinkStats = field(default_factory=LinkStats)
+    ranks: list[RankStats] = field(default_factory=list)  # while decoding, where there are several
 
     @property
     def prompt_tokens_per_second(self) -> float | None:

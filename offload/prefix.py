@@ -94,7 +94,7 @@ class PrefixCache:
         self.truncate(0)
         total = store.bytes_to_write(common, 0)
         report = bytes_of("restore", total, on_progress)
-        store.load(self._worker.full, common, on_bytes=report)
+        store.load(self._worker.rows, common, on_bytes=report)
         report(total)
         self.tokens, self._num_saved = list(tokens[:common]), common
         return common
@@ -104,7 +104,7 @@ class PrefixCache:
         total = store.bytes_to_write(len(self.tokens), self._num_saved)
         report = bytes_of("save", total, on_progress)
         store.save(
-            self._worker.full,
+            self._worker.rows,
             self.tokens,
             capacity=self._worker.plan.request.capacity,
             extra=extra,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from offload.cache import Cache
 from offload.cache.full import FullCache
 from offload.cache.retrieval import RetrievalCache
 from offload.cache.selection import Selection
@@ -15,17 +17,69 @@ from offload.cache.tiles import TileShape
 from offload.errors import DoesNotFit, ModelError
 from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
-from offload.metrics import LinkStats
-from offload.model.decoder import Decoder
+from offload.metrics import LinkStats, RankStats
+from offload.model.decoder import Decoder, Sums
 from offload.model.level import Level, StreamingLevel, prefill
 from offload.model.loading import DTYPES, load_decoders
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
+from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import CPU_BLOCKS, MAX_ROWS
+from offload.session.page import PagedRows
 from offload.transfer.link import Link, make_link
 from offload.transfer.memory import Memory
 
 MAX_REACH = 32  # tokens: dilation reaches as far as blocks usually go
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What outlives a plan: models, the memory they are in, and the link that some of them cross. decoders: by name,
+    "target" and, where there is one, "draft"."""
+
+    decoders: Mapping[str, Decoder]
+    memory: Memory
+    link: Link | None
+
+    @classmethod
+    def load(
+        cls,
+        plan: Plan,
+        folders: Mapping[str, Path],
+        on_bytes: Callable[[int, int], None],
+        *,
+        shard: Shard = ALONE,
+        sums: Sums | None = None,
+    ) -> Parts:
+        """Read the models in `folders`, of "target" a shard, to where the plan wants them. Raises ModelError,
+        DoesNotFit."""
+        memory = Memory(torch.device(plan.request.device))
+        if memory.device.type == "cuda":
+            torch.cuda.set_device(memory.device)  # some libraries launch on the current device
+        link = make_link(memory.device, plan.placement.link_bytes_per_second) if plan.placement.offload else None
+        try:
+            return cls(load_decoders(folders, plan, memory, link, on_bytes, shard=shard, sums=sums), memory, link)
+        except BaseException:
+            if link is not None:
+                link.close()
+            raise
+
+    @property
+    def target(self) -> Decoder:
+        return self.decoders["target"]
+
+    def num_scored(self, num_tokens: int) -> int:
+        """Entries of the target's logits that are tokens, of a vocabulary of `num_tokens`: models may pad theirs.
+        Raises ModelError where a draft scores fewer."""
+        width = min(num_tokens, self.target.config.vocab_size)
+        if "draft" in self.decoders and (fewer := self.decoders["draft"].config.vocab_size) < width:
+            raise ModelError(f"the draft scores {fewer} tokens, the target {width}; --draft none")
+        return width
+
+    def close(self) -> None:
+        """End the link's threads."""
+        if self.link is not None:
+            self.link.close()
 
 
 class Worker:
@@ -33,17 +87,17 @@ class Worker:
 
     Whatever changes the caches is asked for with tokens and lengths alone: `prefill`, `forward` and `truncate` of the
     `levels` (by name: "target", "retrieval", "draft"), `record_mass`, `refresh`, `prepare_retrieval`, `fetch_ahead`,
-    `copy_rows`. `full` is the target's cache; a session saves and fills its pages (`PagedRows`).
+    `copy_rows`. `full` is the target's cache.
     """
 
-    def __init__(
-        self, plan: Plan, decoders: Mapping[str, Decoder], memory: Memory, link: Link | None, *, vocab_size: int
-    ) -> None:
-        """Allocate the plan's caches, empty. vocab_size: the width of all logits.
+    def __init__(self, plan: Plan, parts: Parts, *, vocab_size: int, blocks: Blocks | None = None) -> None:
+        """Allocate the plan's caches, empty. vocab_size: the width of all logits. blocks: sizes that all ranks compute
+        alike; None: those that this machine does.
 
         Raises DoesNotFit, with the context that there is memory for. On an error nothing stays allocated.
         """
-        self.plan, self.decoders, self.memory, self.link, self.vocab_size = plan, decoders, memory, link, vocab_size
+        self.plan, self.parts, self.vocab_size = plan, parts, vocab_size
+        self._blocks = blocks or fast_sizes(plan, parts.target.config, equal_sizes(plan, parts.target.config))
         self.levels: dict[str, Level] = {}
         self.retrieval: RetrievalCache | None = None
         self._caches: list[FullCache | RetrievalCache | StreamingCache] = []
@@ -65,14 +119,11 @@ class Worker:
     ) -> Worker:
         """Read the models in `folders` ("target", "draft") to where the plan wants them. num_tokens: in the tokenizer's
         vocabulary. `on_bytes(done, total)` is called as bytes are read. Raises ModelError, DoesNotFit."""
-        memory = Memory(torch.device(plan.request.device))
-        link = make_link(memory.device, plan.placement.link_bytes_per_second) if plan.placement.offload else None
+        parts = Parts.load(plan, folders, on_bytes)
         try:
-            decoders = load_decoders(folders, plan, memory, link, on_bytes)
-            return cls(plan, decoders, memory, link, vocab_size=_num_scored(decoders, num_tokens))
+            return cls(plan, parts, vocab_size=parts.num_scored(num_tokens))
         except BaseException:
-            if link is not None:
-                link.close()
+            parts.close()
             raise
 
     def replanned(self, plan: Plan) -> Worker:
@@ -80,21 +131,38 @@ class Worker:
         weights stay where they are. Raises DoesNotFit."""
         if plan.placement.offload or self.plan.placement.offload:
             raise ValueError("an engine that offloads is made for one plan")
-        return Worker(plan, self.decoders, self.memory, self.link, vocab_size=self.vocab_size)
+        return self._another(plan)
 
     @property
     def target(self) -> Decoder:
-        return self.decoders["target"]
+        return self.parts.target
+
+    @property
+    def memory(self) -> Memory:
+        return self.parts.memory
+
+    @property
+    def link(self) -> Link | None:
+        return self.parts.link
+
+    @property
+    def rows(self) -> PagedRows:
+        """The target's cached rows, which a session saves and fills."""
+        return self.full
 
     @property
     def num_embedded(self) -> int:
         """Tokens that every model knows."""
-        return min(decoder.config.vocab_size for decoder in self.decoders.values())
+        return min(decoder.config.vocab_size for decoder in self.parts.decoders.values())
 
     @property
     def link_stats(self) -> LinkStats:
         """Totals since the worker was loaded; zeros where there is no link."""
         return self.link.stats if self.link is not None else LinkStats()
+
+    def rank_stats(self) -> list[RankStats]:
+        """Totals of each rank since the worker was loaded; none where there is one rank."""
+        return []
 
     def prefill(self, tokens: Sequence[int], on_tokens: Callable[[int], None]) -> None:
         """Append `tokens` to the full cache; the levels below see what they need of them later. Broken off, it appends
@@ -135,24 +203,29 @@ class Worker:
 
     def close(self) -> None:
         """End the link's threads."""
-        if self.link is not None:
-            self.link.close()
+        self.parts.close()
+
+    def _another(self, plan: Plan) -> Worker:
+        return Worker(plan, self.parts, vocab_size=self.vocab_size)
 
     def _make_levels(self) -> None:
-        plan, link, config, width = self.plan, self.link, self.target.config, self.vocab_size
-        blocks = _block_sizes(plan, config)
-        self.full = _full_cache(plan, config, self.memory, link, blocks)
+        plan = self.plan
+        self.full = _full_cache(plan, self.target.config, self.memory, self.link, self._blocks)
         self._caches.append(self.full)
-        self.levels["target"] = Level("target", self.target, self.full, vocab_size=width, blocks=blocks, link=link)
+        self.levels["target"] = self._level("target", self.full, self._blocks)
         if "retrieval" in plan.composition.levels:
             self.retrieval = _retrieval_cache(plan, self.memory, self.full)
             self._caches.append(self.retrieval)
-            self.levels["retrieval"] = Level("retrieval", self.target, self.retrieval, vocab_size=width, link=link)
-        draft = self.decoders.get("draft")
+            self.levels["retrieval"] = self._level("retrieval", self.retrieval, None)
+        draft = self.parts.decoders.get("draft")
         if "draft" in plan.composition.levels and draft is not None:
             streaming = _streaming_cache(plan, draft.config, self.memory)
             self._caches.append(streaming)
-            self.levels["draft"] = StreamingLevel("draft", draft, streaming, vocab_size=width)
+            self.levels["draft"] = StreamingLevel("draft", draft, streaming, vocab_size=self.vocab_size)
+
+    def _level(self, name: str, cache: Cache, blocks: Blocks | None) -> Level:
+        """A level of the target over one of its caches."""
+        return Level(name, self.target, cache, vocab_size=self.vocab_size, blocks=blocks, link=self.link)
 
     def _reserve(self) -> None:
         plan = self.plan
@@ -164,13 +237,19 @@ class Worker:
             raise DoesNotFit(f"{error} to {plan.request.capacity * allocated // planned}") from error
 
 
-def _num_scored(decoders: Mapping[str, Decoder], num_tokens: int) -> int:
-    """Entries of the target's logits that are tokens: models may pad theirs. Raises ModelError where a draft scores
-    fewer."""
-    width = min(num_tokens, decoders["target"].config.vocab_size)
-    if "draft" in decoders and (fewer := decoders["draft"].config.vocab_size) < width:
-        raise ModelError(f"the draft scores {fewer} tokens, the target {width}; --draft none")
-    return width
+def stats_of_rank(rank: int, worker: Worker, sum_seconds: float) -> RankStats:
+    """What a rank's worker did since it was loaded, and what it has allocated."""
+    link, allocated = worker.link_stats, worker.memory.allocated()
+    return RankStats(
+        rank=rank,
+        device=str(worker.memory.device),
+        bytes_to_device=link.bytes_to_device,
+        bytes_to_host=link.bytes_to_host,
+        link_seconds=link.busy_seconds,
+        sum_seconds=sum_seconds,
+        device_bytes=sum(allocated["device"].values()),
+        host_bytes=sum(allocated["host"].values()),
+    )
 
 
 def _full_cache(plan: Plan, config: ModelConfig, memory: Memory, link: Link | None, blocks: Blocks) -> FullCache:
@@ -212,14 +291,24 @@ def _streaming_cache(plan: Plan, config: ModelConfig, memory: Memory) -> Streami
     )
 
 
-def _block_sizes(plan: Plan, config: ModelConfig) -> Blocks:
-    """The block sizes that a pass may use. A GPU's blocks are all alike: fewer rows would not be faster there.
-
-    Other sizes never change what is computed, so they may be chosen by time.
-    """
+def equal_sizes(plan: Plan, config: ModelConfig) -> Blocks:
+    """The sizes of blocks that a pass may have on this machine, whatever is fast. config: of this rank's shard. A GPU's
+    blocks are all alike: fewer rows would not be faster there."""
     if plan.request.device != "cpu":
         return Blocks((plan.placement.rows,))
-    shapes = Shapes(
+    return equal_blocks(_shapes(plan, config), CPU_BLOCKS, DTYPES[plan.request.dtype], torch.get_num_threads())
+
+
+def fast_sizes(plan: Plan, config: ModelConfig, blocks: Blocks) -> Blocks:
+    """Those of `blocks` that are worth their while on this machine. Other sizes never change what is computed, so they
+    may be chosen by time."""
+    if plan.request.device != "cpu":
+        return blocks
+    return fast_blocks(_shapes(plan, config), blocks, DTYPES[plan.request.dtype], torch.get_num_threads())
+
+
+def _shapes(plan: Plan, config: ModelConfig) -> Shapes:
+    return Shapes(
         config.layer_products(),
         (config.vocab_size, config.hidden_size, False),
         config.num_heads,
@@ -228,8 +317,6 @@ def _block_sizes(plan: Plan, config: ModelConfig) -> Blocks:
         plan.placement.tile_tokens // plan.placement.page_tokens,
         plan.placement.page_tokens,
     )
-    dtype, threads = DTYPES[plan.request.dtype], torch.get_num_threads()
-    return fast_blocks(shapes, equal_blocks(shapes, CPU_BLOCKS, dtype, threads), dtype, threads)
 
 
 def _rope(plan: Plan, config: ModelConfig) -> RopeTable:

@@ -12,7 +12,7 @@ from torch import Tensor
 from offload.cache.tiles import TileShape, TileStore
 from offload.errors import SessionError
 from offload.session.identity import Identity
-from offload.session.page import PagedRows, format_of, layers_of
+from offload.session.page import PagedRows, format_of
 from offload.session.store import Store
 from offload.transfer.memory import Memory
 
@@ -54,7 +54,7 @@ class Rows:
 
 def bits(rows: PagedRows) -> bytes:
     """The bits of all cached rows, in the order of page, layer, keys or values, head."""
-    pages = [layers_of(rows, number) for number in range(-(-rows.length // PAGE))]
+    pages = [rows.page_of_all(number) for number in range(-(-rows.length // PAGE))]
     cut = [[layer[:, :, : rows.length - number * PAGE] for layer in layers] for number, layers in enumerate(pages)]
     return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for layers in cut for part in layers)
 

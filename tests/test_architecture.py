@@ -15,11 +15,24 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Ground to roof: a storey imports from itself and from those before it.
-STOREYS = ("ground", "plan", "kernels", "transfer", "cache", "model", "decode", "session", "roof", "bench", "hub")
-ROOF = ("offload.engine", "offload.worker", "offload.prefix")
+STOREYS = (
+    "ground",
+    "plan",
+    "kernels",
+    "ranks",
+    "transfer",
+    "cache",
+    "model",
+    "decode",
+    "session",
+    "roof",
+    "bench",
+    "hub",
+)
+ROOF = ("offload.engine", "offload.worker", "offload.prefix", "offload.leader", "offload.follower", "offload.all_rows")
 GROUND = ("offload.errors", "offload.metrics", "offload.progress", "offload.units")
 CLI_MAY_IMPORT = (
-    *("offload.engine", "offload.plan", "offload.session", "offload.bench", "offload.hub"),
+    *("offload.engine", "offload.follower", "offload.plan", "offload.session", "offload.bench", "offload.hub"),
     *GROUND,
     *("offload.decode.sampling", "offload.decode.tokenizer"),
 )
@@ -97,8 +110,8 @@ def only_memory_pins(module: str, source: str) -> list[str]:
 
 
 def only_link_makes_threads_and_streams(module: str, source: str) -> list[str]:
-    # One copies, the other works while a person types.
-    if module in ("offload.transfer.link", "triforce_cli.chat.background"):
+    # One copies, one works while a person types, the ranks watch each other and meet.
+    if module in ("offload.transfer.link", "triforce_cli.chat.background") or within(module, "offload.ranks"):
         return []
     tree = ast.parse(source)
     concurrent = ("threading", "_thread", "concurrent", "multiprocessing", "asyncio", "queue", "torch.multiprocessing")

@@ -24,7 +24,6 @@ from offload.session import page
 from offload.session.catalogue import inspect
 from offload.session.folder import Folder
 from offload.session.identity import PageFormat
-from offload.session.page import layers_of
 from offload.session.store import Store
 from offload.transfer.link import Link, PacedLink
 from sessions import (
@@ -173,7 +172,7 @@ def test_page_files_are_safetensors(path: Path, dtype: str) -> None:
     for number, file in enumerate(page_files(path)):
         with safe_open(file, "pt") as tensors:
             assert sorted(tensors.keys()) == ["layers.0", "layers.1"]
-            for layer, home in enumerate(layers_of(rows, number)):
+            for layer, home in enumerate(rows.page_of_all(number)):
                 assert tensors.get_tensor(f"layers.{layer}").dtype == DTYPES[dtype]
                 assert torch.equal(tensors.get_tensor(f"layers.{layer}"), home)
 

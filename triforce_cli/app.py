@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from offload.plan.torchrun import Launched
 from triforce_cli import __version__, log
 from triforce_cli.commands import Command
 from triforce_cli.commands import version as version_command
@@ -83,6 +84,9 @@ triforce.__doc__ = flowing(triforce.__doc__)
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command line (default: that of the process) and return its exit code."""
+    launched = Launched.look()
+    if launched is not None and launched.rank > 0:
+        return _follow(launched)
     command: Command | None = None
     try:
         with interruptible(main.__code__):
@@ -102,6 +106,14 @@ def main(args: Sequence[str] | None = None) -> int:
         return _report(error, as_json=wants_json(command, sys.argv if args is None else args))
     finally:
         log.end()
+    return 0
+
+
+def _follow(launched: Launched) -> int:
+    """Run as one of torchrun's ranks other than 0, for the command that rank 0 runs."""
+    from offload.follower import follow_torchrun
+
+    follow_torchrun(launched)
     return 0
 
 

@@ -90,6 +90,7 @@ class PlacementFlags:
     """Device, dtype and memory."""
 
     device: options.Device = "auto"
+    gpus: options.Gpus = "1"
     dtype: options.Dtype = "auto"
     offload: options.Offload = "auto"
     device_memory: options.DeviceMemory = None
@@ -135,7 +136,19 @@ def plan_options(levels: LevelFlags, **placement: Any) -> Options:
     given = vars(levels) | placement
     given["lookup"], given["speculation"] = not given.pop("no_lookup"), not given.pop("no_speculation", False)
     given["offload"] = _offloaded(given["offload"])
+    if "gpus" in given:
+        given["gpus"] = _num_gpus(given["gpus"])
     return Options(**given)
+
+
+def _num_gpus(text: str) -> int | None:
+    """From a number, or "auto" (None: all there are)."""
+    if text.strip() == AUTO:
+        return None
+    try:
+        return int(text)
+    except ValueError as error:
+        raise UsageError(f"gpus is {text!r}; it may be a number or auto") from error
 
 
 def _offloaded(text: str) -> frozenset[str] | None:

@@ -278,6 +278,15 @@ Offload = Annotated[
         metavar="WHAT",
     ),
 ]
+Gpus = Annotated[
+    str,
+    option(
+        "--gpus",
+        'Cards that run the model together, each with a part of it: a number, or "auto" for all. On a CPU, processes.',
+        PLACEMENT,
+        metavar="N",
+    ),
+]
 DeviceMemory = Annotated[
     float | None,
     option(

@@ -2,7 +2,8 @@
 
 Python runs a signal's handler between any two instructions, also inside a library's function. An exception raised there
 may be swallowed, turned into another one, or leave a lock taken. So `interruptible` raises only where all code that
-runs, from the innermost frame out to `main`, is this program's own, and waits for that moment elsewhere.
+runs, from the innermost frame out to `main`, is this program's own, and waits for that moment elsewhere. It waits, too,
+for the functions of own modules that say they are UNINTERRUPTED.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _RETRY_SECONDS = 0.02
 _OWN = {"triforce_cli", "offload", "__main__"}
 # Libraries that wait for files, sockets and terminals, which may last for ever. They are made to be interrupted.
 _WAITING = {"pathlib", "selectors", "socket", "ssl", "httpcore"}
+_UNINTERRUPTED = "UNINTERRUPTED"  # true in a module of this program whose functions are done whole or not at all
 _CALLING_BACK = {"contextlib"}  # made to pass on whatever the program's code raises in it
 Handler = Callable[[int, "FrameType | None"], object] | int | None
 
@@ -146,7 +148,7 @@ class _Arrival:
         if _package(frame) not in _OWN:
             return False
         while frame is not None and frame.f_code is not self._main:
-            if _package(frame) not in _OWN | _CALLING_BACK:
+            if _package(frame) not in _OWN | _CALLING_BACK or frame.f_globals.get(_UNINTERRUPTED):
                 return False
             frame = frame.f_back
         return True

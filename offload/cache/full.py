@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -129,6 +130,15 @@ class FullCache:
         """
         index, within = divmod(number, self.shape.num_pages)
         return self.store.home(layer, index)[:, within]
+
+    def page_of_all(self, number: int) -> list[Tensor]:
+        """See `PagedRows`: the homes themselves."""
+        return [self.page(layer, number) for layer in range(self.num_layers)]
+
+    page_to_fill = page_of_all
+
+    def filled(self, number: int, layers: Sequence[Tensor]) -> None:
+        """See `PagedRows`: the homes themselves were filled."""
 
     def restored(self, length: int) -> None:
         """The homes of the first `length` tokens' pages were written from outside: these tokens count, no others."""

@@ -7,7 +7,9 @@ works on all of them together, attention works sequence by sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,11 +28,36 @@ class Segment:
     tokens: Tensor
 
 
-class Decoder:
-    """The layer loop. Knows no concrete cache and no sampling."""
+class Sums(Protocol):
+    """Sums over the ranks that share a model."""
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self.config, self.weights = config, weights
+    def due(self, shapes: Sequence[tuple[int, int]], like: Tensor) -> AbstractContextManager[None]:
+        """In the body, sums of these shapes are made on every rank, of tensors of the dtype and device of `like`."""
+        ...
+
+    def total(self, part: Tensor) -> Tensor:
+        """part [n, hidden] of this rank -> the sum over all, the same bits on each."""
+        ...
+
+
+class OneRank:
+    """The sums of a model that one rank has to itself."""
+
+    def due(self, shapes: Sequence[tuple[int, int]], like: Tensor) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def total(self, part: Tensor) -> Tensor:
+        return part
+
+
+class Decoder:
+    """The layer loop. Knows no concrete cache and no sampling.
+
+    config, weights: of the model, or of the shard of it that this rank runs. sums: over the ranks that have the others.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, sums: Sums | None = None) -> None:
+        self.config, self.weights, self._sums = config, weights, sums or OneRank()
 
     @property
     def device(self) -> torch.device:
@@ -51,17 +78,20 @@ class Decoder:
         small; None: all at once. blocks: every matrix product sees exactly these numbers of rows, one after the other
         (`T` is their sum), so that a row's bits do not depend on how many others there are; None: as prefill_block
         gives them.
-        `on_rows` is called with each block's number of rows after each layer. Peak memory: T hidden rows and one
-        block's intermediates.
+        `on_rows` is called with each block's number of rows after each layer. With several ranks a prefill can be
+        broken off between two blocks, another forward ends on all of them. Peak memory: T hidden rows and one block's
+        intermediates.
         """
         x = embedding(torch.cat([segment.tokens for segment in segments]), self.weights.embedding)
         if blocks is not None and x.shape[0] != sum(blocks):
             raise ValueError(f"{x.shape[0]} rows are not blocks of {blocks}")
-        for layer, weights in enumerate(self.weights.layers):
-            for start in range(0, x.shape[0], prefill_block or x.shape[0]):
-                block = x[start : start + (prefill_block or x.shape[0])]
-                self._layer(layer, weights, block, start, segments, blocks)
-                on_rows(block.shape[0])
+        with self._due(x, blocks, self.config.num_layers) if prefill_block is None else nullcontext():
+            for layer, weights in enumerate(self.weights.layers):
+                for start in range(0, x.shape[0], prefill_block or x.shape[0]):
+                    block = x[start : start + (prefill_block or x.shape[0])]
+                    with nullcontext() if prefill_block is None else self._due(block, None, 1):
+                        self._layer(layer, weights, block, start, segments, blocks)
+                    on_rows(block.shape[0])
         return x
 
     def finish(self) -> None:
@@ -74,7 +104,13 @@ class Decoder:
         return _by_block(blocks, hidden, self._head)
 
     def _head(self, hidden: Tensor) -> Tensor:
+        assert self.weights.head is not None, "rank 0 alone has the head"
         return self.weights.head(self._norm(hidden, self.weights.final_norm))
+
+    def _due(self, x: Tensor, blocks: Sequence[int] | None, num_layers: int) -> AbstractContextManager[None]:
+        """The sums over the ranks in so many layers: after the attention and the feed-forward network of each block."""
+        sizes = [x.shape[0]] if blocks is None else blocks
+        return self._sums.due([(rows, x.shape[1]) for rows in sizes for _ in range(2)] * num_layers, x)
 
     def _layer(
         self,
@@ -91,9 +127,9 @@ class Decoder:
         attended = self._attend(layer, q, k, v, start, segments)
         sizes = [x.shape[0]] if blocks is None else list(blocks)
         for part, own in zip(x.split(sizes), attended.split(sizes), strict=True):
-            part += weights.o(own)
+            part += self._sums.total(weights.o(own))
             gate, up = weights.gate_up(self._norm(part, weights.post_norm)).chunk(2, -1)
-            part += weights.down(silu(gate).mul_(up))
+            part += self._sums.total(weights.down(silu(gate).mul_(up)))
 
     def _heads(self, weights: LayerWeights, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (H + 2 H_kv) * D] -> q [T, H, D], k and v [T, H_kv, D], normed where the model does that."""

@@ -23,7 +23,7 @@ _MOST_PADDED = 64  # rows of a draft: past these a row has its price
 @dataclass(frozen=True)
 class Continuation:
     """New tokens (1 or more) of one sequence, the cache that takes them in, and how many of their last rows are wanted
-    as logits (1 or more)."""
+    as logits; 0 on a rank that has no head."""
 
     cache: Cache
     tokens: Sequence[int]
@@ -106,6 +106,8 @@ class Level:
 
     def _logits(self, continuation: Continuation, hidden: Tensor, blocks: list[int]) -> Tensor:
         """hidden: of one sequence, in its blocks, padding included."""
+        if not continuation.num_logits:
+            return hidden[:0]
         count = len(continuation.tokens)
         first, start = count - continuation.num_logits, 0
         if self._blocks is None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from offload.model.decoder import Decoder
+from offload.model.decoder import Decoder, Sums
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
+from offload.plan.shards import ALONE, Shard
 from offload.transfer.checkpoint import Checkpoint, check_model
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
@@ -24,15 +25,21 @@ def load_decoders(
     memory: Memory,
     link: Link | None,
     on_bytes: Callable[[int, int], None],
+    *,
+    shard: Shard = ALONE,
+    sums: Sums | None = None,
 ) -> dict[str, Decoder]:
     """Check the checkpoint in each folder and read it to its place: on the device, but for the layers of "target" that
     are offloaded.
 
+    shard: of "target", with the sums over the ranks that have the rest; other models are whole.
     `on_bytes(done, total)` is called as bytes are read. Raises ModelError.
     """
     dtype = DTYPES[plan.request.dtype]
     configs = {name: ModelConfig.from_folder(folder) for name, folder in folders.items()}
-    total = sum(config.weight_bytes(dtype.itemsize) for config in configs.values())
+    shards = {name: shard if name == "target" else ALONE for name in folders}
+    own = {name: shards[name].config(config) for name, config in configs.items()}
+    total = sum(config.weight_bytes(dtype.itemsize) for config in own.values())
     done = 0
 
     def count(num_bytes: int) -> None:
@@ -53,6 +60,7 @@ def load_decoders(
                 link=link if name == "target" and "weights" in plan.placement.offload else None,
                 num_resident=plan.placement.resident_layers,
                 on_bytes=count,
+                shard=shards[name],
             )
-        decoders[name] = Decoder(configs[name], weights)
+        decoders[name] = Decoder(own[name], weights, sums if name == "target" else None)
     return decoders

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.errors import UsageError
 from offload.plan.machine import free_host_bytes, machine_name
 from offload.plan.rates import RTX_4090, TWO_CORES, Rates, load_rates
+from offload.plan.torchrun import Launched
 
 __all__ = ["RTX_4090", "TWO_CORES", "Hardware", "Rates", "probe", "rates_key"]
 
@@ -22,14 +23,42 @@ class Hardware:
     fast_bf16: bool
     rates: Rates = TWO_CORES
     num_devices: int = 1  # alike, each with a link of its own; bytes and rates are of one
+    num_hosts: int = 1  # machines that have as many of them each, and as much memory
 
     @property
     def is_cpu(self) -> bool:
         return self.device == "cpu"
 
 
-def probe(device: str) -> Hardware:
-    """The machine as seen for `device`: "auto" (a GPU where there is one), "cpu", "cuda" or "cuda:N"."""
+def probe(device: str, gpus: int | None = 1) -> Hardware:
+    """The machine as seen for `device`: "auto" (a GPU where there is one), "cpu", "cuda" or "cuda:N".
+
+    gpus: devices that are used together, the first of them being `device`; on a CPU so many processes share its cores.
+    None: all GPUs from there on, or one CPU. torchrun, where it started this process, says how many. Raises UsageError.
+    """
+    found = _probe(device)
+    launched = Launched.look()
+    if launched is not None:
+        if gpus not in (None, 1, launched.size):
+            raise UsageError(f"gpus is {gpus} and torchrun started {launched.size} ranks; leave out --gpus")
+        count, local, hosts = launched.size, launched.local_size, launched.num_hosts
+    else:
+        count = local = _num_devices(found) if gpus is None else gpus
+        hosts = 1
+    if not found.is_cpu and local > _num_devices(found):
+        raise UsageError(f"gpus is {local} and torch sees {_num_devices(found)} from {found.device} on")
+    rates = found.rates.shared(local) if found.is_cpu else found.rates
+    return replace(found, num_devices=count, num_hosts=hosts, rates=rates)
+
+
+def _num_devices(found: Hardware) -> int:
+    """GPUs from that of `found` on, or one CPU."""
+    import torch
+
+    return 1 if found.is_cpu else torch.cuda.device_count() - int(found.device.partition(":")[2])
+
+
+def _probe(device: str) -> Hardware:
     import torch
 
     name = _resolve(device)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from offload.errors import UsageError
 
+MAX_RANKS = 8  # devices that run one model together
 PAGE_TOKENS = 512  # tokens per page of a tile; a chunk divides it
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -14,6 +15,7 @@ DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 class Options:
     """Options that a user may set; None and "auto" leave the choice to the plan. Tokens, GB and GB/s (1e9 bytes).
 
+    gpus: devices that run the model together, on a CPU processes; None: as many as there are.
     gamma, draft_gamma: a number is kept to; None adapts to the text.
     offload: what may be kept on the host; on a CPU, where device and host are one memory, all of it is, unless
     device_memory says how much of it may be on the "device".
@@ -27,6 +29,7 @@ class Options:
     sinks: int = 16
     window: int = 240
     device: str = "auto"
+    gpus: int | None = 1
     dtype: str = "auto"
     offload: frozenset[str] | None = None
     device_memory: float | None = None
@@ -41,6 +44,7 @@ class Options:
         _within("chunk", self.chunk, 1, PAGE_TOKENS)
         _within("gamma", self.gamma, 0, 255)
         _within("draft-gamma", self.draft_gamma, 0, 64)
+        _within("gpus", self.gpus, 1, MAX_RANKS)
         _within("sinks", self.sinks, 0, 4096)
         _within("window", self.window, 1, 2**20)
         if self.chunk is not None and PAGE_TOKENS % self.chunk:

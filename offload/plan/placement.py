@@ -63,11 +63,11 @@ def shortage(sizing: Sizing, placement: Placement) -> str | None:
     hardware = sizing.hardware
     tiers = [
         ("device memory", placement.total_device_bytes, device_room(sizing)),
-        ("host memory", placement.total_host_bytes, hardware.host_free_bytes),
+        ("host memory", placement.total_host_bytes, hardware.host_free_bytes * hardware.num_hosts),
     ]
     if hardware.is_cpu:
-        total = placement.total_device_bytes + placement.total_host_bytes
-        tiers = [("memory", total, hardware.host_free_bytes)]
+        total = placement.total_device_bytes * hardware.num_devices + placement.total_host_bytes
+        tiers = [("memory", total, hardware.host_free_bytes * hardware.num_hosts)]
         if sizing.options.device_memory is not None:
             tiers.insert(0, ("device memory", placement.total_device_bytes, device_room(sizing)))
     for name, needed, free in tiers:

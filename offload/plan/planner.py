@@ -6,8 +6,9 @@ the same text. Nothing here is measured at run time.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, TypeVar
 
 from offload.errors import DoesNotFit, UsageError
 from offload.plan.composition import Composition, compositions
@@ -16,9 +17,11 @@ from offload.plan.cost import Cost, Prediction, predict
 from offload.plan.hardware import Hardware
 from offload.plan.options import Options
 from offload.plan.placement import Placement, largest, place, shortage
-from offload.plan.sizing import Sizing
+from offload.plan.sizing import PrefillShape, Sizing
 
 __all__ = ["Options", "Plan", "PlannedRequest", "largest_context", "make_plan"]
+
+T = TypeVar("T")
 
 _WORTH_TRYING = 1.1  # times the best prediction: no text is like the average one, and no machine
 _CHEAPER_PASS = 0.85  # times a full pass: a retrieval level that costs more adds nothing to the draft and lookups
@@ -60,6 +63,27 @@ class Plan:
         parts["request"]["capacity"] = self.request.capacity
         parts["composition"]["levels"] = self.composition.levels
         return parts
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """The plan that `as_dict` gave, also after a way through JSON. Only for a plan of this same program."""
+        composition, placement = data["composition"], data["placement"]
+        return cls(
+            request=_made(PlannedRequest, data["request"]),
+            composition=_made(Composition, composition | {"adaptive": tuple(composition["adaptive"])}),
+            placement=_made(
+                Placement,
+                placement
+                | {"offload": tuple(placement["offload"]), "prefill": _made(PrefillShape, placement["prefill"])},
+            ),
+            predicted=_made(Prediction, data["predicted"]),
+            notes=tuple(data["notes"]),
+        )
+
+
+def _made(kind: type[T], data: Mapping[str, Any]) -> T:
+    """An instance of the dataclass `kind`, without what follows from its fields."""
+    return kind(**{field.name: data[field.name] for field in fields(kind)})  # type: ignore[arg-type]
 
 
 def make_plan(

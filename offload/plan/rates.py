@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from offload.errors import ModelError
@@ -28,6 +28,10 @@ class Rates:
     host_read: float
     flops: float
     measured: bool = False  # by `triforce doctor` on this machine; else typical of its kind
+
+    def shared(self, number: int) -> Rates:
+        """What each of `number` processes has that share one processor and its memory."""
+        return replace(self, **{name: getattr(self, name) / number for name in _NUMBERS})
 
 
 TWO_CORES = Rates(to_device=18e9, to_host=18e9, device_read=28e9, host_read=45e9, flops=0.9e12)

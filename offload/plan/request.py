@@ -9,6 +9,7 @@ from offload.plan.config import ModelConfig
 from offload.plan.hardware import Hardware, probe
 from offload.plan.options import Options
 from offload.plan.planner import Plan, largest_context, make_plan
+from offload.plan.shards import check_divides
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,9 @@ class Request:
     @classmethod
     def on_this_machine(cls, model: Path, draft: Path | None, options: Options) -> Request:
         """Raises ModelError, UsageError."""
-        return cls.of(model, draft, options, probe(options.device))
+        found = cls.of(model, draft, options, probe(options.device, options.gpus))
+        check_divides(found.target, found.hardware.num_devices)
+        return found
 
     @classmethod
     def of(cls, model: Path, draft: Path | None, options: Options, hardware: Hardware) -> Request:

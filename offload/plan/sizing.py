@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from offload.plan.composition import Composition
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import Hardware
 from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
+from offload.plan.shards import Shard
 
 PREFILL_BLOCK = 512  # rows of one block of a prefill
 MAX_TILE_TOKENS = 8192  # without the room for padded rows
@@ -38,8 +40,8 @@ CPU_PREFILL = PrefillShape(64, 4, False)  # scores must stay in the processor's 
 class Sizing:
     """Bytes of everything, as functions of the capacity. Device bytes are those of each device.
 
-    `num_devices` share the heads and the feed-forward rows evenly: each holds that share of every layer's weights and
-    of every cache. Embeddings, hidden rows and the draft are on each.
+    Each of `num_devices` has a shard of every layer's weights and of the target's caches, embeddings and hidden rows.
+    The head and the draft are on the first, so the others need less.
     """
 
     target: ModelConfig
@@ -51,6 +53,11 @@ class Sizing:
     @property
     def num_devices(self) -> int:
         return self.hardware.num_devices
+
+    @cached_property
+    def shard(self) -> ModelConfig:
+        """The target as each device has it."""
+        return Shard(0, self.num_devices).config(self.target)
 
     @property
     def itemsize(self) -> int:
@@ -93,16 +100,16 @@ class Sizing:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes that a token adds to all layers, on each device."""
-        return self.target.kv_bytes_per_token(self.itemsize) // self.num_devices
+        return self.shard.kv_bytes_per_token(self.itemsize)
 
     @property
     def layer_bytes(self) -> int:
         """Weights of one layer, on each device."""
-        return -(-self.target.layer_weight_bytes(self.itemsize) // self.num_devices)
+        return self.shard.layer_weight_bytes(self.itemsize)
 
     @property
     def embedding_bytes(self) -> int:
-        """Bytes outside the layers: embeddings, head, last norm."""
+        """Bytes outside the layers, on the first device: embeddings, head, last norm."""
         layers = self.target.num_layers * self.target.layer_weight_bytes(self.itemsize)
         return self.target.weight_bytes(self.itemsize) - layers
 
@@ -136,7 +143,7 @@ class Sizing:
 
     def _workspace(self, capacity: int, gamma: int) -> int:
         """The largest temporaries: a block of a prefill, or of rows over a tile, or logits and probabilities."""
-        target, item, heads = self.target, self.itemsize, self.target.num_heads // self.num_devices
+        target, item, heads = self.shard, self.itemsize, self.shard.num_heads
         tile_tokens, prefill = self.tile_tokens(capacity), self.prefill
         block = PREFILL_BLOCK * (3 * target.intermediate_size + 6 * target.hidden_size) * item
         score = 2 * item + 4  # as they come, in fp32 and as weights
@@ -152,7 +159,7 @@ class Sizing:
         """The masses of the last verification, fp32 per row, KV head and chunk of each layer, and the temporaries of
         choosing by them."""
         chunks = self.num_tiles(capacity) * self.tile_tokens(capacity) // composition.chunk
-        heads = self.target.num_kv_heads // self.num_devices
+        heads = self.shard.num_kv_heads
         return (4 * self._padded(composition.gamma + 1) + 24) * heads * chunks * self.target.num_layers
 
     def _draft_tokens(self, composition: Composition) -> int:

@@ -43,23 +43,27 @@ class PagedRows(Protocol):
         """Wait until the pages hold all rows and no copy to them is in flight."""
         ...
 
-    def page(self, layer: int, number: int) -> Tensor:
-        """The home of one page, [2, H_kv, S, D], each half contiguous, on the host or the device."""
+    def page_of_all(self, number: int) -> list[Tensor]:
+        """Page `number` of every layer, [2, H_kv, S, D] each, first layer first, on the host or the device, each half
+        contiguous. To be read, and not after the next page was asked for."""
+        ...
+
+    def page_to_fill(self, number: int) -> list[Tensor]:
+        """The same, to be written. `filled` has to follow."""
+        ...
+
+    def filled(self, number: int, layers: Sequence[Tensor]) -> None:
+        """Every row of `layers`, which `page_to_fill` gave, was written."""
         ...
 
     def restored(self, length: int) -> None:
-        """Set the cached tokens to the first `length`, whose pages the caller has written."""
+        """Set the cached tokens to the first `length`, whose pages the caller has filled."""
         ...
 
 
 def format_of(rows: PagedRows) -> PageFormat:
     shape = rows.shape
     return PageFormat(rows.num_layers, shape.num_kv_heads, shape.head_dim, shape.page_tokens, _DTYPES[shape.dtype])
-
-
-def layers_of(rows: PagedRows, number: int) -> list[Tensor]:
-    """The page `number` of every layer, each [2, H_kv, S, D], first layer first."""
-    return [rows.page(layer, number) for layer in range(rows.num_layers)]
 
 
 def write_page(

@@ -22,7 +22,7 @@ from offload.session.identity import Identity, differences
 from offload.session.leftovers import discard, foreign, sweep, temporary_file
 from offload.session.manifest import MANIFEST_FILE, Manifest, Page, page_file
 from offload.session.names import remedy
-from offload.session.page import OnBytes, PagedRows, format_of, layers_of, read_page, write_page
+from offload.session.page import OnBytes, PagedRows, format_of, read_page, write_page
 from offload.units import size
 
 _NO_CHECKSUM = "0" * 32  # stands for that of a page that is not written yet
@@ -103,7 +103,9 @@ class Store:
         rows.reserve(num_tokens)
         pages = self._manifest.pages if self._manifest else ()
         for number in range(self._format.count(num_tokens)):
-            read_page(self._folder, pages[number], self._format, layers_of(rows, number), on_bytes)
+            layers = rows.page_to_fill(number)
+            read_page(self._folder, pages[number], self._format, layers, on_bytes)
+            rows.filled(number, layers)
         rows.restored(num_tokens)
 
     def bytes_to_write(self, num_tokens: int, unchanged: int) -> int:
@@ -198,7 +200,7 @@ class Store:
         for number, page in enumerate(pages):
             if page.checksum == _NO_CHECKSUM:
                 used = len(planned.tokens) - number * self._format.page_tokens
-                layers = layers_of(rows, number)
+                layers = rows.page_of_all(number)
                 pages[number] = write_page(self._folder, page.file, self._format, layers, used, on_bytes)
         return replace(planned, pages=tuple(pages))
 

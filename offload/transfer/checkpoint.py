@@ -91,21 +91,29 @@ class Checkpoint:
             )
         return STORED_DTYPES[entry.dtype]
 
-    def read_into(self, name: str, dst: Tensor) -> None:
-        """Copy tensor `name` into `dst`, which has its shape, any float dtype, any strides, any device.
+    def read_into(self, name: str, dst: Tensor, *, rows: range | None = None, columns: range | None = None) -> None:
+        """Copy tensor `name`, or these rows and columns of it, into `dst`, which has that shape, any float dtype, any
+        strides, any device.
 
-        Rounds to dst's dtype on the way; no second copy is made where dst is on the CPU. Blocks until it is done; an
-        interrupt waits for a piece of it.
+        Rounds to dst's dtype on the way; no second copy is made where dst is on the CPU. Of a part, no other bytes are
+        read than the pages it lies in. Blocks until it is done; an interrupt waits for a piece of it.
         """
-        source, dst = torch.atleast_1d(self._mapped(name, dst.shape), dst)
+        source = torch.atleast_1d(self._mapped(name))
+        if rows is not None:
+            source = source[rows.start : rows.stop]
+        if columns is not None:
+            source = source[:, columns.start : columns.stop]
+        dst = torch.atleast_1d(dst)
+        if source.shape != dst.shape:
+            raise ModelError(f"{self.folder}: {name} has shape {list(source.shape)}, {list(dst.shape)} is needed")
         num_rows = max(1, _PIECE_BYTES * len(source) // max(source.nbytes, 1))
         for piece, place in zip(source.split(num_rows), dst.split(num_rows), strict=True):
             place.copy_(piece)
 
     def equal(self, first: str, second: str) -> bool:
         """True where two tensors hold the same values in the same shape."""
-        shape = self.shape(first)
-        return shape == self.shape(second) and torch.equal(self._mapped(first, shape), self._mapped(second, shape))
+        same = self.shape(first) == self.shape(second)
+        return same and torch.equal(self._mapped(first), self._mapped(second))
 
     def check(self, expected: Mapping[str, tuple[int, ...]], *, ignore: Sequence[str] = ()) -> None:
         """ModelError unless the checkpoint holds exactly `expected` (name -> shape), in dtypes that can be read.
@@ -144,12 +152,10 @@ class Checkpoint:
             raise ModelError(f"{self.folder} holds no tensor {name}; its config.json may belong to another model")
         return self._entries[name]
 
-    def _mapped(self, name: str, shape: Sequence[int]) -> Tensor:
+    def _mapped(self, name: str) -> Tensor:
         """A view of the mapped file; not to be kept, it would hold the mapping open."""
         entry = self._entry(name)
         self.dtype(name)
-        if entry.shape != tuple(shape):
-            raise ModelError(f"{entry.path}: {name} has shape {list(entry.shape)}, {list(shape)} is needed")
         try:
             tensor: Tensor = entry.file.get_tensor(name)
         except SafetensorError as error:

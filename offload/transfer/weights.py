@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 
 from offload.errors import ModelError
 from offload.plan.config import ModelConfig
+from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import NUM_STAGING
 from offload.transfer.checkpoint import Checkpoint
 from offload.transfer.link import Event, Link
@@ -115,34 +116,58 @@ class LayerLayout:
         return LayerWeights(**operators, **norms)  # type: ignore[arg-type]
 
 
-def _sources(config: ModelConfig, view: str) -> list[tuple[str, int]]:
-    """The checkpoint tensors of one view, top to bottom, with their numbers of rows."""
-    q, kv, inner = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
+@dataclass(frozen=True)
+class _Source:
+    """Rows, and of a matrix columns, of a checkpoint's tensor that are rows of a view. columns: None for all."""
+
+    name: str
+    rows: range
+    columns: range | None = None
+
+
+def _sources(whole: ModelConfig, shard: Shard, view: str) -> list[_Source]:
+    """What a view of a shard is read from, top to bottom. Nothing for the bias of an operator whose outputs are summed
+    over the ranks, but on the first: there it is added once."""
+    dim, hidden = whole.head_dim, range(whole.hidden_size)
+    heads, kv_heads, inner = shard.heads(whole), shard.kv_heads(whole), shard.inner(whole)
+    q = range(heads.start * dim, heads.stop * dim)
+    kv = range(kv_heads.start * dim, kv_heads.stop * dim)
     operator, _, kind = view.partition(".")
-    fused = {
+    by_outputs = {
         "qkv": [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)],
-        "o": [("self_attn.o_proj", config.hidden_size)],
         "gate_up": [("mlp.gate_proj", inner), ("mlp.up_proj", inner)],
-        "down": [("mlp.down_proj", config.hidden_size)],
     }
-    if operator in fused:
-        return [(f"{name}.{kind}", rows) for name, rows in fused[operator]]
+    by_inputs = {"o": ("self_attn.o_proj", q), "down": ("mlp.down_proj", inner)}
+    if operator in by_outputs:
+        return [_Source(f"{name}.{kind}", rows) for name, rows in by_outputs[operator]]
+    if operator in by_inputs:
+        name, inputs = by_inputs[operator]
+        if kind == "bias":
+            return [_Source(f"{name}.bias", hidden)] if shard.rank == 0 else []
+        return [_Source(f"{name}.weight", hidden, inputs)]
     norms = {
-        "input_norm": ("input_layernorm.weight", config.hidden_size),
-        "post_norm": ("post_attention_layernorm.weight", config.hidden_size),
-        "q_norm": ("self_attn.q_norm.weight", config.head_dim),
-        "k_norm": ("self_attn.k_norm.weight", config.head_dim),
+        "input_norm": ("input_layernorm.weight", hidden),
+        "post_norm": ("post_attention_layernorm.weight", hidden),
+        "q_norm": ("self_attn.q_norm.weight", range(dim)),
+        "k_norm": ("self_attn.k_norm.weight", range(dim)),
     }
-    return [norms[view]]
+    return [_Source(*norms[view])]
 
 
-def load_layer(checkpoint: Checkpoint, config: ModelConfig, layout: LayerLayout, index: int, buffer: Tensor) -> None:
-    """Read one layer's tensors straight into their places in `buffer`."""
+def load_layer(
+    checkpoint: Checkpoint, whole: ModelConfig, layout: LayerLayout, index: int, buffer: Tensor, shard: Shard = ALONE
+) -> None:
+    """Read a shard of one layer of the model `whole` straight into its places in `buffer`, which is zeroed."""
     for operator, view in layout.views.items():
         target, row = view.of(buffer), 0
-        for name, rows in _sources(config, operator):
-            checkpoint.read_into(f"model.layers.{index}.{name}", target[row : row + rows])
-            row += rows
+        for source in _sources(whole, shard, operator):
+            checkpoint.read_into(
+                f"model.layers.{index}.{source.name}",
+                target[row : row + len(source.rows)],
+                rows=source.rows,
+                columns=source.columns,
+            )
+            row += len(source.rows)
 
 
 class Layers(Protocol):
@@ -214,12 +239,13 @@ class StreamedLayers:
 
 @dataclass(frozen=True)
 class Weights:
-    """All of a model. embedding [V, hidden], final_norm [hidden]; head [V, hidden], the embedding itself where tied."""
+    """A model's, or a shard of them. embedding [V, hidden], final_norm [hidden]; head [V, hidden], the embedding itself
+    where tied, None on a rank that computes no logits."""
 
     embedding: Tensor
     layers: Layers
     final_norm: Tensor
-    head: Linear
+    head: Linear | None
 
 
 def load_weights(
@@ -233,9 +259,10 @@ def load_weights(
     num_resident: int = 0,
     num_staging: int = NUM_STAGING,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
+    shard: Shard = ALONE,
 ) -> Weights:
-    """Read a checked checkpoint into its places: all on the device, or, with a link, the first `num_resident` layers
-    there and the others on the host. The ledger calls them `name`'s.
+    """Read a checked checkpoint, or a shard of it, into its places: all on the device, or, with a link, the first
+    `num_resident` layers there and the others on the host. The ledger calls them `name`'s. Rank 0 alone has the head.
 
     `on_bytes` is called with each layer's bytes as they arrive. Peak memory: what is placed, and one tensor's mapping.
     """
@@ -251,13 +278,13 @@ def load_weights(
         on_bytes(block.nbytes)
         return block
 
-    layout = LayerLayout.of(config, dtype)
+    layout = LayerLayout.of(shard.config(config), dtype)
     size = (layout.num_bytes,)
     buffers = []
     for index in range(config.num_layers):
         tier: Tier = "device" if link is None or index < num_resident else "host"
         buffer = memory.allocate(size, torch.uint8, tier=tier, purpose=f"{name} layers")
-        load_layer(checkpoint, config, layout, index, buffer)
+        load_layer(checkpoint, config, layout, index, buffer, shard)
         for view in layout.views.values():
             check_range(view.of(buffer), f"layer {index}")
         on_bytes(buffer.nbytes)
@@ -273,5 +300,7 @@ def load_weights(
         layers = StreamedLayers(resident, buffers[num_resident:], layout, staging, link)
     table = (config.vocab_size, config.hidden_size)
     embedding = place("model.embed_tokens.weight", table)
-    head = embedding if config.tie_embeddings else place("lm_head.weight", table)
-    return Weights(embedding, layers, place("model.norm.weight", (config.hidden_size,)), Linear(head, None))
+    head = None
+    if shard.rank == 0:
+        head = Linear(embedding if config.tie_embeddings else place("lm_head.weight", table), None)
+    return Weights(embedding, layers, place("model.norm.weight", (config.hidden_size,)), head)

@@ -1,0 +1,93 @@
+"""The rows of all ranks as those of one sequence with all heads, which is how a session has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from offload.cache.full import FullCache
+from offload.cache.tiles import TileShape
+from offload.ranks.record import TokenRecord
+from offload.ranks.sums import Sums
+
+UNINTERRUPTED = True  # a page is gathered from all ranks, or from none
+
+
+class AllRows:
+    """`PagedRows` over the full caches of all ranks, on rank 0. A page is gathered when it is read, and sent out once
+    it is filled: host memory for two of them.
+
+    heads: the KV heads of each rank; several may have the same. tell: to the other ranks. record: of rank 0's tokens.
+    """
+
+    def __init__(
+        self, own: FullCache, heads: Sequence[range], sums: Sums, tell: Callable[..., int], record: TokenRecord
+    ) -> None:
+        self._own, self._heads, self._sums, self._tell, self._record = own, heads, sums, tell, record
+
+    @property
+    def num_layers(self) -> int:
+        return self._own.num_layers
+
+    @property
+    def shape(self) -> TileShape:
+        return replace(self._own.shape, num_kv_heads=max(heads.stop for heads in self._heads))
+
+    @property
+    def length(self) -> int:
+        return self._own.length
+
+    def reserve(self, num_tokens: int) -> None:
+        self._tell("reserve", num_tokens=num_tokens)
+        self._own.reserve(num_tokens)
+
+    def wait_home(self) -> None:
+        self._tell("wait_home")
+        self._own.wait_home()
+
+    def page_of_all(self, number: int) -> list[Tensor]:
+        self._tell("gather_page", page=number)
+        parts = self._sums.gather(packed_page(self._own, number))
+        page = self._room()
+        for heads, part in zip(self._heads, parts, strict=True):
+            page[:, :, heads.start : heads.stop] = part
+        return list(page)
+
+    def page_to_fill(self, number: int) -> list[Tensor]:
+        return list(self._room())
+
+    def filled(self, number: int, layers: Sequence[Tensor]) -> None:
+        self._tell("fill_page", page=number)
+        page = torch.stack(list(layers))
+        parts = [page[:, :, heads.start : heads.stop].contiguous() for heads in self._heads]
+        unpack_page(self._own, number, self._scattered(parts))
+
+    def restored(self, length: int) -> None:
+        self._tell("restored", length=length)
+        self._own.restored(length)
+        self._record.forget(length)
+
+    def _room(self) -> Tensor:
+        """A page of all layers, [L, 2, H_kv, S, D] on the host."""
+        shape = self.shape
+        size = (self.num_layers, 2, shape.num_kv_heads, shape.page_tokens, shape.head_dim)
+        return torch.empty(size, dtype=shape.dtype)
+
+    def _scattered(self, parts: Sequence[Tensor]) -> Tensor:
+        own = torch.empty_like(parts[0])
+        self._sums.scatter(parts, own)
+        return own
+
+
+def packed_page(full: FullCache, number: int) -> Tensor:
+    """Page `number` of one rank's cache: [L, 2, h, S, D] on the host."""
+    return torch.stack([layer.cpu() for layer in full.page_of_all(number)])
+
+
+def unpack_page(full: FullCache, number: int, page: Tensor) -> None:
+    """The reverse."""
+    for home, layer in zip(full.page_to_fill(number), page, strict=True):
+        home.copy_(layer)

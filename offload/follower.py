@@ -1,0 +1,221 @@
+"""A rank other than 0: it does to its part of the model and the caches what rank 0 tells it.
+
+Started by rank 0 as `python -m offload.follower DESCRIPTOR RANK SIZE PORT`, or by torchrun as what rank 0 runs. It says
+nothing: what fails is told to rank 0, and when rank 0 is gone or hangs, it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.all_rows import packed_page, unpack_page
+from offload.errors import TriforceError
+from offload.kernels.rows import Blocks
+from offload.plan.planner import Plan
+from offload.plan.shards import Shard
+from offload.plan.torchrun import Launched
+from offload.ranks import rendezvous
+from offload.ranks.record import TokenRecord
+from offload.ranks.rendezvous import Met
+from offload.ranks.sums import Sums
+from offload.ranks.watch import Watch
+from offload.worker import Parts, Worker, equal_sizes, stats_of_rank
+
+_LOST = 1  # exit code where rank 0 is gone
+_ANSWERED = ("load", "try_sizes", "build", "stats")
+_RANK_0 = 0
+
+
+class _GivenUp(Exception):
+    """Rank 0 broke a forward off before it began its next part, and told something else instead."""
+
+
+class Follower:
+    """Obeys until it is told to end. workers: by rank 0's numbers."""
+
+    def __init__(self, shard: Shard, local_rank: int, met: Met) -> None:
+        self._shard, self._local_rank, self._store = shard, local_rank, met.store
+        self._channel = met.channels[_RANK_0]
+        self._told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._next: dict[str, Any] | None = None  # was told while something else was waited for
+        self._parts: Parts | None = None
+        self._sums: Sums | None = None
+        self._workers: dict[int, Worker] = {}
+        self._records: dict[int, TokenRecord] = {}
+        Watch(met.channels, self._on_message, lambda rank, what: os._exit(_LOST)).start()
+
+    def run(self) -> None:
+        """Never returns: rank 0's word, or its end, ends the process."""
+        while True:
+            message = self._receive()
+            verb, number = message.pop("verb"), message.pop("number")
+            try:
+                value = getattr(self, f"_{verb}")(**message)
+                if verb in _ANSWERED:
+                    self._channel.send({"number": number, "value": value})
+            except _GivenUp:
+                continue
+            except TriforceError as error:
+                if verb not in _ANSWERED:
+                    raise
+                self._channel.send({"number": number, "error": error.kind, "message": str(error)})
+
+    def fail(self, error: BaseException) -> None:
+        """Tell rank 0 of an error that ends this rank."""
+        self._channel.send({"failed": str(error) if isinstance(error, TriforceError) else repr(error)})
+
+    def _on_message(self, rank: int, message: dict[str, Any]) -> None:
+        if message["verb"] == "end":  # at once, whatever is under way: nothing of it is wanted any more
+            os._exit(0)
+        self._told.put(message)
+
+    def _receive(self) -> dict[str, Any]:
+        message, self._next = self._next, None
+        return message or self._told.get()
+
+    def _wait_to_go(self) -> None:
+        """Before each part of a forward."""
+        message = self._receive()
+        if message["verb"] != "go":
+            self._next = message
+            raise _GivenUp
+
+    def _load(self, plan: Mapping[str, Any], target: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        own = self._own(plan)
+        device = torch.device(own.request.device)
+        self._sums = Sums(self._shard.rank, self._shard.size, device, check=lambda: None, go=self._wait_to_go)
+        self._parts = Parts.load(
+            own, {"target": Path(target)}, lambda done, total: None, shard=self._shard, sums=self._sums
+        )
+
+    def _connect(self) -> None:
+        assert self._sums is not None
+        self._sums.connect(self._store)
+
+    def _try_sizes(self, plan: Mapping[str, Any]) -> list[int]:
+        assert self._parts is not None
+        return list(equal_sizes(self._own(plan), self._parts.target.config).sizes)
+
+    def _build(self, worker: int, plan: Mapping[str, Any], sizes: Sequence[int]) -> None:
+        assert self._parts is not None
+        vocab_size = self._parts.target.config.vocab_size
+        made = Worker(self._own(plan), self._parts, vocab_size=vocab_size, blocks=Blocks(tuple(sizes)))
+        self._workers[worker], self._records[worker] = made, TokenRecord()
+
+    def _go(self) -> None:
+        """Left over from a forward that rank 0 began, and this rank did not need to be told to go on with."""
+
+    def _prefill(self, worker: int, at: int, tokens: Sequence[int]) -> None:
+        self._begin(worker, "target", at, tokens, None)
+        self._workers[worker].prefill(tokens, lambda num_tokens: None)
+
+    def _forward(self, worker: int, level: str, at: int, tokens: Sequence[int], digest: str | None) -> None:
+        self._begin(worker, level, at, tokens, digest)
+        self._workers[worker].levels[level].forward(tokens, 0)
+
+    def _begin(self, worker: int, level: str, at: int, tokens: Sequence[int], digest: str | None) -> None:
+        """Forget what rank 0 has not got, and check that the rest is the same."""
+        cache = self._workers[worker].levels[level]
+        cache.truncate(at)
+        if cache.length != at:
+            raise RuntimeError(f"the {level} level has {cache.length} tokens, rank 0 has {at}")
+        if level == "target":
+            if digest is not None:
+                self._records[worker].compare(at, digest)
+            self._records[worker].append(at, tokens)
+
+    def _truncate(self, worker: int, level: str, length: int) -> None:
+        self._workers[worker].levels[level].truncate(length)
+
+    def _record_mass(self, worker: int, wanted: bool) -> None:
+        self._workers[worker].record_mass(wanted)
+
+    def _refresh(self, worker: int, num_rows: int) -> None:
+        self._workers[worker].refresh(num_rows)
+
+    def _prepare_retrieval(self, worker: int, num_rows: int, wanted: bool) -> None:
+        self._workers[worker].prepare_retrieval(num_rows, wanted=wanted)
+
+    def _fetch_ahead(self, worker: int) -> None:
+        self._workers[worker].fetch_ahead()
+
+    def _copy_rows(self, worker: int, other: int) -> None:
+        self._workers[worker].copy_rows(self._workers[other])
+        self._records[worker] = self._records[other].copy()
+
+    def _release(self, worker: int) -> None:
+        """Of a worker that could not be built here there is nothing."""
+        if (released := self._workers.pop(worker, None)) is not None:
+            released.release()
+
+    def _stats(self, worker: int) -> dict[str, Any]:
+        assert self._sums is not None
+        return asdict(stats_of_rank(self._shard.rank, self._workers[worker], self._sums.seconds))
+
+    def _reserve(self, worker: int, num_tokens: int) -> None:
+        self._workers[worker].full.reserve(num_tokens)
+
+    def _wait_home(self, worker: int) -> None:
+        self._workers[worker].full.wait_home()
+
+    def _gather_page(self, worker: int, page: int) -> None:
+        assert self._sums is not None
+        self._sums.gather(packed_page(self._workers[worker].full, page))
+
+    def _fill_page(self, worker: int, page: int) -> None:
+        assert self._sums is not None
+        full = self._workers[worker].full
+        own = torch.empty_like(packed_page(full, page))
+        self._sums.scatter([], own)
+        unpack_page(full, page, own)
+
+    def _restored(self, worker: int, length: int) -> None:
+        self._workers[worker].full.restored(length)
+        self._records[worker].forget(length)
+
+    def _own(self, data: Mapping[str, Any]) -> Plan:
+        """Rank 0's plan on this rank's device: of the same kind, further on by the rank within its machine."""
+        plan = Plan.from_dict(data)
+        kind, _, first = plan.request.device.partition(":")
+        if kind == "cpu":
+            return plan
+        return replace(plan, request=replace(plan.request, device=f"{kind}:{int(first) + self._local_rank}"))
+
+
+def follow(shard: Shard, local_rank: int, met: Met) -> None:
+    """Obey rank 0, and end with it. A terminal's signals are for rank 0, which ends the others as it has to."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    follower = Follower(shard, local_rank, met)
+    try:
+        follower.run()
+    except BaseException as error:
+        follower.fail(error)
+        traceback.print_exc()  # for the process that keeps it
+        sys.stderr.flush()
+        os._exit(_LOST)
+
+
+def follow_torchrun(launched: Launched) -> None:
+    """The same in a process that torchrun started."""
+    follow(Shard(launched.rank, launched.size), launched.local_rank, rendezvous.meet(launched))
+
+
+def main(arguments: Sequence[str]) -> None:
+    descriptor, rank, size, port = map(int, arguments)
+    follow(Shard(rank, size), rank, rendezvous.started(descriptor, port))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

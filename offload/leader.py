@@ -1,0 +1,217 @@
+"""Rank 0 of several: it decides, and tells the other ranks what it does before it does it.
+
+What is told is tokens, lengths and names. A forward says at which length it begins, so a rank that has run more of an
+earlier one, which rank 0 broke off, forgets that first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.all_rows import AllRows
+from offload.cache import Cache
+from offload.errors import RankFailed
+from offload.kernels.rows import Blocks
+from offload.metrics import RankStats
+from offload.model.level import Level
+from offload.plan.config import ModelConfig
+from offload.plan.planner import Plan
+from offload.plan.shards import Shard
+from offload.plan.torchrun import Launched
+from offload.ranks import rendezvous
+from offload.ranks.record import TokenRecord
+from offload.ranks.sums import Sums
+from offload.ranks.team import Team
+from offload.session.page import PagedRows
+from offload.worker import Parts, Worker, equal_sizes, fast_sizes, stats_of_rank
+
+COMPARED_FORWARDS = 16  # of the target, after which the ranks compare their tokens
+OnBytes = Callable[[int, int], None]
+
+
+def load_worker(plan: Plan, folders: Mapping[str, Path], *, num_tokens: int, on_bytes: OnBytes) -> Worker:
+    """The worker of `plan`, alone or, for several devices, leading one on each. See `Worker.load`; raises RankFailed,
+    too."""
+    if plan.request.num_devices == 1:
+        return Worker.load(plan, folders, num_tokens=num_tokens, on_bytes=on_bytes)
+    return LeadingWorker.load(plan, folders, num_tokens=num_tokens, on_bytes=on_bytes)
+
+
+class Lead:
+    """The other ranks, what is told to them, and the sums that this one takes part in with them."""
+
+    def __init__(self, plan: Plan) -> None:
+        size, launched = plan.request.num_devices, Launched.look()
+        self.whole: ModelConfig | None = None  # of which each rank has a shard
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(max(self._threads // (launched.local_size if launched else size), 1))
+        met = rendezvous.start(size) if launched is None else rendezvous.meet(launched)
+        self.team, self._store = Team(met), met.store
+        device = torch.device(plan.request.device)
+        self.sums = Sums(0, size, device, check=self.team.check, go=self._go)
+        self._num_workers = 0
+
+    def load(self, plan: Plan, folders: Mapping[str, Path], on_bytes: OnBytes) -> Parts:
+        """Every rank reads its shard at the same time."""
+        self.whole, target = ModelConfig.from_folder(folders["target"]), str(folders["target"].resolve())
+        told = self.team.tell("load", plan=plan.as_dict(), target=target, threads=torch.get_num_threads())
+        parts = Parts.load(plan, folders, on_bytes, shard=Shard(0, self.team.size), sums=self.sums)
+        try:
+            self.team.replies(told)
+            self.team.tell("connect")
+            self.sums.connect(self._store)
+        except BaseException:
+            parts.close()
+            raise
+        return parts
+
+    def block_sizes(self, plan: Plan, config: ModelConfig) -> Blocks:
+        """Sizes that every rank's processor computes alike. Raises RankFailed where there are none."""
+        told = self.team.tell("try_sizes", plan=plan.as_dict())
+        alike = set(equal_sizes(plan, config).sizes).intersection(*self.team.replies(told))
+        if not alike:
+            raise RankFailed("the ranks' processors have no size of blocks in common that they compute alike")
+        return fast_sizes(plan, config, Blocks(tuple(sorted(alike))))
+
+    def build(self, plan: Plan, blocks: Blocks) -> tuple[int, int]:
+        """The others begin to build workers. Returns the number that these have, and that of what they were told."""
+        self._num_workers += 1
+        number = self._num_workers
+        return number, self.team.tell("build", worker=number, plan=plan.as_dict(), sizes=blocks.sizes)
+
+    def _go(self) -> None:
+        self.team.tell("go")
+
+    def close(self) -> None:
+        self.team.close()
+        self.sums.close()
+        torch.set_num_threads(self._threads)
+
+
+class LeadingWorker(Worker):
+    """Rank 0's worker: what changes the caches is told to the workers of this number first."""
+
+    def __init__(self, lead: Lead, number: int, plan: Plan, parts: Parts, *, vocab_size: int, blocks: Blocks) -> None:
+        self._lead, self._number, self._record = lead, number, TokenRecord()
+        super().__init__(plan, parts, vocab_size=vocab_size, blocks=blocks)
+
+    @classmethod
+    def load(cls, plan: Plan, folders: Mapping[str, Path], *, num_tokens: int, on_bytes: OnBytes) -> LeadingWorker:
+        lead = Lead(plan)
+        try:
+            parts = lead.load(plan, folders, on_bytes)
+            try:
+                return cls.build(lead, plan, parts, vocab_size=parts.num_scored(num_tokens))
+            except BaseException:
+                parts.close()
+                raise
+        except BaseException:
+            lead.close()
+            raise
+
+    @classmethod
+    def build(cls, lead: Lead, plan: Plan, parts: Parts, *, vocab_size: int) -> LeadingWorker:
+        """Raises DoesNotFit where one rank has too little memory; then none keeps any of it."""
+        blocks = lead.block_sizes(plan, parts.target.config)
+        number, told = lead.build(plan, blocks)
+        worker = cls(lead, number, plan, parts, vocab_size=vocab_size, blocks=blocks)
+        try:
+            lead.team.replies(told)
+        except BaseException:
+            worker.release()
+            raise
+        return worker
+
+    @property
+    def rows(self) -> PagedRows:
+        lead = self._lead
+        assert lead.whole is not None
+        shards = [Shard(rank, lead.team.size).kv_heads(lead.whole) for rank in range(lead.team.size)]
+        return AllRows(self.full, shards, lead.sums, self.tell, self._record)
+
+    def tell(self, verb: str, **arguments: Any) -> int:
+        """See `Team.tell`."""
+        return self._lead.team.tell(verb, worker=self._number, **arguments)
+
+    def rank_stats(self) -> list[RankStats]:
+        told = self.tell("stats")
+        own = stats_of_rank(0, self, self._lead.sums.seconds)
+        return [own, *(RankStats(**found) for found in self._lead.team.replies(told))]
+
+    def prefill(self, tokens: Sequence[int], on_tokens: Callable[[int], None]) -> None:
+        if tokens:
+            self._record.append(self.full.length, tokens)
+            self.tell("prefill", at=self.full.length, tokens=list(tokens))
+            super().prefill(tokens, on_tokens)
+
+    def record_mass(self, wanted: bool) -> None:
+        self.tell("record_mass", wanted=wanted)
+        super().record_mass(wanted)
+
+    def refresh(self, num_rows: int) -> None:
+        self.tell("refresh", num_rows=num_rows)
+        super().refresh(num_rows)
+
+    def prepare_retrieval(self, num_rows: int, *, wanted: bool) -> bool:
+        self.tell("prepare_retrieval", num_rows=num_rows, wanted=wanted)
+        return super().prepare_retrieval(num_rows, wanted=wanted)
+
+    def fetch_ahead(self) -> None:
+        self.tell("fetch_ahead")
+        super().fetch_ahead()
+
+    def copy_rows(self, other: Worker) -> bool:
+        """Of a worker of the same ranks; False for any other."""
+        if not isinstance(other, LeadingWorker) or other._lead is not self._lead:
+            return False
+        self.tell("copy_rows", other=other._number)
+        self._record = other._record.copy()
+        return super().copy_rows(other)
+
+    def release(self) -> None:
+        super().release()
+        with suppress(RankFailed):  # then they are gone, and their memory with them
+            self.tell("release")
+
+    def close(self) -> None:
+        super().close()
+        self._lead.close()
+
+    def _another(self, plan: Plan) -> Worker:
+        return LeadingWorker.build(self._lead, plan, self.parts, vocab_size=self.vocab_size)
+
+    def _level(self, name: str, cache: Cache, blocks: Blocks | None) -> Level:
+        record = self._record if name == "target" else None
+        return LeadingLevel(
+            self.tell, record, name, self.target, cache, vocab_size=self.vocab_size, blocks=blocks, link=self.link
+        )
+
+
+class LeadingLevel(Level):
+    """A level that all ranks run. record: of the target's tokens; now and then the others compare theirs with it."""
+
+    def __init__(
+        self, tell: Callable[..., int], record: TokenRecord | None, name: str, *args: Any, **more: Any
+    ) -> None:
+        super().__init__(name, *args, **more)
+        self._tell, self._record, self._name, self._num_forwards = tell, record, name, 0
+
+    def forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
+        at, digest = self.length, None
+        if self._record is not None:
+            if self._num_forwards % COMPARED_FORWARDS == 0:
+                digest = self._record.digest(at)
+            self._num_forwards += 1
+            self._record.append(at, tokens)
+        self._tell("forward", level=self._name, at=at, tokens=list(tokens), digest=digest)
+        return super().forward(tokens, num_logits)
+
+    def truncate(self, length: int) -> None:
+        self._tell("truncate", level=self._name, length=length)
+        super().truncate(length)

@@ -1,0 +1,70 @@
+"""Shards: the part of every layer that one of several ranks holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from offload.errors import UsageError
+from offload.plan.config import ModelConfig
+from offload.plan.options import MAX_RANKS
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rank `rank` of `size` holds consecutive query heads with their KV heads, and consecutive rows of the feed-forward
+    network (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+
+    q, k, v, gate and up are split by outputs; o and down by inputs, so that their outputs have to be summed over the
+    ranks. Where there are fewer KV heads than ranks, neighbours hold the same one. Norms and embeddings are whole.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def heads(self, whole: ModelConfig) -> range:
+        return self._part(whole.num_heads)
+
+    def kv_heads(self, whole: ModelConfig) -> range:
+        if whole.num_kv_heads >= self.size:
+            return self._part(whole.num_kv_heads)
+        first = self.rank * whole.num_kv_heads // self.size
+        return range(first, first + 1)
+
+    def inner(self, whole: ModelConfig) -> range:
+        """Rows of the feed-forward network."""
+        return self._part(whole.intermediate_size)
+
+    def config(self, whole: ModelConfig) -> ModelConfig:
+        """The model that this rank runs: all of `whole` but for the heads and rows of others."""
+        if self.size == 1:
+            return whole
+        return replace(
+            whole,
+            num_heads=len(self.heads(whole)),
+            num_kv_heads=len(self.kv_heads(whole)),
+            intermediate_size=len(self.inner(whole)),
+        )
+
+    def _part(self, count: int) -> range:
+        each = count // self.size
+        return range(self.rank * each, (self.rank + 1) * each)
+
+
+ALONE = Shard()
+
+
+def check_divides(config: ModelConfig, num_ranks: int) -> None:
+    """Raises UsageError, with the numbers that would do, unless `num_ranks` ranks can share a model."""
+    if not _divides(config, num_ranks):
+        usable = [number for number in range(1, MAX_RANKS + 1) if _divides(config, number)]
+        raise UsageError(
+            f"gpus is {num_ranks}, and {config.num_heads} heads, {config.num_kv_heads} KV heads and "
+            f"{config.intermediate_size} feed-forward rows of the model do not divide so; "
+            f"--gpus may be {', '.join(map(str, usable))}"
+        )
+
+
+def _divides(config: ModelConfig, num_ranks: int) -> bool:
+    kv_heads = config.num_kv_heads
+    shared = kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0
+    return shared and config.num_heads % num_ranks == 0 and config.intermediate_size % num_ranks == 0

@@ -1,0 +1,169 @@
+"""Sums over ranks of what each has computed of the same rows, on torch.distributed: NCCL on GPUs, gloo on CPUs.
+
+Every rank gathers all parts and adds them in fp32 in the order of the ranks. So all have the same bits, and a row's
+bits do not depend on the rows beside it, as they would where a library cuts a tensor into pieces and sums each in
+another order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from offload.errors import RankFailed, UsageError
+
+UNINTERRUPTED = True  # all ranks take part in a sum, or none
+
+_LOOK = timedelta(seconds=0.5)  # how often a rank that waits looks whether the others are still there
+_FOR_EVER = timedelta(days=1)  # whether somebody hangs is for the watch to say: processes may be stopped (Ctrl-Z)
+
+
+class Sums:
+    """The sums of one rank of `size`. A context for the whole process: torch.distributed has one default group.
+
+    check: called now and then by who waits for the others; raises what has become of them. go: called before each part
+    of a forward, whose sums rank 0 then takes part in whatever happens: tells the others so, or waits to be told.
+    seconds: in sums, with the wait for slower ranks, since the process began.
+    """
+
+    def __init__(
+        self, rank: int, size: int, device: torch.device, *, check: Callable[[], None], go: Callable[[], None]
+    ) -> None:
+        self.rank, self.size, self._device, self._check, self._go = rank, size, device, check, go
+        self._due: deque[tuple[int, int]] = deque()
+        self._running: dist.Work | None = None
+        self._template: Tensor | None = None
+        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._seconds = 0.0
+        self._out_of_step = False
+
+    def connect(self, store: Store) -> None:
+        """Meet the other ranks, each of which calls this. Raises UsageError if this process is in a group already."""
+        if dist.is_initialized():
+            raise UsageError("this process is one of several ranks already; close that engine before it loads another")
+        on_gpu = self._device.type == "cuda"
+        failed: list[BaseException] = []
+
+        def meet() -> None:
+            try:
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                    store=store,
+                    rank=self.rank,
+                    world_size=self.size,
+                    timeout=_FOR_EVER,
+                    device_id=self._device if on_gpu else None,
+                )
+            except BaseException as error:  # raised by whoever waits
+                failed.append(error)
+
+        meeting = threading.Thread(target=meet, daemon=True)  # it would wait for ever for one who died on the way
+        meeting.start()
+        while meeting.is_alive():
+            meeting.join(_LOOK.total_seconds())
+            self._check()
+        if failed:
+            raise failed[0]
+
+    @contextmanager
+    def due(self, shapes: Sequence[tuple[int, int]], like: Tensor) -> Iterator[None]:
+        """In the body, sums of these shapes are due, of tensors of the dtype and device of `like`.
+
+        If the body raises, this rank takes part in those that are left, with zeros: the others wait for it. What comes
+        out of their forward is then dropped.
+        """
+        if self._out_of_step:
+            raise RankFailed("a forward was broken off before all ranks had ended it; start again")
+        self._due, self._template = deque(shapes), like
+        self._go()
+        try:
+            yield
+        except BaseException:
+            self._out_of_step = True
+            self._take_part()
+            self._out_of_step = False
+            raise
+        if self._due:
+            raise RuntimeError(f"{len(self._due)} sums over the ranks were due and not made")
+
+    def total(self, part: Tensor) -> Tensor:
+        """part [n, hidden] of this rank -> the sum over all ranks, the same bits on each."""
+        shape = self._due.popleft()
+        if part.shape != shape:
+            raise RuntimeError(f"a sum of {tuple(part.shape)} where {shape} is due")
+        parts = self._gather(part)
+        if self.size == 2:  # one addition rounds once
+            return parts[0].add_(parts[1])
+        total = parts[0].float()
+        for other in parts[1:]:
+            total += other
+        return total.to(part.dtype)
+
+    @property
+    def seconds(self) -> float:
+        while self._timed and self._timed[0][1].query():
+            start, end = self._timed.popleft()
+            self._seconds += start.elapsed_time(end) / 1000
+        return self._seconds
+
+    def gather(self, part: Tensor) -> list[Tensor]:
+        """part, on the CPU and of one shape on all ranks -> all ranks' on rank 0, nothing on the others."""
+        parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else []
+        self._wait(dist.gather(part, parts or None, async_op=True))
+        return parts
+
+    def scatter(self, parts: Sequence[Tensor], own: Tensor) -> None:
+        """The reverse: `own` is filled with this rank's of the `parts` on rank 0."""
+        self._wait(dist.scatter(own, list(parts) or None, async_op=True))
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _gather(self, part: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        if part.device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            dist.all_gather(parts, part.contiguous())
+            end.record()
+            self._timed.append((start, end))
+            return parts
+        began = time.perf_counter()
+        self._wait(dist.all_gather(parts, part.contiguous(), async_op=True))
+        self._seconds += time.perf_counter() - began
+        return parts
+
+    def _wait(self, work: dist.Work) -> None:
+        """On a CPU, where the others may be gone."""
+        self._running = work
+        while not self._is_over(work):
+            self._check()
+        self._running = None
+
+    def _is_over(self, work: dist.Work) -> bool:
+        """Wait a little."""
+        try:
+            work.wait(_LOOK)
+        except RuntimeError:  # not yet, or never
+            if work.is_completed():
+                self._check()
+                raise
+            return False
+        return True
+
+    def _take_part(self) -> None:
+        assert self._template is not None
+        if self._running is not None:  # an interrupt that waited for too long
+            self._wait(self._running)
+        while self._due:
+            self.total(self._template.new_zeros(self._due[0]))

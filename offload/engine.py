@@ -17,7 +17,7 @@ from offload.decode.speculation import Speculator
 from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
 from offload.errors import DoesNotFit, ModelError, UsageError
 from offload.leader import load_worker
-from offload.metrics import LevelStats, LinkStats, Stats
+from offload.metrics import LevelStats, LinkStats, RankStats, Stats
 from offload.model.level import Level
 from offload.plan.composition import PLAIN
 from offload.plan.config import ModelConfig
@@ -72,6 +72,7 @@ class Engine:
         self.worker, self.tokenizer, self.prefix, self.stats = worker, tokenizer, PrefixCache(worker), Stats()
         self._load_seconds = load_seconds
         self._link_at_start = self._link_at_decode = LinkStats()
+        self._ranks_at_decode: list[RankStats] = []
 
     @classmethod
     def load(
@@ -144,7 +145,7 @@ class Engine:
                 step = _show(run, detokenizer, stops, end_tokens)
                 self.stats.output_tokens -= len(run.tokens) - len(step.tokens)
                 text_tokens += step.tokens
-                self._measure_link()
+                self._measure(run)
                 yield step
                 if step.finish is not None:
                     return
@@ -257,11 +258,15 @@ class Engine:
 
     def _prefill(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
         self.prefix.prefill(tokens, on_progress)
-        self._link_at_decode = self.worker.link_stats
+        self._link_at_decode, self._ranks_at_decode = self.worker.link_stats, self.worker.rank_stats()
 
-    def _measure_link(self) -> None:
+    def _measure(self, run: generation.Run) -> None:
+        """What crossed the links; of the other ranks at the end only, since they have to be asked."""
         self.stats.prefill_link = self._link_at_decode - self._link_at_start
         self.stats.decode_link = self.worker.link_stats - self._link_at_decode
+        if run.finish is not None:
+            now = zip(self.worker.rank_stats(), self._ranks_at_decode, strict=True)
+            self.stats.ranks = [rank.since(earlier) for rank, earlier in now]
 
     def _make_speculator(self, sampling: SamplingParams, *, speculation: bool) -> Speculator:
         """Without speculation: one that drafts nothing, while the levels below rest."""

@@ -7,7 +7,6 @@ nothing: what fails is told to rank 0, and when rank 0 is gone or hangs, it ends
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import sys
 import traceback
@@ -25,76 +24,55 @@ from offload.plan.planner import Plan
 from offload.plan.shards import Shard
 from offload.plan.torchrun import Launched
 from offload.ranks import rendezvous
+from offload.ranks.orders import LOST, GivenUp, Orders
 from offload.ranks.record import TokenRecord
 from offload.ranks.rendezvous import Met
 from offload.ranks.sums import Sums
-from offload.ranks.watch import Watch
 from offload.worker import Parts, Worker, equal_sizes, stats_of_rank
 
-_LOST = 1  # exit code where rank 0 is gone
 _ANSWERED = ("load", "try_sizes", "build", "stats")
-_RANK_0 = 0
-
-
-class _GivenUp(Exception):
-    """Rank 0 broke a forward off before it began its next part, and told something else instead."""
 
 
 class Follower:
-    """Obeys until it is told to end. workers: by rank 0's numbers."""
+    """Obeys until the process is told to end. workers: by rank 0's numbers."""
 
     def __init__(self, shard: Shard, local_rank: int, met: Met) -> None:
         self._shard, self._local_rank, self._store = shard, local_rank, met.store
-        self._channel = met.channels[_RANK_0]
-        self._told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._next: dict[str, Any] | None = None  # was told while something else was waited for
+        self._orders = Orders(met.channels[0])
         self._parts: Parts | None = None
         self._sums: Sums | None = None
         self._workers: dict[int, Worker] = {}
         self._records: dict[int, TokenRecord] = {}
-        Watch(met.channels, self._on_message, lambda rank, what: os._exit(_LOST)).start()
 
     def run(self) -> None:
-        """Never returns: rank 0's word, or its end, ends the process."""
-        while True:
-            message = self._receive()
-            verb, number = message.pop("verb"), message.pop("number")
-            try:
-                value = getattr(self, f"_{verb}")(**message)
-                if verb in _ANSWERED:
-                    self._channel.send({"number": number, "value": value})
-            except _GivenUp:
-                continue
-            except TriforceError as error:
-                if verb not in _ANSWERED:
-                    raise
-                self._channel.send({"number": number, "error": error.kind, "message": str(error)})
+        """Never returns. Any error that rank 0 does not wait to hear of ends this rank, and with it the others."""
+        try:
+            while True:
+                message = self._orders.next()
+                self._obey(message.pop("verb"), message.pop("number"), message)
+        except BaseException as error:
+            why = str(error) if isinstance(error, TriforceError) else f"{type(error).__name__}: {error}"
+            self._orders.fail(why, "".join(traceback.format_exception(error)))
+            os._exit(LOST)
 
-    def fail(self, error: BaseException) -> None:
-        """Tell rank 0 of an error that ends this rank."""
-        self._channel.send({"failed": str(error) if isinstance(error, TriforceError) else repr(error)})
-
-    def _on_message(self, rank: int, message: dict[str, Any]) -> None:
-        if message["verb"] == "end":  # at once, whatever is under way: nothing of it is wanted any more
-            os._exit(0)
-        self._told.put(message)
-
-    def _receive(self) -> dict[str, Any]:
-        message, self._next = self._next, None
-        return message or self._told.get()
-
-    def _wait_to_go(self) -> None:
-        """Before each part of a forward."""
-        message = self._receive()
-        if message["verb"] != "go":
-            self._next = message
-            raise _GivenUp
+    def _obey(self, verb: str, number: int, arguments: Mapping[str, Any]) -> None:
+        try:
+            value = getattr(self, f"_{verb}")(**arguments)
+        except GivenUp:
+            return
+        except TriforceError as error:
+            if verb not in _ANSWERED:
+                raise
+            self._orders.refuse(number, error.kind, str(error))
+        else:
+            if verb in _ANSWERED:
+                self._orders.answer(number, value)
 
     def _load(self, plan: Mapping[str, Any], target: str, threads: int) -> None:
         torch.set_num_threads(threads)
         own = self._own(plan)
         device = torch.device(own.request.device)
-        self._sums = Sums(self._shard.rank, self._shard.size, device, check=lambda: None, go=self._wait_to_go)
+        self._sums = Sums(self._shard.rank, self._shard.size, device, check=lambda: None, go=self._orders.wait_to_go)
         self._parts = Parts.load(
             own, {"target": Path(target)}, lambda done, total: None, shard=self._shard, sums=self._sums
         )
@@ -197,14 +175,7 @@ def follow(shard: Shard, local_rank: int, met: Met) -> None:
     """Obey rank 0, and end with it. A terminal's signals are for rank 0, which ends the others as it has to."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    follower = Follower(shard, local_rank, met)
-    try:
-        follower.run()
-    except BaseException as error:
-        follower.fail(error)
-        traceback.print_exc()  # for the process that keeps it
-        sys.stderr.flush()
-        os._exit(_LOST)
+    Follower(shard, local_rank, met).run()
 
 
 def follow_torchrun(launched: Launched) -> None:

@@ -48,6 +48,13 @@ class Rows:
         index, within = divmod(number, self.shape.num_pages)
         return self.store.home(layer, index)[:, within]
 
+    def page_of_all(self, number: int) -> list[Tensor]:
+        return [self.page(layer, number) for layer in range(self.num_layers)]
+
+    page_to_fill = page_of_all
+
+    def filled(self, number: int, layers: Sequence[Tensor]) -> None: ...
+
     def restored(self, length: int) -> None:
         self.length = length
 

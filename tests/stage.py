@@ -142,7 +142,7 @@ def _fix_the_machine() -> None:
     laptop = hardware.Hardware("cpu", "Some laptop's processor", 32 * GIB, 32 * GIB, True)
     card = hardware.Hardware("cuda:0", "NVIDIA GeForce RTX 4090", 24 * 10**9, 128 * 10**9, True, hardware.RTX_4090)
     for module in (hardware, request, diagnosis):
-        module.probe = lambda device: card if device.startswith("cuda") else laptop
+        module.probe = lambda device, gpus=1: card if device.startswith("cuda") else laptop
     moments = itertools.count(1000.0, 0.25)
     for clocked in (deadline.Deadline, progress.PlainDisplay, progress.TimeLeft):
         clocked.__init__.__defaults__ = (lambda: next(moments),)

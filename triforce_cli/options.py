@@ -282,7 +282,7 @@ Gpus = Annotated[
     str,
     option(
         "--gpus",
-        'Cards that run the model together, each with a part of it: a number, or "auto" for all. On a CPU, processes.',
+        'Cards that share the model, or processes on a CPU; "auto": all cards.',
         PLACEMENT,
         metavar="N",
     ),

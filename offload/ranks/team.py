@@ -101,7 +101,7 @@ class Team:
 
     def _on_message(self, rank: int, message: dict[str, Any]) -> None:
         if "failed" in message:
-            self._fail(f"rank {rank} failed: {message['failed']}")
+            self._fail(f"rank {rank} failed: {message['failed']}", message["traceback"])
         else:
             self._answers[rank].put(message)
 
@@ -110,10 +110,12 @@ class Team:
         epitaph = process.epitaph() if process and what == "ended" else ""
         self._fail(f"rank {rank} {what}{epitaph}")
 
-    def _fail(self, what: str) -> None:
+    def _fail(self, what: str, traceback: str = "") -> None:
         """End all others: they, and this process, may wait for the one that is lost."""
         if not self._failed.is_set():
             self._failure = RankFailed(f"{what}; the other ranks are ended, and what came so far is kept")
+            if traceback:
+                self._failure.__cause__ = RuntimeError(f"on that rank:\n{traceback}")
             self._failed.set()
         for each in self._processes:
             each.process.kill()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.metrics import LevelStats, LinkStats, Stats
 from offload.units import size
-from triforce_cli.render.text import duration, lengths_of, levels_of, significant
+from triforce_cli.render.text import duration, lengths_of, levels_of, percent, significant
 
 if TYPE_CHECKING:
     from offload.plan.planner import Plan
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def stats_table(stats: Stats, plan: Plan) -> str:
     """The table of `--stats`: at most 80 columns, the same at a terminal and in a file."""
-    lines = [*_summary(stats), "", *_levels(stats.levels), "", *_links(stats), *_plan(plan)]
+    lines = [*_summary(stats), "", *_levels(stats.levels), "", *_links(stats), *_ranks(stats), *_plan(plan)]
     return "\n".join(lines)
 
 
@@ -120,6 +120,20 @@ def _links(stats: Stats) -> list[str]:
         f"            decode  {_moved(stats.decode_link)}",
         f"            utilisation of full passes {significant(stats.link_utilisation)}",
     ]
+
+
+def _ranks(stats: Stats) -> Iterator[str]:
+    """Several ranks while decoding: bytes over each one's link, and the time in sums, which is also waiting for each
+    other."""
+    if not stats.ranks:
+        return
+    yield f"{'ranks':<12}{'device':<10}{'to device':>10}{'link':>10}{'sums':>10}{'of decode':>11}{'memory':>11}"
+    for rank in stats.ranks:
+        share = f"{percent(rank.sum_seconds, stats.decode_seconds)} %"
+        yield (
+            f"  {rank.rank:<10}{rank.device:<10}{size(rank.bytes_to_device):>10}{duration(rank.link_seconds):>10}"
+            f"{duration(rank.sum_seconds):>10}{share:>11}{size(rank.device_bytes + rank.host_bytes):>11}"
+        )
 
 
 def _moved(link: LinkStats) -> str:

@@ -79,7 +79,7 @@ class Follower:
 
     def _connect(self) -> None:
         assert self._sums is not None
-        self._sums.connect(self._store)
+        self._sums.connect(self._store())
 
     def _try_sizes(self, plan: Mapping[str, Any]) -> list[int]:
         assert self._parts is not None

@@ -65,7 +65,7 @@ class Lead:
         try:
             self.team.replies(told)
             self.team.tell("connect")
-            self.sums.connect(self._store)
+            self.sums.connect(self._store())
         except BaseException:
             parts.close()
             raise

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import IO
@@ -51,11 +53,12 @@ class Process:
 @dataclass(frozen=True)
 class Met:
     """The other ranks: channels to them by rank, their processes if they are rank 0's, and the store that
-    torch.distributed meets by. Of rank 0 there is one channel, of the others one to rank 0."""
+    torch.distributed meets by, once it is wanted: who waits for it in vain has to be watching already. Of rank 0 there
+    is one channel, of the others one to rank 0."""
 
     channels: Mapping[int, Channel]
     processes: tuple[Process, ...]
-    store: Store
+    store: Callable[[], Store]
 
 
 def start(size: int) -> Met:
@@ -66,7 +69,7 @@ def start(size: int) -> Met:
     for rank in range(1, size):
         ours, theirs = socket.socketpair()
         words = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
-        with theirs:
+        with theirs, _signals_later():
             arguments = map(str, (theirs.fileno(), rank, size, store.port))
             process = subprocess.Popen(
                 [sys.executable, "-m", FOLLOWER, *arguments],
@@ -77,20 +80,32 @@ def start(size: int) -> Met:
             )
         channels[rank] = Channel(ours)
         processes.append(Process(process, words))
-    return Met(channels, tuple(processes), store)
+    return Met(channels, tuple(processes), lambda: store)
+
+
+@contextmanager
+def _signals_later() -> Iterator[None]:
+    """A process that is started in the body is born with a terminal's signals blocked: until it ignores them, they
+    would end it before rank 0 has said what is to be done."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def started(descriptor: int, port: int) -> Met:
     """The same, seen by a rank that was started."""
     channel = Channel(socket.socket(fileno=descriptor))
-    return Met({0: channel}, (), TCPStore(_LOOPBACK, port, is_master=False))
+    return Met({0: channel}, (), lambda: TCPStore(_LOOPBACK, port, is_master=False))
 
 
 def meet(launched: Launched) -> Met:
     """Meet the ranks that torchrun started, by its store. Whoever connects has to know a secret from there."""
     store, _, _ = next(rendezvous("env://", launched.rank, launched.size))
     store.set_timeout(_FOR_EVER)  # rank 0 may wait for a person; torchrun ends all when one fails
-    return Met(_wait_for_others(launched, store) if launched.rank == 0 else {0: _connect(launched, store)}, (), store)
+    channels = _wait_for_others(launched, store) if launched.rank == 0 else {0: _connect(launched, store)}
+    return Met(channels, (), lambda: store)
 
 
 def _wait_for_others(launched: Launched, store: Store) -> dict[int, Channel]:

@@ -24,6 +24,7 @@ from offload.errors import RankFailed, UsageError
 UNINTERRUPTED = True  # all ranks take part in a sum, or none
 
 _LOOK = timedelta(seconds=0.5)  # how often a rank that waits looks whether the others are still there
+_WHY_SECONDS = 3.0  # in which a rank that ended is found and named
 _FOR_EVER = timedelta(days=1)  # whether somebody hangs is for the watch to say: processes may be stopped (Ctrl-Z)
 
 
@@ -72,6 +73,7 @@ class Sums:
             meeting.join(_LOOK.total_seconds())
             self._check()
         if failed:
+            self._hear_why()
             raise failed[0]
 
     @contextmanager
@@ -156,10 +158,18 @@ class Sums:
             work.wait(_LOOK)
         except RuntimeError:  # not yet, or never
             if work.is_completed():
-                self._check()
+                self._hear_why()
                 raise
             return False
         return True
+
+    def _hear_why(self) -> None:
+        """A connection has failed, most likely since a rank has ended. Raises that as soon as it is known; on a rank
+        other than 0, which would only be blamed in its place, wait to be ended."""
+        latest = time.monotonic() + _WHY_SECONDS
+        while time.monotonic() < latest:
+            self._check()
+            time.sleep(_LOOK.total_seconds() / 10)
 
     def _take_part(self) -> None:
         assert self._template is not None

@@ -12,6 +12,7 @@ from offload.ranks.channel import Channel
 
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 7.0  # after which a rank counts as hung: with what has to be ended then, ten seconds are kept
+START_SECONDS = 120.0  # the same of one that has not been heard yet: it reads libraries from a disk, perhaps a slow one
 _STOPPED_SECONDS = 2.0  # between two looks: this process did not run itself (Ctrl-Z), so silence says nothing
 
 OnMessage = Callable[[int, dict[str, Any]], None]  # rank, message
@@ -36,12 +37,12 @@ class Watch(threading.Thread):
             for rank, channel in self._channels.items():
                 selector.register(channel, selectors.EVENT_READ, rank)
             looked = beaten = time.monotonic()
-            heard = dict.fromkeys(self._channels, looked)
+            heard = dict.fromkeys(self._channels, looked + START_SECONDS - SILENCE_SECONDS)
             while self._channels and not self._ending.is_set():
                 ready = [key.data for key, _ in selector.select(BEAT_SECONDS / 2)]
                 now = time.monotonic()
                 if now - looked > _STOPPED_SECONDS:
-                    heard = dict.fromkeys(heard, now)
+                    heard = {rank: max(moment, now) for rank, moment in heard.items()}
                 looked = now
                 heard |= dict.fromkeys(ready, now)
                 lost = {rank: "ended" for rank in ready if not self._take(rank)}

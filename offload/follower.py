@@ -20,6 +20,7 @@ import torch
 from offload.all_rows import packed_page, unpack_page
 from offload.errors import TriforceError
 from offload.kernels.rows import Blocks
+from offload.parts import Parts
 from offload.plan.planner import Plan
 from offload.plan.shards import Shard
 from offload.plan.torchrun import Launched
@@ -28,7 +29,7 @@ from offload.ranks.orders import LOST, GivenUp, Orders
 from offload.ranks.record import TokenRecord
 from offload.ranks.rendezvous import Met
 from offload.ranks.sums import Sums
-from offload.worker import Parts, Worker, equal_sizes, stats_of_rank
+from offload.worker import Worker, equal_sizes, stats_of_rank
 
 _ANSWERED = ("load", "try_sizes", "build", "stats")
 

@@ -20,6 +20,7 @@ from offload.errors import RankFailed
 from offload.kernels.rows import Blocks
 from offload.metrics import RankStats
 from offload.model.level import Level
+from offload.parts import Parts
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.plan.shards import Shard
@@ -29,7 +30,7 @@ from offload.ranks.record import TokenRecord
 from offload.ranks.sums import Sums
 from offload.ranks.team import Team
 from offload.session.page import PagedRows
-from offload.worker import Parts, Worker, equal_sizes, fast_sizes, stats_of_rank
+from offload.worker import Worker, equal_sizes, fast_sizes, stats_of_rank
 
 COMPARED_FORWARDS = 16  # of the target, after which the ranks compare their tokens
 OnBytes = Callable[[int, int], None]
@@ -52,9 +53,8 @@ class Lead:
         self._threads = torch.get_num_threads()
         torch.set_num_threads(max(self._threads // (launched.local_size if launched else size), 1))
         met = rendezvous.start(size) if launched is None else rendezvous.meet(launched)
-        self.team, self._store = Team(met), met.store
-        device = torch.device(plan.request.device)
-        self.sums = Sums(0, size, device, check=self.team.check, go=self._go)
+        self.sums = Sums(0, size, torch.device(plan.request.device), check=self._check, go=self._go)
+        self.team, self._store = Team(met, self.sums.abort), met.store
         self._num_workers = 0
 
     def load(self, plan: Plan, folders: Mapping[str, Path], on_bytes: OnBytes) -> Parts:
@@ -85,13 +85,16 @@ class Lead:
         number = self._num_workers
         return number, self.team.tell("build", worker=number, plan=plan.as_dict(), sizes=blocks.sizes)
 
-    def _go(self) -> None:
-        self.team.tell("go")
-
     def close(self) -> None:
         self.team.close()
         self.sums.close()
         torch.set_num_threads(self._threads)
+
+    def _check(self) -> None:
+        self.team.check()
+
+    def _go(self) -> None:
+        self.team.tell("go")
 
 
 class LeadingWorker(Worker):
@@ -138,6 +141,10 @@ class LeadingWorker(Worker):
     def tell(self, verb: str, **arguments: Any) -> int:
         """See `Team.tell`."""
         return self._lead.team.tell(verb, worker=self._number, **arguments)
+
+    def check(self) -> None:
+        """Raises RankFailed where a rank is lost."""
+        self._lead.team.check()
 
     def rank_stats(self) -> list[RankStats]:
         told = self.tell("stats")
@@ -189,18 +196,17 @@ class LeadingWorker(Worker):
     def _level(self, name: str, cache: Cache, blocks: Blocks | None) -> Level:
         record = self._record if name == "target" else None
         return LeadingLevel(
-            self.tell, record, name, self.target, cache, vocab_size=self.vocab_size, blocks=blocks, link=self.link
+            self, record, name, self.target, cache, vocab_size=self.vocab_size, blocks=blocks, link=self.link
         )
 
 
 class LeadingLevel(Level):
     """A level that all ranks run. record: of the target's tokens; now and then the others compare theirs with it."""
 
-    def __init__(
-        self, tell: Callable[..., int], record: TokenRecord | None, name: str, *args: Any, **more: Any
-    ) -> None:
+    def __init__(self, worker: LeadingWorker, record: TokenRecord | None, name: str, *args: Any, **more: Any) -> None:
         super().__init__(name, *args, **more)
-        self._tell, self._record, self._name, self._num_forwards = tell, record, name, 0
+        self._tell, self._check = worker.tell, worker.check
+        self._record, self._name, self._num_forwards = record, name, 0
 
     def forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
         at, digest = self.length, None
@@ -210,7 +216,9 @@ class LeadingLevel(Level):
             self._num_forwards += 1
             self._record.append(at, tokens)
         self._tell("forward", level=self._name, at=at, tokens=list(tokens), digest=digest)
-        return super().forward(tokens, num_logits)
+        logits = super().forward(tokens, num_logits)
+        self._check()  # what a GPU computed beside a rank that died is not the model's
+        return logits
 
     def truncate(self, length: int) -> None:
         self._tell("truncate", level=self._name, length=length)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,72 +13,22 @@ from offload.cache.retrieval import RetrievalCache
 from offload.cache.selection import Selection
 from offload.cache.streaming import StreamingCache
 from offload.cache.tiles import TileShape
-from offload.errors import DoesNotFit, ModelError
+from offload.errors import DoesNotFit
 from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
 from offload.metrics import LinkStats, RankStats
-from offload.model.decoder import Decoder, Sums
+from offload.model.decoder import Decoder
 from offload.model.level import Level, StreamingLevel, prefill
-from offload.model.loading import DTYPES, load_decoders
+from offload.model.loading import DTYPES
+from offload.parts import Parts
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
-from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import CPU_BLOCKS, MAX_ROWS
 from offload.session.page import PagedRows
-from offload.transfer.link import Link, make_link
+from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 
 MAX_REACH = 32  # tokens: dilation reaches as far as blocks usually go
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What outlives a plan: models, the memory they are in, and the link that some of them cross. decoders: by name,
-    "target" and, where there is one, "draft"."""
-
-    decoders: Mapping[str, Decoder]
-    memory: Memory
-    link: Link | None
-
-    @classmethod
-    def load(
-        cls,
-        plan: Plan,
-        folders: Mapping[str, Path],
-        on_bytes: Callable[[int, int], None],
-        *,
-        shard: Shard = ALONE,
-        sums: Sums | None = None,
-    ) -> Parts:
-        """Read the models in `folders`, of "target" a shard, to where the plan wants them. Raises ModelError,
-        DoesNotFit."""
-        memory = Memory(torch.device(plan.request.device))
-        if memory.device.type == "cuda":
-            torch.cuda.set_device(memory.device)  # some libraries launch on the current device
-        link = make_link(memory.device, plan.placement.link_bytes_per_second) if plan.placement.offload else None
-        try:
-            return cls(load_decoders(folders, plan, memory, link, on_bytes, shard=shard, sums=sums), memory, link)
-        except BaseException:
-            if link is not None:
-                link.close()
-            raise
-
-    @property
-    def target(self) -> Decoder:
-        return self.decoders["target"]
-
-    def num_scored(self, num_tokens: int) -> int:
-        """Entries of the target's logits that are tokens, of a vocabulary of `num_tokens`: models may pad theirs.
-        Raises ModelError where a draft scores fewer."""
-        width = min(num_tokens, self.target.config.vocab_size)
-        if "draft" in self.decoders and (fewer := self.decoders["draft"].config.vocab_size) < width:
-            raise ModelError(f"the draft scores {fewer} tokens, the target {width}; --draft none")
-        return width
-
-    def close(self) -> None:
-        """End the link's threads."""
-        if self.link is not None:
-            self.link.close()
 
 
 class Worker:

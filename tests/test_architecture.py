@@ -16,20 +16,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Ground to roof: a storey imports from itself and from those before it.
 STOREYS = (
-    "ground",
-    "plan",
-    "kernels",
-    "ranks",
-    "transfer",
-    "cache",
-    "model",
-    "decode",
-    "session",
-    "roof",
-    "bench",
-    "hub",
+    *("ground", "plan", "kernels", "ranks", "transfer", "cache", "model", "decode", "session"),
+    *("roof", "bench", "hub"),
 )
-ROOF = ("offload.engine", "offload.worker", "offload.prefix", "offload.leader", "offload.follower", "offload.all_rows")
+ROOF = tuple(f"offload.{name}" for name in ("engine", "prefix", "worker", "parts", "leader", "follower", "all_rows"))
 GROUND = ("offload.errors", "offload.metrics", "offload.progress", "offload.units")
 CLI_MAY_IMPORT = (
     *("offload.engine", "offload.follower", "offload.plan", "offload.session", "offload.bench", "offload.hub"),

@@ -127,6 +127,13 @@ class Sums:
         """The reverse: `own` is filled with this rank's of the `parts` on rank 0."""
         self._wait(dist.scatter(own, list(parts) or None, async_op=True))
 
+    def abort(self) -> None:
+        """End what a GPU waits for in sums that will never be: NCCL's kernels would wait for a dead rank for ever.
+        Called on any thread. gloo notices by itself that a process has gone."""
+        if self._device.type == "cuda" and dist.is_initialized():
+            assert dist.group.WORLD is not None
+            dist.group.WORLD.abort()
+
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()

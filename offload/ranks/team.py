@@ -6,6 +6,7 @@ import queue
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from offload import errors
@@ -27,9 +28,11 @@ class Team:
     is one that is answered.
 
     A rank that is lost ends the others: from then on whatever is asked of the team raises RankFailed, which names it.
+    on_failure: called then, on the watch's thread.
     """
 
-    def __init__(self, met: Met) -> None:
+    def __init__(self, met: Met, on_failure: Callable[[], None]) -> None:
+        self._on_failure = on_failure
         self.size = len(met.channels) + 1
         self._channels, self._processes = dict(met.channels), met.processes
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any]]] = {
@@ -121,3 +124,4 @@ class Team:
             each.process.kill()
         for channel in self._channels.values():
             channel.close()
+        self._on_failure()

@@ -114,6 +114,21 @@ def test_what_a_library_calls_back_is_not_interrupted() -> None:
     assert (type(error), done) == (KeyboardInterrupt, [1, 2])
 
 
+def test_what_says_so_is_done_whole() -> None:
+    """Also what it calls: ranks that were told a half of it would be out of step."""
+    done: list[int] = []
+    sends = code_of("offload.model", "def run():\n    interrupt()\n    done.append(1)", interrupt=interrupt, done=done)
+    tells = code_of(
+        "offload.ranks.team",
+        "UNINTERRUPTED = True\ndef run():\n    sends()\n    done.append(2)",
+        sends=sends,
+        done=done,
+    )
+    source = "def run():\n    tells()\n    time.sleep(60)\n    done.append(3)"
+    error = interrupted(code_of("offload.leader", source, tells=tells, done=done))
+    assert (type(error), done) == (KeyboardInterrupt, [1, 2])
+
+
 @pytest.mark.parametrize("work", ["while True: time.sleep(0.001)", "while True: pass"])
 @pytest.mark.parametrize("converts", [False, True])
 def test_a_library_without_end_is_interrupted_all_the_same(

@@ -1,0 +1,195 @@
+"""Sums over ranks: the path of GPUs, with tensors that say they are on one and hold no bytes, and the rules of taking
+part. What the sums are is tested with real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from offload.errors import RankFailed, UsageError
+from offload.ranks.sums import Sums
+
+CARD = torch.device("cuda:0")
+
+
+class Instant:
+    """An event of a GPU: a second has passed from each to the next."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Instant) -> float:
+        return 1000.0
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The arguments of the group that is met; it is one of torch's own that sends nothing."""
+    asked: dict[str, Any] = {}
+    init = dist.init_process_group
+
+    def fake(backend: str, *, store: object, rank: int, world_size: int, **settings: Any) -> None:
+        asked.update(settings, backend=backend)
+        init("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+    monkeypatch.setattr(dist, "init_process_group", fake)
+    monkeypatch.setattr(torch.cuda, "Event", Instant)
+    yield asked
+    dist.destroy_process_group()
+
+
+def nothing() -> None: ...
+
+
+def on_card(size: int, check: Callable[[], None] = nothing) -> Sums:
+    sums = Sums(0, size, CARD, check=check, go=nothing)
+    sums.connect(FakeStore())
+    return sums
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_on_a_card_a_sum_is_gathered_there_and_nothing_waits(
+    group: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors without bytes raise where the host would have to wait for one."""
+    gathered: list[set[torch.device]] = []
+    gather = dist.all_gather
+
+    def noted(parts: list[Tensor], part: Tensor, **settings: object) -> object:
+        gathered.append({part.device, *(each.device for each in parts)})
+        return gather(parts, part, **settings)
+
+    monkeypatch.setattr(dist, "all_gather", noted)
+    with FakeTensorMode():
+        sums = on_card(size)
+        part = torch.empty(16, 5120, dtype=torch.bfloat16, device=CARD)
+        with sums.due([(16, 5120)] * 80, part):
+            totals = [sums.total(part) for _ in range(80)]
+        assert {(total.device, total.dtype, tuple(total.shape)) for total in totals} == {
+            (CARD, torch.bfloat16, (16, 5120))
+        }
+    assert gathered == [{CARD}] * 80
+    assert sums.seconds == 80.0
+    assert (group["backend"], group["device_id"]) == ("cpu:gloo,cuda:nccl", CARD)
+
+
+def test_a_process_is_in_one_group_at_a_time(group: dict[str, Any]) -> None:
+    on_card(2)
+    with pytest.raises(UsageError, match="close that engine"):
+        on_card(2)
+
+
+def test_on_a_failure_a_cards_group_is_aborted(group: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's kernels wait for a dead rank for ever."""
+    aborted: list[int] = []
+    sums = on_card(2)
+    monkeypatch.setattr(type(dist.group.WORLD), "abort", lambda self: aborted.append(1))
+    sums.abort()
+    assert aborted == [1]
+
+
+class Others:
+    """Ranks that gather what this one gives: its own part, so that a sum is a multiple of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gathered: list[Tensor] = []
+        monkeypatch.setattr(dist, "all_gather", self.gather)
+
+    def gather(self, parts: list[Tensor], part: Tensor, **settings: object) -> Others:
+        self.gathered.append(part)
+        for each in parts:
+            each.copy_(part)
+        return self
+
+    def wait(self, timeout: object) -> None: ...
+
+
+def on_processor(check: Callable[[], None] = nothing, go: Callable[[], None] = nothing) -> Sums:
+    return Sums(0, 3, torch.device("cpu"), check=check, go=go)
+
+
+DUE = [(2, 4), (2, 4), (1, 4)]
+PART = torch.ones(2, 4)
+
+
+def test_whoever_breaks_off_takes_part_in_the_sums_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    others, sums = Others(monkeypatch), on_processor()
+
+    def broken_off() -> None:
+        with sums.due(DUE, PART):
+            assert torch.equal(sums.total(PART), 3 * PART)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        broken_off()
+    assert [(tuple(part.shape), part.any().item()) for part in others.gathered] == [
+        ((2, 4), True), ((2, 4), False), ((1, 4), False),
+    ]  # fmt: skip
+    with sums.due(DUE[:1], PART):  # and is in step
+        sums.total(PART)
+
+
+def test_nothing_is_owed_for_what_the_others_were_not_told_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> None:
+        raise RankFailed("gone")
+
+    others, sums = Others(monkeypatch), on_processor(go=lost)
+    with pytest.raises(RankFailed), sums.due(DUE, PART):
+        pass
+    assert others.gathered == []
+
+
+def test_who_could_not_take_part_is_out_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after two interrupts, of which the second ended the wait for the others."""
+    others, sums = Others(monkeypatch), on_processor()
+
+    def interrupted(*_: object, **__: object) -> Others:
+        raise KeyboardInterrupt
+
+    def broken_off() -> None:
+        with sums.due(DUE, PART):
+            monkeypatch.setattr(dist, "all_gather", interrupted)
+            raise ValueError
+
+    with pytest.raises(KeyboardInterrupt):
+        broken_off()
+    monkeypatch.setattr(dist, "all_gather", others.gather)
+    with pytest.raises(RankFailed, match="start again"), sums.due(DUE, PART):
+        pass
+
+
+def test_sums_that_are_not_due_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Others(monkeypatch)
+    sums = on_processor()
+    with pytest.raises(RuntimeError, match=r"\(3, 4\) where \(2, 4\) is due"), sums.due(DUE, PART):
+        sums.total(torch.ones(3, 4))
+    with pytest.raises(RuntimeError, match="3 sums"), on_processor().due(DUE, PART):
+        pass
+
+
+def test_parts_are_added_in_fp32_in_the_order_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [256.0, 1.0, 1.0, -256.0]
+
+    class Three(Others):
+        def gather(self, parts: list[Tensor], part: Tensor, **settings: object) -> Others:
+            for each, value in zip(parts, values, strict=False):
+                each.fill_(value)
+            return self
+
+    Three(monkeypatch)
+    sums = on_processor()
+    with sums.due([(1, 1)], PART):
+        # In bf16 256 + 1 is 256, however often 1 is added.
+        assert sums.total(torch.zeros(1, 1, dtype=torch.bfloat16)).item() == 258.0

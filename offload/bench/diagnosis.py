@@ -111,11 +111,12 @@ class Diagnosis:
         cpu = self.processor
         flops = cpu.bf16_flops if cpu.fast_bf16 else cpu.fp32_flops
         rates = {"cpu": Rates(cpu.link.to_device, cpu.link.to_host, cpu.weights_read, cpu.read, flops, measured=True)}
+        links = None if self.together is None else self.together.to_device
         for gpu in self.gpus:
             if (own := gpu.rates) is not None:
                 link = own.link
                 rates[gpu.device] = Rates(
-                    link.to_device, link.to_host, own.weights_read, cpu.read, own.flops, measured=True
+                    link.to_device, link.to_host, own.weights_read, cpu.read, own.flops, measured=True, links=links
                 )
         return rates
 

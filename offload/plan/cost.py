@@ -11,7 +11,8 @@ from functools import cached_property
 
 from offload.plan.composition import Composition
 from offload.plan.placement import Placement
-from offload.plan.sizing import Sizing
+from offload.plan.sizing import PREFILL_BLOCK, Sizing
+from offload.plan.sum_costs import GLOO, NCCL, NETWORK, SumCosts
 
 DRAFT_ACCEPTANCE = 0.5  # of a small draft's tokens, by the target or a part of it
 _HARDNESS = (0.25, 1.0, 2.0, 3.0)  # times the mean text's share of refused tokens: texts differ as much (docs/log.md)
@@ -33,10 +34,11 @@ class Costs:
     refresh_share: float  # of the rate of reading, at which what the retrieval cache holds is chosen and fetched
     refresh_layer_seconds: float  # calls of that, for one layer
     prefill_share: float  # of the rate of large products
+    sums: SumCosts
 
 
-CPU = Costs(0.0, 2.5e-4, 5e-4, 0.0, False, 0.64, 0.06, 0.12, 0.5, 6e-5, 0.2)  # fitted on two cores
-GPU = Costs(5e-4, 3e-4, 3e-4, 2.3e-4, True, 0.9, 0.01, 0.05, 0.02, 0.0, 0.5)  # estimated from the number of kernels
+CPU = Costs(0.0, 2.5e-4, 5e-4, 0.0, False, 0.64, 0.06, 0.12, 0.5, 6e-5, 0.2, GLOO)  # fitted on two cores
+GPU = Costs(5e-4, 3e-4, 3e-4, 2.3e-4, True, 0.9, 0.01, 0.05, 0.02, 0.0, 0.5, NCCL)  # estimated: number of kernels
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,19 @@ class Prediction:
     Passes are those of one row; row_seconds is added for each further row. full_block_rows: rows after which a full
     pass takes all but a row's seconds again, 0 where it waits for the link. mass_share: the share of a full pass's
     seconds that recording masses for the retrieval level adds. retrieval_token_seconds: for a token that it proposes.
+    sum_seconds: of a pass, in sums over the ranks; full_link_bytes: over each device's link in a full pass.
     """
 
     prefill_seconds: float
     first_token_seconds: float  # from the start of prefill
     full_pass_seconds: float
+    full_sum_seconds: float
+    full_link_bytes: int
     full_row_seconds: float
     full_block_rows: int
     mass_share: float
     retrieval_pass_seconds: float
+    retrieval_sum_seconds: float
     retrieval_row_seconds: float
     retrieval_token_seconds: float
     draft_pass_seconds: float
@@ -123,7 +129,7 @@ class Cost:
         if not self.composition.budget:
             return 0.0
         read = self._by_rows((self._weights + self._kept) / self._rate(self._costs.read_share), rows)
-        return self._both(self._calls, max(read, self._streamed_weights / self._link_rate))
+        return self._both(self._calls, max(read + self.sums(rows), self._streamed_weights / self._link_rate))
 
     @cached_property
     def draft_pass(self) -> float:
@@ -134,16 +140,33 @@ class Cost:
         return self._both(calls, draft.weight_bytes(self.sizing.itemsize) / self._rate(self._costs.read_share))
 
     def full_pass(self, rows: int, *, masses: bool = False) -> float:
-        """Seconds of a pass over the full cache: the longer of computation, block by block, and of the link."""
-        sizing = self.sizing
-        blocks = -(-rows // sizing.most_rows)
+        """Seconds of a pass over the full cache: the longer of computation and sums, block by block, and of the
+        link."""
+        sizing, blocks = self.sizing, self._blocks(rows)
         tiles = sizing.target.num_layers * sizing.num_tiles(self.capacity)
         read = (self._weights + self.capacity * sizing.kv_bytes_per_token) / self._rate(self._costs.read_share)
-        padded = rows if sizing.hardware.is_cpu else blocks * sizing.rows
-        work = self._by_rows(read, padded, blocks)
+        work = self._by_rows(read, self._padded(rows), blocks) + self.full_sums(rows)
         seconds = self._both(self._calls + blocks * tiles * self._costs.tile_seconds, work)
         seconds *= 1.0 + self._costs.mass_share * masses
-        return max(seconds, (self._streamed_weights + self._streamed_cache) / self._link_rate)
+        return max(seconds, self.full_link_bytes / self._link_rate)
+
+    @property
+    def full_link_bytes(self) -> float:
+        """Bytes over each device's link in a pass over the full cache."""
+        return self._streamed_weights + self._streamed_cache
+
+    def full_sums(self, rows: int) -> float:
+        """Seconds of the sums over the ranks in a full pass."""
+        return self.sums(self._padded(rows), self._blocks(rows))
+
+    def sums(self, rows: int, blocks: int = 1) -> float:
+        """Seconds of the sums over the ranks in a pass: two a layer and block, of its rows [rows, hidden]."""
+        hardware, target = self.sizing.hardware, self.sizing.target
+        sums = NETWORK if hardware.num_hosts > 1 else self._costs.sums
+        row_bytes = target.hidden_size * self.sizing.itemsize
+        return sums.total(
+            2 * target.num_layers * blocks, 2 * target.num_layers * rows * row_bytes, hardware.num_devices - 1
+        )
 
     def _seconds_per_token(self, gamma: int, acceptance: float | None = None) -> float:
         """acceptance: without it, that of the mean text."""
@@ -164,13 +187,21 @@ class Cost:
         return calls + self._kept / self._rate(self._costs.refresh_share) + crossing
 
     def prefill(self, num_tokens: int) -> float:
-        """Seconds of a prefill, layer by layer: the longest of computation, weights that cross the link once and rows
-        that are written back once."""
+        """Seconds of a prefill, layer by layer: the longest of computation with its sums, weights that cross the link
+        once and rows that are written back once."""
         sizing, rates = self.sizing, self.sizing.hardware.rates
         flops = sizing.target.prefill_flops(num_tokens) / sizing.num_devices
         home = num_tokens * sizing.kv_bytes_per_token * self._streamed_share
         moved = self._streamed_weights / self._link_rate
-        return max(flops / (self._costs.prefill_share * rates.flops), moved, home / min(rates.to_host, self._link_rate))
+        computed = flops / (self._costs.prefill_share * rates.flops)
+        summed = self.sums(num_tokens, -(-num_tokens // PREFILL_BLOCK))
+        return max(computed + summed, moved, home / min(rates.to_host, self._link_rate))
+
+    def _blocks(self, rows: int) -> int:
+        return -(-rows // self.sizing.most_rows)
+
+    def _padded(self, rows: int) -> int:
+        return rows if self.sizing.hardware.is_cpu else self._blocks(rows) * self.sizing.rows
 
     def _by_rows(self, seconds: float, rows: int, blocks: int = 1) -> float:
         """Seconds of `rows` rows in `blocks` blocks. seconds: of the first row of a block."""
@@ -194,7 +225,7 @@ class Cost:
     @property
     def _link_rate(self) -> float:
         paced = self.sizing.options.link_gbps
-        return self.sizing.hardware.rates.to_device if paced is None else paced * 1e9
+        return self.sizing.hardware.link_rate if paced is None else paced * 1e9
 
     @property
     def _weights(self) -> int:
@@ -228,10 +259,13 @@ def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Pred
         prefill_seconds=prefill,
         first_token_seconds=prefill + cost.full_pass(cost.sizing.rows),
         full_pass_seconds=cost.full_pass(1),
+        full_sum_seconds=cost.full_sums(1),
+        full_link_bytes=round(cost.full_link_bytes),
         full_row_seconds=(cost.full_pass(1 + far) - cost.full_pass(1)) / far,
         full_block_rows=0 if cost.placement.offload else cost.sizing.most_rows,
         mass_share=cost.full_pass(1, masses=True) / cost.full_pass(1) - 1.0,
         retrieval_pass_seconds=cost.retrieval_pass(1),
+        retrieval_sum_seconds=cost.sums(1) if cost.composition.budget else 0.0,
         retrieval_row_seconds=(cost.retrieval_pass(1 + far) - cost.retrieval_pass(1)) / far,
         retrieval_token_seconds=cost.retrieval_token if cost.composition.budget else 0.0,
         draft_pass_seconds=cost.draft_pass,

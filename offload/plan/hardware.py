@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from offload.errors import UsageError
+from offload.plan import nvml
 from offload.plan.machine import free_host_bytes, machine_name
-from offload.plan.rates import RTX_4090, TWO_CORES, Rates, load_rates
+from offload.plan.rates import RTX_4090, TWO_CORES, Rates, load_rates, typical
 from offload.plan.torchrun import Launched
 
 __all__ = ["RTX_4090", "TWO_CORES", "Hardware", "Rates", "probe", "rates_key"]
+
+_COPY_SHARE = 25 / 31.5  # of what a PCIe link carries on paper, that copies reach
+_CONTEXT_BYTES = 512 * 2**20  # of a card's memory, that CUDA takes for each process
 
 
 @dataclass(frozen=True)
@@ -22,12 +26,22 @@ class Hardware:
     host_free_bytes: int
     fast_bf16: bool
     rates: Rates = TWO_CORES
-    num_devices: int = 1  # alike, each with a link of its own; bytes and rates are of one
+    num_devices: int = 1  # each with a link of its own; bytes and rates are those of the one that has least
     num_hosts: int = 1  # machines that have as many of them each, and as much memory
 
     @property
     def is_cpu(self) -> bool:
         return self.device == "cpu"
+
+    @property
+    def link_rate(self) -> float:
+        """Bytes per second to each device while all are busy: cards of one host share what its memory gives. The ranks
+        of a CPU share it in their `rates` already."""
+        each, number = self.rates.to_device, -(-self.num_devices // self.num_hosts)
+        together = self.rates.links
+        if together is None and number > 1:
+            together = self.rates.host_read
+        return each if together is None or self.is_cpu else min(each, together / number)
 
 
 def probe(device: str, gpus: int | None = 1) -> Hardware:
@@ -36,41 +50,69 @@ def probe(device: str, gpus: int | None = 1) -> Hardware:
     gpus: devices that are used together, the first of them being `device`; on a CPU so many processes share its cores.
     None: all GPUs from there on, or one CPU. torchrun, where it started this process, says how many. Raises UsageError.
     """
-    found = _probe(device)
-    launched = Launched.look()
+    name, launched = _resolve(device), Launched.look()
     if launched is not None:
         if gpus not in (None, 1, launched.size):
             raise UsageError(f"gpus is {gpus} and torchrun started {launched.size} ranks; leave out --gpus")
         count, local, hosts = launched.size, launched.local_size, launched.num_hosts
     else:
-        count = local = _num_devices(found) if gpus is None else gpus
+        count = local = _num_devices(name) if gpus is None else gpus
         hosts = 1
-    if not found.is_cpu and local > _num_devices(found):
-        raise UsageError(f"gpus is {local} and torch sees {_num_devices(found)} from {found.device} on")
-    rates = found.rates.shared(local) if found.is_cpu else found.rates
-    return replace(found, num_devices=count, num_hosts=hosts, rates=rates)
-
-
-def _num_devices(found: Hardware) -> int:
-    """GPUs from that of `found` on, or one CPU."""
-    import torch
-
-    return 1 if found.is_cpu else torch.cuda.device_count() - int(found.device.partition(":")[2])
-
-
-def _probe(device: str) -> Hardware:
-    import torch
-
-    name = _resolve(device)
-    host_free = free_host_bytes()
-    rates = load_rates(machine_name(), rates_key(name))
     if name == "cpu":
-        mkldnn = torch.backends.mkldnn.is_available()  # not in every build
-        fast_bf16 = mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        return Hardware(name, _cpu_name(), host_free, host_free, fast_bf16, rates or TWO_CORES)
-    properties = torch.cuda.get_device_properties(name)
-    free, _ = torch.cuda.mem_get_info(name)
-    return Hardware(name, properties.name, free, host_free, properties.major >= 8, rates or RTX_4090)
+        found = _cpu()
+        return replace(found, num_devices=count, num_hosts=hosts, rates=found.rates.shared(local))
+    if local > _num_devices(name):
+        raise UsageError(f"gpus is {local} and torch sees {_num_devices(name)} from {name} on")
+    return replace(_gpus(_index(name), local), num_devices=count, num_hosts=hosts)
+
+
+def _num_devices(name: str) -> int:
+    """GPUs from `name` on, or one CPU."""
+    import torch
+
+    return 1 if name == "cpu" else torch.cuda.device_count() - _index(name)
+
+
+def _index(name: str) -> int:
+    return int(name.partition(":")[2])
+
+
+def _cpu() -> Hardware:
+    import torch
+
+    mkldnn = torch.backends.mkldnn.is_available()  # not in every build
+    fast_bf16 = mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    free, rates = free_host_bytes(), load_rates(machine_name(), rates_key("cpu"))
+    return Hardware("cpu", _cpu_name(), free, free, fast_bf16, rates or TWO_CORES)
+
+
+def _gpus(first: int, number: int) -> Hardware:
+    """Cards that wait for one another: of each number the least."""
+    import torch
+
+    names = [f"cuda:{first + position}" for position in range(number)]
+    properties = [torch.cuda.get_device_properties(name) for name in names]
+    free, _ = torch.cuda.mem_get_info(names[0])
+    others = [nvml.free_bytes(str(card.uuid)) for card in properties[1:]]
+    return Hardware(
+        names[0],
+        properties[0].name,
+        min([free, *(max(other - _CONTEXT_BYTES, 0) for other in others if other is not None)]),
+        free_host_bytes(),
+        all(card.major >= 8 for card in properties),
+        Rates.slowest([_gpu_rates(name, number) for name in names]),
+    )
+
+
+def _gpu_rates(name: str, number: int) -> Rates:
+    """Of one of `number` cards: measured, or typical ones with the link that its slot gives."""
+    import torch
+
+    if (measured := load_rates(machine_name(), rates_key(name))) is not None:
+        return measured
+    link = nvml.pcie(str(torch.cuda.get_device_properties(name).uuid))
+    rates, rate = typical(number), link and link.busy_bytes_per_second
+    return replace(rates, to_device=_COPY_SHARE * rate, to_host=_COPY_SHARE * rate) if rate else rates
 
 
 def rates_key(device: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ class Driver:
 
 @dataclass(frozen=True)
 class Pcie:
-    """A card's PCIe link: its current speed (an idle card slows it down) and its maximum."""
+    """A card's PCIe link: its current speed (an idle card slows it down) and the card's maximum. slot_generation: the
+    most that card and slot do together; None: unknown."""
 
     address: str
     generation: int
@@ -31,12 +32,19 @@ class Pcie:
     max_generation: int
     max_width: int
     numa_node: int | None
+    slot_generation: int | None = None
 
     @property
     def bytes_per_second(self) -> float | None:
         """The maximum in one direction at the link's current speed."""
         lane = _LANE_BYTES_PER_SECOND.get(self.generation)
         return None if lane is None else lane * self.width
+
+    @property
+    def busy_bytes_per_second(self) -> float | None:
+        """The same at the speed that it has while bytes cross it."""
+        fastest = max(self.generation, self.slot_generation or self.max_generation)
+        return replace(self, generation=fastest).bytes_per_second
 
 
 def driver() -> Driver | None:
@@ -80,7 +88,16 @@ def pcie(uuid: str, root: Path = ROOT) -> Pcie | None:
             max_generation=max(number(nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration), generation),
             max_width=card_width if card_width <= 32 else width,  # 255: the kernel does not know
             numa_node=None if node is None or node < 0 else node,
+            slot_generation=number(nvml.nvmlDeviceGetMaxPcieLinkGeneration) or None,
         )
+
+
+def free_bytes(uuid: str) -> int | None:
+    """Of a card's memory, without a CUDA context there, which would take some."""
+    with _library() as nvml:
+        handle = nvml and _ask(nvml, nvml.nvmlDeviceGetHandleByUUID, f"GPU-{uuid}")
+        memory = handle and _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+        return int(memory.free) if memory else None
 
 
 @contextmanager

@@ -18,14 +18,16 @@ class Placement:
     """Where weights and caches are, and in which pieces they are moved and computed.
 
     offload: of "weights" and "kv", what may be on the host. resident_layers, resident_tiles: how many layers' weights,
-    and how many tiles of all layers together, are on the device; the rest crosses the link. device_bytes, host_bytes:
-    by purpose; those of the device are each device's. Sizes of pages and tiles in tokens.
+    and how many tiles of all layers together, are on the device; the rest crosses the link. Bytes are
+    by purpose: those of the first device, of each other one where there are several, and of all ranks on the hosts.
+    Sizes of pages and tiles in tokens.
     """
 
     offload: tuple[str, ...]
     resident_layers: int
     resident_tiles: int
     device_bytes: dict[str, int]
+    other_device_bytes: dict[str, int]
     host_bytes: dict[str, int]
     page_tokens: int
     tile_tokens: int
@@ -37,6 +39,10 @@ class Placement:
     @property
     def total_device_bytes(self) -> int:
         return sum(self.device_bytes.values())
+
+    @property
+    def total_other_device_bytes(self) -> int:
+        return sum(self.other_device_bytes.values())
 
     @property
     def total_host_bytes(self) -> int:
@@ -66,7 +72,8 @@ def shortage(sizing: Sizing, placement: Placement) -> str | None:
         ("host memory", placement.total_host_bytes, hardware.host_free_bytes * hardware.num_hosts),
     ]
     if hardware.is_cpu:
-        total = placement.total_device_bytes * hardware.num_devices + placement.total_host_bytes
+        others = placement.total_other_device_bytes * (hardware.num_devices - 1)
+        total = placement.total_device_bytes + others + placement.total_host_bytes
         tiers = [("memory", total, hardware.host_free_bytes * hardware.num_hosts)]
         if sizing.options.device_memory is not None:
             tiers.insert(0, ("device memory", placement.total_device_bytes, device_room(sizing)))
@@ -87,11 +94,10 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     """The placement with as much on the device as fits; what `offload` names may be on the host."""
     num_layers, count = sizing.target.num_layers, sizing.num_tiles(capacity)
     layer, tile = sizing.layer_bytes, sizing.tile_bytes(capacity)
-    fixed = sizing.fixed_bytes(capacity, composition)
     streams = sizing.hardware.is_cpu and sizing.options.device_memory is None  # then all that is named does
 
-    def device(layers: int, tiles: int) -> dict[str, int]:
-        sizes = fixed | {"target layers": layers * layer}
+    def device(layers: int, tiles: int, *, first: bool = True) -> dict[str, int]:
+        sizes = sizing.fixed_bytes(capacity, composition, first=first) | {"target layers": layers * layer}
         if "weights" in offload:
             sizes["weight staging"] = NUM_STAGING * layer
         if "kv" in offload:
@@ -119,6 +125,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         resident_layers=layers,
         resident_tiles=tiles,
         device_bytes=device(layers, tiles),
+        other_device_bytes=device(layers, tiles, first=False) if devices > 1 else {},
         host_bytes={name: size for name, size in host.items() if size},
         page_tokens=PAGE_TOKENS,
         tile_tokens=sizing.tile_tokens(capacity),
@@ -131,10 +138,10 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
 
 def _link_rate(sizing: Sizing) -> float | None:
     """Bytes per second that the user sets or that were measured of a card's link; None: not known."""
-    rates = sizing.hardware.rates
+    hardware = sizing.hardware
     if sizing.options.link_gbps is not None:
         return sizing.options.link_gbps * 1e9
-    return rates.to_device if rates.measured and not sizing.hardware.is_cpu else None
+    return hardware.link_rate if hardware.rates.measured and not hardware.is_cpu else None
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:

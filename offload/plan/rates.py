@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ class Rates:
 
     to_device, to_host: copies of pinned memory, each direction alone. device_read: weights, through products of one
     row. host_read: plain reading by all threads. flops: large products, 16-bit where the device is fast at them.
+    links: what the host's memory gives all devices at once; None: not measured, and several get no more than host_read.
     """
 
     to_device: float
@@ -28,16 +29,31 @@ class Rates:
     host_read: float
     flops: float
     measured: bool = False  # by `triforce doctor` on this machine; else typical of its kind
+    links: float | None = None
 
     def shared(self, number: int) -> Rates:
         """What each of `number` processes has that share one processor and its memory."""
         return replace(self, **{name: getattr(self, name) / number for name in _NUMBERS})
 
+    @classmethod
+    def slowest(cls, each: Sequence[Rates]) -> Rates:
+        """What each of several devices has that wait for one another."""
+        least = {name: min(getattr(rates, name) for rates in each) for name in _NUMBERS}
+        links = min((rates.links for rates in each if rates.links is not None), default=None)
+        return cls(**least, measured=all(rates.measured for rates in each), links=links)
+
 
 TWO_CORES = Rates(to_device=18e9, to_host=18e9, device_read=28e9, host_read=45e9, flops=0.9e12)
-RTX_4090 = Rates(to_device=25e9, to_host=25e9, device_read=1.0e12, host_read=60e9, flops=160e12)
+RTX_4090 = Rates(to_device=25e9, to_host=25e9, device_read=1.0e12, host_read=72e9, flops=160e12)  # DDR5-5600, twice
+_SERVER_READ = 165e9  # eight channels of DDR4-3200
+_DESKTOP_DEVICES = 2  # more have no lanes there
 
-_NUMBERS = tuple(field.name for field in fields(Rates) if field.name != "measured")
+_NUMBERS = tuple(field.name for field in fields(Rates) if field.name not in ("measured", "links"))
+
+
+def typical(num_devices: int) -> Rates:
+    """The rates of cards in a machine that has room for so many."""
+    return RTX_4090 if num_devices <= _DESKTOP_DEVICES else replace(RTX_4090, host_read=_SERVER_READ)
 
 
 def rates_file() -> Path:
@@ -52,7 +68,9 @@ def load_rates(machine: str, device: str) -> Rates | None:
     if not isinstance(record, dict):
         return None
     numbers = {name: float(record[name]) for name in _NUMBERS if _is_rate(record.get(name))}
-    return Rates(**numbers, measured=True) if len(numbers) == len(_NUMBERS) else None
+    links = record.get("links")  # older records have none
+    together = float(links) if isinstance(links, (int, float)) and _is_rate(links) else None
+    return Rates(**numbers, measured=True, links=together) if len(numbers) == len(_NUMBERS) else None
 
 
 def save_rates(machine: str, measured: Mapping[str, Rates]) -> Path:

@@ -15,23 +15,24 @@ from offload.plan.shards import check_divides
 @dataclass(frozen=True)
 class Request:
     """Two models, options and a machine. hardware: as it was before anything was loaded, so that later plans of one
-    engine count nothing twice."""
+    engine count nothing twice. Raises UsageError where its devices cannot share the target."""
 
     target: ModelConfig
     draft: ModelConfig | None
     options: Options
     hardware: Hardware
 
+    def __post_init__(self) -> None:
+        check_divides(self.target, self.hardware.num_devices)
+
     @classmethod
     def on_this_machine(cls, model: Path, draft: Path | None, options: Options) -> Request:
         """Raises ModelError, UsageError."""
-        found = cls.of(model, draft, options, probe(options.device, options.gpus))
-        check_divides(found.target, found.hardware.num_devices)
-        return found
+        return cls.of(model, draft, options, probe(options.device, options.gpus))
 
     @classmethod
     def of(cls, model: Path, draft: Path | None, options: Options, hardware: Hardware) -> Request:
-        """Raises ModelError."""
+        """Raises ModelError, UsageError."""
         used = draft if options.speculation else None
         return cls(
             ModelConfig.from_folder(model), None if used is None else ModelConfig.from_folder(used), options, hardware

@@ -113,19 +113,26 @@ class Sizing:
         layers = self.target.num_layers * self.target.layer_weight_bytes(self.itemsize)
         return self.target.weight_bytes(self.itemsize) - layers
 
-    def fixed_bytes(self, capacity: int, composition: Composition) -> dict[str, int]:
-        """Bytes on each device that do not depend on the placement of layers and tiles, by purpose."""
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of a head that is a tensor of its own, on the first device."""
+        target = self.target
+        return 0 if target.tie_embeddings else target.vocab_size * target.hidden_size * self.itemsize
+
+    def fixed_bytes(self, capacity: int, composition: Composition, *, first: bool = True) -> dict[str, int]:
+        """Bytes that do not depend on the placement of layers and tiles, by purpose, on the first device or on each
+        other one, which has neither head nor draft."""
         sizes = {
-            "target embeddings": self.embedding_bytes,
+            "target embeddings": self.embedding_bytes - (0 if first else self.head_bytes),
             "hidden rows": capacity * self.target.hidden_size * self.itemsize,
             "rope tables": 2 * (capacity + MAX_ROWS) * self.target.head_dim * self.itemsize,
-            "workspace": self._workspace(capacity, composition.gamma),
+            "workspace": self._workspace(capacity, composition.gamma if first else None),
         }
         if composition.budget:
             sizes["retrieval cache"] = self._retrieval_bytes(composition)
             sizes["selection"] = self._selection_bytes(capacity, composition)
             sizes["fetched chunks"] = 2 * self.fetched_bytes(composition)  # as they come, and in their order
-        if composition.draft and self.draft is not None:
+        if first and composition.draft and self.draft is not None:
             sizes["draft layers"] = self.draft.num_layers * self.draft.layer_weight_bytes(self.itemsize)
             sizes["draft embeddings"] = self.draft.weight_bytes(self.itemsize) - sizes["draft layers"]
             sizes["draft cache"] = self._draft_tokens(composition) * self.draft.kv_bytes_per_token(self.itemsize)
@@ -141,8 +148,9 @@ class Sizing:
     def _retrieval_bytes(self, composition: Composition) -> int:
         return (composition.budget + max(TAIL_TOKENS, composition.chunk)) * self.kv_bytes_per_token
 
-    def _workspace(self, capacity: int, gamma: int) -> int:
-        """The largest temporaries: a block of a prefill, or of rows over a tile, or logits and probabilities."""
+    def _workspace(self, capacity: int, gamma: int | None) -> int:
+        """The largest temporaries: a block of a prefill, or of rows over a tile, or logits and probabilities. gamma:
+        None without logits."""
         target, item, heads = self.shard, self.itemsize, self.shard.num_heads
         tile_tokens, prefill = self.tile_tokens(capacity), self.prefill
         block = PREFILL_BLOCK * (3 * target.intermediate_size + 6 * target.hidden_size) * item
@@ -152,7 +160,7 @@ class Sizing:
             pages = tile_tokens // PAGE_TOKENS
             scores = max(scores, pages * prefill.rows * heads * target.head_dim * (item + 4))
         tile = self.most_rows * tile_tokens * heads * score
-        logits = self._padded(gamma + 1) * target.vocab_size * (item + 36)
+        logits = 0 if gamma is None else self._padded(gamma + 1) * target.vocab_size * (item + 36)
         return max(block + scores, tile, logits)
 
     def _selection_bytes(self, capacity: int, composition: Composition) -> int:

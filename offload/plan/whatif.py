@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from offload.errors import DoesNotFit
+from offload.errors import DoesNotFit, UsageError
 from offload.plan.hardware import Hardware
 from offload.plan.placement import largest
 from offload.plan.planner import Plan
@@ -73,10 +73,10 @@ def remedies(request: Request, *, num_prompt_tokens: int, max_tokens: int) -> li
     """The nearest changes of the machine under which so many tokens fit, as a user would say them."""
 
     def fits(**changes: Any) -> bool:
-        changed = replace(request, hardware=replace(request.hardware, **changes))
         try:
+            changed = replace(request, hardware=replace(request.hardware, **changes))
             changed.plan(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
-        except DoesNotFit:
+        except (DoesNotFit, UsageError):  # so many devices cannot share the model
             return False
         return True
 

@@ -37,7 +37,18 @@ PlannedLink = Annotated[
     float | None,
     option(
         "--link-gbps",
-        "Bandwidth between host and each card, in 10^9 bytes per second.",
+        "Bandwidth between host and each card, in 10^9 bytes per second: 25 for PCIe 4.0 x16, 12.5 for x8.",
+        MACHINE,
+        metavar="GB/S",
+        parser=number,
+    ),
+]
+HostGbps = Annotated[
+    float | None,
+    option(
+        "--host-gbps",
+        "Bandwidth of host memory, which all links share, in 10^9 bytes per second: some 42 for two channels of "
+        "DDR4-3200, 72 of DDR5-5600, 165 for a server's eight.",
         MACHINE,
         metavar="GB/S",
         parser=number,
@@ -47,37 +58,40 @@ PlannedLink = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine to plan for: the named cards, or this machine without `gpus`. GB are 10^9 bytes."""
+    """The machine to plan for: the named cards, or this machine without `gpus`, and with them on a CPU. GB are 10^9
+    bytes."""
 
     gpus: int | None
     gpu_memory: float | None
     host_memory: float | None
     link_gbps: float | None
+    host_gbps: float | None
     device: str
 
     def hardware(self) -> Hardware:
         """Raises UsageError."""
         from offload.plan.hardware import Hardware, probe
-        from offload.plan.rates import RTX_4090
+        from offload.plan.rates import typical
 
-        if self.gpus is not None:
-            assumed = Hardware("cuda:0", "RTX 4090", 24 * 10**9, 128 * 10**9, True, RTX_4090, self.gpus)
+        if self.gpus is not None and self.device != "cpu":
+            assumed = Hardware("cuda:0", "RTX 4090", 24 * 10**9, 128 * 10**9, True, typical(self.gpus), self.gpus)
             return self._changed(assumed)
-        here = probe(self.device)
-        if here.is_cpu and self.gpu_memory is not None:
-            raise UsageError("gpu-memory is about a card and this machine has none; add --gpus 1 to plan for one")
+        here = probe(self.device, self.gpus or 1)
+        for name, given in (("gpu-memory", self.gpu_memory), ("host-gbps", self.host_gbps)):
+            if here.is_cpu and given is not None:
+                raise UsageError(f"{name} is about cards and {_without_cards(self.device)}")
         return self._changed(here)
 
     @property
     def baseline(self) -> tuple[str, Machine] | None:
         """The machine to compare with, and its name: one card for several cards, else the machine without the user's
         changes. None if there are none."""
-        as_it_is = replace(self, gpu_memory=None, host_memory=None, link_gbps=None)
+        as_it_is = replace(self, gpu_memory=None, host_memory=None, link_gbps=None, host_gbps=None)
         if self.gpus is not None and self.gpus > 1:
-            return "one such card", replace(self, gpus=1)
+            return "one process" if self.device == "cpu" else "one such card", replace(self, gpus=1)
         if self == as_it_is:
             return None
-        return ("this machine", as_it_is) if self.gpus is None else ("RTX 4090", as_it_is)
+        return ("RTX 4090", as_it_is) if self.gpus and self.device != "cpu" else ("this machine", as_it_is)
 
     def _changed(self, hardware: Hardware) -> Hardware:
         """`hardware` with the user's changes."""
@@ -88,6 +102,8 @@ class Machine:
         if self.link_gbps is not None:
             speed = self.link_gbps * 1e9
             hardware = replace(hardware, rates=replace(hardware.rates, to_device=speed, to_host=speed))
+        if self.host_gbps is not None:
+            hardware = replace(hardware, rates=replace(hardware.rates, links=self.host_gbps * 1e9))
         return hardware
 
 
@@ -130,6 +146,7 @@ class Planning:
             request=request,
             plan=plan,
             link_given=self.machine.link_gbps is not None,
+            host_given=self.machine.host_gbps is not None,
             longest_context=longest,
             what_if=self._what_if(request, sizes),
         )
@@ -165,6 +182,7 @@ def plan(
     gpu_memory: GpuMemory = None,
     host_memory: HostMemory = None,
     link_gbps: PlannedLink = None,
+    host_gbps: HostGbps = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     offload: options.Offload = "auto",
@@ -174,19 +192,27 @@ def plan(
     """Show the memory that a context needs on device and host, the traffic over the link, and the predicted speed.
 
     Reads config.json alone; nothing is loaded and nothing is measured. Without --gpus it plans for this machine; with
-    it, for that many cards of 24 GB on links of 25 GB/s with 128 GB of host memory, unless you say otherwise. Several
-    cards are compared with one, and a changed machine with the one that is there. Exit code 3 when the context does not
-    fit; the message names the nearest changes that would make it fit.
+    it, for that many cards of 24 GB on links of 25 GB/s with 128 GB of host memory at 72 GB/s (165 for more than two
+    cards), unless you say otherwise; with --device cpu for that many processes here. Several cards are compared with
+    one, and a changed machine with the one that is there. Exit code 3 when the context does not fit; the message names
+    the nearest changes that would make it fit.
 
     Example: triforce plan --model yarn-llama-2-13b-128k --draft llama-68m --context 120000 --gpus 2
     """
     options.check_max_tokens(max_tokens)
-    _check_machine(gpus, gpu_memory, host_memory, link_gbps)
+    _check_machine(gpus, gpu_memory=gpu_memory, host_memory=host_memory, link_gbps=link_gbps, host_gbps=host_gbps)
     if fit and cache.context is not None:
         raise UsageError(f"--fit looks for the longest context and --context says {cache.context}; give one of them")
     return Planning(
         models=models.chosen(weights=False),
-        machine=Machine(gpus=gpus, gpu_memory=gpu_memory, host_memory=host_memory, link_gbps=link_gbps, device=device),
+        machine=Machine(
+            gpus=gpus,
+            gpu_memory=gpu_memory,
+            host_memory=host_memory,
+            link_gbps=link_gbps,
+            host_gbps=host_gbps,
+            device=device,
+        ),
         options=plan_options(cache, dtype=dtype, offload=offload),
         max_tokens=max_tokens,
         fit=fit,
@@ -201,11 +227,15 @@ def _with_remedies(message: str, request: Request, sizes: Mapping[str, int]) -> 
     return f"{message}; it would fit with {', or with '.join(found)}" if found else message
 
 
-def _check_machine(
-    gpus: int | None, gpu_memory: float | None, host_memory: float | None, link_gbps: float | None
-) -> None:
+def _without_cards(device: str) -> str:
+    if device == "cpu":
+        return "--device is cpu; leave that out to plan for cards"
+    return "this machine has none; add --gpus 1 to plan for one"
+
+
+def _check_machine(gpus: int | None, **sizes: float | None) -> None:
     if gpus is not None and gpus not in (1, 2, 4, 8):
         raise UsageError(f"gpus is {gpus}, it must be 1, 2, 4 or 8")
-    for name, value in (("gpu-memory", gpu_memory), ("host-memory", host_memory), ("link-gbps", link_gbps)):
+    for name, value in sizes.items():
         if value is not None and not 0.001 <= value <= 1e6:
-            raise UsageError(f"{name} is {value}, it must be from 0.001 to 1000000")
+            raise UsageError(f"{name.replace('_', '-')} is {value}, it must be from 0.001 to 1000000")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 REAL_SHARE = 0.6  # of what a PCIe link carries on paper, good copies reach more than this
 TOGETHER_SHARE = 0.8  # of the sum of the GPUs alone; less than this, and they share something
+MEMORY_SHARE = 0.8  # of what the processor reads; all links together reach more than this where memory is the limit
 BUSY_SHARE = 0.2  # of the processor; more than this by others, and it measures slower than it is
 FREE_SHARE = 0.85  # of a card's memory; less is free when others use it, too
 
@@ -83,12 +84,17 @@ def _several(diagnosis: Diagnosis) -> Iterator[str]:
     together, links = diagnosis.together, [gpu.rates.link for gpu in diagnosis.gpus if gpu.rates]
     if together is None:
         return
-    alone = sum(link.to_device for link in links)
-    if together.to_device < TOGETHER_SHARE * alone:
+    alone, read = sum(link.to_device for link in links), diagnosis.processor.read
+    found = f"{gigabytes(together.to_device)}/s together, {gigabytes(alone)}/s alone and added up"
+    if together.to_device >= TOGETHER_SHARE * alone:
+        return
+    if together.to_device >= MEMORY_SHARE * read:
         yield (
-            f"the GPUs share a way to the host: {gigabytes(together.to_device)}/s together, "
-            f"{gigabytes(alone)}/s alone and added up; put them in slots with lanes of their own to the processor"
+            f"the GPUs get all that host memory gives: {found}, and the processor reads {gigabytes(read)}/s; fill all "
+            "of its channels, with the fastest modules that the board takes"
         )
+    else:
+        yield f"the GPUs share a way to the host: {found}; put them in slots with lanes of their own to the processor"
 
 
 def _pinning(diagnosis: Diagnosis) -> Iterator[str]:

@@ -29,13 +29,14 @@ _LEAST_REMARK = 14  # columns: with fewer, remarks stand below their table
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """The findings of `triforce plan`. link_given: the user sets the link's rate. longest_context: with --fit. what_if:
-    the comparison with another machine, if there is one."""
+    """The findings of `triforce plan`. link_given, host_given: the user sets the link's rate, and that of host memory.
+    longest_context: with --fit. what_if: the comparison with another machine, if there is one."""
 
     model: Path
     request: Request
     plan: Plan
     link_given: bool
+    host_given: bool
     longest_context: int | None = None
     what_if: WhatIf | None = None
 
@@ -49,8 +50,17 @@ class Planned:
         return "given" if self.link_given else self.origin
 
     @property
-    def device_title(self) -> str:
-        return "each device" if self.plan.request.num_devices > 1 else "device"
+    def host_origin(self) -> str:
+        return "given" if self.host_given else self.origin
+
+    @property
+    def devices(self) -> list[tuple[str, dict[str, int]]]:
+        """(title, bytes by purpose) of the first device, and of any other one."""
+        placement, number = self.plan.placement, self.plan.request.num_devices
+        if number == 1:
+            return [("device", placement.device_bytes)]
+        others = "rank 1" if number == 2 else f"ranks 1-{number - 1}"
+        return [("rank 0", placement.device_bytes), (others, placement.other_device_bytes)]
 
 
 def report(planned: Planned, *, width: int) -> RenderableType:
@@ -70,16 +80,26 @@ def report(planned: Planned, *, width: int) -> RenderableType:
 def document(planned: Planned) -> dict[str, Any]:
     """The report as JSON, in bytes and bytes per second."""
     hardware, fit = planned.request.hardware, None
+    origin = {"link": planned.link_origin, "host": planned.host_origin, "others": planned.origin}
     if planned.longest_context is not None:
         fit = {"longest_context": planned.longest_context, "limit": planned.request.target.context_limit}
     return {
         "plan": planned.plan.as_dict(),
-        "hardware": asdict(hardware) | {"origin": {"link": planned.link_origin, "others": planned.origin}},
+        "hardware": asdict(hardware) | {"link_rate": hardware.link_rate, "origin": origin},
+        "ranks": _ranks(planned.plan),
         "fit": fit,
         "what_if": planned.what_if.as_dict() if planned.what_if else None,
         "model": str(planned.model),
         "version": __version__,
     }
+
+
+def _ranks(plan: Plan) -> list[dict[str, int]]:
+    """Each rank's bytes: on its device, on the host, and over its link in a full pass."""
+    placement, number = plan.placement, plan.request.num_devices
+    devices = [placement.total_device_bytes, *[placement.total_other_device_bytes] * (number - 1)]
+    own = {"host_bytes": placement.total_host_bytes // number, "full_link_bytes": plan.predicted.full_link_bytes}
+    return [{"rank": rank, "device_bytes": num_bytes} | own for rank, num_bytes in enumerate(devices)]
 
 
 def _head(planned: Planned) -> Iterator[str]:
@@ -96,20 +116,26 @@ def _head(planned: Planned) -> Iterator[str]:
         yield f"link {link}/s, device memory {read}/s ({planned.origin} rates)"
     else:
         yield f"link {link}/s ({planned.link_origin}), device memory {read}/s ({planned.origin})"
+    if hardware.link_rate < hardware.rates.to_device:
+        yield f"host memory slows each link to {gigabytes(hardware.link_rate)}/s ({planned.host_origin})"
 
 
 def _memory(planned: Planned, width: int) -> RenderableType:
     """A table of bytes by purpose and memory."""
     plan, hardware = planned.plan, planned.request.hardware
-    device, host, remarks = plan.placement.device_bytes, plan.placement.host_bytes, _residency(planned)
+    host, remarks, number = plan.placement.host_bytes, _residency(planned), plan.request.num_devices
+    titles, devices = zip(*planned.devices, strict=True)
+    tiers = [*devices, host]
+    purposes = sorted(devices[0] | host, key=lambda name: -devices[0].get(name, 0) - host.get(name, 0))
     rows = [
-        (purpose, _size(device.get(purpose, 0)), _size(host.get(purpose, 0)), remarks.get(purpose, ""))
-        for purpose in sorted(device | host, key=lambda name: -device.get(name, 0) - host.get(name, 0))
+        (purpose, *(_size(tier.get(purpose, 0)) for tier in tiers), remarks.get(purpose, "")) for purpose in purposes
     ]
-    rows.append((_ALL, _size(sum(device.values())), _size(sum(host.values())), ""))
+    rows.append((_ALL, *(_size(sum(tier.values())) for tier in tiers), ""))
+    if number > 1:
+        rows.append(("each rank", *("" for _ in devices), _size(sum(host.values()) // number), ""))
     free = "the same" if hardware.is_cpu else size(hardware.host_free_bytes)
-    rows.append(("free", size(hardware.device_free_bytes), free, ""))
-    return _table(("bytes", planned.device_title, "host", "on the device"), rows, width)
+    rows.append(("free", *(size(hardware.device_free_bytes) for _ in devices), free, ""))
+    return _table(("bytes", *titles, "host", "on the device"), rows, width)
 
 
 def _residency(planned: Planned) -> dict[str, str]:
@@ -126,10 +152,12 @@ def _residency(planned: Planned) -> dict[str, str]:
 def _bars(planned: Planned, width: int) -> RenderableType:
     """A bar of the use of each memory. A CPU has one memory."""
     hardware = planned.request.hardware
-    device, host = planned.plan.placement.total_device_bytes, planned.plan.placement.total_host_bytes
+    host = planned.plan.placement.total_host_bytes
     if hardware.is_cpu:
-        return _bar("memory", (device + host) / max(hardware.host_free_bytes, 1), width)
-    tiers = [(planned.device_title, device / max(hardware.device_free_bytes, 1))]
+        used = sum(rank["device_bytes"] for rank in _ranks(planned.plan)) + host
+        return _bar("memory", used / max(hardware.host_free_bytes, 1), width)
+    free = max(hardware.device_free_bytes, 1)
+    tiers = [(title, sum(device.values()) / free) for title, device in planned.devices]
     if host:
         tiers.append(("host", host / max(hardware.host_free_bytes, 1)))
     return Group(*(_bar(title, share, width) for title, share in tiers))
@@ -171,8 +199,10 @@ def _predictions(plan: Plan) -> Iterator[tuple[str, ...]]:
         passes["retrieval"] = predicted.retrieval_pass_seconds
     if "draft" in plan.composition.levels:
         passes["draft"] = predicted.draft_pass_seconds
+    sums = {"full": predicted.full_sum_seconds, "retrieval": predicted.retrieval_sum_seconds}
     for name, seconds in passes.items():
-        yield f"a {name} pass", latency(seconds)
+        summed = f"sums over the ranks {latency(sums[name])}" if sums.get(name) else ""
+        yield f"a {name} pass", latency(seconds), "", summed
     yield "tokens a full pass", f"{predicted.tokens_per_round:.1f}", "1", f"{predicted.tokens_drafted} drafted"
 
 
@@ -184,7 +214,9 @@ def _streams(plan: Plan) -> str:
     ]
     if not moved:
         return "nothing: nothing is offloaded"
-    return f"{' and '.join(f'{size(num_bytes)} of {name}' for name, num_bytes in moved)} a full pass"
+    parts = " and ".join(f"{size(num_bytes)} of {name}" for name, num_bytes in moved)
+    each = f", {size(plan.predicted.full_link_bytes)} over each link" if plan.request.num_devices > 1 else ""
+    return f"{parts} a full pass{each}"
 
 
 def _compared(what_if: WhatIf, limit: int, width: int) -> RenderableType:

@@ -104,9 +104,9 @@ def test_the_report_names_tiers_residency_levels_and_predictions(plan: Plan) -> 
     done = plan.run("--draft", str(plan.models / "68m"), "--context", "120000", "--gpus", "2")
     assert (done.returncode, done.stderr) == (0, "")
     for part in (
-        "13b, 120,000 tokens (256 of them new), fp16, on 2 x RTX 4090", "typical rates", "each device",
-        "40 of 40 layers", "2 of 600 tiles of 8,192 tokens", "draft -> retrieval -> target", "without speculation",
-        "tokens a full pass",
+        "13b, 120,000 tokens (256 of them new), fp16, on 2 x RTX 4090", "typical rates", "rank 0", "rank 1",
+        "40 of 40 layers", "3 of 600 tiles of 8,192 tokens", "draft -> retrieval -> target", "without speculation",
+        "tokens a full pass", "sums over the ranks",
     ):  # fmt: skip
         assert part in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -143,12 +143,25 @@ def test_a_card_named_by_its_memory_and_its_link_is_planned_for(plan: Plan) -> N
         (("--gpus", "1", "--context", "100", "--max-tokens", "100"), "max-tokens is 100"),
         (("--gpus", "1", "--context", "100", "--fit"), "--fit looks for the longest context and --context says 100"),
         pytest.param(("--gpu-memory", "24"), "this machine has none; add --gpus 1", marks=WITHOUT_GPU),
+        pytest.param(("--host-gbps", "24"), "host-gbps is about cards and this machine has none", marks=WITHOUT_GPU),
+        (("--gpus", "2", "--host-gbps", "0"), "host-gbps is 0.0"),
+        (("--gpus", "2", "--host-gbps", "42", "--device", "cpu"), "host-gbps is about cards and --device is cpu"),
+        (("--gpus", "1", "--gpu-memory", "24", "--device", "cpu"), "gpu-memory is about cards and --device is cpu"),
     ],
 )
 def test_silly_machines_are_refused_by_name(plan: Plan, args: tuple[str, ...], named: str) -> None:
     done = plan.run(*args)
     assert (done.returncode, done.stdout) == (2, "")
     assert named in done.stderr
+
+
+def test_cards_that_cannot_share_a_model_are_refused(plan: Plan) -> None:
+    """As `generate` refuses them: 12 heads, in eight parts."""
+    done = plan.run("--model", str(plan.models / "68m"), "--gpus", "8", "--context", "1000")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "gpus is 8, and 12 heads" in done.stderr
+    assert "--gpus may be 1, 2, 3, 4, 6" in done.stderr
+    assert plan.run("--model", str(plan.models / "68m"), "--gpus", "4", "--context", "1000").returncode == 0
 
 
 class TestReport:
@@ -199,7 +212,54 @@ class TestReport:
         given = "link 1.00 GB/s (given), device memory 9.00 GB/s (measured)"
         assert given in plan.report(*here, "--link-gbps", "1")
         origin = plan.document(*here, "--link-gbps", "1")["hardware"]["origin"]
-        assert origin == {"link": "given", "others": "measured"}
+        assert origin == {"link": "given", "host": "measured", "others": "measured"}
+
+    def test_each_rank_has_its_bytes(self, plan: Plan) -> None:
+        """Head and draft are on the first of two; each pins half of the host's bytes and moves half of the cache."""
+        args = ("--context", "120000", "--gpus", "2")
+        found, lines = plan.document(*args), plan.report(*args)
+        placement, first, second = found["plan"]["placement"], *found["ranks"]
+        device, other, host = (placement[name] for name in ("device_bytes", "other_device_bytes", "host_bytes"))
+        for name in device | other | host:
+            shown = " ".join(size(tier[name]) if name in tier else "-" for tier in (device, other, host))
+            assert any(line.startswith(f"{name} {shown}") for line in lines), name
+        assert [rank["device_bytes"] for rank in (first, second)] == [sum(device.values()), sum(other.values())]
+        assert [rank["rank"] for rank in (first, second)] == [0, 1]
+        assert first["host_bytes"] == second["host_bytes"] == sum(host.values()) // 2
+        assert f"each rank {size(first['host_bytes'])}" in lines
+        crossing = size(second["full_link_bytes"])
+        assert f"streams {size(host['kv cache'])} of kv cache a full pass, {crossing} over each link" in lines
+        assert second["full_link_bytes"] == pytest.approx(host["kv cache"] / 2, rel=0.03)
+        shares = [round(100 * rank["device_bytes"] / 24e9) for rank in (first, second)]
+        bars = [line for line in lines if line.startswith("rank") and "[" in line]
+        assert [line.split()[-1] for line in bars] == [f"{share}%" for share in shares]
+        assert any("ranks 1-3" in line for line in plan.report("--context", "120000", "--gpus", "4"))
+        assert len(plan.document("--context", "120000", "--gpus", "4")["ranks"]) == 4
+        assert "over each link" not in plan.text("--context", "120000", "--gpus", "1")
+
+    def test_the_memory_of_the_host_slows_the_links_of_several(self, plan: Plan) -> None:
+        args = ("--context", "120000", "--gpus", "2", "--no-speculation")
+        free, slow = plan.document(*args), plan.document(*args, "--host-gbps", "42")
+        assert (free["hardware"]["link_rate"], slow["hardware"]["link_rate"]) == (25e9, 21e9)
+        assert slow["hardware"]["origin"] == {"link": "typical", "host": "given", "others": "typical"}
+        ratio = slow["plan"]["predicted"]["seconds_per_token"] / free["plan"]["predicted"]["seconds_per_token"]
+        assert ratio == pytest.approx(25 / 21)
+        assert slow["what_if"]["before"]["plan"]["predicted"] == free["what_if"]["before"]["plan"]["predicted"]
+        assert "host memory slows each link to 21.0 GB/s (given)" in plan.report(*args, "--host-gbps", "42")
+        assert "host memory slows" not in plan.text(*args)
+        one = plan.document("--context", "120000", "--gpus", "1", "--host-gbps", "20")
+        assert (one["hardware"]["link_rate"], one["what_if"]["name"]) == (20e9, "RTX 4090")
+        fast = plan.document(*args, "--link-gbps", "50")["hardware"]
+        assert (fast["rates"]["to_device"], fast["link_rate"]) == (50e9, 36e9)
+
+    def test_processes_on_a_cpu_share_it(self, plan: Plan) -> None:
+        here = ("--model", str(plan.models / "68m"), "--device", "cpu", "--context", "1000", "--no-speculation")
+        two = plan.document(*here, "--gpus", "2")
+        assert (two["plan"]["request"]["device"], two["plan"]["request"]["num_devices"]) == ("cpu", 2)
+        assert two["what_if"]["name"] == "one process"
+        one = plan.document(*here, "--gpus", "1")
+        assert two["what_if"]["before"]["plan"] == one["plan"] == plan.planned(*here)
+        assert one["what_if"] is None
 
 
 class TestFit:
@@ -281,10 +341,10 @@ class TestScreen:
     def test_it_fits_the_terminal(self, models: Path, columns: int) -> None:
         terminal = Terminal(self.command(models), env=environment(PYTHONPATH=str(ROOT)), rows=70, columns=columns)
         assert terminal.finish() == 0
-        bar = next(line for line in terminal.lines if line.startswith("each device  ["))
+        bar = next(line for line in terminal.lines if line.startswith("rank 1       ["))
         assert bar.endswith("%")
         token = next(line for line in terminal.lines if line.startswith("a token"))
-        assert token.split()[2:7] == ["249", "ms", "1.89", "s", "without"]
+        assert token.split()[2:7] == ["255", "ms", "1.89", "s", "without"]
         assert "\x1b[1m" in terminal.written  # headings are bold
         terminal.close()
 

@@ -24,7 +24,7 @@ from offload.plan.expectations import CONTEXTS, MODELS, Expectation, expectation
 from offload.plan.hardware import RTX_4090, TWO_CORES, Hardware, Rates, probe, rates_key
 from offload.plan.machine import Machine, machine_name
 from offload.plan.nvml import Driver, Pcie
-from offload.plan.rates import FOLDER_VARIABLE, load_rates, rates_file, save_rates
+from offload.plan.rates import FOLDER_VARIABLE, load_rates, rates_file, save_rates, typical
 from offload.transfer.link import PacedLink
 from triforce_cli.app import main
 from triforce_cli.output import Output
@@ -178,6 +178,19 @@ class TestRates:
         assert save_rates("this machine", {"CPU, 2 threads": MEASURED}) == rates_file()
         assert load_rates("this machine", "CPU, 2 threads") == MEASURED
         assert rates_file().parent == rates_folder
+        together = replace(MEASURED, links=6e9)
+        save_rates("this machine", {"card 1": together})
+        assert load_rates("this machine", "card 1") == together
+
+    @pytest.mark.parametrize("links", [None, "absent", "fast", 0, True])
+    def test_of_an_older_program_come_back_without_what_it_did_not_measure(self, links, rates_folder):
+        save_rates("M", {"D": MEASURED})
+        known = json.loads(rates_file().read_text())
+        known["M"]["D"] |= {"links": links}
+        if links == "absent":
+            del known["M"]["D"]["links"]
+        rates_file().write_text(json.dumps(known))
+        assert load_rates("M", "D") == MEASURED
 
     def test_of_another_machine_or_device_are_not_taken_and_stay(self, rates_folder):
         save_rates("another machine", {"CPU, 2 threads": MEASURED})
@@ -307,7 +320,7 @@ def fake_nvml(**answers: Any) -> SimpleNamespace:
         "nvmlInit",
     )
     names += ("nvmlDeviceGetCurrPcieLinkWidth", "nvmlDeviceGetCurrPcieLinkGeneration", "nvmlDeviceGetMaxPcieLinkWidth")
-    names += ("nvmlDeviceGetGpuMaxPcieLinkGeneration",)
+    names += ("nvmlDeviceGetGpuMaxPcieLinkGeneration", "nvmlDeviceGetMaxPcieLinkGeneration", "nvmlDeviceGetMemoryInfo")
     return SimpleNamespace(NVMLError=NvmlError, **{name: answer(name) for name in names})
 
 
@@ -324,7 +337,9 @@ CARDS = {
     "nvmlDeviceGetCurrPcieLinkWidth": 8,
     "nvmlDeviceGetCurrPcieLinkGeneration": 3,
     "nvmlDeviceGetMaxPcieLinkWidth": 8,
-    "nvmlDeviceGetGpuMaxPcieLinkGeneration": 4,
+    "nvmlDeviceGetGpuMaxPcieLinkGeneration": 5,
+    "nvmlDeviceGetMaxPcieLinkGeneration": 4,
+    "nvmlDeviceGetMemoryInfo": SimpleNamespace(free=20 * GIB),
 }
 
 
@@ -341,14 +356,29 @@ class TestDriver:
         use(fake_nvml(**CARDS))
         folder = "sys__bus__pci__devices__0000:41:00.0__"
         written(tmp_path, **{folder + "max_link_width": "16\n", folder + "numa_node": "1\n"})
-        assert nvml.pcie("ab-cd", tmp_path) == Pcie("0000:41:00.0", 3, 8, 4, 16, 1)
+        assert nvml.pcie("ab-cd", tmp_path) == Pcie("0000:41:00.0", 3, 8, 5, 16, 1, 4)
         written(tmp_path, **{folder + "max_link_width": "255\n", folder + "numa_node": "-1\n"})
-        assert nvml.pcie("ab-cd", tmp_path) == Pcie("0000:41:00.0", 3, 8, 4, 8, None)
+        assert nvml.pcie("ab-cd", tmp_path) == Pcie("0000:41:00.0", 3, 8, 5, 8, None, 4)
+
+    def test_tells_what_an_idle_link_will_carry(self):
+        """An idle card slows its link down; while bytes cross it, it is as fast as card and slot together."""
+        idle = replace(X16, generation=1, width=8, max_generation=5)
+        assert idle.bytes_per_second == 8 * 0.25e9
+        assert replace(idle, slot_generation=4).busy_bytes_per_second == 8 * 1.969e9
+        assert idle.busy_bytes_per_second == 8 * 3.938e9
+        assert replace(idle, generation=9).busy_bytes_per_second is None
+
+    def test_tells_the_free_memory_of_a_card(self, use):
+        use(fake_nvml(**CARDS))
+        assert nvml.free_bytes("ab-cd") == 20 * GIB
+        use(fake_nvml(nvmlInit=None, nvmlShutdown=None))
+        assert nvml.free_bytes("ab-cd") is None
 
     def test_that_does_not_answer_is_unknown(self, use, tmp_path):
         use(fake_nvml())
         assert nvml.driver() is None
         assert nvml.pcie("ab-cd") is None
+        assert nvml.free_bytes("ab-cd") is None
         use(fake_nvml(**{name: answer for name, answer in CARDS.items() if "LinkWidth" not in name}))
         assert nvml.pcie("ab-cd", tmp_path) is None
 
@@ -372,6 +402,62 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int, free: Callable[[in
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(**CARDS))
 
 
+AT_X8 = 25e9 / 31.5e9 * 8 * 1.969e9  # bytes per second of a PCIe 4.0 link with eight lanes
+
+
+class TestSeveral:
+    """The hardware of cards that wait for one another."""
+
+    def test_have_the_links_of_their_slots(self, rates_folder, monkeypatch):
+        pretend_gpus(monkeypatch, 2)
+        found = probe("auto", 2)
+        assert (found.num_devices, found.rates.to_device, found.rates.measured) == (2, pytest.approx(AT_X8), False)
+        assert found.rates.to_device == pytest.approx(12.5e9, rel=0.01)
+        monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
+        assert probe("auto", 2).rates == RTX_4090
+
+    def test_count_as_the_slowest(self, rates_folder, monkeypatch):
+        pretend_gpus(monkeypatch, 2)
+        uuids = {"cuda:0": "one", "cuda:1": "two"}
+        own = torch.cuda.get_device_properties("cuda:0")
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda name: SimpleNamespace(**vars(own) | {"uuid": uuids[name], "major": 8 if name == "cuda:0" else 7}),
+        )
+        fast, slow = replace(MEASURED, to_device=9e9), replace(MEASURED, device_read=2e9, links=8e9)
+        save_rates(machine_name(), {rates_key("cuda:0"): fast, rates_key("cuda:1"): slow})
+        assert probe("auto").rates == fast
+        assert probe("auto").fast_bf16
+        both = probe("auto", 2)
+        assert both.rates == replace(MEASURED, device_read=2e9, links=8e9)
+        assert not both.fast_bf16
+        save_rates(machine_name(), {rates_key("cuda:1"): replace(slow, to_device=0.0)})  # as if never measured
+        assert not probe("auto", 2).rates.measured
+        assert probe("auto", 2).rates.to_device == 9e9
+
+    def test_have_the_memory_of_the_fullest(self, rates_folder, monkeypatch):
+        pretend_gpus(monkeypatch, 2)
+        assert probe("auto").device_free_bytes == 23 * GIB
+        assert probe("auto", 2).device_free_bytes == 20 * GIB - (512 << 20)  # which CUDA will take there, too
+        pretend_gpus(monkeypatch, 2, lambda index: 18 * GIB)
+        assert probe("auto", 2).device_free_bytes == 18 * GIB
+
+    @pytest.mark.parametrize(
+        ("number", "hosts", "links", "rate"),
+        [(1, 1, None, 25e9), (2, 1, None, 21e9), (4, 2, None, 21e9), (2, 2, None, 25e9), (2, 1, 30e9, 15e9),
+         (2, 1, 90e9, 25e9), (1, 1, 20e9, 20e9)],
+    )  # fmt: skip
+    def test_share_what_the_memory_of_their_host_gives(self, number, hosts, links, rate):
+        rates = replace(RTX_4090, host_read=42e9, links=links)
+        cards = Hardware("cuda:0", "card", GIB, GIB, True, rates, number, hosts)
+        assert cards.link_rate == rate
+        assert replace(cards, device="cpu").link_rate == 25e9  # the ranks of a CPU have their shares already
+
+    def test_are_more_than_two_in_a_server_alone(self):
+        assert [typical(number).host_read for number in (1, 2, 4)] == [72e9, 72e9, 165e9]
+
+
 class TestGpus:
     def test_are_measured_alone_and_together(self, quick, monkeypatch):
         pretend_gpus(monkeypatch, 2)
@@ -389,11 +475,12 @@ class TestGpus:
         expected = Rates(
             own.link.to_device, own.link.to_host, own.weights_read, found.processor.read, own.flops, measured=True
         )
-        assert found.rates["cuda:1"] == expected
+        assert found.rates["cuda:1"] == replace(expected, links=found.together.to_device)
+        assert found.rates["cpu"].links is None
 
     def test_rates_serve_the_probe_of_the_card_wherever_it_is_in_the_list(self, quick, monkeypatch):
         pretend_gpus(monkeypatch, 1)
-        assert probe("auto").rates == RTX_4090
+        assert probe("auto").rates == replace(RTX_4090, to_device=AT_X8, to_host=AT_X8)
         found = roof.diagnose(lambda step: None)
         assert roof.remember(found).problem == ""
         assert probe("cuda").rates == found.rates["cuda:0"]
@@ -586,6 +673,12 @@ ADVICE: list[tuple[str, Diagnosis, str]] = [
     ),
     ("a full card", with_card(free_bytes=12 * GIB), "12.9 GB of its 25.8 GB are in use"),
     ("a shared way", replace(TWO_ON_X8, together=LinkRates(15e9, 15e9, 30e9)), "15.0 GB/s together, 26.0 GB/s alone"),
+    (
+        "slow memory",
+        replace(TWO_ON_X8, together=LinkRates(20e9, 20e9, 30e9), processor=replace(BOX.processor, read=24e9)),
+        "the GPUs get all that host memory gives: 20.0 GB/s together, 26.0 GB/s alone and added up, and the processor "
+        "reads 24.0 GB/s",
+    ),
     (
         "little pinning",
         replace(BOX, machine=replace(BOX.machine, memlock_bytes=8 << 20)),

@@ -7,14 +7,19 @@ from dataclasses import replace
 import pytest
 
 from offload.errors import DoesNotFit, UsageError
+from offload.plan import cost
 from offload.plan.composition import PLAIN
 from offload.plan.config import ModelConfig
-from offload.plan.cost import Cost
+from offload.plan.cost import GPU as GPU_COSTS
+from offload.plan.cost import Cost, Prediction
 from offload.plan.expectations import LLAMA2_7B as LLAMA_7B
-from offload.plan.hardware import Hardware
-from offload.plan.placement import place
+from offload.plan.hardware import RTX_4090, Hardware
+from offload.plan.placement import place, shortage
 from offload.plan.planner import Options, Plan, largest_context, make_plan
+from offload.plan.request import Request
 from offload.plan.sizing import Sizing
+from offload.plan.sum_costs import NCCL, NETWORK, SumCosts
+from offload.plan.whatif import remedies
 
 GIB = 2**30
 CPU = Hardware("cpu", "CPU", 64 * GIB, 64 * GIB, True)
@@ -125,6 +130,132 @@ def test_two_devices_hold_half_of_each_layer_and_cache_each() -> None:
     assert two.placement.device_bytes["retrieval cache"] == one.placement.device_bytes["retrieval cache"] // 2
     assert two.placement.device_bytes["target embeddings"] == one.placement.device_bytes["target embeddings"]
     assert two.predicted.full_pass_seconds < one.predicted.full_pass_seconds
+
+
+PAIR = replace(GPU, num_devices=2, rates=RTX_4090)
+LONG = Options(offload=frozenset({"kv"}), gamma=7, budget=1024, chunk=16)
+
+
+def test_the_links_of_several_devices_are_as_fast_as_host_memory_lets_them() -> None:
+    def full_pass(hardware: Hardware, **rates: float) -> float:
+        changed = replace(hardware, rates=replace(RTX_4090, **rates))
+        made = plan(LONG, target=LLAMA_7B, hardware=changed, prompt=120_000)
+        assert made.predicted.full_pass_seconds == pytest.approx(made.predicted.full_link_bytes / changed.link_rate)
+        return made.predicted.full_pass_seconds
+
+    free = full_pass(PAIR)
+    assert full_pass(PAIR, host_read=25e9) == pytest.approx(2 * free)
+    assert full_pass(PAIR, links=25e9) == pytest.approx(2 * free)
+    assert full_pass(replace(PAIR, num_hosts=2), host_read=25e9) == pytest.approx(free)
+    assert full_pass(GPU, host_read=25e9) == full_pass(GPU)
+
+
+def test_a_measured_link_is_known_to_be_shared() -> None:
+    measured = replace(RTX_4090, measured=True, links=30e9)
+    made = plan(LONG, target=LLAMA_7B, hardware=replace(PAIR, rates=measured), prompt=60_000)
+    assert made.placement.link_bytes_per_second == 15e9
+
+
+def test_links_that_a_user_paces_are_one_for_each_rank() -> None:
+    options = Options(offload=frozenset({"kv"}), link_gbps=1.0)
+    one, two = (plan(options, hardware=replace(CPU, num_devices=number)) for number in (1, 2))
+    assert one.predicted.full_link_bytes == pytest.approx(2 * two.predicted.full_link_bytes)
+    assert one.predicted.full_pass_seconds == pytest.approx(2 * two.predicted.full_pass_seconds)
+
+
+def test_sums_over_ranks_take_time_in_every_pass_of_the_target() -> None:
+    """Two a layer, each of one row's hidden values from every other rank; on a GPU a full pass pads to 16 rows."""
+    single = NCCL.seconds + 4096 * 2 / NCCL.rate
+    padded = NCCL.seconds + 16 * 4096 * 2 / NCCL.rate
+    found = plan(LONG, target=LLAMA_7B, hardware=PAIR, prompt=60_000).predicted
+    assert found.retrieval_sum_seconds == pytest.approx(2 * 32 * single)
+    assert found.full_sum_seconds == pytest.approx(2 * 32 * padded)
+    four = plan(LONG, target=LLAMA_7B, hardware=replace(PAIR, num_devices=4), prompt=60_000).predicted
+    assert four.full_sum_seconds == pytest.approx(2 * 32 * (NCCL.seconds + 3 * 16 * 4096 * 2 / NCCL.rate))
+    far = plan(LONG, target=LLAMA_7B, hardware=replace(PAIR, num_hosts=2), prompt=60_000).predicted
+    assert far.full_sum_seconds == pytest.approx(2 * 32 * (NETWORK.seconds + 16 * 4096 * 2 / NETWORK.rate))
+    alone = plan(LONG, target=LLAMA_7B, hardware=GPU, prompt=60_000).predicted
+    assert (alone.full_sum_seconds, alone.retrieval_sum_seconds) == (0.0, 0.0)
+    without = plan(Options(speculation=False), target=LLAMA_7B, hardware=PAIR, prompt=60_000).predicted
+    assert (without.full_sum_seconds, without.retrieval_sum_seconds) == (found.full_sum_seconds, 0.0)
+
+
+def seconds_with(sums: SumCosts, monkeypatch: pytest.MonkeyPatch, options: Options, hardware: Hardware) -> Prediction:
+    monkeypatch.setattr(cost, "GPU", replace(GPU_COSTS, sums=sums))
+    return plan(options, target=LLAMA_7B, hardware=hardware, prompt=120_000).predicted
+
+
+def test_sums_are_hidden_behind_a_link_and_add_to_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = replace(NCCL, seconds=0.0, rate=1e18)
+    slow = replace(free, seconds=5e-3)  # 0.32 s a pass
+    streaming, before = (seconds_with(sums, monkeypatch, LONG, PAIR) for sums in (slow, free))
+    assert streaming.full_pass_seconds == before.full_pass_seconds
+    assert streaming.retrieval_pass_seconds - before.retrieval_pass_seconds == pytest.approx(0.32, rel=0.3)
+    roomy = replace(PAIR, device_free_bytes=200 * GIB)
+    options = Options(speculation=False)
+    resident, before = (seconds_with(sums, monkeypatch, options, roomy) for sums in (slow, free))
+    assert resident.full_pass_seconds - before.full_pass_seconds == pytest.approx(0.32, rel=0.3)
+    blocks = -(-120_000 // 512)
+    assert resident.prefill_seconds - before.prefill_seconds == pytest.approx(blocks * 0.32)
+
+
+def test_with_one_device_nothing_is_summed_whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = replace(NCCL, seconds=1.0)
+    assert seconds_with(slow, monkeypatch, LONG, GPU) == seconds_with(NCCL, monkeypatch, LONG, GPU)
+
+
+def test_more_processes_than_two_share_the_cores_of_a_cpu() -> None:
+    sums = [plan(hardware=replace(CPU, num_devices=number)).predicted.full_sum_seconds for number in (2, 6)]
+    assert sums[0] == pytest.approx(16 * 3.5e-4, rel=0.02)
+    assert sums[1] > 20 * sums[0]
+
+
+def test_head_and_draft_are_on_the_first_device_alone() -> None:
+    made = plan(LONG, target=LLAMA_7B, hardware=PAIR, prompt=120_000).placement
+    first, others = made.device_bytes, made.other_device_bytes
+    table = 32_000 * 4096 * 2
+    assert first["target embeddings"] == 2 * table + 4096 * 2
+    assert others["target embeddings"] == table + 4096 * 2
+    assert first.keys() - others.keys() == {"draft layers", "draft embeddings", "draft cache"}
+    same = {"target layers", "retrieval cache", "selection", "kv cache", "kv staging", "prefill tiles", "hidden rows"}
+    assert {name: first[name] for name in same} == {name: others[name] for name in same}
+    assert first["rope tables"] - others["rope tables"] == 2 * (120_200 + 256) * 64 * 2
+    assert made.total_other_device_bytes < made.total_device_bytes
+    assert plan(LONG, target=LLAMA_7B, hardware=GPU, prompt=60_000).placement.other_device_bytes == {}
+
+
+def test_a_tied_head_is_the_embedding_that_every_device_has() -> None:
+    made = plan(hardware=replace(GPU, num_devices=2)).placement
+    assert made.other_device_bytes["target embeddings"] == made.device_bytes["target embeddings"]
+
+
+def test_logits_are_computed_on_the_first_device_alone() -> None:
+    wide = replace(DEMO, vocab_size=1_000_000)
+    made = plan(Options(gamma=15, budget=512), target=wide, draft=None, hardware=PAIR, prompt=4000).placement
+    assert made.device_bytes["workspace"] == 16 * 1_000_000 * (2 + 36)
+    assert made.other_device_bytes["workspace"] < 0.1 * made.device_bytes["workspace"]
+
+
+def test_a_cpu_has_room_for_what_all_its_ranks_hold() -> None:
+    made = plan(hardware=replace(CPU, num_devices=2)).placement
+    needed = made.total_device_bytes + made.total_other_device_bytes + made.total_host_bytes
+    sizing = Sizing(DEMO, DRAFT, Options(), replace(CPU, num_devices=2, host_free_bytes=needed), "bf16")
+    assert shortage(sizing, made) is None
+    less = replace(sizing, hardware=replace(sizing.hardware, host_free_bytes=needed - 1))
+    assert shortage(less, made) is not None
+    assert shortage(replace(less, hardware=replace(less.hardware, num_hosts=2)), made) is None
+
+
+def test_devices_that_cannot_share_a_model_are_refused_and_not_advised() -> None:
+    request = Request(LLAMA_7B, None, Options(), GPU)
+    with pytest.raises(UsageError, match="gpus is 3, and 32 heads"):
+        replace(request, hardware=replace(GPU, num_devices=3))
+    uneven = replace(LLAMA_7B, num_heads=33, num_kv_heads=33)
+    for target, advised in ((LLAMA_7B, True), (uneven, False)):
+        small = replace(request, target=target, hardware=replace(GPU, device_free_bytes=5 * GIB))
+        named = Request(target, None, Options(offload=frozenset({"kv"})), small.hardware)
+        found = remedies(named, num_prompt_tokens=4000, max_tokens=100)
+        assert any("such GPUs" in line for line in found) == advised
 
 
 def test_a_prediction_knows_the_link_and_plain_decoding() -> None:

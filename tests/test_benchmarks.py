@@ -47,6 +47,17 @@ def test_sessions_compares_loading_with_dd(run: Run) -> None:
     assert "of dd" in table
 
 
+def test_ranks_compares_one_with_several(run: Run) -> None:
+    written, table = run("ranks.py", "--length", "600", "--max-tokens", "4", "--turns", "1", "--link-gbps", "10")
+    shared, runs = read(written)
+    assert [measured["ranks"] for measured in runs] == [1, 2]
+    one, two = (measured["plain"]["bytes_to_device"] for measured in runs)
+    assert two == [one[0] // 2] * 2
+    assert len(runs[1]["default"]["seconds_in_sums"]) == 2
+    assert "tokens, demo-target" in shared["title"]
+    assert "1.00x" in table
+
+
 def test_decode_measures_every_setting_on_one_prompt(run: Run) -> None:
     settings = ["plain", "default", "gamma=3+draft=no", "lookup=no", "transformers"]
     args = ("--lengths", "300", "--max-tokens", "12", "--turns", "2", "--temperatures", "0", "--settings")

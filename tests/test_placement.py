@@ -58,6 +58,27 @@ def test_planned_bytes_are_allocated_bytes_within_two_percent(options: dict[str,
             assert ledger[tier][name] == pytest.approx(size, rel=0.02), name
 
 
+@pytest.mark.parametrize("offload", [frozenset[str](), frozenset({"kv"})])
+def test_each_of_two_ranks_allocates_what_was_planned_for_it(offload: frozenset[str]) -> None:
+    plan = request(gamma=7, gpus=2, offload=offload)
+    with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
+        list(engine.generate(PROMPT, GREEDY, max_tokens=12))
+        first, second = engine.worker.rank_stats()
+        own = dict(engine.worker.memory.allocated()["device"])
+    placement = plan.placement
+    lasting, others = (
+        {name: size for name, size in planned.items() if name not in TEMPORARY}
+        for planned in (placement.device_bytes, placement.other_device_bytes)
+    )
+    assert own == {name: pytest.approx(size, rel=0.02) for name, size in lasting.items()}
+    assert first.device_bytes == pytest.approx(sum(lasting.values()), rel=0.01)
+    assert second.device_bytes == pytest.approx(sum(others.values()), rel=0.01)
+    assert second.device_bytes < 0.99 * first.device_bytes
+    homes = placement.host_bytes.get("kv cache", 0)
+    for rank in (first, second):
+        assert homes <= 2 * rank.host_bytes <= 1.02 * placement.total_host_bytes
+
+
 def test_wherever_layers_and_tiles_are_the_tokens_are_the_same() -> None:
     expected, _ = run(request(gamma=7))
     for memory, offload in [(0.078, ("kv",)), (0.073, ("kv",)), (0.062, ("kv", "weights"))]:

@@ -252,6 +252,19 @@ class TestReport:
         fast = plan.document(*args, "--link-gbps", "50")["hardware"]
         assert (fast["rates"]["to_device"], fast["link_rate"]) == (50e9, 36e9)
 
+    @pytest.mark.parametrize("args", [(), ("--link-gbps", "12.5"), ("--host-gbps", "42")])
+    def test_what_the_documents_say_of_two_cards_is_what_it_says(self, plan: Plan, args: tuple[str, ...]) -> None:
+        found = plan.document("--context", "120000", "--gpus", "2", *args)
+        predicted, link = found["plan"]["predicted"], found["hardware"]["link_rate"] / 1e9
+        moved = f"{found['ranks'][0]['full_link_bytes'] / 1e9:.1f} GB"
+        names = ("full_pass_seconds", "seconds_per_token", "plain_seconds_per_token")
+        times = " | ".join(latency(predicted[name]) for name in names)
+        rows = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8").splitlines()
+        assert any(f"| {link:g} GB/s" in row and f"{moved} | {times} |" in row for row in rows)
+        rows = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8").splitlines()
+        own, plain = times.split(" | ")[1:]
+        assert any(f"| {duration(predicted['first_token_seconds'])} | {own}" in row and plain in row for row in rows)
+
     def test_processes_on_a_cpu_share_it(self, plan: Plan) -> None:
         here = ("--model", str(plan.models / "68m"), "--device", "cpu", "--context", "1000", "--no-speculation")
         two = plan.document(*here, "--gpus", "2")

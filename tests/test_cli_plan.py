@@ -15,10 +15,11 @@ import torch
 
 from offload.plan.hardware import rates_key
 from offload.plan.machine import machine_name
-from offload.plan.rates import TWO_CORES, save_rates
+from offload.plan.rates import RTX_4090, TWO_CORES, save_rates
 from offload.units import size
 from terminals import Terminal
 from test_cli_fake import ROOT, environment
+from test_doctor import pretend_gpus
 from triforce_cli.render.text import duration, latency, significant
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
@@ -264,6 +265,24 @@ class TestReport:
         rows = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8").splitlines()
         own, plain = times.split(" | ")[1:]
         assert any(f"| {duration(predicted['first_token_seconds'])} | {own}" in row and plain in row for row in rows)
+
+    def test_cards_of_this_machine_are_planned_for_as_they_were_measured(
+        self, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pretend_gpus(monkeypatch, 2)
+        monkeypatch.setenv("TRIFORCE_CACHE_DIR", str(tmp_path))
+        measured = replace(RTX_4090, to_device=20e9, to_host=20e9, links=30e9)
+        save_rates(machine_name(), {rates_key("cuda:0"): measured})
+        found = plan.document("--context", "60000", "--gpus", "2", "--device", "cuda", "--host-memory", "128")
+        assert (found["hardware"]["device_name"], found["hardware"]["num_devices"]) == ("RTX", 2)
+        assert found["hardware"]["link_rate"] == found["plan"]["placement"]["link_bytes_per_second"] == 15e9
+        assert set(found["hardware"]["origin"].values()) == {"measured"}
+        assert found["what_if"]["before"]["plan"]["placement"]["link_bytes_per_second"] == 20e9
+        one = ("--context", "30000", "--gpus", "1", "--device", "cuda")
+        assert plan.document(*one, "--host-memory", "128")["what_if"]["name"] == "this machine"
+        changed = plan.document(*one, "--host-memory", "128", "--host-gbps", "10")
+        assert (changed["hardware"]["link_rate"], changed["what_if"]["name"]) == (10e9, "this machine")
+        assert plan.document("--context", "60000", "--gpus", "2")["hardware"]["device_name"] == "RTX 4090"
 
     def test_processes_on_a_cpu_share_it(self, plan: Plan) -> None:
         here = ("--model", str(plan.models / "68m"), "--device", "cpu", "--context", "1000", "--no-speculation")

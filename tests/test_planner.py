@@ -246,6 +246,17 @@ def test_logits_are_computed_on_the_first_device_alone() -> None:
     assert made.other_device_bytes["workspace"] < 0.1 * made.device_bytes["workspace"]
 
 
+def test_prefill_has_room_for_what_the_other_ranks_have_of_a_block() -> None:
+    wide = replace(DEMO, hidden_size=8192, num_heads=8, num_kv_heads=8, head_dim=16)
+    two, eight = (
+        Sizing(wide, None, Options(), replace(GPU, num_devices=number), "bf16").fixed_bytes(4000, PLAIN)["workspace"]
+        for number in (2, 8)
+    )
+    rows = 512 * 8192
+    assert two == 512 * 3 * 320 * 2 + 6 * rows * 2 + 2 * rows * 2
+    assert eight == 512 * 3 * 80 * 2 + 6 * rows * 2 + rows * (8 * 2 + 4)
+
+
 def test_a_cpu_has_room_for_what_all_its_ranks_hold() -> None:
     made = plan(hardware=replace(CPU, num_devices=2)).placement
     needed = made.total_device_bytes + made.total_other_device_bytes + made.total_host_bytes

@@ -159,6 +159,9 @@ class Sizing:
         if prefill.fused:  # a tile's pages, attended apart before they are merged
             pages = tile_tokens // PAGE_TOKENS
             scores = max(scores, pages * prefill.rows * heads * target.head_dim * (item + 4))
+        if self.num_devices > 1:  # a block's parts from all ranks, and from three on their sum in fp32
+            parts = self.num_devices * item + (4 if self.num_devices > 2 else 0)
+            scores = max(scores, PREFILL_BLOCK * target.hidden_size * parts)
         tile = self.most_rows * tile_tokens * heads * score
         logits = 0 if gamma is None else self._padded(gamma + 1) * target.vocab_size * (item + 36)
         return max(block + scores, tile, logits)

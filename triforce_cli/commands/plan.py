@@ -58,8 +58,8 @@ HostGbps = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine to plan for: the named cards, or this machine without `gpus`, and with them on a CPU. GB are 10^9
-    bytes."""
+    """The machine to plan for: the named cards, or, without `gpus` or with a device of its own, this machine. GB are
+    10^9 bytes."""
 
     gpus: int | None
     gpu_memory: float | None
@@ -73,10 +73,11 @@ class Machine:
         from offload.plan.hardware import Hardware, probe
         from offload.plan.rates import typical
 
-        if self.gpus is not None and self.device != "cpu":
-            assumed = Hardware("cuda:0", "RTX 4090", 24 * 10**9, 128 * 10**9, True, typical(self.gpus), self.gpus)
+        number = self.gpus or 1
+        if self.assumed:
+            assumed = Hardware("cuda:0", "RTX 4090", 24 * 10**9, 128 * 10**9, True, typical(number), number)
             return self._changed(assumed)
-        here = probe(self.device, self.gpus or 1)
+        here = probe(self.device, number)
         for name, given in (("gpu-memory", self.gpu_memory), ("host-gbps", self.host_gbps)):
             if here.is_cpu and given is not None:
                 raise UsageError(f"{name} is about cards and {_without_cards(self.device)}")
@@ -91,7 +92,12 @@ class Machine:
             return "one process" if self.device == "cpu" else "one such card", replace(self, gpus=1)
         if self == as_it_is:
             return None
-        return ("RTX 4090", as_it_is) if self.gpus and self.device != "cpu" else ("this machine", as_it_is)
+        return ("RTX 4090" if self.assumed else "this machine"), as_it_is
+
+    @property
+    def assumed(self) -> bool:
+        """The cards need not be there."""
+        return self.gpus is not None and self.device == "auto"
 
     def _changed(self, hardware: Hardware) -> Hardware:
         """`hardware` with the user's changes."""
@@ -193,9 +199,9 @@ def plan(
 
     Reads config.json alone; nothing is loaded and nothing is measured. Without --gpus it plans for this machine; with
     it, for that many cards of 24 GB on links of 25 GB/s with 128 GB of host memory at 72 GB/s (165 for more than two
-    cards), unless you say otherwise; with --device cpu for that many processes here. Several cards are compared with
-    one, and a changed machine with the one that is there. Exit code 3 when the context does not fit; the message names
-    the nearest changes that would make it fit.
+    cards), unless you say otherwise; with --device cuda as well, for that many cards of this machine, with --device cpu
+    for that many processes here. Several cards are compared with one, and a changed machine with the one that is there.
+    Exit code 3 when the context does not fit; the message names the nearest changes that would make it fit.
 
     Example: triforce plan --model yarn-llama-2-13b-128k --draft llama-68m --context 120000 --gpus 2
     """

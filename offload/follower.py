@@ -131,7 +131,7 @@ class Follower:
 
     def _copy_rows(self, worker: int, other: int) -> None:
         self._workers[worker].copy_rows(self._workers[other])
-        self._records[worker] = self._records[other].copy()
+        self._records[worker].take(self._records[other])
 
     def _release(self, worker: int) -> None:
         """Of a worker that could not be built here there is nothing."""

@@ -178,7 +178,7 @@ class LeadingWorker(Worker):
         if not isinstance(other, LeadingWorker) or other._lead is not self._lead:
             return False
         self.tell("copy_rows", other=other._number)
-        self._record = other._record.copy()
+        self._record.take(other._record)
         return super().copy_rows(other)
 
     def release(self) -> None:

@@ -28,10 +28,9 @@ class TokenRecord:
         """`length` rows were taken over from elsewhere."""
         self._tokens = [_UNKNOWN] * length
 
-    def copy(self) -> TokenRecord:
-        other = TokenRecord()
-        other._tokens = list(self._tokens)
-        return other
+    def take(self, other: TokenRecord) -> None:
+        """The rows of `other` were copied."""
+        self._tokens = list(other._tokens)
 
     def digest(self, length: int) -> str:
         """Of the first `length` tokens."""

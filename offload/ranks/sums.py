@@ -45,7 +45,7 @@ class Sums:
         self._template: Tensor | None = None
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._seconds = 0.0
-        self._out_of_step = False
+        self._connected = self._out_of_step = False
 
     def connect(self, store: Store) -> None:
         """Meet the other ranks, each of which calls this. Raises UsageError if this process is in a group already."""
@@ -75,6 +75,7 @@ class Sums:
         if failed:
             self._hear_why()
             raise failed[0]
+        self._connected = True
 
     @contextmanager
     def due(self, shapes: Sequence[tuple[int, int]], like: Tensor) -> Iterator[None]:
@@ -135,7 +136,8 @@ class Sums:
             dist.group.WORLD.abort()
 
     def close(self) -> None:
-        if dist.is_initialized():
+        if self._connected:
+            self._connected = False
             dist.destroy_process_group()
 
     def _gather(self, part: Tensor) -> list[Tensor]:

@@ -70,7 +70,7 @@ class Team:
         """Raises RankFailed where a rank is lost."""
         if self._failed.is_set():
             assert self._failure is not None
-            raise self._failure
+            raise RankFailed(str(self._failure)) from self._failure.__cause__  # each time with a trace of its own
 
     def close(self) -> None:
         """Let the others end, and end those that do not."""
@@ -87,6 +87,8 @@ class Team:
             except subprocess.TimeoutExpired:
                 each.process.kill()
                 each.process.wait()
+        self._watch.join(_END_SECONDS)  # it may be reading their last words
+        for each in self._processes:
             each.words.close()
         for channel in self._channels.values():
             channel.close()

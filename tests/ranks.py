@@ -1,0 +1,84 @@
+"""Ranks of an engine that are forked from a process that has torch: a new one would take a second to import it. With
+faults, where wanted. No tests in here.
+
+The real way to start them is tested with the command line (test_ranks_killed).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import IO, Any
+
+import pytest
+
+from offload.ranks import rendezvous
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch", "xxhash", "hypothesis", "transformers", "offload.follower"])
+PATIENCE_SECONDS = 300.0  # a loaded machine is slow
+Fault = Callable[[int], None]  # called with its number in the process of a rank, before it follows
+
+
+def sound(rank: int) -> None:
+    """No fault."""
+
+
+class Forked:
+    """As much of `subprocess.Popen` as rank 0 uses."""
+
+    def __init__(
+        self, command: Sequence[str], fault: Fault, *, stderr: IO[bytes], pass_fds: Sequence[int], **_: object
+    ) -> None:
+        with socket.socket(fileno=os.dup(pass_fds[0])) as channel, Connection(os.dup(stderr.fileno())) as words:
+            arguments = (channel, words, command[-3:], dict(os.environ), fault)
+            self._process = PROCESSES.Process(target=_follow, args=arguments, daemon=True)
+            self._process.start()
+        self._waiting = threading.Lock()
+        self.pid = self._process.pid
+
+    def wait(self, timeout: float | None = None) -> int:
+        with self._waiting:
+            self._process.join(timeout)
+            if self._process.exitcode is None:
+                raise subprocess.TimeoutExpired("rank", timeout or 0.0)
+            return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _follow(
+    channel: socket.socket, words: Connection, arguments: Sequence[str], variables: Mapping[str, str], fault: Fault
+) -> None:
+    from offload.follower import main
+
+    os.environ.update(variables)
+    os.dup2(words.fileno(), 2)
+    fault(int(arguments[0]))
+    main([str(channel.detach()), *arguments])
+
+
+@contextmanager
+def forked_ranks(fault: Fault = sound) -> Iterator[list[Forked]]:
+    """Within it engines start their ranks so; those that were started. At the end all of them have ended."""
+    started: list[Forked] = []
+
+    def start(command: Sequence[str], **settings: Any) -> Forked:
+        started.append(Forked(command, fault, **settings))
+        return started[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        names = ("DEVNULL", "TimeoutExpired")
+        stand_in = SimpleNamespace(Popen=start, **{name: getattr(subprocess, name) for name in names})
+        patch.setattr(rendezvous, "subprocess", stand_in)
+        yield started
+    for process in started:
+        process.wait(PATIENCE_SECONDS)

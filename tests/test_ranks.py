@@ -1,0 +1,461 @@
+"""Several ranks give what one gives: tokens, bits where they are promised, sessions; and they stay in step.
+
+Ranks 1 and on are processes, and talk by sockets and gloo; rank 0 is this one. In fp32 the tiny models' best tokens are
+far enough apart for another order of sums to choose no other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models import GREEDY, Sizes, changed, perturbed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from offload.cache.full import FullCache
+from offload.cache.retrieval import RetrievalCache
+from offload.decode.sampling import SamplingParams
+from offload.engine import Engine
+from offload.errors import DoesNotFit, RankFailed, SessionError, UsageError
+from offload.leader import COMPARED_FORWARDS, LeadingWorker
+from offload.plan.sizing import MAX_ROWS
+from offload.ranks.sums import Sums
+from offload.session.fingerprints import identity_of
+from offload.session.store import Store
+from ranks import Forked, forked_ranks
+
+SIZES = Sizes(gamma=7, draft_gamma=3, budget=48, window=32, lookup=True, adaptive=True)
+PLAIN = Sizes()
+FAMILIES = ("llama-mha", "llama-gqa", "llama-tied", "llama-biased", "mistral", "qwen3")  # KV heads: 4, 2, 2, 2, 1, 2
+OFFLOADS = [("kv",), ("weights",), ("kv", "weights")]
+TOLERANCE = 2e-5  # of rows in fp32, see test_prefix
+PROMPT = random_tokens(60, seed=7)
+
+
+Folders = dict[str, tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Target and draft by family."""
+    root = tmp_path_factory.mktemp("ranks")
+
+    def pair(family: str) -> tuple[Path, Path]:
+        model = random_model(family, vocab_size=264, seed=11)
+        target = save(model, root / family / "target", tokenizer=True)
+        return target, save(perturbed(model, 0.03), root / family / "draft", tokenizer=True)
+
+    return {family: pair(family) for family in FAMILIES}
+
+
+@pytest.fixture
+def forked() -> Iterator[list[Forked]]:
+    with forked_ranks() as started:
+        yield started
+
+
+def make(
+    folders: Folders,
+    num_ranks: int,
+    sizes: Sizes = SIZES,
+    *,
+    family: str = "llama-gqa",
+    dtype: str = "fp32",
+    offload: tuple[str, ...] = (),
+    room: int = 200,
+) -> Engine:
+    target, draft = folders[family]
+    wanted = draft if sizes.draft_gamma else None
+    plan = tiny_plan(
+        target, wanted, sizes, num_prompt_tokens=room - 60, max_tokens=60, dtype=dtype, offload=frozenset(offload)
+    )
+    return tiny_engine(changed(plan, num_devices=num_ranks), target, wanted)
+
+
+def say(
+    engine: Engine, prompt: list[int] = PROMPT, num_tokens: int = 24, *, seed: int | None = None, reuse: bool = False
+) -> list[int]:
+    sampling = GREEDY if seed is None else SamplingParams(temperature=1.5, seed=seed)
+    steps = engine.generate(prompt, sampling, max_tokens=num_tokens, reuse=reuse)
+    return [token for step in steps for token in step.tokens]
+
+
+def rows_of(engine: Engine, length: int) -> Tensor:
+    """Rows of all heads, [L, 2, H_kv, length, D]."""
+    rows = engine.worker.rows
+    rows.wait_home()
+    pages = range(-(-length // rows.shape.page_tokens))
+    return torch.cat([torch.stack(rows.page_of_all(page)).clone() for page in pages], 3)[:, :, :, :length]
+
+
+# The same tokens
+
+
+@pytest.mark.few(6)
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_say_what_one_says(folders: Folders, family: str, num_ranks: int) -> None:
+    """Rows of all heads are those of one rank, too, but for rounding."""
+    with make(folders, 1, PLAIN, family=family) as alone:
+        wanted, rows = say(alone), rows_of(alone, 80)
+    with make(folders, num_ranks, family=family) as engine:
+        assert say(engine) == wanted
+        assert engine.stats.levels[0].accepted > 0
+        assert rows_of(engine, 80).shape == rows.shape
+        assert (rows_of(engine, 80) - rows).abs().max() < TOLERANCE
+        plainly = engine.generate(PROMPT, GREEDY, max_tokens=24, speculation=False)
+        assert [token for step in plainly for token in step.tokens] == wanted
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("offload", OFFLOADS, ids=",".join)
+def test_ranks_that_offload_say_the_same(folders: Folders, offload: tuple[str, ...]) -> None:
+    with make(folders, 1, PLAIN) as alone:
+        wanted = [say(alone), say(alone, PROMPT[:20])]
+    with make(folders, 2, offload=offload) as engine:
+        assert [say(engine), say(engine, PROMPT[:20])] == wanted
+        assert all(rank.bytes_to_device > 0 for rank in engine.worker.rank_stats())
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_seeded_run_repeats_and_is_that_of_one_rank(folders: Folders) -> None:
+    with make(folders, 1) as alone:
+        wanted = [say(alone, seed=seed) for seed in (1, 2)]
+    for num_ranks in (2, 4):
+        with make(folders, num_ranks) as engine:
+            assert [say(engine, seed=seed) for seed in (1, 2, 1)] == [*wanted, wanted[0]]
+
+
+# The same bits
+
+
+@dataclass
+class Heard:
+    """The target's logits by position; of a token that was rejected, those that came in its place."""
+
+    logits: dict[int, Tensor] = field(default_factory=dict)
+
+    def __call__(self, before: int, after: int, logits: Tensor) -> None:
+        self.logits |= dict(zip(range(after - len(logits), after), logits.clone(), strict=True))
+
+
+def spoken(engine: Engine) -> tuple[list[int], Tensor]:
+    """Tokens, and the bits of the logits of each."""
+    heard = engine.levels["target"].listener = Heard()
+    tokens = say(engine)
+    first = len(PROMPT) - 1
+    return tokens, torch.stack([heard.logits[first + i] for i in range(len(tokens))])
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_speculation_changes_no_bit(folders: Folders, num_ranks: int) -> None:
+    with make(folders, num_ranks, PLAIN, dtype="bf16") as engine:
+        tokens, logits = spoken(engine)
+    for gamma, draft_gamma in ((4, 0), (11, 3)):
+        with make(folders, num_ranks, Sizes(gamma=gamma, draft_gamma=draft_gamma), dtype="bf16") as engine:
+            drafted = spoken(engine)
+            assert engine.stats.levels[0].drafted > 0
+        assert drafted[0] == tokens
+        assert torch.equal(drafted[1], logits)
+
+
+def rows_by_block(engine: Engine) -> dict[int, Tensor]:
+    """The logits after the same 24 tokens, so many of them in a pass."""
+    target, found = engine.levels["target"], {}
+    engine.worker.prefill(PROMPT, lambda num_tokens: None)
+    more = random_tokens(24, seed=8)
+    for count in (1, 2, 3, 8, 24):
+        runs = [target.forward(more[start : start + count], count) for start in range(0, 24, count)]
+        found[count] = torch.cat(runs)
+        target.truncate(len(PROMPT))
+    return found
+
+
+def differing(found: dict[int, Tensor]) -> list[int]:
+    return [count for count, logits in found.items() if not torch.equal(logits, found[1])]
+
+
+@pytest.mark.few(2)
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(folders: Folders, dtype: str, num_ranks: int) -> None:
+    with make(folders, num_ranks, PLAIN, dtype=dtype) as engine:
+        assert differing(rows_by_block(engine)) == []
+
+
+def in_pieces(sums: Sums, part: Tensor) -> Tensor:
+    """As a library does it: each rank sums a piece of the tensor, beginning with its own, and sends that to all."""
+    sums._due.popleft()
+    pieces = [part.flatten().tensor_split(sums.size) for part in sums._gather(part)]
+    summed = []
+    for number in range(sums.size):
+        first, *others = [pieces[(number + i) % sums.size][number] for i in range(sums.size)]
+        summed.append(sum(others, first))
+    return torch.cat(summed).view(part.shape)
+
+
+def sum_in_pieces(rank: int) -> None:
+    Sums.total = in_pieces  # type: ignore[method-assign]
+
+
+def test_with_a_librarys_sums_they_would(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sums, "total", in_pieces)
+    with forked_ranks(sum_in_pieces), make(folders, 4, PLAIN) as engine:
+        assert differing(rows_by_block(engine)) != []
+
+
+# Sessions
+
+
+def keep(engine: Engine, folders: Folders, path: Path, *, read_only: bool = False) -> Store:
+    return Store.open(path, identity_of(folders["llama-gqa"][0], engine.plan), read_only=read_only)
+
+
+@pytest.mark.few(4)
+@pytest.mark.usefixtures("forked", "unsynced")
+@pytest.mark.parametrize("offload", [(), ("kv", "weights")], ids=["resident", "offloaded"])
+@pytest.mark.parametrize(("saving", "opening"), [(1, 2), (2, 1), (4, 2), (2, 4)])
+def test_a_session_of_one_layout_opens_in_another(
+    folders: Folders, tmp_path: Path, saving: int, opening: int, offload: tuple[str, ...]
+) -> None:
+    """With four ranks two have the same KV head. Rows are read back bit for bit and go on as they did; a save writes
+    what came since."""
+    with make(folders, saving, offload=offload) as engine, keep(engine, folders, tmp_path) as store:
+        text = PROMPT + say(engine, reuse=True)
+        engine.save(store, {})
+        rows = rows_of(engine, len(store.tokens))
+        wanted = say(engine, [*text, 5], reuse=True)
+    before = set(tmp_path.glob("page-*"))
+    with make(folders, opening) as engine, keep(engine, folders, tmp_path) as store:
+        assert engine.restore(store, [*text, 5]) == len(text) - 1
+        assert torch.equal(rows_of(engine, len(store.tokens)), rows)
+        assert say(engine, [*text, 5], reuse=True) == wanted
+        assert engine.stats.reused_tokens == len(text) - SIZES.rows + 1
+        engine.save(store, {})
+        tokens, rows = engine.prefix.tokens, rows_of(engine, len(engine.prefix.tokens))
+    assert len(before & set(tmp_path.glob("page-*"))) == (len(text) - SIZES.rows) // SIZES.page
+    with make(folders, 1) as alone, keep(alone, folders, tmp_path, read_only=True) as store:
+        alone.restore(store, tokens)
+        assert torch.equal(rows_of(alone, len(tokens)), rows)
+
+
+@pytest.mark.usefixtures("forked", "unsynced")
+def test_a_damaged_page_is_refused_and_the_ranks_go_on(folders: Folders, tmp_path: Path) -> None:
+    with make(folders, 2) as engine:
+        wanted = say(engine)
+        with keep(engine, folders, tmp_path) as store:
+            engine.save(store, {})
+        page = sorted(tmp_path.glob("page-*"))[3]
+        page.write_bytes(page.read_bytes()[:-1] + b"\x01")
+        with keep(engine, folders, tmp_path) as store:
+            engine.prefix.truncate(0)
+            with pytest.raises(SessionError, match=page.name):
+                engine.restore(store, PROMPT)
+            assert engine.num_cached == 0
+            assert say(engine) == wanted
+
+
+# Other plans, and memory
+
+
+@pytest.mark.usefixtures("forked")
+def test_ranks_go_on_under_another_plan(folders: Folders) -> None:
+    with make(folders, 1, room=250) as alone:
+        text = PROMPT + say(alone)
+        wanted, plan = say(alone, text), changed(alone.plan, num_devices=2)
+    with make(folders, 2) as engine:
+        say(engine)
+        engine.replan(plan)
+        assert say(engine, text, reuse=True) == wanted
+        assert engine.stats.reused_tokens >= len(text) - SIZES.rows
+
+
+def has_less_memory(rank: int) -> None:
+    """Rank 1 has none for caches of 250 tokens."""
+    reserve = FullCache.reserve
+
+    def reserve_a_little(cache: FullCache, num_tokens: int) -> None:
+        if rank == 1 and num_tokens >= 250 + MAX_ROWS:
+            raise DoesNotFit("this rank has no memory")
+        reserve(cache, num_tokens)
+
+    FullCache.reserve = reserve_a_little  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_plan_that_one_rank_has_no_memory_for_changes_nothing(folders: Folders, num_ranks: int) -> None:
+    with forked_ranks(has_less_memory), make(folders, num_ranks) as engine:
+        wanted, plan, memory = say(engine), engine.plan, engine.worker.rank_stats()
+        with pytest.raises(DoesNotFit, match="rank 1: this rank has no memory"):
+            engine.replan(changed(plan, max_tokens=110))
+        assert engine.plan is plan
+        assert [rank.device_bytes for rank in engine.worker.rank_stats()] == [rank.device_bytes for rank in memory]
+        assert say(engine) == wanted
+
+
+def test_a_model_that_one_rank_has_no_memory_for_leaves_nothing(folders: Folders) -> None:
+    """All ranks have ended, and the next engine can have its own."""
+    with forked_ranks(has_less_memory), pytest.raises(DoesNotFit, match="rank 1: this rank has no memory"):
+        make(folders, 2, room=250)
+    assert not dist.is_initialized()
+    with forked_ranks(has_less_memory), make(folders, 2) as engine:
+        assert len(say(engine)) == 24
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_process_has_one_engine_of_several_ranks(folders: Folders) -> None:
+    with make(folders, 2) as engine:
+        wanted = say(engine)
+        with pytest.raises(UsageError, match="close that engine"):
+            make(folders, 2)
+        assert say(engine) == wanted
+
+
+# Broken off
+
+
+class Once:
+    """Raises KeyboardInterrupt at its call number `at`, in place of `work`, and never again."""
+
+    def __init__(self, work: Callable[..., Tensor], at: int) -> None:
+        self.work, self.left = work, at
+
+    def __call__(self, *args: object) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return self.work(*args)
+
+
+@pytest.fixture(scope="module")
+def texts(folders: Folders) -> list[list[int]]:
+    """Of a rank alone: first the answer to a part of the prompt, then to all of it."""
+    with make(folders, 1) as alone:
+        return [say(alone, PROMPT[:30]), say(alone)]
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_forward_that_rank_0_breaks_off_leaves_all_ranks_in_step(
+    folders: Folders, texts: list[list[int]], num_ranks: int, num_cases: Callable[[int], int]
+) -> None:
+    """Wherever that is: in a prefill, a verification or a draft, between any two sums. With rows that are kept."""
+    chance = random.Random(num_ranks)
+    layers, num_broken, num_trials = {FullCache: 60, RetrievalCache: 30}, 0, num_cases(60)
+    with make(folders, num_ranks) as engine:
+        for _ in range(num_trials):
+            cache = chance.choice(list(layers))
+            broken = Once(cache.attend, chance.randrange(1, layers[cache]))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(cache, "attend", lambda *args, broken=broken: broken(*args))
+                with suppress(KeyboardInterrupt):
+                    say(engine, num_tokens=60)
+            num_broken += broken.left <= 0
+            if chance.random() < 0.5:
+                assert say(engine, PROMPT[:30]) == texts[0]
+            assert say(engine, reuse=chance.random() < 0.5) == texts[1]
+    assert num_broken > num_trials / 2
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("offload", [(), ("kv", "weights")], ids=["resident", "offloaded"])
+def test_a_request_that_is_given_up_leaves_all_ranks_in_step(
+    folders: Folders, texts: list[list[int]], offload: tuple[str, ...]
+) -> None:
+    def stop(progress: object) -> None:
+        raise KeyboardInterrupt
+
+    with make(folders, 2, offload=offload) as engine:
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                next(engine.generate(PROMPT, GREEDY, max_tokens=24, on_progress=stop))
+            assert say(engine) == texts[1]
+            steps = engine.generate(PROMPT[:30], GREEDY, max_tokens=24)
+            next(steps)
+            steps.close()
+            assert say(engine, reuse=True) == texts[1]
+            with pytest.raises(KeyboardInterrupt):
+                engine.precompute([*PROMPT, *PROMPT[:20]], on_progress=stop)
+            assert say(engine, PROMPT[:30]) == texts[0]
+
+
+# Faults
+
+
+@pytest.mark.usefixtures("forked")
+def test_tokens_that_differ_between_ranks_are_found(folders: Folders) -> None:
+    with make(folders, 2, PLAIN) as engine:
+        worker = engine.worker
+        assert isinstance(worker, LeadingWorker)
+        steps = engine.generate(PROMPT, GREEDY, max_tokens=2 * COMPARED_FORWARDS)
+        for _ in range(3):
+            next(steps)
+        worker._record._tokens[5] += 1
+        with pytest.raises(RankFailed, match=r"rank 1 failed: its first \d+ tokens are not those of rank 0"):
+            list(steps)
+
+
+def fails_later(rank: int) -> None:
+    attend, calls = FullCache.attend, []
+
+    def attend_for_a_while(*args: object) -> Tensor:
+        calls.append(rank)
+        assert rank == 1 or len(calls) < 40
+        return attend(*args)  # type: ignore[arg-type]
+
+    if rank == 2:
+        FullCache.attend = attend_for_a_while  # type: ignore[method-assign,assignment]
+
+
+def say_for_ever(engine: Engine) -> None:
+    while True:
+        say(engine)
+
+
+def test_an_error_of_a_rank_ends_all_and_is_shown(folders: Folders) -> None:
+    message = r"rank 2 failed: AssertionError.*; the other ranks are ended"
+    with forked_ranks(fails_later), make(folders, 4) as engine, pytest.raises(RankFailed, match=message):
+        say_for_ever(engine)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("killed", [1, 2, 3])
+def test_of_four_ranks_the_one_that_died_is_named(folders: Folders, killed: int) -> None:
+    """Its neighbours lose their connections to it at the same moment, and rank 0 does."""
+    for num_steps in range(2):
+        with forked_ranks() as started, make(folders, 4) as engine:
+            steps = engine.generate(PROMPT, GREEDY, max_tokens=60)
+            for _ in range(num_steps):
+                next(steps)
+            started[killed - 1].kill()
+            with pytest.raises(RankFailed, match=rf"rank {killed} ended \(killed by signal 9\); the other ranks are"):
+                list(steps)
+
+
+# Numbers
+
+
+@pytest.mark.usefixtures("forked")
+def test_each_rank_moves_its_share_over_its_own_link(folders: Folders) -> None:
+    """The last tiles may still be on their way when bytes are counted."""
+    with make(folders, 1, PLAIN, offload=("kv",)) as alone:
+        say(alone)
+        whole = alone.worker.link_stats
+    with make(folders, 2, PLAIN, offload=("kv",)) as engine:
+        say(engine)
+        ranks = engine.worker.rank_stats()
+    assert [rank.rank for rank in ranks] == [0, 1]
+    for rank in ranks:
+        assert 2 * rank.bytes_to_device == pytest.approx(whole.bytes_to_device, rel=0.02)
+        assert 2 * rank.bytes_to_host == whole.bytes_to_host
+        assert rank.link_seconds > 0
+        assert rank.sum_seconds > 0

@@ -1,0 +1,290 @@
+"""Ranks that are killed, stopped or interrupted: all others end soon, nothing stays behind, and what came is kept.
+
+Real processes: `triforce generate --gpus N`, over links that are slow enough for every stage to last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hearing import hear_signals
+from models import save_pair
+from offload.session.catalogue import inspect
+from ranks import PATIENCE_SECONDS
+
+ROOT = Path(__file__).parents[1]
+TEXT = "".join(chr(97 + random.Random(i).randrange(26)) for i in range(3000))
+NUM_OLD = 1500  # characters, which are tokens, of the session that there is before
+GONE_SECONDS = 10.0 + 20.0  # and what a busy machine may add
+SLOW_DISK = "import os, time\nsync = os.fsync\nos.fsync = lambda fd: (time.sleep(0.3), sync(fd))\n"
+STAGES = ("load", "prefill", "decode", "save")
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+Triforce = Callable[..., tuple[int, str, str]]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What every run has: models, a session that was saved before, a disk that is slow, and the text that is right."""
+
+    models: tuple[str, ...]
+    text: Path
+    session: Path
+    disk: Path
+    wanted: str
+
+    def asks(self, session: Path) -> tuple[str, ...]:
+        """Options of a run that goes on with `session`."""
+        return (*self.models, "--prompt-file", str(self.text), "--context", "3100", "--cache", str(session))
+
+    def begins_with(self, said: str) -> bool:
+        """The end may be a newline, or stand for a part of a letter."""
+        return self.wanted.startswith(said.removesuffix("\n").rstrip("\ufffd"))
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
+    root = tmp_path_factory.mktemp("killed")
+    target, draft = save_pair(root, context=4096)
+    models = ("--model", str(target), "--draft", str(draft), "--dtype", "fp32", "--device", "cpu", "--temperature", "0")
+    (root / "disk").mkdir()
+    (root / "disk" / "sitecustomize.py").write_text(SLOW_DISK)
+    text = root / "text"
+    text.write_text(TEXT)
+    once(*models, "--prompt", TEXT[:NUM_OLD], "--max-tokens", "1", "--context", "3100", "--cache", str(root / "kept"))
+    wanted = once(*models, "--prompt-file", str(text), "--max-tokens", "80", "--context", "3100")
+    return Given(models, text, root / "kept", root / "disk", wanted)
+
+
+def once(*args: str) -> str:
+    """The text of a run with one rank."""
+    command = [sys.executable, "-m", "triforce_cli", "generate", *args, "--quiet"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+class Run:
+    """`triforce generate` with several ranks. said, noted: standard output and standard error so far."""
+
+    def __init__(self, given: Given, folder: Path, num_ranks: int = 2, *args: str, gbps: float = 0.002) -> None:
+        self.folder, self.session = folder, folder / "session"
+        shutil.copytree(given.session, self.session)
+        paced = ("--gpus", str(num_ranks), "--offload", "kv", "--link-gbps", str(gbps))
+        command = [sys.executable, "-m", "triforce_cli", "generate", *given.asks(self.session), *paced, *args]
+        paths = os.pathsep.join([str(given.disk), str(ROOT)])
+        with (folder / "said").open("wb") as said, (folder / "noted").open("wb") as noted:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=dict(os.environ, PYTHONPATH=paths),
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=noted,
+                start_new_session=True,
+                preexec_fn=hear_signals,
+            )
+        self.ranks = [psutil.Process(self.process.pid)]
+        self.num_ranks = num_ranks
+
+    @property
+    def said(self) -> str:
+        return (self.folder / "said").read_text()
+
+    @property
+    def noted(self) -> str:
+        return (self.folder / "noted").read_text()
+
+    def until(self, stage: str) -> None:
+        """Wait until it is in that stage, by what it shows; "ranks": all were started."""
+        signs: dict[str, Callable[[], object]] = {
+            "ranks": self.started,
+            "load": lambda: "load:" in self.noted,
+            "prefill": lambda: "prefill:" in self.noted,
+            "decode": lambda: len(self.said) > 2,
+            "save": lambda: len(list(self.session.glob("page-*"))) > NUM_OLD // 512 + 2,
+        }
+        latest = time.monotonic() + PATIENCE_SECONDS
+        for sign in (signs["ranks"], signs[stage]):
+            while not sign():
+                assert self.process.poll() is None, (stage, self.said, self.noted)
+                assert time.monotonic() < latest, (stage, self.said, self.noted)
+                time.sleep(0.01)
+
+    def started(self) -> bool:
+        self.ranks = [self.ranks[0], *sorted(self.ranks[0].children(), key=lambda child: child.pid)]
+        return len(self.ranks) == self.num_ranks
+
+    def end(self) -> int:
+        """The exit code of rank 0, once all have ended, soon."""
+        self.process.wait(GONE_SECONDS)
+        self.others_end()
+        return self.process.returncode
+
+    def others_end(self) -> None:
+        latest = time.monotonic() + GONE_SECONDS
+        while left := [rank for rank in self.ranks[1:] if is_running(rank)]:
+            assert time.monotonic() < latest, left
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            if is_running(rank):
+                rank.kill()
+        self.process.wait()
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Not of one that has ended while its parent, stopped, has not heard of it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def running(given: Given, folder: Path, *args: object, **settings: float) -> Iterator[Run]:
+    folder.mkdir(exist_ok=True)
+    run = Run(given, folder, *args, **settings)  # type: ignore[arg-type]
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def assert_opens(given: Given, run: Run, triforce: Triforce) -> None:
+    """The session is whole: its rows are what the next run begins with."""
+    tokens = inspect(run.session).tokens
+    assert len(tokens) >= NUM_OLD
+    args = ("--read-only", "--max-tokens", "5", "--json", "--quiet")
+    code, said, noted = triforce("generate", *given.asks(run.session), *args)
+    assert code == 0, noted
+    document = json.loads(said)
+    assert given.begins_with(document["text"])
+    assert document["stats"]["reused_tokens"] >= NUM_OLD - 8
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("rank", [1, 0])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_is_killed_ends_all_and_what_came_is_kept(
+    given: Given, tmp_path: Path, triforce: Triforce, stage: str, rank: int
+) -> None:
+    with running(given, tmp_path / "run", 2, "--max-tokens", "3" if stage == "save" else "80") as run:
+        run.until(stage)
+        run.ranks[rank].kill()
+        code = run.end()
+        assert code == (1 if rank else -signal.SIGKILL)
+        if rank:
+            assert "rank 1 ended (killed by signal 9)" in run.noted
+            assert "Traceback" not in run.noted
+        assert given.begins_with(run.said)
+        assert (run.said.strip() != "") is (stage in ("decode", "save"))
+        if rank == 0 or stage != "decode":  # rank 1 has the rows that a save would write
+            assert len(inspect(run.session).tokens) == NUM_OLD
+        assert_opens(given, run, triforce)
+
+
+def test_a_file_keeps_what_came_beside_its_place(given: Given, tmp_path: Path) -> None:
+    """With four ranks, the last of which is killed."""
+    out = tmp_path / "out.txt"
+    with running(given, tmp_path / "run", 4, "--max-tokens", "80", "-o", str(out)) as run:
+        partial = tmp_path / "out.txt.partial"
+        run.until("prefill")
+        while not partial.exists() or partial.stat().st_size < 2:
+            assert run.process.poll() is None, run.noted
+            time.sleep(0.01)
+        run.ranks[3].kill()
+        assert run.end() == 1
+        assert "rank 3 ended (killed by signal 9)" in run.noted
+    assert not out.exists()
+    assert given.begins_with(partial.read_text())
+
+
+def test_ranks_that_are_stopped(given: Given, tmp_path: Path) -> None:
+    """One of them: it counts as dead, whichever it is. All of them, as by Ctrl-Z: they go on."""
+    with ExitStack() as stack:
+        first, second, both = (
+            stack.enter_context(running(given, tmp_path / name, 2, "--max-tokens", count))
+            for name, count in (("first", "80"), ("second", "80"), ("both", "20"))
+        )
+        for run in (first, second, both):
+            run.until("decode")
+        first.ranks[0].suspend()
+        second.ranks[1].suspend()
+        for rank in both.ranks:
+            rank.suspend()
+        time.sleep(5.0)
+        for rank in both.ranks:
+            rank.resume()
+        assert second.end() == 1
+        assert "rank 1 has not been heard of for 7 seconds" in second.noted
+        assert given.begins_with(second.said)
+        first.others_end()
+        first.process.kill()
+        assert both.process.wait(PATIENCE_SECONDS) == 0
+        assert both.end() == 0
+        assert given.begins_with(both.said)
+        assert len(both.said) > 10
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+@pytest.mark.parametrize("stage", ["ranks", "prefill", "decode"])
+def test_a_terminals_signal_ends_all_ranks_and_the_session_is_saved(
+    given: Given, tmp_path: Path, triforce: Triforce, stage: str, number: signal.Signals
+) -> None:
+    """It goes to all processes of the group; rank 0 says what becomes of it. "ranks": others than 0 have just begun."""
+    with running(given, tmp_path / "run", 2, "--max-tokens", "80") as run:
+        run.until(stage)
+        os.killpg(run.process.pid, number)
+        assert run.end() == CODES[number]
+        assert "rror" not in run.noted
+        num_tokens = len(inspect(run.session).tokens)
+        assert num_tokens == NUM_OLD if stage != "decode" else num_tokens > len(TEXT)
+        assert_opens(given, run, triforce)
+
+
+def test_runs_side_by_side_do_not_meet(given: Given, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        runs = [
+            stack.enter_context(running(given, tmp_path / str(i), 2, "--max-tokens", "6", "--quiet", gbps=1.0))
+            for i in range(2)
+        ]
+        for run in runs:
+            assert run.process.wait(PATIENCE_SECONDS) == 0, run.noted
+            assert given.begins_with(run.said)
+            assert len(run.said) > 2
+
+
+def test_whoever_is_killed_at_any_moment(
+    given: Given, tmp_path: Path, triforce: Triforce, num_cases: Callable[[int], int]
+) -> None:
+    """From the start of rank 0's libraries to the end of a save: nobody is left over, and the session opens."""
+    chance, codes = random.Random(9), set[int]()
+    for trial in range(num_cases(50)):
+        with running(given, tmp_path / str(trial), 2, "--max-tokens", "10", gbps=0.01) as run:
+            run.until("ranks")
+            time.sleep(chance.uniform(0.0, 3.0))
+            rank = chance.randrange(2)
+            if is_running(run.ranks[rank]):
+                run.ranks[rank].kill()
+            code = run.end()
+            assert code in ((0, 1) if rank else (0, -signal.SIGKILL)), run.noted
+            assert given.begins_with(run.said)
+            assert "Traceback" not in run.noted
+            assert_opens(given, run, triforce)
+            codes.add(code)
+        shutil.rmtree(tmp_path / str(trial))
+    assert codes != {0}

@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("tests", deadline=None, suppress_health_check=ignored, max_examples=num_examples)
     settings.load_profile("tests")
     for name in list(os.environ):
-        if name.startswith("TRIFORCE_") and name != "TRIFORCE_TEST_MODELS":  # that one is for tests
+        if name.startswith("TRIFORCE_") and not name.startswith("TRIFORCE_TEST_"):  # those are for tests
             del os.environ[name]
 
 

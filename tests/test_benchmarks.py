@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fake_peers import fake_environment
 from models import TOKENIZER_SIZE, random_model, save
 from offload.plan.rates import FOLDER_VARIABLE
 
@@ -56,6 +57,34 @@ def test_ranks_compares_one_with_several(run: Run) -> None:
     assert len(runs[1]["default"]["seconds_in_sums"]) == 2
     assert "tokens, demo-target" in shared["title"]
     assert "1.00x" in table
+
+
+def test_peers_has_a_row_for_each_way_and_says_why_one_is_absent(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a llama.cpp that takes a quarter of a second a token, and that has no n-gram lookups called mod."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    ways = ["ours, plain", "ours, default", "llama.cpp", "llama.cpp, draft", "llama.cpp, n-grams", "openvino-genai"]
+    args = ("--lengths", "200", "--max-tokens", "6", "--turns", "1", "--ways", ";".join(ways))
+    written, table = run("peers.py", *args, "--peers-env", str(fake_environment(tmp_path / "env")))
+    _, rows = read(written)
+    assert [row["way"] for row in rows] == ways
+    plain, ours, theirs, draft, lookups, absent = rows
+    assert plain["first_difference_from_plain"] is None
+    assert ours["first_difference_from_plain"] is None
+    assert ours["plan"]["composition"]["gamma"] > plain["plan"]["composition"]["gamma"] == 0
+    assert ours["peak_bytes"] > 50e6
+    assert theirs["milliseconds_per_token"] == [250]
+    assert theirs["prefill_tokens_per_second"] == pytest.approx(2 * theirs["length"])
+    assert [(tried["cache"], tried["flash"]) for tried in theirs["tried"]] == [
+        (cache, flash) for cache in ("f16", "bf16") for flash in (True, False)
+    ]
+    assert theirs["cache"] == draft["cache"] == lookups["cache"] == "f16"
+    assert draft["draft"].endswith("demo-draft-bf16.gguf")
+    assert lookups["rows"]
+    assert [tried["lookup"] for tried in lookups["tried"] if "absent" in tried] == ["mod"]
+    assert absent.keys() == {"length", "way", "absent", "tried"}
+    assert "absent: " in table
 
 
 def test_decode_measures_every_setting_on_one_prompt(run: Run) -> None:

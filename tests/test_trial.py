@@ -11,7 +11,7 @@ import pytest
 from models import GREEDY, TOKENIZER_SIZE, Sizes, random_tokens, save_pair, tiny_engine, tiny_plan
 from offload.bench.comparison import PLAIN, TRANSFORMERS, TRIFORCE, Comparison, Run
 from offload.bench.reference import Reference
-from offload.bench.trial import WARM_UP, Step, Trial, check_reference_fits
+from offload.bench.trial import WARM_UP, Step, Trial, check_other_fits
 from offload.engine import Engine
 from offload.errors import DoesNotFit, TriforceError
 from offload.metrics import LevelStats, Spread, Stats
@@ -58,7 +58,7 @@ def passes(engine: Engine) -> dict[str, int]:
 
 def trial_of(plan: Plan, prompt: list[int], **changes: object) -> Trial:
     asked = {"prompt": tuple(prompt), "plan": plan, "sampling": GREEDY, "max_tokens": NUM_TOKENS, "repeats": 2}
-    return Trial(**(asked | {"against_transformers": False} | changes))
+    return Trial(**(asked | changes))
 
 
 def run_of(way: str, turn: int, milliseconds: float, tokens: tuple[int, ...] = (1, 2, 3)) -> Run:
@@ -95,7 +95,7 @@ class TestPlainOnOneEngine:
 
 class TestTrial:
     def test_ways_take_turns_and_every_other_turn_is_backwards(self, plan, prompt):
-        trial = trial_of(plan, prompt, against_transformers=True)
+        trial = trial_of(plan, prompt, against=TRANSFORMERS)
         every = [PLAIN, TRIFORCE, TRANSFORMERS]
         assert [step.way for step in trial.steps] == [*every, *reversed(every), *every]
         assert [step.turn for step in trial.steps] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -134,7 +134,7 @@ class TestTrial:
 class TestReference:
     def test_transformers_says_the_same_with_and_without_its_prefill(self, folder, plan, prompt, engine):
         reference = Reference(folder / "target", dtype="fp32", device="cpu")
-        found = trial_of(plan, prompt, against_transformers=True).run(
+        found = trial_of(plan, prompt, against=TRANSFORMERS).run(
             engine, reference, on_step=lambda step: None, on_progress=lambda progress: None
         )
         assert found.first_difference(TRANSFORMERS) is None
@@ -169,16 +169,16 @@ class TestReference:
     def test_what_has_no_room_beside_the_engine_is_refused_before_it_is_loaded(self, folder):
         request = Request.on_this_machine(folder / "target", None, Options(dtype="fp32"))
         plan = request.plan(num_prompt_tokens=100, max_tokens=10)
-        check_reference_fits(request, plan)
+        check_other_fits(request, plan, TRANSFORMERS)
         planned = plan.placement.total_device_bytes + plan.placement.total_host_bytes
         needed = request.target.weight_bytes(4) + 110 * request.target.kv_bytes_per_token(4)
         for free, fits in ((planned + needed, True), (planned + needed - 1, False)):
             full = replace(request, hardware=replace(request.hardware, host_free_bytes=free))
             if fits:
-                check_reference_fits(full, plan)
+                check_other_fits(full, plan, TRANSFORMERS)
             else:
                 with pytest.raises(DoesNotFit, match="leave out --against transformers"):
-                    check_reference_fits(full, plan)
+                    check_other_fits(full, plan, TRANSFORMERS)
 
 
 class TestComparison:

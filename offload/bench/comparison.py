@@ -11,7 +11,8 @@ from offload.metrics import LevelStats, Spread, Stats
 if TYPE_CHECKING:
     from offload.plan.planner import Plan
 
-WAYS = PLAIN, TRIFORCE, TRANSFORMERS = "plain", "triforce", "transformers"
+WAYS = PLAIN, TRIFORCE, TRANSFORMERS, LLAMA_CPP = "plain", "triforce", "transformers", "llama.cpp"
+OTHERS = (TRANSFORMERS, LLAMA_CPP)  # no part of this program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +77,15 @@ class Comparison:
         """The first token, from 0, at which some text of `way` is not plain decoding's of the same turn; None: all are
         the same."""
         pairs = zip(self.of(PLAIN), self.of(way), strict=True)
-        found = [place for one, other in pairs if (place := _difference(one.tokens, other.tokens)) is not None]
+        found = [place for one, other in pairs if (place := first_difference(one.tokens, other.tokens)) is not None]
         return min(found, default=None)
 
     def _targets(self) -> Iterator[LevelStats]:
         return (run.target for run in self.of(TRIFORCE) if run.target is not None)
 
 
-def _difference(first: Sequence[int], second: Sequence[int]) -> int | None:
+def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
+    """The first place, from 0, at which two texts are not the same; None where they are."""
     pairs = zip(first, second, strict=False)
     end = min(len(first), len(second)) if len(first) != len(second) else None
     return next((place for place, (a, b) in enumerate(pairs) if a != b), end)

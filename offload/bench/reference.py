@@ -20,16 +20,18 @@ from offload.model.loading import DTYPES
 class Reference:
     """A model folder. Its cache is transformers' usual one, all of it on the device, as are the weights."""
 
-    def __init__(self, model: Path, *, dtype: str, device: str) -> None:
-        """dtype: bf16, fp16 or fp32. Raises DoesNotFit, TriforceError."""
+    def __init__(
+        self, model: Path, *, dtype: str, device: str, draft: Path | None = None, lookup: int | None = None
+    ) -> None:
+        """dtype: bf16, fp16 or fp32. draft, lookup: speculate with this model, or with so many tokens that followed the
+        last ones in the prompt. Raises DoesNotFit, TriforceError."""
         logging.disable_progress_bar()  # the command line shows its own
         logging.set_verbosity_error()
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                str(model), dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False, use_safetensors=True
-            )
-            self._model = loaded.to(device).eval()
-            self._model.generation_config = GenerationConfig()  # sampling is the caller's, not the folder's
+            self._model = _load(model, dtype, device)
+            self._speculation: dict[str, Any] = {"prompt_lookup_num_tokens": lookup} if lookup else {}
+            if draft is not None:
+                self._speculation = {"assistant_model": _load(draft, dtype, device)}
         except torch.OutOfMemoryError as error:
             raise _too_large(device) from error
         except (OSError, ValueError, ImportError) as error:
@@ -42,8 +44,9 @@ class Reference:
         self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, end_tokens: Collection[int]
     ) -> tuple[list[int], list[float]]:
         """(tokens, seconds from the start at which each was known). The prompt's rows are kept for the next time that
-        the same is asked, but for the last row, which gives the first token."""
-        if self._prompt == list(prompt):
+        the same is asked, but for the last row, which gives the first token; with speculation they are not: it writes
+        another text then."""
+        if self._prompt == list(prompt) and not self._speculation:
             self._cache.crop(len(prompt) - 1 - self._cache.get_seq_length())  # from the end: less than 0
         else:
             self._prompt, self._cache = list(prompt), DynamicCache()
@@ -59,23 +62,32 @@ class Reference:
                 eos_token_id=sorted(end_tokens) or None,
                 pad_token_id=0,  # of a batch of one nothing is padded
                 streamer=clock,
+                **self._speculation,
                 **_sampling_arguments(sampling),
             )
         except torch.OutOfMemoryError as error:
             raise _too_large(self._device) from error
-        return output[0, len(prompt) :].tolist(), [moment - start for moment in clock.moments[1:]]
+        return output[0, len(prompt) :].tolist(), [moment - start for moment in clock.moments[len(prompt) :]]
 
 
 class _Clock(BaseStreamer):
-    """Hears of each token, on the host; the first call brings the prompt."""
+    """Hears of the tokens, on the host; the first call brings the prompt."""
 
     def __init__(self) -> None:
         self.moments: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        self.moments.append(time.perf_counter())
+        self.moments += [time.perf_counter()] * value.numel()
 
     def end(self) -> None: ...
+
+
+def _load(model: Path, dtype: str, device: str) -> Any:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        str(model), dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
+    loaded.to(device).eval().generation_config = GenerationConfig()  # sampling is the caller's, not the folder's
+    return loaded
 
 
 def _sampling_arguments(sampling: SamplingParams) -> dict[str, Any]:

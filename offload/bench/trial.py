@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from offload.bench.comparison import PLAIN, TRANSFORMERS, TRIFORCE, WAYS, Comparison, Run
+from offload.bench.comparison import OTHERS, PLAIN, TRIFORCE, Comparison, Run
 from offload.decode.sampling import SamplingParams
 from offload.errors import DoesNotFit, TriforceError
 from offload.plan.options import DTYPE_BYTES
@@ -14,13 +14,22 @@ from offload.plan.planner import Plan
 from offload.plan.request import Request
 
 if TYPE_CHECKING:
-    from offload.bench.reference import Reference
     from offload.engine import Engine
     from offload.metrics import Stats
     from offload.progress import OnProgress
 
 WARM_UP = 0  # the turn that does not count; the prompt is prefilled in it
 WARM_UP_TOKENS = 16
+
+
+class Other(Protocol):
+    """A program that is measured against: transformers (`Reference`) or llama.cpp (`Peer`)."""
+
+    def generate(
+        self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, end_tokens: Collection[int]
+    ) -> tuple[list[int], list[float]]:
+        """(tokens, seconds from the start at which each was known). A prompt is read once, when it is new."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,18 +43,18 @@ class Step:
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """One prompt, which every way continues. sampling.seed: of the first turn, each turn has the next; None: every run
-    draws afresh. repeats: turns that count."""
+    draws afresh. repeats: turns that count. against: the name of another program among `OTHERS`."""
 
     prompt: tuple[int, ...]
     plan: Plan
     sampling: SamplingParams
     max_tokens: int
     repeats: int
-    against_transformers: bool
+    against: str | None = None
 
     @property
     def ways(self) -> tuple[str, ...]:
-        return WAYS if self.against_transformers else (PLAIN, TRIFORCE)
+        return (PLAIN, TRIFORCE) if self.against is None else (PLAIN, TRIFORCE, self.against)
 
     @property
     def steps(self) -> list[Step]:
@@ -57,23 +66,23 @@ class Trial:
         return min(WARM_UP_TOKENS, self.max_tokens) if step.turn == WARM_UP else self.max_tokens
 
     def predicted_seconds(self, step: Step) -> float:
-        """Of one run, as the plan sees it; transformers is taken to be as fast as plain decoding."""
+        """Of one run, as the plan sees it; another program is taken to be as fast as plain decoding."""
         predicted = self.plan.predicted
         per_token = predicted.seconds_per_token if step.way == TRIFORCE else predicted.plain_seconds_per_token
         prefills = step.turn == WARM_UP and step.way != TRIFORCE
         return self.num_tokens(step) * per_token + prefills * predicted.first_token_seconds
 
     def run(
-        self, engine: Engine, reference: Reference | None, *, on_step: Callable[[Step], None], on_progress: OnProgress
+        self, engine: Engine, other: Other | None, *, on_step: Callable[[Step], None], on_progress: OnProgress
     ) -> Comparison:
-        """Of all its steps. Engine and reference hold the prompt once it is prefilled. Raises TriforceError where the
+        """Of all its steps. Engine and `other` hold the prompt once it is prefilled. Raises TriforceError where the
         model ends its text too early to be timed."""
         runs: list[Run] = []
         prefill_rates: dict[str, float] = {}
         for step in self.steps:
             on_step(step)
-            if step.way == TRANSFORMERS and reference is not None:
-                run, rate = self._by_reference(step, reference, engine.end_tokens)
+            if step.way in OTHERS and other is not None:
+                run, rate = self._by_other(step, other, engine.end_tokens)
             else:
                 run, rate = self._by_engine(step, engine, on_progress)
             if step.turn > WARM_UP:
@@ -97,12 +106,11 @@ class Trial:
         rate = None if stats.reused_tokens else stats.prompt_tokens_per_second
         return self._run(step, tokens, stats.milliseconds_per_token, stats), rate
 
-    def _by_reference(self, step: Step, reference: Reference, end_tokens: frozenset[int]) -> tuple[Run, float | None]:
-        tokens, moments = reference.generate(
+    def _by_other(self, step: Step, other: Other, end_tokens: frozenset[int]) -> tuple[Run, float | None]:
+        tokens, moments = other.generate(
             self.prompt, self._sampling(step), max_tokens=self.num_tokens(step), end_tokens=end_tokens
         )
-        after_first = len(moments) - 1
-        milliseconds = 1000 * (moments[-1] - moments[0]) / after_first if after_first else None
+        milliseconds = milliseconds_after_first(moments)
         return self._run(step, tokens, milliseconds, None), len(self.prompt) / moments[0]
 
     def _run(self, step: Step, tokens: list[int], milliseconds: float | None, stats: Stats | None) -> Run:
@@ -119,8 +127,14 @@ class Trial:
         return replace(self.sampling, seed=self.sampling.seed + max(step.turn - 1, 0))
 
 
-def check_reference_fits(request: Request, plan: Plan) -> None:
-    """transformers keeps all weights and its cache on the device, beside what the engine has. Raises DoesNotFit."""
+def milliseconds_after_first(moments: Sequence[float]) -> float | None:
+    """Per token that came after the first; tokens of one round come together. None: all came with the first."""
+    later = [moment for moment in moments if moment > moments[0]]
+    return 1000 * (moments[-1] - moments[0]) / len(later) if later else None
+
+
+def check_other_fits(request: Request, plan: Plan, name: str) -> None:
+    """Another program keeps all weights and its cache on the device, beside what the engine has. Raises DoesNotFit."""
     hardware, itemsize = request.hardware, DTYPE_BYTES[plan.request.dtype]
     used = plan.placement.total_device_bytes + (plan.placement.total_host_bytes if hardware.is_cpu else 0)
     free = (hardware.host_free_bytes if hardware.is_cpu else hardware.device_free_bytes) - used
@@ -129,7 +143,7 @@ def check_reference_fits(request: Request, plan: Plan) -> None:
     needed = target.weight_bytes(itemsize) + capacity * target.kv_bytes_per_token(itemsize)
     if needed > free:
         raise DoesNotFit(
-            f"transformers needs {needed / 1e9:.3g} GB on {plan.request.device} for a context of {capacity} tokens and "
-            f"{max(free, 0) / 1e9:.3g} GB are left beside the engine; leave out --against transformers, or try shorter "
+            f"{name} needs {needed / 1e9:.3g} GB on {plan.request.device} for a context of {capacity} tokens and "
+            f"{max(free, 0) / 1e9:.3g} GB are left beside the engine; leave out --against {name}, or try shorter "
             "--contexts"
         )

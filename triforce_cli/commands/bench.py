@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,10 +25,10 @@ from triforce_cli.signals import Terminated, deferred
 
 if TYPE_CHECKING:
     from offload.bench.comparison import Comparison
-    from offload.bench.reference import Reference
-    from offload.bench.trial import Step, Trial
+    from offload.bench.trial import Other, Step, Trial
     from offload.decode.sampling import SamplingParams
     from offload.plan.options import Options
+    from offload.plan.planner import Plan
     from offload.plan.request import Request
 
 USUAL_CONTEXTS = (4096, 8192, 16384)
@@ -60,8 +61,13 @@ Repeats = Annotated[
     option("--repeats", "Measure each so often, in turns, after a warm-up.", BENCH, metavar="N", parser=whole),
 ]
 Against = Annotated[
-    Literal["none", "transformers"],
-    option("--against", "Measure transformers' own generate too, on the same weights and dtype.", BENCH),
+    Literal["none", "transformers", "llama.cpp"],
+    option(
+        "--against",
+        "Measure another program too, on the same weights and dtype: transformers' own generate, or llama.cpp, which "
+        "needs the package xllamacpp here or in a virtual environment that TRIFORCE_LLAMA_CPP names.",
+        BENCH,
+    ),
 ]
 Plot = Annotated[
     Path | None,
@@ -123,7 +129,7 @@ class Bench:
     sampling: GreedyFlags
     options: Options
     models: Models
-    against_transformers: bool
+    against: str | None
     plot: Path | None
     as_json: bool
     quiet: bool
@@ -132,6 +138,10 @@ class Bench:
         """Plan all contexts, then measure one after the other. Ctrl-C keeps those that are finished."""
         if self.plot is not None:
             plot.check(self.plot)
+        if self.against == "llama.cpp":
+            with deferred():
+                from offload.bench.peer import llama_cpp_python
+            llama_cpp_python()
         output = Output(quiet=self.quiet)
         with Findings(output, as_json=self.as_json, plot_file=self.plot) as findings, output:
             text = self._text(output)
@@ -141,39 +151,41 @@ class Bench:
         prepared = prepare(self.models, self.options, output, sampling=self.sampling)
         with deferred():
             from offload.bench.environment import environment
+        if self.against == "llama.cpp" and not prepared.request.hardware.is_cpu:
+            raise UsageError("llama.cpp is measured on the processor only; add --device cpu")
         trials = self._trials(prepared.request, prepared.tokenizer.encode(text), self.sampling.params())
         output.planned(*(trial.plan for trial in trials))
         findings.begin(self._about(text, environment()))
-        reference = self._reference(trials[0], output)
         left = TimeLeft([trial.predicted_seconds(step) for trial in trials for step in trial.steps])
-        for trial in trials:
-            comparison = self._compare(trial, prepared, reference, left, output)
-            findings.add(comparison)
-            output.note(render_bench.summary_line(comparison))
+        with self._other(trials[-1].plan, output) as other:
+            for trial in trials:
+                comparison = self._compare(trial, prepared, other, left, output)
+                findings.add(comparison)
+                output.note(render_bench.summary_line(comparison))
 
     def _trials(self, request: Request, tokens: Sequence[int], sampling: SamplingParams) -> list[Trial]:
         """A trial for each context, before anything is loaded. Raises UsageError, DoesNotFit."""
-        from offload.bench.trial import Trial, check_reference_fits
+        from offload.bench.trial import Trial, check_other_fits
 
         trials = []
         for context in self._context_lengths(len(tokens), request.target.context_limit):
             num_prompt_tokens = context - self.max_tokens
             plan = request.plan(num_prompt_tokens=num_prompt_tokens, max_tokens=self.max_tokens)
-            if self.against_transformers:
-                check_reference_fits(request, plan)
+            if self.against is not None:
+                check_other_fits(request, plan, self.against)
             trial = Trial(
                 prompt=tuple(tokens[:num_prompt_tokens]),
                 plan=plan,
                 sampling=sampling,
                 max_tokens=self.max_tokens,
                 repeats=self.repeats,
-                against_transformers=self.against_transformers,
+                against=self.against,
             )
             trials.append(trial)
         return trials
 
     def _compare(
-        self, trial: Trial, prepared: Prepared, reference: Reference | None, left: TimeLeft, output: Output
+        self, trial: Trial, prepared: Prepared, other: Other | None, left: TimeLeft, output: Output
     ) -> Comparison:
         """Run one trial on an engine of its own, whose memory is freed afterwards."""
 
@@ -181,7 +193,7 @@ class Bench:
             output.wait(render_bench.step_line(trial, step, left.next_step()))
 
         with open_engine(prepared, trial.plan, on_progress=output.progress) as engine:
-            comparison = trial.run(engine, reference, on_step=show, on_progress=output.progress)
+            comparison = trial.run(engine, other, on_step=show, on_progress=output.progress)
         del engine
         gc.collect()
         return comparison
@@ -209,13 +221,19 @@ class Bench:
         output.note(f"no --prompt-file given: the prompts are {LIBRARY}")
         return library_text()
 
-    def _reference(self, trial: Trial, output: Output) -> Reference | None:
-        if not self.against_transformers:
-            return None
-        output.wait("loading transformers")
+    def _other(self, plan: Plan, output: Output) -> AbstractContextManager[Other | None]:
+        """The program to measure against, loaded. plan: of the longest context."""
+        request = plan.request
+        if self.against is None:
+            return nullcontext()
+        output.wait(f"loading {self.against}")
+        if self.against == "llama.cpp":
+            with deferred():
+                from offload.bench.peer import llama_cpp_of
+            return llama_cpp_of(self.models.target, dtype=request.dtype, context=request.capacity)
         with deferred():
             from offload.bench.reference import Reference
-        return Reference(self.models.target, dtype=trial.plan.request.dtype, device=trial.plan.request.device)
+        return nullcontext(Reference(self.models.target, dtype=request.dtype, device=request.device))
 
     def _about(self, text: str, environment: dict[str, object]) -> dict[str, object]:
         """The part of the JSON that all contexts share."""
@@ -268,7 +286,7 @@ def bench(
         sampling=sampling,
         options=plan_options(levels, **vars(placement)),
         models=models.chosen(),
-        against_transformers=against == "transformers",
+        against=None if against == "none" else against,
         plot=plot,
         as_json=json,
         quiet=quiet,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from offload.bench.comparison import PLAIN, TRANSFORMERS, TRIFORCE
+from offload.bench.comparison import LLAMA_CPP, OTHERS, PLAIN, TRANSFORMERS, TRIFORCE
 from triforce_cli.render.text import duration, levels_of, significant
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from offload.bench.trial import Step, Trial
     from offload.metrics import Spread
 
-NAMES = {PLAIN: "plain", TRIFORCE: "TriForce", TRANSFORMERS: "transformers"}
+NAMES = {PLAIN: "plain", TRIFORCE: "TriForce", TRANSFORMERS: "transformers", LLAMA_CPP: "llama.cpp"}
 LABEL_WIDTH, COLUMN_WIDTH = 24, 13  # characters
 MIN_WIDTH, MAX_WIDTH = 40, 100  # columns
 
@@ -85,16 +85,20 @@ def _rows(ways: Sequence[str]) -> Iterator[tuple[str, Cell]]:
     """(label, cell of a context)"""
     yield "context", lambda found: f"{found.plan.request.capacity:,}"
     yield "prefill, tokens/s", lambda found: significant(found.prefill_rates.get(PLAIN))
-    if TRANSFORMERS in ways:
-        yield "  transformers", lambda found: significant(found.prefill_rates.get(TRANSFORMERS))
+    for way in (name for name in ways if name in OTHERS):
+        yield f"  {NAMES[way]}", _prefill(way)
     for way in ways:
         yield from _spread(f"{NAMES[way]}, ms/token", _milliseconds(way))
         if way == TRIFORCE:
             yield "  predicted", lambda found: significant(1000 * found.plan.predicted.seconds_per_token)
-    for way in (name for name in (PLAIN, TRANSFORMERS) if name in ways):
+    for way in (name for name in (PLAIN, *OTHERS) if name in ways):
         yield from _spread(f"{NAMES[way]} / TriForce", _ratio(way), "x")
     yield "acceptance", lambda found: significant(found.acceptance)
     yield "tokens per full pass", lambda found: significant(found.tokens_per_pass)
+
+
+def _prefill(way: str) -> Cell:
+    return lambda found: significant(found.prefill_rates.get(way))
 
 
 def _milliseconds(way: str) -> Callable[[Comparison], Spread]:
@@ -132,7 +136,7 @@ def _remarks(comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 
 def _texts(comparisons: Sequence[Comparison], way: str) -> Iterator[str]:
-    """Compare the texts: TriForce's must be equal, transformers' may differ by rounding."""
+    """Compare the texts: TriForce's must be equal, another program's may differ by rounding."""
     places = [(comparison.plan.request.capacity, comparison.first_difference(way)) for comparison in comparisons]
     differing = ", ".join(f"from token {place + 1:,} at {context:,}" for context, place in places if place is not None)
     if not differing:

@@ -1,0 +1,71 @@
+"""Our engine, or transformers, as a process that answers as llama.cpp's does: see offload/bench/llama_cpp.
+
+usage: python peer_process.py < requests > answers
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.bench.llama_cpp import serve
+from offload.bench.reference import Reference
+from offload.decode.sampling import SamplingParams
+from offload.engine import Engine, load_tokenizer, plan_request
+from offload.plan.planner import Options
+
+LOOKUP_TOKENS = 10  # as in transformers' own examples
+
+
+class Ours:
+    def __init__(self, options: dict[str, Any]) -> None:
+        model, draft = folders(options)
+        lengths = {"num_prompt_tokens": options["prompt_tokens"], "max_tokens": options["max_tokens"]}
+        asked = Options(speculation=options["speculation"], dtype="bf16", device="cpu")
+        plan = plan_request(model, draft, asked, **lengths)
+        self._engine = Engine.load(plan, model, draft, load_tokenizer(model, draft))
+        self.about = {"plan": plan.as_dict()}
+
+    def generate(self, request: dict[str, Any]) -> tuple[list[int], list[float]]:
+        tokens, seconds, start = list[int](), list[float](), time.perf_counter()
+        end_tokens, max_tokens = request["end_tokens"], request["max_tokens"]
+        for step in self._engine.generate(
+            request["prompt"], sampling_of(request), max_tokens=max_tokens, end_tokens=end_tokens
+        ):
+            tokens += step.tokens
+            seconds += [time.perf_counter() - start] * len(step.tokens)
+        return tokens, seconds
+
+
+class Transformers:
+    def __init__(self, options: dict[str, Any]) -> None:
+        model, draft = folders(options)
+        lookup = LOOKUP_TOKENS if options["lookup"] else None
+        self._reference = Reference(model, dtype="bf16", device="cpu", draft=draft, lookup=lookup)
+        self.about: dict[str, Any] = {}
+
+    def generate(self, request: dict[str, Any]) -> tuple[list[int], list[float]]:
+        lengths = {"max_tokens": request["max_tokens"], "end_tokens": request["end_tokens"]}
+        return self._reference.generate(request["prompt"], sampling_of(request), **lengths)
+
+
+def folders(options: dict[str, Any]) -> tuple[Path, Path | None]:
+    return Path(options["model"]), Path(options["draft"]) if options["draft"] else None
+
+
+def sampling_of(request: dict[str, Any]) -> SamplingParams:
+    names = {field.name for field in fields(SamplingParams)}
+    return SamplingParams(**{name: value for name, value in request.items() if name in names})
+
+
+def open_way(options: dict[str, Any]) -> Ours | Transformers:
+    torch.set_num_threads(options["threads"])
+    return Ours(options) if "speculation" in options else Transformers(options)
+
+
+if __name__ == "__main__":
+    serve(open_way)

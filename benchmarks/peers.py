@@ -1,0 +1,346 @@
+"""Peers: this program, transformers and llama.cpp on the same weights, prompts and machine, in one run.
+
+usage: python benchmarks/peers.py [--model DIR --draft DIR] [--lengths 2048,8192,16384,30720] [--max-tokens 128]
+                                  [--turns 3] [--ways "ours, plain;llama.cpp"] [--peers-env DIR]
+
+All weights are bf16, prompts are the same token ids, texts are greedy, everybody has as many threads as torch takes,
+and each way is a process of its own, so that peak memory (files that it maps included) is its own: together they need
+the weights once a way. The prompt is read once, which gives the time to the first token; then the ways continue it in
+turns, every other turn backwards. ms/token counts the tokens after the first.
+
+llama.cpp is the wheel xllamacpp in an environment of its own, `--peers-env` (made if it does not exist; by default in
+the user's cache folder; "none": without llama.cpp). It reads a GGUF file that is written from the same safetensors.
+Before the turns each cache (f16, bf16) and flash attention on and off is tried, and the fastest stays; so does the
+fastest of its n-gram lookups. Those remember what was written before, so each of their turns is a new process, which
+takes the prompt's rows over from plain llama.cpp. transformers reads the prompt anew in each turn with speculation.
+"parts" is the first token, from 1, that is not plain decoding's: others round otherwise. llama.cpp computes its rows in
+fp32. A way that cannot run is a row that says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import texts
+import torch
+from decode import demo_models
+from report import about, emit, say
+
+from offload.bench.comparison import first_difference
+from offload.bench.peer import ENVIRONMENT_VARIABLE, LOOKUPS, Peer, llama_cpp_python, model_files, open_llama_cpp
+from offload.bench.trial import milliseconds_after_first
+from offload.decode.sampling import SamplingParams
+from offload.engine import load_tokenizer
+from offload.errors import TriforceError
+from offload.metrics import Spread
+from offload.plan.config import ModelConfig
+from offload.plan.files import user_folder
+
+GREEDY = SamplingParams(temperature=0.0)
+PLAIN, LLAMA_CPP, LLAMA_CPP_LOOKUPS = "ours, plain", "llama.cpp", "llama.cpp, n-grams"
+TRIAL_TOKENS = 24
+TRIALS = 2  # of each setting; the faster one counts
+SLACK = 64  # tokens of context beyond prompt and output, for what is drafted
+PROCESS = Path(__file__).parent / "peer_process.py"
+ABSENT = {
+    "llama.cpp, Q4_K_M": "another output; xllamacpp has no llama_model_quantize",
+    "openvino-genai": "takes exported OpenVINO IR or GGUF with its vocabulary, not these safetensors",
+}
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prompt. files: GGUF by "target" and "draft"; python: that has the wheel, or why there is none; rows: where
+    llama.cpp leaves the rows of the prompt."""
+
+    model: Path
+    draft: Path | None
+    prompt: list[int]
+    max_tokens: int
+    end_tokens: frozenset[int]
+    threads: int
+    files: dict[str, Path]
+    python: str | TriforceError
+    rows: Path
+
+    def measure(self, peer: Peer, max_tokens: int = sys.maxsize) -> Document:
+        """At most the case's own tokens."""
+        max_tokens = min(max_tokens, self.max_tokens)
+        tokens, seconds = peer.generate(self.prompt, GREEDY, max_tokens=max_tokens, end_tokens=self.end_tokens)
+        milliseconds = milliseconds_after_first(seconds)
+        if milliseconds is None:
+            raise TriforceError("its text is too short to be timed")
+        return {"first_seconds": seconds[0], "ms": milliseconds, "tokens": tokens}
+
+    def ours(self, speculation: bool) -> Peer:
+        lengths = {"prompt_tokens": len(self.prompt), "max_tokens": self.max_tokens}
+        return self._process({"speculation": speculation, **lengths}, self.draft)
+
+    def transformers(self, draft: bool = False, lookup: bool = False) -> Peer:
+        return self._process({"lookup": lookup}, self._known_draft() if draft else None)
+
+    def llama_cpp(self, setting: Document, draft: bool = False, **options: Any) -> Peer:
+        if isinstance(self.python, TriforceError):
+            raise self.python
+        if draft:
+            self._known_draft()
+            options["draft"] = self.files["draft"]
+        context = len(self.prompt) + self.max_tokens + SLACK
+        return open_llama_cpp(
+            self.python, self.files["target"], context=context, threads=self.threads, **setting, **options
+        )
+
+    def _process(self, options: Document, draft: Path | None) -> Peer:
+        models = {"model": str(self.model), "draft": None if draft is None else str(draft), "threads": self.threads}
+        return Peer("the process", [sys.executable, str(PROCESS)], options | models)
+
+    def _known_draft(self) -> Path:
+        if self.draft is None:
+            raise TriforceError("no draft model is given")
+        return self.draft
+
+
+@dataclass
+class Way:
+    """One who continues the prompt. open_peer: starts it; fresh: anew for each turn. setting, tried: what was chosen,
+    of what. first_seconds: to the first token, with the whole prompt to read; None where it never does."""
+
+    name: str
+    open_peer: Callable[[], Peer]
+    fresh: bool = False
+    setting: str = ""
+    tried: list[Document] = field(default_factory=list)
+    peer: Peer | None = None
+    first_seconds: float | None = None
+    absent: str = ""
+    turns: list[Document] = field(default_factory=list)
+    peak_bytes: int = 0
+    about: Document = field(default_factory=dict)
+
+    def begin(self, case: Case) -> None:
+        """Load it and have it read the prompt, if it has not yet."""
+        if self.fresh or self.peer is not None or self.absent:
+            return
+        try:
+            self.peer = self.open_peer()
+            self.first_seconds = case.measure(self.peer, TRIAL_TOKENS)["first_seconds"]
+        except TriforceError as error:
+            self.end(str(error))
+
+    def run(self, case: Case) -> None:
+        """A turn."""
+        if self.absent:
+            return
+        try:
+            peer = self.open_peer() if self.peer is None else self.peer
+            self.turns.append(case.measure(peer))
+            self.peak_bytes, self.about = max(peer.peak_bytes, self.peak_bytes), peer.about
+            if self.fresh:
+                peer.close()
+        except TriforceError as error:
+            self.end(str(error))
+
+    def end(self, absent: str = "") -> None:
+        self.absent = self.absent or absent
+        if self.peer is not None:
+            self.peer.close()
+
+    def document(self, plain: Way, num_prompt_tokens: int) -> Document:
+        """The row."""
+        shared = {"length": num_prompt_tokens, "way": self.name}
+        if self.absent:
+            return shared | {"absent": self.absent, "tried": self.tried}
+        seconds = self.first_seconds
+        places = [first_difference(plain.turns[0]["tokens"], turn["tokens"]) for turn in self.turns if plain.turns]
+        parts = {"first_difference_from_plain": min((at for at in places if at is not None), default=None)}
+        return {
+            **shared,
+            "setting": self.setting,
+            "first_token_seconds": seconds,
+            "prefill_tokens_per_second": None if seconds is None else num_prompt_tokens / seconds,
+            "milliseconds_per_token": [turn["ms"] for turn in self.turns],
+            "peak_bytes": self.peak_bytes,
+            "tried": self.tried,
+            **(parts if places else {}),
+            **self.about,
+        }
+
+
+def ways_of(case: Case, names: list[str]) -> Iterator[Way]:
+    """Those of `names`, by default all. llama.cpp's settings are tried when it is its turn to be made."""
+    wanted = {way.name: way for way in simple_ways(case)}
+    if any(name.startswith(LLAMA_CPP) for name in names or [LLAMA_CPP]):
+        wanted |= {way.name: way for way in llama_cpp_ways(case)}
+    wanted |= {name: Way(name, lambda: case.ours(False), absent=reason) for name, reason in ABSENT.items()}
+    unknown = set(names) - wanted.keys()
+    if unknown:
+        raise SystemExit(f"no way is called {', '.join(sorted(unknown))}; they are {'; '.join(wanted)}")
+    return (way for name, way in wanted.items() if not names or name in names)
+
+
+def simple_ways(case: Case) -> list[Way]:
+    return [
+        Way(PLAIN, lambda: case.ours(False)),
+        Way("ours, default", lambda: case.ours(True)),
+        Way("transformers", lambda: case.transformers()),
+        Way("transformers, draft", lambda: case.transformers(draft=True)),
+        Way("transformers, lookups", lambda: case.transformers(lookup=True)),
+    ]
+
+
+def llama_cpp_ways(case: Case) -> list[Way]:
+    """Plain with its best setting, whose process stays; then draft and lookups with the same."""
+    plain = Way(LLAMA_CPP, lambda: case.llama_cpp({}))
+    setting: Document = {}
+    for cache, flash in itertools.product(("f16", "bf16"), (True, False)):
+        try_setting(case, plain, setting, {"cache": cache, "flash": flash})
+    rows = rows_file(case, setting)
+    lookups = Way(LLAMA_CPP_LOOKUPS, lambda: case.llama_cpp(setting, lookup=lookups.setting, rows=rows), fresh=True)
+    lookups.absent = plain.absent
+    for lookup in LOOKUPS if not plain.absent else ():
+        lookups.tried.append({"lookup": lookup} | try_lookup(case, setting, lookup, rows))
+        say(f"  llama.cpp, {lookups.tried[-1]}")
+    timed = [tried for tried in lookups.tried if "ms" in tried]
+    lookups.setting = min(timed, key=lambda tried: tried["ms"])["lookup"] if timed else ""
+    draft = Way("llama.cpp, draft", lambda: case.llama_cpp(setting, draft=True), setting=plain.setting)
+    draft.absent = plain.absent
+    return [plain, draft, lookups]
+
+
+def try_setting(case: Case, way: Way, best: Document, setting: Document) -> None:
+    """Keep the process of the faster of two settings, `best`, which is empty at first, and the other."""
+    try:
+        peer = case.llama_cpp(setting, rows=rows_file(case, setting))
+    except TriforceError as error:
+        way.absent = str(error)
+        return
+    first_seconds = case.measure(peer, TRIAL_TOKENS)["first_seconds"]
+    milliseconds = min(case.measure(peer, TRIAL_TOKENS)["ms"] for _ in range(TRIALS))
+    fastest = min((tried["ms"] for tried in way.tried), default=float("inf"))
+    way.tried.append(setting | {"first_token_seconds": first_seconds, "ms": milliseconds})
+    say(f"  llama.cpp, {setting}: {first_seconds:.1f} s, {milliseconds:.2f} ms/token")
+    if milliseconds >= fastest:
+        peer.close()
+        return
+    way.end()
+    best |= setting
+    way.peer, way.first_seconds = peer, first_seconds
+    way.setting = f"{setting['cache']} cache, flash attention {'on' if setting['flash'] else 'off'}"
+
+
+def try_lookup(case: Case, setting: Document, lookup: str, rows: Path) -> Document:
+    milliseconds = []
+    try:
+        for _ in range(TRIALS):
+            with case.llama_cpp(setting, lookup=lookup, rows=rows) as peer:
+                milliseconds.append(case.measure(peer)["ms"])
+    except TriforceError as error:
+        return {"absent": str(error)}
+    return {"ms": min(milliseconds)}
+
+
+def rows_file(case: Case, setting: Document) -> Path:
+    return case.rows / f"{len(case.prompt)}-{setting.get('cache')}-{setting.get('flash')}"
+
+
+def measure(case: Case, names: list[str], num_turns: int) -> list[Document]:
+    """The rows of one prompt."""
+    with ExitStack() as stack:
+        ways = []
+        for way in ways_of(case, names):
+            stack.callback(way.end)
+            ways.append(way)
+        for way in ways:
+            say(f"{len(case.prompt)} tokens, {way.name}: {way.absent or 'reading'}")
+            way.begin(case)
+        for turn in range(num_turns):
+            for way in ways if turn % 2 == 0 else ways[::-1]:
+                way.run(case)
+                if way.turns and not way.absent:
+                    say(f"  turn {turn + 1}, {way.name}: {way.turns[-1]['ms']:.2f} ms/token")
+        plain = next((way for way in ways if way.name == PLAIN), ways[0])
+        return [way.document(plain, len(case.prompt)) for way in ways]
+
+
+def row_of(found: Document) -> list[str]:
+    begin = [str(found["length"]), found["way"]]
+    if "absent" in found:
+        return [*begin, "", "", "", "", "", "", f"absent: {found['absent']}"]
+    milliseconds, seconds = Spread.of(found["milliseconds_per_token"]), found["first_token_seconds"]
+    parts = found.get("first_difference_from_plain", -1)  # where plain decoding is not measured: ""
+    return [
+        *begin,
+        "" if seconds is None else f"{seconds:.2f}",
+        "" if seconds is None else f"{found['prefill_tokens_per_second']:.0f}",
+        f"{milliseconds.median:.2f}",
+        f"{milliseconds.least:.2f} to {milliseconds.most:.2f}",
+        f"{found['peak_bytes'] / 1e9:.2f}",
+        "same" if parts is None else "" if parts < 0 else str(parts + 1),
+        found["setting"],
+    ]
+
+
+def wheel_python(environment: str) -> str | TriforceError:
+    """The Python that has xllamacpp, in an environment that is made if it does not exist; or why there is none."""
+    if environment == "none":
+        return TriforceError("--peers-env none")
+    folder = Path(environment) if environment else user_folder("cache") / "peers"
+    os.environ[ENVIRONMENT_VARIABLE] = str(folder)
+    try:
+        if not folder.exists():
+            say(f"installing xllamacpp in {folder}")
+            subprocess.run([sys.executable, "-m", "venv", folder], check=True, stdout=sys.stderr)
+            subprocess.run([llama_cpp_python(), "-m", "pip", "install", "xllamacpp"], check=True, stdout=sys.stderr)
+        return llama_cpp_python()
+    except (subprocess.CalledProcessError, TriforceError) as error:
+        return TriforceError(f"no xllamacpp in {folder}: {error}")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=None)
+    parser.add_argument("--draft", default=None, help="folder or none (default: the demo draft with the demo target)")
+    parser.add_argument("--task", default="continue", help=f"of {', '.join(texts.TASKS)}")
+    parser.add_argument("--lengths", default="2048,8192,16384,30720", help="prompt lengths in tokens")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--ways", default="", help="names of rows, with ; between them (default: all)")
+    parser.add_argument("--peers-env", default="", metavar="DIR")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    model, draft = demo_models(args.model, args.draft)
+    tokenizer, python = load_tokenizer(model, draft), wheel_python(args.peers_env)
+    names, found = list(filter(None, args.ways.split(";"))), list[Document]()
+    with model_files() as write, tempfile.TemporaryDirectory() as rows:
+        folders = {"target": model} | ({"draft": draft} if draft is not None else {})
+        files = {} if isinstance(python, TriforceError) else {key: write(at, "bf16") for key, at in folders.items()}
+        for length in map(int, args.lengths.split(",")):
+            prompt = texts.prompt(args.task, tokenizer, length)
+            ends = frozenset(ModelConfig.from_folder(model).eos_token_ids)
+            threads = torch.get_num_threads()
+            case = Case(model, draft, prompt, args.max_tokens, ends, threads, files, python, Path(rows))
+            found += measure(case, names, args.turns)
+            for file in Path(rows).iterdir():
+                file.unlink()
+    columns = ["prompt", "way", "first s", "prefill/s", "ms/token", "range", "peak GB", "parts", "setting"]
+    title = f"{model.name}, bf16, {torch.get_num_threads()} threads, {args.max_tokens} tokens of {args.task}"
+    emit(columns, [row_of(row) for row in found], about(title, 0), found)
+
+
+if __name__ == "__main__":
+    main()

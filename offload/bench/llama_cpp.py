@@ -1,0 +1,144 @@
+"""llama.cpp, through the xllamacpp wheel, as a process that answers in JSON lines. The protocol is that of `serve`.
+
+Run as a file by the Python that has the wheel, which may be another than ours and need not have our packages: nothing
+but the standard library and xllamacpp is imported.
+
+usage: python llama_cpp.py < requests > answers
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+TOKEN = re.compile(r"t(\d+)")
+
+
+def token_name(token: int) -> str:
+    """The name of a token in our GGUF files: texts are read back as ids."""
+    return f"t{token}"
+
+
+class Way(Protocol):
+    """Somebody who continues prompts. about: what is to be known of it, ready for JSON."""
+
+    about: dict[str, Any]
+
+    def generate(self, request: dict[str, Any]) -> tuple[list[int], list[float]]:
+        """(tokens, seconds from the start at which each was known). request: `prompt`, `max_tokens`, `end_tokens`, and
+        `temperature`, `top_k`, `top_p`, `min_p`, `seed` of the sampling."""
+        ...
+
+
+def serve(open_way: Callable[[dict[str, Any]], Way]) -> None:
+    """Answer each line of standard input with a line on standard output, until there are no more. The first has the
+    options of `open_way` and is answered with what the way says of itself, each other one is a request of `generate`
+    and is answered with `tokens` and `seconds`. An error ends the process, with its message on standard error, where
+    all that libraries print goes, too."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def answer(document: dict[str, Any]) -> None:
+        answers.write(json.dumps(document) + "\n")
+        answers.flush()
+
+    way = open_way(json.loads(sys.stdin.readline()))
+    answer(way.about)
+    for line in sys.stdin:
+        tokens, seconds = way.generate(json.loads(line))
+        answer({"tokens": tokens, "seconds": seconds})
+
+
+class LlamaCpp:
+    """A server of one slot, inside this process. It keeps the rows of its last prompt for the next."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        """options: `model`, a GGUF file of ours; `context`, tokens; `threads`; `cache`, "f16" or "bf16"; `flash`,
+        whether to use flash attention; `draft`, a GGUF file or null; `lookup`, a kind of n-gram lookups or null;
+        `rows`, a file or null: the rows of the first prompt are written there, or read from there if it exists."""
+        import xllamacpp
+
+        params = xllamacpp.CommonParams()
+        params.model.path = options["model"]
+        params.n_ctx, params.n_parallel, params.n_gpu_layers = options["context"], 1, 0
+        params.cache_ram_mib = params.n_ctx_checkpoints = 0  # copies of prompts, which are not asked for again
+        params.verbosity = 1  # errors and warnings
+        _set_threads(params, options["threads"])
+        cache = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{options['cache'].upper()}")
+        params.cache_type_k = params.cache_type_v = cache
+        flash = "ENABLED" if options["flash"] else "DISABLED"
+        params.flash_attn_type = getattr(xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{flash}")
+        kind = options["lookup"] and f"NGRAM_{options['lookup'].upper()}"
+        if options["draft"] is not None:
+            kind, draft = "DRAFT_SIMPLE", params.speculative.draft
+            draft.mparams.path, draft.n_gpu_layers = options["draft"], 0
+            draft.cache_type_k, draft.cache_type_v = params.cache_type_k, params.cache_type_v
+            _set_threads(draft, options["threads"])
+        if kind:
+            types = xllamacpp.common_speculative_type
+            params.speculative.types = [getattr(types, f"COMMON_SPECULATIVE_TYPE_{kind}")]
+        self._rows = Path(options["rows"]) if options["rows"] else None
+        if self._rows is not None:
+            params.slot_save_path = f"{self._rows.parent}{os.sep}"
+        self._server = xllamacpp.Server(params)
+        if self._rows is not None and self._rows.exists():
+            self._move_rows("restore")
+        self.about = {"version": xllamacpp.__version__, "system": xllamacpp.get_system_info().strip()}
+
+    def generate(self, request: dict[str, Any]) -> tuple[list[int], list[float]]:
+        tokens: list[int] = []
+        seconds: list[float] = []
+        start = time.perf_counter()
+
+        def hear(part: dict[str, Any]) -> None:
+            if "choices" not in part:
+                raise RuntimeError(f"the server answered {json.dumps(part)}")
+            found = [int(token) for token in TOKEN.findall(part["choices"][0]["text"])]
+            tokens.extend(found)
+            seconds.extend([time.perf_counter() - start] * len(found))
+
+        self._server.handle_completions(_completion(request), hear)
+        if self._rows is not None and not self._rows.exists():
+            self._move_rows("save")
+        count = _length(tokens, request["end_tokens"])
+        return tokens[:count], seconds[:count]
+
+    def _move_rows(self, action: str) -> None:
+        """Rows can be saved and restored over HTTP alone."""
+        assert self._rows is not None
+        body = json.dumps({"filename": self._rows.name}).encode()
+        place = f"{self._server.listening_address}/slots/0?action={action}"
+        urllib.request.urlopen(urllib.request.Request(place, body, {"Content-Type": "application/json"})).close()
+
+
+def _set_threads(params: Any, threads: int) -> None:
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+
+
+def _completion(request: dict[str, Any]) -> dict[str, Any]:
+    """The server's request for the same distribution. Samplers in our order, and no others."""
+    sampling = {name: request[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+    return sampling | {
+        "prompt": request["prompt"],
+        "max_tokens": request["max_tokens"],
+        "samplers": ["temperature", "top_k", "top_p", "min_p"],
+        "cache_prompt": True,
+        "stream": True,
+    }
+
+
+def _length(tokens: Sequence[int], end_tokens: Sequence[int]) -> int:
+    """How many there are up to the first end token, with it."""
+    ends = (place + 1 for place, token in enumerate(tokens) if token in end_tokens)
+    return next(ends, len(tokens))
+
+
+if __name__ == "__main__":
+    serve(LlamaCpp)

@@ -1,0 +1,40 @@
+"""A stand-in for the environment that has xllamacpp. No tests in here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from offload.bench.llama_cpp import __file__ as program
+
+SOURCE = f"""
+import sys
+sys.path.insert(0, {str(Path(program).parent)!r})
+from llama_cpp import serve
+
+class Fake:
+    def __init__(self, options):
+        print("a line of the library's own")
+        if options["lookup"] == "mod":
+            sys.exit("no room for lookups")
+        self.about = dict(options)
+    def generate(self, request):
+        print("another line")
+        if not request["prompt"]:
+            raise ValueError("an empty prompt")
+        tokens = [sum(request["prompt"]) % 256 + i for i in range(request["max_tokens"])]
+        return tokens, [0.5 + 0.25 * i for i in range(len(tokens))]
+
+serve(Fake)
+"""
+
+
+def fake_environment(folder: Path) -> Path:
+    """Make `folder` look like a virtual environment, whose Python runs a llama.cpp that counts upwards from the sum of
+    the prompt, a quarter of a second a token, and that has no n-gram lookups called mod."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "fake.py").write_text(SOURCE)
+    python = folder / "bin" / "python"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} {folder / 'fake.py'}\n")
+    python.chmod(0o755)
+    return folder

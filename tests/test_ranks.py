@@ -446,12 +446,14 @@ def test_of_four_ranks_the_one_that_died_is_named(folders: Folders, killed: int)
 
 @pytest.mark.usefixtures("forked")
 def test_each_rank_moves_its_share_over_its_own_link(folders: Folders) -> None:
-    """The last tiles may still be on their way when bytes are counted."""
+    """The tiles that are fetched ahead may still be on their way when bytes are counted."""
     with make(folders, 1, PLAIN, offload=("kv",)) as alone:
         say(alone)
+        alone.worker.rows.wait_home()
         whole = alone.worker.link_stats
     with make(folders, 2, PLAIN, offload=("kv",)) as engine:
         say(engine)
+        engine.worker.rows.wait_home()
         ranks = engine.worker.rank_stats()
     assert [rank.rank for rank in ranks] == [0, 1]
     for rank in ranks:

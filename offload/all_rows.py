@@ -51,35 +51,30 @@ class AllRows:
     def page_of_all(self, number: int) -> list[Tensor]:
         self._tell("gather_page", page=number)
         parts = self._sums.gather(packed_page(self._own, number))
-        page = self._room()
+        page = empty_page(self.num_layers, self.shape)
         for heads, part in zip(self._heads, parts, strict=True):
             page[:, :, heads.start : heads.stop] = part
         return list(page)
 
     def page_to_fill(self, number: int) -> list[Tensor]:
-        return list(self._room())
+        return list(empty_page(self.num_layers, self.shape))
 
     def filled(self, number: int, layers: Sequence[Tensor]) -> None:
         self._tell("fill_page", page=number)
-        page = torch.stack(list(layers))
-        parts = [page[:, :, heads.start : heads.stop].contiguous() for heads in self._heads]
-        unpack_page(self._own, number, self._scattered(parts))
+        parts = [torch.stack([layer[:, heads.start : heads.stop] for layer in layers]) for heads in self._heads]
+        own = empty_page(self.num_layers, self._own.shape)
+        self._sums.scatter(parts, own)
+        unpack_page(self._own, number, own)
 
     def restored(self, length: int) -> None:
         self._tell("restored", length=length)
         self._own.restored(length)
         self._record.forget(length)
 
-    def _room(self) -> Tensor:
-        """A page of all layers, [L, 2, H_kv, S, D] on the host."""
-        shape = self.shape
-        size = (self.num_layers, 2, shape.num_kv_heads, shape.page_tokens, shape.head_dim)
-        return torch.empty(size, dtype=shape.dtype)
 
-    def _scattered(self, parts: Sequence[Tensor]) -> Tensor:
-        own = torch.empty_like(parts[0])
-        self._sums.scatter(parts, own)
-        return own
+def empty_page(num_layers: int, shape: TileShape) -> Tensor:
+    """Room for a page of all layers, [L, 2, H_kv, S, D] on the host."""
+    return torch.empty((num_layers, 2, shape.num_kv_heads, shape.page_tokens, shape.head_dim), dtype=shape.dtype)
 
 
 def packed_page(full: FullCache, number: int) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from offload.all_rows import packed_page, unpack_page
+from offload.all_rows import empty_page, packed_page, unpack_page
 from offload.errors import TriforceError
 from offload.kernels.rows import Blocks
 from offload.parts import Parts
@@ -155,7 +155,7 @@ class Follower:
     def _fill_page(self, worker: int, page: int) -> None:
         assert self._sums is not None
         full = self._workers[worker].full
-        own = torch.empty_like(packed_page(full, page))
+        own = empty_page(full.num_layers, full.shape)
         self._sums.scatter([], own)
         unpack_page(full, page, own)
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forked import Forked, forked_ranks
 from models import GREEDY, Sizes, changed, perturbed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.cache.full import FullCache
 from offload.cache.retrieval import RetrievalCache
@@ -28,7 +29,6 @@ from offload.plan.sizing import MAX_ROWS
 from offload.ranks.sums import Sums
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
-from ranks import Forked, forked_ranks
 
 SIZES = Sizes(gamma=7, draft_gamma=3, budget=48, window=32, lookup=True, adaptive=True)
 PLAIN = Sizes()

@@ -21,10 +21,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from forked import PATIENCE_SECONDS
 from hearing import hear_signals
 from models import save_pair
 from offload.session.catalogue import inspect
-from ranks import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
 TEXT = "".join(chr(97 + random.Random(i).randrange(26)) for i in range(3000))

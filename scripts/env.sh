@@ -34,12 +34,25 @@ install_torch() {
     fi
 }
 
+is_older() { # the environment than what it is made from, the sources of the compiled kernels among it
+    local source
+    for source in pyproject.toml constraints.txt setup.py offload/kernels/native/*.{cpp,h}; do
+        if [ "$source" -nt "$stamp" ]; then
+            return 0
+        fi
+    done
+    return 1
+}
+
 stamp="$venv/.installed-$purpose"
-if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints.txt -nt "$stamp" ]; then
+if is_older; then
     echo "setting up $venv (once; a few minutes)" >&2
     [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
     "$venv/bin/python" -c "import torch; assert torch.__version__.startswith('$torch_version')" 2>/dev/null || install_torch
     "$venv/bin/python" -m pip install --quiet -c constraints.txt -e "$([ "$purpose" = dev ] && echo ".[dev]" || echo .)"
+    if [ -e offload/kernels/native/unbuilt.txt ]; then
+        echo "note: the processor's kernels were not built: $(cat offload/kernels/native/unbuilt.txt)" >&2
+    fi
     touch "$stamp"
 fi
 PATH="$PWD/$venv/bin:$PATH"

@@ -1,0 +1,94 @@
+"""The processor's kernels: the library that suits this machine, bound to torch's threads, or the reason for none.
+
+kernels.cpp and its headers are compiled when the package is installed (setup.py), once for each instruction set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from offload.errors import UsageError
+
+VARIABLE = "TRIFORCE_KERNELS"
+ABI = 1  # what kernels.cpp says too
+FOLDER = Path(__file__).parent
+_THREADS = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+_AGAIN = "run pip install again"
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """A loaded library and its instruction set; without a library, the reason in words for the user."""
+
+    library: ctypes.CDLL | None = None
+    instruction_set: str = ""
+    reason: str = ""
+
+
+@cache
+def kernels() -> Kernels:
+    """This process's kernels. Errors: UsageError if TRIFORCE_KERNELS is neither on nor off."""
+    if not _wanted(os.environ.get(VARIABLE, "")):
+        return Kernels(reason=f"{VARIABLE} is off")
+    name = instruction_set(sys.platform, platform.machine(), torch.backends.cpu.get_cpu_capability())
+    if not name:
+        return Kernels(reason="there are no kernels for this processor; they need Linux and AVX2 or 64-bit ARM")
+    return load(FOLDER, name)
+
+
+def instruction_set(system: str, machine: str, capability: str) -> str:
+    """The best one that this machine has, "" for none. capability: what torch's own kernels use."""
+    if system != "linux":
+        return ""
+    if machine == "x86_64":
+        return {"AVX512": "avx512", "AVX2": "avx2"}.get(capability, "")
+    return "neon" if machine == "aarch64" else ""
+
+
+def load(folder: Path, name: str) -> Kernels:
+    """The library of the instruction set `name` in `folder`, bound to the threads of torch's OpenMP runtime."""
+    path = folder / f"{name}.so"
+    if not path.exists():
+        return Kernels(reason=_why_unbuilt(folder))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return Kernels(reason=f"the kernels cannot be loaded: {error}")
+    if (found := library.abi()) != ABI:
+        return Kernels(reason=f"the kernels were built from other sources (interface {found}, not {ABI}); {_AGAIN}")
+    if (threads := _threads()) is None:
+        return Kernels(reason="torch has no OpenMP threads here")
+    library.bind(*threads)
+    return Kernels(library, name)
+
+
+def _wanted(value: str) -> bool:
+    if value not in ("", "on", "off"):
+        raise UsageError(f"{VARIABLE} is {value!r}; on and off are known")
+    return value != "off"
+
+
+def _why_unbuilt(folder: Path) -> str:
+    try:
+        reason = (folder / "unbuilt.txt").read_text(encoding="utf-8").strip()
+    except OSError:
+        return f"the kernels were not built; {_AGAIN}"
+    return f"the kernels were not built ({reason}); {_AGAIN}"
+
+
+def _threads() -> list[ctypes.c_void_p] | None:
+    """The OpenMP functions that torch itself calls, looked for as the dynamic linker does: first what is global in this
+    process, then what torch was linked with. libgomp, libomp and libiomp5 all have them by these names."""
+    for path in (None, torch._C.__file__):
+        runtime = ctypes.CDLL(path)
+        if all(hasattr(runtime, name) for name in _THREADS):
+            return [ctypes.cast(getattr(runtime, name), ctypes.c_void_p) for name in _THREADS]
+    return None

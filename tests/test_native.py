@@ -1,0 +1,188 @@
+"""The libraries of the processor's kernels: found, checked, bound to torch's threads; without them, the reason."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import subprocess
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+import forked
+from offload.errors import UsageError
+from offload.kernels import native
+from offload.kernels.native import Kernels, instruction_set, load
+
+ROOT = Path(__file__).resolve().parents[1]
+SETS = {
+    "x86_64": {"avx512": "AVX512", "avx2": "AVX2"},
+    "aarch64": {"neon": torch.backends.cpu.get_cpu_capability()},
+}
+
+
+def on_this_machine() -> list[str]:
+    """The instruction sets whose libraries run here, the best one first."""
+    names = list(SETS.get(platform.machine(), {})) if sys.platform == "linux" else []
+    best = instruction_set(sys.platform, platform.machine(), torch.backends.cpu.get_cpu_capability())
+    return names[names.index(best) :] if best else []
+
+
+def built(name: str) -> Kernels:
+    """The loaded library of `name`. Skips, with the reason, where the compiler could not make it."""
+    reason = native.FOLDER / "unbuilt.txt"
+    if not (native.FOLDER / f"{name}.so").exists():
+        pytest.skip(f"{name}.so was not built: {reason.read_text() if reason.exists() else 'not installed from here'}")
+    found = load(native.FOLDER, name)
+    assert found.library is not None, found.reason
+    return found
+
+
+@pytest.fixture
+def here() -> Kernels:
+    if not (names := on_this_machine()):
+        pytest.skip(f"there are no kernels for {sys.platform} on {platform.machine()}")
+    return built(names[0])
+
+
+def sums(library: ctypes.CDLL, x: torch.Tensor, how_many: int) -> list[float]:
+    """The sums of `how_many` parts of x, each a thread's."""
+    parts = torch.zeros(how_many, dtype=torch.float64)
+    size, threads = ctypes.c_int64(x.numel()), ctypes.c_int64(how_many)
+    library.sum_parts(ctypes.c_void_p(x.data_ptr()), size, ctypes.c_void_p(parts.data_ptr()), threads)
+    return parts.tolist()
+
+
+def test_this_machines_library_is_loaded_and_its_threads_work(here: Kernels) -> None:
+    assert here.instruction_set == on_this_machine()[0]
+    assert here.library is not None
+    assert sums(here.library, torch.arange(8.0), 4) == [1, 5, 9, 13]
+    assert sums(here.library, torch.arange(8.0), 1) == [28]
+
+
+@pytest.mark.parametrize("name", on_this_machine())
+def test_every_instruction_set_of_this_machine_is_chosen_as_torch_chooses(name: str) -> None:
+    """ATEN_CPU_CAPABILITY, which torch reads at its start, sets both."""
+    built(name)
+    code = "from offload.kernels import native; found = native.kernels(); print(found.instruction_set or found.reason)"
+    variables = os.environ | {"ATEN_CPU_CAPABILITY": SETS[platform.machine()][name].lower()}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [name]
+
+
+@pytest.mark.parametrize("name", on_this_machine())
+def test_every_library_of_this_machine_sums(name: str) -> None:
+    library = built(name).library
+    assert library is not None
+    assert sums(library, torch.ones(1000), 7) == [len(range(1000 * t // 7, 1000 * (t + 1) // 7)) for t in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "capability", "name"),
+    [
+        ("linux", "x86_64", "AVX512", "avx512"),
+        ("linux", "x86_64", "AVX2", "avx2"),
+        ("linux", "x86_64", "DEFAULT", ""),
+        ("linux", "aarch64", "DEFAULT", "neon"),
+        ("linux", "aarch64", "SVE256", "neon"),
+        ("linux", "riscv64", "DEFAULT", ""),
+        ("darwin", "arm64", "DEFAULT", ""),
+        ("darwin", "x86_64", "AVX2", ""),
+    ],
+)
+def test_the_instruction_set_suits_the_machine(system: str, machine: str, capability: str, name: str) -> None:
+    assert instruction_set(system, machine, capability) == name
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Within the test the kernels are looked for again."""
+    monkeypatch.setattr(native, "kernels", native.kernels.__wrapped__)
+    monkeypatch.delenv(native.VARIABLE, raising=False)
+    return monkeypatch
+
+
+class TestWithoutTheLibraryTheReasonIsSaid:
+    def test_it_was_not_built(self, tmp_path: Path) -> None:
+        assert load(tmp_path, "avx2") == Kernels(reason="the kernels were not built; run pip install again")
+
+    def test_the_compiler_failed(self, tmp_path: Path) -> None:
+        (tmp_path / "unbuilt.txt").write_text("No module named ziglang\n")
+        reason = "the kernels were not built (No module named ziglang); run pip install again"
+        assert load(tmp_path, "avx2") == Kernels(reason=reason)
+
+    def test_it_is_of_other_sources(self, here: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native, "ABI", native.ABI + 1)
+        found = load(native.FOLDER, here.instruction_set)
+        assert found.library is None
+        assert "built from other sources" in found.reason
+        assert "run pip install again" in found.reason
+
+    def test_it_is_damaged(self, tmp_path: Path) -> None:
+        (tmp_path / "avx2.so").write_bytes(b"not a library")
+        found = load(tmp_path, "avx2")
+        assert found.library is None
+        assert found.reason.startswith("the kernels cannot be loaded: ")
+
+    def test_torch_has_no_openmp(self, here: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native, "_THREADS", ("no_such_function",))
+        found = load(native.FOLDER, here.instruction_set)
+        assert found == Kernels(reason="torch has no OpenMP threads here")
+
+    def test_the_user_turned_it_off(self, anew: pytest.MonkeyPatch) -> None:
+        anew.setenv(native.VARIABLE, "off")
+        assert native.kernels() == Kernels(reason="TRIFORCE_KERNELS is off")
+
+    def test_the_processor_is_another(self, anew: pytest.MonkeyPatch) -> None:
+        anew.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+        anew.setattr(platform, "machine", lambda: "x86_64")
+        assert native.kernels().reason.startswith("there are no kernels for this processor")
+
+    def test_a_word_that_is_neither_on_nor_off_is_refused(self, anew: pytest.MonkeyPatch) -> None:
+        anew.setenv(native.VARIABLE, "no")
+        with pytest.raises(UsageError, match="TRIFORCE_KERNELS is 'no'; on and off are known"):
+            native.kernels()
+
+
+def test_two_threads_that_call_at_once_get_right_results(here: Kernels) -> None:
+    library = here.library
+    assert library is not None
+    wrong: list[list[float]] = []
+
+    def call(value: int) -> None:
+        x = torch.full((1 << 12,), float(value))
+        results = [sums(library, x, 4) for _ in range(200)]
+        wrong.extend(result for result in results if result != [value * 1024.0] * 4)
+
+    callers = [threading.Thread(target=call, args=(value,)) for value in (1, 2)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert wrong == []
+
+
+def _sums_in_a_rank(answer: Connection) -> None:
+    library = native.kernels().library
+    assert library is not None
+    answer.send(sums(library, torch.arange(8.0), 2))
+
+
+def test_a_forked_rank_has_threads_of_its_own(here: Kernels) -> None:
+    """OpenMP's threads do not survive a fork; ranks are forked from a process that has not used them."""
+    assert here.library is not None
+    sums(here.library, torch.arange(8.0), 2)
+    ours, theirs = forked.PROCESSES.Pipe()
+    rank = forked.PROCESSES.Process(target=_sums_in_a_rank, args=(theirs,), daemon=True)
+    rank.start()
+    theirs.close()
+    assert ours.poll(forked.PATIENCE_SECONDS), "the rank hangs"
+    assert ours.recv() == [6, 22]
+    rank.join()

@@ -37,21 +37,31 @@ CPU_FLAGS = {
 
 
 class BuildKernels(build_ext):
-    """Compiles kernels.cpp for one instruction set after another."""
+    """Compiles kernels.cpp for every instruction set, all at once. What an earlier build left is removed first."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or True  # as many as there are processors
 
     def get_ext_filename(self, fullname: str) -> str:
         """A library for ctypes has no Python version in its name."""
         return os.path.join(*fullname.split(".")) + ".so"
 
+    def run(self) -> None:
+        for folder in {self._folder(), Path(self.build_lib) / SOURCES}:
+            folder.mkdir(parents=True, exist_ok=True)
+            for old in (*folder.glob("*.so"), folder / REASON):
+                old.unlink(missing_ok=True)
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
-        library = Path(self.get_ext_fullpath(ext.name)).absolute()
-        library.parent.mkdir(parents=True, exist_ok=True)
-        kept = SOURCES if self.editable_mode else library.parent
-        for old in (library, kept / library.name, kept / REASON):
-            old.unlink(missing_ok=True)
-        if reason := compile_kernels(library):
-            (kept / REASON).write_text(reason + "\n", encoding="utf-8")
+        if reason := compile_kernels(Path(self.get_ext_fullpath(ext.name)).absolute()):
+            (self._folder() / REASON).write_text(reason + "\n", encoding="utf-8")
             raise CompileError(f"the processor's kernels were not built, torch's operators will run instead: {reason}")
+
+    def _folder(self) -> Path:
+        """Of the package that will be imported: the source itself in an editable installation."""
+        return SOURCES if self.editable_mode else Path(self.build_lib) / SOURCES
 
 
 class PlatformWheel(bdist_wheel):

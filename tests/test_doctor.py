@@ -19,6 +19,7 @@ import torch
 from offload.bench import diagnosis as roof
 from offload.bench import measure
 from offload.bench.diagnosis import Diagnosis, Gpu, GpuRates, LinkRates, Processor, Record, Software
+from offload.kernels import native
 from offload.plan import machine, nvml
 from offload.plan.expectations import CONTEXTS, MODELS, Expectation, expectations
 from offload.plan.hardware import RTX_4090, TWO_CORES, Hardware, Rates, probe, rates_key
@@ -60,7 +61,7 @@ LAPTOP = Diagnosis(
     gpus=(),
     together=None,
     driver=None,
-    software=Software("3.12.1", "2.13.0+cpu", None, "5.23.0", "torch products", None),
+    software=Software("3.12.1", "2.13.0+cpu", None, "5.23.0", "torch products", None, "avx2"),
 )
 X16 = Pcie("0000:01:00.0", generation=4, width=16, max_generation=4, max_width=16, numa_node=0)
 CARD = Gpu(
@@ -120,6 +121,8 @@ class TestCommand:
         assert {"machine", "processor", "gpus", "driver", "software", "rates", "expected", "advice"} <= found.keys()
         assert found["processor"]["num_threads"] == torch.get_num_threads()
         assert found["software"]["torch"] == torch.__version__
+        assert found["software"]["kernels"] == (native.kernels().instruction_set or None)
+        assert found["software"]["kernels_problem"] == native.kernels().reason
         assert found["machine"]["host_free_bytes"] < found["machine"]["host_bytes"]
         assert found["rates"]["cpu"]["device_read"] == found["processor"]["weights_read"] > 1e6
         assert found["rates"]["cpu"]["host_read"] == found["processor"]["read"] > 1e6
@@ -638,6 +641,12 @@ class TestReport:
         assert "GPUs together" not in text
         assert "13B 128K" in text
         assert "does not fit: needs" in text
+
+    def test_names_the_processors_kernels_or_why_there_are_none(self):
+        assert "kernels    avx2, for the processor" in render_doctor.report(LAPTOP, [], width=100)
+        without = replace(LAPTOP.software, kernels=None, kernels_problem="TRIFORCE_KERNELS is off")
+        text = render_doctor.report(replace(LAPTOP, software=without), [], width=100)
+        assert "kernels    none: TRIFORCE_KERNELS is off" in text
 
     def test_names_a_flash_attention_that_is_there_and_not_used(self):
         assert "flash" not in render_doctor.report(BOX, [], width=100)

@@ -16,6 +16,7 @@ import torch
 from offload.bench import measure
 from offload.bench.measure import Copies
 from offload.errors import TriforceError
+from offload.kernels import native
 from offload.plan import machine, nvml
 from offload.plan.hardware import Hardware, Rates, probe, rates_key
 from offload.plan.machine import Machine
@@ -89,6 +90,8 @@ class Software:
     transformers: str
     attention: str  # what runs
     flash_attn: str | None  # its version; found, not used
+    kernels: str | None  # the processor's, by their instruction set; None: torch's operators run
+    kernels_problem: str = ""  # why
 
 
 @dataclass(frozen=True)
@@ -267,7 +270,8 @@ def _together(gpus: list[Gpu], copy_bytes: int) -> LinkRates | None:
 
 
 def software() -> Software:
-    """Versions of the installed libraries, and which of them run."""
+    """Versions of the installed libraries, and which of them run. Errors: see native.kernels."""
+    compiled = native.kernels()
     return Software(
         python=platform.python_version(),
         torch=torch.__version__,
@@ -275,6 +279,8 @@ def software() -> Software:
         transformers=importlib.metadata.version("transformers"),
         attention=_attention(),
         flash_attn=_flash_attention(),
+        kernels=compiled.instruction_set or None,
+        kernels_problem=compiled.reason,
     )
 
 

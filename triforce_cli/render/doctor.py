@@ -126,12 +126,14 @@ def _together(diagnosis: Diagnosis) -> Iterator[Row]:
 def software_rows(software: Software, driver: Driver | None) -> list[Row]:
     """Rows of the installed libraries, and of those that run."""
     cuda = "no CUDA" if software.torch_cuda is None else f"CUDA {software.torch_cuda}"
+    kernels = f"{software.kernels}, for the processor" if software.kernels else f"none: {software.kernels_problem}"
     flash = f"; flash-attn {software.flash_attn} found, not used yet" if software.flash_attn else ""
     return [
         ("triforce", f"{__version__}, Python {software.python}, transformers {software.transformers}"),
         ("torch", f"{software.torch}, built with {cuda}" if software.torch_cuda else f"{software.torch}, {cuda}"),
         ("driver", f"{driver.version}, for CUDA up to {driver.cuda}" if driver else "no NVIDIA driver"),
         ("attention", f"{software.attention}{flash}"),
+        ("kernels", kernels),
     ]
 
 

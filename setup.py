@@ -48,7 +48,9 @@ class BuildKernels(build_ext):
         return os.path.join(*fullname.split(".")) + ".so"
 
     def run(self) -> None:
-        for folder in {self._folder(), Path(self.build_lib) / SOURCES}:
+        built = Path(self.build_lib) / SOURCES
+        self.folder = SOURCES if self.editable_mode or self.inplace else built  # of the package that will be imported
+        for folder in {self.folder, built}:
             folder.mkdir(parents=True, exist_ok=True)
             for old in (*folder.glob("*.so"), folder / REASON):
                 old.unlink(missing_ok=True)
@@ -56,12 +58,8 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         if reason := compile_kernels(Path(self.get_ext_fullpath(ext.name)).absolute()):
-            (self._folder() / REASON).write_text(reason + "\n", encoding="utf-8")
+            (self.folder / REASON).write_text(reason + "\n", encoding="utf-8")
             raise CompileError(f"the processor's kernels were not built, torch's operators will run instead: {reason}")
-
-    def _folder(self) -> Path:
-        """Of the package that will be imported: the source itself in an editable installation."""
-        return SOURCES if self.editable_mode else Path(self.build_lib) / SOURCES
 
 
 class PlatformWheel(bdist_wheel):

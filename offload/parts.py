@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from offload.errors import ModelError
-from offload.model.decoder import Decoder, Sums
+from offload.model.decoder import Decoder
 from offload.model.loading import load_decoders
+from offload.model.sums import Sums
 from offload.plan.planner import Plan
 from offload.plan.shards import ALONE, Shard
 from offload.transfer.link import Link, make_link

@@ -14,6 +14,7 @@ from offload.cache.selection import Selection
 from offload.cache.streaming import StreamingCache
 from offload.cache.tiles import TileShape
 from offload.errors import DoesNotFit
+from offload.kernels.native import FEW_ROWS, Kernels, fitting
 from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
 from offload.metrics import LinkStats, RankStats
@@ -163,7 +164,7 @@ class Worker:
         self._caches.append(self.full)
         self.levels["target"] = self._level("target", self.full, self._blocks)
         if "retrieval" in plan.composition.levels:
-            self.retrieval = _retrieval_cache(plan, self.memory, self.full)
+            self.retrieval = _retrieval_cache(plan, self.target.config, self.memory, self.full)
             self._caches.append(self.retrieval)
             self.levels["retrieval"] = self._level("retrieval", self.retrieval, None)
         draft = self.parts.decoders.get("draft")
@@ -216,13 +217,16 @@ def _full_cache(plan: Plan, config: ModelConfig, memory: Memory, link: Link | No
         num_resident=placement.resident_tiles,
         mass_chunk=composition.chunk if by_mass else None,
         prefill=placement.prefill,
+        kernels=_kernels(plan, config),
+        keep_queries=composition.selection == "published",
     )
 
 
-def _retrieval_cache(plan: Plan, memory: Memory, full: FullCache) -> RetrievalCache:
+def _retrieval_cache(plan: Plan, config: ModelConfig, memory: Memory, full: FullCache) -> RetrievalCache:
     found = plan.composition
     rule = Selection(rule="published" if found.selection == "published" else "mass", reach=min(found.gamma, MAX_REACH))
-    return RetrievalCache(memory, full, budget=found.budget, chunk=found.chunk, selection=rule)
+    kernels = _kernels(plan, config)
+    return RetrievalCache(memory, full, budget=found.budget, chunk=found.chunk, selection=rule, kernels=kernels)
 
 
 def _streaming_cache(plan: Plan, config: ModelConfig, memory: Memory) -> StreamingCache:
@@ -237,6 +241,7 @@ def _streaming_cache(plan: Plan, config: ModelConfig, memory: Memory) -> Streami
         sinks=composition.sinks,
         window=composition.window,
         slack=composition.gamma + composition.draft_gamma + 2 * plan.placement.rows,
+        kernels=_kernels(plan, config),
     )
 
 
@@ -245,15 +250,22 @@ def equal_sizes(plan: Plan, config: ModelConfig) -> Blocks:
     blocks are all alike: fewer rows would not be faster there."""
     if plan.request.device != "cpu":
         return Blocks((plan.placement.rows,))
+    if _kernels(plan, config).library is not None:
+        return Blocks(tuple(range(1, FEW_ROWS + 1)))
     return equal_blocks(_shapes(plan, config), CPU_BLOCKS, DTYPES[plan.request.dtype], torch.get_num_threads())
 
 
 def fast_sizes(plan: Plan, config: ModelConfig, blocks: Blocks) -> Blocks:
     """Those of `blocks` that are worth their while on this machine. Other sizes never change what is computed, so they
     may be chosen by time."""
-    if plan.request.device != "cpu":
+    if plan.request.device != "cpu" or _kernels(plan, config).library is not None:
         return blocks
     return fast_blocks(_shapes(plan, config), blocks, DTYPES[plan.request.dtype], torch.get_num_threads())
+
+
+def _kernels(plan: Plan, config: ModelConfig) -> Kernels:
+    """The processor's kernels that the model's passes run on; none on a GPU."""
+    return fitting(torch.device(plan.request.device), config.head_dim, config.layer_products())
 
 
 def _shapes(plan: Plan, config: ModelConfig) -> Shapes:

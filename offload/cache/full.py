@@ -14,8 +14,10 @@ from offload.cache.reader import RowReader
 from offload.cache.residence import PrefillTiles, Residence, StreamedTiles, WriteBack
 from offload.cache.tiles import TileShape, TileStore
 from offload.kernels.attention import fold
+from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks
+from offload.kernels.spans import Rows, SpanAttention, one_run, span_tokens
 from offload.plan.sizing import CPU_PREFILL, PrefillShape
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
@@ -28,6 +30,7 @@ class FullCache:
     row's bits depend on its position and the tokens before it, and on nothing else. In phase "prefill" blocks may have
     any size. With `mass_chunk` the decode phase also keeps each row's softmax mass per chunk of that many tokens,
     while `record_mass` is set.
+    kernels: the processor's, for phase "decode". keep_queries: False where `mean_key_scores` is not asked for.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class FullCache:
         num_staging: int = 2,
         mass_chunk: int | None = None,
         prefill: PrefillShape | None = None,
+        kernels: Kernels = NONE,
+        keep_queries: bool = True,
     ) -> None:
         self.shape, self.num_layers, self.rope, self.mass_chunk = shape, num_layers, rope, mass_chunk
         self._block_sizes = blocks
@@ -62,6 +67,10 @@ class FullCache:
             }
         self.reader = RowReader(self.store, memory, link)
         self._prefill = prefill or CPU_PREFILL
+        self._span, self._keep_queries = span_tokens(shape.page_tokens, mass_chunk), keep_queries
+        self._spans: SpanAttention | None = None
+        if kernels.library is not None:
+            self._spans = SpanAttention(kernels, rope, dtype=shape.dtype, span=self._span, chunk=mass_chunk)
         self.record_mass = mass_chunk is not None  # from the next decode forward on
         self.length = 0
         self._last_row = 0
@@ -91,6 +100,8 @@ class FullCache:
         start = self.length + self._taken[layer]
         num_rows = q.shape[0]
         self._taken[layer] += num_rows
+        if self._spans is not None and self._phase == "decode":
+            return self._attend_spans(self._spans, layer, Rows(q, k, v, position=start, index=start))
         table = self.rope.rows(start, start + num_rows)
         q, k = rotate(q, *table), rotate(k, *table)
         blocks = self._blocks(q, start)
@@ -197,6 +208,28 @@ class FullCache:
             self._residences[self._phase].end()
             self._phase = None
         self._taken = [0] * self.num_layers
+
+    def _attend_spans(self, spans: SpanAttention, layer: int, rows: Rows) -> Tensor:
+        """By the processor's kernels, tile by tile as they come: every span has its own result until all are merged."""
+        start, stop = rows.index, rows.index + len(rows.q)
+        residence, tokens = self._residences["decode"], self.shape.tokens
+        spans.begin(rows, -(-stop // self._span), masses=self._recorded_chunk is not None)
+        for index in range(self.shape.count(stop)):
+            base = index * tokens
+            tile = residence.open(layer, index)
+            used = min(stop - base, tokens)
+            run = one_run(tile, first=base, tokens=used, slot=base // self._span, span=self._span)
+            if base + tokens > start:
+                spans.take_in(run, 1)
+                residence.wrote(layer, index, max(start - base, 0), used)
+            spans.attend(run, 1)
+            residence.close(layer, index)
+        out, mass = spans.merge()
+        if mass is not None:
+            self._mass.append(mass)
+        if self._keep_queries:
+            self.last_query.append(rotate(rows.q, *self.rope.rows(start, stop)))
+        return out
 
     def _write(self, tile: Tensor, layer: int, index: int, start: int, k: Tensor, v: Tensor) -> None:
         """The new rows that fall into this tile, page by page."""

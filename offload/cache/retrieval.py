@@ -13,7 +13,9 @@ from offload.cache import Phase
 from offload.cache.full import FullCache
 from offload.cache.selection import Selection, Selector, choose
 from offload.kernels.attention import attend, count_up, fold, unfold
+from offload.kernels.native import FEW_ROWS, NONE, Kernels
 from offload.kernels.rope import rotate
+from offload.kernels.spans import SPAN, Rows, SpanAttention, one_run
 from offload.plan.sizing import FETCH_BYTES, TAIL_TOKENS
 from offload.transfer.memory import Memory
 
@@ -27,8 +29,20 @@ class RetrievalCache:
     _room: int
     _buffer: Tensor
 
-    def __init__(self, memory: Memory, full: FullCache, *, budget: int, chunk: int, selection: Selection) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        full: FullCache,
+        *,
+        budget: int,
+        chunk: int,
+        selection: Selection,
+        kernels: Kernels = NONE,
+    ) -> None:
         self.full, self._memory = full, memory
+        self._spans: SpanAttention | None = None
+        if kernels.library is not None:
+            self._spans = SpanAttention(kernels, full.rope, dtype=full.shape.dtype, span=SPAN)
         self._allocate_for(budget, chunk)
         self.selector = selection.selector()
         self.chosen: Tensor | None = None  # bool [L, H_kv, C]
@@ -62,8 +76,10 @@ class RetrievalCache:
         """See `Cache`."""
         start, num_rows = self.length + self._taken[layer], q.shape[0]
         self._taken[layer] += num_rows
-        table = self.full.rope.rows(start, start + num_rows)
         at = self._num_filled * self.chunk + start - self._tail_start
+        if self._spans is not None and num_rows <= FEW_ROWS:
+            return self._attend_spans(self._spans, layer, Rows(q, k, v, position=start, index=at))
+        table = self.full.rope.rows(start, start + num_rows)
         self._buffer[layer, 0, :, at : at + num_rows] = rotate(k, *table).transpose(0, 1)
         self._buffer[layer, 1, :, at : at + num_rows] = v.transpose(0, 1)
         query = fold(rotate(q, *table), k.shape[1])
@@ -120,6 +136,14 @@ class RetrievalCache:
             self._exact = self._tail_start
             self._hold(choose(self._scores(num_rows), self._num_slots) if self._tail_start else None)
         self._fetch_tail(length)
+
+    def _attend_spans(self, spans: SpanAttention, layer: int, rows: Rows) -> Tensor:
+        stop = rows.index + len(rows.q)
+        run = one_run(self._buffer[layer], first=0, tokens=stop, slot=0, span=SPAN)
+        spans.begin(rows, -(-stop // SPAN))
+        spans.take_in(run, 1)
+        spans.attend(run, 1)
+        return spans.merge()[0]
 
     def _scores(self, num_rows: int) -> Tensor:
         """Scores of the whole chunks, [L, H_kv, C] fp32."""

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from offload.cache import Phase
 from offload.kernels.attention import Part, attend, count_up, fold, merge, unfold
+from offload.kernels.native import FEW_ROWS, NONE, Kernels
 from offload.kernels.rope import RopeTable, rotate
+from offload.kernels.spans import SPAN, Rows, SpanAttention, one_run
 from offload.transfer.memory import Memory
 
 
@@ -36,6 +38,7 @@ class StreamingCache:
         sinks: int,
         window: int,
         slack: int,
+        kernels: Kernels = NONE,
     ) -> None:
         self.sinks, self.window, self._rope, self._memory = sinks, window, rope, memory
         self._num_slots = 2 * (window + slack)
@@ -44,6 +47,9 @@ class StreamingCache:
             (*shape, max(sinks, 1), head_dim), dtype, tier="device", purpose="draft cache"
         )
         self._rows = memory.allocate((*shape, self._num_slots, head_dim), dtype, tier="device", purpose="draft cache")
+        self._spans: SpanAttention | None = None
+        if kernels.library is not None:
+            self._spans = SpanAttention(kernels, rope, dtype=dtype, span=SPAN)
         self.length = 0
         self._first = sinks  # absolute position of slot 0
         self._taken = [0] * num_layers
@@ -83,6 +89,8 @@ class StreamingCache:
         """See `Cache`."""
         start, num_rows, num_kv_heads = self.length + self._taken[layer], q.shape[0], k.shape[1]
         self._taken[layer] += num_rows
+        if self._spans is not None and num_rows <= FEW_ROWS:
+            return self._attend_spans(self._spans, layer, Rows(q, k, v, start, start, self.window))
         table = self._rope.rows(start, start + num_rows)
         self._write(layer, start, rotate(k, *table), v)
         parts = []
@@ -115,6 +123,22 @@ class StreamingCache:
 
     def nbytes(self) -> int:
         return self._rows.nbytes + self._sink_rows.nbytes
+
+    def _attend_spans(self, spans: SpanAttention, layer: int, rows: Rows) -> Tensor:
+        """The window's run, then that of the sinks, which have queries of their own."""
+        stop = rows.index + len(rows.q)
+        held = max(stop - self._first, 0)
+        num_window, num_sinks = -(-held // SPAN), -(-min(self.sinks, stop) // SPAN)
+        window = one_run(self._rows[layer], first=self._first, tokens=held, slot=0, span=SPAN, windowed=True)
+        spans.begin(rows, num_window + num_sinks, lasts=(stop, self.sinks + self.window - 1))
+        spans.take_in(window, 1)
+        spans.attend(window, 1)
+        if self.sinks:
+            known = min(self.sinks, stop)
+            sinks = one_run(self._sink_rows[layer], first=0, tokens=known, slot=num_window, span=SPAN, query=1)
+            spans.take_in(sinks, 1)
+            spans.attend(sinks, 1)
+        return spans.merge()[0]
 
     def _rotate_for_sinks(self, q: Tensor, start: int) -> Tensor:
         """Queries at in-cache positions: their own while nothing was left out, the last one of the cache after that."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, rms_norm, silu
 
 from offload.cache import Cache
+from offload.kernels.native import FEW_ROWS, NONE, Kernels
+from offload.model.few_rows import FewRows
+from offload.model.sums import OneRank, Sums
 from offload.plan.config import ModelConfig
 from offload.transfer.weights import LayerWeights, Weights
 
@@ -28,40 +30,28 @@ class Segment:
     tokens: Tensor
 
 
-class Sums(Protocol):
-    """Sums over the ranks that share a model."""
-
-    def due(self, shapes: Sequence[tuple[int, int]], like: Tensor) -> AbstractContextManager[None]:
-        """In the body, sums of these shapes are made on every rank, of tensors of the dtype and device of `like`."""
-        ...
-
-    def total(self, part: Tensor) -> Tensor:
-        """part [n, hidden] of this rank -> the sum over all, the same bits on each."""
-        ...
-
-
-class OneRank:
-    """The sums of a model that one rank has to itself."""
-
-    def due(self, shapes: Sequence[tuple[int, int]], like: Tensor) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def total(self, part: Tensor) -> Tensor:
-        return part
-
-
 class Decoder:
     """The layer loop. Knows no concrete cache and no sampling.
 
     config, weights: of the model, or of the shard of it that this rank runs. sums: over the ranks that have the others.
+    kernels: the processor's, for few rows; without them torch's operators run.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, sums: Sums | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, sums: Sums | None = None, kernels: Kernels = NONE
+    ) -> None:
         self.config, self.weights, self._sums = config, weights, sums or OneRank()
+        dtype = weights.embedding.dtype
+        self._few = FewRows(kernels, config, dtype, self._sums) if kernels.library is not None else None
 
     @property
     def device(self) -> torch.device:
         return self.weights.embedding.device
+
+    @property
+    def takes_any_rows(self) -> bool:
+        """True where every number of rows is as good as its neighbours, up to FEW_ROWS."""
+        return self._few is not None
 
     def forward(
         self,
@@ -82,9 +72,12 @@ class Decoder:
         broken off between two blocks, another forward ends on all of them. Peak memory: T hidden rows and one block's
         intermediates.
         """
-        x = embedding(torch.cat([segment.tokens for segment in segments]), self.weights.embedding)
-        if blocks is not None and x.shape[0] != sum(blocks):
-            raise ValueError(f"{x.shape[0]} rows are not blocks of {blocks}")
+        tokens = torch.cat([segment.tokens for segment in segments])
+        if blocks is not None and len(tokens) != sum(blocks):
+            raise ValueError(f"{len(tokens)} rows are not blocks of {blocks}")
+        if self._few is not None and prefill_block is None and (blocks is not None or len(tokens) <= FEW_ROWS):
+            return self._forward_few(self._few, tokens, segments, blocks)
+        x = embedding(tokens, self.weights.embedding)
         with self._due(x, blocks, self.config.num_layers) if prefill_block is None else nullcontext():
             for layer, weights in enumerate(self.weights.layers):
                 for start in range(0, x.shape[0], prefill_block or x.shape[0]):
@@ -94,6 +87,19 @@ class Decoder:
                     on_rows(block.shape[0])
         return x
 
+    def _forward_few(
+        self, few: FewRows, tokens: Tensor, segments: Sequence[Segment], blocks: Sequence[int] | None
+    ) -> Tensor:
+        x = torch.index_select(self.weights.embedding, 0, tokens, out=few.rows(len(tokens)))
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self._attend(layer, q, k, v, 0, segments)
+
+        with self._due(x, blocks, self.config.num_layers):
+            for layer, weights in enumerate(self.weights.layers):
+                few.layer(layer, weights, len(tokens), blocks or [len(tokens)], attend)
+        return x
+
     def finish(self) -> None:
         """Return when all that was computed is there: on a GPU, calls return before it is."""
         if self.device.type == "cuda":
@@ -101,6 +107,9 @@ class Decoder:
 
     def logits(self, hidden: Tensor, *, blocks: Sequence[int] | None = None) -> Tensor:
         """hidden [n, hidden] -> [n, V] in the model's dtype."""
+        if self._few is not None and (blocks is not None or len(hidden) <= FEW_ROWS):
+            assert self.weights.head is not None, "rank 0 alone has the head"
+            return self._few.logits(hidden, self.weights.final_norm, self.weights.head)
         return _by_block(blocks, hidden, self._head)
 
     def _head(self, hidden: Tensor) -> Tensor:

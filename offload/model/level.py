@@ -91,7 +91,9 @@ class Level:
     def _forward(self, continuations: Sequence[Continuation]) -> list[Tensor]:
         cuts = [self._cut(len(each.tokens)) for each in continuations]
         segments = [self._begin(each, sum(blocks)) for each, blocks in zip(continuations, cuts, strict=True)]
-        hidden = self._decoder.forward(segments, blocks=[size for blocks in cuts for size in blocks])
+        # Without blocks the decoder may take all rows together: their bits may depend on each other.
+        exact = [size for blocks in cuts for size in blocks] if self._blocks is not None else None
+        hidden = self._decoder.forward(segments, blocks=exact)
         for each in continuations:
             each.cache.advance(len(each.tokens))
         parts = hidden.split([sum(blocks) for blocks in cuts])
@@ -114,7 +116,7 @@ class Level:
             hidden, blocks, start = hidden[:count], [continuation.num_logits], first
         while start + blocks[0] <= first:  # blocks without a wanted row
             start += blocks.pop(0)
-        logits = self._decoder.logits(hidden[start:], blocks=blocks)
+        logits = self._decoder.logits(hidden[start:], blocks=blocks if self._blocks is not None else None)
         return logits[first - start : count - start, : self._vocab_size]
 
     def _cut(self, num_rows: int) -> list[int]:
@@ -148,6 +150,8 @@ class StreamingLevel(Level):
     def _cut(self, num_rows: int) -> list[int]:
         """A few rows are padded to a power of two: they cost nothing, but a CPU's libraries spend several passes' time
         on the first of each number. What catches up with other proposers comes in any."""
+        if self._decoder.takes_any_rows:
+            return [num_rows]
         padded = 1 << (num_rows - 1).bit_length()
         assert isinstance(self._cache, StreamingCache)
         return [padded if padded <= min(_MOST_PADDED, self._cache.max_rows) else num_rows]

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 
-from offload.model.decoder import Decoder, Sums
+from offload.kernels.native import fitting
+from offload.model.decoder import Decoder
+from offload.model.sums import Sums
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.plan.shards import ALONE, Shard
@@ -62,5 +64,6 @@ def load_decoders(
                 on_bytes=count,
                 shard=shards[name],
             )
-        decoders[name] = Decoder(own[name], weights, sums if name == "target" else None)
+        found = fitting(memory.device, own[name].head_dim, own[name].layer_products())
+        decoders[name] = Decoder(own[name], weights, sums if name == "target" else None, found)
     return decoders

@@ -9,6 +9,7 @@ import ctypes
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 
 from offload.errors import UsageError
+from offload.kernels.native.interface import declare
 
 VARIABLE = "TRIFORCE_KERNELS"
 ABI = 1  # what kernels.cpp says too
@@ -33,6 +35,11 @@ class Kernels:
     reason: str = ""
 
 
+NONE = Kernels(reason="not asked for")
+FEW_ROWS = 64  # up to so many the kernels are used where torch's operators would do, too
+_WIDEST_HEAD = 1024
+
+
 @cache
 def kernels() -> Kernels:
     """This process's kernels. Errors: UsageError if TRIFORCE_KERNELS is neither on nor off."""
@@ -42,6 +49,14 @@ def kernels() -> Kernels:
     if not name:
         return Kernels(reason="there are no kernels for this processor; they need Linux and AVX2 or 64-bit ARM")
     return load(FOLDER, name)
+
+
+def fitting(device: torch.device, head_dim: int, products: Sequence[tuple[int, int, bool]]) -> Kernels:
+    """This process's kernels, or NONE where a model cannot run on them. products: (outputs, inputs, has a bias) of its
+    operators; 16-bit numbers are read in pairs."""
+    if device.type != "cpu" or head_dim > _WIDEST_HEAD or head_dim % 2 or any(inputs % 2 for _, inputs, _ in products):
+        return NONE
+    return kernels()
 
 
 def instruction_set(system: str, machine: str, capability: str) -> str:
@@ -67,6 +82,7 @@ def load(folder: Path, name: str) -> Kernels:
     if (threads := _threads()) is None:
         return Kernels(reason="torch has no OpenMP threads here")
     library.bind(*threads)
+    declare(library)
     return Kernels(library, name)
 
 

@@ -1,11 +1,22 @@
-// The processor's kernels: one translation unit, compiled once for each instruction set (setup.py).
-#include <stdint.h>
-
-#include "threads.h"
+#include "attention.h"
+#include "products.h"
+#include "rotation.h"
 
 #define KERNEL extern "C" __attribute__((visibility("default")))
 
-// Changes with every change of a structure or a function below, together with ABI in __init__.py.
+namespace {
+enum class Dtype : int64_t { bf16, fp16, fp32 };
+
+// f.operator()<E>() for the element type of `dtype`.
+template <class F>
+void with(Dtype dtype, F&& f) {
+    if (dtype == Dtype::bf16) f.template operator()<Bf16>();
+    else if (dtype == Dtype::fp16) f.template operator()<Fp16>();
+    else f.template operator()<Fp32>();
+}
+}  // namespace
+
+// Changes with every change of a structure or a function below.
 KERNEL int abi() { return 1; }
 
 KERNEL void bind(void* parallel, void* barrier, void* number, void* count) {
@@ -15,14 +26,32 @@ KERNEL void bind(void* parallel, void* barrier, void* number, void* count) {
     threads::count = reinterpret_cast<decltype(threads::count)>(count);
 }
 
-// sums[t] = the sum of the t-th of `how_many` parts of x [count], in fp64.
-KERNEL void sum_parts(const float* x, int64_t count, double* sums, int64_t how_many) {
-    auto body = [&] {
-        for (int64_t part = threads::number(); part < how_many; part += threads::count()) {
-            double sum = 0;
-            for (int64_t i = part * count / how_many; i < (part + 1) * count / how_many; ++i) sum += double(x[i]);
-            sums[part] = sum;
-        }
-    };
-    threads::run(how_many, body);
+KERNEL void run_products(Dtype dtype, const Product* steps, int64_t count, int64_t rows, int64_t how_many) {
+    with(dtype, [&]<class E>() { products::run<E>(steps, count, rows, how_many); });
+}
+
+KERNEL int64_t widened_room(Dtype dtype, int64_t inputs) {
+    int64_t room = 0;
+    with(dtype, [&]<class E>() { room = padded<E>(int(inputs)); });
+    return room;
+}
+
+KERNEL int64_t scratch_room(int64_t dim, int64_t folded, int64_t count) {
+    return attention::scratch_room(dim, folded, count);
+}
+
+KERNEL void attend_runs(Dtype dtype, const Attention* a, const Run* runs, int64_t count, float* scratch, int64_t room, int64_t how_many) {
+    with(dtype, [&]<class E>() { attention::attend<E>(*a, runs, count, scratch, room, how_many); });
+}
+
+KERNEL void merge_runs(Dtype dtype, const Attention* a, int64_t how_many) {
+    with(dtype, [&]<class E>() { attention::merge<E>(*a, how_many); });
+}
+
+KERNEL void take_in_rows(Dtype dtype, const Rotation* r) {
+    with(dtype, [&]<class E>() { rotation::take_in<E>(*r); });
+}
+
+KERNEL void norm_heads(Dtype dtype, void* x, const void* norm, int64_t rows, int64_t heads, int64_t dim, int64_t stride, double epsilon) {
+    with(dtype, [&]<class E>() { rotation::norm_heads<E>(x, norm, rows, heads, dim, stride, float(epsilon)); });
 }

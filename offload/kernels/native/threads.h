@@ -1,5 +1,6 @@
 // The threads are those of the OpenMP runtime that torch has loaded: a second pool would fight it for the cores.
 #pragma once
+#include <stdint.h>
 
 namespace threads {
 
@@ -8,7 +9,13 @@ inline void (*barrier)();
 inline int (*number)();
 inline int (*count)();
 
-// Runs body() on at most `how_many` threads; count() is how many there are.
+// A counter that threads draw work from.
+struct Counter {
+    int64_t next = 0;
+    int64_t draw() { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); }
+};
+
+// Runs body() on `how_many` threads.
 template <class Body>
 inline void run(int64_t how_many, Body& body) {
     parallel([](void* data) { (*static_cast<Body*>(data))(); }, &body, unsigned(how_many), 0);

@@ -1,0 +1,321 @@
+// Attention of a few rows over spans of keys, and the merge of the spans.
+//
+// A span is a page or the like: consecutive tokens in memory, the same for every pass that sees them. Each row attends to each span by
+// itself; then its spans are merged, first to last. So a row's bits depend on what it sees alone: not on the rows beside
+// it, on threads, or on when a span came. Merge by log-sum-exp: FlashAttention (Dao et al. 2022, section 3.1).
+//
+// Letters: T rows, G query heads for each of H KV heads, R = G * T folded rows (row t * G + g), D head dimension.
+#pragma once
+#include "threads.h"
+#include "vectors.h"
+
+// Tokens `first` to `first` + `tokens` in pages of `page`, which are attended to in spans of `span`, a divisor of `page`.
+// Keys of head h in page i are at keys + i * page_stride + h * head_stride, [page, D], values likewise. Strides count
+// elements. slot: of its first span, in the order of the merge. query: which of a row's queries is meant for it.
+// windowed: rows see of it what is in their window. room: tokens that there is memory for.
+struct Run {
+    const void* keys;
+    const void* values;
+    int64_t head_stride, page_stride;
+    int64_t first, tokens, room, page, span;
+    int64_t slot, query, windowed;
+
+    int64_t spans() const { return (tokens + span - 1) / span; }
+};
+
+// One span of one head.
+struct Span {
+    const void* keys;
+    const void* values;
+    int64_t first, count, slot, query;
+    bool windowed;
+};
+
+struct Attention {
+    const float* queries;  // [queries, H, R, D], times D^-1/2 * log2(e)
+    float* partials;       // [slots, H, R, 2 + padded(D)]: largest score, sum, out
+    float* masses;         // [slots, H, R, chunks], or null
+    int64_t rows, group, kv_heads, head_dim;
+    int64_t position, window;       // position of row 0; tokens that a row sees of windowed spans
+    int64_t chunk, chunks;          // tokens of a chunk, chunks of a span
+    int64_t out_stride;             // elements, of `merge`
+    int64_t slots;
+    float* mass;  // [T, H, slots * chunks], or null
+    float* lse;   // [T, G * H, 2], or null: largest score and sum, in powers of 2
+    void* out;    // [T, G * H * D]
+};
+
+namespace attention {
+
+constexpr int MOST_ROWS = 64;  // T
+constexpr int KEYS = 2 * W;    // of a panel
+constexpr int AHEAD = 64;      // tokens that values are fetched ahead
+constexpr float NONE = -__builtin_huge_valf();
+
+struct Range {
+    int from, to;
+};
+
+// What row t sees of the span, as numbers of its tokens.
+inline Range seen(const Attention& a, const Span& s, int64_t t) {
+    int64_t to = a.position + t + 1 - s.first;
+    int64_t from = s.windowed ? to - a.window : 0;
+    to = to < s.count ? to : s.count;
+    from = from > 0 ? from : 0;
+    return to > from ? Range{int(from), int(to)} : Range{0, 0};
+}
+
+// W keys as columns: panel[d][key]. units(i) gives those of key i.
+template <class E, class F>
+INLINE void fill_columns(F&& units_of, int units, float* panel) {
+    u32 rows[W];
+#pragma unroll
+    for (int i = 0; i < W; i++) rows[i] = units_of(i);
+    transpose(rows);
+#pragma unroll
+    for (int i = 0; i < W; i++) {
+        if (i >= units) break;
+#pragma unroll
+        for (int e = 0; e < E::per_unit; e++) store(panel + (i * E::per_unit + e) * KEYS, widen<E>(rows[i], e));
+    }
+}
+
+// KEYS keys as columns: panel[d][key]. Past `count` they are zeros.
+template <class E>
+inline void fill_panel(const typename E::element* keys, int count, int dim, float* panel) {
+    for (int block = 0; block < KEYS; block += W)
+        for (int at = 0; at < dim; at += wide<E>) {
+            const int units = (dim - at) / E::per_unit;
+            auto from = keys + int64_t(block) * dim + at;
+#pragma unroll
+            for (int i = 0; i < W; i++) __builtin_prefetch(from + int64_t(i + W) * dim);
+            float* to = panel + int64_t(at) * KEYS + block;
+            if (units >= W && block + W <= count)
+                fill_columns<E>([&](int i) { return load<u32>(from + int64_t(i) * dim); }, W, to);
+            else
+                fill_columns<E>([&](int i) { return block + i < count ? load_some(from + int64_t(i) * dim, units < W ? units : W) : u32{}; }, units, to);
+        }
+}
+
+// scores[r][0..KEYS) of ROWS rows.
+template <int ROWS>
+inline void score(const float* queries, const float* panel, int dim, float* scores, int stride) {
+    f32 acc[ROWS][2] = {};
+    for (int d = 0; d < dim; d++) {
+        f32 first = load<f32>(panel + d * KEYS), second = load<f32>(panel + d * KEYS + W);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            f32 q = all(queries[r * dim + d]);
+            acc[r][0] = fma(q, first, acc[r][0]);
+            acc[r][1] = fma(q, second, acc[r][1]);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        store(scores + r * stride, acc[r][0]);
+        store(scores + r * stride + W, acc[r][1]);
+    }
+}
+
+// Scores of a row to weights in place, 0 for what it does not see; -> largest score and sum.
+inline void soften(float* scores, int stride, Range seen, float* top, float* total) {
+    if (seen.to == seen.from) {
+        for (int i = 0; i < stride; i += W) store(scores + i, f32{});
+        *top = NONE, *total = 0;
+        return;
+    }
+    i32 lane;
+    for (int i = 0; i < W; i++) lane[i] = i;
+    f32 most = all(NONE);
+    for (int i = 0; i < stride; i += W) {
+        i32 at = lane + i;
+        f32 s = load<f32>(scores + i);
+        s = ((at >= seen.from) & (at < seen.to)) ? s : all(NONE);
+        store(scores + i, s);
+        most = larger(most, s);
+    }
+    *top = largest(most);
+    f32 added = {};
+    for (int i = 0; i < stride; i += W) {
+        f32 weight = exp2(load<f32>(scores + i) - *top);
+        weight = load<f32>(scores + i) == NONE ? f32{} : weight;
+        store(scores + i, weight);
+        added += weight;
+    }
+    *total = sum(added);
+}
+
+// out[r] of ROWS rows and BLOCKS vectors of units of the values: sum over `keys` of weight * value. units: in the row from there on.
+template <class E, int ROWS, int BLOCKS>
+INLINE void mix(const typename E::element* values, int dim, int units, Range keys, const float* weights, int stride,
+                float* out, int64_t out_stride) {
+    f32 acc[ROWS][BLOCKS][E::per_unit] = {};
+    for (int j = keys.from; j < keys.to; j++) {
+        auto from = values + int64_t(j) * dim;
+        f32 parts[BLOCKS][E::per_unit];
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+            __builtin_prefetch(from + AHEAD * dim + b * wide<E>);
+            u32 v = units >= W * (b + 1) ? load<u32>(from + b * wide<E>) : load_some(from + b * wide<E>, units - W * b);
+#pragma unroll
+            for (int e = 0; e < E::per_unit; e++) parts[b][e] = widen<E>(v, e);
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            f32 weight = all(weights[r * stride + j]);
+#pragma unroll
+            for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+                for (int e = 0; e < E::per_unit; e++) acc[r][b][e] = fma(weight, parts[b][e], acc[r][b][e]);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+            for (int e = 0; e < E::per_unit; e++) store(out + r * out_stride + b * wide<E> + e * W, acc[r][b][e]);
+}
+
+// f.template operator()<n>(r) for blocks of n rows from r on that make up `rows`.
+template <class F>
+inline void by_rows(int rows, F&& f) {
+    constexpr int most = W == 16 ? 8 : 4;
+    int r = 0;
+    for (; r + most <= rows; r += most) f.template operator()<most>(r);
+    if constexpr (most == 8)
+        if (r + 4 <= rows) f.template operator()<4>(r), r += 4;
+    if (r + 2 <= rows) f.template operator()<2>(r), r += 2;
+    if (r < rows) f.template operator()<1>(r);
+}
+
+// Elements from head 0's part of the run to token `at` of it.
+inline int64_t place_in(const Run& run, int64_t at, int64_t dim) {
+    return at / run.page * run.page_stride + at % run.page * dim;
+}
+
+template <class E>
+inline Span span_of(const Run& run, int64_t number, int64_t head, int64_t dim) {
+    using element = typename E::element;
+    const int64_t at = number * run.span, rest = run.tokens - at;
+    const int64_t offset = place_in(run, at, dim) + head * run.head_stride;
+    return {static_cast<const element*>(run.keys) + offset, static_cast<const element*>(run.values) + offset,
+            run.first + at, rest < run.span ? rest : run.span, run.slot + number, run.query, run.windowed != 0};
+}
+
+// All rows over one head of one span. scratch: panel [D, KEYS], then scores [R, count rounded up to KEYS].
+template <class E>
+void attend_one(const Attention& a, const Span& s, int64_t head, float* scratch) {
+    using element = typename E::element;
+    const int dim = int(a.head_dim), folded = int(a.rows * a.group), room = padded<E>(dim);
+    const int64_t size = 2 + room, base = (s.slot * a.kv_heads + head) * folded;
+    float* partials = a.partials + base * size;
+    const float* queries = a.queries + (s.query * a.kv_heads + head) * folded * dim;
+    auto keys = static_cast<const element*>(s.keys), values = static_cast<const element*>(s.values);
+    Range first = seen(a, s, 0), last = seen(a, s, a.rows - 1);
+    if (last.to == last.from) last = first;  // the last rows may see nothing of it any more, the first ones nothing yet
+    Range some = first.to == first.from ? last : Range{first.from, last.to > first.to ? last.to : first.to};
+    const int begin = some.from / KEYS * KEYS, stride = (some.to - begin + KEYS - 1) / KEYS * KEYS;
+    float *panel = scratch, *scores = scratch + dim * KEYS;
+    for (int at = 0; at < stride; at += KEYS) {
+        fill_panel<E>(keys + int64_t(begin + at) * dim, some.to - begin - at, dim, panel);
+        by_rows(folded, [&]<int ROWS>(int r) { score<ROWS>(queries + r * dim, panel, dim, scores + r * stride + at, stride); });
+    }
+    for (int r = 0; r < folded; r++) {
+        Range own = seen(a, s, r / a.group);
+        if (own.to > own.from) own = {own.from - begin, own.to - begin};
+        float* row = scores + int64_t(r) * stride;
+        soften(row, stride, own, partials + r * size, partials + r * size + 1);
+        if (!a.masses) continue;
+        float* mass = a.masses + (base + r) * a.chunks;
+        for (int c = 0; c < a.chunks; c++) {
+            float total = 0;
+            for (int64_t i = c * a.chunk - begin; i < (c + 1) * a.chunk - begin; i++) total += i >= 0 && i < stride ? row[i] : 0;
+            mass[c] = total;
+        }
+    }
+    Range used = {some.from - begin, some.to - begin};
+    auto start = values + int64_t(begin) * dim;
+    by_rows(folded, [&]<int ROWS>(int r) {
+        constexpr int blocks = ROWS * E::per_unit <= (W == 16 ? 8 : 4) ? 2 : 1;
+        float* out = partials + r * size + 2;
+        int at = 0;
+        for (; at + blocks * wide<E> <= room; at += blocks * wide<E>)
+            mix<E, ROWS, blocks>(start + at, dim, (dim - at) / E::per_unit, used, scores + r * stride, stride, out + at, size);
+        for (; at < room; at += wide<E>)
+            mix<E, ROWS, 1>(start + at, dim, (dim - at) / E::per_unit, used, scores + r * stride, stride, out + at, size);
+    });
+}
+
+// One row of one KV head: its spans, first to last.
+template <class E>
+void merge_one(const Attention& a, int64_t t, int64_t head) {
+    const int dim = int(a.head_dim), room = padded<E>(dim);
+    const int64_t folded = a.rows * a.group, size = 2 + room, step = a.kv_heads * folded * size;
+    float* mass = a.mass ? a.mass + (t * a.kv_heads + head) * a.slots * a.chunks : nullptr;
+    for (int64_t i = 0; mass && i < a.slots * a.chunks; i++) mass[i] = 0;
+    for (int64_t g = 0; g < a.group; g++) {
+        const int64_t row = head * folded + t * a.group + g;
+        const float* partial = a.partials + row * size;
+        float top = NONE, total = 0;
+        for (int64_t i = 0; i < a.slots; i++) top = partial[i * step] > top ? partial[i * step] : top;
+        float out[1024] = {};
+        for (int64_t i = 0; i < a.slots; i++) {
+            const float* p = partial + i * step;
+            if (p[0] == NONE) continue;
+            float share = exp2(all(p[0] - top))[0];
+            total = __builtin_fmaf(share, p[1], total);
+            for (int d = 0; d < room; d += W) store(out + d, fma(all(share), load<f32>(p + 2 + d), load<f32>(out + d)));
+        }
+        auto to = static_cast<typename E::element*>(a.out) + t * a.out_stride + (head * a.group + g) * dim;
+        for (int d = 0; d < dim; d++) to[d] = E::round_one(total > 0 ? out[place<E>(d)] / total : 0);
+        if (a.lse) {
+            float* lse = a.lse + (t * a.kv_heads * a.group + head * a.group + g) * 2;
+            lse[0] = top, lse[1] = total;
+        }
+        for (int64_t i = 0; mass && i < a.slots; i++) {
+            if (partial[i * step] == NONE) continue;
+            float share = exp2(all(partial[i * step] - top))[0] / total;
+            const float* own = a.masses + (i * a.kv_heads * folded + row) * a.chunks;
+            for (int64_t c = 0; c < a.chunks; c++) mass[i * a.chunks + c] += share * own[c];
+        }
+    }
+}
+
+// The runs' spans -> partials, at their slots.
+template <class E>
+void attend(const Attention& a, const Run* runs, int64_t count, float* scratch, int64_t room, int64_t how_many) {
+    threads::Counter items;
+    auto body = [&] {
+        float* own = scratch + threads::number() * room;
+        int64_t before = 0, i = 0;  // items of earlier runs
+        for (int64_t item = items.draw(); i < count;) {
+            const int64_t number = item - before, spans = runs[i].spans();
+            if (number >= spans * a.kv_heads) {
+                before += spans * a.kv_heads, i++;
+                continue;
+            }
+            const int64_t head = number % a.kv_heads;
+            attend_one<E>(a, span_of<E>(runs[i], number / a.kv_heads, head, a.head_dim), head, own);
+            item = items.draw();
+        }
+    };
+    threads::run(how_many, body);
+}
+
+// All slots -> out, mass and lse.
+template <class E>
+void merge(const Attention& a, int64_t how_many) {
+    threads::Counter items;
+    auto body = [&] {
+        for (int64_t item; (item = items.draw()) < a.rows * a.kv_heads;) merge_one<E>(a, item / a.kv_heads, item % a.kv_heads);
+    };
+    threads::run(how_many, body);
+}
+
+// Floats of scratch that a thread needs for spans of at most `count` tokens.
+inline int64_t scratch_room(int64_t dim, int64_t folded, int64_t count) {
+    return (dim * KEYS + folded * ((count + 2 * KEYS - 1) / KEYS * KEYS) + 31) / 32 * 32;
+}
+
+}  // namespace attention

@@ -1,0 +1,77 @@
+"""The functions and structures of kernels.cpp, for ctypes. The headers document the fields."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_double, c_int64, c_void_p
+
+import torch
+
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+def _pointers(*names: str) -> list[tuple[str, type]]:
+    return [(name, c_void_p) for name in names]
+
+
+def _integers(*names: str) -> list[tuple[str, type]]:
+    return [(name, c_int64) for name in names]
+
+
+class Product(ctypes.Structure):
+    """products.h"""
+
+    _fields_ = [
+        *_pointers("x", "norm", "weight", "bias", "out", "widened"),
+        *_integers("x_stride", "out_stride", "inputs", "outputs", "ending"),
+        ("epsilon", c_double),
+    ]
+
+
+class Run(ctypes.Structure):
+    """attention.h"""
+
+    _fields_ = [
+        *_pointers("keys", "values"),
+        *_integers("head_stride", "page_stride", "first", "tokens", "room", "page", "span"),
+        *_integers("slot", "query", "windowed"),
+    ]
+
+
+class Attention(ctypes.Structure):
+    """attention.h"""
+
+    _fields_ = [
+        *_pointers("queries", "partials", "masses"),
+        *_integers("rows", "group", "kv_heads", "head_dim", "position", "window"),
+        *_integers("chunk", "chunks", "out_stride", "slots"),
+        *_pointers("mass", "lse", "out"),
+    ]
+
+
+class Rotation(ctypes.Structure):
+    """rotation.h"""
+
+    _fields_ = [
+        *_pointers("q", "k", "v", "cos", "sin", "queries", "runs"),
+        *_integers("count", "q_stride", "k_stride", "v_stride", "rows", "group", "kv_heads", "head_dim"),
+        *_integers("position", "last", "index"),
+    ]
+
+
+_FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
+    "run_products": (None, [c_int64, POINTER(Product), c_int64, c_int64, c_int64]),
+    "widened_room": (c_int64, [c_int64, c_int64]),
+    "take_in_rows": (None, [c_int64, POINTER(Rotation)]),
+    "norm_heads": (None, [c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_double]),
+    "scratch_room": (c_int64, [c_int64, c_int64, c_int64]),
+    "attend_runs": (None, [c_int64, POINTER(Attention), POINTER(Run), c_int64, c_void_p, c_int64, c_int64]),
+    "merge_runs": (None, [c_int64, POINTER(Attention), c_int64]),
+}
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Tell ctypes the types of all functions."""
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments

@@ -1,0 +1,85 @@
+// New rows: queries and keys are rotated, queries are widened, keys and values are written to their places in a cache. The roundings
+// are those of kernels/rope.py.
+#pragma once
+#include "attention.h"
+#include "vectors.h"
+
+// q [T, G * H, D], k and v [T, H, D] in rows of so many elements; k null: queries only. cos, sin: the tables of all positions, [n, D].
+// position: of row 0 in the tables; no row is rotated by a later one than `last`. index: of row 0 among the runs' tokens.
+// A row is written where a run has room for its index.
+struct Rotation {
+    const void* q;
+    const void* k;
+    const void* v;
+    const void* cos;
+    const void* sin;
+    float* queries;  // [H, R, D], times D^-1/2 * log2(e); null: keys and values only
+    const Run* runs;
+    int64_t count;  // of the runs
+    int64_t q_stride, k_stride, v_stride;
+    int64_t rows, group, kv_heads, head_dim;
+    int64_t position, last, index;
+};
+
+namespace rotation {
+
+template <class E>
+inline float turned(const typename E::element* x, const typename E::element* cos, const typename E::element* sin, int d, int dim) {
+    const int other = d < dim / 2 ? d + dim / 2 : d - dim / 2;
+    const float straight = rounded<E>(E::widen_one(x[d]) * E::widen_one(cos[d]));
+    const float across = rounded<E>(E::widen_one(x[other]) * E::widen_one(sin[d]));
+    return rounded<E>(straight + across);
+}
+
+template <class E>
+void write_row(const Rotation& r, int64_t t, const typename E::element* cos, const typename E::element* sin) {
+    using element = typename E::element;
+    const int dim = int(r.head_dim);
+    for (int64_t i = 0; i < r.count; i++) {
+        const Run& run = r.runs[i];
+        const int64_t at = r.index + t - run.first;
+        if (at < 0 || at >= run.room) continue;
+        const int64_t offset = attention::place_in(run, at, dim);
+        for (int64_t h = 0; h < r.kv_heads; h++) {
+            auto key = static_cast<element*>(const_cast<void*>(run.keys)) + offset + h * run.head_stride;
+            auto value = static_cast<element*>(const_cast<void*>(run.values)) + offset + h * run.head_stride;
+            auto k = static_cast<const element*>(r.k) + t * r.k_stride + h * dim;
+            for (int d = 0; d < dim; d++) key[d] = E::round_one(turned<E>(k, cos, sin, d, dim));
+            __builtin_memcpy(value, static_cast<const element*>(r.v) + t * r.v_stride + h * dim, dim * sizeof(element));
+        }
+    }
+}
+
+template <class E>
+void take_in(const Rotation& r) {
+    using element = typename E::element;
+    const int dim = int(r.head_dim);
+    const int64_t folded = r.rows * r.group;
+    const float scale = 1.44269504f / __builtin_sqrtf(float(dim));
+    for (int64_t t = 0; t < r.rows; t++) {
+        const int64_t row = r.position + t < r.last ? r.position + t : r.last;
+        auto cos = static_cast<const element*>(r.cos) + row * dim, sin = static_cast<const element*>(r.sin) + row * dim;
+        for (int64_t h = 0; r.queries && h < r.kv_heads * r.group; h++) {
+            float* to = r.queries + (h / r.group * folded + t * r.group + h % r.group) * dim;
+            auto from = static_cast<const element*>(r.q) + t * r.q_stride + h * dim;
+            for (int d = 0; d < dim; d++) to[d] = turned<E>(from, cos, sin, d, dim) * scale;
+        }
+        if (r.k) write_row<E>(r, t, cos, sin);
+    }
+}
+
+// x [rows, heads, D] in rows of `stride` elements: each head's part is normed in place.
+template <class E>
+void norm_heads(void* x, const void* norm, int64_t rows, int64_t heads, int64_t dim, int64_t stride, float epsilon) {
+    using element = typename E::element;
+    auto weight = static_cast<const element*>(norm);
+    for (int64_t i = 0; i < rows * heads; i++) {
+        auto own = static_cast<element*>(x) + i / heads * stride + i % heads * dim;
+        float squares = 0;
+        for (int64_t d = 0; d < dim; d++) squares += E::widen_one(own[d]) * E::widen_one(own[d]);
+        const float scale = 1.0f / __builtin_sqrtf(squares / float(dim) + epsilon);
+        for (int64_t d = 0; d < dim; d++) own[d] = E::round_one(E::widen_one(own[d]) * scale * E::widen_one(weight[d]));
+    }
+}
+
+}  // namespace rotation

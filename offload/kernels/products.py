@@ -1,0 +1,107 @@
+"""Products of a few rows with weights, with the norms before and the sums after them, by the processor's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, silu
+
+from offload.kernels.native import Kernels
+from offload.kernels.native.interface import DTYPES, Product
+
+Ending = Literal["write", "add", "gate"]
+_ENDINGS: tuple[Ending, ...] = ("write", "add", "gate")
+MOST = 16  # steps of one call
+_ALIGNMENT = 32  # inputs: at least what every instruction set's vectors hold
+
+
+@dataclass(frozen=True)
+class Step:
+    """out = ending(norm(x) @ weight^T + bias) for the first rows of x [n, inputs] and out [n, outputs].
+
+    norm: the RMS norm's weight, with `epsilon`; None: x as it is. ending: "write"; "add" to out; "gate": the product is
+    [n, 2 * outputs], and out is silu(first half) * second half. Rounded to the dtype after the norm, the product and
+    each step of the ending.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    out: Tensor
+    norm: Tensor | None = None
+    ending: Ending = "write"
+    epsilon: float = 0.0
+
+    def with_torch(self, num_rows: int) -> None:
+        """The same by torch's operators: what the kernel is tested against."""
+        x, out = self.x[:num_rows], self.out[:num_rows]
+        normed = x if self.norm is None else rms_norm(x, self.norm.shape, self.norm, self.epsilon)
+        y = linear(normed, self.weight, self.bias)
+        if self.ending == "add":
+            y += out
+        if self.ending == "gate":
+            gate, up = y.chunk(2, -1)
+            y = silu(gate) * up
+        out.copy_(y)
+
+
+class Steps:
+    """Steps one after the other over the same rows, in one call. A row's bits do not depend on the number of rows."""
+
+    def __init__(self, kernels: Kernels, steps: Sequence[Step], widened: Tensor) -> None:
+        """steps: at most MOST, contiguous tensors of one dtype. widened: from `room_to_widen`, for the calls' own use."""
+        assert kernels.library is not None
+        assert len(steps) <= MOST
+        self._dtype, self._library, self._kept = DTYPES[steps[0].x.dtype], kernels.library, steps
+        self._widened = widened
+        self._structures = (Product * len(steps))(*(self._structure(step) for step in steps))
+
+    def run(self, num_rows: int) -> None:
+        structures = self._structures
+        self._library.run_products(self._dtype, structures, len(structures), num_rows, torch.get_num_threads())
+
+    def read(self, x: Tensor) -> None:
+        """From now on the first step reads x, [n, inputs] contiguous, which the caller keeps."""
+        self._structures[0].x = x.data_ptr()
+
+    def write(self, out: Tensor) -> None:
+        """From now on the last step writes to out, [n, outputs] contiguous, which the caller keeps."""
+        self._structures[-1].out = out.data_ptr()
+
+    def _structure(self, step: Step) -> Product:
+        outputs, inputs = step.weight.shape
+        return Product(
+            step.x.data_ptr(),
+            _address(step.norm),
+            step.weight.data_ptr(),
+            _address(step.bias),
+            step.out.data_ptr(),
+            self._widened.data_ptr(),
+            inputs,
+            step.out.shape[1],
+            inputs,
+            outputs // 2 if step.ending == "gate" else outputs,
+            _ENDINGS.index(step.ending),
+            step.epsilon,
+        )
+
+
+def room_to_widen(num_rows: int, num_inputs: int) -> Tensor:
+    """Memory for `Steps` of at most that many rows and inputs."""
+    return torch.empty(num_rows * -(-num_inputs // _ALIGNMENT) * _ALIGNMENT)
+
+
+def norm_heads(kernels: Kernels, x: Tensor, norm: Tensor, epsilon: float) -> None:
+    """RMS norm over D of every head in x [T, H, D], rows anywhere, in place."""
+    assert kernels.library is not None
+    num_rows, num_heads, head_dim = x.shape
+    where = x.data_ptr(), norm.data_ptr()
+    kernels.library.norm_heads(DTYPES[x.dtype], *where, num_rows, num_heads, head_dim, x.stride(0), epsilon)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,132 @@
+"""Attention of new rows over spans of keys and values in the processor's memory, by its kernels, and their merge.
+
+Every span is attended to by itself, whenever its keys are at hand; at the end a row's spans are merged, first to last.
+So a row's bits depend on the keys that it sees alone. Letters are those of kernels/attention: T rows, G query heads for
+each KV head, D head dimension.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.kernels.native import Kernels
+from offload.kernels.native.interface import DTYPES, Attention, Rotation, Run
+from offload.kernels.rope import RopeTable
+
+SPAN = 128  # tokens, where pages and chunks allow: what a thread takes at a time
+_FLOATS = 2  # of a partial result, beside its sum of values: the largest score and the sum of weights
+
+
+def span_tokens(page: int, chunk: int | None) -> int:
+    """Tokens of a span in pages of `page` tokens: whole chunks of `chunk` tokens, which divide a page."""
+    return max(min(SPAN, page), chunk or 1)
+
+
+def one_run(
+    tensor: Tensor, *, first: int, tokens: int, slot: int, span: int, query: int = 0, windowed: bool = False
+) -> ctypes.Array[Run]:
+    """A run of one tensor: [2, P, H_kv, S, D] or, as one page, [2, H_kv, S, D], keys and values, contiguous in the last
+    two dimensions. It holds positions `first` and on, of which `tokens` count. slot: the number of its first span.
+    query: which query a row has for it. windowed: rows see what is in their window only."""
+    keys, item = tensor.data_ptr(), tensor.itemsize
+    page, num_pages = tensor.shape[-2], tensor.shape[1] if tensor.dim() == 5 else 1
+    page_stride = tensor.stride(1) if tensor.dim() == 5 else 0
+    return (Run * 1)(
+        Run(
+            keys, keys + tensor.stride(0) * item, tensor.stride(-3), page_stride, first, tokens, num_pages * page, page,
+            span, slot, query, windowed,
+        )
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rows:
+    """New rows of a forward: q [T, H, D], k and v [T, H_kv, D], not rotated, each row contiguous. position: of the
+    first one in the rotary table; index: of the first one among the runs' positions. window: tokens that rows see of
+    windowed runs."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    position: int
+    index: int
+    window: int = 0
+
+
+class SpanAttention:
+    """One attention at a time: `begin`, `take_in` and `attend` as tiles come, then `merge`. Keeps its scratch memory."""
+
+    def __init__(
+        self, kernels: Kernels, rope: RopeTable, *, dtype: torch.dtype, span: int, chunk: int | None = None
+    ) -> None:
+        """rope: rounded to `dtype`. span: tokens of the runs' spans; chunk: tokens of a chunk, which divides it."""
+        assert kernels.library is not None
+        self._library, self._dtype, self._rope, self._span = kernels.library, dtype, rope, span
+        self._code, self._chunk = DTYPES[dtype], chunk
+        self._queries = self._partials = self._masses = self._scratch = torch.empty(0)
+        self._attention, self._rotation = Attention(), Rotation()
+        self._rows: Rows | None = None
+
+    def begin(self, rows: Rows, num_slots: int, *, masses: bool = False, lasts: Sequence[int] = ()) -> None:
+        """Rotate the queries. num_slots: spans of all runs to come. masses: `merge` returns them. lasts: for each query
+        that a row has, the position that it is rotated to at most; (): one query, at the row's own."""
+        (num_rows, num_heads, dim), num_kv_heads = rows.q.shape, rows.k.shape[1]
+        library, a, lasts = self._library, self._attention, lasts or (rows.position + num_rows,)
+        room = library.widened_room(self._code, dim) + _FLOATS
+        folded = num_heads * num_rows
+        chunks = self._span // self._chunk if masses and self._chunk else 0
+        self._queries = _at_least(self._queries, len(lasts) * folded * dim)
+        self._partials = _at_least(self._partials, num_slots * folded * room)
+        self._masses = _at_least(self._masses, num_slots * folded * chunks)
+        self._per_thread = library.scratch_room(dim, folded // num_kv_heads, self._span)
+        self._scratch = _at_least(self._scratch, torch.get_num_threads() * self._per_thread)
+        a.queries, a.partials = self._queries.data_ptr(), self._partials.data_ptr()
+        a.masses = self._masses.data_ptr() if chunks else None
+        a.rows, a.group, a.kv_heads, a.head_dim = num_rows, num_heads // num_kv_heads, num_kv_heads, dim
+        a.position, a.window, a.slots = rows.index, rows.window, num_slots
+        a.chunk, a.chunks, a.out_stride = self._chunk or 0, chunks, num_heads * dim
+        r = self._rotation
+        r.q, r.k, r.v = rows.q.data_ptr(), None, rows.v.data_ptr()
+        r.cos, r.sin = self._rope.cos.data_ptr(), self._rope.sin.data_ptr()
+        r.q_stride, r.k_stride, r.v_stride = rows.q.stride(0), rows.k.stride(0), rows.v.stride(0)
+        r.rows, r.group, r.kv_heads, r.head_dim = a.rows, a.group, a.kv_heads, dim
+        r.position, r.index, r.count = rows.position, rows.index, 0
+        for number, last in enumerate(lasts):
+            r.queries, r.last = self._queries.data_ptr() + number * folded * dim * 4, last
+            library.take_in_rows(self._code, ctypes.byref(r))
+        r.queries, r.k, r.last = None, rows.k.data_ptr(), rows.position + num_rows
+        self._rows = rows
+
+    def take_in(self, runs: ctypes.Array[Run], count: int) -> None:
+        """Write the rows' keys, rotated, and values to those of the first `count` runs that have room for them."""
+        self._rotation.runs, self._rotation.count = ctypes.addressof(runs), count
+        self._library.take_in_rows(self._code, ctypes.byref(self._rotation))
+
+    def attend(self, runs: ctypes.Array[Run], count: int) -> None:
+        """Attend to the first `count` runs. Each slot comes once between `begin` and `merge`."""
+        self._library.attend_runs(
+            self._code, ctypes.byref(self._attention), runs, count, self._scratch.data_ptr(), self._per_thread,
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    def merge(self) -> tuple[Tensor, Tensor | None]:
+        """(out [T, H * D], mass [T, H_kv, C] fp32 or None): each row's softmax mass per chunk, summed over its query
+        group, for all slots' chunks."""
+        assert self._rows is not None
+        a = self._attention
+        out = torch.empty(a.rows, a.out_stride, dtype=self._dtype)
+        mass = torch.empty(a.rows, a.kv_heads, a.slots * a.chunks) if a.chunks else None
+        a.out, a.mass = out.data_ptr(), None if mass is None else mass.data_ptr()
+        self._library.merge_runs(self._code, ctypes.byref(a), torch.get_num_threads())
+        self._rows = None
+        return out, mass
+
+
+def _at_least(scratch: Tensor, num_floats: int) -> Tensor:
+    """`scratch`, or a larger one: with half as much again, so that a growing sequence does not allocate each time."""
+    return scratch if scratch.numel() >= num_floats else torch.empty(num_floats * 3 // 2)

@@ -53,7 +53,7 @@ class Steps:
     """Steps one after the other over the same rows, in one call. A row's bits do not depend on the number of rows."""
 
     def __init__(self, kernels: Kernels, steps: Sequence[Step], widened: Tensor) -> None:
-        """steps: at most MOST, contiguous tensors of one dtype. widened: from `room_to_widen`, for the calls' own use."""
+        """steps: at most MOST, contiguous tensors of one dtype. widened: from `room_to_widen`, for own use."""
         assert kernels.library is not None
         assert len(steps) <= MOST
         self._dtype, self._library, self._kept = DTYPES[steps[0].x.dtype], kernels.library, steps

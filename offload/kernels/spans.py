@@ -59,7 +59,7 @@ class Rows:
 
 
 class SpanAttention:
-    """One attention at a time: `begin`, `take_in` and `attend` as tiles come, then `merge`. Keeps its scratch memory."""
+    """One attention at a time: `begin`, `take_in` and `attend` as tiles come, then `merge`. Keeps its scratch."""
 
     def __init__(
         self, kernels: Kernels, rope: RopeTable, *, dtype: torch.dtype, span: int, chunk: int | None = None

@@ -17,6 +17,7 @@ Ending = Literal["write", "add", "gate"]
 _ENDINGS: tuple[Ending, ...] = ("write", "add", "gate")
 MOST = 16  # steps of one call
 _ALIGNMENT = 32  # inputs: at least what every instruction set's vectors hold
+_TILE = 16  # rows: what one of AMX's tiles holds; as bf16 they take half of the floats
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Steps:
 
 def room_to_widen(num_rows: int, num_inputs: int) -> Tensor:
     """Memory for `Steps` of at most that many rows and inputs."""
-    return torch.empty(num_rows * -(-num_inputs // _ALIGNMENT) * _ALIGNMENT)
+    return torch.empty(max(num_rows, _TILE) * -(-num_inputs // _ALIGNMENT) * _ALIGNMENT)
 
 
 def norm_heads(kernels: Kernels, x: Tensor, norm: Tensor, epsilon: float) -> None:

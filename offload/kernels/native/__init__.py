@@ -20,7 +20,7 @@ from offload.errors import UsageError
 from offload.kernels.native.interface import declare
 
 VARIABLE = "TRIFORCE_KERNELS"
-ABI = 1  # what kernels.cpp says too
+ABI = 2  # what kernels.cpp says too
 FOLDER = Path(__file__).parent
 _THREADS = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
 _AGAIN = "run pip install again"

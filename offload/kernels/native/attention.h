@@ -32,7 +32,7 @@ struct Span {
 };
 
 struct Attention {
-    const float* queries;  // [queries, H, R, D], times D^-1/2 * log2(e)
+    const float* queries;  // [queries, H, R, D]
     float* partials;       // [slots, H, R, 2 + padded(D)]: largest score, sum, out
     float* masses;         // [slots, H, R, chunks], or null
     int64_t rows, group, kv_heads, head_dim;
@@ -117,8 +117,8 @@ inline void score(const float* queries, const float* panel, int dim, float* scor
     }
 }
 
-// Scores of a row to weights in place, 0 for what it does not see; -> largest score and sum.
-inline void soften(float* scores, int stride, Range seen, float* top, float* total) {
+// Products of a row with keys to weights in place, 0 for what it does not see; -> largest score, in powers of 2, and sum.
+inline void soften(float* scores, int stride, Range seen, float scale, float* top, float* total) {
     if (seen.to == seen.from) {
         for (int i = 0; i < stride; i += W) store(scores + i, f32{});
         *top = NONE, *total = 0;
@@ -129,7 +129,7 @@ inline void soften(float* scores, int stride, Range seen, float* top, float* tot
     f32 most = all(NONE);
     for (int i = 0; i < stride; i += W) {
         i32 at = lane + i;
-        f32 s = load<f32>(scores + i);
+        f32 s = load<f32>(scores + i) * scale;
         s = ((at >= seen.from) & (at < seen.to)) ? s : all(NONE);
         store(scores + i, s);
         most = larger(most, s);
@@ -177,18 +177,6 @@ INLINE void mix(const typename E::element* values, int dim, int units, Range key
             for (int e = 0; e < E::per_unit; e++) store(out + r * out_stride + b * wide<E> + e * W, acc[r][b][e]);
 }
 
-// f.template operator()<n>(r) for blocks of n rows from r on that make up `rows`.
-template <class F>
-inline void by_rows(int rows, F&& f) {
-    constexpr int most = W == 16 ? 8 : 4;
-    int r = 0;
-    for (; r + most <= rows; r += most) f.template operator()<most>(r);
-    if constexpr (most == 8)
-        if (r + 4 <= rows) f.template operator()<4>(r), r += 4;
-    if (r + 2 <= rows) f.template operator()<2>(r), r += 2;
-    if (r < rows) f.template operator()<1>(r);
-}
-
 // Elements from head 0's part of the run to token `at` of it.
 inline int64_t place_in(const Run& run, int64_t at, int64_t dim) {
     return at / run.page * run.page_stride + at % run.page * dim;
@@ -201,6 +189,37 @@ inline Span span_of(const Run& run, int64_t number, int64_t head, int64_t dim) {
     const int64_t offset = place_in(run, at, dim) + head * run.head_stride;
     return {static_cast<const element*>(run.keys) + offset, static_cast<const element*>(run.values) + offset,
             run.first + at, rest < run.span ? rest : run.span, run.slot + number, run.query, run.windowed != 0};
+}
+
+// What is worked on: `folded` rows of queries [folded, dim], `count` keys, and scores in rows of `stride`.
+struct Part {
+    const float* queries;
+    int folded, dim, count, stride;
+};
+
+template <class E>
+void score_all(const Part& p, const typename E::element* keys, float* scores, float* panel) {
+    for (int at = 0; at < p.stride; at += KEYS) {
+        fill_panel<E>(keys + int64_t(at) * p.dim, p.count - at, p.dim, panel);
+        by_rows(p.folded, [&]<int ROWS>(int r) {
+            score<ROWS>(p.queries + r * p.dim, panel, p.dim, scores + int64_t(r) * p.stride + at, p.stride);
+        });
+    }
+}
+
+template <class E>
+void mix_all(const Part& p, int from, const typename E::element* values, const float* weights, float* out, int64_t out_stride) {
+    const int room = padded<E>(p.dim);
+    by_rows(p.folded, [&]<int ROWS>(int r) {
+        constexpr int blocks = ROWS * E::per_unit <= (W == 16 ? 8 : 4) ? 2 : 1;
+        const float* own = weights + int64_t(r) * p.stride;
+        float* to = out + r * out_stride;
+        int at = 0;
+        for (; at + blocks * wide<E> <= room; at += blocks * wide<E>)
+            mix<E, ROWS, blocks>(values + at, p.dim, (p.dim - at) / E::per_unit, {from, p.count}, own, p.stride, to + at, out_stride);
+        for (; at < room; at += wide<E>)
+            mix<E, ROWS, 1>(values + at, p.dim, (p.dim - at) / E::per_unit, {from, p.count}, own, p.stride, to + at, out_stride);
+    });
 }
 
 // All rows over one head of one span. scratch: panel [D, KEYS], then scores [R, count rounded up to KEYS].
@@ -216,16 +235,16 @@ void attend_one(const Attention& a, const Span& s, int64_t head, float* scratch)
     if (last.to == last.from) last = first;  // the last rows may see nothing of it any more, the first ones nothing yet
     Range some = first.to == first.from ? last : Range{first.from, last.to > first.to ? last.to : first.to};
     const int begin = some.from / KEYS * KEYS, stride = (some.to - begin + KEYS - 1) / KEYS * KEYS;
+    const Part part{queries, folded, dim, some.to - begin, stride};
+    keys += int64_t(begin) * dim, values += int64_t(begin) * dim;
     float *panel = scratch, *scores = scratch + dim * KEYS;
-    for (int at = 0; at < stride; at += KEYS) {
-        fill_panel<E>(keys + int64_t(begin + at) * dim, some.to - begin - at, dim, panel);
-        by_rows(folded, [&]<int ROWS>(int r) { score<ROWS>(queries + r * dim, panel, dim, scores + r * stride + at, stride); });
-    }
+    score_all<E>(part, keys, scores, panel);
+    const float scale = 1.44269504f / __builtin_sqrtf(float(dim));
     for (int r = 0; r < folded; r++) {
         Range own = seen(a, s, r / a.group);
         if (own.to > own.from) own = {own.from - begin, own.to - begin};
         float* row = scores + int64_t(r) * stride;
-        soften(row, stride, own, partials + r * size, partials + r * size + 1);
+        soften(row, stride, own, scale, partials + r * size, partials + r * size + 1);
         if (!a.masses) continue;
         float* mass = a.masses + (base + r) * a.chunks;
         for (int c = 0; c < a.chunks; c++) {
@@ -234,17 +253,7 @@ void attend_one(const Attention& a, const Span& s, int64_t head, float* scratch)
             mass[c] = total;
         }
     }
-    Range used = {some.from - begin, some.to - begin};
-    auto start = values + int64_t(begin) * dim;
-    by_rows(folded, [&]<int ROWS>(int r) {
-        constexpr int blocks = ROWS * E::per_unit <= (W == 16 ? 8 : 4) ? 2 : 1;
-        float* out = partials + r * size + 2;
-        int at = 0;
-        for (; at + blocks * wide<E> <= room; at += blocks * wide<E>)
-            mix<E, ROWS, blocks>(start + at, dim, (dim - at) / E::per_unit, used, scores + r * stride, stride, out + at, size);
-        for (; at < room; at += wide<E>)
-            mix<E, ROWS, 1>(start + at, dim, (dim - at) / E::per_unit, used, scores + r * stride, stride, out + at, size);
-    });
+    mix_all<E>(part, some.from - begin, values, scores, partials + 2, size);
 }
 
 // One row of one KV head: its spans, first to last.

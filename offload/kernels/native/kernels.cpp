@@ -17,7 +17,10 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Changes with every change of a structure or a function below.
-KERNEL int abi() { return 1; }
+KERNEL int abi() { return 2; }
+
+// Whether the system lets this process use the instructions. To be asked first.
+KERNEL int permitted() { return tiles::permitted(); }
 
 KERNEL void bind(void* parallel, void* barrier, void* number, void* count) {
     threads::parallel = reinterpret_cast<decltype(threads::parallel)>(parallel);

@@ -13,7 +13,7 @@ struct Rotation {
     const void* v;
     const void* cos;
     const void* sin;
-    float* queries;  // [H, R, D], times D^-1/2 * log2(e); null: keys and values only
+    float* queries;  // [H, R, D]; null: keys and values only
     const Run* runs;
     int64_t count;  // of the runs
     int64_t q_stride, k_stride, v_stride;
@@ -55,14 +55,13 @@ void take_in(const Rotation& r) {
     using element = typename E::element;
     const int dim = int(r.head_dim);
     const int64_t folded = r.rows * r.group;
-    const float scale = 1.44269504f / __builtin_sqrtf(float(dim));
     for (int64_t t = 0; t < r.rows; t++) {
         const int64_t row = r.position + t < r.last ? r.position + t : r.last;
         auto cos = static_cast<const element*>(r.cos) + row * dim, sin = static_cast<const element*>(r.sin) + row * dim;
         for (int64_t h = 0; r.queries && h < r.kv_heads * r.group; h++) {
             float* to = r.queries + (h / r.group * folded + t * r.group + h % r.group) * dim;
             auto from = static_cast<const element*>(r.q) + t * r.q_stride + h * dim;
-            for (int d = 0; d < dim; d++) to[d] = turned<E>(from, cos, sin, d, dim) * scale;
+            for (int d = 0; d < dim; d++) to[d] = turned<E>(from, cos, sin, d, dim);
         }
         if (r.k) write_row<E>(r, t, cos, sin);
     }

@@ -83,12 +83,21 @@ INLINE f32 exp2(f32 x) {
     return p * (f32)(exponent << 23);
 }
 
+// An element type: `widen` gives every other element of a vector of units, `read` and `write` are for W elements in a row.
 struct Bf16 {
     static constexpr int per_unit = 2;
     using element = uint16_t;
     template <int part>
     INLINE static f32 widen(u32 units) {
         return part == 0 ? (f32)(units << 16) : (f32)(units & 0xffff0000u);
+    }
+    INLINE static f32 read(const element* from) {
+        return (f32)(__builtin_convertvector(load<u16>(from), u32) << 16);
+    }
+    INLINE static void write(element* to, f32 rounded) { store(to, __builtin_convertvector((u32)rounded >> 16, u16)); }
+    INLINE static f32 rounded(f32 x) {
+        const u32 bits = (u32)x;
+        return x == x ? (f32)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u) : x;
     }
     static float widen_one(element x) { return __builtin_bit_cast(float, uint32_t(x) << 16); }
     static element round_one(float x) {
@@ -106,6 +115,9 @@ struct Fp16 {
         u16 halves = __builtin_convertvector(part == 0 ? units : units >> 16, u16);
         return __builtin_convertvector((f16)halves, f32);
     }
+    INLINE static f32 read(const element* from) { return __builtin_convertvector(load<f16>(from), f32); }
+    INLINE static void write(element* to, f32 rounded) { store(to, __builtin_convertvector(rounded, f16)); }
+    INLINE static f32 rounded(f32 x) { return __builtin_convertvector(__builtin_convertvector(x, f16), f32); }
     static float widen_one(element x) { return float(__builtin_bit_cast(_Float16, x)); }
     static element round_one(float x) { return __builtin_bit_cast(uint16_t, _Float16(x)); }
 };
@@ -117,6 +129,9 @@ struct Fp32 {
     INLINE static f32 widen(u32 units) {
         return (f32)units;
     }
+    INLINE static f32 read(const element* from) { return load<f32>(from); }
+    INLINE static void write(element* to, f32 rounded) { store(to, rounded); }
+    INLINE static f32 rounded(f32 x) { return x; }
     static float widen_one(element x) { return x; }
     static element round_one(float x) { return x; }
 };
@@ -163,6 +178,16 @@ INLINE u32 zip(u32 a, u32 b) {
 #endif
 }
 
+// Lane i is the sum of the lanes of v[i], added as `sum` adds them.
+INLINE f32 sums(f32 (&v)[W]) {
+#pragma unroll
+    for (int count = W / 2; count; count /= 2)
+#pragma unroll
+        for (int i = 0; i < count; i++)
+            v[i] = (f32)zip<0>((u32)v[i], (u32)v[i + count]) + (f32)zip<1>((u32)v[i], (u32)v[i + count]);
+    return v[0];
+}
+
 // W vectors of W units: rows become columns. log2(W) perfect shuffles.
 INLINE void transpose(u32 (&rows)[W]) {
 #pragma unroll
@@ -176,4 +201,16 @@ INLINE void transpose(u32 (&rows)[W]) {
 #pragma unroll
         for (int i = 0; i < W; i++) rows[i] = next[i];
     }
+}
+
+// f.template operator()<n>(r) for blocks of n rows from r on that make up `rows`.
+template <class F>
+inline void by_rows(int rows, F&& f) {
+    constexpr int most = W == 16 ? 8 : 4;
+    int r = 0;
+    for (; r + most <= rows; r += most) f.template operator()<most>(r);
+    if constexpr (most == 8)
+        if (r + 4 <= rows) f.template operator()<4>(r), r += 4;
+    if (r + 2 <= rows) f.template operator()<2>(r), r += 2;
+    if (r < rows) f.template operator()<1>(r);
 }

@@ -18,6 +18,7 @@ import forked
 from offload.errors import UsageError
 from offload.kernels import native
 from offload.kernels.native import Kernels, instruction_set, load
+from offload.kernels.products import Step, Steps, room_to_widen
 
 ROOT = Path(__file__).resolve().parents[1]
 SETS = {
@@ -50,19 +51,19 @@ def here() -> Kernels:
     return built(names[0])
 
 
-def sums(library: ctypes.CDLL, x: torch.Tensor, how_many: int) -> list[float]:
-    """The sums of `how_many` parts of x, each a thread's."""
-    parts = torch.zeros(how_many, dtype=torch.float64)
-    size, threads = ctypes.c_int64(x.numel()), ctypes.c_int64(how_many)
-    library.sum_parts(ctypes.c_void_p(x.data_ptr()), size, ctypes.c_void_p(parts.data_ptr()), threads)
-    return parts.tolist()
+def sums(found: Kernels, x: torch.Tensor, how_many: int) -> list[float]:
+    """The sums of `how_many` equal parts of x: a product with a row of ones, by all of torch's threads."""
+    weight = x.reshape(how_many, -1)
+    row, out = torch.ones(1, weight.shape[1]), torch.zeros(1, how_many)
+    step = Step(row, weight, None, out)
+    Steps(found, [step], room_to_widen(1, weight.shape[1])).run(1)
+    return out[0].tolist()
 
 
 def test_this_machines_library_is_loaded_and_its_threads_work(here: Kernels) -> None:
     assert here.instruction_set == on_this_machine()[0]
-    assert here.library is not None
-    assert sums(here.library, torch.arange(8.0), 4) == [1, 5, 9, 13]
-    assert sums(here.library, torch.arange(8.0), 1) == [28]
+    assert sums(here, torch.arange(8.0), 4) == [1, 5, 9, 13]
+    assert sums(here, torch.arange(8.0), 1) == [28]
 
 
 @pytest.mark.parametrize("name", on_this_machine())
@@ -79,9 +80,7 @@ def test_every_instruction_set_of_this_machine_is_chosen_as_torch_chooses(name: 
 
 @pytest.mark.parametrize("name", on_this_machine())
 def test_every_library_of_this_machine_sums(name: str) -> None:
-    library = built(name).library
-    assert library is not None
-    assert sums(library, torch.ones(1000), 7) == [len(range(1000 * t // 7, 1000 * (t + 1) // 7)) for t in range(7)]
+    assert sums(built(name), torch.arange(900.0), 9) == torch.arange(900.0).reshape(9, 100).sum(-1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -152,13 +151,11 @@ class TestWithoutTheLibraryTheReasonIsSaid:
 
 
 def test_two_threads_that_call_at_once_get_right_results(here: Kernels) -> None:
-    library = here.library
-    assert library is not None
     wrong: list[list[float]] = []
 
     def call(value: int) -> None:
         x = torch.full((1 << 12,), float(value))
-        results = [sums(library, x, 4) for _ in range(200)]
+        results = [sums(here, x, 4) for _ in range(200)]
         wrong.extend(result for result in results if result != [value * 1024.0] * 4)
 
     callers = [threading.Thread(target=call, args=(value,)) for value in (1, 2)]
@@ -170,15 +167,12 @@ def test_two_threads_that_call_at_once_get_right_results(here: Kernels) -> None:
 
 
 def _sums_in_a_rank(answer: Connection) -> None:
-    library = native.kernels().library
-    assert library is not None
-    answer.send(sums(library, torch.arange(8.0), 2))
+    answer.send(sums(native.kernels(), torch.arange(8.0), 2))
 
 
 def test_a_forked_rank_has_threads_of_its_own(here: Kernels) -> None:
     """OpenMP's threads do not survive a fork; ranks are forked from a process that has not used them."""
-    assert here.library is not None
-    sums(here.library, torch.arange(8.0), 2)
+    sums(here, torch.arange(8.0), 2)
     ours, theirs = forked.PROCESSES.Pipe()
     rank = forked.PROCESSES.Process(target=_sums_in_a_rank, args=(theirs,), daemon=True)
     rank.start()
@@ -186,3 +180,10 @@ def test_a_forked_rank_has_threads_of_its_own(here: Kernels) -> None:
     assert ours.poll(forked.PATIENCE_SECONDS), "the rank hangs"
     assert ours.recv() == [6, 22]
     rank.join()
+
+
+def test_the_functions_of_openmp_are_those_of_their_names(here: Kernels) -> None:
+    addresses = native._threads()
+    assert addresses is not None
+    number, count = (ctypes.CFUNCTYPE(ctypes.c_int)(address.value) for address in addresses[2:])
+    assert (number(), count()) == (0, 1)  # outside of a parallel region

@@ -16,6 +16,7 @@ from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
 from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
 from offload.errors import DoesNotFit, ModelError, UsageError
+from offload.kernels.native import OFF, kernels
 from offload.leader import load_worker
 from offload.metrics import LevelStats, LinkStats, RankStats, Stats
 from offload.model.level import Level
@@ -38,6 +39,13 @@ class Step:
     text: str
     tokens: list[int]
     finish: FinishReason | None
+
+
+def kernels_problem(device: str) -> str:
+    """Why a pass on `device` runs on torch's operators though there should be kernels, "" where it is as it should be.
+    Raises UsageError for a wrong TRIFORCE_KERNELS."""
+    found = kernels()
+    return "" if device != "cpu" or found.library is not None or found.reason == OFF else found.reason
 
 
 def load_tokenizer(model: Path, draft: Path | None) -> Tokenizer:

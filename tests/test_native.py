@@ -17,12 +17,12 @@ import torch
 import forked
 from offload.errors import UsageError
 from offload.kernels import native
-from offload.kernels.native import Kernels, instruction_set, load
+from offload.kernels.native import Kernels, instruction_sets, load
 from offload.kernels.products import Step, Steps, room_to_widen
 
 ROOT = Path(__file__).resolve().parents[1]
 SETS = {
-    "x86_64": {"avx512": "AVX512", "avx2": "AVX2"},
+    "x86_64": {"amx": "", "avx512": "AVX512", "avx2": "AVX2"},  # what torch is told, so that it is chosen
     "aarch64": {"neon": torch.backends.cpu.get_cpu_capability()},
 }
 
@@ -30,8 +30,9 @@ SETS = {
 def on_this_machine() -> list[str]:
     """The instruction sets whose libraries run here, the best one first."""
     names = list(SETS.get(platform.machine(), {})) if sys.platform == "linux" else []
-    best = instruction_set(sys.platform, platform.machine(), torch.backends.cpu.get_cpu_capability())
-    return names[names.index(best) :] if best else []
+    capability = torch.backends.cpu.get_cpu_capability()
+    best = instruction_sets(sys.platform, platform.machine(), capability, native._has_amx())
+    return names[names.index(best[0]) :] if best else []
 
 
 def built(name: str) -> Kernels:
@@ -71,7 +72,8 @@ def test_every_instruction_set_of_this_machine_is_chosen_as_torch_chooses(name: 
     """ATEN_CPU_CAPABILITY, which torch reads at its start, sets both."""
     built(name)
     code = "from offload.kernels import native; found = native.kernels(); print(found.instruction_set or found.reason)"
-    variables = os.environ | {"ATEN_CPU_CAPABILITY": SETS[platform.machine()][name].lower()}
+    capability = SETS[platform.machine()][name].lower()
+    variables = os.environ | ({"ATEN_CPU_CAPABILITY": capability} if capability else {})
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, text=True, check=True
     )
@@ -84,20 +86,34 @@ def test_every_library_of_this_machine_sums(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("system", "machine", "capability", "name"),
+    ("system", "machine", "capability", "has_amx", "names"),
     [
-        ("linux", "x86_64", "AVX512", "avx512"),
-        ("linux", "x86_64", "AVX2", "avx2"),
-        ("linux", "x86_64", "DEFAULT", ""),
-        ("linux", "aarch64", "DEFAULT", "neon"),
-        ("linux", "aarch64", "SVE256", "neon"),
-        ("linux", "riscv64", "DEFAULT", ""),
-        ("darwin", "arm64", "DEFAULT", ""),
-        ("darwin", "x86_64", "AVX2", ""),
+        ("linux", "x86_64", "AVX512", True, ("amx", "avx512")),
+        ("linux", "x86_64", "AVX512", False, ("avx512",)),
+        ("linux", "x86_64", "AVX2", False, ("avx2",)),
+        ("linux", "x86_64", "DEFAULT", False, ()),
+        ("linux", "aarch64", "DEFAULT", False, ("neon",)),
+        ("linux", "aarch64", "SVE256", False, ("neon",)),
+        ("linux", "riscv64", "DEFAULT", False, ()),
+        ("darwin", "arm64", "DEFAULT", False, ()),
+        ("darwin", "x86_64", "AVX2", False, ()),
     ],
 )
-def test_the_instruction_set_suits_the_machine(system: str, machine: str, capability: str, name: str) -> None:
-    assert instruction_set(system, machine, capability) == name
+def test_the_instruction_sets_suit_the_machine(
+    system: str, machine: str, capability: str, has_amx: bool, names: tuple[str, ...]
+) -> None:
+    assert instruction_sets(system, machine, capability, has_amx) == names
+
+
+def test_a_library_that_the_system_forbids_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "amx" not in on_this_machine() or not built("amx"):
+        pytest.skip("this machine has one kind of instructions that always may be used")
+    monkeypatch.setattr(
+        native, "load", lambda folder, name: Kernels(reason="no") if name == "amx" else load(folder, name)
+    )
+    native.kernels.cache_clear()
+    assert native.kernels().instruction_set == "avx512"
+    native.kernels.cache_clear()
 
 
 @pytest.fixture

@@ -39,13 +39,16 @@ def prepare(models: Models, options: Options, output: Output, *, sampling: Sampl
     output.note(models.note)
     output.wait("starting")
     with deferred():
-        from offload.engine import load_tokenizer
+        from offload.engine import kernels_problem, load_tokenizer
         from offload.plan.request import Request
 
         if sampling is not None:
             sampling.params()
         tokenizer = load_tokenizer(models.target, models.draft)
-        return Prepared(models, tokenizer, Request.on_this_machine(models.target, models.draft, options))
+        request = Request.on_this_machine(models.target, models.draft, options)
+        if problem := kernels_problem("cpu" if request.hardware.is_cpu else "cuda"):
+            output.note(f"slower than need be, on torch's operators: {problem}")
+        return Prepared(models, tokenizer, request)
 
 
 @contextmanager

@@ -20,7 +20,9 @@ from offload.errors import UsageError
 from offload.kernels.native.interface import declare
 
 VARIABLE = "TRIFORCE_KERNELS"
+CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
 ABI = 2  # what kernels.cpp says too
+OFF = f"{VARIABLE} is off"
 FOLDER = Path(__file__).parent
 _THREADS = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
 _AGAIN = "run pip install again"
@@ -44,11 +46,13 @@ _WIDEST_HEAD = 1024
 def kernels() -> Kernels:
     """This process's kernels. Errors: UsageError if TRIFORCE_KERNELS is neither on nor off."""
     if not _wanted(os.environ.get(VARIABLE, "")):
-        return Kernels(reason=f"{VARIABLE} is off")
-    name = instruction_set(sys.platform, platform.machine(), torch.backends.cpu.get_cpu_capability())
-    if not name:
-        return Kernels(reason="there are no kernels for this processor; they need Linux and AVX2 or 64-bit ARM")
-    return load(FOLDER, name)
+        return Kernels(reason=OFF)
+    found = Kernels(reason="there are no kernels for this processor; they need Linux and AVX2 or 64-bit ARM")
+    for name in instruction_sets(sys.platform, platform.machine(), torch.backends.cpu.get_cpu_capability(), _has_amx()):
+        found = load(FOLDER, name)
+        if found.library is not None:
+            break
+    return found
 
 
 def fitting(device: torch.device, head_dim: int, products: Sequence[tuple[int, int, bool]]) -> Kernels:
@@ -59,13 +63,14 @@ def fitting(device: torch.device, head_dim: int, products: Sequence[tuple[int, i
     return kernels()
 
 
-def instruction_set(system: str, machine: str, capability: str) -> str:
-    """The best one that this machine has, "" for none. capability: what torch's own kernels use."""
+def instruction_sets(system: str, machine: str, capability: str, has_amx: bool) -> tuple[str, ...]:
+    """Those that this machine has, the best one first. capability: what torch's own kernels use."""
     if system != "linux":
-        return ""
+        return ()
     if machine == "x86_64":
-        return {"AVX512": "avx512", "AVX2": "avx2"}.get(capability, "")
-    return "neon" if machine == "aarch64" else ""
+        best = ("amx", "avx512") if has_amx else ("avx512",)
+        return {"AVX512": best, "AVX2": ("avx2",)}.get(capability, ())
+    return ("neon",) if machine == "aarch64" else ()
 
 
 def load(folder: Path, name: str) -> Kernels:
@@ -81,9 +86,21 @@ def load(folder: Path, name: str) -> Kernels:
         return Kernels(reason=f"the kernels were built from other sources (interface {found}, not {ABI}); {_AGAIN}")
     if (threads := _threads()) is None:
         return Kernels(reason="torch has no OpenMP threads here")
+    if not library.permitted():
+        return Kernels(reason=f"the system does not let this process use {name}")
     library.bind(*threads)
     declare(library)
     return Kernels(library, name)
+
+
+def _has_amx() -> bool:
+    """Whether the processor multiplies bf16 tiles, and nobody asked torch for less than all of it."""
+    if CAPABILITY in os.environ:
+        return False
+    try:
+        return "amx_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
 
 
 def _wanted(value: str) -> bool:

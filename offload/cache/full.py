@@ -211,7 +211,7 @@ class FullCache:
 
     def _attend_spans(self, spans: SpanAttention, layer: int, rows: Rows) -> Tensor:
         """By the processor's kernels, tile by tile as they come: every span has its own result until all are merged."""
-        start, stop = rows.index, rows.index + len(rows.q)
+        start, stop = rows.index, rows.index + rows.q.shape[0]
         residence, tokens = self._residences["decode"], self.shape.tokens
         spans.begin(rows, -(-stop // self._span), masses=self._recorded_chunk is not None)
         for index in range(self.shape.count(stop)):

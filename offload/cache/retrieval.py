@@ -138,7 +138,7 @@ class RetrievalCache:
         self._fetch_tail(length)
 
     def _attend_spans(self, spans: SpanAttention, layer: int, rows: Rows) -> Tensor:
-        stop = rows.index + len(rows.q)
+        stop = rows.index + rows.q.shape[0]
         run = one_run(self._buffer[layer], first=0, tokens=stop, slot=0, span=SPAN)
         spans.begin(rows, -(-stop // SPAN))
         spans.take_in(run, 1)

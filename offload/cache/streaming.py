@@ -126,7 +126,7 @@ class StreamingCache:
 
     def _attend_spans(self, spans: SpanAttention, layer: int, rows: Rows) -> Tensor:
         """The window's run, then that of the sinks, which have queries of their own."""
-        stop = rows.index + len(rows.q)
+        stop = rows.index + rows.q.shape[0]
         held = max(stop - self._first, 0)
         num_window, num_sinks = -(-held // SPAN), -(-min(self.sinks, stop) // SPAN)
         window = one_run(self._rows[layer], first=self._first, tokens=held, slot=0, span=SPAN, windowed=True)

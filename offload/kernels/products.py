@@ -61,9 +61,10 @@ class Steps:
         self._widened = widened
         self._structures = (Product * len(steps))(*(self._structure(step) for step in steps))
 
-    def run(self, num_rows: int) -> None:
+    def run(self, num_rows: int, first: int = 0) -> None:
+        """first: the first of the rows."""
         structures = self._structures
-        self._library.run_products(self._dtype, structures, len(structures), num_rows, torch.get_num_threads())
+        self._library.run_products(self._dtype, structures, len(structures), first, num_rows, torch.get_num_threads())
 
     def read(self, x: Tensor) -> None:
         """From now on the first step reads x, [n, inputs] contiguous, which the caller keeps."""

@@ -72,7 +72,7 @@ class Decoder:
         broken off between two blocks, another forward ends on all of them. Peak memory: T hidden rows and one block's
         intermediates.
         """
-        tokens = torch.cat([segment.tokens for segment in segments])
+        tokens = segments[0].tokens if len(segments) == 1 else torch.cat([each.tokens for each in segments])
         if blocks is not None and len(tokens) != sum(blocks):
             raise ValueError(f"{len(tokens)} rows are not blocks of {blocks}")
         if self._few is not None and prefill_block is None and (blocks is not None or len(tokens) <= FEW_ROWS):
@@ -90,14 +90,15 @@ class Decoder:
     def _forward_few(
         self, few: FewRows, tokens: Tensor, segments: Sequence[Segment], blocks: Sequence[int] | None
     ) -> Tensor:
-        x = torch.index_select(self.weights.embedding, 0, tokens, out=few.rows(len(tokens)))
+        num_rows = tokens.shape[0]
+        x = torch.index_select(self.weights.embedding, 0, tokens, out=few.rows(num_rows))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self._attend(layer, q, k, v, 0, segments)
 
         with self._due(x, blocks, self.config.num_layers):
             for layer, weights in enumerate(self.weights.layers):
-                few.layer(layer, weights, len(tokens), blocks or [len(tokens)], attend)
+                few.layer(layer, weights, num_rows, blocks or [num_rows], attend)
         return x
 
     def finish(self) -> None:
@@ -151,6 +152,8 @@ class Decoder:
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int, segments: Sequence[Segment]) -> Tensor:
         """Each segment's share of these rows, through its cache -> [T, H * D]."""
+        if len(segments) == 1:
+            return segments[0].cache.attend(layer, q, k, v)
         stop, base, out = start + q.shape[0], 0, []
         for segment in segments:
             first, last = max(start, base), min(stop, base + len(segment.tokens))

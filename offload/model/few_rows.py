@@ -28,6 +28,7 @@ class FewRows:
         self._alone = isinstance(sums, OneRank)
         self._most = 0
         self._layers: dict[int, tuple[LayerWeights, Steps, list[Steps]]] = {}
+        self._views: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def rows(self, num_rows: int) -> Tensor:
         """[num_rows, hidden], for the caller to fill; `layer` works on them."""
@@ -39,22 +40,26 @@ class FewRows:
         """The first `num_rows` rows, in place. sizes: of the parts of them that ranks sum together."""
         before, after = self._steps(weights)
         before.run(num_rows)
-        q, k, v = self._split(weights, num_rows)
-        attended = attend(layer, q, k, v)
-        after[0].read(attended)
-        after[0].run(num_rows)
-        if self._alone:
-            return
-        self._add_totals(num_rows, sizes)
-        after[1].run(num_rows)
-        self._add_totals(num_rows, sizes)
+        q, k, v = self._heads(num_rows)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            norm_heads(self._kernels, q, weights.q_norm, self._config.rms_norm_eps)
+            norm_heads(self._kernels, k, weights.k_norm, self._config.rms_norm_eps)
+        after[0].read(attend(layer, q, k, v))
+        first = 0
+        for rows in [num_rows] if self._alone else sizes:
+            for steps in after:
+                steps.run(rows, first)
+                if not self._alone:
+                    self._x[first : first + rows] += self._sums.total(self._part[first : first + rows])
+            first += rows
 
     def logits(self, hidden: Tensor, norm: Tensor, head: Linear) -> Tensor:
         """hidden [n, hidden] -> [n, V]."""
         hidden = hidden.contiguous()
-        out = hidden.new_empty(len(hidden), head.weight.shape[0])
+        num_rows = hidden.shape[0]
+        out = hidden.new_empty(num_rows, head.weight.shape[0])
         step = _step(hidden, head, out, norm, epsilon=self._config.rms_norm_eps)
-        Steps(self._kernels, [step], room_to_widen(*hidden.shape)).run(len(hidden))
+        Steps(self._kernels, [step], room_to_widen(*hidden.shape)).run(num_rows)
         return out
 
     def _allocate(self, most: int) -> None:
@@ -66,6 +71,7 @@ class FewRows:
         self._widened = room_to_widen(most, max(*widths, config.intermediate_size))
         self._part = self._x if self._alone else torch.empty_like(self._x)
         self._layers.clear()
+        self._views.clear()
 
     def _steps(self, weights: LayerWeights) -> tuple[Steps, list[Steps]]:
         """Of a layer: up to its attention, and after it, cut where ranks sum."""
@@ -84,18 +90,14 @@ class FewRows:
             self._layers[id(weights)] = (weights, *made)
         return self._layers[id(weights)][1:]
 
-    def _split(self, weights: LayerWeights, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        config = self._config
-        heads = self._qkv[:num_rows].view(num_rows, -1, config.head_dim)
-        q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), 1)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            norm_heads(self._kernels, q, weights.q_norm, config.rms_norm_eps)
-            norm_heads(self._kernels, k, weights.k_norm, config.rms_norm_eps)
-        return q, k, v
-
-    def _add_totals(self, num_rows: int, sizes: Sequence[int]) -> None:
-        for x, part in zip(self._x[:num_rows].split(sizes), self._part[:num_rows].split(sizes), strict=True):
-            x += self._sums.total(part)
+    def _heads(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, H, D], k and v [T, H_kv, D] among the products' results."""
+        if num_rows not in self._views:
+            config = self._config
+            heads = self._qkv[:num_rows].view(num_rows, -1, config.head_dim)
+            q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), 1)
+            self._views[num_rows] = q, k, v
+        return self._views[num_rows]
 
 
 def _step(

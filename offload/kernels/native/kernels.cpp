@@ -17,7 +17,7 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Changes with every change of a structure or a function below.
-KERNEL int abi() { return 2; }
+KERNEL int abi() { return 3; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -29,8 +29,8 @@ KERNEL void bind(void* parallel, void* barrier, void* number, void* count) {
     threads::count = reinterpret_cast<decltype(threads::count)>(count);
 }
 
-KERNEL void run_products(Dtype dtype, const Product* steps, int64_t count, int64_t rows, int64_t how_many) {
-    with(dtype, [&]<class E>() { products::run<E>(steps, count, rows, how_many); });
+KERNEL void run_products(Dtype dtype, const Product* steps, int64_t count, int64_t first, int64_t rows, int64_t how_many) {
+    with(dtype, [&]<class E>() { products::run<E>(steps, count, first, rows, how_many); });
 }
 
 KERNEL int64_t widened_room(Dtype dtype, int64_t inputs) {

@@ -33,10 +33,10 @@ constexpr int MOST_ROWS = 64;   // that are worked on together
 
 // One row, normed and widened to fp32 in the order of units; or kept as bf16 for tiles.
 template <class E>
-void widen_row(const Product& p, int64_t row) {
+void widen_row(const Product& p, int64_t first, int64_t row) {
     using element = typename E::element;
     const int inputs = int(p.inputs), whole = inputs / wide<E> * wide<E>;
-    auto x = static_cast<const element*>(p.x) + row * p.x_stride;
+    auto x = static_cast<const element*>(p.x) + (first + row) * p.x_stride;
     auto norm = static_cast<const element*>(p.norm);
     auto units = [&](const element* from, int at) {
         return at < whole ? load<u32>(from + at) : load_some(from + at, (inputs - at) / E::per_unit);
@@ -156,7 +156,7 @@ INLINE void finish(Ending ending, const float* results, const float* ups, typena
 }
 
 template <class E>
-void draw(const Product& p, int64_t rows, int64_t number) {
+void draw(const Product& p, int64_t first_row, int64_t rows, int64_t number) {
     const int64_t first = number * OUTPUTS;
     const int count = int(p.outputs - first < OUTPUTS ? p.outputs - first : OUTPUTS);
     alignas(64) float results[MOST_ROWS][OUTPUTS], ups[MOST_ROWS][OUTPUTS];
@@ -165,14 +165,14 @@ void draw(const Product& p, int64_t rows, int64_t number) {
         const float* x = p.widened + from * padded<E>(int(p.inputs)) / (tiles::take<E> ? 2 : 1);
         block<E>(p, x, first, count, some, results);
         if (p.ending == Ending::gate) block<E>(p, x, p.outputs + first, count, some, ups);
-        for (int r = 0; r < some; r++)
-            finish<E>(p.ending, results[r], ups[r], static_cast<typename E::element*>(p.out) + (from + r) * p.out_stride + first, count);
+        auto out = static_cast<typename E::element*>(p.out) + (first_row + from) * p.out_stride + first;
+        for (int r = 0; r < some; r++) finish<E>(p.ending, results[r], ups[r], out + r * p.out_stride, count);
     }
 }
 
-// `count` products one after the other, at most 16, each of `rows` rows.
+// `count` products one after the other, at most 16, of `rows` rows from row `first` on.
 template <class E>
-void run(const Product* steps, int64_t count, int64_t rows, int64_t how_many) {
+void run(const Product* steps, int64_t count, int64_t first, int64_t rows, int64_t how_many) {
     constexpr int most = 16;
     threads::Counter widening[most], drawing[most];
     auto body = [&] {
@@ -180,9 +180,9 @@ void run(const Product* steps, int64_t count, int64_t rows, int64_t how_many) {
         for (int64_t i = 0; i < count; i++) {
             const Product& p = steps[i];
             if (i) threads::barrier();
-            for (int64_t row; (row = widening[i].draw()) < rows;) widen_row<E>(p, row);
+            for (int64_t row; (row = widening[i].draw()) < rows;) widen_row<E>(p, first, row);
             threads::barrier();
-            for (int64_t number; (number = drawing[i].draw()) * OUTPUTS < p.outputs;) draw<E>(p, rows, number);
+            for (int64_t number; (number = drawing[i].draw()) * OUTPUTS < p.outputs;) draw<E>(p, first, rows, number);
         }
     };
     threads::run(how_many, body);

@@ -67,7 +67,7 @@ class FullCache:
             }
         self.reader = RowReader(self.store, memory, link)
         self._prefill = prefill or CPU_PREFILL
-        self._span, self._keep_queries = span_tokens(shape.page_tokens, mass_chunk), keep_queries
+        self._span, self._keep_queries = span_tokens(shape.page_tokens), keep_queries
         self._spans: SpanAttention | None = None
         if kernels.library is not None:
             self._spans = SpanAttention(kernels, rope, dtype=shape.dtype, span=self._span, chunk=mass_chunk)

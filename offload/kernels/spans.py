@@ -10,9 +10,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from offload.kernels.native import Kernels
 from offload.kernels.native.interface import DTYPES, Attention, Rotation, Run
@@ -22,9 +24,9 @@ SPAN = 128  # tokens, where pages and chunks allow: what a thread takes at a tim
 _FLOATS = 2  # of a partial result, beside its sum of values: the largest score and the sum of weights
 
 
-def span_tokens(page: int, chunk: int | None) -> int:
-    """Tokens of a span in pages of `page` tokens: whole chunks of `chunk` tokens, which divide a page."""
-    return max(min(SPAN, page), chunk or 1)
+def span_tokens(page: int) -> int:
+    """Tokens of a span in pages of `page` tokens."""
+    return gcd(SPAN, page)
 
 
 def one_run(
@@ -64,10 +66,14 @@ class SpanAttention:
     def __init__(
         self, kernels: Kernels, rope: RopeTable, *, dtype: torch.dtype, span: int, chunk: int | None = None
     ) -> None:
-        """rope: rounded to `dtype`. span: tokens of the runs' spans; chunk: tokens of a chunk, which divides it."""
+        """rope: rounded to `dtype`. span: tokens of the runs' spans; chunk: tokens of a chunk."""
         assert kernels.library is not None
         self._library, self._dtype, self._rope, self._span = kernels.library, dtype, rope, span
-        self._code, self._chunk = DTYPES[dtype], chunk
+        self._code = DTYPES[dtype]
+        self._chunk, self._part = (
+            chunk or 0,
+            gcd(chunk or 0, span),
+        )  # masses are summed by parts of a chunk, then joined
         self._queries = self._partials = self._masses = self._scratch = torch.empty(0)
         self._attention, self._rotation = Attention(), Rotation()
         self._rows: Rows | None = None
@@ -79,7 +85,7 @@ class SpanAttention:
         library, a, lasts = self._library, self._attention, lasts or (rows.position + num_rows,)
         room = library.widened_room(self._code, dim) + _FLOATS
         folded = num_heads * num_rows
-        chunks = self._span // self._chunk if masses and self._chunk else 0
+        chunks = self._span // self._part if masses and self._chunk else 0
         self._queries = _at_least(self._queries, len(lasts) * folded * dim)
         self._partials = _at_least(self._partials, num_slots * folded * room)
         self._masses = _at_least(self._masses, num_slots * folded * chunks)
@@ -89,7 +95,7 @@ class SpanAttention:
         a.masses = self._masses.data_ptr() if chunks else None
         a.rows, a.group, a.kv_heads, a.head_dim = num_rows, num_heads // num_kv_heads, num_kv_heads, dim
         a.position, a.window, a.slots = rows.index, rows.window, num_slots
-        a.chunk, a.chunks, a.out_stride = self._chunk or 0, chunks, num_heads * dim
+        a.chunk, a.chunks, a.out_stride = self._part, chunks, num_heads * dim
         r = self._rotation
         r.q, r.k, r.v = rows.q.data_ptr(), None, rows.v.data_ptr()
         r.cos, r.sin = self._rope.cos.data_ptr(), self._rope.sin.data_ptr()
@@ -124,7 +130,12 @@ class SpanAttention:
         a.out, a.mass = out.data_ptr(), None if mass is None else mass.data_ptr()
         self._library.merge_runs(self._code, ctypes.byref(a), torch.get_num_threads())
         self._rows = None
-        return out, mass
+        return out, None if mass is None else self._joined(mass)
+
+    def _joined(self, mass: Tensor) -> Tensor:
+        """[..., parts of chunks] -> [..., chunks]; the last one may be of a few parts only."""
+        parts = self._chunk // self._part
+        return mass if parts == 1 else pad(mass, (0, -mass.shape[-1] % parts)).unflatten(-1, (-1, parts)).sum(-1)
 
 
 def _at_least(scratch: Tensor, num_floats: int) -> Tensor:

@@ -56,10 +56,10 @@ struct Range {
     int from, to;
 };
 
-// What row t sees of the span, as numbers of its tokens.
-inline Range seen(const Attention& a, const Span& s, int64_t t) {
-    int64_t to = a.position + t + 1 - s.first;
-    int64_t from = s.windowed ? to - a.window : 0;
+// What rows `first` to `last` see of the span together, as numbers of its tokens.
+inline Range seen_by(const Attention& a, const Span& s, int64_t first, int64_t last) {
+    int64_t to = a.position + last + 1 - s.first;
+    int64_t from = s.windowed ? a.position + first + 1 - s.first - a.window : 0;
     to = to < s.count ? to : s.count;
     from = from > 0 ? from : 0;
     return to > from ? Range{int(from), int(to)} : Range{0, 0};
@@ -231,9 +231,7 @@ void attend_one(const Attention& a, const Span& s, int64_t head, float* scratch)
     float* partials = a.partials + base * size;
     const float* queries = a.queries + (s.query * a.kv_heads + head) * folded * dim;
     auto keys = static_cast<const element*>(s.keys), values = static_cast<const element*>(s.values);
-    Range first = seen(a, s, 0), last = seen(a, s, a.rows - 1);
-    if (last.to == last.from) last = first;  // the last rows may see nothing of it any more, the first ones nothing yet
-    Range some = first.to == first.from ? last : Range{first.from, last.to > first.to ? last.to : first.to};
+    const Range some = seen_by(a, s, 0, a.rows - 1);
     const int begin = some.from / KEYS * KEYS, stride = (some.to - begin + KEYS - 1) / KEYS * KEYS;
     const Part part{queries, folded, dim, some.to - begin, stride};
     keys += int64_t(begin) * dim, values += int64_t(begin) * dim;
@@ -241,7 +239,7 @@ void attend_one(const Attention& a, const Span& s, int64_t head, float* scratch)
     score_all<E>(part, keys, scores, panel);
     const float scale = 1.44269504f / __builtin_sqrtf(float(dim));
     for (int r = 0; r < folded; r++) {
-        Range own = seen(a, s, r / a.group);
+        Range own = seen_by(a, s, r / a.group, r / a.group);
         if (own.to > own.from) own = {own.from - begin, own.to - begin};
         float* row = scores + int64_t(r) * stride;
         soften(row, stride, own, scale, partials + r * size, partials + r * size + 1);

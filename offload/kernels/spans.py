@@ -73,7 +73,7 @@ class SpanAttention:
         self._chunk, self._part = (
             chunk or 0,
             gcd(chunk or 0, span),
-        )  # masses are summed by parts of a chunk, then joined
+        )  # masses are summed by parts, then joined
         self._queries = self._partials = self._masses = self._scratch = torch.empty(0)
         self._attention, self._rotation = Attention(), Rotation()
         self._rows: Rows | None = None

@@ -58,7 +58,7 @@ class Steps:
         assert kernels.library is not None
         assert len(steps) <= MOST
         self._dtype, self._library, self._kept = DTYPES[steps[0].x.dtype], kernels.library, steps
-        self._widened = widened
+        self._widened, self._read = widened, steps[0].x  # tensors are kept as long as their addresses
         self._structures = (Product * len(steps))(*(self._structure(step) for step in steps))
 
     def run(self, num_rows: int, first: int = 0) -> None:
@@ -67,12 +67,8 @@ class Steps:
         self._library.run_products(self._dtype, structures, len(structures), first, num_rows, torch.get_num_threads())
 
     def read(self, x: Tensor) -> None:
-        """From now on the first step reads x, [n, inputs] contiguous, which the caller keeps."""
-        self._structures[0].x = x.data_ptr()
-
-    def write(self, out: Tensor) -> None:
-        """From now on the last step writes to out, [n, outputs] contiguous, which the caller keeps."""
-        self._structures[-1].out = out.data_ptr()
+        """From now on the first step reads x, [n, inputs] contiguous."""
+        self._read, self._structures[0].x = x, x.data_ptr()
 
     def _structure(self, step: Step) -> Product:
         outputs, inputs = step.weight.shape

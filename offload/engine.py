@@ -18,7 +18,7 @@ from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
 from offload.errors import DoesNotFit, ModelError, UsageError
 from offload.kernels.native import OFF, kernels
 from offload.leader import load_worker
-from offload.metrics import LevelStats, LinkStats, RankStats, Stats
+from offload.metrics import HostStats, LevelStats, LinkStats, RankStats, Stats
 from offload.model.level import Level
 from offload.plan.composition import PLAIN
 from offload.plan.config import ModelConfig
@@ -80,6 +80,7 @@ class Engine:
         self.worker, self.tokenizer, self.prefix, self.stats = worker, tokenizer, PrefixCache(worker), Stats()
         self._load_seconds = load_seconds
         self._link_at_start = self._link_at_decode = LinkStats()
+        self._host_at_decode = HostStats()
         self._ranks_at_decode: list[RankStats] = []
 
     @classmethod
@@ -263,15 +264,18 @@ class Engine:
             level.stats = LevelStats(level.stats.name)
         self.stats.levels = [level.stats for level in self.levels.values()]
         self._link_at_start = self._link_at_decode = self.worker.link_stats
+        self._host_at_decode = self.worker.host_stats
 
     def _prefill(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
         self.prefix.prefill(tokens, on_progress)
         self._link_at_decode, self._ranks_at_decode = self.worker.link_stats, self.worker.rank_stats()
+        self._host_at_decode = self.worker.host_stats
 
     def _measure(self, run: generation.Run) -> None:
         """What crossed the links; of the other ranks at the end only, since they have to be asked."""
         self.stats.prefill_link = self._link_at_decode - self._link_at_start
         self.stats.decode_link = self.worker.link_stats - self._link_at_decode
+        self.stats.host_attention = self.worker.host_stats - self._host_at_decode
         if run.finish is not None:
             now = zip(self.worker.rank_stats(), self._ranks_at_decode, strict=True)
             self.stats.ranks = [rank.since(earlier) for rank, earlier in now]

@@ -17,7 +17,7 @@ from offload.errors import DoesNotFit
 from offload.kernels.native import FEW_ROWS, Kernels, fitting
 from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
-from offload.metrics import LinkStats, RankStats
+from offload.metrics import HostStats, LinkStats, RankStats
 from offload.model.decoder import Decoder
 from offload.model.level import Level, StreamingLevel, prefill
 from offload.model.loading import DTYPES
@@ -28,6 +28,7 @@ from offload.plan.sizing import CPU_BLOCKS, MAX_ROWS
 from offload.session.page import PagedRows
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
+from offload.transfer.pace import HostReads
 
 MAX_REACH = 32  # tokens: dilation reaches as far as blocks usually go
 
@@ -109,6 +110,11 @@ class Worker:
     def link_stats(self) -> LinkStats:
         """Totals since the worker was loaded; zeros where there is no link."""
         return self.link.stats if self.link is not None else LinkStats()
+
+    @property
+    def host_stats(self) -> HostStats:
+        """Totals of the target's cache since it was made."""
+        return self.full.host_reads.stats
 
     def rank_stats(self) -> list[RankStats]:
         """Totals of each rank since the worker was loaded; none where there is one rank."""
@@ -215,6 +221,8 @@ def _full_cache(plan: Plan, config: ModelConfig, memory: Memory, link: Link | No
         blocks=blocks,
         link=link if "kv" in placement.offload else None,
         num_resident=placement.resident_tiles,
+        num_host=placement.host_tiles,
+        host_reads=HostReads(placement.host_bytes_per_second),
         mass_chunk=composition.chunk if by_mass else None,
         prefill=placement.prefill,
         kernels=_kernels(plan, config),

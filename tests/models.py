@@ -211,6 +211,7 @@ class Sizes:
     page: int = 8
     pages: int = 2
     num_resident: int = 0  # tiles of all layers together, only where there is a link
+    num_host: int = 0  # the same
     kv_staging: int = 2
     budget: int = 16
     chunk: int = 4
@@ -244,6 +245,7 @@ def full_cache(
         blocks=sizes.blocks,
         link=link,
         num_resident=sizes.num_resident,
+        num_host=sizes.num_host,
         num_staging=sizes.kv_staging,
         mass_chunk=sizes.chunk if mass else None,
     )

@@ -97,7 +97,7 @@ class Case:
     def __str__(self) -> str:
         sizes = self.sizes
         numbers = f"g{sizes.gamma}.{sizes.draft_gamma} r{sizes.rows} b{sizes.budget} c{sizes.chunk}"
-        tiles = f"p{sizes.page}x{sizes.pages} res{self.resident}"
+        tiles = f"p{sizes.page}x{sizes.pages} res{self.resident}.{sizes.num_host}"
         return f"{self.target} {self.draft} n{self.prompt_length} {numbers} {tiles} {sizes.selection}"
 
 
@@ -115,6 +115,7 @@ def sample_cases(num_cases: int) -> list[Case]:
         "chunk": [1, 2, 4],
         "tile": [(4, 1), (4, 4), (8, 2), (16, 1), (32, 2)],
         "resident": [None, 0, 1, 2, 50],
+        "num_host": [0, 1, 5, 99],
         "selection": ["mass", "mass", "published"],
         "window": [1, 8, 200],
     }

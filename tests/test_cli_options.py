@@ -39,6 +39,8 @@ FLAGS = [  # option, what is typed, where it arrives, as what
     ("--dtype", "fp32", "options.dtype", "fp32"),
     ("--offload", "kv", "options.offload", frozenset({"kv"})),
     ("--device-memory", "2.5", "options.device_memory", 2.5),
+    ("--host-attention", "0.5", "options.host_attention", 0.5),
+    ("--host-attention", "off", "options.host_attention", 0.0),
     ("--selection", "published", "options.selection", "published"),
     ("--cache", "kept", "session", Path("kept")),
     ("--session", "book", "session", session_folder("book")),
@@ -102,7 +104,7 @@ def test_every_option_is_tested_here_and_has_its_variable():
     command = typer.main.get_command(app).commands["generate"]
     declared = {parameter.opts[0]: parameter.envvar for parameter in command.params if parameter.name != "help_all"}
     assert declared == {flag: variable_of(flag) for flag in declared}
-    apart = {"--model", "--draft", "--link-gbps", "--read-only", "--debug"}  # tested one by one
+    apart = {"--model", "--draft", "--link-gbps", "--host-gbps", "--read-only", "--debug"}  # tested one by one
     apart |= {"--input-jsonl", "--output-jsonl", "--config", "--log-file"}  # in files of their own
     assert set(declared) == {flag for flag, *_ in FLAGS + SWITCHES} | apart
 
@@ -144,6 +146,14 @@ def test_link_bandwidth_and_its_variable_say_the_same(model, monkeypatch):
     assert parse("--model", model, "--offload", "kv", "--link-gbps", "2").options.link_gbps == 2.0
     monkeypatch.setenv("TRIFORCE_LINK_GBPS", "3")
     assert parse("--model", model, "--offload", "kv").options.link_gbps == 3.0
+
+
+def test_the_pace_of_the_host_and_its_variable_say_the_same(model, monkeypatch):
+    paced = ("--model", model, "--offload", "kv", "--link-gbps", "2")
+    assert parse(*paced).options.host_gbps is None
+    assert parse(*paced, "--host-gbps", "4.8").options.host_gbps == 4.8
+    monkeypatch.setenv("TRIFORCE_HOST_GBPS", "3")
+    assert parse(*paced).options.host_gbps == 3.0
 
 
 def test_command_line_wins_over_the_variable(model, monkeypatch):
@@ -202,6 +212,11 @@ def test_offload_takes_any_order(text, expected):
         (["--offload", "kv,"], ["offload", "''", "weights,kv, none or auto"]),
         (["--link-gbps", "2"], ["link-gbps", "--offload"]),
         (["--offload", "kv", "--link-gbps", "nan"], ["link-gbps", "nan", "GB/s"]),
+        (["--host-attention", "half"], ["host-attention", "'half'", "auto, off or a share from 0 to 1"]),
+        (["--host-attention", "1.5"], ["host-attention", "1.5", "from 0 to 1"]),
+        (["--host-attention", "nan"], ["host-attention", "nan", "from 0 to 1"]),
+        (["--offload", "kv", "--host-gbps", "2"], ["host-gbps", "--link-gbps"]),
+        (["--offload", "kv", "--link-gbps", "1", "--host-gbps", "0"], ["host-gbps", "0", "GB/s"]),
         (["--stop", ""], ["stop", "empty"]),
         (["--no-such-option"], ["--no-such-option"]),
         (["--gamma"], ["--gamma", "requires an argument"]),

@@ -42,6 +42,7 @@ def run(plan: Plan) -> tuple[list[int], dict[str, dict[str, int]]]:
         {"gamma": 15, "draft_gamma": 0, "budget": 256},
         {"gamma": 7, "offload": frozenset({"kv"})},
         {"gamma": 7, "offload": frozenset({"weights", "kv"})},
+        {"gamma": 7, "offload": frozenset({"kv"}), "host_attention": 0.5},
         {"gamma": 7, "device_memory": 0.078},
         {"gamma": 7, "device_memory": 0.062},
     ],

@@ -95,6 +95,8 @@ class PlacementFlags:
     offload: options.Offload = "auto"
     device_memory: options.DeviceMemory = None
     link_gbps: options.LinkGbps = None
+    host_attention: options.HostAttention = AUTO
+    host_gbps: options.HostGbps = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +138,7 @@ def plan_options(levels: LevelFlags, **placement: Any) -> Options:
     given = vars(levels) | placement
     given["lookup"], given["speculation"] = not given.pop("no_lookup"), not given.pop("no_speculation", False)
     given["offload"] = _offloaded(given["offload"])
+    given["host_attention"] = _host_share(given["host_attention"])
     if "gpus" in given:
         given["gpus"] = _num_gpus(given["gpus"])
     return Options(**given)
@@ -149,6 +152,16 @@ def _num_gpus(text: str) -> int | None:
         return int(text)
     except ValueError as error:
         raise UsageError(f"gpus is {text!r}; it may be a number or auto") from error
+
+
+def _host_share(text: str) -> float | None:
+    """From a number, "off" (0), or "auto" (None: the plan chooses)."""
+    if text.strip() in (AUTO, "off"):
+        return None if text.strip() == AUTO else 0.0
+    try:
+        return float(text)
+    except ValueError as error:
+        raise UsageError(f"host-attention is {text!r}; it may be auto, off or a share from 0 to 1") from error
 
 
 def _offloaded(text: str) -> frozenset[str] | None:

@@ -264,7 +264,7 @@ Dtype = Annotated[
     Literal["auto", "bf16", "fp16", "fp32"],
     option(
         "--dtype",
-        "Arithmetic: auto, bf16, fp16 or fp32.",
+        "auto, bf16, fp16 or fp32.",
         PLACEMENT,
         metavar="DTYPE",
     ),
@@ -291,7 +291,7 @@ DeviceMemory = Annotated[
     float | None,
     option(
         "--device-memory",
-        "Device memory to use at most, in 10^9 bytes; on a CPU, a simulated limit.",
+        "Device memory at most, simulated on a CPU.",
         PLACEMENT,
         metavar="GB",
         parser=number,
@@ -301,10 +301,32 @@ LinkGbps = Annotated[
     float | None,
     option(
         "--link-gbps",
-        "Limit the link to the host to this bandwidth, in 10^9 bytes per second (with --offload).",
+        "Bandwidth of the link to the host at most, in 10^9 bytes per second (with --offload).",
         PLACEMENT,
         metavar="GB/S",
         parser=number,
+    ),
+]
+
+HostAttention = Annotated[
+    str,
+    option(
+        "--host-attention",
+        "Attend to this share of streamed tiles on the host (CPU); off, auto.",
+        PLACEMENT,
+        metavar="SHARE",
+    ),
+]
+HostGbps = Annotated[
+    float | None,
+    option(
+        "--host-gbps",
+        "Limit what the host reads to attend to its tiles to this bandwidth, in 10^9 bytes per second (with "
+        "--link-gbps). Without it, 2.4 times the link's.",
+        EXPERT,
+        metavar="GB/S",
+        parser=number,
+        hidden=True,
     ),
 ]
 

@@ -21,6 +21,7 @@ from offload.kernels.spans import Rows, SpanAttention, one_run, span_tokens
 from offload.plan.sizing import CPU_PREFILL, PrefillShape
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
+from offload.transfer.pace import HostReads
 
 
 class FullCache:
@@ -30,7 +31,9 @@ class FullCache:
     row's bits depend on its position and the tokens before it, and on nothing else. In phase "prefill" blocks may have
     any size. With `mass_chunk` the decode phase also keeps each row's softmax mass per chunk of that many tokens,
     while `record_mass` is set.
-    kernels: the processor's, for phase "decode". keep_queries: False where `mean_key_scores` is not asked for.
+    num_resident, num_host: see `TileStore`; in phase "prefill" all tiles are attended to on the device. host_reads: of
+    tiles that are attended to on the host. kernels: the processor's, for phase "decode". keep_queries: False where
+    `mean_key_scores` is not asked for.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class FullCache:
         blocks: Blocks,
         link: Link | None = None,
         num_resident: int = 0,
+        num_host: int = 0,
+        host_reads: HostReads | None = None,
         num_staging: int = 2,
         mass_chunk: int | None = None,
         prefill: PrefillShape | None = None,
@@ -51,7 +56,8 @@ class FullCache:
     ) -> None:
         self.shape, self.num_layers, self.rope, self.mass_chunk = shape, num_layers, rope, mass_chunk
         self._block_sizes = blocks
-        self.store = TileStore(memory, shape, num_layers, None if link is None else num_resident)
+        self.store = TileStore(memory, shape, num_layers, None if link is None else num_resident, num_host)
+        self.host_reads = host_reads or HostReads()
         resident = Residence(self.store)
         self._residences: dict[Phase, Residence] = {"prefill": resident, "decode": resident}
         self._write_back: WriteBack | None = None
@@ -63,7 +69,7 @@ class FullCache:
             self._write_back = WriteBack(self.store, link)
             self._residences = {
                 "prefill": PrefillTiles(self.store, link, memory, self._write_back),
-                "decode": StreamedTiles(self.store, link, staging, self._write_back),
+                "decode": StreamedTiles(self.store, link, staging, self._write_back, self.host_reads),
             }
         self.reader = RowReader(self.store, memory, link)
         self._prefill = prefill or CPU_PREFILL
@@ -112,6 +118,7 @@ class FullCache:
             for block in blocks:
                 self._attend_tile(block, tile, index)
             residence.close(layer, index)
+        residence.end_layer()
         if self._phase == "decode":
             self.last_query.append(q)
             if chunk := self._recorded_chunk:
@@ -210,11 +217,14 @@ class FullCache:
         self._taken = [0] * self.num_layers
 
     def _attend_spans(self, spans: SpanAttention, layer: int, rows: Rows) -> Tensor:
-        """By the processor's kernels, tile by tile as they come: every span has its own result until all are merged."""
+        """By the processor's kernels, tile by tile as they come: every span has its own result until all are merged.
+
+        Tiles on the host come first: on a card they would take their time beside the others, and so they do in a
+        rehearsal, since only `end_layer` waits for it."""
         start, stop = rows.index, rows.index + rows.q.shape[0]
         residence, tokens = self._residences["decode"], self.shape.tokens
         spans.begin(rows, -(-stop // self._span), masses=self._recorded_chunk is not None)
-        for index in range(self.shape.count(stop)):
+        for index in self.store.order(layer, self.shape.count(stop)):
             base = index * tokens
             tile = residence.open(layer, index)
             used = min(stop - base, tokens)
@@ -224,6 +234,7 @@ class FullCache:
                 residence.wrote(layer, index, max(start - base, 0), used)
             spans.attend(run, 1)
             residence.close(layer, index)
+        residence.end_layer()
         out, mass = spans.merge()
         if mass is not None:
             self._mass.append(mass)

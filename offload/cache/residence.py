@@ -1,7 +1,7 @@
 """The three ways to have a tile at hand during a forward.
 
-`Residence` uses tiles at home; `StreamedTiles` cross the link into staging slots, tile after tile; `PrefillTiles`
-stay on the device while their layer is worked on.
+`Residence` uses tiles at home; `StreamedTiles` cross the link into staging slots, tile after tile, but for those that
+the host attends to; `PrefillTiles` stay on the device while their layer is worked on.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from torch import Tensor
 from offload.cache.tiles import TileStore
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory
+from offload.transfer.pace import HostReads
 
 
 class Residence:
-    """Access to tiles during one forward. Tiles are opened layer by layer, in order, and closed after use.
+    """Access to tiles during one forward. Tiles are opened layer by layer, in the order of their places or in that of
+    `TileStore.order`, and closed after use.
 
     Here every tile is on the device: its home is where it is used, and nothing moves.
     """
@@ -38,6 +40,9 @@ class Residence:
 
     def close(self, layer: int, index: int) -> None:
         """The tile was used."""
+
+    def end_layer(self) -> None:
+        """All tiles of a layer were closed: return when all that was read of them would have been."""
 
     def end(self) -> None:
         """The forward is over or was broken off: nothing of it is under way any more but copies home."""
@@ -86,23 +91,25 @@ class StreamedTiles(Residence):
 
     While one tile is attended the next is on its way, across layer boundaries and, with `fetch_ahead`, across forwards:
     rows that are in the cache stay as they are. Only pages in use are copied. New rows are written into the staged tile
-    and copied home from there.
+    and copied home from there. Tiles that the host attends to are used at home, and `reads` counts and paces that.
     """
 
-    def __init__(self, store: TileStore, link: Link, staging: Sequence[Tensor], write_back: WriteBack) -> None:
+    def __init__(
+        self, store: TileStore, link: Link, staging: Sequence[Tensor], write_back: WriteBack, reads: HostReads
+    ) -> None:
         super().__init__(store)
-        self._link, self._write_back = link, write_back
+        self._link, self._write_back, self._reads = link, write_back, reads
         self._slots = [_Slot(tile, link.record(), link.record(), link.record()) for tile in staging]
         self._order: list[tuple[int, int]] = []
         self._position: dict[tuple[int, int], int] = {}
-        self._length = 0  # tokens in the cache as the forward began
+        self._length = self._stop = 0  # tokens in the cache as the forward began, and with all of its rows
         self._finished = False  # the last tile of the forward was closed
         self._ahead: list[tuple[int, int]] = []  # in the slots for the next forward
 
     def begin(self, length: int, num_rows: int) -> None:
         super().begin(length, num_rows)
-        self._length, self._finished = length, False
-        self._order = self._store.streamed(length + num_rows)
+        self._length, self._stop, self._finished = length, length + num_rows, False
+        self._order = self._store.streamed(self._stop)
         self._position = {key: i for i, key in enumerate(self._order)}
         first = self._order[: len(self._slots)]
         if first != self._ahead:
@@ -110,7 +117,10 @@ class StreamedTiles(Residence):
         self._ahead = []
 
     def open(self, layer: int, index: int) -> Tensor:
-        if self._store.place(layer, index) == "device":
+        place = self._store.place(layer, index)
+        if place == "host":
+            self._reads.begin()
+        if place != "stream":
             return super().open(layer, index)
         slot = self._slot(layer, index)
         slot.full.wait()
@@ -122,13 +132,19 @@ class StreamedTiles(Residence):
             slot.left = self._write_back.write(layer, index, slot.tile, start, stop)
 
     def close(self, layer: int, index: int) -> None:
-        if self._store.place(layer, index) == "device":
+        place, shape = self._store.place(layer, index), self._store.shape
+        if place == "host":
+            self._reads.end(shape.used_pages(index, self._stop) * shape.nbytes // shape.num_pages)
+        if place != "stream":
             return
         self._slot(layer, index).free = self._link.record()
         following = self._position[layer, index] + len(self._slots)
         if following < len(self._order):
             self._fetch(following, self._length)
         self._finished = self._position[layer, index] + 1 == len(self._order)
+
+    def end_layer(self) -> None:
+        self._reads.wait()
 
     def end(self) -> None:
         if not self._finished:  # the forward broke off: it closed none of what it had opened

@@ -16,8 +16,8 @@ from torch import Tensor
 from offload.transfer.memory import Memory, Tier
 
 # How a tile is attended to. "device": it lives there. "stream": it lives on the host and crosses the link into a
-# staging slot.
-Place = Literal["device", "stream"]
+# staging slot. "host": it lives on the host, and the processor attends to it there.
+Place = Literal["device", "stream", "host"]
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,16 @@ class TileStore:
     """The homes of one sequence's tiles: the first ones of each layer on the device, the rest on the host.
 
     num_resident: how many are on the device, of all layers together, spread evenly; None: all.
+    num_host: how many are attended to on the host, of all layers together, so that those which stream are spread
+    evenly. In each layer they follow the resident ones.
     """
 
-    def __init__(self, memory: Memory, shape: TileShape, num_layers: int, num_resident: int | None) -> None:
+    def __init__(
+        self, memory: Memory, shape: TileShape, num_layers: int, num_resident: int | None, num_host: int = 0
+    ) -> None:
         self.shape, self.num_layers = shape, num_layers
         self._memory, self._num_resident = memory, num_resident
+        self._first_streamed = [self._num_unmoved(layer, num_host) for layer in range(num_layers)]
         self._homes: list[list[Tensor]] = [[] for _ in range(num_layers)]
 
     @property
@@ -74,12 +79,20 @@ class TileStore:
         return share + (layer < extra)
 
     def place(self, layer: int, index: int) -> Place:
-        return "device" if index < self.num_resident(layer) else "stream"
+        if index < self.num_resident(layer):
+            return "device"
+        return "host" if index < self._first_streamed[layer] else "stream"
+
+    def order(self, layer: int, num_tiles: int) -> list[int]:
+        """The first `num_tiles` tiles of `layer`, those on the host first: others are under way meanwhile."""
+        first = min(self.num_resident(layer), num_tiles)
+        stop = min(self._first_streamed[layer], num_tiles)
+        return [*range(first, stop), *range(first), *range(stop, num_tiles)]
 
     def streamed(self, num_tokens: int) -> list[tuple[int, int]]:
         """(layer, index) of all tiles of `num_tokens` tokens that stream, in the order in which layers want them."""
         count = self.shape.count(num_tokens)
-        return [(layer, index) for layer in range(self.num_layers) for index in range(self.num_resident(layer), count)]
+        return [(layer, index) for layer, first in enumerate(self._first_streamed) for index in range(first, count)]
 
     def grow(self, num_tokens: int) -> None:
         """Allocate tiles until `num_tokens` tokens have room."""
@@ -94,6 +107,19 @@ class TileStore:
             for index, home in enumerate(homes):
                 self._memory.released(home, tier=self._tier(layer, index), purpose="kv cache")
             homes.clear()
+
+    def _num_unmoved(self, layer: int, num_host: int) -> int:
+        """Tiles of `layer` that do not cross the link, those on the device and those attended to on the host: as many
+        in each layer, and one more in some layers far apart, so that the link is never idle for long."""
+        if self._num_resident is None:
+            return sys.maxsize
+        least, resident_extra = divmod(self._num_resident, self.num_layers)
+        share, extra = divmod(self._num_resident + num_host, self.num_layers)
+        first = resident_extra if share == least else 0  # layers that have that one more on the device
+        if layer < first:
+            return share + 1
+        at, chosen, among = layer - first, extra - first, self.num_layers - first
+        return share + (at + 1) * chosen // among - at * chosen // among
 
     def _tier(self, layer: int, index: int) -> Tier:
         return "device" if self.place(layer, index) == "device" else "host"

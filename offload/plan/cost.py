@@ -49,7 +49,8 @@ class Prediction:
     Passes are those of one row; row_seconds is added for each further row. full_block_rows: rows after which a full
     pass takes all but a row's seconds again, 0 where it waits for the link. mass_share: the share of a full pass's
     seconds that recording masses for the retrieval level adds. retrieval_token_seconds: for a token that it proposes.
-    sum_seconds: of a pass, in sums over the ranks; full_link_bytes: over each device's link in a full pass.
+    sum_seconds: of a pass, in sums over the ranks; full_link_bytes: over each device's link in a full pass;
+    full_host_bytes: that the processor attends to on the host meanwhile, for each device.
     """
 
     prefill_seconds: float
@@ -57,6 +58,7 @@ class Prediction:
     full_pass_seconds: float
     full_sum_seconds: float
     full_link_bytes: int
+    full_host_bytes: int
     full_row_seconds: float
     full_block_rows: int
     mass_share: float
@@ -129,7 +131,7 @@ class Cost:
         if not self.composition.budget:
             return 0.0
         read = self._by_rows((self._weights + self._kept) / self._rate(self._costs.read_share), rows)
-        return self._both(self._calls, max(read + self.sums(rows), self._streamed_weights / self._link_rate))
+        return self._both(self._calls, max(read + self.sums(rows), self.streamed_weights / self._link_rate))
 
     @cached_property
     def draft_pass(self) -> float:
@@ -140,20 +142,35 @@ class Cost:
         return self._both(calls, draft.weight_bytes(self.sizing.itemsize) / self._rate(self._costs.read_share))
 
     def full_pass(self, rows: int, *, masses: bool = False) -> float:
-        """Seconds of a pass over the full cache: the longer of computation and sums, block by block, and of the
-        link."""
-        sizing, blocks = self.sizing, self._blocks(rows)
-        tiles = sizing.target.num_layers * sizing.num_tiles(self.capacity)
-        read = (self._weights + self.capacity * sizing.kv_bytes_per_token) / self._rate(self._costs.read_share)
+        """Seconds of a pass over the full cache: the longest of computation and sums, block by block, of the link, and
+        of the tiles that are attended to on the host."""
+        blocks = self._blocks(rows)
+        read = (self._weights + self.cache_bytes) / self._rate(self._costs.read_share)
         work = self._by_rows(read, self._padded(rows), blocks) + self.full_sums(rows)
-        seconds = self._both(self._calls + blocks * tiles * self._costs.tile_seconds, work)
+        seconds = self._both(self._calls + blocks * self.num_tiles * self._costs.tile_seconds, work)
         seconds *= 1.0 + self._costs.mass_share * masses
-        return max(seconds, self.full_link_bytes / self._link_rate)
+        return max(seconds, self.full_link_bytes / self._link_rate, self._host_seconds)
 
     @property
     def full_link_bytes(self) -> float:
         """Bytes over each device's link in a pass over the full cache."""
-        return self._streamed_weights + self._streamed_cache
+        streamed = self._share_on_host - self.placement.host_tiles / self.num_tiles
+        return self.streamed_weights + self.cache_bytes * streamed
+
+    @property
+    def full_host_bytes(self) -> float:
+        """Bytes that the processor attends to on the host in a pass over the full cache, for each device."""
+        return self.cache_bytes * self.placement.host_tiles / self.num_tiles
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of all layers."""
+        return self.sizing.target.num_layers * self.sizing.num_tiles(self.capacity)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values of the full cache."""
+        return self.capacity * self.sizing.kv_bytes_per_token
 
     def full_sums(self, rows: int) -> float:
         """Seconds of the sums over the ranks in a full pass."""
@@ -182,7 +199,7 @@ class Cost:
         """Seconds of choosing chunks and fetching them; those on the host cross the link."""
         if not self.composition.budget:
             return 0.0
-        crossing = _CHANGED_CHUNKS * self._kept * self._streamed_share / self._link_rate
+        crossing = _CHANGED_CHUNKS * self._kept * self._share_on_host / self._link_rate
         calls = self.sizing.target.num_layers * self._costs.refresh_layer_seconds
         return calls + self._kept / self._rate(self._costs.refresh_share) + crossing
 
@@ -191,8 +208,8 @@ class Cost:
         once and rows that are written back once."""
         sizing, rates = self.sizing, self.sizing.hardware.rates
         flops = sizing.target.prefill_flops(num_tokens) / sizing.num_devices
-        home = num_tokens * sizing.kv_bytes_per_token * self._streamed_share
-        moved = self._streamed_weights / self._link_rate
+        home = num_tokens * sizing.kv_bytes_per_token * self._share_on_host
+        moved = self.streamed_weights / self._link_rate
         computed = flops / (self._costs.prefill_share * rates.flops)
         summed = self.sums(num_tokens, -(-num_tokens // PREFILL_BLOCK))
         return max(computed + summed, moved, home / min(rates.to_host, self._link_rate))
@@ -236,18 +253,20 @@ class Cost:
         return self.composition.budget * self.sizing.kv_bytes_per_token
 
     @property
-    def _streamed_weights(self) -> int:
+    def streamed_weights(self) -> int:
+        """Bytes of layers that cross the link in a pass."""
         return (self.sizing.target.num_layers - self.placement.resident_layers) * self.sizing.layer_bytes
 
     @property
-    def _streamed_share(self) -> float:
-        """The share of tiles that are on the host."""
-        count = self.sizing.target.num_layers * self.sizing.num_tiles(self.capacity)
-        return 1 - self.placement.resident_tiles / count
+    def _share_on_host(self) -> float:
+        """Of the tiles, wherever they are attended to."""
+        return 1 - self.placement.resident_tiles / self.num_tiles
 
     @property
-    def _streamed_cache(self) -> float:
-        return self.capacity * self.sizing.kv_bytes_per_token * self._streamed_share
+    def _host_seconds(self) -> float:
+        """Of the tiles that are attended to on the host, at the set rate; the computation counts them, too."""
+        rate = self.placement.host_bytes_per_second
+        return self.full_host_bytes / rate if rate else 0.0
 
 
 def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Prediction:
@@ -261,6 +280,7 @@ def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Pred
         full_pass_seconds=cost.full_pass(1),
         full_sum_seconds=cost.full_sums(1),
         full_link_bytes=round(cost.full_link_bytes),
+        full_host_bytes=round(cost.full_host_bytes),
         full_row_seconds=(cost.full_pass(1 + far) - cost.full_pass(1)) / far,
         full_block_rows=0 if cost.placement.offload else cost.sizing.most_rows,
         mass_share=cost.full_pass(1, masses=True) / cost.full_pass(1) - 1.0,

@@ -34,10 +34,15 @@ class Hardware:
         return self.device == "cpu"
 
     @property
+    def ranks_per_host(self) -> int:
+        """Devices that share one host's memory."""
+        return -(-self.num_devices // self.num_hosts)
+
+    @property
     def link_rate(self) -> float:
         """Bytes per second to each device while all are busy: cards of one host share what its memory gives. The ranks
         of a CPU share it in their `rates` already."""
-        each, number = self.rates.to_device, -(-self.num_devices // self.num_hosts)
+        each, number = self.rates.to_device, self.ranks_per_host
         together = self.rates.links
         if together is None and number > 1:
             together = self.rates.host_read

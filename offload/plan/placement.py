@@ -18,9 +18,10 @@ class Placement:
     """Where weights and caches are, and in which pieces they are moved and computed.
 
     offload: of "weights" and "kv", what may be on the host. resident_layers, resident_tiles: how many layers' weights,
-    and how many tiles of all layers together, are on the device; the rest crosses the link. Bytes are
-    by purpose: those of the first device, of each other one where there are several, and of all ranks on the hosts.
-    Sizes of pages and tiles in tokens.
+    and how many tiles of all layers together, are on the device. The rest crosses the link, but for `host_tiles` more,
+    which the processor attends to on the host: `attended_bytes` of the hosts' cache, at `host_bytes_per_second` for
+    each rank if that is paced. Bytes are by purpose: those of the first device, of each other one where there are
+    several, and of all ranks on the hosts. Sizes of pages and tiles in tokens.
     """
 
     offload: tuple[str, ...]
@@ -35,6 +36,9 @@ class Placement:
     prefill_block: int  # rows
     prefill: PrefillShape
     link_bytes_per_second: float | None  # set, or measured; None: not known
+    host_tiles: int = 0
+    attended_bytes: int = 0
+    host_bytes_per_second: float | None = None
 
     @property
     def total_device_bytes(self) -> int:

@@ -15,6 +15,7 @@ from offload.plan.composition import Composition, compositions
 from offload.plan.config import ModelConfig
 from offload.plan.cost import Cost, Prediction, predict
 from offload.plan.hardware import Hardware
+from offload.plan.host_share import shared
 from offload.plan.options import Options
 from offload.plan.placement import Placement, largest, place, shortage
 from offload.plan.sizing import PrefillShape, Sizing
@@ -106,6 +107,11 @@ def make_plan(
         raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the card's own")
     if options.link_gbps is not None and not cost.placement.offload:
         raise UsageError("link-gbps paces a link and nothing is offloaded; add --offload weights,kv")
+    if options.host_attention and not hardware.is_cpu:
+        raise UsageError(
+            f"host-attention is {options.host_attention}: on {hardware.device} every tile on the host crosses the "
+            "link, only a CPU attends to tiles there so far; leave out --host-attention"
+        )
     return Plan(
         request=PlannedRequest(
             device=hardware.device,
@@ -118,7 +124,7 @@ def make_plan(
         composition=cost.composition,
         placement=cost.placement,
         predicted=predict(cost, best, _choose(_without_speculation(sizing), capacity)[0], num_prompt_tokens),
-        notes=(*notes, *_unused(options, cost.composition), *_advice(cost)),
+        notes=(*notes, *_unused(options, cost), *_advice(cost)),
     )
 
 
@@ -137,9 +143,10 @@ def _choose(sizing: Sizing, capacity: int) -> tuple[Cost, Cost]:
     A retrieval level is planned if it is predicted to be not much slower: draft and lookups propose to the target
     directly, too, and the proposer that suits a text is found while it is generated. An unused level costs only memory.
     """
-    fitting, smallest = _placed(sizing, capacity)
-    if not fitting:
+    placed, smallest = _placed(sizing, capacity)
+    if not placed:
         return smallest, smallest
+    fitting = [shared(cost) for cost in placed]
     best = min(fitting, key=lambda cost: (cost.per_token, cost.composition.budget))
     retrieving = [cost for cost in fitting if _may_retrieve(cost, best)]
     if sizing.options.gamma is not None or not retrieving:
@@ -170,13 +177,16 @@ def _without_speculation(sizing: Sizing) -> Sizing:
     return replace(sizing, options=replace(sizing.options, speculation=False))
 
 
-def _unused(options: Options, composition: Composition) -> list[str]:
+def _unused(options: Options, cost: Cost) -> list[str]:
     """The user's options that have no effect in this plan."""
+    composition, host_tiles = cost.composition, cost.placement.host_tiles
     pairs = (
         ("gamma", options.gamma, composition.gamma, "nothing is drafted"),
         ("draft-gamma", options.draft_gamma, composition.draft_gamma, "nothing is drafted for a retrieval level"),
         ("budget", options.budget, composition.budget, "there is no retrieval level"),
         ("chunk", options.chunk, composition.budget, "there is no retrieval level"),
+        ("host-attention", options.host_attention, host_tiles, "it makes no whole tile of those that cross the link"),
+        ("host-gbps", options.host_gbps, host_tiles, "nothing is attended to on the host"),
     )
     return [f"--{name} {given} is not used: {why}" for name, given, used, why in pairs if given and not used]
 

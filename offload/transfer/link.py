@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from offload.metrics import LinkStats
+from offload.transfer.pace import Pace, sleep_until
 
 
 class Event(Protocol):
@@ -94,16 +95,14 @@ class _Copy:
 class _Lane(threading.Thread):
     """One direction: copies in order, each taking at least bytes / bandwidth seconds.
 
-    Time is kept on a schedule of its own: a copy begins when it was submitted, the lane was free and its events were
-    due, so one whose thread overslept fires late and does not slow the ones after it. A copy that failed fails all
-    after it: not everybody waits for each of their copies.
+    A copy begins when it was submitted, the lane was free and its events were due. A copy that failed fails all after
+    it: not everybody waits for each of their copies.
     """
 
     def __init__(self, name: str, bytes_per_second: float | None, delay: Callable[[], float]) -> None:
         super().__init__(name=name, daemon=True)
-        self._seconds_per_byte, self._delay = 1 / bytes_per_second if bytes_per_second else 0.0, delay
+        self._pace, self._delay = Pace(bytes_per_second), delay
         self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
-        self._idle_from = 0.0
         self._error: BaseException | None = None
         self.num_bytes = 0
         self.busy_seconds = 0.0
@@ -119,18 +118,17 @@ class _Lane(threading.Thread):
         try:
             if self._error is not None:
                 raise self._error
-            start = max(copy.submitted, self._idle_from)
+            ready = copy.submitted
             for event in copy.after:
                 event.wait()
                 if isinstance(event, CopyEvent):
-                    start = max(start, event.end)
+                    ready = max(ready, event.end)
             began = time.perf_counter()
             _move(copy.dst, copy.src)
             moved = time.perf_counter() - began
-            end = start + max(copy.src.nbytes * self._seconds_per_byte, moved) + self._delay()
-            while (left := end - time.perf_counter()) > 0:
-                time.sleep(left)
-            self._idle_from = copy.event.end = end
+            start, end = self._pace.schedule(copy.src.nbytes, ready=ready, least=moved, delay=self._delay())
+            sleep_until(end)
+            copy.event.end = end
             self.num_bytes += copy.src.nbytes
             self.busy_seconds += end - start
             copy.event.fire()

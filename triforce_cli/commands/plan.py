@@ -48,7 +48,7 @@ HostGbps = Annotated[
     option(
         "--host-gbps",
         "Bandwidth of host memory, which all links share, in 10^9 bytes per second: some 42 for two channels of "
-        "DDR4-3200, 72 of DDR5-5600, 165 for a server's eight.",
+        "DDR4-3200, 72 of DDR5-5600, 165 for a server's eight. On a CPU, beside --link-gbps: see triforce generate.",
         MACHINE,
         metavar="GB/S",
         parser=number,
@@ -79,7 +79,7 @@ class Machine:
             return self._changed(assumed)
         here = probe(self.device, number)
         for name, given in (("gpu-memory", self.gpu_memory), ("host-gbps", self.host_gbps)):
-            if here.is_cpu and given is not None:
+            if here.is_cpu and given is not None and (name == "gpu-memory" or self.link_gbps is None):
                 raise UsageError(f"{name} is about cards and {_without_cards(self.device)}")
         return self._changed(here)
 
@@ -108,7 +108,7 @@ class Machine:
         if self.link_gbps is not None:
             speed = self.link_gbps * 1e9
             hardware = replace(hardware, rates=replace(hardware.rates, to_device=speed, to_host=speed))
-        if self.host_gbps is not None:
+        if self.host_gbps is not None and not hardware.is_cpu:
             hardware = replace(hardware, rates=replace(hardware.rates, links=self.host_gbps * 1e9))
         return hardware
 
@@ -160,7 +160,10 @@ class Planning:
     def _request(self, machine: Machine) -> Request:
         from offload.plan.request import Request
 
-        return Request.of(self.models.target, self.models.draft, self.options, machine.hardware())
+        hardware, options = machine.hardware(), self.options
+        if hardware.is_cpu and machine.link_gbps is not None and (machine.host_gbps or options.host_attention):
+            options = replace(options, link_gbps=machine.link_gbps, host_gbps=machine.host_gbps)
+        return Request.of(self.models.target, self.models.draft, options, hardware)
 
     def _sizes(self, context: int) -> dict[str, int]:
         """Tokens of prompt and output that fill `context`. Raises UsageError."""
@@ -192,6 +195,7 @@ def plan(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     offload: options.Offload = "auto",
+    host_attention: options.HostAttention = "auto",
     json: options.AsJson = False,
     program: ProgramFlags,
 ) -> Planning:
@@ -219,7 +223,7 @@ def plan(
             host_gbps=host_gbps,
             device=device,
         ),
-        options=plan_options(cache, dtype=dtype, offload=offload),
+        options=plan_options(cache, dtype=dtype, offload=offload, host_attention=host_attention),
         max_tokens=max_tokens,
         fit=fit,
         as_json=json,

@@ -175,6 +175,7 @@ def _speed(plan: Plan, width: int) -> RenderableType:
         _labelled("levels", levels_of(plan.composition)),
         _labelled("drafts", lengths_of(plan.composition)),
         _labelled("streams", _streams(plan)),
+        *(_labelled("host attention", found) for found in _host_attention(plan)),
     ]
     columns = ("predicted", "TriForce", "plain", "") if _speculates(plan) else ("predicted", "plain", "", "")
     return Group(*rows, Text(), _table(columns, _predictions(plan), width))
@@ -207,16 +208,25 @@ def _predictions(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def _streams(plan: Plan) -> str:
-    moved = [
-        (name, plan.placement.host_bytes[name])
-        for name in ("target layers", "kv cache")
-        if plan.placement.host_bytes.get(name)
-    ]
+    placement = plan.placement
+    on_host = {name: placement.host_bytes.get(name, 0) for name in ("target layers", "kv cache")}
+    streamed = on_host | {"kv cache": on_host["kv cache"] - placement.attended_bytes}
+    moved = [(name, num_bytes) for name, num_bytes in streamed.items() if num_bytes]
     if not moved:
-        return "nothing: nothing is offloaded"
+        return "nothing: " + ("nothing is offloaded" if not any(on_host.values()) else "all is attended to on the host")
     parts = " and ".join(f"{size(num_bytes)} of {name}" for name, num_bytes in moved)
     each = f", {size(plan.predicted.full_link_bytes)} over each link" if plan.request.num_devices > 1 else ""
     return f"{parts} a full pass{each}"
+
+
+def _host_attention(plan: Plan) -> Iterator[str]:
+    """What the processor attends to where it lives, if anything."""
+    placement = plan.placement
+    if placement.host_tiles:
+        rate = placement.host_bytes_per_second
+        each = f", at {gigabytes(rate)}/s" + (" for each rank" if plan.request.num_devices > 1 else "") if rate else ""
+        tiles = "1 tile" if placement.host_tiles == 1 else f"{placement.host_tiles:,} tiles"
+        yield f"{size(placement.attended_bytes)} of kv cache in {tiles} a full pass{each}"
 
 
 def _compared(what_if: WhatIf, limit: int, width: int) -> RenderableType:

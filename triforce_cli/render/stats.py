@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.metrics import LevelStats, LinkStats, Stats
 from offload.units import size
-from triforce_cli.render.text import duration, lengths_of, levels_of, percent, significant
+from triforce_cli.render.text import duration, gigabytes, lengths_of, levels_of, percent, significant
 
 if TYPE_CHECKING:
     from offload.plan.planner import Plan
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 def stats_table(stats: Stats, plan: Plan) -> str:
     """The table of `--stats`: at most 80 columns, the same at a terminal and in a file."""
-    lines = [*_summary(stats), "", *_levels(stats.levels), "", *_links(stats), *_ranks(stats), *_plan(plan)]
+    lines = [*_summary(stats), "", *_levels(stats.levels), "", *_links(stats), *_host_attention(stats)]
+    lines += [*_ranks(stats), *_plan(plan)]
     return "\n".join(lines)
 
 
@@ -120,6 +121,14 @@ def _links(stats: Stats) -> list[str]:
         f"            decode  {_moved(stats.decode_link)}",
         f"            utilisation of full passes {significant(stats.link_utilisation)}",
     ]
+
+
+def _host_attention(stats: Stats) -> Iterator[str]:
+    """What the processor attended to where it lives, while decoding, if anything."""
+    host = stats.host_attention
+    if host.bytes_read:
+        rate = gigabytes(host.bytes_per_second or 0.0)
+        yield f"host        attention {size(host.bytes_read)} in {duration(host.busy_seconds)}, {rate}/s"
 
 
 def _ranks(stats: Stats) -> Iterator[str]:

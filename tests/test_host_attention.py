@@ -1,0 +1,361 @@
+"""Tiles that the processor attends to where they live, while others stream: which ones, in what order, at what pace,
+how many the plan chooses, and that no bit depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import test_caches as caches
+from models import LateLink, changed
+from offload.cache.full import FullCache
+from offload.cache.residence import StreamedTiles
+from offload.cache.tiles import TileShape, TileStore
+from offload.decode.sampling import SamplingParams
+from offload.engine import Engine, load_tokenizer, plan_request
+from offload.errors import UsageError
+from offload.kernels import native
+from offload.kernels.native import NONE, Kernels
+from offload.kernels.rows import Blocks
+from offload.metrics import HostStats
+from offload.plan.options import Options
+from offload.plan.planner import Plan
+from offload.transfer.link import Link, PacedLink
+from offload.transfer.memory import Memory
+from offload.transfer.pace import HostReads
+from test_caches import CHUNK, DIM, KV_HEADS, LAYERS, PAGE, PAGES, ROUNDS, ROWS, TILE, Driver, Rounds, Tape
+from test_planner import CPU, DEMO, GPU, plan
+
+MODELS = Path(__file__).resolve().parents[1] / "triforce_cli" / "models"
+TARGET, DRAFT = MODELS / "demo-target", MODELS / "demo-draft"
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+PROMPT = [7 + i * i % 3900 for i in range(1100)]
+KV = frozenset({"kv"})
+
+
+def found_kernels(name: str) -> Kernels:
+    """The processor's own, or torch's operators in their place."""
+    kernels = native.kernels() if name == "kernels" else NONE
+    if name == "kernels" and kernels.library is None:
+        pytest.skip(kernels.reason)
+    return kernels
+
+
+def make_cache(
+    tape: Tape, kernels: Kernels, *, link: Link | None = None, num_resident: int = 0, num_host: int = 0, pace: float = 0
+) -> FullCache:
+    return FullCache(
+        Memory(torch.device("cpu")),
+        TileShape(KV_HEADS, DIM, PAGE, PAGES, tape.k.dtype),
+        num_layers=LAYERS,
+        rope=tape.rope,
+        blocks=Blocks((ROWS,)),
+        link=link,
+        num_resident=num_resident,
+        num_host=num_host,
+        host_reads=HostReads(pace or None),
+        mass_chunk=CHUNK,
+        kernels=kernels,
+    )
+
+
+# Which tiles.
+
+
+@given(
+    num_layers=st.integers(1, 9), num_tiles=st.integers(1, 5), resident=st.floats(0, 1), host=st.floats(0, 1)
+)  # fmt: skip
+def test_as_many_tiles_are_the_hosts_as_planned_and_layers_stream_alike(
+    num_layers: int, num_tiles: int, resident: float, host: float
+) -> None:
+    total = num_layers * num_tiles
+    num_resident = round(resident * total)
+    num_host = round(host * (total - num_resident))
+    shape = TileShape(1, 2, 1, 1, torch.float32)
+    store = TileStore(Memory(torch.device("cpu")), shape, num_layers, num_resident, num_host)
+    places = [[store.place(layer, index) for index in range(num_tiles)] for layer in range(num_layers)]
+    counts = {place: [row.count(place) for row in places] for place in ("device", "host", "stream")}
+    assert sum(counts["device"]) == num_resident
+    assert sum(counts["host"]) == num_host
+    assert max(counts["stream"]) - min(counts["stream"]) <= 1
+    rank = {"device": 0, "host": 1, "stream": 2}
+    assert all(row == sorted(row, key=lambda place: rank[place]) for row in places)
+    everywhere = [(layer, index) for layer in range(num_layers) for index in range(num_tiles)]
+    assert store.streamed(num_tiles) == [
+        (layer, index) for layer, index in everywhere if rank[places[layer][index]] > 1
+    ]
+    for layer, row in enumerate(places):
+        order = store.order(layer, num_tiles)
+        assert sorted(order) == list(range(num_tiles))
+        assert {row[index] for index in order[: counts["host"][layer]]} <= {"host"}
+
+
+def test_layers_that_stream_one_tile_less_are_far_apart() -> None:
+    """The link has two slots to fill meanwhile, and no more."""
+    shape = TileShape(1, 2, 1, 1, torch.float32)
+    store = TileStore(Memory(torch.device("cpu")), shape, 8, 0, 4)
+    assert [layer for layer, _ in store.streamed(1)] == [0, 2, 4, 6]
+    store = TileStore(Memory(torch.device("cpu")), shape, 8, 2, 3)  # the first two layers have theirs on the device
+    assert [layer for layer, _ in store.streamed(1)] == [2, 4, 6]
+
+
+# What a cache does with them.
+
+
+@pytest.mark.parametrize("path", ["kernels", "torch"])
+@pytest.mark.parametrize(("num_resident", "num_host"), [(0, 1), (0, 4), (1, 2), (3, 3), (0, 99)])
+@settings(max_examples=8)
+@given(prompt=st.integers(1, 40), blocks=st.integers(1, 40), rounds=ROUNDS, seed=st.integers(0, 99))
+def test_attending_to_tiles_on_the_host_changes_no_bit(
+    path: str, num_resident: int, num_host: int, prompt: int, blocks: int, rounds: Rounds, seed: int
+) -> None:
+    """Prefill, rounds with rejected rows, and rows taken back; what rows see, masses, and the homes at the end."""
+    kernels, tape = found_kernels(path), Tape(seed=seed)
+    with caches.closing_link(caches.shaky_link(seed)) as link:
+        away = make_cache(tape, kernels, link=link, num_resident=num_resident, num_host=num_host)
+        here = make_cache(tape, kernels)
+        drivers = [Driver(cache, tape, padding=ROWS) for cache in (away, here)]
+        first, second = (driver.extend([0] * prompt, phase="prefill", blocks=blocks) for driver in drivers)
+        assert torch.equal(first, second)
+        for number, (count, kept, back) in enumerate(rounds):
+            first, second = (driver.extend([1 + number % 2] * count) for driver in drivers)
+            assert torch.equal(first, second)
+            assert torch.equal(away.mass(count), here.mass(count))
+            for driver in drivers:
+                driver.truncate(max(len(driver.history) - count + min(kept, count) - back, 0))
+        away.wait_home()
+        assert torch.equal(away.reader.tokens(0, away.length), here.reader.tokens(0, here.length))
+
+
+@pytest.mark.parametrize("path", ["kernels", "torch"])
+def test_a_forward_that_was_broken_off_leaves_no_trace_in_tiles_on_the_host(path: str) -> None:
+    kernels, tape = found_kernels(path), Tape()
+    link = LateLink(late_in=True, late_out=True)
+    away, here = make_cache(tape, kernels, link=link, num_host=3), make_cache(tape, kernels)
+    drivers = [Driver(cache, tape, padding=ROWS) for cache in (away, here)]
+    for driver in drivers:
+        driver.extend([0] * (2 * TILE + 3), phase="prefill", blocks=7)
+        driver.extend([0])
+    for phase, layers in (("decode", 1), ("prefill", 1), ("decode", 0)):
+        drivers[0].break_off([2] * 5, phase=phase, num_layers=layers, num_blocks=1)  # type: ignore[arg-type]
+        drivers[0].truncate(len(drivers[0].history))
+        assert torch.equal(*(driver.extend([0] * 3) for driver in drivers))
+
+
+def test_rows_of_another_cache_are_taken_into_tiles_on_the_host() -> None:
+    kernels, tape = native.kernels(), Tape()
+    with caches.closing_link(PacedLink(None)) as link:
+        away, here = make_cache(tape, kernels, link=link, num_host=3), make_cache(tape, kernels)
+        driver = Driver(here, tape, padding=ROWS)
+        driver.extend([0] * (3 * TILE), phase="prefill", blocks=9)
+        away.copy_from(here)
+        other = Driver(away, tape, padding=ROWS, history=driver.history)
+        assert torch.equal(other.extend([0] * 5), driver.extend([0] * 5))
+
+
+def test_tiles_on_the_host_are_attended_to_first_and_not_waited_for_before_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a layer with a tile of each place, while the others are on their way."""
+    kernels, tape, done = found_kernels("kernels"), Tape(), []
+    link = LateLink(late_in=False, late_out=False)
+    cache = make_cache(tape, kernels, link=link, num_resident=LAYERS, num_host=LAYERS)
+    driver = Driver(cache, tape, padding=ROWS)
+    driver.extend([0] * (3 * TILE - ROWS), phase="prefill", blocks=7)
+    opened = StreamedTiles.open
+    monkeypatch.setattr(StreamedTiles, "open", lambda self, *tile: done.append(tile) or opened(self, *tile))
+    monkeypatch.setattr(cache.host_reads, "wait", lambda: done.append("waited"))
+    driver.extend([0] * ROWS)
+    assert done == [step for layer in range(LAYERS) for step in ((layer, 1), (layer, 0), (layer, 2), "waited")]
+
+
+# Pace.
+
+
+class Clock:
+    """Time passes while someone sleeps, and in `work`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    found = Clock()
+    monkeypatch.setattr("offload.transfer.pace.time", found)
+    return found
+
+
+def read(reads: HostReads, clock: Clock, num_bytes: int, seconds: float) -> None:
+    """Attend to `num_bytes`, which takes this processor `seconds`."""
+    reads.begin()
+    clock.now += seconds
+    reads.end(num_bytes)
+
+
+def test_reads_take_their_bytes_at_the_pace_beside_what_else_is_done(clock: Clock) -> None:
+    reads = HostReads(1000.0)
+    read(reads, clock, 300, 0.01)
+    read(reads, clock, 200, 0.01)
+    clock.now = 0.35  # the link's tiles came meanwhile
+    reads.wait()
+    assert clock.now == pytest.approx(0.5)
+    assert reads.stats == HostStats(500, pytest.approx(0.5))
+    clock.now = 1.0
+    reads.wait()  # nothing more is due
+    assert clock.now == 1.0
+    read(reads, clock, 100, 0.4)  # slower than the pace
+    reads.wait()
+    assert clock.now == pytest.approx(1.4)
+    assert reads.stats.bytes_per_second == pytest.approx(600 / 0.9)
+
+
+def test_without_a_pace_reads_take_the_time_that_they_take(clock: Clock) -> None:
+    reads = HostReads()
+    read(reads, clock, 10**9, 0.25)
+    reads.wait()
+    assert (clock.now, reads.stats) == (0.25, HostStats(10**9, 0.25))
+
+
+@pytest.mark.parametrize("path", ["kernels", "torch"])
+def test_a_pass_reads_the_pages_in_use_of_its_tiles_on_the_host(path: str, clock: Clock) -> None:
+    kernels, tape = found_kernels(path), Tape()
+    cache = make_cache(tape, kernels, link=LateLink(late_in=False, late_out=False), num_host=3, pace=1e4)
+    driver = Driver(cache, tape, padding=ROWS)
+    driver.extend([0] * (TILE + PAGE), phase="prefill", blocks=7)
+    assert cache.host_reads.stats == HostStats()
+    driver.extend([0] * ROWS)
+    page = 2 * PAGE * KV_HEADS * DIM * 4
+    # Of two tiles, two layers have the first, one of them the second too: its rows reach to its end.
+    assert cache.host_reads.stats.bytes_read == 3 * PAGES * page
+    assert clock.now == pytest.approx(3 * PAGES * page / 1e4)
+
+
+# The engine.
+
+
+def request(**options: object) -> Plan:
+    return plan_request(TARGET, DRAFT, Options(device="cpu", **options), num_prompt_tokens=len(PROMPT), max_tokens=16)  # type: ignore[arg-type]
+
+
+def tokens_of(plan: Plan, *, speculation: bool = True) -> tuple[list[int], Engine]:
+    with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
+        steps = engine.generate(PROMPT, GREEDY, max_tokens=16, speculation=speculation)
+        return [token for step in steps for token in step.tokens], engine
+
+
+@contextmanager
+def running_on(path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    kernels = found_kernels(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "kernels", lambda: kernels)
+        yield
+
+
+@pytest.mark.parametrize("path", ["kernels", "torch"])
+def test_greedy_tokens_are_the_same_wherever_tiles_are_attended_to(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_on(path, monkeypatch):
+        expected, _ = tokens_of(changed(request(gamma=7, budget=256), tile_tokens=512))
+        for share in (0.0, 0.4, 1.0):
+            made = changed(request(gamma=7, budget=256, offload=KV, host_attention=share), tile_tokens=512)
+            made = changed(made, host_tiles=round(share * 3 * DEMO.num_layers))
+            for speculation in (True, False):
+                tokens, engine = tokens_of(made, speculation=speculation)
+                assert tokens == expected
+                assert (engine.stats.host_attention.bytes_read > 0) == (share > 0)
+                if not speculation:
+                    assert (engine.stats.decode_link.bytes_to_device > 0) == (share < 1)
+
+
+def test_a_pass_reads_on_the_host_what_was_planned() -> None:
+    made = request(gamma=0, offload=KV, link_gbps=0.2, host_attention=0.5)
+    _, engine = tokens_of(made)
+    host, passes = engine.stats.host_attention, engine.stats.levels[0].passes
+    assert host.bytes_read == pytest.approx(passes * made.predicted.full_host_bytes, rel=0.4)  # whole pages are read
+    assert host.bytes_per_second == pytest.approx(0.2e9 * 60 / 25, rel=0.3)
+    assert engine.stats.as_dict()["host_attention"]["bytes_per_second"] == host.bytes_per_second
+
+
+# The plan.
+
+
+def paced(link: float, **options: object) -> Plan:
+    return plan(Options(**{"offload": KV, "link_gbps": link} | options))  # type: ignore[arg-type]
+
+
+def test_link_and_host_end_a_pass_together() -> None:
+    for offload in (KV, frozenset({"weights", "kv"})):
+        alone, both = paced(0.1, offload=offload), paced(0.1, offload=offload, host_gbps=0.2)
+        found, placement = both.predicted, both.placement
+        tile = found.full_host_bytes / placement.host_tiles
+        link, host = found.full_link_bytes / 0.1e9, found.full_host_bytes / 0.2e9
+        assert abs(link - host) <= tile * (1 / 0.1e9 + 1 / 0.2e9)
+        assert found.full_pass_seconds == pytest.approx(max(link, host))
+        assert found.full_link_bytes + found.full_host_bytes == pytest.approx(alone.predicted.full_link_bytes)
+        assert found.plain_seconds_per_token == pytest.approx(found.full_pass_seconds)
+        assert placement.attended_bytes == placement.host_tiles * placement.tile_tokens * 12288 // DEMO.num_layers
+        assert placement.host_bytes_per_second == 0.2e9
+        assert {**placement.host_bytes, "gathered chunks": 0} == {**alone.placement.host_bytes, "gathered chunks": 0}
+
+
+def test_the_host_attends_to_nothing_where_that_gains_less_than_a_twentieth() -> None:
+    assert paced(0.1, host_gbps=0.007).placement.host_tiles == 2  # of 32: a sixteenth less to stream
+    assert paced(0.1, host_gbps=0.004).placement.host_tiles == 0
+    assert paced(100.0, host_gbps=240.0).placement.host_tiles == 0  # computing takes longer than the link
+    assert paced(0.1, host_gbps=0.004, host_attention=1 / 32).placement.host_tiles == 1  # as the user says
+
+
+def test_auto_needs_both_rates_and_off_is_off() -> None:
+    off = paced(0.1)
+    assert off.placement.host_tiles == 0
+    assert paced(0.1, host_gbps=0.2, host_attention=0.0).predicted == off.predicted
+    assert plan(Options(offload=KV)).placement.host_tiles == 0
+    given = plan(Options(offload=KV, host_attention=0.5)).placement
+    assert (given.host_tiles, given.host_bytes_per_second) == (16, None)
+    assert paced(0.1, host_attention=0.5).placement.host_bytes_per_second == pytest.approx(0.24e9)
+
+
+def test_ranks_of_one_host_share_its_memory() -> None:
+    options = Options(offload=KV, link_gbps=0.1, host_gbps=0.2)
+    one, two, apart = (
+        plan(options, hardware=replace(CPU, num_devices=number, num_hosts=hosts)).placement
+        for number, hosts in ((1, 1), (2, 1), (2, 2))
+    )
+    assert [found.host_bytes_per_second for found in (one, two, apart)] == [0.2e9, 0.1e9, 0.2e9]
+    assert (one.host_tiles, two.host_tiles, apart.host_tiles) == (21, 16, 21)
+    assert two.attended_bytes == 16 * two.tile_tokens * 12288 // DEMO.num_layers  # of both ranks
+
+
+def test_a_gpu_refuses_a_share_and_chooses_none() -> None:
+    assert plan(Options(offload=KV), hardware=GPU).placement.host_tiles == 0
+    assert plan(Options(offload=KV, host_attention=0.0), hardware=GPU).placement.host_tiles == 0
+    with pytest.raises(UsageError, match=r"host-attention is 0\.5: on cuda:0 every tile on the host crosses the link"):
+        plan(Options(offload=KV, host_attention=0.5), hardware=GPU)
+
+
+@pytest.mark.parametrize(
+    ("options", "unused"),
+    [
+        (Options(host_attention=0.5), ["host-attention"]),
+        (Options(offload=KV, host_attention=0.01), ["host-attention"]),
+        (Options(offload=KV, link_gbps=1.0, host_gbps=1.0, host_attention=0.0), ["host-gbps"]),
+        (Options(offload=frozenset({"weights"}), link_gbps=0.1, host_gbps=1.0), ["host-gbps"]),
+        (Options(offload=KV, link_gbps=0.1, host_gbps=0.2, host_attention=0.5), []),
+    ],
+)
+def test_a_share_and_a_pace_that_are_not_used_are_named(options: Options, unused: list[str]) -> None:
+    notes = plan(options).notes
+    assert [note.split()[0].removeprefix("--") for note in notes if "is not used" in note] == unused

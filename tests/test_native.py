@@ -19,37 +19,14 @@ from offload.errors import UsageError
 from offload.kernels import native
 from offload.kernels.native import Kernels, instruction_sets, load
 from offload.kernels.products import Step, Steps, room_to_widen
+from processor import SETS, best, built, on_this_machine
 
 ROOT = Path(__file__).resolve().parents[1]
-SETS = {
-    "x86_64": {"amx": "", "avx512": "AVX512", "avx2": "AVX2"},  # what torch is told, so that it is chosen
-    "aarch64": {"neon": torch.backends.cpu.get_cpu_capability()},
-}
-
-
-def on_this_machine() -> list[str]:
-    """The instruction sets whose libraries run here, the best one first."""
-    names = list(SETS.get(platform.machine(), {})) if sys.platform == "linux" else []
-    capability = torch.backends.cpu.get_cpu_capability()
-    best = instruction_sets(sys.platform, platform.machine(), capability, native._has_amx())
-    return names[names.index(best[0]) :] if best else []
-
-
-def built(name: str) -> Kernels:
-    """The loaded library of `name`. Skips, with the reason, where the compiler could not make it."""
-    reason = native.FOLDER / "unbuilt.txt"
-    if not (native.FOLDER / f"{name}.so").exists():
-        pytest.skip(f"{name}.so was not built: {reason.read_text() if reason.exists() else 'not installed from here'}")
-    found = load(native.FOLDER, name)
-    assert found.library is not None, found.reason
-    return found
 
 
 @pytest.fixture
 def here() -> Kernels:
-    if not (names := on_this_machine()):
-        pytest.skip(f"there are no kernels for {sys.platform} on {platform.machine()}")
-    return built(names[0])
+    return best()
 
 
 def sums(found: Kernels, x: torch.Tensor, how_many: int) -> list[float]:

@@ -1,0 +1,55 @@
+"""The libraries of the processor's kernels that can run on the machine of the tests. No tests in here."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from offload.kernels import native
+from offload.kernels.native import Kernels, instruction_sets, load
+
+SETS = {
+    "x86_64": {"amx": "", "avx512": "AVX512", "avx2": "AVX2"},  # what torch is told, so that it is chosen
+    "aarch64": {"neon": torch.backends.cpu.get_cpu_capability()},
+}
+
+
+def on_this_machine() -> list[str]:
+    """The instruction sets whose libraries run here, the best one first."""
+    names = list(SETS.get(platform.machine(), {})) if sys.platform == "linux" else []
+    capability = torch.backends.cpu.get_cpu_capability()
+    best = instruction_sets(sys.platform, platform.machine(), capability, native._has_amx())
+    return names[names.index(best[0]) :] if best else []
+
+
+def built(name: str) -> Kernels:
+    """The loaded library of `name`. Skips, with the reason, where the compiler could not make it."""
+    reason = native.FOLDER / "unbuilt.txt"
+    if not (native.FOLDER / f"{name}.so").exists():
+        pytest.skip(f"{name}.so was not built: {reason.read_text() if reason.exists() else 'not installed from here'}")
+    found = load(native.FOLDER, name)
+    assert found.library is not None, found.reason
+    return found
+
+
+def best() -> Kernels:
+    """The library that this machine's processes use. Skips, with the reason, where there is none."""
+    if not (names := on_this_machine()):
+        pytest.skip(f"there are no kernels for {sys.platform} on {platform.machine()}")
+    return built(names[0])
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """In the body torch and the kernels run on `number` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -134,11 +134,11 @@ void block(const Product& p, const float* x, int64_t first, int count, int rows,
             for (int i = 0; i < count; i++) results[r][i] += E::widen_one(bias[first + i]);
 }
 
-// x / (1 + e^-x). The power is bounded so that it stays finite.
+// x / (1 + e^-x). Past 2^126 the power is taken as infinite.
 template <class E>
 INLINE f32 silu(f32 x) {
     const f32 power = x * -1.44269504f;
-    return E::rounded(x / (1.0f + exp2(power > 126.0f ? all(126.0f) : power)));
+    return E::rounded(x / (1.0f + (power > 126.0f ? all(__builtin_huge_valf()) : exp2(power))));
 }
 
 // One row's results, and where there is a gate what they open, to `count` elements of out.

@@ -490,6 +490,18 @@ def test_hidden_rows_change_no_bit_whatever_they_hold(found: Kernels, dtype: tor
         assert not torch.equal(out[5:], wanted[5:])
 
 
+@pytest.mark.parametrize("half", [0, 1], ids=["keys", "values"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_a_number_is_seen_and_not_passed_over(found: Kernels, dtype: torch.dtype, half: int) -> None:
+    heads = Heads(64, 2)
+    held, q = hold(heads, dtype, page=64, pages=2, tokens=101, span=64), fused(heads, 9, dtype)[0]
+    held.tile[half, 1, :, 97 - 64, 3] = torch.nan
+    out = attended(found, [held], q, 92)[0]
+    assert out[5:].isnan().any(-1).all()
+    if half == 0:  # hidden values must be finite: zero times what is not a number is none
+        assert not out[:5].isnan().any()
+
+
 def test_a_windows_hidden_rows_change_no_bit_either(found: Kernels) -> None:
     heads = Heads(32, 1)
     held = hold(heads, torch.float32, page=64, pages=1, tokens=60, span=64, windowed=True)

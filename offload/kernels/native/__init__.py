@@ -21,10 +21,10 @@ from offload.kernels.native.interface import declare
 
 VARIABLE = "TRIFORCE_KERNELS"
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
-ABI = 3  # what kernels.cpp says too
+ABI = 4  # what kernels.cpp says too
 OFF = f"{VARIABLE} is off"
 FOLDER = Path(__file__).parent
-_THREADS = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+_THREADS = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num")
 _AGAIN = "run pip install again"
 
 

@@ -1,17 +1,18 @@
 // Attention of a few rows over spans of keys, and the merge of the spans.
 //
-// A span is a page or the like: consecutive tokens in memory, the same for every pass that sees them. Each row attends to each span by
-// itself; then its spans are merged, first to last. So a row's bits depend on what it sees alone: not on the rows beside
-// it, on threads, or on when a span came. Merge by log-sum-exp: FlashAttention (Dao et al. 2022, section 3.1).
+// A span is a part of a page: consecutive tokens in memory, the same for every pass that sees them. Each row attends to
+// each span by itself; then its spans are merged, first to last. So a row's bits depend on what it sees alone: not on
+// the rows beside it, on threads, or on when a span came. Merge by log-sum-exp: FlashAttention (Dao et al. 2022,
+// section 3.1).
 //
 // Letters: T rows, G query heads for each of H KV heads, R = G * T folded rows (row t * G + g), D head dimension.
 #pragma once
 #include "threads.h"
 #include "vectors.h"
 
-// Tokens `first` to `first` + `tokens` in pages of `page`, which are attended to in spans of `span`, a divisor of `page`.
-// Keys of head h in page i are at keys + i * page_stride + h * head_stride, [page, D], values likewise. Strides count
-// elements. slot: of its first span, in the order of the merge. query: which of a row's queries is meant for it.
+// Tokens `first` to `first` + `tokens` in pages of `page`, which are attended to in spans of `span`, a divisor of
+// `page`. Keys of head h in page i are at keys + i * page_stride + h * head_stride, [page, D], values likewise. Strides
+// count elements. slot: of its first span, in the order of the merge. query: which of a row's queries is meant for it.
 // windowed: rows see of it what is in their window. room: tokens that there is memory for.
 struct Run {
     const void* keys;
@@ -36,9 +37,9 @@ struct Attention {
     float* partials;       // [slots, H, R, 2 + padded(D)]: largest score, sum, out
     float* masses;         // [slots, H, R, chunks], or null
     int64_t rows, group, kv_heads, head_dim;
-    int64_t position, window;       // position of row 0; tokens that a row sees of windowed spans
-    int64_t chunk, chunks;          // tokens of a chunk, chunks of a span
-    int64_t out_stride;             // elements, of `merge`
+    int64_t position, window;  // position of row 0; tokens that a row sees of windowed spans
+    int64_t chunk, chunks;     // tokens of a chunk, chunks of a span
+    int64_t out_stride;        // elements from one row of `out` to the next
     int64_t slots;
     float* mass;  // [T, H, slots * chunks], or null
     float* lse;   // [T, G * H, 2], or null: largest score and sum, in powers of 2
@@ -47,7 +48,6 @@ struct Attention {
 
 namespace attention {
 
-constexpr int MOST_ROWS = 64;  // T
 constexpr int KEYS = 2 * W;    // of a panel
 constexpr int AHEAD = 64;      // tokens that values are fetched ahead
 constexpr float NONE = -__builtin_huge_valf();
@@ -65,7 +65,7 @@ inline Range seen_by(const Attention& a, const Span& s, int64_t first, int64_t l
     return to > from ? Range{int(from), int(to)} : Range{0, 0};
 }
 
-// W keys as columns: panel[d][key]. units(i) gives those of key i.
+// W keys as columns: panel[d][key]. units_of(i) gives those of key i.
 template <class E, class F>
 INLINE void fill_columns(F&& units_of, int units, float* panel) {
     u32 rows[W];
@@ -93,7 +93,11 @@ inline void fill_panel(const typename E::element* keys, int count, int dim, floa
             if (units >= W && block + W <= count)
                 fill_columns<E>([&](int i) { return load<u32>(from + int64_t(i) * dim); }, W, to);
             else
-                fill_columns<E>([&](int i) { return block + i < count ? load_some(from + int64_t(i) * dim, units < W ? units : W) : u32{}; }, units, to);
+                fill_columns<E>(
+                    [&](int i) {
+                        return block + i < count ? load_some(from + int64_t(i) * dim, units < W ? units : W) : u32{};
+                    },
+                    units, to);
         }
 }
 
@@ -117,7 +121,8 @@ inline void score(const float* queries, const float* panel, int dim, float* scor
     }
 }
 
-// Products of a row with keys to weights in place, 0 for what it does not see; -> largest score, in powers of 2, and sum.
+// Products of a row with keys to weights in place, 0 for what it does not see; -> largest score, in powers of 2, and
+// sum. What is not a number stays so.
 inline void soften(float* scores, int stride, Range seen, float scale, float* top, float* total) {
     if (seen.to == seen.from) {
         for (int i = 0; i < stride; i += W) store(scores + i, f32{});
@@ -145,7 +150,8 @@ inline void soften(float* scores, int stride, Range seen, float scale, float* to
     *total = sum(added);
 }
 
-// out[r] of ROWS rows and BLOCKS vectors of units of the values: sum over `keys` of weight * value. units: in the row from there on.
+// out[r] of ROWS rows and BLOCKS vectors of units of the values: sum over `keys` of weight * value. units: in a token's
+// values from there on.
 template <class E, int ROWS, int BLOCKS>
 INLINE void mix(const typename E::element* values, int dim, int units, Range keys, const float* weights, int stride,
                 float* out, int64_t out_stride) {
@@ -208,17 +214,20 @@ void score_all(const Part& p, const typename E::element* keys, float* scores, fl
 }
 
 template <class E>
-void mix_all(const Part& p, int from, const typename E::element* values, const float* weights, float* out, int64_t out_stride) {
+void mix_all(const Part& p, int from, const typename E::element* values, const float* weights, float* out,
+             int64_t out_stride) {
     const int room = padded<E>(p.dim);
+    const Range keys{from, p.count};
     by_rows(p.folded, [&]<int ROWS>(int r) {
         constexpr int blocks = ROWS * E::per_unit <= (W == 16 ? 8 : 4) ? 2 : 1;
         const float* own = weights + int64_t(r) * p.stride;
         float* to = out + r * out_stride;
         int at = 0;
+        auto units = [&] { return (p.dim - at) / E::per_unit; };
         for (; at + blocks * wide<E> <= room; at += blocks * wide<E>)
-            mix<E, ROWS, blocks>(values + at, p.dim, (p.dim - at) / E::per_unit, {from, p.count}, own, p.stride, to + at, out_stride);
+            mix<E, ROWS, blocks>(values + at, p.dim, units(), keys, own, p.stride, to + at, out_stride);
         for (; at < room; at += wide<E>)
-            mix<E, ROWS, 1>(values + at, p.dim, (p.dim - at) / E::per_unit, {from, p.count}, own, p.stride, to + at, out_stride);
+            mix<E, ROWS, 1>(values + at, p.dim, units(), keys, own, p.stride, to + at, out_stride);
     });
 }
 
@@ -247,7 +256,8 @@ void attend_one(const Attention& a, const Span& s, int64_t head, float* scratch)
         float* mass = a.masses + (base + r) * a.chunks;
         for (int c = 0; c < a.chunks; c++) {
             float total = 0;
-            for (int64_t i = c * a.chunk - begin; i < (c + 1) * a.chunk - begin; i++) total += i >= 0 && i < stride ? row[i] : 0;
+            const int64_t from = c * a.chunk - begin, to = from + a.chunk;
+            for (int64_t i = from > 0 ? from : 0; i < (to < stride ? to : stride); i++) total += row[i];
             mass[c] = total;
         }
     }
@@ -275,7 +285,7 @@ void merge_one(const Attention& a, int64_t t, int64_t head) {
             for (int d = 0; d < room; d += W) store(out + d, fma(all(share), load<f32>(p + 2 + d), load<f32>(out + d)));
         }
         auto to = static_cast<typename E::element*>(a.out) + t * a.out_stride + (head * a.group + g) * dim;
-        for (int d = 0; d < dim; d++) to[d] = E::round_one(total > 0 ? out[place<E>(d)] / total : 0);
+        for (int d = 0; d < dim; d++) to[d] = E::round_one(total == 0 ? 0 : out[place<E>(d)] / total);
         if (a.lse) {
             float* lse = a.lse + (t * a.kv_heads * a.group + head * a.group + g) * 2;
             lse[0] = top, lse[1] = total;
@@ -315,7 +325,8 @@ template <class E>
 void merge(const Attention& a, int64_t how_many) {
     threads::Counter items;
     auto body = [&] {
-        for (int64_t item; (item = items.draw()) < a.rows * a.kv_heads;) merge_one<E>(a, item / a.kv_heads, item % a.kv_heads);
+        for (int64_t item; (item = items.draw()) < a.rows * a.kv_heads;)
+            merge_one<E>(a, item / a.kv_heads, item % a.kv_heads);
     };
     threads::run(how_many, body);
 }

@@ -17,19 +17,19 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Changes with every change of a structure or a function below.
-KERNEL int abi() { return 3; }
+KERNEL int abi() { return 4; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
 
-KERNEL void bind(void* parallel, void* barrier, void* number, void* count) {
+KERNEL void bind(void* parallel, void* barrier, void* number) {
     threads::parallel = reinterpret_cast<decltype(threads::parallel)>(parallel);
     threads::barrier = reinterpret_cast<decltype(threads::barrier)>(barrier);
     threads::number = reinterpret_cast<decltype(threads::number)>(number);
-    threads::count = reinterpret_cast<decltype(threads::count)>(count);
 }
 
-KERNEL void run_products(Dtype dtype, const Product* steps, int64_t count, int64_t first, int64_t rows, int64_t how_many) {
+KERNEL void run_products(Dtype dtype, const Product* steps, int64_t count, int64_t first, int64_t rows,
+                         int64_t how_many) {
     with(dtype, [&]<class E>() { products::run<E>(steps, count, first, rows, how_many); });
 }
 
@@ -43,7 +43,8 @@ KERNEL int64_t scratch_room(int64_t dim, int64_t folded, int64_t count) {
     return attention::scratch_room(dim, folded, count);
 }
 
-KERNEL void attend_runs(Dtype dtype, const Attention* a, const Run* runs, int64_t count, float* scratch, int64_t room, int64_t how_many) {
+KERNEL void attend_runs(Dtype dtype, const Attention* a, const Run* runs, int64_t count, float* scratch, int64_t room,
+                        int64_t how_many) {
     with(dtype, [&]<class E>() { attention::attend<E>(*a, runs, count, scratch, room, how_many); });
 }
 
@@ -55,6 +56,7 @@ KERNEL void take_in_rows(Dtype dtype, const Rotation* r) {
     with(dtype, [&]<class E>() { rotation::take_in<E>(*r); });
 }
 
-KERNEL void norm_heads(Dtype dtype, void* x, const void* norm, int64_t rows, int64_t heads, int64_t dim, int64_t stride, double epsilon) {
+KERNEL void norm_heads(Dtype dtype, void* x, const void* norm, int64_t rows, int64_t heads, int64_t dim, int64_t stride,
+                       double epsilon) {
     with(dtype, [&]<class E>() { rotation::norm_heads<E>(x, norm, rows, heads, dim, stride, float(epsilon)); });
 }

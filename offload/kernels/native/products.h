@@ -9,8 +9,8 @@
 
 enum class Ending : int64_t { write, add, gate };
 
-// out = ending(norm(x) · weight^T + bias), for x [rows, inputs] and weight [outputs, inputs], rounded to the dtype after
-// the norm, after the product and after each step of the ending. Where the norm is null, x is taken as it is.
+// out = ending(norm(x) · weight^T + bias), for x [rows, inputs] and weight [outputs, inputs], rounded to the dtype
+// after the norm, after the product and after each step of the ending. Where the norm is null, x is taken as it is.
 // write: out [rows, outputs]. add: is added to out. gate: weight is [2 * outputs, inputs], and
 // out = silu(first half) * second half.
 struct Product {
@@ -111,7 +111,8 @@ inline void dots(const typename E::element* weight, int inputs, const float* x, 
 
 // results[r][0..count) of ROWS rows: a register of sums at a time.
 template <class E, int ROWS>
-inline void dots_of_rows(const typename E::element* weight, int inputs, const float* x, int count, float (*results)[OUTPUTS]) {
+inline void dots_of_rows(const typename E::element* weight, int inputs, const float* x, int count,
+                         float (*results)[OUTPUTS]) {
     constexpr int outs = W / ROWS;
     auto from = [&](int o) { return reinterpret_cast<float(*)[OUTPUTS]>(&results[0][o]); };
     int o = 0;
@@ -128,7 +129,9 @@ void block(const Product& p, const float* x, int64_t first, int count, int rows,
     if constexpr (tiles::take<E>)
         tiles::block(weight, inputs, count, x, rows, results);
     else
-        by_rows(rows, [&]<int ROWS>(int r) { dots_of_rows<E, ROWS>(weight, inputs, x + r * stride, count, results + r); });
+        by_rows(rows, [&]<int ROWS>(int r) {
+            dots_of_rows<E, ROWS>(weight, inputs, x + r * stride, count, results + r);
+        });
     if (auto bias = static_cast<const element*>(p.bias))
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < count; i++) results[r][i] += E::widen_one(bias[first + i]);

@@ -1,12 +1,12 @@
-// New rows: queries and keys are rotated, queries are widened, keys and values are written to their places in a cache. The roundings
-// are those of kernels/rope.py.
+// New rows: queries and keys are rotated, queries are widened, keys and values are written to their places in a cache.
+// The roundings are those of kernels/rope.py.
 #pragma once
 #include "attention.h"
 #include "vectors.h"
 
-// q [T, G * H, D], k and v [T, H, D] in rows of so many elements; k null: queries only. cos, sin: the tables of all positions, [n, D].
-// position: of row 0 in the tables; no row is rotated by a later one than `last`. index: of row 0 among the runs' tokens.
-// A row is written where a run has room for its index.
+// q [T, G * H, D], k and v [T, H, D] in rows of so many elements; k null: queries only. cos, sin: the tables of all
+// positions, [n, D]. position: of row 0 in the tables; no row is rotated by a later one than `last`. index: of row 0
+// among the runs' tokens. A row is written where a run has room for its index.
 struct Rotation {
     const void* q;
     const void* k;
@@ -24,7 +24,8 @@ struct Rotation {
 namespace rotation {
 
 template <class E>
-inline float turned(const typename E::element* x, const typename E::element* cos, const typename E::element* sin, int d, int dim) {
+inline float turned(const typename E::element* x, const typename E::element* cos, const typename E::element* sin,
+                    int d, int dim) {
     const int other = d < dim / 2 ? d + dim / 2 : d - dim / 2;
     const float straight = rounded<E>(E::widen_one(x[d]) * E::widen_one(cos[d]));
     const float across = rounded<E>(E::widen_one(x[other]) * E::widen_one(sin[d]));

@@ -7,7 +7,6 @@ namespace threads {
 inline void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
 inline void (*barrier)();
 inline int (*number)();
-inline int (*count)();
 
 // A counter that threads draw work from.
 struct Counter {

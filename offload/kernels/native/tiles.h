@@ -1,7 +1,8 @@
-// AMX, which Intel's Xeons have since Sapphire Rapids: eight tiles of 16 rows of 64 bytes, and the product of two of them in
-// one instruction. Here, C [16 outputs, 16 rows] fp32 += A [16 outputs, 32 inputs] bf16, as weights are in memory, times B
-// [16 pairs of inputs, 16 rows, 2] bf16. An element of C depends on its row of A and its column of B alone, so a row's bits
-// do not depend on the rows beside it. All tiles are full; what is missing at an edge is copied to a full one first.
+// AMX, which Intel's Xeons have since Sapphire Rapids: eight tiles of 16 rows of 64 bytes, and the product of two of
+// them in one instruction. Here, C [16 outputs, 16 rows] fp32 += A [16 outputs, 32 inputs] bf16, as weights are in
+// memory, times B [16 pairs of inputs, 16 rows, 2] bf16. An element of C depends on its row of A and its column of B
+// alone, so a row's bits do not depend on the rows beside it. All tiles are full; what is missing at an edge is copied
+// to a full one first.
 #pragma once
 #include "vectors.h"
 
@@ -92,7 +93,8 @@ void dots(const uint16_t* weight, int inputs, int outputs, const float* widened,
 }
 
 // results[r][o] of `rows` rows, at most 4 * SIDE. results has room for whole groups of SIDE.
-inline void block(const uint16_t* weight, int inputs, int outputs, const float* widened, int rows, float (*results)[SIDE]) {
+inline void block(const uint16_t* weight, int inputs, int outputs, const float* widened, int rows,
+                  float (*results)[SIDE]) {
     if (rows > 3 * SIDE) dots<4>(weight, inputs, outputs, widened, results);
     else if (rows > 2 * SIDE) dots<3>(weight, inputs, outputs, widened, results);
     else if (rows > SIDE) dots<2>(weight, inputs, outputs, widened, results);

@@ -66,9 +66,10 @@ INLINE float largest(f32 v) {
     return most;
 }
 
-// 2^x for x <= 0, and for small x > 0. -inf gives 0. Relative error below 2e-7: the Taylor polynomial of degree 7 on [-1/2, 1/2].
+// 2^x for x <= 0, and for small x > 0. -inf gives 0. Relative error below 2e-7: the Taylor polynomial of degree 7 on
+// [-1/2, 1/2].
 INLINE f32 exp2(f32 x) {
-    x = larger(x, all(-127.0f));
+    x = x < -127.0f ? all(-127.0f) : x;
     f32 whole = __builtin_elementwise_roundeven(x);
     f32 t = x - whole;
     f32 p = all(1.52527338e-5f);
@@ -83,7 +84,8 @@ INLINE f32 exp2(f32 x) {
     return p * (f32)(exponent << 23);
 }
 
-// An element type: `widen` gives every other element of a vector of units, `read` and `write` are for W elements in a row.
+// An element type: `widen` gives every other element of a vector of units, `read` and `write` are for W elements in a
+// row.
 struct Bf16 {
     static constexpr int per_unit = 2;
     using element = uint16_t;

@@ -68,6 +68,7 @@ def load_tokenizer(model: Path, draft: Path | None) -> Tokenizer:
 @dataclass(frozen=True)
 class Request:
     options: Options
+    hardware = types.SimpleNamespace(is_cpu=True)
 
     @classmethod
     def on_this_machine(cls, model: Path, draft: Path | None, options: Options) -> Request:
@@ -228,7 +229,7 @@ def _error(name: str) -> Exception:
 def install() -> None:
     """Put the stand-ins where the command line imports from."""
     engine = types.ModuleType("offload.engine")
-    engine.__dict__.update(Engine=Engine, load_tokenizer=load_tokenizer)
+    engine.__dict__.update(Engine=Engine, load_tokenizer=load_tokenizer, kernels_problem=lambda device: "")
     sampling = types.ModuleType("offload.decode.sampling")
     sampling.__dict__.update(SamplingParams=SamplingParams)
     sys.modules.update({"offload.engine": engine, "offload.decode.sampling": sampling})

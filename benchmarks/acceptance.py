@@ -155,6 +155,7 @@ class Bench:
         assert engine.retrieval is not None
         self.retrieval: RetrievalCache = engine.retrieval
         self.full: FullCache = engine.retrieval.full
+        self.full.keep_queries = True
         self._cached: list[int] = []
 
     def record(self, task: str, prompt: Sequence[int], sampling: SamplingParams, num_tokens: int) -> Text:

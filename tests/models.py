@@ -37,6 +37,7 @@ from offload.decode.lengths import Fixed
 from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.decode.speculation import ModelProposer, Proposer, Speculator
 from offload.engine import Engine, load_tokenizer
+from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks
 from offload.metrics import LinkStats, Stats
@@ -132,7 +133,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load(
-    folder: Path, *, dtype: torch.dtype = torch.float32, link: Link | None = None, num_staging: int = 2
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    link: Link | None = None,
+    num_staging: int = 2,
+    kernels: Kernels = NONE,
 ) -> Decoder:
     """The folder's model in our code: all resident, or, with a link, its layers streamed."""
     config = ModelConfig.from_folder(folder)
@@ -140,7 +146,12 @@ def load(
         check_model(checkpoint, config)
         memory = Memory(torch.device("cpu"))
         weights = load_weights(checkpoint, config, memory, dtype=dtype, link=link, num_staging=num_staging)
-    return Decoder(config, weights)
+    return Decoder(config, weights, kernels=kernels)
+
+
+def kernels_of(decoder: Decoder) -> Kernels:
+    """Those that the decoder's few rows run on, which its caches should use too."""
+    return NONE if decoder._few is None else decoder._few._kernels
 
 
 def random_tokens(num_tokens: int, *, seed: int = 0, vocabulary: int = VOCABULARY) -> list[int]:
@@ -248,6 +259,7 @@ def full_cache(
         num_host=sizes.num_host,
         num_staging=sizes.kv_staging,
         mass_chunk=sizes.chunk if mass else None,
+        kernels=kernels_of(decoder),
     )
 
 
@@ -263,13 +275,18 @@ def streaming_cache(decoder: Decoder, sizes: Sizes) -> StreamingCache:
         sinks=sizes.sinks,
         window=sizes.window,
         slack=sizes.gamma + sizes.draft_gamma + 2 * sizes.rows,
+        kernels=kernels_of(decoder),
     )
 
 
-def retrieval_cache(full: FullCache, sizes: Sizes) -> RetrievalCache:
-    selection = Selection(rule=sizes.selection, reach=max(sizes.gamma, 1))
+def retrieval_cache(full: FullCache, sizes: Sizes, kernels: Kernels = NONE) -> RetrievalCache:
     return RetrievalCache(
-        Memory(torch.device("cpu")), full, budget=sizes.budget, chunk=sizes.chunk, selection=selection
+        Memory(torch.device("cpu")),
+        full,
+        budget=sizes.budget,
+        chunk=sizes.chunk,
+        selection=Selection(rule=sizes.selection, reach=max(sizes.gamma, 1)),
+        kernels=kernels,
     )
 
 
@@ -293,7 +310,7 @@ class Stack:
         self.vocabulary = target.config.vocab_size
         self.full = full_cache(target, sizes, link=link, mass=sizes.gamma > 0 and sizes.selection == "mass")
         self.full_level = Level("target", target, self.full, vocab_size=self.vocabulary, blocks=sizes.blocks, link=link)
-        self.retrieval = retrieval_cache(self.full, sizes) if sizes.gamma else None
+        self.retrieval = retrieval_cache(self.full, sizes, kernels_of(target)) if sizes.gamma else None
         self.streaming = streaming_cache(draft, sizes) if draft is not None and sizes.draft_gamma else None
         self.retrieval_level: Level | None = None
 

@@ -3,6 +3,8 @@
 Rows come from a `Tape`, in variants: variant 0 is what stays, the others are drafts that are rejected, or padding. A
 `Driver` feeds a cache and remembers what it ought to hold. Slow references are in fp64.
 
+All of it runs on torch's operators and on the processor's kernels.
+
 Bits: the full cache in phase "decode", fixed rows, gives the same bits whatever was rejected and however the rows were
 cut. Retrieval and streaming run as many rows as there are: same bits where the same rows ran, else a tolerance.
 """
@@ -10,6 +12,7 @@ cut. Retrieval and streaming run as many rows as there are: same bits where the 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -27,12 +30,15 @@ from offload.cache.retrieval import RetrievalCache
 from offload.cache.selection import Rule, Selection, choose, dilate
 from offload.cache.streaming import StreamingCache
 from offload.cache.tiles import TileShape
+from offload.kernels.native import NONE
 from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks
+from offload.kernels.spans import SpanAttention
 from offload.plan.config import ModelConfig
 from offload.plan.sizing import PrefillShape
 from offload.transfer.link import Link, PacedLink
 from offload.transfer.memory import Memory
+from processor import best
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 POSITIONS = 192
@@ -43,6 +49,13 @@ CONFIG = ModelConfig("llama", 8, 32, 8, LAYERS, HEADS, KV_HEADS, DIM, POSITIONS,
 NEAR = 2e-5  # fp32 against fp64, or another order of sums
 REPOSITIONED = 1e-3  # both sides turn by fp32 angles up to POSITIONS radians, each wrong by up to 1e-5
 DTYPES = [torch.float32, torch.bfloat16]
+KERNELS = NONE  # that all caches are made with; `operators` sets them
+
+
+@pytest.fixture(autouse=True, params=["torch", "kernels"])
+def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "kernels":
+        monkeypatch.setattr(sys.modules[__name__], "KERNELS", best())
 
 
 def assert_within(actual: Tensor, wanted: Tensor, tolerance: float) -> None:
@@ -138,6 +151,7 @@ def make_full(
         num_resident=num_resident,
         num_staging=num_staging,
         mass_chunk=CHUNK if mass else None,
+        kernels=KERNELS,
     )
 
 
@@ -152,12 +166,14 @@ def make_streaming(tape: Tape, *, sinks: int = SINKS, window: int = WINDOW, slac
         sinks=sinks,
         window=window,
         slack=slack,
+        kernels=KERNELS,
     )
 
 
 def make_retrieval(full: FullCache, *, budget: int, rule: Rule = "mass", reach: int = 4) -> RetrievalCache:
     selection = Selection(rule=rule, reach=reach)
-    return RetrievalCache(Memory(torch.device("cpu")), full, budget=budget, chunk=CHUNK, selection=selection)
+    memory = Memory(torch.device("cpu"))
+    return RetrievalCache(memory, full, budget=budget, chunk=CHUNK, selection=selection, kernels=KERNELS)
 
 
 def refreshed(tape: Tape, history: Sequence[int], *, budget: int, rule: Rule = "mass") -> Driver:
@@ -548,6 +564,7 @@ def test_an_interrupt_within_attention_leaves_no_trace_and_no_copy_under_way(
 
     with monkeypatch.context() as patch:
         patch.setattr("offload.cache.block.attend", interrupted)
+        patch.setattr(SpanAttention, "attend", interrupted)
         with pytest.raises(KeyboardInterrupt):
             driver.extend([1] * 5, phase=phase)
     assert link.num_coming > 0

@@ -73,11 +73,12 @@ class FullCache:
             }
         self.reader = RowReader(self.store, memory, link)
         self._prefill = prefill or CPU_PREFILL
-        self._span, self._keep_queries = span_tokens(shape.page_tokens), keep_queries
+        self._span = span_tokens(shape.page_tokens)
         self._spans: SpanAttention | None = None
         if kernels.library is not None:
             self._spans = SpanAttention(kernels, rope, dtype=shape.dtype, span=self._span, chunk=mass_chunk)
         self.record_mass = mass_chunk is not None  # from the next decode forward on
+        self.keep_queries = keep_queries  # likewise
         self.length = 0
         self._last_row = 0
         self._phase: Phase | None = None  # of the forward under way
@@ -238,7 +239,7 @@ class FullCache:
         out, mass = spans.merge()
         if mass is not None:
             self._mass.append(mass)
-        if self._keep_queries:
+        if self.keep_queries:
             self.last_query.append(rotate(rows.q, *self.rope.rows(start, stop)))
         return out
 

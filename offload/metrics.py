@@ -163,7 +163,7 @@ class Stats:
     levels: list[LevelStats] = field(default_factory=list)
     prefill_link: LinkStats = field(default_factory=LinkStats)
     decode_link: LinkStats = field(default_factory=LinkStats)
-    host_attention: HostStats = field(default_factory=HostStats)  # while decoding
+    host_attention: HostStats = field(default_factory=HostStats)  # while decoding, of this rank
     ranks: list[RankStats] = field(default_factory=list)  # while decoding, where there are several
 
     @property

@@ -98,12 +98,12 @@ def test_as_many_tiles_are_the_hosts_as_planned_and_layers_stream_alike(
 
 
 def test_layers_that_stream_one_tile_less_are_far_apart() -> None:
-    """The link has two slots to fill meanwhile, and no more."""
+    """The link has two slots to fill meanwhile, and no more. A pass begins with a layer that needs not wait for it."""
     shape = TileShape(1, 2, 1, 1, torch.float32)
     store = TileStore(Memory(torch.device("cpu")), shape, 8, 0, 4)
-    assert [layer for layer, _ in store.streamed(1)] == [0, 2, 4, 6]
+    assert [layer for layer, _ in store.streamed(1)] == [1, 3, 5, 7]
     store = TileStore(Memory(torch.device("cpu")), shape, 8, 2, 3)  # the first two layers have theirs on the device
-    assert [layer for layer, _ in store.streamed(1)] == [2, 4, 6]
+    assert [layer for layer, _ in store.streamed(1)] == [3, 5, 7]
 
 
 # What a cache does with them.
@@ -309,6 +309,12 @@ def test_link_and_host_end_a_pass_together() -> None:
         assert placement.attended_bytes == placement.host_tiles * placement.tile_tokens * 12288 // DEMO.num_layers
         assert placement.host_bytes_per_second == 0.2e9
         assert {**placement.host_bytes, "gathered chunks": 0} == {**alone.placement.host_bytes, "gathered chunks": 0}
+
+
+def test_a_pass_waits_for_the_host_where_the_user_gives_it_too_much() -> None:
+    found = paced(0.1, host_gbps=0.2, host_attention=1.0).predicted
+    assert (found.full_link_bytes, found.full_host_bytes) == (0, 32200 * 12288)
+    assert found.full_pass_seconds == pytest.approx(32200 * 12288 / 0.2e9)
 
 
 def test_the_host_attends_to_nothing_where_that_gains_less_than_a_twentieth() -> None:

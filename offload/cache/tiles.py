@@ -110,7 +110,8 @@ class TileStore:
 
     def _num_unmoved(self, layer: int, num_host: int) -> int:
         """Tiles of `layer` that do not cross the link, those on the device and those attended to on the host: as many
-        in each layer, and one more in some layers far apart, so that the link is never idle for long."""
+        in each layer, and one more in some layers far apart, so that the link is never idle for long. The first of them
+        come early, while the link brings what later layers want."""
         if self._num_resident is None:
             return sys.maxsize
         least, resident_extra = divmod(self._num_resident, self.num_layers)
@@ -119,7 +120,7 @@ class TileStore:
         if layer < first:
             return share + 1
         at, chosen, among = layer - first, extra - first, self.num_layers - first
-        return share + (at + 1) * chosen // among - at * chosen // among
+        return share - (-(at + 1) * chosen // among) + (-at * chosen // among)
 
     def _tier(self, layer: int, index: int) -> Tier:
         return "device" if self.place(layer, index) == "device" else "host"

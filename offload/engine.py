@@ -20,6 +20,7 @@ from offload.kernels.native import OFF, kernels
 from offload.leader import load_worker
 from offload.metrics import HostStats, LevelStats, LinkStats, RankStats, Stats
 from offload.model.level import Level
+from offload.pass_timer import timed
 from offload.plan.composition import PLAIN
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Options, Plan
@@ -30,6 +31,9 @@ from offload.worker import Worker
 
 if TYPE_CHECKING:
     from offload.session.store import Store
+
+
+__all__ = ["Engine", "Step", "kernels_problem", "load_tokenizer", "plan_request", "timed"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def load_tokenizer(model: Path, draft: Path | None) -> Tokenizer:
 
 def plan_request(model: Path, draft: Path | None, options: Options, *, num_prompt_tokens: int, max_tokens: int) -> Plan:
     """The plan for one request on this machine. Raises ModelError, UsageError, DoesNotFit."""
-    request = Request.on_this_machine(model, draft, options)
+    request = timed(Request.on_this_machine(model, draft, options))
     return request.plan(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
 
 

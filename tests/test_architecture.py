@@ -19,7 +19,8 @@ STOREYS = (
     *("ground", "plan", "kernels", "ranks", "transfer", "cache", "model", "decode", "session"),
     *("roof", "bench", "hub"),
 )
-ROOF = tuple(f"offload.{name}" for name in ("engine", "prefix", "worker", "parts", "leader", "follower", "all_rows"))
+_ROOF = ("engine", "prefix", "worker", "parts", "leader", "follower", "all_rows", "pass_timer")
+ROOF = tuple(f"offload.{name}" for name in _ROOF)
 GROUND = ("offload.errors", "offload.metrics", "offload.progress", "offload.units")
 CLI_MAY_IMPORT = (
     *("offload.engine", "offload.follower", "offload.plan", "offload.session", "offload.bench", "offload.hub"),

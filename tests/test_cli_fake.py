@@ -31,9 +31,9 @@ from offload import errors  # noqa: E402
 from offload.metrics import LevelStats, Stats  # noqa: E402
 from offload.plan import request  # noqa: E402
 from offload.plan.composition import Composition  # noqa: E402
-from offload.plan.cost import Prediction  # noqa: E402
 from offload.plan.placement import Placement  # noqa: E402
 from offload.plan.planner import Options, Plan, PlannedRequest  # noqa: E402
+from offload.plan.prediction import Prediction  # noqa: E402
 from offload.plan.sizing import PrefillShape  # noqa: E402
 from offload.progress import Progress  # noqa: E402
 
@@ -229,7 +229,9 @@ def _error(name: str) -> Exception:
 def install() -> None:
     """Put the stand-ins where the command line imports from."""
     engine = types.ModuleType("offload.engine")
-    engine.__dict__.update(Engine=Engine, load_tokenizer=load_tokenizer, kernels_problem=lambda device: "")
+    engine.__dict__.update(
+        Engine=Engine, load_tokenizer=load_tokenizer, kernels_problem=kernels_problem, timed=lambda request: request
+    )
     sampling = types.ModuleType("offload.decode.sampling")
     sampling.__dict__.update(SamplingParams=SamplingParams)
     sys.modules.update({"offload.engine": engine, "offload.decode.sampling": sampling})

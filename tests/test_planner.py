@@ -8,14 +8,15 @@ import pytest
 
 from offload.errors import DoesNotFit, UsageError
 from offload.plan import cost
-from offload.plan.composition import PLAIN
+from offload.plan.composition import PLAIN, Composition
 from offload.plan.config import ModelConfig
-from offload.plan.cost import GPU as GPU_COSTS
-from offload.plan.cost import Cost, Prediction
+from offload.plan.cost import Cost
 from offload.plan.expectations import LLAMA2_7B as LLAMA_7B
 from offload.plan.hardware import RTX_4090, Hardware
+from offload.plan.pass_times import PassTimes, Times
 from offload.plan.placement import place, shortage
 from offload.plan.planner import Options, Plan, largest_context, make_plan
+from offload.plan.prediction import Prediction
 from offload.plan.request import Request
 from offload.plan.sizing import Sizing
 from offload.plan.sum_costs import GLOO, NCCL, NETWORK, SumCosts
@@ -191,7 +192,7 @@ def test_every_block_of_a_pass_is_summed_by_itself() -> None:
 
 
 def seconds_with(sums: SumCosts, monkeypatch: pytest.MonkeyPatch, options: Options, hardware: Hardware) -> Prediction:
-    monkeypatch.setattr(cost, "GPU", replace(GPU_COSTS, sums=sums))
+    monkeypatch.setattr(cost, "NCCL", sums)
     return plan(options, target=LLAMA_7B, hardware=hardware, prompt=120_000).predicted
 
 
@@ -320,12 +321,63 @@ def seconds_of_pass(hardware: Hardware, rows: int, options: Options | None = Non
     return Cost(sizing, place(sizing, 32000, PLAIN), 32000, PLAIN).full_pass(rows)
 
 
-def test_a_pass_of_more_rows_than_a_block_has_reads_everything_again() -> None:
-    for hardware, block in ((CPU, 32), (GPU, 16)):
-        one, whole, more = (seconds_of_pass(hardware, rows) for rows in (1, block, block + 1))
-        assert more - whole > 0.8 * one
-        assert whole < 3.5 * one
-        assert plan(hardware=hardware, prompt=4000).predicted.full_block_rows == block
+def test_on_a_gpu_a_pass_of_more_rows_than_a_block_has_reads_everything_again() -> None:
+    one, whole, more = (seconds_of_pass(GPU, rows) for rows in (1, 16, 17))
+    assert more - whole > 0.8 * one
+    assert whole < 3.5 * one
+
+
+@pytest.mark.parametrize(("hardware", "block"), [(CPU, 32), (GPU, 16)])
+def test_draft_lengths_know_the_rows_of_a_block(hardware: Hardware, block: int) -> None:
+    assert plan(hardware=hardware, prompt=4000).predicted.full_block_rows == block
+
+
+MEASURED = PassTimes(
+    fixed=(1e-4, 2e-4, 3e-4, 4e-4, 5e-4, 6e-4, 7e-4),
+    layer=(1e-3, 1e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
+    token=(1e-7, 1e-7, 2e-7, 3e-7, 4e-7, 8e-7, 16e-7),
+    mass_share=0.5,
+    prefill_row=1e-5,
+    prefill_pair=1e-9,
+    kernels="a test's",
+)
+DRAFTED = replace(MEASURED, fixed=(1e-5,) * 7, layer=(2e-5,) * 7, token=(1e-9,) * 7)
+
+
+def test_a_cpus_passes_take_what_was_measured_of_them() -> None:
+    sizing = Sizing(DEMO, DRAFT, Options(), CPU, "bf16")
+    found = Composition(gamma=15, draft_gamma=3, budget=1024, draft=True)
+    priced = Cost(sizing, place(sizing, 32000, found), 32000, found, Times(MEASURED, DRAFTED))
+    assert priced.full_pass(8) == pytest.approx(4e-4 + 8 * (2e-3 + 32000 * 3e-7))
+    assert priced.full_pass(8, masses=True) == pytest.approx(4e-4 + 8 * (2e-3 + 1.5 * 32000 * 3e-7))
+    assert priced.retrieval_pass(1) == pytest.approx(1e-4 + 8 * (1e-3 + 1024 * 1e-7))
+    assert priced.draft_pass == pytest.approx(1e-5 + 3 * (2e-5 + 256 * 1e-9))
+    assert priced.prefill(1000) == pytest.approx(8 * (1000 * 1e-5 + 500_500 * 1e-9))
+
+
+def test_ranks_share_what_was_measured_of_a_processor_and_its_models() -> None:
+    """Half of the model by half of the processor takes as long as the whole."""
+    options = Options(speculation=False)
+    passes = [
+        make_plan(
+            DEMO,
+            None,
+            options,
+            replace(CPU, num_devices=number, num_hosts=hosts),
+            num_prompt_tokens=4000,
+            max_tokens=9,
+            times=Times(MEASURED),
+        ).predicted
+        for number, hosts in ((1, 1), (2, 1), (2, 2))
+    ]
+    alone, two, hosts = (made.full_pass_seconds - made.full_sum_seconds for made in passes)
+    assert two == pytest.approx(alone)
+    assert hosts == pytest.approx(alone / 2)
+
+
+def test_a_cpu_that_was_not_measured_reads_at_its_rates() -> None:
+    slow = replace(CPU, rates=replace(CPU.rates, device_read=CPU.rates.device_read / 4))
+    assert 3.0 < seconds_of_pass(slow, 1) / seconds_of_pass(CPU, 1) < 4.0
 
 
 def test_behind_a_link_a_second_block_costs_nothing() -> None:

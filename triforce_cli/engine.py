@@ -34,18 +34,19 @@ class Prepared:
 
 
 def prepare(models: Models, options: Options, output: Output, *, sampling: SamplingFlags | None = None) -> Prepared:
-    """Say which models are used, load the tokenizer and look at the machine. Raises ModelError, UsageError: first of
+    """Say which models are used, load the tokenizer and look at the machine; on a CPU a model's passes are timed when
+    it is used for the first time. Raises ModelError, UsageError: first of
     all for `sampling` out of range."""
     output.note(models.note)
     output.wait("starting")
     with deferred():
-        from offload.engine import kernels_problem, load_tokenizer
+        from offload.engine import kernels_problem, load_tokenizer, timed
         from offload.plan.request import Request
 
         if sampling is not None:
             sampling.params()
         tokenizer = load_tokenizer(models.target, models.draft)
-        request = Request.on_this_machine(models.target, models.draft, options)
+        request = timed(Request.on_this_machine(models.target, models.draft, options))
         if problem := kernels_problem("cpu" if request.hardware.is_cpu else "cuda"):
             output.note(f"slower than need be, on torch's operators: {problem}")
         return Prepared(models, tokenizer, request)

@@ -1,7 +1,8 @@
 """Predicted seconds of a request: of prefill, of a round at each level, and per token.
 
 Seconds per token = (tokens drafted * seconds of each + full pass + refresh) / tokens per round (docs/memory.md).
-Rates are the machine's; the other constants are fits and estimates (docs/log.md), the same on every machine.
+A CPU's passes take what was measured of them (`PassTimes`), a GPU's are computed from its rates; the other constants
+are fits and estimates (docs/log.md), the same on every machine.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from offload.plan.composition import Composition
+from offload.plan.pass_times import UNKNOWN, PassTimes, Times, estimated
 from offload.plan.placement import Placement
 from offload.plan.sizing import PREFILL_BLOCK, Sizing
-from offload.plan.sum_costs import GLOO, NCCL, NETWORK, SumCosts
+from offload.plan.sum_costs import GLOO, NCCL, NETWORK
 
 DRAFT_ACCEPTANCE = 0.5  # of a small draft's tokens, by the target or a part of it
 _HARDNESS = (0.25, 1.0, 2.0, 3.0)  # times the mean text's share of refused tokens: texts differ as much (docs/log.md)
@@ -20,69 +22,42 @@ _CHANGED_CHUNKS = 0.3  # of those held, in a round
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Constants of one kind of processor, besides its rates."""
+class GpuCosts:
+    """Constants of GPUs, besides their rates: estimated from the number of kernels. Calls return before the device is
+    done, so the longer of calls and work counts."""
 
-    pass_seconds: float  # calls of one pass outside its layers, the draw, waiting for both
-    layer_seconds: float  # calls of one layer, besides what its bytes cost
-    streaming_layer_seconds: float  # the same over a streaming cache, which attends twice
-    tile_seconds: float  # calls of one block over one tile
-    asynchronous: bool  # calls return before the device is done: the longer of calls and work counts, not both
-    read_share: float  # of the rate of reading, at which one row runs over weights and cache
-    row_share: float  # of the seconds of one row, what each further row of a block adds
-    mass_share: float  # of the seconds of a pass, what keeping its masses adds
-    refresh_share: float  # of the rate of reading, at which what the retrieval cache holds is chosen and fetched
-    refresh_layer_seconds: float  # calls of that, for one layer
-    prefill_share: float  # of the rate of large products
-    sums: SumCosts
-
-
-CPU = Costs(0.0, 2.5e-4, 5e-4, 0.0, False, 0.64, 0.06, 0.12, 0.5, 6e-5, 0.2, GLOO)  # fitted on two cores
-GPU = Costs(5e-4, 3e-4, 3e-4, 2.3e-4, True, 0.9, 0.01, 0.05, 0.02, 0.0, 0.5, NCCL)  # estimated: number of kernels
+    pass_seconds: float = 5e-4  # calls of one pass outside its layers, the draw
+    layer_seconds: float = 3e-4  # calls of one layer
+    tile_seconds: float = 2.3e-4  # calls of one block over one tile
+    read_share: float = 0.9  # of the rate of reading, at which one row runs over weights and cache
+    row_share: float = 0.01  # of the seconds of one row, what each further row of a block adds
+    mass_share: float = 0.05  # of the seconds of a pass, what keeping its masses adds
+    prefill_share: float = 0.5  # of the rate of large products
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """Predicted seconds of a plan's steps, and of a token at the best draft lengths. plain_seconds_per_token: the same
-    without speculation, with the placement that it then has.
+class RefreshCosts:
+    """Of what the retrieval cache holds: share of the rate of reading, at which it is chosen and fetched, and seconds
+    of the calls for one layer."""
 
-    Passes are those of one row; row_seconds is added for each further row. full_block_rows: rows after which a full
-    pass takes all but a row's seconds again, 0 where it waits for the link. mass_share: the share of a full pass's
-    seconds that recording masses for the retrieval level adds. retrieval_token_seconds: for a token that it proposes.
-    sum_seconds: of a pass, in sums over the ranks; full_link_bytes: over each device's link in a full pass;
-    full_host_bytes: that the processor attends to on the host meanwhile, for each device.
-    """
+    share: float
+    layer_seconds: float
 
-    prefill_seconds: float
-    first_token_seconds: float  # from the start of prefill
-    full_pass_seconds: float
-    full_sum_seconds: float
-    full_link_bytes: int
-    full_host_bytes: int
-    full_row_seconds: float
-    full_block_rows: int
-    mass_share: float
-    retrieval_pass_seconds: float
-    retrieval_sum_seconds: float
-    retrieval_row_seconds: float
-    retrieval_token_seconds: float
-    draft_pass_seconds: float
-    refresh_seconds: float
-    acceptance: float  # of a drafted token, at the target
-    tokens_drafted: int  # for one full pass
-    tokens_per_round: float
-    seconds_per_token: float
-    plain_seconds_per_token: float
+
+GPU = GpuCosts()
+CPU_REFRESH, GPU_REFRESH = RefreshCosts(0.32, 6e-5), RefreshCosts(0.02, 0.0)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one composition of levels in its placement, over a full cache of `capacity` tokens."""
+    """Seconds of one composition of levels in its placement, over a full cache of `capacity` tokens. times: of
+    passes on a CPU, as far as they were measured."""
 
     sizing: Sizing
     placement: Placement
     capacity: int
     composition: Composition
+    times: Times = UNKNOWN
 
     @property
     def acceptance(self) -> float:
@@ -130,26 +105,28 @@ class Cost:
         """Seconds of a pass over all weights and the retrieved tokens."""
         if not self.composition.budget:
             return 0.0
-        read = self._by_rows((self._weights + self._kept) / self._rate(self._costs.read_share), rows)
-        return self._both(self._calls, max(read + self.sums(rows), self.streamed_weights / self._link_rate))
+        if self._on_cpu:
+            read = self._on_this_cpu(self.composition.budget, rows) + self.sums(rows)
+            return max(read, self.streamed_weights / self._link_rate)
+        read = self._by_rows((self._weights + self._kept) / self._rate, rows)
+        return max(self._calls, read + self.sums(rows), self.streamed_weights / self._link_rate)
 
     @cached_property
     def draft_pass(self) -> float:
-        draft = self.sizing.draft
-        if draft is None or not self.composition.draft:
+        draft, composition = self.sizing.draft, self.composition
+        if draft is None or not composition.draft:
             return 0.0
-        calls = self._costs.pass_seconds + draft.num_layers * self._costs.streaming_layer_seconds
-        return self._both(calls, draft.weight_bytes(self.sizing.itemsize) / self._rate(self._costs.read_share))
+        if self._on_cpu:
+            times = self.times.draft or estimated(draft, self.sizing.itemsize, self.sizing.hardware.rates)
+            return times.seconds(draft.num_layers, composition.sinks + composition.window, 1)
+        calls = GPU.pass_seconds + draft.num_layers * GPU.layer_seconds
+        return max(calls, draft.weight_bytes(self.sizing.itemsize) / self._rate)
 
     def full_pass(self, rows: int, *, masses: bool = False) -> float:
         """Seconds of a pass over the full cache: the longest of computation and sums, block by block, of the link, and
         of the tiles that are attended to on the host."""
-        blocks = self._blocks(rows)
-        read = (self._weights + self.cache_bytes) / self._rate(self._costs.read_share)
-        work = self._by_rows(read, self._padded(rows), blocks) + self.full_sums(rows)
-        seconds = self._both(self._calls + blocks * self.num_tiles * self._costs.tile_seconds, work)
-        seconds *= 1.0 + self._costs.mass_share * masses
-        return max(seconds, self.full_link_bytes / self._link_rate, self._host_seconds)
+        computed = self._full_on_cpu(rows, masses) if self._on_cpu else self._full_on_gpu(rows, masses)
+        return max(computed, self.full_link_bytes / self._link_rate, self._host_seconds)
 
     @property
     def full_link_bytes(self) -> float:
@@ -179,7 +156,7 @@ class Cost:
     def sums(self, rows: int, blocks: int = 1) -> float:
         """Seconds of the sums over the ranks in a pass: two a layer and block, of its rows [rows, hidden]."""
         hardware, target = self.sizing.hardware, self.sizing.target
-        sums = NETWORK if hardware.num_hosts > 1 else self._costs.sums
+        sums = NETWORK if hardware.num_hosts > 1 else GLOO if self._on_cpu else NCCL
         row_bytes = target.hidden_size * self.sizing.itemsize
         return sums.total(
             2 * target.num_layers * blocks, 2 * target.num_layers * rows * row_bytes, hardware.num_devices - 1
@@ -200,17 +177,21 @@ class Cost:
         if not self.composition.budget:
             return 0.0
         crossing = _CHANGED_CHUNKS * self._kept * self._share_on_host / self._link_rate
-        calls = self.sizing.target.num_layers * self._costs.refresh_layer_seconds
-        return calls + self._kept / self._rate(self._costs.refresh_share) + crossing
+        costs = CPU_REFRESH if self._on_cpu else GPU_REFRESH
+        rate = costs.share * self.sizing.hardware.rates.device_read
+        return self.sizing.target.num_layers * costs.layer_seconds + self._kept / rate + crossing
 
     def prefill(self, num_tokens: int) -> float:
         """Seconds of a prefill, layer by layer: the longest of computation with its sums, weights that cross the link
         once and rows that are written back once."""
         sizing, rates = self.sizing, self.sizing.hardware.rates
-        flops = sizing.target.prefill_flops(num_tokens) / sizing.num_devices
         home = num_tokens * sizing.kv_bytes_per_token * self._share_on_host
         moved = self.streamed_weights / self._link_rate
-        computed = flops / (self._costs.prefill_share * rates.flops)
+        if self._on_cpu:
+            computed = self._cpu_share * self._target_times.prefill(sizing.target.num_layers, num_tokens)
+        else:
+            flops = sizing.target.prefill_flops(num_tokens) / sizing.num_devices
+            computed = flops / (GPU.prefill_share * rates.flops)
         summed = self.sums(num_tokens, -(-num_tokens // PREFILL_BLOCK))
         return max(computed + summed, moved, home / min(rates.to_host, self._link_rate))
 
@@ -222,22 +203,46 @@ class Cost:
 
     def _by_rows(self, seconds: float, rows: int, blocks: int = 1) -> float:
         """Seconds of `rows` rows in `blocks` blocks. seconds: of the first row of a block."""
-        return seconds * (blocks + self._costs.row_share * (rows - blocks))
+        return seconds * (blocks + GPU.row_share * (rows - blocks))
 
-    def _both(self, calls: float, work: float) -> float:
-        return max(calls, work) if self._costs.asynchronous else calls + work
+    def _full_on_cpu(self, rows: int, masses: bool) -> float:
+        return self._on_this_cpu(self.capacity, rows, masses=masses) + self.full_sums(rows)
+
+    def _full_on_gpu(self, rows: int, masses: bool) -> float:
+        blocks = self._blocks(rows)
+        work = self._by_rows((self._weights + self.cache_bytes) / self._rate, self._padded(rows), blocks)
+        seconds = max(self._calls + blocks * self.num_tiles * GPU.tile_seconds, work + self.full_sums(rows))
+        return seconds * (1.0 + GPU.mass_share * masses)
+
+    def _on_this_cpu(self, num_tokens: int, rows: int, *, masses: bool = False) -> float:
+        """Seconds of a pass over `num_tokens` cached tokens, with links that are as fast as memory."""
+        seconds = self._target_times.seconds(self.sizing.target.num_layers, num_tokens, rows, masses=masses)
+        return seconds * self._cpu_share
+
+    @cached_property
+    def _target_times(self) -> PassTimes:
+        """Of the whole target, measured on a whole host, or estimated from what each rank has of it."""
+        sizing = self.sizing
+        return self.times.target or estimated(sizing.target, sizing.itemsize, sizing.hardware.rates)
 
     @property
-    def _costs(self) -> Costs:
-        return CPU if self.sizing.hardware.is_cpu else GPU
+    def _cpu_share(self) -> float:
+        """Each rank's part of `_target_times`: ranks of one host share it as they share the model."""
+        hardware = self.sizing.hardware
+        return 1 / (hardware.num_devices if self.times.target is None else hardware.num_hosts)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.sizing.hardware.is_cpu
 
     @property
     def _calls(self) -> float:
-        return self._costs.pass_seconds + self.sizing.target.num_layers * self._costs.layer_seconds
+        return GPU.pass_seconds + self.sizing.target.num_layers * GPU.layer_seconds
 
-    def _rate(self, share: float) -> float:
-        """Bytes per second over weights and caches on the device."""
-        return share * self.sizing.hardware.rates.device_read
+    @property
+    def _rate(self) -> float:
+        """Bytes per second over weights and caches on a GPU."""
+        return GPU.read_share * self.sizing.hardware.rates.device_read
 
     @property
     def _link_rate(self) -> float:
@@ -267,35 +272,6 @@ class Cost:
         """Of the tiles that are attended to on the host, at the set rate; the computation counts them, too."""
         rate = self.placement.host_bytes_per_second
         return self.full_host_bytes / rate if rate else 0.0
-
-
-def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Prediction:
-    """The prediction for the plan of `cost`. best: the part of its levels that is predicted to be the fastest, such as
-    the draft and the target alone; plain: the same request without speculation."""
-    prefill = cost.prefill(num_prompt_tokens)
-    far = 8  # rows
-    return Prediction(
-        prefill_seconds=prefill,
-        first_token_seconds=prefill + cost.full_pass(cost.sizing.rows),
-        full_pass_seconds=cost.full_pass(1),
-        full_sum_seconds=cost.full_sums(1),
-        full_link_bytes=round(cost.full_link_bytes),
-        full_host_bytes=round(cost.full_host_bytes),
-        full_row_seconds=(cost.full_pass(1 + far) - cost.full_pass(1)) / far,
-        full_block_rows=0 if cost.placement.offload else cost.sizing.most_rows,
-        mass_share=cost.full_pass(1, masses=True) / cost.full_pass(1) - 1.0,
-        retrieval_pass_seconds=cost.retrieval_pass(1),
-        retrieval_sum_seconds=cost.sums(1) if cost.composition.budget else 0.0,
-        retrieval_row_seconds=(cost.retrieval_pass(1 + far) - cost.retrieval_pass(1)) / far,
-        retrieval_token_seconds=cost.retrieval_token if cost.composition.budget else 0.0,
-        draft_pass_seconds=cost.draft_pass,
-        refresh_seconds=cost.refresh,
-        acceptance=cost.acceptance,
-        tokens_drafted=best.gamma,
-        tokens_per_round=best.tokens_per_round,
-        seconds_per_token=best.per_token,
-        plain_seconds_per_token=plain.per_token,
-    )
 
 
 def retrieval_acceptance(share: float) -> float:

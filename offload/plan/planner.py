@@ -1,7 +1,7 @@
 """A request is planned once, by arithmetic alone, into a frozen `Plan`; the engine is built from it and nothing else.
 
 Planning is deterministic: the same request on the same kind of machine gives the same plan, and so the same seed gives
-the same text. Nothing here is measured at run time.
+the same text. Nothing is measured here: times of passes were, before the first plan.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 from offload.errors import DoesNotFit, UsageError
 from offload.plan.composition import Composition, compositions
 from offload.plan.config import ModelConfig
-from offload.plan.cost import Cost, Prediction, predict
+from offload.plan.cost import Cost
 from offload.plan.hardware import Hardware
 from offload.plan.host_share import shared
 from offload.plan.options import Options
+from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import Placement, largest, place, shortage
+from offload.plan.prediction import Prediction, predict
 from offload.plan.sizing import PrefillShape, Sizing
 
 __all__ = ["Options", "Plan", "PlannedRequest", "largest_context", "make_plan"]
@@ -95,14 +97,15 @@ def make_plan(
     *,
     num_prompt_tokens: int,
     max_tokens: int,
+    times: Times = UNKNOWN,
 ) -> Plan:
-    """Plan a request. Raises UsageError, and DoesNotFit, which names what would fit, if the context or the memory is
-    too small."""
+    """Plan a request. times: of passes on a CPU, as far as they were measured. Raises UsageError, and DoesNotFit, which
+    names what would fit, if the context or the memory is too small."""
     notes: list[str] = []
     capacity, max_tokens = _fit_context(target, options, num_prompt_tokens, max_tokens, notes)
-    sizing = Sizing(target, draft, options, hardware, _dtype(target, options, hardware))
+    sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware))
     _check_memory(sizing, capacity, num_prompt_tokens)
-    cost, best = _choose(sizing, capacity)
+    cost, best = _choose(sizing, capacity, times)
     if options.link_gbps is not None and not hardware.is_cpu:
         raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the card's own")
     if options.link_gbps is not None and not cost.placement.offload:
@@ -123,7 +126,7 @@ def make_plan(
         ),
         composition=cost.composition,
         placement=cost.placement,
-        predicted=predict(cost, best, _choose(_without_speculation(sizing), capacity)[0], num_prompt_tokens),
+        predicted=predict(cost, best, _choose(_without_speculation(sizing), capacity, times)[0], num_prompt_tokens),
         notes=(*notes, *_unused(options, cost), *_advice(cost)),
     )
 
@@ -132,18 +135,18 @@ def largest_context(
     target: ModelConfig, draft: ModelConfig | None, options: Options, hardware: Hardware, limit: int
 ) -> int:
     """Tokens, up to `limit`, that fit in memory with the models; 0: not even one does."""
-    sizing = Sizing(target, draft, options, hardware, _dtype(target, options, hardware))
+    sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware))
     return largest(lambda tokens: _shortage(sizing, tokens) is None, limit)
 
 
-def _choose(sizing: Sizing, capacity: int) -> tuple[Cost, Cost]:
+def _choose(sizing: Sizing, capacity: int, times: Times) -> tuple[Cost, Cost]:
     """(planned composition, fastest composition). The fastest has the least predicted seconds per token of those that
     fit; if none fits, both are the smallest.
 
     A retrieval level is planned if it is predicted to be not much slower: draft and lookups propose to the target
     directly, too, and the proposer that suits a text is found while it is generated. An unused level costs only memory.
     """
-    placed, smallest = _placed(sizing, capacity)
+    placed, smallest = _placed(sizing, capacity, times)
     if not placed:
         return smallest, smallest
     fitting = [shared(cost) for cost in placed]
@@ -154,10 +157,10 @@ def _choose(sizing: Sizing, capacity: int) -> tuple[Cost, Cost]:
     return min(retrieving, key=lambda cost: cost.per_drafted_token), best
 
 
-def _placed(sizing: Sizing, capacity: int) -> tuple[list[Cost], Cost]:
+def _placed(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> tuple[list[Cost], Cost]:
     """(the compositions that fit, the smallest of all), placed and not yet priced."""
     costs = [
-        Cost(sizing, place(sizing, capacity, composition), capacity, composition)
+        Cost(sizing, place(sizing, capacity, composition), capacity, composition, times)
         for composition in compositions(sizing.options, capacity, with_draft=sizing.draft is not None)
     ]
     fitting = [cost for cost in costs if shortage(sizing, cost.placement) is None]
@@ -230,7 +233,8 @@ def _fit_context(
     return num_prompt_tokens + max_tokens, max_tokens
 
 
-def _dtype(target: ModelConfig, options: Options, hardware: Hardware) -> str:
+def dtype_of(target: ModelConfig, options: Options, hardware: Hardware) -> str:
+    """The dtype that "auto" stands for: bf16, fp16 or fp32."""
     if options.dtype != "auto":
         return options.dtype
     if hardware.is_cpu:  # fp16 products are far slower than both on CPUs

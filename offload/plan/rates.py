@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from offload.errors import ModelError
 from offload.plan.fields import read_json
@@ -63,8 +64,7 @@ def rates_file() -> Path:
 
 def load_rates(machine: str, device: str) -> Rates | None:
     """The measured rates of `device` on `machine`; None if there are none or the file is damaged."""
-    devices = _read(rates_file()).get(machine)
-    record = devices.get(device) if isinstance(devices, dict) else None
+    record = read_records(machine).get(device)
     if not isinstance(record, dict):
         return None
     numbers = {name: float(record[name]) for name in _NUMBERS if _is_rate(record.get(name))}
@@ -74,7 +74,18 @@ def load_rates(machine: str, device: str) -> Rates | None:
 
 
 def save_rates(machine: str, measured: Mapping[str, Rates]) -> Path:
-    """Add what was `measured`, by device, to the file, and return its path. OSError.
+    """Add what was `measured`, by device, to the file, and return its path. OSError."""
+    return write_records(machine, {device: asdict(rates) for device, rates in measured.items()})
+
+
+def read_records(machine: str) -> dict[str, Any]:
+    """What the file holds of `machine`, by key; {} where there is nothing or the file is damaged."""
+    records = _read(rates_file()).get(machine)
+    return records if isinstance(records, dict) else {}
+
+
+def write_records(machine: str, records: Mapping[str, Any]) -> Path:
+    """Add `records`, by key, to the file, and return its path. OSError.
 
     A home folder may be shared: records of other machines stay. Who reads at the same time sees the old file or the
     new one, never a part.
@@ -82,8 +93,7 @@ def save_rates(machine: str, measured: Mapping[str, Rates]) -> Path:
     path = rates_file()
     known = _read(path)
     devices = known.get(machine)
-    records = {device: asdict(rates) for device, rates in measured.items()}
-    known[machine] = (devices if isinstance(devices, dict) else {}) | records
+    known[machine] = (devices if isinstance(devices, dict) else {}) | dict(records)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(known, indent=1))
     return path
@@ -94,7 +104,7 @@ def _is_rate(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 1e6 < value < 1e18
 
 
-def _read(path: Path) -> dict[str, object]:
+def _read(path: Path) -> dict[str, Any]:
     try:
         return read_json(path)
     except ModelError:  # none yet, or damaged: as if nothing had been measured, and the next record replaces it

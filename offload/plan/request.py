@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offload.plan.config import ModelConfig
-from offload.plan.hardware import Hardware, probe
+from offload.plan.hardware import Hardware, probe, rates_key
+from offload.plan.machine import machine_name
 from offload.plan.options import Options
-from offload.plan.planner import Plan, largest_context, make_plan
+from offload.plan.pass_times import UNKNOWN, Times, key_of, load_times
+from offload.plan.planner import Plan, dtype_of, largest_context, make_plan
 from offload.plan.shards import check_divides
 
 
 @dataclass(frozen=True)
 class Request:
     """Two models, options and a machine. hardware: as it was before anything was loaded, so that later plans of one
-    engine count nothing twice. Raises UsageError where its devices cannot share the target."""
+    engine count nothing twice. times: what was measured of the models' passes. Raises UsageError where its devices
+    cannot share the target."""
 
     target: ModelConfig
     draft: ModelConfig | None
     options: Options
     hardware: Hardware
+    times: Times = UNKNOWN
 
     def __post_init__(self) -> None:
         check_divides(self.target, self.hardware.num_devices)
@@ -34,9 +38,23 @@ class Request:
     def of(cls, model: Path, draft: Path | None, options: Options, hardware: Hardware) -> Request:
         """Raises ModelError, UsageError."""
         used = draft if options.speculation else None
-        return cls(
-            ModelConfig.from_folder(model), None if used is None else ModelConfig.from_folder(used), options, hardware
+        configs = ModelConfig.from_folder(model), None if used is None else ModelConfig.from_folder(used)
+        return cls(*configs, options, hardware).with_known_times()
+
+    def with_known_times(self) -> Request:
+        """The same with the times that are in the file: of a CPU."""
+        if not self.hardware.is_cpu:
+            return self
+        target, draft = (
+            None if config is None else load_times(machine_name(), rates_key("cpu"), key_of(config, self.dtype))
+            for config in (self.target, self.draft)
         )
+        return replace(self, times=Times(target, draft))
+
+    @property
+    def dtype(self) -> str:
+        """bf16, fp16 or fp32."""
+        return dtype_of(self.target, self.options, self.hardware)
 
     @property
     def context(self) -> int:
@@ -52,6 +70,7 @@ class Request:
             self.hardware,
             num_prompt_tokens=num_prompt_tokens,
             max_tokens=max_tokens,
+            times=self.times,
         )
 
     def largest_context(self) -> int:

@@ -1,0 +1,249 @@
+"""Measures the seconds of a model's passes on this CPU, over made-up weights of its shapes: see `PassTimes`.
+
+As many layers are made as leave the processor's caches, none of which a pass uses twice: a small model is measured
+whole, a large one by a layer or two. It takes well under a second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+
+import torch
+from torch import Tensor
+
+from offload.cache.full import FullCache
+from offload.cache.tiles import TileShape
+from offload.decode.sampling import SamplingParams, SeededSource, warp
+from offload.decode.verify import verify
+from offload.kernels.native import ABI, Kernels, fitting
+from offload.kernels.rope import rope_table
+from offload.kernels.rows import Blocks
+from offload.model.decoder import Decoder, Segment
+from offload.model.level import Level
+from offload.model.loading import DTYPES
+from offload.plan.config import ModelConfig
+from offload.plan.hardware import rates_key
+from offload.plan.machine import machine_name
+from offload.plan.options import PAGE_TOKENS
+from offload.plan.pass_times import ROWS, PassTimes, key_of, load_times, save_times
+from offload.plan.request import Request
+from offload.transfer.memory import Memory
+from offload.transfer.weights import LayerLayout, Linear, ResidentLayers, Weights
+
+LAYER_BYTES = CACHE_BYTES = 32 * 2**20  # of weights, and of keys and values, as far as a model has so many
+MAX_TOKENS = 16384
+MASS_ROWS, MASS_CHUNK = 8, 16
+PREFILL_FLOPS = 2e10  # of the products of a measured prefill
+MAX_TURNS, ENOUGH_SECONDS = 4, 0.25  # of all measurements
+LIMIT_SECONDS, LIMIT_RATE = 1.0, 1e8  # past them, and a layer's bytes by the rate, others have the processor
+_VALUE = 0.01  # of all weights: how long a product takes does not depend on it
+_LEAST = 1e-13  # seconds: below what a clock tells
+
+Point = tuple[str, int]  # what is measured, and its rows or tokens
+Run = Callable[[], object]
+
+
+def timed(request: Request) -> Request:
+    """`request` with the times of its models' passes. On a CPU those that no file has yet are measured and kept; what
+    cannot be kept is not used, since the next start would make another plan."""
+    if not request.hardware.is_cpu or request.hardware.num_devices > 1:
+        return request
+    models = [config for config in (request.target, request.draft) if config is not None]
+    missing = [config for config in models if not _is_timed(config, request.dtype)]
+    try:
+        remember_times(missing, request.dtype)
+    except OSError:
+        return request
+    return request.with_known_times()
+
+
+def remember_times(models: Sequence[ModelConfig], dtype: str, *, alone: bool = False) -> None:
+    """Time the passes of `models` and keep what was measured. alone: and forget other models. OSError."""
+    found = {key_of(config, dtype): time_passes(config, dtype) for config in models}
+    measured = {key: times for key, times in found.items() if times is not None}
+    if measured:
+        save_times(machine_name(), rates_key("cpu"), measured, alone=alone)
+
+
+@torch.inference_mode()
+def time_passes(config: ModelConfig, dtype: str) -> PassTimes | None:
+    """None where the processor is too busy. dtype: bf16, fp16 or fp32. Temporary memory: LAYER_BYTES of weights (at
+    least a layer), as much for logits and CACHE_BYTES."""
+    return _Trial(config, DTYPES[dtype]).times()
+
+
+def _is_timed(config: ModelConfig, dtype: str) -> bool:
+    """Whether there are times of the kernels that would run now."""
+    known = load_times(machine_name(), rates_key("cpu"), key_of(config, dtype))
+    return known is not None and known.kernels == _kernels_name(config)
+
+
+class _Trial:
+    """A model of a few layers and part of a vocabulary, and its full cache."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        item = dtype.itemsize
+        self._config, self._kernels = config, _kernels(config)
+        self._limit = LIMIT_SECONDS + config.layer_weight_bytes(item) / LIMIT_RATE
+        self._num_layers = _between(1, LAYER_BYTES // config.layer_weight_bytes(item), config.num_layers)
+        self._vocab_size = _between(1, LAYER_BYTES // (config.hidden_size * item), config.vocab_size)
+        per_token = config.kv_bytes_per_token(item) // config.num_layers
+        most = min(config.context_limit - 2 * ROWS[-1], MAX_TOKENS)
+        self._num_tokens = _between(1, CACHE_BYTES // (self._num_layers * per_token), most)
+        self._weights = _made_up(config, dtype, self._num_layers, self._vocab_size)
+        self._cache = self._full_cache(dtype)
+        self._prefill_rows = _between(64, int(PREFILL_FLOPS / (2 * config.layer_matrix_elements())), 512)
+        self._prefill_before = self._num_tokens
+
+    def times(self) -> PassTimes | None:
+        points = {**self._passes(), **self._logits_and_draws(), **self._prefills()}
+        if (taken := _least_seconds(points, self._limit)) is None:
+            return None
+
+        def of(part: str) -> list[float]:
+            return [taken[part, rows] for rows in ROWS]
+
+        attended = [(long - short) / self._num_tokens for long, short in zip(of("long"), of("short"), strict=True)]
+        left_out = self._config.vocab_size / self._vocab_size - 1
+        fixed = [sum(each) for each in zip(of("fixed"), (left_out * s for s in of("logits")), of("draw"), strict=True)]
+        layers = [short - fixed for short, fixed in zip(of("short"), of("fixed"), strict=True)]
+        masses = taken["masses", MASS_ROWS] - taken["short", MASS_ROWS]
+        rows, before = self._prefill_rows, self._prefill_before
+        pair = max((taken["prefill", before] - taken["prefill", 0]) / (rows * before), _LEAST)
+        return PassTimes(
+            fixed=_rising(fixed),
+            layer=_rising([seconds / self._num_layers for seconds in layers]),
+            token=_rising([seconds / self._num_layers for seconds in attended]),
+            mass_share=min(max(masses / self._num_tokens / attended[ROWS.index(MASS_ROWS)] - 1.0, 0.0), 1.0),
+            prefill_row=max(taken["prefill", 0] / rows - pair * rows / 2, _LEAST),
+            prefill_pair=pair,
+            kernels=_kernels_name(self._config),
+        )
+
+    def _passes(self) -> dict[Point, Run]:
+        """With logits of all rows: of no layer, of all over an empty cache, and over a full one."""
+        none, whole = self._with_layers(0), self._with_layers(self._num_layers)
+
+        def run(level: Level, rows: int, num_tokens: int, masses: bool = False) -> None:
+            self._cache.record_mass = masses
+            self._cache.restored(num_tokens)
+            level.forward([0] * rows, rows)
+
+        points: dict[Point, Run] = {("masses", MASS_ROWS): partial(run, whole, MASS_ROWS, self._num_tokens, True)}
+        for rows in ROWS:
+            points["fixed", rows] = partial(run, none, rows, 0)
+            points["short", rows] = partial(run, whole, rows, 0)
+            points["long", rows] = partial(run, whole, rows, self._num_tokens)
+        return points
+
+    def _logits_and_draws(self) -> dict[Point, Run]:
+        """Logits of the part of the vocabulary, and a draw from all of it after `rows` - 1 drafted tokens."""
+        config, decoder = self._config, self._decoder(0)
+        dtype, random, sampling = self._weights.embedding.dtype, SeededSource(0), SamplingParams()
+
+        def draw(logits: Tensor) -> None:
+            probs = warp(logits, sampling)
+            verify([0] * (len(probs) - 1), probs[1:], probs, random)
+
+        points: dict[Point, Run] = {}
+        for rows in ROWS:
+            hidden = torch.full((rows, config.hidden_size), _VALUE, dtype=dtype)
+            logits = torch.zeros(rows, config.vocab_size, dtype=dtype)
+            logits[:, 0] = 50.0  # as sure as most are
+            points["logits", rows] = partial(decoder.logits, hidden, blocks=[rows])
+            points["draw", rows] = partial(draw, logits)
+        return points
+
+    def _prefills(self) -> dict[Point, Run]:
+        """A block of one layer, after no tokens and after some."""
+        decoder, tokens = self._decoder(1), torch.zeros(self._prefill_rows, dtype=torch.long)
+
+        def run(before: int) -> None:
+            self._cache.restored(before)
+            self._cache.begin("prefill", len(tokens))
+            decoder.forward([Segment(self._cache, tokens)], prefill_block=len(tokens))
+
+        return {("prefill", before): partial(run, before) for before in (0, self._prefill_before)}
+
+    def _with_layers(self, count: int) -> Level:
+        """The first `count` layers; 0: what a pass does besides."""
+        return Level("trial", self._decoder(count), self._cache, vocab_size=self._vocab_size, blocks=Blocks(ROWS))
+
+    def _decoder(self, num_layers: int) -> Decoder:
+        layers = ResidentLayers(list(self._weights.layers)[:num_layers], 0)
+        return Decoder(self._config, replace(self._weights, layers=layers), kernels=self._kernels)
+
+    def _full_cache(self, dtype: torch.dtype) -> FullCache:
+        config, room = self._config, self._num_tokens + 512 + ROWS[-1]
+        shape = TileShape(config.num_kv_heads, config.head_dim, PAGE_TOKENS, -(-room // PAGE_TOKENS), dtype)
+        cache = FullCache(
+            Memory(torch.device("cpu")),
+            shape,
+            num_layers=self._num_layers,
+            rope=rope_table(config, room, room, "cpu").to(dtype),
+            blocks=Blocks(ROWS),
+            mass_chunk=MASS_CHUNK,
+            kernels=self._kernels,
+            keep_queries=False,
+        )
+        cache.reserve(room)
+        for layer in range(self._num_layers):
+            cache.store.home(layer, 0).fill_(_VALUE)  # a page that was never written to is in no memory
+        return cache
+
+
+def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_size: int) -> Weights:
+    layout = LayerLayout.of(config, dtype)
+
+    layers = []
+    for _ in range(num_layers):
+        buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
+        for view in layout.views.values():
+            view.of(buffer).fill_(_VALUE)
+        layers.append(layout.bind(buffer))
+    embedding = torch.full((vocab_size, config.hidden_size), _VALUE, dtype=dtype)
+    norm = torch.ones(config.hidden_size, dtype=dtype)
+    return Weights(embedding, ResidentLayers(layers, 0), norm, Linear(embedding, None))
+
+
+def _kernels_name(config: ModelConfig) -> str:
+    """The kernels that the model's passes run on here, with the number of their interface, or torch's operators."""
+    found = _kernels(config)
+    return "torch" if found.library is None else f"{found.instruction_set} {ABI}"
+
+
+def _kernels(config: ModelConfig) -> Kernels:
+    return fitting(torch.device("cpu"), config.head_dim, config.layer_products())
+
+
+def _least_seconds(points: Mapping[Point, Run], limit: float) -> dict[Point, float] | None:
+    """The shortest run of each: other load only makes them longer. They take turns because a machine has pauses. None:
+    two turns took more than `limit` seconds."""
+    taken, start, num_turns = dict.fromkeys(points, inf), time.perf_counter(), 0
+    while num_turns < 2 or (num_turns < MAX_TURNS and time.perf_counter() - start < ENOUGH_SECONDS):
+        for point, run in points.items():
+            begun = time.perf_counter()
+            run()
+            end = time.perf_counter()
+            taken[point] = min(taken[point], end - begun)
+            if num_turns < 2 and end - start > limit:
+                return None
+        num_turns += 1
+    return taken
+
+
+def _rising(seconds: Sequence[float]) -> tuple[float, ...]:
+    """Positive, and for no number of rows more than for a larger one: what was more is what other load took."""
+    least, risen = inf, []
+    for value in reversed(seconds):
+        least = min(least, max(value, _LEAST))
+        risen.append(least)
+    return tuple(reversed(risen))
+
+
+def _between(least: int, value: int, most: int) -> int:
+    return max(least, min(value, most))

@@ -1,0 +1,150 @@
+"""Seconds of a model's passes on a CPU by rows and cached tokens: measured on its shapes, or estimated from rates.
+
+Measured ones are kept in the file of rates, by machine, threads, shapes, dtype and the kernels that were asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from offload.plan.config import ModelConfig
+from offload.plan.rates import Rates, read_records, write_records
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+_KERNELS = "TRIFORCE_KERNELS"  # part of what a record is of: off, torch's operators run
+_SHAPES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    *("qkv_bias", "o_bias", "mlp_bias", "qk_norm"),
+)
+
+_PASS_SECONDS = 3e-4  # Python of a pass outside its layers, the draw and the check of what was drafted
+_LAYER_SECONDS = 6e-5  # calls of one layer
+_WEIGHT_ROW = 0.05  # of the seconds of reading the weights, what each further row adds
+_TOKEN_ROW = 0.06  # the same of the cache
+_MASS_SHARE = 0.12
+_PREFILL_SHARE = 0.2  # of the rate of large products
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of the parts of a pass, each for so many rows as `ROWS` says.
+
+    fixed: outside the layers: embedding, logits, draw, Python. layer: of one layer, all but its attention to cached
+    tokens. token: of one layer, of the attention to each cached token. mass_share: of the seconds of attention, what
+    keeping its masses adds. prefill_row: of one layer and each row of a prefill; prefill_pair: of one layer and each
+    pair of a row and a token that it sees. kernels: those that ran; "" for times that were not measured.
+    """
+
+    fixed: tuple[float, ...]
+    layer: tuple[float, ...]
+    token: tuple[float, ...]
+    mass_share: float
+    prefill_row: float
+    prefill_pair: float
+    kernels: str = ""
+
+    def seconds(self, num_layers: int, num_tokens: int, rows: int, *, masses: bool = False) -> float:
+        """Of a pass of `rows` rows over `num_tokens` cached tokens in each of `num_layers` layers."""
+        attended = num_tokens * _at(self.token, rows) * (1.0 + self.mass_share * masses)
+        return _at(self.fixed, rows) + num_layers * (_at(self.layer, rows) + attended)
+
+    def prefill(self, num_layers: int, num_tokens: int) -> float:
+        """Seconds of a prefill of `num_tokens` rows, each of which sees itself and those before it."""
+        pairs = num_tokens * (num_tokens + 1) // 2
+        return num_layers * (num_tokens * self.prefill_row + pairs * self.prefill_pair)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of the models of a request; None: not measured."""
+
+    target: PassTimes | None = None
+    draft: PassTimes | None = None
+
+
+UNKNOWN = Times()
+
+
+def estimated(config: ModelConfig, itemsize: int, rates: Rates) -> PassTimes:
+    """Where nothing was measured: reading at the rate of `rates`, and a share of it for each further row."""
+    num_bytes = config.layer_weight_bytes(itemsize)
+    rest = config.weight_bytes(itemsize) - config.num_layers * num_bytes
+    token = config.kv_bytes_per_token(itemsize) / config.num_layers / rates.device_read
+    flops = _PREFILL_SHARE * rates.flops
+
+    def read(seconds: float, row_share: float, calls: float = 0.0) -> tuple[float, ...]:
+        return tuple(calls + seconds * (1.0 + row_share * (rows - 1)) for rows in ROWS)
+
+    return PassTimes(
+        fixed=read(rest / rates.device_read, _WEIGHT_ROW, _PASS_SECONDS),
+        layer=read(num_bytes / rates.device_read, _WEIGHT_ROW, _LAYER_SECONDS),
+        token=read(token, _TOKEN_ROW),
+        mass_share=_MASS_SHARE,
+        prefill_row=2 * config.layer_matrix_elements() / flops,
+        prefill_pair=4 * config.num_heads * config.head_dim / flops,
+    )
+
+
+def key_of(config: ModelConfig, dtype: str) -> str:
+    """The key of a model's record: its shapes, dtype (bf16, fp16 or fp32), and whether kernels are asked for."""
+    shapes = " ".join(f"{name}={int(getattr(config, name))}" for name in _SHAPES)
+    return f"{shapes} {dtype} kernels={os.environ.get(_KERNELS) or 'on'}"
+
+
+def load_times(machine: str, device: str, key: str) -> PassTimes | None:
+    """What was measured of the model `key` on `device` of `machine`; None: nothing, or the record is damaged."""
+    models = read_records(machine).get(_passes(device))
+    record = models.get(key) if isinstance(models, dict) else None
+    return _times(record) if isinstance(record, dict) else None
+
+
+def save_times(machine: str, device: str, measured: Mapping[str, PassTimes], *, alone: bool = False) -> Path:
+    """Add what was `measured`, by `key_of`, to the file of rates, and return its path. alone: forget the other models
+    of this device, since the machine may have changed. OSError."""
+    known = {} if alone else read_records(machine).get(_passes(device))
+    records = {key: asdict(times) for key, times in measured.items()}
+    return write_records(machine, {_passes(device): (known if isinstance(known, dict) else {}) | records})
+
+
+def _passes(device: str) -> str:
+    return f"{device}, passes"
+
+
+def _times(record: Mapping[str, Any]) -> PassTimes | None:
+    values: dict[str, Any] = {field.name: record.get(field.name) for field in fields(PassTimes)}
+    curves = [values[name] for name in ("fixed", "layer", "token")]
+    numbers = [values[name] for name in ("prefill_row", "prefill_pair")]
+    for curve in curves:
+        if not isinstance(curve, list) or len(curve) != len(ROWS):
+            return None
+        numbers += curve
+    share, kernels = values["mass_share"], values["kernels"]
+    if not all(map(_is_seconds, numbers)) or not _is_number(share) or not 0 <= share <= 10:
+        return None
+    if not isinstance(kernels, str) or not kernels:
+        return None
+    return PassTimes(**values | {name: tuple(values[name]) for name in ("fixed", "layer", "token")})
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_seconds(value: object) -> bool:
+    """Within what machines take: what is divided by it is a number."""
+    return _is_number(value) and 1e-15 < value < 1e6  # type: ignore[operator]
+
+
+def _at(curve: tuple[float, ...], rows: int) -> float:
+    """The value at `rows`, between those of `ROWS` along straight lines, beyond the last one in proportion."""
+    if rows >= ROWS[-1]:
+        return curve[-1] * rows / ROWS[-1]
+    for (below, above), (low, high) in zip(pairwise(ROWS), pairwise(curve), strict=True):
+        if rows <= above:
+            return low + (high - low) * (rows - below) / (above - below)
+    raise AssertionError("ROWS covers it")

@@ -1,0 +1,237 @@
+"""Times of passes on a CPU: the curve over rows, the file that keeps them, and when they are measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload import pass_timer
+from offload.engine import plan_request
+from offload.pass_timer import time_passes, timed
+from offload.plan import pass_times
+from offload.plan.config import ModelConfig
+from offload.plan.hardware import TWO_CORES, rates_key
+from offload.plan.machine import machine_name
+from offload.plan.options import Options
+from offload.plan.pass_times import ROWS, PassTimes, estimated, key_of, load_times, save_times
+from offload.plan.rates import FOLDER_VARIABLE, load_rates, rates_file, save_rates
+from offload.plan.request import Request
+from triforce_cli.choice import choose_models
+
+MODELS = choose_models(None, None)
+TARGET, DRAFT = (ModelConfig.from_folder(folder) for folder in (MODELS.target, MODELS.draft) if folder)
+TIMES = PassTimes(
+    fixed=(1e-4, 2e-4, 3e-4, 4e-4, 5e-4, 6e-4, 7e-4),
+    layer=(1e-3, 1e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
+    token=(1e-7, 1e-7, 2e-7, 3e-7, 4e-7, 8e-7, 16e-7),
+    mass_share=0.5,
+    prefill_row=1e-5,
+    prefill_pair=1e-9,
+    kernels="a test's",
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys of what is measured, which takes no time here."""
+    keys: list[str] = []
+
+    def time_none(config: ModelConfig, dtype: str) -> PassTimes:
+        keys.append(key_of(config, dtype))
+        return replace(TIMES, kernels=pass_timer._kernels_name(config))
+
+    monkeypatch.setattr(pass_timer, "time_passes", time_none)
+    return keys
+
+
+def on_this_machine(**options: Any) -> Request:
+    return Request.on_this_machine(MODELS.target, MODELS.draft, Options(device="cpu", **options))
+
+
+class TestTheCurve:
+    def test_has_the_measured_values_at_the_measured_rows(self) -> None:
+        for index, rows in enumerate(ROWS):
+            expected = TIMES.fixed[index] + 3 * (TIMES.layer[index] + 100 * TIMES.token[index])
+            assert TIMES.seconds(3, 100, rows) == pytest.approx(expected)
+
+    def test_is_straight_between_them_and_goes_on_in_proportion(self) -> None:
+        def layer(rows: int) -> float:
+            return TIMES.seconds(1, 0, rows) - TIMES.seconds(0, 0, rows)
+
+        assert layer(6) == pytest.approx(1.5e-3)
+        assert layer(20) == pytest.approx(5e-3)
+        assert layer(96) == pytest.approx(24e-3)
+
+    def test_never_falls_with_more_rows_or_tokens(self) -> None:
+        for times in (TIMES, estimated(TARGET, 2, TWO_CORES)):
+            by_rows = [times.seconds(8, 1000, rows) for rows in range(1, 200)]
+            assert by_rows == sorted(by_rows)
+            assert times.seconds(8, 2000, 4) > times.seconds(8, 1000, 4)
+
+    def test_masses_are_a_share_of_attention_alone(self) -> None:
+        assert TIMES.seconds(2, 1000, 1, masses=True) - TIMES.seconds(2, 1000, 1) == pytest.approx(2 * 1000 * 0.5e-7)
+        assert TIMES.seconds(2, 0, 1, masses=True) == TIMES.seconds(2, 0, 1)
+
+    def test_that_others_disturbed_is_put_right_by_what_took_more_rows_less_time(self) -> None:
+        assert pass_timer._rising([3.0, 1.0, 2.0, -1.0, 5.0]) == (1e-13, 1e-13, 1e-13, 1e-13, 5.0)
+        assert pass_timer._rising([1.0, 9.0, 2.0]) == (1.0, 2.0, 2.0)
+
+
+class TestTheFile:
+    def test_gives_back_what_was_kept_by_machine_device_and_model(self) -> None:
+        key, other = key_of(TARGET, "bf16"), key_of(TARGET, "fp32")
+        save_times("here", "CPU, 2 threads", {key: TIMES})
+        assert load_times("here", "CPU, 2 threads", key) == TIMES
+        assert load_times("there", "CPU, 2 threads", key) is None
+        assert load_times("here", "CPU, 1 threads", key) is None
+        assert load_times("here", "CPU, 2 threads", other) is None
+        assert load_times("here", "CPU, 2 threads", key_of(DRAFT, "bf16")) is None
+
+    def test_tells_kernels_from_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        on = key_of(TARGET, "bf16")
+        monkeypatch.setenv("TRIFORCE_KERNELS", "on")
+        assert key_of(TARGET, "bf16") == on
+        monkeypatch.setenv("TRIFORCE_KERNELS", "off")
+        assert key_of(TARGET, "bf16") != on
+
+    def test_a_model_is_known_by_its_shapes_alone(self) -> None:
+        key = key_of(TARGET, "bf16")
+        assert key_of(replace(TARGET, rope_theta=5.0, bos_token_id=None), "bf16") == key
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_kv_heads", "head_dim"):
+            assert key_of(replace(TARGET, **{name: getattr(TARGET, name) + 2}), "bf16") != key
+
+    def test_keeps_rates_and_other_models(self) -> None:
+        save_rates("here", {"CPU": replace(TWO_CORES, measured=True)})
+        save_times("here", "CPU", {"one": TIMES})
+        save_times("here", "CPU", {"two": replace(TIMES, mass_share=0.25)})
+        save_rates("here", {"card": replace(TWO_CORES, measured=True)})
+        assert load_times("here", "CPU", "one") == TIMES
+        assert load_times("here", "CPU", "two") == replace(TIMES, mass_share=0.25)
+        assert load_rates("here", "CPU") == replace(TWO_CORES, measured=True)
+        save_times("here", "CPU", {"two": TIMES}, alone=True)
+        assert load_times("here", "CPU", "one") is None
+        assert load_times("here", "CPU", "two") == TIMES
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            {"layer": [1e-3] * 6}, {"layer": 1e-3}, {"token": [1e-7] * 6 + ["x"]}, {"fixed": [0.0] * 7},
+            {"fixed": [True] * 7}, {"fixed": [1e300] * 7}, {"prefill_row": None}, {"prefill_pair": -1.0},
+            {"mass_share": -0.1}, {"mass_share": None}, {"kernels": ""}, {"kernels": 3},
+        ],
+    )  # fmt: skip
+    def test_that_is_damaged_counts_as_not_measured(self, damage: dict[str, Any]) -> None:
+        key = key_of(TARGET, "bf16")
+        path = save_times(machine_name(), rates_key("cpu"), {key: TIMES})
+        assert load_times(machine_name(), rates_key("cpu"), key) == TIMES
+        known = json.loads(path.read_text())
+        known[machine_name()][f"{rates_key('cpu')}, passes"][key].update(damage)
+        path.write_text(json.dumps(known))
+        assert load_times(machine_name(), rates_key("cpu"), key) is None
+        assert on_this_machine().plan(num_prompt_tokens=100, max_tokens=9)
+
+    @pytest.mark.parametrize("records", [[], {"CPU, passes": []}, {"CPU, passes": {"one": []}}, None])
+    def test_of_another_kind_counts_as_not_measured(self, records: Any, folder: Path) -> None:
+        folder.mkdir()
+        rates_file().write_text(json.dumps({"here": records}))
+        assert load_times("here", "CPU", "one") is None
+        save_times("here", "CPU", {"one": TIMES})
+        assert load_times("here", "CPU", "one") == TIMES
+
+
+class TestMeasuring:
+    def test_happens_once_and_then_every_plan_has_it(self, measurements: list[str]) -> None:
+        untimed = on_this_machine()
+        assert untimed.times.target is None
+        request = timed(untimed)
+        dtype = request.dtype
+        assert measurements == [key_of(TARGET, dtype), key_of(DRAFT, dtype)]
+        assert request.times.target is not None
+        assert timed(request).times == on_this_machine().times == request.times
+        assert len(measurements) == 2
+        made = plan_request(
+            MODELS.target, MODELS.draft, Options(device="cpu"), num_prompt_tokens=9, max_tokens=9
+        ).predicted
+        assert made.full_pass_seconds == pytest.approx(request.times.target.seconds(TARGET.num_layers, 18, 1))
+
+    def test_happens_again_where_other_kernels_run(
+        self, measurements: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        timed(on_this_machine())
+        monkeypatch.setattr(pass_timer, "_kernels_name", lambda config: "newer ones")
+        assert timed(on_this_machine()).times.target == replace(TIMES, kernels="newer ones")
+        assert len(measurements) == 4
+
+    def test_only_of_the_models_that_run(self, measurements: list[str]) -> None:
+        request = timed(on_this_machine(speculation=False))
+        assert measurements == [key_of(TARGET, request.dtype)]
+
+    def test_what_cannot_be_kept_is_not_used_or_the_next_plan_would_be_another(
+        self, measurements: list[str], folder: Path
+    ) -> None:
+        folder.write_text("a file where the folder would be")
+        request = on_this_machine()
+        assert timed(request) == request
+
+    def test_of_a_busy_processor_is_given_up_and_nothing_is_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pass_timer, "LIMIT_SECONDS", 0.0)
+        monkeypatch.setattr(pass_timer, "LIMIT_RATE", 1e18)
+        assert time_passes(DRAFT, "bf16") is None
+        request = on_this_machine()
+        assert timed(request) == request
+        assert not rates_file().exists()
+
+    @pytest.mark.parametrize("kernels", ["on", "off"])
+    def test_gives_times_that_a_pass_can_take(self, kernels: str) -> None:
+        """In a process of its own: it has its kernels for good."""
+        program = (
+            "import json, dataclasses\n"
+            "from offload import pass_timer\n"
+            "from offload.plan.config import ModelConfig\n"
+            "pass_timer.LIMIT_SECONDS = 1e3\n"
+            f"found = pass_timer.time_passes(ModelConfig.from_folder({str(MODELS.draft)!r}), 'fp32')\n"
+            "print(json.dumps(dataclasses.asdict(found)))\n"
+        )
+        env = os.environ | {"TRIFORCE_KERNELS": kernels, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+        record = json.loads(done.stdout)
+        assert (record["kernels"] == "torch") >= (kernels == "off")
+        found = pass_times._times(record)
+        assert found is not None
+        for curve in (found.fixed, found.layer, found.token):
+            assert list(curve) == sorted(curve)
+        assert 1e-5 < found.seconds(DRAFT.num_layers, 1000, 1) < 1.0
+        assert found.seconds(DRAFT.num_layers, 1000, 64) > 1.5 * found.seconds(DRAFT.num_layers, 1000, 1)
+        assert found.prefill(DRAFT.num_layers, 2000) > found.prefill(DRAFT.num_layers, 1000)
+
+    def test_a_plan_reads_what_was_measured_and_measures_nothing(
+        self, measurements: list[str], triforce: Callable[..., tuple[int, str, str]]
+    ) -> None:
+        def predicted() -> float:
+            code, out, _ = triforce("plan", "--device", "cpu", "--context", "4000", "--json")
+            assert code == 0
+            return float(json.loads(out)["plan"]["predicted"]["full_pass_seconds"])
+
+        before = predicted()
+        assert measurements == []
+        request = on_this_machine()
+        save_times(machine_name(), rates_key("cpu"), {key_of(TARGET, request.dtype): TIMES})
+        assert predicted() == pytest.approx(TIMES.seconds(TARGET.num_layers, 4000, 1)) != before
+
+
+def test_a_record_is_json_and_back() -> None:
+    assert pass_times._times(json.loads(json.dumps(asdict(TIMES)))) == TIMES

@@ -130,7 +130,9 @@ def rehearse() -> None:
 
 
 def _fix_the_machine() -> None:
-    """Two cores, 32 GiB, a clock that goes on by a quarter of a second whenever somebody looks at it."""
+    """Two cores, 32 GiB, passes of typical times, a clock that goes on by a quarter of a second whenever somebody looks
+    at it."""
+    from offload import engine
     from offload.bench import diagnosis, environment
     from offload.plan import hardware, nvml, request
     from offload.session import store
@@ -143,6 +145,7 @@ def _fix_the_machine() -> None:
     card = hardware.Hardware("cuda:0", "NVIDIA GeForce RTX 4090", 24 * 10**9, 128 * 10**9, True, hardware.RTX_4090)
     for module in (hardware, request, diagnosis):
         module.probe = lambda device, gpus=1: card if device.startswith("cuda") else laptop
+    engine.timed = lambda request: request
     moments = itertools.count(1000.0, 0.25)
     for clocked in (deadline.Deadline, progress.PlainDisplay, progress.TimeLeft):
         clocked.__init__.__defaults__ = (lambda: next(moments),)

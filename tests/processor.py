@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from offload.kernels import native
-from offload.kernels.native import Kernels, instruction_sets, load
+from offload.kernels.native import NONE, Kernels, instruction_sets, load
 
 SETS = {
     "x86_64": {"amx": "", "avx512": "AVX512", "avx2": "AVX2"},  # what torch is told, so that it is chosen
@@ -42,6 +42,25 @@ def best() -> Kernels:
     if not (names := on_this_machine()):
         pytest.skip(f"there are no kernels for {sys.platform} on {platform.machine()}")
     return built(names[0])
+
+
+OPERATORS = ("torch", "kernels")  # what few rows run on
+
+
+def of(operators: str) -> Kernels:
+    """The kernels where `operators` are those, none where they are torch's. Skips where this machine has no kernels."""
+    return best() if operators == "kernels" else NONE
+
+
+@contextmanager
+def process_uses(operators: str) -> Iterator[None]:
+    """In the body this process's engines are made with `operators`. Skips where this machine has no kernels."""
+    of(operators)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(native.VARIABLE, "on" if operators == "kernels" else "off")
+        native.kernels.cache_clear()
+        yield
+    native.kernels.cache_clear()
 
 
 @contextmanager

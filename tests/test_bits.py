@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
@@ -27,6 +27,7 @@ from models import (
     Stack,
     changed,
     full_cache,
+    kernels_of,
     load,
     perturbed,
     random_model,
@@ -46,10 +47,13 @@ from offload.decode.sampling import SamplingParams, SeededSource
 from offload.engine import Engine, Step
 from offload.kernels.rows import Blocks
 from offload.model.decoder import Decoder
+from offload.model.few_rows import FewRows
 from offload.model.level import Continuation, Level, StreamingLevel, prefill
 from offload.plan.composition import LevelName
+from processor import OPERATORS, of, process_uses
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+KINDS = ("fp32 torch", "bf16 torch", "fp32 kernels", "bf16 kernels")  # of decoders: dtype, and what few rows run on
 NUM_TOKENS = 24
 CHUNK, TILE = 4, 16
 PROMPT_LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, TILE - 1, TILE, TILE + 1, 2 * TILE, 45, 67)
@@ -79,9 +83,24 @@ def repeating_model() -> PreTrainedModel:
     return model
 
 
+class Decoders:
+    """The models of `folders` by their names, loaded as they are asked for."""
+
+    def __init__(self, folders: dict[str, Path]) -> None:
+        self._folders, self._loaded = folders, dict[tuple[str, str], Decoder]()
+
+    def __getitem__(self, name_and_kind: tuple[str, str]) -> Decoder:
+        """kind: one of KINDS."""
+        if name_and_kind not in self._loaded:
+            name, kind = name_and_kind
+            dtype, operators = kind.split()
+            self._loaded[name, kind] = load(self._folders[name], dtype=DTYPES[dtype], kernels=of(operators))
+        return self._loaded[name_and_kind]
+
+
 @pytest.fixture(scope="module")
-def decoders(folders: dict[str, Path]) -> dict[tuple[str, str], Decoder]:
-    return {(name, dtype): load(folder, dtype=DTYPES[dtype]) for name, folder in folders.items() for dtype in DTYPES}
+def decoders(folders: dict[str, Path]) -> Decoders:
+    return Decoders(folders)
 
 
 @dataclass(frozen=True)
@@ -141,19 +160,19 @@ def assert_same_bits(spoken: Generated, plain: Generated) -> None:
 
 
 @pytest.mark.few(40)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", sample_cases(40), ids=str)
-def test_speculation_changes_no_bit(decoders: dict[tuple[str, str], Decoder], case: Case, dtype: str) -> None:
-    target, draft = decoders[case.target, dtype], decoders[case.draft, dtype]
+def test_speculation_changes_no_bit(decoders: Decoders, case: Case, kind: str) -> None:
+    target, draft = decoders[case.target, kind], decoders[case.draft, kind]
     prompt = random_tokens(case.prompt_length, seed=case.prompt_length)
     plain = Stack(target, replace(case.sizes, gamma=0)).generate(prompt, NUM_TOKENS)
     link = None if case.resident is None else LateLink(late_in=False, late_out=True)
     assert_same_bits(Stack(target, case.sizes, draft=draft, link=link).generate(prompt, NUM_TOKENS), plain)
 
 
-def test_the_sample_meets_every_sort_of_verdict(decoders: dict[tuple[str, str], Decoder]) -> None:
+def test_the_sample_meets_every_sort_of_verdict(decoders: Decoders) -> None:
     """Nothing would be shown if all drafts were rejected, or none."""
-    target, prompt = decoders["target", "fp32"], random_tokens(45)
+    target, prompt = decoders["target", "fp32 torch"], random_tokens(45)
     shares = {}
     for budget in (4, 128):
         said = Stack(target, Sizes(gamma=4, budget=budget)).generate(prompt, 40)
@@ -163,21 +182,21 @@ def test_the_sample_meets_every_sort_of_verdict(decoders: dict[tuple[str, str], 
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_drafts_differ_in_how_often_they_are_right(decoders: dict[tuple[str, str], Decoder], draft: str) -> None:
+def test_drafts_differ_in_how_often_they_are_right(decoders: Decoders, draft: str) -> None:
     """The names of the drafts say what they are, at the level that verifies them."""
-    target = decoders["target", "fp32"]
+    target = decoders["target", "fp32 torch"]
     sizes = Sizes(gamma=6, draft_gamma=3, budget=256, window=200, sinks=0)
-    stack = Stack(target, sizes, draft=decoders[draft, "fp32"])
+    stack = Stack(target, sizes, draft=decoders[draft, "fp32 torch"])
     stack.generate(random_tokens(30), 40)
     low, high = {"right": (0.99, 1.0), "partly right": (0.2, 0.95), "wrong": (0.0, 0.2), "repeating": (0.0, 0.2)}[draft]
     assert stack.retrieval_level is not None
     assert low <= (stack.retrieval_level.stats.acceptance or 0.0) <= high
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_repetitive_text_keeps_its_bits(decoders: dict[tuple[str, str], Decoder], dtype: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_repetitive_text_keeps_its_bits(decoders: Decoders, kind: str) -> None:
     """The repeating model as target: every draft says what was just said, and is right."""
-    target, prompt = decoders["repeating", dtype], random_tokens(21)
+    target, prompt = decoders["repeating", kind], random_tokens(21)
     plain = Stack(target, Sizes()).generate(prompt, NUM_TOKENS)
     assert len(set(plain.tokens)) < 4
     spoken = Stack(target, Sizes(gamma=7, draft_gamma=3), draft=target).generate(prompt, NUM_TOKENS)
@@ -186,20 +205,20 @@ def test_a_repetitive_text_keeps_its_bits(decoders: dict[tuple[str, str], Decode
 
 
 @pytest.mark.parametrize("selection", ["mass", "published"])
+@pytest.mark.parametrize("kind", ["fp32 torch", "fp32 kernels"])
 def test_output_much_longer_than_budget_and_prompt_keeps_its_bits(
-    decoders: dict[tuple[str, str], Decoder], selection: Rule
+    decoders: Decoders, kind: str, selection: Rule
 ) -> None:
     """The published selection's tail outgrew its room in a forward; the refresh then could not write the new one."""
-    target, draft, prompt = decoders["target", "fp32"], decoders["partly right", "fp32"], random_tokens(5)
+    target, draft, prompt = decoders["target", kind], decoders["partly right", kind], random_tokens(5)
     plain = Stack(target, Sizes()).generate(prompt, 150)
     sizes = Sizes(gamma=5, draft_gamma=2, budget=8, selection=selection)
     assert_same_bits(Stack(target, sizes, draft=draft).generate(prompt, 150), plain)
 
 
-def test_a_stack_that_has_generated_before_generates_the_same_again(
-    decoders: dict[tuple[str, str], Decoder],
-) -> None:
-    target, draft = decoders["target", "fp32"], decoders["partly right", "fp32"]
+@pytest.mark.parametrize("kind", ["fp32 torch", "fp32 kernels"])
+def test_a_stack_that_has_generated_before_generates_the_same_again(decoders: Decoders, kind: str) -> None:
+    target, draft = decoders["target", kind], decoders["partly right", kind]
     sizes, long, short = Sizes(gamma=5, draft_gamma=2), random_tokens(60, seed=1), random_tokens(9, seed=2)
     stack = Stack(target, sizes, draft=draft, link=LateLink(late_in=True, late_out=True))
     for prompt in (long, short, long):
@@ -212,14 +231,14 @@ def test_a_stack_that_has_generated_before_generates_the_same_again(
 RAGGED = ((23, 5), (50, 9), (9, 1))  # tokens of each sequence, and how many of them run in the common pass
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("count", [2, 3])
 def test_sequences_that_share_a_pass_have_the_bits_that_each_has_alone(
-    decoders: dict[tuple[str, str], Decoder], count: int, rows: int, dtype: str
+    decoders: Decoders, count: int, rows: int, kind: str
 ) -> None:
     """Logits and masses, in every order, every other cache on the host."""
-    target, sizes = decoders["target", dtype], Sizes(rows=rows)
+    target, sizes = decoders["target", kind], Sizes(rows=rows)
     alone = [verified_together(target, sizes, [ragged])[0] for ragged in RAGGED[:count]]
     for order in permutations(range(count)):
         together = verified_together(target, sizes, [RAGGED[i] for i in order])
@@ -245,17 +264,17 @@ def verified_together(target: Decoder, sizes: Sizes, ragged: Sequence[tuple[int,
     return [(own, cache.mass(len(own))) for own, cache in zip(logits, caches, strict=True)]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["retrieval", "draft"])
-def test_drafts_that_share_a_pass_have_the_bits_that_each_has_alone(
-    decoders: dict[tuple[str, str], Decoder], name: str, dtype: str
-) -> None:
-    """Also where one of them has more tokens to catch up with than its window."""
-    decoder, sizes, lengths = decoders["target", dtype], Sizes(), (3, 60, 12)
+def test_drafts_that_share_a_pass_have_the_bits_that_each_has_alone(decoders: Decoders, name: str, kind: str) -> None:
+    """Also where one of them has more tokens to catch up with than its window. More than 64 rows would run on torch."""
+    decoder, sizes, lengths = decoders["target", kind], Sizes(), (3, 40, 12)
 
     def continuation(length: int) -> Continuation:
         cache = (
-            streaming_cache(decoder, sizes) if name == "draft" else retrieval_cache(full_cache(decoder, sizes), sizes)
+            streaming_cache(decoder, sizes)
+            if name == "draft"
+            else retrieval_cache(full_cache(decoder, sizes), sizes, kernels_of(decoder))
         )
         return Continuation(cache, random_tokens(length, seed=length), min(length, 2))
 
@@ -268,13 +287,11 @@ def test_drafts_that_share_a_pass_have_the_bits_that_each_has_alone(
         assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [4, 16])
-def test_a_row_has_the_same_bits_wherever_it_stands_in_its_forward(
-    decoders: dict[tuple[str, str], Decoder], rows: int, dtype: str
-) -> None:
+def test_a_row_has_the_same_bits_wherever_it_stands_in_its_forward(decoders: Decoders, rows: int, kind: str) -> None:
     """21 tokens in one forward, one by one, and in threes."""
-    target, tokens = decoders["target", dtype], random_tokens(40)
+    target, tokens = decoders["target", kind], random_tokens(40)
     runs = []
     for step in (21, 1, 3):
         own = full_cache(target, Sizes(rows=rows))
@@ -286,10 +303,11 @@ def test_a_row_has_the_same_bits_wherever_it_stands_in_its_forward(
 
 
 @pytest.mark.parametrize("rows", [4, 16])
+@pytest.mark.parametrize("kind", ["fp32 torch", "fp32 kernels"])
 def test_a_tokens_logits_have_the_same_bits_however_many_logits_are_asked_for(
-    decoders: dict[tuple[str, str], Decoder], rows: int
+    decoders: Decoders, kind: str, rows: int
 ) -> None:
-    target, tokens = decoders["target", "fp32"], random_tokens(23)
+    target, tokens = decoders["target", kind], random_tokens(23)
     own = full_cache(target, Sizes(rows=rows))
     level = Level("target", target, own, vocab_size=VOCABULARY, blocks=Blocks((rows,)))
     logits = level.forward(tokens, 23)
@@ -308,6 +326,13 @@ def engine_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path
     target = save(random_model(vocab_size=264, seed=11), root / "target", tokenizer=True)
     draft = save(random_model(vocab_size=260, seed=12, num_hidden_layers=1), root / "draft", tokenizer=True)
     return target, draft
+
+
+@pytest.fixture
+def in_this_process(operators: str) -> Iterator[None]:
+    """The engines run few rows on `operators`."""
+    with process_uses(operators):
+        yield
 
 
 PLAIN = Sizes()
@@ -334,9 +359,11 @@ def text_prompt(num_tokens: int) -> list[int]:
     return random_tokens(num_tokens, seed=num_tokens, vocabulary=256)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(6)
+@pytest.mark.parametrize("operators", OPERATORS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offload", [(), ("kv",), ("weights",), ("kv", "weights")], ids=str)
+@pytest.mark.usefixtures("in_this_process")
 def test_the_engine_says_the_same_with_and_without_speculation(
     engine_folders: tuple[Path, Path], offload: tuple[str, ...], dtype: str
 ) -> None:
@@ -424,6 +451,8 @@ def test_an_abandoned_generation_leaves_an_engine_that_says_the_same_again(engin
             assert said(subject.generate(prompt, GREEDY, max_tokens=30)) == whole
 
 
+@pytest.mark.parametrize("operators", OPERATORS)
+@pytest.mark.usefixtures("in_this_process")
 def test_a_generation_that_fails_in_a_layer_leaves_an_engine_that_says_the_same_again(
     engine_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -431,19 +460,20 @@ def test_a_generation_that_fails_in_a_layer_leaves_an_engine_that_says_the_same_
     prompt = text_prompt(50)
     with engine(engine_folders, SPECULATIVE, offload=("kv", "weights")) as subject:
         whole = said(subject.generate(prompt, GREEDY, max_tokens=20))
-        layer = Decoder._layer
+        layer, few = Decoder._layer, FewRows.layer
         for fatal in (0, 5, 13, 14, 15, 16, 17, 20, 33):
             calls = 0
 
-            def failing(self: Decoder, *args: object) -> None:
+            def failing(layer: Callable[..., None], *args: object) -> None:
                 nonlocal calls
                 calls += 1
                 if calls > fatal:  # noqa: B023
                     raise KeyboardInterrupt
-                layer(self, *args)  # type: ignore[arg-type]
+                layer(*args)
 
             with monkeypatch.context() as patch:
-                patch.setattr(Decoder, "_layer", failing)
+                patch.setattr(Decoder, "_layer", lambda *args: failing(layer, *args))
+                patch.setattr(FewRows, "layer", lambda *args: failing(few, *args))
                 with pytest.raises(KeyboardInterrupt):
                     list(subject.generate(prompt, GREEDY, max_tokens=20))
             assert said(subject.generate(prompt, GREEDY, max_tokens=20)) == whole
@@ -460,6 +490,8 @@ class Unsteady:
         return self._now
 
 
+@pytest.mark.parametrize("operators", OPERATORS)
+@pytest.mark.usefixtures("in_this_process")
 def test_a_seed_fixes_what_is_sampled_on_a_machine_of_any_mood(
     engine_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -516,6 +548,13 @@ def test_a_retrieval_level_may_rest_and_be_got_ready_again(
             ready.append(seconds is not None)
             kept.append(subject.worker.full.record_mass)
 
+    begin = FullCache.begin
+
+    def slowly(self: FullCache, phase: Phase, num_rows: int) -> None:
+        time.sleep(0.003)  # lengths follow measured seconds: drafts must be worth their while
+        begin(self, phase, num_rows)
+
+    monkeypatch.setattr(FullCache, "begin", slowly)
     monkeypatch.setattr(Adaptive, "wants", wants)
     monkeypatch.setattr(Adaptive, "prepared", prepared)
     with engine(engine_folders, sizes, offload=("kv",)) as subject:

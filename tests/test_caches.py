@@ -38,7 +38,7 @@ from offload.plan.config import ModelConfig
 from offload.plan.sizing import PrefillShape
 from offload.transfer.link import Link, PacedLink
 from offload.transfer.memory import Memory
-from processor import best
+from processor import OPERATORS, of
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 POSITIONS = 192
@@ -52,10 +52,9 @@ DTYPES = [torch.float32, torch.bfloat16]
 KERNELS = NONE  # that all caches are made with; `operators` sets them
 
 
-@pytest.fixture(autouse=True, params=["torch", "kernels"])
+@pytest.fixture(autouse=True, params=OPERATORS)
 def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "kernels":
-        monkeypatch.setattr(sys.modules[__name__], "KERNELS", best())
+    monkeypatch.setattr(sys.modules[__name__], "KERNELS", of(request.param))
 
 
 def assert_within(actual: Tensor, wanted: Tensor, tolerance: float) -> None:

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from models import FAMILIES, LateLink, Sizes, full_cache, load, random_model, random_tokens, save
 from offload.cache.full import FullCache
 from offload.model.decoder import Decoder, Segment
-from offload.model.level import Level, prefill
+from offload.model.level import Continuation, Level, prefill
 from offload.plan.config import RopeScaling
+from processor import OPERATORS, of
 
 TOLERANCE = 1e-4
 LENGTH = 61
@@ -105,10 +106,12 @@ def in_decoding(decoder: Decoder, cache: FullCache, tokens: list[int], step: int
     return torch.cat(logits)
 
 
+@pytest.mark.few(36)
+@pytest.mark.parametrize("operators", OPERATORS)
 @pytest.mark.parametrize("folder", EVERY, indirect=True)
-def test_prefill_decoding_and_both_mixed_give_the_logits_of_transformers(folder: Path) -> None:
+def test_prefill_decoding_and_both_mixed_give_the_logits_of_transformers(folder: Path, operators: str) -> None:
     tokens = random_tokens(LENGTH)
-    theirs, decoder = reference(folder, tokens), load(folder)
+    theirs, decoder = reference(folder, tokens), load(folder, kernels=of(operators))
     assert_same_logits(in_prefill(decoder, full_cache(decoder, SIZES), tokens, SIZES.prefill_block), theirs)
     assert_same_logits(in_decoding(decoder, full_cache(decoder, SIZES), tokens, 5), theirs)
     link = LateLink(late_in=True, late_out=True)
@@ -118,6 +121,22 @@ def test_prefill_decoding_and_both_mixed_give_the_logits_of_transformers(folder:
     parts.append(in_prefill(decoder, mixed, tokens[27:50], 9))
     parts.append(in_decoding(decoder, mixed, tokens[50:], 1))
     assert_same_logits(torch.cat(parts), theirs[20:])
+
+
+@pytest.mark.parametrize("operators", OPERATORS)
+@pytest.mark.parametrize("folder", [(family, "default") for family in FAMILIES], indirect=True, ids=FAMILIES)
+def test_sequences_of_any_lengths_in_one_pass_give_the_logits_of_transformers(folder: Path, operators: str) -> None:
+    """More rows together, and in one of them, than the kernels take where torch's operators would do, too."""
+    decoder = load(folder, kernels=of(operators))
+    sizes, rows = replace(SIZES, capacity=256), (3, 90, 1)
+    texts = [random_tokens(21 + count, seed=count) for count in rows]
+    caches = [full_cache(decoder, sizes) for _ in texts]
+    for cache, text in zip(caches, texts, strict=True):
+        prefill(decoder, cache, text[:21], prefill_block=7, on_tokens=lambda num_tokens: None)
+    level = Level("target", decoder, caches[0], vocab_size=decoder.config.vocab_size, blocks=SIZES.blocks)
+    parts = [Continuation(cache, text[21:], len(text) - 21) for cache, text in zip(caches, texts, strict=True)]
+    for text, ours in zip(texts, level.forward_all(parts), strict=True):
+        assert_same_logits(ours, reference(folder, text)[21:])
 
 
 @pytest.mark.parametrize("folder", [("llama-mha", rope) for rope in ROPES], indirect=True, ids=ROPES)

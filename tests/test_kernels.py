@@ -157,14 +157,14 @@ def test_rows_from_some_row_on_are_those_of_all(found: Kernels, dtype: torch.dty
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_steps_follow_one_another_and_leave_the_rows_after_theirs(found: Kernels, dtype: torch.dtype) -> None:
     """What the second step reads is what the first one wrote, by whichever thread; rows that do not count stay."""
-    first = make_step(dtype, 9, 66, 50, ending="write", norm=True, bias=False)
-    second = make_step(dtype, 9, 50, 66, ending="add", norm=False, bias=True, seed=9)
+    first = make_step(dtype, 9, 66, 2050, ending="write", norm=True, bias=False)
+    second = make_step(dtype, 9, 2050, 66, ending="add", norm=False, bias=True, seed=9)
     wanted_first = run(found, first, 6)
     wanted = run(found, replace(second, x=wanted_first), 6)
     assert torch.equal(wanted[6:], second.out[6:])
-    for number in (1, 2, 4):
+    for number in (1, 2, 4, *[2] * 30):  # threads have to meet between the steps, every time
         joined = replace(second, x=first.out.clone(), out=second.out.clone())
-        steps = Steps(found, [replace(first, out=joined.x), joined], room_to_widen(9, 66))
+        steps = Steps(found, [replace(first, out=joined.x), joined], room_to_widen(9, 2050))
         with threads(number):
             steps.run(6)
         assert_same_bits(joined.out, wanted)

@@ -222,7 +222,7 @@ def _full_cache(plan: Plan, config: ModelConfig, memory: Memory, link: Link | No
         link=link if "kv" in placement.offload else None,
         num_resident=placement.resident_tiles,
         num_host=placement.host_tiles,
-        host_reads=HostReads(placement.host_bytes_per_second),
+        host_reads=HostReads(placement.host_bytes_per_second, group=config.num_heads // config.num_kv_heads),
         mass_chunk=composition.chunk if by_mass else None,
         prefill=placement.prefill,
         kernels=_kernels(plan, config),

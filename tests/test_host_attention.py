@@ -32,6 +32,7 @@ from offload.transfer.memory import Memory
 from offload.transfer.pace import HostReads
 from test_caches import CHUNK, DIM, KV_HEADS, LAYERS, PAGE, PAGES, ROUNDS, ROWS, TILE, Driver, Rounds, Tape
 from test_planner import CPU, DEMO, GPU, plan
+from test_planner import DRAFT as DRAFT_CONFIG
 
 MODELS = Path(__file__).resolve().parents[1] / "triforce_cli" / "models"
 TARGET, DRAFT = MODELS / "demo-target", MODELS / "demo-draft"
@@ -199,11 +200,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     return found
 
 
-def read(reads: HostReads, clock: Clock, num_bytes: int, seconds: float) -> None:
+def read(reads: HostReads, clock: Clock, num_bytes: int, seconds: float, *, rows: int = 1) -> None:
     """Attend to `num_bytes`, which takes this processor `seconds`."""
     reads.begin()
     clock.now += seconds
-    reads.end(num_bytes)
+    reads.end(num_bytes, rows=rows)
 
 
 def test_reads_take_their_bytes_at_the_pace_beside_what_else_is_done(clock: Clock) -> None:
@@ -221,6 +222,17 @@ def test_reads_take_their_bytes_at_the_pace_beside_what_else_is_done(clock: Cloc
     reads.wait()
     assert clock.now == pytest.approx(1.4)
     assert reads.stats.bytes_per_second == pytest.approx(600 / 0.9)
+
+
+@pytest.mark.parametrize(("rows", "group", "times"), [(1, 1, 1), (16, 1, 1), (4, 4, 1), (32, 1, 2), (8, 6, 3)])
+def test_many_rows_take_the_time_that_a_desktop_needs_to_compute(
+    rows: int, group: int, times: int, clock: Clock
+) -> None:
+    reads = HostReads(1000.0, group=group)
+    read(reads, clock, 100, 0.0, rows=rows)
+    reads.wait()
+    assert clock.now == pytest.approx(0.1 * times)
+    assert reads.stats == HostStats(100, pytest.approx(0.1 * times))
 
 
 def test_without_a_pace_reads_take_the_time_that_they_take(clock: Clock) -> None:
@@ -298,17 +310,28 @@ def paced(link: float, **options: object) -> Plan:
 
 def test_link_and_host_end_a_pass_together() -> None:
     for offload in (KV, frozenset({"weights", "kv"})):
-        alone, both = paced(0.1, offload=offload), paced(0.1, offload=offload, host_gbps=0.2)
+        alone, both = (paced(0.1, offload=offload, host_gbps=rate, speculation=False) for rate in (None, 0.2))
         found, placement = both.predicted, both.placement
         tile = found.full_host_bytes / placement.host_tiles
         link, host = found.full_link_bytes / 0.1e9, found.full_host_bytes / 0.2e9
         assert abs(link - host) <= tile * (1 / 0.1e9 + 1 / 0.2e9)
         assert found.full_pass_seconds == pytest.approx(max(link, host))
         assert found.full_link_bytes + found.full_host_bytes == pytest.approx(alone.predicted.full_link_bytes)
-        assert found.plain_seconds_per_token == pytest.approx(found.full_pass_seconds)
+        assert found.seconds_per_token == pytest.approx(found.full_pass_seconds)
         assert placement.attended_bytes == placement.host_tiles * placement.tile_tokens * 12288 // DEMO.num_layers
         assert placement.host_bytes_per_second == 0.2e9
-        assert {**placement.host_bytes, "gathered chunks": 0} == {**alone.placement.host_bytes, "gathered chunks": 0}
+        assert placement.host_bytes == alone.placement.host_bytes
+
+
+def test_what_many_rows_and_query_heads_take_is_left_to_the_link() -> None:
+    """A pass of 48 rows, or one of 8 rows of 6 query heads each, costs the processor three times its bytes."""
+    grouped = replace(DEMO, num_heads=6, num_kv_heads=1)
+    options = {"offload": KV, "link_gbps": 0.1, "host_gbps": 0.2, "lookup": False}
+    few, many = (plan(Options(**options, gamma=gamma), draft=DRAFT_CONFIG).placement for gamma in (15, 47))  # type: ignore[arg-type]
+    assert (few.host_tiles, many.host_tiles) == (21, 13)  # of 32: two thirds, two fifths
+    assert plan(Options(**options, gamma=7), target=grouped, draft=DRAFT_CONFIG).placement.host_tiles == 13  # type: ignore[arg-type]
+    given = plan(Options(**options, gamma=31, host_attention=1.0), draft=DRAFT_CONFIG).predicted  # type: ignore[arg-type]
+    assert given.full_pass_seconds == pytest.approx(32200 * 12288 / 0.2e9)  # of one row
 
 
 def test_a_pass_waits_for_the_host_where_the_user_gives_it_too_much() -> None:
@@ -318,9 +341,10 @@ def test_a_pass_waits_for_the_host_where_the_user_gives_it_too_much() -> None:
 
 
 def test_the_host_attends_to_nothing_where_that_gains_less_than_a_twentieth() -> None:
-    assert paced(0.1, host_gbps=0.007).placement.host_tiles == 2  # of 32: a sixteenth less to stream
-    assert paced(0.1, host_gbps=0.004).placement.host_tiles == 0
-    assert paced(100.0, host_gbps=240.0).placement.host_tiles == 0  # computing takes longer than the link
+    plain = {"speculation": False}
+    assert paced(0.1, host_gbps=0.007, **plain).placement.host_tiles == 2  # of 32: a sixteenth less to stream
+    assert paced(0.1, host_gbps=0.004, **plain).placement.host_tiles == 0
+    assert paced(100.0, host_gbps=240.0, **plain).placement.host_tiles == 0  # computing takes longer than the link
     assert paced(0.1, host_gbps=0.004, host_attention=1 / 32).placement.host_tiles == 1  # as the user says
 
 
@@ -335,7 +359,7 @@ def test_auto_needs_both_rates_and_off_is_off() -> None:
 
 
 def test_ranks_of_one_host_share_its_memory() -> None:
-    options = Options(offload=KV, link_gbps=0.1, host_gbps=0.2)
+    options = Options(offload=KV, link_gbps=0.1, host_gbps=0.2, speculation=False)
     one, two, apart = (
         plan(options, hardware=replace(CPU, num_devices=number, num_hosts=hosts)).placement
         for number, hosts in ((1, 1), (2, 1), (2, 2))

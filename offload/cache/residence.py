@@ -134,7 +134,8 @@ class StreamedTiles(Residence):
     def close(self, layer: int, index: int) -> None:
         place, shape = self._store.place(layer, index), self._store.shape
         if place == "host":
-            self._reads.end(shape.used_pages(index, self._stop) * shape.nbytes // shape.num_pages)
+            num_bytes = shape.used_pages(index, self._stop) * shape.nbytes // shape.num_pages
+            self._reads.end(num_bytes, rows=self._stop - self._length)
         if place != "stream":
             return
         self._slot(layer, index).free = self._link.record()

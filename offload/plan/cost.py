@@ -13,7 +13,7 @@ from functools import cached_property
 from offload.plan.composition import Composition
 from offload.plan.pass_times import UNKNOWN, PassTimes, Times, estimated
 from offload.plan.placement import Placement
-from offload.plan.sizing import PREFILL_BLOCK, Sizing
+from offload.plan.sizing import PREFILL_BLOCK, Sizing, host_slowdown
 from offload.plan.sum_costs import GLOO, NCCL, NETWORK
 
 DRAFT_ACCEPTANCE = 0.5  # of a small draft's tokens, by the target or a part of it
@@ -126,7 +126,7 @@ class Cost:
         """Seconds of a pass over the full cache: the longest of computation and sums, block by block, of the link, and
         of the tiles that are attended to on the host."""
         computed = self._full_on_cpu(rows, masses) if self._on_cpu else self._full_on_gpu(rows, masses)
-        return max(computed, self.full_link_bytes / self._link_rate, self._host_seconds)
+        return max(computed, self.full_link_bytes / self._link_rate, self._host_seconds(rows))
 
     @property
     def full_link_bytes(self) -> float:
@@ -267,11 +267,10 @@ class Cost:
         """Of the tiles, wherever they are attended to."""
         return 1 - self.placement.resident_tiles / self.num_tiles
 
-    @property
-    def _host_seconds(self) -> float:
+    def _host_seconds(self, rows: int) -> float:
         """Of the tiles that are attended to on the host, at the set rate; the computation counts them, too."""
         rate = self.placement.host_bytes_per_second
-        return self.full_host_bytes / rate if rate else 0.0
+        return self.full_host_bytes * host_slowdown(rows, self.sizing.group) / rate if rate else 0.0
 
 
 def retrieval_acceptance(share: float) -> float:

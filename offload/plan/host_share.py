@@ -7,14 +7,15 @@ from dataclasses import replace
 
 from offload.plan.cost import Cost
 from offload.plan.options import Options
+from offload.plan.sizing import host_slowdown
 
 _WORTH_IT = 0.95  # times the full pass without it
 _DESKTOP = 60 / 25  # what a desktop's memory gives the processor beside a link, as a multiple of the link's rate
 
 
 def shared(cost: Cost) -> Cost:
-    """`cost` with tiles attended to on the host: as many as the user says, or as many as are best, if that is worth
-    it. Only on a CPU, where it is chosen if both rates are given."""
+    """`cost` with tiles attended to on the host: as many as the user says, or as many as are best for passes over what
+    it drafts, if that is worth it. Only on a CPU, where it is chosen if both rates are given."""
     options, placement = cost.sizing.options, cost.placement
     number = _number(cost, cost.num_tiles - placement.resident_tiles)
     if "kv" not in placement.offload or not cost.sizing.hardware.is_cpu or not number:
@@ -27,8 +28,10 @@ def shared(cost: Cost) -> Cost:
         host_bytes_per_second=given and given / sizing.hardware.ranks_per_host,
     )
     changed = replace(cost, placement=placed)
-    wanted = options.host_attention is not None or changed.full_pass(1) <= _WORTH_IT * cost.full_pass(1)
-    return changed if wanted else cost
+    if options.host_attention is not None:
+        return changed
+    rows = cost.gamma + 1
+    return changed if changed.full_pass(rows) <= _WORTH_IT * cost.full_pass(rows) else cost
 
 
 def _number(cost: Cost, num_streamed: int) -> int:
@@ -38,7 +41,8 @@ def _number(cost: Cost, num_streamed: int) -> int:
         return round(options.host_attention * num_streamed)
     if options.link_gbps is None or options.host_gbps is None:
         return 0
-    link, host = options.link_gbps * 1e9, options.host_gbps * 1e9 / cost.sizing.hardware.ranks_per_host
+    slowdown = cost.sizing.hardware.ranks_per_host * host_slowdown(cost.gamma + 1, cost.sizing.group)
+    link, host = options.link_gbps * 1e9, options.host_gbps * 1e9 / slowdown
     # Bytes of weights and of all these tiles, in tiles, at the sum of both rates; the processor has its part of that.
     total = num_streamed + cost.streamed_weights / (cost.cache_bytes / cost.num_tiles)
     return min(round(total * host / (link + host)), num_streamed)

@@ -18,6 +18,7 @@ MAX_ROWS = 256  # beyond the sequence that a pass may write: the longest verific
 NUM_STAGING = 2  # buffers through which layers, and tiles, cross the link
 TAIL_TOKENS = 128  # room after the chosen chunks of the retrieval cache, at least one chunk
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
+HOST_ROWS = 16  # of a KV head, that a desktop's processor attends to as fast as its memory is read (computed)
 _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and what an allocator cannot use
 
 
@@ -34,6 +35,12 @@ class PrefillShape:
 
 
 CPU_PREFILL = PrefillShape(64, 4, False)  # scores must stay in the processor's cache (docs/log.md)
+
+
+def host_slowdown(rows: int, group: int) -> float:
+    """The time that a desktop's processor attends to keys for `rows` rows of `group` query heads for each KV head, as a
+    multiple of the time in which its memory is read: 1 while it has nothing to wait for but that."""
+    return max(rows * group / HOST_ROWS, 1.0)
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,11 @@ class Sizing:
     def shard(self) -> ModelConfig:
         """The target as each device has it."""
         return Shard(0, self.num_devices).config(self.target)
+
+    @property
+    def group(self) -> int:
+        """Query heads for each KV head."""
+        return self.shard.num_heads // self.shard.num_kv_heads
 
     @property
     def itemsize(self) -> int:

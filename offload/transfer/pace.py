@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from offload.metrics import HostStats
+from offload.plan.sizing import host_slowdown
 
 
 class Pace:
@@ -34,11 +35,13 @@ def sleep_until(end: float) -> None:
 class HostReads:
     """What the processor reads of tiles that it attends to where they live, while the link brings others.
 
-    On a CPU that computes what a device would, paced to what the host's memory is said to give besides.
+    On a CPU that computes what a device would, paced to what the host's memory is said to give besides, and to what a
+    desktop's processor computes meanwhile.
     """
 
-    def __init__(self, bytes_per_second: float | None = None) -> None:
-        self._pace, self._began, self._end = Pace(bytes_per_second), 0.0, 0.0
+    def __init__(self, bytes_per_second: float | None = None, *, group: int = 1) -> None:
+        """group: query heads for each KV head."""
+        self._pace, self._group, self._began, self._end = Pace(bytes_per_second), group, 0.0, 0.0
         self._stats = HostStats()
 
     @property
@@ -50,10 +53,11 @@ class HostReads:
         """A tile is attended to from now on."""
         self._began = time.perf_counter()
 
-    def end(self, num_bytes: int) -> None:
-        """That was done, and it read `num_bytes`."""
+    def end(self, num_bytes: int, *, rows: int) -> None:
+        """That was done for `rows` rows, and it read `num_bytes`."""
         took = time.perf_counter() - self._began
-        start, self._end = self._pace.schedule(num_bytes, ready=self._began, least=took)
+        paced = round(num_bytes * host_slowdown(rows, self._group))
+        start, self._end = self._pace.schedule(paced, ready=self._began, least=took)
         self._stats += HostStats(num_bytes, self._end - start)
 
     def wait(self) -> None:

@@ -8,8 +8,9 @@ A setting is `plain` (--no-speculation), `default` (what `generate` does by itse
 on the same weights) or options over the default, joined by "+": `gamma=7+lookup=no+budget=1024`; `draft=no` leaves the
 draft model out. Every setting continues the same prompt, prefilled once, without a seed, at top-p 0.9. ms/token counts
 the tokens after the first. The settings take turns (`--turns`), so that a slow moment of the machine does not hit one
-alone; "vs plain" is the median over the turns of plain's ms/token over the setting's in the same turn. At temperature 0
-all settings write the same text: only such runs compare settings alone, others compare what was drawn too.
+alone; "predicted" is the plan's ms/token and its share of the measured median; "vs plain" is the median over the turns
+of plain's ms/token over the setting's in the same turn. At temperature 0 all settings write the same text: only such
+runs compare settings alone, others compare what was drawn too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import texts
-from report import about, emit, say
+from report import about, beside, emit, say
 
 from offload.bench.reference import Reference
 from offload.decode.sampling import SamplingParams
@@ -151,7 +152,8 @@ def row_of(case: Case, setting: str, runs: list[Measurement], plain: list[Measur
         f"{ratios.median:.2f}x ({ratios.least:.2f} to {ratios.most:.2f})" if plain else "",
     ]
     if "stats" not in runs[0]:
-        return [*row, "", "", "", ""]
+        return [*row, "", "", "", "", ""]
+    row.append(beside(runs[0]["plan"], milliseconds.median))
     levels = [{level["name"]: level for level in run["stats"]["levels"]} for run in runs]
     for name, field in (("target", "acceptance"), ("retrieval", "acceptance"), ("target", "tokens_per_round")):
         values = [level[name][field] for level in levels if name in level and level[name][field] is not None]
@@ -214,8 +216,8 @@ def main() -> None:
     host = f", host {args.host_gbps} GB/s" if args.host_gbps else ""
     title = f"{model.name}, offload {args.offload or 'none'}{link}{host}"
     columns = [
-        "task", "prompt", "temp", "setting", "ms/token", "range", "vs plain", "accept", "accept retr.", "tokens/round",
-        "link",
+        "task", "prompt", "temp", "setting", "ms/token", "range", "vs plain", "predicted", "accept", "accept retr.",
+        "tokens/round", "link",
     ]  # fmt: skip
     emit(columns, rows, about(title, 0), measured)
 

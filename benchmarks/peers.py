@@ -14,7 +14,8 @@ Before the turns each cache (f16, bf16) and flash attention on and off is tried,
 fastest of its n-gram lookups. Those remember what was written before, so each of their turns is a new process, which
 takes the prompt's rows over from plain llama.cpp. transformers reads the prompt anew in each turn with speculation.
 "parts" is the first token, from 1, that is not plain decoding's: others round otherwise. llama.cpp computes its rows in
-fp32. A way that cannot run is a row that says why.
+fp32. "predicted" is our plan's ms/token and its share of the measured median. A way that cannot run is a row that says
+why.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import Any
 import texts
 import torch
 from decode import demo_models
-from report import about, emit, say
+from report import about, beside, emit, say
 
 from offload.bench.comparison import first_difference
 from offload.bench.peer import ENVIRONMENT_VARIABLE, LOOKUPS, Peer, llama_cpp_python, model_files, open_llama_cpp
@@ -277,7 +278,7 @@ def measure(case: Case, names: list[str], num_turns: int) -> list[Document]:
 def row_of(found: Document) -> list[str]:
     begin = [str(found["length"]), found["way"]]
     if "absent" in found:
-        return [*begin, "", "", "", "", "", "", f"absent: {found['absent']}"]
+        return [*begin, "", "", "", "", "", "", "", f"absent: {found['absent']}"]
     milliseconds, seconds = Spread.of(found["milliseconds_per_token"]), found["first_token_seconds"]
     parts = found.get("first_difference_from_plain", -1)  # where plain decoding is not measured: ""
     return [
@@ -286,6 +287,7 @@ def row_of(found: Document) -> list[str]:
         "" if seconds is None else f"{found['prefill_tokens_per_second']:.0f}",
         f"{milliseconds.median:.2f}",
         f"{milliseconds.least:.2f} to {milliseconds.most:.2f}",
+        beside(found["plan"], milliseconds.median) if "plan" in found else "",
         f"{found['peak_bytes'] / 1e9:.2f}",
         "same" if parts is None else "" if parts < 0 else str(parts + 1),
         found["setting"],
@@ -337,7 +339,7 @@ def main() -> None:
             found += measure(case, names, args.turns)
             for file in Path(rows).iterdir():
                 file.unlink()
-    columns = ["prompt", "way", "first s", "prefill/s", "ms/token", "range", "peak GB", "parts", "setting"]
+    columns = ["prompt", "way", "first s", "prefill/s", "ms/token", "range", "predicted", "peak GB", "parts", "setting"]
     title = f"{model.name}, bf16, {torch.get_num_threads()} threads, {args.max_tokens} tokens of {args.task}"
     emit(columns, [row_of(row) for row in found], about(title, 0), found)
 

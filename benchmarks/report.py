@@ -34,6 +34,12 @@ def about(title: str, seed: int, **shared: Any) -> Document:
     return {"title": title, "environment": environment, **shared}
 
 
+def beside(plan: Document, milliseconds: float) -> str:
+    """The ms/token that `plan` predicts, and its share of the measured ones."""
+    predicted = 1000 * plan["predicted"]["seconds_per_token"]
+    return f"{predicted:.2f} ({predicted / milliseconds:.2f})"
+
+
 def emit(columns: Sequence[str], rows: Sequence[Sequence[str]], shared: Document, runs: Iterable[Document]) -> None:
     table(shared["title"], columns, rows)
     for line in lines(shared, runs):

@@ -111,14 +111,15 @@ class _Trial:
         left_out = self._config.vocab_size / self._vocab_size - 1
         fixed = [sum(each) for each in zip(of("fixed"), (left_out * s for s in of("logits")), of("draw"), strict=True)]
         layers = [short - fixed for short, fixed in zip(of("short"), of("fixed"), strict=True)]
-        masses = taken["masses", MASS_ROWS] - taken["short", MASS_ROWS]
+        kept = max(taken["long", MASS_ROWS] - taken["short", MASS_ROWS], _LEAST)
+        masses = max(taken["masses", MASS_ROWS] - taken["long", MASS_ROWS], 0.0)
         rows, before = self._prefill_rows, self._prefill_before
         pair = max((taken["prefill", before] - taken["prefill", 0]) / (rows * before), _LEAST)
         return PassTimes(
             fixed=_rising(fixed),
             layer=_rising([seconds / self._num_layers for seconds in layers]),
             token=_rising([seconds / self._num_layers for seconds in attended]),
-            mass_share=min(max(masses / self._num_tokens / attended[ROWS.index(MASS_ROWS)] - 1.0, 0.0), 1.0),
+            mass_share=min(masses / kept, 1.0),
             prefill_row=max(taken["prefill", 0] / rows - pair * rows / 2, _LEAST),
             prefill_pair=pair,
             kernels=_kernels_name(self._config),
@@ -171,7 +172,7 @@ class _Trial:
 
     def _with_layers(self, count: int) -> Level:
         """The first `count` layers; 0: what a pass does besides."""
-        return Level("trial", self._decoder(count), self._cache, vocab_size=self._vocab_size, blocks=Blocks(ROWS))
+        return Level("target", self._decoder(count), self._cache, vocab_size=self._vocab_size, blocks=Blocks(ROWS))
 
     def _decoder(self, num_layers: int) -> Decoder:
         layers = ResidentLayers(list(self._weights.layers)[:num_layers], 0)

@@ -43,6 +43,12 @@ class Comparison:
     runs: tuple[Run, ...]
 
     @property
+    def predicted_milliseconds(self) -> dict[str, float]:
+        """Per token, of our own ways."""
+        predicted = self.plan.predicted
+        return {PLAIN: 1000 * predicted.plain_seconds_per_token, TRIFORCE: 1000 * predicted.seconds_per_token}
+
+    @property
     def ways(self) -> list[str]:
         """Those that ran."""
         ran = {run.way for run in self.runs}

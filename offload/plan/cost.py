@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from offload.plan.composition import Composition
 from offload.plan.pass_times import UNKNOWN, PassTimes, Times, estimated
@@ -17,6 +18,7 @@ from offload.plan.sizing import PREFILL_BLOCK, Sizing, host_slowdown
 from offload.plan.sum_costs import GLOO, NCCL, NETWORK
 
 DRAFT_ACCEPTANCE = 0.5  # of a small draft's tokens, by the target or a part of it
+LOOKUP_TOKENS = 1.2  # of a round with a looked up token, where texts repeat little (Qwen2.5-Coder's prose: 1.3)
 _HARDNESS = (0.25, 1.0, 2.0, 3.0)  # times the mean text's share of refused tokens: texts differ as much (docs/log.md)
 _CHANGED_CHUNKS = 0.3  # of those held, in a round
 
@@ -61,7 +63,7 @@ class Cost:
 
     @property
     def acceptance(self) -> float:
-        """The chance that the target accepts a drafted token."""
+        """The chance that the target accepts a token of the level below it, or of the draft."""
         if self.composition.budget:
             return retrieval_acceptance(self.composition.budget / self.capacity)
         return DRAFT_ACCEPTANCE if self.composition.draft else 0.0
@@ -81,6 +83,14 @@ class Cost:
     @cached_property
     def per_token(self) -> float:
         return self._seconds_per_token(self.gamma)
+
+    @property
+    def per_looked_up_token(self) -> float:
+        """Seconds per token if lookups alone propose, one token in each round; infinite where that cannot be. No
+        composition is chosen by it: lookups are part of all."""
+        if not self.composition.lookup or self.sizing.options.gamma is not None:
+            return inf
+        return self.full_pass(2) / LOOKUP_TOKENS
 
     @cached_property
     def per_drafted_token(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.plan.cost import Cost
+from offload.plan.cost import LOOKUP_TOKENS, Cost
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ class Prediction:
 
 def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Prediction:
     """The prediction for the plan of `cost`. best: the part of its levels that is predicted to be the fastest, such as
-    the draft and the target alone; plain: the same request without speculation."""
+    the draft and the target alone, or lookups; plain: the same request without speculation."""
     prefill = cost.prefill(num_prompt_tokens)
+    by_lookups = best.per_looked_up_token < best.per_token
     far = 8  # rows
     return Prediction(
         prefill_seconds=prefill,
@@ -63,8 +64,8 @@ def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Pred
         draft_pass_seconds=cost.draft_pass,
         refresh_seconds=cost.refresh,
         acceptance=cost.acceptance,
-        tokens_drafted=best.gamma,
-        tokens_per_round=best.tokens_per_round,
-        seconds_per_token=best.per_token,
+        tokens_drafted=1 if by_lookups else best.gamma,
+        tokens_per_round=LOOKUP_TOKENS if by_lookups else best.tokens_per_round,
+        seconds_per_token=min(best.per_token, best.per_looked_up_token),
         plain_seconds_per_token=plain.per_token,
     )

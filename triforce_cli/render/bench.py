@@ -40,6 +40,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "context": comparison.plan.request.capacity,
         "prefill_tokens_per_second": comparison.prefill_rates,
         "milliseconds_per_token": {way: asdict(comparison.milliseconds(way)) for way in comparison.ways},
+        "predicted_milliseconds_per_token": comparison.predicted_milliseconds,
         "ratios": {way: asdict(comparison.ratio(way, TRIFORCE)) for way in others},
         "acceptance": comparison.acceptance,
         "tokens_per_pass": comparison.tokens_per_pass,
@@ -89,8 +90,8 @@ def _rows(ways: Sequence[str]) -> Iterator[tuple[str, Cell]]:
         yield f"  {NAMES[way]}", _prefill(way)
     for way in ways:
         yield from _spread(f"{NAMES[way]}, ms/token", _milliseconds(way))
-        if way == TRIFORCE:
-            yield "  predicted", lambda found: significant(1000 * found.plan.predicted.seconds_per_token)
+        if way not in OTHERS:
+            yield "  predicted", _predicted(way)
     for way in (name for name in (PLAIN, *OTHERS) if name in ways):
         yield from _spread(f"{NAMES[way]} / TriForce", _ratio(way), "x")
     yield "acceptance", lambda found: significant(found.acceptance)
@@ -99,6 +100,10 @@ def _rows(ways: Sequence[str]) -> Iterator[tuple[str, Cell]]:
 
 def _prefill(way: str) -> Cell:
     return lambda found: significant(found.prefill_rates.get(way))
+
+
+def _predicted(way: str) -> Cell:
+    return lambda found: significant(found.predicted_milliseconds[way])
 
 
 def _milliseconds(way: str) -> Callable[[Comparison], Spread]:

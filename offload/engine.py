@@ -20,7 +20,7 @@ from offload.kernels.native import OFF, kernels
 from offload.leader import load_worker
 from offload.metrics import HostStats, LevelStats, LinkStats, RankStats, Stats
 from offload.model.level import Level
-from offload.pass_timer import timed
+from offload.pass_timer import time_again, timed
 from offload.plan.composition import PLAIN
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Options, Plan
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from offload.session.store import Store
 
 
-__all__ = ["Engine", "Step", "kernels_problem", "load_tokenizer", "plan_request", "timed"]
+__all__ = ["Engine", "Step", "kernels_problem", "load_tokenizer", "plan_request", "time_again", "timed"]
 
 
 @dataclass(frozen=True)

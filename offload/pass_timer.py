@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ from offload.model.loading import DTYPES
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import rates_key
 from offload.plan.machine import machine_name
-from offload.plan.options import PAGE_TOKENS
+from offload.plan.options import PAGE_TOKENS, Options
 from offload.plan.pass_times import ROWS, PassTimes, key_of, load_times, save_times
 from offload.plan.request import Request
 from offload.transfer.memory import Memory
@@ -55,13 +57,22 @@ def timed(request: Request) -> Request:
     models = [config for config in (request.target, request.draft) if config is not None]
     missing = [config for config in models if not _is_timed(config, request.dtype)]
     try:
-        remember_times(missing, request.dtype)
+        _remember(missing, request.dtype)
     except OSError:
         return request
     return request.with_known_times()
 
 
-def remember_times(models: Sequence[ModelConfig], dtype: str, *, alone: bool = False) -> None:
+def time_again(target: Path, draft: Path | None) -> None:
+    """Time the passes of two models on this CPU whatever is known, and forget those of others, which are timed when
+    they are used: the machine may have changed. Where nothing can be kept, nothing happens."""
+    request = Request.on_this_machine(target, draft, Options(device="cpu"))
+    models = [config for config in (request.target, request.draft) if config is not None]
+    with suppress(OSError):
+        _remember(models, request.dtype, alone=True)
+
+
+def _remember(models: Sequence[ModelConfig], dtype: str, *, alone: bool = False) -> None:
     """Time the passes of `models` and keep what was measured. alone: and forget other models. OSError."""
     found = {key_of(config, dtype): time_passes(config, dtype) for config in models}
     measured = {key: times for key, times in found.items() if times is not None}

@@ -15,7 +15,7 @@ import pytest
 
 from offload import pass_timer
 from offload.engine import plan_request
-from offload.pass_timer import time_passes, timed
+from offload.pass_timer import time_again, time_passes, timed
 from offload.plan import pass_times
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import TWO_CORES, rates_key
@@ -175,6 +175,14 @@ class TestMeasuring:
         monkeypatch.setattr(pass_timer, "_kernels_name", lambda config: "newer ones")
         assert timed(on_this_machine()).times.target == replace(TIMES, kernels="newer ones")
         assert len(measurements) == 4
+
+    def test_again_by_doctor_forgets_the_models_that_it_does_not_measure(self, measurements: list[str]) -> None:
+        dtype = on_this_machine().dtype
+        save_times(machine_name(), rates_key("cpu"), {"another": TIMES, key_of(TARGET, dtype): TIMES})
+        time_again(MODELS.target, MODELS.draft)
+        assert measurements == [key_of(TARGET, dtype), key_of(DRAFT, dtype)]
+        assert load_times(machine_name(), rates_key("cpu"), "another") is None
+        assert load_times(machine_name(), rates_key("cpu"), key_of(TARGET, dtype)) is not None
 
     def test_only_of_the_models_that_run(self, measurements: list[str]) -> None:
         request = timed(on_this_machine(speculation=False))

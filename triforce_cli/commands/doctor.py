@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from triforce_cli import options
+from triforce_cli.choice import choose_models
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.output import Output
 from triforce_cli.signals import deferred
@@ -24,11 +25,15 @@ class Doctor:
             output.wait("starting")
             with deferred():
                 from offload.bench.diagnosis import diagnose, remember, usable_hardware
+                from offload.engine import time_again
                 from offload.plan.expectations import expectations
             from triforce_cli.render import doctor as render_doctor
 
             diagnosis = diagnose(output.wait)
             record = remember(diagnosis)
+            output.wait("timing the demo models")
+            demo = choose_models(None, None)
+            time_again(demo.target, demo.draft)
             expected = expectations(usable_hardware(diagnosis))
             if self.as_json:
                 output.document(render_doctor.document(diagnosis, expected, record))
@@ -46,7 +51,8 @@ def doctor(
 ) -> Doctor:
     """Look at this machine, measure it, and say what to expect and what to improve.
 
-    The measured rates are kept for the planner: run it once, and again when the machine changes.
+    The measured rates are kept for the planner, and how long passes of the demo models take on the processor: run it
+    once, and again when the machine changes.
 
     Example: triforce doctor --json
     """

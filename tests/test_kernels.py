@@ -55,6 +55,13 @@ def root_mean_square(errors: Sequence[Tensor]) -> float:
 # Products.
 
 
+def followed_by_nan(tensor: Tensor) -> Tensor:
+    """The same, in memory after which there is nothing to be read."""
+    memory = torch.full((tensor.numel() + 64,), torch.nan, dtype=tensor.dtype)
+    memory[: tensor.numel()] = tensor.flatten()
+    return memory[: tensor.numel()].view(tensor.shape)
+
+
 def make_step(
     dtype: torch.dtype,
     num_rows: int,
@@ -68,11 +75,11 @@ def make_step(
 ) -> Step:
     width = 2 * outputs if ending == "gate" else outputs
     return Step(
-        x=normal(num_rows, inputs, dtype=dtype, seed=seed),
-        weight=(normal(width, inputs, dtype=torch.float32, seed=seed + 1) / inputs**0.5).to(dtype),
-        bias=normal(width, dtype=dtype, seed=seed + 2) if bias else None,
+        x=followed_by_nan(normal(num_rows, inputs, dtype=dtype, seed=seed)),
+        weight=followed_by_nan((normal(width, inputs, dtype=torch.float32, seed=seed + 1) / inputs**0.5).to(dtype)),
+        bias=followed_by_nan(normal(width, dtype=dtype, seed=seed + 2)) if bias else None,
         out=normal(num_rows, outputs, dtype=dtype, seed=seed + 3),
-        norm=normal(inputs, dtype=dtype, seed=seed + 4) if norm else None,
+        norm=followed_by_nan(normal(inputs, dtype=dtype, seed=seed + 4)) if norm else None,
         ending=ending,
         epsilon=1e-5,
     )

@@ -459,7 +459,7 @@ def test_a_rows_attention_has_the_same_bits_beside_any_rows(
 ) -> None:
     """With 1 to 64 rows, at every place among them, on 1, 2 and 4 threads, out and masses. What is after a row is NaN
     when it is alone, random with rows after it."""
-    span, chunk, window, most = 32, 8, 21, 64
+    span, chunk, window, most = 64, 8, 21, 64
     q = fused(heads, 150, dtype)[0]
 
     def run_rows(start: int, count: int) -> tuple[Tensor, Tensor]:

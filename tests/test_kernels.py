@@ -116,7 +116,8 @@ def test_products_are_as_near_to_fp64_as_torchs(
 ) -> None:
     """Sizes on either side of a vector, a tile and a thread's outputs."""
     ours, theirs = [], []
-    for seed, (inputs, outputs) in enumerate([(2, 1), (30, 5), (32, 16), (34, 17), (62, 40), (130, 33), (512, 48)]):
+    sizes = [(2, 1), (30, 5), (32, 16), (34, 17), (34, 32), (62, 40), (130, 33), (512, 48)]
+    for seed, (inputs, outputs) in enumerate(sizes):
         for num_rows in (1, 2, 3, 7, 8, 15, 16, 17, 33, 48, 64, 65, 70):
             step = make_step(dtype, num_rows, inputs, outputs, ending=ending, norm=norm, bias=bias, seed=7 * seed)
             wanted = in_fp64(step)

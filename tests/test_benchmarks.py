@@ -11,6 +11,7 @@ import pytest
 
 from fake_peers import fake_environment
 from models import TOKENIZER_SIZE, random_model, save
+from offload.kernels.native import kernels
 from offload.plan.rates import FOLDER_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -46,6 +47,20 @@ def test_sessions_compares_loading_with_dd(run: Run) -> None:
     assert shared["num_bytes"] > 0
     assert {measured["what"] for measured in runs} == {"save", "dd, cold", "load, cold", "dd, warm", "load, warm"}
     assert "of dd" in table
+
+
+@pytest.mark.skipif(kernels().library is None, reason=kernels().reason)
+def test_kernels_are_compared_with_torch_and_a_sum(run: Run) -> None:
+    written, table = run("kernels.py", "--tokens", "600", "--rows", "1,3", "--layers", "1", "--megabytes", "1")
+    shared, runs = read(written)
+    assert shared["instruction_set"] == kernels().instruction_set
+    assert shared["sum_bytes_per_second"] > 0
+    assert len(runs) == 3 * 2 * 2  # attention and two shapes of products, by rows, two ways
+    assert {(measured["kernel"].split()[0], measured["way"]) for measured in runs} == {
+        (kernel, way) for kernel in ("attention", "product") for way in ("kernels", "torch")
+    }
+    assert all(measured["bytes_per_second"] > 0 for measured in runs)
+    assert "of a sum" in table
 
 
 def test_ranks_compares_one_with_several(run: Run) -> None:

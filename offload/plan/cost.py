@@ -47,7 +47,7 @@ class RefreshCosts:
 
 
 GPU = GpuCosts()
-CPU_REFRESH, GPU_REFRESH = RefreshCosts(0.32, 6e-5), RefreshCosts(0.02, 0.0)
+CPU_REFRESH, GPU_REFRESH = RefreshCosts(0.32, 1.6e-4), RefreshCosts(0.02, 0.0)
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ class TestReport:
     def test_what_the_host_attends_to_is_not_streamed(self, plan: Plan) -> None:
         """The same plan as that of a request with these rates; --host-gbps of cards is something else."""
         here = ("--model", str(plan.models / "68m"), "--context", "2000", "--device", "cpu", "--offload", "kv")
-        rates = ("--link-gbps", "0.1", "--host-gbps", "0.3")
+        rates = ("--link-gbps", "0.1", "--host-gbps", "0.3", "--host-attention", "1")
         found = plan.document(*here, *rates)["plan"]
         placement = found["placement"]
         assert (placement["host_tiles"], placement["host_bytes_per_second"]) == (2, 0.3e9)

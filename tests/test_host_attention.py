@@ -315,7 +315,7 @@ def test_link_and_host_end_a_pass_together() -> None:
         tile = found.full_host_bytes / placement.host_tiles
         link, host = found.full_link_bytes / 0.1e9, found.full_host_bytes / 0.2e9
         assert abs(link - host) <= tile * (1 / 0.1e9 + 1 / 0.2e9)
-        assert found.full_pass_seconds == pytest.approx(max(link, host))
+        assert found.full_pass_seconds == pytest.approx(max(link, host), rel=0.02)
         assert found.full_link_bytes + found.full_host_bytes == pytest.approx(alone.predicted.full_link_bytes)
         assert found.seconds_per_token == pytest.approx(found.full_pass_seconds)
         assert placement.attended_bytes == placement.host_tiles * placement.tile_tokens * 12288 // DEMO.num_layers
@@ -331,13 +331,16 @@ def test_what_many_rows_and_query_heads_take_is_left_to_the_link() -> None:
     assert (few.host_tiles, many.host_tiles) == (21, 13)  # of 32: two thirds, two fifths
     assert plan(Options(**options, gamma=7), target=grouped, draft=DRAFT_CONFIG).placement.host_tiles == 13  # type: ignore[arg-type]
     given = plan(Options(**options, gamma=31, host_attention=1.0), draft=DRAFT_CONFIG).predicted  # type: ignore[arg-type]
-    assert given.full_pass_seconds == pytest.approx(32200 * 12288 / 0.2e9)  # of one row
+    assert given.full_pass_seconds == pytest.approx(32200 * 12288 / 0.2e9, rel=0.02)  # of one row
 
 
 def test_a_pass_waits_for_the_host_where_the_user_gives_it_too_much() -> None:
     found = paced(0.1, host_gbps=0.2, host_attention=1.0).predicted
     assert (found.full_link_bytes, found.full_host_bytes) == (0, 32200 * 12288)
-    assert found.full_pass_seconds == pytest.approx(32200 * 12288 / 0.2e9)
+    assert found.full_pass_seconds == pytest.approx(32200 * 12288 / 0.2e9, rel=0.02)
+    options = Options(offload=KV, link_gbps=9.0, host_gbps=20.0, host_attention=1.0, speculation=False)
+    fast = plan(options, hardware=replace(CPU, rates=replace(CPU.rates, device_read=40e9))).predicted
+    assert fast.full_pass_seconds > 1.01 * 32200 * 12288 / 20e9  # the host waits for each layer's query
 
 
 def test_the_host_attends_to_nothing_where_that_gains_less_than_a_twentieth() -> None:

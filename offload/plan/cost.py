@@ -277,10 +277,16 @@ class Cost:
         """Of the tiles, wherever they are attended to."""
         return 1 - self.placement.resident_tiles / self.num_tiles
 
+    def besides_attention(self, rows: int) -> float:
+        """Seconds of a pass on a CPU, with its sums, in which it attends to nothing: then the host has no query."""
+        return self._on_this_cpu(0, rows) + self.full_sums(rows)
+
     def _host_seconds(self, rows: int) -> float:
-        """Of the tiles that are attended to on the host, at the set rate; the computation counts them, too."""
+        """Of a pass that waits for the tiles attended to on the host, at the set rate."""
         rate = self.placement.host_bytes_per_second
-        return self.full_host_bytes * host_slowdown(rows, self.sizing.group) / rate if rate else 0.0
+        if not rate:
+            return 0.0
+        return self.full_host_bytes * host_slowdown(rows, self.sizing.group) / rate + self.besides_attention(rows)
 
 
 def retrieval_acceptance(share: float) -> float:

@@ -41,11 +41,13 @@ def _number(cost: Cost, num_streamed: int) -> int:
         return round(options.host_attention * num_streamed)
     if options.link_gbps is None or options.host_gbps is None:
         return 0
-    slowdown = cost.sizing.hardware.ranks_per_host * host_slowdown(cost.gamma + 1, cost.sizing.group)
+    rows, tile_bytes = cost.gamma + 1, cost.cache_bytes / cost.num_tiles
+    slowdown = cost.sizing.hardware.ranks_per_host * host_slowdown(rows, cost.sizing.group)
     link, host = options.link_gbps * 1e9, options.host_gbps * 1e9 / slowdown
-    # Bytes of weights and of all these tiles, in tiles, at the sum of both rates; the processor has its part of that.
-    total = num_streamed + cost.streamed_weights / (cost.cache_bytes / cost.num_tiles)
-    return min(round(total * host / (link + host)), num_streamed)
+    # What the link would take for all, in tiles, less what it moves while the host has nothing to attend to: at the sum
+    # of both rates, of which the host has its part.
+    total = num_streamed + (cost.streamed_weights - link * cost.besides_attention(rows)) / tile_bytes
+    return min(max(round(total * host / (link + host)), 0), num_streamed)
 
 
 def _host_rate(options: Options) -> float | None:

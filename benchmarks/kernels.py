@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--kv-heads", type=int, default=6)
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--megabytes", type=int, default=64, help="of weights of each shape, and of the sum")
+    parser.add_argument("--megabytes", type=int, default=512, help="of weights of each shape, and of the sum")
     args = parser.parse_args()
     if kernels().library is None:
         parser.error(kernels().reason)

@@ -36,7 +36,8 @@ from offload.plan.request import Request
 from offload.transfer.memory import Memory
 from offload.transfer.weights import LayerLayout, Linear, ResidentLayers, Weights
 
-LAYER_BYTES = CACHE_BYTES = 32 * 2**20  # of weights, and of keys and values, as far as a model has so many
+LAYER_BYTES = 32 * 2**20  # of weights, as far as a model has so many
+CACHE_BYTES = 128 * 2**20  # of keys and values: more than the processor's caches hold
 MAX_TOKENS = 16384
 MASS_ROWS, MASS_CHUNK = 8, 16
 PREFILL_FLOPS = 2e10  # of the products of a measured prefill

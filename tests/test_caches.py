@@ -11,10 +11,14 @@ cut. Retrieval and streaming run as many rows as there are: same bits where the 
 
 from __future__ import annotations
 
+import ctypes
+import os
 import random
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -603,6 +607,29 @@ def test_decoding_without_a_refresh_keeps_every_row() -> None:
     here = Driver(make_full(tape), tape, padding=ROWS)
     for _ in range(6 * TILE):
         assert torch.equal(away.extend([0]), here.extend([0]))
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc's alone")
+def test_memory_of_freed_tensors_is_kept_for_the_next_ones() -> None:
+    """Temporaries of a prefill would cost a page fault for every 4 KiB each time."""
+    code = """
+import resource, torch
+from offload.transfer.memory import Memory
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(8):
+        torch.empty(2**20).fill_(1.0)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+before = faults()
+Memory(torch.device("cpu"))
+faults()
+print(before, faults())
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    before, after = map(int, done.stdout.split())
+    assert after < 64
+    assert before > after or before < 64  # where huge pages are given, there are few in either case
 
 
 def test_a_cache_on_the_host_takes_device_memory_for_its_staging_slots_only() -> None:

@@ -45,6 +45,7 @@ from offload.model.decoder import Decoder
 from offload.model.level import Level, StreamingLevel, prefill
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import Hardware
+from offload.plan.pass_times import PassTimes
 from offload.plan.planner import Options, Plan, make_plan
 from offload.transfer.checkpoint import Checkpoint, check_model
 from offload.transfer.link import Done, Event, Link
@@ -55,6 +56,15 @@ VOCABULARY = 96
 TOKENIZER_SIZE = 258  # 256 bytes, bos, eos
 BOS, EOS = 256, 257
 GREEDY = SamplingParams(temperature=0.0)
+PASS_TIMES = PassTimes(
+    fixed=(1e-4, 2e-4, 3e-4, 4e-4, 5e-4, 6e-4, 7e-4),
+    layer=(1e-3, 1e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
+    token=(1e-7, 1e-7, 2e-7, 3e-7, 4e-7, 8e-7, 16e-7),
+    mass_share=0.5,
+    prefill_row=1e-5,
+    prefill_pair=1e-9,
+    kernels="a test's",
+)
 CPU = Hardware("cpu", "test CPU", 2**40, 2**40, True)
 
 SMALL: dict[str, object] = {

@@ -576,6 +576,23 @@ def test_an_interrupt_within_attention_leaves_no_trace_and_no_copy_under_way(
     assert torch.equal(driver.extend([0] * 6), clean.extend([0] * 6))
 
 
+def assert_same_bits_throughout(
+    away: FullCache, here: FullCache, tape: Tape, prompt: int, blocks: int, rounds: Rounds
+) -> None:
+    """Prefill, rounds with rejected rows, and rows taken back: what rows see, masses, and the homes at the end."""
+    drivers = [Driver(cache, tape, padding=ROWS) for cache in (away, here)]
+    first, second = (driver.extend([0] * prompt, phase="prefill", blocks=blocks) for driver in drivers)
+    assert torch.equal(first, second)
+    for number, (count, kept, back) in enumerate(rounds):
+        first, second = (driver.extend([1 + number % 2] * count) for driver in drivers)
+        assert torch.equal(first, second)
+        assert torch.equal(away.mass(count), here.mass(count))
+        for driver in drivers:
+            driver.truncate(max(len(driver.history) - count + min(kept, count) - back, 0))
+    away.wait_home()
+    assert torch.equal(away.reader.tokens(0, away.length), here.reader.tokens(0, here.length))
+
+
 @pytest.mark.parametrize("num_resident", [0, 1, 3])
 @pytest.mark.parametrize("num_staging", [2, 3])
 @settings(max_examples=8)
@@ -587,17 +604,7 @@ def test_moving_tiles_over_a_link_changes_no_bit(
     with closing_link(shaky_link(seed)) as link:
         away = make_full(tape, link=link, num_resident=num_resident, num_staging=num_staging, mass=True)
         here = make_full(tape, mass=True)
-        drivers = [Driver(cache, tape, padding=ROWS) for cache in (away, here)]
-        first, second = (driver.extend([0] * prompt, phase="prefill", blocks=blocks) for driver in drivers)
-        assert torch.equal(first, second)
-        for number, (count, kept, back) in enumerate(rounds):
-            first, second = (driver.extend([1 + number % 2] * count) for driver in drivers)
-            assert torch.equal(first, second)
-            assert torch.equal(away.mass(count), here.mass(count))
-            for driver in drivers:
-                driver.truncate(max(len(driver.history) - count + min(kept, count) - back, 0))
-        away.wait_home()
-        assert torch.equal(away.reader.tokens(0, away.length), here.reader.tokens(0, here.length))
+        assert_same_bits_throughout(away, here, tape, prompt, blocks, rounds)
 
 
 def test_decoding_without_a_refresh_keeps_every_row() -> None:

@@ -122,17 +122,7 @@ def test_attending_to_tiles_on_the_host_changes_no_bit(
     with caches.closing_link(caches.shaky_link(seed)) as link:
         away = make_cache(tape, kernels, link=link, num_resident=num_resident, num_host=num_host)
         here = make_cache(tape, kernels)
-        drivers = [Driver(cache, tape, padding=ROWS) for cache in (away, here)]
-        first, second = (driver.extend([0] * prompt, phase="prefill", blocks=blocks) for driver in drivers)
-        assert torch.equal(first, second)
-        for number, (count, kept, back) in enumerate(rounds):
-            first, second = (driver.extend([1 + number % 2] * count) for driver in drivers)
-            assert torch.equal(first, second)
-            assert torch.equal(away.mass(count), here.mass(count))
-            for driver in drivers:
-                driver.truncate(max(len(driver.history) - count + min(kept, count) - back, 0))
-        away.wait_home()
-        assert torch.equal(away.reader.tokens(0, away.length), here.reader.tokens(0, here.length))
+        caches.assert_same_bits_throughout(away, here, tape, prompt, blocks, rounds)
 
 
 @pytest.mark.parametrize("path", ["kernels", "torch"])

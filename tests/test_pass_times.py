@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from models import PASS_TIMES
 from offload import pass_timer
 from offload.engine import plan_request
 from offload.pass_timer import time_again, time_passes, timed
@@ -28,15 +29,6 @@ from triforce_cli.choice import choose_models
 
 MODELS = choose_models(None, None)
 TARGET, DRAFT = (ModelConfig.from_folder(folder) for folder in (MODELS.target, MODELS.draft) if folder)
-TIMES = PassTimes(
-    fixed=(1e-4, 2e-4, 3e-4, 4e-4, 5e-4, 6e-4, 7e-4),
-    layer=(1e-3, 1e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
-    token=(1e-7, 1e-7, 2e-7, 3e-7, 4e-7, 8e-7, 16e-7),
-    mass_share=0.5,
-    prefill_row=1e-5,
-    prefill_pair=1e-9,
-    kernels="a test's",
-)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +44,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def time_none(config: ModelConfig, dtype: str) -> PassTimes:
         keys.append(key_of(config, dtype))
-        return replace(TIMES, kernels=pass_timer._kernels_name(config))
+        return replace(PASS_TIMES, kernels=pass_timer._kernels_name(config))
 
     monkeypatch.setattr(pass_timer, "time_passes", time_none)
     return keys
@@ -65,26 +57,28 @@ def on_this_machine(**options: Any) -> Request:
 class TestTheCurve:
     def test_has_the_measured_values_at_the_measured_rows(self) -> None:
         for index, rows in enumerate(ROWS):
-            expected = TIMES.fixed[index] + 3 * (TIMES.layer[index] + 100 * TIMES.token[index])
-            assert TIMES.seconds(3, 100, rows) == pytest.approx(expected)
+            expected = PASS_TIMES.fixed[index] + 3 * (PASS_TIMES.layer[index] + 100 * PASS_TIMES.token[index])
+            assert PASS_TIMES.seconds(3, 100, rows) == pytest.approx(expected)
 
     def test_is_straight_between_them_and_goes_on_in_proportion(self) -> None:
         def layer(rows: int) -> float:
-            return TIMES.seconds(1, 0, rows) - TIMES.seconds(0, 0, rows)
+            return PASS_TIMES.seconds(1, 0, rows) - PASS_TIMES.seconds(0, 0, rows)
 
         assert layer(6) == pytest.approx(1.5e-3)
         assert layer(20) == pytest.approx(5e-3)
         assert layer(96) == pytest.approx(24e-3)
 
     def test_never_falls_with_more_rows_or_tokens(self) -> None:
-        for times in (TIMES, estimated(TARGET, 2, TWO_CORES)):
+        for times in (PASS_TIMES, estimated(TARGET, 2, TWO_CORES)):
             by_rows = [times.seconds(8, 1000, rows) for rows in range(1, 200)]
             assert by_rows == sorted(by_rows)
             assert times.seconds(8, 2000, 4) > times.seconds(8, 1000, 4)
 
     def test_masses_are_a_share_of_attention_alone(self) -> None:
-        assert TIMES.seconds(2, 1000, 1, masses=True) - TIMES.seconds(2, 1000, 1) == pytest.approx(2 * 1000 * 0.5e-7)
-        assert TIMES.seconds(2, 0, 1, masses=True) == TIMES.seconds(2, 0, 1)
+        assert PASS_TIMES.seconds(2, 1000, 1, masses=True) - PASS_TIMES.seconds(2, 1000, 1) == pytest.approx(
+            2 * 1000 * 0.5e-7
+        )
+        assert PASS_TIMES.seconds(2, 0, 1, masses=True) == PASS_TIMES.seconds(2, 0, 1)
 
     def test_that_others_disturbed_is_put_right_by_what_took_more_rows_less_time(self) -> None:
         assert pass_timer._rising([3.0, 1.0, 2.0, -1.0, 5.0]) == (1e-13, 1e-13, 1e-13, 1e-13, 5.0)
@@ -94,8 +88,8 @@ class TestTheCurve:
 class TestTheFile:
     def test_gives_back_what_was_kept_by_machine_device_and_model(self) -> None:
         key, other = key_of(TARGET, "bf16"), key_of(TARGET, "fp32")
-        save_times("here", "CPU, 2 threads", {key: TIMES})
-        assert load_times("here", "CPU, 2 threads", key) == TIMES
+        save_times("here", "CPU, 2 threads", {key: PASS_TIMES})
+        assert load_times("here", "CPU, 2 threads", key) == PASS_TIMES
         assert load_times("there", "CPU, 2 threads", key) is None
         assert load_times("here", "CPU, 1 threads", key) is None
         assert load_times("here", "CPU, 2 threads", other) is None
@@ -116,15 +110,15 @@ class TestTheFile:
 
     def test_keeps_rates_and_other_models(self) -> None:
         save_rates("here", {"CPU": replace(TWO_CORES, measured=True)})
-        save_times("here", "CPU", {"one": TIMES})
-        save_times("here", "CPU", {"two": replace(TIMES, mass_share=0.25)})
+        save_times("here", "CPU", {"one": PASS_TIMES})
+        save_times("here", "CPU", {"two": replace(PASS_TIMES, mass_share=0.25)})
         save_rates("here", {"card": replace(TWO_CORES, measured=True)})
-        assert load_times("here", "CPU", "one") == TIMES
-        assert load_times("here", "CPU", "two") == replace(TIMES, mass_share=0.25)
+        assert load_times("here", "CPU", "one") == PASS_TIMES
+        assert load_times("here", "CPU", "two") == replace(PASS_TIMES, mass_share=0.25)
         assert load_rates("here", "CPU") == replace(TWO_CORES, measured=True)
-        save_times("here", "CPU", {"two": TIMES}, alone=True)
+        save_times("here", "CPU", {"two": PASS_TIMES}, alone=True)
         assert load_times("here", "CPU", "one") is None
-        assert load_times("here", "CPU", "two") == TIMES
+        assert load_times("here", "CPU", "two") == PASS_TIMES
 
     @pytest.mark.parametrize(
         "damage",
@@ -136,8 +130,8 @@ class TestTheFile:
     )  # fmt: skip
     def test_that_is_damaged_counts_as_not_measured(self, damage: dict[str, Any]) -> None:
         key = key_of(TARGET, "bf16")
-        path = save_times(machine_name(), rates_key("cpu"), {key: TIMES})
-        assert load_times(machine_name(), rates_key("cpu"), key) == TIMES
+        path = save_times(machine_name(), rates_key("cpu"), {key: PASS_TIMES})
+        assert load_times(machine_name(), rates_key("cpu"), key) == PASS_TIMES
         known = json.loads(path.read_text())
         known[machine_name()][f"{rates_key('cpu')}, passes"][key].update(damage)
         path.write_text(json.dumps(known))
@@ -149,8 +143,8 @@ class TestTheFile:
         folder.mkdir()
         rates_file().write_text(json.dumps({"here": records}))
         assert load_times("here", "CPU", "one") is None
-        save_times("here", "CPU", {"one": TIMES})
-        assert load_times("here", "CPU", "one") == TIMES
+        save_times("here", "CPU", {"one": PASS_TIMES})
+        assert load_times("here", "CPU", "one") == PASS_TIMES
 
 
 class TestMeasuring:
@@ -173,12 +167,12 @@ class TestMeasuring:
     ) -> None:
         timed(on_this_machine())
         monkeypatch.setattr(pass_timer, "_kernels_name", lambda config: "newer ones")
-        assert timed(on_this_machine()).times.target == replace(TIMES, kernels="newer ones")
+        assert timed(on_this_machine()).times.target == replace(PASS_TIMES, kernels="newer ones")
         assert len(measurements) == 4
 
     def test_again_by_doctor_forgets_the_models_that_it_does_not_measure(self, measurements: list[str]) -> None:
         dtype = on_this_machine().dtype
-        save_times(machine_name(), rates_key("cpu"), {"another": TIMES, key_of(TARGET, dtype): TIMES})
+        save_times(machine_name(), rates_key("cpu"), {"another": PASS_TIMES, key_of(TARGET, dtype): PASS_TIMES})
         time_again(MODELS.target, MODELS.draft)
         assert measurements == [key_of(TARGET, dtype), key_of(DRAFT, dtype)]
         assert load_times(machine_name(), rates_key("cpu"), "another") is None
@@ -237,9 +231,9 @@ class TestMeasuring:
         before = predicted()
         assert measurements == []
         request = on_this_machine()
-        save_times(machine_name(), rates_key("cpu"), {key_of(TARGET, request.dtype): TIMES})
-        assert predicted() == pytest.approx(TIMES.seconds(TARGET.num_layers, 4000, 1)) != before
+        save_times(machine_name(), rates_key("cpu"), {key_of(TARGET, request.dtype): PASS_TIMES})
+        assert predicted() == pytest.approx(PASS_TIMES.seconds(TARGET.num_layers, 4000, 1)) != before
 
 
 def test_a_record_is_json_and_back() -> None:
-    assert pass_times._times(json.loads(json.dumps(asdict(TIMES)))) == TIMES
+    assert pass_times._times(json.loads(json.dumps(asdict(PASS_TIMES)))) == PASS_TIMES

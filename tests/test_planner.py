@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from models import PASS_TIMES
 from offload.errors import DoesNotFit, UsageError
 from offload.plan import cost
 from offload.plan.composition import PLAIN, Composition
@@ -13,7 +14,7 @@ from offload.plan.config import ModelConfig
 from offload.plan.cost import Cost
 from offload.plan.expectations import LLAMA2_7B as LLAMA_7B
 from offload.plan.hardware import RTX_4090, Hardware
-from offload.plan.pass_times import PassTimes, Times
+from offload.plan.pass_times import Times
 from offload.plan.placement import place, shortage
 from offload.plan.planner import Options, Plan, largest_context, make_plan
 from offload.plan.prediction import Prediction
@@ -332,22 +333,13 @@ def test_draft_lengths_know_the_rows_of_a_block(hardware: Hardware, block: int) 
     assert plan(hardware=hardware, prompt=4000).predicted.full_block_rows == block
 
 
-MEASURED = PassTimes(
-    fixed=(1e-4, 2e-4, 3e-4, 4e-4, 5e-4, 6e-4, 7e-4),
-    layer=(1e-3, 1e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
-    token=(1e-7, 1e-7, 2e-7, 3e-7, 4e-7, 8e-7, 16e-7),
-    mass_share=0.5,
-    prefill_row=1e-5,
-    prefill_pair=1e-9,
-    kernels="a test's",
-)
-DRAFTED = replace(MEASURED, fixed=(1e-5,) * 7, layer=(2e-5,) * 7, token=(1e-9,) * 7)
+DRAFTED = replace(PASS_TIMES, fixed=(1e-5,) * 7, layer=(2e-5,) * 7, token=(1e-9,) * 7)
 
 
 def test_a_cpus_passes_take_what_was_measured_of_them() -> None:
     sizing = Sizing(DEMO, DRAFT, Options(), CPU, "bf16")
     found = Composition(gamma=15, draft_gamma=3, budget=1024, draft=True)
-    priced = Cost(sizing, place(sizing, 32000, found), 32000, found, Times(MEASURED, DRAFTED))
+    priced = Cost(sizing, place(sizing, 32000, found), 32000, found, Times(PASS_TIMES, DRAFTED))
     assert priced.full_pass(8) == pytest.approx(4e-4 + 8 * (2e-3 + 32000 * 3e-7))
     assert priced.full_pass(8, masses=True) == pytest.approx(4e-4 + 8 * (2e-3 + 1.5 * 32000 * 3e-7))
     assert priced.retrieval_pass(1) == pytest.approx(1e-4 + 8 * (1e-3 + 1024 * 1e-7))
@@ -366,7 +358,7 @@ def test_ranks_share_what_was_measured_of_a_processor_and_its_models() -> None:
             replace(CPU, num_devices=number, num_hosts=hosts),
             num_prompt_tokens=4000,
             max_tokens=9,
-            times=Times(MEASURED),
+            times=Times(PASS_TIMES),
         ).predicted
         for number, hosts in ((1, 1), (2, 1), (2, 2))
     ]

@@ -42,7 +42,6 @@ struct Attention {
     int64_t out_stride;        // elements from one row of `out` to the next
     int64_t slots;
     float* mass;  // [T, H, slots * chunks], or null
-    float* lse;   // [T, G * H, 2], or null: largest score and sum, in powers of 2
     void* out;    // [T, G * H * D]
 };
 
@@ -286,10 +285,6 @@ void merge_one(const Attention& a, int64_t t, int64_t head) {
         }
         auto to = static_cast<typename E::element*>(a.out) + t * a.out_stride + (head * a.group + g) * dim;
         for (int d = 0; d < dim; d++) to[d] = E::round_one(total == 0 ? 0 : out[place<E>(d)] / total);
-        if (a.lse) {
-            float* lse = a.lse + (t * a.kv_heads * a.group + head * a.group + g) * 2;
-            lse[0] = top, lse[1] = total;
-        }
         for (int64_t i = 0; mass && i < a.slots; i++) {
             if (partial[i * step] == NONE) continue;
             float share = exp2(all(partial[i * step] - top))[0] / total;
@@ -320,7 +315,7 @@ void attend(const Attention& a, const Run* runs, int64_t count, float* scratch, 
     threads::run(how_many, body);
 }
 
-// All slots -> out, mass and lse.
+// All slots -> out and mass.
 template <class E>
 void merge(const Attention& a, int64_t how_many) {
     threads::Counter items;

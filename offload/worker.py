@@ -224,7 +224,7 @@ def _full_cache(plan: Plan, config: ModelConfig, memory: Memory, link: Link | No
         num_host=placement.host_tiles,
         host_reads=HostReads(placement.host_bytes_per_second, group=config.num_heads // config.num_kv_heads),
         mass_chunk=composition.chunk if by_mass else None,
-        prefill=placement.prefill,
+        fused_prefill=placement.fused_prefill,
         kernels=_kernels(plan, config),
         keep_queries=composition.selection == "published",
     )

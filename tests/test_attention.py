@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from offload.kernels.attention import Part, attend, attend_whole_pages, fold, merge, unfold
+from offload.kernels.attention import Part, attend, attend_joined, attend_whole_pages, count_up, fold, merge, unfold
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Against fp64 with the same (rounded) inputs. bf16: scores, weights and the product are rounded to 8 bits of mantissa.
@@ -265,5 +265,25 @@ def test_the_fused_kernel_over_whole_pages_gives_the_same_part(pages: int, dtype
     keys, values = (torch.randn(pages, 2, 24, 16, generator=generator).to(dtype) for _ in range(2))
     fused, plain = attend_whole_pages(q, keys, values), attend(q, keys, values, None)
     tolerance = TOLERANCE[dtype]
+    assert_close(fused.out, plain.out, atol=tolerance, rtol=tolerance)
+    assert_close(fused.lse, plain.lse, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("first", [-70, -3, 0, 5, 60])
+def test_the_fused_kernel_over_pages_seen_in_part_gives_the_same_part(first: int, dtype: torch.dtype) -> None:
+    """Rows that see nothing, too: they weigh nothing in a merge. What is hidden is not seen, whatever it is."""
+    generator = torch.Generator().manual_seed(first + 100)
+    q = torch.randn(2, 2 * 40, 16, generator=generator).to(dtype)
+    keys, values = (torch.randn(3, 2, 24, 16, generator=generator).to(dtype) for _ in range(2))
+    visible = count_up(first + 1, 40, q).clamp_(0, 72)
+    last = int(visible.max())
+    for tensor in (keys, values):
+        hidden = torch.arange(72).view(3, 1, 24, 1) >= last
+        tensor.copy_(torch.where(hidden, GARBAGE, tensor))
+    fused, plain = attend_joined(q, keys, values, visible), attend(q, keys, values, visible)
+    tolerance = TOLERANCE[dtype]
+    assert torch.equal(fused.lse == -torch.inf, (visible == 0).expand(2, -1))
+    assert (fused.out[:, visible == 0] == 0).all()
     assert_close(fused.out, plain.out, atol=tolerance, rtol=tolerance)
     assert_close(fused.lse, plain.lse, atol=tolerance, rtol=tolerance)

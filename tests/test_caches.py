@@ -39,7 +39,6 @@ from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import SpanAttention
 from offload.plan.config import ModelConfig
-from offload.plan.sizing import PrefillShape
 from offload.transfer.link import Link, PacedLink
 from offload.transfer.memory import Memory
 from processor import OPERATORS, of
@@ -501,14 +500,15 @@ def test_chunked_prefill_equals_whole_prefill(make: Make, before: int, count: in
 
 
 @pytest.mark.parametrize("name", FULL)
-@pytest.mark.parametrize(("rows", "pages", "fused"), [(3, 4, False), (3, 1, True), (5, 2, True), (13, 4, True)])
+@pytest.mark.parametrize("blocks", [3, 5, 13, 29])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "products"])
 def test_prefill_in_blocks_that_attend_one_after_another_equals_plain_attention(
-    name: str, rows: int, pages: int, fused: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, fused: bool, blocks: int
 ) -> None:
-    monkeypatch.setattr("offload.cache.full.CPU_PREFILL", PrefillShape(rows, pages, fused))
     tape = Tape()
     driver = WHOLE[name](tape, [0] * 10)
-    out = driver.extend([0] * 29, phase="prefill", blocks=13)
+    driver.cache._fused_prefill = fused
+    out = driver.extend([0] * 29, phase="prefill", blocks=blocks)
     assert_within(out, expected(tape, driver.history, 10, everything, False), NEAR)
 
 
@@ -567,6 +567,8 @@ def test_an_interrupt_within_attention_leaves_no_trace_and_no_copy_under_way(
 
     with monkeypatch.context() as patch:
         patch.setattr("offload.cache.block.attend", interrupted)
+        patch.setattr("offload.cache.block.attend_joined", interrupted)
+        patch.setattr("offload.cache.block.attend_whole_pages", interrupted)
         patch.setattr(SpanAttention, "attend", interrupted)
         with pytest.raises(KeyboardInterrupt):
             driver.extend([1] * 5, phase=phase)

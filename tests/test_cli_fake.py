@@ -34,7 +34,6 @@ from offload.plan.composition import Composition  # noqa: E402
 from offload.plan.placement import Placement  # noqa: E402
 from offload.plan.planner import Options, Plan, PlannedRequest  # noqa: E402
 from offload.plan.prediction import Prediction  # noqa: E402
-from offload.plan.sizing import PrefillShape  # noqa: E402
 from offload.progress import Progress  # noqa: E402
 
 SCRIPT: dict[str, Any] = json.loads(os.environ.get("FAKE", "{}"))
@@ -111,7 +110,7 @@ def make_plan(options: Options, num_prompt_tokens: int = 1000, max_tokens: int =
             tile_tokens=512,
             rows=16,
             prefill_block=512,
-            prefill=PrefillShape(64, 4, False),
+            fused_prefill=True,
             link_bytes_per_second=None,
         ),
         predicted=Prediction(

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.kernels.attention import Part, attend, attend_whole_pages, count_up, merge, unfold
+from offload.kernels.attention import Part, attend, attend_joined, attend_whole_pages, count_up, merge, unfold
+from offload.plan.sizing import PREFILL_PAGES
 
 
 @dataclass
@@ -29,8 +30,9 @@ class Block:
         if base <= self._last:
             self._add(attend(self.query, tile[0], tile[1], self._visible(tile, base), chunk=chunk))
 
-    def attend_used(self, tile: Tensor, base: int, *, pages: int, fused: bool) -> None:
-        """The pages that some row sees, `pages` at a time; those that all rows see whole in one fused call."""
+    def attend_used(self, tile: Tensor, base: int, *, fused: bool) -> None:
+        """The pages that some row sees. fused: by torch's fused kernel where it serves, which on a GPU is over pages
+        that all rows see whole; else a few pages at a time."""
         if base > self._last:
             return
         page = tile.shape[3]
@@ -39,10 +41,12 @@ class Block:
         if start > 0:
             self._add(attend_whole_pages(self.query, tile[0, :start], tile[1, :start]))
         visible = self._visible(tile, base)
-        for at in range(max(start, 0), used, pages):
-            some = slice(at, min(at + pages, used))
+        joined = fused and not tile.is_cuda
+        step = used if joined else PREFILL_PAGES
+        for at in range(max(start, 0), used, step):
+            some = slice(at, min(at + step, used))
             seen = None if visible is None else visible - at * page
-            self._add(attend(self.query, tile[0, some], tile[1, some], seen))
+            self._add((attend_joined if joined else attend)(self.query, tile[0, some], tile[1, some], seen))
 
     def attended(self) -> Tensor:
         """[count, H * D] fp32."""

@@ -18,7 +18,6 @@ from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows, SpanAttention, one_run, span_tokens
-from offload.plan.sizing import CPU_PREFILL, PrefillShape
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 from offload.transfer.pace import HostReads
@@ -32,8 +31,8 @@ class FullCache:
     any size. With `mass_chunk` the decode phase also keeps each row's softmax mass per chunk of that many tokens,
     while `record_mass` is set.
     num_resident, num_host: see `TileStore`; in phase "prefill" all tiles are attended to on the device. host_reads: of
-    tiles that are attended to on the host. kernels: the processor's, for phase "decode". keep_queries: False where
-    `mean_key_scores` is not asked for.
+    tiles that are attended to on the host. fused_prefill: phase "prefill" attends by torch's fused kernel. kernels: the
+    processor's, for phase "decode". keep_queries: False where `mean_key_scores` is not asked for.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class FullCache:
         host_reads: HostReads | None = None,
         num_staging: int = 2,
         mass_chunk: int | None = None,
-        prefill: PrefillShape | None = None,
+        fused_prefill: bool = True,
         kernels: Kernels = NONE,
         keep_queries: bool = True,
     ) -> None:
@@ -72,7 +71,7 @@ class FullCache:
                 "decode": StreamedTiles(self.store, link, staging, self._write_back, self.host_reads),
             }
         self.reader = RowReader(self.store, memory, link)
-        self._prefill = prefill or CPU_PREFILL
+        self._fused_prefill = fused_prefill
         self._span = span_tokens(shape.page_tokens)
         self._spans: SpanAttention | None = None
         if kernels.library is not None:
@@ -261,7 +260,7 @@ class FullCache:
 
     def _blocks(self, q: Tensor, start: int) -> list[Block]:
         """Rows q [T, H, D] at positions `start` and on, in the blocks that attend together."""
-        rows = q.split(self._block_sizes.cut(len(q)) if self._phase == "decode" else self._prefill.rows)
+        rows = q.split(self._block_sizes.cut(len(q)) if self._phase == "decode" else len(q))
         starts = accumulate((len(part) for part in rows), initial=start)
         return [
             Block(fold(part, self.shape.num_kv_heads), at, len(part)) for part, at in zip(rows, starts, strict=False)
@@ -272,4 +271,4 @@ class FullCache:
         if self._phase == "decode":
             block.attend_fixed(tile, base, chunk=self._recorded_chunk)
         else:
-            block.attend_used(tile, base, pages=self._prefill.pages, fused=self._prefill.fused)
+            block.attend_used(tile, base, fused=self._fused_prefill)

@@ -88,18 +88,39 @@ def attend(
 
 
 def attend_whole_pages(q: Tensor, keys: Tensor, values: Tensor) -> Part:
-    """Exact attention of every row over all keys, by torch's fused kernel with pages as the batch, for many rows.
+    """Exact attention of every row over all keys, by torch's fused kernel, for many rows.
 
-    q [H_kv, R, D]; keys, values [P, H_kv, S, D]; on a GPU 16-bit and D at most 256. Memory: P outputs, no scores.
+    q [H_kv, R, D]; keys, values [P, H_kv, S, D]; on a GPU 16-bit and D at most 256. There pages are the batch, memory:
+    P outputs, no scores. On a CPU see `attend_joined`.
     """
+    if not q.is_cuda:
+        return attend_joined(q, keys, values, None)
     pages = q.expand(keys.shape[0], -1, -1, -1)
     scale = q.shape[-1] ** -0.5
-    if q.is_cuda:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(pages, keys, values, scale=scale)
-    else:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(pages, keys, values, scale=scale)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(pages, keys, values, scale=scale)
     total = lse.logsumexp(0)
     return Part(out.float().mul_((lse - total).exp()[..., None]).sum(0), total)
+
+
+def attend_joined(q: Tensor, keys: Tensor, values: Tensor, num_visible: Tensor | None) -> Part:
+    """`attend` by torch's fused kernel for CPUs, for many rows: their bits depend on each other.
+
+    The pages are copied one after the other for it, since its time grows with the number of calls and of parts to
+    merge. Memory: that copy, twice where the kernel orders it anew for matrix units.
+    """
+    joined = (pages.transpose(0, 1).flatten(1, 2)[None] for pages in (keys, values))
+    mask = None
+    if num_visible is not None:
+        hidden = torch.arange(keys.shape[0] * keys.shape[2]) >= num_visible[:, None]
+        mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q[None], *joined, attn_mask=mask, scale=q.shape[-1] ** -0.5
+    )
+    part = Part(out[0].float(), lse[0])
+    if num_visible is not None:  # what the kernel gives for a row without keys is not said anywhere
+        part.out.masked_fill_((num_visible <= 0)[:, None], 0.0)
+        part.lse.masked_fill_(num_visible <= 0, -torch.inf)
+    return part
 
 
 def merge(first: Part, second: Part) -> Part:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from offload.plan.composition import Composition
 from offload.plan.options import PAGE_TOKENS
-from offload.plan.sizing import NUM_STAGING, PREFILL_BLOCK, PrefillShape, Sizing
+from offload.plan.sizing import NUM_STAGING, PREFILL_BLOCK, Sizing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Placement:
     tile_tokens: int
     rows: int  # the prompt's last tokens, left to the first full pass; on a GPU also the rows of a block
     prefill_block: int  # rows
-    prefill: PrefillShape
+    fused_prefill: bool  # it attends by torch's fused kernel
     link_bytes_per_second: float | None  # set, or measured; None: not known
     host_tiles: int = 0
     attended_bytes: int = 0
@@ -135,7 +135,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         tile_tokens=sizing.tile_tokens(capacity),
         rows=sizing.rows,
         prefill_block=PREFILL_BLOCK,
-        prefill=sizing.prefill,
+        fused_prefill=sizing.fused_prefill,
         link_bytes_per_second=_link_rate(sizing),
     )
 

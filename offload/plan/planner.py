@@ -20,7 +20,7 @@ from offload.plan.options import Options
 from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import Placement, largest, place, shortage
 from offload.plan.prediction import Prediction, predict
-from offload.plan.sizing import PrefillShape, Sizing
+from offload.plan.sizing import Sizing
 
 __all__ = ["Options", "Plan", "PlannedRequest", "largest_context", "make_plan"]
 
@@ -76,8 +76,7 @@ class Plan:
             composition=_made(Composition, composition | {"adaptive": tuple(composition["adaptive"])}),
             placement=_made(
                 Placement,
-                placement
-                | {"offload": tuple(placement["offload"]), "prefill": _made(PrefillShape, placement["prefill"])},
+                placement | {"offload": tuple(placement["offload"])},
             ),
             predicted=_made(Prediction, data["predicted"]),
             notes=tuple(data["notes"]),

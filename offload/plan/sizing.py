@@ -12,6 +12,7 @@ from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
 from offload.plan.shards import Shard
 
 PREFILL_BLOCK = 512  # rows of one block of a prefill
+PREFILL_PAGES = 2  # whose scores are in memory at a time, where no fused kernel serves
 MAX_TILE_TOKENS = 8192  # without the room for padded rows
 CPU_BLOCKS = (*range(1, 9), 12, 16, 20, 24, 32)  # rows, those that the machine computes alike and gains by
 MAX_ROWS = 256  # beyond the sequence that a pass may write: the longest verification, padded
@@ -20,21 +21,6 @@ TAIL_TOKENS = 128  # room after the chosen chunks of the retrieval cache, at lea
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
 HOST_ROWS = 16  # of a KV head, that a desktop's processor attends to as fast as its memory is read (computed)
 _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and what an allocator cannot use
-
-
-@dataclass(frozen=True)
-class PrefillShape:
-    """Rows that prefill attends at a time, and pages of which some row sees only a part.
-
-    fused: pages that all rows see whole go through torch's fused kernel, a tile at once.
-    """
-
-    rows: int
-    pages: int
-    fused: bool
-
-
-CPU_PREFILL = PrefillShape(64, 4, False)  # scores must stay in the processor's cache (docs/log.md)
 
 
 def host_slowdown(rows: int, group: int) -> float:
@@ -88,13 +74,11 @@ class Sizing:
         return max(CPU_BLOCKS) if self.hardware.is_cpu else self.rows
 
     @property
-    def prefill(self) -> PrefillShape:
-        """A GPU wants large products; torch's fused kernel is for 16 bits on cards that also know bf16."""
-        if self.hardware.is_cpu:
-            return CPU_PREFILL
+    def fused_prefill(self) -> bool:
+        """Whether torch's fused kernel serves: on a GPU it is for 16 bits on cards that also know bf16."""
         head_dim = self.target.head_dim
-        fused = self.itemsize == 2 and self.hardware.fast_bf16 and head_dim % 8 == 0 and head_dim <= 256
-        return PrefillShape(PREFILL_BLOCK, 2, fused)
+        large = self.itemsize == 2 and self.hardware.fast_bf16 and head_dim % 8 == 0 and head_dim <= 256
+        return self.hardware.is_cpu or large
 
     def num_tiles(self, capacity: int) -> int:
         """Tiles of each layer: as few as possible, for few calls."""
@@ -164,13 +148,16 @@ class Sizing:
         """The largest temporaries: a block of a prefill, or of rows over a tile, or logits and probabilities. gamma:
         None without logits."""
         target, item, heads = self.shard, self.itemsize, self.shard.num_heads
-        tile_tokens, prefill = self.tile_tokens(capacity), self.prefill
+        tile_tokens = self.tile_tokens(capacity)
         block = PREFILL_BLOCK * (3 * target.intermediate_size + 6 * target.hidden_size) * item
         score = 2 * item + 4  # as they come, in fp32 and as weights
-        scores = prefill.rows * prefill.pages * PAGE_TOKENS * heads * score
-        if prefill.fused:  # a tile's pages, attended apart before they are merged
-            pages = tile_tokens // PAGE_TOKENS
-            scores = max(scores, pages * prefill.rows * heads * target.head_dim * (item + 4))
+        attended = PREFILL_BLOCK * heads * target.head_dim * (item + 4)  # as it comes and in fp32
+        if self.hardware.is_cpu:  # a tile's pages, joined and then ordered for matrix units
+            scores = 2 * self.tile_bytes(capacity) + attended
+        else:
+            scores = PREFILL_BLOCK * PREFILL_PAGES * PAGE_TOKENS * heads * score
+            if self.fused_prefill:  # a tile's pages, attended apart before they are merged
+                scores = max(scores, tile_tokens // PAGE_TOKENS * attended)
         if self.num_devices > 1:  # a block's parts from all ranks, and from three on their sum in fp32
             parts = self.num_devices * item + (4 if self.num_devices > 2 else 0)
             scores = max(scores, PREFILL_BLOCK * target.hidden_size * parts)

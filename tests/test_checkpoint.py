@@ -13,11 +13,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from offload.errors import ModelError
 from offload.plan.config import ModelConfig
 from offload.transfer.checkpoint import Checkpoint, check_model, expected_tensors
+from offload.transfer.weights import all_finite
 
 TINY = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -294,3 +297,27 @@ def test_stored_rotary_frequencies_are_ignored_and_a_foreign_tensor_is_not(tmp_p
     folder, config = model_folder(tmp_path, tied=False, **{"model.layers.0.self_attn.q_norm.weight": torch.ones(8)})
     with Checkpoint.open(folder) as checkpoint, pytest.raises(ModelError, match="1 unexpected"):
         check_model(checkpoint, config)
+
+
+class MostBytes(TorchDispatchMode):
+    """The bytes of the largest result of any operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        results = function(*args, **(kwargs or {}))
+        sizes = [found.nbytes for found in tree_leaves(results) if isinstance(found, Tensor)]
+        self.num_bytes = max([self.num_bytes, *sizes])
+        return results
+
+
+@pytest.mark.parametrize("value", [1.0, 65504.0, float("inf"), -float("inf"), float("nan")])
+def test_weights_are_checked_to_be_finite_without_temporaries(value: float) -> None:
+    """Those of a layer of 13B took 2 GB, and were not in the plan."""
+    weight = torch.full((300, 200), -0.5, dtype=torch.float16)
+    weight[299, 7] = value
+    with MostBytes() as most:
+        assert all_finite(weight) == (abs(value) <= 65504.0)
+    assert most.num_bytes <= 2

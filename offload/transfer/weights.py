@@ -170,6 +170,11 @@ def load_layer(
             row += len(source.rows)
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """True where no element is infinite or NaN. No temporaries: those of `isfinite` take thrice a tensor's bytes."""
+    return all(bool(end.isfinite()) for end in tensor.aminmax())
+
+
 class Layers(Protocol):
     """The layers of a model, first to last, each ready to be used while it is the current one."""
 
@@ -268,7 +273,7 @@ def load_weights(
     """
 
     def check_range(tensor: Tensor, owner: str) -> None:
-        if tensor.dtype == torch.float16 and not tensor.isfinite().all():  # a bf16 weight may be larger than fp16 goes
+        if tensor.dtype == torch.float16 and not all_finite(tensor):  # a bf16 weight may be larger than fp16 goes
             raise ModelError(f"{owner} has weights beyond fp16's range of 65504; try --dtype bf16 or fp32")
 
     def place(tensor: str, shape: tuple[int, ...]) -> Tensor:

@@ -27,6 +27,7 @@ from offload.plan.planner import Options, Plan
 from offload.plan.request import Request
 from offload.prefix import PrefixCache
 from offload.progress import OnProgress, Progress, ignore
+from offload.transfer.device import use_device
 from offload.worker import Worker
 
 if TYPE_CHECKING:
@@ -257,6 +258,7 @@ class Engine:
     def _start(self, prompt: Sequence[int], *, reuse: bool, record_mass: bool) -> None:
         """Fresh counters. The full cache keeps the rows that are reused; the levels below start afresh, so that text
         does not depend on what earlier requests drafted. Only what was precomputed stays in the retrieval cache."""
+        use_device(self.worker.memory.device)
         reused = self.prefix.begin(prompt, reuse=reuse)
         if "draft" in self.levels:
             self.levels["draft"].truncate(0)

@@ -14,6 +14,7 @@ from offload.model.loading import load_decoders
 from offload.model.sums import Sums
 from offload.plan.planner import Plan
 from offload.plan.shards import ALONE, Shard
+from offload.transfer.device import sum_in_fp32, use_device
 from offload.transfer.link import Link, make_link
 from offload.transfer.memory import Memory
 
@@ -40,8 +41,8 @@ class Parts:
         """Read the models in `folders`, of "target" a shard, to where the plan wants them. Raises ModelError,
         DoesNotFit."""
         memory = Memory(torch.device(plan.request.device))
-        if memory.device.type == "cuda":
-            torch.cuda.set_device(memory.device)  # some libraries launch on the current device
+        use_device(memory.device)
+        sum_in_fp32(memory.device)
         link = make_link(memory.device, plan.placement.link_bytes_per_second) if plan.placement.offload else None
         try:
             return cls(load_decoders(folders, plan, memory, link, on_bytes, shard=shard, sums=sums), memory, link)

@@ -26,7 +26,8 @@ from offload.units import size
 
 Tier = Literal["host", "device"]
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, whichever is current
+# cudaHostRegisterPortable, pinned for every device, whichever is current; Mapped, kernels read the block themselves.
+_PORTABLE, _MAPPED = 1, 2
 _MPOL_PREFERRED = 1
 # Python shares anonymous pages with children by itself; shared ones are never huge.
 _PRIVATE: dict[str, Any] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -107,7 +108,7 @@ class Memory:
 
     def _pin(self, mapping: _Mapping, block: Tensor) -> None:
         runtime = torch.cuda.cudart()
-        code = int(runtime.cudaHostRegister(block.data_ptr(), block.nbytes, _PORTABLE))
+        code = int(runtime.cudaHostRegister(block.data_ptr(), block.nbytes, _PORTABLE | _MAPPED))
         if code:
             with contextlib.suppress(RuntimeError):  # CUDA would raise this error once more, at the next call
                 torch.zeros(1, device=self.device)

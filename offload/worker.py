@@ -166,7 +166,7 @@ class Worker:
 
     def _make_levels(self) -> None:
         plan = self.plan
-        self.full = _full_cache(plan, self.target.config, self.memory, self.link, self._blocks)
+        self.full = full_cache(plan, self.target.config, self.memory, self.link, self._blocks)
         self._caches.append(self.full)
         self.levels["target"] = self._level("target", self.full, self._blocks)
         if "retrieval" in plan.composition.levels:
@@ -208,7 +208,8 @@ def stats_of_rank(rank: int, worker: Worker, sum_seconds: float) -> RankStats:
     )
 
 
-def _full_cache(plan: Plan, config: ModelConfig, memory: Memory, link: Link | None, blocks: Blocks) -> FullCache:
+def full_cache(plan: Plan, config: ModelConfig, memory: Memory, link: Link | None, blocks: Blocks) -> FullCache:
+    """The cache of the plan's target, or of a shard of it."""
     composition, placement = plan.composition, plan.placement
     pages = placement.tile_tokens // placement.page_tokens
     shape = TileShape(config.num_kv_heads, config.head_dim, placement.page_tokens, pages, DTYPES[plan.request.dtype])
@@ -217,7 +218,7 @@ def _full_cache(plan: Plan, config: ModelConfig, memory: Memory, link: Link | No
         memory,
         shape,
         num_layers=config.num_layers,
-        rope=_rope(plan, config),
+        rope=rotary_table(plan, config),
         blocks=blocks,
         link=link if "kv" in placement.offload else None,
         num_resident=placement.resident_tiles,
@@ -245,7 +246,7 @@ def _streaming_cache(plan: Plan, config: ModelConfig, memory: Memory) -> Streami
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=DTYPES[plan.request.dtype],
-        rope=_rope(plan, config),
+        rope=rotary_table(plan, config),
         sinks=composition.sinks,
         window=composition.window,
         slack=composition.gamma + composition.draft_gamma + 2 * plan.placement.rows,
@@ -288,7 +289,7 @@ def _shapes(plan: Plan, config: ModelConfig) -> Shapes:
     )
 
 
-def _rope(plan: Plan, config: ModelConfig) -> RopeTable:
+def rotary_table(plan: Plan, config: ModelConfig) -> RopeTable:
     """The table of all positions that a pass may reach."""
     request = plan.request
     return rope_table(config, request.capacity + MAX_ROWS, request.capacity, request.device).to(DTYPES[request.dtype])

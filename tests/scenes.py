@@ -59,8 +59,11 @@ def a_comparison() -> None:
 def a_diagnosis(name: str) -> Prepare:
     def prepare() -> None:
         import test_doctor
-        from offload.bench import diagnosis
+        from offload.bench import checks, diagnosis
 
+        checks.check_device = lambda hardware, target, draft, on_step: [
+            replace(check, device=hardware.device) for check in test_doctor.CHECKS
+        ]
         found = getattr(test_doctor, name)
         diagnosis.diagnose = lambda on_step: found
         diagnosis.remember = lambda found: diagnosis.Record("cache/hardware.json", "")

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from offload.bench import checks, measure
 from offload.bench import diagnosis as roof
-from offload.bench import measure
+from offload.bench.checks import Check
 from offload.bench.diagnosis import Diagnosis, Gpu, GpuRates, LinkRates, Processor, Record, Software
 from offload.kernels import native
 from offload.plan import machine, nvml
@@ -63,6 +64,11 @@ LAPTOP = Diagnosis(
     driver=None,
     software=Software("3.12.1", "2.13.0+cpu", None, "5.23.0", "torch products", None, "avx2"),
 )
+CHECKS = [
+    Check("cpu", "copies", "4 rounds of 64 MiB came back as they were", "", 0.1),
+    *(Check("cpu", f"attention, {model}, bf16", "errors of 4e-03", "", 0.5) for model in ("13B", "8B")),
+]
+WRONG = Check("cpu", "attention, 13B, fp32", "errors of 2e-01, at most 2e-05", "use another path", 0.5)
 X16 = Pcie("0000:01:00.0", generation=4, width=16, max_generation=4, max_width=16, numa_node=0)
 CARD = Gpu(
     device="cuda:0",
@@ -104,6 +110,7 @@ def rates_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, rates_folder: Path) -> None:
     """Measures little, in a fraction of a second."""
+    monkeypatch.setattr(checks, "check_device", lambda hardware, target, draft, on_step: [])
     monkeypatch.setattr(roof, "READ_BYTES", 4 << 20)
     monkeypatch.setattr(roof, "COPY_BYTES", 1 << 20)
     monkeypatch.setattr(roof, "LOOK_SECONDS", 0.01)
@@ -165,6 +172,31 @@ class TestCommand:
         monkeypatch.setattr(Output, "wait", lambda output, label: labels.append(label))
         assert main(["doctor", "--json"]) == 0
         assert labels[:4] == ["starting", "looking at the machine", "measuring memory", "measuring copies"]
+
+    def test_a_report_has_everything_and_replaces_the_file_at_once(self, quick, capfd, monkeypatch, tmp_path):
+        monkeypatch.setattr(checks, "check_device", lambda hardware, target, draft, on_step: CHECKS)
+        file = tmp_path / "report.json"
+        file.write_text("old")
+        assert main(["doctor", "--json", "--report", str(file)]) == 0
+        written = json.loads(file.read_text())
+        assert written == json.loads(capfd.readouterr().out)
+        assert [check["name"] for check in written["checks"]] == [check.name for check in CHECKS]
+        assert all(check["passed"] for check in written["checks"])
+        assert [path.name for path in tmp_path.glob("report*")] == ["report.json"]
+
+    def test_a_report_that_cannot_be_written_is_told_before_anything_is_measured(self, quick, capfd, tmp_path):
+        assert main(["doctor", "--report", str(tmp_path)]) == 2
+        assert "it is a folder" in capfd.readouterr().err
+
+    def test_a_check_that_failed_is_shown_with_its_remedy_and_is_a_failure(self, quick, capfd, monkeypatch, tmp_path):
+        monkeypatch.setattr(checks, "check_device", lambda hardware, target, draft, on_step: [*CHECKS, WRONG])
+        assert main(["doctor", "--report", str(tmp_path / "report.json")]) == 5
+        out, err = capfd.readouterr()
+        assert "attention  WRONG, 1 of 3" in out
+        found = " ".join(out.split())
+        assert "FAILED attention, 13B, fp32: errors of 2e-01, at most 2e-05. use another path" in found
+        assert "1 of 4 checks failed: cpu: attention, 13B, fp32" in err
+        assert not json.loads((tmp_path / "report.json").read_text())["checks"][-1]["passed"]
 
     @WITHOUT_GPU
     def test_without_a_gpu_it_says_so_and_measures_the_rest(self, quick, capfd):
@@ -624,11 +656,11 @@ class TestReport:
     @pytest.mark.parametrize("width", [20, 40, 57, 80, 100, 300])
     @pytest.mark.parametrize("diagnosis", [LAPTOP, BOX, TWO_ON_X8], ids=["laptop", "box", "two"])
     def test_fits_any_width(self, diagnosis, width):
-        text = render_doctor.report(diagnosis, some_expectations(), width=width)
+        text = render_doctor.report(diagnosis, [], some_expectations(), width=width)
         assert max(map(len, text.splitlines())) <= min(max(width, 40), 100)
 
     def test_of_two_cards_shows_each_and_both(self):
-        text = render_doctor.report(TWO_ON_X8, some_expectations(), width=100)
+        text = render_doctor.report(TWO_ON_X8, [], some_expectations(), width=100)
         assert text.count("PCIe      4.0 x8, the card can do 4.0 x16") == 2
         assert "copies       25.0 GB/s to device, 25.5 to host, 46.0 both at once, added up" in text
         assert "peer access  cuda:1 to cuda:0" in text
@@ -636,25 +668,30 @@ class TestReport:
         assert "driver     570.86, for CUDA up to 12.8" in text
 
     def test_of_a_laptop_says_that_there_is_none(self):
-        text = render_doctor.report(LAPTOP, some_expectations(), width=80)
+        text = render_doctor.report(LAPTOP, [], some_expectations(), width=80)
         assert "GPUs       none" in text
         assert "GPUs together" not in text
         assert "13B 128K" in text
         assert "does not fit: needs" in text
 
+    def test_counts_the_checks_of_each_kind_that_hold(self):
+        text = render_doctor.report(BOX, [*CHECKS, replace(CHECKS[0], device="cuda:0")], [], width=100)
+        assert "cpu, checked\n  copies     right, 1 of 1\n  attention  right, 2 of 2\n" in text
+        assert "cuda:0, checked\n  copies  right, 1 of 1\n" in text
+
     def test_names_the_processors_kernels_or_why_there_are_none(self):
-        assert "kernels    avx2, for the processor" in render_doctor.report(LAPTOP, [], width=100)
+        assert "kernels    avx2, for the processor" in render_doctor.report(LAPTOP, [], [], width=100)
         without = replace(LAPTOP.software, kernels=None, kernels_problem="TRIFORCE_KERNELS is off")
-        text = render_doctor.report(replace(LAPTOP, software=without), [], width=100)
+        text = render_doctor.report(replace(LAPTOP, software=without), [], [], width=100)
         assert "kernels    none: TRIFORCE_KERNELS is off" in text
 
     def test_names_a_flash_attention_that_is_there_and_not_used(self):
-        assert "flash" not in render_doctor.report(BOX, [], width=100)
+        assert "flash" not in render_doctor.report(BOX, [], [], width=100)
         found = replace(BOX, software=replace(BOX.software, flash_attn="2.8.1"))
-        assert "torch products; flash-attn 2.8.1 found, not used yet" in render_doctor.report(found, [], width=100)
+        assert "torch products; flash-attn 2.8.1 found, not used yet" in render_doctor.report(found, [], [], width=100)
 
     def test_as_a_document_is_json(self):
-        document = render_doctor.document(TWO_ON_X8, some_expectations(), Record("file", "disk full"))
+        document = render_doctor.document(TWO_ON_X8, CHECKS, some_expectations(), Record("file", "disk full"))
         assert json.loads(json.dumps(document, allow_nan=False))["record"] == {"path": "file", "problem": "disk full"}
 
 
@@ -711,7 +748,7 @@ class TestAdvice:
 
     def test_is_silent_about_a_good_box(self):
         assert advice(BOX) == []
-        assert "nothing to improve was found" in render_doctor.report(BOX, [], width=80)
+        assert "nothing to improve was found" in render_doctor.report(BOX, [], [], width=80)
 
     def test_says_nothing_of_pinning_to_who_pins_nothing(self):
         assert not [line for line in advice(LAPTOP) if "memlock" in line]

@@ -104,6 +104,11 @@ class Diagnosis:
     software: Software
 
     @property
+    def devices(self) -> list[str]:
+        """Those that work."""
+        return ["cpu", *(gpu.device for gpu in self.gpus if gpu.rates is not None)]
+
+    @property
     def device(self) -> str:
         """The first GPU that works, else "cpu"."""
         return next((gpu.device for gpu in self.gpus if gpu.rates is not None), "cpu")

@@ -1,32 +1,52 @@
-"""`triforce doctor`: what this machine is, how fast it is, and what to expect of it."""
+"""`triforce doctor`: what this machine is, how fast it is, whether it computes right, and what to expect of it."""
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
+from offload.errors import Differs
 from triforce_cli import options
 from triforce_cli.choice import choose_models
 from triforce_cli.flags import ProgramFlags, spread
+from triforce_cli.outfile import OutputFile
 from triforce_cli.output import Output
+from triforce_cli.prompt import user_path
 from triforce_cli.signals import deferred
+
+Report = Annotated[
+    Path | None,
+    options.option(
+        "--report",
+        "Also write everything to this file, as JSON, for a bug report. It has no prompt and no text.",
+        options.OUTPUT,
+        metavar="FILE",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """One `triforce doctor`, parsed."""
+    """One `triforce doctor`, parsed. file: for the report as JSON."""
 
+    file: Path | None
     as_json: bool
     quiet: bool
 
     def run(self) -> None:
-        """Look, measure, keep the rates for the planner, report."""
+        """Look, measure, keep the rates for the planner, check, report. Raises Differs after it if a check failed."""
         output = Output(quiet=self.quiet)
-        with output:
+        with output, nullcontext() if self.file is None else OutputFile(self.file, note=output.note) as file:
             output.wait("starting")
             with deferred():
+                from offload.bench.checks import check_device
                 from offload.bench.diagnosis import diagnose, remember, usable_hardware
                 from offload.engine import time_again
                 from offload.plan.expectations import expectations
+                from offload.plan.hardware import probe
             from triforce_cli.render import doctor as render_doctor
 
             diagnosis = diagnose(output.wait)
@@ -35,25 +55,36 @@ class Doctor:
             demo = choose_models(None, None)
             time_again(demo.target, demo.draft)
             expected = expectations(usable_hardware(diagnosis))
+            checks = [
+                check
+                for name in diagnosis.devices
+                for check in check_device(probe(name), demo.target, demo.draft, output.wait)
+            ]
+            document = render_doctor.document(diagnosis, checks, expected, record)
             if self.as_json:
-                output.document(render_doctor.document(diagnosis, expected, record))
+                output.document(document)
             else:
-                output.text(render_doctor.report(diagnosis, expected, width=output.width))
+                output.text(render_doctor.report(diagnosis, checks, expected, width=output.width))
             output.note(render_doctor.kept(record))
+            if file is not None:
+                file.write((json.dumps(document, indent=1) + "\n").encode())
+        if failure := render_doctor.failure(checks):
+            raise Differs(failure)
 
 
 @spread
 def doctor(
     *,
+    report: Report = None,
     json: options.AsJson = False,
     quiet: options.Quiet = False,
     program: ProgramFlags,
 ) -> Doctor:
-    """Look at this machine, measure it, and say what to expect and what to improve.
+    """Look at this machine, measure it, check that it computes right, and say what to expect and what to improve.
 
     The measured rates are kept for the planner, and how long passes of the demo models take on the processor: run it
-    once, and again when the machine changes.
+    once, and again when the machine changes. Exit code 5: a check failed.
 
     Example: triforce doctor --json
     """
-    return Doctor(as_json=json, quiet=quiet)
+    return Doctor(file=None if report is None else user_path(str(report)), as_json=json, quiet=quiet)

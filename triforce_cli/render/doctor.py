@@ -12,6 +12,7 @@ from triforce_cli.render.advice import advice
 from triforce_cli.render.text import duration, gigabytes, latency, significant
 
 if TYPE_CHECKING:
+    from offload.bench.checks import Check
     from offload.bench.diagnosis import Diagnosis, Gpu, LinkRates, Record, Software
     from offload.plan.expectations import Expectation
     from offload.plan.nvml import Driver
@@ -22,7 +23,7 @@ MIN_WIDTH, MAX_WIDTH = 40, 100  # columns
 Row = tuple[str, str]
 
 
-def report(diagnosis: Diagnosis, expected: Sequence[Expectation], *, width: int) -> str:
+def report(diagnosis: Diagnosis, checks: Sequence[Check], expected: Sequence[Expectation], *, width: int) -> str:
     """The whole text, no line of it longer than `width` columns (40 at least)."""
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
     sections = [
@@ -31,22 +32,32 @@ def report(diagnosis: Diagnosis, expected: Sequence[Expectation], *, width: int)
         *((gpu.device, list(_gpu(gpu))) for gpu in diagnosis.gpus),
         ("GPUs together", list(_together(diagnosis))),
         ("software", software_rows(diagnosis.software, diagnosis.driver)),
+        *((f"{device}, checked", _checked(checks, device)) for device in diagnosis.devices),
         (f"to expect on {diagnosis.device}, predicted", [_expectation(e) for e in expected]),
         ("advice", [("", line) for line in advice(diagnosis) or ["nothing to improve was found"]]),
     ]
     return "\n".join(_section(title, rows, width) for title, rows in sections if rows)
 
 
-def document(diagnosis: Diagnosis, expected: Sequence[Expectation], record: Record) -> dict[str, Any]:
+def document(
+    diagnosis: Diagnosis, checks: Sequence[Check], expected: Sequence[Expectation], record: Record
+) -> dict[str, Any]:
     """The report as JSON, in bytes, bytes per second and operations per second."""
     return {
         "version": __version__,
         **diagnosis.as_dict(),
         "rates": {device: vars(rates) for device, rates in diagnosis.rates.items()},
+        "checks": [{**vars(check), "passed": check.passed} for check in checks],
         "expected": [expectation.as_dict() for expectation in expected],
         "advice": advice(diagnosis),
         "record": vars(record),
     }
+
+
+def failure(checks: Sequence[Check]) -> str:
+    """The line that says which checks failed; "" where none did."""
+    failed = [f"{check.device}: {check.name}" for check in checks if not check.passed]
+    return f"{len(failed)} of {len(checks)} checks failed: {'; '.join(failed)}" if failed else ""
 
 
 def kept(record: Record) -> str:
@@ -121,6 +132,22 @@ def _together(diagnosis: Diagnosis) -> Iterator[Row]:
     yield "copies", "not measured" if diagnosis.together is None else f"{_link(diagnosis.together)}, added up"
     pairs = [f"{gpu.device} to {peer}" for gpu in diagnosis.gpus for peer in gpu.peers]
     yield "peer access", ", ".join(pairs) or "none: what one GPU sends another goes through host memory"
+
+
+def _checked(checks: Sequence[Check], device: str) -> list[Row]:
+    """What held, a row for each kind; and each check that failed."""
+    kinds: dict[str, list[Check]] = {}
+    for check in checks:
+        if check.device == device:
+            kinds.setdefault(check.name.partition(",")[0], []).append(check)
+    rows = [(kind, _held(found)) for kind, found in kinds.items()]
+    failed = [check for found in kinds.values() for check in found if not check.passed]
+    return [*rows, *(("FAILED", f"{check.name}: {check.found}. {check.problem}") for check in failed)]
+
+
+def _held(checks: Sequence[Check]) -> str:
+    failed = sum(not check.passed for check in checks)
+    return f"WRONG, {failed} of {len(checks)}" if failed else f"right, {len(checks)} of {len(checks)}"
 
 
 def software_rows(software: Software, driver: Driver | None) -> list[Row]:

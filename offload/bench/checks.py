@@ -1,0 +1,285 @@
+"""Checks that a device computes what it must: what only the machine itself can show, run by `triforce doctor`.
+
+Attention and products run at the shapes of well-known models, in the way that the engine would choose, and are compared
+with fp64, with rows taken one at a time, and with a cache whose tiles cross the link. Inputs are random, with a fixed
+seed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from offload.bench.exactness import check_exactness
+from offload.decode.sampling import SamplingParams
+from offload.engine import Engine, load_tokenizer, plan_request
+from offload.errors import TriforceError
+from offload.kernels.attention import fold, unfold
+from offload.kernels.native import fitting
+from offload.kernels.products import Step, Steps, room_to_widen
+from offload.kernels.rope import rotate
+from offload.kernels.rows import Blocks
+from offload.model.loading import DTYPES
+from offload.plan.config import ModelConfig
+from offload.plan.expectations import LLAMA2_13B, LLAMA31_8B
+from offload.plan.hardware import Hardware
+from offload.plan.options import PAGE_TOKENS
+from offload.plan.planner import Options, Plan, make_plan
+from offload.transfer.link import make_link
+from offload.transfer.memory import Memory
+from offload.worker import equal_sizes, full_cache, rotary_table
+
+MODELS = {"Llama-2-13B": LLAMA2_13B, "Llama-3.1-8B": LLAMA31_8B}
+NUM_TOKENS, NUM_ROWS = 3 * PAGE_TOKENS + 100, 16  # prefilled, and decoded after them
+COMPARED = 64  # rows of the prefill, the last ones
+COPY_BYTES = 64 * 2**20
+COPY_ROUNDS = 4
+TEXT_TOKENS = 2000  # of a prompt, so that there is something to retrieve
+GREEDY = SamplingParams(temperature=0.0)
+PURPOSE = "checking"
+# Largest error, as a share of the largest value: several times of what rounding gives.
+TOLERANCES = {"bf16": 2e-2, "fp16": 3e-3, "fp32": 2e-5}
+OTHER_PATH = "TRIFORCE_KERNELS=off runs torch's operators in place of the kernels"
+REPORT = "please report it, with the file that triforce doctor --report writes"
+
+Shown = tuple[bool, str]
+Named = tuple[str, Callable[[], Shown], str]  # name, comparison, remedy
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison on `device`. found: its numbers, in words; problem: what to do; "" where it holds."""
+
+    device: str
+    name: str
+    found: str
+    problem: str
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return not self.problem
+
+
+def check_device(hardware: Hardware, target: Path, draft: Path | None, on_step: Callable[[str], None]) -> list[Check]:
+    """All checks of one device, some seconds long. One that cannot run at all fails with the error's text. target,
+    draft: small models, which write a text. `on_step` hears what comes next."""
+    found = []
+    for name, run, remedy in [*_checks(hardware), *_texts(hardware, target, draft)]:
+        on_step(f"checking {hardware.device}: {name}")
+        start = time.perf_counter()
+        try:
+            passed, shown = run()
+        except (RuntimeError, TriforceError) as error:
+            passed, shown = False, (str(error).splitlines() or [type(error).__name__])[0]
+        found.append(Check(hardware.device, name, shown, "" if passed else remedy, time.perf_counter() - start))
+    return found
+
+
+def _checks(hardware: Hardware) -> Iterator[Named]:
+    broken = f"{OTHER_PATH}; {REPORT}"
+    yield "copies", partial(_copies, hardware), "the memory, the card or its slot changes bytes: test them"
+    for model, config in MODELS.items():
+        for dtype in _dtypes(hardware):
+            trial = Trial(replace(config, num_layers=1), hardware, dtype)
+            of = f"{model}, {dtype}"
+            yield f"attention, {of}", trial.attention, broken
+            yield f"rows of attention, {of}", trial.rows, broken
+            yield f"streamed tiles, {of}", trial.streamed, f"text may change with --offload kv; {REPORT}"
+            yield f"products, {of}", trial.products, broken
+
+
+def _texts(hardware: Hardware, target: Path, draft: Path | None) -> Iterator[Named]:
+    for offload in ("", "kv", "kv,weights"):
+        where = f"with {offload} offloaded" if offload else "with nothing offloaded"
+        yield f"text, {where}", partial(_text, hardware, target, draft, offload), REPORT
+
+
+def _dtypes(hardware: Hardware) -> list[str]:
+    """Those that the device is fast at, and fp32; a card is asked about fp16 too."""
+    half = ["bf16"] if hardware.fast_bf16 else []
+    return [*half, *([] if hardware.is_cpu else ["fp16"]), "fp32"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """q [n, H, D], k and v [n, H_kv, D], not rotated, on the CPU."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def part(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows `start` to `stop`, on `device`."""
+        q, k, v = (tensor[start:stop].to(device).contiguous() for tensor in (self.q, self.k, self.v))
+        return q, k, v
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One layer of a model on one device in one dtype. config: of one layer."""
+
+    config: ModelConfig
+    hardware: Hardware
+    dtype: str
+
+    def attention(self) -> Shown:
+        """The last rows of a prefill, and rows of a pass, beside fp64."""
+        prefill, decode = self._run(self._plan(""))
+        exact = self._exact
+        errors = [_error(prefill, exact[:COMPARED]), _error(decode, exact[COMPARED:])]
+        shown = f"errors of {errors[0]:.1e} in prefill and {errors[1]:.1e} in decoding"
+        return max(errors) <= TOLERANCES[self.dtype], f"{shown}, at most {TOLERANCES[self.dtype]:.0e}"
+
+    def rows(self) -> Shown:
+        """The same bits alone and among others."""
+        plan = self._plan("")
+        _, together = self._run(plan)
+        _, alone = self._run(plan, apart=True)
+        return _same(together, alone, f"of {NUM_ROWS} rows together and one at a time")
+
+    def streamed(self) -> Shown:
+        """The same bits whether tiles cross the link or not."""
+        runs = [self._run(self._plan(offload)) for offload in ("", "kv")]
+        here, away = (torch.cat(run) for run in runs)
+        return _same(here, away, "of tiles on the device and streamed")
+
+    def products(self) -> Shown:
+        """Each of a layer's products beside fp64, and the same bits of a row alone and among others."""
+        errors, same = [], True
+        for outputs, inputs, _ in self.config.layer_products():
+            generator = torch.Generator().manual_seed(outputs + inputs)
+            x = torch.randn(NUM_ROWS, inputs, generator=generator).to(DTYPES[self.dtype])
+            weight = (torch.randn(min(outputs, 2048), inputs, generator=generator) / inputs**0.5).to(x.dtype)
+            together = self._product(x, weight)
+            errors.append(_error(together, x.double() @ weight.double().T))
+            same &= torch.equal(together, torch.cat([self._product(row[None], weight) for row in x]))
+        shown = f"errors of up to {max(errors):.1e}, at most {TOLERANCES[self.dtype]:.0e}"
+        bits = "the same bits" if same else "OTHER BITS"
+        return same and max(errors) <= TOLERANCES[self.dtype], f"{shown}; {bits} of rows together and one at a time"
+
+    def _run(self, plan: Plan, *, apart: bool = False) -> tuple[Tensor, Tensor]:
+        """(the last COMPARED rows of the prefill, the decoded rows), [n, H * D] on the CPU. apart: rows of a pass each
+        by itself."""
+        device, blocks = self._device, self._blocks(plan)
+        link = make_link(device) if plan.placement.offload else None
+        with closing(link) if link is not None else nullcontext():
+            cache = full_cache(plan, self.config, Memory(device), link, blocks)
+            prefilled = []
+            cache.begin("prefill", NUM_TOKENS)
+            for start in range(0, NUM_TOKENS, plan.placement.prefill_block):
+                stop = min(start + plan.placement.prefill_block, NUM_TOKENS)
+                prefilled.append(cache.attend(0, *self._rows.part(start, stop, device)).cpu())
+            cache.advance(NUM_TOKENS)
+            decode = []
+            count = 1 if apart else NUM_ROWS
+            for at in range(NUM_TOKENS, LENGTH, count):
+                padded = blocks.padded(count)
+                cache.begin("decode", padded)
+                decode.append(cache.attend(0, *self._rows.part(at, at + padded, device))[:count].cpu())
+                cache.advance(count)
+            cache.wait_home()
+            cache.release()
+        return torch.cat(prefilled)[-COMPARED:], torch.cat(decode)
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [n, inputs] @ weight^T as a pass computes it, [n, outputs] on the CPU."""
+        kernels = fitting(self._device, self.config.head_dim, self.config.layer_products())
+        if kernels.library is not None:
+            out = torch.empty(len(x), len(weight), dtype=x.dtype)
+            Steps(kernels, [Step(x, weight, None, out)], room_to_widen(*x.shape)).run(len(x))
+            return out
+        count = self._blocks(self._plan("")).padded(len(x))
+        padded = torch.cat([x, x.new_zeros(count - len(x), x.shape[1])])
+        return linear(padded.to(self._device), weight.to(self._device))[: len(x)].cpu()
+
+    @cached_property
+    def _rows(self) -> Rows:
+        """With as many behind the last as a block may be padded with."""
+        generator, config = torch.Generator().manual_seed(0), self.config
+        sizes = [(LENGTH + PADDING, heads, config.head_dim) for heads in (config.num_heads, *[config.num_kv_heads] * 2)]
+        q, k, v = (torch.randn(size, generator=generator).to(DTYPES[self.dtype]) for size in sizes)
+        return Rows(2 * q, k, v)
+
+    @cached_property
+    def _exact(self) -> Tensor:
+        """The compared rows of the prefill and those decoded, in fp64: [n, H * D]."""
+        rope = rotary_table(self._plan(""), self.config)
+        table = [tensor[:LENGTH].cpu() for tensor in (rope.cos, rope.sin)]
+        first = NUM_TOKENS - COMPARED
+        q = rotate(self._rows.q[first:LENGTH], *(tensor[first:] for tensor in table))
+        k = rotate(self._rows.k[:LENGTH], *table)
+        folded = fold(q, self.config.num_kv_heads).double()
+        scores = folded @ k.permute(1, 2, 0).double() * self.config.head_dim**-0.5
+        group = self.config.num_heads // self.config.num_kv_heads
+        last = torch.arange(first, LENGTH).repeat(group)
+        scores.masked_fill_(torch.arange(LENGTH) > last[:, None], -torch.inf)
+        return unfold(scores.softmax(-1) @ self._rows.v[:LENGTH].transpose(0, 1).double(), LENGTH - first)
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self.hardware.device)
+
+    def _plan(self, offload: str) -> Plan:
+        """Of one layer whose cache has several tiles: none of them on the device where it is offloaded."""
+        options = Options(device=self.hardware.device, dtype=self.dtype, speculation=False)
+        plan = make_plan(self.config, None, options, self.hardware, num_prompt_tokens=NUM_TOKENS, max_tokens=NUM_ROWS)
+        offloaded = tuple(filter(None, [offload]))
+        tiles = 0 if offload else -(-(LENGTH + PADDING) // PAGE_TOKENS)
+        placement = replace(plan.placement, tile_tokens=PAGE_TOKENS, offload=offloaded, resident_tiles=tiles)
+        return replace(plan, placement=placement)
+
+    def _blocks(self, plan: Plan) -> Blocks:
+        return equal_sizes(plan, self.config)
+
+
+LENGTH = NUM_TOKENS + NUM_ROWS
+PADDING = 64  # rows of a block, at most
+
+
+def _copies(hardware: Hardware) -> Shown:
+    """Random bytes go to the device and come back, twice at a time, so that both directions are busy at once."""
+    device = torch.device(hardware.device)
+    allocate = partial(Memory(device).allocate, (COPY_BYTES,), torch.uint8, purpose=PURPOSE)
+    sent, generator = allocate(tier="host"), torch.Generator().manual_seed(0)
+    ways = [(allocate(tier="device"), allocate(tier="host")) for _ in range(2)]
+    with closing(make_link(device)) as link:
+        for _ in range(COPY_ROUNDS):
+            sent.random_(generator=generator)
+            for event in [link.to_host(back, there, (link.to_device(there, sent),)) for there, back in ways]:
+                event.synchronize()
+            if not all(torch.equal(back, sent) for _, back in ways):
+                return False, "BYTES CHANGED on their way"
+    return True, f"{COPY_ROUNDS} rounds of {COPY_BYTES >> 20} MiB came back as they were"
+
+
+def _text(hardware: Hardware, target: Path, draft: Path | None, offload: str) -> Shown:
+    """A text by speculation, replayed token by token by the target alone."""
+    prompt = [5 + at * at % 1000 for at in range(TEXT_TOKENS)]
+    options = Options(device=hardware.device, offload=frozenset(filter(None, offload.split(","))))
+    plan = plan_request(target, draft, options, num_prompt_tokens=len(prompt), max_tokens=NUM_ROWS)
+    with Engine.load(plan, target, draft, load_tokenizer(target, draft)) as engine:
+        found = check_exactness(engine, prompt, GREEDY, max_tokens=NUM_ROWS, num_recomputed=1)
+    if found.holds:
+        return True, f"{len(found.tokens)} tokens are the target's own, bit for bit"
+    return False, f"{len(found.inexact)} of {len(found.tokens)} tokens ARE NOT the target's own"
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    """The largest error as a share of the largest value; NaN counts as the largest of all."""
+    error = (found.double() - exact).abs().max() / exact.abs().max()
+    return float(error.nan_to_num(torch.inf))
+
+
+def _same(one: Tensor, other: Tensor, what: str) -> Shown:
+    if torch.equal(one, other):
+        return True, f"the same bits {what}"
+    return False, f"{int((one != other).any(-1).sum())} of {len(one)} rows have OTHER BITS {what}"

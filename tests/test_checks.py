@@ -1,0 +1,160 @@
+"""The checks of `triforce doctor`: they hold here, and each finds the fault that it is there for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.bench import checks
+from offload.bench.checks import Check, check_device
+from offload.cache.full import FullCache
+from offload.errors import DoesNotFit
+from offload.kernels.products import Steps
+from offload.model.level import Level
+from offload.plan.expectations import LLAMA31_8B
+from offload.plan.hardware import probe
+from offload.transfer.link import PacedLink
+
+MODELS = Path(__file__).parents[1] / "triforce_cli" / "models"
+SMALL = replace(LLAMA31_8B, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16)
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(checks, "MODELS", {"small": SMALL})
+    monkeypatch.setattr(checks, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(checks, "TEXT_TOKENS", 300)
+
+
+def run(device: str = "cpu") -> list[Check]:
+    return check_device(probe(device), MODELS / "demo-target", MODELS / "demo-draft", lambda step: None)
+
+
+def failed() -> set[str]:
+    """Kinds of checks that fail."""
+    return {check.name.partition(",")[0] for check in run() if not check.passed}
+
+
+@pytest.mark.parametrize("kernels", ["on", "off"])
+def test_all_hold_here_with_kernels_and_without(kernels: str, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("TRIFORCE_KERNELS", kernels)
+    checks.fitting.__globals__["kernels"].cache_clear()
+    try:
+        found = run()
+    finally:
+        checks.fitting.__globals__["kernels"].cache_clear()
+    assert [check for check in found if not check.passed] == []
+    kinds = ["attention", "copies", "products", "rows of attention", "streamed tiles", "text"]
+    assert sorted({check.name.partition(",")[0] for check in found}) == kinds
+    assert all(check.seconds > 0 and check.found for check in found)
+
+
+def of_output(monkeypatch: Patch, change: Callable[[Tensor, FullCache], Tensor], phase: str) -> None:
+    """Attention gives something else in `phase`."""
+    real = FullCache.attend
+
+    def attend(self: FullCache, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = real(self, layer, q, k, v)
+        return change(out, self) if self._phase == phase else out
+
+    monkeypatch.setattr(FullCache, "attend", attend)
+
+
+def test_attention_of_a_pass_that_is_a_little_off_is_found(monkeypatch: Patch) -> None:
+    of_output(monkeypatch, lambda out, cache: out * 1.05, "decode")
+    assert "attention" in failed()
+
+
+def test_attention_of_a_prefill_that_is_a_little_off_is_found(monkeypatch: Patch) -> None:
+    of_output(monkeypatch, lambda out, cache: out * 1.05, "prefill")
+    assert "attention" in failed()
+
+
+def test_a_number_that_is_none_is_found(monkeypatch: Patch) -> None:
+    of_output(monkeypatch, lambda out, cache: out.index_fill(1, torch.tensor([3]), torch.nan), "decode")
+    assert "attention" in failed()
+
+
+def test_rows_whose_bits_depend_on_others_are_found(monkeypatch: Patch) -> None:
+    of_output(monkeypatch, lambda out, cache: out * (1 + 2**-20) if len(out) > 8 else out, "decode")
+    assert failed() == {"rows of attention"}
+
+
+def test_a_cache_that_streams_and_computes_otherwise_is_found(monkeypatch: Patch) -> None:
+    def change(out: Tensor, cache: FullCache) -> Tensor:
+        return out * (1 + 2**-7) if cache._write_back is not None else out
+
+    of_output(monkeypatch, change, "decode")
+    assert failed() == {"streamed tiles"}
+
+
+def test_products_that_are_a_little_off_are_found(monkeypatch: Patch) -> None:
+    real, plain = Steps.run, checks.linear
+
+    def off(self: Steps, num_rows: int, first: int = 0) -> None:
+        real(self, num_rows, first)
+        self._kept[-1].out.mul_(1.05)
+
+    monkeypatch.setattr(Steps, "run", off)
+    monkeypatch.setattr(checks, "linear", lambda x, weight: plain(x, weight) * 1.05)
+    assert "products" in failed()
+
+
+def test_products_whose_bits_depend_on_the_number_of_rows_are_found(monkeypatch: Patch) -> None:
+    real = checks.Trial._product
+
+    def product(self: checks.Trial, x: Tensor, weight: Tensor) -> Tensor:
+        out = real(self, x, weight)
+        return out * (1 + 2**-7) if len(x) > 1 else out
+
+    monkeypatch.setattr(checks.Trial, "_product", product)
+    assert failed() == {"products"}
+
+
+def test_a_byte_that_changes_on_its_way_is_found(monkeypatch: Patch) -> None:
+    real = PacedLink.to_host
+
+    def to_host(self: PacedLink, dst: Tensor, src: Tensor, after: object = ()) -> object:
+        event = real(self, dst, src, after)  # type: ignore[arg-type]
+        event.synchronize()
+        if dst.dtype == torch.uint8:
+            dst[12345] ^= 1
+        return event
+
+    monkeypatch.setattr(PacedLink, "to_host", to_host)
+    assert failed() == {"copies"}
+
+
+def test_a_text_that_is_not_the_targets_is_found(monkeypatch: Patch) -> None:
+    real = Level.forward
+
+    def forward(self: Level, tokens: Sequence[int], num_logits: int) -> Tensor:
+        logits = real(self, tokens, num_logits)
+        return logits + 0.01 * len(tokens) if self.stats.name == "target" else logits
+
+    monkeypatch.setattr(Level, "forward", forward)
+    assert failed() == {"text"}
+
+
+def test_a_check_that_cannot_run_fails_with_the_reason_and_the_others_run(monkeypatch: Patch) -> None:
+    def refuse(*args: object, **options: object) -> object:
+        raise DoesNotFit("no memory for this")
+
+    monkeypatch.setattr(checks, "full_cache", refuse)
+    found = {check.name.partition(",")[0]: check for check in run()}
+    assert found["attention"].found == "no memory for this"
+    assert not found["attention"].passed
+    assert found["copies"].passed
+
+
+def test_the_remedy_names_the_other_path(monkeypatch: Patch) -> None:
+    of_output(monkeypatch, lambda out, cache: out * 1.05, "decode")
+    [problem] = {check.problem for check in run() if check.name.startswith("attention")}
+    assert "TRIFORCE_KERNELS=off" in problem
+    assert "--report" in problem

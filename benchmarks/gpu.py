@@ -1,12 +1,15 @@
-"""Measurements on a CUDA machine: link efficiency, prefill, decoding, peak memory and bits, with a cap on its memory.
+"""Measurements on a CUDA machine: its checks, prefill, decoding, link efficiency, peak memory and bits, under a cap.
 
-usage: python benchmarks/gpu.py --out gpu.jsonl [--like llama2-7b,llama-3.1-8b] [--lengths 32000,120000]
+usage: python benchmarks/gpu.py --out gpu.json [--like llama2-7b,llama-3.1-8b] [--lengths 4000,32000,120000]
                                 [--device-memory 24] [--minutes 8] [--work DIR]
 
-Targets are the demo model widened to the bytes of the named models (scripts/widen.py), so acceptance is that of a
-trained model and traffic that of a 7B or 13B model. Beyond 32K positions their YaRN factor is raised, which makes
-acceptance unrealistic. Cases run until the minutes are used up; the others are listed as skipped. The file is rewritten
-after every row, so an interrupted run keeps its rows. `--device cpu --like tiny` runs everything without a GPU.
+First tests/test_cuda.py and the checks of `triforce doctor` run. Targets are the demo model widened to the bytes of the
+named models (scripts/widen.py), so acceptance is that of a trained model and traffic that of a 7B or 13B model. Beyond
+32K positions their YaRN factor is raised, which makes acceptance unrealistic. The smallest come first, until the minutes
+are used up.
+
+The results are one JSON object, written anew after every step: a run that was cut off loses the step under way only,
+and the next run with the same file does what is missing. `--device cpu --like tiny` runs everything without a GPU.
 """
 
 from __future__ import annotations
@@ -14,37 +17,41 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
-from report import about, lines, say, table
+from report import about, say, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 import widen
 
+from offload.bench.checks import check_device
 from offload.bench.measure import copy_rate, link_copies, product_rate, read_rates
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, load_tokenizer, plan_request
 from offload.errors import DoesNotFit
-from offload.plan.hardware import rates_key
+from offload.plan.hardware import probe, rates_key
 from offload.plan.machine import machine_name
 from offload.plan.planner import Options, Plan
 from offload.plan.rates import TWO_CORES, Rates, save_rates
 from offload.transfer.link import make_link
 
+ROOT = Path(__file__).resolve().parents[1]
+COPY_BYTES = 256 * 2**20
 MODELS = Path(str(resources.files("triforce_cli"))) / "models"
-TEXT = Path(__file__).resolve().parents[1] / "examples" / "persuasion.txt"
+TEXT = ROOT / "examples" / "persuasion.txt"
 TINY = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8,
         "head_dim": 64, "intermediate_size": 640}  # fmt: skip
 TRAINED_POSITIONS = 32768
-COPY_BYTES = 256 * 2**20
 BITS_TOKENS = 4000
 STREAMING_SHARE = 0.8  # of the cap, so that more is streamed
 
@@ -120,52 +127,26 @@ def stretch(file: Path, num_positions: int) -> None:
     file.write_text(json.dumps(config))
 
 
-def measured_rates(device: str) -> Rates:
-    """Measure the device's rates and store them for the planner."""
-    where = torch.device(device)
-    with closing(make_link(where)) as link:
-        copies = link_copies(link, where, COPY_BYTES)
-        _, read = read_rates(where, torch.bfloat16, 4 * COPY_BYTES)
-        rates = Rates(
-            to_device=copy_rate([copies.to_device], copies.num_bytes),
-            to_host=copy_rate([copies.to_host], copies.num_bytes),
-            device_read=read,
-            host_read=TWO_CORES.host_read,
-            flops=product_rate(where, torch.bfloat16),
-            measured=True,
-        )
-    save_rates(machine_name(), {rates_key(device): rates})
-    return rates
-
-
-def decoding(case: Case, bare: float, deadline: float) -> Iterator[Row]:
-    """Decoding and prefill, plain and with TriForce: offloaded under the cap, and on chip without it."""
-    sampling = SamplingParams()
-    for placement, changes in (("capped", {}), ("on chip", {"device_memory": None, "offload": frozenset()})):
-        for mode in ("triforce", "plain"):
-            named = {"placement": placement, "mode": mode}
-            if time.perf_counter() > deadline:
-                yield named | {"skipped": "no time left"}
-                continue
-            try:
-                plan = case.plan(speculation=mode == "triforce", **changes)
-            except DoesNotFit as error:
-                yield named | {"skipped": str(error)}
-                continue
-            _, row = case.run(
-                plan if mode == "triforce" else replace(plan, placement=replace(plan.placement, rows=1)), sampling
-            )
-            rate = row["full_pass_bytes_per_second"]
-            yield (
-                row
-                | named
-                | {
-                    "milliseconds_per_token": row["stats"]["milliseconds_per_token"],
-                    "prefill_seconds": row["stats"]["prefill_seconds"],
-                    "link_efficiency": rate / bare if plan.placement.offload and rate else None,
-                    "peak_over_plan": peak_over_plan(row, plan),
-                }
-            )
+def decoding(case: Case, bare: float, placement: str, mode: str) -> Row:
+    """Decoding and prefill, "plain" or by "triforce": "capped", so that it streams, or "on chip" without the cap. bare:
+    bytes per second of the link."""
+    changes: dict[str, Any] = {"device_memory": None, "offload": frozenset()} if placement == "on chip" else {}
+    try:
+        plan = case.plan(speculation=mode == "triforce", **changes)
+    except DoesNotFit as error:
+        return {"skipped": str(error)}
+    if mode == "plain":
+        plan = replace(plan, placement=replace(plan.placement, rows=1))
+    _, row = case.run(plan, SamplingParams())
+    rate = row["full_pass_bytes_per_second"]
+    return row | {
+        "milliseconds_per_token": row["stats"]["milliseconds_per_token"],
+        "predicted_milliseconds_per_token": 1000 * plan.predicted.seconds_per_token,
+        "prefill_seconds": row["stats"]["prefill_seconds"],
+        "predicted_prefill_seconds": plan.predicted.prefill_seconds,
+        "link_efficiency": rate / bare if plan.placement.offload and rate else None,
+        "peak_over_plan": peak_over_plan(row, plan),
+    }
 
 
 def peak_over_plan(row: Row, plan: Plan) -> float | None:
@@ -174,23 +155,22 @@ def peak_over_plan(row: Row, plan: Plan) -> float | None:
     return row["peak_device_bytes"] / planned if row["peak_device_bytes"] else None
 
 
-def bits(case: Case) -> Iterator[Row]:
-    """Greedy tokens with and without speculation, on chip and streaming, in both 16-bit types."""
+def bits(case: Case, dtype: str) -> Row:
+    """Greedy tokens with and without speculation, on chip and streaming."""
     streams = {"offload": frozenset({"weights", "kv"}), "device_memory": STREAMING_SHARE * (case.device_memory or 24.0)}
-    for dtype in ("bf16", "fp16") if case.device != "cpu" else ("bf16",):
-        runs = []
-        for options in (
-            {"speculation": False, "offload": frozenset(), "device_memory": None},
-            {"gamma": 7, "draft_gamma": 2, "offload": frozenset(), "device_memory": None},
-            {"gamma": 31, "draft_gamma": 0, "budget": 256, **streams},
-            {"speculation": False, **streams},
-        ):
-            tokens, _ = case.run(case.plan(dtype=dtype, **options), SamplingParams(temperature=0.0, seed=0))
-            runs.append(tokens)
-        yield {"mode": f"bits, {dtype}", "equal": all(tokens == runs[0] for tokens in runs), "tokens": runs}
+    runs = []
+    for options in (
+        {"speculation": False, "offload": frozenset(), "device_memory": None},
+        {"gamma": 7, "draft_gamma": 2, "offload": frozenset(), "device_memory": None},
+        {"gamma": 31, "draft_gamma": 0, "budget": 256, **streams},
+        {"speculation": False, **streams},
+    ):
+        tokens, _ = case.run(case.plan(dtype=dtype, **options), SamplingParams(temperature=0.0, seed=0))
+        runs.append(tokens)
+    return {"equal": all(tokens == runs[0] for tokens in runs), "tokens": runs}
 
 
-def transformers_offloaded(case: Case) -> Iterator[Row]:
+def transformers_offloaded(case: Case) -> Row:
     """transformers' own decoding with its offloaded cache, on the same weights, two tokens after the first."""
     from transformers import AutoModelForCausalLM
 
@@ -205,12 +185,7 @@ def transformers_offloaded(case: Case) -> Iterator[Row]:
             cache_implementation="dynamic" if case.device == "cpu" else "offloaded",
         )  # fmt: skip
         times.append(time.perf_counter() - began)
-    yield {
-        "placement": "offloaded cache",
-        "mode": "transformers",
-        "prefill_seconds": times[1],
-        "milliseconds_per_token": 1000 * (times[2] - times[1]) / 2,
-    }
+    return {"prefill_seconds": times[1], "milliseconds_per_token": 1000 * (times[2] - times[1]) / 2}
 
 
 def table_row(row: Row) -> list[str]:
@@ -219,72 +194,139 @@ def table_row(row: Row) -> list[str]:
         return "" if value is None else f"{value:.2f}"
 
     result = "skipped" if "skipped" in row else {True: "equal", False: "DIFFERENT"}.get(row.get("equal"), "")
+    measured = (number("milliseconds_per_token"), number("predicted_milliseconds_per_token"), number("prefill_seconds"))
     return [
-        row["model"], f"{row['length']}", row.get("placement", ""), row["mode"], number("milliseconds_per_token"),
-        number("prefill_seconds"), number("link_efficiency"), number("peak_over_plan"), result,
+        row["model"], f"{row['length']}", row["placement"], row["mode"], *measured, number("link_efficiency"),
+        number("peak_over_plan"), result,
     ]  # fmt: skip
 
 
-def wanted(args: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
-    """(model, length, measurement), the most important first."""
-    likes, lengths = args.like.split(","), [int(length) for length in args.lengths.split(",")]
-    yield from ((likes[0], length, "decoding") for length in lengths)
-    yield likes[0], min(lengths[0], BITS_TOKENS), "bits"
-    yield from ((like, length, "decoding") for like in likes[1:] for length in lengths)
-    yield from ((like, length, "transformers") for length in lengths for like in likes)
+def wanted(args: argparse.Namespace) -> Iterator[Row]:
+    """What names a measurement, the smallest prompts first, and what is ours before what is others'."""
+    likes, lengths = args.like.split(","), sorted(int(length) for length in args.lengths.split(","))
+    for dtype in ("bf16", "fp16") if args.device != "cpu" else ("bf16",):
+        named = {"model": likes[0], "length": min(lengths[0], BITS_TOKENS), "placement": dtype}
+        yield named | {"mode": "bits"}
+    for mode_of in (("triforce", "plain"), ("transformers",)):
+        for length in lengths:
+            for like in likes:
+                placements = ("offloaded cache",) if mode_of == ("transformers",) else ("capped", "on chip")
+                for placement in placements:
+                    for mode in mode_of:
+                        yield {"model": like, "length": length, "placement": placement, "mode": mode}
 
 
-def measure(args: argparse.Namespace, like: str, length: int, what: str, bare: float, deadline: float) -> Iterator[Row]:
+def measure(args: argparse.Namespace, named: Row, bare: float) -> Row:
     text = load_tokenizer(MODELS / "demo-target", None).encode(TEXT.read_text(encoding="utf-8"))
+    length, placement, mode = named["length"], named["placement"], named["mode"]
     prompt = (text * (length // len(text) + 1))[:length]
     positions = max(TRAINED_POSITIONS, 1 << (length + args.max_tokens - 1).bit_length())
-    model = widened(like, args.work, positions)
+    model = widened(named["model"], args.work, positions)
     case = Case(model, MODELS / "demo-draft", prompt, args.device, args.device_memory, args.max_tokens)
-    if what == "decoding":
-        yield from decoding(case, bare, deadline)
-    elif what == "transformers":
-        yield from transformers_offloaded(case)
-    else:
-        yield from bits(case)
+    if mode == "bits":
+        return bits(case, placement)
+    return transformers_offloaded(case) if mode == "transformers" else decoding(case, bare, placement, mode)
+
+
+class Results:
+    """The JSON object in a file: `steps` by name, and `runs`. What it holds of the same program is not done again."""
+
+    def __init__(self, file: Path, shared: Row) -> None:
+        self._file, self._document = file, shared | {"steps": {}, "runs": []}
+        if file.exists():
+            found = json.loads(file.read_text())
+            if found["environment"]["triforce"] == shared["environment"]["triforce"]:
+                self._document |= {"steps": found["steps"], "runs": found["runs"]}
+
+    @property
+    def runs(self) -> list[Row]:
+        return self._document["runs"]
+
+    def step(self, name: str, run: Callable[[], Row]) -> Row:
+        """The result of the step `name`, of this run or of an earlier one."""
+        steps = self._document["steps"]
+        if name not in steps:
+            say(name)
+            steps[name] = run()
+            self._write()
+        return steps[name]
+
+    def has(self, named: Row) -> bool:
+        return any(named.items() <= run.items() for run in self.runs)
+
+    def keep(self, run: Row) -> None:
+        self.runs.append(run)
+        self._write()
+
+    def _write(self) -> None:
+        part = self._file.with_name(self._file.name + ".part")
+        part.write_text(json.dumps(self._document, indent=1) + "\n")
+        part.replace(self._file)
+
+
+def cuda_tests() -> Row:
+    """Exit code and output of tests/test_cuda.py."""
+    ran = subprocess.run([sys.executable, ROOT / "tests/test_cuda.py"], capture_output=True, text=True, timeout=150)
+    say(ran.stdout)
+    return {"exit_code": ran.returncode, "output": (ran.stdout + ran.stderr)[-8000:]}
+
+
+def measured_rates(device: str) -> Row:
+    """The device's rates, by the names of `Rates`."""
+    where = torch.device(device)
+    with closing(make_link(where)) as link:
+        copies = link_copies(link, where, COPY_BYTES)
+        _, read = read_rates(where, torch.bfloat16, 4 * COPY_BYTES)
+        rates = Rates(
+            to_device=copy_rate([copies.to_device], copies.num_bytes),
+            to_host=copy_rate([copies.to_host], copies.num_bytes),
+            device_read=read,
+            host_read=TWO_CORES.host_read,
+            flops=product_rate(where, torch.bfloat16),
+            measured=True,
+        )
+    return asdict(rates)
+
+
+def checked(device: str) -> Row:
+    """The checks of `triforce doctor`."""
+    found = check_device(probe(device), MODELS / "demo-target", MODELS / "demo-draft", say)
+    return {"failed": sum(not check.passed for check in found), "checks": [asdict(check) for check in found]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--like", default="llama2-7b,llama-3.1-8b")
-    parser.add_argument("--lengths", default="32000,120000")
+    parser.add_argument("--lengths", default="4000,32000,120000")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--device-memory", type=float, default=24.0, help="10^9 bytes")
-    parser.add_argument("--out", type=Path, required=True, help="file of JSON lines to write")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file, perhaps of an earlier run")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--work", type=Path, default=Path("wide-models"), help="where the widened models are written")
     args = parser.parse_args()
     deadline = time.perf_counter() + 60 * args.minutes
     args.work.mkdir(parents=True, exist_ok=True)
-    rates = measured_rates(args.device)
-    say(f"bare pinned copy to the device: {rates.to_device / 1e9:.1f} GB/s")
-    title = f"{args.device}, capped to {args.device_memory:g} GB, link {rates.to_device / 1e9:.1f} GB/s"
-    shared, rows = about(title, 0, rates=asdict(rates)), list[Row]()
-
-    def keep(row: Row) -> None:
-        rows.append(row)
-        say("  ".join(table_row(row)))
-        part = args.out.with_suffix(".part")
-        part.write_text("".join(f"{line}\n" for line in lines(shared, rows)))
-        part.replace(args.out)
-
-    for model, length, what in wanted(args):
-        case = {"model": model, "length": length}
-        if time.perf_counter() > deadline:
-            keep(case | {"mode": what, "skipped": "no time left"})
+    title = f"{args.device}, capped to {args.device_memory:g} GB"
+    results = Results(args.out, about(title, 0))
+    results.step("tests", cuda_tests)
+    results.step("checks", partial(checked, args.device))
+    rates = Rates(**results.step("rates", partial(measured_rates, args.device)))
+    save_rates(machine_name(), {rates_key(args.device): rates})  # plans go by them
+    for named in wanted(args):
+        if results.has(named):
             continue
+        if time.perf_counter() > deadline:
+            say(f"no time left for {named}: run it again with the same file")
+            break
         try:
-            for row in measure(args, model, length, what, rates.to_device, deadline):
-                keep(case | row)
+            run = named | measure(args, named, rates.to_device)
         except Exception as error:  # a failed case must not end the others
-            keep(case | {"mode": what, "skipped": f"{type(error).__name__}: {error}"})
-    columns = ["model", "prompt", "placement", "mode", "ms/token", "prefill s", "link", "peak/plan", ""]
-    table(title, columns, [table_row(row) for row in rows])
+            run = named | {"skipped": f"{type(error).__name__}: {error}"}
+        results.keep(run)
+        say("  ".join(table_row(run)))
+    columns = ["model", "prompt", "placement", "mode", "ms/token", "predicted", "prefill s", "link", "peak/plan", ""]
+    table(title, columns, [table_row(run) for run in results.runs])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that needs a CUDA GPU, in one command of at most nine minutes: the CUDA tests, then the benchmark with the
-# device capped to 24 GB. Needs python3 with torch, transformers and safetensors, this repository, and no network.
+# Everything that needs a CUDA GPU, in one command of at most nine minutes: the CUDA tests, triforce doctor's checks, and
+# the benchmark with the device capped to 24 GB. Results: one JSON file. Run again, it goes on where it was cut off.
+# Needs python3 with torch, transformers and safetensors, this repository, and no network.
 # usage: scripts/gpu_bench.sh [FOLDER FOR RESULTS] [arguments of benchmarks/gpu.py]
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,5 +11,4 @@ work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRIFORCE_CACHE_DIR="$work/cache"
 mkdir -p "$out"
-timeout 150 python3 tests/test_cuda.py 2>&1 | tee "$out/gpu-tests.txt"
-timeout 380 python3 benchmarks/gpu.py --out "$out/gpu.jsonl" --work "$work/models" --minutes 5.5 "$@" 2>&1 | tee "$out/gpu.txt"
+timeout 530 python3 benchmarks/gpu.py --out "$out/gpu.json" --work "$work/models" --minutes 8 "$@"

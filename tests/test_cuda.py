@@ -34,6 +34,11 @@ MODELS = ROOT / "triforce_cli" / "models"
 TARGET, DRAFT = MODELS / "demo-target", MODELS / "demo-draft"
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 DEVICE = "cuda:0"
+SIDE = 4096  # of a square matrix whose product takes a card a while
+LONG = 5000  # tokens of a prompt of several tiles
+LONGER = 16_000  # of one whose caches are large
+MAX_TOKENS = 48
+DTYPES = ("bf16", "fp16")
 
 
 def prompt(num_tokens: int) -> list[int]:
@@ -43,7 +48,7 @@ def prompt(num_tokens: int) -> list[int]:
 
 def planned(tokens: list[int], **options: object) -> Plan:
     asked = Options(**({"device": DEVICE} | options))  # type: ignore[arg-type]
-    return plan_request(TARGET, DRAFT, asked, num_prompt_tokens=len(tokens), max_tokens=48)
+    return plan_request(TARGET, DRAFT, asked, num_prompt_tokens=len(tokens), max_tokens=MAX_TOKENS)
 
 
 def placed(plan: Plan, offload: str = "", *, layers: int = 8, tiles: int = 0) -> Plan:
@@ -56,7 +61,7 @@ def placed(plan: Plan, offload: str = "", *, layers: int = 8, tiles: int = 0) ->
 
 def said(tokens: list[int], plan: Plan) -> list[int]:
     with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
-        text = [token for step in engine.generate(tokens, GREEDY, max_tokens=48) for token in step.tokens]
+        text = [token for step in engine.generate(tokens, GREEDY, max_tokens=MAX_TOKENS) for token in step.tokens]
         moved = engine.stats.decode_link.bytes_to_device
     assert bool(moved) == bool(plan.placement.offload), (moved, plan.placement.offload)
     return text
@@ -94,8 +99,8 @@ def test_copies_arrive_bit_for_bit_and_are_counted() -> None:
 
 def test_a_copy_home_waits_for_the_computation_before_it_and_computation_for_the_copy_in() -> None:
     memory, link = Memory(torch.device(DEVICE)), CudaLink(torch.device(DEVICE))
-    home = memory.allocate((2**24,), torch.float32, tier="host", purpose="test")
-    matrix = torch.ones(4096, 4096, device=DEVICE)
+    home = memory.allocate((SIDE**2,), torch.float32, tier="host", purpose="test")
+    matrix = torch.ones(SIDE, SIDE, device=DEVICE)
     for value in range(1, 6):
         for _ in range(8):
             matrix = (matrix @ matrix).clamp_(max=1.0)  # takes a while
@@ -122,8 +127,8 @@ def test_logits_are_those_of_the_cpu() -> None:
 
 def test_tokens_are_the_same_with_and_without_speculation_wherever_bytes_are() -> None:
     """Five tiles a layer; one block and several; layers and tiles of one layer on both sides of the link."""
-    tokens = prompt(5000)
-    for dtype in ("bf16", "fp16"):
+    tokens = prompt(LONG)
+    for dtype in DTYPES:
 
         def made(dtype: str = dtype, **options: object) -> Plan:
             return planned(tokens, dtype=dtype, **options)
@@ -159,13 +164,13 @@ def test_a_row_of_a_product_does_not_depend_on_its_place_among_the_rows() -> Non
 
 def test_planned_device_bytes_hold() -> None:
     """Without the reserve, which is for what an allocator cannot use; 96 MB for workspaces of the libraries."""
-    tokens = prompt(16_000)
+    tokens = prompt(LONGER)
     for plan in (planned(tokens, gamma=15, draft_gamma=1), planned(tokens, gamma=15, device_memory=0.9)):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
-            list(engine.generate(tokens, GREEDY, max_tokens=48))
+            list(engine.generate(tokens, GREEDY, max_tokens=MAX_TOKENS))
         planned_bytes = plan.placement.total_device_bytes - plan.placement.device_bytes["reserve"]
         assert torch.cuda.max_memory_allocated() - before <= planned_bytes + 96e6
 

@@ -160,6 +160,8 @@ class StreamedTiles(Residence):
             self._fetch_first(length)
 
     def forget(self) -> None:
+        for slot in self._slots if self._ahead else ():
+            slot.full.wait()  # homes that it is read from must not be written meanwhile
         self._ahead = []
 
     def _slot(self, layer: int, index: int) -> _Slot:

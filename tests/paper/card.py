@@ -1,0 +1,188 @@
+"""The card on paper: its record of problems, launches and waits, and its place in torch. No tests in here."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paper.clocks import Actor, Block, Clock
+from paper.streams import Event, Stream, current
+from paper.tensors import Mode
+
+TOTAL_BYTES = 24 * 10**9
+WHERE = ("/offload/", "/triforce_cli/", "/tests/test_")
+
+
+class Card:
+    """One card and the host beside it, whose threads count as one.
+
+    problems: what would be wrong on a real card, and where. launches: kernels and copies, by operator. syncs: where the
+    host waits for the card, by kind.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.launches: Counter[str] = Counter()
+        self.syncs: Counter[str] = Counter()
+        self.host = Actor("host")
+        self.bytes_now = self.bytes_peak = 0
+        self._pinned: dict[int, Block] = {}  # by its first address
+        self._default = Stream(self, "compute")
+        self._of_thread = threading.local()
+        self._streams = 0
+
+    @property
+    def stream(self) -> Stream:
+        """The current one of this thread."""
+        return getattr(self._of_thread, "stream", self._default)
+
+    @stream.setter
+    def stream(self, stream: Stream) -> None:
+        self._of_thread.stream = stream
+
+    @property
+    def has_pinned(self) -> bool:
+        return bool(self._pinned)
+
+    def new_stream(self, *_: object, **__: object) -> Stream:
+        self._streams += 1
+        return Stream(self, f"stream {self._streams}")
+
+    def problem(self, what: str) -> None:
+        frames = [frame for frame in traceback.extract_stack() if any(part in frame.filename for part in WHERE)]
+        places = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames[-4:][::-1]]
+        self.problems.append(f"{what}, at {' < '.join(places)}")
+
+    def synced(self, kind: str, clock: Clock) -> None:
+        """The host waits until all that `clock` knows has happened."""
+        self.syncs[kind] += 1
+        self.host.learn(clock)
+
+    def synchronize(self, *_: object) -> None:
+        self.synced("device", self._default.actor.clock)
+
+    def allocated(self, num_bytes: int) -> Block:
+        """New memory on the current stream. It is given back with its last tensor: to this stream, so that others must
+        not use it any more."""
+        self.bytes_now += num_bytes
+        self.bytes_peak = max(self.bytes_peak, self.bytes_now)
+        return Block("device", self.stream.actor, num_bytes, self._freed)
+
+    def access(self, block: Block, actor: Actor, *, write: bool, what: str) -> None:
+        for conflict in block.access(actor, write=write):
+            kind = "write" if write else "read"
+            self.problem(f"race: {kind} by {actor.name} ({what}) not ordered after {conflict}, {block.kind} memory")
+
+    def access_host(self, tensor: Tensor, actor: Actor, *, write: bool, what: str) -> None:
+        if (block := self._range(tensor)) is not None:
+            self.access(block, actor, write=write, what=what)
+
+    def is_pinned(self, tensor: Tensor, *_: object) -> bool:
+        return self._range(tensor) is not None
+
+    def pin(self, address: int, num_bytes: int, flags: int) -> int:
+        """cudaHostRegister."""
+        self._pinned[address] = Block("pinned", self.host, num_bytes)
+        return 0
+
+    def unpin(self, address: int) -> int:
+        """cudaHostUnregister, after which the memory is the system's."""
+        block = self._pinned.pop(address)
+        if users := block.users(self.host):
+            self.problem(f"{block.num_bytes} pinned bytes given back while {', '.join(users)} may use them")
+        return 0
+
+    def reset_peak(self, *_: object) -> None:
+        self.bytes_peak = self.bytes_now
+
+    def _freed(self, block: Block) -> None:
+        """The next work of its stream may use the memory for something else."""
+        self.bytes_now -= block.num_bytes
+        if users := block.users(block.owner, self.host):
+            self.problem(f"{block.num_bytes} device bytes given back while {', '.join(users)} may use them")
+
+    def _range(self, tensor: Tensor) -> Block | None:
+        if not self._pinned or tensor.numel() == 0:
+            return None
+        address = tensor.data_ptr()
+        for first, block in self._pinned.items():
+            if first <= address < first + block.num_bytes:
+                return block
+        return None
+
+
+@contextmanager
+def on_paper() -> Iterator[Card]:
+    """Within it torch has a card "cuda:0", in this thread and in those that are started."""
+    card = Card()
+    with pytest.MonkeyPatch.context() as patch, Mode(card):
+        for name, value in _cuda(card).items():
+            patch.setattr(torch.cuda, name, value, raising=False)
+        patch.setattr(torch, "tensor", partial(_tensor, torch.tensor))
+        patch.setattr(Tensor, "is_pinned", lambda tensor, *_: card.is_pinned(tensor))
+        patch.setattr(Tensor, "numpy", _seen(card, Tensor.numpy))
+        patch.setattr(threading.Thread, "run", _started(card, threading.Thread.run))
+        yield card
+
+
+def _cuda(card: Card) -> dict[str, object]:
+    """What stands in torch.cuda instead."""
+    properties = SimpleNamespace(
+        name="a card on paper", major=8, minor=9, total_memory=TOTAL_BYTES, uuid="0", multi_processor_count=128
+    )
+    return {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "get_device_name": lambda device=None: properties.name,
+        "get_device_capability": lambda device=None: (properties.major, properties.minor),
+        "get_device_properties": lambda device=None: properties,
+        "mem_get_info": lambda device=None: (TOTAL_BYTES - 10**9, TOTAL_BYTES),
+        "empty_cache": lambda: None,
+        "memory_allocated": lambda device=None: card.bytes_now,
+        "max_memory_allocated": lambda device=None: card.bytes_peak,
+        "reset_peak_memory_stats": card.reset_peak,
+        "synchronize": card.synchronize,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=card.pin, cudaHostUnregister=card.unpin),
+        "Stream": card.new_stream,
+        "Event": partial(Event, card),
+        "current_stream": lambda device=None: card.stream,
+        "stream": partial(current, card),
+    }
+
+
+def _tensor(made: Any, data: object, *, device: object = None, **kwargs: Any) -> Tensor:
+    """torch's own would put the numbers into memory of the device itself."""
+    tensor: Tensor = made(data, **kwargs)
+    return tensor if device is None else tensor.to(torch.device(device))  # type: ignore[call-overload]
+
+
+def _seen(card: Card, numpy: Any) -> Any:
+    def numpy_and_seen(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What numpy will do with the memory is not known: it reads, at least, and now."""
+        card.host.step()
+        card.access_host(tensor, card.host, write=False, what="numpy")
+        return numpy(tensor, *args, **kwargs)
+
+    return numpy_and_seen
+
+
+def _started(card: Card, run: Any) -> Any:
+    def run_on_paper(thread: threading.Thread) -> None:
+        """Modes are a thread's own."""
+        with Mode(card):
+            run(thread)
+
+    return run_on_paper

@@ -1,0 +1,88 @@
+"""Engines of tiny random models on a card on paper. No tests in here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from models import GREEDY, Sizes, changed, random_tokens, tiny_engine, tiny_plan
+from offload.decode.sampling import SamplingParams
+from offload.engine import Engine
+from offload.plan.planner import Plan
+from paper.card import Card, on_paper
+
+Pair = tuple[Path, Path]  # the folders of target and draft
+NUM_PROMPT, NUM_NEW = 75, 8  # tokens
+PROMPT = random_tokens(NUM_PROMPT, seed=3)
+OTHER = PROMPT[:50] + random_tokens(20, seed=4)  # begins alike
+DRAFTED = Sizes(gamma=5, draft_gamma=2, capacity=128)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan's levels and places. resident_tiles: of all layers; resident_layers: of two."""
+
+    sizes: Sizes
+    offload: tuple[str, ...] = ()
+    resident_tiles: int = 0
+    resident_layers: int = 0
+    dtype: str = "fp32"
+
+    def plan(self, pair: Pair, device: str = "cuda:0") -> Plan:
+        target, draft = pair
+        plan = tiny_plan(
+            target,
+            draft if self.sizes.draft_gamma else None,
+            self.sizes,
+            num_prompt_tokens=NUM_PROMPT,
+            max_tokens=4 * NUM_NEW,
+            dtype=self.dtype,
+            offload=frozenset(self.offload),
+        )
+        return changed(
+            plan, device=device, resident_tiles=self.resident_tiles, resident_layers=self.resident_layers,
+            fused_prefill=self.dtype != "fp32",
+        )  # fmt: skip
+
+    def plain(self) -> Case:
+        """Everything on the device and nothing drafted, with the same sizes."""
+        return Case(replace(self.sizes, gamma=0, draft_gamma=0, lookup=False, adaptive=False), dtype=self.dtype)
+
+
+CASES = {
+    "plain": Case(Sizes()),
+    "plain, kv streamed": Case(Sizes(), ("kv",), resident_tiles=3),
+    "plain, weights streamed": Case(Sizes(), ("weights",)),
+    "plain, both streamed": Case(Sizes(), ("kv", "weights"), resident_layers=1),
+    "retrieval": Case(Sizes(gamma=5)),
+    "retrieval, kv streamed": Case(Sizes(gamma=5), ("kv",)),
+    "draft": Case(DRAFTED),
+    "draft, kv streamed": Case(DRAFTED, ("kv",), resident_tiles=1),
+    "draft, both streamed": Case(DRAFTED, ("kv", "weights")),
+    "adaptive, both streamed": Case(replace(DRAFTED, adaptive=True), ("kv", "weights"), resident_tiles=5),
+    "lookup, kv streamed": Case(replace(DRAFTED, lookup=True), ("kv",)),
+    "published, kv streamed": Case(Sizes(gamma=5, selection="published"), ("kv",)),
+    "three slots": Case(replace(DRAFTED, kv_staging=3), ("kv",)),
+    "bf16, both streamed": Case(replace(DRAFTED, rows=8), ("kv", "weights"), dtype="bf16"),
+}
+BUSIEST = CASES["draft, both streamed"]
+
+
+def loaded(case: Case, pair: Pair, device: str = "cuda:0") -> Engine:
+    target, draft = pair
+    return tiny_engine(case.plan(pair, device), target, draft if case.sizes.draft_gamma else None)
+
+
+def said(
+    engine: Engine, prompt: Sequence[int] = PROMPT, sampling: SamplingParams = GREEDY, *, reuse: bool = False
+) -> list[int]:
+    steps = engine.generate(prompt, sampling, max_tokens=NUM_NEW, reuse=reuse)
+    return [token for step in steps for token in step.tokens]
+
+
+@contextmanager
+def engine_on_paper(case: Case, pair: Pair) -> Iterator[tuple[Engine, Card]]:
+    with on_paper() as card, loaded(case, pair) as engine:
+        yield engine, card

@@ -1,0 +1,291 @@
+"""Tensors that say they are on a card and compute on the CPU. No tests in here.
+
+For torch's own C++ code they are on device "meta": of a card it would want a device guard, which a build for CPUs has
+not and which only a compiler could add. Python code, which reads `device` and `is_cuda`, sees a card's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paper.clocks import Block
+
+if TYPE_CHECKING:
+    from paper.card import Card
+
+DEVICE = torch.device("cuda:0")
+CARD = ("cuda", "meta")  # how Python code and torch's own call it
+Func = Any  # an overload of an operator
+
+# Operators whose result's size or value the host has to know.
+WAITING = {"nonzero", "_local_scalar_dense", "unique_consecutive", "unique_dim", "_unique2", "equal", "masked_select"}
+MOVING = {"copy_", "_to_copy"}
+WHOLE = {"rms_norm"}  # one kernel on a card, several operators elsewhere
+INDEXING = {"index", "index_put_", "_index_put_impl_"}  # by tensors of the host too, which then cross
+
+
+class PaperTensor(Tensor):
+    """raw: its values, on the CPU. block: its memory, shared with its views."""
+
+    raw: Tensor
+    block: Block
+    card: Card
+    device = property(lambda self: DEVICE)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    @torch.inference_mode(False)  # what torch does to views of tensors from outside of it would fail otherwise
+    def __new__(cls, card: Card, raw: Tensor, block: Block) -> PaperTensor:
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, device="meta"
+        )
+        made.card, made.raw, made.block = card, raw, block
+        return made  # type: ignore[no-any-return]
+
+    def __init__(self, card: Card, raw: Tensor, block: Block) -> None: ...
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Func, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        card = next(each for each in _leaves([*args, *kwargs.values()]) if isinstance(each, PaperTensor)).card
+        return run(card, func, args, kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PaperTensor({self.raw})"
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        return _to(self.card, self, device, dtype, non_blocking)
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        return _to(self.card, self, torch.device("cpu"), None, False)
+
+    def cuda(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def data_ptr(self) -> int:
+        raise RuntimeError("a tensor on paper has no address")
+
+    def is_pinned(self, device: object = None) -> bool:
+        return False
+
+
+class Mode(TorchDispatchMode):
+    """Sees what no tensor on paper takes part in: what is made on the card, and what the host does."""
+
+    def __init__(self, card: Card) -> None:
+        super().__init__()
+        self._card = card
+
+    def __torch_dispatch__(self, func: Func, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        return run(self._card, func, args, kwargs or {})
+
+
+class _Call:
+    """An operator's call, with its tensors by where they are and its names for them."""
+
+    def __init__(self, func: Func, args: Any, kwargs: Any) -> None:
+        self.func, self.name = func, name_of(func)
+        self._args, self._kwargs = args, kwargs
+        tensors = [each for each in _leaves([*args, *kwargs.values()]) if isinstance(each, Tensor)]
+        self.on_card = [each for each in tensors if isinstance(each, PaperTensor)]
+        self.on_host = [each for each in tensors if not isinstance(each, PaperTensor)]
+        names = [argument.name for argument in func._schema.arguments]
+        self.named: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+        written = _leaves([self.named[name] for name in _written(func) if name in self.named])
+        self.written = {id(each) for each in written if isinstance(each, Tensor)}
+        device = self.named.get("device")
+        self.device = torch.device(device) if device is not None else None
+
+    @property
+    def is_of_card(self) -> bool:
+        return bool(self.on_card) or (self.device is not None and self.device.type in CARD)
+
+    @property
+    def leaves_card(self) -> bool:
+        return self.name == "_to_copy" and self.device is not None and self.device.type == "cpu"
+
+    def on_cpu(self) -> Any:
+        """Its result with the raw tensors, on the CPU."""
+        args = [_mapped(_on_cpu, value) for value in self._args]
+        dropped = ("pin_memory", "non_blocking")
+        kwargs = {name: _mapped(_on_cpu, value) for name, value in self._kwargs.items() if name not in dropped}
+        if kwargs.get("device") is not None:
+            kwargs["device"] = "cpu"
+        if self.name == "_scaled_dot_product_flash_attention":
+            return _flash(*args[:3], scale=kwargs.get("scale"))
+        return self.func(*args, **kwargs)
+
+
+def _leaves(values: Any) -> Iterator[Any]:
+    """Of arguments or results, which nest no deeper than lists."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    return type(value)(change(each) for each in value) if isinstance(value, (list, tuple)) else change(value)
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, PaperTensor):
+        return value.raw
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+@cache
+def name_of(func: Func) -> str:
+    return str(func._schema.name.partition("::")[2])
+
+
+@cache
+def _written(func: Func) -> list[str]:
+    """Names of the arguments that it writes."""
+    arguments = func._schema.arguments
+    return [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+
+
+@cache
+def _is_composite(func: Func) -> bool:
+    """Made of others whatever the device: in inference mode it comes before it was taken apart."""
+    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def run(card: Card, func: Func, args: Any, kwargs: Any) -> Any:
+    call = _Call(func, args, kwargs)
+    if not call.is_of_card:
+        return _on_host(card, call, args, kwargs)
+    if call.name == "to":
+        return _to(card, args[0], call.device, call.named.get("dtype"), bool(call.named.get("non_blocking")))
+    if _is_composite(func) and call.name not in WHOLE:
+        with Mode(card):
+            return func.decompose(*args, **kwargs)
+    out = call.on_cpu()
+    made = [each for each in _leaves((out,)) if isinstance(each, Tensor)]
+    blocks = {_storage(each.raw): each.block for each in call.on_card}
+    is_view = not call.written and bool(made) and all(_storage(each) in blocks for each in made)
+    if not is_view:
+        _check_devices(card, call)
+        _launch(card, call)
+    wrappers = {id(each.raw): each for each in call.on_card}
+
+    def wrapped(each: Any) -> Any:
+        if not isinstance(each, Tensor) or call.leaves_card:
+            return each
+        if id(each) in wrappers:
+            return wrappers[id(each)]
+        if (block := blocks.get(_storage(each))) is None:
+            if any(each is other for other in call.on_host):  # written by a copy from the card
+                return each
+            block = card.allocated(each.untyped_storage().nbytes())
+            card.access(block, card.stream.actor, write=True, what=call.name)
+        return PaperTensor(card, each, block)
+
+    return _mapped(wrapped, out)
+
+
+def _on_host(card: Card, call: _Call, args: Any, kwargs: Any) -> Any:
+    """What the host does by itself: pinned memory that a stream may use is the only thing to check."""
+    out = call.func(*args, **kwargs)
+    if card.has_pinned and call.on_host:
+        storages = {_storage(each) for each in call.on_host}
+        made = [each for each in _leaves((out,)) if isinstance(each, Tensor)]
+        if call.written or not made or not all(_storage(each) in storages for each in made):
+            card.host.step()
+            for each in call.on_host:
+                card.access_host(each, card.host, write=id(each) in call.written, what=call.name)
+    return out
+
+
+def _check_devices(card: Card, call: _Call) -> None:
+    if not call.on_card or call.name in MOVING:
+        return
+    for each in call.on_host:
+        if each.dim() and call.name in INDEXING and not each.is_floating_point():
+            card.synced("copy to device", card.stream.actor.clock)
+        elif each.dim():
+            card.problem(f"{call.name} of tensors on the card and on the host, {tuple(each.shape)}")
+
+
+def _launch(card: Card, call: _Call) -> None:
+    """A kernel or a copy goes to the current stream; the host waits for it where it has to."""
+    actor = card.stream.actor
+    actor.learn(card.host.clock)
+    actor.step()
+    card.launches[call.name] += 1
+    for each in call.on_card:
+        card.access(each.block, actor, write=id(each) in call.written, what=call.name)
+    if call.name in MOVING and (call.on_host or call.leaves_card):
+        _cross(card, call)
+    elif call.name in WAITING or (call.name in INDEXING and any(each.dtype == torch.bool for each in _indices(call))):
+        card.synced(call.name, actor.clock)
+
+
+def _indices(call: _Call) -> list[Tensor]:
+    return [each for each in call.named.get("indices") or () if isinstance(each, Tensor)]
+
+
+def _cross(card: Card, call: _Call) -> None:
+    """A copy between the card and the host. One that does not block needs pinned memory, in one piece on both sides."""
+    actor, asynchronous = card.stream.actor, bool(call.named.get("non_blocking"))
+    for each in call.on_host:
+        card.access_host(each, actor, write=id(each) in call.written, what=call.name)
+        if asynchronous and not card.is_pinned(each):
+            card.problem(f"a copy of {each.nbytes} bytes that does not block, of memory that is not pinned")
+    if (
+        asynchronous
+        and call.name == "copy_"
+        and not all(_raw(call.named[name]).is_contiguous() for name in ("self", "src"))
+    ):
+        card.problem("a copy over the link of memory that is not in one piece")
+    if asynchronous and call.leaves_card:
+        card.problem("a copy to the host that does not block, into memory that is not pinned")
+    if not asynchronous:
+        leaves = call.leaves_card or any(id(each) in call.written for each in call.on_host)
+        card.synced("copy to host" if leaves else "copy to device", actor.clock)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.raw if isinstance(tensor, PaperTensor) else tensor
+
+
+def _to(
+    card: Card, tensor: Tensor, device: torch.device | None, dtype: torch.dtype | None, non_blocking: bool
+) -> Tensor:
+    """`Tensor.to`: itself where nothing changes."""
+    device = tensor.device if device is None else DEVICE if device.type in CARD else device
+    if device.type == tensor.device.type and dtype in (None, tensor.dtype):
+        return tensor
+    kwargs: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    if device.type != tensor.device.type:
+        kwargs |= {"device": device, "non_blocking": non_blocking}
+    return run(card, torch.ops.aten._to_copy.default, (tensor,), kwargs)  # type: ignore[no-any-return]
+
+
+def _flash(query: Tensor, keys: Tensor, values: Tensor, *, scale: float | None) -> tuple[Any, ...]:
+    """A card's fused attention takes 16-bit numbers only. What is not used of its results is empty."""
+    if query.element_size() != 2:
+        raise RuntimeError(f"fused attention of {query.dtype}")
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, scale=scale)
+    return out, lse, *(torch.empty(0) for _ in range(2)), 0, 0, *(torch.empty(0) for _ in range(3))
+
+
+def _storage(raw: Tensor) -> int:
+    return int(raw.untyped_storage()._cdata)

@@ -1,0 +1,147 @@
+"""The whole engine on a card on paper: nothing races, nothing is mixed up, and the tokens are plain decoding's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import test_cuda
+from models import save_pair
+from offload.decode.sampling import SamplingParams
+from offload.model.decoder import Decoder
+from offload.progress import ignore
+from offload.session.identity import Identity
+from offload.session.store import Store
+from paper import on_paper
+from paper.engines import BUSIEST, CASES, OTHER, PROMPT, Case, Pair, engine_on_paper, loaded, said
+from triforce_cli.chat.background import BackgroundWork
+
+EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return save_pair(tmp_path_factory.mktemp("models"), context=256)
+
+
+@cache
+def plainly(case: Case, pair: Pair) -> list[list[int]]:
+    with engine_on_paper(case, pair) as (engine, card):
+        expected = [said(engine, prompt) for prompt in (PROMPT, OTHER)]
+    assert card.problems == []
+    return expected
+
+
+@EVERY
+def test_tokens_are_those_of_plain_decoding_and_every_access_is_ordered(case: Case, pair: Pair) -> None:
+    """Three requests: a prompt, another that begins like it, and the first again with the rows of the second."""
+    expected = plainly(case.plain(), pair)
+    with engine_on_paper(case, pair) as (engine, card):
+        got = [said(engine, PROMPT), said(engine, OTHER)]
+        again = said(engine, PROMPT, reuse=True)
+        moved = engine.stats.decode_link.bytes_to_device
+    assert got == expected
+    assert again == expected[0]
+    assert bool(moved) == bool(case.offload)
+    assert card.problems == []
+
+
+def test_a_card_says_what_the_processor_says(pair: Pair) -> None:
+    """fp32: other kernels, and so other sums, but no tokens that are nearly tied."""
+    with loaded(BUSIEST.plain(), pair, device="cpu") as engine:
+        expected = said(engine)
+    with engine_on_paper(BUSIEST, pair) as (engine, card):
+        assert said(engine) == expected
+    assert card.problems == []
+
+
+def test_a_seed_repeats_its_text(pair: Pair) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=5)
+    with engine_on_paper(BUSIEST, pair) as (engine, card):
+        assert said(engine, PROMPT, sampling) == said(engine, PROMPT, sampling)
+    assert card.problems == []
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("after", [0, 1, 3, 6, 17, 30, 44, 61])
+def test_a_request_that_is_broken_off_leaves_nothing_under_way(
+    after: int, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a layer's attention, after so many of them: in the prefill, in a draft, in a verification."""
+    with engine_on_paper(BUSIEST, pair) as (engine, card):
+        expected = said(engine)
+        with monkeypatch.context() as patch:
+            left, attend = iter(range(after)), Decoder._attend
+
+            def interrupted(*args: object) -> object:
+                if next(left, None) is None:
+                    raise KeyboardInterrupt
+                return attend(*args)  # type: ignore[arg-type]
+
+            patch.setattr(Decoder, "_attend", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                said(engine, OTHER)
+        assert said(engine) == expected
+    assert card.problems == []
+
+
+def test_a_session_is_saved_and_restored(pair: Pair, tmp_path: Path) -> None:
+    with engine_on_paper(BUSIEST, pair) as (engine, card):
+        shape = engine.worker.full.shape
+        identity = Identity("", "", "", "fp32", 2, shape.num_kv_heads, shape.head_dim, shape.page_tokens)
+        longer = [*PROMPT, *said(engine), 1, 2, 3, 4, 5]
+        engine.precompute(longer)
+        with Store.open(tmp_path / "session", identity) as store:
+            engine.save(store, {})
+        following = said(engine, longer, reuse=True)
+        said(engine, OTHER)
+        with Store.open(tmp_path / "session", identity) as store:
+            assert engine.restore(store, longer) == len(longer)
+        assert said(engine, longer, reuse=True) == following
+    assert card.problems == []
+
+
+def test_chat_works_ahead_on_a_thread_of_its_own(pair: Pair) -> None:
+    """The next message's beginning is computed there; a message that comes meanwhile waits for it."""
+    background = BackgroundWork()
+    with engine_on_paper(BUSIEST, pair) as (engine, card), closing(background):
+        expected = said(engine)
+        said(engine, OTHER)
+        launched = card.launches.total()
+        background.start(lambda on_progress: engine.precompute(PROMPT[:-3], on_progress=on_progress), "next")
+        background.wait(ignore)
+        assert card.launches.total() > launched
+        assert engine.num_cached == len(PROMPT) - 3
+        assert said(engine, PROMPT, reuse=True) == expected
+        background.start(lambda on_progress: engine.precompute(OTHER, on_progress=on_progress), "another")
+        background.break_off()
+        assert said(engine) == expected
+    assert card.problems == []
+
+
+# One cannot run here: a product's bits by a row's place are those of a card's library, and this card computes on a CPU.
+CARD_TESTS = {
+    name: test
+    for name, test in vars(test_cuda).items()
+    if name.startswith("test_") and name != "test_a_row_of_a_product_does_not_depend_on_its_place_among_the_rows"
+}
+
+
+@pytest.mark.parametrize("test", CARD_TESTS.values(), ids=CARD_TESTS)
+def test_the_tests_for_a_card_pass_on_paper(
+    test: Callable[[], None], monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    """With smaller products and shorter prompts, unless --deep is given."""
+    if not pytestconfig.getoption("deep"):
+        monkeypatch.setattr(test_cuda, "SIDE", 256)
+        monkeypatch.setattr(test_cuda, "LONG", 1100)
+        monkeypatch.setattr(test_cuda, "LONGER", 600)
+        monkeypatch.setattr(test_cuda, "MAX_TOKENS", 4)
+        monkeypatch.setattr(test_cuda, "DTYPES", ("bf16",))
+    with on_paper() as card:
+        test()
+    assert card.problems == []

@@ -1,0 +1,264 @@
+"""The card on paper has teeth: each of these mistakes in a schedule, planted in the real source, is reported.
+
+Values are right with all of them, since the card on paper computes at once; on a real card they would be wrong now and
+then. Left out, because nothing goes wrong without them today: the wait for what an abandoned slot still gets before
+another copy into it (both are in one stream), the same at the start of the streamed layers, and the host's wait until
+gathered chunks have left (a copy that blocks follows, and the stream that it waits for has waited for them).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from inspect import unwrap
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+
+from models import save_pair
+from offload.model.decoder import Decoder
+from paper.card import Card
+from paper.engines import CASES, OTHER, PROMPT, Pair, engine_on_paper, said
+
+RACE, DROPPED, MIXED, UNPINNED = "race: ", "given back while", "on the card and on the host", "not pinned"
+LINK, MEMORY, WEIGHTS = "offload.transfer.link", "offload.transfer.memory", "offload.transfer.weights"
+RESIDENCE, READER = "offload.cache.residence", "offload.cache.reader"
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`old` becomes `new`, of as many lines, in a module's source. case: of CASES. reported: words of the report."""
+
+    description: str
+    module: str
+    old: str
+    new: str
+    case: str = "plain, both streamed"
+    reported: str = RACE
+
+
+BUGS = [
+    Bug("copies wait for nothing", LINK, "            for event in after:", "            for event in ():"),
+    Bug(
+        "computation waits for no copy",
+        LINK, "torch.cuda.current_stream(self._device).wait_event(self.event)", "pass",
+    ),
+    Bug(
+        "the host waits for no copy",
+        LINK, "        self.event.synchronize()", "        pass", "retrieval, kv streamed",
+    ),
+    Bug(
+        "what was computed is recorded on the stream of copies",
+        LINK, "return CudaEvent(torch.cuda.current_stream(self._device))", "return CudaEvent(self._in)",
+    ),
+    Bug(
+        "a copy's end is recorded before it",
+        LINK,
+        "            dst.copy_(src, non_blocking=True)\n            end = CudaEvent(stream, timing=timed)\n",
+        "            end = CudaEvent(stream, timing=timed)\n            dst.copy_(src, non_blocking=True)\n",
+    ),
+    Bug(
+        "a copy's end is recorded on the other stream",
+        LINK,
+        "end = CudaEvent(stream, timing=timed)",
+        "end = CudaEvent(self._out if timed else self._in, timing=timed)",
+    ),
+    Bug(
+        "copies go out on the stream that computes",
+        LINK,
+        "        with torch.cuda.stream(stream):",
+        "        with torch.cuda.stream(torch.cuda.current_stream(self._device)):",
+        reported=DROPPED,
+    ),
+    Bug(
+        "a copy waits for the first of its events only",
+        LINK, "            for event in after:", "            for event in after[:1]:", "plain, kv streamed",
+    ),
+    Bug(
+        "new rows go home before they are computed",
+        RESIDENCE, "tile[half, pages], (ready,))", "tile[half, pages], ())",
+    ),
+    Bug(
+        "a home is read before new rows are in it",
+        RESIDENCE, "return () if event is None else (event,)", "return ()", "plain, kv streamed",
+    ),
+    Bug(
+        "nobody waits until new rows are home",
+        RESIDENCE,
+        "        for event in self._written.values():\n            event.synchronize()",
+        "        for event in self._written.values():\n            pass",
+        "retrieval, kv streamed",
+    ),
+    Bug(
+        "a tile is attended to before it came",
+        RESIDENCE, "        slot.full.wait()\n        return slot.tile", "        pass\n        return slot.tile",
+    ),
+    Bug(
+        "a slot is taken while its tile is attended to",
+        RESIDENCE, "self._slot(layer, index).free = self._link.record()", "pass", "plain, kv streamed",
+    ),
+    Bug(
+        "a slot is taken while its new rows go home",
+        RESIDENCE, "slot.left = self._write_back.write(", "self._write_back.write(", "plain, kv streamed",
+    ),
+    Bug(
+        "a fetch waits for no free slot",
+        RESIDENCE, "(slot.full, slot.free, slot.left,", "(slot.full, slot.left,", "plain, kv streamed",
+    ),
+    Bug(
+        "a fetch waits for no new rows to leave the slot",
+        RESIDENCE, "(slot.full, slot.free, slot.left,", "(slot.full, slot.free,", "plain, kv streamed",
+    ),
+    Bug(
+        "a prefill writes homes that are being fetched ahead",
+        RESIDENCE, "            slot.full.wait()  # homes", "            pass  # homes", "adaptive, both streamed",
+    ),
+    Bug(
+        "a prefill attends to tiles before they came",
+        RESIDENCE, "            full.wait()\n        return", "            pass\n        return",
+    ),
+    Bug("a prefill's tiles are taken by the next layer at once", RESIDENCE, "(free, *left,", "(*left,"),
+    Bug("a prefill's tiles are taken while new rows leave them", RESIDENCE, "(free, *left,", "(free,"),
+    Bug(
+        "a prefill's tiles are given back while new rows leave them",
+        RESIDENCE,
+        "        self._write_back.wait()\n        for full",
+        "        pass\n        for full",
+        reported=DROPPED,
+    ),
+    Bug(
+        "an empty slot is written to at once",
+        RESIDENCE, "        return _All(after)", "        return _All(())", "plain, kv streamed",
+    ),
+    Bug(
+        "chunks are put in their places before they came",
+        READER, ".synchronize()", "", "retrieval, kv streamed",
+    ),
+    Bug(
+        "chunks arrive in memory that is still computed with",
+        READER, "(self._link.record(),)", "()", "retrieval, kv streamed",
+    ),
+    Bug(
+        "chunks are gathered in memory that is not pinned",
+        READER,
+        "self._memory.allocate(\n",
+        "(lambda size, dtype, **_: torch.zeros(size, dtype=dtype))(\n",
+        "retrieval, kv streamed",
+        UNPINNED,
+    ),
+    Bug(
+        "the block in which chunks were gathered is dropped while they leave",
+        READER,
+        "        self._link.to_device(arrived, staged, (self._link.record(),)).synchronize()",
+        "        self._link.to_device(arrived, staged, (self._link.record(),)); self._gathered = staged = part = None",
+        "retrieval, kv streamed",
+        DROPPED,
+    ),
+    Bug(
+        "host blocks are not pinned",
+        MEMORY, "            self._pin(mapping, block)", "            pass", reported=UNPINNED,
+    ),
+    Bug(
+        "host blocks are pinned for a moment",
+        MEMORY,
+        "        mapping.unpin = partial(runtime.cudaHostUnregister, block.data_ptr())",
+        "        runtime.cudaHostUnregister(block.data_ptr())",
+        reported=UNPINNED,
+    ),
+    Bug("a layer is used before it came", WEIGHTS, "            self._full[slot].wait()", "            pass"),
+    Bug(
+        "a layer's slot is taken before it is used",
+        WEIGHTS,
+        "            yield self._bound[slot]\n            self._fetch(self._position + len(self._staging))\n",
+        "            self._fetch(self._position + len(self._staging))\n            yield self._bound[slot]\n",
+    ),
+    Bug("a layer's slot is taken while it is used", WEIGHTS, "home, (self._link.record(),))", "home, ())"),
+    Bug(
+        "tokens stay on the host",
+        "offload.model.level",
+        "dtype=torch.long, device=self._decoder.device)\n        continuation",
+        "dtype=torch.long)\n        continuation",
+        reported=MIXED,
+    ),
+    Bug(
+        "positions are on the host",
+        "offload.kernels.attention", "num_rows, device=query.device)", "num_rows)", reported=MIXED,
+    ),
+    Bug(
+        "the retrieval cache does not wait until new rows are home",
+        "offload.cache.retrieval", "        self.full.wait_home()", "        pass", "retrieval, kv streamed",
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return save_pair(tmp_path_factory.mktemp("models"), context=256)
+
+
+def plant(bug: Bug, patch: pytest.MonkeyPatch) -> None:
+    """Put the functions that the edit changes in the place of the real ones."""
+    module = importlib.import_module(bug.module)
+    source = Path(str(module.__file__)).read_text(encoding="utf-8")
+    assert source.count(bug.old) == 1, f"{bug.module} has {source.count(bug.old)} times {bug.old!r}"
+    assert bug.old.count("\n") == bug.new.count("\n")
+    edited = ModuleType(module.__name__)
+    edited.__file__ = module.__file__
+    exec(compile(source.replace(bug.old, bug.new), str(module.__file__), "exec"), vars(edited))
+    changed = list(_changed(module, edited))
+    assert changed
+    for owner, name, function in changed:
+        patch.setattr(owner, name, function)
+
+
+def _changed(real: Any, edited: Any) -> Iterator[tuple[object, str, object]]:
+    for name, value in vars(edited).items():
+        own = vars(real).get(name)
+        if isinstance(value, FunctionType) and isinstance(own, FunctionType):
+            if unwrap(value).__code__ != unwrap(own).__code__:
+                users = [module for key, module in sys.modules.items() if key.startswith("offload.")]
+                yield from ((each, name, value) for each in [real, *users] if vars(each).get(name) is own)
+        elif isinstance(value, type) and isinstance(own, type) and value.__module__ == own.__module__ and value != own:
+            yield from _changed(own, value)
+
+
+def rehearse(case: str, pair: Pair) -> Iterator[Card]:
+    """The card after each of some requests, one of which is broken off."""
+    with engine_on_paper(CASES[case], pair) as (engine, card):
+        for request, prompt in ((said, PROMPT), (said, OTHER), (_broken_off, PROMPT), (said, OTHER)):
+            request(engine, prompt)
+            yield card
+
+
+def _broken_off(engine: Any, prompt: Sequence[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
+        left, attend = iter(range(30)), Decoder._attend
+
+        def interrupted(*args: Any) -> Any:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return attend(*args)
+
+        patch.setattr(Decoder, "_attend", interrupted)
+        said(engine, prompt)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.description)
+def test_a_planted_bug_is_reported(bug: Bug, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(bug, monkeypatch)
+    problems: list[str] = []
+    for card in rehearse(bug.case, pair):
+        problems = card.problems  # it goes on when the engine is closed
+        if any(bug.reported in problem for problem in problems):
+            break
+    assert any(bug.reported in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("case", sorted({bug.case for bug in BUGS}))
+def test_without_a_bug_nothing_is_reported(case: str, pair: Pair) -> None:
+    assert [card.problems for card in rehearse(case, pair)] == [[]] * 4

@@ -5,8 +5,8 @@ usage: python benchmarks/gpu.py --out gpu.json [--like llama2-7b,llama-3.1-8b] [
 
 First tests/test_cuda.py and the checks of `triforce doctor` run. Targets are the demo model widened to the bytes of the
 named models (scripts/widen.py), so acceptance is that of a trained model and traffic that of a 7B or 13B model. Beyond
-32K positions their YaRN factor is raised, which makes acceptance unrealistic. The smallest come first, until the minutes
-are used up.
+32K positions their YaRN factor is raised, which makes acceptance unrealistic. The smallest come first, until the
+minutes are used up.
 
 The results are one JSON object, written anew after every step: a run that was cut off loses the step under way only,
 and the next run with the same file does what is missing. `--device cpu --like tiny` runs everything without a GPU.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -314,3 +314,29 @@ def test_merging_equal_states_changes_no_distribution() -> None:
     full = {prefix: weight for prefix, weight in emitted_distribution(case).items() if len(prefix) == 3}
     replayed = {prefix: weight for (prefix, _), weight in stopped_distribution(case, ()).items()}
     assert distance(full, replayed) < EXACT
+
+
+class Long(list[int]):
+    """A prompt that nobody may go through."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("the whole prompt was copied")
+
+    def __getitem__(self, index: object) -> object:  # type: ignore[override]
+        found = super().__getitem__(index)  # type: ignore[index]
+        assert not isinstance(found, list) or len(found) < 50, "most of the prompt was copied"
+        return found
+
+
+def test_no_round_copies_the_prompt() -> None:
+    """Two levels, each of which drafts."""
+    case = two_levels(3, 3, 2)
+
+    def run(source: Branching) -> int:
+        stack = build(case, REAL, source)
+        prompt = Long([0] * 200)
+        for level in stack.levels:
+            level.tokens = [0] * 199
+        return len(stack.speculator.round(prompt, 10).tokens)
+
+    assert max(distribution_of(run)) > 2

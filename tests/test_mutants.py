@@ -77,7 +77,7 @@ DRAFTS_PROBS = "torch.cat([draft_probs, probs[-1:]])[: len(emitted)]"
 COMMIT = "self._commit(len(sequence) + verdict.num_accepted, names, verdict)"
 DRAFT_ROW = "return Proposal([token], row, grades"
 OVER_SPECULATOR = "any(isinstance(proposer, Speculator) for proposer in self._proposers)"
-DRAFTED = "            so_far += proposal.tokens\n            proposals.append(proposal)\n"
+DRAFTED = "            so_far.tail += proposal.tokens\n            proposals.append(proposal)\n"
 REDRAW = (  # as the published code does: after a rejection, the distribution itself instead of the residual
     "        if {level} and verdict.num_accepted < len(drafted):\n"
     "            n = verdict.num_accepted\n"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from offload.decode.proposal import Offer, Proposal, Proposer, grades_of
 from offload.decode.sampling import RandomSource
+from offload.decode.sequence import Extended
 from offload.decode.verify import Verdict, verify
 from offload.metrics import LevelStats
 
@@ -193,13 +194,13 @@ class Speculator:
     def _draft(self, sequence: Sequence[int], limit: int) -> tuple[list[Proposal], list[str]]:
         """At most `limit` tokens, in as many steps as the lengths ask for; who proposed each."""
         self._lengths.start(limit)
-        so_far, proposals = list(sequence), list[Proposal]()
+        so_far, proposals = Extended(sequence), list[Proposal]()
         names: list[str] = []
         while draft := self._lengths.next([proposer.offer(so_far) for proposer in self._proposers]):
             proposer = self._proposers[draft.index]
             proposal = proposer.propose(so_far, draft.num_tokens)
             self._lengths.drafted(draft.index, proposal.grades, proposal.seconds)
-            so_far += proposal.tokens
+            so_far.tail += proposal.tokens
             proposals.append(proposal)
             names += [proposer.name] * len(proposal.tokens)
         return proposals, names

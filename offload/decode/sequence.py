@@ -1,0 +1,34 @@
+"""A sequence of tokens that grows, without a copy of what it begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+
+@dataclass
+class Extended(Sequence[int]):
+    """The tokens of `head`, which stays as it is, then those of `tail`. A prompt of 120,000 tokens takes .2 ms to copy,
+    in every round."""
+
+    head: Sequence[int]
+    tail: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.head) + len(self.tail)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        """A slice takes time for its own tokens only. Errors: ValueError for one with a step."""
+        cut = len(self.head)
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                raise ValueError(f"a slice with a step of {step}")
+            return [*self.head[start : min(stop, cut)], *self.tail[max(start - cut, 0) : max(stop - cut, 0)]]
+        at = range(len(self))[index]
+        return self.head[at] if at < cut else self.tail[at - cut]

@@ -75,6 +75,18 @@ def test_a_schedule_with_its_events_is_right(card: Card) -> None:
     assert card.syncs["event"] == 4
 
 
+def test_parts_of_a_block_need_no_order(card: Card) -> None:
+    link, home, slot = CudaLink(DEVICE), pinned(), there()
+    event = link.to_device(slot[:32], home[:32], (link.record(),))
+    slot[32:].sum()
+    home[32:].fill_(1)
+    assert card.problems == []
+    slot[31:].sum()
+    home[31:].fill_(1)
+    assert len(card.problems) == 2
+    event.synchronize()
+
+
 def reads_before_the_copy_came(link: CudaLink) -> None:
     home, slot = pinned(), there()
     event = link.to_device(slot, home, (link.record(),))

@@ -78,14 +78,16 @@ class Card:
         self.bytes_peak = max(self.bytes_peak, self.bytes_now)
         return Block("device", self.stream.actor, num_bytes, self._freed)
 
-    def access(self, block: Block, actor: Actor, *, write: bool, what: str) -> None:
-        for conflict in block.access(actor, write=write):
-            kind = "write" if write else "read"
-            self.problem(f"race: {kind} by {actor.name} ({what}) not ordered after {conflict}, {block.kind} memory")
+    def access(self, block: Block, raw: Tensor, actor: Actor, *, write: bool, what: str) -> None:
+        """`raw` is in `block`, of the device."""
+        first = raw.storage_offset() * raw.itemsize
+        self._access(block, actor, first, first + _extent(raw), write, what)
 
     def access_host(self, tensor: Tensor, actor: Actor, *, write: bool, what: str) -> None:
-        if (block := self._range(tensor)) is not None:
-            self.access(block, actor, write=write, what=what)
+        if (found := self._range(tensor)) is not None:
+            start, block = found
+            first = tensor.data_ptr() - start
+            self._access(block, actor, first, first + _extent(tensor), write, what)
 
     def is_pinned(self, tensor: Tensor, *_: object) -> bool:
         return self._range(tensor) is not None
@@ -111,14 +113,28 @@ class Card:
         if users := block.users(block.owner, self.host):
             self.problem(f"{block.num_bytes} device bytes given back while {', '.join(users)} may use them")
 
-    def _range(self, tensor: Tensor) -> Block | None:
+    def _access(self, block: Block, actor: Actor, first: int, stop: int, write: bool, what: str) -> None:
+        for conflict in block.access(actor, first, stop, write=write):
+            kind = "write" if write else "read"
+            self.problem(f"race: {kind} by {actor.name} ({what}) not ordered after {conflict}, {block.kind} memory")
+
+    def _range(self, tensor: Tensor) -> tuple[int, Block] | None:
+        """The pinned block that a tensor of the host lies in, and where that begins."""
         if not self._pinned or tensor.numel() == 0:
             return None
         address = tensor.data_ptr()
         for first, block in self._pinned.items():
             if first <= address < first + block.num_bytes:
-                return block
+                return first, block
         return None
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from its first element to its last."""
+    if not tensor.numel():
+        return 0
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.itemsize
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 Clock = dict[str, int]  # actor -> its latest step that is known
 
@@ -31,36 +32,49 @@ class Actor:
         return self.clock.get(name, 0) >= seq
 
 
+@dataclass(frozen=True)
+class _Access:
+    """Bytes `first` to `stop` of a block, in step `seq` of an actor."""
+
+    name: str
+    seq: int
+    first: int
+    stop: int
+    write: bool
+
+
 class Block:
     """Memory whose accesses have to be ordered: of a device tensor and all its views, or a pinned range of the host.
 
     kind: "device" or "pinned". owner: the stream it was allocated on, the host. freed: called when nothing refers to it
-    any more. wrote: the last write. reads: after it, the last of each actor.
+    any more.
     """
 
     def __init__(
         self, kind: str, owner: Actor, num_bytes: int, freed: Callable[[Block], None] = lambda block: None
     ) -> None:
         self.kind, self.owner, self.num_bytes, self._freed = kind, owner, num_bytes, freed
-        self.wrote: tuple[str, int] | None = None
-        self.reads: Clock = {}
+        self._accesses: list[_Access] = []  # those that a later one may have to know of
 
     def __del__(self) -> None:
         self._freed(self)
 
-    def access(self, actor: Actor, *, write: bool) -> list[str]:
-        """`actor` reads or writes it in its latest step. Returns the earlier accesses that conflict, in words."""
-        earlier = [("write", *self.wrote)] if self.wrote is not None else []
-        if write:
-            earlier += [("read", *read) for read in self.reads.items()]
-        found = [f"{kind} by {name}" for kind, name, seq in earlier if not actor.knows(name, seq)]
-        if write:
-            self.wrote, self.reads = (actor.name, actor.seq), {}
-        else:
-            self.reads[actor.name] = actor.seq
+    def access(self, actor: Actor, first: int, stop: int, *, write: bool) -> list[str]:
+        """`actor` reads or writes these bytes in its latest step. Returns the earlier accesses that conflict, in
+        words."""
+        found, kept = [], []
+        for each in self._accesses:
+            conflict = each.first < stop and first < each.stop and (write or each.write)
+            if conflict and not actor.knows(each.name, each.seq):
+                found.append(f"{'write' if each.write else 'read'} by {each.name}")
+            inside = first <= each.first and each.stop <= stop
+            if not (inside and (write or (not each.write and each.name == actor.name))):
+                kept.append(each)
+        self._accesses = [*kept, _Access(actor.name, actor.seq, first, stop, write)]
         return found
 
     def users(self, *actors: Actor) -> list[str]:
         """Who may be using it still, as far as none of `actors` knows better."""
-        accesses = [*self.reads.items(), *([self.wrote] if self.wrote is not None else [])]
-        return sorted({name for name, seq in accesses if not any(actor.knows(name, seq) for actor in actors)})
+        return sorted(
+            {each.name for each in self._accesses if not any(actor.knows(each.name, each.seq) for actor in actors)}
+        )

@@ -195,7 +195,7 @@ def run(card: Card, func: Func, args: Any, kwargs: Any) -> Any:
             if any(each is other for other in call.on_host):  # written by a copy from the card
                 return each
             block = card.allocated(each.untyped_storage().nbytes())
-            card.access(block, card.stream.actor, write=True, what=call.name)
+            card.access(block, each, card.stream.actor, write=True, what=call.name)
         return PaperTensor(card, each, block)
 
     return _mapped(wrapped, out)
@@ -231,7 +231,7 @@ def _launch(card: Card, call: _Call) -> None:
     actor.step()
     card.launches[call.name] += 1
     for each in call.on_card:
-        card.access(each.block, actor, write=id(each) in call.written, what=call.name)
+        card.access(each.block, each.raw, actor, write=id(each) in call.written, what=call.name)
     if call.name in MOVING and (call.on_host or call.leaves_card):
         _cross(card, call)
     elif call.name in WAITING or (call.name in INDEXING and any(each.dtype == torch.bool for each in _indices(call))):

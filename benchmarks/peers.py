@@ -1,7 +1,7 @@
 """Peers: this program, transformers and llama.cpp on the same weights, prompts and machine, in one run.
 
 usage: python benchmarks/peers.py [--model DIR --draft DIR] [--lengths 2048,8192,16384,30720] [--max-tokens 128]
-                                  [--turns 3] [--ways "ours, plain;llama.cpp"] [--peers-env DIR]
+                                  [--turns 3] [--ways "ours, plain;llama.cpp"] [--caches f16,bf16] [--peers-env DIR]
 
 All weights are bf16, prompts are the same token ids, texts are greedy, everybody has as many threads as torch takes,
 and each way is a process of its own, so that peak memory (files that it maps included) is its own: together they need
@@ -64,7 +64,7 @@ Document = dict[str, Any]
 @dataclass(frozen=True)
 class Case:
     """One prompt. files: GGUF by "target" and "draft"; python: that has the wheel, or why there is none; rows: where
-    llama.cpp leaves the rows of the prompt."""
+    llama.cpp leaves the rows of the prompt; caches: its types that are tried."""
 
     model: Path
     draft: Path | None
@@ -75,6 +75,7 @@ class Case:
     files: dict[str, Path]
     python: str | TriforceError
     rows: Path
+    caches: tuple[str, ...]
 
     def measure(self, peer: Peer, max_tokens: int = sys.maxsize) -> Document:
         """At most the case's own tokens."""
@@ -183,7 +184,7 @@ def ways_of(case: Case, names: list[str]) -> Iterator[Way]:
     """Those of `names`, by default all. llama.cpp's settings are tried when it is its turn to be made."""
     wanted = {way.name: way for way in simple_ways(case)}
     if any(name.startswith(LLAMA_CPP) for name in names or [LLAMA_CPP]):
-        wanted |= {way.name: way for way in llama_cpp_ways(case)}
+        wanted |= {way.name: way for way in llama_cpp_ways(case, lookups=not names or LLAMA_CPP_LOOKUPS in names)}
     wanted |= {name: Way(name, lambda: case.ours(False), absent=reason) for name, reason in ABSENT.items()}
     unknown = set(names) - wanted.keys()
     if unknown:
@@ -201,23 +202,23 @@ def simple_ways(case: Case) -> list[Way]:
     ]
 
 
-def llama_cpp_ways(case: Case) -> list[Way]:
-    """Plain with its best setting, whose process stays; then draft and lookups with the same."""
+def llama_cpp_ways(case: Case, *, lookups: bool) -> list[Way]:
+    """Plain with its best setting, whose process stays; then draft and lookups with the same. lookups: try them."""
     plain = Way(LLAMA_CPP, lambda: case.llama_cpp({}))
     setting: Document = {}
-    for cache, flash in itertools.product(("f16", "bf16"), (True, False)):
+    for cache, flash in itertools.product(case.caches, (True, False)):
         try_setting(case, plain, setting, {"cache": cache, "flash": flash})
     rows = rows_file(case, setting)
-    lookups = Way(LLAMA_CPP_LOOKUPS, lambda: case.llama_cpp(setting, lookup=lookups.setting, rows=rows), fresh=True)
-    lookups.absent = plain.absent
-    for lookup in LOOKUPS if not plain.absent else ():
-        lookups.tried.append({"lookup": lookup} | try_lookup(case, setting, lookup, rows))
-        say(f"  llama.cpp, {lookups.tried[-1]}")
-    timed = [tried for tried in lookups.tried if "ms" in tried]
-    lookups.setting = min(timed, key=lambda tried: tried["ms"])["lookup"] if timed else ""
+    n_grams = Way(LLAMA_CPP_LOOKUPS, lambda: case.llama_cpp(setting, lookup=n_grams.setting, rows=rows), fresh=True)
+    n_grams.absent = plain.absent
+    for lookup in LOOKUPS if lookups and not plain.absent else ():
+        n_grams.tried.append({"lookup": lookup} | try_lookup(case, setting, lookup, rows))
+        say(f"  llama.cpp, {n_grams.tried[-1]}")
+    timed = [tried for tried in n_grams.tried if "ms" in tried]
+    n_grams.setting = min(timed, key=lambda tried: tried["ms"])["lookup"] if timed else ""
     draft = Way("llama.cpp, draft", lambda: case.llama_cpp(setting, draft=True), setting=plain.setting)
     draft.absent = plain.absent
-    return [plain, draft, lookups]
+    return [plain, draft, n_grams]
 
 
 def try_setting(case: Case, way: Way, best: Document, setting: Document) -> None:
@@ -319,6 +320,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--ways", default="", help="names of rows, with ; between them (default: all)")
+    parser.add_argument("--caches", default="f16,bf16", help="llama.cpp's caches to try")
     parser.add_argument("--peers-env", default="", metavar="DIR")
     return parser.parse_args()
 
@@ -335,7 +337,8 @@ def main() -> None:
             prompt = texts.prompt(args.task, tokenizer, length)
             ends = frozenset(ModelConfig.from_folder(model).eos_token_ids)
             threads = torch.get_num_threads()
-            case = Case(model, draft, prompt, args.max_tokens, ends, threads, files, python, Path(rows))
+            caches = tuple(args.caches.split(","))
+            case = Case(model, draft, prompt, args.max_tokens, ends, threads, files, python, Path(rows), caches)
             found += measure(case, names, args.turns)
             for file in Path(rows).iterdir():
                 file.unlink()

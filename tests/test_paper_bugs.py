@@ -125,13 +125,6 @@ BUGS = [
     Bug("a prefill's tiles are taken by the next layer at once", RESIDENCE, "(free, *left,", "(*left,"),
     Bug("a prefill's tiles are taken while new rows leave them", RESIDENCE, "(free, *left,", "(free,"),
     Bug(
-        "a prefill's tiles are given back while new rows leave them",
-        RESIDENCE,
-        "        self._write_back.wait()\n        for full",
-        "        pass\n        for full",
-        reported=DROPPED,
-    ),
-    Bug(
         "an empty slot is written to at once",
         RESIDENCE, "        return _All(after)", "        return _All(())", "plain, kv streamed",
     ),

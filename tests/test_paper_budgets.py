@@ -1,0 +1,58 @@
+"""Launches and waits of the host in each kind of pass, counted on paper: budgets that may only go down.
+
+Of a model of two layers with torch's operators, its KV streamed. Counts do not depend on a model's width; they grow
+with layers and with the tiles that rows attend to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from models import save_pair
+from offload.engine import Engine
+from paper.engines import CASES, PROMPT, Pair, engine_on_paper, said
+
+CASE = CASES["draft, kv streamed"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Of one pass. launches: kernels and copies. waits: of the host for the card."""
+
+    launches: int
+    waits: int
+
+
+def _pass(level: str, num_rows: int) -> Callable[[Engine], object]:
+    return lambda engine: engine.levels[level].forward([1] * num_rows, num_rows)
+
+
+PASSES: dict[str, tuple[Callable[[Engine], object], Budget]] = {
+    "target, 1 row": (_pass("target", 1), Budget(431, 2)),
+    "target, 4 rows": (_pass("target", 4), Budget(431, 2)),
+    "retrieval, 1 row": (_pass("retrieval", 1), Budget(84, 2)),
+    "draft, 1 row": (_pass("draft", 1), Budget(90, 2)),
+    "refresh": (lambda engine: engine.worker.refresh(1), Budget(70, 11)),
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return save_pair(tmp_path_factory.mktemp("models"), context=256)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_keeps_its_budget(name: str, pair: Pair) -> None:
+    run, budget = PASSES[name]
+    with engine_on_paper(CASE, pair) as (engine, card):
+        said(engine, PROMPT)
+        engine.precompute(PROMPT)
+        launches, waits = card.launches.total(), card.syncs.total()
+        run(engine)
+        launches, waits = card.launches.total() - launches, card.syncs.total() - waits
+    assert card.problems == []
+    assert launches <= budget.launches
+    assert waits <= budget.waits

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from offload.cache.retrieval import RetrievalCache
 from offload.decode import generation
 from offload.decode.build import build_speculator
@@ -16,6 +18,7 @@ from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
 from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
 from offload.errors import DoesNotFit, ModelError, UsageError
+from offload.kernels.card import card
 from offload.kernels.native import OFF, kernels
 from offload.leader import load_worker
 from offload.metrics import HostStats, LevelStats, LinkStats, RankStats, Stats
@@ -49,8 +52,8 @@ class Step:
 def kernels_problem(device: str) -> str:
     """Why a pass on `device` runs on torch's operators though there should be kernels, "" where it is as it should be.
     Raises UsageError for a wrong TRIFORCE_KERNELS."""
-    found = kernels()
-    return "" if device != "cpu" or found.library is not None or found.reason == OFF else found.reason
+    reason = kernels().reason if device == "cpu" else card(torch.device(device)).reason
+    return "" if reason == OFF else reason
 
 
 def load_tokenizer(model: Path, draft: Path | None) -> Tokenizer:

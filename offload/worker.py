@@ -14,6 +14,7 @@ from offload.cache.selection import Selection
 from offload.cache.streaming import StreamingCache
 from offload.cache.tiles import TileShape
 from offload.errors import DoesNotFit
+from offload.kernels import card
 from offload.kernels.native import FEW_ROWS, Kernels, fitting
 from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
@@ -226,7 +227,7 @@ def full_cache(plan: Plan, config: ModelConfig, memory: Memory, link: Link | Non
         host_reads=HostReads(placement.host_bytes_per_second, group=config.num_heads // config.num_kv_heads),
         mass_chunk=composition.chunk if by_mass else None,
         fused_prefill=placement.fused_prefill,
-        kernels=_kernels(plan, config),
+        kernels=_attention_kernels(plan, config),
         keep_queries=composition.selection == "published",
     )
 
@@ -234,7 +235,7 @@ def full_cache(plan: Plan, config: ModelConfig, memory: Memory, link: Link | Non
 def _retrieval_cache(plan: Plan, config: ModelConfig, memory: Memory, full: FullCache) -> RetrievalCache:
     found = plan.composition
     rule = Selection(rule="published" if found.selection == "published" else "mass", reach=min(found.gamma, MAX_REACH))
-    kernels = _kernels(plan, config)
+    kernels = _attention_kernels(plan, config)
     return RetrievalCache(memory, full, budget=found.budget, chunk=found.chunk, selection=rule, kernels=kernels)
 
 
@@ -250,7 +251,7 @@ def _streaming_cache(plan: Plan, config: ModelConfig, memory: Memory) -> Streami
         sinks=composition.sinks,
         window=composition.window,
         slack=composition.gamma + composition.draft_gamma + 2 * plan.placement.rows,
-        kernels=_kernels(plan, config),
+        kernels=_attention_kernels(plan, config),
     )
 
 
@@ -270,6 +271,12 @@ def fast_sizes(plan: Plan, config: ModelConfig, blocks: Blocks) -> Blocks:
     if plan.request.device != "cpu" or _kernels(plan, config).library is not None:
         return blocks
     return fast_blocks(_shapes(plan, config), blocks, DTYPES[plan.request.dtype], torch.get_num_threads())
+
+
+def _attention_kernels(plan: Plan, config: ModelConfig) -> Kernels | card.Card:
+    """Those of the plan's device, for attention of few rows."""
+    device = torch.device(plan.request.device)
+    return _kernels(plan, config) if device.type == "cpu" else card.fitting(device, config.head_dim)
 
 
 def _kernels(plan: Plan, config: ModelConfig) -> Kernels:

@@ -17,6 +17,7 @@ from offload.bench import measure
 from offload.bench.measure import Copies
 from offload.errors import TriforceError
 from offload.kernels import native
+from offload.kernels.card import card
 from offload.plan import machine, nvml
 from offload.plan.hardware import Hardware, Rates, probe, rates_key
 from offload.plan.machine import Machine
@@ -290,9 +291,12 @@ def software() -> Software:
 
 
 def _attention() -> str:
-    """The name of the attention kernel that kernels/attention.py runs on this machine."""
-    fused = ", and torch's fused kernel for 16-bit prefill on GPUs that know bf16"
-    return f"torch products{fused if torch.cuda.is_available() else ''}"
+    """What attends on this machine: of few rows, on a GPU of many too."""
+    if not torch.cuda.is_available():
+        return "torch products"
+    found = card(torch.device("cuda"))
+    few = f"kernels by Triton {found.triton} for few rows" if found.usable else f"torch products ({found.reason})"
+    return f"{few}, and torch's fused kernel for 16-bit prefill on GPUs that know bf16"
 
 
 def _flash_attention() -> str | None:

@@ -14,10 +14,12 @@ from offload.cache.reader import RowReader
 from offload.cache.residence import PrefillTiles, Residence, StreamedTiles, WriteBack
 from offload.cache.tiles import TileShape, TileStore
 from offload.kernels.attention import fold
+from offload.kernels.card import Card
+from offload.kernels.decode_attention import DecodeAttention, decode_attention
 from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks
-from offload.kernels.spans import Rows, SpanAttention, one_run, span_tokens
+from offload.kernels.spans import Rows
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 from offload.transfer.pace import HostReads
@@ -32,7 +34,7 @@ class FullCache:
     while `record_mass` is set.
     num_resident, num_host: see `TileStore`; in phase "prefill" all tiles are attended to on the device. host_reads: of
     tiles that are attended to on the host. fused_prefill: phase "prefill" attends by torch's fused kernel. kernels: the
-    processor's, for phase "decode". keep_queries: False where `mean_key_scores` is not asked for.
+    device's own, for phase "decode". keep_queries: False where `mean_key_scores` is not asked for.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class FullCache:
         num_staging: int = 2,
         mass_chunk: int | None = None,
         fused_prefill: bool = True,
-        kernels: Kernels = NONE,
+        kernels: Kernels | Card = NONE,
         keep_queries: bool = True,
     ) -> None:
         self.shape, self.num_layers, self.rope, self.mass_chunk = shape, num_layers, rope, mass_chunk
@@ -72,10 +74,7 @@ class FullCache:
             }
         self.reader = RowReader(self.store, memory, link)
         self._fused_prefill = fused_prefill
-        self._span = span_tokens(shape.page_tokens)
-        self._spans: SpanAttention | None = None
-        if kernels.library is not None:
-            self._spans = SpanAttention(kernels, rope, dtype=shape.dtype, span=self._span, chunk=mass_chunk)
+        self._spans = decode_attention(kernels, rope, dtype=shape.dtype, page=shape.page_tokens, chunk=mass_chunk)
         self.record_mass = mass_chunk is not None  # from the next decode forward on
         self.keep_queries = keep_queries  # likewise
         self.length = 0
@@ -216,23 +215,23 @@ class FullCache:
             self._phase = None
         self._taken = [0] * self.num_layers
 
-    def _attend_spans(self, spans: SpanAttention, layer: int, rows: Rows) -> Tensor:
-        """By the processor's kernels, tile by tile as they come: every span has its own result until all are merged.
+    def _attend_spans(self, spans: DecodeAttention, layer: int, rows: Rows) -> Tensor:
+        """By the device's own kernels, tile by tile as they come: every span has its own result until all are merged.
 
         Tiles on the host come first: on a card they would take their time beside the others, and so they do in a
         rehearsal, since only `end_layer` waits for it."""
         start, stop = rows.index, rows.index + rows.q.shape[0]
         residence, tokens = self._residences["decode"], self.shape.tokens
-        spans.begin(rows, -(-stop // self._span), masses=self._recorded_chunk is not None)
+        spans.begin(rows, -(-stop // spans.span), masses=self._recorded_chunk is not None)
         for index in self.store.order(layer, self.shape.count(stop)):
             base = index * tokens
             tile = residence.open(layer, index)
             used = min(stop - base, tokens)
-            run = one_run(tile, first=base, tokens=used, slot=base // self._span, span=self._span)
+            run = spans.run(tile, first=base, tokens=used, slot=base // spans.span)
             if base + tokens > start:
-                spans.take_in(run, 1)
+                spans.take_in(run)
                 residence.wrote(layer, index, max(start - base, 0), used)
-            spans.attend(run, 1)
+            spans.attend(run)
             residence.close(layer, index)
         residence.end_layer()
         out, mass = spans.merge()

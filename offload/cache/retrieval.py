@@ -13,9 +13,11 @@ from offload.cache import Phase
 from offload.cache.full import FullCache
 from offload.cache.selection import Selection, Selector, choose
 from offload.kernels.attention import attend, count_up, fold, unfold
+from offload.kernels.card import Card
+from offload.kernels.decode_attention import DecodeAttention, decode_attention
 from offload.kernels.native import FEW_ROWS, NONE, Kernels
 from offload.kernels.rope import rotate
-from offload.kernels.spans import SPAN, Rows, SpanAttention, one_run
+from offload.kernels.spans import Rows
 from offload.plan.sizing import FETCH_BYTES, TAIL_TOKENS
 from offload.transfer.memory import Memory
 
@@ -37,12 +39,10 @@ class RetrievalCache:
         budget: int,
         chunk: int,
         selection: Selection,
-        kernels: Kernels = NONE,
+        kernels: Kernels | Card = NONE,
     ) -> None:
         self.full, self._memory = full, memory
-        self._spans: SpanAttention | None = None
-        if kernels.library is not None:
-            self._spans = SpanAttention(kernels, full.rope, dtype=full.shape.dtype, span=SPAN)
+        self._spans = decode_attention(kernels, full.rope, dtype=full.shape.dtype)
         self._allocate_for(budget, chunk)
         self.selector = selection.selector()
         self.chosen: Tensor | None = None  # bool [L, H_kv, C]
@@ -137,12 +137,12 @@ class RetrievalCache:
             self._hold(choose(self._scores(num_rows), self._num_slots) if self._tail_start else None)
         self._fetch_tail(length)
 
-    def _attend_spans(self, spans: SpanAttention, layer: int, rows: Rows) -> Tensor:
+    def _attend_spans(self, spans: DecodeAttention, layer: int, rows: Rows) -> Tensor:
         stop = rows.index + rows.q.shape[0]
-        run = one_run(self._buffer[layer], first=0, tokens=stop, slot=0, span=SPAN)
-        spans.begin(rows, -(-stop // SPAN))
-        spans.take_in(run, 1)
-        spans.attend(run, 1)
+        run = spans.run(self._buffer[layer], first=0, tokens=stop, slot=0)
+        spans.begin(rows, -(-stop // spans.span))
+        spans.take_in(run)
+        spans.attend(run)
         return spans.merge()[0]
 
     def _scores(self, num_rows: int) -> Tensor:

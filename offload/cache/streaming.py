@@ -9,9 +9,11 @@ from torch import Tensor
 
 from offload.cache import Phase
 from offload.kernels.attention import Part, attend, count_up, fold, merge, unfold
+from offload.kernels.card import Card
+from offload.kernels.decode_attention import DecodeAttention, decode_attention
 from offload.kernels.native import FEW_ROWS, NONE, Kernels
 from offload.kernels.rope import RopeTable, rotate
-from offload.kernels.spans import SPAN, Rows, SpanAttention, one_run
+from offload.kernels.spans import Rows
 from offload.transfer.memory import Memory
 
 
@@ -38,7 +40,7 @@ class StreamingCache:
         sinks: int,
         window: int,
         slack: int,
-        kernels: Kernels = NONE,
+        kernels: Kernels | Card = NONE,
     ) -> None:
         self.sinks, self.window, self._rope, self._memory = sinks, window, rope, memory
         self._num_slots = 2 * (window + slack)
@@ -47,9 +49,7 @@ class StreamingCache:
             (*shape, max(sinks, 1), head_dim), dtype, tier="device", purpose="draft cache"
         )
         self._rows = memory.allocate((*shape, self._num_slots, head_dim), dtype, tier="device", purpose="draft cache")
-        self._spans: SpanAttention | None = None
-        if kernels.library is not None:
-            self._spans = SpanAttention(kernels, rope, dtype=dtype, span=SPAN)
+        self._spans = decode_attention(kernels, rope, dtype=dtype)
         self.length = 0
         self._first = sinks  # absolute position of slot 0
         self._taken = [0] * num_layers
@@ -124,20 +124,20 @@ class StreamingCache:
     def nbytes(self) -> int:
         return self._rows.nbytes + self._sink_rows.nbytes
 
-    def _attend_spans(self, spans: SpanAttention, layer: int, rows: Rows) -> Tensor:
+    def _attend_spans(self, spans: DecodeAttention, layer: int, rows: Rows) -> Tensor:
         """The window's run, then that of the sinks, which have queries of their own."""
         stop = rows.index + rows.q.shape[0]
         held = max(stop - self._first, 0)
-        num_window, num_sinks = -(-held // SPAN), -(-min(self.sinks, stop) // SPAN)
-        window = one_run(self._rows[layer], first=self._first, tokens=held, slot=0, span=SPAN, windowed=True)
+        num_window, num_sinks = -(-held // spans.span), -(-min(self.sinks, stop) // spans.span)
+        window = spans.run(self._rows[layer], first=self._first, tokens=held, slot=0, windowed=True)
         spans.begin(rows, num_window + num_sinks, lasts=(stop, self.sinks + self.window - 1))
-        spans.take_in(window, 1)
-        spans.attend(window, 1)
+        spans.take_in(window)
+        spans.attend(window)
         if self.sinks:
             known = min(self.sinks, stop)
-            sinks = one_run(self._sink_rows[layer], first=0, tokens=known, slot=num_window, span=SPAN, query=1)
-            spans.take_in(sinks, 1)
-            spans.attend(sinks, 1)
+            sinks = spans.run(self._sink_rows[layer], first=0, tokens=known, slot=num_window, query=1)
+            spans.take_in(sinks)
+            spans.attend(sinks)
         return spans.merge()[0]
 
     def _rotate_for_sinks(self, q: Tensor, start: int) -> Tensor:

@@ -20,13 +20,8 @@ from offload.kernels.native import Kernels
 from offload.kernels.native.interface import DTYPES, Attention, Rotation, Run
 from offload.kernels.rope import RopeTable
 
-SPAN = 128  # tokens, where pages and chunks allow: what a thread takes at a time
+SPAN = 128  # tokens, where pages allow: what a thread takes at a time
 _FLOATS = 2  # of a partial result, beside its sum of values: the largest score and the sum of weights
-
-
-def span_tokens(page: int) -> int:
-    """Tokens of a span in pages of `page` tokens."""
-    return gcd(SPAN, page)
 
 
 def one_run(
@@ -68,7 +63,7 @@ class SpanAttention:
     ) -> None:
         """rope: rounded to `dtype`. span: tokens of the runs' spans; chunk: tokens of a chunk."""
         assert kernels.library is not None
-        self._library, self._dtype, self._rope, self._span = kernels.library, dtype, rope, span
+        self._library, self._dtype, self._rope, self.span = kernels.library, dtype, rope, span
         self._code = DTYPES[dtype]
         self._chunk, self._part = (
             chunk or 0,
@@ -85,11 +80,11 @@ class SpanAttention:
         library, a, lasts = self._library, self._attention, lasts or (rows.position + num_rows,)
         room = library.widened_room(self._code, dim) + _FLOATS
         folded = num_heads * num_rows
-        chunks = self._span // self._part if masses and self._chunk else 0
+        chunks = self.span // self._part if masses and self._chunk else 0
         self._queries = _at_least(self._queries, len(lasts) * folded * dim)
         self._partials = _at_least(self._partials, num_slots * folded * room)
         self._masses = _at_least(self._masses, num_slots * folded * chunks)
-        self._per_thread = library.scratch_room(dim, folded // num_kv_heads, self._span)
+        self._per_thread = library.scratch_room(dim, folded // num_kv_heads, self.span)
         self._scratch = _at_least(self._scratch, torch.get_num_threads() * self._per_thread)
         a.queries, a.partials = self._queries.data_ptr(), self._partials.data_ptr()
         a.masses = self._masses.data_ptr() if chunks else None
@@ -108,12 +103,18 @@ class SpanAttention:
         r.queries, r.k, r.last = None, rows.k.data_ptr(), rows.position + num_rows
         self._rows = rows
 
-    def take_in(self, runs: ctypes.Array[Run], count: int) -> None:
+    def run(
+        self, tensor: Tensor, *, first: int, tokens: int, slot: int, query: int = 0, windowed: bool = False
+    ) -> ctypes.Array[Run]:
+        """See `one_run`."""
+        return one_run(tensor, first=first, tokens=tokens, slot=slot, span=self.span, query=query, windowed=windowed)
+
+    def take_in(self, runs: ctypes.Array[Run], count: int = 1) -> None:
         """Write the rows' keys, rotated, and values to those of the first `count` runs that have room for them."""
         self._rotation.runs, self._rotation.count = ctypes.addressof(runs), count
         self._library.take_in_rows(self._code, ctypes.byref(self._rotation))
 
-    def attend(self, runs: ctypes.Array[Run], count: int) -> None:
+    def attend(self, runs: ctypes.Array[Run], count: int = 1) -> None:
         """Attend to the first `count` runs. Each slot comes once between `begin` and `merge`."""
         self._library.attend_runs(
             self._code, ctypes.byref(self._attention), runs, count, self._scratch.data_ptr(), self._per_thread,

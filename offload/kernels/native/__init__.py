@@ -45,7 +45,7 @@ _WIDEST_HEAD = 1024
 @cache
 def kernels() -> Kernels:
     """This process's kernels. Errors: UsageError if TRIFORCE_KERNELS is neither on nor off."""
-    if not _wanted(os.environ.get(VARIABLE, "")):
+    if not wanted(os.environ.get(VARIABLE, "")):
         return Kernels(reason=OFF)
     found = Kernels(reason="there are no kernels for this processor; they need Linux and AVX2 or 64-bit ARM")
     for name in instruction_sets(sys.platform, platform.machine(), torch.backends.cpu.get_cpu_capability(), _has_amx()):
@@ -103,7 +103,7 @@ def _has_amx() -> bool:
         return False
 
 
-def _wanted(value: str) -> bool:
+def wanted(value: str) -> bool:
     if value not in ("", "on", "off"):
         raise UsageError(f"{VARIABLE} is {value!r}; on and off are known")
     return value != "off"

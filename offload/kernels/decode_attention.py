@@ -1,0 +1,54 @@
+"""The choice of who attends for few rows: the processor's kernels, a card's, or neither."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from offload.kernels.card import Card
+from offload.kernels.native import Kernels
+from offload.kernels.rope import RopeTable
+from offload.kernels.spans import SPAN, Rows, SpanAttention
+
+
+class DecodeAttention(Protocol):
+    """One attention at a time: `begin`, `take_in` and `attend` as tiles come, then `merge`. See `SpanAttention`.
+
+    span: tokens of a span; a run's first slot is the number of spans before it.
+    """
+
+    @property
+    def span(self) -> int: ...
+
+    def run(
+        self, tensor: Tensor, *, first: int, tokens: int, slot: int, query: int = 0, windowed: bool = False
+    ) -> Any: ...
+
+    def begin(self, rows: Rows, num_slots: int, *, masses: bool = False, lasts: Sequence[int] = ()) -> None: ...
+
+    def take_in(self, run: Any) -> None: ...
+
+    def attend(self, run: Any) -> None: ...
+
+    def merge(self) -> tuple[Tensor, Tensor | None]: ...
+
+
+def decode_attention(
+    kernels: Kernels | Card, rope: RopeTable, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None
+) -> DecodeAttention | None:
+    """Attention by these kernels over pages of `page` tokens, None: over single pages of any length. None where there
+    are no kernels: torch's operators attend then. rope: rounded to `dtype`. chunk: tokens that a mass is of."""
+    if isinstance(kernels, Card):
+        if not kernels.usable:
+            return None
+        from offload.kernels.card import attention  # it imports Triton, which not every machine has
+
+        span = attention.SPAN if page is None else gcd(attention.SPAN, page)
+        return attention.CardAttention(rope, dtype=dtype, span=span, chunk=chunk)
+    if kernels.library is None:
+        return None
+    return SpanAttention(kernels, rope, dtype=dtype, span=SPAN if page is None else gcd(SPAN, page), chunk=chunk)

@@ -1,0 +1,313 @@
+"""The card's kernels in Triton's interpreter, on a CPU. test_card_kernels.py runs this with TRITON_INTERPRET=1, in a
+process of its own, since Triton decides on import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from offload.cache.full import FullCache
+from offload.cache.retrieval import RetrievalCache
+from offload.cache.selection import Selection
+from offload.cache.streaming import StreamingCache
+from offload.cache.tiles import TileShape
+from offload.errors import TriforceError
+from offload.kernels.card import Card, programs
+from offload.kernels.card.attention import ROWS, CardAttention, launch
+from offload.kernels.native import NONE, Kernels
+from offload.kernels.rope import RopeTable, rotate
+from offload.kernels.rows import Blocks
+from offload.kernels.spans import Rows
+from offload.transfer.memory import Memory
+
+# Against fp64 with the same rounded inputs: `out` is rounded to the dtype, the weights too before they meet the values.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+GARBAGE = 3e4
+KV_HEADS = 2
+
+
+def normal(*size: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def unmoving(dim: int, dtype: torch.dtype) -> RopeTable:
+    return RopeTable(torch.ones(4096, dim, dtype=dtype), torch.zeros(4096, dim, dtype=dtype))
+
+
+def turning(dim: int, dtype: torch.dtype) -> RopeTable:
+    angles = torch.arange(4096)[:, None] * torch.linspace(0.01, 1.0, dim // 2).repeat(2)
+    sign = torch.where(torch.arange(dim) < dim // 2, -1.0, 1.0)
+    return RopeTable(angles.cos().to(dtype), (angles.sin() * sign).to(dtype))
+
+
+@dataclass(frozen=True)
+class Held:
+    """Tokens `first` to `first` + `tokens` in pages [2, P, H_kv, S, D]."""
+
+    pages: Tensor
+    first: int
+    tokens: int
+    windowed: bool = False
+
+    def flat(self) -> Tensor:
+        """[2, H_kv, tokens, D] fp64"""
+        return self.pages.transpose(1, 2).flatten(2, 3)[:, :, : self.tokens].double()
+
+
+def hold(
+    *, page: int, pages: int, tokens: int, dim: int, dtype: torch.dtype, first: int = 0, windowed: bool = False
+) -> Held:
+    """Random keys and values, NaN past `tokens`, in a tile whose heads do not lie side by side."""
+    room = normal(2, pages, KV_HEADS, page + 16, dim, seed=first + 7, dtype=dtype)
+    tile = room[:, :, :, :page]
+    tile.transpose(1, 2)[:, :, torch.arange(pages * page).view(pages, page) >= tokens] = torch.nan
+    return Held(tile, first, tokens, windowed)
+
+
+def attended(
+    held: Sequence[Held], q: Tensor, index: int, *, span: int, chunk: int | None = None, window: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """Rows q [T, H, D] at `index` and on over `held`, one launch each."""
+    attention = CardAttention(unmoving(q.shape[2], q.dtype), dtype=q.dtype, span=span, chunk=chunk)
+    new = torch.zeros(len(q), KV_HEADS, q.shape[2], dtype=q.dtype)
+    counts = [-(-each.tokens // span) for each in held]
+    attention.begin(Rows(q, new, new, 0, index, window), sum(counts), masses=chunk is not None)
+    # Memory that a launch must write before it is merged.
+    for scratch in (attention._partials, attention._sums, attention._masses):
+        scratch.fill_(torch.nan)
+    slot = 0
+    for each, count in zip(held, counts, strict=True):
+        run = attention.run(
+            each.pages, first=each.first, tokens=each.tokens, slot=slot, windowed=each.windowed
+        )  # fmt: skip
+        attention.attend(run)
+        slot += count
+    return attention.merge()
+
+
+def in_fp64(held: Sequence[Held], q: Tensor, index: int, window: int = 0) -> tuple[Tensor, Tensor]:
+    """(out [T, H * D], weights [T, H_kv, tokens], summed over the query group)."""
+    keys, values = torch.cat([each.flat() for each in held], 2)
+    at = torch.cat([each.first + torch.arange(each.tokens) for each in held])
+    windowed = torch.cat([torch.full((each.tokens,), each.windowed) for each in held])
+    row = (index + torch.arange(len(q)))[:, None]
+    seen = (at <= row) & (~windowed | (at > row - window))
+    scores = torch.einsum("thgd,hnd->thgn", q.double().unflatten(1, (KV_HEADS, -1)), keys) / q.shape[2] ** 0.5
+    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+    return torch.einsum("thgn,hnd->thgd", weights, values).flatten(1), weights.sum(2)
+
+
+def by_chunk(weights: Tensor, chunk: int, num_chunks: int) -> Tensor:
+    padded = torch.nn.functional.pad(weights, (0, num_chunks * chunk - weights.shape[-1]))
+    return padded.unflatten(-1, (-1, chunk)).sum(-1)
+
+
+def assert_near(actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    assert_close(actual.double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(
+    ("group", "dim", "num_rows", "tokens"),
+    [(1, 64, 1, 128), (3, 48, 7, 150), (4, 128, 4, 65), (1, 32, 33, 190), (3, 256, 2, 77)],
+)
+def test_attention_and_masses_equal_fp64(dtype: torch.dtype, group: int, dim: int, num_rows: int, tokens: int) -> None:
+    """Whole and partial pages, rows that do not see the last ones, sizes that are no powers of two."""
+    held = [hold(page=64, pages=3, tokens=tokens, dim=dim, dtype=dtype)]
+    q = 2 * normal(num_rows, KV_HEADS * group, dim, seed=1)
+    out, mass = attended(held, q.to(dtype), tokens - num_rows, span=64, chunk=16)
+    wanted, weights = in_fp64(held, q.to(dtype), tokens - num_rows)
+    assert out.dtype == dtype
+    assert_near(out, wanted, dtype)
+    assert mass is not None
+    assert_close(mass.double(), by_chunk(weights, 16, mass.shape[-1]), atol=2e-6, rtol=2e-5)
+    assert_close(mass.sum(-1), torch.full_like(mass[..., 0], group), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 64, 128])
+def test_chunks_of_other_sizes_than_a_step(chunk: int) -> None:
+    """Longer ones than what a program takes at a time, too."""
+    held = [hold(page=128, pages=2, tokens=200, dim=32, dtype=torch.float32)]
+    q = normal(3, 6, 32, seed=2)
+    out, mass = attended(held, q, 197, span=128, chunk=chunk)
+    _, weights = in_fp64(held, q, 197)
+    assert mass is not None
+    assert mass.shape == (3, KV_HEADS, 256 // chunk)
+    assert_close(mass.double(), by_chunk(weights, chunk, mass.shape[-1]), atol=2e-6, rtol=2e-5)
+    assert torch.equal(out, attended(held, q, 197, span=128)[0])
+
+
+def test_tiles_in_any_place_and_a_page_of_any_length() -> None:
+    """A tile far from the start and one page that is no multiple of a span."""
+    first = hold(page=64, pages=2, tokens=128, dim=32, dtype=torch.float32)
+    last = hold(page=83, pages=1, tokens=70, dim=32, dtype=torch.float32, first=128)
+    q = normal(5, 8, 32, seed=3)
+    assert_near(attended([first, last], q, 193, span=64)[0], in_fp64([first, last], q, 193)[0], torch.float32)
+
+
+def test_many_spans_are_merged_a_few_at_a_time() -> None:
+    """More than the merge takes at once, with larger and larger scores; bits of rows alone and together."""
+    held = hold(page=64, pages=9, tokens=560, dim=32, dtype=torch.float32)
+    held.pages[0].mul_(torch.linspace(0.1, 3, 9 * 64).view(9, 1, 64, 1))
+    growing = held.flat()[0].abs().mean((0, 2))
+    assert growing[-50:].mean() > 5 * growing[:50].mean()
+    q = normal(20, 4, 32, seed=13)
+    out, mass = attended([held], q, 540, span=16, chunk=16)
+    wanted, weights = in_fp64([held], q, 540)
+    assert mass is not None
+    assert_near(out, wanted, torch.float32)
+    assert_close(mass.double(), by_chunk(weights, 16, mass.shape[-1]), atol=2e-6, rtol=2e-5)
+    early = attended([Held(held.pages, 0, 541)], q[:1], 540, span=16)[0]
+    assert torch.equal(early, out[:1])
+
+
+def test_a_window_ends_where_it_should() -> None:
+    """Beside a run without one, as sinks are."""
+    sinks = hold(page=16, pages=1, tokens=5, dim=32, dtype=torch.float32)
+    recent = hold(page=140, pages=1, tokens=130, dim=32, dtype=torch.float32, first=400, windowed=True)
+    q = normal(9, 4, 32, seed=4)
+    out, _ = attended([recent, sinks], q, 521, span=64, window=40)
+    assert_near(out, in_fp64([recent, sinks], q, 521, 40)[0], torch.float32)
+
+
+def test_scores_of_any_size_are_weighed_right() -> None:
+    """Softmax of large scores neither overflows nor loses the largest."""
+    held = [hold(page=64, pages=2, tokens=128, dim=32, dtype=torch.float32)]
+    q = 100 * normal(2, 2, 32, seed=5)
+    assert_near(attended(held, q, 126, span=64)[0], in_fp64(held, q, 126)[0], torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group", [1, 3])
+def test_a_rows_bits_are_those_of_the_row_alone(dtype: torch.dtype, group: int) -> None:
+    """Among 1 to 64 rows, wherever it is among them, whatever is hidden from it, masses too."""
+    most, tokens, dim = 64, 180, 32
+    held = hold(page=64, pages=3, tokens=tokens, dim=dim, dtype=dtype)
+    q = normal(most, KV_HEADS * group, dim, seed=6, dtype=dtype)
+    start = tokens - most
+    out, mass = attended([held], q, start, span=64, chunk=16)
+    assert mass is not None
+    for first, count in ((0, 1), (13, 1), (63, 1), (3, 2), (5, ROWS + 1), (20, 40)):
+        shorter = Held(held.pages.clone(), 0, start + first + count)
+        hidden = torch.arange(3 * 64).view(3, 64) >= shorter.tokens
+        shorter.pages.transpose(1, 2)[:, :, hidden] = torch.nan
+        some, some_mass = attended([shorter], q[first : first + count], start + first, span=64, chunk=16)
+        assert torch.equal(some.view(torch.int8), out[first : first + count].view(torch.int8))
+        assert some_mass is not None
+        assert torch.equal(some_mass, mass[first : first + count, :, : some_mass.shape[-1]])
+        assert not mass[first, :, some_mass.shape[-1] :].any()
+
+
+def test_what_is_hidden_changes_no_bit() -> None:
+    """Keys and values of rows behind a row, in its span and in later ones."""
+    held = hold(page=64, pages=3, tokens=192, dim=32, dtype=torch.float32)
+    q = normal(4, 4, 32, seed=7)
+    out, _ = attended([held], q, 70, span=64)
+    for value in (GARBAGE, -GARBAGE):
+        changed = held.pages.clone()
+        changed.transpose(1, 2)[:, :, torch.arange(192).view(3, 64) > 73] = value
+        assert torch.equal(attended([Held(changed, 0, 192)], q, 70, span=64)[0], out)
+        changed.transpose(1, 2)[:, :, torch.arange(192).view(3, 64) == 73] = value
+        last = attended([Held(changed, 0, 192)], q, 70, span=64)[0]
+        assert torch.equal(last[:3], out[:3])
+        assert not torch.equal(last[3], out[3])
+
+
+def test_the_order_of_launches_does_not_matter() -> None:
+    tiles = [hold(page=64, pages=2, tokens=128, dim=32, dtype=torch.float32, first=first) for first in (0, 128)]
+    q = normal(3, 4, 32, seed=8)
+    results = []
+    for order in ((0, 1), (1, 0)):
+        attention = CardAttention(unmoving(32, q.dtype), dtype=q.dtype, span=64)
+        attention.begin(Rows(q, q[:, :KV_HEADS], q[:, :KV_HEADS], 0, 250), 4)
+        for number in order:
+            held = tiles[number]
+            attention.attend(attention.run(held.pages, first=held.first, tokens=128, slot=2 * number))
+        results.append(attention.merge()[0])
+    assert torch.equal(*results)
+
+
+def test_rows_are_rotated_and_taken_in_where_they_belong() -> None:
+    """Across pages and past the end of a tile; nothing else in it changes."""
+    rope, q = turning(32, torch.float32), normal(9, 4, 32, seed=9)
+    k, v = normal(9, KV_HEADS, 32, seed=10), normal(9, KV_HEADS, 32, seed=11)
+    held = [hold(page=4, pages=2, tokens=8, dim=32, dtype=torch.float32, first=first) for first in (0, 8)]
+    before = [each.pages.clone() for each in held]
+    attention = CardAttention(rope, dtype=q.dtype, span=4)
+    attention.begin(Rows(q, k, v, position=103, index=3), 3)
+    for each in held:
+        attention.take_in(attention.run(each.pages, first=each.first, tokens=8, slot=0))
+    after = torch.cat([each.flat() for each in held], 2).float()
+    wanted = torch.cat([Held(pages, 0, 8).flat() for pages in before], 2).float()
+    wanted[0, :, 3:12] = rotate(k, *rope.rows(103, 112)).transpose(0, 1)
+    wanted[1, :, 3:12] = v.transpose(0, 1)
+    assert torch.equal(after, wanted)
+
+
+def test_queries_for_sinks_stop_at_their_last_position() -> None:
+    rope, q = turning(32, torch.float32), normal(6, 4, 32, seed=12)
+    attention = CardAttention(rope, dtype=q.dtype, span=64)
+    k = q[:, :KV_HEADS]
+    attention.begin(Rows(q, k, k, position=10, index=10), 1, lasts=(16, 12))
+    positions = (10 + torch.arange(6)).clamp(max=12)
+    assert torch.equal(attention._queries[0], rotate(q, *rope.rows(10, 16)))
+    assert torch.equal(attention._queries[1], rotate(q, rope.cos[positions], rope.sin[positions]))
+
+
+def caches(kernels: Kernels | Card) -> tuple[FullCache, StreamingCache]:
+    """One layer; tiles of 2 pages of 16 tokens, masses of chunks of 8."""
+    memory, rope = Memory(torch.device("cpu")), turning(32, torch.float32)
+    shape = TileShape(KV_HEADS, 32, 16, 2, torch.float32)
+    full = FullCache(memory, shape, num_layers=1, rope=rope, blocks=Blocks((1, 8, 12)), mass_chunk=8, kernels=kernels)
+    streaming = StreamingCache(
+        memory, num_layers=1, num_kv_heads=KV_HEADS, head_dim=32, dtype=torch.float32, rope=rope, sinks=3, window=9,
+        slack=12, kernels=kernels,
+    )  # fmt: skip
+    return full, streaming
+
+
+def fed(cache: FullCache | RetrievalCache | StreamingCache, first: int, count: int) -> Tensor:
+    q = normal(count, 6, 32, seed=first)
+    k, v = normal(2, count, KV_HEADS, 32, seed=first + 1)
+    cache.begin("decode", count)
+    out = cache.attend(0, q, k, v)
+    cache.advance(count)
+    return out
+
+
+def test_every_cache_attends_as_with_torchs_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over several tiles, past the window, and after a refresh, from chunks, tail and drafts."""
+    launched = []
+    attend = CardAttention.attend
+    monkeypatch.setattr(CardAttention, "attend", lambda self, run: (launched.append(run), attend(self, run)))
+    results = []
+    for kernels in (Card("interpreted"), NONE):
+        assert len(launched) == 0
+        found = []
+        full, streaming = caches(kernels)
+        for cache in (full, streaming):
+            found += [fed(cache, 0, 8), *(fed(cache, first, 12) for first in range(8, 68, 12)), fed(cache, 68, 1)]
+        mass = full.mass(1)
+        retrieval = RetrievalCache(
+            Memory(torch.device("cpu")), full, budget=24, chunk=8, selection=Selection(rule="mass", reach=2),
+            kernels=kernels,
+        )  # fmt: skip
+        retrieval.refresh(1)
+        found += [fed(retrieval, 69, 2), fed(retrieval, 71, 1)]
+        assert not mass[..., 10:].any()  # past 80 tokens' spans; torch's operators attend over whole tiles
+        results.append([*found, mass[..., :10]])
+        assert bool(launched) == isinstance(kernels, Card)
+        launched.clear()
+    for ours, theirs in zip(*results, strict=True):
+        assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_a_kernel_that_cannot_start_names_the_remedy() -> None:
+    with pytest.raises(TriforceError, match=r"kernel merge_spans does not run here .*TRIFORCE_KERNELS=off"):
+        launch(programs.merge_spans, (1, 1), ())

@@ -1,0 +1,182 @@
+"""The card's kernels without a card: run in Triton's interpreter, and compiled for the cards that they are for."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed: nothing of the card's kernels is tested")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from offload.bench.diagnosis import software  # noqa: E402
+from offload.engine import kernels_problem  # noqa: E402
+from offload.kernels.card import Card, card, fitting, programs  # noqa: E402
+from offload.kernels.card.attention import ROWS, SPAN, STAGES, Tiling  # noqa: E402
+from offload.kernels.native import VARIABLE  # noqa: E402
+
+CUDA = torch.device("cuda:0")
+ROOT = Path(__file__).resolve().parents[1]
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+CAPABILITIES = [89, 90]
+SHARED_BYTES = 99 * 2**10  # that a program may have on compute capability 8.9
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+
+
+def test_every_kernel_runs_in_the_interpreter() -> None:
+    """In a process of its own, as Triton decides on import whether it compiles."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/card_interpreted.py"]
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert re.search(r"\d\d passed", done.stdout), done.stdout
+
+
+@pytest.fixture
+def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """As far as `card` asks, this machine has one. What a process found is forgotten before and afterwards."""
+    card.cache_clear()
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    yield monkeypatch
+    monkeypatch.undo()
+    card.cache_clear()
+
+
+def test_a_card_has_kernels_and_they_are_named(on_a_card: pytest.MonkeyPatch) -> None:
+    assert card(CUDA) == fitting(CUDA, 128) == Card(triton.__version__)
+    assert kernels_problem("cuda") == ""
+    assert f"kernels by Triton {triton.__version__} for few rows, and torch's fused" in software().attention
+
+
+def test_the_reason_for_none_is_said(on_a_card: pytest.MonkeyPatch) -> None:
+    assert fitting(CUDA, 40).reason == "they know heads of 16, 32, ... 256 numbers, not of 40"
+    assert fitting(CUDA, 512).reason
+    for change, reason in (
+        (lambda: on_a_card.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5)), "capability 8.0"),
+        (lambda: on_a_card.setattr("offload.kernels.card.triton_version", lambda: None), "pip install triton"),
+        (lambda: on_a_card.setattr(torch.version, "cuda", None), "built without CUDA"),
+    ):
+        change()
+        card.cache_clear()
+        assert reason in card(CUDA).reason
+        assert kernels_problem("cuda") == card(torch.device("cuda")).reason
+        assert f"torch products ({card(CUDA).reason})" in software().attention
+
+
+def test_the_user_may_turn_them_off(on_a_card: pytest.MonkeyPatch) -> None:
+    on_a_card.setenv(VARIABLE, "off")
+    assert card(CUDA) == Card(reason="TRIFORCE_KERNELS is off")
+    assert not card(CUDA).usable
+    assert kernels_problem("cuda") == ""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    ptx: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+def compiled(
+    program: object,
+    capability: int,
+    pointers: Mapping[str, str],
+    constants: Mapping[str, object],
+    *,
+    warps: int = 4,
+    most: int | None = None,
+) -> Compiled:
+    """As the launch of it would be compiled: pointers and strides are multiples of 16."""
+    names: list[str] = program.arg_names  # type: ignore[attr-defined]
+    kinds = {"scale": "fp32"} | dict(pointers) | dict.fromkeys(constants, "constexpr")
+    aligned = [name for name in names if name in pointers or name.endswith("_stride")]
+    source = ASTSource(
+        fn=program,
+        signature={name: kinds.get(name, "i32") for name in names},
+        constexprs=dict(constants),
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": warps, "num_stages": STAGES} | ({} if most is None else {"maxnreg": most})
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return read(kernel.asm["ptx"], kernel.metadata.shared)
+
+
+def read(ptx: str, shared_bytes: int) -> Compiled:
+    """What the assembler says of it."""
+    target = re.search(r"\.target (\w+)", ptx)
+    assert target is not None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ptx")
+        path.write_text(ptx)
+        command = [str(PTXAS), "-v", "--gpu-name", target[1], str(path), "-o", f"{path}.cubin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    used, spilled = re.search(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill", said)
+    assert used is not None
+    assert len(spilled) == 2, said  # stores and loads
+    return Compiled(ptx, int(used[1]), sum(map(int, spilled)), shared_bytes)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    ("dtype", "dim", "group", "chunk", "window"),
+    [
+        ("bf16", 128, 1, 32, 0),
+        ("bf16", 128, 4, 8, 0),
+        ("bf16", 128, 1, 0, 256),
+        ("bf16", 64, 1, 32, 0),
+        ("bf16", 256, 3, 32, 0),
+        ("fp16", 80, 1, 16, 0),
+        ("fp32", 128, 1, 32, 0),
+        ("fp32", 256, 1, 16, 0),
+    ],
+)
+def test_attention_compiles_to_wide_loads_and_spills_nothing(
+    capability: int, dtype: str, dim: int, group: int, chunk: int, window: int
+) -> None:
+    tiling = Tiling(dim, ITEMSIZE[dtype])
+    shape = {"DIM": dim, "DIM_PADDED": tiling.padded, "ROWS": ROWS, "STEP": tiling.step, "SPAN": SPAN, "GROUP": group}
+    rest = {"WINDOW": window, "SPANS_OF_PAGE": 1, "CHUNK": min(chunk, tiling.step), "WIDEN": False}
+    pointers = dict.fromkeys(("queries", "keys", "values"), f"*{dtype}")
+    pointers |= dict.fromkeys(("partials", "sums", "masses"), "*fp32")
+    found = compiled(programs.attend_spans, capability, pointers, shape | rest, warps=tiling.warps)
+    assert found.spilled_bytes == 0
+    assert found.registers <= (192 if tiling.itemsize == 2 else 255)
+    assert found.shared_bytes <= min(SHARED_BYTES, 56 * 2**10)
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", found.ptx)
+    assert copies
+    assert {int(num_bytes, 0) for num_bytes in copies} == {16}  # keys and values go past the registers
+    assert ("mma.sync" in found.ptx or "wgmma" in found.ptx) == (tiling.itemsize == 2)
+    assert "tf32" not in found.ptx
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_merges_compile_to_wide_loads_and_spill_nothing(capability: int) -> None:
+    pointers = {"partials": "*fp32", "sums": "*fp32", "out": "*bf16", "totals": "*fp32"}
+    constants = {"GROUP": 1, "DIM": 128, "DIM_PADDED": 128, "SLOTS": 16}
+    merged = compiled(programs.merge_spans, capability, pointers, constants)
+    pointers = {"masses": "*fp32", "totals": "*fp32", "joined": "*fp32"}
+    joined = compiled(programs.join_masses, capability, pointers, {"GROUP": 4, "COLUMNS": 256})
+    assert merged.spilled_bytes == joined.spilled_bytes == 0
+    assert merged.registers <= 96
+    assert joined.registers <= 64
+    assert "ld.global.v4" in merged.ptx or "cp.async.cg" in merged.ptx
+
+
+def test_spills_are_noticed() -> None:
+    pointers = {"partials": "*fp32", "sums": "*fp32", "out": "*bf16", "totals": "*fp32"}
+    constants = {"GROUP": 1, "DIM": 128, "DIM_PADDED": 128, "SLOTS": 64}
+    assert compiled(programs.merge_spans, 89, pointers, constants, warps=1, most=32).spilled_bytes > 0

@@ -250,13 +250,14 @@ def test_rows_are_rotated_and_taken_in_where_they_belong() -> None:
     assert torch.equal(after, wanted)
 
 
-def test_queries_for_sinks_stop_at_their_last_position() -> None:
+@pytest.mark.parametrize("first", [10, 40])
+def test_queries_for_sinks_stop_at_their_last_position(first: int) -> None:
     rope, q = turning(32, torch.float32), normal(6, 4, 32, seed=12)
     attention = CardAttention(rope, dtype=q.dtype, span=64)
     k = q[:, :KV_HEADS]
-    attention.begin(Rows(q, k, k, position=10, index=10), 1, lasts=(16, 12))
-    positions = (10 + torch.arange(6)).clamp(max=12)
-    assert torch.equal(attention._queries[0], rotate(q, *rope.rows(10, 16)))
+    attention.begin(Rows(q, k, k, position=first, index=first), 1, lasts=(first + 6, 12))
+    positions = (first + torch.arange(6)).clamp(max=12)
+    assert torch.equal(attention._queries[0], rotate(q, *rope.rows(first, first + 6)))
     assert torch.equal(attention._queries[1], rotate(q, rope.cos[positions], rope.sin[positions]))
 
 

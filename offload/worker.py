@@ -27,6 +27,7 @@ from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.plan.sizing import CPU_BLOCKS, MAX_ROWS
 from offload.session.page import PagedRows
+from offload.transfer.arena import Arena
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 from offload.transfer.pace import HostReads
@@ -52,7 +53,7 @@ class Worker:
         self._blocks = blocks or fast_sizes(plan, parts.target.config, equal_sizes(plan, parts.target.config))
         self.levels: dict[str, Level] = {}
         self.retrieval: RetrievalCache | None = None
-        self._caches: list[FullCache | RetrievalCache | StreamingCache] = []
+        self._caches: list[Arena | FullCache | RetrievalCache | StreamingCache] = []
         try:
             self._make_levels()
             self._reserve()
@@ -124,7 +125,8 @@ class Worker:
     def prefill(self, tokens: Sequence[int], on_tokens: Callable[[int], None]) -> None:
         """Append `tokens` to the full cache; the levels below see what they need of them later. Broken off, it appends
         nothing. `on_tokens` is called with how many are done."""
-        prefill(self.target, self.full, tokens, prefill_block=self.plan.placement.prefill_block, on_tokens=on_tokens)
+        block = self.plan.placement.prefill_block
+        prefill(self.target, self.full, tokens, prefill_block=block, on_tokens=on_tokens, arena=self.full.arena)
 
     def record_mass(self, wanted: bool) -> None:
         """From the target's next pass on, record the masses that chunks are chosen by, or no longer."""
@@ -154,7 +156,7 @@ class Worker:
 
     def release(self) -> None:
         """Give the caches' memory back; they are not used again."""
-        for cache in self._caches:
+        for cache in reversed(self._caches):
             cache.release()
         self._caches.clear()
 
@@ -167,11 +169,13 @@ class Worker:
 
     def _make_levels(self) -> None:
         plan = self.plan
-        self.full = full_cache(plan, self.target.config, self.memory, self.link, self._blocks)
+        arena = Arena(self.memory, plan.placement.device_bytes["arena"])
+        self._caches.append(arena)
+        self.full = full_cache(plan, self.target.config, self.memory, self.link, self._blocks, arena)
         self._caches.append(self.full)
         self.levels["target"] = self._level("target", self.full, self._blocks)
         if "retrieval" in plan.composition.levels:
-            self.retrieval = _retrieval_cache(plan, self.target.config, self.memory, self.full)
+            self.retrieval = _retrieval_cache(plan, self.target.config, self.full)
             self._caches.append(self.retrieval)
             self.levels["retrieval"] = self._level("retrieval", self.retrieval, None)
         draft = self.parts.decoders.get("draft")
@@ -209,7 +213,9 @@ def stats_of_rank(rank: int, worker: Worker, sum_seconds: float) -> RankStats:
     )
 
 
-def full_cache(plan: Plan, config: ModelConfig, memory: Memory, link: Link | None, blocks: Blocks) -> FullCache:
+def full_cache(
+    plan: Plan, config: ModelConfig, memory: Memory, link: Link | None, blocks: Blocks, arena: Arena | None = None
+) -> FullCache:
     """The cache of the plan's target, or of a shard of it."""
     composition, placement = plan.composition, plan.placement
     pages = placement.tile_tokens // placement.page_tokens
@@ -229,14 +235,15 @@ def full_cache(plan: Plan, config: ModelConfig, memory: Memory, link: Link | Non
         fused_prefill=placement.fused_prefill,
         kernels=_attention_kernels(plan, config),
         keep_queries=composition.selection == "published",
+        arena=arena,
     )
 
 
-def _retrieval_cache(plan: Plan, config: ModelConfig, memory: Memory, full: FullCache) -> RetrievalCache:
+def _retrieval_cache(plan: Plan, config: ModelConfig, full: FullCache) -> RetrievalCache:
     found = plan.composition
     rule = Selection(rule="published" if found.selection == "published" else "mass", reach=min(found.gamma, MAX_REACH))
     kernels = _attention_kernels(plan, config)
-    return RetrievalCache(memory, full, budget=found.budget, chunk=found.chunk, selection=rule, kernels=kernels)
+    return RetrievalCache(full, budget=found.budget, chunk=found.chunk, selection=rule, kernels=kernels)
 
 
 def _streaming_cache(plan: Plan, config: ModelConfig, memory: Memory) -> StreamingCache:

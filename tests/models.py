@@ -291,7 +291,6 @@ def streaming_cache(decoder: Decoder, sizes: Sizes) -> StreamingCache:
 
 def retrieval_cache(full: FullCache, sizes: Sizes, kernels: Kernels = NONE) -> RetrievalCache:
     return RetrievalCache(
-        Memory(torch.device("cpu")),
         full,
         budget=sizes.budget,
         chunk=sizes.chunk,

@@ -183,7 +183,7 @@ def test_acceptance_compares_rules_on_the_same_texts_and_trees_reads_it(run: Run
 def test_the_gpu_benchmark_rehearses_on_a_cpu(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A widened model, decoding under a cap that makes it stream and on chip, bits, and transformers beside it."""
     out = tmp_path / "gpu.json"
-    args = ("--device", "cpu", "--like", "tiny", "--lengths", "600", "--max-tokens", "6", "--device-memory", "0.0685")
+    args = ("--device", "cpu", "--like", "tiny", "--lengths", "600", "--max-tokens", "6", "--device-memory", "0.066")
     monkeypatch.setattr("offload.bench.checks.MODELS", {})  # they have tests of their own
     _, table = run("gpu.py", *args, "--work", str(tmp_path), "--out", str(out))
     found = json.loads(out.read_text())

@@ -174,8 +174,7 @@ def make_streaming(tape: Tape, *, sinks: int = SINKS, window: int = WINDOW, slac
 
 def make_retrieval(full: FullCache, *, budget: int, rule: Rule = "mass", reach: int = 4) -> RetrievalCache:
     selection = Selection(rule=rule, reach=reach)
-    memory = Memory(torch.device("cpu"))
-    return RetrievalCache(memory, full, budget=budget, chunk=CHUNK, selection=selection, kernels=KERNELS)
+    return RetrievalCache(full, budget=budget, chunk=CHUNK, selection=selection, kernels=KERNELS)
 
 
 def refreshed(tape: Tape, history: Sequence[int], *, budget: int, rule: Rule = "mass") -> Driver:
@@ -676,11 +675,11 @@ def assert_holds_exactly(cache: RetrievalCache, full: FullCache, *, budget: int)
                 assert 0 in chunks
                 assert sorted(slots) == list(range(num_chosen))
                 for chunk, slot in zip(chunks, slots, strict=True):
-                    held = cache._buffer[layer, :, head, slot * CHUNK : (slot + 1) * CHUNK]
+                    held = cache._held[layer, :, head, slot * CHUNK : (slot + 1) * CHUNK]
                     assert torch.equal(held, rows[layer, :, head, chunk * CHUNK : (chunk + 1) * CHUNK])
     assert cache._num_filled == num_chosen
     start = num_chosen * CHUNK
-    tail = cache._buffer[:, :, :, start : start + full.length - cache._tail_start]
+    tail = cache._held[:, :, :, start : start + full.length - cache._tail_start]
     assert torch.equal(tail, rows[:, :, :, cache._tail_start :])
 
 
@@ -744,6 +743,34 @@ def test_a_refresh_holds_exactly_the_chosen_chunks_and_the_tail(
             retrieval.refresh(min(kept, count))
             inner.history = list(target.history)
             assert_holds_exactly(retrieval, full, budget=budget)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("drafted", [0, 5])
+def test_what_a_prefill_took_the_place_of_is_fetched_again_to_the_same_slots(streams: bool, drafted: int) -> None:
+    """Rows that were drafted into the tail are pending again."""
+    tape, budget = Tape(), 4 * CHUNK
+    link = LateLink(late_in=True, late_out=True) if streams else None
+    full = make_full(tape, link=link, mass=True)
+    retrieval = make_retrieval(full, budget=budget)
+    target, inner = Driver(full, tape, padding=ROWS), Driver(retrieval, tape)
+    target.extend([0] * 20)
+    retrieval.refresh(20)
+    target.extend([1] * 7)
+    retrieval.refresh(7)
+    inner.history = list(target.history)
+    if drafted:
+        inner.extend([2] * drafted)
+    slots, before = retrieval._slot_of, retrieval._held[..., : 4 * CHUNK + 27 % CHUNK, :].clone()
+    target.extend([0] * 11, phase="prefill", blocks=4)
+    assert retrieval.length == 27
+    retrieval.begin("decode", 1)
+    assert retrieval._slot_of is slots
+    assert torch.equal(retrieval._held[..., : 4 * CHUNK + 27 % CHUNK, :], before)
+    target.extend([1] * 3)
+    retrieval.refresh(3)
+    inner.history = list(target.history)
+    assert_holds_exactly(retrieval, full, budget=budget)
 
 
 def test_a_published_selection_stays_while_its_tail_outgrows_its_room() -> None:

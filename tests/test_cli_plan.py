@@ -106,7 +106,8 @@ def test_the_report_names_tiers_residency_levels_and_predictions(plan: Plan) -> 
     assert (done.returncode, done.stderr) == (0, "")
     for part in (
         "13b, 120,000 tokens (256 of them new), fp16, on 2 x RTX 4090", "typical rates", "rank 0", "rank 1",
-        "40 of 40 layers", "3 of 600 tiles of 8,192 tokens", "draft -> retrieval -> target", "without speculation",
+        "40 of 40 layers", "6 of 600 tiles of 8,192 tokens", "prefill, then retrieved chunks",
+        "draft -> retrieval -> target", "without speculation",
         "tokens a full pass", "sums over the ranks",
     ):  # fmt: skip
         assert part in done.stdout

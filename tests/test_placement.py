@@ -19,7 +19,7 @@ MODELS = Path(__file__).resolve().parents[1] / "triforce_cli" / "models"
 TARGET, DRAFT = MODELS / "demo-target", MODELS / "demo-draft"
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 # Not in the ledger at the end of a run.
-TEMPORARY = {"hidden rows", "workspace", "selection", "prefill tiles", "fetched chunks", "rope tables", "reserve"}
+TEMPORARY = {"workspace", "selection", "fetched chunks", "rope tables", "reserve"}
 PROMPT = [7 + i * i % 3900 for i in range(1100)]
 
 

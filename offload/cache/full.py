@@ -20,6 +20,7 @@ from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
+from offload.transfer.arena import Arena
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 from offload.transfer.pace import HostReads
@@ -34,7 +35,8 @@ class FullCache:
     while `record_mass` is set.
     num_resident, num_host: see `TileStore`; in phase "prefill" all tiles are attended to on the device. host_reads: of
     tiles that are attended to on the host. fused_prefill: phase "prefill" attends by torch's fused kernel. kernels: the
-    device's own, for phase "decode". keep_queries: False where `mean_key_scores` is not asked for.
+    device's own, for phase "decode". keep_queries: False where `mean_key_scores` is not asked for. arena: phase
+    "prefill" has its turn of it, from `begin` to the next user's.
     """
 
     def __init__(
@@ -54,11 +56,13 @@ class FullCache:
         fused_prefill: bool = True,
         kernels: Kernels | Card = NONE,
         keep_queries: bool = True,
+        arena: Arena | None = None,
     ) -> None:
         self.shape, self.num_layers, self.rope, self.mass_chunk = shape, num_layers, rope, mass_chunk
         self._block_sizes = blocks
         self.store = TileStore(memory, shape, num_layers, None if link is None else num_resident, num_host)
         self.host_reads = host_reads or HostReads()
+        self.arena = arena or Arena(memory)
         resident = Residence(self.store)
         self._residences: dict[Phase, Residence] = {"prefill": resident, "decode": resident}
         self._write_back: WriteBack | None = None
@@ -69,7 +73,7 @@ class FullCache:
             ]
             self._write_back = WriteBack(self.store, link)
             self._residences = {
-                "prefill": PrefillTiles(self.store, link, memory, self._write_back),
+                "prefill": PrefillTiles(self.store, link, self.arena, self._write_back),
                 "decode": StreamedTiles(self.store, link, staging, self._write_back, self.host_reads),
             }
         self.reader = RowReader(self.store, memory, link)
@@ -91,6 +95,8 @@ class FullCache:
     def begin(self, phase: Phase, num_rows: int) -> None:
         """A forward of `num_rows` rows starts."""
         self._end()
+        if phase == "prefill":
+            self.arena.begin(self._end)
         self._phase = phase
         for other in self._residences.keys() - {phase}:
             self._residences[other].forget()

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from offload.cache.tiles import TileStore
+from offload.transfer.arena import Arena
 from offload.transfer.link import Event, Link
-from offload.transfer.memory import Memory
 from offload.transfer.pace import HostReads
 
 
@@ -187,9 +187,9 @@ class PrefillTiles(Residence):
     Each row crosses the link once, to its home, behind the computation; tiles that had tokens before come over once.
     """
 
-    def __init__(self, store: TileStore, link: Link, memory: Memory, write_back: WriteBack) -> None:
+    def __init__(self, store: TileStore, link: Link, arena: Arena, write_back: WriteBack) -> None:
         super().__init__(store)
-        self._link, self._memory, self._write_back = link, memory, write_back
+        self._link, self._arena, self._write_back = link, arena, write_back
         self._tiles: list[Tensor] = []
         self._full: dict[int, Event] = {}
         self._unsent: dict[int, tuple[int, int]] = {}  # tile index -> rows written and not yet sent home
@@ -201,8 +201,7 @@ class PrefillTiles(Residence):
         shape = self._store.shape
         fewest = min(self._store.num_resident(layer) for layer in range(self._store.num_layers))
         for _ in range(len(self._tiles), shape.count(length + num_rows) - fewest):
-            block = self._memory.allocate(shape.shape, shape.dtype, tier="device", purpose="prefill tiles")
-            self._tiles.append(block)
+            self._tiles.append(self._arena.take(shape.shape, shape.dtype))
         self._num_tiles = shape.count(length + num_rows)
         self._length, self._layer = length, -1
 
@@ -224,14 +223,14 @@ class PrefillTiles(Residence):
             self._send(index)
 
     def end(self) -> None:
-        """Send the last layer home and give the device memory back."""
+        """Send the last layer home. Returns when no copy of the device memory is under way."""
         self._leave()
         self._write_back.wait()
         for full in self._full.values():
             full.wait()
         self._full.clear()
         for tile in self._tiles:
-            self._memory.released(tile, tier="device", purpose="prefill tiles")
+            self._arena.put_back(tile)
         self._tiles.clear()
 
     def _tile(self, index: int) -> Tensor:

@@ -6,6 +6,8 @@ the exact rows after the last whole chunk. Only rows drafted since are its own, 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,6 @@ from offload.kernels.native import FEW_ROWS, NONE, Kernels
 from offload.kernels.rope import rotate
 from offload.kernels.spans import Rows
 from offload.plan.sizing import FETCH_BYTES, TAIL_TOKENS
-from offload.transfer.memory import Memory
 
 
 class RetrievalCache:
@@ -29,11 +30,9 @@ class RetrievalCache:
     """
 
     _room: int
-    _buffer: Tensor
 
     def __init__(
         self,
-        memory: Memory,
         full: FullCache,
         *,
         budget: int,
@@ -41,9 +40,10 @@ class RetrievalCache:
         selection: Selection,
         kernels: Kernels | Card = NONE,
     ) -> None:
-        self.full, self._memory = full, memory
+        self.full = full
         self._spans = decode_attention(kernels, full.rope, dtype=full.shape.dtype)
-        self._allocate_for(budget, chunk)
+        self._resize(budget, chunk)
+        self._buffer: Tensor | None = None  # None: before the first pass, and where a prefill took its place
         self.selector = selection.selector()
         self.chosen: Tensor | None = None  # bool [L, H_kv, C]
         self._slot_of: Tensor | None = None  # int [L, H_kv, C], where chosen
@@ -58,8 +58,8 @@ class RetrievalCache:
         """Hold nothing; from the next refresh on, what `selector` chooses. For benchmarks, which compare selectors."""
         self.truncate(0)
         self._drop()
-        self._memory.released(self._buffer, tier="device", purpose="retrieval cache")
-        self._allocate_for(budget, chunk)
+        self._buffer = None
+        self._resize(budget, chunk)
         self.selector = selector
         selector.forget()
 
@@ -70,6 +70,7 @@ class RetrievalCache:
 
     def begin(self, phase: Phase, num_rows: int) -> None:
         self._taken = [0] * self.full.num_layers
+        self._open()
         self._reserve(self.length + num_rows - self._tail_start)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -80,12 +81,12 @@ class RetrievalCache:
         if self._spans is not None and num_rows <= FEW_ROWS:
             return self._attend_spans(self._spans, layer, Rows(q, k, v, position=start, index=at))
         table = self.full.rope.rows(start, start + num_rows)
-        self._buffer[layer, 0, :, at : at + num_rows] = rotate(k, *table).transpose(0, 1)
-        self._buffer[layer, 1, :, at : at + num_rows] = v.transpose(0, 1)
+        self._held[layer, 0, :, at : at + num_rows] = rotate(k, *table).transpose(0, 1)
+        self._held[layer, 1, :, at : at + num_rows] = v.transpose(0, 1)
         query = fold(rotate(q, *table), k.shape[1])
         # All slots, the empty ones hidden: a slice of the buffer would be copied by the matrix product, every pass.
         visible = count_up(at + 1, num_rows, query)
-        keys, values = self._buffer[layer, :, None]
+        keys, values = self._held[layer, :, None]
         return unfold(attend(query, keys, values, visible).out, num_rows).to(q.dtype)
 
     def advance(self, num_tokens: int) -> None:
@@ -103,12 +104,12 @@ class RetrievalCache:
         self._exact = min(self._exact, length)
 
     def release(self) -> None:
-        """Give its memory back; the cache is not used again."""
+        """The cache is not used again."""
         self.truncate(0)
-        self._memory.released(self._buffer, tier="device", purpose="retrieval cache")
+        self._buffer = None
 
     def nbytes(self) -> int:
-        return self._buffer.nbytes
+        return math.prod(self._size) * self.full.shape.dtype.itemsize
 
     def prepare(self, num_rows: int, *, wanted: bool) -> bool:
         """After a verification whose first `num_rows` rows stay: refresh, if that is wanted and possible. Returns
@@ -130,6 +131,7 @@ class RetrievalCache:
         The full cache has been truncated to the verified tokens; this cache then has exactly these.
         """
         self.full.wait_home()
+        self._open()
         length = self.full.length
         if self.selector.selects_anew or self.chosen is None:
             self._tail_start = length // self.chunk * self.chunk
@@ -139,7 +141,7 @@ class RetrievalCache:
 
     def _attend_spans(self, spans: DecodeAttention, layer: int, rows: Rows) -> Tensor:
         stop = rows.index + rows.q.shape[0]
-        run = spans.run(self._buffer[layer], first=0, tokens=stop, slot=0)
+        run = spans.run(self._held[layer], first=0, tokens=stop, slot=0)
         spans.begin(rows, -(-stop // spans.span))
         spans.take_in(run)
         spans.attend(run)
@@ -181,7 +183,7 @@ class RetrievalCache:
     def _fetch_chunks(self, layers: Tensor, heads: Tensor, chunks: Tensor, slots: Tensor) -> None:
         """A part at a time, so that what is on its way never takes much room."""
         self.num_fetched += layers.numel()
-        most = max(FETCH_BYTES // (2 * self.chunk * self._buffer.shape[4] * self._buffer.itemsize), 1)
+        most = max(FETCH_BYTES // (2 * self.chunk * self._held.shape[4] * self._held.itemsize), 1)
         for part in zip(*(index.split(most) for index in (layers, heads, chunks, slots)), strict=True):
             self._fetch_part(*part)
 
@@ -189,37 +191,64 @@ class RetrievalCache:
         if not layers.numel():
             return
         order, rows = self.full.reader.chunks(layers, heads, chunks, self.chunk)
-        per_head = self._buffer.shape[3] // self.chunk
-        at = (layers * 2 * self._buffer.shape[2] + heads) * per_head + slots
-        runs = self._buffer.view(-1, self.chunk * self._buffer.shape[4])
+        _, _, num_heads, num_slots, head_dim = self._held.shape
+        per_head = num_slots // self.chunk
+        at = (layers * 2 * num_heads + heads) * per_head + slots
+        runs = self._held.view(-1, self.chunk * head_dim)
         for kind in range(2):  # keys, then values: all heads further
-            runs.index_copy_(0, at[order] + kind * self._buffer.shape[2] * per_head, rows[kind])
+            runs.index_copy_(0, at[order] + kind * num_heads * per_head, rows[kind])
 
     def _fetch_tail(self, length: int) -> None:
         """Exact rows for the tail: what the drafts left there was computed from a part of the cache."""
         self._reserve(length - self._tail_start)
         at = self._num_filled * self.chunk - self._tail_start
-        self._buffer[:, :, :, at + self._exact : at + length] = self.full.reader.tokens(self._exact, length)
+        self._held[:, :, :, at + self._exact : at + length] = self.full.reader.tokens(self._exact, length)
         self.length = self._exact = length
+
+    @property
+    def _held(self) -> Tensor:
+        """[L, 2, H_kv, chosen | tail, D]."""
+        assert self._buffer is not None
+        return self._buffer
+
+    def _open(self) -> None:
+        """Have the buffer. Where a prefill took its place, fetch what was in it to the same slots: the full cache has
+        the same rows still."""
+        if self._buffer is not None:
+            return
+        full = self.full
+        full.arena.begin(self._give_up)
+        self._buffer = full.arena.take(self._size, full.shape.dtype)
+        if self.chosen is not None and self._slot_of is not None:
+            full.wait_home()
+            layers, heads, chunks = self.chosen.nonzero(as_tuple=True)
+            self._fetch_chunks(layers, heads, chunks, self._slot_of[layers, heads, chunks])
+        known, self._exact = self._exact, self._tail_start
+        if known > self._tail_start:
+            self._fetch_tail(known)
+
+    def _give_up(self) -> None:
+        """The bytes are somebody else's now. Rows that were drafted into the tail are in no other place: they are
+        pending again."""
+        self.length, self._buffer = self._exact, None
 
     def _reserve(self, tail: int) -> None:
         if tail <= self._room:
             return
-        old = self._buffer
+        old = self._held
         self._room = -(-tail // self._room_step) * self._room_step
-        self._buffer = self._allocate()
+        self._buffer = self.full.arena.take(self._size, old.dtype)
         self._buffer[:, :, :, : old.shape[3]] = old
-        self._memory.released(old, tier="device", purpose="retrieval cache")
+        self.full.arena.put_back(old)
 
-    def _allocate_for(self, budget: int, chunk: int) -> None:
+    def _resize(self, budget: int, chunk: int) -> None:
         self.budget, self.chunk = budget, chunk
         self._num_slots = budget // chunk
         self._room_step = max(TAIL_TOKENS, chunk)  # whole chunks: then all of the buffer is
         self._room = self._room_step
-        self._buffer = self._allocate()
 
-    def _allocate(self) -> Tensor:
+    @property
+    def _size(self) -> tuple[int, ...]:
         shape = self.full.shape
         length = self._num_slots * self.chunk + self._room
-        size = (self.full.num_layers, 2, shape.num_kv_heads, length, shape.head_dim)
-        return self._memory.allocate(size, shape.dtype, tier="device", purpose="retrieval cache")
+        return (self.full.num_layers, 2, shape.num_kv_heads, length, shape.head_dim)

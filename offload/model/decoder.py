@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from offload.cache import Cache
 from offload.kernels.native import FEW_ROWS, NONE, Kernels
@@ -60,6 +60,7 @@ class Decoder:
         prefill_block: int | None = None,
         blocks: Sequence[int] | None = None,
         on_rows: Callable[[int], None] = lambda num_rows: None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Run the segments' tokens through all layers, filling their caches -> hidden rows [T, hidden], model dtype.
 
@@ -69,15 +70,15 @@ class Decoder:
         (`T` is their sum), so that a row's bits do not depend on how many others there are; None: as prefill_block
         gives them.
         `on_rows` is called with each block's number of rows after each layer. With several ranks a prefill can be
-        broken off between two blocks, another forward ends on all of them. Peak memory: T hidden rows and one block's
-        intermediates.
+        broken off between two blocks, another forward ends on all of them.
+        rows: where to have the hidden rows. Peak memory: T of them and one block's intermediates.
         """
         tokens = segments[0].tokens if len(segments) == 1 else torch.cat([each.tokens for each in segments])
         if blocks is not None and len(tokens) != sum(blocks):
             raise ValueError(f"{len(tokens)} rows are not blocks of {blocks}")
         if self._few is not None and prefill_block is None and (blocks is not None or len(tokens) <= FEW_ROWS):
             return self._forward_few(self._few, tokens, segments, blocks)
-        x = embedding(tokens, self.weights.embedding)
+        x = torch.index_select(self.weights.embedding, 0, tokens, out=rows)
         with self._due(x, blocks, self.config.num_layers) if prefill_block is None else nullcontext():
             for layer, weights in enumerate(self.weights.layers):
                 for start in range(0, x.shape[0], prefill_block or x.shape[0]):

@@ -13,6 +13,7 @@ from offload.cache.streaming import StreamingCache
 from offload.kernels.rows import Blocks
 from offload.metrics import LevelStats
 from offload.model.decoder import Decoder, Segment
+from offload.transfer.arena import Arena
 from offload.transfer.link import Link
 
 # Called after a forward with the rows before it, the rows after it and the logits of the last ones.
@@ -158,11 +159,18 @@ class StreamingLevel(Level):
 
 
 def prefill(
-    decoder: Decoder, cache: Cache, tokens: Sequence[int], *, prefill_block: int, on_tokens: Callable[[int], None]
+    decoder: Decoder,
+    cache: Cache,
+    tokens: Sequence[int],
+    *,
+    prefill_block: int,
+    on_tokens: Callable[[int], None],
+    arena: Arena | None = None,
 ) -> None:
     """Fill `cache` with `tokens` (none: nothing happens), layer by layer, in blocks of `prefill_block` rows. No logits.
 
     `on_tokens` is called with the number of tokens done, counting a block in one layer as its share of the layers.
+    arena: where the hidden rows are, of which the cache has the turn in phase "prefill".
     """
     if not tokens:
         return
@@ -176,6 +184,8 @@ def prefill(
     with torch.inference_mode():
         cache.begin("prefill", len(tokens))
         segment = Segment(cache, torch.tensor(tokens, dtype=torch.long, device=decoder.device))
-        decoder.forward([segment], prefill_block=prefill_block, on_rows=count)
+        size, dtype = (len(tokens), decoder.config.hidden_size), decoder.weights.embedding.dtype
+        rows = None if arena is None else arena.take(size, dtype)
+        decoder.forward([segment], prefill_block=prefill_block, on_rows=count, rows=rows)
         cache.advance(len(tokens))
         decoder.finish()

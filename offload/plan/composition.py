@@ -15,6 +15,7 @@ DRAFT_LONGEST = 15  # the same for one pass of the retrieval level
 LEAST_BUDGET = 512
 _SHARES = (32, 16, 8, 4, 2)  # budgets are these parts of the capacity
 _CHUNKS = (16, 32)
+_STEPS = 8  # budgets of an octave that are weighed beside one of these
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,21 @@ def compositions(options: Options, capacity: int, *, with_draft: bool) -> Iterat
         )
 
 
+def finer(found: Composition, options: Options, capacity: int) -> Iterator[Composition]:
+    """`found` with the budgets up to an octave below and above it, and drafts as long as `options` leave open."""
+    if not found.budget or options.budget is not None:
+        return
+    for gamma in _lengths(options):
+        for step in range(1 - _STEPS, _STEPS):
+            budget = min(round(found.budget * 2 ** (step / _STEPS)), capacity) // found.chunk * found.chunk
+            if budget >= min(LEAST_BUDGET, found.budget) and (gamma, budget) != (found.gamma, found.budget):
+                yield replace(found, gamma=gamma, budget=budget)
+
+
+def _lengths(options: Options) -> tuple[int, ...]:
+    return LONGEST if options.gamma is None else (options.gamma,)
+
+
 def _candidates(options: Options, capacity: int, with_draft: bool) -> Iterator[Composition]:
     if not options.speculation or options.gamma == 0:
         yield PLAIN
@@ -71,7 +87,7 @@ def _candidates(options: Options, capacity: int, with_draft: bool) -> Iterator[C
     if with_draft and options.draft_gamma != 0:
         drafts = [True] if options.draft_gamma else [True, False]
     draft_gamma = DRAFT_LONGEST if options.draft_gamma is None else options.draft_gamma
-    for gamma in LONGEST if options.gamma is None else (options.gamma,):
+    for gamma in _lengths(options):
         for draft in drafts:
             base = Composition(gamma=gamma, draft=draft, lookup=options.lookup)
             below = draft_gamma if draft or options.lookup else 0

@@ -106,7 +106,8 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
             sizes["weight staging"] = NUM_STAGING * layer
         if "kv" in offload:
             sizes["kv staging"] = NUM_STAGING * tile
-            sizes["prefill tiles"] = (count - tiles // num_layers) * tile
+        moved = count - tiles // num_layers if "kv" in offload else 0
+        sizes["arena"] = sizing.arena_bytes(capacity, composition, moved)
         sizes["kv cache"] = tiles * tile
         return {name: size for name, size in sizes.items() if size}
 

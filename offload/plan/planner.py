@@ -6,12 +6,12 @@ the same text. Nothing is measured here: times of passes were, before the first 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
 from offload.errors import DoesNotFit, UsageError
-from offload.plan.composition import Composition, compositions
+from offload.plan.composition import Composition, compositions, finer
 from offload.plan.config import ModelConfig
 from offload.plan.cost import Cost
 from offload.plan.hardware import Hardware
@@ -144,26 +144,45 @@ def _choose(sizing: Sizing, capacity: int, times: Times) -> tuple[Cost, Cost]:
 
     A retrieval level is planned if it is predicted to be not much slower: draft and lookups propose to the target
     directly, too, and the proposer that suits a text is found while it is generated. An unused level costs only memory.
+    On a GPU, where a budget takes the place of layers and tiles, more of them are weighed beside the planned one.
     """
-    placed, smallest = _placed(sizing, capacity, times)
-    if not placed:
-        return smallest, smallest
-    fitting = [shared(cost) for cost in placed]
+    costs = _placed(
+        sizing, capacity, compositions(sizing.options, capacity, with_draft=sizing.draft is not None), times
+    )
+    fitting = [shared(cost) for cost in _fitting(costs)]
+    if not fitting:
+        return _smallest(costs), _smallest(costs)
+    planned, best = _fastest(fitting)
+    if sizing.hardware.is_cpu:
+        return planned, best
+    near = _placed(sizing, capacity, finer(planned.composition, sizing.options, capacity), times)
+    return _fastest([*fitting, *_fitting(near)])
+
+
+def _fastest(fitting: Sequence[Cost]) -> tuple[Cost, Cost]:
+    """(the one to plan, the one that is predicted to be the fastest)."""
     best = min(fitting, key=lambda cost: (cost.per_token, cost.composition.budget))
     retrieving = [cost for cost in fitting if _may_retrieve(cost, best)]
-    if sizing.options.gamma is not None or not retrieving:
+    if best.sizing.options.gamma is not None or not retrieving:
         return best, best
     return min(retrieving, key=lambda cost: cost.per_drafted_token), best
 
 
-def _placed(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> tuple[list[Cost], Cost]:
-    """(the compositions that fit, the smallest of all), placed and not yet priced."""
-    costs = [
-        Cost(sizing, place(sizing, capacity, composition), capacity, composition, times)
-        for composition in compositions(sizing.options, capacity, with_draft=sizing.draft is not None)
-    ]
-    fitting = [cost for cost in costs if shortage(sizing, cost.placement) is None]
-    return fitting, min(costs, key=lambda cost: cost.placement.total_device_bytes + cost.placement.total_host_bytes)
+def _candidates(sizing: Sizing, capacity: int) -> Iterator[Composition]:
+    return compositions(sizing.options, capacity, with_draft=sizing.draft is not None)
+
+
+def _placed(sizing: Sizing, capacity: int, found: Iterable[Composition], times: Times = UNKNOWN) -> list[Cost]:
+    """Compositions in their placements, not yet priced."""
+    return [Cost(sizing, place(sizing, capacity, each), capacity, each, times) for each in found]
+
+
+def _fitting(costs: Iterable[Cost]) -> list[Cost]:
+    return [cost for cost in costs if shortage(cost.sizing, cost.placement) is None]
+
+
+def _smallest(costs: Iterable[Cost]) -> Cost:
+    return min(costs, key=lambda cost: cost.placement.total_device_bytes + cost.placement.total_host_bytes)
 
 
 def _may_retrieve(cost: Cost, best: Cost) -> bool:
@@ -255,5 +274,5 @@ def _check_memory(sizing: Sizing, capacity: int, num_prompt_tokens: int) -> None
 
 def _shortage(sizing: Sizing, capacity: int) -> str | None:
     """The memory that is short for `capacity` tokens; None: they fit."""
-    fitting, smallest = _placed(sizing, capacity)
-    return None if fitting else shortage(sizing, smallest.placement)
+    costs = _placed(sizing, capacity, _candidates(sizing, capacity))
+    return None if _fitting(costs) else shortage(sizing, _smallest(costs).placement)

@@ -120,12 +120,10 @@ class Sizing:
         other one, which has neither head nor draft."""
         sizes = {
             "target embeddings": self.embedding_bytes - (0 if first else self.head_bytes),
-            "hidden rows": capacity * self.target.hidden_size * self.itemsize,
             "rope tables": 2 * (capacity + MAX_ROWS) * self.target.head_dim * self.itemsize,
             "workspace": self._workspace(capacity, composition.gamma if first else None),
         }
         if composition.budget:
-            sizes["retrieval cache"] = self._retrieval_bytes(composition)
             sizes["selection"] = self._selection_bytes(capacity, composition)
             sizes["fetched chunks"] = 2 * self.fetched_bytes(composition)  # as they come, and in their order
         if first and composition.draft and self.draft is not None:
@@ -136,6 +134,13 @@ class Sizing:
         if not self.hardware.is_cpu:
             sizes["reserve"] = _GPU_RESERVE
         return sizes
+
+    def arena_bytes(self, capacity: int, composition: Composition, prefill_tiles: int) -> int:
+        """Bytes that a prefill has for its hidden rows and for `prefill_tiles` tiles of a layer, and then the retrieval
+        cache."""
+        rows = capacity * self.target.hidden_size * self.itemsize
+        retrieved = self._retrieval_bytes(composition) if composition.budget else 0
+        return max(rows + prefill_tiles * self.tile_bytes(capacity), retrieved)
 
     def fetched_bytes(self, composition: Composition) -> int:
         """The most bytes that one fetch of chunks moves, on each device and for it on the host."""

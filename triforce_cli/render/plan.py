@@ -143,7 +143,9 @@ def _residency(planned: Planned) -> dict[str, str]:
     plan, num_layers = planned.plan, planned.request.target.num_layers
     tiles = num_layers * -(-plan.request.capacity // plan.placement.tile_tokens)
     here = min(plan.placement.resident_tiles, tiles)
+    arena = "prefill, then retrieved chunks" if plan.composition.budget else "prefill"
     return {
+        "arena": arena,
         "target layers": f"{plan.placement.resident_layers} of {num_layers} layers",
         "kv cache": f"{here} of {tiles} tiles of {plan.placement.tile_tokens:,} tokens",
     }

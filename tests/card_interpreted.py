@@ -295,10 +295,7 @@ def test_every_cache_attends_as_with_torchs_operators(monkeypatch: pytest.Monkey
         for cache in (full, streaming):
             found += [fed(cache, 0, 8), *(fed(cache, first, 12) for first in range(8, 68, 12)), fed(cache, 68, 1)]
         mass = full.mass(1)
-        retrieval = RetrievalCache(
-            Memory(torch.device("cpu")), full, budget=24, chunk=8, selection=Selection(rule="mass", reach=2),
-            kernels=kernels,
-        )  # fmt: skip
+        retrieval = RetrievalCache(full, budget=24, chunk=8, selection=Selection(rule="mass", reach=2), kernels=kernels)
         retrieval.refresh(1)
         found += [fed(retrieval, 69, 2), fed(retrieval, 71, 1)]
         assert not mass[..., 10:].any()  # past 80 tokens' spans; torch's operators attend over whole tiles

@@ -66,7 +66,10 @@ def test_the_reason_for_none_is_said(on_a_card: pytest.MonkeyPatch) -> None:
     assert fitting(CUDA, 512).reason
     for change, reason in (
         (lambda: on_a_card.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5)), "capability 8.0"),
-        (lambda: on_a_card.setattr("offload.kernels.card.triton_version", lambda: None), "pip install triton"),
+        (
+            lambda: on_a_card.setattr("offload.kernels.card.installed_version", lambda package: None),
+            "pip install triton",
+        ),
         (lambda: on_a_card.setattr(torch.version, "cuda", None), "built without CUDA"),
     ):
         change()

@@ -555,7 +555,7 @@ class TestDiagnosis:
     def test_finds_a_flash_attention_without_importing_it(self, tmp_path, monkeypatch):
         written(tmp_path, **{"flash_attn__module.py": ""}).joinpath("flash_attn", "__init__.py").write_text("1 / 0")
         monkeypatch.syspath_prepend(tmp_path)
-        assert roof._flash_attention() == "of unknown version"
+        assert roof.software().flash_attn == "of unknown version"
         assert "flash_attn" not in sys.modules
 
     @pytest.mark.parametrize(("diagnosis", "flops"), [(LAPTOP, 300e9), (BOX, 900e9)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -284,7 +283,7 @@ def software() -> Software:
         torch_cuda=torch.version.cuda,
         transformers=importlib.metadata.version("transformers"),
         attention=_attention(),
-        flash_attn=_flash_attention(),
+        flash_attn=machine.installed_version("flash_attn"),
         kernels=compiled.instruction_set or None,
         kernels_problem=compiled.reason,
     )
@@ -297,13 +296,3 @@ def _attention() -> str:
     found = card(torch.device("cuda"))
     few = f"kernels by Triton {found.triton} for few rows" if found.usable else f"torch products ({found.reason})"
     return f"{few}, and torch's fused kernel for 16-bit prefill on GPUs that know bf16"
-
-
-def _flash_attention() -> str | None:
-    """The version that could be imported; it is not."""
-    if importlib.util.find_spec("flash_attn") is None:
-        return None
-    try:
-        return importlib.metadata.version("flash_attn")
-    except importlib.metadata.PackageNotFoundError:  # a checkout on the path
-        return "of unknown version"

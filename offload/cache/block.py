@@ -37,16 +37,15 @@ class Block:
             return
         page = tile.shape[3]
         used = min(-(-(self._last + 1 - base) // page), tile.shape[1])
-        start = min((self.first + 1 - base) // page, used) if fused else 0
-        if start > 0:
-            self._add(attend_whole_pages(self.query, tile[0, :start], tile[1, :start]))
+        whole = max(min((self.first + 1 - base) // page, used), 0) if fused else 0
+        if whole:
+            self._add(attend_whole_pages(self.query, tile[0, :whole], tile[1, :whole]))
         visible = self._visible(tile, base)
-        joined = fused and not tile.is_cuda
-        step = used if joined else PREFILL_PAGES
-        for at in range(max(start, 0), used, step):
+        rest, step = (attend_joined, used) if fused and not tile.is_cuda else (attend, PREFILL_PAGES)
+        for at in range(whole, used, step):
             some = slice(at, min(at + step, used))
             seen = None if visible is None else visible - at * page
-            self._add((attend_joined if joined else attend)(self.query, tile[0, some], tile[1, some], seen))
+            self._add(rest(self.query, tile[0, some], tile[1, some], seen))
 
     def attended(self) -> Tensor:
         """[count, H * D] fp32."""

@@ -146,9 +146,7 @@ def _choose(sizing: Sizing, capacity: int, times: Times) -> tuple[Cost, Cost]:
     directly, too, and the proposer that suits a text is found while it is generated. An unused level costs only memory.
     On a GPU, where a budget takes the place of layers and tiles, more of them are weighed beside the planned one.
     """
-    costs = _placed(
-        sizing, capacity, compositions(sizing.options, capacity, with_draft=sizing.draft is not None), times
-    )
+    costs = _placed(sizing, capacity, _candidates(sizing, capacity), times)
     fitting = [shared(cost) for cost in _fitting(costs)]
     if not fitting:
         return _smallest(costs), _smallest(costs)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +9,7 @@ from functools import cache
 import torch
 
 from offload.kernels.native import OFF, VARIABLE, wanted
+from offload.plan.machine import installed_version
 
 _NEWEST_WITHOUT = (7, 5)  # compute capability: bf16 products and copies past the registers came after it
 _WIDEST_HEAD = 256
@@ -38,7 +37,7 @@ def card(device: torch.device) -> Card:
         return Card(reason=f"they are for CUDA devices, not for {device.type}")
     if torch.version.cuda is None:
         return Card(reason="torch was built without CUDA")
-    if (version := triton_version()) is None:
+    if (version := installed_version("triton")) is None:
         return Card(reason="triton is not installed; pip install triton")
     if torch.cuda.get_device_capability(device) <= _NEWEST_WITHOUT:
         return Card(reason="they need a GPU of compute capability 8.0 or later")
@@ -50,13 +49,3 @@ def fitting(device: torch.device, head_dim: int) -> Card:
     if not _NARROWEST_HEAD <= head_dim <= _WIDEST_HEAD or head_dim % 16:
         return Card(reason=f"they know heads of 16, 32, ... 256 numbers, not of {head_dim}")
     return card(device)
-
-
-def triton_version() -> str | None:
-    """The version of triton that could be imported; it is not."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:  # a checkout on the path
-        return "of unknown version"

@@ -1,7 +1,8 @@
 """Measures the seconds of a model's passes on this CPU, over made-up weights of its shapes: see `PassTimes`.
 
-As many layers are made as leave the processor's caches, none of which a pass uses twice: a small model is measured
-whole, a large one by a layer or two. It takes well under a second.
+As many layers are made as leave the processor's caches, none of which a pass uses twice: a large model is measured by
+a layer or two, and its runs take turns, so that none finds its memory in these caches. A small model is measured whole,
+in runs that follow each other as passes do. It takes less than a second.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from offload.transfer.weights import LayerLayout, Linear, ResidentLayers, Weight
 
 LAYER_BYTES = 32 * 2**20  # of weights, as far as a model has so many
 CACHE_BYTES = 128 * 2**20  # of keys and values: more than the processor's caches hold
+NEAR_BYTES = 32 * 2**20  # of keys and values that they keep beside a small model's weights
 MAX_TOKENS = 16384
 MASS_ROWS, MASS_CHUNK = 8, 16
 PREFILL_FLOPS = 2e10  # of the products of a measured prefill
@@ -106,6 +108,9 @@ class _Trial:
         per_token = config.kv_bytes_per_token(item) // config.num_layers
         most = min(config.context_limit - 2 * ROWS[-1], MAX_TOKENS)
         self._num_tokens = _between(1, CACHE_BYTES // (self._num_layers * per_token), most)
+        self._is_whole = self._num_layers == config.num_layers
+        near = NEAR_BYTES // (self._num_layers * per_token) if self._is_whole else self._num_tokens
+        self._num_near = _between(1, near, self._num_tokens)
         self._weights = _made_up(config, dtype, self._num_layers, self._vocab_size)
         self._cache = self._full_cache(dtype)
         self._prefill_rows = _between(64, int(PREFILL_FLOPS / (2 * config.layer_matrix_elements())), 512)
@@ -113,13 +118,19 @@ class _Trial:
 
     def times(self) -> PassTimes | None:
         points = {**self._passes(), **self._logits_and_draws(), **self._prefills()}
+        if self._is_whole:  # runs of a kind follow each other, the one of a single row comes last
+            points = dict(sorted(points.items(), key=lambda point: (point[0][0], -point[0][1])))
         if (taken := _least_seconds(points, self._limit)) is None:
             return None
 
         def of(part: str) -> list[float]:
             return [taken[part, rows] for rows in ROWS]
 
-        attended = [(long - short) / self._num_tokens for long, short in zip(of("long"), of("short"), strict=True)]
+        def attended(part: str, num_tokens: int) -> tuple[float, ...]:
+            """Seconds of one layer and each of `num_tokens` tokens."""
+            more = [much - least for much, least in zip(of(part), of("short"), strict=True)]
+            return _rising([seconds / (self._num_layers * num_tokens) for seconds in more])
+
         left_out = self._config.vocab_size / self._vocab_size - 1
         fixed = [sum(each) for each in zip(of("fixed"), (left_out * s for s in of("logits")), of("draw"), strict=True)]
         layers = [short - fixed for short, fixed in zip(of("short"), of("fixed"), strict=True)]
@@ -127,10 +138,15 @@ class _Trial:
         masses = max(taken["masses", MASS_ROWS] - taken["long", MASS_ROWS], 0.0)
         rows, before = self._prefill_rows, self._prefill_before
         pair = max((taken["prefill", before] - taken["prefill", 0]) / (rows * before), _LEAST)
+        token = attended("long", self._num_tokens)
+        near_token = tuple(map(min, attended("near", self._num_near), token))
         return PassTimes(
             fixed=_rising(fixed),
             layer=_rising([seconds / self._num_layers for seconds in layers]),
-            token=_rising([seconds / self._num_layers for seconds in attended]),
+            token=token,
+            near_token=near_token,
+            num_tokens=self._num_tokens,
+            num_near=self._num_near,
             mass_share=min(masses / kept, 1.0),
             prefill_row=max(taken["prefill", 0] / rows - pair * rows / 2, _LEAST),
             prefill_pair=pair,
@@ -138,7 +154,7 @@ class _Trial:
         )
 
     def _passes(self) -> dict[Point, Run]:
-        """With logits of all rows: of no layer, of all over an empty cache, and over a full one."""
+        """With logits of all rows: of no layer, of all over an empty cache, over some tokens, and over a full one."""
         none, whole = self._with_layers(0), self._with_layers(self._num_layers)
 
         def run(level: Level, rows: int, num_tokens: int, masses: bool = False) -> None:
@@ -150,6 +166,7 @@ class _Trial:
         for rows in ROWS:
             points["fixed", rows] = partial(run, none, rows, 0)
             points["short", rows] = partial(run, whole, rows, 0)
+            points["near", rows] = partial(run, whole, rows, self._num_near)
             points["long", rows] = partial(run, whole, rows, self._num_tokens)
         return points
 

@@ -68,6 +68,14 @@ class TestTheCurve:
         assert layer(20) == pytest.approx(5e-3)
         assert layer(96) == pytest.approx(24e-3)
 
+    def test_fewer_tokens_than_the_processors_caches_keep_cost_less_each(self) -> None:
+        times = replace(PASS_TIMES, token=(4e-7,) * 7, near_token=(1e-7,) * 7, num_near=1000, num_tokens=3000)
+
+        def token(num_tokens: int) -> float:
+            return (times.seconds(1, num_tokens, 1) - times.seconds(1, 0, 1)) / num_tokens
+
+        assert [token(n) for n in (10, 1000, 2000, 3000, 9000)] == pytest.approx([1e-7, 1e-7, 2.5e-7, 4e-7, 4e-7])
+
     def test_never_falls_with_more_rows_or_tokens(self) -> None:
         for times in (PASS_TIMES, estimated(TARGET, 2, TWO_CORES)):
             by_rows = [times.seconds(8, 1000, rows) for rows in range(1, 200)]
@@ -124,6 +132,7 @@ class TestTheFile:
         "damage",
         [
             {"layer": [1e-3] * 6}, {"layer": 1e-3}, {"token": [1e-7] * 6 + ["x"]}, {"fixed": [0.0] * 7},
+            {"near_token": [1e-7] * 6}, {"num_near": -1}, {"num_tokens": 2.5}, {"num_tokens": None},
             {"fixed": [True] * 7}, {"fixed": [1e300] * 7}, {"prefill_row": None}, {"prefill_pair": -1.0},
             {"mass_share": -0.1}, {"mass_share": None}, {"kernels": ""}, {"kernels": 3},
         ],

@@ -22,6 +22,8 @@ _SHAPES = (
     *("qkv_bias", "o_bias", "mlp_bias", "qk_norm"),
 )
 
+_CURVES = ("fixed", "layer", "token", "near_token")
+
 _PASS_SECONDS = 3e-4  # Python of a pass outside its layers, the draw and the check of what was drafted
 _LAYER_SECONDS = 6e-5  # calls of one layer
 _WEIGHT_ROW = 0.05  # of the seconds of reading the weights, what each further row adds
@@ -35,14 +37,18 @@ class PassTimes:
     """Seconds of the parts of a pass, each for so many rows as `ROWS` says.
 
     fixed: outside the layers: embedding, logits, draw, Python. layer: of one layer, all but its attention to cached
-    tokens. token: of one layer, of the attention to each cached token. mass_share: of the seconds of attention, what
-    keeping its masses adds. prefill_row: of one layer and each row of a prefill; prefill_pair: of one layer and each
-    pair of a row and a token that it sees. kernels: those that ran; "" for times that were not measured.
+    tokens. token: of one layer, of the attention to each of `num_tokens` cached tokens and more; near_token: to each of
+    `num_near` and fewer, which the processor's caches keep from one pass to the next. mass_share: of the seconds of
+    attention, what keeping its masses adds. prefill_row: of one layer and each row of a prefill; prefill_pair: of one
+    layer and each pair of a row and a token that it sees. kernels: those that ran; "" for times that were not measured.
     """
 
     fixed: tuple[float, ...]
     layer: tuple[float, ...]
     token: tuple[float, ...]
+    near_token: tuple[float, ...]
+    num_tokens: int
+    num_near: int
     mass_share: float
     prefill_row: float
     prefill_pair: float
@@ -50,8 +56,14 @@ class PassTimes:
 
     def seconds(self, num_layers: int, num_tokens: int, rows: int, *, masses: bool = False) -> float:
         """Of a pass of `rows` rows over `num_tokens` cached tokens in each of `num_layers` layers."""
-        attended = num_tokens * _at(self.token, rows) * (1.0 + self.mass_share * masses)
+        attended = num_tokens * self._token(num_tokens, rows) * (1.0 + self.mass_share * masses)
         return _at(self.fixed, rows) + num_layers * (_at(self.layer, rows) + attended)
+
+    def _token(self, num_tokens: int, rows: int) -> float:
+        """Of one layer and each of `num_tokens` tokens: the fewer of them the processor's caches keep, the longer."""
+        near, far = _at(self.near_token, rows), _at(self.token, rows)
+        between = (num_tokens - self.num_near) / max(self.num_tokens - self.num_near, 1)
+        return near + (far - near) * min(max(between, 0.0), 1.0)
 
     def prefill(self, num_layers: int, num_tokens: int) -> float:
         """Seconds of a prefill of `num_tokens` rows, each of which sees itself and those before it."""
@@ -84,6 +96,9 @@ def estimated(config: ModelConfig, itemsize: int, rates: Rates) -> PassTimes:
         fixed=read(rest / rates.device_read, _WEIGHT_ROW, _PASS_SECONDS),
         layer=read(num_bytes / rates.device_read, _WEIGHT_ROW, _LAYER_SECONDS),
         token=read(token, _TOKEN_ROW),
+        near_token=read(token, _TOKEN_ROW),
+        num_tokens=1,
+        num_near=0,
         mass_share=_MASS_SHARE,
         prefill_row=2 * config.layer_matrix_elements() / flops,
         prefill_pair=4 * config.num_heads * config.head_dim / flops,
@@ -117,7 +132,7 @@ def _passes(device: str) -> str:
 
 def _times(record: Mapping[str, Any]) -> PassTimes | None:
     values: dict[str, Any] = {field.name: record.get(field.name) for field in fields(PassTimes)}
-    curves = [values[name] for name in ("fixed", "layer", "token")]
+    curves = [values[name] for name in _CURVES]
     numbers = [values[name] for name in ("prefill_row", "prefill_pair")]
     for curve in curves:
         if not isinstance(curve, list) or len(curve) != len(ROWS):
@@ -126,9 +141,11 @@ def _times(record: Mapping[str, Any]) -> PassTimes | None:
     share, kernels = values["mass_share"], values["kernels"]
     if not all(map(_is_seconds, numbers)) or not _is_number(share) or not 0 <= share <= 10:
         return None
+    if not all(type(values[name]) is int and values[name] >= 0 for name in ("num_tokens", "num_near")):
+        return None
     if not isinstance(kernels, str) or not kernels:
         return None
-    return PassTimes(**values | {name: tuple(values[name]) for name in ("fixed", "layer", "token")})
+    return PassTimes(**values | {name: tuple(values[name]) for name in _CURVES})
 
 
 def _is_number(value: object) -> bool:

@@ -285,6 +285,8 @@ class Engine:
         self.stats.prefill_link = self._link_at_decode - self._link_at_start
         self.stats.decode_link = self.worker.link_stats - self._link_at_decode
         self.stats.host_attention = self.worker.host_stats - self._host_at_decode
+        for level in self.levels.values():
+            level.settle()
         if run.finish is not None:
             now = zip(self.worker.rank_stats(), self._ranks_at_decode, strict=True)
             self.stats.ranks = [rank.since(earlier) for rank, earlier in now]

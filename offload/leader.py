@@ -208,7 +208,8 @@ class LeadingLevel(Level):
         self._tell, self._check = worker.tell, worker.check
         self._record, self._name, self._num_forwards = record, name, 0
 
-    def forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
+    def forward(self, tokens: Sequence[int] | Tensor, num_logits: int) -> Tensor:
+        assert not isinstance(tokens, Tensor)  # the other ranks are told them
         at, digest = self.length, None
         if self._record is not None:
             if self._num_forwards % COMPARED_FORWARDS == 0:
@@ -217,6 +218,7 @@ class LeadingLevel(Level):
             self._record.append(at, tokens)
         self._tell("forward", level=self._name, at=at, tokens=list(tokens), digest=digest)
         logits = super().forward(tokens, num_logits)
+        self._decoder.finish()
         self._check()  # what a GPU computed beside a rank that died is not the model's
         return logits
 

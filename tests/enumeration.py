@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
-from offload.decode import generation, lookup, proposal, sampling, speculation, verify
+from offload.decode import generation, lookup, on_card, proposal, sampling, speculation, verify
 from offload.decode.lengths import LOOKUP_CHANCES, Adaptive, Estimate, Fixed, PassSeconds
 from offload.decode.proposal import Offer, Proposal
 from offload.decode.sampling import RandomSource, SamplingParams
@@ -50,6 +50,7 @@ class Decode:
     sampling: Any
     verify: Any
     proposal: Any
+    on_card: Any
     speculation: Any
     lookup: Any
     generation: Any
@@ -59,7 +60,7 @@ class Decode:
         return cls(**modules)
 
 
-REAL = Decode(sampling, verify, proposal, speculation, lookup, generation)
+REAL = Decode(sampling, verify, proposal, on_card, speculation, lookup, generation)
 
 
 # Randomness
@@ -138,6 +139,13 @@ def on_grid(source: Branching, decode: Decode, num_cells: int) -> RandomSource:
     return cast(RandomSource, seeded)
 
 
+def beforehand_on_grid(source: Branching, decode: Decode, num_cells: int) -> RandomSource:
+    """The same of a card's source, whose uniforms are drawn before they are wanted."""
+    one_by_one: Any = on_grid(source, decode, num_cells)
+    one_by_one.uniforms = lambda count: torch.tensor([one_by_one._uniform() for _ in range(count)], dtype=torch.float64)
+    return cast(RandomSource, decode.on_card.Beforehand(one_by_one, torch.device("cpu")))
+
+
 # Table language models
 
 
@@ -193,10 +201,10 @@ class TableLevel:
     def length(self) -> int:
         return len(self.tokens)
 
-    def forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
+    def forward(self, tokens: Sequence[int] | Tensor, num_logits: int) -> Tensor:
         require(1 <= num_logits <= len(tokens), f"{num_logits} rows of logits asked of {len(tokens)} tokens")
         require(self.length + len(tokens) <= self._capacity, f"more than {self._capacity} tokens in the cache")
-        self.tokens += tokens
+        self.tokens += tokens.tolist() if isinstance(tokens, Tensor) else tokens
         ends = range(self.length - num_logits + 1, self.length + 1)
         rows = torch.stack([self._distribution(tuple(self.tokens[:end])) for end in ends])
         return rows.log() if self._logarithm else rows
@@ -312,7 +320,8 @@ class Case:
     """A stack of levels and how far to look at what it emits.
 
     `draft` alone is one level; with `retrieval` it is two; with neither it is plain decoding. `params` warps by the
-    real `warp` (fp32, on logarithms) instead of `warp`. `cells` drives the real `SeededSource` on a grid of uniforms.
+    real `warp` (fp32, on logarithms) instead of `warp`. `cells` drives the real `SeededSource` on a grid of uniforms,
+    with `on_card` a card's source.
     """
 
     vocabulary: int
@@ -328,6 +337,7 @@ class Case:
     warp: Warp = identity
     params: SamplingParams | None = None
     cells: int | None = None
+    on_card: bool = False
     prompt: Tokens = (0, 1)
     num_tokens: int = 3
 
@@ -357,7 +367,8 @@ def build(
     capacity: int = 10_000,
     on_prepare: Callable[[int], None] = lambda num_rows: None,
 ) -> Stack:
-    rng = source if case.cells is None else on_grid(source, decode, case.cells)
+    grid = beforehand_on_grid if case.on_card else on_grid
+    rng = source if case.cells is None else grid(source, decode, case.cells)
     spec, warp = decode.speculation, case.warp_of(decode)
     levels: list[TableLevel] = []
     drafting = DEAR if "dear" in str(case.adapt) else CHEAP

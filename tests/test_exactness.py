@@ -64,6 +64,11 @@ def all_distributions(make: Callable[[str], Distribution]) -> dict[str, Any]:
     return {name: make(name) for name in ("target", "retrieval", "draft")}
 
 
+def by_turns(sequence: Tokens) -> torch.Tensor:
+    """Other residuals at every second place."""
+    return (fixed(1 / 2, 0, 1 / 2) if len(sequence) % 2 else fixed(1 / 2, 1 / 4, 1 / 4))(sequence)
+
+
 GAMMAS = [(gamma, draft_gamma) for gamma in (1, 2, 3) for draft_gamma in range(1, max(gamma, 2))]
 SAME = soft(3, "same")
 DISJOINT: dict[str, Any] = {"target": only(4, "target", (0, 1)), "retrieval": only(4, "retrieval", (2, 3))}
@@ -135,6 +140,15 @@ CASES: dict[str, Case] = {
     # All thresholds are multiples of 1/8: the real SeededSource runs on a grid of uniforms.
     "seeded source": one_level(
         4, 1, 2, target=fixed(1 / 4, 0, 1 / 8, 5 / 8), draft=fixed(1 / 2, 1 / 4, 0, 1 / 4), cells=8
+    ),
+    # The same of a card's decisions, whose uniforms are drawn beforehand.
+    "on a card, plain": Case(vocabulary=4, target=fixed(1 / 4, 0, 1 / 8, 5 / 8), cells=8, on_card=True),
+    "on a card, gamma 1": one_level(
+        4, 1, 2, target=fixed(1 / 4, 0, 1 / 8, 5 / 8), draft=fixed(1 / 2, 1 / 4, 0, 1 / 4), cells=8, on_card=True
+    ),
+    "on a card, gamma 2": one_level(3, 2, 2, target=fixed(1 / 4, 1 / 4, 1 / 2), draft=by_turns, cells=4, on_card=True),
+    "on a card, lookups": one_level(
+        3, 2, 2, target=fixed(1 / 4, 0, 3 / 4), draft=None, lookup=True, prompt=(0, 2, 0), cells=4, on_card=True
     ),
 }
 

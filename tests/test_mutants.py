@@ -23,6 +23,7 @@ MODULES = (
     "sampling",
     "verify",
     "proposal",
+    "on_card",
     "speculation",
     "lookup",
     "generation",
@@ -67,12 +68,16 @@ def in_verify(old: str, new: str) -> list[Edit]:
     return [Edit("verify", old, new)]
 
 
+def in_on_card(old: str, new: str) -> list[Edit]:
+    return [Edit("on_card", old, new)]
+
+
 def in_speculation(old: str, new: str) -> list[Edit]:
     return [Edit("speculation", old, new)]
 
 
 VERDICT = "verdict = verify(drafted, draft_probs, probs, self._random)\n"
-OWN_PROBS = "Round(emitted, probs, grades_of"
+OWN_PROBS = "Round(emitted, probs, grades"
 DRAFTS_PROBS = "torch.cat([draft_probs, probs[-1:]])[: len(emitted)]"
 COMMIT = "self._commit(len(sequence) + verdict.num_accepted, names, verdict)"
 DRAFT_ROW = "return Proposal([token], row, grades"
@@ -91,6 +96,7 @@ ONE, TWO = "emits: one level, V 3, gamma 2", "emits: two levels, V 3, gamma 2, d
 WARPED, TWO_WARPED = "emits: one level, warped", "emits: two levels, warped"
 GREEDY = "emits: one level, greedy, V 3"
 SEEDED = "emits: seeded source"
+ON_CARD, TWO_ON_CARD = "emits: on a card, gamma 1", "emits: on a card, gamma 2"
 MIDDLE, DRAFT = "proposes: retrieval, 3 tokens, draft_gamma 2", "proposes: draft, warped"
 CONFIDENT = "emits: one level, length by the distribution"
 LOOKUPS, LOOKUPS_BESIDE = "emits: lookups", "emits: lookups beside a draft"
@@ -196,7 +202,7 @@ MUTANTS = [
             OWN_PROBS,
             "Round(emitted, torch.cat([probs[: len(emitted) - 1], "
             "(probs[len(emitted) - 1] - draft_probs[len(emitted) - 1]).clamp(min=0)[None] "
-            "if len(emitted) <= len(drafted) else probs[-1:]]), grades_of",
+            "if len(emitted) <= len(drafted) else probs[-1:]]), grades",
         ),
     ),
     Mutant(
@@ -236,6 +242,25 @@ MUTANTS = [
         "a draw at a threshold takes the token before it",
         SEEDED,
         [Edit("sampling", "self._uniform() * total, right=True", "self._uniform() * total, right=False")],
+    ),
+    *(
+        Mutant(f"on a card: {description}", check, in_on_card(old, new))
+        for description, check, old, new in [
+            ("after a rejection the distribution itself", ON_CARD, "(accepted < n) & (total > 0)", "(accepted < 0)"),
+            ("the residual after full acceptance too", ON_CARD, "(accepted < n) & (total > 0)", "total > 0"),
+            ("target and draft swapped in the residual", ON_CARD, "(target - draft_probs", "-(target - draft_probs"),
+            ("acceptance by the target's probability alone", ON_CARD, " / draft_probs.gather(-1, tokens).double()", ""),
+            ("a token after a rejected one is kept", TWO_ON_CARD, ".cumprod(0).sum(0", ".sum(0"),
+            ("the uniform that decided draws too", ON_CARD, "accepted), uniforms[n:])", "accepted), uniforms[:1])"),
+            ("a uniform equal to the ratio accepts", ON_CARD, "(uniforms[:n] < ratios", "(uniforms[:n] <= ratios"),
+            ("a draw at a threshold takes the token before", ON_CARD, "right=True", "right=False"),
+            ("the residual of the place before", TWO_ON_CARD, ".clamp(max=n - 1))", ".sub(1).clamp(min=0))"),
+        ]
+    ),
+    Mutant(
+        "on a card: all drafted tokens are drawn by one uniform",
+        TWO_ON_CARD,
+        in_speculation("uniforms[place : place + 1]", "uniforms[:1]"),
     ),
     Mutant(
         "the bonus from the last drafted token's row",
@@ -313,7 +338,7 @@ MUTANTS = [
     Mutant(
         "lookups hand up the distribution of a sure draft, spread over all tokens",
         LOOKUPS,
-        [Edit("lookup", "scatter_(1, torch.tensor(tokens, device=self._device).unsqueeze(1), 1.0)",
+        [Edit("lookup", "scatter_(1, sent(torch.tensor(tokens), self._device).unsqueeze(1), 1.0)",
               "add_(1.0 / self._vocab_size)")],
     ),
     Mutant(

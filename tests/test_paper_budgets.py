@@ -12,10 +12,15 @@ from dataclasses import dataclass
 import pytest
 
 from models import save_pair
+from offload.decode.proposal import Proposer
+from offload.decode.sampling import SamplingParams
+from offload.decode.speculation import Speculator
 from offload.engine import Engine
 from paper.engines import CASES, PROMPT, Pair, engine_on_paper, said
 
 CASE = CASES["draft, kv streamed"]
+SEQUENCE = [*PROMPT, 1]  # of which the caches have the prompt
+SAMPLED = SamplingParams(seed=1)
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,32 @@ def _pass(level: str, num_rows: int) -> Callable[[Engine], object]:
     return lambda engine: engine.levels[level].forward([1] * num_rows, num_rows)
 
 
+def _speculator(engine: Engine, sampling: SamplingParams = SAMPLED) -> Speculator:
+    """Of the target."""
+    return engine._make_speculator(sampling, speculation=True)
+
+
+def _retrieval(engine: Engine) -> Speculator:
+    proposer = _speculator(engine)._proposers[-1]
+    assert isinstance(proposer, Speculator)
+    return proposer
+
+
+def _drafts(engine: Engine) -> Proposer:
+    return _retrieval(engine)._proposers[0]
+
+
 PASSES: dict[str, tuple[Callable[[Engine], object], Budget]] = {
-    "target, 1 row": (_pass("target", 1), Budget(431, 2)),
-    "target, 4 rows": (_pass("target", 4), Budget(431, 2)),
-    "retrieval, 1 row": (_pass("retrieval", 1), Budget(84, 2)),
-    "draft, 1 row": (_pass("draft", 1), Budget(90, 2)),
+    "target, 1 row": (_pass("target", 1), Budget(431, 0)),
+    "target, 4 rows": (_pass("target", 4), Budget(431, 0)),
+    "retrieval, 1 row": (_pass("retrieval", 1), Budget(84, 0)),
+    "draft, 1 row past its window": (_pass("draft", 1), Budget(146, 0)),
+    "three tokens of the draft": (lambda engine: _drafts(engine).propose(SEQUENCE, 3), Budget(586, 1)),
+    "retrieval round, with a draft": (
+        lambda engine: _retrieval(engine).round(SEQUENCE, 3),
+        Budget(552, 2),
+    ),
+    "round of one row, with a refresh": (lambda engine: _speculator(engine).round(SEQUENCE, 1), Budget(552, 13)),
     "refresh": (lambda engine: engine.worker.refresh(1), Budget(70, 11)),
 }
 
@@ -50,6 +76,7 @@ def test_a_pass_keeps_its_budget(name: str, pair: Pair) -> None:
     with engine_on_paper(CASE, pair) as (engine, card):
         said(engine, PROMPT)
         engine.precompute(PROMPT)
+        engine.levels["draft"].forward(PROMPT, 1)
         launches, waits = card.launches.total(), card.syncs.total()
         run(engine)
         launches, waits = card.launches.total() - launches, card.syncs.total() - waits

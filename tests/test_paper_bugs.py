@@ -168,9 +168,13 @@ BUGS = [
     Bug(
         "tokens stay on the host",
         "offload.model.level",
-        "dtype=torch.long, device=self._decoder.device)\n        continuation",
-        "dtype=torch.long)\n        continuation",
+        "sent(torch.tensor([*tokens, *[0] * padding], dtype=torch.long), self._decoder.device)",
+        "torch.tensor([*tokens, *[0] * padding], dtype=torch.long)",
         reported=MIXED,
+    ),
+    Bug(
+        "uniforms come from memory that is not pinned",
+        "offload.transfer.memory", "values.pin_memory().to(", "values.to(", reported=UNPINNED,
     ),
     Bug(
         "positions are on the host",

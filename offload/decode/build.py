@@ -10,6 +10,7 @@ from torch import Tensor
 
 from offload.decode.lengths import LOOKUP_CHANCES, Adaptive, Estimate, Fixed, PassSeconds
 from offload.decode.lookup import LookupProposer
+from offload.decode.on_card import Beforehand
 from offload.decode.proposal import Proposer
 from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.decode.speculation import Charge, Lengths, Level, ModelProposer, Speculator, measured
@@ -41,7 +42,8 @@ def build_speculator(
     With a seed and a temperature above 0 every step is charged the plan's seconds instead of measured ones: lengths,
     and so the text, are then the same on a machine of any speed.
     """
-    random, costs = SeededSource(sampling.seed), _Costs(plan, sampling, block)
+    source, costs = SeededSource(sampling.seed), _Costs(plan, sampling, block)
+    random = source if device.type == "cpu" else Beforehand(source, device)
 
     def distribution(logits: Tensor) -> Tensor:
         return warp(logits, sampling)

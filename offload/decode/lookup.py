@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offload.decode.proposal import Offer, Proposal
+from offload.transfer.memory import sent
 
+CPU = torch.device("cpu")
 COMPARED = 32  # longer matches than this are not preferred to later ones
 LONGEST = 128  # and no match is measured further
 
@@ -27,7 +29,7 @@ class LookupProposer:
 
     name = "lookup"
 
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", *, least: int = 2) -> None:
+    def __init__(self, vocab_size: int, device: torch.device = CPU, *, least: int = 2) -> None:
         self._vocab_size, self._device, self._least = vocab_size, device, least
         self._tokens: NDArray[np.int32] = np.empty(1024, np.int32)
         self._length = 0
@@ -68,7 +70,7 @@ class LookupProposer:
 
     def _point_masses(self, tokens: Sequence[int]) -> Tensor:
         probs = torch.zeros(len(tokens), self._vocab_size, device=self._device)
-        return probs.scatter_(1, torch.tensor(tokens, device=self._device).unsqueeze(1), 1.0)
+        return probs.scatter_(1, sent(torch.tensor(tokens), self._device).unsqueeze(1), 1.0)
 
 
 def longest_match(tokens: NDArray[np.int32]) -> tuple[int, int]:

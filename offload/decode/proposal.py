@@ -20,10 +20,20 @@ def grades_of(logits: Tensor, probs: Tensor) -> list[int]:
 
     logits [n, V], probs [n, V] made of them -> n grades.
     """
+    return [grade(*pair) for pair in sureness(logits, probs).tolist()]
+
+
+def sureness(logits: Tensor, probs: Tensor) -> Tensor:
+    """What a grade is made of, where the distributions are: the largest probability, and the nats by which the best
+    logit is ahead of the next, [n, 2] fp32."""
     logits = logits.float()
     next_best = torch.sub(logits, probs, alpha=_FAR).amax(-1)
-    pairs = torch.stack([probs.amax(-1), logits.amax(-1) - next_best], -1).tolist()
-    return [int(10.0 * share) if share < 1.0 else 10 + bisect(MARGINS, margin) for share, margin in pairs]
+    return torch.stack([probs.amax(-1), logits.amax(-1) - next_best], -1)
+
+
+def grade(share: float, margin: float) -> int:
+    """See `grades_of`."""
+    return int(10.0 * share) if share < 1.0 else 10 + bisect(MARGINS, margin)
 
 
 @dataclass(frozen=True)

@@ -69,16 +69,17 @@ def _keep_top_p(probs: Tensor, top_p: float) -> Tensor:
     Of equally likely tokens the first ones. Sorting a whole vocabulary takes longer than a pass of a small model, so
     the likeliest few are tried first.
     """
-    for count in dict.fromkeys((min(_LIKELIEST, probs.shape[-1]), probs.shape[-1])):
+    waits = not probs.is_cuda  # to look at a number: a card computes all cases instead
+    for count in dict.fromkeys((min(_LIKELIEST, probs.shape[-1]), probs.shape[-1]) if waits else (probs.shape[-1],)):
         likeliest = probs.topk(count, -1).values
         mass_before = likeliest.double().cumsum(-1) - likeliest  # fp64: how a GPU splits the sum decides nothing
         kept = mass_before < top_p
-        if not kept[:, -1].any():
+        if waits and not kept[:, -1].any():
             break
     last = likeliest.gather(-1, (kept.sum(-1, keepdim=True) - 1).clamp_(min=0))  # 0: a row of NaN
     ties = probs == last
     num_kept = (kept & (likeliest == last)).sum(-1, keepdim=True)
-    if (ties.sum(-1, keepdim=True) > num_kept).any():
+    if not waits or (ties.sum(-1, keepdim=True) > num_kept).any():
         ties &= ties.cumsum(-1) <= num_kept
     return _renormalise(probs.masked_fill(~ties & (probs <= last), 0.0))
 
@@ -120,14 +121,23 @@ class SeededSource:
         support = probs.nonzero().squeeze(-1)
         mass = probs[support].double().cumsum(0)
         total = mass[-1].item() if len(mass) else 0.0
-        if not total > 0.0:
-            raise ModelError(
-                f"the probabilities of the next token sum to {total}: the logits overflowed, or the weights are "
-                "damaged; try --dtype fp32, or download the model again"
-            )
+        check_mass(total)
         index = int(torch.searchsorted(mass, self._uniform() * total, right=True))
         return int(support[min(index, support.numel() - 1)])
+
+    def uniforms(self, count: int) -> Tensor:
+        """`count` uniforms in [0, 1), [count] fp64, on the CPU."""
+        return torch.rand(count, generator=self._generator, dtype=torch.float64)
 
     def _uniform(self) -> float:
         """A uniform in [0, 1), fp64."""
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
+
+
+def check_mass(total: float) -> None:
+    """Raise ModelError where probabilities that a token is drawn from sum to nothing, or to no number."""
+    if not total > 0.0:
+        raise ModelError(
+            f"the probabilities of the next token sum to {total}: the logits overflowed, or the weights are "
+            "damaged; try --dtype fp32, or download the model again"
+        )

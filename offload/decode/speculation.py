@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from offload.decode.on_card import Beforehand, Drawn, draw, judge, seen
 from offload.decode.proposal import Offer, Proposal, Proposer, grades_of
 from offload.decode.sampling import RandomSource
 from offload.decode.sequence import Extended
@@ -41,8 +42,9 @@ class Level(Protocol):
         """Tokens in the cache."""
         ...
 
-    def forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
-        """Append `tokens` to the cache; the logits after each of the last `num_logits` of them, [num_logits, V]."""
+    def forward(self, tokens: Sequence[int] | Tensor, num_logits: int) -> Tensor:
+        """Append `tokens`, on a card int64 [n] too, to the cache; the logits after each of the last `num_logits` of
+        them, [num_logits, V]."""
         ...
 
     def truncate(self, length: int) -> None:
@@ -51,9 +53,12 @@ class Level(Protocol):
 
 
 class ModelProposer:
-    """Draws one token from a level's own distribution. charge: of each pass."""
+    """Draws from a level's own distribution, one token at a time, or on a card as many as are asked for. charge: of
+    each step."""
 
-    def __init__(self, level: Level, warp: Warp, random: RandomSource, *, charge: Charge = measured) -> None:
+    def __init__(
+        self, level: Level, warp: Warp, random: RandomSource | Beforehand, *, charge: Charge = measured
+    ) -> None:
         self._level, self._warp, self._random, self._charge = level, warp, random, charge
         self.name = level.stats.name
 
@@ -62,6 +67,8 @@ class ModelProposer:
 
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
         start, pending = time.perf_counter(), sequence[self._level.length :]
+        if isinstance(self._random, Beforehand):
+            return self._propose_on_card(self._random, pending, num_tokens)
         logits = self._level.forward(pending, 1)
         row = self._warp(logits)
         token, grades = self._random.draw(row[0]), grades_of(logits, row)
@@ -72,6 +79,20 @@ class ModelProposer:
 
     def prepare(self, num_rows: int, *, wanted: bool) -> float | None:
         return 0.0
+
+    def _propose_on_card(self, random: Beforehand, pending: Sequence[int], num_tokens: int) -> Proposal:
+        """`num_tokens` tokens: each goes into the next pass before the host has seen it."""
+        start, uniforms = time.perf_counter(), random.uniforms(num_tokens)
+        tokens: Sequence[int] | Tensor = pending
+        drawn, rows = list[Drawn](), list[Tensor]()
+        for place in range(num_tokens):
+            logits = self._level.forward(tokens, 1)
+            rows.append(self._warp(logits))
+            drawn.append(draw(logits[0], rows[-1][0], uniforms[place : place + 1]))
+            tokens = drawn[-1].token
+        found, grades = seen(drawn)
+        seconds = self._charge(len(pending) + num_tokens - 1, time.perf_counter() - start)
+        return Proposal(found, torch.cat(rows), grades, seconds)
 
 
 @dataclass(frozen=True)
@@ -145,7 +166,7 @@ class Speculator:
         *,
         lengths: Lengths,
         warp: Warp,
-        random: RandomSource,
+        random: RandomSource | Beforehand,
         charge: Charge = measured,
         prepare: Callable[[int, bool], float | None] | None = None,
     ) -> None:
@@ -165,7 +186,7 @@ class Speculator:
         logits = self._level.forward(pending + drafted, len(drafted) + 1)
         probs = self._warp(logits)
         draft_probs = torch.cat([proposal.probs for proposal in proposals]) if proposals else probs[:0]
-        verdict = verify(drafted, draft_probs, probs, self._random)
+        verdict, grades = self._verify(drafted, draft_probs, logits, probs)
         seconds = self._charge(num_rows, time.perf_counter() - start)
         emitted = [*drafted[: verdict.num_accepted], verdict.next_token]
         probs = probs[: len(emitted)]
@@ -173,7 +194,7 @@ class Speculator:
         self._commit(len(sequence) + verdict.num_accepted, names, verdict)
         seconds += sum(proposal.seconds for proposal in proposals)
         seconds += self._prepare_proposers(len(pending) + verdict.num_accepted)
-        return Round(emitted, probs, grades_of(logits[: len(emitted)], probs), len(drafted), seconds)
+        return Round(emitted, probs, grades, len(drafted), seconds)
 
     def offer(self, sequence: Sequence[int]) -> Offer:
         return Offer()
@@ -204,6 +225,16 @@ class Speculator:
             proposals.append(proposal)
             names += [proposer.name] * len(proposal.tokens)
         return proposals, names
+
+    def _verify(
+        self, drafted: Sequence[int], draft_probs: Tensor, logits: Tensor, probs: Tensor
+    ) -> tuple[Verdict, list[int]]:
+        """The verdict, and the grades of the emitted tokens' distributions."""
+        if isinstance(self._random, Beforehand):
+            return judge(drafted, draft_probs, logits, probs, self._random)
+        verdict = verify(drafted, draft_probs, probs, self._random)
+        num_emitted = verdict.num_accepted + 1
+        return verdict, grades_of(logits[:num_emitted], probs[:num_emitted])
 
     def _commit(self, length: int, names: Sequence[str], verdict: Verdict) -> None:
         """Keep the first `length` tokens everywhere, forget the rejected rows, and count."""

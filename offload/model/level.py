@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from offload.cache import Cache
 from offload.cache.streaming import StreamingCache
@@ -15,6 +16,8 @@ from offload.metrics import LevelStats
 from offload.model.decoder import Decoder, Segment
 from offload.transfer.arena import Arena
 from offload.transfer.link import Link
+from offload.transfer.memory import sent
+from offload.transfer.timing import Timing
 
 # Called after a forward with the rows before it, the rows after it and the logits of the last ones.
 Listener = Callable[[int, int, Tensor], None]
@@ -23,11 +26,11 @@ _MOST_PADDED = 64  # rows of a draft: past these a row has its price
 
 @dataclass(frozen=True)
 class Continuation:
-    """New tokens (1 or more) of one sequence, the cache that takes them in, and how many of their last rows are wanted
-    as logits; 0 on a rank that has no head."""
+    """New tokens (1 or more) of one sequence, as numbers or as int64 [n] on the device, the cache that takes them in,
+    and how many of their last rows are wanted as logits; 0 on a rank that has no head."""
 
     cache: Cache
-    tokens: Sequence[int]
+    tokens: Sequence[int] | Tensor
     num_logits: int
 
 
@@ -54,6 +57,7 @@ class Level:
         self.stats = LevelStats(name)
         self._decoder, self._cache = decoder, cache
         self._vocab_size, self._blocks, self._link = vocab_size, blocks, link
+        self._timing = Timing(decoder.device)
         self.listener: Listener | None = None
 
     @property
@@ -65,8 +69,9 @@ class Level:
         """Rows of its largest block."""
         return self._blocks.sizes[-1] if self._blocks else None
 
-    def forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
-        """Append `tokens` (1 or more) to the cache; the logits after each of the last `num_logits`: [num_logits, V]."""
+    def forward(self, tokens: Sequence[int] | Tensor, num_logits: int) -> Tensor:
+        """Append `tokens` (1 or more) to the cache; the logits after each of the last `num_logits`: [num_logits, V]. On
+        a card they are computed after the call returned."""
         [logits] = self.forward_all([Continuation(self._cache, tokens, num_logits)])
         if self.listener is not None:
             self.listener(self.length - len(tokens), self.length, logits)
@@ -79,15 +84,18 @@ class Level:
         Each sequence is cut into blocks of its own, so its bits are those that it has alone.
         """
         before = self._link.stats.bytes_to_device if self._link else 0
-        with self.stats.measure(sum(len(each.tokens) for each in continuations)):
+        with self._timing.measure(self.stats, sum(len(each.tokens) for each in continuations)):
             logits = self._forward(continuations)
-            self._decoder.finish()
         if self._link:
             self.stats.link_bytes += self._link.stats.bytes_to_device - before
         return logits
 
     def truncate(self, length: int) -> None:
         self._cache.truncate(length)
+
+    def settle(self) -> None:
+        """Have the seconds of all passes in `stats` whose results the host has seen."""
+        self._timing.settle()
 
     def _forward(self, continuations: Sequence[Continuation]) -> list[Tensor]:
         cuts = [self._cut(len(each.tokens)) for each in continuations]
@@ -102,8 +110,11 @@ class Level:
 
     def _begin(self, continuation: Continuation, num_rows: int) -> Segment:
         """Begin a forward of `num_rows` rows, the tokens and padding."""
-        padding = num_rows - len(continuation.tokens)
-        tokens = torch.tensor([*continuation.tokens, *[0] * padding], dtype=torch.long, device=self._decoder.device)
+        tokens, padding = continuation.tokens, num_rows - len(continuation.tokens)
+        if isinstance(tokens, Tensor):
+            tokens = pad(tokens, (0, padding))
+        else:
+            tokens = sent(torch.tensor([*tokens, *[0] * padding], dtype=torch.long), self._decoder.device)
         continuation.cache.begin("decode", num_rows)
         return Segment(continuation.cache, tokens)
 
@@ -133,7 +144,7 @@ class StreamingLevel(Level):
 
     def _catch_up(self, continuation: Continuation) -> Continuation:
         """Run or skip its first tokens, so that one pass takes the rest."""
-        cache, rest = continuation.cache, list(continuation.tokens)
+        cache, rest = continuation.cache, continuation.tokens
         assert isinstance(cache, StreamingCache)
         missing_sinks = max(cache.sinks - cache.length, 0)
         if len(rest) > missing_sinks + cache.window:

@@ -35,6 +35,11 @@ _KEPT = {-3: 32 * 2**20, -1: 128 * 2**20}  # M_MMAP_THRESHOLD, as large as it ma
 _MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers
 
 
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host's on `device`, without a wait."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+
+
 def keep_freed_memory() -> bool:
     """Have glibc keep freed blocks of up to 32 MiB, 128 MiB in all, for the next ones: temporaries of a prefill would
     come from the system each time, page by page, which makes it 1.6 times slower. False where there is no glibc."""

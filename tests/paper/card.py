@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,6 +105,14 @@ class Card:
             self.problem(f"{block.num_bytes} pinned bytes given back while {', '.join(users)} may use them")
         return 0
 
+    def pinned_copy(self, tensor: Tensor) -> Tensor:
+        """torch's own pinned memory, which it gives to nobody else while a stream may use it."""
+        copied = tensor.clone()
+        if copied.numel():
+            self._pinned[copied.data_ptr()] = Block("pinned", self.host, copied.nbytes)
+            weakref.finalize(copied, self._pinned.pop, copied.data_ptr())
+        return copied
+
     def reset_peak(self, *_: object) -> None:
         self.bytes_peak = self.bytes_now
 
@@ -147,6 +156,7 @@ def on_paper() -> Iterator[Card]:
         patch.setattr(torch.backends.cuda, "matmul", SimpleNamespace())  # the program sets how it sums
         patch.setattr(torch, "tensor", partial(_tensor, torch.tensor))
         patch.setattr(Tensor, "is_pinned", lambda tensor, *_: card.is_pinned(tensor))
+        patch.setattr(Tensor, "pin_memory", lambda tensor: card.pinned_copy(tensor))
         patch.setattr(Tensor, "numpy", _seen(card, Tensor.numpy))
         patch.setattr(threading.Thread, "run", _started(card, threading.Thread.run))
         yield card

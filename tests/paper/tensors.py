@@ -247,7 +247,7 @@ def _cross(card: Card, call: _Call) -> None:
     actor, asynchronous = card.stream.actor, bool(call.named.get("non_blocking"))
     for each in call.on_host:
         card.access_host(each, actor, write=id(each) in call.written, what=call.name)
-        if asynchronous and not card.is_pinned(each):
+        if asynchronous and each.nbytes and not card.is_pinned(each):
             card.problem(f"a copy of {each.nbytes} bytes that does not block, of memory that is not pinned")
     if (
         asynchronous

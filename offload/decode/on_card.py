@@ -1,0 +1,101 @@
+"""Draws and verifications on a card: the decisions of `SeededSource` and `verify`, made where the distributions are.
+
+A look at a number makes the host wait for all that the card has to do before. So the uniforms of several decisions are
+drawn beforehand, and the host looks once at what came of them. Nothing here depends on the device: tests run it on a
+CPU, where `verify` is the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.decode.proposal import grade, sureness
+from offload.decode.sampling import SeededSource, check_mass
+from offload.decode.verify import Verdict
+from offload.transfer.memory import sent
+
+
+class Beforehand:
+    """A seed's uniforms, some decisions at a time, on `device`."""
+
+    def __init__(self, source: SeededSource, device: torch.device) -> None:
+        self._source, self._device = source, device
+
+    def uniforms(self, count: int) -> Tensor:
+        """`count` uniforms in [0, 1), [count] fp64."""
+        return sent(self._source.uniforms(count), self._device)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A token that was drawn, int64 [1], the sum of what it was drawn from, fp64 [1], and what its grade is made of,
+    fp64 [2]: all on the device."""
+
+    token: Tensor
+    mass: Tensor
+    sureness: Tensor
+
+
+def draw(logits: Tensor, probs: Tensor, uniform: Tensor) -> Drawn:
+    """One token by its inverse transform, as `SeededSource.draw` does. logits, probs [V], made of them; uniform [1]."""
+    token, mass = _draw(probs, uniform)
+    return Drawn(token, mass, sureness(logits[None], probs[None])[0].double())
+
+
+def seen(drawn: Sequence[Drawn]) -> tuple[list[int], list[int]]:
+    """The tokens that were drawn, and their grades: the host waits once. Raises ModelError where there was nothing to
+    draw from."""
+    rows = torch.stack([torch.cat([each.token.double(), each.mass, each.sureness]) for each in drawn]).tolist()
+    for _, mass, _, _ in rows:
+        check_mass(mass)
+    return [int(row[0]) for row in rows], [grade(share, margin) for _, _, share, margin in rows]
+
+
+def judge(
+    drafted: Sequence[int], draft_probs: Tensor, logits: Tensor, target_probs: Tensor, random: Beforehand
+) -> tuple[Verdict, list[int]]:
+    """See `offload.decode.verify.verify`: the same rule, with the grades of the emitted tokens' distributions. logits
+    [n + 1, V]: what `target_probs` is made of. Raises ModelError where there is nothing to draw from."""
+    n = len(drafted)
+    uniforms = random.uniforms(n + 1)
+    tokens = sent(torch.tensor(drafted, dtype=torch.long), target_probs.device).unsqueeze(-1)
+    ratios = target_probs[:n].gather(-1, tokens).double() / draft_probs.gather(-1, tokens).double()
+    accepted = (uniforms[:n] < ratios.squeeze(-1)).cumprod(0).sum(0, keepdim=True)
+    token, mass = _draw(_last_row(draft_probs, target_probs, accepted), uniforms[n:])
+    graded = sureness(logits, target_probs)
+    numbers = [each.double().flatten() for each in (accepted, token, mass, ratios, graded)]
+    values = iter(torch.cat(numbers).tolist())
+    num_accepted, next_token, total = int(next(values)), int(next(values)), next(values)
+    check_mass(total)
+    chances = [min(next(values), 1.0) for _ in drafted]
+    grades = [grade(*pair) for pair in _pairs(values)]
+    return Verdict(num_accepted, next_token, chances[: num_accepted + 1]), grades[: num_accepted + 1]
+
+
+def _last_row(draft_probs: Tensor, target_probs: Tensor, accepted: Tensor) -> Tensor:
+    """[V], of the token after the `accepted` ones [1]: the residual at a rejection, the target's own after the last."""
+    n = len(draft_probs)
+    target = target_probs.index_select(0, accepted)[0]
+    if not n:
+        return target
+    rest = (target - draft_probs.index_select(0, accepted.clamp(max=n - 1))[0]).clamp_(min=0.0)
+    total = rest.sum()
+    return torch.where((accepted < n) & (total > 0), rest / total, target)
+
+
+def _draw(probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """(token int64 [1], sum of `probs` fp64 [1]). A token of probability zero is never drawn: only others reach a new
+    sum, and however a card adds up, sums do not fall."""
+    reached = torch.where(probs > 0, probs.double().cumsum(0), -1.0).cummax(0).values
+    total = reached[-1:]
+    below = torch.nextafter(total, torch.zeros_like(total))
+    token = torch.searchsorted(reached, torch.minimum(uniform * total, below), right=True)
+    return token.clamp(max=len(probs) - 1), total
+
+
+def _pairs(values: Iterator[float]) -> Iterator[tuple[float, float]]:
+    return zip(values, values, strict=True)

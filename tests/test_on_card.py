@@ -1,0 +1,98 @@
+"""A card's draws and verifications against the host's, decision by decision, and what they do with nothing to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from offload.decode.on_card import Beforehand, draw, judge, seen
+from offload.decode.proposal import grades_of
+from offload.decode.sampling import SamplingParams, SeededSource, warp
+from offload.decode.verify import verify
+from offload.errors import ModelError
+
+CPU = torch.device("cpu")
+PARAMS = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(temperature=1.0, top_p=1.0, top_k=3)]
+
+
+class Listed(SeededSource):
+    """Uniforms that are given: `decisions` one by one, and the last one for the draw."""
+
+    def __init__(self, uniforms: Sequence[float]) -> None:
+        super().__init__(0)
+        self._decisions, self._last = list(uniforms[:-1]), uniforms[-1]
+
+    def uniforms(self, count: int) -> Tensor:
+        assert count == len(self._decisions) + 1
+        return torch.tensor([*self._decisions, self._last], dtype=torch.float64)
+
+    def accepts(self, probability: float) -> bool:
+        return self._decisions.pop(0) < probability
+
+    def draw(self, probs: Tensor) -> int:
+        self._uniform = lambda: self._last  # type: ignore[method-assign]
+        return super().draw(probs)
+
+
+def logits(seed: int, rows: int, vocab_size: int) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, vocab_size, generator=random).mul_(3).bfloat16()
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    n=st.integers(0, 5),
+    vocab_size=st.integers(2, 300),
+    params=st.sampled_from(PARAMS),
+    data=st.data(),
+)
+def test_the_verdict_is_the_hosts(
+    seed: int, n: int, vocab_size: int, params: SamplingParams, data: st.DataObject
+) -> None:
+    """Bit for bit: the tokens, the chances and the grades."""
+    ours, theirs = logits(seed, n + 1, vocab_size), logits(seed + 1, n, vocab_size)
+    target, draft = warp(ours, params), warp(theirs, params)
+    drafted = [data.draw(st.sampled_from(row.nonzero().flatten().tolist())) for row in draft]
+    uniforms = data.draw(st.lists(st.floats(0, 1, exclude_max=True), min_size=n + 1, max_size=n + 1))
+    verdict, grades = judge(drafted, draft, ours, target, Beforehand(Listed(uniforms), CPU))
+    expected = verify(drafted, draft, target, Listed(uniforms))
+    num_emitted = expected.num_accepted + 1
+    assert verdict == expected
+    assert grades == grades_of(ours[:num_emitted], target[:num_emitted])
+
+
+@given(seed=st.integers(0, 10**6), vocab_size=st.integers(1, 2000), uniform=st.floats(0, 1, exclude_max=True))
+def test_a_draw_is_the_hosts(seed: int, vocab_size: int, uniform: float) -> None:
+    row = logits(seed, 1, vocab_size)
+    for params in PARAMS:
+        probs = warp(row, params)
+        drawn = draw(row[0], probs[0], torch.tensor([uniform], dtype=torch.float64))
+        assert seen([drawn]) == ([Listed([uniform]).draw(probs[0])], grades_of(row, probs))
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-53])
+@pytest.mark.parametrize("probs", [[0.0, 1.0, 0.0], [0.0, 1e-30, 0.0], [0.5, 0.0, 0.5], [0.0, 0.0, 1e-38]])
+def test_a_token_of_probability_zero_is_never_drawn(probs: list[float], uniform: float) -> None:
+    row = torch.tensor(probs)
+    [token], _ = seen([draw(row, row, torch.tensor([uniform], dtype=torch.float64))])
+    assert row[token] > 0
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_nothing_to_draw_from_is_an_error(value: float) -> None:
+    rows = torch.full((2, 4), value)
+    with pytest.raises(ModelError, match="sum to"):
+        seen([draw(rows[0], rows[0], torch.zeros(1, dtype=torch.float64))])
+    with pytest.raises(ModelError, match="sum to"):
+        judge([1], torch.full((1, 4), 0.25), rows, rows, Beforehand(SeededSource(0), CPU))
+
+
+def test_uniforms_are_the_seeds() -> None:
+    one, other = (Beforehand(SeededSource(5), CPU) for _ in range(2))
+    assert torch.equal(one.uniforms(4), other.uniforms(4))
+    assert not torch.equal(one.uniforms(4), one.uniforms(4))

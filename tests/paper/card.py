@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from paper.clocks import Actor, Block, Clock
+from paper.shapes import without_values
 from paper.streams import Event, Stream, current
-from paper.tensors import Mode
+from paper.tensors import Call, Mode
 
 TOTAL_BYTES = 24 * 10**9
 WHERE = ("/offload/", "/triforce_cli/", "/tests/test_")
@@ -28,10 +29,12 @@ class Card:
     """One card and the host beside it, whose threads count as one.
 
     problems: what would be wrong on a real card, and where. launches: kernels and copies, by operator. syncs: where the
-    host waits for the card, by kind.
+    host waits for the card, by kind. without_values: tensors have sizes and no bytes, on the host too until somebody
+    writes to them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, without_values: bool = False) -> None:
+        self.without_values = without_values
         self.problems: list[str] = []
         self.launches: Counter[str] = Counter()
         self.syncs: Counter[str] = Counter()
@@ -78,6 +81,10 @@ class Card:
         self.bytes_now += num_bytes
         self.bytes_peak = max(self.bytes_peak, self.bytes_now)
         return Block("device", self.stream.actor, num_bytes, self._freed)
+
+    def result(self, call: Call) -> Any:
+        """Of an operator on the card."""
+        return without_values(call) if self.without_values else call.on_cpu()
 
     def access(self, block: Block, raw: Tensor, actor: Actor, *, write: bool, what: str) -> None:
         """`raw` is in `block`, of the device."""
@@ -147,9 +154,9 @@ def _extent(tensor: Tensor) -> int:
 
 
 @contextmanager
-def on_paper() -> Iterator[Card]:
+def on_paper(*, without_values: bool = False) -> Iterator[Card]:
     """Within it torch has a card "cuda:0", in this thread and in those that are started."""
-    card = Card()
+    card = Card(without_values=without_values)
     with pytest.MonkeyPatch.context() as patch, Mode(card):
         for name, value in _cuda(card).items():
             patch.setattr(torch.cuda, name, value, raising=False)

@@ -6,7 +6,7 @@ not and which only a compiler could add. Python code, which reads `device` and `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paper.clocks import Block
+from paper.clocks import Actor, Block
 
 if TYPE_CHECKING:
     from paper.card import Card
@@ -27,6 +27,7 @@ Func = Any  # an overload of an operator
 WAITING = {"nonzero", "_local_scalar_dense", "unique_consecutive", "unique_dim", "_unique2", "equal", "masked_select"}
 MOVING = {"copy_", "_to_copy"}
 WHOLE = {"rms_norm"}  # one kernel on a card, several operators elsewhere
+WITHOUT_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 INDEXING = {"index", "index_put_", "_index_put_impl_"}  # by tensors of the host too, which then cross
 
 
@@ -95,12 +96,12 @@ class Mode(TorchDispatchMode):
         return run(self._card, func, args, kwargs or {})
 
 
-class _Call:
+class Call:
     """An operator's call, with its tensors by where they are and its names for them."""
 
     def __init__(self, func: Func, args: Any, kwargs: Any) -> None:
         self.func, self.name = func, name_of(func)
-        self._args, self._kwargs = args, kwargs
+        self.args, self.kwargs = args, kwargs
         tensors = [each for each in _leaves([*args, *kwargs.values()]) if isinstance(each, Tensor)]
         self.on_card = [each for each in tensors if isinstance(each, PaperTensor)]
         self.on_host = [each for each in tensors if not isinstance(each, PaperTensor)]
@@ -121,11 +122,15 @@ class _Call:
 
     def on_cpu(self) -> Any:
         """Its result with the raw tensors, on the CPU."""
-        args = [_mapped(_on_cpu, value) for value in self._args]
+        return self.elsewhere(_on_cpu, "cpu")
+
+    def elsewhere(self, change: Callable[[Any], Any], device: str) -> Any:
+        """Its result on `device`, of arguments that `change` brings there."""
+        args = [_mapped(change, value) for value in self.args]
         dropped = ("pin_memory", "non_blocking")
-        kwargs = {name: _mapped(_on_cpu, value) for name, value in self._kwargs.items() if name not in dropped}
+        kwargs = {name: _mapped(change, value) for name, value in self.kwargs.items() if name not in dropped}
         if kwargs.get("device") is not None:
-            kwargs["device"] = "cpu"
+            kwargs["device"] = device
         if self.name == "_scaled_dot_product_flash_attention":
             return _flash(*args[:3], scale=kwargs.get("scale"))
         return self.func(*args, **kwargs)
@@ -169,7 +174,7 @@ def _is_composite(func: Func) -> bool:
 
 
 def run(card: Card, func: Func, args: Any, kwargs: Any) -> Any:
-    call = _Call(func, args, kwargs)
+    call = Call(func, args, kwargs)
     if not call.is_of_card:
         return _on_host(card, call, args, kwargs)
     if call.name == "to":
@@ -177,11 +182,11 @@ def run(card: Card, func: Func, args: Any, kwargs: Any) -> Any:
     if _is_composite(func) and call.name not in WHOLE:
         with Mode(card):
             return func.decompose(*args, **kwargs)
-    out = call.on_cpu()
+    out = card.result(call)
     made = [each for each in _leaves((out,)) if isinstance(each, Tensor)]
     blocks = {_storage(each.raw): each.block for each in call.on_card}
     is_view = not call.written and bool(made) and all(_storage(each) in blocks for each in made)
-    if not is_view:
+    if not is_view and call.name not in WITHOUT_KERNEL:
         _check_devices(card, call)
         _launch(card, call)
     wrappers = {id(each.raw): each for each in call.on_card}
@@ -201,9 +206,10 @@ def run(card: Card, func: Func, args: Any, kwargs: Any) -> Any:
     return _mapped(wrapped, out)
 
 
-def _on_host(card: Card, call: _Call, args: Any, kwargs: Any) -> Any:
+def _on_host(card: Card, call: Call, args: Any, kwargs: Any) -> Any:
     """What the host does by itself: pinned memory that a stream may use is the only thing to check."""
-    out = call.func(*args, **kwargs)
+    untouched = card.without_values and call.name == "zero_"  # the system's pages are zero, and take no memory yet
+    out = args[0] if untouched else call.func(*args, **kwargs)
     if card.has_pinned and call.on_host:
         storages = {_storage(each) for each in call.on_host}
         made = [each for each in _leaves((out,)) if isinstance(each, Tensor)]
@@ -214,7 +220,7 @@ def _on_host(card: Card, call: _Call, args: Any, kwargs: Any) -> Any:
     return out
 
 
-def _check_devices(card: Card, call: _Call) -> None:
+def _check_devices(card: Card, call: Call) -> None:
     if not call.on_card or call.name in MOVING:
         return
     for each in call.on_host:
@@ -224,25 +230,32 @@ def _check_devices(card: Card, call: _Call) -> None:
             card.problem(f"{call.name} of tensors on the card and on the host, {tuple(each.shape)}")
 
 
-def _launch(card: Card, call: _Call) -> None:
-    """A kernel or a copy goes to the current stream; the host waits for it where it has to."""
+def launch(card: Card, name: str, tensors: Sequence[PaperTensor], written: Collection[int]) -> Actor:
+    """A kernel or a copy goes to the current stream, which is returned. written: ids of those of `tensors` that it
+    writes."""
     actor = card.stream.actor
     actor.learn(card.host.clock)
     actor.step()
-    card.launches[call.name] += 1
-    for each in call.on_card:
-        card.access(each.block, each.raw, actor, write=id(each) in call.written, what=call.name)
+    card.launches[name] += 1
+    for each in tensors:
+        card.access(each.block, each.raw, actor, write=id(each) in written, what=name)
+    return actor
+
+
+def _launch(card: Card, call: Call) -> None:
+    """The host waits for it where it has to."""
+    actor = launch(card, call.name, call.on_card, call.written)
     if call.name in MOVING and (call.on_host or call.leaves_card):
         _cross(card, call)
     elif call.name in WAITING or (call.name in INDEXING and any(each.dtype == torch.bool for each in _indices(call))):
         card.synced(call.name, actor.clock)
 
 
-def _indices(call: _Call) -> list[Tensor]:
+def _indices(call: Call) -> list[Tensor]:
     return [each for each in call.named.get("indices") or () if isinstance(each, Tensor)]
 
 
-def _cross(card: Card, call: _Call) -> None:
+def _cross(card: Card, call: Call) -> None:
     """A copy between the card and the host. One that does not block needs pinned memory, in one piece on both sides."""
     actor, asynchronous = card.stream.actor, bool(call.named.get("non_blocking"))
     for each in call.on_host:

@@ -1,0 +1,120 @@
+"""A worker of a model at its real size, on a card on paper and without its bytes. No tests in here.
+
+Only shapes are computed, and Triton's programs are launched without being run: what is left is which kernels and copies
+a pass issues, in which order, and where the host waits. One of two cards has a shard; the other is not there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from offload.cache.retrieval import RetrievalCache
+from offload.kernels import card as card_kernels
+from offload.model.decoder import Decoder
+from offload.model.loading import DTYPES
+from offload.parts import Parts
+from offload.plan.config import ModelConfig
+from offload.plan.hardware import RTX_4090, Hardware
+from offload.plan.options import Options
+from offload.plan.planner import Plan, make_plan
+from offload.plan.shards import ALONE, Shard
+from offload.ranks.sums import Sums
+from offload.transfer.checkpoint import Checkpoint
+from offload.transfer.link import make_link
+from offload.transfer.memory import Memory
+from offload.transfer.weights import load_weights
+from offload.worker import Worker
+from paper.card import Card, on_paper
+from paper.tensors import PaperTensor, launch
+
+NUM_PROMPT = 120_000  # tokens
+GPU = Hardware("cuda:0", "a card on paper", 23 * 10**9, 256 * 10**9, True, RTX_4090)
+
+
+def planned(target: ModelConfig, draft: ModelConfig, num_cards: int) -> Plan:
+    hardware = replace(GPU, num_devices=num_cards)
+    return make_plan(target, draft, Options(), hardware, num_prompt_tokens=NUM_PROMPT, max_tokens=200)
+
+
+class _Unread(Checkpoint):
+    """Weights that nobody will look at."""
+
+    def __init__(self) -> None: ...
+
+    def read_into(self, name: str, dst: Tensor, *, rows: range | None = None, columns: range | None = None) -> None: ...
+
+
+@contextmanager
+def worker_without_bytes(plan: Plan, target: ModelConfig, draft: ModelConfig) -> Iterator[tuple[Worker, Card]]:
+    """The worker of the first card, with a cache that holds the prompt."""
+    with on_paper(without_values=True) as card, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(card_kernels, "card", lambda device: card_kernels.Card("on paper"))
+        patch.setattr(JITFunction, "run", lambda program, *args, **more: _launched(card, program, *args, **more))
+        patch.setattr(dist, "all_gather", partial(_gathered, card))
+        parts = _parts(plan, {"target": target, "draft": draft})
+        worker = Worker(plan, parts, vocab_size=target.vocab_size)
+        worker.full.restored(NUM_PROMPT)
+        _fill(worker.retrieval)
+        try:
+            yield worker, card
+        finally:
+            worker.release()
+            worker.close()
+
+
+def _parts(plan: Plan, models: dict[str, ModelConfig]) -> Parts:
+    """As `load_decoders` places them."""
+    placement, num_cards = plan.placement, plan.request.num_devices
+    memory = Memory(torch.device(plan.request.device))
+    link = make_link(memory.device) if placement.offload else None
+    decoders = {}
+    for name in ("target", "draft") if plan.composition.draft else ("target",):
+        is_shard = name == "target" and num_cards > 1
+        shard = Shard(0, num_cards) if is_shard else ALONE
+        weights = load_weights(
+            _Unread(),
+            models[name],
+            memory,
+            dtype=DTYPES[plan.request.dtype],
+            name=name,
+            link=link if name == "target" and "weights" in placement.offload else None,
+            num_resident=placement.resident_layers,
+            shard=shard,
+        )
+        sums = Sums(0, num_cards, memory.device, check=lambda: None, go=lambda: None) if is_shard else None
+        decoders[name] = Decoder(shard.config(models[name]), weights, sums)
+    return Parts(decoders, memory, link)
+
+
+def _fill(retrieval: RetrievalCache | None) -> None:
+    """As after a refresh, which asks the card for numbers that are not there."""
+    if retrieval is not None:
+        retrieval._num_filled = retrieval.budget // retrieval.chunk
+        retrieval._tail_start = NUM_PROMPT // retrieval.chunk * retrieval.chunk
+        retrieval._exact = retrieval.length = NUM_PROMPT
+
+
+def _launched(card: Card, program: Any, *args: object, **more: object) -> None:
+    """A Triton program goes to the current stream. It writes what its source stores to."""
+    given = dict(zip(program.arg_names, args, strict=False)) | more
+    stored = set(re.findall(r"tl\.store\(\s*(\w+)", program.src))
+    assert stored <= set(program.arg_names)
+    tensors = {name: each for name, each in given.items() if isinstance(each, PaperTensor)}
+    launch(card, program.__name__, [*tensors.values()], {id(tensors[name]) for name in stored & tensors.keys()})
+
+
+def _gathered(card: Card, parts: Sequence[Tensor], part: Tensor) -> None:
+    """Every card's part, over NCCL's own links."""
+    tensors = [cast(PaperTensor, each) for each in (*parts, part)]
+    launch(card, "all_gather", tensors, {id(each) for each in parts})

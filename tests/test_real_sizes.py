@@ -1,0 +1,91 @@
+"""Models of 7B and 13B parameters at 120,000 tokens, as planned for cards of 24 GB, on paper and without their bytes:
+every kind of pass keeps its budget of launches and waits, orders all that it does, and allocates what is planned.
+
+Attention of few rows is launched as on a card, by the Triton programs, which are not run. Budgets may only go down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from offload.plan.config import ModelConfig
+from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
+
+pytest.importorskip("triton")
+
+from offload.transfer.link import CudaEvent
+from offload.worker import Worker
+from paper.real_sizes import NUM_PROMPT, planned, worker_without_bytes
+
+NUM_PREFILLED = 512  # tokens, after all others of the prompt
+
+
+def _pass(level: str, num_rows: int) -> Callable[[Worker], object]:
+    return lambda worker: worker.levels[level].forward([1] * num_rows, num_rows)
+
+
+def _prefill(worker: Worker) -> None:
+    worker.levels["target"].truncate(NUM_PROMPT - NUM_PREFILLED)
+    worker.prefill([1] * NUM_PREFILLED, lambda num_tokens: None)
+
+
+PASSES: dict[str, Callable[[Worker], object]] = {
+    "target, 1 row": _pass("target", 1),
+    "target, 16 rows": _pass("target", 16),
+    "retrieval, 1 row": _pass("retrieval", 1),
+    "draft, 1 row": _pass("draft", 1),
+    "prefill, 512 rows": _prefill,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """budgets: (launches, waits of the host) of each pass, in the order of PASSES."""
+
+    target: ModelConfig
+    num_cards: int
+    offload: tuple[str, ...]
+    budgets: tuple[tuple[int, int], ...]
+
+
+CASES = {
+    "7B": Case(LLAMA2_7B, 1, ("kv",), ((1762, 2), (1762, 2), (708, 2), (58, 2), (12816, 34))),
+    "13B": Case(LLAMA2_13B, 1, ("kv", "weights"), ((2224, 2), (2224, 2), (904, 2), (58, 2), (16038, 42))),
+    "13B, two cards": Case(LLAMA2_13B, 2, ("kv",), ((2362, 2), (2362, 2), (1044, 2), (58, 2), (16176, 42))),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_kind_of_pass_keeps_its_budget_and_the_plan_its_bytes(case: Case) -> None:
+    plan = planned(case.target, LLAMA_68M, case.num_cards)
+    assert plan.placement.offload == case.offload
+    counted = {}
+    with worker_without_bytes(plan, case.target, LLAMA_68M) as (worker, card):
+        for level, num_rows in (("target", 16), ("retrieval", 16), ("draft", 300)):
+            worker.levels[level].forward([1] * num_rows, 1)  # the first pass makes and fetches more
+        for name, run in PASSES.items():
+            launches, waits = card.launches.total(), card.syncs.total()
+            run(worker)
+            counted[name] = (card.launches.total() - launches, card.syncs.total() - waits)
+    assert card.problems == []
+    assert card.bytes_peak <= plan.placement.total_device_bytes
+    over = {
+        name: got
+        for (name, got), budget in zip(counted.items(), case.budgets, strict=True)
+        if got[0] > budget[0] or got[1] > budget[1]
+    }
+    assert not over
+
+
+def test_a_triton_program_that_does_not_wait_for_its_keys_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["7B"]
+    plan = planned(case.target, LLAMA_68M, case.num_cards)
+    with worker_without_bytes(plan, case.target, LLAMA_68M) as (worker, card):
+        monkeypatch.setattr(CudaEvent, "wait", lambda event: None)
+        worker.levels["target"].forward([1], 1)
+        problems = card.problems
+        monkeypatch.undo()
+    assert any("race: read" in problem and "attend_spans" in problem for problem in problems)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,26 +67,25 @@ def test_a_seed_repeats_its_text(pair: Pair) -> None:
     assert card.problems == []
 
 
-@pytest.mark.few(4)
-@pytest.mark.parametrize("after", [0, 1, 3, 6, 17, 30, 44, 61])
 def test_a_request_that_is_broken_off_leaves_nothing_under_way(
-    after: int, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
-    """Ctrl-C in a layer's attention, after so many of them: in the prefill, in a draft, in a verification."""
+    """Ctrl-C in a layer's attention, after so many of them: in the prefill, a draft, a retrieval, a verification."""
+    expected = plainly(BUSIEST.plain(), pair)[0]
     with engine_on_paper(BUSIEST, pair) as (engine, card):
-        expected = said(engine)
-        with monkeypatch.context() as patch:
-            left, attend = iter(range(after)), Decoder._attend
+        for after in range(0, 46, 3) if pytestconfig.getoption("deep") else (4, 13, 19, 23):
+            with monkeypatch.context() as patch:
+                left, attend = iter(range(after)), Decoder._attend
 
-            def interrupted(*args: object) -> object:
-                if next(left, None) is None:
-                    raise KeyboardInterrupt
-                return attend(*args)  # type: ignore[arg-type]
+                def interrupted(*args: object, left: Iterator[int] = left, attend: Any = attend) -> object:
+                    if next(left, None) is None:
+                        raise KeyboardInterrupt
+                    return attend(*args)
 
-            patch.setattr(Decoder, "_attend", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                said(engine, OTHER)
-        assert said(engine) == expected
+                patch.setattr(Decoder, "_attend", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    said(engine, OTHER)
+            assert said(engine) == expected
     assert card.problems == []
 
 

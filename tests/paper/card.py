@@ -147,6 +147,8 @@ class Card:
 
 def _extent(tensor: Tensor) -> int:
     """Bytes from its first element to its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     if not tensor.numel():
         return 0
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

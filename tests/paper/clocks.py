@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 Clock = dict[str, int]  # actor -> its latest step that is known
 
@@ -32,8 +32,7 @@ class Actor:
         return self.clock.get(name, 0) >= seq
 
 
-@dataclass(frozen=True)
-class _Access:
+class _Access(NamedTuple):
     """Bytes `first` to `stop` of a block, in step `seq` of an actor."""
 
     name: str

@@ -6,7 +6,7 @@ not and which only a compiler could add. Python code, which reads `device` and `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -105,10 +105,11 @@ class Call:
         tensors = [each for each in _leaves([*args, *kwargs.values()]) if isinstance(each, Tensor)]
         self.on_card = [each for each in tensors if isinstance(each, PaperTensor)]
         self.on_host = [each for each in tensors if not isinstance(each, PaperTensor)]
-        names = [argument.name for argument in func._schema.arguments]
-        self.named: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
-        written = _leaves([self.named[name] for name in _written(func) if name in self.named])
-        self.written = {id(each) for each in written if isinstance(each, Tensor)}
+        self.named: dict[str, Any] = dict(zip(_names(func), args, strict=False)) | kwargs
+        self.written: set[int] = set()
+        if names := _written(func):
+            written = _leaves([self.named[name] for name in names if name in self.named])
+            self.written = {id(each) for each in written if isinstance(each, Tensor)}
         device = self.named.get("device")
         self.device = torch.device(device) if device is not None else None
 
@@ -136,13 +137,12 @@ class Call:
         return self.func(*args, **kwargs)
 
 
-def _leaves(values: Any) -> Iterator[Any]:
+def _leaves(values: Any) -> list[Any]:
     """Of arguments or results, which nest no deeper than lists."""
+    leaves: list[Any] = []
     for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from value
-        else:
-            yield value
+        leaves += value if isinstance(value, (list, tuple)) else (value,)
+    return leaves
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
@@ -158,6 +158,11 @@ def _on_cpu(value: Any) -> Any:
 @cache
 def name_of(func: Func) -> str:
     return str(func._schema.name.partition("::")[2])
+
+
+@cache
+def _names(func: Func) -> list[str]:
+    return [argument.name for argument in func._schema.arguments]
 
 
 @cache

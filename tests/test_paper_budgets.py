@@ -60,8 +60,8 @@ PASSES: dict[str, tuple[Callable[[Engine], object], Budget]] = {
         lambda engine: _retrieval(engine).round(SEQUENCE, 3),
         Budget(552, 2),
     ),
-    "round of one row, with a refresh": (lambda engine: _speculator(engine).round(SEQUENCE, 1), Budget(552, 13)),
-    "refresh": (lambda engine: engine.worker.refresh(1), Budget(70, 11)),
+    "round of one row, with a refresh": (lambda engine: _speculator(engine).round(SEQUENCE, 1), Budget(549, 13)),
+    "refresh": (lambda engine: engine.worker.refresh(1), Budget(66, 11)),
 }
 
 
@@ -83,7 +83,6 @@ def counted(pair: Pair) -> dict[str, Budget]:
             run(engine)
             counted[name] = Budget(card.launches.total() - launches, card.syncs.total() - waits)
     assert card.problems == []
-    print(counted)
     return counted
 
 

@@ -29,7 +29,7 @@ from offload.plan.config import ModelConfig
 from offload.plan.planner import Options, Plan
 from offload.plan.request import Request
 from offload.prefix import PrefixCache
-from offload.progress import OnProgress, Progress, ignore
+from offload.progress import OnProgress, ignore
 from offload.transfer.device import use_device
 from offload.worker import Worker
 
@@ -101,11 +101,7 @@ class Engine:
         folders = {"target": model}
         if draft is not None and "draft" in plan.composition.levels:
             folders["draft"] = draft
-
-        def report(done: int, total: int) -> None:
-            on_progress(Progress("load", done, total, "bytes"))
-
-        worker = load_worker(plan, folders, num_tokens=len(tokenizer), on_bytes=report)
+        worker = load_worker(plan, folders, num_tokens=len(tokenizer), on_progress=on_progress)
         return cls(worker, tokenizer, load_seconds=time.perf_counter() - start)
 
     @property

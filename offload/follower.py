@@ -24,6 +24,7 @@ from offload.parts import Parts
 from offload.plan.planner import Plan
 from offload.plan.shards import Shard
 from offload.plan.torchrun import Launched
+from offload.progress import ignore
 from offload.ranks import rendezvous
 from offload.ranks.orders import LOST, GivenUp, Orders
 from offload.ranks.record import TokenRecord
@@ -74,9 +75,7 @@ class Follower:
         own = self._own(plan)
         device = torch.device(own.request.device)
         self._sums = Sums(self._shard.rank, self._shard.size, device, check=lambda: None, go=self._orders.wait_to_go)
-        self._parts = Parts.load(
-            own, {"target": Path(target)}, lambda done, total: None, shard=self._shard, sums=self._sums
-        )
+        self._parts = Parts.load(own, {"target": Path(target)}, ignore, shard=self._shard, sums=self._sums)
 
     def _connect(self) -> None:
         assert self._sums is not None

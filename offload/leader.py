@@ -25,6 +25,7 @@ from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.plan.shards import Shard
 from offload.plan.torchrun import Launched
+from offload.progress import OnProgress
 from offload.ranks import rendezvous
 from offload.ranks.record import TokenRecord
 from offload.ranks.sums import Sums
@@ -33,15 +34,14 @@ from offload.session.page import PagedRows
 from offload.worker import Worker, equal_sizes, fast_sizes, stats_of_rank
 
 COMPARED_FORWARDS = 16  # of the target, after which the ranks compare their tokens
-OnBytes = Callable[[int, int], None]
 
 
-def load_worker(plan: Plan, folders: Mapping[str, Path], *, num_tokens: int, on_bytes: OnBytes) -> Worker:
+def load_worker(plan: Plan, folders: Mapping[str, Path], *, num_tokens: int, on_progress: OnProgress) -> Worker:
     """The worker of `plan`, alone or, for several devices, leading one on each. See `Worker.load`; raises RankFailed,
     too."""
     if plan.request.num_devices == 1:
-        return Worker.load(plan, folders, num_tokens=num_tokens, on_bytes=on_bytes)
-    return LeadingWorker.load(plan, folders, num_tokens=num_tokens, on_bytes=on_bytes)
+        return Worker.load(plan, folders, num_tokens=num_tokens, on_progress=on_progress)
+    return LeadingWorker.load(plan, folders, num_tokens=num_tokens, on_progress=on_progress)
 
 
 class Lead:
@@ -57,11 +57,11 @@ class Lead:
         self.team, self._store = Team(met, self.sums.abort), met.store
         self._num_workers = 0
 
-    def load(self, plan: Plan, folders: Mapping[str, Path], on_bytes: OnBytes) -> Parts:
+    def load(self, plan: Plan, folders: Mapping[str, Path], on_progress: OnProgress) -> Parts:
         """Every rank reads its shard at the same time."""
         self.whole, target = ModelConfig.from_folder(folders["target"]), str(folders["target"].resolve())
         told = self.team.tell("load", plan=plan.as_dict(), target=target, threads=torch.get_num_threads())
-        parts = Parts.load(plan, folders, on_bytes, shard=Shard(0, self.team.size), sums=self.sums)
+        parts = Parts.load(plan, folders, on_progress, shard=Shard(0, self.team.size), sums=self.sums)
         try:
             self.team.replies(told)
             self.team.tell("connect")
@@ -105,10 +105,12 @@ class LeadingWorker(Worker):
         super().__init__(plan, parts, vocab_size=vocab_size, blocks=blocks)
 
     @classmethod
-    def load(cls, plan: Plan, folders: Mapping[str, Path], *, num_tokens: int, on_bytes: OnBytes) -> LeadingWorker:
+    def load(
+        cls, plan: Plan, folders: Mapping[str, Path], *, num_tokens: int, on_progress: OnProgress
+    ) -> LeadingWorker:
         lead = Lead(plan)
         try:
-            parts = lead.load(plan, folders, on_bytes)
+            parts = lead.load(plan, folders, on_progress)
             try:
                 return cls.build(lead, plan, parts, vocab_size=parts.num_scored(num_tokens))
             except BaseException:

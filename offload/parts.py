@@ -8,15 +8,20 @@ from pathlib import Path
 
 import torch
 
+from offload.cache.tiles import TileShape, TileStore
 from offload.errors import ModelError
 from offload.model.decoder import Decoder
-from offload.model.loading import load_decoders
+from offload.model.loading import DTYPES, load_decoders
 from offload.model.sums import Sums
+from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.plan.shards import ALONE, Shard
+from offload.plan.sizing import MAX_ROWS
+from offload.progress import OnProgress, Progress, Stage
 from offload.transfer.device import sum_in_fp32, use_device
 from offload.transfer.link import Link, make_link
 from offload.transfer.memory import Memory
+from offload.transfer.weights import LayerLayout
 
 
 @dataclass(frozen=True)
@@ -33,20 +38,27 @@ class Parts:
         cls,
         plan: Plan,
         folders: Mapping[str, Path],
-        on_bytes: Callable[[int, int], None],
+        on_progress: OnProgress,
         *,
         shard: Shard = ALONE,
         sums: Sums | None = None,
     ) -> Parts:
-        """Read the models in `folders`, of "target" a shard, to where the plan wants them. Raises ModelError,
-        DoesNotFit."""
+        """Read the models in `folders`, of "target" a shard, to where the plan wants them. Meanwhile host memory is
+        pinned for them, and for the cache's tiles; an error of that is raised where the memory is wanted.
+
+        Raises ModelError, DoesNotFit. On an error nothing stays allocated."""
         memory = Memory(torch.device(plan.request.device))
         use_device(memory.device)
         sum_in_fp32(memory.device)
         link = make_link(memory.device, plan.placement.link_bytes_per_second) if plan.placement.offload else None
         try:
-            return cls(load_decoders(folders, plan, memory, link, on_bytes, shard=shard, sums=sums), memory, link)
+            memory.pin_ahead(_host_blocks(plan, shard.config(ModelConfig.from_folder(folders["target"])), memory))
+            on_read, on_pinned = (_stage(name, on_progress) for name in ("load", "pin"))
+            decoders = load_decoders(folders, plan, memory, link, on_read, shard=shard, sums=sums)
+            memory.wait_pinned(on_pinned)
+            return cls(decoders, memory, link)
         except BaseException:
+            memory.close()
             if link is not None:
                 link.close()
             raise
@@ -67,3 +79,30 @@ class Parts:
         """End the link's threads."""
         if self.link is not None:
             self.link.close()
+
+
+def tile_shape(plan: Plan, config: ModelConfig) -> TileShape:
+    """Of the full cache. config: of the target, or of a shard of it."""
+    placement = plan.placement
+    pages = placement.tile_tokens // placement.page_tokens
+    return TileShape(config.num_kv_heads, config.head_dim, placement.page_tokens, pages, DTYPES[plan.request.dtype])
+
+
+def _host_blocks(plan: Plan, config: ModelConfig, memory: Memory) -> list[int]:
+    """Bytes of each layer and then of each tile of the full cache that the plan has on the host, in the order in which
+    they are allocated."""
+    placement, blocks = plan.placement, list[int]()
+    if "weights" in placement.offload:
+        layer = LayerLayout.of(config, DTYPES[plan.request.dtype]).num_bytes
+        blocks += [layer] * (config.num_layers - placement.resident_layers)
+    if "kv" in placement.offload:
+        shape = tile_shape(plan, config)
+        store = TileStore(memory, shape, config.num_layers, placement.resident_tiles, placement.host_tiles)
+        for index in range(shape.count(plan.request.capacity + MAX_ROWS)):
+            layers = range(config.num_layers)
+            blocks += [shape.nbytes for layer in layers if store.place(layer, index) != "device"]
+    return blocks
+
+
+def _stage(stage: Stage, on_progress: OnProgress) -> Callable[[int, int], None]:
+    return lambda done, total: on_progress(Progress(stage, done, total, "bytes"))

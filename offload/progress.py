@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Stage = Literal["load", "restore", "prefill", "save", "replay"]
+Stage = Literal["load", "pin", "restore", "prefill", "save", "replay"]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from offload.cache.full import FullCache
 from offload.cache.retrieval import RetrievalCache
 from offload.cache.selection import Selection
 from offload.cache.streaming import StreamingCache
-from offload.cache.tiles import TileShape
 from offload.errors import DoesNotFit
 from offload.kernels import card
 from offload.kernels.native import FEW_ROWS, Kernels, fitting
@@ -22,10 +21,11 @@ from offload.metrics import HostStats, LinkStats, RankStats
 from offload.model.decoder import Decoder
 from offload.model.level import Level, StreamingLevel, prefill
 from offload.model.loading import DTYPES
-from offload.parts import Parts
+from offload.parts import Parts, tile_shape
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.plan.sizing import CPU_BLOCKS, MAX_ROWS
+from offload.progress import OnProgress
 from offload.session.page import PagedRows
 from offload.transfer.arena import Arena
 from offload.transfer.link import Link
@@ -68,11 +68,11 @@ class Worker:
         folders: Mapping[str, Path],
         *,
         num_tokens: int,
-        on_bytes: Callable[[int, int], None],
+        on_progress: OnProgress,
     ) -> Worker:
         """Read the models in `folders` ("target", "draft") to where the plan wants them. num_tokens: in the tokenizer's
-        vocabulary. `on_bytes(done, total)` is called as bytes are read. Raises ModelError, DoesNotFit."""
-        parts = Parts.load(plan, folders, on_bytes)
+        vocabulary. on_progress: stages "load" and "pin". Raises ModelError, DoesNotFit."""
+        parts = Parts.load(plan, folders, on_progress)
         try:
             return cls(plan, parts, vocab_size=parts.num_scored(num_tokens))
         except BaseException:
@@ -218,12 +218,10 @@ def full_cache(
 ) -> FullCache:
     """The cache of the plan's target, or of a shard of it."""
     composition, placement = plan.composition, plan.placement
-    pages = placement.tile_tokens // placement.page_tokens
-    shape = TileShape(config.num_kv_heads, config.head_dim, placement.page_tokens, pages, DTYPES[plan.request.dtype])
     by_mass = composition.budget > 0 and composition.selection == "mass"
     return FullCache(
         memory,
-        shape,
+        tile_shape(plan, config),
         num_layers=config.num_layers,
         rope=rotary_table(plan, config),
         blocks=blocks,

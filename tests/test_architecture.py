@@ -101,8 +101,9 @@ def only_memory_pins(module: str, source: str) -> list[str]:
 
 
 def only_link_makes_threads_and_streams(module: str, source: str) -> list[str]:
-    # One copies, one times, one works while a person types, the ranks watch each other and meet.
-    allowed = ("offload.transfer.link", "offload.transfer.timing", "triforce_cli.chat.background", "offload.ranks")
+    # One copies, one times, one pins, one works while a person types, the ranks watch each other and meet.
+    transfer = ("offload.transfer.link", "offload.transfer.timing", "offload.transfer.ahead")
+    allowed = (*transfer, "triforce_cli.chat.background", "offload.ranks")
     if within(module, *allowed):
         return []
     tree = ast.parse(source)
@@ -134,9 +135,10 @@ def only_output_writes(module: str, source: str) -> list[str]:
 
 
 def only_app_catches_broadly(module: str, source: str) -> list[str]:
-    """A handler that always raises again, as an error that says more, catches nothing; nor do the link's worker and
-    the other ranks, as their errors are raised in whoever waits."""
-    if module in ("triforce_cli.app", "offload.transfer.link", "offload.ranks.sums", "offload.follower"):
+    """A handler that always raises again, as an error that says more, catches nothing; nor do the link's worker,
+    the thread that pins and the other ranks, as their errors are raised in whoever waits."""
+    waited_for = ("offload.transfer.link", "offload.transfer.ahead", "offload.ranks.sums", "offload.follower")
+    if module in ("triforce_cli.app", *waited_for):
         return []
     found = []
     for node in ast.walk(ast.parse(source)):

@@ -12,7 +12,7 @@ import math
 import mmap
 import platform
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,8 @@ from torch import Tensor
 
 from offload.errors import DoesNotFit
 from offload.plan.machine import number_in
+from offload.transfer.ahead import Ahead
+from offload.transfer.device import use_device
 from offload.units import size
 
 Tier = Literal["host", "device"]
@@ -58,6 +60,7 @@ class Memory:
         self.device = device
         self._node = _numa_node(device)
         self._ledger: Counter[tuple[Tier, str]] = Counter()
+        self._ahead: Ahead | None = None
         if device.type == "cpu":
             keep_freed_memory()
 
@@ -73,6 +76,22 @@ class Memory:
             block = self._host_block(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         self._ledger[tier, purpose] += block.nbytes
         return block
+
+    def pin_ahead(self, sizes: Sequence[int]) -> None:
+        """Begin to make and pin host blocks of so many bytes each, on a thread and in this order. Those that `allocate`
+        needs are taken from them; an error is raised there. Nothing on a CPU, where nothing is pinned."""
+        if self.device.type == "cuda" and sizes:
+            self._ahead = Ahead(sizes, self._on_a_thread)
+
+    def wait_pinned(self, on_bytes: Callable[[int, int], None]) -> None:
+        """Return when that is over. `on_bytes(done, total)` is called meanwhile."""
+        if self._ahead is not None:
+            self._ahead.wait(on_bytes)
+
+    def close(self) -> None:
+        """Make no more blocks ahead, and give back those that nobody took. Idempotent."""
+        if self._ahead is not None:
+            self._ahead.close()
 
     def released(self, block: Tensor, *, tier: Tier, purpose: str) -> None:
         """The owner of `block` drops it."""
@@ -97,9 +116,18 @@ class Memory:
             ) from error
 
     def _host_block(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], its pages touched (torch's threads share that) and pinned for a GPU."""
+        """See `_new_host_block`."""
         if not num_bytes:
             return torch.zeros(0, dtype=torch.uint8)
+        block = None if self._ahead is None else self._ahead.take(num_bytes)
+        return self._new_host_block(num_bytes) if block is None else block
+
+    def _on_a_thread(self, num_bytes: int) -> Tensor:
+        use_device(self.device)
+        return self._new_host_block(num_bytes)
+
+    def _new_host_block(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], its pages touched (torch's threads share that) and pinned for a GPU."""
         try:
             mapping = _Mapping(-1, num_bytes, **_PRIVATE)
         except OSError as error:
@@ -124,6 +152,7 @@ class Memory:
 
     def _refused(self, num_bytes: int, what: str, reason: str) -> str:
         held = sum(count for (tier, _), count in self._ledger.items() if tier == "host")
+        held += 0 if self._ahead is None else self._ahead.held
         return (
             f"{size(num_bytes)} of host memory could not be {what} ({reason}) after {size(held)}; "
             "the system limits what one process may pin (ulimit -l, a container's or WSL's memory limit): "

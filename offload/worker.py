@@ -24,7 +24,7 @@ from offload.model.loading import DTYPES
 from offload.parts import Parts, tile_shape
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
-from offload.plan.sizing import CPU_BLOCKS, MAX_ROWS
+from offload.plan.sizing import CPU_BLOCKS, MAX_ROWS, tail_tokens
 from offload.progress import OnProgress
 from offload.session.page import PagedRows
 from offload.transfer.arena import Arena
@@ -241,7 +241,15 @@ def _retrieval_cache(plan: Plan, config: ModelConfig, full: FullCache) -> Retrie
     found = plan.composition
     rule = Selection(rule="published" if found.selection == "published" else "mass", reach=min(found.gamma, MAX_REACH))
     kernels = _attention_kernels(plan, config)
-    return RetrievalCache(full, budget=found.budget, chunk=found.chunk, selection=rule, kernels=kernels)
+    return RetrievalCache(
+        full,
+        budget=found.budget,
+        chunk=found.chunk,
+        selection=rule,
+        kernels=kernels,
+        tail=tail_tokens(found, plan.request.max_tokens),
+        drafted=found.drafted,
+    )
 
 
 def _streaming_cache(plan: Plan, config: ModelConfig, memory: Memory) -> StreamingCache:

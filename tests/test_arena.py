@@ -64,6 +64,21 @@ def request(**options: object) -> Plan:
     return plan_request(TARGET, DRAFT, asked, num_prompt_tokens=len(PROMPT), max_tokens=24)
 
 
+def noted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """From now on, the most bytes that were allocated on the device for each purpose."""
+    most: dict[str, int] = {}
+    real: Callable[..., torch.Tensor] = Memory.allocate
+
+    def allocate(memory: Memory, *args: object, **more: object) -> torch.Tensor:
+        block = real(memory, *args, **more)
+        for purpose, size in memory.allocated()["device"].items():
+            most[purpose] = max(most.get(purpose, 0), size)
+        return block
+
+    monkeypatch.setattr(Memory, "allocate", allocate)
+    return most
+
+
 def two_turns(plan: Plan) -> tuple[list[int], list[int]]:
     """(tokens after work ahead and a long message, how many rows each level ran for them)."""
     with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
@@ -77,17 +92,8 @@ def two_turns(plan: Plan) -> tuple[list[int], list[int]]:
 def test_no_more_is_allocated_than_planned_in_a_prefill_in_decoding_or_in_a_second_turn(
     offload: frozenset[str], budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most: dict[str, int] = {}
-    real: Callable[..., torch.Tensor] = Memory.allocate
-
-    def noted(memory: Memory, *args: object, **more: object) -> torch.Tensor:
-        block = real(memory, *args, **more)
-        for purpose, size in memory.allocated()["device"].items():
-            most[purpose] = max(most.get(purpose, 0), size)
-        return block
-
     plan = request(offload=offload, budget=budget)  # which may measure passes, in memory of its own
-    monkeypatch.setattr(Memory, "allocate", noted)
+    most = noted(monkeypatch)
     two_turns(plan)
     planned = plan.placement.device_bytes
     assert most["arena"] == planned["arena"]
@@ -117,3 +123,26 @@ def test_a_prefill_in_place_of_the_retrieval_cache_changes_nothing_that_is_said_
     apart = replace(plan.placement, device_bytes=plan.placement.device_bytes | {"arena": 0})
     assert two_turns(replace(plan, placement=apart)) == (tokens, rows)
     assert len(fetched_again) == 1
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "planned_for"), [(1000, 300), (1300, 24)])
+def test_the_published_rule_keeps_to_its_plan_over_300_tokens(
+    num_prompt_tokens: int, planned_for: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It chooses once for the output that is planned. For a longer one it chooses anew, where it kept all tokens since
+    its only choice in a buffer that grew, while the old one was there still."""
+    asked = Options(device="cpu", gamma=15, draft_gamma=2, chunk=16, budget=1600, selection="published", lookup=False)
+    room = 1624 - planned_for
+    plan = plan_request(TARGET, DRAFT, asked, num_prompt_tokens=room, max_tokens=planned_for)
+    chosen: list[int] = []
+    real = RetrievalCache._scores
+    monkeypatch.setattr(
+        RetrievalCache, "_scores", lambda cache, num_rows: chosen.append(cache.full.length) or real(cache, num_rows)
+    )
+    most = noted(monkeypatch)
+    prompt = PROMPT[:num_prompt_tokens]
+    with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
+        steps = list(engine.generate(prompt, SAMPLED, max_tokens=300))
+    assert sum(len(step.tokens) for step in steps) == 300
+    assert most["arena"] <= plan.placement.device_bytes["arena"]
+    assert len(chosen) == 1 if planned_for == 300 else len(chosen) > 1

@@ -24,9 +24,10 @@ from offload.plan.sizing import FETCH_BYTES, TAIL_TOKENS
 
 
 class RetrievalCache:
-    """Chunks under a budget, and a tail of any length, per layer: [2, H_kv, chosen | tail, D].
+    """Chunks under a budget, and a tail, per layer: [2, H_kv, chosen | tail, D].
 
-    `budget` tokens of chunks, chosen per layer and KV head by `selector`; the tail comes on top.
+    `budget` tokens of chunks, chosen per layer and KV head by `selector`; the tail comes on top, with room for at least
+    `tail` tokens. Where a selector chooses once, it chooses anew before `drafted` more would need another buffer.
     """
 
     _room: int
@@ -39,8 +40,10 @@ class RetrievalCache:
         chunk: int,
         selection: Selection,
         kernels: Kernels | Card = NONE,
+        tail: int = TAIL_TOKENS,
+        drafted: int = 0,
     ) -> None:
-        self.full = full
+        self.full, self._tail, self._drafted = full, tail, drafted
         self._spans = decode_attention(kernels, full.rope, dtype=full.shape.dtype)
         self._resize(budget, chunk)
         self._buffer: Tensor | None = None  # None: before the first pass, and where a prefill took its place
@@ -133,7 +136,8 @@ class RetrievalCache:
         self.full.wait_home()
         self._open()
         length = self.full.length
-        if self.selector.selects_anew or self.chosen is None:
+        outgrown = length + self._drafted - self._tail_start > self._room
+        if self.selector.selects_anew or self.chosen is None or outgrown:
             self._tail_start = length // self.chunk * self.chunk
             self._exact = self._tail_start
             self._hold(choose(self._scores(num_rows), self._num_slots) if self._tail_start else None)
@@ -245,7 +249,7 @@ class RetrievalCache:
         self.budget, self.chunk = budget, chunk
         self._num_slots = budget // chunk
         self._room_step = max(TAIL_TOKENS, chunk)  # whole chunks: then all of the buffer is
-        self._room = self._room_step
+        self._room = -(-self._tail // self._room_step) * self._room_step
 
     @property
     def _size(self) -> tuple[int, ...]:

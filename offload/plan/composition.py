@@ -47,6 +47,11 @@ class Composition:
         below: tuple[tuple[LevelName, bool], ...] = (("draft", self.draft), ("retrieval", self.budget > 0))
         return (*(name for name, there in below if there), "target")
 
+    @property
+    def drafted(self) -> int:
+        """The most tokens after the verified ones that the retrieval level runs."""
+        return self.gamma + self.draft_gamma + 1
+
 
 PLAIN = Composition()
 

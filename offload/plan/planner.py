@@ -102,7 +102,7 @@ def make_plan(
     names what would fit, if the context or the memory is too small."""
     notes: list[str] = []
     capacity, max_tokens = _fit_context(target, options, num_prompt_tokens, max_tokens, notes)
-    sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware))
+    sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware), max_tokens)
     _check_memory(sizing, capacity, num_prompt_tokens)
     cost, best = _choose(sizing, capacity, times)
     if options.link_gbps is not None and not hardware.is_cpu:

@@ -17,7 +17,7 @@ MAX_TILE_TOKENS = 8192  # without the room for padded rows
 CPU_BLOCKS = (*range(1, 9), 12, 16, 20, 24, 32)  # rows, those that the machine computes alike and gains by
 MAX_ROWS = 256  # beyond the sequence that a pass may write: the longest verification, padded
 NUM_STAGING = 2  # buffers through which layers, and tiles, cross the link
-TAIL_TOKENS = 128  # room after the chosen chunks of the retrieval cache, at least one chunk
+TAIL_TOKENS = 128  # steps of the room after the chosen chunks of the retrieval cache, at least one chunk
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
 HOST_ROWS = 16  # of a KV head, that a desktop's processor attends to as fast as its memory is read (computed)
 _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and what an allocator cannot use
@@ -27,6 +27,15 @@ def host_slowdown(rows: int, group: int) -> float:
     """The time that a desktop's processor attends to keys for `rows` rows of `group` query heads for each KV head, as a
     multiple of the time in which its memory is read: 1 while it has nothing to wait for but that."""
     return max(rows * group / HOST_ROWS, 1.0)
+
+
+def tail_tokens(composition: Composition, max_tokens: int) -> int:
+    """Room in the retrieval cache for the tokens since its chunks were chosen: less than a chunk and what is drafted,
+    and by the rule that chooses once, the whole output."""
+    generated = max_tokens if composition.selection == "published" else 0
+    needed = composition.chunk + composition.drafted + generated
+    step = max(TAIL_TOKENS, composition.chunk)
+    return -(-needed // step) * step
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,7 @@ class Sizing:
     options: Options
     hardware: Hardware
     dtype: str
+    max_tokens: int = 0  # of the output
 
     @property
     def num_devices(self) -> int:
@@ -147,7 +157,7 @@ class Sizing:
         return min(FETCH_BYTES, self._retrieval_bytes(composition)) if composition.budget else 0
 
     def _retrieval_bytes(self, composition: Composition) -> int:
-        return (composition.budget + max(TAIL_TOKENS, composition.chunk)) * self.kv_bytes_per_token
+        return (composition.budget + tail_tokens(composition, self.max_tokens)) * self.kv_bytes_per_token
 
     def _workspace(self, capacity: int, gamma: int | None) -> int:
         """The largest temporaries: a block of a prefill, or of rows over a tile, or logits and probabilities. gamma:

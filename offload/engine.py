@@ -19,6 +19,7 @@ from offload.decode.speculation import Speculator
 from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
 from offload.errors import DoesNotFit, ModelError, UsageError
 from offload.kernels.card import card
+from offload.kernels.card.flash import flash
 from offload.kernels.native import OFF, kernels
 from offload.leader import load_worker
 from offload.metrics import HostStats, LevelStats, LinkStats, RankStats, Stats
@@ -37,7 +38,16 @@ if TYPE_CHECKING:
     from offload.session.store import Store
 
 
-__all__ = ["Engine", "Step", "kernels_problem", "load_tokenizer", "plan_request", "time_again", "timed"]
+__all__ = [
+    "Engine",
+    "Step",
+    "kernels_problem",
+    "load_tokenizer",
+    "plan_request",
+    "prefill_problem",
+    "time_again",
+    "timed",
+]
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,12 @@ def kernels_problem(device: str) -> str:
     Raises UsageError for a wrong TRIFORCE_KERNELS."""
     reason = kernels().reason if device == "cpu" else card(torch.device(device)).reason
     return "" if reason == OFF else reason
+
+
+def prefill_problem(device: str) -> str:
+    """Why a 16-bit prefill on `device` runs on torch's fused kernel though flash-attn could be there, else ""."""
+    found = flash(torch.device(device))
+    return found.reason if found.avoidable else ""
 
 
 def load_tokenizer(model: Path, draft: Path | None) -> Tokenizer:

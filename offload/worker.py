@@ -14,6 +14,7 @@ from offload.cache.selection import Selection
 from offload.cache.streaming import StreamingCache
 from offload.errors import DoesNotFit
 from offload.kernels import card
+from offload.kernels.card.flash import PAGE_STEP, FlashTiles, flash
 from offload.kernels.native import FEW_ROWS, Kernels, fitting
 from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
@@ -231,6 +232,7 @@ def full_cache(
         host_reads=HostReads(placement.host_bytes_per_second, group=config.num_heads // config.num_kv_heads),
         mass_chunk=composition.chunk if by_mass else None,
         fused_prefill=placement.fused_prefill,
+        flash=_flash_tiles(plan),
         kernels=_attention_kernels(plan, config),
         keep_queries=composition.selection == "published",
         arena=arena,
@@ -290,6 +292,14 @@ def _attention_kernels(plan: Plan, config: ModelConfig) -> Kernels | card.Card:
     """Those of the plan's device, for attention of few rows."""
     device = torch.device(plan.request.device)
     return _kernels(plan, config) if device.type == "cpu" else card.fitting(device, config.head_dim)
+
+
+def _flash_tiles(plan: Plan) -> FlashTiles | None:
+    """For a prefill on a card that torch's fused kernel would serve, too."""
+    found, placement = flash(torch.device(plan.request.device)), plan.placement
+    if found.call is None or not placement.fused_prefill or placement.page_tokens % PAGE_STEP:
+        return None
+    return FlashTiles(found.call)
 
 
 def _kernels(plan: Plan, config: ModelConfig) -> Kernels:

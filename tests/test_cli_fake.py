@@ -229,7 +229,11 @@ def install() -> None:
     """Put the stand-ins where the command line imports from."""
     engine = types.ModuleType("offload.engine")
     engine.__dict__.update(
-        Engine=Engine, load_tokenizer=load_tokenizer, kernels_problem=lambda device: "", timed=lambda request: request
+        Engine=Engine,
+        load_tokenizer=load_tokenizer,
+        kernels_problem=lambda device: "",
+        prefill_problem=lambda device: "",
+        timed=lambda request: request,
     )
     sampling = types.ModuleType("offload.decode.sampling")
     sampling.__dict__.update(SamplingParams=SamplingParams)

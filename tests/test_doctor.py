@@ -688,7 +688,7 @@ class TestReport:
     def test_names_a_flash_attention_that_is_there_and_not_used(self):
         assert "flash" not in render_doctor.report(BOX, [], [], width=100)
         found = replace(BOX, software=replace(BOX.software, flash_attn="2.8.1"))
-        assert "torch products; flash-attn 2.8.1 found, not used yet" in render_doctor.report(found, [], [], width=100)
+        assert "torch products; flash-attn 2.8.1 found, for GPUs only" in render_doctor.report(found, [], [], width=100)
 
     def test_as_a_document_is_json(self):
         document = render_doctor.document(TWO_ON_X8, CHECKS, some_expectations(), Record("file", "disk full"))

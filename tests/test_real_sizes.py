@@ -89,3 +89,18 @@ def test_a_triton_program_that_does_not_wait_for_its_keys_is_reported(monkeypatc
         problems = card.problems
         monkeypatch.undo()
     assert any("race: read" in problem and "attend_spans" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(("name", "launches"), [("7B", 2449), ("13B", 3081)])
+def test_flash_attn_takes_a_fifth_of_the_launches_of_a_prefill(name: str, launches: int) -> None:
+    case = CASES[name]
+    plan = planned(case.target, LLAMA_68M, case.num_cards)
+    with worker_without_bytes(plan, case.target, LLAMA_68M, with_flash=True) as (worker, card):
+        before, waits = card.launches.total(), card.syncs.total()
+        _prefill(worker)
+        taken, waited = card.launches.total() - before, card.syncs.total() - waits
+    assert card.problems == []
+    assert card.launches["flash_attn_with_kvcache"] == case.target.num_layers * 15  # tiles
+    assert card.bytes_peak <= plan.placement.total_device_bytes
+    assert taken <= launches
+    assert waited <= case.budgets[-1][1]

@@ -40,15 +40,18 @@ def prepare(models: Models, options: Options, output: Output, *, sampling: Sampl
     output.note(models.note)
     output.wait("starting")
     with deferred():
-        from offload.engine import kernels_problem, load_tokenizer, timed
+        from offload.engine import kernels_problem, load_tokenizer, prefill_problem, timed
         from offload.plan.request import Request
 
         if sampling is not None:
             sampling.params()
         tokenizer = load_tokenizer(models.target, models.draft)
         request = timed(Request.on_this_machine(models.target, models.draft, options))
-        if problem := kernels_problem("cpu" if request.hardware.is_cpu else "cuda"):
+        device = "cpu" if request.hardware.is_cpu else "cuda"
+        if problem := kernels_problem(device):
             output.note(f"slower than need be, on torch's operators: {problem}")
+        if problem := prefill_problem(device):
+            output.note(f"prompts are read by torch's fused kernel: {problem}")
         return Prepared(models, tokenizer, request)
 
 

@@ -17,6 +17,7 @@ from offload.bench.measure import Copies
 from offload.errors import TriforceError
 from offload.kernels import native
 from offload.kernels.card import card
+from offload.kernels.card.flash import flash
 from offload.plan import machine, nvml
 from offload.plan.hardware import Hardware, Rates, probe, rates_key
 from offload.plan.machine import Machine
@@ -89,7 +90,7 @@ class Software:
     torch_cuda: str | None  # None: built without CUDA
     transformers: str
     attention: str  # what runs
-    flash_attn: str | None  # its version; found, not used
+    flash_attn: str | None  # its version, where it is installed
     kernels: str | None  # the processor's, by their instruction set; None: torch's operators run
     kernels_problem: str = ""  # why
 
@@ -293,6 +294,9 @@ def _attention() -> str:
     """What attends on this machine: of few rows, on a GPU of many too."""
     if not torch.cuda.is_available():
         return "torch products"
-    found = card(torch.device("cuda"))
+    device = torch.device("cuda")
+    found, prefill = card(device), flash(device)
     few = f"kernels by Triton {found.triton} for few rows" if found.usable else f"torch products ({found.reason})"
-    return f"{few}, and torch's fused kernel for 16-bit prefill on GPUs that know bf16"
+    if prefill.usable:
+        return f"{few}, and flash-attn {prefill.version} for 16-bit prefill"
+    return f"{few}, and torch's fused kernel for 16-bit prefill on GPUs that know bf16 ({prefill.reason})"

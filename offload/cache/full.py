@@ -15,6 +15,7 @@ from offload.cache.residence import PrefillTiles, Residence, StreamedTiles, Writ
 from offload.cache.tiles import TileShape, TileStore
 from offload.kernels.attention import fold
 from offload.kernels.card import Card
+from offload.kernels.card.flash import FlashBlock, FlashTiles
 from offload.kernels.decode_attention import DecodeAttention, decode_attention
 from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rotate
@@ -34,9 +35,9 @@ class FullCache:
     any size. With `mass_chunk` the decode phase also keeps each row's softmax mass per chunk of that many tokens,
     while `record_mass` is set.
     num_resident, num_host: see `TileStore`; in phase "prefill" all tiles are attended to on the device. host_reads: of
-    tiles that are attended to on the host. fused_prefill: phase "prefill" attends by torch's fused kernel. kernels: the
-    device's own, for phase "decode". keep_queries: False where `mean_key_scores` is not asked for. arena: phase
-    "prefill" has its turn of it, from `begin` to the next user's.
+    tiles that are attended to on the host. fused_prefill: phase "prefill" attends by torch's fused kernel; flash: by
+    this instead. kernels: the device's own, for phase "decode". keep_queries: False where `mean_key_scores` is not
+    asked for. arena: phase "prefill" has its turn of it, from `begin` to the next user's.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class FullCache:
         num_staging: int = 2,
         mass_chunk: int | None = None,
         fused_prefill: bool = True,
+        flash: FlashTiles | None = None,
         kernels: Kernels | Card = NONE,
         keep_queries: bool = True,
         arena: Arena | None = None,
@@ -77,7 +79,7 @@ class FullCache:
                 "decode": StreamedTiles(self.store, link, staging, self._write_back, self.host_reads),
             }
         self.reader = RowReader(self.store, memory, link)
-        self._fused_prefill = fused_prefill
+        self._fused_prefill, self._flash = fused_prefill, flash
         self._spans = decode_attention(kernels, rope, dtype=shape.dtype, page=shape.page_tokens, chunk=mass_chunk)
         self.record_mass = mass_chunk is not None  # from the next decode forward on
         self.keep_queries = keep_queries  # likewise
@@ -115,7 +117,9 @@ class FullCache:
             return self._attend_spans(self._spans, layer, Rows(q, k, v, position=start, index=start))
         table = self.rope.rows(start, start + num_rows)
         q, k = rotate(q, *table), rotate(k, *table)
-        blocks = self._blocks(q, start)
+        blocks: Sequence[Block | FlashBlock] = self._blocks(q, start)
+        if self._flash is not None and self._phase == "prefill":
+            blocks = [self._flash.block(q, start)]
         residence = self._residences[self._phase]
         for index in range(self.shape.count(start + num_rows)):
             tile = residence.open(layer, index)
@@ -128,7 +132,9 @@ class FullCache:
             self.last_query.append(q)
             if chunk := self._recorded_chunk:
                 num_chunks = self.shape.count(start + num_rows) * self.shape.tokens // chunk
-                self._mass.append(torch.cat([block.total_mass(num_chunks) for block in blocks]))
+                self._mass.append(
+                    torch.cat([block.total_mass(num_chunks) for block in blocks if isinstance(block, Block)])
+                )
         return torch.cat([block.attended() for block in blocks]).to(q.dtype)
 
     def advance(self, num_tokens: int) -> None:
@@ -271,9 +277,11 @@ class FullCache:
             Block(fold(part, self.shape.num_kv_heads), at, len(part)) for part, at in zip(rows, starts, strict=False)
         ]
 
-    def _attend_tile(self, block: Block, tile: Tensor, index: int) -> None:
+    def _attend_tile(self, block: Block | FlashBlock, tile: Tensor, index: int) -> None:
         base = index * self.shape.tokens
-        if self._phase == "decode":
+        if isinstance(block, FlashBlock):
+            block.attend(tile, base)
+        elif self._phase == "decode":
             block.attend_fixed(tile, base, chunk=self._recorded_chunk)
         else:
             block.attend_used(tile, base, fused=self._fused_prefill)

@@ -171,8 +171,9 @@ class Sizing:
             scores = 2 * self.tile_bytes(capacity) + attended
         else:
             scores = PREFILL_BLOCK * PREFILL_PAGES * PAGE_TOKENS * heads * score
-            if self.fused_prefill:  # a tile's pages, attended apart before they are merged
-                scores = max(scores, tile_tokens // PAGE_TOKENS * attended)
+            if self.fused_prefill:  # a tile's pages or, by flash-attn, all tiles, attended apart before they are merged
+                tiles = self.num_tiles(capacity) * PREFILL_BLOCK * heads * target.head_dim * item
+                scores = max(scores, tile_tokens // PAGE_TOKENS * attended, tiles + attended)
         if self.num_devices > 1:  # a block's parts from all ranks, and from three on their sum in fp32
             parts = self.num_devices * item + (4 if self.num_devices > 2 else 0)
             scores = max(scores, PREFILL_BLOCK * target.hidden_size * parts)

@@ -19,8 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from fake_flash import check
+from offload import worker as worker_module
 from offload.cache.retrieval import RetrievalCache
 from offload.kernels import card as card_kernels
+from offload.kernels.card.flash import Flash
 from offload.model.decoder import Decoder
 from offload.model.loading import DTYPES
 from offload.parts import Parts
@@ -56,12 +59,17 @@ class _Unread(Checkpoint):
 
 
 @contextmanager
-def worker_without_bytes(plan: Plan, target: ModelConfig, draft: ModelConfig) -> Iterator[tuple[Worker, Card]]:
-    """The worker of the first card, with a cache that holds the prompt."""
+def worker_without_bytes(
+    plan: Plan, target: ModelConfig, draft: ModelConfig, *, with_flash: bool = False
+) -> Iterator[tuple[Worker, Card]]:
+    """The worker of the first card, with a cache that holds the prompt. with_flash: flash-attn is installed."""
     with on_paper(without_values=True) as card, pytest.MonkeyPatch.context() as patch:
         patch.setattr(card_kernels, "card", lambda device: card_kernels.Card("on paper"))
         patch.setattr(JITFunction, "run", lambda program, *args, **more: _launched(card, program, *args, **more))
         patch.setattr(dist, "all_gather", partial(_gathered, card))
+        if with_flash:
+            found = Flash("on paper", call=partial(_flash_attended, card))
+            patch.setattr(worker_module, "flash", lambda device: found)
         parts = _parts(plan, {"target": target, "draft": draft})
         worker = Worker(plan, parts, vocab_size=target.vocab_size)
         worker.full.restored(NUM_PROMPT)
@@ -118,3 +126,13 @@ def _gathered(card: Card, parts: Sequence[Tensor], part: Tensor) -> None:
     """Every card's part, over NCCL's own links."""
     tensors = [cast(PaperTensor, each) for each in (*parts, part)]
     launch(card, "all_gather", tensors, {id(each) for each in parts})
+
+
+def _flash_attended(card: Card, q: Tensor, k_cache: Tensor, v_cache: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+    tables = more["cache_seqlens"], more["block_table"]
+    check(q, k_cache, v_cache, *tables)
+    out = torch.empty_like(q)
+    lse = torch.empty((1, q.shape[2], q.shape[1]), device=q.device)
+    tensors = [cast(PaperTensor, each) for each in (q, k_cache, v_cache, *tables, out, lse)]
+    launch(card, "flash_attn_with_kvcache", tensors, {id(out), id(lse)})
+    return out, lse

@@ -154,7 +154,8 @@ def software_rows(software: Software, driver: Driver | None) -> list[Row]:
     """Rows of the installed libraries, and of those that run."""
     cuda = "no CUDA" if software.torch_cuda is None else f"CUDA {software.torch_cuda}"
     kernels = f"{software.kernels}, for the processor" if software.kernels else f"none: {software.kernels_problem}"
-    flash = f"; flash-attn {software.flash_attn} found, not used yet" if software.flash_attn else ""
+    unused = software.flash_attn and "flash-attn" not in software.attention
+    flash = f"; flash-attn {software.flash_attn} found, for GPUs only" if unused else ""
     return [
         ("triforce", f"{__version__}, Python {software.python}, transformers {software.transformers}"),
         ("torch", f"{software.torch}, built with {cuda}" if software.torch_cuda else f"{software.torch}, {cuda}"),

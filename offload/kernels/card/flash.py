@@ -1,0 +1,149 @@
+"""Attention of a prefill's rows over a tile by flash-attn, the extra `flash`, where it is installed.
+
+Its paged cache is [blocks, page, H_kv, D] by any strides with rows of D in one piece, so a tile is passed as it is. A
+block table numbers the pages of one tensor, and tiles are tensors of their own: one call takes one tile, not all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.kernels.native import OFF, VARIABLE, wanted
+from offload.plan.machine import installed_version
+
+PAGE_STEP = 256  # a page has a multiple of so many tokens
+_OLDEST = (8, 0)  # compute capability
+
+
+@dataclass(frozen=True)
+class Flash:
+    """flash-attn's version, else the reason why it is not used. avoidable: an installation would end that."""
+
+    version: str = ""
+    reason: str = ""
+    avoidable: bool = False
+    call: Callable[..., Any] | None = None  # flash_attn_with_kvcache
+
+    @property
+    def usable(self) -> bool:
+        return self.call is not None
+
+
+@cache
+def flash(device: torch.device) -> Flash:
+    """What this process may use on `device`; imports the package. Errors: UsageError if TRIFORCE_KERNELS is neither on
+    nor off."""
+    if not wanted(os.environ.get(VARIABLE, "")):
+        return Flash(reason=OFF)
+    if device.type != "cuda":
+        return Flash(reason=f"flash-attn is for CUDA devices, not for {device.type}")
+    if torch.version.cuda is None:
+        return Flash(reason="torch was built without CUDA")
+    if torch.cuda.get_device_capability(device) < _OLDEST:
+        return Flash(reason="flash-attn needs a GPU of compute capability 8.0 or later")
+    if (version := installed_version("flash_attn")) is None:
+        return Flash(reason="flash-attn is not installed; pip install 'triforce[flash]'", avoidable=True)
+    try:
+        from flash_attn import flash_attn_with_kvcache
+    except (ImportError, OSError, RuntimeError) as error:
+        said = str(error).strip().partition("\n")[0]
+        return Flash(reason=f"flash-attn {version} cannot be loaded ({said}); install it anew", avoidable=True)
+    return Flash(version, call=flash_attn_with_kvcache)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows start to stop of a block, and the first `tokens` tokens of the tile. causal: the last row sees all of them
+    and each one before it a token less, else every row sees them all."""
+
+    start: int
+    stop: int
+    tokens: int
+    causal: bool
+
+
+def _pieces(first: int, count: int, base: int, tokens: int) -> Iterator[_Piece]:
+    """Rows at positions `first` to first + count over the `tokens` tokens from position `base` on. Rows that see none
+    are in no piece."""
+    start = min(max(base - first, 0), count)
+    stop = min(max(base + tokens - first, start), count) if first + 1 < base + tokens else start
+    if start < stop:
+        yield _Piece(start, stop, first + stop - base, True)
+    if stop < count:
+        yield _Piece(stop, count, tokens, False)
+
+
+class FlashTiles:
+    """Attention over tiles [2, P, H_kv, S, D] of 16 bits, S a multiple of PAGE_STEP, D one of 8 and at most 256."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+        self._numbers = torch.empty(0, dtype=torch.int32)
+
+    def block(self, rows: Tensor, first: int) -> FlashBlock:
+        """Rows [T, H, D], rotated, at positions `first` and on."""
+        return FlashBlock(self, rows, first)
+
+    def numbers(self, most: int, device: torch.device) -> Tensor:
+        """0, 1, ... `most` and maybe more, int32: lengths and tables of pages are views of it, and cost no copy."""
+        if len(self._numbers) <= most:
+            self._numbers = torch.arange(most + 1, dtype=torch.int32, device=device)
+        return self._numbers
+
+
+class FlashBlock:
+    """Rows that attend together to tiles, which come in order; what comes of each is kept in 16 bits until the end."""
+
+    def __init__(self, tiles: FlashTiles, rows: Tensor, first: int) -> None:
+        self._tiles, self._rows, self._first = tiles, rows, first
+        self._outs: list[Tensor] = []  # [T, H, D] of each tile
+        self._sums: list[Tensor] = []  # [H, T] fp32: log-sum-exp of each
+
+    def attend(self, tile: Tensor, base: int) -> None:
+        """Over the tile whose first token is at `base`; a row sees what is at its position and before it."""
+        count, heads = self._rows.shape[:2]
+        pieces = list(_pieces(self._first, count, base, tile.shape[1] * tile.shape[3]))
+        parts = [self._attend(tile, piece) for piece in pieces]
+        if [(piece.start, piece.stop) for piece in pieces] == [(0, count)]:
+            [(out, lse)] = parts
+        else:
+            out = torch.zeros_like(self._rows)
+            lse = torch.full((heads, count), -torch.inf, device=out.device)
+            for piece, part in zip(pieces, parts, strict=True):
+                out[piece.start : piece.stop], lse[:, piece.start : piece.stop] = part
+        if pieces:
+            self._outs.append(out)
+            self._sums.append(lse)
+
+    def attended(self) -> Tensor:
+        """[T, H * D] fp32, over all tiles."""
+        sums = torch.stack(self._sums)
+        shares = (sums - sums.logsumexp(0)).exp().transpose(1, 2)[..., None]  # [tiles, T, H, 1]
+        total = self._outs[0] * shares[0]
+        for out, share in zip(self._outs[1:], shares[1:], strict=True):
+            total.addcmul_(out, share)
+        return total.flatten(1)
+
+    def _attend(self, tile: Tensor, piece: _Piece) -> tuple[Tensor, Tensor]:
+        """(out [n, H, D] of 16 bits, lse [H, n] fp32) of the piece's rows."""
+        rows = self._rows[piece.start : piece.stop]
+        numbers = self._tiles.numbers(tile.shape[1] * tile.shape[3], tile.device)
+        out, lse = self._tiles.call(
+            rows[None],
+            tile[0].transpose(1, 2),
+            tile[1].transpose(1, 2),
+            cache_seqlens=numbers[piece.tokens : piece.tokens + 1],
+            block_table=numbers[None, : -(-piece.tokens // tile.shape[3])],
+            softmax_scale=rows.shape[-1] ** -0.5,
+            causal=piece.causal,
+            num_splits=1,  # sums in one order, whatever the card
+            return_softmax_lse=True,
+        )
+        return out[0], lse[0]

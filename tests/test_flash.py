@@ -1,0 +1,145 @@
+"""Prefill by flash-attn: rehearsed on the CPU against a function with its signature and conditions."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import pytest
+import torch
+
+from fake_flash import flash_attn_with_kvcache
+from models import load, random_model, random_tokens, save
+from offload.cache.full import FullCache
+from offload.cache.tiles import TileShape
+from offload.engine import prefill_problem
+from offload.kernels.attention import attend, fold, unfold
+from offload.kernels.card import flash as module
+from offload.kernels.card.flash import Flash, FlashTiles
+from offload.kernels.rope import rope_table
+from offload.kernels.rows import Blocks
+from offload.model.level import prefill
+from offload.transfer.memory import Memory
+
+PAGE, PAGES = 256, 2
+TOKENS = PAGE * PAGES
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("first", "count"),
+    [
+        (512, 40),  # after the tile
+        (511, 40),  # the first row sees all of it
+        (100, 40),  # within its first page
+        (300, 40),  # within its second
+        (505, 40),  # seven rows before its end
+        (500, 40),  # over its end
+        (0, 40),  # from its start on
+        (-20, 40),  # over its start
+        (-20, 600),  # over both
+    ],
+)
+def test_rows_see_of_a_tile_what_is_before_them(first: int, count: int, dtype: torch.dtype, group: int) -> None:
+    base, kv_heads, dim = 1024, 2, 16
+    generator = torch.Generator().manual_seed(count + first)
+    before, tile = torch.randn(2, 2, PAGES, kv_heads, PAGE, dim, generator=generator).to(dtype)
+    rows = torch.randn(count, group * kv_heads, dim, generator=generator).to(dtype)
+    block = FlashTiles(flash_attn_with_kvcache).block(rows, base + first)
+    block.attend(before, base - TOKENS)
+    block.attend(tile, base)
+    block.attend(tile, base + 4 * TOKENS)  # after all rows
+    got = block.attended()
+    seen = (torch.arange(count) + first + 1 + TOKENS).clamp(max=2 * TOKENS).repeat(group)
+    both = torch.cat([before, tile], 1).float()
+    expected = unfold(attend(fold(rows, kv_heads).float(), both[0], both[1], seen).out, count)
+    assert got.dtype == torch.float32
+    assert (got - expected).abs().max() < (2e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
+@pytest.mark.parametrize("cuts", [(1200,), (300, 900), (512, 600, 88)])
+def test_a_prefill_fills_the_cache_with_the_rows_that_torchs_kernel_gives(
+    cuts: tuple[int, ...], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Blocks of 200 rows over three tiles, in one prefill or several."""
+    folder = save(random_model("llama-gqa", max_position_embeddings=2048), tmp_path_factory.mktemp("model"))
+    decoder = load(folder, dtype=torch.float16)
+    calls = []
+
+    def counted(*args: object, **more: object) -> object:
+        calls.append(more["causal"])
+        return flash_attn_with_kvcache(*args, **more)  # type: ignore[arg-type]
+
+    def filled(flash: FlashTiles | None) -> torch.Tensor:
+        config, tokens = decoder.config, random_tokens(sum(cuts))
+        cache = FullCache(
+            Memory(torch.device("cpu")),
+            TileShape(config.num_kv_heads, config.head_dim, PAGE, PAGES, torch.float16),
+            num_layers=config.num_layers,
+            rope=rope_table(config, 2048, 2048, "cpu").to(torch.float16),
+            blocks=Blocks((4,)),
+            flash=flash,
+        )
+        for count in cuts:
+            done = cache.length
+            prefill(decoder, cache, tokens[done : done + count], prefill_block=200, on_tokens=lambda num_tokens: None)
+        return cache.reader.tokens(0, sum(cuts)).float()
+
+    expected, got = filled(None), filled(FlashTiles(counted))
+    assert {True, False} == set(calls)
+    assert (got - expected).abs().max() < 0.03
+    assert (got - expected).abs().mean() < 5e-4
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """One that knows bf16."""
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    module.flash.cache_clear()
+    yield torch.device("cuda:0")
+    module.flash.cache_clear()
+
+
+def test_it_is_used_where_it_is_installed(card: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType("flash_attn")
+    package.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr(module, "installed_version", lambda name: "2.8.3")
+    assert module.flash(card) == Flash("2.8.3", call=flash_attn_with_kvcache)
+    assert prefill_problem("cuda:0") == ""
+
+
+def test_one_that_is_missing_or_does_not_load_is_named_with_the_remedy(
+    card: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "installed_version", lambda name: None)
+    assert "pip install 'triforce[flash]'" in prefill_problem("cuda:0")
+    module.flash.cache_clear()
+    monkeypatch.setattr(module, "installed_version", lambda name: "2.8.3")
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert "flash-attn 2.8.3 cannot be loaded" in prefill_problem("cuda:0")
+
+
+def test_nothing_is_said_where_it_could_not_be_used(card: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prefill_problem("cpu") == ""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not module.flash(card).usable
+    assert prefill_problem("cuda:0") == ""
+    module.flash.cache_clear()
+    monkeypatch.setenv("TRIFORCE_KERNELS", "off")
+    assert prefill_problem("cuda:0") == ""
+
+
+def test_a_run_says_once_that_it_is_missing(
+    triforce: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.engine.prefill_problem", lambda device: "flash-attn is not here")
+    with open(os.devnull, encoding="utf-8") as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        code, _, err = triforce("generate", "--prompt", "Once", "--max-tokens", "1")
+    assert code == 0
+    assert err.count("prompts are read by torch's fused kernel: flash-attn is not here") == 1

@@ -18,6 +18,7 @@ from offload.cache.selection import Selection
 from offload.cache.streaming import StreamingCache
 from offload.cache.tiles import TileShape
 from offload.errors import TriforceError
+from offload.kernels import decode_attention
 from offload.kernels.card import Card, programs
 from offload.kernels.card.attention import ROWS, CardAttention, launch
 from offload.kernels.native import NONE, Kernels
@@ -71,15 +72,29 @@ def hold(
 
 
 def attended(
-    held: Sequence[Held], q: Tensor, index: int, *, span: int, chunk: int | None = None, window: int = 0
+    held: Sequence[Held],
+    q: Tensor,
+    index: int,
+    *,
+    span: int,
+    chunk: int | None = None,
+    window: int = 0,
+    mass_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:
     """Rows q [T, H, D] at `index` and on over `held`, one launch each."""
-    attention = CardAttention(unmoving(q.shape[2], q.dtype), dtype=q.dtype, span=span, chunk=chunk)
+    attention = CardAttention(
+        unmoving(q.shape[2], q.dtype), dtype=q.dtype, span=span, chunk=chunk, mass_dtype=mass_dtype
+    )
     new = torch.zeros(len(q), KV_HEADS, q.shape[2], dtype=q.dtype)
     counts = [-(-each.tokens // span) for each in held]
     attention.begin(Rows(q, new, new, 0, index, window), sum(counts), masses=chunk is not None)
     # Memory that a launch must write before it is merged.
-    for scratch in (attention._partials, attention._sums, attention._masses):
+    for partials in attention._partials:
+        partials.reserve(max(counts) * q.shape[0] * q.shape[1], q.shape[2], q.device)
+    for scratch in (
+        *(each for partials in attention._partials for each in (partials.out, partials.sums)),
+        *(attention._running, attention._tops, attention._totals, attention._masses),
+    ):
         scratch.fill_(torch.nan)
     slot = 0
     for each, count in zip(held, counts, strict=True):
@@ -151,8 +166,8 @@ def test_tiles_in_any_place_and_a_page_of_any_length() -> None:
     assert_near(attended([first, last], q, 193, span=64)[0], in_fp64([first, last], q, 193)[0], torch.float32)
 
 
-def test_many_spans_are_merged_a_few_at_a_time() -> None:
-    """More than the merge takes at once, with larger and larger scores; bits of rows alone and together."""
+def test_many_spans_are_merged() -> None:
+    """With larger and larger scores; bits of rows alone and together."""
     held = hold(page=64, pages=9, tokens=560, dim=32, dtype=torch.float32)
     held.pages[0].mul_(torch.linspace(0.1, 3, 9 * 64).view(9, 1, 64, 1))
     growing = held.flat()[0].abs().mean((0, 2))
@@ -219,18 +234,54 @@ def test_what_is_hidden_changes_no_bit() -> None:
         assert not torch.equal(last[3], out[3])
 
 
-def test_the_order_of_launches_does_not_matter() -> None:
-    tiles = [hold(page=64, pages=2, tokens=128, dim=32, dtype=torch.float32, first=first) for first in (0, 128)]
-    q = normal(3, 4, 32, seed=8)
-    results = []
-    for order in ((0, 1), (1, 0)):
-        attention = CardAttention(unmoving(32, q.dtype), dtype=q.dtype, span=64)
-        attention.begin(Rows(q, q[:, :KV_HEADS], q[:, :KV_HEADS], 0, 250), 4)
-        for number in order:
-            held = tiles[number]
-            attention.attend(attention.run(held.pages, first=held.first, tokens=128, slot=2 * number))
-        results.append(attention.merge()[0])
-    assert torch.equal(*results)
+def cut(held: Held, page: int, *counts: int) -> list[Held]:
+    """One of one page, as runs of so many pages each of `page` tokens."""
+    pages = held.pages[:, 0].unflatten(2, (-1, page)).transpose(1, 2)
+    runs, first = [], 0
+    for part in pages.split(counts, 1):
+        tokens = min(held.tokens - first, part.shape[1] * page)
+        runs.append(Held(part, held.first + first, tokens))
+        first += tokens
+    return runs
+
+
+def test_where_runs_end_changes_no_bit() -> None:
+    """Spans are folded one after the other, whether the next is of the same run or not: for rows of several blocks,
+    some of which see nothing of the last spans, and for their masses."""
+    held = hold(page=512, pages=1, tokens=500, dim=32, dtype=torch.float32)
+    held.pages[0].mul_(torch.linspace(3, 0.1, 512).view(1, 1, 512, 1))  # of different weight: an order would show
+    q = normal(19, 4, 32, seed=8)
+    together = attended(cut(held, 64, 8), q, 420, span=64, chunk=16)
+    for counts in ((4, 4), (1, 7), (7, 1), (2, 1, 3, 2), (1,) * 8):
+        apart = attended(cut(held, 64, *counts), q, 420, span=64, chunk=16)
+        for ours, theirs in zip(apart, together, strict=True):
+            assert ours is not None
+            assert theirs is not None
+            assert torch.equal(ours, theirs)
+
+
+def test_runs_are_folded_in_the_order_in_which_they_come() -> None:
+    """So another order may round otherwise: who attends has to keep to one."""
+    held = hold(page=512, pages=1, tokens=512, dim=32, dtype=torch.float32)
+    q = normal(19, 4, 32, seed=8)
+    tiles = cut(held, 64, 2, 2, 2, 2)
+    orders = [attended([tiles[at] for at in order], q, 493, span=64)[0] for order in ((0, 1, 2, 3), (2, 0, 3, 1))]
+    for out in orders:
+        assert_near(out, in_fp64(tiles, q, 493)[0], torch.float32)
+    assert not torch.equal(*orders)
+
+
+def test_masses_in_bf16_are_the_same_rounded() -> None:
+    """By the interpreter downwards."""
+    held = [hold(page=64, pages=3, tokens=190, dim=32, dtype=torch.float32)]
+    q = normal(5, 4, 32, seed=15)
+    _, exact = attended(held, q, 185, span=64, chunk=16)
+    _, rounded = attended(held, q, 185, span=64, chunk=16, mass_dtype=torch.bfloat16)
+    assert exact is not None
+    assert rounded is not None
+    assert rounded.dtype == torch.bfloat16
+    assert not torch.equal(rounded.float(), exact)
+    assert_close(rounded.float(), exact, atol=0, rtol=2**-7)
 
 
 def test_rows_are_rotated_and_taken_in_where_they_belong() -> None:
@@ -286,6 +337,7 @@ def test_every_cache_attends_as_with_torchs_operators(monkeypatch: pytest.Monkey
     """Over several tiles, past the window, and after a refresh, from chunks, tail and drafts."""
     launched = []
     attend = CardAttention.attend
+    monkeypatch.setattr(decode_attention, "MASS_DTYPE", torch.float32)
     monkeypatch.setattr(CardAttention, "attend", lambda self, run: (launched.append(run), attend(self, run)))
     results = []
     for kernels in (Card("interpreted"), NONE):

@@ -100,6 +100,7 @@ def compiled(
     pointers: Mapping[str, str],
     constants: Mapping[str, object],
     *,
+    tiling: Tiling | None = None,
     warps: int = 4,
     most: int | None = None,
 ) -> Compiled:
@@ -113,6 +114,8 @@ def compiled(
         constexprs=dict(constants),
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
+    if tiling is not None:
+        warps, most = tiling.warps, tiling.most_registers
     options = {"num_warps": warps, "num_stages": STAGES} | ({} if most is None else {"maxnreg": most})
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return read(kernel.asm["ptx"], kernel.metadata.shared)
@@ -154,8 +157,9 @@ def test_attention_compiles_to_wide_loads_and_spills_nothing(
     shape = {"DIM": dim, "DIM_PADDED": tiling.padded, "ROWS": ROWS, "STEP": tiling.step, "SPAN": SPAN, "GROUP": group}
     rest = {"WINDOW": window, "SPANS_OF_PAGE": 1, "CHUNK": min(chunk, tiling.step), "WIDEN": False}
     pointers = dict.fromkeys(("queries", "keys", "values"), f"*{dtype}")
-    pointers |= dict.fromkeys(("partials", "sums", "masses"), "*fp32")
-    found = compiled(programs.attend_spans, capability, pointers, shape | rest, warps=tiling.warps)
+    scratch = ("partials", "sums", "earlier_partials", "earlier_sums", "running", "tops", "totals", "masses")
+    pointers |= dict.fromkeys(scratch, "*fp32")
+    found = compiled(programs.attend_spans, capability, pointers, shape | rest, tiling=tiling)
     assert found.spilled_bytes == 0
     assert found.registers <= (192 if tiling.itemsize == 2 else 255)
     assert found.shared_bytes <= min(SHARED_BYTES, 56 * 2**10)
@@ -166,12 +170,14 @@ def test_attention_compiles_to_wide_loads_and_spills_nothing(
     assert "tf32" not in found.ptx
 
 
+MERGED = dict.fromkeys(("partials", "sums", "running", "tops", "totals", "logs"), "*fp32") | {"out": "*bf16"}
+MERGED_AS = {"GROUP": 1, "DIM": 128, "DIM_PADDED": 128, "ROWS": ROWS}
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_merges_compile_to_wide_loads_and_spill_nothing(capability: int) -> None:
-    pointers = {"partials": "*fp32", "sums": "*fp32", "out": "*bf16", "totals": "*fp32"}
-    constants = {"GROUP": 1, "DIM": 128, "DIM_PADDED": 128, "SLOTS": 16}
-    merged = compiled(programs.merge_spans, capability, pointers, constants)
-    pointers = {"masses": "*fp32", "totals": "*fp32", "joined": "*fp32"}
+    merged = compiled(programs.merge_spans, capability, MERGED, MERGED_AS)
+    pointers = {"masses": "*fp32", "logs": "*fp32", "joined": "*bf16"}
     joined = compiled(programs.join_masses, capability, pointers, {"GROUP": 4, "COLUMNS": 256})
     assert merged.spilled_bytes == joined.spilled_bytes == 0
     assert merged.registers <= 96
@@ -180,6 +186,4 @@ def test_the_merges_compile_to_wide_loads_and_spill_nothing(capability: int) -> 
 
 
 def test_spills_are_noticed() -> None:
-    pointers = {"partials": "*fp32", "sums": "*fp32", "out": "*bf16", "totals": "*fp32"}
-    constants = {"GROUP": 1, "DIM": 128, "DIM_PADDED": 128, "SLOTS": 64}
-    assert compiled(programs.merge_spans, 89, pointers, constants, warps=1, most=32).spilled_bytes > 0
+    assert compiled(programs.merge_spans, 89, MERGED, MERGED_AS, warps=1, most=32).spilled_bytes > 0

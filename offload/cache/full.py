@@ -16,7 +16,7 @@ from offload.cache.tiles import TileShape, TileStore
 from offload.kernels.attention import fold
 from offload.kernels.card import Card
 from offload.kernels.card.flash import FlashBlock, FlashTiles
-from offload.kernels.decode_attention import DecodeAttention, decode_attention
+from offload.kernels.decode_attention import MASS_DTYPE, DecodeAttention, decode_attention
 from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks
@@ -132,10 +132,9 @@ class FullCache:
             self.last_query.append(q)
             if chunk := self._recorded_chunk:
                 num_chunks = self.shape.count(start + num_rows) * self.shape.tokens // chunk
-                self._mass.append(
-                    torch.cat([block.total_mass(num_chunks) for block in blocks if isinstance(block, Block)])
-                )
-        return torch.cat([block.attended() for block in blocks]).to(q.dtype)
+                masses = [block.total_mass(num_chunks) for block in blocks if isinstance(block, Block)]
+                self._mass.append(_kept(_joined(masses)))
+        return _joined([block.attended() for block in blocks]).to(q.dtype)
 
     def advance(self, num_tokens: int) -> None:
         self.length += num_tokens
@@ -197,7 +196,7 @@ class FullCache:
     def mass(self, num_rows: int) -> Tensor:
         """Softmax mass per chunk of the last decode forward, summed over its first `num_rows` rows and over the query
         heads of each KV head: [L, H_kv, C] fp32 on the device. Raises RuntimeError if that forward recorded none."""
-        return torch.stack([per_row[:num_rows].sum(0) for per_row in self._mass])
+        return torch.stack([per_row[:num_rows].sum(0, dtype=torch.float32) for per_row in self._mass])
 
     def mean_key_scores(self, chunk: int) -> Tensor:
         """The published score of each whole chunk: last query · mean key, summed over the query group: [L, H_kv, C]."""
@@ -285,3 +284,13 @@ class FullCache:
             block.attend_fixed(tile, base, chunk=self._recorded_chunk)
         else:
             block.attend_used(tile, base, fused=self._fused_prefill)
+
+
+def _joined(rows: Sequence[Tensor]) -> Tensor:
+    """Rows of blocks, one block after the other."""
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))
+
+
+def _kept(mass: Tensor) -> Tensor:
+    """Masses [T, H_kv, C] fp32 as the device keeps them."""
+    return mass.to(MASS_DTYPE) if mass.is_cuda else mass

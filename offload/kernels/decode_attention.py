@@ -14,6 +14,8 @@ from offload.kernels.native import Kernels
 from offload.kernels.rope import RopeTable
 from offload.kernels.spans import SPAN, Rows, SpanAttention
 
+MASS_DTYPE = torch.bfloat16  # that a card keeps masses in, row by row: they only rank chunks
+
 
 class DecodeAttention(Protocol):
     """One attention at a time: `begin`, `take_in` and `attend` as tiles come, then `merge`. See `SpanAttention`.
@@ -48,7 +50,7 @@ def decode_attention(
         from offload.kernels.card import attention  # it imports Triton, which not every machine has
 
         span = attention.SPAN if page is None else gcd(attention.SPAN, page)
-        return attention.CardAttention(rope, dtype=dtype, span=span, chunk=chunk)
+        return attention.CardAttention(rope, dtype=dtype, span=span, chunk=chunk, mass_dtype=MASS_DTYPE)
     if kernels.library is None:
         return None
     return SpanAttention(kernels, rope, dtype=dtype, span=SPAN if page is None else gcd(SPAN, page), chunk=chunk)

@@ -18,6 +18,8 @@ CPU_BLOCKS = (*range(1, 9), 12, 16, 20, 24, 32)  # rows, those that the machine 
 MAX_ROWS = 256  # beyond the sequence that a pass may write: the longest verification, padded
 NUM_STAGING = 2  # buffers through which layers, and tiles, cross the link
 TAIL_TOKENS = 128  # steps of the room after the chosen chunks of the retrieval cache, at least one chunk
+FEW_ROWS = 64  # that a card's own kernel attends for at most at the lower levels (kernels/native)
+MASS_TOKENS = 32  # of which a card sums masses before they are joined by chunks
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
 HOST_ROWS = 16  # of a KV head, that a desktop's processor attends to as fast as its memory is read (computed)
 _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and what an allocator cannot use
@@ -142,6 +144,7 @@ class Sizing:
             sizes["draft cache"] = self._draft_tokens(composition) * self.draft.kv_bytes_per_token(self.itemsize)
             sizes["rope tables"] += 2 * (capacity + MAX_ROWS) * self.draft.head_dim * self.itemsize
         if not self.hardware.is_cpu:
+            sizes["attention scratch"] = self._attention_bytes(capacity, composition, first=first)
             sizes["reserve"] = _GPU_RESERVE
         return sizes
 
@@ -182,11 +185,30 @@ class Sizing:
         return max(block + scores, tile, logits)
 
     def _selection_bytes(self, capacity: int, composition: Composition) -> int:
-        """The masses of the last verification, fp32 per row, KV head and chunk of each layer, and the temporaries of
-        choosing by them."""
-        chunks = self.num_tiles(capacity) * self.tile_tokens(capacity) // composition.chunk
-        heads = self.shard.num_kv_heads
-        return (4 * self._padded(composition.gamma + 1) + 24) * heads * chunks * self.target.num_layers
+        """The masses of the last verification, for each row, KV head and chunk of each layer, in fp32 or, on a card, in
+        bf16, and the temporaries of choosing by them."""
+        chunks = self._all_tokens(capacity) // composition.chunk
+        heads, item = self.shard.num_kv_heads, 4 if self.hardware.is_cpu else 2
+        return (item * self._padded(composition.gamma + 1) + 24) * heads * chunks * self.target.num_layers
+
+    def _attention_bytes(self, capacity: int, composition: Composition, *, first: bool) -> int:
+        """Scratch of a card's own attention at each level: in fp32 what each span of two runs gives, or of one where
+        there is no other, and all together; and the masses of one layer, with room to grow by a half."""
+        rows, target = self._padded(composition.gamma + 1), self.shard
+        size = _partial_bytes(target, rows, 2 * self.tile_tokens(capacity) // PAGE_TOKENS)
+        if composition.budget:
+            parts = self._all_tokens(capacity) // min(composition.chunk, MASS_TOKENS)
+            size += rows * target.num_heads * parts * 4 * 3 // 2
+            held = composition.budget + tail_tokens(composition, self.max_tokens)
+            size += _partial_bytes(target, min(composition.drafted, FEW_ROWS), -(-held // PAGE_TOKENS))
+        if first and composition.draft and self.draft is not None:
+            held = self._draft_tokens(composition)
+            size += _partial_bytes(self.draft, FEW_ROWS, 1 + -(-held // PAGE_TOKENS))
+        return size
+
+    def _all_tokens(self, capacity: int) -> int:
+        """That the tiles of a layer hold."""
+        return self.num_tiles(capacity) * self.tile_tokens(capacity)
 
     def _draft_tokens(self, composition: Composition) -> int:
         slack = composition.gamma + composition.draft_gamma + 2 * self.rows
@@ -194,3 +216,8 @@ class Sizing:
 
     def _padded(self, num_rows: int) -> int:
         return -(-num_rows // self.most_rows) * self.most_rows
+
+
+def _partial_bytes(model: ModelConfig, rows: int, num_spans: int) -> int:
+    """Results of attention for `rows` rows, fp32: of so many spans, and of all."""
+    return rows * model.num_heads * (num_spans + 1) * (model.head_dim + 2) * 4

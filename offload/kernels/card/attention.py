@@ -1,8 +1,9 @@
 """Attention of new rows over spans of keys and values in a card's memory, and the merge of the spans.
 
-As in `offload.kernels.spans`, every span is attended to by itself, whenever its keys are at hand; at the end a row's
-spans are merged, first to last. A span's steps, its blocks of rows and the order of the merge do not depend on the
-number of rows, and what a row does not see adds exact zeros: its bits depend on the keys that it sees alone.
+Every span is attended to by itself. The spans of a run are folded into a running result by the launch of the run after
+it, one after the other: a row's bits depend on the order of the spans that it sees, which is that in which runs come,
+and neither on how they are cut into runs nor on rows beside it. A span's steps and its blocks of rows do not depend on
+the number of rows, and what a row does not see adds exact zeros.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from offload.kernels.native import VARIABLE
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.spans import Rows
 
-SPAN = 512  # tokens at most: one program's, and of one partial result
+SPAN = 512  # tokens at most: one program's, and of one partial result (plan/sizing.py counts with it)
 ROWS = 16  # of a block: the least that tensor cores take
 STAGES = 2
 _STAGE_BYTES = 32 * 2**10  # of keys and values at a time: two stages fit into every card's shared memory
-_SLOTS, _COLUMNS = 16, 256  # that the merges take at a time
+_COLUMNS = 256  # of masses that are joined at a time
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Tiling:
         """fp32 products take no tensor cores, and more registers than four warps have."""
         return 4 if self.itemsize == 2 else 8
 
+    @property
+    def most_registers(self) -> int | None:
+        """Of a thread. None: as many as the assembler thinks best, which for fp32 would spill."""
+        return None if self.itemsize == 2 else 240
+
 
 @dataclass(frozen=True)
 class Run:
@@ -62,14 +68,36 @@ class Run:
     windowed: bool
 
 
-class CardAttention:
-    """See `SpanAttention`: the same in a launch for each run and two or three to merge."""
+class _Partials:
+    """Scratch for the results of one run's spans, out and log-sum-exp."""
 
-    def __init__(self, rope: RopeTable, *, dtype: torch.dtype, span: int, chunk: int | None = None) -> None:
-        """rope: rounded to `dtype`, on the card. span: tokens of a span, a power of two. chunk: tokens of a chunk."""
-        self.span, self._rope, self._dtype = span, rope, dtype
+    def __init__(self) -> None:
+        self.out = self.sums = torch.empty(0)
+
+    def reserve(self, num_results: int, dim: int, device: torch.device) -> None:
+        self.out, self.sums = _room(self.out, num_results * dim, device), _room(self.sums, num_results, device)
+
+
+class CardAttention:
+    """See `SpanAttention`: the same in a launch for each run and one or two to merge. Runs are folded in the order in
+    which they come. Scratch: the results of two runs, since one is folded while the next is made, and of all runs."""
+
+    def __init__(
+        self,
+        rope: RopeTable,
+        *,
+        dtype: torch.dtype,
+        span: int,
+        chunk: int | None = None,
+        mass_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """rope: rounded to `dtype`, on the card. span: tokens of a span, a power of two. chunk: tokens of a chunk.
+        mass_dtype: in which `merge` gives masses."""
+        self.span, self._rope, self._dtype, self._mass_dtype = span, rope, dtype, mass_dtype
         self._chunk = chunk or 0
-        self._partials = self._sums = self._masses = torch.empty(0)
+        self._partials = (_Partials(), _Partials())  # of the run before the last one, in turn
+        self._running = self._tops = self._totals = self._masses = torch.empty(0)
+        self._num_runs = self._num_left = 0  # runs attended to, and spans of the last one
         self._rows: Rows | None = None
 
     def run(self, tensor: Tensor, *, first: int, tokens: int, slot: int, query: int = 0, windowed: bool = False) -> Run:
@@ -82,14 +110,20 @@ class CardAttention:
         self._tiling = Tiling(dim, self._dtype.itemsize)
         self._part = gcd(self._chunk, min(self._tiling.step, self.span)) if masses else 0
         self._folded, self._group = num_rows * num_heads // self._num_kv_heads, num_heads // self._num_kv_heads
-        self._num_slots, self._columns = num_slots, num_slots * self.span // self._part if self._part else 0
-        folded = num_rows * num_heads
-        self._partials = _at_least(self._partials, num_slots * folded * dim, rows.q.device)
-        self._sums = _at_least(self._sums, num_slots * folded, rows.q.device)
-        self._masses = _at_least(self._masses, self._columns * folded, rows.q.device)
+        self._columns = num_slots * self.span // self._part if self._part else 0
+        folded, device = num_rows * num_heads, rows.q.device
+        self._running = _room(self._running, folded * dim, device)
+        self._tops, self._totals = _room(self._tops, folded, device), _room(self._totals, folded, device)
+        if self._masses.numel() < self._columns * folded:  # half as much again, for a sequence that grows
+            self._masses = _room(self._masses, self._columns * folded * 3 // 2, device)
         stop = rows.position + num_rows
-        self._queries = [rotate(rows.q, *self._table(rows, last)) for last in lasts or (stop,)]
-        self._keys = rotate(rows.k, *self._table(rows, stop))
+        if lasts:
+            self._queries = [rotate(rows.q, *self._table(rows, last)) for last in lasts]
+            self._keys = rotate(rows.k, *self._table(rows, stop))
+        else:
+            both = rotate(torch.cat([rows.q, rows.k], 1), *self._table(rows, stop))
+            self._queries, self._keys = [both[:, :num_heads]], both[:, num_heads:]
+        self._num_runs = self._num_left = 0
         self._rows = rows
 
     def take_in(self, run: Run) -> None:
@@ -106,22 +140,29 @@ class CardAttention:
             position += count
 
     def attend(self, run: Run) -> None:
-        """Attend to the run's spans. Each slot comes once between `begin` and `merge`."""
+        """Attend to the run's spans, and fold those of the run before. Each slot comes once between `begin` and
+        `merge`."""
         assert self._rows is not None
-        tiling, pages = self._tiling, run.pages
+        tiling, pages, queries = self._tiling, run.pages, self._queries[run.query]
         if not run.tokens:
             return
         assert pages.stride(4) == 1
         page = pages.shape[3]
         assert pages.shape[1] == 1 or page % self.span == 0
-        grid = (-(-run.tokens // self.span), self._num_kv_heads, -(-self._folded // ROWS))
+        num_spans = -(-run.tokens // self.span)
+        earlier, own = self._partials[self._num_runs % 2 - 1], self._partials[self._num_runs % 2]
+        own.reserve(num_spans * self._num_kv_heads * self._folded, tiling.head_dim, pages.device)
+        column = run.slot * self.span // self._part if self._part else 0
+        grid = (num_spans + (self._num_left > 0), self._num_kv_heads, -(-self._folded // ROWS))
         launch(
             programs.attend_spans,
             grid,
             (
-                self._queries[run.query], pages[0], pages[1], self._partials, self._sums, self._masses,
-                pages.stride(1), pages.stride(2), pages.stride(3),
-                run.first, run.tokens, self._rows.index, run.slot, self._columns, self._folded, tiling.head_dim**-0.5,
+                queries, pages[0], pages[1], own.out, own.sums, earlier.out, earlier.sums,
+                self._running, self._tops, self._totals, self._masses,
+                queries.stride(0), pages.stride(1), pages.stride(2), pages.stride(3),
+                run.first, run.tokens, self._rows.index, column, self._columns, self._folded,
+                self._num_left, int(self._num_runs > 1), tiling.head_dim**-0.5,
             ),
             WINDOW=self._rows.window if run.windowed else 0,
             SPANS_OF_PAGE=-(-page // self.span),
@@ -134,29 +175,35 @@ class CardAttention:
             CHUNK=self._part,
             WIDEN=not pages.is_cuda,
             num_warps=tiling.warps,
+            maxnreg=tiling.most_registers,
             num_stages=STAGES,
         )  # fmt: skip
+        self._num_runs, self._num_left = self._num_runs + 1, num_spans
 
     def merge(self) -> tuple[Tensor, Tensor | None]:
-        """See `SpanAttention.merge`."""
+        """See `SpanAttention.merge`. Masses are in `mass_dtype`."""
         assert self._rows is not None
         num_rows, num_heads, dim = self._rows.q.shape
         out = self._queries[0].new_empty(num_rows, num_heads * dim)
-        totals = self._sums.new_empty(self._num_kv_heads, self._folded)
+        logs = self._totals.new_empty(self._num_kv_heads, self._folded)
+        last = self._partials[self._num_runs % 2 - 1]
         launch(
             programs.merge_spans,
-            (self._folded, self._num_kv_heads),
-            (self._partials, self._sums, out, totals, self._num_slots, self._folded),
-            GROUP=self._group, DIM=dim, DIM_PADDED=self._tiling.padded, SLOTS=_SLOTS,
+            (self._num_kv_heads, -(-self._folded // ROWS)),
+            (
+                last.out, last.sums, self._running, self._tops, self._totals, out, logs,
+                self._num_left, self._folded, int(self._num_runs > 1),
+            ),
+            GROUP=self._group, DIM=dim, DIM_PADDED=self._tiling.padded, ROWS=ROWS,
         )  # fmt: skip
         self._rows = None
         if not self._part:
             return out, None
-        mass = totals.new_empty(num_rows, self._num_kv_heads, self._columns)
+        mass = logs.new_empty(num_rows, self._num_kv_heads, self._columns, dtype=self._mass_dtype)
         launch(
             programs.join_masses,
             (num_rows, self._num_kv_heads, -(-self._columns // _COLUMNS)),
-            (self._masses, totals, mass, self._columns, self._folded),
+            (self._masses, logs, mass, self._columns, self._folded),
             GROUP=self._group, COLUMNS=_COLUMNS,
         )  # fmt: skip
         return out, self._whole_chunks(mass)
@@ -190,6 +237,6 @@ def launch(program: Any, grid: tuple[int, ...], arguments: Sequence[object], **c
         ) from error
 
 
-def _at_least(scratch: Tensor, num_floats: int, device: torch.device) -> Tensor:
-    """`scratch`, or a larger one on `device`: with half as much again, for a sequence that grows."""
-    return scratch if scratch.numel() >= num_floats else torch.empty(num_floats * 3 // 2, device=device)
+def _room(scratch: Tensor, num_floats: int, device: torch.device) -> Tensor:
+    """`scratch`, or a larger one on `device`."""
+    return scratch if scratch.numel() >= num_floats else torch.empty(num_floats, device=device)

@@ -9,23 +9,66 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["first", "tokens", "index", "slot", "num_columns", "num_folded"])
+@triton.jit
+def _folded_in(
+    out,  # [ROWS, DIM_PADDED]: weighted values of the spans so far
+    top,  # [ROWS]: their largest log-sum-exp
+    total,  # [ROWS]: their sum of weights, relative to `top`
+    partials,  # [spans, H_kv, R, D]
+    sums,  # [spans, H_kv, R]
+    num_spans,
+    stride,  # H_kv * R
+    row,  # [ROWS]: the rows' places among these
+    real,
+    dims,
+    DIM: tl.constexpr,
+    UNROLL: tl.constexpr,  # spans whose loads may be under way together
+):
+    """The same with the spans of a run, one after the other: what it gives does not depend on where a run ends. A span
+    of which a row sees nothing changes none of its bits. Multiplications are fused here, not where a compiler likes."""
+    for span in tl.range(0, num_spans, loop_unroll_factor=UNROLL):
+        source = row + span * stride
+        log = tl.load(sums + source, mask=real, other=float("-inf"))
+        part = tl.load(
+            partials + source[:, None] * DIM + dims[None, :], mask=real[:, None] & (dims < DIM)[None, :], other=0.0
+        )
+        higher = tl.maximum(top, log)
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        share, weight = tl.exp(top - anchor), tl.exp(log - anchor)
+        total = tl.fma(total, share, weight)
+        shares = tl.broadcast_to(share[:, None], out.shape)
+        out = tl.fma(out, shares, part * weight[:, None])
+        top = higher
+    return out, top, total
+
+
+@triton.jit(
+    do_not_specialize=["first", "tokens", "index", "column", "num_columns", "num_folded", "num_earlier", "begun"]
+)
 def attend_spans(
-    queries,  # [T, H_kv * G, D], contiguous
+    queries,  # [T, H_kv * G, D] by the stride; a row contiguous
     keys,  # [P, H_kv, S, D] by the strides; rows of D contiguous
     values,  # likewise
-    partials,  # [slots, H_kv, R, D]: out of every span, normalised over it
-    sums,  # [slots, H_kv, R]: its log-sum-exp, -inf for a row that sees nothing of it
+    partials,  # [spans, H_kv, R, D]: out of every span, normalised over it
+    sums,  # [spans, H_kv, R]: its log-sum-exp, -inf for a row that sees nothing of it
+    earlier_partials,  # of the run before, to be folded
+    earlier_sums,
+    running,  # [H_kv, R, D]: see `_folded_in`, of the runs before
+    tops,  # [H_kv, R]
+    totals,  # [H_kv, R]
     masses,  # [H_kv, R, num_columns]: log-sum-exp of every chunk
+    query_stride,  # from row to row
     page_stride,
     head_stride,
     token_stride,
     first,  # position of the run's first token
     tokens,  # of the run that count
     index,  # position of the first row
-    slot,  # of the run's first span
+    column,  # of the run's first chunk
     num_columns,
     num_folded,  # R
+    num_earlier,  # spans of the run before; 0: there is nothing to fold
+    begun,  # 0: `running` is to be made, 1: it is there
     scale,
     WINDOW: tl.constexpr,  # tokens that a row sees up to itself; 0: all
     SPANS_OF_PAGE: tl.constexpr,
@@ -38,16 +81,42 @@ def attend_spans(
     CHUNK: tl.constexpr,  # a power of two up to STEP; 0: no masses
     WIDEN: tl.constexpr,  # products of fp32: the interpreter knows no bf16
 ):
-    """Program (s, h, b): block b of the folded rows attends to span s of the run in KV head h."""
+    """Program (s, h, b): block b of the folded rows attends to span s of the run in KV head h. After the last span
+    comes one that folds the run before: what that left is complete when this launch begins."""
     span, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(1)
     folded = block * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, DIM_PADDED)
     real = folded < num_folded
     inside = dims < DIM
+    state = (head * num_folded + folded).to(tl.int64)
+    if span * SPAN >= tokens:
+        there = real & (begun != 0)
+        top = tl.load(tops + state, mask=there, other=float("-inf"))
+        total = tl.load(totals + state, mask=there, other=0.0)
+        whole = real[:, None] & inside[None, :]
+        out = tl.load(running + state[:, None] * DIM + dims[None, :], mask=whole & (begun != 0), other=0.0)
+        out, top, total = _folded_in(
+            out,
+            top,
+            total,
+            earlier_partials,
+            earlier_sums,
+            num_earlier,
+            num_heads * num_folded,
+            state,
+            real,
+            dims,
+            DIM,
+            1,
+        )
+        tl.store(running + state[:, None] * DIM + dims[None, :], out, mask=whole)
+        tl.store(tops + state, top, mask=real)
+        tl.store(totals + state, total, mask=real)
+        return
     row = folded // GROUP
-    at = (row * num_heads + head) * GROUP + folded % GROUP
-    query = tl.load(queries + at[:, None] * DIM + dims[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+    at = row * query_stride + (head * GROUP + folded % GROUP) * DIM
+    query = tl.load(queries + at[:, None] + dims[None, :], mask=real[:, None] & inside[None, :], other=0.0)
     if WIDEN:
         query = query.to(tl.float32)
     place = (span // SPANS_OF_PAGE).to(tl.int64) * page_stride + head.to(tl.int64) * head_stride
@@ -77,9 +146,9 @@ def attend_spans(
             most = tl.max(parts, 2)
             anchor = tl.where(most == float("-inf"), 0.0, most)
             logs = anchor + tl.log(tl.sum(tl.exp(parts - anchor[:, :, None]), 2))
-            column = (slot + span) * (SPAN // CHUNK) + offset // CHUNK + tl.arange(0, STEP // CHUNK)
-            where = (head * num_folded + folded).to(tl.int64)[:, None] * num_columns + column[None, :]
-            tl.store(masses + where, logs, mask=real[:, None] & (column[None, :] < num_columns))
+            at_column = column + (base + offset) // CHUNK + tl.arange(0, STEP // CHUNK)
+            where = state[:, None] * num_columns + at_column[None, :]
+            tl.store(masses + where, logs, mask=real[:, None] & (at_column[None, :] < num_columns))
         higher = tl.maximum(top, tl.max(score, 1))
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
         weight = tl.exp(score - anchor[:, None])
@@ -91,61 +160,56 @@ def attend_spans(
         out = out * share[:, None] + tl.dot(rounded, value, input_precision="ieee")
         top = higher
     divisor = tl.where(total > 0.0, total, 1.0)
-    target = (((slot + span) * num_heads + head) * num_folded + folded).to(tl.int64)
+    target = state + span.to(tl.int64) * (num_heads * num_folded)
     tl.store(
         partials + target[:, None] * DIM + dims[None, :], out / divisor[:, None], mask=real[:, None] & inside[None, :]
     )
     tl.store(sums + target, tl.where(total > 0.0, top + tl.log(divisor), float("-inf")), mask=real)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_folded"])
+@triton.jit(do_not_specialize=["num_spans", "num_folded", "begun"])
 def merge_spans(
-    partials,  # [slots, H_kv, R, D]
-    sums,  # [slots, H_kv, R]
+    partials,  # [spans, H_kv, R, D], of the last run
+    sums,  # [spans, H_kv, R]
+    running,  # [H_kv, R, D]: see `_folded_in`, of the runs before
+    tops,  # [H_kv, R]
+    totals,  # [H_kv, R]
     out,  # [T, H_kv * G, D], contiguous
-    totals,  # [H_kv, R]: log-sum-exp over all spans
-    num_slots,
+    logs,  # [H_kv, R]: log-sum-exp over all spans
+    num_spans,
     num_folded,  # R
+    begun,  # 0: there is no run before
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
-    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Program (r, h): the spans of folded row r in KV head h, SLOTS at a time from the first one on, so that spans
-    after those that the row sees change none of its bits."""
-    folded, head = tl.program_id(0), tl.program_id(1)
-    num_heads = tl.num_programs(1)
+    """Program (h, b): fold the last run of block b of the folded rows in KV head h, and divide."""
+    head, block = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(0)
+    folded = block * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, DIM_PADDED)
-    inside = dims < DIM
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    merged = tl.zeros([DIM_PADDED], tl.float32)
-    for begin in range(0, num_slots, SLOTS):
-        slot = begin + tl.arange(0, SLOTS)
-        there = slot < num_slots
-        source = ((slot * num_heads + head) * num_folded + folded).to(tl.int64)
-        log = tl.load(sums + source, mask=there, other=float("-inf"))
-        part = tl.load(
-            partials + source[:, None] * DIM + dims[None, :], mask=there[:, None] & inside[None, :], other=0.0
-        )
-        higher = tl.maximum(top, tl.max(log, 0))
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        share = tl.exp(top - anchor)
-        weight = tl.exp(log - anchor)
-        total = total * share + tl.sum(weight, 0)
-        merged = merged * share + tl.sum(part * weight[:, None], 0)
-        top = higher
+    real = folded < num_folded
+    whole = real[:, None] & (dims < DIM)[None, :]
+    state = (head * num_folded + folded).to(tl.int64)
+    there = real & (begun != 0)
+    top = tl.load(tops + state, mask=there, other=float("-inf"))
+    total = tl.load(totals + state, mask=there, other=0.0)
+    merged = tl.load(running + state[:, None] * DIM + dims[None, :], mask=whole & (begun != 0), other=0.0)
+    merged, top, total = _folded_in(
+        merged, top, total, partials, sums, num_spans, num_heads * num_folded, state, real, dims, DIM, 4
+    )
     divisor = tl.where(total > 0.0, total, 1.0)
     target = ((folded // GROUP) * num_heads + head) * GROUP + folded % GROUP
-    tl.store(out + target * DIM + dims, (merged / divisor).to(out.dtype.element_ty), mask=inside)
-    row = head * num_folded + folded + tl.arange(0, 1)
-    tl.store(totals + row, tl.where(total > 0.0, top + tl.log(divisor), float("-inf")))
+    mean = (merged / divisor[:, None]).to(out.dtype.element_ty)
+    tl.store(out + target[:, None] * DIM + dims[None, :], mean, mask=whole)
+    tl.store(logs + state, tl.where(total > 0.0, top + tl.log(divisor), float("-inf")), mask=real)
 
 
 @triton.jit(do_not_specialize=["num_columns", "num_folded"])
 def join_masses(
     masses,  # [H_kv, R, num_columns]: log-sum-exp of every chunk
-    totals,  # [H_kv, R], of a row that sees something
+    logs,  # [H_kv, R]: log-sum-exp over all of them, of a row that sees something
     joined,  # [T, H_kv, num_columns]
     num_columns,
     num_folded,  # R
@@ -159,6 +223,7 @@ def join_masses(
     mass = tl.zeros([COLUMNS], tl.float32)
     for member in tl.static_range(GROUP):
         folded = (head * num_folded + row * GROUP + member).to(tl.int64)
-        logs = tl.load(masses + folded * num_columns + column, mask=inside, other=float("-inf"))
-        mass += tl.exp(logs - tl.load(totals + folded))
-    tl.store(joined + (row * tl.num_programs(1) + head).to(tl.int64) * num_columns + column, mass, mask=inside)
+        log = tl.load(masses + folded * num_columns + column, mask=inside, other=float("-inf"))
+        mass += tl.exp(log - tl.load(logs + folded))
+    target = (row * tl.num_programs(1) + head).to(tl.int64) * num_columns + column
+    tl.store(joined + target, mass.to(joined.dtype.element_ty), mask=inside)

@@ -71,6 +71,13 @@ def hold(
     return Held(tile, first, tokens, windowed)
 
 
+class Unwritten(CardAttention):
+    """Gets memory that a launch must write before it is read."""
+
+    def _floats(self, number: int) -> Tensor:
+        return super()._floats(number).fill_(torch.nan)
+
+
 def attended(
     held: Sequence[Held],
     q: Tensor,
@@ -82,20 +89,10 @@ def attended(
     mass_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:
     """Rows q [T, H, D] at `index` and on over `held`, one launch each."""
-    attention = CardAttention(
-        unmoving(q.shape[2], q.dtype), dtype=q.dtype, span=span, chunk=chunk, mass_dtype=mass_dtype
-    )
+    attention = Unwritten(unmoving(q.shape[2], q.dtype), dtype=q.dtype, span=span, chunk=chunk, mass_dtype=mass_dtype)
     new = torch.zeros(len(q), KV_HEADS, q.shape[2], dtype=q.dtype)
     counts = [-(-each.tokens // span) for each in held]
     attention.begin(Rows(q, new, new, 0, index, window), sum(counts), masses=chunk is not None)
-    # Memory that a launch must write before it is merged.
-    for partials in attention._partials:
-        partials.reserve(max(counts) * q.shape[0] * q.shape[1], q.shape[2], q.device)
-    for scratch in (
-        *(each for partials in attention._partials for each in (partials.out, partials.sums)),
-        *(attention._running, attention._tops, attention._totals, attention._masses),
-    ):
-        scratch.fill_(torch.nan)
     slot = 0
     for each, count in zip(held, counts, strict=True):
         run = attention.run(
@@ -361,3 +358,11 @@ def test_every_cache_attends_as_with_torchs_operators(monkeypatch: pytest.Monkey
 def test_a_kernel_that_cannot_start_names_the_remedy() -> None:
     with pytest.raises(TriforceError, match=r"kernel merge_spans does not run here .*TRIFORCE_KERNELS=off"):
         launch(programs.merge_spans, (1, 1), ())
+
+
+def test_a_graphs_tokens_are_those_up_to_its_rows() -> None:
+    """More are said to be there than there are by now."""
+    held = hold(page=192, pages=1, tokens=100, dim=32, dtype=torch.float32)
+    q = normal(3, 4, 32, seed=16)
+    some = attended([held], q, 97, span=64)[0]
+    assert torch.equal(attended([Held(held.pages, 0, 192)], q, 97, span=64)[0], some)

@@ -156,7 +156,7 @@ def test_attention_compiles_to_wide_loads_and_spills_nothing(
     tiling = Tiling(dim, ITEMSIZE[dtype])
     shape = {"DIM": dim, "DIM_PADDED": tiling.padded, "ROWS": ROWS, "STEP": tiling.step, "SPAN": SPAN, "GROUP": group}
     rest = {"WINDOW": window, "SPANS_OF_PAGE": 1, "CHUNK": min(chunk, tiling.step), "WIDEN": False}
-    pointers = dict.fromkeys(("queries", "keys", "values"), f"*{dtype}")
+    pointers = dict.fromkeys(("queries", "keys", "values"), f"*{dtype}") | {"places": "*i64"}
     scratch = ("partials", "sums", "earlier_partials", "earlier_sums", "running", "tops", "totals", "masses")
     pointers |= dict.fromkeys(scratch, "*fp32")
     found = compiled(programs.attend_spans, capability, pointers, shape | rest, tiling=tiling)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.bench import checks
+from offload.bench import checks, text_checks
 from offload.bench.checks import Check, check_device
 from offload.cache.full import FullCache
 from offload.errors import DoesNotFit
@@ -29,7 +29,7 @@ Patch = pytest.MonkeyPatch
 def small(monkeypatch: Patch) -> None:
     monkeypatch.setattr(checks, "MODELS", {"small": SMALL})
     monkeypatch.setattr(checks, "COPY_BYTES", 1 << 20)
-    monkeypatch.setattr(checks, "TEXT_TOKENS", 300)
+    monkeypatch.setattr(text_checks, "PROMPT", text_checks.PROMPT[:300])
 
 
 def run(device: str = "cpu") -> list[Check]:

@@ -26,6 +26,7 @@ from offload.model.decoder import Decoder
 from paper.card import Card
 from paper.engines import CASES, OTHER, PROMPT, Pair, engine_on_paper, said
 
+GONE = "in a graph uses memory that was given back"
 RACE, DROPPED, MIXED, UNPINNED = "race: ", "given back while", "on the card and on the host", "not pinned"
 LINK, MEMORY, WEIGHTS = "offload.transfer.link", "offload.transfer.memory", "offload.transfer.weights"
 RESIDENCE, READER = "offload.cache.residence", "offload.cache.reader"
@@ -175,6 +176,18 @@ BUGS = [
     Bug(
         "uniforms come from memory that is not pinned",
         "offload.transfer.memory", "values.pin_memory().to(", "values.to(", reported=UNPINNED,
+    ),
+    Bug(
+        "a graph reads the places of a forward that is over",
+        "offload.cache.places", "both = self._kept[: 2 * num_rows].copy_(both)", "pass", "draft, kv streamed", GONE,
+    ),
+    Bug(
+        "a level looks at its logits while they are recorded",
+        "offload.model.level",
+        "return self._decoder.logits(self._decoder.forward([Segment(cache, tokens)]))",
+        "return self._decoder.logits(self._decoder.forward([Segment(cache, tokens)]) + tokens[0].item())",
+        "draft, kv streamed",
+        "the host waits in a graph",
     ),
     Bug(
         "positions are on the host",

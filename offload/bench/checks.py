@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from offload.bench.exactness import check_exactness
-from offload.decode.sampling import SamplingParams
-from offload.engine import Engine, load_tokenizer, plan_request
+from offload.bench.findings import REPORT, TOLERANCES, Named, Shown, error_of
+from offload.bench.text_checks import text_checks
 from offload.errors import TriforceError
 from offload.kernels.attention import fold, unfold
 from offload.kernels.native import fitting
@@ -42,16 +41,8 @@ NUM_TOKENS, NUM_ROWS = 3 * PAGE_TOKENS + 100, 16  # prefilled, and decoded after
 COMPARED = 64  # rows of the prefill, the last ones
 COPY_BYTES = 64 * 2**20
 COPY_ROUNDS = 4
-TEXT_TOKENS = 2000  # of a prompt, so that there is something to retrieve
-GREEDY = SamplingParams(temperature=0.0)
 PURPOSE = "checking"
-# Largest error, as a share of the largest value: several times of what rounding gives.
-TOLERANCES = {"bf16": 2e-2, "fp16": 3e-3, "fp32": 2e-5}
 OTHER_PATH = "TRIFORCE_KERNELS=off runs torch's operators in place of the kernels"
-REPORT = "please report it, with the file that triforce doctor --report writes"
-
-Shown = tuple[bool, str]
-Named = tuple[str, Callable[[], Shown], str]  # name, comparison, remedy
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,7 @@ def check_device(hardware: Hardware, target: Path, draft: Path | None, on_step: 
     """All checks of one device, some seconds long. One that cannot run at all fails with the error's text. target,
     draft: small models, which write a text. `on_step` hears what comes next."""
     found = []
-    for name, run, remedy in [*_checks(hardware), *_texts(hardware, target, draft)]:
+    for name, run, remedy in [*_checks(hardware), *text_checks(hardware, target, draft)]:
         on_step(f"checking {hardware.device}: {name}")
         start = time.perf_counter()
         try:
@@ -95,12 +86,6 @@ def _checks(hardware: Hardware) -> Iterator[Named]:
             yield f"rows of attention, {of}", trial.rows, broken
             yield f"streamed tiles, {of}", trial.streamed, f"text may change with --offload kv; {REPORT}"
             yield f"products, {of}", trial.products, broken
-
-
-def _texts(hardware: Hardware, target: Path, draft: Path | None) -> Iterator[Named]:
-    for offload in ("", "kv", "kv,weights"):
-        where = f"with {offload} offloaded" if offload else "with nothing offloaded"
-        yield f"text, {where}", partial(_text, hardware, target, draft, offload), REPORT
 
 
 def _dtypes(hardware: Hardware) -> list[str]:
@@ -135,7 +120,7 @@ class Trial:
         """The last rows of a prefill, and rows of a pass, beside fp64."""
         prefill, decode = self._run(self._plan(""))
         exact = self._exact
-        errors = [_error(prefill, exact[:COMPARED]), _error(decode, exact[COMPARED:])]
+        errors = [error_of(prefill, exact[:COMPARED]), error_of(decode, exact[COMPARED:])]
         shown = f"errors of {errors[0]:.1e} in prefill and {errors[1]:.1e} in decoding"
         return max(errors) <= TOLERANCES[self.dtype], f"{shown}, at most {TOLERANCES[self.dtype]:.0e}"
 
@@ -160,7 +145,7 @@ class Trial:
             x = torch.randn(NUM_ROWS, inputs, generator=generator).to(DTYPES[self.dtype])
             weight = (torch.randn(min(outputs, 2048), inputs, generator=generator) / inputs**0.5).to(x.dtype)
             together = self._product(x, weight)
-            errors.append(_error(together, x.double() @ weight.double().T))
+            errors.append(error_of(together, x.double() @ weight.double().T))
             same &= torch.equal(together, torch.cat([self._product(row[None], weight) for row in x]))
         shown = f"errors of up to {max(errors):.1e}, at most {TOLERANCES[self.dtype]:.0e}"
         bits = "the same bits" if same else "OTHER BITS"
@@ -259,24 +244,6 @@ def _copies(hardware: Hardware) -> Shown:
             if not all(torch.equal(back, sent) for _, back in ways):
                 return False, "BYTES CHANGED on their way"
     return True, f"{COPY_ROUNDS} rounds of {COPY_BYTES >> 20} MiB came back as they were"
-
-
-def _text(hardware: Hardware, target: Path, draft: Path | None, offload: str) -> Shown:
-    """A text by speculation, replayed token by token by the target alone."""
-    prompt = [5 + at * at % 1000 for at in range(TEXT_TOKENS)]
-    options = Options(device=hardware.device, offload=frozenset(filter(None, offload.split(","))))
-    plan = plan_request(target, draft, options, num_prompt_tokens=len(prompt), max_tokens=NUM_ROWS)
-    with Engine.load(plan, target, draft, load_tokenizer(target, draft)) as engine:
-        found = check_exactness(engine, prompt, GREEDY, max_tokens=NUM_ROWS, num_recomputed=1)
-    if found.holds:
-        return True, f"{len(found.tokens)} tokens are the target's own, bit for bit"
-    return False, f"{len(found.inexact)} of {len(found.tokens)} tokens ARE NOT the target's own"
-
-
-def _error(found: Tensor, exact: Tensor) -> float:
-    """The largest error as a share of the largest value; NaN counts as the largest of all."""
-    error = (found.double() - exact).abs().max() / exact.abs().max()
-    return float(error.nan_to_num(torch.inf))
 
 
 def _same(one: Tensor, other: Tensor, what: str) -> Shown:

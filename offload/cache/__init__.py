@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -39,6 +40,12 @@ class Cache(Protocol):
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens at most. Also ends a forward that was broken off."""
+        ...
+
+    @property
+    def graph_memory(self) -> Hashable:
+        """Of the forward that began: on a card its rows find all that differs from the last one's in memory, which is
+        where it was as long as this is equal. None: they do not."""
         ...
 
     def nbytes(self) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from offload.cache import Phase
 from offload.cache.block import Block
+from offload.cache.places import Places
 from offload.cache.reader import RowReader
 from offload.cache.residence import PrefillTiles, Residence, StreamedTiles, WriteBack
 from offload.cache.tiles import TileShape, TileStore
@@ -78,6 +79,7 @@ class FullCache:
                 "prefill": PrefillTiles(self.store, link, self.arena, self._write_back),
                 "decode": StreamedTiles(self.store, link, staging, self._write_back, self.host_reads),
             }
+        self._places = Places(rope)
         self.reader = RowReader(self.store, memory, link)
         self._fused_prefill, self._flash = fused_prefill, flash
         self._spans = decode_attention(kernels, rope, dtype=shape.dtype, page=shape.page_tokens, chunk=mass_chunk)
@@ -105,6 +107,8 @@ class FullCache:
         self._residences[phase].begin(self.length, num_rows)
         self._mass.clear()
         self.last_query.clear()
+        if phase == "decode" and self._spans is not None:
+            self._places.set(self.length, self.length, num_rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Cache`. In phase "decode" all of the forward's rows come in one call."""
@@ -114,7 +118,7 @@ class FullCache:
         num_rows = q.shape[0]
         self._taken[layer] += num_rows
         if self._spans is not None and self._phase == "decode":
-            return self._attend_spans(self._spans, layer, Rows(q, k, v, position=start, index=start))
+            return self._attend_spans(self._spans, layer, Rows(q, k, v, start, start, places=self._places.on_card()))
         table = self.rope.rows(start, start + num_rows)
         q, k = rotate(q, *table), rotate(k, *table)
         blocks: Sequence[Block | FlashBlock] = self._blocks(q, start)
@@ -189,6 +193,11 @@ class FullCache:
         """Give the tiles back; the cache is not used again."""
         self.truncate(0)
         self.store.release()
+
+    @property
+    def graph_memory(self) -> None:
+        """See `Cache`: its tiles come and go."""
+        return None
 
     def nbytes(self) -> int:
         return self.store.nbytes()

@@ -7,14 +7,16 @@ the exact rows after the last whole chunk. Only rows drafted since are its own, 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
 from offload.cache import Phase
 from offload.cache.full import FullCache
+from offload.cache.places import Places
 from offload.cache.selection import Selection, Selector, choose
-from offload.kernels.attention import attend, count_up, fold, unfold
+from offload.kernels.attention import attend, fold, unfold
 from offload.kernels.card import Card
 from offload.kernels.decode_attention import DecodeAttention, decode_attention
 from offload.kernels.native import FEW_ROWS, NONE, Kernels
@@ -45,7 +47,9 @@ class RetrievalCache:
     ) -> None:
         self.full, self._tail, self._drafted = full, tail, drafted
         self._spans = decode_attention(kernels, full.rope, dtype=full.shape.dtype)
+        self._places = Places(full.rope)
         self._resize(budget, chunk)
+        self._num_buffers = 0  # had so far
         self._buffer: Tensor | None = None  # None: before the first pass, and where a prefill took its place
         self.selector = selection.selector()
         self.chosen: Tensor | None = None  # bool [L, H_kv, C]
@@ -75,6 +79,7 @@ class RetrievalCache:
         self._taken = [0] * self.full.num_layers
         self._open()
         self._reserve(self.length + num_rows - self._tail_start)
+        self._places.set(self.length, self._num_filled * self.chunk + self.length - self._tail_start, num_rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Cache`."""
@@ -82,15 +87,16 @@ class RetrievalCache:
         self._taken[layer] += num_rows
         at = self._num_filled * self.chunk + start - self._tail_start
         if self._spans is not None and num_rows <= FEW_ROWS:
-            return self._attend_spans(self._spans, layer, Rows(q, k, v, position=start, index=at))
-        table = self.full.rope.rows(start, start + num_rows)
-        self._held[layer, 0, :, at : at + num_rows] = rotate(k, *table).transpose(0, 1)
-        self._held[layer, 1, :, at : at + num_rows] = v.transpose(0, 1)
+            return self._attend_spans(self._spans, layer, Rows(q, k, v, start, at, places=self._places.on_card()))
+        places = self._places.rows(start - self.length, num_rows)
+        table = places.table()
+        places.write((rotate(k, *table), v), self._held[layer])
         query = fold(rotate(q, *table), k.shape[1])
         # All slots, the empty ones hidden: a slice of the buffer would be copied by the matrix product, every pass.
-        visible = count_up(at + 1, num_rows, query)
         keys, values = self._held[layer, :, None]
-        return unfold(attend(query, keys, values, visible).out, num_rows).to(q.dtype)
+        return unfold(attend(query, keys, values, places.up_to_own(query.shape[1] // num_rows)).out, num_rows).to(
+            q.dtype
+        )
 
     def advance(self, num_tokens: int) -> None:
         self.length += num_tokens
@@ -110,6 +116,11 @@ class RetrievalCache:
         """The cache is not used again."""
         self.truncate(0)
         self._buffer = None
+
+    @property
+    def graph_memory(self) -> Hashable:
+        """See `Cache`: the same buffer."""
+        return self._num_buffers
 
     def nbytes(self) -> int:
         return math.prod(self._size) * self.full.shape.dtype.itemsize
@@ -145,6 +156,8 @@ class RetrievalCache:
 
     def _attend_spans(self, spans: DecodeAttention, layer: int, rows: Rows) -> Tensor:
         stop = rows.index + rows.q.shape[0]
+        if rows.places is not None:
+            stop = self._held.shape[3]  # a graph is used when there are more
         run = spans.run(self._held[layer], first=0, tokens=stop, slot=0)
         spans.begin(rows, -(-stop // spans.span))
         spans.take_in(run)
@@ -223,6 +236,7 @@ class RetrievalCache:
         full = self.full
         full.arena.begin(self._give_up)
         self._buffer = full.arena.take(self._size, full.shape.dtype)
+        self._num_buffers += 1
         if self.chosen is not None and self._slot_of is not None:
             full.wait_home()
             layers, heads, chunks = self.chosen.nonzero(as_tuple=True)
@@ -242,6 +256,7 @@ class RetrievalCache:
         old = self._held
         self._room = -(-tail // self._room_step) * self._room_step
         self._buffer = self.full.arena.take(self._size, old.dtype)
+        self._num_buffers += 1
         self._buffer[:, :, :, : old.shape[3]] = old
         self.full.arena.put_back(old)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import reduce
 
 import torch
 from torch import Tensor
 
 from offload.cache import Phase
+from offload.cache.places import Places
 from offload.kernels.attention import Part, attend, count_up, fold, merge, unfold
 from offload.kernels.card import Card
 from offload.kernels.decode_attention import DecodeAttention, decode_attention
 from offload.kernels.native import FEW_ROWS, NONE, Kernels
+from offload.kernels.places import RowPlaces
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.spans import Rows
 from offload.transfer.memory import Memory
@@ -52,6 +55,7 @@ class StreamingCache:
         self._spans = decode_attention(kernels, rope, dtype=dtype)
         self.length = 0
         self._first = sinks  # absolute position of slot 0
+        self._places = Places(rope)
         self._taken = [0] * num_layers
 
     @property
@@ -84,21 +88,24 @@ class StreamingCache:
             kept = min(kept, held)
             self._rows[:, :, :, :kept] = self._rows[:, :, :, held - kept : held].clone()
             self._first = self.length - kept
+        self._places.set(self.length, self.length - self._first, num_rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Cache`."""
         start, num_rows, num_kv_heads = self.length + self._taken[layer], q.shape[0], k.shape[1]
         self._taken[layer] += num_rows
         if self._spans is not None and num_rows <= FEW_ROWS:
-            return self._attend_spans(self._spans, layer, Rows(q, k, v, start, start, self.window))
-        table = self._rope.rows(start, start + num_rows)
-        self._write(layer, start, rotate(k, *table), v)
+            index, places = start - self._first, self._places.on_card()
+            return self._attend_spans(self._spans, layer, Rows(q, k, v, start, index, self.window, places))
+        places = self._places.rows(start - self.length, num_rows)
+        table = places.table()
+        self._write(layer, start, places, rotate(k, *table), v)
         parts = []
         if self.sinks:
-            in_cache = fold(self._rotate_for_sinks(q, start), num_kv_heads)
-            parts.append(self._attend_sinks(layer, in_cache, start, num_rows))
+            in_cache = rotate(q, *places.table(last=self.sinks + self.window - 1))
+            parts.append(self._attend_sinks(layer, places, fold(in_cache, num_kv_heads), start))
         if start + num_rows > self._first:
-            parts.append(self._attend_window(layer, fold(rotate(q, *table), num_kv_heads), start, num_rows))
+            parts.append(self._attend_window(layer, places, fold(rotate(q, *table), num_kv_heads), start - self._first))
         return unfold(reduce(merge, parts).out, num_rows).to(q.dtype)
 
     def advance(self, num_tokens: int) -> None:
@@ -121,55 +128,56 @@ class StreamingCache:
         for rows in (self._sink_rows, self._rows):
             self._memory.released(rows, tier="device", purpose="draft cache")
 
+    @property
+    def graph_memory(self) -> Hashable:
+        """See `Cache`: while sinks and window are full."""
+        full = self.length >= self.sinks and self.length - self._first >= self.window
+        return 0 if full else None
+
     def nbytes(self) -> int:
         return self._rows.nbytes + self._sink_rows.nbytes
 
     def _attend_spans(self, spans: DecodeAttention, layer: int, rows: Rows) -> Tensor:
-        """The window's run, then that of the sinks, which have queries of their own."""
-        stop = rows.index + rows.q.shape[0]
-        held = max(stop - self._first, 0)
-        num_window, num_sinks = -(-held // spans.span), -(-min(self.sinks, stop) // spans.span)
-        window = spans.run(self._rows[layer], first=self._first, tokens=held, slot=0, windowed=True)
+        """The window's run, then that of the sinks, which have queries of their own. Places are numbered by slots of
+        the window's buffer."""
+        stop = rows.position + rows.q.shape[0]
+        held, known = max(stop - self._first, 0), min(self.sinks, stop)
+        if rows.places is not None:
+            held = self._num_slots  # a graph is used when there are more
+        num_window, num_sinks = -(-held // spans.span), -(-known // spans.span)
+        window = spans.run(self._rows[layer], first=0, tokens=held, slot=0, windowed=True)
         spans.begin(rows, num_window + num_sinks, lasts=(stop, self.sinks + self.window - 1))
         spans.take_in(window)
         spans.attend(window)
         if self.sinks:
-            known = min(self.sinks, stop)
-            sinks = spans.run(self._sink_rows[layer], first=0, tokens=known, slot=num_window, query=1)
+            sinks = spans.run(self._sink_rows[layer], first=-self._first, tokens=known, slot=num_window, query=1)
             spans.take_in(sinks)
             spans.attend(sinks)
         return spans.merge()[0]
 
-    def _rotate_for_sinks(self, q: Tensor, start: int) -> Tensor:
-        """Queries at in-cache positions: their own while nothing was left out, the last one of the cache after that."""
-        last = self.sinks + self.window - 1
-        cos, sin = self._rope.rows(min(start, last), min(start + q.shape[0], last + 1))
-        if missing := q.shape[0] - cos.shape[0]:
-            cos = torch.cat([cos, cos[-1:].expand(missing, *cos.shape[1:])])
-            sin = torch.cat([sin, sin[-1:].expand(missing, *sin.shape[1:])])
-        return rotate(q, cos, sin)
-
-    def _write(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
+    def _write(self, layer: int, start: int, places: RowPlaces, k: Tensor, v: Tensor) -> None:
         num_sinks = min(max(self.sinks - start, 0), k.shape[0])
-        slot = start + num_sinks - self._first
-        for half, rows in enumerate((k.transpose(0, 1), v.transpose(0, 1))):
-            self._sink_rows[layer, half, :, start : start + num_sinks] = rows[:, :num_sinks]
-            self._rows[layer, half, :, slot : slot + k.shape[0] - num_sinks] = rows[:, num_sinks:]
+        for half, rows in enumerate((k, v)):
+            if num_sinks:
+                self._sink_rows[layer, half, :, start : start + num_sinks] = rows[:num_sinks].transpose(0, 1)
+            self._rows[layer, half].index_copy_(1, places.slots[num_sinks:], rows[num_sinks:].transpose(0, 1))
 
-    def _attend_sinks(self, layer: int, query: Tensor, start: int, num_rows: int) -> Part:
+    def _attend_sinks(self, layer: int, places: RowPlaces, query: Tensor, start: int) -> Part:
         visible = None
         if start + 1 < self.sinks:
-            visible = count_up(start + 1, num_rows, query).clamp_(max=self.sinks)
+            visible = (places.positions + 1).clamp_(max=self.sinks).repeat(query.shape[1] // len(places.slots))
         keys, values = self._sink_rows[layer, :, None]
         return attend(query, keys, values, visible)
 
-    def _attend_window(self, layer: int, query: Tensor, start: int, num_rows: int) -> Part:
-        """Row t sees the slots from its own back to `window` of them, never before slot 0."""
-        own = start - self._first
-        low, stop = max(own + 1 - self.window, 0), own + num_rows
-        first_visible = num_visible = None
-        if num_rows > 1:
-            num_visible = count_up(own - low + 1, num_rows, query)
-            first_visible = num_visible - self.window
-        keys, values = self._rows[layer, :, None, :, low:stop]
+    def _attend_window(self, layer: int, places: RowPlaces, query: Tensor, own: int) -> Part:
+        """Row t sees the slots from its own, `own` + t, back to `window` of them, never before slot 0. These are copied
+        together first, so that a row's bits do not depend on where in the buffer they are."""
+        num_rows = len(places.slots)
+        count = self.window + num_rows - 1
+        keys, values = self._rows[layer].index_select(2, places.before(count))[:, None]
+        num_visible = first_visible = None
+        if num_rows > 1 or own < self.window:
+            first_visible = count_up(0, num_rows, query)
+            num_visible = first_visible + self.window
+            first_visible.clamp_(min=count - own - num_rows)
         return attend(query, keys, values, num_visible, first_visible=first_visible)

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from offload.kernels.native import Kernels
 from offload.kernels.native.interface import DTYPES, Attention, Rotation, Run
+from offload.kernels.places import RowPlaces
 from offload.kernels.rope import RopeTable
 
 SPAN = 128  # tokens, where pages allow: what a thread takes at a time
@@ -45,7 +46,7 @@ def one_run(
 class Rows:
     """New rows of a forward: q [T, H, D], k and v [T, H_kv, D], not rotated, each row contiguous. position: of the
     first one in the rotary table; index: of the first one among the runs' positions. window: tokens that rows see of
-    windowed runs."""
+    windowed runs. places: both in the memory of a card, `slots` for the index."""
 
     q: Tensor
     k: Tensor
@@ -53,6 +54,7 @@ class Rows:
     position: int
     index: int
     window: int = 0
+    places: RowPlaces | None = None
 
 
 class SpanAttention:

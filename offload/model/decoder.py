@@ -19,7 +19,7 @@ from offload.kernels.native import FEW_ROWS, NONE, Kernels
 from offload.model.few_rows import FewRows
 from offload.model.sums import OneRank, Sums
 from offload.plan.config import ModelConfig
-from offload.transfer.weights import LayerWeights, Weights
+from offload.transfer.weights import LayerWeights, ResidentLayers, Weights
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,12 @@ class Decoder:
     @property
     def device(self) -> torch.device:
         return self.weights.embedding.device
+
+    @property
+    def stays_in_place(self) -> bool:
+        """True on a card where all that a pass uses is there, at addresses that do not change, and on no other."""
+        alone = isinstance(self.weights.layers, ResidentLayers) and isinstance(self._sums, OneRank)
+        return self.device.type == "cuda" and alone
 
     @property
     def takes_any_rows(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +10,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.cache import Cache
+from offload.cache.places import MAX_ROWS
 from offload.cache.streaming import StreamingCache
+from offload.kernels.native import wanted
 from offload.kernels.rows import Blocks
 from offload.metrics import LevelStats
 from offload.model.decoder import Decoder, Segment
+from offload.model.graphs import VARIABLE, Graphs
 from offload.transfer.arena import Arena
 from offload.transfer.link import Link
 from offload.transfer.memory import sent
@@ -21,7 +24,6 @@ from offload.transfer.timing import Timing
 
 # Called after a forward with the rows before it, the rows after it and the logits of the last ones.
 Listener = Callable[[int, int, Tensor], None]
-_MOST_PADDED = 64  # rows of a draft: past these a row has its price
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Level:
         self._decoder, self._cache = decoder, cache
         self._vocab_size, self._blocks, self._link = vocab_size, blocks, link
         self._timing = Timing(decoder.device)
+        self._graphs = Graphs() if blocks is None and decoder.stays_in_place and wanted(VARIABLE) else None
         self.listener: Listener | None = None
 
     @property
@@ -93,6 +96,11 @@ class Level:
     def truncate(self, length: int) -> None:
         self._cache.truncate(length)
 
+    def forget_graphs(self) -> None:
+        """The next pass is launched one by one, wherever it would run as a graph."""
+        if self._graphs is not None:
+            self._graphs.forget()
+
     def settle(self) -> None:
         """Have the seconds of all passes in `stats` whose results the host has seen."""
         self._timing.settle()
@@ -100,6 +108,8 @@ class Level:
     def _forward(self, continuations: Sequence[Continuation]) -> list[Tensor]:
         cuts = [self._cut(len(each.tokens)) for each in continuations]
         segments = [self._begin(each, sum(blocks)) for each, blocks in zip(continuations, cuts, strict=True)]
+        if self._graphs is not None and (memory := self._graph_memory(segments)) is not None:
+            return [self._run_graph(self._graphs, memory, continuations[0], segments[0])]
         # Without blocks the decoder may take all rows together: their bits may depend on each other.
         exact = [size for blocks in cuts for size in blocks] if self._blocks is not None else None
         hidden = self._decoder.forward(segments, blocks=exact)
@@ -107,6 +117,22 @@ class Level:
             each.cache.advance(len(each.tokens))
         parts = hidden.split([sum(blocks) for blocks in cuts])
         return [self._logits(*each) for each in zip(continuations, parts, cuts, strict=True)]
+
+    def _graph_memory(self, segments: Sequence[Segment]) -> Hashable:
+        """See `Graphs.run`; None: these rows are no graph."""
+        [first, *others] = segments
+        return None if others or len(first.tokens) > MAX_ROWS else first.cache.graph_memory
+
+    def _run_graph(self, graphs: Graphs, memory: Hashable, continuation: Continuation, segment: Segment) -> Tensor:
+        """With logits of all rows."""
+        cache, count = segment.cache, len(continuation.tokens)
+
+        def compute(tokens: Tensor) -> Tensor:
+            return self._decoder.logits(self._decoder.forward([Segment(cache, tokens)]))
+
+        logits = graphs.run(memory, segment.tokens, compute)
+        cache.advance(count)
+        return logits[count - continuation.num_logits : count, : self._vocab_size]
 
     def _begin(self, continuation: Continuation, num_rows: int) -> Segment:
         """Begin a forward of `num_rows` rows, the tokens and padding."""
@@ -133,7 +159,9 @@ class Level:
 
     def _cut(self, num_rows: int) -> list[int]:
         """Blocks that hold so many rows."""
-        return [num_rows] if self._blocks is None else self._blocks.cut(num_rows)
+        if self._blocks is not None:
+            return self._blocks.cut(num_rows)
+        return [num_rows if self._graphs is None else _padded(num_rows, MAX_ROWS)]
 
 
 class StreamingLevel(Level):
@@ -164,9 +192,14 @@ class StreamingLevel(Level):
         on the first of each number. What catches up with other proposers comes in any."""
         if self._decoder.takes_any_rows:
             return [num_rows]
-        padded = 1 << (num_rows - 1).bit_length()
         assert isinstance(self._cache, StreamingCache)
-        return [padded if padded <= min(_MOST_PADDED, self._cache.max_rows) else num_rows]
+        return [_padded(num_rows, min(MAX_ROWS, self._cache.max_rows))]
+
+
+def _padded(num_rows: int, most: int) -> int:
+    """A power of two, so that there are few numbers of rows; as they are where that would be more than `most`."""
+    padded = 1 << (num_rows - 1).bit_length()
+    return padded if padded <= most else num_rows
 
 
 def prefill(

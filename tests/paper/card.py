@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paper.clocks import Actor, Block, Clock
+from paper.graphs import Graph, recording
 from paper.shapes import without_values
 from paper.streams import Event, Stream, current
 from paper.tensors import Call, Mode
@@ -39,6 +40,7 @@ class Card:
         self.launches: Counter[str] = Counter()
         self.syncs: Counter[str] = Counter()
         self.host = Actor("host")
+        self.recording: Graph | None = None
         self.bytes_now = self.bytes_peak = 0
         self._pinned: dict[int, Block] = {}  # by its first address
         self._default = Stream(self, "compute")
@@ -69,6 +71,8 @@ class Card:
 
     def synced(self, kind: str, clock: Clock) -> None:
         """The host waits until all that `clock` knows has happened."""
+        if self.recording is not None:
+            self.problem(f"the host waits in a graph: {kind}")
         self.syncs[kind] += 1
         self.host.learn(clock)
 
@@ -196,6 +200,9 @@ def _cuda(card: Card) -> dict[str, object]:
         "Event": partial(Event, card),
         "current_stream": lambda device=None: card.stream,
         "stream": partial(current, card),
+        "CUDAGraph": partial(Graph, card),
+        "graph": partial(recording, card),
+        "graph_pool_handle": lambda: (0, 0),
     }
 
 

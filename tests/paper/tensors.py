@@ -7,7 +7,7 @@ not and which only a compiler could add. Python code, which reads `device` and `
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,14 +127,18 @@ class Call:
 
     def elsewhere(self, change: Callable[[Any], Any], device: str) -> Any:
         """Its result on `device`, of arguments that `change` brings there."""
+        return self.prepared(change, device)()
+
+    def prepared(self, change: Callable[[Any], Any], device: str) -> Callable[[], Any]:
+        """See `elsewhere`: to be computed, as often as one likes."""
         args = [_mapped(change, value) for value in self.args]
         dropped = ("pin_memory", "non_blocking")
         kwargs = {name: _mapped(change, value) for name, value in self.kwargs.items() if name not in dropped}
         if kwargs.get("device") is not None:
             kwargs["device"] = device
         if self.name == "_scaled_dot_product_flash_attention":
-            return _flash(*args[:3], scale=kwargs.get("scale"))
-        return self.func(*args, **kwargs)
+            return partial(_flash, *args[:3], scale=kwargs.get("scale"))
+        return partial(self.func, *args, **kwargs)
 
 
 def _leaves(values: Any) -> list[Any]:
@@ -187,6 +191,10 @@ def run(card: Card, func: Func, args: Any, kwargs: Any) -> Any:
     if _is_composite(func) and call.name not in WHOLE:
         with Mode(card):
             return func.decompose(*args, **kwargs)
+    graph = card.recording
+    for each in call.on_card if graph is not None else ():
+        if id(each) in call.written and graph is not None:
+            graph.writes(each.raw)
     out = card.result(call)
     made = [each for each in _leaves((out,)) if isinstance(each, Tensor)]
     blocks = {_storage(each.raw): each.block for each in call.on_card}
@@ -194,6 +202,8 @@ def run(card: Card, func: Func, args: Any, kwargs: Any) -> Any:
     if not is_view and call.name not in WITHOUT_KERNEL:
         _check_devices(card, call)
         _launch(card, call)
+        if graph is not None and not card.without_values:
+            graph.computed(call.prepared(_on_cpu, "cpu"), made)
     wrappers = {id(each.raw): each for each in call.on_card}
 
     def wrapped(each: Any) -> Any:
@@ -205,7 +215,10 @@ def run(card: Card, func: Func, args: Any, kwargs: Any) -> Any:
             if any(each is other for other in call.on_host):  # written by a copy from the card
                 return each
             block = card.allocated(each.untyped_storage().nbytes())
-            card.access(block, each, card.stream.actor, write=True, what=call.name)
+            if graph is not None:
+                graph.allocated(block)
+            else:
+                card.access(block, each, card.stream.actor, write=True, what=call.name)
         return PaperTensor(card, each, block)
 
     return _mapped(wrapped, out)
@@ -239,6 +252,9 @@ def launch(card: Card, name: str, tensors: Sequence[PaperTensor], written: Colle
     """A kernel or a copy goes to the current stream, which is returned. written: ids of those of `tensors` that it
     writes."""
     actor = card.stream.actor
+    if card.recording is not None:
+        card.recording.launched(name, tensors, written)
+        return actor
     actor.learn(card.host.clock)
     actor.step()
     card.launches[name] += 1
@@ -263,6 +279,8 @@ def _indices(call: Call) -> list[Tensor]:
 def _cross(card: Card, call: Call) -> None:
     """A copy between the card and the host. One that does not block needs pinned memory, in one piece on both sides."""
     actor, asynchronous = card.stream.actor, bool(call.named.get("non_blocking"))
+    if card.recording is not None:
+        card.problem("a copy over the link in a graph, of memory of the host that may change")
     for each in call.on_host:
         card.access_host(each, actor, write=id(each) in call.written, what=call.name)
         if asynchronous and each.nbytes and not card.is_pinned(each):

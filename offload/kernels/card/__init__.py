@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import cache
 
@@ -31,7 +30,7 @@ class Card:
 @cache
 def card(device: torch.device) -> Card:
     """What this process may use on `device`. Errors: UsageError if TRIFORCE_KERNELS is neither on nor off."""
-    if not wanted(os.environ.get(VARIABLE, "")):
+    if not wanted(VARIABLE):
         return Card(reason=OFF)
     if device.type != "cuda":
         return Card(reason=f"they are for CUDA devices, not for {device.type}")

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from offload.errors import TriforceError
 from offload.kernels.card import programs
 from offload.kernels.native import VARIABLE
+from offload.kernels.places import RowPlaces
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.spans import Rows
 
@@ -68,19 +69,18 @@ class Run:
     windowed: bool
 
 
+@dataclass(frozen=True)
 class _Partials:
-    """Scratch for the results of one run's spans, out and log-sum-exp."""
+    """Results of one run's spans, out and log-sum-exp."""
 
-    def __init__(self) -> None:
-        self.out = self.sums = torch.empty(0)
-
-    def reserve(self, num_results: int, dim: int, device: torch.device) -> None:
-        self.out, self.sums = _room(self.out, num_results * dim, device), _room(self.sums, num_results, device)
+    out: Tensor
+    sums: Tensor
 
 
 class CardAttention:
     """See `SpanAttention`: the same in a launch for each run and one or two to merge. Runs are folded in the order in
-    which they come. Scratch: the results of two runs, since one is folded while the next is made, and of all runs."""
+    which they come. Scratch, from `begin` to `merge`: the results of two runs, since one is folded while the next is
+    made, and of all runs. It is not kept: a graph has memory of its own."""
 
     def __init__(
         self,
@@ -95,13 +95,12 @@ class CardAttention:
         mass_dtype: in which `merge` gives masses."""
         self.span, self._rope, self._dtype, self._mass_dtype = span, rope, dtype, mass_dtype
         self._chunk = chunk or 0
-        self._partials = (_Partials(), _Partials())  # of the run before the last one, in turn
-        self._running = self._tops = self._totals = self._masses = torch.empty(0)
         self._num_runs = self._num_left = 0  # runs attended to, and spans of the last one
         self._rows: Rows | None = None
 
     def run(self, tensor: Tensor, *, first: int, tokens: int, slot: int, query: int = 0, windowed: bool = False) -> Run:
-        """Tensor [2, P, H_kv, S, D] or, as one page, [2, H_kv, S, D]: as `one_run` of the processor's."""
+        """Tensor [2, P, H_kv, S, D] or, as one page, [2, H_kv, S, D]: as `one_run` of the processor's. Of `tokens`
+        those after the last of the rows do not count."""
         return Run(tensor if tensor.dim() == 5 else tensor[:, None], first, tokens, slot, query, windowed)
 
     def begin(self, rows: Rows, num_slots: int, *, masses: bool = False, lasts: Sequence[int] = ()) -> None:
@@ -111,17 +110,16 @@ class CardAttention:
         self._part = gcd(self._chunk, min(self._tiling.step, self.span)) if masses else 0
         self._folded, self._group = num_rows * num_heads // self._num_kv_heads, num_heads // self._num_kv_heads
         self._columns = num_slots * self.span // self._part if self._part else 0
-        folded, device = num_rows * num_heads, rows.q.device
-        self._running = _room(self._running, folded * dim, device)
-        self._tops, self._totals = _room(self._tops, folded, device), _room(self._totals, folded, device)
-        if self._masses.numel() < self._columns * folded:  # half as much again, for a sequence that grows
-            self._masses = _room(self._masses, self._columns * folded * 3 // 2, device)
+        self._places = rows.places or _places_of(rows, self._rope)
+        self._running, self._masses = self._floats(dim), self._floats(self._columns)
+        self._tops, self._totals = self._floats(1), self._floats(1)
+        self._partials = _Partials(*[self._totals] * 2)  # of no run
         stop = rows.position + num_rows
         if lasts:
-            self._queries = [rotate(rows.q, *self._table(rows, last)) for last in lasts]
-            self._keys = rotate(rows.k, *self._table(rows, stop))
+            self._queries = [self._rotated(rows.q, None if last >= stop else last) for last in lasts]
+            self._keys = self._rotated(rows.k)
         else:
-            both = rotate(torch.cat([rows.q, rows.k], 1), *self._table(rows, stop))
+            both = self._rotated(torch.cat([rows.q, rows.k], 1))
             self._queries, self._keys = [both[:, :num_heads]], both[:, num_heads:]
         self._num_runs = self._num_left = 0
         self._rows = rows
@@ -130,7 +128,10 @@ class CardAttention:
         """Write the rows' keys, rotated, and values to those of the run's places that are theirs."""
         assert self._rows is not None
         page, index, stop = run.pages.shape[3], self._rows.index, self._rows.index + len(self._keys)
-        position, end = max(index, run.first), min(stop, run.first + run.pages.shape[1] * page)
+        room = run.pages.shape[1] * page
+        if run.pages.shape[1] == 1 and run.first == 0 and index >= 0 and stop <= room:
+            return self._places.write((self._keys, self._rows.v), run.pages[:, 0])
+        position, end = max(index, run.first), min(stop, run.first + room)
         while position < end:
             number, offset = divmod(position - run.first, page)
             count = min(page - offset, end - position)
@@ -138,6 +139,7 @@ class CardAttention:
             for half, rows in enumerate((self._keys, self._rows.v)):
                 run.pages[half, number, :, offset : offset + count] = rows[new].transpose(0, 1)
             position += count
+        return None
 
     def attend(self, run: Run) -> None:
         """Attend to the run's spans, and fold those of the run before. Each slot comes once between `begin` and
@@ -150,18 +152,18 @@ class CardAttention:
         page = pages.shape[3]
         assert pages.shape[1] == 1 or page % self.span == 0
         num_spans = -(-run.tokens // self.span)
-        earlier, own = self._partials[self._num_runs % 2 - 1], self._partials[self._num_runs % 2]
-        own.reserve(num_spans * self._num_kv_heads * self._folded, tiling.head_dim, pages.device)
+        earlier = self._partials
+        own = self._partials = _Partials(self._floats(num_spans * tiling.head_dim), self._floats(num_spans))
         column = run.slot * self.span // self._part if self._part else 0
         grid = (num_spans + (self._num_left > 0), self._num_kv_heads, -(-self._folded // ROWS))
         launch(
             programs.attend_spans,
             grid,
             (
-                queries, pages[0], pages[1], own.out, own.sums, earlier.out, earlier.sums,
+                queries, self._places.slots, pages[0], pages[1], own.out, own.sums, earlier.out, earlier.sums,
                 self._running, self._tops, self._totals, self._masses,
                 queries.stride(0), pages.stride(1), pages.stride(2), pages.stride(3),
-                run.first, run.tokens, self._rows.index, column, self._columns, self._folded,
+                run.first, run.tokens, column, self._columns, self._folded,
                 self._num_left, int(self._num_runs > 1), tiling.head_dim**-0.5,
             ),
             WINDOW=self._rows.window if run.windowed else 0,
@@ -186,7 +188,7 @@ class CardAttention:
         num_rows, num_heads, dim = self._rows.q.shape
         out = self._queries[0].new_empty(num_rows, num_heads * dim)
         logs = self._totals.new_empty(self._num_kv_heads, self._folded)
-        last = self._partials[self._num_runs % 2 - 1]
+        last, masses = self._partials, self._masses
         launch(
             programs.merge_spans,
             (self._num_kv_heads, -(-self._folded // ROWS)),
@@ -197,24 +199,25 @@ class CardAttention:
             GROUP=self._group, DIM=dim, DIM_PADDED=self._tiling.padded, ROWS=ROWS,
         )  # fmt: skip
         self._rows = None
+        del self._partials, self._running, self._tops, self._totals, self._masses, self._queries, self._keys
         if not self._part:
             return out, None
         mass = logs.new_empty(num_rows, self._num_kv_heads, self._columns, dtype=self._mass_dtype)
         launch(
             programs.join_masses,
             (num_rows, self._num_kv_heads, -(-self._columns // _COLUMNS)),
-            (self._masses, logs, mass, self._columns, self._folded),
+            (masses, logs, mass, self._columns, self._folded),
             GROUP=self._group, COLUMNS=_COLUMNS,
         )  # fmt: skip
         return out, self._whole_chunks(mass)
 
-    def _table(self, rows: Rows, last: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of the rows' positions, none after `last`."""
-        stop = rows.position + len(rows.q)
-        cos, sin = self._rope.rows(min(rows.position, last), min(stop, last + 1))
-        if missing := len(rows.q) - len(cos):
-            cos, sin = (torch.cat([table, table[-1:].expand(missing, -1)]) for table in (cos, sin))
-        return cos, sin
+    def _floats(self, number: int) -> Tensor:
+        """fp32, `number` of them for each folded row and KV head."""
+        return torch.empty(number * self._folded * self._num_kv_heads, device=self._places.slots.device)
+
+    def _rotated(self, x: Tensor, last: int | None = None) -> Tensor:
+        """To the rows' positions, none after `last`."""
+        return rotate(x, *self._places.table(last))
 
     def _whole_chunks(self, mass: Tensor) -> Tensor:
         """[..., parts of chunks] -> [..., chunks]; the last one may be of a few parts only."""
@@ -237,6 +240,7 @@ def launch(program: Any, grid: tuple[int, ...], arguments: Sequence[object], **c
         ) from error
 
 
-def _room(scratch: Tensor, num_floats: int, device: torch.device) -> Tensor:
-    """`scratch`, or a larger one on `device`."""
-    return scratch if scratch.numel() >= num_floats else torch.empty(num_floats, device=device)
+def _places_of(rows: Rows, rope: RopeTable) -> RowPlaces:
+    """Of rows whose caller does not keep them on the card."""
+    steps = torch.arange(len(rows.q), device=rows.q.device)
+    return RowPlaces(steps + rows.position, steps + rows.index, rope)

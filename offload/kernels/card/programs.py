@@ -42,11 +42,10 @@ def _folded_in(
     return out, top, total
 
 
-@triton.jit(
-    do_not_specialize=["first", "tokens", "index", "column", "num_columns", "num_folded", "num_earlier", "begun"]
-)
+@triton.jit(do_not_specialize=["first", "tokens", "column", "num_columns", "num_folded", "num_earlier", "begun"])
 def attend_spans(
     queries,  # [T, H_kv * G, D] by the stride; a row contiguous
+    places,  # [T] int64, rising: position of every row
     keys,  # [P, H_kv, S, D] by the strides; rows of D contiguous
     values,  # likewise
     partials,  # [spans, H_kv, R, D]: out of every span, normalised over it
@@ -62,8 +61,7 @@ def attend_spans(
     head_stride,
     token_stride,
     first,  # position of the run's first token
-    tokens,  # of the run that count
-    index,  # position of the first row
+    tokens,  # of the run that count, but for those after the last row
     column,  # of the run's first chunk
     num_columns,
     num_folded,  # R
@@ -122,11 +120,16 @@ def attend_spans(
     place = (span // SPANS_OF_PAGE).to(tl.int64) * page_stride + head.to(tl.int64) * head_stride
     start = span % SPANS_OF_PAGE * SPAN  # in its page
     base = span * SPAN  # in the run
-    own = index + row - first  # the row's own place in the run
+    own = tl.load(places + row, mask=real, other=0).to(tl.int32) - first  # the row's own place in the run
+    last = tl.load(places + num_folded // GROUP - 1).to(tl.int32) - first
+    tokens = tl.minimum(tokens, last + 1)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, DIM_PADDED], tl.float32)
-    for offset in range(0, SPAN, STEP):
+    stop = SPAN
+    if CHUNK == 0:  # else masses of chunks that nobody sees are wanted, too
+        stop = tl.where(base < tokens, SPAN, 0)
+    for offset in range(0, stop, STEP):
         token = offset + tl.arange(0, STEP)
         held = base + token < tokens
         # A hidden key of a row may be anything finite; past `tokens` there may be anything.

@@ -45,7 +45,7 @@ _WIDEST_HEAD = 1024
 @cache
 def kernels() -> Kernels:
     """This process's kernels. Errors: UsageError if TRIFORCE_KERNELS is neither on nor off."""
-    if not wanted(os.environ.get(VARIABLE, "")):
+    if not wanted(VARIABLE):
         return Kernels(reason=OFF)
     found = Kernels(reason="there are no kernels for this processor; they need Linux and AVX2 or 64-bit ARM")
     for name in instruction_sets(sys.platform, platform.machine(), torch.backends.cpu.get_cpu_capability(), _has_amx()):
@@ -103,9 +103,11 @@ def _has_amx() -> bool:
         return False
 
 
-def wanted(value: str) -> bool:
+def wanted(variable: str) -> bool:
+    """False where the environment says off. Raises UsageError for anything but on and off."""
+    value = os.environ.get(variable, "")
     if value not in ("", "on", "off"):
-        raise UsageError(f"{VARIABLE} is {value!r}; on and off are known")
+        raise UsageError(f"{variable} is {value!r}; on and off are known")
     return value != "off"
 
 

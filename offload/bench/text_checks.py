@@ -1,0 +1,78 @@
+"""Checks that a device writes the text that it must, by small models: part of `triforce doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offload.bench.exactness import check_exactness
+from offload.bench.findings import REPORT, TOLERANCES, Named, Shown, error_of
+from offload.decode.sampling import SamplingParams
+from offload.engine import Engine, load_tokenizer, plan_request
+from offload.model.graphs import VARIABLE
+from offload.model.level import Level
+from offload.plan.hardware import Hardware
+from offload.plan.planner import Options
+
+PROMPT = [5 + at * at % 1000 for at in range(2000)]  # long enough that there is something to retrieve
+NUM_TOKENS = 16  # generated
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def text_checks(hardware: Hardware, target: Path, draft: Path | None) -> Iterator[Named]:
+    """Of one device, with small models."""
+    for offload in ("", "kv", "kv,weights"):
+        where = f"with {offload} offloaded" if offload else "with nothing offloaded"
+        yield f"text, {where}", partial(_text, hardware, target, draft, offload), REPORT
+    if not hardware.is_cpu:
+        yield (
+            "graphs",
+            partial(_graphs, hardware, target, draft),
+            f"{VARIABLE}=off launches kernels one by one; {REPORT}",
+        )
+
+
+def _text(hardware: Hardware, target: Path, draft: Path | None, offload: str) -> Shown:
+    """A text by speculation, replayed token by token by the target alone."""
+    with _engine(hardware, target, draft, offload) as engine:
+        found = check_exactness(engine, PROMPT, GREEDY, max_tokens=NUM_TOKENS, num_recomputed=1)
+    if found.holds:
+        return True, f"{len(found.tokens)} tokens are the target's own, bit for bit"
+    return False, f"{len(found.inexact)} of {len(found.tokens)} tokens ARE NOT the target's own"
+
+
+def _graphs(hardware: Hardware, target: Path, draft: Path | None) -> Shown:
+    """Logits of passes that run as graphs beside those of the same passes launched one by one."""
+    errors, same = [0.0], True
+    with _engine(hardware, target, draft, "") as engine:
+        for _ in engine.generate(PROMPT, GREEDY, max_tokens=NUM_TOKENS):
+            pass
+        for level in (level for name, level in engine.levels.items() if name != "target"):
+            for num_rows in (1, 3):
+                one_by_one, as_graphs = (_passes(level, num_rows, graphs) for graphs in (False, True))
+                errors.append(error_of(as_graphs, one_by_one.double()))
+                same &= torch.equal(as_graphs, one_by_one)
+        most = TOLERANCES[engine.plan.request.dtype]
+    shown = "the same bits" if same else f"differences of up to {max(errors):.1e}, at most {most:.0e}"
+    return max(errors) <= most, f"{shown} of passes as graphs and launched one by one"
+
+
+def _passes(level: Level, num_rows: int, graphs: bool) -> Tensor:
+    """Logits of three passes, one after the other. With graphs the first one is launched one by one still."""
+    length, logits = level.length, []
+    for number in range(3):
+        if not graphs:
+            level.forget_graphs()
+        logits.append(level.forward(range(5 + number, 5 + number + num_rows), num_rows).cpu())
+    level.truncate(length)
+    return torch.cat(logits)
+
+
+def _engine(hardware: Hardware, target: Path, draft: Path | None, offload: str) -> Engine:
+    options = Options(device=hardware.device, offload=frozenset(filter(None, offload.split(","))))
+    plan = plan_request(target, draft, options, num_prompt_tokens=len(PROMPT), max_tokens=NUM_TOKENS)
+    return Engine.load(plan, target, draft, load_tokenizer(target, draft))

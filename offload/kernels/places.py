@@ -1,0 +1,47 @@
+"""The places of new rows, in the device's memory: a pass that runs as a graph finds them there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from offload.kernels.rope import RopeTable
+
+
+class RowPlaces:
+    """positions: of rows in the sequence; slots: of a buffer that they go to; int64 [T] each. rope: of all positions.
+
+    Whatever is made of them is made once, in the first layer, for all.
+    """
+
+    def __init__(self, positions: Tensor, slots: Tensor, rope: RopeTable) -> None:
+        self.positions, self.slots, self._rope = positions, slots, rope
+        self._made: dict[tuple[str, int], Tensor] = {}
+
+    def table(self, last: int | None = None) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [T, D] of the positions, none after `last`."""
+        at = self.positions if last is None else self._once("up to", last, lambda: self.positions.clamp(max=last))
+        of = -1 if last is None else last
+        cos = self._once("cos", of, lambda: self._rope.cos.index_select(0, at))
+        return cos, self._once("sin", of, lambda: self._rope.sin.index_select(0, at))
+
+    def up_to_own(self, group: int) -> Tensor:
+        """[group * T]: the number of slots up to each row's own, for folded rows of `group` heads."""
+        return self._once("own", group, lambda: (self.slots + 1).repeat(group))
+
+    def before(self, count: int) -> Tensor:
+        """[count]: slots up to that of the last row, which is the last one; 0 for those before the first."""
+        steps = torch.arange(1 - count, 1, device=self.slots.device)
+        return self._once("before", count, lambda: (steps + self.slots[-1]).clamp_(min=0))
+
+    def write(self, rows: Sequence[Tensor], held: Tensor) -> None:
+        """Keys and values [T, H_kv, D] into the slots of `held` [2, H_kv, S, D]."""
+        for half, new in zip(held, rows, strict=True):
+            half.index_copy_(1, self.slots, new.transpose(0, 1))
+
+    def _once(self, name: str, number: int, make: Callable[[], Tensor]) -> Tensor:
+        if (name, number) not in self._made:
+            self._made[name, number] = make()
+        return self._made[name, number]

@@ -1,0 +1,95 @@
+"""CUDA graphs of a card on paper, in place of torch.cuda's: kernels are recorded, and a replay computes them again. No
+tests in here.
+
+A graph knows tensors and numbers as they were when it was recorded. On a real card nothing is computed while it is, so
+what was written meanwhile is put back afterwards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paper.clocks import Block
+
+if TYPE_CHECKING:
+    from paper.card import Card
+
+Access = tuple["weakref.ref[Block]", Tensor, bool, str]  # the memory, the values, whether it is written, by what
+
+
+class Graph:
+    """`torch.cuda.CUDAGraph`."""
+
+    def __init__(self, card: Card) -> None:
+        self._card = card
+        self._accesses: list[Access] = []
+        self._computed: list[Callable[[], object]] = []
+        self._before: list[tuple[Tensor, Tensor]] = []
+        self._own: set[int] = set()  # ids of blocks that were allocated while it was recorded
+        self._is_recorded = False
+
+    def allocated(self, block: Block) -> None:
+        self._own.add(id(block))
+
+    def launched(self, name: str, tensors: Sequence[Any], written: Collection[int]) -> None:
+        """A kernel on tensors of the card. written: ids of those that it writes."""
+        for each in tensors:
+            is_own = id(each.block) in self._own
+            self._accesses.append((weakref.ref(each.block), each.raw, id(each) in written, "" if is_own else name))
+
+    def writes(self, raw: Tensor) -> None:
+        """It is about to be written by what is recorded."""
+        self._before.append((raw, raw.clone()))
+
+    def computed(self, compute: Callable[[], Any], out: Sequence[Tensor]) -> None:
+        """`compute` gave `out`: tensors of its own, or those that it wrote to."""
+        self._computed.append(lambda: _again(compute, out))
+
+    def finish(self) -> None:
+        for raw, values in reversed(self._before):
+            raw.copy_(values)
+        self._before.clear()
+        self._is_recorded = True
+
+    def replay(self) -> None:
+        """One launch, on the current stream."""
+        if not self._is_recorded:
+            self._card.problem("a graph is replayed that was not recorded")
+        actor = self._card.stream.actor
+        actor.learn(self._card.host.clock)
+        actor.step()
+        self._card.launches["graph"] += 1
+        for reference, raw, write, name in self._accesses:
+            if (block := reference()) is not None:
+                self._card.access(block, raw, actor, write=write, what=f"{name} in a graph")
+            elif name:
+                self._card.problem(f"{name} in a graph uses memory that was given back")
+        for compute in self._computed:
+            compute()
+
+
+def _again(compute: Callable[[], Any], out: Sequence[Tensor]) -> None:
+    made = compute()
+    new_ones = [each for each in (made if isinstance(made, (list, tuple)) else (made,)) if isinstance(each, Tensor)]
+    for old, new in zip(out, new_ones, strict=True):
+        if new is not old:
+            old.copy_(new)
+
+
+@contextmanager
+def recording(card: Card, graph: Graph, *_: object, **__: object) -> Iterator[None]:
+    """`torch.cuda.graph`, which waits for the card first."""
+    card.synchronize()
+    card.recording = graph
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        card.recording = None
+        graph.finish()

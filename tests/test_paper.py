@@ -70,14 +70,22 @@ def test_a_seed_repeats_its_text(pair: Pair) -> None:
 def test_a_request_that_is_broken_off_leaves_nothing_under_way(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
-    """Ctrl-C in a layer's attention, after so many of them: in the prefill, a draft, a retrieval, a verification."""
-    expected = plainly(BUSIEST.plain(), pair)[0]
+    """Ctrl-C in a layer's attention, after so many of them: in the prefill, a draft, a retrieval, a verification. What
+    runs as a graph has none."""
+    expected, attend = plainly(BUSIEST.plain(), pair)[0], Decoder._attend
     with engine_on_paper(BUSIEST, pair) as (engine, card):
-        for after in range(0, 46, 3) if pytestconfig.getoption("deep") else (4, 13, 19, 23):
+        calls: list[object] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Decoder, "_attend", lambda *args: (calls.append(args), attend(*args))[1])
+            said(engine, OTHER)
+            calls.clear()  # graphs are recorded now
+            said(engine, OTHER)
+        assert len(calls) > 23
+        for after in range(0, len(calls), 3) if pytestconfig.getoption("deep") else (4, 13, 19, 23):
             with monkeypatch.context() as patch:
-                left, attend = iter(range(after)), Decoder._attend
+                left = iter(range(after))
 
-                def interrupted(*args: object, left: Iterator[int] = left, attend: Any = attend) -> object:
+                def interrupted(*args: Any, left: Iterator[int] = left) -> object:
                     if next(left, None) is None:
                         raise KeyboardInterrupt
                     return attend(*args)

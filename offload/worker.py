@@ -229,14 +229,21 @@ def full_cache(
         link=link if "kv" in placement.offload else None,
         num_resident=placement.resident_tiles,
         num_host=placement.host_tiles,
-        host_reads=HostReads(placement.host_bytes_per_second, group=config.num_heads // config.num_kv_heads),
+        host_reads=_host_reads(plan, config),
         mass_chunk=composition.chunk if by_mass else None,
         fused_prefill=placement.fused_prefill,
         flash=_flash_tiles(plan),
         kernels=_attention_kernels(plan, config),
+        host_kernels=fitting(torch.device("cpu"), config.head_dim, ()),
         keep_queries=composition.selection == "published",
         arena=arena,
     )
+
+
+def _host_reads(plan: Plan, config: ModelConfig) -> HostReads:
+    """Paced on a CPU alone: beside a card the processor is what it is."""
+    rate = plan.placement.host_bytes_per_second if plan.request.device == "cpu" else None
+    return HostReads(rate, group=config.num_heads // config.num_kv_heads)
 
 
 def _retrieval_cache(plan: Plan, config: ModelConfig, full: FullCache) -> RetrievalCache:

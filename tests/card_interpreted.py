@@ -18,13 +18,14 @@ from offload.cache.selection import Selection
 from offload.cache.streaming import StreamingCache
 from offload.cache.tiles import TileShape
 from offload.errors import TriforceError
-from offload.kernels import decode_attention
+from offload.kernels import decode_attention, native
+from offload.kernels.attention import join
 from offload.kernels.card import Card, programs
 from offload.kernels.card.attention import ROWS, CardAttention, launch
 from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks
-from offload.kernels.spans import Rows
+from offload.kernels.spans import Rows, SpanAttention
 from offload.transfer.memory import Memory
 
 # Against fp64 with the same rounded inputs: `out` is rounded to the dtype, the weights too before they meet the values.
@@ -89,6 +90,20 @@ def attended(
     mass_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:
     """Rows q [T, H, D] at `index` and on over `held`, one launch each."""
+    return attending(held, q, index, span=span, chunk=chunk, window=window, mass_dtype=mass_dtype).merge()
+
+
+def attending(
+    held: Sequence[Held],
+    q: Tensor,
+    index: int,
+    *,
+    span: int,
+    chunk: int | None = None,
+    window: int = 0,
+    mass_dtype: torch.dtype = torch.float32,
+) -> CardAttention:
+    """As `attended`, before the last run is folded."""
     attention = Unwritten(unmoving(q.shape[2], q.dtype), dtype=q.dtype, span=span, chunk=chunk, mass_dtype=mass_dtype)
     new = torch.zeros(len(q), KV_HEADS, q.shape[2], dtype=q.dtype)
     counts = [-(-each.tokens // span) for each in held]
@@ -100,7 +115,7 @@ def attended(
         )  # fmt: skip
         attention.attend(run)
         slot += count
-    return attention.merge()
+    return attention
 
 
 def in_fp64(held: Sequence[Held], q: Tensor, index: int, window: int = 0) -> tuple[Tensor, Tensor]:
@@ -193,6 +208,35 @@ def test_scores_of_any_size_are_weighed_right() -> None:
     held = [hold(page=64, pages=2, tokens=128, dim=32, dtype=torch.float32)]
     q = 100 * normal(2, 2, 32, seed=5)
     assert_near(attended(held, q, 126, span=64)[0], in_fp64(held, q, 126)[0], torch.float32)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(("group", "num_rows"), [(1, 4), (3, 33)])
+def test_what_the_host_attended_to_is_joined_as_if_the_card_had(dtype: torch.dtype, group: int, num_rows: int) -> None:
+    """The middle one of three tiles is attended to by the processor: out and masses against fp64."""
+    tiles = [
+        hold(page=64, pages=2, tokens=tokens, dim=32, dtype=dtype, first=first)
+        for first, tokens in ((0, 128), (128, 128), (256, 90))
+    ]
+    q = (2 * normal(num_rows, KV_HEADS * group, 32, seed=14)).to(dtype)
+    index = 346 - num_rows
+    card = attending([tiles[0], tiles[2]], q, index, span=64, chunk=16).part()
+    library = native.kernels()
+    if library.library is None:
+        pytest.skip(library.reason)
+    host = SpanAttention(library, unmoving(32, dtype), dtype=dtype, span=64, chunk=16)
+    new = torch.zeros(num_rows, KV_HEADS, 32, dtype=dtype)
+    host.begin(Rows(q, new, new, 0, index), 2, masses=True)
+    host.attend(host.run(tiles[1].pages, first=128, tokens=128, slot=0))
+    both = join(card, host.part(), 128 // 16)
+    wanted, weights = in_fp64(tiles, q, index)
+    assert_near(both.out.flatten(1), wanted, dtype)
+    assert both.mass is not None
+    mass = both.mass.unflatten(1, (KV_HEADS, group)).sum(2)
+    assert_close(mass.double(), by_chunk(weights, 16, mass.shape[-1]), atol=2e-6, rtol=2e-5)
+    if dtype != torch.bfloat16:  # which the interpreter cuts off where it should round
+        alone = attending(tiles, q, index, span=64, chunk=16).part()
+        assert torch.equal(alone.out.flatten(1).to(dtype), attended(tiles, q, index, span=64, chunk=16)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -217,9 +217,12 @@ class TestReport:
         halved = size(placement["attended_bytes"] // 2)
         assert f"streams {halved} of kv cache a full pass" in half
         assert f"host attention {halved} of kv cache in 1 tile a full pass, at 0.24 GB/s" in half
-        refused = plan.run("--gpus", "1", "--host-attention", "0.5")
+        beside = plan.document("--gpus", "1", "--host-attention", "0.5")["plan"]["placement"]
+        assert beside["host_tiles"] > 0
+        assert any(line.startswith("host attention") for line in plan.report("--gpus", "1", "--host-attention", "0.5"))
+        refused = plan.run("--gpus", "2", "--host-attention", "0.5")
         assert refused.returncode == 2
-        assert "host-attention is 0.5: on cuda:0 every tile on the host crosses the link" in refused.stderr
+        assert "host-attention is 0.5 and there are 2 cards" in refused.stderr
 
     def test_rates_are_called_typical_given_or_measured(self, plan: Plan, tmp_path: Path, monkeypatch: Any) -> None:
         """A link that was only assumed was called measured, and one that the user gave was called typical."""

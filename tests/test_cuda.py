@@ -51,19 +51,30 @@ def planned(tokens: list[int], **options: object) -> Plan:
     return plan_request(TARGET, DRAFT, asked, num_prompt_tokens=len(tokens), max_tokens=MAX_TOKENS)
 
 
-def placed(plan: Plan, offload: str = "", *, layers: int = 8, tiles: int = 0) -> Plan:
+def placed(plan: Plan, offload: str = "", *, layers: int = 8, tiles: int = 0, host: int = 0) -> Plan:
     """The plan with tiles of 1024 tokens, and that many layers and tiles on the device where `offload` lets others go:
-    small models fit any card by themselves."""
+    small models fit any card by themselves. host: tiles that the processor attends to."""
     moved = tuple(sorted(filter(None, offload.split(","))))
-    placement = replace(plan.placement, tile_tokens=1024, offload=moved, resident_layers=layers, resident_tiles=tiles)
-    return replace(plan, placement=placement)
+    return replace(
+        plan,
+        placement=replace(
+            plan.placement,
+            tile_tokens=1024,
+            offload=moved,
+            resident_layers=layers,
+            resident_tiles=tiles,
+            host_tiles=host,
+        ),
+    )
 
 
-def said(tokens: list[int], plan: Plan) -> list[int]:
+def said(tokens: list[int], plan: Plan, *, speculation: bool = True) -> list[int]:
     with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
-        text = [token for step in engine.generate(tokens, GREEDY, max_tokens=MAX_TOKENS) for token in step.tokens]
-        moved = engine.stats.decode_link.bytes_to_device
+        steps = engine.generate(tokens, GREEDY, max_tokens=MAX_TOKENS, speculation=speculation)
+        text = [token for step in steps for token in step.tokens]
+        moved, read = engine.stats.decode_link.bytes_to_device, engine.stats.host_attention.bytes_read
     assert bool(moved) == bool(plan.placement.offload), (moved, plan.placement.offload)
+    assert bool(read) == bool(plan.placement.host_tiles), (read, plan.placement.host_tiles)
     return text
 
 
@@ -143,6 +154,17 @@ def test_tokens_are_the_same_with_and_without_speculation_wherever_bytes_are() -
             placed(made(speculation=False), "weights,kv", layers=0),
         ):
             assert said(tokens, plan) == expected, (dtype, plan)
+
+
+def test_the_processor_attends_beside_the_card() -> None:
+    """A third of the tiles are on the card and some more on the host, the rest streams; one plan, with drafts and
+    without."""
+    tokens = prompt(LONG)
+    num_tiles = 8 * -(-LONG // 1024)
+    shares = {"tiles": num_tiles // 3, "host": num_tiles * 3 // 8}
+    for dtype in DTYPES:
+        plan = placed(planned(tokens, dtype=dtype, gamma=15, draft_gamma=1, budget=256), "kv", **shares)
+        assert said(tokens, plan) == said(tokens, plan, speculation=False)
 
 
 def test_a_row_of_a_product_does_not_depend_on_its_place_among_the_rows() -> None:

@@ -3,6 +3,7 @@ how many the plan chooses, and that no bit depends on it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,8 @@ from offload.kernels import native
 from offload.kernels.native import NONE, Kernels
 from offload.kernels.rows import Blocks
 from offload.metrics import HostStats
+from offload.plan.expectations import LLAMA2_7B as LLAMA_7B
+from offload.plan.hardware import Hardware
 from offload.plan.options import Options
 from offload.plan.planner import Plan
 from offload.transfer.link import Link, PacedLink
@@ -362,11 +365,76 @@ def test_ranks_of_one_host_share_its_memory() -> None:
     assert two.attended_bytes == 16 * two.tile_tokens * 12288 // DEMO.num_layers  # of both ranks
 
 
-def test_a_gpu_refuses_a_share_and_chooses_none() -> None:
-    assert plan(Options(offload=KV), hardware=GPU).placement.host_tiles == 0
-    assert plan(Options(offload=KV, host_attention=0.0), hardware=GPU).placement.host_tiles == 0
-    with pytest.raises(UsageError, match=r"host-attention is 0\.5: on cuda:0 every tile on the host crosses the link"):
-        plan(Options(offload=KV, host_attention=0.5), hardware=GPU)
+# Beside a card: a link of 24 GB/s and 60 GB/s of memory, of which the link leaves 36.
+MEASURED = replace(
+    GPU, rates=replace(GPU.rates, to_device=24e9, to_host=24e9, device_read=900e9, host_read=60e9, measured=True)
+)
+BESIDE: dict[str, object] = {"offload": KV, "device_memory": 8.0, "speculation": False}
+
+
+def beside(hardware: Hardware = MEASURED, **options: object) -> Plan:
+    """Eight layers of Llama-7B, with most of their cache of 6.6 GB on the host."""
+    asked = Options(**BESIDE | options)  # type: ignore[arg-type]
+    llama = replace(LLAMA_7B, max_positions=65536, num_layers=8)
+    return plan(asked, target=llama, draft=None, hardware=hardware, prompt=50000)
+
+
+def test_beside_a_card_the_share_is_the_users_and_the_best_one_is_advised() -> None:
+    alone = beside()
+    assert alone.placement.host_tiles == 0
+    (advice,) = [note for note in alone.notes if "host-attention" in note]
+    found = re.match(r"--host-attention (0\.\d\d) would make a full pass (\d\.\d) times as fast", advice)
+    assert found is not None
+    taken = beside(host_attention=float(found[1]))
+    assert not [note for note in taken.notes if "host-attention" in note]
+    faster = alone.predicted.full_pass_seconds / taken.predicted.full_pass_seconds
+    assert faster == pytest.approx(float(found[2]), abs=0.06)
+    assert faster > 1.5
+    for share in (0.15, -0.15):
+        other = beside(host_attention=float(found[1]) + share)
+        assert other.predicted.full_pass_seconds > 1.05 * taken.predicted.full_pass_seconds
+
+
+def test_nothing_is_advised_where_rates_are_not_measured_or_there_is_nothing_to_gain() -> None:
+    for hardware in (
+        replace(MEASURED, rates=replace(MEASURED.rates, measured=False)),
+        replace(MEASURED, rates=replace(MEASURED.rates, host_read=24e9)),  # the link takes all
+        replace(MEASURED, num_devices=2),
+    ):
+        found = beside(hardware)
+        assert found.placement.host_tiles == 0
+        assert not [note for note in found.notes if "host-attention" in note]
+    assert not [note for note in beside(host_attention=0.0).notes if "host-attention" in note]
+
+
+def test_a_full_pass_beside_a_card_takes_as_long_as_link_and_memory_do() -> None:
+    """The processor has what the link leaves of the memory's rate, and waits for queries and for tiles on the link."""
+    found = beside(host_attention=1.0)
+    placement, predicted = found.placement, found.predicted
+    assert placement.host_bytes_per_second == pytest.approx(36e9)
+    assert predicted.full_link_bytes == 0
+    read = predicted.full_host_bytes / 36e9
+    tile = predicted.full_host_bytes / placement.host_tiles
+    assert predicted.full_pass_seconds - read == pytest.approx(8 * tile / 24e9, rel=0.3)
+    slow = beside(replace(MEASURED, rates=replace(MEASURED.rates, host_read=24e9)), host_attention=1.0)
+    assert slow.placement.host_bytes_per_second == pytest.approx(2.4e9)
+    given = beside(replace(MEASURED, rates=replace(MEASURED.rates, links=50e9)), host_attention=1.0)
+    assert given.placement.host_bytes_per_second == pytest.approx(26e9)
+
+
+def test_memory_for_rows_and_results_is_planned_beside_a_card() -> None:
+    assert "host attention" not in beside().placement.host_bytes
+    assert beside(host_attention=0.5).placement.host_bytes["host attention"] < 20e6
+
+
+def test_several_cards_refuse_a_share() -> None:
+    two = replace(GPU, num_devices=2)
+    assert plan(Options(offload=KV), hardware=two).placement.host_tiles == 0
+    assert plan(Options(offload=KV, host_attention=0.0), hardware=two).placement.host_tiles == 0
+    with pytest.raises(
+        UsageError, match=r"host-attention is 0\.5 and there are 2 cards: the processor attends for one"
+    ):
+        plan(Options(offload=KV, host_attention=0.5), hardware=two)
 
 
 @pytest.mark.parametrize(

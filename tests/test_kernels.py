@@ -317,6 +317,14 @@ def attended(
     order: Sequence[int] | None = None, together: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Rows q [T, H, D] at `index` and on over `held`. order: of the calls; together: all in one call."""
+    return attending(found, held, q, index, window=window, chunk=chunk, order=order, together=together).merge()
+
+
+def attending(
+    found: Kernels, held: Sequence[Held], q: Tensor, index: int, *, window: int = 0, chunk: int | None = None,
+    order: Sequence[int] | None = None, together: bool = False,
+) -> SpanAttention:  # fmt: skip
+    """As `attended`, before the spans are merged."""
     kv_heads = held[0].tile.shape[2]
     spans = SpanAttention(found, unmoving(q.shape[-1], q.dtype), dtype=q.dtype, span=held[0].span, chunk=chunk)
     k = torch.zeros(len(q), kv_heads, q.shape[-1], dtype=q.dtype)
@@ -335,7 +343,7 @@ def attended(
     else:
         for one in sorted_runs:
             spans.attend((type(one) * 1)(one), 1)
-    return spans.merge()
+    return spans
 
 
 def plain_weights(held: Sequence[Held], q: Tensor, index: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -548,6 +556,43 @@ def test_chunks_may_be_longer_than_spans(found: Kernels, dtype: torch.dtype, spa
     assert mass is not None
     assert_close(mass.double(), wanted, atol=2e-6, rtol=2e-6)
     assert_same_bits(out, attended(found, [held], q, 134)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [Heads(64, 3), Heads(10, 1), Heads(128, 2)], ids=str)
+def test_a_part_is_what_is_merged_before_it_is_rounded(found: Kernels, heads: Heads, dtype: torch.dtype) -> None:
+    """out to the bit, lse and each query head's masses against fp64; the next merge is an ordinary one again."""
+    held, q = some_runs(heads, dtype), fused(heads, 12, dtype)[0]
+    spans = attending(found, held, q, 128, window=9, chunk=4)
+    part = spans.part()
+    out, mass = attended(found, held, q, 128, window=9, chunk=4)
+    assert_same_bits(part.out.to(dtype).flatten(1), out)
+    assert mass is not None
+    assert part.mass is not None
+    assert_close(part.mass.unflatten(1, (heads.kv, -1)).sum(2), mass, atol=1e-6, rtol=1e-5)
+    assert_close(part.mass.sum(-1), torch.ones_like(part.lse), atol=1e-5, rtol=0)
+    weights, *_ = plain_weights(held, q, 128, 9)
+    keys = torch.cat([each.flat() for each in held], 2)[0].double()
+    scores = torch.einsum("thgd,hnd->thgn", q.double().view(12, heads.kv, -1, heads.dim), keys) * heads.dim**-0.5
+    lse = scores.masked_fill(weights == 0, -torch.inf).logsumexp(-1).flatten(1)
+    assert_close(part.lse.double(), lse, atol=1e-5, rtol=1e-5)
+    k = torch.zeros(12, heads.kv, heads.dim, dtype=dtype)
+    spans.begin(Rows(q, k, k, position=0, index=128), 1, masses=False)
+    spans.attend(spans.run(held[0].tile, first=held[0].first, tokens=held[0].tokens, slot=0))
+    again = spans.merge()[0]
+    assert again.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_that_sees_nothing_of_a_part_has_lse_minus_infinity(found: Kernels, dtype: torch.dtype) -> None:
+    heads = Heads(32, 2)
+    held, q = hold(heads, dtype, page=16, pages=2, tokens=32, span=16, first=100), fused(heads, 4, dtype)[0]
+    part = attending(found, [held], q, 98, chunk=8).part()
+    assert part.mass is not None
+    for tensor, blind in ((part.out, 0.0), (part.mass, 0.0), (part.lse, -torch.inf)):
+        assert (tensor[:2] == blind).all()
+        assert tensor[2:].isfinite().all()
+        assert (tensor[2:] != blind).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

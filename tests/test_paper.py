@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 
 import test_cuda
-from models import save_pair
+from models import GREEDY, save_pair
 from offload.decode.sampling import SamplingParams
+from offload.kernels import native
+from offload.kernels.spans import SpanAttention
 from offload.model.decoder import Decoder
 from offload.progress import ignore
 from offload.session.identity import Identity
 from offload.session.store import Store
 from paper import on_paper
-from paper.engines import BUSIEST, CASES, OTHER, PROMPT, Case, Pair, engine_on_paper, loaded, said
+from paper.engines import BUSIEST, CASES, NUM_NEW, OTHER, PROMPT, Case, Pair, engine_on_paper, loaded, said
 from triforce_cli.chat.background import BackgroundWork
 
 EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -51,13 +53,49 @@ def test_tokens_are_those_of_plain_decoding_and_every_access_is_ordered(case: Ca
     assert card.problems == []
 
 
-def test_a_card_says_what_the_processor_says(pair: Pair) -> None:
+HOST_CASES = ["host attention, kv streamed", "host attention, nothing streamed"]
+
+
+@pytest.mark.parametrize("case", [BUSIEST, *(CASES[name] for name in HOST_CASES)], ids=["busiest", *HOST_CASES])
+def test_a_card_says_what_the_processor_says(case: Case, pair: Pair) -> None:
     """fp32: other kernels, and so other sums, but no tokens that are nearly tied."""
-    with loaded(BUSIEST.plain(), pair, device="cpu") as engine:
+    with loaded(case.plain(), pair, device="cpu") as engine:
         expected = said(engine)
-    with engine_on_paper(BUSIEST, pair) as (engine, card):
+    with engine_on_paper(case, pair) as (engine, card):
         assert said(engine) == expected
+        assert bool(engine.stats.host_attention.bytes_read) == bool(case.host_tiles)
     assert card.problems == []
+
+
+@pytest.mark.parametrize("path", ["kernels", "torch"])
+@pytest.mark.parametrize("name", HOST_CASES)
+def test_beside_a_card_the_host_changes_nothing_by_drafts(
+    name: str, path: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the processor's kernels, and by torch's operators where there are none: one plan, with and without drafts."""
+    if path == "torch":
+        monkeypatch.setattr("offload.worker.fitting", lambda *_: native.NONE)
+    elif native.kernels().library is None:
+        pytest.skip(native.kernels().reason)
+    with engine_on_paper(CASES[name], pair) as (engine, card):
+        expected = said(engine)
+        plain = [
+            token
+            for step in engine.generate(PROMPT, GREEDY, max_tokens=NUM_NEW, speculation=False)
+            for token in step.tokens
+        ]
+        assert plain == expected
+        assert engine.stats.host_attention.bytes_read > 0
+    assert card.problems == []
+
+
+def test_new_rows_that_the_host_forgets_are_missed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above has teeth: tokens are wrong without rows in the host's tiles."""
+    case = CASES["host attention, nothing streamed"]
+    expected = plainly(case.plain(), pair)[0]
+    with engine_on_paper(case, pair) as (engine, _):
+        monkeypatch.setattr(SpanAttention, "take_in", lambda *_: None)
+        assert said(engine) != expected
 
 
 def test_a_seed_repeats_its_text(pair: Pair) -> None:

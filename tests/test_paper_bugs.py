@@ -29,7 +29,7 @@ from paper.engines import CASES, OTHER, PROMPT, Pair, engine_on_paper, said
 GONE = "in a graph uses memory that was given back"
 RACE, DROPPED, MIXED, UNPINNED = "race: ", "given back while", "on the card and on the host", "not pinned"
 LINK, MEMORY, WEIGHTS = "offload.transfer.link", "offload.transfer.memory", "offload.transfer.weights"
-RESIDENCE, READER = "offload.cache.residence", "offload.cache.reader"
+RESIDENCE, READER, HOST_SIDE = "offload.cache.residence", "offload.cache.reader", "offload.cache.host_side"
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,34 @@ BUGS = [
         "            self._fetch(self._position + len(self._staging))\n            yield self._bound[slot]\n",
     ),
     Bug("a layer's slot is taken while it is used", WEIGHTS, "home, (self._link.record(),))", "home, ())"),
+    Bug(
+        "the host attends to rows before they came",
+        HOST_SIDE, "        self._sent.arrived.synchronize()\n        q, k, v", "        pass\n        q, k, v",
+        "host attention, kv streamed",
+    ),
+    Bug(
+        "rows leave for the host before they are computed",
+        HOST_SIDE, "(self._link.record(),)", "()", "host attention, kv streamed",
+    ),
+    Bug(
+        "rows are dropped while they leave for the host",
+        HOST_SIDE, "self._sent = _Sent(packed,", "self._sent = _Sent(there,", "host attention, kv streamed", DROPPED,
+    ),
+    Bug(
+        "nobody waits for what the host has attended to",
+        HOST_SIDE,
+        ".copy_(packed, non_blocking=True)",
+        "; self._link.to_device(there, packed)",
+        "host attention, kv streamed",
+    ),
+    Bug(
+        "what the host has attended to comes from memory that is not pinned",
+        HOST_SIDE,
+        "packed = self._result.tensor((sum(tensor.numel() for tensor in tensors),), torch.float32)",
+        "packed = torch.empty(sum(tensor.numel() for tensor in tensors))",
+        "host attention, nothing streamed",
+        UNPINNED,
+    ),
     Bug(
         "tokens stay on the host",
         "offload.model.level",

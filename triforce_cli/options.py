@@ -312,7 +312,7 @@ HostAttention = Annotated[
     str,
     option(
         "--host-attention",
-        "Attend to this share of streamed tiles on the host (CPU); off, auto.",
+        "Attend to this share of streamed tiles on the host; off, auto.",
         PLACEMENT,
         metavar="SHARE",
     ),

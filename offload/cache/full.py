@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from offload.cache import Phase
 from offload.cache.block import Block
+from offload.cache.host_side import HostSide
 from offload.cache.places import Places
 from offload.cache.reader import RowReader
 from offload.cache.residence import PrefillTiles, Residence, StreamedTiles, WriteBack
-from offload.cache.tiles import TileShape, TileStore
+from offload.cache.tile_attention import TileAttention
+from offload.cache.tiles import TileShape, TileStore, write_rows
 from offload.kernels.attention import fold
 from offload.kernels.card import Card
 from offload.kernels.card.flash import FlashBlock, FlashTiles
-from offload.kernels.decode_attention import MASS_DTYPE, DecodeAttention, decode_attention
 from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks
@@ -37,8 +37,9 @@ class FullCache:
     while `record_mass` is set.
     num_resident, num_host: see `TileStore`; in phase "prefill" all tiles are attended to on the device. host_reads: of
     tiles that are attended to on the host. fused_prefill: phase "prefill" attends by torch's fused kernel; flash: by
-    this instead. kernels: the device's own, for phase "decode". keep_queries: False where `mean_key_scores` is not
-    asked for. arena: phase "prefill" has its turn of it, from `begin` to the next user's.
+    this instead. kernels: the device's own, for phase "decode"; host_kernels: the processor's beside a card.
+    keep_queries: False where `mean_key_scores` is not asked for. arena: phase "prefill" has its turn of it, from
+    `begin` to the next user's.
     """
 
     def __init__(
@@ -58,11 +59,11 @@ class FullCache:
         fused_prefill: bool = True,
         flash: FlashTiles | None = None,
         kernels: Kernels | Card = NONE,
+        host_kernels: Kernels = NONE,
         keep_queries: bool = True,
         arena: Arena | None = None,
     ) -> None:
         self.shape, self.num_layers, self.rope, self.mass_chunk = shape, num_layers, rope, mass_chunk
-        self._block_sizes = blocks
         self.store = TileStore(memory, shape, num_layers, None if link is None else num_resident, num_host)
         self.host_reads = host_reads or HostReads()
         self.arena = arena or Arena(memory)
@@ -82,7 +83,12 @@ class FullCache:
         self._places = Places(rope)
         self.reader = RowReader(self.store, memory, link)
         self._fused_prefill, self._flash = fused_prefill, flash
-        self._spans = decode_attention(kernels, rope, dtype=shape.dtype, page=shape.page_tokens, chunk=mass_chunk)
+        self._attention = TileAttention(shape, rope, blocks, kernels, mass_chunk)
+        self._host_side: HostSide | None = None
+        if link is not None and num_host and memory.device.type == "cuda":
+            on_host = RopeTable(rope.cos.cpu(), rope.sin.cpu())
+            host = TileAttention(shape, on_host, blocks, host_kernels, mass_chunk)
+            self._host_side = HostSide(memory, self.store, link, card=self._attention, host=host, chunk=mass_chunk)
         self.record_mass = mass_chunk is not None  # from the next decode forward on
         self.keep_queries = keep_queries  # likewise
         self.length = 0
@@ -107,7 +113,7 @@ class FullCache:
         self._residences[phase].begin(self.length, num_rows)
         self._mass.clear()
         self.last_query.clear()
-        if phase == "decode" and self._spans is not None:
+        if phase == "decode" and self._attention.by_kernels:
             self._places.set(self.length, self.length, num_rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -117,28 +123,24 @@ class FullCache:
         start = self.length + self._taken[layer]
         num_rows = q.shape[0]
         self._taken[layer] += num_rows
-        if self._spans is not None and self._phase == "decode":
-            return self._attend_spans(self._spans, layer, Rows(q, k, v, start, start, places=self._places.on_card()))
+        if self._phase == "decode":
+            return self._decode(layer, Rows(q, k, v, start, start, places=self._places.on_card()))
         table = self.rope.rows(start, start + num_rows)
         q, k = rotate(q, *table), rotate(k, *table)
-        blocks: Sequence[Block | FlashBlock] = self._blocks(q, start)
-        if self._flash is not None and self._phase == "prefill":
-            blocks = [self._flash.block(q, start)]
-        residence = self._residences[self._phase]
+        block = self._prefill_block(q, start)
+        residence, tokens = self._residences["prefill"], self.shape.tokens
         for index in range(self.shape.count(start + num_rows)):
             tile = residence.open(layer, index)
-            self._write(tile, layer, index, start, k, v)
-            for block in blocks:
-                self._attend_tile(block, tile, index)
+            first, stop = write_rows(tile, index * tokens, start, k, v)
+            if first < stop:
+                residence.wrote(layer, index, first, stop)
+            if isinstance(block, FlashBlock):
+                block.attend(tile, index * tokens)
+            else:
+                block.attend_used(tile, index * tokens, fused=self._fused_prefill)
             residence.close(layer, index)
         residence.end_layer()
-        if self._phase == "decode":
-            self.last_query.append(q)
-            if chunk := self._recorded_chunk:
-                num_chunks = self.shape.count(start + num_rows) * self.shape.tokens // chunk
-                masses = [block.total_mass(num_chunks) for block in blocks if isinstance(block, Block)]
-                self._mass.append(_kept(_joined(masses)))
-        return _joined([block.attended() for block in blocks]).to(q.dtype)
+        return block.attended().to(q.dtype)
 
     def advance(self, num_tokens: int) -> None:
         self.length += num_tokens
@@ -192,6 +194,8 @@ class FullCache:
     def release(self) -> None:
         """Give the tiles back; the cache is not used again."""
         self.truncate(0)
+        if self._host_side is not None:
+            self._host_side.release()
         self.store.release()
 
     @property
@@ -224,82 +228,32 @@ class FullCache:
         if self._write_back is not None:
             self._write_back.wait()
 
-    @property
-    def _recorded_chunk(self) -> int | None:
-        """`mass_chunk`; None while no masses are recorded, since they take time."""
-        return self.mass_chunk if self.record_mass else None
-
     def _end(self) -> None:
         if self._phase is not None:
             self._residences[self._phase].end()
             self._phase = None
         self._taken = [0] * self.num_layers
 
-    def _attend_spans(self, spans: DecodeAttention, layer: int, rows: Rows) -> Tensor:
-        """By the device's own kernels, tile by tile as they come: every span has its own result until all are merged.
+    def _prefill_block(self, q: Tensor, start: int) -> Block | FlashBlock:
+        """Rows q [T, H, D], rotated, at positions `start` and on."""
+        if self._flash is not None:
+            return self._flash.block(q, start)
+        return Block(fold(q, self.shape.num_kv_heads), start, len(q))
 
-        Tiles on the host come first: on a card they would take their time beside the others, and so they do in a
-        rehearsal, since only `end_layer` waits for it."""
-        start, stop = rows.index, rows.index + rows.q.shape[0]
-        residence, tokens = self._residences["decode"], self.shape.tokens
-        spans.begin(rows, -(-stop // spans.span), masses=self._recorded_chunk is not None)
-        for index in self.store.order(layer, self.shape.count(stop)):
-            base = index * tokens
-            tile = residence.open(layer, index)
-            used = min(stop - base, tokens)
-            run = spans.run(tile, first=base, tokens=used, slot=base // spans.span)
-            if base + tokens > start:
-                spans.take_in(run)
-                residence.wrote(layer, index, max(start - base, 0), used)
-            spans.attend(run)
-            residence.close(layer, index)
-        residence.end_layer()
-        out, mass = spans.merge()
+    def _decode(self, layer: int, rows: Rows) -> Tensor:
+        """Tiles on the host come first on a CPU: on a card they would take their time beside the others, and so they do
+        in a rehearsal, since only `end_layer` waits for it."""
+        start, stop = rows.index, rows.index + len(rows.q)
+        masses = self.mass_chunk is not None and self.record_mass
+        residence, tiles = self._residences["decode"], self.store.order(layer, self.shape.count(stop))
+        if self._host_side is not None:
+            out, mass = self._host_side.attend(residence, layer, rows, tiles, masses=masses)
+        else:
+            self._attention.run(residence, layer, rows, tiles, masses=masses)
+            residence.end_layer()
+            out, mass = self._attention.merge()
         if mass is not None:
             self._mass.append(mass)
         if self.keep_queries:
             self.last_query.append(rotate(rows.q, *self.rope.rows(start, stop)))
         return out
-
-    def _write(self, tile: Tensor, layer: int, index: int, start: int, k: Tensor, v: Tensor) -> None:
-        """The new rows that fall into this tile, page by page."""
-        page, base = self.shape.page_tokens, index * self.shape.tokens
-        first, stop = max(start, base), min(start + k.shape[0], base + self.shape.tokens)
-        position = first
-        while position < stop:
-            number, offset = divmod(position - base, page)
-            count = min(page - offset, stop - position)
-            rows = slice(position - start, position - start + count)
-            tile[0, number, :, offset : offset + count] = k[rows].transpose(0, 1)
-            tile[1, number, :, offset : offset + count] = v[rows].transpose(0, 1)
-            position += count
-        if first < stop:
-            assert self._phase is not None
-            self._residences[self._phase].wrote(layer, index, first - base, stop - base)
-
-    def _blocks(self, q: Tensor, start: int) -> list[Block]:
-        """Rows q [T, H, D] at positions `start` and on, in the blocks that attend together."""
-        rows = q.split(self._block_sizes.cut(len(q)) if self._phase == "decode" else len(q))
-        starts = accumulate((len(part) for part in rows), initial=start)
-        return [
-            Block(fold(part, self.shape.num_kv_heads), at, len(part)) for part, at in zip(rows, starts, strict=False)
-        ]
-
-    def _attend_tile(self, block: Block | FlashBlock, tile: Tensor, index: int) -> None:
-        base = index * self.shape.tokens
-        if isinstance(block, FlashBlock):
-            block.attend(tile, base)
-        elif self._phase == "decode":
-            block.attend_fixed(tile, base, chunk=self._recorded_chunk)
-        else:
-            block.attend_used(tile, base, fused=self._fused_prefill)
-
-
-def _joined(rows: Sequence[Tensor]) -> Tensor:
-    """Rows of blocks, one block after the other."""
-    return rows[0] if len(rows) == 1 else torch.cat(list(rows))
-
-
-def _kept(mass: Tensor) -> Tensor:
-    """Masses [T, H_kv, C] fp32 as the device keeps them."""
-    return mass.to(MASS_DTYPE) if mass.is_cuda else mass

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Part:
-    """Attention over a part of the keys.
+    """Attention over a part of the keys, of folded rows, or of rows [T, H] where that is said.
 
     out [H_kv, R, D] fp32: normalised over this part. lse [H_kv, R] fp32: log of the softmax's denominator, -inf for a
     row that sees no key, whose out is 0. mass [H_kv, R, C] fp32 or None: each row's softmax mass per chunk, normalised
@@ -132,6 +132,17 @@ def merge(first: Part, second: Part) -> Part:
     total = first_share + second_share
     out = first.out * first_share[..., None] + second.out * second_share[..., None]
     return Part(out / total.clamp(min=torch.finfo(torch.float32).tiny)[..., None], top + total.log())
+
+
+def join(first: Part, second: Part, at: int) -> Part:
+    """`merge`, with both parts' masses over all these keys: those of the second before chunk `at` of the first's. A row
+    without a key in either has no masses: they are not numbers."""
+    both = merge(first, second)
+    if first.mass is None or second.mass is None:
+        return both
+    ours = first.mass * (first.lse - both.lse).exp()[..., None]
+    theirs = second.mass * (second.lse - both.lse).exp()[..., None]
+    return Part(both.out, both.lse, torch.cat([ours[..., :at], theirs, ours[..., at:]], -1))
 
 
 def _hidden(num_visible: Tensor, num_pages: int, page: int, first_visible: Tensor | None = None) -> Tensor:

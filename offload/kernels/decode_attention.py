@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from offload.kernels.attention import Part
 from offload.kernels.card import Card
 from offload.kernels.native import Kernels
 from offload.kernels.rope import RopeTable
@@ -18,7 +19,8 @@ MASS_DTYPE = torch.bfloat16  # that a card keeps masses in, row by row: they onl
 
 
 class DecodeAttention(Protocol):
-    """One attention at a time: `begin`, `take_in` and `attend` as tiles come, then `merge`. See `SpanAttention`.
+    """One attention at a time: `begin`, `take_in` and `attend` as tiles come, then `merge` or `part`.
+    See `SpanAttention`.
 
     span: tokens of a span; a run's first slot is the number of spans before it.
     """
@@ -37,6 +39,8 @@ class DecodeAttention(Protocol):
     def attend(self, run: Any) -> None: ...
 
     def merge(self) -> tuple[Tensor, Tensor | None]: ...
+
+    def part(self) -> Part: ...
 
 
 def decode_attention(

@@ -10,12 +10,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, log
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from offload.kernels.attention import Part
 from offload.kernels.native import Kernels
 from offload.kernels.native.interface import DTYPES, Attention, Rotation, Run
 from offload.kernels.places import RowPlaces
@@ -126,10 +127,26 @@ class SpanAttention:
     def merge(self) -> tuple[Tensor, Tensor | None]:
         """(out [T, H * D], mass [T, H_kv, C] fp32 or None): each row's softmax mass per chunk, summed over its query
         group, for all slots' chunks."""
+        a = self._attention
+        return self._merged(torch.empty(a.rows, a.out_stride, dtype=self._dtype), a.kv_heads)
+
+    def part(self) -> Part:
+        """In place of `merge`, what is to be joined with attention over other keys: out [T, H, D], lse [T, H], mass
+        [T, H, C] or None, all fp32."""
+        a = self._attention
+        num_heads = a.kv_heads * a.group
+        sums = torch.empty(a.rows, num_heads, 2)
+        a.sums = sums.data_ptr()
+        out, mass = self._merged(torch.empty(a.rows, a.out_stride), num_heads)
+        a.sums = None
+        top, total = sums.unbind(-1)
+        return Part(out.unflatten(1, (num_heads, -1)), top * log(2) + total.log(), mass)
+
+    def _merged(self, out: Tensor, num_heads: int) -> tuple[Tensor, Tensor | None]:
+        """The spans' merge into `out`, and masses of so many heads."""
         assert self._rows is not None
         a = self._attention
-        out = torch.empty(a.rows, a.out_stride, dtype=self._dtype)
-        mass = torch.empty(a.rows, a.kv_heads, a.slots * a.chunks) if a.chunks else None
+        mass = torch.empty(a.rows, num_heads, a.slots * a.chunks) if a.chunks else None
         a.out, a.mass = out.data_ptr(), None if mass is None else mass.data_ptr()
         self._library.merge_runs(self._code, ctypes.byref(a), torch.get_num_threads())
         self._rows = None

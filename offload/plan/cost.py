@@ -117,9 +117,9 @@ class Cost:
             return 0.0
         if self._on_cpu:
             read = self._on_this_cpu(self.composition.budget, rows) + self.sums(rows)
-            return max(read, self.streamed_weights / self._link_rate)
+            return max(read, self.streamed_weights / self.link_rate)
         read = self._by_rows((self._weights + self._kept) / self._rate, rows)
-        return max(self._calls, read + self.sums(rows), self.streamed_weights / self._link_rate)
+        return max(self._calls, read + self.sums(rows), self.streamed_weights / self.link_rate)
 
     @cached_property
     def draft_pass(self) -> float:
@@ -136,7 +136,7 @@ class Cost:
         """Seconds of a pass over the full cache: the longest of computation and sums, block by block, of the link, and
         of the tiles that are attended to on the host."""
         computed = self._full_on_cpu(rows, masses) if self._on_cpu else self._full_on_gpu(rows, masses)
-        return max(computed, self.full_link_bytes / self._link_rate, self._host_seconds(rows))
+        return max(computed, self.full_link_bytes / self.link_rate, self._host_seconds(rows))
 
     @property
     def full_link_bytes(self) -> float:
@@ -186,7 +186,7 @@ class Cost:
         """Seconds of choosing chunks and fetching them; those on the host cross the link."""
         if not self.composition.budget:
             return 0.0
-        crossing = _CHANGED_CHUNKS * self._kept * self._share_on_host / self._link_rate
+        crossing = _CHANGED_CHUNKS * self._kept * self._share_on_host / self.link_rate
         costs = CPU_REFRESH if self._on_cpu else GPU_REFRESH
         rate = costs.share * self.sizing.hardware.rates.device_read
         return self.sizing.target.num_layers * costs.layer_seconds + self._kept / rate + crossing
@@ -196,14 +196,14 @@ class Cost:
         once and rows that are written back once."""
         sizing, rates = self.sizing, self.sizing.hardware.rates
         home = num_tokens * sizing.kv_bytes_per_token * self._share_on_host
-        moved = self.streamed_weights / self._link_rate
+        moved = self.streamed_weights / self.link_rate
         if self._on_cpu:
             computed = self._cpu_share * self._target_times.prefill(sizing.target.num_layers, num_tokens)
         else:
             flops = sizing.target.prefill_flops(num_tokens) / sizing.num_devices
             computed = flops / (GPU.prefill_share * rates.flops)
         summed = self.sums(num_tokens, -(-num_tokens // PREFILL_BLOCK))
-        return max(computed + summed, moved, home / min(rates.to_host, self._link_rate))
+        return max(computed + summed, moved, home / min(rates.to_host, self.link_rate))
 
     def _blocks(self, rows: int) -> int:
         return -(-rows // self.sizing.most_rows)
@@ -220,8 +220,9 @@ class Cost:
 
     def _full_on_gpu(self, rows: int, masses: bool) -> float:
         blocks = self._blocks(rows)
-        work = self._by_rows((self._weights + self.cache_bytes) / self._rate, self._padded(rows), blocks)
-        seconds = max(self._calls + blocks * self.num_tiles * GPU.tile_seconds, work + self.full_sums(rows))
+        cache, tiles = self.cache_bytes - self.full_host_bytes, self.num_tiles - self.placement.host_tiles
+        work = self._by_rows((self._weights + cache) / self._rate, self._padded(rows), blocks)
+        seconds = max(self._calls + blocks * tiles * GPU.tile_seconds, work + self.full_sums(rows))
         return seconds * (1.0 + GPU.mass_share * masses)
 
     def _on_this_cpu(self, num_tokens: int, rows: int, *, masses: bool = False) -> float:
@@ -255,7 +256,7 @@ class Cost:
         return GPU.read_share * self.sizing.hardware.rates.device_read
 
     @property
-    def _link_rate(self) -> float:
+    def link_rate(self) -> float:
         paced = self.sizing.options.link_gbps
         return self.sizing.hardware.link_rate if paced is None else paced * 1e9
 
@@ -278,11 +279,17 @@ class Cost:
         return 1 - self.placement.resident_tiles / self.num_tiles
 
     def besides_attention(self, rows: int) -> float:
-        """Seconds of a pass on a CPU, with its sums, in which it attends to nothing: then the host has no query."""
-        return self._on_this_cpu(0, rows) + self.full_sums(rows)
+        """Seconds of a pass, with its sums, in which it attends to nothing: then the host has no query. On a card also
+        those in which what the host has for a layer waits for the tile that is just crossing the link."""
+        if self._on_cpu:
+            return self._on_this_cpu(0, rows) + self.full_sums(rows)
+        work = self._by_rows(self._weights / self._rate, self._padded(rows), self._blocks(rows))
+        waits = min(self.placement.host_tiles, self.sizing.target.num_layers)
+        crossing = waits * self.cache_bytes / self.num_tiles / self.link_rate
+        return max(self._calls, work) + self.full_sums(rows) + crossing
 
     def _host_seconds(self, rows: int) -> float:
-        """Of a pass that waits for the tiles attended to on the host, at the set rate."""
+        """Of a pass that waits for the tiles attended to on the host."""
         rate = self.placement.host_bytes_per_second
         if not rate:
             return 0.0

@@ -6,52 +6,98 @@ from __future__ import annotations
 from dataclasses import replace
 
 from offload.plan.cost import Cost
-from offload.plan.options import Options
+from offload.plan.hardware import Hardware
 from offload.plan.sizing import host_slowdown
 
 _WORTH_IT = 0.95  # times the full pass without it
 _DESKTOP = 60 / 25  # what a desktop's memory gives the processor beside a link, as a multiple of the link's rate
+_LEAST = 0.1  # of what memory gives, that the processor has even where links could take all
 
 
 def shared(cost: Cost) -> Cost:
-    """`cost` with tiles attended to on the host: as many as the user says, or as many as are best for passes over what
-    it drafts, if that is worth it. Only on a CPU, where it is chosen if both rates are given."""
-    options, placement = cost.sizing.options, cost.placement
-    number = _number(cost, cost.num_tiles - placement.resident_tiles)
-    if "kv" not in placement.offload or not cost.sizing.hardware.is_cpu or not number:
+    """`cost` with tiles attended to on the host: as many as the user says, or on a CPU, where both rates are given, as
+    many as are best for passes over what it drafts, if that is worth it. On a card nobody but the user chooses: there
+    the processor's last bits are not the card's (docs/exactness.md)."""
+    options, hardware = cost.sizing.options, cost.sizing.hardware
+    if "kv" not in cost.placement.offload:
         return cost
-    given, sizing = _host_rate(options), cost.sizing
+    if options.host_attention is not None:
+        return _attending(cost, round(options.host_attention * _num_streamed(cost)))
+    if not hardware.is_cpu or options.link_gbps is None or options.host_gbps is None:
+        return cost
+    return _better(cost) or cost
+
+
+def worth_a_share(cost: Cost) -> tuple[float, float] | None:
+    """(share, times as fast): what `--host-attention` would make of a full pass on a card whose rates were measured,
+    at best. None: nothing to speak of, or it was said already."""
+    options, hardware = cost.sizing.options, cost.sizing.hardware
+    one_card = hardware.num_devices == 1 and not hardware.is_cpu
+    spare = hardware.rates.measured and _memory_rate(hardware) > hardware.link_rate
+    possible = one_card and spare and options.host_attention is None and "kv" in cost.placement.offload
+    better = _better(cost) if possible else None
+    if better is None:
+        return None
+    rows = cost.gamma + 1
+    return better.placement.host_tiles / _num_streamed(cost), cost.full_pass(rows) / better.full_pass(rows)
+
+
+def _better(cost: Cost) -> Cost | None:
+    """With the best number of tiles, if that is worth it."""
+    rows, number = cost.gamma + 1, _best_number(cost)
+    changed = _attending(cost, number)
+    return changed if number and changed.full_pass(rows) <= _WORTH_IT * cost.full_pass(rows) else None
+
+
+def _attending(cost: Cost, number: int) -> Cost:
+    """`cost` with `number` tiles of all layers attended to on the host."""
+    if not number:
+        return cost
+    sizing, placement = cost.sizing, cost.placement
+    host_bytes = dict(placement.host_bytes)
+    if not sizing.hardware.is_cpu:
+        most = min(-(-number // sizing.target.num_layers) + 1, sizing.num_tiles(cost.capacity))
+        host_bytes["host attention"] = sizing.host_attention_bytes(cost.capacity, cost.composition, most)
     placed = replace(
         placement,
         host_tiles=number,
         attended_bytes=number * sizing.tile_bytes(cost.capacity) * sizing.num_devices,
-        host_bytes_per_second=given and given / sizing.hardware.ranks_per_host,
+        host_bytes=host_bytes,
+        host_bytes_per_second=_host_rate(cost),
     )
-    changed = replace(cost, placement=placed)
-    if options.host_attention is not None:
-        return changed
-    rows = cost.gamma + 1
-    return changed if changed.full_pass(rows) <= _WORTH_IT * cost.full_pass(rows) else cost
+    return replace(cost, placement=placed)
 
 
-def _number(cost: Cost, num_streamed: int) -> int:
-    """Tiles of all layers together, of `num_streamed` that would stream."""
-    options = cost.sizing.options
-    if options.host_attention is not None:
-        return round(options.host_attention * num_streamed)
-    if options.link_gbps is None or options.host_gbps is None:
+def _best_number(cost: Cost) -> int:
+    """Tiles of all layers together, with which link and host end a pass at the same time."""
+    rows, tile_bytes, num_streamed = cost.gamma + 1, cost.cache_bytes / cost.num_tiles, _num_streamed(cost)
+    link, rate = cost.link_rate, _host_rate(cost)
+    if not rate or not num_streamed:
         return 0
-    rows, tile_bytes = cost.gamma + 1, cost.cache_bytes / cost.num_tiles
-    slowdown = cost.sizing.hardware.ranks_per_host * host_slowdown(rows, cost.sizing.group)
-    link, host = options.link_gbps * 1e9, options.host_gbps * 1e9 / slowdown
+    host = rate / host_slowdown(rows, cost.sizing.group)
     # What the link would take for all, in tiles, less what it moves while the host has nothing to attend to: at the sum
-    # of both rates, of which the host has its part.
-    total = num_streamed + (cost.streamed_weights - link * cost.besides_attention(rows)) / tile_bytes
+    # of both rates, of which the host has its part. On a card that host waits for a tile a layer.
+    attending = replace(cost, placement=replace(cost.placement, host_tiles=num_streamed))
+    total = num_streamed + (cost.streamed_weights - link * attending.besides_attention(rows)) / tile_bytes
     return min(max(round(total * host / (link + host)), 0), num_streamed)
 
 
-def _host_rate(options: Options) -> float | None:
-    """Bytes per second of one host's memory beside its paced links; None: as fast as it goes."""
+def _num_streamed(cost: Cost) -> int:
+    """Tiles of all layers that would stream."""
+    return cost.num_tiles - cost.placement.resident_tiles
+
+
+def _host_rate(cost: Cost) -> float | None:
+    """Bytes per second of its memory that each rank's processor has beside the links. On a CPU None: as fast as it
+    goes."""
+    options, hardware = cost.sizing.options, cost.sizing.hardware
+    if not hardware.is_cpu:
+        return max(_memory_rate(hardware) - hardware.link_rate, _LEAST * _memory_rate(hardware))
     if options.host_gbps is not None:
-        return options.host_gbps * 1e9
-    return None if options.link_gbps is None else options.link_gbps * 1e9 * _DESKTOP
+        return options.host_gbps * 1e9 / hardware.ranks_per_host
+    return None if options.link_gbps is None else options.link_gbps * 1e9 * _DESKTOP / hardware.ranks_per_host
+
+
+def _memory_rate(hardware: Hardware) -> float:
+    """Bytes per second that a card's host memory gives processor and links together."""
+    return hardware.rates.host_read if hardware.rates.links is None else hardware.rates.links

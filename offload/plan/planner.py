@@ -15,7 +15,7 @@ from offload.plan.composition import Composition, compositions, finer
 from offload.plan.config import ModelConfig
 from offload.plan.cost import Cost
 from offload.plan.hardware import Hardware
-from offload.plan.host_share import shared
+from offload.plan.host_share import shared, worth_a_share
 from offload.plan.options import Options
 from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import Placement, largest, place, shortage
@@ -109,10 +109,10 @@ def make_plan(
         raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the card's own")
     if options.link_gbps is not None and not cost.placement.offload:
         raise UsageError("link-gbps paces a link and nothing is offloaded; add --offload weights,kv")
-    if options.host_attention and not hardware.is_cpu:
+    if options.host_attention and hardware.num_devices > 1 and not hardware.is_cpu:
         raise UsageError(
-            f"host-attention is {options.host_attention}: on {hardware.device} every tile on the host crosses the "
-            "link, only a CPU attends to tiles there so far; leave out --host-attention"
+            f"host-attention is {options.host_attention} and there are {hardware.num_devices} cards: the processor "
+            "attends for one card only so far; leave out --host-attention, or add --gpus 1"
         )
     return Plan(
         request=PlannedRequest(
@@ -210,17 +210,23 @@ def _unused(options: Options, cost: Cost) -> list[str]:
     return [f"--{name} {given} is not used: {why}" for name, given, used, why in pairs if given and not used]
 
 
-def _advice(cost: Cost) -> list[str]:
-    """Advice that would make this plan faster."""
+def _advice(cost: Cost) -> Iterator[str]:
+    """What would make this plan faster."""
     target, resident = cost.sizing.target, cost.placement.resident_layers
-    if resident == target.num_layers or cost.sizing.hardware.is_cpu:
-        return []
-    streamed = (target.num_layers - resident) * cost.sizing.layer_bytes
-    return [
-        f"{target.num_layers - resident} of {target.num_layers} layers ({streamed / 1e9:.1f} GB) do not fit the device "
-        "and cross the link in every pass, those of the retrieval level too; a low-bit copy of them on the device "
-        "would end that and is not built yet"
-    ]
+    if cost.sizing.hardware.is_cpu:
+        return
+    if resident < target.num_layers:
+        streamed = (target.num_layers - resident) * cost.sizing.layer_bytes
+        yield (
+            f"{target.num_layers - resident} of {target.num_layers} layers ({streamed / 1e9:.1f} GB) do not fit the "
+            "device and cross the link in every pass, those of the retrieval level too; a low-bit copy of them on the "
+            "device would end that and is not built yet"
+        )
+    if (worth := worth_a_share(cost)) is not None:
+        yield (
+            f"--host-attention {worth[0]:.2f} would make a full pass {worth[1]:.1f} times as fast; the last bits of a "
+            "token then depend on where the plan puts tiles, --no-speculation's too"
+        )
 
 
 def _fit_context(

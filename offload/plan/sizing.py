@@ -159,6 +159,14 @@ class Sizing:
         """The most bytes that one fetch of chunks moves, on each device and for it on the host."""
         return min(FETCH_BYTES, self._retrieval_bytes(composition)) if composition.budget else 0
 
+    def host_attention_bytes(self, capacity: int, composition: Composition, num_tiles: int) -> int:
+        """On the host beside a card: the rows of a pass as they come, and what attention to `num_tiles` tiles of a
+        layer there makes of them, in fp32, with masses."""
+        target, rows = self.shard, self._padded(composition.gamma + 1)
+        heads, dim = target.num_heads, target.head_dim
+        masses = num_tiles * self.tile_tokens(capacity) // composition.chunk if composition.budget else 0
+        return rows * ((heads + 2 * target.num_kv_heads) * dim * self.itemsize + heads * (dim + 1 + masses) * 4)
+
     def _retrieval_bytes(self, composition: Composition) -> int:
         return (composition.budget + tail_tokens(composition, self.max_tokens)) * self.kv_bytes_per_token
 

@@ -23,6 +23,7 @@ from paper.streams import Event, Stream, current
 from paper.tensors import Call, Mode
 
 TOTAL_BYTES = 24 * 10**9
+ADDRESS = Tensor.data_ptr
 WHERE = ("/offload/", "/triforce_cli/", "/tests/test_")
 
 
@@ -98,7 +99,7 @@ class Card:
     def access_host(self, tensor: Tensor, actor: Actor, *, write: bool, what: str) -> None:
         if (found := self._range(tensor)) is not None:
             start, block = found
-            first = tensor.data_ptr() - start
+            first = ADDRESS(tensor) - start
             self._access(block, actor, first, first + _extent(tensor), write, what)
 
     def is_pinned(self, tensor: Tensor, *_: object) -> bool:
@@ -142,7 +143,7 @@ class Card:
         """The pinned block that a tensor of the host lies in, and where that begins."""
         if not self._pinned or tensor.numel() == 0:
             return None
-        address = tensor.data_ptr()
+        address = ADDRESS(tensor)
         for first, block in self._pinned.items():
             if first <= address < first + block.num_bytes:
                 return first, block
@@ -170,7 +171,8 @@ def on_paper(*, without_values: bool = False) -> Iterator[Card]:
         patch.setattr(torch, "tensor", partial(_tensor, torch.tensor))
         patch.setattr(Tensor, "is_pinned", lambda tensor, *_: card.is_pinned(tensor))
         patch.setattr(Tensor, "pin_memory", lambda tensor: card.pinned_copy(tensor))
-        patch.setattr(Tensor, "numpy", _seen(card, Tensor.numpy))
+        patch.setattr(Tensor, "numpy", _seen(card, Tensor.numpy, "numpy"))
+        patch.setattr(Tensor, "data_ptr", _seen(card, ADDRESS, "by its address"))
         patch.setattr(threading.Thread, "run", _started(card, threading.Thread.run))
         yield card
 
@@ -212,14 +214,14 @@ def _tensor(made: Any, data: object, *, device: object = None, **kwargs: Any) ->
     return tensor if device is None else tensor.to(torch.device(device))  # type: ignore[call-overload]
 
 
-def _seen(card: Card, numpy: Any) -> Any:
-    def numpy_and_seen(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What numpy will do with the memory is not known: it reads, at least, and now."""
+def _seen(card: Card, method: Any, what: str) -> Any:
+    def seen(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What numpy or a library will do with the memory is not known: it reads, at least, and now."""
         card.host.step()
-        card.access_host(tensor, card.host, write=False, what="numpy")
-        return numpy(tensor, *args, **kwargs)
+        card.access_host(tensor, card.host, write=False, what=what)
+        return method(tensor, *args, **kwargs)
 
-    return numpy_and_seen
+    return seen
 
 
 def _started(card: Card, run: Any) -> Any:

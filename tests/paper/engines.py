@@ -22,12 +22,13 @@ DRAFTED = Sizes(gamma=5, draft_gamma=2, capacity=128)
 
 @dataclass(frozen=True)
 class Case:
-    """A plan's levels and places. resident_tiles: of all layers; resident_layers: of two."""
+    """A plan's levels and places. resident_tiles, host_tiles: of all layers; resident_layers: of two."""
 
     sizes: Sizes
     offload: tuple[str, ...] = ()
     resident_tiles: int = 0
     resident_layers: int = 0
+    host_tiles: int = 0
     dtype: str = "fp32"
 
     def plan(self, pair: Pair, device: str = "cuda:0") -> Plan:
@@ -43,7 +44,7 @@ class Case:
         )
         return changed(
             plan, device=device, resident_tiles=self.resident_tiles, resident_layers=self.resident_layers,
-            fused_prefill=self.dtype != "fp32",
+            fused_prefill=self.dtype != "fp32", host_tiles=self.host_tiles,
         )  # fmt: skip
 
     def plain(self) -> Case:
@@ -65,6 +66,8 @@ CASES = {
     "lookup, kv streamed": Case(replace(DRAFTED, lookup=True), ("kv",)),
     "published, kv streamed": Case(Sizes(gamma=5, selection="published"), ("kv",)),
     "three slots": Case(replace(DRAFTED, kv_staging=3), ("kv",)),
+    "host attention, kv streamed": Case(DRAFTED, ("kv",), resident_tiles=3, host_tiles=5),
+    "host attention, nothing streamed": Case(DRAFTED, ("kv",), resident_tiles=3, host_tiles=99),
     "bf16, both streamed": Case(replace(DRAFTED, rows=8), ("kv", "weights"), dtype="bf16"),
 }
 BUSIEST = CASES["draft, both streamed"]

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.errors import TriforceError
+from offload.kernels.attention import Part
 from offload.kernels.card import programs
 from offload.kernels.native import VARIABLE
 from offload.kernels.places import RowPlaces
@@ -184,11 +185,34 @@ class CardAttention:
 
     def merge(self) -> tuple[Tensor, Tensor | None]:
         """See `SpanAttention.merge`. Masses are in `mass_dtype`."""
+        masses = self._masses
+        out, logs = self._merged(self._dtype)
+        if not self._part:
+            return out.flatten(1), None
+        mass = logs.new_empty(len(out), self._num_kv_heads, self._columns, dtype=self._mass_dtype)
+        launch(
+            programs.join_masses,
+            (len(out), self._num_kv_heads, -(-self._columns // _COLUMNS)),
+            (masses, logs, mass, self._columns, self._folded),
+            GROUP=self._group, COLUMNS=_COLUMNS,
+        )  # fmt: skip
+        return out.flatten(1), self._whole_chunks(mass)
+
+    def part(self) -> Part:
+        """See `SpanAttention.part`."""
+        masses = self._masses
+        out, logs = self._merged(torch.float32)
+        lse = self._by_rows(logs[..., None])
+        if not self._part:
+            return Part(out, lse.squeeze(-1))
+        mass = (self._by_rows(masses.view(*logs.shape, self._columns)) - lse).exp_()
+        return Part(out, lse.squeeze(-1), self._whole_chunks(mass))
+
+    def _merged(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(out [T, H, D], log-sum-exp [H_kv, R] fp32) of all runs, whose scratch is given back."""
         assert self._rows is not None
-        num_rows, num_heads, dim = self._rows.q.shape
-        out = self._queries[0].new_empty(num_rows, num_heads * dim)
-        logs = self._totals.new_empty(self._num_kv_heads, self._folded)
-        last, masses = self._partials, self._masses
+        out = torch.empty(self._rows.q.shape, dtype=dtype, device=self._places.slots.device)
+        logs, last = self._totals.new_empty(self._num_kv_heads, self._folded), self._partials
         launch(
             programs.merge_spans,
             (self._num_kv_heads, -(-self._folded // ROWS)),
@@ -196,20 +220,15 @@ class CardAttention:
                 last.out, last.sums, self._running, self._tops, self._totals, out, logs,
                 self._num_left, self._folded, int(self._num_runs > 1),
             ),
-            GROUP=self._group, DIM=dim, DIM_PADDED=self._tiling.padded, ROWS=ROWS,
+            GROUP=self._group, DIM=out.shape[2], DIM_PADDED=self._tiling.padded, ROWS=ROWS,
         )  # fmt: skip
         self._rows = None
         del self._partials, self._running, self._tops, self._totals, self._masses, self._queries, self._keys
-        if not self._part:
-            return out, None
-        mass = logs.new_empty(num_rows, self._num_kv_heads, self._columns, dtype=self._mass_dtype)
-        launch(
-            programs.join_masses,
-            (num_rows, self._num_kv_heads, -(-self._columns // _COLUMNS)),
-            (masses, logs, mass, self._columns, self._folded),
-            GROUP=self._group, COLUMNS=_COLUMNS,
-        )  # fmt: skip
-        return out, self._whole_chunks(mass)
+        return out, logs
+
+    def _by_rows(self, folded: Tensor) -> Tensor:
+        """[H_kv, T * G, N] -> [T, H, N]"""
+        return folded.view(len(folded), -1, self._group, folded.shape[2]).transpose(0, 1).flatten(1, 2)
 
     def _floats(self, number: int) -> Tensor:
         """fp32, `number` of them for each folded row and KV head."""

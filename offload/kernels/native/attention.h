@@ -43,6 +43,8 @@ struct Attention {
     int64_t slots;
     float* mass;  // [T, H, slots * chunks], or null
     void* out;    // [T, G * H * D]
+    float* sums;  // null, or [T, G * H, 2]: largest score in powers of 2, and sum. Then `out` is fp32, and `mass` is
+                  // [T, G * H, slots * chunks], of each query head
 };
 
 namespace attention {
@@ -268,10 +270,10 @@ template <class E>
 void merge_one(const Attention& a, int64_t t, int64_t head) {
     const int dim = int(a.head_dim), room = padded<E>(dim);
     const int64_t folded = a.rows * a.group, size = 2 + room, step = a.kv_heads * folded * size;
-    float* mass = a.mass ? a.mass + (t * a.kv_heads + head) * a.slots * a.chunks : nullptr;
-    for (int64_t i = 0; mass && i < a.slots * a.chunks; i++) mass[i] = 0;
+    const int64_t columns = a.slots * a.chunks;
     for (int64_t g = 0; g < a.group; g++) {
         const int64_t row = head * folded + t * a.group + g;
+        const int64_t query_head = head * a.group + g, at = t * a.kv_heads * a.group + query_head;
         const float* partial = a.partials + row * size;
         float top = NONE, total = 0;
         for (int64_t i = 0; i < a.slots; i++) top = partial[i * step] > top ? partial[i * step] : top;
@@ -283,8 +285,17 @@ void merge_one(const Attention& a, int64_t t, int64_t head) {
             total = __builtin_fmaf(share, p[1], total);
             for (int d = 0; d < room; d += W) store(out + d, fma(all(share), load<f32>(p + 2 + d), load<f32>(out + d)));
         }
-        auto to = static_cast<typename E::element*>(a.out) + t * a.out_stride + (head * a.group + g) * dim;
-        for (int d = 0; d < dim; d++) to[d] = E::round_one(total == 0 ? 0 : out[place<E>(d)] / total);
+        auto value = [&](int d) { return total == 0 ? 0 : out[place<E>(d)] / total; };
+        const int64_t first = t * a.out_stride + query_head * dim;
+        if (a.sums) {
+            a.sums[2 * at] = top, a.sums[2 * at + 1] = total;
+            for (int d = 0; d < dim; d++) static_cast<float*>(a.out)[first + d] = value(d);
+        } else {
+            auto to = static_cast<typename E::element*>(a.out) + first;
+            for (int d = 0; d < dim; d++) to[d] = E::round_one(value(d));
+        }
+        float* mass = a.mass ? a.mass + (a.sums ? at : t * a.kv_heads + head) * columns : nullptr;
+        for (int64_t i = 0; mass && (a.sums || g == 0) && i < columns; i++) mass[i] = 0;
         for (int64_t i = 0; mass && i < a.slots; i++) {
             if (partial[i * step] == NONE) continue;
             float share = exp2(all(partial[i * step] - top))[0] / total;

@@ -45,7 +45,7 @@ class Attention(ctypes.Structure):
         *_pointers("queries", "partials", "masses"),
         *_integers("rows", "group", "kv_heads", "head_dim", "position", "window"),
         *_integers("chunk", "chunks", "out_stride", "slots"),
-        *_pointers("mass", "out"),
+        *_pointers("mass", "out", "sums"),
     ]
 
 

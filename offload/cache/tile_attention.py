@@ -1,0 +1,117 @@
+"""Attention of a decode forward's rows to tiles of a layer, on the device that has them at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from offload.cache.block import Block
+from offload.cache.residence import Residence
+from offload.cache.tiles import TileShape, write_rows
+from offload.kernels.attention import Part, fold
+from offload.kernels.card import Card
+from offload.kernels.decode_attention import MASS_DTYPE, DecodeAttention, decode_attention
+from offload.kernels.native import Kernels
+from offload.kernels.rope import RopeTable, rotate
+from offload.kernels.rows import Blocks
+from offload.kernels.spans import Rows
+
+
+class TileAttention:
+    """By the device's own kernels, else by torch's operators, in `blocks` of rows over whole tiles.
+
+    One layer at a time: `run`, then `merge` or `part`. New rows are written to the tiles that they fall into.
+    chunk: tokens that a mass is of.
+    """
+
+    def __init__(
+        self, shape: TileShape, rope: RopeTable, blocks: Blocks, kernels: Kernels | Card, chunk: int | None
+    ) -> None:
+        self._shape, self._rope, self._block_sizes, self._chunk = shape, rope, blocks, chunk
+        self._spans = decode_attention(kernels, rope, dtype=shape.dtype, page=shape.page_tokens, chunk=chunk)
+        self._rows: Rows | None = None  # of the layer under way
+        self._blocks: list[Block] = []
+        self._num_chunks = 0
+
+    @property
+    def by_kernels(self) -> bool:
+        return self._spans is not None
+
+    def run(self, residence: Residence, layer: int, rows: Rows, tiles: Sequence[int], *, masses: bool) -> None:
+        """Attend to `tiles`, not empty. Kernels take them in the order given."""
+        self._rows = rows
+        if self._spans is not None:
+            self._by_kernels(self._spans, residence, layer, rows, tiles, masses)
+        else:
+            self._by_operators(residence, layer, rows, sorted(tiles), self._chunk if masses else None)
+
+    def merge(self) -> tuple[Tensor, Tensor | None]:
+        """(out [T, H * D], mass [T, H_kv, C] as the device keeps it, or None): each row's softmax mass per chunk of the
+        tiles, in their order, summed over its query group."""
+        if self._spans is not None:
+            return self._spans.merge()
+        assert self._rows is not None
+        out = joined([block.attended() for block in self._blocks]).to(self._rows.q.dtype)
+        if not self._num_chunks:
+            return out, None
+        mass = joined([block.total_mass(self._num_chunks) for block in self._blocks])
+        return out, mass.to(MASS_DTYPE) if mass.is_cuda else mass
+
+    def part(self) -> Part:
+        """In place of `merge`, what is to be joined with attention to other tiles: see `SpanAttention.part`."""
+        if self._spans is not None:
+            return self._spans.part()
+        parts = [block.by_rows(self._num_chunks) for block in self._blocks]
+        masses = [part.mass for part in parts if part.mass is not None]
+        out, lse = joined([part.out for part in parts]), joined([part.lse for part in parts])
+        return Part(out, lse, joined(masses) if masses else None)
+
+    def _by_kernels(
+        self, spans: DecodeAttention, residence: Residence, layer: int, rows: Rows, tiles: Sequence[int], masses: bool
+    ) -> None:
+        """Tile by tile as they come."""
+        start, stop, tokens = rows.index, rows.index + len(rows.q), self._shape.tokens
+        used = {index: min(stop - index * tokens, tokens) for index in tiles}
+        slots = {index: number * tokens // spans.span for number, index in enumerate(sorted(tiles))}
+        spans.begin(rows, sum(-(-count // spans.span) for count in used.values()), masses=masses)
+        for index in tiles:
+            base = index * tokens
+            run = spans.run(residence.open(layer, index), first=base, tokens=used[index], slot=slots[index])
+            if base + tokens > start:
+                spans.take_in(run)
+                residence.wrote(layer, index, max(start - base, 0), used[index])
+            spans.attend(run)
+            residence.close(layer, index)
+
+    def _by_operators(
+        self, residence: Residence, layer: int, rows: Rows, tiles: Sequence[int], chunk: int | None
+    ) -> None:
+        start, num_rows = rows.index, len(rows.q)
+        table = self._rope.rows(start, start + num_rows)
+        q, k = rotate(rows.q, *table), rotate(rows.k, *table)
+        self._blocks = self._in_blocks(q, start)
+        self._num_chunks = len(tiles) * self._shape.tokens // chunk if chunk else 0
+        for index in tiles:
+            base, tile = index * self._shape.tokens, residence.open(layer, index)
+            first, stop = write_rows(tile, base, start, k, rows.v)
+            if first < stop:
+                residence.wrote(layer, index, first, stop)
+            for block in self._blocks:
+                block.attend_fixed(tile, base, chunk=chunk)
+            residence.close(layer, index)
+
+    def _in_blocks(self, q: Tensor, start: int) -> list[Block]:
+        """Rows q [T, H, D] at positions `start` and on, in the blocks that attend together."""
+        rows = q.split(self._block_sizes.cut(len(q)))
+        starts = accumulate((len(part) for part in rows), initial=start)
+        return [
+            Block(fold(part, self._shape.num_kv_heads), at, len(part)) for part, at in zip(rows, starts, strict=False)
+        ]
+
+
+def joined(rows: Sequence[Tensor]) -> Tensor:
+    """Rows of blocks, one block after the other."""
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))

@@ -238,17 +238,17 @@ class Bench:
         before, start = self.retrieval.num_fetched, time.perf_counter()
         self.retrieval.refresh(num_rows)
         if timed:
-            num_chosen = max(int(self.retrieval.chosen.sum()), 1) if self.retrieval.chosen is not None else 1
+            num_chosen = self.retrieval.chunks.numel() if self.retrieval.chunks is not None else 1
             outcome.seconds.append(time.perf_counter() - start)
             outcome.changed.append((self.retrieval.num_fetched - before) / num_chosen)
 
     def _recovered(self, window: Window) -> Tensor:
         """The share of the next block's mass that lies on chosen chunks or the tail: [L]."""
-        mass, chosen = window.mass_ahead(), self.retrieval.chosen
-        if chosen is None:
+        mass, chunks = window.mass_ahead(), self.retrieval.chunks
+        if chunks is None:
             return torch.ones(len(mass))
-        lost = (mass[..., : chosen.shape[-1]] * ~chosen).sum((1, 2))
-        return 1.0 - lost / mass.sum((1, 2))
+        missed = mass[..., : self.retrieval.num_chunks].scatter(-1, chunks, 0.0)
+        return 1.0 - missed.sum((1, 2)) / mass.sum((1, 2))
 
     def _compare(self, text: Text, start: int, count: int, outcome: Outcome) -> None:
         """Compare the retrieval level's distributions of tokens `start` to `start + count` with the target's."""

@@ -8,6 +8,9 @@ and each way is a process of its own, so that peak memory (files that it maps in
 the weights once a way. The prompt is read once, which gives the time to the first token; then the ways continue it in
 turns, every other turn backwards. ms/token counts the tokens after the first.
 
+"llama.cpp, Q4_0" writes another text, from weights in 4 bits (head and embeddings in 8), about as many bytes as its
+Q4_K_M, which the wheel cannot make.
+
 llama.cpp is the wheel xllamacpp in an environment of its own, `--peers-env` (made if it does not exist; by default in
 the user's cache folder; "none": without llama.cpp). It reads a GGUF file that is written from the same safetensors.
 Before the turns each cache (f16, bf16) and flash attention on and off is tried, and the fastest stays; so does the
@@ -49,12 +52,12 @@ from offload.plan.files import user_folder
 
 GREEDY = SamplingParams(temperature=0.0)
 PLAIN, LLAMA_CPP, LLAMA_CPP_LOOKUPS = "ours, plain", "llama.cpp", "llama.cpp, n-grams"
+FOUR_BITS = "llama.cpp, Q4_0"
 TRIAL_TOKENS = 24
 TRIALS = 2  # of each setting; the faster one counts
 SLACK = 64  # tokens of context beyond prompt and output, for what is drafted
 PROCESS = Path(__file__).parent / "peer_process.py"
 ABSENT = {
-    "llama.cpp, Q4_K_M": "another output; xllamacpp has no llama_model_quantize",
     "openvino-genai": "takes exported OpenVINO IR or GGUF with its vocabulary, not these safetensors",
 }
 
@@ -93,7 +96,7 @@ class Case:
     def transformers(self, draft: bool = False, lookup: bool = False) -> Peer:
         return self._process({"lookup": lookup}, self._known_draft() if draft else None)
 
-    def llama_cpp(self, setting: Document, draft: bool = False, **options: Any) -> Peer:
+    def llama_cpp(self, setting: Document, draft: bool = False, file: str = "target", **options: Any) -> Peer:
         if isinstance(self.python, TriforceError):
             raise self.python
         if draft:
@@ -101,7 +104,7 @@ class Case:
             options["draft"] = self.files["draft"]
         context = len(self.prompt) + self.max_tokens + SLACK
         return open_llama_cpp(
-            self.python, self.files["target"], context=context, threads=self.threads, **setting, **options
+            self.python, self.files[file], context=context, threads=self.threads, **setting, **options
         )
 
     def _process(self, options: Document, draft: Path | None) -> Peer:
@@ -183,7 +186,7 @@ class Way:
 def ways_of(case: Case, names: list[str]) -> Iterator[Way]:
     """Those of `names`, by default all. llama.cpp's settings are tried when it is its turn to be made."""
     wanted = {way.name: way for way in simple_ways(case)}
-    if any(name.startswith(LLAMA_CPP) for name in names or [LLAMA_CPP]):
+    if any(name.startswith(LLAMA_CPP) and name != FOUR_BITS for name in names or [LLAMA_CPP]):
         wanted |= {way.name: way for way in llama_cpp_ways(case, lookups=not names or LLAMA_CPP_LOOKUPS in names)}
     wanted |= {name: Way(name, lambda: case.ours(False), absent=reason) for name, reason in ABSENT.items()}
     unknown = set(names) - wanted.keys()
@@ -199,6 +202,7 @@ def simple_ways(case: Case) -> list[Way]:
         Way("transformers", lambda: case.transformers()),
         Way("transformers, draft", lambda: case.transformers(draft=True)),
         Way("transformers, lookups", lambda: case.transformers(lookup=True)),
+        Way(FOUR_BITS, lambda: case.llama_cpp({"cache": "f16"}, file="4 bits"), setting="another output"),
     ]
 
 
@@ -332,7 +336,9 @@ def main() -> None:
     names, found = list(filter(None, args.ways.split(";"))), list[Document]()
     with model_files() as write, tempfile.TemporaryDirectory() as rows:
         folders = {"target": model} | ({"draft": draft} if draft is not None else {})
-        files = {} if isinstance(python, TriforceError) else {key: write(at, "bf16") for key, at in folders.items()}
+        files = dict[str, Path]()
+        if not isinstance(python, TriforceError):
+            files = {key: write(at, "bf16") for key, at in folders.items()} | {"4 bits": write(model, "q4_0")}
         for length in map(int, args.lengths.split(",")):
             prompt = texts.prompt(args.task, tokenizer, length)
             ends = frozenset(ModelConfig.from_folder(model).eos_token_ids)

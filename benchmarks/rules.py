@@ -109,7 +109,8 @@ class Evict:
         recent = self._num_slots // 2
         if recent:
             scores[..., -recent:] += self._total.amax() + 1.0
-        self._kept = choose(scores, self._num_slots)
+        best = choose(scores, self._num_slots)
+        self._kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
         return scores
 
     def forget(self) -> None:

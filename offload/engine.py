@@ -18,9 +18,9 @@ from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
 from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
 from offload.errors import DoesNotFit, ModelError, UsageError
-from offload.kernels.card import card
+from offload.kernels import card
 from offload.kernels.card.flash import flash
-from offload.kernels.native import OFF, kernels
+from offload.kernels.native import OFF, fitting
 from offload.leader import load_worker
 from offload.metrics import HostStats, LevelStats, LinkStats, RankStats, Stats
 from offload.model.level import Level
@@ -32,6 +32,7 @@ from offload.plan.request import Request
 from offload.prefix import PrefixCache
 from offload.progress import OnProgress, ignore
 from offload.transfer.device import use_device
+from offload.transfer.timing import Timing
 from offload.worker import Worker
 
 if TYPE_CHECKING:
@@ -59,11 +60,13 @@ class Step:
     finish: FinishReason | None
 
 
-def kernels_problem(device: str) -> str:
-    """Why a pass on `device` runs on torch's operators though there should be kernels, "" where it is as it should be.
-    Raises UsageError for a wrong TRIFORCE_KERNELS."""
-    reason = kernels().reason if device == "cpu" else card(torch.device(device)).reason
-    return "" if reason == OFF else reason
+def kernels_problem(device: str, model: ModelConfig) -> str:
+    """Why a pass of `model` on `device` runs on torch's operators though there should be kernels, "" where it is as it
+    should be. Raises UsageError for a wrong TRIFORCE_KERNELS."""
+    place = torch.device(device)
+    on_cpu = place.type == "cpu"
+    found = fitting(place, model.head_dim, model.layer_products()) if on_cpu else card.fitting(place, model.head_dim)
+    return "" if found.reason == OFF else found.reason
 
 
 def prefill_problem(device: str) -> str:
@@ -103,6 +106,7 @@ class Engine:
     def __init__(self, worker: Worker, tokenizer: Tokenizer, *, load_seconds: float = 0.0) -> None:
         self.worker, self.tokenizer, self.prefix, self.stats = worker, tokenizer, PrefixCache(worker), Stats()
         self._load_seconds = load_seconds
+        self._refreshes, self._refresh_timing = LevelStats("refresh"), Timing(worker.memory.device)
         self._link_at_start = self._link_at_decode = LinkStats()
         self._host_at_decode = HostStats()
         self._ranks_at_decode: list[RankStats] = []
@@ -277,12 +281,13 @@ class Engine:
         reused = self.prefix.begin(prompt, reuse=reuse)
         if "draft" in self.levels:
             self.levels["draft"].truncate(0)
-        if "retrieval" in self.levels and not self.prefix.num_precomputed:
-            self.levels["retrieval"].truncate(0)
+        if (inner := self.plan.composition.inner) is not None and not self.prefix.num_precomputed:
+            self.levels[inner].truncate(0)
         self.worker.record_mass(record_mass)
         self.stats = Stats(prompt_tokens=len(prompt), reused_tokens=reused, load_seconds=self._load_seconds)
         for level in self.levels.values():
             level.stats = LevelStats(level.stats.name)
+        self._refreshes = LevelStats("refresh")
         self.stats.levels = [level.stats for level in self.levels.values()]
         self._link_at_start = self._link_at_decode = self.worker.link_stats
         self._host_at_decode = self.worker.host_stats
@@ -299,6 +304,8 @@ class Engine:
         self.stats.host_attention = self.worker.host_stats - self._host_at_decode
         for level in self.levels.values():
             level.settle()
+        self._refresh_timing.settle()
+        self.stats.refresh_seconds = self._refreshes.seconds
         if run.finish is not None:
             now = zip(self.worker.rank_stats(), self._ranks_at_decode, strict=True)
             self.stats.ranks = [rank.since(earlier) for rank, earlier in now]
@@ -317,10 +324,8 @@ class Engine:
         )
 
     def _prepare_retrieval(self, num_rows: int, wanted: bool) -> bool:
-        start = time.perf_counter()
-        ready = self.worker.prepare_retrieval(num_rows, wanted=wanted)
-        self.stats.refresh_seconds += time.perf_counter() - start
-        return ready
+        with self._refresh_timing.measure(self._refreshes, num_rows):
+            return self.worker.prepare_retrieval(num_rows, wanted=wanted)
 
 
 def _show(run: generation.Run, detokenizer: Detokenizer, stops: StopStrings, end_tokens: frozenset[int]) -> Step:

@@ -19,6 +19,7 @@ from offload.cache import Cache
 from offload.errors import RankFailed
 from offload.kernels.rows import Blocks
 from offload.metrics import RankStats
+from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.parts import Parts
 from offload.plan.config import ModelConfig
@@ -195,10 +196,10 @@ class LeadingWorker(Worker):
     def _another(self, plan: Plan) -> Worker:
         return LeadingWorker.build(self._lead, plan, self.parts, vocab_size=self.vocab_size)
 
-    def _level(self, name: str, cache: Cache, blocks: Blocks | None) -> Level:
+    def _level(self, name: str, decoder: Decoder, cache: Cache, blocks: Blocks | None) -> Level:
         record = self._record if name == "target" else None
         return LeadingLevel(
-            self, record, name, self.target, cache, vocab_size=self.vocab_size, blocks=blocks, link=self.link
+            self, record, name, decoder, cache, vocab_size=self.vocab_size, blocks=blocks, link=self.link
         )
 
 

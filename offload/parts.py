@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from offload.cache.tiles import TileShape, TileStore
 from offload.errors import ModelError
+from offload.kernels.native import fitting
 from offload.model.decoder import Decoder
 from offload.model.loading import DTYPES, load_decoders
+from offload.model.low_bits import low_bit_weights
 from offload.model.sums import Sums
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
@@ -66,6 +69,13 @@ class Parts:
     @property
     def target(self) -> Decoder:
         return self.decoders["target"]
+
+    @cached_property
+    def coded_target(self) -> Decoder:
+        """The target over weights in 4 bits, made when they are first asked for. Raises UsageError, DoesNotFit."""
+        config = self.target.config
+        kernels = fitting(self.memory.device, config.head_dim, config.layer_products())
+        return self.target.over(low_bit_weights(self.target.weights, config, self.memory, kernels))
 
     def num_scored(self, num_tokens: int) -> int:
         """Entries of the target's logits that are tokens, of a vocabulary of `num_tokens`: models may pad theirs.

@@ -28,12 +28,14 @@ from offload.kernels.rows import Blocks
 from offload.model.decoder import Decoder, Segment
 from offload.model.level import Level
 from offload.model.loading import DTYPES
+from offload.model.low_bits import low_bit_weights
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import rates_key
 from offload.plan.machine import machine_name
 from offload.plan.options import PAGE_TOKENS, Options
 from offload.plan.pass_times import ROWS, PassTimes, key_of, load_times, save_times
 from offload.plan.request import Request
+from offload.plan.sizing import takes_codes
 from offload.transfer.memory import Memory
 from offload.transfer.weights import LayerLayout, Linear, ResidentLayers, Weights
 
@@ -50,60 +52,77 @@ _LEAST = 1e-13  # seconds: below what a clock tells
 
 Point = tuple[str, int]  # what is measured, and its rows or tokens
 Run = Callable[[], object]
+Model = tuple[ModelConfig, bool]  # and whether its weights are in 4 bits
 
 
 def timed(request: Request) -> Request:
-    """`request` with the times of its models' passes. On a CPU those that no file has yet are measured and kept; what
-    cannot be kept is not used, since the next start would make another plan."""
+    """`request` with the times of its models' passes, the target's over weights in 4 bits too. On a CPU those that no
+    file has yet are measured and kept; what cannot be kept is not used, since the next start would make another plan.
+    """
     if not request.hardware.is_cpu or request.hardware.num_devices > 1:
         return request
-    models = [config for config in (request.target, request.draft) if config is not None]
-    missing = [config for config in models if not _is_timed(config, request.dtype)]
+    models = _models(request)
     try:
-        _remember(missing, request.dtype)
+        _remember([model for model in models if not _is_timed(model, request.dtype)], request.dtype)
     except OSError:
         return request
-    return request.with_known_times()
+    known = request.with_known_times()
+    runs_coded = (request.target, True) in models  # kernels may be gone since they were timed
+    return known if runs_coded else replace(known, times=replace(known.times, coded=None))
 
 
 def time_again(target: Path, draft: Path | None) -> None:
     """Time the passes of two models on this CPU whatever is known, and forget those of others, which are timed when
     they are used: the machine may have changed. Where nothing can be kept, nothing happens."""
     request = Request.on_this_machine(target, draft, Options(device="cpu"))
-    models = [config for config in (request.target, request.draft) if config is not None]
     with suppress(OSError):
-        _remember(models, request.dtype, alone=True)
+        _remember(_models(request), request.dtype, alone=True)
 
 
-def _remember(models: Sequence[ModelConfig], dtype: str, *, alone: bool = False) -> None:
+def _models(request: Request) -> list[Model]:
+    """Those whose passes are timed."""
+    models = [(config, False) for config in (request.target, request.draft) if config is not None]
+    return [*models, (request.target, True)] if _may_take_codes(request) else models
+
+
+def _may_take_codes(request: Request) -> bool:
+    """Whether the target may propose to itself with weights in 4 bits."""
+    options, products = request.options, request.target.layer_products()
+    wanted = options.speculation and options.gamma != 0 and options.weight_bits != 16
+    return wanted and takes_codes(products) and _kernels(request.target).library is not None
+
+
+def _remember(models: Sequence[Model], dtype: str, *, alone: bool = False) -> None:
     """Time the passes of `models` and keep what was measured. alone: and forget other models. OSError."""
-    found = {key_of(config, dtype): time_passes(config, dtype) for config in models}
+    found = {key_of(config, dtype, coded=coded): time_passes(config, dtype, coded=coded) for config, coded in models}
     measured = {key: times for key, times in found.items() if times is not None}
     if measured:
         save_times(machine_name(), rates_key("cpu"), measured, alone=alone)
 
 
 @torch.inference_mode()
-def time_passes(config: ModelConfig, dtype: str) -> PassTimes | None:
+def time_passes(config: ModelConfig, dtype: str, *, coded: bool = False) -> PassTimes | None:
     """None where the processor is too busy. dtype: bf16, fp16 or fp32. Temporary memory: LAYER_BYTES of weights (at
-    least a layer), as much for logits and CACHE_BYTES."""
-    return _Trial(config, DTYPES[dtype]).times()
+    least a layer), as much for logits and CACHE_BYTES. coded: over weights in 4 bits, without a prefill."""
+    return _Trial(config, DTYPES[dtype], coded=coded).times()
 
 
-def _is_timed(config: ModelConfig, dtype: str) -> bool:
+def _is_timed(model: Model, dtype: str) -> bool:
     """Whether there are times of the kernels that would run now."""
-    known = load_times(machine_name(), rates_key("cpu"), key_of(config, dtype))
+    config, coded = model
+    known = load_times(machine_name(), rates_key("cpu"), key_of(config, dtype, coded=coded))
     return known is not None and known.kernels == _kernels_name(config)
 
 
 class _Trial:
     """A model of a few layers and part of a vocabulary, and its full cache."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, coded: bool) -> None:
         item = dtype.itemsize
-        self._config, self._kernels = config, _kernels(config)
+        self._config, self._kernels, self._coded = config, _kernels(config), coded
         self._limit = LIMIT_SECONDS + config.layer_weight_bytes(item) / LIMIT_RATE
-        self._num_layers = _between(1, LAYER_BYTES // config.layer_weight_bytes(item), config.num_layers)
+        room = LAYER_BYTES * 4 if coded else LAYER_BYTES  # of the exact ones
+        self._num_layers = _between(1, room // config.layer_weight_bytes(item), config.num_layers)
         self._vocab_size = _between(1, LAYER_BYTES // (config.hidden_size * item), config.vocab_size)
         per_token = config.kv_bytes_per_token(item) // config.num_layers
         most = min(config.context_limit - 2 * ROWS[-1], MAX_TOKENS)
@@ -112,6 +131,8 @@ class _Trial:
         near = NEAR_BYTES // (self._num_layers * per_token) if self._is_whole else self._num_tokens
         self._num_near = _between(1, near, self._num_tokens)
         self._weights = _made_up(config, dtype, self._num_layers, self._vocab_size)
+        if coded:
+            self._weights = low_bit_weights(self._weights, config, Memory(torch.device("cpu")), self._kernels)
         self._cache = self._full_cache(dtype)
         self._prefill_rows = _between(64, int(PREFILL_FLOPS / (2 * config.layer_matrix_elements())), 512)
         self._prefill_before = self._num_tokens
@@ -136,8 +157,7 @@ class _Trial:
         layers = [short - fixed for short, fixed in zip(of("short"), of("fixed"), strict=True)]
         kept = max(taken["long", MASS_ROWS] - taken["short", MASS_ROWS], _LEAST)
         masses = max(taken["masses", MASS_ROWS] - taken["long", MASS_ROWS], 0.0)
-        rows, before = self._prefill_rows, self._prefill_before
-        pair = max((taken["prefill", before] - taken["prefill", 0]) / (rows * before), _LEAST)
+        prefill_row, prefill_pair = self._prefill_seconds(taken)
         token = attended("long", self._num_tokens)
         near_token = tuple(map(min, attended("near", self._num_near), token))
         return PassTimes(
@@ -148,8 +168,8 @@ class _Trial:
             num_tokens=self._num_tokens,
             num_near=self._num_near,
             mass_share=min(masses / kept, 1.0),
-            prefill_row=max(taken["prefill", 0] / rows - pair * rows / 2, _LEAST),
-            prefill_pair=pair,
+            prefill_row=prefill_row,
+            prefill_pair=prefill_pair,
             kernels=_kernels_name(self._config),
         )
 
@@ -188,8 +208,18 @@ class _Trial:
             points["draw", rows] = partial(draw, logits)
         return points
 
+    def _prefill_seconds(self, taken: Mapping[Point, float]) -> tuple[float, float]:
+        """Of a row, and of a pair of a row and a token that it sees. None over weights in 4 bits: the least."""
+        if self._coded:
+            return _LEAST, _LEAST
+        rows, before = self._prefill_rows, self._prefill_before
+        pair = max((taken["prefill", before] - taken["prefill", 0]) / (rows * before), _LEAST)
+        return max(taken["prefill", 0] / rows - pair * rows / 2, _LEAST), pair
+
     def _prefills(self) -> dict[Point, Run]:
-        """A block of one layer, after no tokens and after some."""
+        """A block of one layer, after no tokens and after some. None over weights in 4 bits."""
+        if self._coded:
+            return {}
         decoder, tokens = self._decoder(1), torch.zeros(self._prefill_rows, dtype=torch.long)
 
         def run(before: int) -> None:

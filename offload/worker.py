@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from offload.cache import Cache
+from offload.cache.ahead import AheadCache
 from offload.cache.full import FullCache
 from offload.cache.retrieval import RetrievalCache
 from offload.cache.selection import Selection
@@ -40,8 +41,8 @@ class Worker:
     """Models, levels with their caches, link and memory of one rank.
 
     Whatever changes the caches is asked for with tokens and lengths alone: `prefill`, `forward` and `truncate` of the
-    `levels` (by name: "target", "retrieval", "draft"), `record_mass`, `refresh`, `prepare_retrieval`, `fetch_ahead`,
-    `copy_rows`. `full` is the target's cache.
+    `levels` (by name: "target", "self" or "retrieval", "draft"), `record_mass`, `refresh`, `prepare_retrieval`,
+    `fetch_ahead`, `copy_rows`. `full` is the target's cache.
     """
 
     def __init__(self, plan: Plan, parts: Parts, *, vocab_size: int, blocks: Blocks | None = None) -> None:
@@ -174,20 +175,23 @@ class Worker:
         self._caches.append(arena)
         self.full = full_cache(plan, self.target.config, self.memory, self.link, self._blocks, arena)
         self._caches.append(self.full)
-        self.levels["target"] = self._level("target", self.full, self._blocks)
-        if "retrieval" in plan.composition.levels:
+        self.levels["target"] = self._level("target", self.target, self.full, self._blocks)
+        own = self.target if plan.composition.weight_bits == 16 else self.parts.coded_target
+        if plan.composition.inner == "retrieval":
             self.retrieval = _retrieval_cache(plan, self.target.config, self.full)
             self._caches.append(self.retrieval)
-            self.levels["retrieval"] = self._level("retrieval", self.retrieval, None)
+            self.levels["retrieval"] = self._level("retrieval", own, self.retrieval, None)
+        if plan.composition.inner == "self":
+            self.levels["self"] = self._level("self", own, AheadCache(self.full), self._blocks)
         draft = self.parts.decoders.get("draft")
         if "draft" in plan.composition.levels and draft is not None:
             streaming = _streaming_cache(plan, draft.config, self.memory)
             self._caches.append(streaming)
             self.levels["draft"] = StreamingLevel("draft", draft, streaming, vocab_size=self.vocab_size)
 
-    def _level(self, name: str, cache: Cache, blocks: Blocks | None) -> Level:
-        """A level of the target over one of its caches."""
-        return Level(name, self.target, cache, vocab_size=self.vocab_size, blocks=blocks, link=self.link)
+    def _level(self, name: str, decoder: Decoder, cache: Cache, blocks: Blocks | None) -> Level:
+        """A level of the target, over one of its weights and caches."""
+        return Level(name, decoder, cache, vocab_size=self.vocab_size, blocks=blocks, link=self.link)
 
     def _reserve(self) -> None:
         plan = self.plan
@@ -235,7 +239,7 @@ def full_cache(
         flash=_flash_tiles(plan),
         kernels=_attention_kernels(plan, config),
         host_kernels=fitting(torch.device("cpu"), config.head_dim, ()),
-        keep_queries=composition.selection == "published",
+        keep_queries=composition.budget > 0 and composition.selection == "published",
         arena=arena,
     )
 

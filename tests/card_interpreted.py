@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from models import LateLink
+from offload.cache import fetch
+from offload.cache.fetch import CardFetch
 from offload.cache.full import FullCache
 from offload.cache.retrieval import RetrievalCache
 from offload.cache.selection import Selection
@@ -22,6 +25,7 @@ from offload.kernels import decode_attention, native
 from offload.kernels.attention import join
 from offload.kernels.card import Card, programs
 from offload.kernels.card.attention import ROWS, CardAttention, launch
+from offload.kernels.card.fetch import ChunkCopy
 from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks
@@ -397,6 +401,94 @@ def test_every_cache_attends_as_with_torchs_operators(monkeypatch: pytest.Monkey
         launched.clear()
     for ours, theirs in zip(*results, strict=True):
         assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+LAYERS = 3
+
+
+def tiles_of(number: int, *, dim: int, page: int, pages: int, dtype: torch.dtype) -> list[list[Tensor]]:
+    """[2, P, H_kv, S, D] for each layer; bytes of all kinds, NaN among them."""
+    generator = torch.Generator().manual_seed(dim + page)
+    size = (2, pages, KV_HEADS, page, dim * dtype.itemsize)
+    return [
+        [torch.randint(256, size, generator=generator, dtype=torch.uint8).view(dtype) for _ in range(number)]
+        for _ in range(LAYERS)
+    ]
+
+
+def copied(tiles: list[list[Tensor]], wanted: Tensor, held: Tensor, chunk: int, slot: int, tokens: range) -> Tensor:
+    """By torch, token by token, as int32: NaN equals itself then."""
+    out = held.clone()
+    for layer, homes in enumerate(tiles):
+        rows = torch.cat([home.transpose(1, 2).flatten(2, 3) for home in homes], 2)  # [2, H_kv, tokens, D]
+        for head in range(KV_HEADS):
+            for place, number in enumerate((wanted if wanted.dim() == 1 else wanted[layer, head]).tolist()):
+                for row in range(chunk):
+                    token = number * chunk + row
+                    if number >= 0 and token in tokens:
+                        out[layer, :, head, (slot + place) * chunk + row] = rows[:, head, token]
+    return out.view(torch.int32)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(
+    ("dim", "chunk", "page", "pages"),
+    [(64, 8, 16, 2), (128, 32, 32, 1), (48, 4, 16, 3), (256, 16, 16, 2), (16, 1, 4, 2)],
+)
+def test_chunks_are_copied_byte_for_byte(dtype: torch.dtype, dim: int, chunk: int, page: int, pages: int) -> None:
+    """Of several tiles in every layer, to slots in any order; where nothing is wanted, nothing is touched. Then some
+    tokens of consecutive chunks, the same of all heads."""
+    tiles = tiles_of(3, dim=dim, page=page, pages=pages, dtype=dtype)
+    per_layer, slots = 3 * page * pages // chunk, 5
+    held = normal(LAYERS, 2, KV_HEADS, (slots + 3) * chunk, dim, seed=dim, dtype=dtype)
+    generator = torch.Generator().manual_seed(chunk)
+    wanted = torch.stack([torch.randperm(max(per_layer, slots), generator=generator)[:slots] for _ in range(6)])
+    wanted = wanted.view(LAYERS, KV_HEADS, slots)
+    wanted[(wanted >= per_layer) | (torch.rand(wanted.shape, generator=generator) < 0.3)] = -1
+    homes = torch.tensor([[home.data_ptr() for home in layer] for layer in tiles])
+    copy = ChunkCopy(chunk=chunk, page=page, tile=page * pages)
+    everything = range(3 * page * pages)
+    expected = copied(tiles, wanted, held, chunk, 0, everything)
+    copy.run(homes, wanted, held)
+    assert torch.equal(held.view(torch.int32), expected)
+    numbers = torch.arange(1, 3)
+    tokens = range(chunk + chunk // 2, 2 * chunk + max(chunk // 2, 1))
+    expected = copied(tiles, numbers, held, chunk, slots, tokens)
+    copy.run(homes, numbers, held, slot=slots, tokens=tokens)
+    assert torch.equal(held.view(torch.int32), expected)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_refresh_by_the_kernel_holds_what_one_by_the_host_does(
+    streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over growing contexts, some tiles on the device and some not, with copies home as late as may be; and again after
+    the buffer was taken away."""
+    monkeypatch.setattr(fetch, "kernels_read_host", lambda device: True)
+    memory, rope = Memory(torch.device("cpu")), turning(32, torch.float32)
+    shape, blocks = TileShape(KV_HEADS, 32, 16, 2, torch.float32), Blocks((1, 8, 12))
+    caches = []
+    for kernels in (Card("interpreted"), NONE):
+        link = LateLink(late_in=True, late_out=True) if streams else None
+        full = FullCache(memory, shape, num_layers=1, rope=rope, blocks=blocks, mass_chunk=8, link=link, num_resident=1)
+        selection = Selection(rule="mass", reach=2)
+        caches.append(RetrievalCache(full, budget=32, chunk=8, selection=selection, kernels=kernels, tail=40))
+    assert isinstance(caches[0]._fetch, CardFetch)
+    assert not isinstance(caches[1]._fetch, CardFetch)
+    for first, count in ((0, 8), (8, 12), (20, 12), (32, 12), (44, 1), (45, 12), (57, 12), (69, 8)):
+        for cache in caches:
+            fed(cache.full, first, count)
+            cache.refresh(count)
+        ours, theirs = caches
+        if first == 45:
+            for cache in caches:
+                cache._give_up()
+                cache.begin("decode", 1)
+        assert ours.length == theirs.length == theirs.full.length
+        assert ours.num_fetched == theirs.num_fetched
+        used = ours._num_filled * 8 + ours.length % 8
+        assert torch.equal(ours._held[:, :, :, :used], theirs._held[:, :, :, :used])
+        assert ours._held[:, :, :, :used].any(-1).all()
 
 
 def test_a_kernel_that_cannot_start_names_the_remedy() -> None:

@@ -209,6 +209,9 @@ class TableLevel:
         rows = torch.stack([self._distribution(tuple(self.tokens[:end])) for end in ends])
         return rows.log() if self._logarithm else rows
 
+    def then(self, tokens: Sequence[int] | Tensor, num_logits: int, compute: Any, *given: Tensor) -> Any:
+        return compute(self.forward(tokens, num_logits), *given)
+
     def truncate(self, length: int) -> None:
         require(length >= 0, f"truncated to {length} tokens")
         del self.tokens[length:]

@@ -246,6 +246,7 @@ class Sizes:
     window: int = 8
     capacity: int = 192
     equal_rows: tuple[int, ...] = ()  # other block sizes that give the same bits
+    weight_bits: int = 16  # with fewer and a budget of 0 the target proposes to itself over its whole cache
 
     @property
     def blocks(self) -> Blocks:
@@ -401,7 +402,8 @@ def tiny_plan(
         Options(
             dtype=dtype, offload=offload, gamma=sizes.gamma, draft_gamma=sizes.draft_gamma, chunk=sizes.chunk,
             sinks=sizes.sinks, window=sizes.window, selection=sizes.selection, device="cpu",
-            speculation=sizes.gamma > 0, budget=sizes.budget if sizes.gamma else None, lookup=sizes.lookup,
+            speculation=sizes.gamma > 0, budget=(sizes.budget or None) if sizes.gamma else None, lookup=sizes.lookup,
+            weight_bits=sizes.weight_bits if sizes.gamma else None,
         ),
         CPU,
         num_prompt_tokens=num_prompt_tokens,
@@ -410,7 +412,7 @@ def tiny_plan(
     return changed(
         plan, rows=sizes.rows, prefill_block=sizes.prefill_block, page_tokens=sizes.page,
         tile_tokens=sizes.page * sizes.pages, budget=sizes.budget if plan.composition.budget else 0,
-        adaptive=("retrieval", "target") if sizes.adaptive else (),
+        adaptive=("retrieval" if sizes.budget else "self", "target") if sizes.adaptive else (),
     )  # fmt: skip
 
 

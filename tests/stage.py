@@ -147,7 +147,8 @@ def _fix_the_machine() -> None:
         module.probe = lambda device, gpus=1: card if device.startswith("cuda") else laptop
     engine.timed = lambda request: request
     engine.time_again = lambda target, draft: None
-    engine.kernels_problem = engine.prefill_problem = lambda device: ""
+    engine.kernels_problem = lambda device, model: ""
+    engine.prefill_problem = lambda device: ""
     moments = itertools.count(1000.0, 0.25)
     for clocked in (deadline.Deadline, progress.PlainDisplay, progress.TimeLeft):
         clocked.__init__.__defaults__ = (lambda: next(moments),)

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -663,18 +664,16 @@ def assert_holds_exactly(cache: RetrievalCache, full: FullCache, *, budget: int)
     assert cache.length == full.length
     rows = full.reader.tokens(0, full.length)  # [L, 2, H_kv, n, D]
     num_chosen = 0
-    if cache.chosen is not None and cache._slot_of is not None:
-        num_chunks = cache.chosen.shape[-1]
-        assert num_chunks == cache._tail_start // CHUNK
+    if cache.chunks is not None:
+        num_chunks = cache._tail_start // CHUNK
         num_chosen = min(budget // CHUNK, num_chunks)
         for layer in range(LAYERS):
             for head in range(KV_HEADS):
-                chunks = cache.chosen[layer, head].nonzero().flatten().tolist()
-                slots = [int(cache._slot_of[layer, head, chunk]) for chunk in chunks]
-                assert len(chunks) == num_chosen
+                chunks = cache.chunks[layer, head].tolist()
+                assert len(chunks) == len(set(chunks)) == num_chosen
                 assert 0 in chunks
-                assert sorted(slots) == list(range(num_chosen))
-                for chunk, slot in zip(chunks, slots, strict=True):
+                assert set(chunks) <= set(range(num_chunks))
+                for slot, chunk in enumerate(chunks):
                     held = cache._held[layer, :, head, slot * CHUNK : (slot + 1) * CHUNK]
                     assert torch.equal(held, rows[layer, :, head, chunk * CHUNK : (chunk + 1) * CHUNK])
     assert cache._num_filled == num_chosen
@@ -699,8 +698,11 @@ def test_retrieval_attends_its_chunks_its_tail_and_its_drafts(before: int, draft
         q, k = turn(q, tape.rope, positions), turn(k, tape.rope, positions)
         for head in range(KV_HEADS):
             seen = positions >= cache._tail_start
-            if cache.chosen is not None:
-                seen[: cache._tail_start] = cache.chosen[layer, head].repeat_interleave(CHUNK)
+            if cache.chunks is not None:
+                chosen = torch.zeros(cache._tail_start // CHUNK, dtype=torch.bool)
+                seen[: cache._tail_start] = chosen.index_fill(0, cache.chunks[layer, head], True).repeat_interleave(
+                    CHUNK
+                )
             for row in range(out.shape[1]):
                 held = seen & (positions <= before + row)
                 queries = q[before + row, head * group : (head + 1) * group]
@@ -761,11 +763,11 @@ def test_what_a_prefill_took_the_place_of_is_fetched_again_to_the_same_slots(str
     inner.history = list(target.history)
     if drafted:
         inner.extend([2] * drafted)
-    slots, before = retrieval._slot_of, retrieval._held[..., : 4 * CHUNK + 27 % CHUNK, :].clone()
+    chunks, before = retrieval.chunks, retrieval._held[..., : 4 * CHUNK + 27 % CHUNK, :].clone()
     target.extend([0] * 11, phase="prefill", blocks=4)
     assert retrieval.length == 27
     retrieval.begin("decode", 1)
-    assert retrieval._slot_of is slots
+    assert retrieval.chunks is chunks
     assert torch.equal(retrieval._held[..., : 4 * CHUNK + 27 % CHUNK, :], before)
     target.extend([1] * 3)
     retrieval.refresh(3)
@@ -781,8 +783,8 @@ def test_a_published_selection_stays_while_its_tail_outgrows_its_room() -> None:
     target, inner = Driver(full, tape, padding=ROWS), Driver(retrieval, tape)
     target.extend([0] * 20)
     retrieval.refresh(20)
-    chosen = retrieval.chosen
-    assert chosen is not None
+    chunks = retrieval.chunks
+    assert chunks is not None
     before = retrieval.nbytes()
     while len(target.history) < 165:
         inner.history = list(target.history)
@@ -791,7 +793,7 @@ def test_a_published_selection_stays_while_its_tail_outgrows_its_room() -> None:
         inner.truncate(len(target.history))
         retrieval.refresh(7)
         assert_holds_exactly(retrieval, full, budget=budget)
-    assert retrieval.chosen is chosen
+    assert retrieval.chunks is chunks
     assert retrieval.nbytes() > before
 
 
@@ -813,20 +815,45 @@ def test_a_refresh_fetches_only_chunks_that_are_new() -> None:
     driver = refreshed(tape, [0] * 41, budget=8 * CHUNK)
     retrieval = driver.cache
     assert isinstance(retrieval, RetrievalCache)
-    assert retrieval.chosen is not None
+    assert retrieval.chunks is not None
     first = retrieval.num_fetched
     assert first == 8 * LAYERS * KV_HEADS
     retrieval.selector = Selection(reach=4, decay=0.0).selector()  # else a second look would count the rows twice
-    before = retrieval.chosen.clone()
+    before = retrieval.chunks.sort(-1).values
     full = retrieval.full
     Driver(full, tape, padding=ROWS, history=[0] * 41).extend([1] * 3)
     retrieval.refresh(3)
-    grown = torch.nn.functional.pad(before, (0, retrieval.chosen.shape[-1] - before.shape[-1]))
-    new = int((retrieval.chosen & ~grown).sum())
+    after = retrieval.chunks
+    new = sum(
+        len(set(after[layer, head].tolist()) - set(before[layer, head].tolist()))
+        for layer in range(LAYERS)
+        for head in range(KV_HEADS)
+    )
     assert 0 < new < first
     assert retrieval.num_fetched - first == new
     retrieval.refresh(3)
     assert retrieval.num_fetched - first == new
+
+
+@pytest.mark.parametrize(("at", "sign"), [("chunks", 1), ("tokens", -1)])
+def test_a_refresh_that_is_broken_off_leaves_no_chunk_that_is_not_there(
+    at: str, sign: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before new chunks came, which the next one chooses too; and after others came, in place of what it chooses."""
+    tape = Tape()
+    driver = refreshed(tape, [0] * 41, budget=4 * CHUNK)
+    retrieval = driver.cache
+    assert isinstance(retrieval, RetrievalCache)
+    full = retrieval.full
+    Driver(full, tape, padding=ROWS, history=[0] * 41).extend([1] * 8)
+    scores = retrieval._scores
+    with monkeypatch.context() as patch:
+        patch.setattr(retrieval, "_scores", lambda num_rows: sign * scores(num_rows))
+        patch.setattr(full.reader, at, Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            retrieval.refresh(8)
+    retrieval.refresh(8)
+    assert_holds_exactly(retrieval, full, budget=4 * CHUNK)
 
 
 @settings(max_examples=15)
@@ -912,5 +939,4 @@ def test_choice_is_the_best_of_each_kv_head_and_always_the_first_chunk(
     assert torch.equal(scores, kept)
     for row, picked in zip(scores.flatten(0, 1).tolist(), chosen.flatten(0, 1).tolist(), strict=True):
         others = sorted(range(1, num_chunks), key=lambda chunk: -row[chunk])
-        best = {0, *others[: num_chosen - 1]}
-        assert {chunk for chunk in range(num_chunks) if picked[chunk]} == best
+        assert picked == sorted({0, *others[: num_chosen - 1]})

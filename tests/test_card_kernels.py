@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,9 @@ from offload.bench.diagnosis import software  # noqa: E402
 from offload.engine import kernels_problem  # noqa: E402
 from offload.kernels.card import Card, card, fitting, programs  # noqa: E402
 from offload.kernels.card.attention import ROWS, SPAN, STAGES, Tiling  # noqa: E402
+from offload.kernels.card.fetch import rows_at_once, warps  # noqa: E402
 from offload.kernels.native import VARIABLE  # noqa: E402
+from offload.plan.expectations import LLAMA2_7B  # noqa: E402
 
 CUDA = torch.device("cuda:0")
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,13 +59,14 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 def test_a_card_has_kernels_and_they_are_named(on_a_card: pytest.MonkeyPatch) -> None:
     assert card(CUDA) == fitting(CUDA, 128) == Card(triton.__version__)
-    assert kernels_problem("cuda") == ""
+    assert kernels_problem("cuda", LLAMA2_7B) == ""
     assert f"kernels by Triton {triton.__version__} for few rows, and torch's fused" in software().attention
 
 
 def test_the_reason_for_none_is_said(on_a_card: pytest.MonkeyPatch) -> None:
     assert fitting(CUDA, 40).reason == "they know heads of 16, 32, ... 256 numbers, not of 40"
     assert fitting(CUDA, 512).reason
+    assert kernels_problem("cuda", replace(LLAMA2_7B, head_dim=40)) == fitting(CUDA, 40).reason
     for change, reason in (
         (lambda: on_a_card.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5)), "capability 8.0"),
         (
@@ -75,7 +78,7 @@ def test_the_reason_for_none_is_said(on_a_card: pytest.MonkeyPatch) -> None:
         change()
         card.cache_clear()
         assert reason in card(CUDA).reason
-        assert kernels_problem("cuda") == card(torch.device("cuda")).reason
+        assert kernels_problem("cuda", LLAMA2_7B) == card(torch.device("cuda")).reason
         assert f"torch products ({card(CUDA).reason})" in software().attention
 
 
@@ -83,7 +86,7 @@ def test_the_user_may_turn_them_off(on_a_card: pytest.MonkeyPatch) -> None:
     on_a_card.setenv(VARIABLE, "off")
     assert card(CUDA) == Card(reason="TRIFORCE_KERNELS is off")
     assert not card(CUDA).usable
-    assert kernels_problem("cuda") == ""
+    assert kernels_problem("cuda", LLAMA2_7B) == ""
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,24 @@ def test_the_merges_compile_to_wide_loads_and_spill_nothing(capability: int) -> 
     assert merged.registers <= 96
     assert joined.registers <= 64
     assert "ld.global.v4" in merged.ptx or "cp.async.cg" in merged.ptx
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("dtype", "dim"), [("bf16", 128), ("bf16", 64), ("fp16", 80), ("bf16", 256), ("fp32", 128)])
+@pytest.mark.parametrize("chunk", [8, 32, 64])
+def test_chunks_are_copied_by_loads_and_stores_of_16_bytes(capability: int, dtype: str, dim: int, chunk: int) -> None:
+    words = dim * ITEMSIZE[dtype] // 4
+    padded = 1 << (words - 1).bit_length()
+    shape = {"CHUNK": chunk, "PER_PAGE": 512 // chunk, "PER_TILE": 8192 // chunk, "WORDS": words}
+    rows = rows_at_once(chunk, padded)
+    shape |= {"WORDS_PADDED": padded, "ROWS": rows}
+    pointers = {"homes": "*i64", "wanted": "*i64", "held": "*i32"}
+    found = compiled(programs.copy_chunks, capability, pointers, shape, warps=warps(rows * padded))
+    assert found.spilled_bytes == 0
+    assert found.registers <= 64
+    moved = [op for op in re.findall(r"(?:ld|st)\.global[.\w:]*", found.ptx) if not op.startswith("ld.global.b64")]
+    assert moved
+    assert all(".v4.b32" in op for op in moved), moved
 
 
 def test_spills_are_noticed() -> None:

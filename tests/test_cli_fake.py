@@ -68,6 +68,8 @@ def load_tokenizer(model: Path, draft: Path | None) -> Tokenizer:
 class Request:
     options: Options
     hardware = types.SimpleNamespace(is_cpu=True)
+    target = types.SimpleNamespace()
+    draft = None
 
     @classmethod
     def on_this_machine(cls, model: Path, draft: Path | None, options: Options) -> Request:
@@ -231,7 +233,7 @@ def install() -> None:
     engine.__dict__.update(
         Engine=Engine,
         load_tokenizer=load_tokenizer,
-        kernels_problem=lambda device: "",
+        kernels_problem=lambda device, model: "",
         prefill_problem=lambda device: "",
         timed=lambda request: request,
     )

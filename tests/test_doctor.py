@@ -513,6 +513,29 @@ class TestGpus:
         assert found.rates["cuda:1"] == replace(expected, links=found.together.to_device)
         assert found.rates["cpu"].links is None
 
+    def test_together_are_busy_on_all_links_in_one_direction_the_other_and_both(self, quick, monkeypatch):
+        pretend_gpus(monkeypatch, 2)
+        links, under_way = [], []
+        link_copies, copy_rate = measure.link_copies, measure.copy_rate
+
+        def opened(*args: Any) -> measure.Copies:
+            links.append(link_copies(*args))
+            return links[-1]
+
+        def timed(copies: list[measure.Copy], num_bytes: int) -> float:
+            ways = [(end, way) for copy in copies for end, link in enumerate(links)
+                    for way in ("to_device", "to_host") if getattr(link, way) is copy]  # fmt: skip
+            under_way.append(sorted(ways))
+            return copy_rate(copies, num_bytes)
+
+        monkeypatch.setattr(measure, "link_copies", opened)
+        monkeypatch.setattr(measure, "copy_rate", timed)
+        roof.diagnose(lambda step: None)
+        both = [
+            (end, way) for end in (3, 4) for way in ("to_device", "to_host")
+        ]  # after the processor's and each GPU's
+        assert under_way[-3:] == [both[::2], both[1::2], both]
+
     def test_rates_serve_the_probe_of_the_card_wherever_it_is_in_the_list(self, quick, monkeypatch):
         pretend_gpus(monkeypatch, 1)
         assert probe("auto").rates == replace(RTX_4090, to_device=AT_X8, to_host=AT_X8)

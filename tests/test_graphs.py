@@ -1,16 +1,20 @@
 """Passes that run as CUDA graphs, on paper: the logits of the same passes launched one by one, and when a graph is
-recorded anew."""
+recorded anew; draws as part of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from models import random_tokens, save_pair
+from models import GREEDY, random_tokens, save_pair
 from offload.bench import text_checks
+from offload.decode.on_card import Beforehand, Draw, Judge
+from offload.decode.sampling import SamplingParams, SeededSource, Warping
+from offload.decode.speculation import ModelProposer
 from offload.engine import Engine
 from offload.errors import TriforceError, UsageError
 from offload.model.graphs import VARIABLE, Graphs
@@ -18,6 +22,7 @@ from offload.plan.hardware import RTX_4090, Hardware
 from paper import Card, on_paper
 from paper.engines import CASES, PROMPT, Pair, engine_on_paper, loaded, said
 from paper.graphs import Graph
+from test_paper_bugs import Bug, plant
 
 CASE = CASES["draft, kv streamed"]
 GPU = Hardware("cuda:0", "a card on paper", 2**34, 2**34, True, RTX_4090)
@@ -111,11 +116,11 @@ def test_a_card_that_records_nothing_is_an_error_with_a_remedy(
 
     monkeypatch.setattr(torch.cuda, "graph", fails)
     graphs, tokens = Graphs(), torch.zeros(2, device="cuda:0")
-    assert graphs.run(0, tokens, lambda rows: rows + 1).tolist() == [1, 1]
+    assert graphs.run(0, 2, [tokens], lambda rows: (rows + 1,))[0].tolist() == [1, 1]
     with pytest.raises(
         TriforceError, match=r"\(operation not permitted when stream is capturing\); TRIFORCE_GRAPHS=off"
     ):
-        graphs.run(0, tokens, lambda rows: rows + 1)
+        graphs.run(0, 2, [tokens], lambda rows: (rows + 1,))
 
 
 @torch.inference_mode()
@@ -125,7 +130,8 @@ def test_graphs_are_recorded_anew_for_other_memory(card_on_paper: Card) -> None:
     for memory in (0, 1):
         added = torch.full((2,), float(memory + 1), device="cuda:0")
         for _ in range(3):
-            assert graphs.run(memory, tokens, added.__add__).tolist() == [memory + 1.0] * 2
+            [made] = graphs.run(memory, 2, [tokens], lambda rows, added=added: (rows + added,))
+            assert made.tolist() == [memory + 1.0] * 2
     assert card_on_paper.launches["graph"] == 4
     assert card_on_paper.problems == []
 
@@ -134,3 +140,136 @@ def test_a_wrong_value_of_the_variable_is_an_error(pair: Pair, monkeypatch: pyte
     monkeypatch.setenv(VARIABLE, "no")
     with pytest.raises(UsageError, match="TRIFORCE_GRAPHS is 'no'; on and off are known"), engine_on_paper(CASE, pair):
         pass
+
+
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=3)
+
+
+def drawn(engine: Engine, params: Sequence[SamplingParams]) -> list[tuple[list[int], Tensor]]:
+    """Blocks of the draft's tokens with what they were drawn from, by each of these parameters in turn; some after
+    tokens that others proposed."""
+    level, blocks = engine.levels["draft"], []
+    for number, sampling in enumerate(params):
+        random = Beforehand(SeededSource(number), torch.device("cuda:0"))
+        proposer = ModelProposer(level, Warping(replace(sampling, seed=None)), random)
+        for block in range(8):
+            level.truncate(0)
+            level.forward(PROMPT, 1)
+            proposal = proposer.propose([*PROMPT, *TOKENS[: 1 + block % 4]], 4)
+            blocks.append((proposal.tokens, proposal.probs.cpu()))
+    return blocks
+
+
+def test_draws_in_a_graph_are_those_of_passes_launched_one_by_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever parameters the request before had."""
+    params = [SAMPLED, SamplingParams(temperature=0.0), SAMPLED, replace(SAMPLED, top_k=3), replace(SAMPLED, seed=9)]
+    found, replays = [], []
+    for value in ("on", "off"):
+        monkeypatch.setenv(VARIABLE, value)
+        with engine_on_paper(CASE, pair) as (engine, card):
+            engine.precompute(PROMPT)
+            card.launches.clear()
+            found.append(drawn(engine, params))
+            replays.append(card.launches["graph"])
+        assert card.problems == []
+    assert replays[0] > 3 * 8 * len(params)
+    assert replays[1] == 0
+    assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[1]]
+    assert all(ours.equal(theirs) for (_, ours), (_, theirs) in zip(*found, strict=True))
+    assert len({tuple(tokens) for tokens, _ in found[0]}) > len(params)
+
+
+@torch.inference_mode()
+def test_graphs_of_what_follows_a_pass_are_kept_for_one_such_thing(card_on_paper: Card) -> None:
+    """A request's parameters may be those of no other; what follows nothing stays."""
+    graphs, tokens, given = Graphs(), torch.zeros(2, device="cuda:0"), torch.ones(1, device="cuda:0")
+
+    def run(follows: object, factor: float) -> list[float]:
+        [made] = graphs.run(0, 2, [tokens, given], lambda rows, one: (rows + factor * one,), follows=follows)
+        return made.tolist()
+
+    for _ in range(3):
+        assert run(None, 1.0) == [1.0, 1.0]
+    for follows in ("a", "b", "a"):
+        factor = 2.0 if follows == "a" else 3.0
+        for _ in range(3):
+            assert run(follows, factor) == [factor] * 2
+    assert len(graphs._recorded) == 2
+    assert card_on_paper.launches["graph"] == 2 + 3 * 2
+    assert run(None, 1.0) == [1.0, 1.0]
+    assert card_on_paper.launches["graph"] == 9
+
+
+def test_parameters_but_for_the_seed_tell_graphs_apart() -> None:
+    for step in (Draw, Judge):
+        one, same, *others = (step(Warping(SamplingParams(**params))) for params in (
+            {}, {}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}
+        ))  # fmt: skip
+        assert one == same
+        assert hash(one) == hash(same)
+        assert one not in others
+
+
+def test_a_request_with_another_seed_uses_the_graphs_of_the_one_before(pair: Pair) -> None:
+    with engine_on_paper(CASE, pair) as (engine, _):
+        one, other, colder = (
+            engine._make_speculator(params, speculation=True)._warp
+            for params in (SAMPLED, replace(SAMPLED, seed=4), replace(SAMPLED, temperature=0.1))
+        )
+    assert one == other != colder
+
+
+REQUESTS = [SAMPLED, replace(SAMPLED, seed=6), replace(SAMPLED, temperature=2.0), GREEDY]
+
+
+def texts(pair: Pair, value: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int]], int]:
+    """What is said to each of REQUESTS, one after the other, and how often a graph was replayed."""
+    monkeypatch.setenv(VARIABLE, value)
+    with engine_on_paper(CASE, pair) as (engine, card):
+        found = [said(engine, PROMPT, sampling) for sampling in REQUESTS for _ in range(3)]
+        replays = card.launches["graph"]
+    assert card.problems == []
+    return found, replays
+
+
+def test_texts_are_those_of_passes_and_draws_launched_one_by_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_graphs, replays = texts(pair, "on", monkeypatch)
+    one_by_one, none = texts(pair, "off", monkeypatch)
+    assert with_graphs == one_by_one
+    assert len({tuple(text) for text in with_graphs}) > 2
+    assert replays > none == 0
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        Bug(
+            "requests share graphs whatever their parameters",
+            "offload.model.level",
+            "None if follows is _themselves else follows",
+            "None",
+        ),
+        Bug(
+            "a pass is taken for one with another number of padded rows",
+            "offload.model.level",
+            "(len(segment.tokens), count, num_logits), ",
+            "len(segment.tokens), ",
+        ),
+        Bug(
+            "a graph draws by the uniforms of its first token",
+            "offload.model.graphs",
+            "ours.copy_(theirs)",
+            "ours.copy_(theirs) if theirs.dtype == torch.long else None",
+        ),
+    ],
+    ids=lambda bug: bug.description,
+)
+def test_a_planted_bug_changes_what_is_drawn(bug: Bug, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(bug, monkeypatch)
+    found = []
+    for value in ("on", "off"):
+        monkeypatch.setenv(VARIABLE, value)
+        with engine_on_paper(CASE, pair) as (engine, _):
+            engine.precompute(PROMPT)
+            found.append([tokens for tokens, _ in drawn(engine, [SAMPLED, replace(SAMPLED, temperature=2.0)])])
+    assert found[0] != found[1]

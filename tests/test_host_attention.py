@@ -253,7 +253,9 @@ def test_a_pass_reads_the_pages_in_use_of_its_tiles_on_the_host(path: str, clock
 
 
 def request(**options: object) -> Plan:
-    return plan_request(TARGET, DRAFT, Options(device="cpu", **options), num_prompt_tokens=len(PROMPT), max_tokens=16)  # type: ignore[arg-type]
+    return plan_request(
+        TARGET, DRAFT, Options(device="cpu", weight_bits=16, **options), num_prompt_tokens=len(PROMPT), max_tokens=16
+    )  # type: ignore[arg-type]
 
 
 def tokens_of(plan: Plan, *, speculation: bool = True) -> tuple[list[int], Engine]:

@@ -78,7 +78,7 @@ def in_speculation(old: str, new: str) -> list[Edit]:
 
 VERDICT = "verdict = verify(drafted, draft_probs, probs, self._random)\n"
 OWN_PROBS = "Round(emitted, probs, grades"
-DRAFTS_PROBS = "torch.cat([draft_probs, probs[-1:]])[: len(emitted)]"
+DRAFTS_PROBS = "torch.cat([*(each.probs for each in proposals), probs[-1:]])[: len(emitted)]"
 COMMIT = "self._commit(len(sequence) + verdict.num_accepted, names, verdict)"
 DRAFT_ROW = "return Proposal([token], row, grades"
 OVER_SPECULATOR = "any(isinstance(proposer, Speculator) for proposer in self._proposers)"
@@ -201,7 +201,8 @@ MUTANTS = [
         in_speculation(
             OWN_PROBS,
             "Round(emitted, torch.cat([probs[: len(emitted) - 1], "
-            "(probs[len(emitted) - 1] - draft_probs[len(emitted) - 1]).clamp(min=0)[None] "
+            "(probs[len(emitted) - 1] - torch.cat([each.probs for each in proposals])[len(emitted) - 1])"
+            ".clamp(min=0)[None] "
             "if len(emitted) <= len(drafted) else probs[-1:]]), grades",
         ),
     ),
@@ -260,7 +261,7 @@ MUTANTS = [
     Mutant(
         "on a card: all drafted tokens are drawn by one uniform",
         TWO_ON_CARD,
-        in_speculation("uniforms[place : place + 1]", "uniforms[:1]"),
+        in_speculation("self._level.then(tokens, 1, draw, uniform)", "self._level.then(tokens, 1, draw, uniforms[:1])"),
     ),
     Mutant(
         "the bonus from the last drafted token's row",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,10 +17,12 @@ import pytest
 import torch
 
 import forked
+from offload.engine import kernels_problem
 from offload.errors import UsageError
 from offload.kernels import native
 from offload.kernels.native import Kernels, instruction_sets, load
 from offload.kernels.products import Step, Steps, room_to_widen
+from offload.plan.expectations import LLAMA2_7B
 from processor import SETS, best, built, on_this_machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -180,3 +184,17 @@ def test_the_functions_of_openmp_are_those_of_their_names(here: Kernels) -> None
     assert addresses is not None
     _, _, number = (ctypes.CFUNCTYPE(ctypes.c_int)(address.value) for address in addresses)
     assert number() == 0  # outside of a parallel region
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"head_dim": 513}, "heads of 2, 4, .* numbers, not of 513"),
+        ({"head_dim": 2048}, "heads of 2, 4, .* numbers, not of 2048"),
+        ({"intermediate_size": 333}, "an even number of inputs, not of 333"),
+    ],
+)
+def test_a_model_that_the_kernels_do_not_know_is_told_why(here: Kernels, changes: dict[str, int], reason: str) -> None:
+    """On a CPU; the engine says it once."""
+    assert kernels_problem("cpu", LLAMA2_7B) == ""
+    assert re.search(reason, kernels_problem("cpu", replace(LLAMA2_7B, **changes)))

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offload.decode.on_card import Beforehand, draw, judge, seen
+from offload.decode.on_card import Beforehand, Draw, Judge, judged, seen
 from offload.decode.proposal import grades_of
-from offload.decode.sampling import SamplingParams, SeededSource, warp
+from offload.decode.sampling import SamplingParams, SeededSource, Warping, warp
 from offload.decode.verify import verify
 from offload.errors import ModelError
 
@@ -39,6 +39,10 @@ class Listed(SeededSource):
         return super().draw(probs)
 
 
+def themselves(probs: Tensor) -> Tensor:
+    return probs
+
+
 def logits(seed: int, rows: int, vocab_size: int) -> Tensor:
     random = torch.Generator().manual_seed(seed)
     return torch.randn(rows, vocab_size, generator=random).mul_(3).bfloat16()
@@ -59,9 +63,14 @@ def test_the_verdict_is_the_hosts(
     target, draft = warp(ours, params), warp(theirs, params)
     drafted = [data.draw(st.sampled_from(row.nonzero().flatten().tolist())) for row in draft]
     uniforms = data.draw(st.lists(st.floats(0, 1, exclude_max=True), min_size=n + 1, max_size=n + 1))
-    verdict, grades = judge(drafted, draft, ours, target, Beforehand(Listed(uniforms), CPU))
+    random = Beforehand(Listed(uniforms), CPU)
+    probs, numbers = Judge(Warping(params))(
+        ours, random.uniforms(n + 1), torch.tensor(drafted, dtype=torch.long), draft
+    )
+    verdict, grades = judged(numbers, n)
     expected = verify(drafted, draft, target, Listed(uniforms))
     num_emitted = expected.num_accepted + 1
+    assert probs.equal(target)
     assert verdict == expected
     assert grades == grades_of(ours[:num_emitted], target[:num_emitted])
 
@@ -71,25 +80,31 @@ def test_a_draw_is_the_hosts(seed: int, vocab_size: int, uniform: float) -> None
     row = logits(seed, 1, vocab_size)
     for params in PARAMS:
         probs = warp(row, params)
-        drawn = draw(row[0], probs[0], torch.tensor([uniform], dtype=torch.float64))
-        assert seen([drawn]) == ([Listed([uniform]).draw(probs[0])], grades_of(row, probs))
+        drawn_from, token, numbers = Draw(Warping(params))(row, torch.tensor([uniform], dtype=torch.float64))
+        expected = Listed([uniform]).draw(probs[0])
+        assert seen([numbers]) == ([expected], grades_of(row, probs))
+        assert token.tolist() == [expected]
+        assert drawn_from.equal(probs)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-53])
 @pytest.mark.parametrize("probs", [[0.0, 1.0, 0.0], [0.0, 1e-30, 0.0], [0.5, 0.0, 0.5], [0.0, 0.0, 1e-38]])
 def test_a_token_of_probability_zero_is_never_drawn(probs: list[float], uniform: float) -> None:
     row = torch.tensor(probs)
-    [token], _ = seen([draw(row, row, torch.tensor([uniform], dtype=torch.float64))])
+    _, token, _ = Draw(themselves)(row[None], torch.tensor([uniform], dtype=torch.float64))
     assert row[token] > 0
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_nothing_to_draw_from_is_an_error(value: float) -> None:
     rows = torch.full((2, 4), value)
+    zeros = torch.zeros(2, dtype=torch.float64)
+    _, _, drawn = Draw(themselves)(rows[:1], zeros[:1])
     with pytest.raises(ModelError, match="sum to"):
-        seen([draw(rows[0], rows[0], torch.zeros(1, dtype=torch.float64))])
+        seen([drawn])
+    _, numbers = Judge(themselves)(rows, zeros, torch.tensor([1]), torch.full((1, 4), 0.25))
     with pytest.raises(ModelError, match="sum to"):
-        judge([1], torch.full((1, 4), 0.25), rows, rows, Beforehand(SeededSource(0), CPU))
+        judged(numbers, 1)
 
 
 def test_uniforms_are_the_seeds() -> None:

@@ -29,7 +29,8 @@ from paper.engines import CASES, OTHER, PROMPT, Pair, engine_on_paper, said
 GONE = "in a graph uses memory that was given back"
 RACE, DROPPED, MIXED, UNPINNED = "race: ", "given back while", "on the card and on the host", "not pinned"
 LINK, MEMORY, WEIGHTS = "offload.transfer.link", "offload.transfer.memory", "offload.transfer.weights"
-RESIDENCE, READER, HOST_SIDE = "offload.cache.residence", "offload.cache.reader", "offload.cache.host_side"
+RESIDENCE, READER, FETCH = "offload.cache.residence", "offload.cache.reader", "offload.cache.fetch"
+HOST_SIDE = "offload.cache.host_side"
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,9 @@ BUGS = [
     Bug(
         "nobody waits until new rows are home",
         RESIDENCE,
-        "        for event in self._written.values():\n            event.synchronize()",
-        "        for event in self._written.values():\n            pass",
-        "retrieval, kv streamed",
+        "                event.synchronize()\n        self._last",
+        "                pass\n        self._last",
+        "published, kv streamed",
     ),
     Bug(
         "a tile is attended to before it came",
@@ -207,13 +208,33 @@ BUGS = [
     ),
     Bug(
         "a graph reads the places of a forward that is over",
-        "offload.cache.places", "both = self._kept[: 2 * num_rows].copy_(both)", "pass", "draft, kv streamed", GONE,
+        "offload.cache.places",
+        "sent_to(kept, both) if num_rows <= MAX_ROWS else sent(both, self._device)",
+        "sent(both, self._device)",
+        "draft, kv streamed",
+        GONE,
     ),
     Bug(
         "a level looks at its logits while they are recorded",
         "offload.model.level",
-        "return self._decoder.logits(self._decoder.forward([Segment(cache, tokens)]))",
-        "return self._decoder.logits(self._decoder.forward([Segment(cache, tokens)]) + tokens[0].item())",
+        "logits = self._decoder.logits(hidden[count - num_logits : count])",
+        "logits = self._decoder.logits(hidden[count - num_logits : count] + tokens[0].item())",
+        "draft, kv streamed",
+        "the host waits in a graph",
+    ),
+    Bug(
+        "a draft looks at its token while it is recorded",
+        "offload.decode.on_card",
+        "token, mass = _draw(probs[0], uniform)",
+        "token, mass = _draw(probs[0], uniform); token.item()",
+        "draft, kv streamed",
+        "the host waits in a graph",
+    ),
+    Bug(
+        "a verification looks at what it accepts while it is recorded",
+        "offload.decode.on_card",
+        "token, mass = _draw(_last_row(draft_probs, target_probs, accepted), uniforms[n:])",
+        "token, mass = _draw(_last_row(draft_probs, target_probs, accepted), uniforms[n:]); accepted.item()",
         "draft, kv streamed",
         "the host waits in a graph",
     ),
@@ -222,8 +243,16 @@ BUGS = [
         "offload.kernels.attention", "num_rows, device=query.device)", "num_rows)", reported=MIXED,
     ),
     Bug(
-        "the retrieval cache does not wait until new rows are home",
-        "offload.cache.retrieval", "        self.full.wait_home()", "        pass", "retrieval, kv streamed",
+        "chunks are gathered before new rows are home",
+        FETCH, "            self._full.follow_home()", "            pass", "retrieval, kv streamed",
+    ),
+    Bug(
+        "the host gathers chunks while new rows are on their way home",
+        RESIDENCE, "            self._last.wait()", "            pass", "retrieval, kv streamed",
+    ),
+    Bug(
+        "a tail is gathered before new rows are home",
+        FETCH, "            self._full.wait_home()", "            pass", "published, kv streamed",
     ),
 ]  # fmt: skip
 

@@ -16,6 +16,7 @@ import pytest
 from models import PASS_TIMES
 from offload import pass_timer
 from offload.engine import plan_request
+from offload.kernels import native
 from offload.pass_timer import time_again, time_passes, timed
 from offload.plan import pass_times
 from offload.plan.config import ModelConfig
@@ -42,8 +43,8 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The keys of what is measured, which takes no time here."""
     keys: list[str] = []
 
-    def time_none(config: ModelConfig, dtype: str) -> PassTimes:
-        keys.append(key_of(config, dtype))
+    def time_none(config: ModelConfig, dtype: str, *, coded: bool) -> PassTimes:
+        keys.append(key_of(config, dtype, coded=coded))
         return replace(PASS_TIMES, kernels=pass_timer._kernels_name(config))
 
     monkeypatch.setattr(pass_timer, "time_passes", time_none)
@@ -156,16 +157,23 @@ class TestTheFile:
         assert load_times("here", "CPU", "one") == PASS_TIMES
 
 
+def measured(dtype: str) -> list[str]:
+    """The keys of the models' passes; where there are kernels, of the target over weights in 4 bits, too."""
+    coded = [key_of(TARGET, dtype, coded=True)] if native.kernels().library is not None else []
+    return [key_of(TARGET, dtype), key_of(DRAFT, dtype), *coded]
+
+
 class TestMeasuring:
     def test_happens_once_and_then_every_plan_has_it(self, measurements: list[str]) -> None:
         untimed = on_this_machine()
         assert untimed.times.target is None
         request = timed(untimed)
         dtype = request.dtype
-        assert measurements == [key_of(TARGET, dtype), key_of(DRAFT, dtype)]
+        assert measurements == measured(dtype)
         assert request.times.target is not None
+        assert (request.times.coded is not None) == (len(measurements) == 3)
         assert timed(request).times == on_this_machine().times == request.times
-        assert len(measurements) == 2
+        assert measurements == measured(dtype)
         made = plan_request(
             MODELS.target, MODELS.draft, Options(device="cpu"), num_prompt_tokens=9, max_tokens=9
         ).predicted
@@ -177,19 +185,30 @@ class TestMeasuring:
         timed(on_this_machine())
         monkeypatch.setattr(pass_timer, "_kernels_name", lambda config: "newer ones")
         assert timed(on_this_machine()).times.target == replace(PASS_TIMES, kernels="newer ones")
-        assert len(measurements) == 4
+        assert measurements == 2 * measured(on_this_machine().dtype)
+
+    def test_of_kernels_that_are_gone_is_not_used(
+        self, measurements: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if native.kernels().library is None:
+            pytest.skip(native.kernels().reason)
+        assert timed(on_this_machine()).times.coded is not None
+        monkeypatch.setattr(pass_timer, "_kernels", lambda config: native.NONE)
+        assert timed(on_this_machine()).times.coded is None
 
     def test_again_by_doctor_forgets_the_models_that_it_does_not_measure(self, measurements: list[str]) -> None:
         dtype = on_this_machine().dtype
         save_times(machine_name(), rates_key("cpu"), {"another": PASS_TIMES, key_of(TARGET, dtype): PASS_TIMES})
         time_again(MODELS.target, MODELS.draft)
-        assert measurements == [key_of(TARGET, dtype), key_of(DRAFT, dtype)]
+        assert measurements == measured(dtype)
         assert load_times(machine_name(), rates_key("cpu"), "another") is None
         assert load_times(machine_name(), rates_key("cpu"), key_of(TARGET, dtype)) is not None
 
     def test_only_of_the_models_that_run(self, measurements: list[str]) -> None:
         request = timed(on_this_machine(speculation=False))
         assert measurements == [key_of(TARGET, request.dtype)]
+        timed(on_this_machine(weight_bits=16))
+        assert measurements == measured(request.dtype)[:2]
 
     def test_what_cannot_be_kept_is_not_used_or_the_next_plan_would_be_another(
         self, measurements: list[str], folder: Path
@@ -205,6 +224,16 @@ class TestMeasuring:
         request = on_this_machine()
         assert timed(request) == request
         assert not rates_file().exists()
+
+    def test_over_weights_in_4_bits_leaves_out_the_prefill(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        if native.kernels().library is None:
+            pytest.skip(native.kernels().reason)
+        monkeypatch.setattr(pass_timer, "LIMIT_SECONDS", 1e3)
+        exact, coded = (time_passes(TARGET, "bf16", coded=coded) for coded in (False, True))
+        assert exact is not None
+        assert coded is not None
+        assert coded.layer[0] < exact.layer[0]
+        assert coded.prefill(1, 2000) < 1e-3 * exact.prefill(1, 2000)
 
     @pytest.mark.parametrize("kernels", ["on", "off"])
     def test_gives_times_that_a_pass_can_take(self, kernels: str) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from gguf import GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader
+from gguf.quants import quantize
 from torch import Tensor
 
 from fake_peers import fake_environment
@@ -118,6 +119,28 @@ class TestFile:
             weight = state[f"{source}.weight"]
             rounded = weight if weight.dim() == 1 or dtype == "fp32" else weight.bfloat16().float()
             assert torch.equal(found[f"{name}.weight"], rounded), name
+
+    def test_4_bits_are_ggmls(self, tmp_path):
+        """Bytes as its own Python library makes them; embeddings and head have 8 bits."""
+        fields = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+        reader = written(model_folder(tmp_path, "qwen3", **fields), dtype="q4_0")
+        state = random_model("qwen3", **fields).state_dict()
+        kinds = {tensor.name: tensor.tensor_type for tensor in reader.tensors}
+        assert kinds["blk.0.attn_norm.weight"] == GGMLQuantizationType.F32
+        sources = {
+            "token_embd": "model.embed_tokens",
+            "output": "lm_head",
+            "blk.1.ffn_down": "model.layers.1.mlp.down_proj",
+        }
+        for name, source in sources.items():
+            kind = GGMLQuantizationType.Q4_0 if name.startswith("blk") else GGMLQuantizationType.Q8_0
+            [found] = [tensor.data for tensor in reader.tensors if tensor.name == f"{name}.weight"]
+            assert kinds[f"{name}.weight"] == kind
+            assert np.array_equal(found, quantize(state[f"{source}.weight"].numpy(), kind)), name
+
+    def test_4_bits_of_other_shapes_are_refused(self, tmp_path):
+        with pytest.raises(ModelError, match=r"rows of 48 numbers; ggml's 4 bits come in blocks of 32"):
+            written(model_folder(tmp_path), dtype="q4_0")
 
     def test_a_llamas_pairs_become_neighbours(self, tmp_path):
         """The rows of q and k, and of their biases: i and i + D/2 of a head become 2i and 2i + 1."""

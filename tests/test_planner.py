@@ -14,12 +14,12 @@ from offload.plan.config import ModelConfig
 from offload.plan.cost import Cost
 from offload.plan.expectations import LLAMA2_7B as LLAMA_7B
 from offload.plan.hardware import RTX_4090, Hardware
-from offload.plan.pass_times import Times
+from offload.plan.pass_times import ROWS, Times
 from offload.plan.placement import place, shortage
 from offload.plan.planner import Options, Plan, largest_context, make_plan
 from offload.plan.prediction import Prediction
 from offload.plan.request import Request
-from offload.plan.sizing import Sizing
+from offload.plan.sizing import Sizing, tail_tokens
 from offload.plan.sum_costs import GLOO, NCCL, NETWORK, SumCosts
 from offload.plan.whatif import remedies
 
@@ -474,6 +474,75 @@ def test_a_model_whose_weights_outweigh_its_cache_has_no_retrieval_level() -> No
     assert without.seconds_per_token == without.plain_seconds_per_token
 
 
+# A pass of four times the cache's seconds in weights, a quarter of them in 4 bits.
+HEAVY = replace(PASS_TIMES, layer=tuple(4e-2 * (1 + 0.02 * rows) for rows in ROWS))
+CODED = replace(HEAVY, layer=tuple(seconds / 4 for seconds in HEAVY.layer))
+TIMES = Times(HEAVY, None, CODED)
+
+
+def heavy_plan(options: Options | None = None, times: Times = TIMES, **shapes: int) -> Plan:
+    target = replace(DEMO, **shapes)
+    return make_plan(target, None, options or Options(), CPU, num_prompt_tokens=8000, max_tokens=200, times=times)
+
+
+def test_the_target_proposes_to_itself_with_weights_in_4_bits_where_that_is_faster() -> None:
+    made = heavy_plan()
+    assert made.composition.levels == ("self", "target")
+    assert (made.composition.weight_bits, made.composition.budget, made.composition.draft_gamma) == (4, 0, 15)
+    assert made.composition.adaptive == ("self", "target")
+    exact = heavy_plan(Options(weight_bits=16))
+    assert exact.composition.weight_bits == 16
+    assert made.predicted.seconds_per_token < 0.7 * exact.predicted.seconds_per_token
+    # Where nothing is gained: a quarter of nearly nothing.
+    light = replace(PASS_TIMES, layer=(1e-6,) * len(ROWS))
+    assert heavy_plan(times=Times(light, None, light)).composition.weight_bits == 16
+
+
+def test_weights_in_4_bits_are_chosen_where_they_were_measured_and_have_whole_groups() -> None:
+    assert heavy_plan(times=Times(HEAVY)).composition.weight_bits == 16
+    assert heavy_plan(intermediate_size=608).composition.weight_bits == 16
+    asked = heavy_plan(Options(weight_bits=4), Times(HEAVY)).predicted
+    assert asked.retrieval_pass_seconds < 0.5 * asked.full_pass_seconds
+
+
+def test_a_pass_to_propose_takes_the_seconds_of_its_own_weights() -> None:
+    made = heavy_plan(Options(weight_bits=4, gamma=7)).predicted
+    assert made.retrieval_pass_seconds == pytest.approx(CODED.seconds(8, 8200, 1))
+    assert made.full_pass_seconds == pytest.approx(HEAVY.seconds(8, 8200, 1))
+    assert made.mass_share == 0.0
+    assert made.refresh_seconds == 0.0
+
+
+def test_a_pass_to_propose_brings_no_cache_over_the_link() -> None:
+    """Over weights in 4 bits it runs over retrieved tokens there, and waits for no exact weights."""
+    everything = frozenset({"kv", "weights"})
+    made = heavy_plan(Options(weight_bits=4, offload=everything, link_gbps=0.01))
+    assert made.composition.levels == ("retrieval", "target")
+    assert made.composition.weight_bits == 4
+    exact = heavy_plan(Options(weight_bits=16, budget=made.composition.budget, offload=everything, link_gbps=0.01))
+    assert made.predicted.retrieval_pass_seconds < 0.1 * exact.predicted.retrieval_pass_seconds
+
+
+def test_the_bytes_of_weights_in_4_bits_are_counted() -> None:
+    with_them, without = (heavy_plan(Options(weight_bits=bits, gamma=7)).placement for bits in (4, 16))
+    matrices = 8 * DEMO.layer_matrix_elements() + DEMO.vocab_size * DEMO.hidden_size
+    planned = with_them.device_bytes["low-bit weights"]
+    assert planned == pytest.approx(matrices * 4.5 / 8, rel=0.01)
+    assert "low-bit weights" not in without.device_bytes
+
+
+@pytest.mark.parametrize(
+    ("hardware", "shapes", "reason"),
+    [
+        (GPU, {}, "on cuda:0 passes run over 16-bit weights alone"),
+        (CPU, {"intermediate_size": 608}, "1216 x 384, 384 x 608 .* not whole groups of 64 inputs and 16 outputs"),
+    ],
+)
+def test_weights_in_4_bits_that_cannot_be_are_refused(hardware: Hardware, shapes: dict[str, int], reason: str) -> None:
+    with pytest.raises(UsageError, match=f"weight-bits is 4.*{reason}"):
+        plan(Options(weight_bits=4), target=replace(DEMO, **shapes), hardware=hardware)
+
+
 def test_a_retrieval_level_comes_along_where_it_is_not_far_from_the_best() -> None:
     """At 3000 tokens the draft alone is predicted to be faster: on many a text it is not, and a level may rest."""
     made = plan(prompt=3000)
@@ -582,6 +651,7 @@ def test_dtype_on_a_cpu(asked: str, hardware: Hardware, dtype: str) -> None:
         {"host_gbps": 0.0, "link_gbps": 1.0, "offload": frozenset({"kv"})},
         {"device_memory": 0.0},
         {"selection": "best"},
+        {"weight_bits": 8},
     ],
 )
 def test_silly_options_are_refused_by_name(silly: dict[str, object]) -> None:
@@ -599,8 +669,21 @@ def test_silly_options_are_refused_by_name(silly: dict[str, object]) -> None:
         (Options(draft_gamma=3, gamma=4), None, []),  # lookups are drafted for the retrieval level
         (Options(gamma=0), DRAFT, []),
         (Options(), DRAFT, []),
+        (Options(weight_bits=4), None, []),
+        (Options(weight_bits=4, speculation=False), None, ["weight-bits"]),
+        (Options(weight_bits=16, speculation=False), None, []),
     ],
 )
 def test_what_was_given_and_is_not_used_is_said(options: Options, draft: ModelConfig | None, unused: list[str]) -> None:
     notes = plan(options, draft=draft).notes
     assert [note.split()[0].removeprefix("--") for note in notes if "is not used" in note] == unused
+
+
+def test_the_largest_context_counts_an_output_of_the_selection_that_chooses_once() -> None:
+    """One token at least: where it begins another step of the tail, a context without it would not fit."""
+    options = Options(selection="published", budget=512, chunk=16, gamma=63, draft_gamma=48)
+    composition = plan(options, prompt=4000, max_tokens=1).composition
+    assert tail_tokens(composition, 0) < tail_tokens(composition, 1)
+    small = Hardware("cpu", "CPU", 2**28, 2**28, True)
+    fits = largest_context(DEMO, DRAFT, options, small, 32768)
+    assert plan(options, hardware=small, prompt=fits - 1, max_tokens=1).request.capacity == fits

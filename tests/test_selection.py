@@ -79,9 +79,9 @@ def test_a_selection_makes_a_selector_of_its_own_for_each_cache() -> None:
 def test_evicted_chunks_never_come_back(rules: ModuleType) -> None:
     evict = rules.make("evict", block=4, num_slots=4)
     kept = choose(evict.scores(Shown([0.0, 5.0, 1.0, 4.0, 0.0, 0.0]), 1, CHUNK, 6), 4)
-    assert kept[0, 0].tolist() == [True, True, False, False, True, True]  # the sinks, the most mass, two recent ones
+    assert kept[0, 0].tolist() == [0, 1, 4, 5]  # the sinks, the most mass, two recent ones
     kept = choose(evict.scores(Shown([0.0, 1.0, 0.0, 99.0, 0.0, 0.0, 0.0]), 1, CHUNK, 7), 4)
-    assert kept[0, 0].tolist() == [True, True, False, False, False, True, True]
+    assert kept[0, 0].tolist() == [0, 1, 5, 6]
 
 
 def test_rules_score_what_they_say(rules: ModuleType) -> None:
@@ -117,8 +117,9 @@ def verified(tmp_path_factory: pytest.TempPathFactory) -> tuple[FullCache, Level
 
 
 def chosen(cache: RetrievalCache) -> Tensor:
-    assert cache.chosen is not None
-    return cache.chosen.clone()
+    """[L, H_kv, n], rising."""
+    assert cache.chunks is not None
+    return cache.chunks.sort(-1).values
 
 
 def test_a_cache_that_starts_over_holds_what_another_selector_would_have_chosen_at_first(
@@ -130,10 +131,10 @@ def test_a_cache_that_starts_over_holds_what_another_selector_would_have_chosen_
     by_mass = chosen(cache)
     cache.start_over(ByMeanKey(), budget=8, chunk=2 * CHUNK)
     assert cache.length == 0
-    assert cache.chosen is None
+    assert cache.chunks is None
     assert not cache.needs_mass
     cache.refresh(4)
-    assert int(chosen(cache)[0, 0].sum()) == 1
+    assert chosen(cache).shape[-1] == 1
     cache.start_over(Selection(reach=SIZES.gamma).selector(), budget=SIZES.budget, chunk=CHUNK)
     cache.refresh(4)
     other.refresh(4)

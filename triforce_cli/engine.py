@@ -48,7 +48,8 @@ def prepare(models: Models, options: Options, output: Output, *, sampling: Sampl
         tokenizer = load_tokenizer(models.target, models.draft)
         request = timed(Request.on_this_machine(models.target, models.draft, options))
         device = "cpu" if request.hardware.is_cpu else "cuda"
-        if problem := kernels_problem(device):
+        problems = [kernels_problem(device, config) for config in (request.target, request.draft) if config]
+        for problem in dict.fromkeys(filter(None, problems)):
             output.note(f"slower than need be, on torch's operators: {problem}")
         if problem := prefill_problem(device):
             output.note(f"prompts are read by torch's fused kernel: {problem}")

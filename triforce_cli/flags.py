@@ -71,6 +71,7 @@ class LevelFlags:
     chunk: options.Chunk = None
     gamma: options.Gamma = None
     draft_gamma: options.DraftGamma = None
+    weight_bits: options.WeightBits = AUTO
     no_lookup: options.NoLookup = False
     sinks: options.Sinks = 16
     window: options.Window = 240
@@ -139,6 +140,7 @@ def plan_options(levels: LevelFlags, **placement: Any) -> Options:
     given["lookup"], given["speculation"] = not given.pop("no_lookup"), not given.pop("no_speculation", False)
     given["offload"] = _offloaded(given["offload"])
     given["host_attention"] = _host_share(given["host_attention"])
+    given["weight_bits"] = _bits(given["weight_bits"])
     if "gpus" in given:
         given["gpus"] = _num_gpus(given["gpus"])
     return Options(**given)
@@ -152,6 +154,14 @@ def _num_gpus(text: str) -> int | None:
         return int(text)
     except ValueError as error:
         raise UsageError(f"gpus is {text!r}; it may be a number or auto") from error
+
+
+def _bits(text: str) -> int | None:
+    """From a number, or "auto" (None: the plan chooses)."""
+    try:
+        return None if text.strip() == AUTO else int(text)
+    except ValueError as error:
+        raise UsageError(f"weight-bits is {text!r}; it may be 16, 4 or auto") from error
 
 
 def _host_share(text: str) -> float | None:

@@ -225,6 +225,16 @@ DraftGamma = Annotated[
         hidden=True,
     ),
 ]
+WeightBits = Annotated[
+    str,
+    option(
+        "--weight-bits",
+        "Bits of the weights with which the target drafts for itself: 16, 4 or auto (CPU).",
+        SPECULATION,
+        metavar="BITS",
+        hidden=True,
+    ),
+]
 NoLookup = Annotated[
     bool,
     switch("--no-lookup", "Do not draft by lookup: what followed earlier occurrences of the last tokens.", SPECULATION),

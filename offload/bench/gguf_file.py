@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -19,7 +19,6 @@ from torch import Tensor
 from offload.bench.llama_cpp import token_name
 from offload.errors import DoesNotFit, ModelError
 from offload.kernels.rope import inverse_frequencies
-from offload.model.loading import DTYPES
 from offload.plan.config import ModelConfig
 from offload.transfer.checkpoint import Checkpoint, check_model, expected_tensors
 
@@ -27,7 +26,7 @@ ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3"
 _ALIGNMENT = 32  # bytes
 _U32, _F32, _STRING, _ARRAY, _I32 = 4, 6, 8, 9, 5  # types of values
 _NUMBERS = {_U32: "<I", _F32: "<f", _I32: "<i"}
-_TENSOR_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
+_QUANTISED = 32  # numbers of a block, in fewer bits
 _NORMAL_TOKEN = 1
 _PARTS = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -41,27 +40,39 @@ Value = int | float | str | list[str] | list[int]
 
 
 @dataclass(frozen=True)
+class _Kind:
+    """A type of tensors. number: ggml's. block_bytes: of 32 numbers. dtype: of a tensor before `encode`, which makes
+    the file's bytes of it."""
+
+    number: int
+    block_bytes: int
+    dtype: torch.dtype
+    encode: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
 class _Entry:
     """A tensor of the file. source: its Hugging Face name; "" for the frequencies, which follow from the config."""
 
     name: str
     source: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    kind: _Kind
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.kind.block_bytes // _QUANTISED
 
 
 def write_gguf(folder: Path, file: Path, *, dtype: str) -> None:
-    """Write the model in `folder` to `file`, matrices in `dtype` (bf16, fp16 or fp32), vectors in fp32.
+    """Write the model in `folder` to `file`, vectors in fp32 and matrices in `dtype`: bf16, fp16, fp32 or q4_0 (ggml's
+    4 bits, and 8 for embeddings and head).
 
     A model without an end token has its last token as one: llama.cpp wants it. Needs the memory of the largest tensor,
     twice. Raises ModelError, also for rotary scaling that llama.cpp does not know, DoesNotFit where the disk is full.
     """
     config = ModelConfig.from_folder(folder)
-    values, entries = metadata(config), _entries(config, DTYPES[dtype])
+    values, entries = metadata(config), _entries(config, dtype)
     needed, free = sum(entry.nbytes for entry in entries), shutil.disk_usage(file.parent).free
     if needed > free:
         raise DoesNotFit(f"{file.parent} has {free / 1e9:.3g} GB free, {file.name} needs {needed / 1e9:.3g} GB")
@@ -70,7 +81,7 @@ def write_gguf(folder: Path, file: Path, *, dtype: str) -> None:
         out.write(b"".join(_header(values, entries)))
         for entry in entries:
             _pad(out)
-            out.write(_tensor(entry, checkpoint, config).flatten().view(torch.uint8).numpy().data)
+            out.write(entry.kind.encode(_tensor(entry, checkpoint, config)).flatten().numpy().data)
 
 
 def metadata(config: ModelConfig) -> dict[str, Value]:
@@ -125,14 +136,56 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Value]:
     raise ModelError(f"llama.cpp has no rope_type {kind} for {config.family} models; leave it out of the comparison")
 
 
-def _entries(config: ModelConfig, dtype: torch.dtype) -> list[_Entry]:
+def _entries(config: ModelConfig, dtype: str) -> list[_Entry]:
     entries = [
-        _Entry(_name(source), source, shape, dtype if len(shape) > 1 else torch.float32)
+        _Entry(_name(source), source, shape, _kind(source, shape, dtype))
         for source, shape in expected_tensors(config).items()
     ]
     if config.rope.kind == "llama3":
-        entries.append(_Entry("rope_freqs.weight", "", (config.head_dim // 2,), torch.float32))
+        entries.append(_Entry("rope_freqs.weight", "", (config.head_dim // 2,), _KINDS["fp32"]))
     return entries
+
+
+def _kind(source: str, shape: tuple[int, ...], dtype: str) -> _Kind:
+    if len(shape) == 1:
+        return _KINDS["fp32"]
+    if dtype == "q4_0" and shape[-1] % _QUANTISED:
+        raise ModelError(f"{source} has rows of {shape[-1]} numbers; ggml's 4 bits come in blocks of {_QUANTISED}")
+    if dtype == "q4_0" and not source.startswith("model.layers."):
+        return _KINDS["q8_0"]
+    return _KINDS[dtype]
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _q4_0(tensor: Tensor) -> Tensor:
+    """Blocks of 32: a step in fp16, and 16 bytes with codes 0 to 16 in the low halves. A number is step * (code - 8);
+    the step is the number of the largest magnitude / -8."""
+    blocks = tensor.view(-1, _QUANTISED)
+    step = blocks.gather(1, blocks.abs().argmax(1, keepdim=True)) / -8
+    inverse = torch.where(step == 0, 0.0, 1 / step)
+    codes = (blocks * inverse + 8.5).clamp(0, 15).to(torch.uint8)
+    half = _QUANTISED // 2
+    return torch.cat([_plain(step.half()), codes[:, :half] | codes[:, half:] << 4], 1)
+
+
+def _q8_0(tensor: Tensor) -> Tensor:
+    """Blocks of 32: a step in fp16, the largest magnitude / 127, and 32 codes of 8 bits, with a sign."""
+    blocks = tensor.view(-1, _QUANTISED)
+    step = blocks.abs().amax(1, keepdim=True) / 127
+    inverse = torch.where(step == 0, 0.0, 1 / step)
+    return torch.cat([_plain(step.half()), _plain((blocks * inverse).round().to(torch.int8))], 1)
+
+
+_KINDS = {
+    "fp32": _Kind(0, 4 * _QUANTISED, torch.float32, _plain),
+    "fp16": _Kind(1, 2 * _QUANTISED, torch.float16, _plain),
+    "bf16": _Kind(30, 2 * _QUANTISED, torch.bfloat16, _plain),
+    "q4_0": _Kind(2, 2 + _QUANTISED // 2, torch.float32, _q4_0),
+    "q8_0": _Kind(8, 2 + _QUANTISED, torch.float32, _q8_0),
+}
 
 
 def _name(source: str) -> str:
@@ -154,7 +207,7 @@ def _tensor(entry: _Entry, checkpoint: Checkpoint, config: ModelConfig) -> Tenso
         pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         frequencies, _ = inverse_frequencies(config, config.context_limit)
         return torch.tensor(config.rope_theta).pow(-pairs) / frequencies
-    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    tensor = torch.empty(entry.shape, dtype=entry.kind.dtype)
     checkpoint.read_into(entry.source, tensor)
     rotated = ("q_proj", "k_proj") if _is_llama(config) else ()
     return _neighbours(tensor, config.head_dim) if entry.source.split(".")[-2] in rotated else tensor
@@ -175,7 +228,7 @@ def _header(values: dict[str, Value], entries: list[_Entry]) -> Iterator[bytes]:
     offset = 0
     for entry in entries:
         dimensions = struct.pack(f"<I{len(entry.shape)}Q", len(entry.shape), *reversed(entry.shape))
-        yield _string(entry.name) + dimensions + struct.pack("<IQ", _TENSOR_TYPES[entry.dtype], offset)
+        yield _string(entry.name) + dimensions + struct.pack("<IQ", entry.kind.number, offset)
         offset += -(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

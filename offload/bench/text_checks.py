@@ -49,8 +49,9 @@ def _graphs(hardware: Hardware, target: Path, draft: Path | None) -> Shown:
     """Logits of passes that run as graphs beside those of the same passes launched one by one."""
     errors, same = [0.0], True
     with _engine(hardware, target, draft, "") as engine:
-        for _ in engine.generate(PROMPT, GREEDY, max_tokens=NUM_TOKENS):
-            pass
+        for sampling in (SamplingParams(seed=0), GREEDY):  # draws are a part of graphs
+            for _ in engine.generate(PROMPT, sampling, max_tokens=NUM_TOKENS):
+                pass
         for level in (level for name, level in engine.levels.items() if name != "target"):
             for num_rows in (1, 3):
                 one_by_one, as_graphs = (_passes(level, num_rows, graphs) for graphs in (False, True))

@@ -64,6 +64,7 @@ class FullCache:
         arena: Arena | None = None,
     ) -> None:
         self.shape, self.num_layers, self.rope, self.mass_chunk = shape, num_layers, rope, mass_chunk
+        self.device, self.all_on_device = memory.device, link is None
         self.store = TileStore(memory, shape, num_layers, None if link is None else num_resident, num_host)
         self.host_reads = host_reads or HostReads()
         self.arena = arena or Arena(memory)
@@ -92,7 +93,8 @@ class FullCache:
         self.record_mass = mass_chunk is not None  # from the next decode forward on
         self.keep_queries = keep_queries  # likewise
         self.length = 0
-        self._last_row = 0
+        self.num_ahead = 0  # drafted rows after these, see `AheadCache`
+        self._last_row = self._start = 0
         self._phase: Phase | None = None  # of the forward under way
         self._taken = [0] * num_layers
         self._mass: list[Tensor] = []
@@ -102,25 +104,29 @@ class FullCache:
         """Allocate tiles for that many tokens now: pinning takes time that no forward should."""
         self.store.grow(num_tokens)
 
-    def begin(self, phase: Phase, num_rows: int) -> None:
-        """A forward of `num_rows` rows starts."""
+    def begin(self, phase: Phase, num_rows: int, *, ahead: bool = False) -> None:
+        """A forward of `num_rows` rows starts. ahead: they are drafted, and follow what is drafted already; else they
+        take its place."""
         self._end()
+        if not ahead:
+            self.num_ahead = 0
+        self._start = self.length + self.num_ahead
         if phase == "prefill":
             self.arena.begin(self._end)
         self._phase = phase
         for other in self._residences.keys() - {phase}:
             self._residences[other].forget()
-        self._residences[phase].begin(self.length, num_rows)
+        self._residences[phase].begin(self._start, num_rows)
         self._mass.clear()
         self.last_query.clear()
         if phase == "decode" and self._attention.by_kernels:
-            self._places.set(self.length, self.length, num_rows)
+            self._places.set(self._start, self._start, num_rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Cache`. In phase "decode" all of the forward's rows come in one call."""
         if self._phase is None:
             raise RuntimeError("attend outside a forward: call begin first")
-        start = self.length + self._taken[layer]
+        start = self._start + self._taken[layer]
         num_rows = q.shape[0]
         self._taken[layer] += num_rows
         if self._phase == "decode":
@@ -142,14 +148,23 @@ class FullCache:
         residence.end_layer()
         return block.attended().to(q.dtype)
 
-    def advance(self, num_tokens: int) -> None:
-        self.length += num_tokens
-        self._last_row = num_tokens - 1
+    def advance(self, num_tokens: int, *, ahead: bool = False) -> None:
+        """The forward that began is over, see `Cache`; ahead: as there."""
+        if ahead:
+            self.num_ahead += num_tokens
+        else:
+            self.length += num_tokens
+            self._last_row = num_tokens - 1
         self._end()
 
     def truncate(self, length: int) -> None:
         self._end()
-        self.length = min(self.length, length)
+        self.length, self.num_ahead = min(self.length, length), 0
+
+    def truncate_ahead(self, length: int) -> None:
+        """Of what is drafted after the tokens, keep no more than `length` tokens in all leave room for."""
+        self._end()
+        self.num_ahead = max(min(self.num_ahead, length - self.length), 0)
 
     def fetch_ahead(self) -> None:
         """Start what the next decode forward needs first. Worth it when nothing more urgent waits for the link."""
@@ -196,6 +211,7 @@ class FullCache:
         self.truncate(0)
         if self._host_side is not None:
             self._host_side.release()
+        self.wait_home()
         self.store.release()
 
     @property
@@ -213,6 +229,7 @@ class FullCache:
 
     def mean_key_scores(self, chunk: int) -> Tensor:
         """The published score of each whole chunk: last query · mean key, summed over the query group: [L, H_kv, C]."""
+        self.wait_home()
         num_chunks = self.length // chunk
         scores = []
         for layer, query in enumerate(self.last_query):
@@ -224,9 +241,19 @@ class FullCache:
         return torch.stack(scores)[..., :num_chunks].to(self.last_query[0].device)
 
     def wait_home(self) -> None:
-        """Return when the tiles' homes have all rows."""
+        """Return when the tiles' homes have all rows and nobody reads them: the host may write to them."""
         if self._write_back is not None:
             self._write_back.wait()
+
+    def follow_home(self) -> None:
+        """What the device computes from now on comes after that: on a card the host does not wait."""
+        if self._write_back is not None:
+            self._write_back.order()
+
+    def read_home(self) -> None:
+        """What the device computes by now reads homes itself: see `wait_home`."""
+        if self._write_back is not None:
+            self._write_back.read()
 
     def _end(self) -> None:
         if self._phase is not None:

@@ -6,7 +6,7 @@ import torch
 
 from offload.kernels.places import RowPlaces
 from offload.kernels.rope import RopeTable
-from offload.transfer.memory import sent
+from offload.transfer.memory import sent, sent_to
 
 MAX_ROWS = 64  # of a pass whose places stay where they are
 
@@ -25,9 +25,8 @@ class Places:
         """A forward of `num_rows` rows starts, the first of them at these."""
         self._first, self._num_rows, self._all = (position, slot), num_rows, None
         if self._device.type == "cuda":
-            both = sent(self._numbers(), self._device)
-            if num_rows <= MAX_ROWS:
-                both = self._kept[: 2 * num_rows].copy_(both)
+            kept, both = self._kept[: 2 * num_rows], self._numbers()
+            both = sent_to(kept, both) if num_rows <= MAX_ROWS else sent(both, self._device)
             self._all = RowPlaces(both[:num_rows], both[num_rows:], self._rope)
 
     def rows(self, first: int, count: int) -> RowPlaces:

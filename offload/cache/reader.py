@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offload.cache.tiles import Place, TileStore
 from offload.transfer.link import Link
-from offload.transfer.memory import Memory
+from offload.transfer.memory import Memory, sent
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,25 @@ class RowReader:
         self._store, self._memory, self._link = store, memory, link
         self._gathered: Tensor | None = None
 
+    def reserve(self, num_bytes: int) -> None:
+        """Have host memory for that many bytes to cross at a time: pinning takes time that no refresh should."""
+        if self._link is not None:
+            self._staging(num_bytes // self._store.shape.dtype.itemsize)
+
     def chunks(self, layers: Tensor, heads: Tensor, chunks: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
         """Chunk `chunks[i]` (of `chunk` tokens) of KV head `heads[i]` in layer `layers[i]`, as (order, rows).
 
         rows [2, n, chunk * D] on the device, keys and values, tile by tile: row j is the chunk asked for at order[j].
+        The other tensors are on the host.
         """
         shape, device = self._store.shape, self._memory.device
-        layers, heads, chunks = layers.cpu(), heads.cpu(), chunks.cpu()
         per_tile, per_page = shape.tokens // chunk, shape.page_tokens // chunk
         num_tiles = self._store.num_tiles
         key, order = (layers * num_tiles + chunks // per_tile).sort()
         within, head = (chunks % per_tile)[order], heads[order]
         # Keys of a chunk are one run of the tile's bytes, its values another, half a tile further.
         run = ((within // per_page) * shape.num_kv_heads + head) * per_page + within % per_page
-        run_there = run.to(device)
+        run_there = sent(run, device) if self._store.num_resident(0) else run
         half = per_tile * shape.num_kv_heads
         rows = torch.empty((2, len(run), chunk * shape.head_dim), dtype=shape.dtype, device=device)
         pieces, at = [], 0
@@ -66,7 +71,7 @@ class RowReader:
                 pieces.append(_Piece(rows[kind, at : at + number], self._store.place(layer, index), tile, own))
             at += number
         self._collect(pieces)
-        return order.to(device), rows
+        return order, rows
 
     def tokens(self, start: int, stop: int) -> Tensor:
         """Keys and values of tokens start to stop in all layers -> [L, 2, H_kv, stop - start, D] on the device."""

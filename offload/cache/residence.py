@@ -57,6 +57,8 @@ class WriteBack:
     def __init__(self, store: TileStore, link: Link) -> None:
         self._store, self._link = store, link
         self._written: dict[tuple[int, int], Event] = {}
+        self._last: Event | None = None
+        self._read: Event | None = None
 
     def write(self, layer: int, index: int, tile: Tensor, start: int, stop: int) -> Event:
         """Send home the pages of `tile` that tokens start to stop lie in: whole pages are contiguous in each half."""
@@ -64,7 +66,8 @@ class WriteBack:
         pages = slice(start // page, -(-stop // page))
         home, ready = self._store.home(layer, index), self._link.record()
         for half in range(2):
-            event = self._written[layer, index] = self._link.to_host(home[half, pages], tile[half, pages], (ready,))
+            event = self._link.to_host(home[half, pages], tile[half, pages], (ready,))
+        self._written[layer, index] = self._last = event
         return event
 
     def before(self, layer: int, index: int) -> tuple[Event, ...]:
@@ -72,10 +75,21 @@ class WriteBack:
         return () if event is None else (event,)
 
     def wait(self) -> None:
-        """Return when every home is up to date."""
-        for event in self._written.values():
-            event.synchronize()
+        """Return when every home is up to date, and may be written to: copies to the host keep their order."""
+        for event in (self._last, self._read):
+            if event is not None:
+                event.synchronize()
+        self._last = self._read = None
         self._written.clear()
+
+    def order(self) -> None:
+        """What the device computes from now on comes after that. On a card the host does not wait."""
+        if self._last is not None:
+            self._last.wait()
+
+    def read(self) -> None:
+        """What the device computes by now reads homes itself."""
+        self._read = self._link.record()
 
 
 @dataclass

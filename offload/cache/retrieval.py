@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from offload.cache import Phase
+from offload.cache.fetch import Tail, make_fetch
 from offload.cache.full import FullCache
 from offload.cache.places import Places
 from offload.cache.selection import Selection, Selector, choose
+from offload.cache.slots import Assignment, assign
 from offload.kernels.attention import attend, fold, unfold
 from offload.kernels.card import Card
 from offload.kernels.decode_attention import DecodeAttention, decode_attention
 from offload.kernels.native import FEW_ROWS, NONE, Kernels
 from offload.kernels.rope import rotate
 from offload.kernels.spans import Rows
-from offload.plan.sizing import FETCH_BYTES, TAIL_TOKENS
+from offload.plan.sizing import TAIL_TOKENS
 
 
 class RetrievalCache:
@@ -46,19 +48,18 @@ class RetrievalCache:
         drafted: int = 0,
     ) -> None:
         self.full, self._tail, self._drafted = full, tail, drafted
+        self._kernels = kernels
         self._spans = decode_attention(kernels, full.rope, dtype=full.shape.dtype)
         self._places = Places(full.rope)
         self._resize(budget, chunk)
         self._num_buffers = 0  # had so far
         self._buffer: Tensor | None = None  # None: before the first pass, and where a prefill took its place
         self.selector = selection.selector()
-        self.chosen: Tensor | None = None  # bool [L, H_kv, C]
-        self._slot_of: Tensor | None = None  # int [L, H_kv, C], where chosen
-        self._num_filled = 0  # slots filled, the same in every layer and head
+        self.chunks: Tensor | None = None  # int64 [L, H_kv, slots filled]: the chunk in each
         self._tail_start = 0
         self._exact = 0  # tokens up to here are the full cache's, not drafted
         self.length = 0
-        self.num_fetched = 0  # chunks that crossed from the full cache
+        self._num_fetched = torch.zeros((), dtype=torch.long, device=full.device)
         self._taken = [0] * full.num_layers
 
     def start_over(self, selector: Selector, *, budget: int, chunk: int) -> None:
@@ -74,6 +75,16 @@ class RetrievalCache:
     def needs_mass(self) -> bool:
         """True where `refresh` asks the full cache for masses."""
         return self.selector.needs_mass
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that the last choice was made among: all before the tail."""
+        return self._tail_start // self.chunk
+
+    @property
+    def num_fetched(self) -> int:
+        """Chunks that crossed from the full cache, of all layers and heads. On a card the host waits for this."""
+        return int(self._num_fetched)
 
     def begin(self, phase: Phase, num_rows: int) -> None:
         self._taken = [0] * self.full.num_layers
@@ -144,15 +155,15 @@ class RetrievalCache:
 
         The full cache has been truncated to the verified tokens; this cache then has exactly these.
         """
-        self.full.wait_home()
         self._open()
-        length = self.full.length
+        length, chunks, wanted = self.full.length, self.chunks, None
         outgrown = length + self._drafted - self._tail_start > self._room
-        if self.selector.selects_anew or self.chosen is None or outgrown:
+        if self.selector.selects_anew or self.chunks is None or outgrown:
             self._tail_start = length // self.chunk * self.chunk
             self._exact = self._tail_start
-            self._hold(choose(self._scores(num_rows), self._num_slots) if self._tail_start else None)
-        self._fetch_tail(length)
+            slots = self._choose(num_rows)
+            chunks, wanted = (None, None) if slots is None else (slots.held, slots.wanted)
+        self._fill(length, chunks, wanted)
 
     def _attend_spans(self, spans: DecodeAttention, layer: int, rows: Rows) -> Tensor:
         stop = rows.index + rows.q.shape[0]
@@ -166,61 +177,34 @@ class RetrievalCache:
 
     def _scores(self, num_rows: int) -> Tensor:
         """Scores of the whole chunks, [L, H_kv, C] fp32."""
-        return self.selector.scores(self.full, num_rows, self.chunk, self._tail_start // self.chunk)
+        return self.selector.scores(self.full, num_rows, self.chunk, self.num_chunks)
 
     def _drop(self) -> None:
-        self.chosen = self._slot_of = None
-        self._num_filled = self._tail_start = 0
+        self.chunks = None
+        self._tail_start = 0
 
-    def _hold(self, chosen: Tensor | None) -> None:
-        """Fetch the chunks that are new into the slots of those that are not wanted any more."""
-        if chosen is None:
-            self.chosen = self._slot_of = None
-            self._num_filled = 0
-            return
-        held, slot_of = torch.zeros_like(chosen), torch.zeros_like(chosen, dtype=torch.long)
-        if self.chosen is not None and self._slot_of is not None:
-            num_kept = min(self.chosen.shape[-1], chosen.shape[-1])
-            held[..., :num_kept] = self.chosen[..., :num_kept]
-            slot_of[..., :num_kept] = self._slot_of[..., :num_kept]
-        num_filled = int(chosen[0, 0].sum())
-        slots = torch.arange(num_filled, device=chosen.device).expand(*chosen.shape[:2], -1)
-        used = torch.zeros(*chosen.shape[:2], num_filled, dtype=torch.bool, device=chosen.device)
-        kept = held & chosen & (slot_of < num_filled)
-        layers, heads, chunks = kept.nonzero(as_tuple=True)
-        used[layers, heads, slot_of[layers, heads, chunks]] = True
-        missing = chosen & ~kept
-        # Row by row there are as many free slots as missing chunks, and both lists are in row order: they pair up.
-        where = missing.nonzero(as_tuple=True)
-        free = slots[~used]
-        slot_of[where] = free
-        self._fetch_chunks(where[0], where[1], where[2], free)
-        self.chosen, self._slot_of, self._num_filled = chosen, slot_of, num_filled
+    def _choose(self, num_rows: int) -> Assignment | None:
+        """Slots for the chosen chunks; None: there is no whole chunk."""
+        if not self._tail_start:
+            return None
+        return assign(choose(self._scores(num_rows), self._num_slots), self.chunks)
 
-    def _fetch_chunks(self, layers: Tensor, heads: Tensor, chunks: Tensor, slots: Tensor) -> None:
-        """A part at a time, so that what is on its way never takes much room."""
-        self.num_fetched += layers.numel()
-        most = max(FETCH_BYTES // (2 * self.chunk * self._held.shape[4] * self._held.itemsize), 1)
-        for part in zip(*(index.split(most) for index in (layers, heads, chunks, slots)), strict=True):
-            self._fetch_part(*part)
-
-    def _fetch_part(self, layers: Tensor, heads: Tensor, chunks: Tensor, slots: Tensor) -> None:
-        if not layers.numel():
-            return
-        order, rows = self.full.reader.chunks(layers, heads, chunks, self.chunk)
-        _, _, num_heads, num_slots, head_dim = self._held.shape
-        per_head = num_slots // self.chunk
-        at = (layers * 2 * num_heads + heads) * per_head + slots
-        runs = self._held.view(-1, self.chunk * head_dim)
-        for kind in range(2):  # keys, then values: all heads further
-            runs.index_copy_(0, at[order] + kind * num_heads * per_head, rows[kind])
-
-    def _fetch_tail(self, length: int) -> None:
-        """Exact rows for the tail: what the drafts left there was computed from a part of the cache."""
+    def _fill(self, length: int, chunks: Tensor | None, wanted: Tensor | None) -> None:
+        """Hold `chunks` in the slots, of which those `wanted` are fetched, and exact rows for the tail up to `length`
+        tokens: what the drafts left there was computed from a part of the cache."""
         self._reserve(length - self._tail_start)
-        at = self._num_filled * self.chunk - self._tail_start
-        self._held[:, :, :, at + self._exact : at + length] = self.full.reader.tokens(self._exact, length)
+        self.chunks = None  # known again when they are there: this may be broken off
+        at = 0 if chunks is None else chunks.shape[-1] * self.chunk
+        self._fetch.fetch(self._held, Tail(self._tail_start, self._exact, length, at), wanted)
+        self.chunks = chunks
+        if wanted is not None:
+            self._num_fetched = self._num_fetched + (wanted >= 0).sum()
         self.length = self._exact = length
+
+    @property
+    def _num_filled(self) -> int:
+        """Slots filled, the same in every layer and head."""
+        return 0 if self.chunks is None else self.chunks.shape[-1]
 
     @property
     def _held(self) -> Tensor:
@@ -237,13 +221,9 @@ class RetrievalCache:
         full.arena.begin(self._give_up)
         self._buffer = full.arena.take(self._size, full.shape.dtype)
         self._num_buffers += 1
-        if self.chosen is not None and self._slot_of is not None:
-            full.wait_home()
-            layers, heads, chunks = self.chosen.nonzero(as_tuple=True)
-            self._fetch_chunks(layers, heads, chunks, self._slot_of[layers, heads, chunks])
         known, self._exact = self._exact, self._tail_start
-        if known > self._tail_start:
-            self._fetch_tail(known)
+        if self.chunks is not None or known > self._tail_start:
+            self._fill(known, self.chunks, self.chunks)
 
     def _give_up(self) -> None:
         """The bytes are somebody else's now. Rows that were drafted into the tail are in no other place: they are
@@ -265,6 +245,7 @@ class RetrievalCache:
         self._num_slots = budget // chunk
         self._room_step = max(TAIL_TOKENS, chunk)  # whole chunks: then all of the buffer is
         self._room = -(-self._tail // self._room_step) * self._room_step
+        self._fetch = make_fetch(self.full, chunk, self._kernels, self.nbytes())
 
     @property
     def _size(self) -> tuple[int, ...]:

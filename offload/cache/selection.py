@@ -119,10 +119,10 @@ def dilate(scores: Tensor, *, weight: float, num_chunks: int) -> Tensor:
 
 
 def choose(scores: Tensor, num_chosen: int) -> Tensor:
-    """scores [L, H_kv, C] -> bool, the same shape: in each row the `num_chosen` best, chunk 0 (the sinks) always."""
+    """scores [L, H_kv, C] -> int64 [L, H_kv, num_chosen or C, if that is less]: in each row the best chunks, chunk 0
+    (the sinks) always, rising."""
     if num_chosen >= scores.shape[-1]:
-        return torch.ones_like(scores, dtype=torch.bool)
+        return torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape).contiguous()
     scores = scores.clone()
     scores[..., 0] = torch.inf
-    best = scores.topk(num_chosen, -1).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+    return scores.topk(num_chosen, -1, sorted=False).indices.sort(-1).values

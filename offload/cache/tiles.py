@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from offload.transfer.memory import Memory, Tier
+from offload.transfer.memory import Memory, Tier, sent
 
 # How a tile is attended to. "device": it lives there. "stream": it lives on the host and crosses the link into a
 # staging slot. "host": it lives on the host, and the processor attends to it there.
@@ -65,6 +65,7 @@ class TileStore:
         self._memory, self._num_resident = memory, num_resident
         self._first_streamed = [self._num_unmoved(layer, num_host) for layer in range(num_layers)]
         self._homes: list[list[Tensor]] = [[] for _ in range(num_layers)]
+        self._addresses: Tensor | None = None  # of these
 
     @property
     def num_tiles(self) -> int:
@@ -96,6 +97,8 @@ class TileStore:
 
     def grow(self, num_tokens: int) -> None:
         """Allocate tiles until `num_tokens` tokens have room."""
+        if self.num_tiles < self.shape.count(num_tokens):
+            self._addresses = None
         for index in range(self.num_tiles, self.shape.count(num_tokens)):
             for layer, homes in enumerate(self._homes):
                 shape, tier = self.shape, self._tier(layer, index)
@@ -107,6 +110,7 @@ class TileStore:
             for index, home in enumerate(homes):
                 self._memory.released(home, tier=self._tier(layer, index), purpose="kv cache")
             homes.clear()
+        self._addresses = None
 
     def _num_unmoved(self, layer: int, num_host: int) -> int:
         """Tiles of `layer` that do not cross the link, those on the device and those attended to on the host: as many
@@ -127,6 +131,13 @@ class TileStore:
 
     def home(self, layer: int, index: int) -> Tensor:
         return self._homes[layer][index]
+
+    def addresses(self) -> Tensor:
+        """Where each home is, int64 [L, num_tiles], on the device."""
+        if self._addresses is None:
+            addresses = [[home.data_ptr() for home in homes] for homes in self._homes]
+            self._addresses = sent(torch.tensor(addresses, dtype=torch.long), self._memory.device)
+        return self._addresses
 
     def nbytes(self) -> int:
         return sum(len(homes) for homes in self._homes) * self.shape.nbytes

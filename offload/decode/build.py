@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from offload.decode.lengths import LOOKUP_CHANCES, Adaptive, Estimate, Fixed, PassSeconds
 from offload.decode.lookup import LookupProposer
 from offload.decode.on_card import Beforehand
 from offload.decode.proposal import Proposer
-from offload.decode.sampling import SamplingParams, SeededSource, warp
+from offload.decode.sampling import SamplingParams, SeededSource, Warping
 from offload.decode.speculation import Charge, Lengths, Level, ModelProposer, Speculator, measured
 from offload.plan.composition import LevelName
 from offload.plan.cost import DRAFT_ACCEPTANCE
@@ -36,17 +36,15 @@ def build_speculator(
 ) -> Speculator:
     """The speculator of one request, which emits tokens of the target.
 
-    levels: by name, the target and whichever of draft and retrieval the plan has. The draft proposes to both levels
-    above it; the retrieval level is the target's last proposer. block: rows of a block of the target's passes on this
-    machine, if that is known.
+    levels: by name, the target and whichever others the plan has. The draft proposes to both levels above it; the
+    target's own level, "self" or "retrieval", is its last proposer. block: rows of a block of the target's passes on
+    this machine, if that is known.
     With a seed and a temperature above 0 every step is charged the plan's seconds instead of measured ones: lengths,
     and so the text, are then the same on a machine of any speed.
     """
     source, costs = SeededSource(sampling.seed), _Costs(plan, sampling, block)
     random = source if device.type == "cpu" else Beforehand(source, device)
-
-    def distribution(logits: Tensor) -> Tensor:
-        return warp(logits, sampling)
+    distribution = Warping(replace(sampling, seed=None))
 
     def lookups() -> list[Proposer]:
         return [LookupProposer(vocab_size, device)] if plan.composition.lookup else []
@@ -66,9 +64,10 @@ def build_speculator(
     if "draft" in levels:
         drafts = [ModelProposer(levels["draft"], distribution, random, charge=costs.passes("draft"))]
     proposers = [*lookups(), *drafts]
-    if "retrieval" in levels:
+    if inner := plan.composition.inner:
         below = [*lookups(), *drafts]
-        proposers.append(speculator("retrieval", below, plan.composition.draft_gamma, prepare=prepare_retrieval))
+        prepare = prepare_retrieval if inner == "retrieval" else None
+        proposers.append(speculator(inner, below, plan.composition.draft_gamma, prepare=prepare))
     return speculator("target", proposers, plan.composition.gamma, prepare=None)
 
 
@@ -108,7 +107,7 @@ class _Costs:
         predicted = self._predicted
         if name == "draft":
             return PassSeconds(predicted.draft_pass_seconds, 0.0)
-        if name == "retrieval":
+        if name in ("self", "retrieval"):
             one, row = predicted.retrieval_pass_seconds, predicted.retrieval_row_seconds
             return PassSeconds(one - row, row)
         one, row = predicted.full_pass_seconds, predicted.full_row_seconds

@@ -1,8 +1,9 @@
 """Draws and verifications on a card: the decisions of `SeededSource` and `verify`, made where the distributions are.
 
 A look at a number makes the host wait for all that the card has to do before. So the uniforms of several decisions are
-drawn beforehand, and the host looks once at what came of them. Nothing here depends on the device: tests run it on a
-CPU, where `verify` is the reference.
+drawn beforehand, and the host looks once at what came of them. `Draw` and `Judge` come after a pass, and are a part of
+its graph where it runs as one. Nothing here depends on the device: tests run it on a CPU, where `verify` is the
+reference.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.decode.proposal import grade, sureness
-from offload.decode.sampling import SeededSource, check_mass
+from offload.decode.sampling import SeededSource, Warp, check_mass
 from offload.decode.verify import Verdict
 from offload.transfer.memory import sent
 
@@ -31,47 +32,53 @@ class Beforehand:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A token that was drawn, int64 [1], the sum of what it was drawn from, fp64 [1], and what its grade is made of,
-    fp64 [2]: all on the device."""
+class Draw:
+    """A token of a draft, from the distribution after its pass."""
 
-    token: Tensor
-    mass: Tensor
-    sureness: Tensor
+    warp: Warp
 
-
-def draw(logits: Tensor, probs: Tensor, uniform: Tensor) -> Drawn:
-    """One token by its inverse transform, as `SeededSource.draw` does. logits, probs [V], made of them; uniform [1]."""
-    token, mass = _draw(probs, uniform)
-    return Drawn(token, mass, sureness(logits[None], probs[None])[0].double())
+    def __call__(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, ...]:
+        """By its inverse transform, as `SeededSource.draw` does. logits [1, V], uniform [1] -> (probs [1, V], the
+        token, int64 [1], numbers fp64 [4], which `seen` takes)."""
+        probs = self.warp(logits)
+        token, mass = _draw(probs[0], uniform)
+        return probs, token, torch.cat([token.double(), mass, sureness(logits, probs)[0].double()])
 
 
-def seen(drawn: Sequence[Drawn]) -> tuple[list[int], list[int]]:
-    """The tokens that were drawn, and their grades: the host waits once. Raises ModelError where there was nothing to
-    draw from."""
-    rows = torch.stack([torch.cat([each.token.double(), each.mass, each.sureness]) for each in drawn]).tolist()
+def seen(drawn: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """The tokens that were drawn, and their grades, by the numbers of each draw: the host waits once. Raises ModelError
+    where there was nothing to draw from."""
+    rows = torch.stack(list(drawn)).tolist()
     for _, mass, _, _ in rows:
         check_mass(mass)
     return [int(row[0]) for row in rows], [grade(share, margin) for _, _, share, margin in rows]
 
 
-def judge(
-    drafted: Sequence[int], draft_probs: Tensor, logits: Tensor, target_probs: Tensor, random: Beforehand
-) -> tuple[Verdict, list[int]]:
-    """See `offload.decode.verify.verify`: the same rule, with the grades of the emitted tokens' distributions. logits
-    [n + 1, V]: what `target_probs` is made of. Raises ModelError where there is nothing to draw from."""
-    n = len(drafted)
-    uniforms = random.uniforms(n + 1)
-    tokens = sent(torch.tensor(drafted, dtype=torch.long), target_probs.device).unsqueeze(-1)
-    ratios = target_probs[:n].gather(-1, tokens).double() / draft_probs.gather(-1, tokens).double()
-    accepted = (uniforms[:n] < ratios.squeeze(-1)).cumprod(0).sum(0, keepdim=True)
-    token, mass = _draw(_last_row(draft_probs, target_probs, accepted), uniforms[n:])
-    graded = sureness(logits, target_probs)
-    numbers = [each.double().flatten() for each in (accepted, token, mass, ratios, graded)]
-    values = iter(torch.cat(numbers).tolist())
+@dataclass(frozen=True)
+class Judge:
+    """What `offload.decode.verify.verify` decides, after the pass of the level that verifies: the same rule."""
+
+    warp: Warp
+
+    def __call__(self, logits: Tensor, uniforms: Tensor, drafted: Tensor, draft_probs: Tensor) -> tuple[Tensor, ...]:
+        """n drafted tokens, int64 [n], from draft_probs [n, V], logits [n + 1, V], uniforms [n + 1] -> (probs
+        [n + 1, V], numbers fp64 [4 + 3 n], which `judged` takes)."""
+        target_probs, n = self.warp(logits), len(drafted)
+        tokens = drafted.unsqueeze(-1)
+        ratios = target_probs[:n].gather(-1, tokens).double() / draft_probs.gather(-1, tokens).double()
+        accepted = (uniforms[:n] < ratios.squeeze(-1)).cumprod(0).sum(0, keepdim=True)
+        token, mass = _draw(_last_row(draft_probs, target_probs, accepted), uniforms[n:])
+        numbers = accepted, token, mass, ratios, sureness(logits, target_probs)
+        return target_probs, torch.cat([each.double().flatten() for each in numbers])
+
+
+def judged(numbers: Tensor, num_drafted: int) -> tuple[Verdict, list[int]]:
+    """The verdict, with the grades of the emitted tokens' distributions: the host waits once. Raises ModelError where
+    there was nothing to draw from."""
+    values = iter(numbers.tolist())
     num_accepted, next_token, total = int(next(values)), int(next(values)), next(values)
     check_mass(total)
-    chances = [min(next(values), 1.0) for _ in drafted]
+    chances = [min(next(values), 1.0) for _ in range(num_drafted)]
     grades = [grade(*pair) for pair in _pairs(values)]
     return Verdict(num_accepted, next_token, chances[: num_accepted + 1]), grades[: num_accepted + 1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from offload.errors import ModelError, UsageError
+
+Warp = Callable[[Tensor], Tensor]  # logits [T, V] -> probabilities [T, V]
 
 _FLOAT = torch.finfo(torch.float32)
 _LIKELIEST = 256  # tokens that top-p looks at before it looks at all
@@ -39,6 +42,16 @@ class SamplingParams:
             raise UsageError(f"min-p is {self.min_p}, it must be from 0 (off) to below 1")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise UsageError(f"seed is {self.seed}, it must be from 0 to 2^63 - 1")
+
+
+@dataclass(frozen=True)
+class Warping:
+    """`warp` by these: equal for equal ones, which graphs of a card are told apart by."""
+
+    params: SamplingParams
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return warp(logits, self.params)
 
 
 def warp(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -15,14 +15,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.decode.on_card import Beforehand, Drawn, draw, judge, seen
+from offload.decode.on_card import Beforehand, Draw, Judge, judged, seen
 from offload.decode.proposal import Offer, Proposal, Proposer, grades_of
-from offload.decode.sampling import RandomSource
+from offload.decode.sampling import RandomSource, Warp
 from offload.decode.sequence import Extended
 from offload.decode.verify import Verdict, verify
 from offload.metrics import LevelStats
+from offload.transfer.memory import sent
 
-Warp = Callable[[Tensor], Tensor]  # logits [T, V] -> probabilities [T, V]
 Charge = Callable[[int, float], float]  # rows of a pass, seconds it took -> seconds that count
 
 
@@ -42,9 +42,14 @@ class Level(Protocol):
         """Tokens in the cache."""
         ...
 
-    def forward(self, tokens: Sequence[int] | Tensor, num_logits: int) -> Tensor:
-        """Append `tokens`, on a card int64 [n] too, to the cache; the logits after each of the last `num_logits` of
-        them, [num_logits, V]."""
+    def forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
+        """Append `tokens` to the cache; the logits after each of the last `num_logits` of them, [num_logits, V]."""
+        ...
+
+    def then(
+        self, tokens: Sequence[int] | Tensor, num_logits: int, compute: Draw | Judge, *given: Tensor
+    ) -> tuple[Tensor, ...]:
+        """As `forward`, of tokens on a card too, int64 [n]; `compute` of the logits and of `given`."""
         ...
 
     def truncate(self, length: int) -> None:
@@ -84,12 +89,11 @@ class ModelProposer:
         """`num_tokens` tokens: each goes into the next pass before the host has seen it."""
         start, uniforms = time.perf_counter(), random.uniforms(num_tokens)
         tokens: Sequence[int] | Tensor = pending
-        drawn, rows = list[Drawn](), list[Tensor]()
-        for place in range(num_tokens):
-            logits = self._level.forward(tokens, 1)
-            rows.append(self._warp(logits))
-            drawn.append(draw(logits[0], rows[-1][0], uniforms[place : place + 1]))
-            tokens = drawn[-1].token
+        draw, rows, drawn = Draw(self._warp), list[Tensor](), list[Tensor]()
+        for uniform in uniforms.split(1):
+            row, tokens, numbers = self._level.then(tokens, 1, draw, uniform)
+            rows.append(row)
+            drawn.append(numbers)
         found, grades = seen(drawn)
         seconds = self._charge(len(pending) + num_tokens - 1, time.perf_counter() - start)
         return Proposal(found, torch.cat(rows), grades, seconds)
@@ -183,10 +187,7 @@ class Speculator:
         proposals, names = self._draft(sequence, limit - 1)
         drafted = [token for proposal in proposals for token in proposal.tokens]
         start, num_rows = time.perf_counter(), len(pending) + len(drafted)
-        logits = self._level.forward(pending + drafted, len(drafted) + 1)
-        probs = self._warp(logits)
-        draft_probs = torch.cat([proposal.probs for proposal in proposals]) if proposals else probs[:0]
-        verdict, grades = self._verify(drafted, draft_probs, logits, probs)
+        probs, verdict, grades = self._verify(pending, drafted, proposals)
         seconds = self._charge(num_rows, time.perf_counter() - start)
         emitted = [*drafted[: verdict.num_accepted], verdict.next_token]
         probs = probs[: len(emitted)]
@@ -227,14 +228,27 @@ class Speculator:
         return proposals, names
 
     def _verify(
-        self, drafted: Sequence[int], draft_probs: Tensor, logits: Tensor, probs: Tensor
-    ) -> tuple[Verdict, list[int]]:
-        """The verdict, and the grades of the emitted tokens' distributions."""
+        self, pending: list[int], drafted: list[int], proposals: Sequence[Proposal]
+    ) -> tuple[Tensor, Verdict, list[int]]:
+        """The level's distributions at each place and after the last, the verdict, and the emitted tokens' grades."""
         if isinstance(self._random, Beforehand):
-            return judge(drafted, draft_probs, logits, probs, self._random)
+            return self._verify_on_card(self._random, pending, drafted, proposals)
+        logits = self._level.forward(pending + drafted, len(drafted) + 1)
+        probs = self._warp(logits)
+        draft_probs = torch.cat([proposal.probs for proposal in proposals]) if proposals else probs[:0]
         verdict = verify(drafted, draft_probs, probs, self._random)
         num_emitted = verdict.num_accepted + 1
-        return verdict, grades_of(logits[:num_emitted], probs[:num_emitted])
+        return probs, verdict, grades_of(logits[:num_emitted], probs[:num_emitted])
+
+    def _verify_on_card(
+        self, random: Beforehand, pending: list[int], drafted: list[int], proposals: Sequence[Proposal]
+    ) -> tuple[Tensor, Verdict, list[int]]:
+        uniforms = random.uniforms(len(drafted) + 1)
+        tokens = sent(torch.tensor(drafted, dtype=torch.long), uniforms.device)
+        draft_probs = torch.cat([each.probs for each in proposals]) if proposals else uniforms.new_empty((0, 1))
+        given = uniforms, tokens, draft_probs
+        probs, numbers = self._level.then(pending + drafted, len(drafted) + 1, Judge(self._warp), *given)
+        return probs, *judged(numbers, len(drafted))
 
     def _commit(self, length: int, names: Sequence[str], verdict: Verdict) -> None:
         """Keep the first `length` tokens everywhere, forget the rejected rows, and count."""

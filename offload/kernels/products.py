@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
+from offload.kernels.codes import TILE, Codes
 from offload.kernels.native import Kernels
 from offload.kernels.native.interface import DTYPES, Product
 
@@ -26,11 +27,11 @@ class Step:
 
     norm: the RMS norm's weight, with `epsilon`; None: x as it is. ending: "write"; "add" to out; "gate": the product is
     [n, 2 * outputs], and out is silu(first half) * second half. Rounded to the dtype after the norm, the product and
-    each step of the ending.
+    each step of the ending. With a weight in codes the normed rows are taken to 8 bits (native/codes.h).
     """
 
     x: Tensor
-    weight: Tensor
+    weight: Tensor | Codes
     bias: Tensor | None
     out: Tensor
     norm: Tensor | None = None
@@ -38,10 +39,12 @@ class Step:
     epsilon: float = 0.0
 
     def with_torch(self, num_rows: int) -> None:
-        """The same by torch's operators: what the kernel is tested against."""
+        """The same by torch's operators: what the kernel is tested against. Codes: with rows as they are."""
         x, out = self.x[:num_rows], self.out[:num_rows]
         normed = x if self.norm is None else rms_norm(x, self.norm.shape, self.norm, self.epsilon)
-        y = linear(normed, self.weight, self.bias)
+        weight = self.weight.matrix(x.dtype) if isinstance(self.weight, Codes) else self.weight
+        width = out.shape[1] * (2 if self.ending == "gate" else 1)
+        y = linear(normed, weight[:width], self.bias)
         if self.ending == "add":
             y += out
         if self.ending == "gate":
@@ -71,18 +74,21 @@ class Steps:
         self._read, self._structures[0].x = x, x.data_ptr()
 
     def _structure(self, step: Step) -> Product:
-        outputs, inputs = step.weight.shape
+        (_, inputs), outputs = step.weight.shape, step.out.shape[1]
+        codes = step.weight if isinstance(step.weight, Codes) else None
+        assert codes is None or step.ending != "gate" or outputs % TILE == 0
         return Product(
             step.x.data_ptr(),
             _address(step.norm),
-            step.weight.data_ptr(),
+            step.weight.data_ptr() if isinstance(step.weight, Tensor) else step.weight.blocks.data_ptr(),
             _address(step.bias),
             step.out.data_ptr(),
             self._widened.data_ptr(),
             inputs,
-            step.out.shape[1],
+            outputs,
             inputs,
-            outputs // 2 if step.ending == "gate" else outputs,
+            outputs,
+            codes is not None,
             _ENDINGS.index(step.ending),
             step.epsilon,
         )

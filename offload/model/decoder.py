@@ -40,9 +40,13 @@ class Decoder:
     def __init__(
         self, config: ModelConfig, weights: Weights, sums: Sums | None = None, kernels: Kernels = NONE
     ) -> None:
-        self.config, self.weights, self._sums = config, weights, sums or OneRank()
+        self.config, self.weights, self._sums, self._kernels = config, weights, sums or OneRank(), kernels
         dtype = weights.embedding.dtype
         self._few = FewRows(kernels, config, dtype, self._sums) if kernels.library is not None else None
+
+    def over(self, weights: Weights) -> Decoder:
+        """The same model over other weights."""
+        return Decoder(self.config, weights, self._sums, self._kernels)
 
     @property
     def device(self) -> torch.device:

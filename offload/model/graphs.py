@@ -1,8 +1,11 @@
-"""Passes as CUDA graphs: a launch in place of many, where all that a pass uses stays where it is on the card."""
+"""Passes as CUDA graphs: a launch in place of many, where all that a pass uses stays where it is on the card.
+
+What follows a pass may be part of its graph, such as a draw from its logits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,61 +16,77 @@ from offload.errors import TriforceError
 
 VARIABLE = "TRIFORCE_GRAPHS"
 
-Compute = Callable[[Tensor], Tensor]
+Tensors = tuple[Tensor, ...]
+Compute = Callable[..., Tensors]
+Kind = tuple[Hashable, Hashable]  # of the pass, and what follows
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """The graph, its tokens int64 [T], and what it makes of them."""
+    """The graph, what is given to it, and what it makes of that."""
 
     graph: torch.cuda.CUDAGraph
-    tokens: Tensor
-    out: Tensor
+    given: Tensors
+    made: Tensors
 
 
 class Graphs:
-    """Of one level's passes, by number of rows."""
+    """Of one level's passes, by their kinds and what follows them."""
 
     def __init__(self) -> None:
         self._memory: Hashable = None  # what they were recorded with
-        self._seen: set[int] = set()
-        self._recorded: dict[int, _Recorded] = {}
+        self._follows: Hashable = None  # likewise
+        self._seen: set[Kind] = set()
+        self._recorded: dict[Kind, _Recorded] = {}
         self._pool: Any = None
 
-    def run(self, memory: Hashable, tokens: Tensor, compute: Compute) -> Tensor:
-        """`compute(tokens)`, launched one by one the first time, which compiles kernels, and as a graph from then on.
+    def run(
+        self, memory: Hashable, kind: Hashable, given: Sequence[Tensor], compute: Compute, *, follows: Hashable = None
+    ) -> Tensors:
+        """`compute(*given)`, launched one by one the first time, which compiles kernels, and later as a graph.
 
-        memory: of the caches that it uses; where it changes, graphs are recorded anew. `compute` must not wait for the
-        card, and may differ from call to call in what is in memory only. Raises TriforceError where the card does not
-        record it, with the remedy.
+        memory: of the caches that it uses; where it changes, graphs are recorded anew. kind: of the pass, such as its
+        number of rows. given: tokens, and what else may differ in its values. follows: what `compute` does after the
+        pass, None for nothing; graphs of one such thing are kept. `compute` must not wait for the card, and may differ
+        between calls of one kind in what is in memory only. Raises TriforceError where the card does not record it,
+        with the remedy.
         """
         if memory != self._memory:
             self._memory = memory
             self.forget()
-        rows = len(tokens)
-        if rows not in self._seen:
-            self._seen.add(rows)
-            return compute(tokens)
-        if rows not in self._recorded:
-            self._recorded[rows] = self._record(tokens.clone(), compute)
-        found = self._recorded[rows]
-        found.tokens.copy_(tokens)
+        if follows is not None and follows != self._follows:
+            self._forget_followed()
+            self._follows = follows
+        key = kind, follows
+        if key not in self._seen:
+            self._seen.add(key)
+            return compute(*given)
+        if key not in self._recorded:
+            self._recorded[key] = self._record(tuple(tensor.clone() for tensor in given), compute)
+        found = self._recorded[key]
+        for ours, theirs in zip(found.given, given, strict=True):
+            ours.copy_(theirs)
         found.graph.replay()
-        return found.out.clone()  # the next replay writes to it
+        return tuple(tensor.clone() for tensor in found.made)  # the next replay writes to them
 
     def forget(self) -> None:
-        """The next pass of each number of rows is launched one by one again."""
+        """The next pass of each kind is launched one by one again."""
         self._seen.clear()
         self._recorded.clear()
 
-    def _record(self, tokens: Tensor, compute: Compute) -> _Recorded:
+    def _forget_followed(self) -> None:
+        """Each would keep memory, and a request's parameters may be those of no other."""
+        self._seen = {key for key in self._seen if key[1] is None}
+        self._recorded = {key: graph for key, graph in self._recorded.items() if key[1] is None}
+
+    def _record(self, given: Tensors, compute: Compute) -> _Recorded:
         """Graphs share memory for what they make on the way: they run one after the other."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                return _Recorded(graph, tokens, compute(tokens))
+                return _Recorded(graph, given, compute(*given))
         except RuntimeError as error:
             said = str(error).strip().partition("\n")[0]
             raise TriforceError(

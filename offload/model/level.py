@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,18 +22,28 @@ from offload.transfer.link import Link
 from offload.transfer.memory import sent
 from offload.transfer.timing import Timing
 
+# Of a pass's logits [n, V] and of tensors that are given. Equal ones compute the same: they are told apart by it where
+# they are part of a graph.
+Then = Callable[..., tuple[Tensor, ...]]
 # Called after a forward with the rows before it, the rows after it and the logits of the last ones.
 Listener = Callable[[int, int, Tensor], None]
+
+
+def _themselves(logits: Tensor) -> tuple[Tensor, ...]:
+    return (logits,)
 
 
 @dataclass(frozen=True)
 class Continuation:
     """New tokens (1 or more) of one sequence, as numbers or as int64 [n] on the device, the cache that takes them in,
-    and how many of their last rows are wanted as logits; 0 on a rank that has no head."""
+    and how many of their last rows are wanted as logits; 0 on a rank that has no head. then, given: what is made of
+    these, and of what."""
 
     cache: Cache
     tokens: Sequence[int] | Tensor
     num_logits: int
+    then: Then = _themselves
+    given: tuple[Tensor, ...] = ()
 
 
 class Level:
@@ -80,18 +90,31 @@ class Level:
             self.listener(self.length - len(tokens), self.length, logits)
         return logits
 
-    @torch.inference_mode()
+    def then(
+        self, tokens: Sequence[int] | Tensor, num_logits: int, compute: Then, *given: Tensor
+    ) -> tuple[Tensor, ...]:
+        """As `forward`; `compute` of the logits and of `given`. It is part of the pass's graph, if there is one."""
+        if self._graphs is None or self.listener is not None:
+            return compute(self.forward(tokens, num_logits), *given)
+        [made] = self._run([Continuation(self._cache, tokens, num_logits, compute, given)])
+        return made
+
     def forward_all(self, continuations: Sequence[Continuation]) -> list[Tensor]:
         """Append to several sequences in one pass, which uses every layer's weights once -> [num_logits, V] of each.
 
         Each sequence is cut into blocks of its own, so its bits are those that it has alone.
         """
+        return [logits for [logits] in self._run(continuations)]
+
+    @torch.inference_mode()
+    def _run(self, continuations: Sequence[Continuation]) -> list[tuple[Tensor, ...]]:
+        """One pass, counted -> what is made of each one's logits."""
         before = self._link.stats.bytes_to_device if self._link else 0
         with self._timing.measure(self.stats, sum(len(each.tokens) for each in continuations)):
-            logits = self._forward(continuations)
+            made = self._forward(continuations)
         if self._link:
             self.stats.link_bytes += self._link.stats.bytes_to_device - before
-        return logits
+        return made
 
     def truncate(self, length: int) -> None:
         self._cache.truncate(length)
@@ -105,7 +128,7 @@ class Level:
         """Have the seconds of all passes in `stats` whose results the host has seen."""
         self._timing.settle()
 
-    def _forward(self, continuations: Sequence[Continuation]) -> list[Tensor]:
+    def _forward(self, continuations: Sequence[Continuation]) -> list[tuple[Tensor, ...]]:
         cuts = [self._cut(len(each.tokens)) for each in continuations]
         segments = [self._begin(each, sum(blocks)) for each, blocks in zip(continuations, cuts, strict=True)]
         if self._graphs is not None and (memory := self._graph_memory(segments)) is not None:
@@ -116,29 +139,35 @@ class Level:
         for each in continuations:
             each.cache.advance(len(each.tokens))
         parts = hidden.split([sum(blocks) for blocks in cuts])
-        return [self._logits(*each) for each in zip(continuations, parts, cuts, strict=True)]
+        logits = [self._logits(*each) for each in zip(continuations, parts, cuts, strict=True)]
+        return [each.then(rows, *each.given) for each, rows in zip(continuations, logits, strict=True)]
 
     def _graph_memory(self, segments: Sequence[Segment]) -> Hashable:
         """See `Graphs.run`; None: these rows are no graph."""
         [first, *others] = segments
         return None if others or len(first.tokens) > MAX_ROWS else first.cache.graph_memory
 
-    def _run_graph(self, graphs: Graphs, memory: Hashable, continuation: Continuation, segment: Segment) -> Tensor:
-        """With logits of all rows."""
-        cache, count = segment.cache, len(continuation.tokens)
+    def _run_graph(
+        self, graphs: Graphs, memory: Hashable, continuation: Continuation, segment: Segment
+    ) -> tuple[Tensor, ...]:
+        cache, count, num_logits = segment.cache, len(continuation.tokens), continuation.num_logits
 
-        def compute(tokens: Tensor) -> Tensor:
-            return self._decoder.logits(self._decoder.forward([Segment(cache, tokens)]))
+        def compute(tokens: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+            hidden = self._decoder.forward([Segment(cache, tokens)])
+            logits = self._decoder.logits(hidden[count - num_logits : count])
+            return continuation.then(logits[:, : self._vocab_size], *given)
 
-        logits = graphs.run(memory, segment.tokens, compute)
+        kind, follows = (len(segment.tokens), count, num_logits), continuation.then
+        given = segment.tokens, *continuation.given
+        made = graphs.run(memory, kind, given, compute, follows=None if follows is _themselves else follows)
         cache.advance(count)
-        return logits[count - continuation.num_logits : count, : self._vocab_size]
+        return made
 
     def _begin(self, continuation: Continuation, num_rows: int) -> Segment:
         """Begin a forward of `num_rows` rows, the tokens and padding."""
         tokens, padding = continuation.tokens, num_rows - len(continuation.tokens)
         if isinstance(tokens, Tensor):
-            tokens = pad(tokens, (0, padding))
+            tokens = pad(tokens, (0, padding)) if padding else tokens
         else:
             tokens = sent(torch.tensor([*tokens, *[0] * padding], dtype=torch.long), self._decoder.device)
         continuation.cache.begin("decode", num_rows)
@@ -167,7 +196,7 @@ class Level:
 class StreamingLevel(Level):
     """A level over streaming caches, which need not run tokens that no later row will see."""
 
-    def _forward(self, continuations: Sequence[Continuation]) -> list[Tensor]:
+    def _forward(self, continuations: Sequence[Continuation]) -> list[tuple[Tensor, ...]]:
         return super()._forward([self._catch_up(each) for each in continuations])
 
     def _catch_up(self, continuation: Continuation) -> Continuation:
@@ -185,7 +214,7 @@ class StreamingLevel(Level):
         while len(rest) > cache.max_rows:
             super()._forward([Continuation(cache, rest[: cache.max_rows], 1)])
             rest = rest[cache.max_rows :]
-        return Continuation(cache, rest, continuation.num_logits)
+        return replace(continuation, tokens=rest)
 
     def _cut(self, num_rows: int) -> list[int]:
         """A few rows are padded to a power of two: they cost nothing, but a CPU's libraries spend several passes' time

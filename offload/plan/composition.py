@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from offload.plan.options import Options
 
-LevelName = Literal["draft", "retrieval", "target"]
+LevelName = Literal["draft", "self", "retrieval", "target"]
 
 LONGEST = (63, 31, 15)  # tokens drafted for one full pass, at most: the longer, the more memory masses need
 DRAFT_LONGEST = 15  # the same for one pass of the retrieval level
@@ -28,6 +28,8 @@ class Composition:
     budget: retrieved tokens of each layer, in chunks of `chunk`; 0 without a retrieval level. selection: the rule that
     chooses them. draft: a draft model proposes, to the retrieval level or, without one, to the target; its cache keeps
     `sinks` first tokens and `window` last ones. lookup: repeated parts of the text are proposed, too.
+    weight_bits: of the weights with which the target proposes to itself, over the retrieved tokens or, without a
+    budget, over its whole cache; 16: its own, and then over retrieved tokens alone.
     """
 
     gamma: int = 0
@@ -40,26 +42,37 @@ class Composition:
     sinks: int = 16
     window: int = 240
     lookup: bool = False
+    weight_bits: int = 16
+
+    @property
+    def inner(self) -> Literal["self", "retrieval"] | None:
+        """The level at which the target proposes to itself, if there is one."""
+        if self.budget:
+            return "retrieval"
+        return "self" if self.weight_bits < 16 else None
 
     @property
     def levels(self) -> tuple[LevelName, ...]:
         """The models that run, each with its cache, from the bottom to the top."""
-        below: tuple[tuple[LevelName, bool], ...] = (("draft", self.draft), ("retrieval", self.budget > 0))
-        return (*(name for name, there in below if there), "target")
+        below: tuple[LevelName | None, ...] = ("draft" if self.draft else None, self.inner)
+        return (*(name for name in below if name), "target")
 
     @property
     def drafted(self) -> int:
-        """The most tokens after the verified ones that the retrieval level runs."""
+        """The most tokens after the verified ones that the target's own level below runs."""
         return self.gamma + self.draft_gamma + 1
 
 
 PLAIN = Composition()
 
 
-def compositions(options: Options, capacity: int, *, with_draft: bool) -> Iterator[Composition]:
-    """All compositions that `options` leave open, plain decoding among them unless a length or a budget is given.
-    with_draft: there is a draft model."""
-    for found in _candidates(options, capacity, with_draft):
+def compositions(
+    options: Options, capacity: int, *, with_draft: bool, weight_bits: Sequence[int] = (16,)
+) -> Iterator[Composition]:
+    """All compositions that `options` leave open, plain decoding among them unless a length, a budget or bits are
+    given. with_draft: there is a draft model. weight_bits: that may be chosen where the user gives none."""
+    bits = weight_bits if options.weight_bits is None else (options.weight_bits,)
+    for found in _candidates(options, capacity, with_draft, bits):
         yield replace(
             found,
             adaptive=_adaptive(found, options),
@@ -84,7 +97,7 @@ def _lengths(options: Options) -> tuple[int, ...]:
     return LONGEST if options.gamma is None else (options.gamma,)
 
 
-def _candidates(options: Options, capacity: int, with_draft: bool) -> Iterator[Composition]:
+def _candidates(options: Options, capacity: int, with_draft: bool, bits: Sequence[int]) -> Iterator[Composition]:
     if not options.speculation or options.gamma == 0:
         yield PLAIN
         return
@@ -92,28 +105,40 @@ def _candidates(options: Options, capacity: int, with_draft: bool) -> Iterator[C
     if with_draft and options.draft_gamma != 0:
         drafts = [True] if options.draft_gamma else [True, False]
     draft_gamma = DRAFT_LONGEST if options.draft_gamma is None else options.draft_gamma
+    may_do_without = options.budget is None and options.weight_bits in (None, 16)  # without the inner level
     for gamma in _lengths(options):
         for draft in drafts:
             base = Composition(gamma=gamma, draft=draft, lookup=options.lookup)
             below = draft_gamma if draft or options.lookup else 0
-            for budget in _budgets(options, capacity):
-                for chunk in _CHUNKS if options.chunk is None else (options.chunk,):
-                    yield replace(base, draft_gamma=below, budget=max(budget // chunk, 1) * chunk, chunk=chunk)
-            if draft and options.budget is None:
+            for inner in _inner(options, capacity, bits):
+                yield replace(inner, gamma=gamma, draft=draft, lookup=options.lookup, draft_gamma=below)
+            if draft and may_do_without:
                 yield base
-        if options.lookup and options.gamma is None and options.budget is None:
+        if options.lookup and options.gamma is None and may_do_without:
             yield Composition(gamma=gamma, lookup=True)
-    if options.gamma is None and options.budget is None:
+    if options.gamma is None and may_do_without:
         yield PLAIN
+
+
+def _inner(options: Options, capacity: int, bits: Sequence[int]) -> Iterator[Composition]:
+    """What the target may propose to itself with."""
+    for weight_bits in bits:
+        if weight_bits < 16 and options.budget is None:
+            yield Composition(weight_bits=weight_bits)
+        for budget in _budgets(options, capacity):
+            for chunk in _CHUNKS if options.chunk is None else (options.chunk,):
+                kept = max(budget // chunk, 1) * chunk
+                yield Composition(budget=kept, chunk=chunk, weight_bits=weight_bits)
 
 
 def _adaptive(composition: Composition, options: Options) -> tuple[LevelName, ...]:
     """The levels that something drafts for, except those for which the user gives a length."""
     lengths: tuple[tuple[LevelName, int, int | None], ...] = (
-        ("retrieval", composition.budget * composition.draft_gamma, options.draft_gamma),
+        (composition.inner or "retrieval", composition.draft_gamma, options.draft_gamma),
         ("target", composition.gamma, options.gamma),
     )
-    return tuple(name for name, drafts, given in lengths if drafts and given is None)
+    there = ("target", composition.inner)
+    return tuple(name for name, drafts, given in lengths if drafts and given is None and name in there)
 
 
 def _budgets(options: Options, capacity: int) -> list[int]:

@@ -7,7 +7,7 @@ are fits and estimates (docs/log.md), the same on every machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
@@ -17,6 +17,7 @@ from offload.plan.placement import Placement
 from offload.plan.sizing import PREFILL_BLOCK, Sizing, host_slowdown
 from offload.plan.sum_costs import GLOO, NCCL, NETWORK
 
+CODED_REFUSED = 3.0  # over the root of the hidden size: tokens of the target by itself in 4 bits (docs/log.md)
 DRAFT_ACCEPTANCE = 0.5  # of a small draft's tokens, by the target or a part of it
 LOOKUP_TOKENS = 1.2  # of a round with a looked up token, where texts repeat little (Qwen2.5-Coder's prose: 1.3)
 _HARDNESS = (0.25, 1.0, 2.0, 3.0)  # times the mean text's share of refused tokens: texts differ as much (docs/log.md)
@@ -64,8 +65,10 @@ class Cost:
     @property
     def acceptance(self) -> float:
         """The chance that the target accepts a token of the level below it, or of the draft."""
-        if self.composition.budget:
-            return retrieval_acceptance(self.composition.budget / self.capacity)
+        if self.composition.inner is not None:
+            share = self.composition.budget / self.capacity or 1.0
+            refused = CODED_REFUSED * self.sizing.target.hidden_size**-0.5 if self._proposes_coded else 0.0
+            return max(1.0 - refused, 0.0) * retrieval_acceptance(share)
         return DRAFT_ACCEPTANCE if self.composition.draft else 0.0
 
     @cached_property
@@ -103,7 +106,7 @@ class Cost:
 
     @cached_property
     def retrieval_token(self) -> float:
-        """Seconds per token that the retrieval level emits, with the best length of its own rounds."""
+        """Seconds per token that the target proposes to itself, with the best length of its own rounds."""
         draft_gamma = self.composition.draft_gamma if self.composition.draft else 0
         lengths = range(draft_gamma + 1) if self.sizing.options.draft_gamma is None else (draft_gamma,)
         return min(
@@ -112,12 +115,17 @@ class Cost:
         )
 
     def retrieval_pass(self, rows: int) -> float:
-        """Seconds of a pass over all weights and the retrieved tokens."""
-        if not self.composition.budget:
+        """Seconds of a pass at the level where the target proposes to itself: over all weights, those in few bits or
+        the exact ones, and the retrieved tokens or all."""
+        composition = self.composition
+        if composition.inner is None:
             return 0.0
         if self._on_cpu:
-            read = self._on_this_cpu(self.composition.budget, rows) + self.sums(rows)
-            return max(read, self.streamed_weights / self.link_rate)
+            times = self._coded_times if self._proposes_coded else self._target_times
+            seconds = times.seconds(self.sizing.target.num_layers, composition.budget or self.capacity, rows)
+            read = seconds * self._cpu_share + self.sums(rows)
+            crossing = 0 if self._proposes_coded else self.streamed_weights
+            return max(read, crossing / self.link_rate)
         read = self._by_rows((self._weights + self._kept) / self._rate, rows)
         return max(self._calls, read + self.sums(rows), self.streamed_weights / self.link_rate)
 
@@ -176,9 +184,8 @@ class Cost:
         """acceptance: without it, that of the mean text."""
         if not gamma:
             return self.full_pass(1)
-        retrieves = self.composition.budget > 0
-        drafting = gamma * (self.retrieval_token if retrieves else self.draft_pass)
-        seconds = self.full_pass(gamma + 1, masses=retrieves) + drafting + self.refresh
+        drafting = gamma * (self.draft_pass if self.composition.inner is None else self.retrieval_token)
+        seconds = self.full_pass(gamma + 1, masses=self.composition.budget > 0) + drafting + self.refresh
         return seconds / _expected(self.acceptance if acceptance is None else acceptance, gamma)
 
     @property
@@ -235,6 +242,16 @@ class Cost:
         """Of the whole target, measured on a whole host, or estimated from what each rank has of it."""
         sizing = self.sizing
         return self.times.target or estimated(sizing.target, sizing.itemsize, sizing.hardware.rates)
+
+    @property
+    def _proposes_coded(self) -> bool:
+        return self.composition.weight_bits < 16
+
+    @cached_property
+    def _coded_times(self) -> PassTimes:
+        """Of the target with weights in 4 bits; where they were not measured, in proportion to the bits."""
+        exact = self._target_times
+        return self.times.coded or replace(exact, layer=tuple(seconds / 4 for seconds in exact.layer))
 
     @property
     def _cpu_share(self) -> float:

@@ -73,10 +73,11 @@ class PassTimes:
 
 @dataclass(frozen=True)
 class Times:
-    """Of the models of a request; None: not measured."""
+    """Of the models of a request; None: not measured. coded: of the target with weights in 4 bits."""
 
     target: PassTimes | None = None
     draft: PassTimes | None = None
+    coded: PassTimes | None = None
 
 
 UNKNOWN = Times()
@@ -105,10 +106,12 @@ def estimated(config: ModelConfig, itemsize: int, rates: Rates) -> PassTimes:
     )
 
 
-def key_of(config: ModelConfig, dtype: str) -> str:
-    """The key of a model's record: its shapes, dtype (bf16, fp16 or fp32), and whether kernels are asked for."""
+def key_of(config: ModelConfig, dtype: str, *, coded: bool = False) -> str:
+    """The key of a model's record: its shapes, dtype (bf16, fp16 or fp32), whether its weights are in 4 bits,
+    and whether kernels are asked for."""
     shapes = " ".join(f"{name}={int(getattr(config, name))}" for name in _SHAPES)
-    return f"{shapes} {dtype} kernels={os.environ.get(_KERNELS) or 'on'}"
+    bits = " weights=4" if coded else ""
+    return f"{shapes} {dtype}{bits} kernels={os.environ.get(_KERNELS) or 'on'}"
 
 
 def load_times(machine: str, device: str, key: str) -> PassTimes | None:

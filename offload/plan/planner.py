@@ -20,7 +20,7 @@ from offload.plan.options import Options
 from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import Placement, largest, place, shortage
 from offload.plan.prediction import Prediction, predict
-from offload.plan.sizing import Sizing
+from offload.plan.sizing import CODE_GROUP, CODE_TILE, Sizing, takes_codes
 
 __all__ = ["Options", "Plan", "PlannedRequest", "largest_context", "make_plan"]
 
@@ -104,6 +104,7 @@ def make_plan(
     capacity, max_tokens = _fit_context(target, options, num_prompt_tokens, max_tokens, notes)
     sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware), max_tokens)
     _check_memory(sizing, capacity, num_prompt_tokens)
+    _check_low_bits(sizing)
     cost, best = _choose(sizing, capacity, times)
     if options.link_gbps is not None and not hardware.is_cpu:
         raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the card's own")
@@ -134,7 +135,7 @@ def largest_context(
     target: ModelConfig, draft: ModelConfig | None, options: Options, hardware: Hardware, limit: int
 ) -> int:
     """Tokens, up to `limit`, that fit in memory with the models; 0: not even one does."""
-    sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware))
+    sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware), max_tokens=1)
     return largest(lambda tokens: _shortage(sizing, tokens) is None, limit)
 
 
@@ -146,7 +147,7 @@ def _choose(sizing: Sizing, capacity: int, times: Times) -> tuple[Cost, Cost]:
     directly, too, and the proposer that suits a text is found while it is generated. An unused level costs only memory.
     On a GPU, where a budget takes the place of layers and tiles, more of them are weighed beside the planned one.
     """
-    costs = _placed(sizing, capacity, _candidates(sizing, capacity), times)
+    costs = _placed(sizing, capacity, _candidates(sizing, capacity, times), times)
     fitting = [shared(cost) for cost in _fitting(costs)]
     if not fitting:
         return _smallest(costs), _smallest(costs)
@@ -166,13 +167,18 @@ def _fastest(fitting: Sequence[Cost]) -> tuple[Cost, Cost]:
     return min(retrieving, key=lambda cost: cost.per_drafted_token), best
 
 
-def _candidates(sizing: Sizing, capacity: int) -> Iterator[Composition]:
-    return compositions(sizing.options, capacity, with_draft=sizing.draft is not None)
+def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterator[Composition]:
+    """Weights in few bits are among them where they were measured."""
+    may_be_coded = sizing.hardware.is_cpu and takes_codes(sizing.shard.layer_products())
+    bits = (16, 4) if may_be_coded and times.coded is not None else (16,)
+    return compositions(sizing.options, capacity, with_draft=sizing.draft is not None, weight_bits=bits)
 
 
 def _placed(sizing: Sizing, capacity: int, found: Iterable[Composition], times: Times = UNKNOWN) -> list[Cost]:
-    """Compositions in their placements, not yet priced."""
-    return [Cost(sizing, place(sizing, capacity, each), capacity, each, times) for each in found]
+    """Compositions in their placements, not yet priced. A pass over the whole cache to propose is none where the cache
+    would cross a link in it."""
+    costs = (Cost(sizing, place(sizing, capacity, each), capacity, each, times) for each in found)
+    return [cost for cost in costs if cost.composition.inner != "self" or "kv" not in cost.placement.offload]
 
 
 def _fitting(costs: Iterable[Cost]) -> list[Cost]:
@@ -185,7 +191,7 @@ def _smallest(costs: Iterable[Cost]) -> Cost:
 
 def _may_retrieve(cost: Cost, best: Cost) -> bool:
     """True if the retrieval level of `cost` may be planned although `best` is predicted to be the fastest."""
-    if not cost.composition.budget or cost.composition.draft < best.composition.draft:
+    if cost.composition.inner is None or cost.composition.draft < best.composition.draft:
         return False
     rows = cost.sizing.rows
     cheap = cost.retrieval_pass(rows) <= _CHEAPER_PASS * cost.full_pass(rows)
@@ -199,10 +205,12 @@ def _without_speculation(sizing: Sizing) -> Sizing:
 def _unused(options: Options, cost: Cost) -> list[str]:
     """The user's options that have no effect in this plan."""
     composition, host_tiles = cost.composition, cost.placement.host_tiles
+    low_bits = None if options.weight_bits == 16 else options.weight_bits
     pairs = (
         ("gamma", options.gamma, composition.gamma, "nothing is drafted"),
         ("draft-gamma", options.draft_gamma, composition.draft_gamma, "nothing is drafted for a retrieval level"),
         ("budget", options.budget, composition.budget, "there is no retrieval level"),
+        ("weight-bits", low_bits, composition.weight_bits < 16, "the target does not propose to itself"),
         ("chunk", options.chunk, composition.budget, "there is no retrieval level"),
         ("host-attention", options.host_attention, host_tiles, "it makes no whole tile of those that cross the link"),
         ("host-gbps", options.host_gbps, host_tiles, "nothing is attended to on the host"),
@@ -226,6 +234,21 @@ def _advice(cost: Cost) -> Iterator[str]:
         yield (
             f"--host-attention {worth[0]:.2f} would make a full pass {worth[1]:.1f} times as fast; the last bits of a "
             "token then depend on where the plan puts tiles, --no-speculation's too"
+        )
+
+
+def _check_low_bits(sizing: Sizing) -> None:
+    """Raise UsageError where the user wants weights in few bits and they cannot be."""
+    if sizing.options.weight_bits in (None, 16):
+        return
+    asked = f"weight-bits is {sizing.options.weight_bits}"
+    if not sizing.hardware.is_cpu:
+        raise UsageError(f"{asked}: on {sizing.hardware.device} passes run over 16-bit weights alone so far")
+    if not takes_codes(products := sizing.shard.layer_products()):
+        shapes = ", ".join(f"{outputs} x {inputs}" for outputs, inputs, _ in products)
+        raise UsageError(
+            f"{asked}: weights of {shapes} (outputs x inputs) are not whole groups of {CODE_GROUP} inputs and "
+            f"{CODE_TILE} outputs"
         )
 
 

@@ -14,7 +14,8 @@ class Prediction:
 
     Passes are those of one row; row_seconds is added for each further row. full_block_rows: rows after which a full
     pass takes all but a row's seconds again, 0 where it waits for the link. mass_share: the share of a full pass's
-    seconds that recording masses for the retrieval level adds. retrieval_token_seconds: for a token that it proposes.
+    seconds that recording masses for the retrieval level adds. retrieval: of the level at which the target proposes to
+    itself, over retrieved tokens or all; retrieval_token_seconds: for a token that it proposes.
     sum_seconds: of a pass, in sums over the ranks; full_link_bytes: over each device's link in a full pass;
     full_host_bytes: that the processor attends to on the host meanwhile, for each device.
     """
@@ -56,11 +57,11 @@ def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Pred
         full_host_bytes=round(cost.full_host_bytes),
         full_row_seconds=(cost.full_pass(1 + far) - cost.full_pass(1)) / far,
         full_block_rows=0 if cost.placement.offload else cost.sizing.most_rows,
-        mass_share=cost.full_pass(1, masses=True) / cost.full_pass(1) - 1.0,
+        mass_share=cost.full_pass(1, masses=cost.composition.budget > 0) / cost.full_pass(1) - 1.0,
         retrieval_pass_seconds=cost.retrieval_pass(1),
-        retrieval_sum_seconds=cost.sums(1) if cost.composition.budget else 0.0,
+        retrieval_sum_seconds=cost.sums(1) if cost.composition.inner else 0.0,
         retrieval_row_seconds=(cost.retrieval_pass(1 + far) - cost.retrieval_pass(1)) / far,
-        retrieval_token_seconds=cost.retrieval_token if cost.composition.budget else 0.0,
+        retrieval_token_seconds=cost.retrieval_token if cost.composition.inner else 0.0,
         draft_pass_seconds=cost.draft_pass,
         refresh_seconds=cost.refresh,
         acceptance=cost.acceptance,

@@ -9,7 +9,7 @@ from offload.plan.config import ModelConfig
 from offload.plan.hardware import Hardware, probe, rates_key
 from offload.plan.machine import machine_name
 from offload.plan.options import Options
-from offload.plan.pass_times import UNKNOWN, Times, key_of, load_times
+from offload.plan.pass_times import UNKNOWN, PassTimes, Times, key_of, load_times
 from offload.plan.planner import Plan, dtype_of, largest_context, make_plan
 from offload.plan.shards import check_divides
 
@@ -45,11 +45,12 @@ class Request:
         """The same with the times that are in the file: of a CPU."""
         if not self.hardware.is_cpu:
             return self
-        target, draft = (
-            None if config is None else load_times(machine_name(), rates_key("cpu"), key_of(config, self.dtype))
-            for config in (self.target, self.draft)
-        )
-        return replace(self, times=Times(target, draft))
+
+        def known(config: ModelConfig, *, coded: bool = False) -> PassTimes | None:
+            return load_times(machine_name(), rates_key("cpu"), key_of(config, self.dtype, coded=coded))
+
+        draft = None if self.draft is None else known(self.draft)
+        return replace(self, times=Times(known(self.target), draft, known(self.target, coded=True)))
 
     @property
     def dtype(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +21,8 @@ NUM_STAGING = 2  # buffers through which layers, and tiles, cross the link
 TAIL_TOKENS = 128  # steps of the room after the chosen chunks of the retrieval cache, at least one chunk
 FEW_ROWS = 64  # that a card's own kernel attends for at most at the lower levels (kernels/native)
 MASS_TOKENS = 32  # of which a card sums masses before they are joined by chunks
+CODE_GROUP = 64  # inputs of a weight in few bits that share a step and a least value, of 2 bytes each
+CODE_TILE = 16  # outputs of it that lie beside each other
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
 HOST_ROWS = 16  # of a KV head, that a desktop's processor attends to as fast as its memory is read (computed)
 _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and what an allocator cannot use
@@ -29,6 +32,16 @@ def host_slowdown(rows: int, group: int) -> float:
     """The time that a desktop's processor attends to keys for `rows` rows of `group` query heads for each KV head, as a
     multiple of the time in which its memory is read: 1 while it has nothing to wait for but that."""
     return max(rows * group / HOST_ROWS, 1.0)
+
+
+def takes_codes(products: Sequence[tuple[int, int, bool]]) -> bool:
+    """Whether the matrices of those (outputs, inputs, has a bias) can be had in 4 bits (kernels.codes)."""
+    return all(outputs % CODE_TILE == inputs % CODE_GROUP == 0 for outputs, inputs, _ in products)
+
+
+def code_bytes(outputs: int, inputs: int) -> int:
+    """Bytes of a matrix in 4 bits, with the steps and least values of its groups (kernels.codes)."""
+    return -(-outputs // CODE_TILE) * (inputs // CODE_GROUP) * CODE_TILE * (CODE_GROUP // 2 + 4)
 
 
 def tail_tokens(composition: Composition, max_tokens: int) -> int:
@@ -135,6 +148,8 @@ class Sizing:
             "rope tables": 2 * (capacity + MAX_ROWS) * self.target.head_dim * self.itemsize,
             "workspace": self._workspace(capacity, composition.gamma if first else None),
         }
+        if composition.weight_bits < 16:
+            sizes["low-bit weights"] = self.low_bit_bytes(first=first)
         if composition.budget:
             sizes["selection"] = self._selection_bytes(capacity, composition)
             sizes["fetched chunks"] = 2 * self.fetched_bytes(composition)  # as they come, and in their order
@@ -147,6 +162,13 @@ class Sizing:
             sizes["attention scratch"] = self._attention_bytes(capacity, composition, first=first)
             sizes["reserve"] = _GPU_RESERVE
         return sizes
+
+    def low_bit_bytes(self, *, first: bool = True) -> int:
+        """Layers and, on the first device, the head with their matrices in 4 bits an element."""
+        rest = self.shard.layer_weight_bytes(self.itemsize) - self.shard.layer_matrix_elements() * self.itemsize
+        layer = rest + sum(code_bytes(outputs, inputs) for outputs, inputs, _ in self.shard.layer_products())
+        head = code_bytes(self.target.vocab_size, self.target.hidden_size) if first else 0
+        return self.target.num_layers * layer + head
 
     def arena_bytes(self, capacity: int, composition: Composition, prefill_tiles: int) -> int:
         """Bytes that a prefill has for its hidden rows and for `prefill_tiles` tiles of a layer, and then the retrieval

@@ -30,6 +30,7 @@ Tier = Literal["host", "device"]
 
 # cudaHostRegisterPortable, pinned for every device, whichever is current; Mapped, kernels read the block themselves.
 _PORTABLE, _MAPPED = 1, 2
+_READS_REGISTERED = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _MPOL_PREFERRED = 1
 # Python shares anonymous pages with children by itself; shared ones are never huge.
 _PRIVATE: dict[str, Any] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -40,6 +41,22 @@ _MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers
 def sent(values: Tensor, device: torch.device) -> Tensor:
     """A small tensor of the host's on `device`, without a wait."""
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+
+
+def sent_to(out: Tensor, values: Tensor) -> Tensor:
+    """A small tensor of the host's in `out`, of a GPU, without a wait."""
+    return out.copy_(values.pin_memory(), non_blocking=True)
+
+
+def kernels_read_host(device: torch.device) -> bool:
+    """True where kernels of a GPU read pinned memory at the address that the host has for it."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    number = torch.cuda.current_device() if device.index is None else device.index
+    value = ctypes.c_int()
+    return not driver.cuDeviceGetAttribute(ctypes.byref(value), _READS_REGISTERED, number) and value.value == 1
 
 
 def keep_freed_memory() -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from offload.errors import ModelError
+from offload.kernels.codes import Codes
 from offload.plan.config import ModelConfig
 from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import NUM_STAGING
@@ -22,6 +23,7 @@ from offload.transfer.checkpoint import Checkpoint
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory, Tier
 
+OPERATORS = ("qkv", "o", "gate_up", "down")
 _ALIGNMENT = 64  # bytes, of each view in its buffer
 
 
@@ -29,11 +31,12 @@ _ALIGNMENT = 64  # bytes, of each view in its buffer
 class Linear:
     """x [T, in] -> [T, out] with weight [out, in]."""
 
-    weight: Tensor
+    weight: Tensor | Codes
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        weight = self.weight.matrix(x.dtype) if isinstance(self.weight, Codes) else self.weight
+        return linear(x, weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,8 @@ class LayerLayout:
         return cls(views, end)
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: torch.dtype) -> LayerLayout:
-        """A layer of `config`, all of it in `dtype`."""
+    def of(cls, config: ModelConfig, dtype: torch.dtype, *, coded: bool = False) -> LayerLayout:
+        """A layer of `config` in `dtype`, coded: its matrices in 4 bits."""
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         hidden, inner = config.hidden_size, config.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {
@@ -105,15 +108,32 @@ class LayerLayout:
             shapes |= {"gate_up.bias": (2 * inner,), "down.bias": (hidden,)}
         if config.qk_norm:
             shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
-        return cls.pack({name: (shape, dtype) for name, shape in shapes.items()})
+        tensors = {name: (shape, dtype) for name, shape in shapes.items()}
+        if coded:
+            for name in OPERATORS:
+                tensors |= in_codes(name, tensors.pop(f"{name}.weight")[0])
+        return cls.pack(tensors)
+
+    def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
+        """All that `buffer` holds, by name."""
+        return {name: view.of(buffer) for name, view in self.views.items()}
 
     def bind(self, buffer: Tensor) -> LayerWeights:
         """The layer that `buffer` holds, now or after a copy into it."""
-        tensors = {name: view.of(buffer) for name, view in self.views.items()}
-        names = ("qkv", "o", "gate_up", "down")
-        operators = {name: Linear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias")) for name in names}
+        tensors = self.tensors(buffer)
+        operators = {name: Linear(matrix_of(tensors, name), tensors.get(f"{name}.bias")) for name in OPERATORS}
         norms = {name: tensors.get(name) for name in ("input_norm", "post_norm", "q_norm", "k_norm")}
         return LayerWeights(**operators, **norms)  # type: ignore[arg-type]
+
+
+def in_codes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The tensor, by name, that operator `name` has in place of a matrix [outputs, inputs]: see `Codes`."""
+    return {f"{name}.blocks": (Codes.shape_of_blocks(shape), torch.uint8)}
+
+
+def matrix_of(tensors: Mapping[str, Tensor], name: str) -> Tensor | Codes:
+    """The matrix of operator `name`, as it is or in codes."""
+    return tensors[f"{name}.weight"] if f"{name}.blocks" not in tensors else Codes(tensors[f"{name}.blocks"])
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ a pass issues, in which order, and where the host waits. One of two cards has a 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, cast
 
 import pytest
@@ -21,7 +21,9 @@ from triton.runtime.jit import JITFunction
 
 from fake_flash import check
 from offload import worker as worker_module
+from offload.cache import fetch
 from offload.cache.retrieval import RetrievalCache
+from offload.cache.tiles import TileStore
 from offload.kernels import card as card_kernels
 from offload.kernels.card.flash import Flash
 from offload.model.decoder import Decoder
@@ -38,7 +40,7 @@ from offload.transfer.link import make_link
 from offload.transfer.memory import Memory
 from offload.transfer.weights import load_weights
 from offload.worker import Worker
-from paper.card import Card, on_paper
+from paper.card import ADDRESS, Card, on_paper
 from paper.tensors import PaperTensor, launch
 
 NUM_PROMPT = 120_000  # tokens
@@ -66,6 +68,8 @@ def worker_without_bytes(
     with on_paper(without_values=True) as card, pytest.MonkeyPatch.context() as patch:
         patch.setattr(card_kernels, "card", lambda device: card_kernels.Card("on paper"))
         patch.setattr(JITFunction, "run", lambda program, *args, **more: _launched(card, program, *args, **more))
+        patch.setattr(fetch, "kernels_read_host", lambda device: True)
+        patch.setattr(TileStore, "addresses", partialmethod(_addresses, TileStore.addresses))
         patch.setattr(dist, "all_gather", partial(_gathered, card))
         if with_flash:
             found = Flash("on paper", call=partial(_flash_attended, card))
@@ -106,9 +110,11 @@ def _parts(plan: Plan, models: dict[str, ModelConfig]) -> Parts:
 
 
 def _fill(retrieval: RetrievalCache | None) -> None:
-    """As after a refresh, which asks the card for numbers that are not there."""
+    """As after a refresh."""
     if retrieval is not None:
-        retrieval._num_filled = retrieval.budget // retrieval.chunk
+        full = retrieval.full
+        size = (full.num_layers, full.shape.num_kv_heads, retrieval.budget // retrieval.chunk)
+        retrieval.chunks = torch.zeros(size, dtype=torch.long, device=full.device)
         retrieval._tail_start = NUM_PROMPT // retrieval.chunk * retrieval.chunk
         retrieval._exact = retrieval.length = NUM_PROMPT
 
@@ -136,3 +142,11 @@ def _flash_attended(card: Card, q: Tensor, k_cache: Tensor, v_cache: Tensor, **m
     tensors = [cast(PaperTensor, each) for each in (q, k_cache, v_cache, *tables, out, lse)]
     launch(card, "flash_attn_with_kvcache", tensors, {id(out), id(lse)})
     return out, lse
+
+
+def _addresses(store: TileStore, real: Callable[[TileStore], Tensor]) -> Tensor:
+    """No read by the host, as others of addresses: only a card's kernel is told them. Tensors on paper have none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "data_ptr", ADDRESS)
+        patch.setattr(PaperTensor, "data_ptr", lambda tensor: 0)
+        return real(store)

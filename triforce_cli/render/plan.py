@@ -198,11 +198,11 @@ def _predictions(plan: Plan) -> Iterator[tuple[str, ...]]:
     own, plain = latency(predicted.seconds_per_token), latency(predicted.plain_seconds_per_token)
     yield "a token", own, plain, f"without speculation {times:.1f} times as long"
     passes = {"full": predicted.full_pass_seconds}
-    if "retrieval" in plan.composition.levels:
-        passes["retrieval"] = predicted.retrieval_pass_seconds
+    if (inner := plan.composition.inner) is not None:
+        passes[inner] = predicted.retrieval_pass_seconds
     if "draft" in plan.composition.levels:
         passes["draft"] = predicted.draft_pass_seconds
-    sums = {"full": predicted.full_sum_seconds, "retrieval": predicted.retrieval_sum_seconds}
+    sums = {"full": predicted.full_sum_seconds, inner: predicted.retrieval_sum_seconds}
     for name, seconds in passes.items():
         summed = f"sums over the ranks {latency(sums[name])}" if sums.get(name) else ""
         yield f"a {name} pass", latency(seconds), "", summed

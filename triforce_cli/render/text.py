@@ -104,16 +104,18 @@ def levels_of(composition: Composition) -> str:
 
 
 def lengths_of(composition: Composition) -> str:
-    """The draft lengths, and the budget of the retrieval level."""
+    """The draft lengths, and the budget and the weights of the target's own level."""
     if not composition.gamma:
         return "nothing drafted"
     parts = [f"gamma {_most(composition, 'target', composition.gamma)}"]
     if composition.draft_gamma:
-        parts.append(f"draft_gamma {_most(composition, 'retrieval', composition.draft_gamma)}")
+        parts.append(f"draft_gamma {_most(composition, composition.inner, composition.draft_gamma)}")
     if composition.budget:
         parts.append(f"budget {composition.budget:,}, chunk {composition.chunk}")
+    if composition.weight_bits < 16:
+        parts.append(f"weights in {composition.weight_bits} bits")
     return ", ".join(parts)
 
 
-def _most(composition: Composition, level: str, number: int) -> str:
+def _most(composition: Composition, level: str | None, number: int) -> str:
     return f"up to {number}" if level in composition.adaptive else f"{number}"

@@ -230,3 +230,45 @@ def join_masses(
         mass += tl.exp(log - tl.load(logs + folded))
     target = (row * tl.num_programs(1) + head).to(tl.int64) * num_columns + column
     tl.store(joined + target, mass.to(joined.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "wanted_stride", "num_rows", "slot", "start", "stop"])
+def copy_chunks(
+    homes,  # [L, num_tiles] int64: address of each tile [2, P, H_kv, S, D], in memory of the card or pinned
+    wanted,  # [L * H_kv, n] by the stride, int64: the chunk for each slot, negative: none
+    held,  # [L, 2, H_kv, num_rows, WORDS] int32, contiguous
+    num_tiles,
+    wanted_stride,  # 0: the same for all heads and layers
+    num_rows,
+    slot,  # the first one
+    start,  # tokens of the sequence that are copied
+    stop,
+    CHUNK: tl.constexpr,
+    PER_PAGE: tl.constexpr,  # chunks
+    PER_TILE: tl.constexpr,
+    WORDS: tl.constexpr,  # of four bytes, of a token's D numbers; a multiple of four
+    WORDS_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (2 * s + k, h, l): copy the keys, k = 0, or values of the chunk for slot s of KV head h in layer l."""
+    place, kind = tl.program_id(0) // 2, tl.program_id(0) % 2
+    head, layer = tl.program_id(1), tl.program_id(2)
+    num_heads = tl.num_programs(1)
+    chunk = tl.load(wanted + (layer * num_heads + head).to(tl.int64) * wanted_stride + place)
+    if chunk < 0:
+        return
+    within = chunk % PER_TILE
+    run = (within // PER_PAGE * num_heads + head) * PER_PAGE + within % PER_PAGE
+    run += kind * (PER_TILE * num_heads)
+    home = tl.load(homes + layer * num_tiles + chunk // PER_TILE).to(tl.pointer_type(tl.int32))
+    source = tl.multiple_of(home + run * (CHUNK * WORDS), 16)
+    first = ((layer * 2 + kind) * num_heads + head).to(tl.int64) * num_rows + (slot + place) * CHUNK
+    first = tl.multiple_of(first * WORDS, 4)
+    word = tl.arange(0, WORDS_PADDED)
+    for begun in tl.static_range(0, CHUNK, ROWS):
+        row = begun + tl.arange(0, ROWS)
+        token = chunk * CHUNK + row
+        real = (row < CHUNK) & (token >= start) & (token < stop)
+        mask = real[:, None] & (word < WORDS)[None, :]
+        at = row[:, None] * WORDS + word[None, :]
+        tl.store(held + first + at, tl.load(source + at, mask=mask), mask=mask)

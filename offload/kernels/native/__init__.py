@@ -21,7 +21,7 @@ from offload.kernels.native.interface import declare
 
 VARIABLE = "TRIFORCE_KERNELS"
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
-ABI = 6  # what kernels.cpp says too
+ABI = 7  # what kernels.cpp says too
 OFF = f"{VARIABLE} is off"
 FOLDER = Path(__file__).parent
 _THREADS = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num")
@@ -56,10 +56,14 @@ def kernels() -> Kernels:
 
 
 def fitting(device: torch.device, head_dim: int, products: Sequence[tuple[int, int, bool]]) -> Kernels:
-    """This process's kernels, or NONE where a model cannot run on them. products: (outputs, inputs, has a bias) of its
+    """This process's kernels, or none where a model cannot run on them. products: (outputs, inputs, has a bias) of its
     operators; 16-bit numbers are read in pairs."""
-    if device.type != "cpu" or head_dim > _WIDEST_HEAD or head_dim % 2 or any(inputs % 2 for _, inputs, _ in products):
+    if device.type != "cpu":
         return NONE
+    if head_dim > _WIDEST_HEAD or head_dim % 2:
+        return Kernels(reason=f"the kernels know heads of 2, 4, ... {_WIDEST_HEAD} numbers, not of {head_dim}")
+    if odd := [inputs for _, inputs, _ in products if inputs % 2]:
+        return Kernels(reason=f"the kernels know weights of an even number of inputs, not of {odd[0]}")
     return kernels()
 
 

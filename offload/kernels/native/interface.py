@@ -23,7 +23,7 @@ class Product(ctypes.Structure):
 
     _fields_ = [
         *_pointers("x", "norm", "weight", "bias", "out", "widened"),
-        *_integers("x_stride", "out_stride", "inputs", "outputs", "ending"),
+        *_integers("x_stride", "out_stride", "inputs", "outputs", "coded", "ending"),
         ("epsilon", c_double),
     ]
 
@@ -61,6 +61,7 @@ class Rotation(ctypes.Structure):
 
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "run_products": (None, [c_int64, POINTER(Product), c_int64, c_int64, c_int64, c_int64]),
+    "encode": (None, [c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64]),
     "widened_room": (c_int64, [c_int64, c_int64]),
     "take_in_rows": (None, [c_int64, POINTER(Rotation)]),
     "norm_heads": (None, [c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_double]),

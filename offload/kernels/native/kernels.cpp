@@ -17,7 +17,7 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Changes with every change of a structure or a function below.
-KERNEL int abi() { return 6; }
+KERNEL int abi() { return 7; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -31,6 +31,13 @@ KERNEL void bind(void* parallel, void* barrier, void* number) {
 KERNEL void run_products(Dtype dtype, const Product* steps, int64_t count, int64_t first, int64_t rows,
                          int64_t how_many) {
     with(dtype, [&]<class E>() { products::run<E>(steps, count, first, rows, how_many); });
+}
+
+KERNEL void encode(Dtype dtype, const void* weight, int64_t outputs, int64_t inputs, uint8_t* matrix,
+                   int64_t how_many) {
+    with(dtype, [&]<class E>() {
+        codes::encode<E>(static_cast<const typename E::element*>(weight), outputs, inputs, matrix, how_many);
+    });
 }
 
 KERNEL int64_t widened_room(Dtype dtype, int64_t inputs) {

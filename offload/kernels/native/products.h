@@ -3,16 +3,18 @@
 // A row's bits do not depend on the rows beside it: every sum runs over the inputs in the same order, W lanes of it at
 // a time, and the lanes are added in the same order at the end.
 #pragma once
+#include "codes.h"
 #include "threads.h"
 #include "tiles.h"
 #include "vectors.h"
 
 enum class Ending : int64_t { write, add, gate };
 
-// out = ending(norm(x) · weight^T + bias), for x [rows, inputs] and weight [outputs, inputs], rounded to the dtype
-// after the norm, after the product and after each step of the ending. Where the norm is null, x is taken as it is.
+// out = ending(norm(x) · weight^T + bias), for x [rows, inputs] and weight [outputs, inputs], of the dtype or in codes
+// (codes.h), rounded to the dtype after the norm, after the product and after each step of the ending. Where the norm
+// is null, x is taken as it is.
 // write: out [rows, outputs]. add: is added to out. gate: weight is [2 * outputs, inputs], and
-// out = silu(first half) * second half.
+// out = silu(first half) * second half; of codes the half has whole tiles.
 struct Product {
     const void* x;
     const void* norm;
@@ -22,35 +24,61 @@ struct Product {
     float* widened;  // scratch: rows, rounded up to 16, * padded(inputs)
     int64_t x_stride, out_stride;  // elements
     int64_t inputs, outputs;
+    int64_t coded;  // whether the weight is in codes
     Ending ending;
     double epsilon;
 };
 
 namespace products {
 
-constexpr int OUTPUTS = 16;  // that a thread draws at a time
-constexpr int MOST_ROWS = 64;   // that are worked on together
+constexpr int OUTPUTS = codes::TILE;
+constexpr int MOST_ROWS = 64;  // that are worked on together
+
+// Where the rows are while they are multiplied with codes.
+inline codes::Rows codes_of(const Product& p) { return {reinterpret_cast<char*>(p.widened), int(p.inputs)}; }
+
+// The units of a row of `inputs` from element `at` on, and zeros past its end.
+template <class E>
+INLINE u32 units_of(const typename E::element* row, int inputs, int at) {
+    const int rest = inputs - at;
+    return rest >= wide<E> ? load<u32>(row + at) : load_some(row + at, rest / E::per_unit);
+}
+
+// What the RMS norm multiplies a row with.
+template <class E>
+f32 norm_scale(const Product& p, const typename E::element* x) {
+    const int inputs = int(p.inputs);
+    f32 squares = {};
+    for (int at = 0; at < inputs; at += wide<E>)
+        for (int e = 0; e < E::per_unit; e++) {
+            const f32 part = widen<E>(units_of<E>(x, inputs, at), e);
+            squares = fma(part, part, squares);
+        }
+    return all(1.0f / __builtin_sqrtf(sum(squares) / float(inputs) + float(p.epsilon)));
+}
+
+// One row, normed and taken to 8 bits.
+template <class E>
+void code_row(const Product& p, int64_t first, int64_t row) {
+    using element = typename E::element;
+    auto x = static_cast<const element*>(p.x) + (first + row) * p.x_stride;
+    auto norm = static_cast<const element*>(p.norm);
+    const f32 scale = norm ? norm_scale<E>(p, x) : all(1.0f);
+    codes::take(codes_of(p), row, [&](int at) {
+        const f32 part = E::read(x + at);
+        return norm ? E::rounded(part * scale * E::read(norm + at)) : part;
+    });
+}
 
 // One row, normed and widened to fp32 in the order of units; or kept as bf16 for tiles.
 template <class E>
 void widen_row(const Product& p, int64_t first, int64_t row) {
     using element = typename E::element;
-    const int inputs = int(p.inputs), whole = inputs / wide<E> * wide<E>;
+    const int inputs = int(p.inputs);
     auto x = static_cast<const element*>(p.x) + (first + row) * p.x_stride;
     auto norm = static_cast<const element*>(p.norm);
-    auto units = [&](const element* from, int at) {
-        return at < whole ? load<u32>(from + at) : load_some(from + at, (inputs - at) / E::per_unit);
-    };
-    f32 scale = all(1.0f);
-    if (norm) {
-        f32 squares = {};
-        for (int at = 0; at < inputs; at += wide<E>)
-            for (int e = 0; e < E::per_unit; e++) {
-                const f32 part = widen<E>(units(x, at), e);
-                squares = fma(part, part, squares);
-            }
-        scale = all(1.0f / __builtin_sqrtf(sum(squares) / float(inputs) + float(p.epsilon)));
-    }
+    auto units = [&](const element* from, int at) { return units_of<E>(from, inputs, at); };
+    const f32 scale = norm ? norm_scale<E>(p, x) : all(1.0f);
     for (int at = 0; at < inputs; at += wide<E>) {
         f32 parts[E::per_unit];
         for (int e = 0; e < E::per_unit; e++) {
@@ -98,15 +126,7 @@ inline void dots(const typename E::element* weight, int inputs, const float* x, 
             units[o] = load_some(weight + int64_t(o) * inputs + whole, (inputs - whole) / E::per_unit);
         step<E, ROWS, OUTS>(units, x + whole, stride, acc);
     }
-    if constexpr (ROWS * OUTS == W) {
-        alignas(64) float lanes[W];
-        store(lanes, sums(acc));
-        for (int r = 0; r < ROWS; r++)
-            for (int o = 0; o < OUTS; o++) results[r][o] = lanes[r * OUTS + o];
-    } else {
-        for (int r = 0; r < ROWS; r++)
-            for (int o = 0; o < OUTS; o++) results[r][o] = sum(acc[r * OUTS + o]);
-    }
+    put_sums<ROWS, OUTS>(acc, results);
 }
 
 // results[r][0..count) of ROWS rows: a register of sums at a time.
@@ -120,17 +140,19 @@ inline void dots_of_rows(const typename E::element* weight, int inputs, const fl
     for (; o < count; o++) dots<E, ROWS, 1>(weight + int64_t(o) * inputs, inputs, x, from(o));
 }
 
-// results[r][0..count) for outputs `first` and on.
+// results[r][0..count) of `rows` rows from row `from` on, for the tile of outputs that begins with `first`.
 template <class E>
-void block(const Product& p, const float* x, int64_t first, int count, int rows, float (*results)[OUTPUTS]) {
+void block(const Product& p, int64_t from, int64_t first, int count, int rows, float (*results)[OUTPUTS]) {
     using element = typename E::element;
     const int inputs = int(p.inputs), stride = padded<E>(inputs);
     auto weight = static_cast<const element*>(p.weight) + first * inputs;
-    if constexpr (tiles::take<E>)
-        tiles::block(weight, inputs, count, x, rows, results);
+    if (p.coded)
+        codes::tile(p.weight, codes_of(p).from(from), rows, first, results);
+    else if constexpr (tiles::take<E>)
+        tiles::block(weight, inputs, count, p.widened + from * stride / 2, rows, results);
     else
         by_rows(rows, [&]<int ROWS>(int r) {
-            dots_of_rows<E, ROWS>(weight, inputs, x + r * stride, count, results + r);
+            dots_of_rows<E, ROWS>(weight, inputs, p.widened + (from + r) * stride, count, results + r);
         });
     if (auto bias = static_cast<const element*>(p.bias))
         for (int r = 0; r < rows; r++)
@@ -158,16 +180,16 @@ INLINE void finish(Ending ending, const float* results, const float* ups, typena
     __builtin_memcpy(out, row, count * sizeof row[0]);
 }
 
+// A tile of outputs of all rows.
 template <class E>
-void draw(const Product& p, int64_t first_row, int64_t rows, int64_t number) {
-    const int64_t first = number * OUTPUTS;
+void work_out(const Product& p, int64_t first_row, int64_t rows, int64_t tile) {
+    const int64_t first = tile * OUTPUTS;
     const int count = int(p.outputs - first < OUTPUTS ? p.outputs - first : OUTPUTS);
     alignas(64) float results[MOST_ROWS][OUTPUTS], ups[MOST_ROWS][OUTPUTS];
     for (int64_t from = 0; from < rows; from += MOST_ROWS) {
         const int some = int(rows - from < MOST_ROWS ? rows - from : MOST_ROWS);
-        const float* x = p.widened + from * padded<E>(int(p.inputs)) / (tiles::take<E> ? 2 : 1);
-        block<E>(p, x, first, count, some, results);
-        if (p.ending == Ending::gate) block<E>(p, x, p.outputs + first, count, some, ups);
+        block<E>(p, from, first, count, some, results);
+        if (p.ending == Ending::gate) block<E>(p, from, p.outputs + first, count, some, ups);
         auto out = static_cast<typename E::element*>(p.out) + (first_row + from) * p.out_stride + first;
         for (int r = 0; r < some; r++) finish<E>(p.ending, results[r], ups[r], out + r * p.out_stride, count);
     }
@@ -183,9 +205,13 @@ void run(const Product* steps, int64_t count, int64_t first, int64_t rows, int64
         for (int64_t i = 0; i < count; i++) {
             const Product& p = steps[i];
             if (i) threads::barrier();
-            for (int64_t row; (row = widening[i].draw()) < rows;) widen_row<E>(p, first, row);
+            for (int64_t row; (row = widening[i].draw()) < rows;)
+                p.coded ? code_row<E>(p, first, row) : widen_row<E>(p, first, row);
             threads::barrier();
-            for (int64_t number; (number = drawing[i].draw()) * OUTPUTS < p.outputs;) draw<E>(p, first, rows, number);
+            const int64_t some = p.coded ? 4 : 1;  // tiles drawn together: about as many bytes of either weight
+            for (int64_t tile; (tile = drawing[i].draw() * some) * OUTPUTS < p.outputs;)
+                for (int64_t end = tile + some; tile < end && tile * OUTPUTS < p.outputs; tile++)
+                    work_out<E>(p, first, rows, tile);
         }
     };
     threads::run(how_many, body);

@@ -190,6 +190,20 @@ INLINE f32 sums(f32 (&v)[W]) {
     return v[0];
 }
 
+// results[r][o] of ROWS rows and OUTS columns: the sum of the lanes of acc[r * OUTS + o].
+template <int ROWS, int OUTS, int COLUMNS>
+INLINE void put_sums(f32 (&acc)[ROWS * OUTS], float (*results)[COLUMNS]) {
+    if constexpr (ROWS * OUTS == W) {
+        alignas(64) float lanes[W];
+        store(lanes, sums(acc));
+        for (int r = 0; r < ROWS; r++)
+            for (int o = 0; o < OUTS; o++) results[r][o] = lanes[r * OUTS + o];
+    } else {
+        for (int r = 0; r < ROWS; r++)
+            for (int o = 0; o < OUTS; o++) results[r][o] = sum(acc[r * OUTS + o]);
+    }
+}
+
 // W vectors of W units: rows become columns. log2(W) perfect shuffles.
 INLINE void transpose(u32 (&rows)[W]) {
 #pragma unroll

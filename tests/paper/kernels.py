@@ -1,0 +1,65 @@
+"""The kernel that copies chunks, on paper: by torch's operators on the tensors' values. No tests in here."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from offload.cache import retrieval
+from offload.cache.fetch import CardFetch
+from offload.cache.tiles import TileStore
+from offload.kernels.card.fetch import ChunkCopy
+from paper.card import Card
+from paper.tensors import PaperTensor, launch
+
+Homes = list[list[Tensor]]
+
+
+def chunks_by_kernel(card: Card, patch: pytest.MonkeyPatch) -> None:
+    """Retrieval caches that are made from now on are filled by the card itself. The homes stand for their addresses."""
+
+    def run(
+        copy: ChunkCopy, homes: Homes, wanted: Tensor, held: Tensor, *, slot: int = 0, tokens: range = range(2**31)
+    ) -> None:
+        _launch(card, homes, wanted, held)
+        with _disable_current_modes():  # it is not the host that reads
+            _copy_chunks(copy, homes, _raw(wanted), _raw(held), slot, tokens)
+
+    patch.setattr(TileStore, "addresses", lambda store: store._homes)
+    patch.setattr(ChunkCopy, "run", run)
+    patch.setattr(retrieval, "make_fetch", lambda full, chunk, kernels, num_bytes: CardFetch(full, chunk))
+
+
+def _launch(card: Card, homes: Homes, wanted: Tensor, held: Tensor) -> None:
+    """It may read any home, of the card or of the host."""
+    tiles = [home for layer in homes for home in layer]
+    there = [home for home in tiles if isinstance(home, PaperTensor)]
+    tensors = [cast(PaperTensor, wanted), cast(PaperTensor, held), *there]
+    actor = launch(card, "copy_chunks", tensors, {id(held)})
+    for home in tiles:
+        if not isinstance(home, PaperTensor):
+            assert card.is_pinned(home)
+            card.access_host(home, actor, write=False, what="copy_chunks")
+
+
+def _copy_chunks(copy: ChunkCopy, homes: Homes, wanted: Tensor, held: Tensor, slot: int, tokens: range) -> None:
+    num_layers, _, num_heads, _, _ = held.shape
+    chunk = copy._chunk
+    wanted = wanted.expand(num_layers, num_heads, -1)
+    for layer, head, place in torch.cartesian_prod(*map(torch.arange, wanted.shape)).tolist():
+        number = int(wanted[layer, head, place])
+        for row in range(chunk):
+            token = number * chunk + row
+            if number >= 0 and token in tokens:
+                index, within = divmod(token, copy._tile)
+                page, offset = divmod(within, copy._page)
+                at = (slot + place) * chunk + row
+                held[layer, :, head, at] = _raw(homes[layer][index])[:, page, head, offset]
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.raw if isinstance(tensor, PaperTensor) else tensor

@@ -68,17 +68,22 @@ def encode(weight: Tensor, into: Codes, kernels: Kernels) -> None:
 
 def encode_with_torch(weight: Tensor, into: Codes) -> None:
     """The same by torch's operators, bit for bit: what the kernel is tested against."""
+    scales, codes = group_codes(weight.unflatten(1, (-1, GROUP)))
+    codes = codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4
+    into.blocks[..., :_SCALES] = _tiles(scales).transpose(1, 2).flatten(2).contiguous().view(torch.uint8)
+    into.blocks[..., _SCALES:] = _tiles(codes).unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4).flatten(2)
+
+
+def group_codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Each group of the last dimension by itself: (step and low, bf16 [..., 2]; codes, uint8 [..., group])."""
     most = 15.0
-    half = 0.5 * weight.float().unflatten(1, (-1, GROUP))  # the range of the largest numbers is above them
+    half = 0.5 * numbers.float()  # the range of the largest numbers is above them
     low = _below(2 * half.amin(-1))
     step = _above((half.amax(-1) - 0.5 * low) / (0.5 * most))
     step = torch.where(step < _TINY, 0.0, step)
     inverse = torch.where(step > 0, 2.0 / step, 0.0)
     codes = ((half - 0.5 * low[..., None]) * inverse[..., None]).clamp(0, most).round().to(torch.uint8)
-    codes = codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4
-    scales = _tiles(torch.stack([step, low], -1).bfloat16()).transpose(1, 2)
-    into.blocks[..., :_SCALES] = scales.flatten(2).contiguous().view(torch.uint8)
-    into.blocks[..., _SCALES:] = _tiles(codes).unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4).flatten(2)
+    return torch.stack([step, low], -1).bfloat16(), codes
 
 
 def _tiles(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.kernels.attention import Part
+from offload.kernels.kv_codes import KVCodes
 from offload.kernels.native import Kernels
 from offload.kernels.native.interface import DTYPES, Attention, Rotation, Run
 from offload.kernels.places import RowPlaces
@@ -38,9 +39,16 @@ def one_run(
     return (Run * 1)(
         Run(
             keys, keys + tensor.stride(0) * item, tensor.stride(-3), page_stride, first, tokens, num_pages * page, page,
-            span, slot, query, windowed,
+            span, slot, query, windowed, False,
         )
     )  # fmt: skip
+
+
+def coded_run(codes: KVCodes, layer: int, *, first: int, tokens: int, slot: int, span: int) -> ctypes.Array[Run]:
+    """A run of the first `tokens` tokens of a layer's codes, whole groups, which are positions `first` and on. All rows
+    see all of them; no masses are kept of them, and no rows taken in."""
+    blocks = codes.blocks[layer]
+    return (Run * 1)(Run(blocks.data_ptr(), None, blocks.stride(0), 0, first, tokens, 0, 0, span, slot, 0, False, True))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ FEW_ROWS = 64  # that a card's own kernel attends for at most at the lower level
 MASS_TOKENS = 32  # of which a card sums masses before they are joined by chunks
 CODE_GROUP = 64  # inputs of a weight in few bits that share a step and a least value, of 2 bytes each
 CODE_TILE = 16  # outputs of it that lie beside each other
+KV_CODE_GROUP = 32  # tokens, and channels of values, of the cache in few bits that share a step and a least value
+KV_CODE_LANES = 16  # its channels are filled up to so many
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
 HOST_ROWS = 16  # of a KV head, that a desktop's processor attends to as fast as its memory is read (computed)
 _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and what an allocator cannot use
@@ -42,6 +44,14 @@ def takes_codes(products: Sequence[tuple[int, int, bool]]) -> bool:
 def code_bytes(outputs: int, inputs: int) -> int:
     """Bytes of a matrix in 4 bits, with the steps and least values of its groups (kernels.codes)."""
     return -(-outputs // CODE_TILE) * (inputs // CODE_GROUP) * CODE_TILE * (CODE_GROUP // 2 + 4)
+
+
+def kv_code_bytes(head_dim: int) -> int:
+    """Bytes of a head's keys and values of a group of tokens in 4 bits, with their steps and least values
+    (kernels.kv_codes)."""
+    lanes = -(-head_dim // KV_CODE_LANES) * KV_CODE_LANES
+    scales = 4 * head_dim + 4 * KV_CODE_GROUP * -(-head_dim // KV_CODE_GROUP)
+    return scales + KV_CODE_GROUP // 2 * (head_dim + lanes)
 
 
 def tail_tokens(composition: Composition, max_tokens: int) -> int:

@@ -21,7 +21,7 @@ from offload.kernels.native.interface import declare
 
 VARIABLE = "TRIFORCE_KERNELS"
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
-ABI = 7  # what kernels.cpp says too
+ABI = 8  # what kernels.cpp says too
 OFF = f"{VARIABLE} is off"
 FOLDER = Path(__file__).parent
 _THREADS = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num")

@@ -7,6 +7,7 @@
 //
 // Letters: T rows, G query heads for each of H KV heads, R = G * T folded rows (row t * G + g), D head dimension.
 #pragma once
+#include "kv_codes.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -14,12 +15,15 @@
 // `page`. Keys of head h in page i are at keys + i * page_stride + h * head_stride, [page, D], values likewise. Strides
 // count elements. slot: of its first span, in the order of the merge. query: which of a row's queries is meant for it.
 // windowed: rows see of it what is in their window. room: tokens that there is memory for.
+//
+// coded: keys points to blocks of kv_codes.h, whole ones, those of head h at h * head_stride bytes; all rows see all of
+// them, and no mass of theirs is kept. There is nothing at values.
 struct Run {
     const void* keys;
     const void* values;
     int64_t head_stride, page_stride;
     int64_t first, tokens, room, page, span;
-    int64_t slot, query, windowed;
+    int64_t slot, query, windowed, coded;
 
     int64_t spans() const { return (tokens + span - 1) / span; }
 };
@@ -265,6 +269,37 @@ void attend_one(const Attention& a, const Span& s, int64_t head, float* scratch)
     mix_all<E>(part, some.from - begin, values, scores, partials + 2, size);
 }
 
+// All rows over one head of span `number` of a run of codes. scratch: scores [R, tokens of the span].
+template <class E>
+void attend_codes(const Attention& a, const Run& run, int64_t number, int64_t head, float* scratch) {
+    using kv_codes::GROUP;
+    const kv_codes::Layout layout{int(a.head_dim)};
+    const int dim = layout.dim, folded = int(a.rows * a.group), room = padded<E>(dim);
+    const int64_t size = 2 + room, first = number * run.span, rest = run.tokens - first;
+    const int count = int(rest < run.span ? rest : run.span);
+    auto blocks = static_cast<const uint8_t*>(run.keys) + head * run.head_stride + first / GROUP * layout.size();
+    float* partials = a.partials + ((run.slot + number) * a.kv_heads + head) * folded * size;
+    const float* queries = a.queries + (run.query * a.kv_heads + head) * folded * dim;
+    const float scale = 1.44269504f / __builtin_sqrtf(float(dim));
+    by_rows(folded, [&]<int ROWS>(int r) {
+        const int width = kv_codes::room_for(layout.channels());
+        alignas(64) float out[ROWS * kv_codes::room_for(kv_codes::WIDEST)];
+        __builtin_memset(out, 0, ROWS * width * sizeof(float));
+        for (int t = 0; t < count; t += GROUP)
+            kv_codes::score<ROWS>(queries + r * dim, blocks + t / GROUP * layout.size(), layout, scratch + t, count);
+        for (int i = 0; i < ROWS; i++) {
+            float* partial = partials + (r + i) * size;
+            soften(scratch + i * count, count, {0, count}, scale, partial, partial + 1);
+        }
+        for (int t = 0; t < count; t += GROUP)
+            kv_codes::mix<ROWS>(scratch + t, count, blocks + t / GROUP * layout.size(), layout, out, width);
+        for (int i = 0; i < ROWS; i++) {
+            float* to = partials + (r + i) * size + 2;
+            for (int d = 0; d < room; d++) to[place<E>(d)] = d < dim ? out[i * width + d] : 0;
+        }
+    });
+}
+
 // One row of one KV head: its spans, first to last.
 template <class E>
 void merge_one(const Attention& a, int64_t t, int64_t head) {
@@ -319,7 +354,8 @@ void attend(const Attention& a, const Run* runs, int64_t count, float* scratch, 
                 continue;
             }
             const int64_t head = number % a.kv_heads;
-            attend_one<E>(a, span_of<E>(runs[i], number / a.kv_heads, head, a.head_dim), head, own);
+            if (runs[i].coded) attend_codes<E>(a, runs[i], number / a.kv_heads, head, own);
+            else attend_one<E>(a, span_of<E>(runs[i], number / a.kv_heads, head, a.head_dim), head, own);
             item = items.draw();
         }
     };

@@ -69,7 +69,7 @@ void take(const Rows& rows, int64_t row, F&& read) {
 }
 
 // Four inputs of a row, for each lane.
-INLINE i32 four(const int8_t* numbers) {
+INLINE i32 four(const void* numbers) {
     int32_t all_four;
     __builtin_memcpy(&all_four, numbers, 4);
     return all_four - i32{};
@@ -83,6 +83,10 @@ struct Sum {
 
     INLINE void add(u8 codes, const int8_t* q) {
         total = (i32)_mm512_dpbusd_epi32((__m512i)total, (__m512i)codes, (__m512i)four(q));
+    }
+    // The same with codes that have a sign, and numbers that have none.
+    INLINE void add_signed(u8 codes, const uint8_t* w) {
+        total = (i32)_mm512_dpbusd_epi32((__m512i)total, (__m512i)four(w), (__m512i)codes);
     }
     INLINE i32 value() const { return total; }
 };
@@ -101,11 +105,12 @@ INLINE integers fours(integers sums) { return _mm256_madd_epi16(sums, _mm256_set
 INLINE integers plus(integers a, integers b) { return _mm256_add_epi16(a, b); }
 #endif
 
-// Sums of pairs are of 16 bits, and do not saturate: 8 * 2 * 15 * 127 is 30,480.
+// Sums of pairs are of 16 bits, and do not saturate: 8 * 2 * 15 * 127 is 30,480, and 8 * 2 * 8 * 255 is 32,640.
 struct Sum {
     integers sums{};
 
     INLINE void add(u8 codes, const int8_t* q) { sums = plus(sums, pairs((integers)codes, (integers)four(q))); }
+    INLINE void add_signed(u8 codes, const uint8_t* w) { sums = plus(sums, pairs((integers)four(w), (integers)codes)); }
     INLINE i32 value() const { return (i32)fours(sums); }
 };
 
@@ -117,6 +122,10 @@ struct Sum {
     INLINE void add(u8 codes, const int8_t* q) {
         const u32 lanes = (u32)codes;
         for (int i = 0; i < 4; i++) total += (i32)(lanes >> 8 * i & 255) * int(q[i]);
+    }
+    INLINE void add_signed(u8 codes, const uint8_t* w) {
+        const u32 lanes = (u32)codes;
+        for (int i = 0; i < 4; i++) total += ((i32)(lanes << (24 - 8 * i)) >> 24) * int(w[i]);
     }
     INLINE i32 value() const { return total; }
 };
@@ -173,15 +182,23 @@ inline float above(float x) {
     return __builtin_bit_cast(float, (__builtin_bit_cast(uint32_t, x) + 0xffffu) & 0xffff0000u);
 }
 
-// A group of one output, whose scales are at `at` in their block. Halves, since the range of the largest numbers is
-// above them.
-template <class E>
-INLINE void encode_group(const typename E::element* weight, uint8_t* at) {
+// Numbers in a row that share a step and a least value: low + step * code.
+struct Scale {
+    float step, low;
+
+    void put(uint8_t* at) const {
+        const uint16_t both[] = {Bf16::round_one(step), Bf16::round_one(low)};
+        __builtin_memcpy(at, both, 4);
+    }
+};
+
+// COUNT numbers -> their scale and their codes, a byte each. Halves, since the range of the largest numbers is above
+// them.
+template <int COUNT>
+INLINE Scale quantise(const f32 (&x)[COUNT / W], uint8_t* to) {
     constexpr float most = 15;
-    f32 x[VECTORS];
     f32 least = all(__builtin_huge_valf()), largest = all(-__builtin_huge_valf());
-    for (int i = 0; i < VECTORS; i++) {
-        x[i] = E::read(weight + i * W);
+    for (int i = 0; i < COUNT / W; i++) {
         least = x[i] < least ? x[i] : least;
         largest = x[i] > largest ? x[i] : largest;
     }
@@ -189,18 +206,25 @@ INLINE void encode_group(const typename E::element* weight, uint8_t* at) {
     float step = above((__builtin_reduce_max(largest) * 0.5f - low * 0.5f) / (most * 0.5f));
     if (step < TINY) step = 0;
     const float inverse = step > 0 ? 2.0f / step : 0;
-    alignas(64) uint8_t all_codes[GROUP];
-    for (int i = 0; i < VECTORS; i++) {
+    for (int i = 0; i < COUNT / W; i++) {
         f32 code = (x[i] * 0.5f - low * 0.5f) * inverse;
         code = code > 0.0f ? code : f32{};
         code = code < most ? code : all(most);
         const i32 whole = __builtin_convertvector(__builtin_elementwise_roundeven(code), i32);
-        store(all_codes + i * W, __builtin_convertvector(whole, bytes));
+        store(to + i * W, __builtin_convertvector(whole, bytes));
     }
+    return {step, low};
+}
+
+// A group of one output, whose scales are at `at` in their block.
+template <class E>
+INLINE void encode_group(const typename E::element* weight, uint8_t* at) {
+    f32 x[VECTORS];
+    for (int i = 0; i < VECTORS; i++) x[i] = E::read(weight + i * W);
+    alignas(64) uint8_t all_codes[GROUP];
+    quantise<GROUP>(x, all_codes).put(at);
     for (int i = 0; i < GROUP / 2; i++) all_codes[i] |= all_codes[GROUP / 2 + i] << 4;
     for (int i = 0; i < GROUP / 2; i += 4) __builtin_memcpy(at + SCALES + i * TILE, all_codes + i, 4);
-    const uint16_t scales[] = {Bf16::round_one(step), Bf16::round_one(low)};
-    __builtin_memcpy(at, scales, 4);
 }
 
 // weight [outputs, inputs] -> blocks, zeros past the outputs.

@@ -34,7 +34,17 @@ class Run(ctypes.Structure):
     _fields_ = [
         *_pointers("keys", "values"),
         *_integers("head_stride", "page_stride", "first", "tokens", "room", "page", "span"),
-        *_integers("slot", "query", "windowed"),
+        *_integers("slot", "query", "windowed", "coded"),
+    ]
+
+
+class Encoding(ctypes.Structure):
+    """kv_codes.h"""
+
+    _fields_ = [
+        *_pointers("keys", "values", "blocks"),
+        *_integers("layer_stride", "head_stride", "layer_bytes", "head_bytes"),
+        *_integers("layers", "kv_heads", "groups", "head_dim"),
     ]
 
 
@@ -62,6 +72,7 @@ class Rotation(ctypes.Structure):
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "run_products": (None, [c_int64, POINTER(Product), c_int64, c_int64, c_int64, c_int64]),
     "encode": (None, [c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64]),
+    "encode_kv": (None, [c_int64, POINTER(Encoding), c_int64]),
     "widened_room": (c_int64, [c_int64, c_int64]),
     "take_in_rows": (None, [c_int64, POINTER(Rotation)]),
     "norm_heads": (None, [c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_double]),

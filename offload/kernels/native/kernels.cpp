@@ -17,7 +17,7 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Changes with every change of a structure or a function below.
-KERNEL int abi() { return 7; }
+KERNEL int abi() { return 8; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -38,6 +38,10 @@ KERNEL void encode(Dtype dtype, const void* weight, int64_t outputs, int64_t inp
     with(dtype, [&]<class E>() {
         codes::encode<E>(static_cast<const typename E::element*>(weight), outputs, inputs, matrix, how_many);
     });
+}
+
+KERNEL void encode_kv(Dtype dtype, const Encoding* e, int64_t how_many) {
+    with(dtype, [&]<class E>() { kv_codes::encode<E>(*e, how_many); });
 }
 
 KERNEL int64_t widened_room(Dtype dtype, int64_t inputs) {

@@ -1,0 +1,110 @@
+"""Keys and values in 4 bits: made from exact ones by the processor's kernels, attended to in `kernels.spans`.
+
+By groups of `GROUP` tokens a key is low + step * code of its channel, and by `GROUP` channels a value of its token, both
+bf16: channels of keys have magnitudes of their own, tokens of values (KIVI, Liu et al. 2024, section 3).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from offload.kernels.codes import group_codes
+from offload.kernels.native import Kernels
+from offload.kernels.native.interface import DTYPES, Encoding
+from offload.plan.sizing import KV_CODE_GROUP, KV_CODE_LANES, kv_code_bytes
+
+GROUP = KV_CODE_GROUP
+_HALF = GROUP // 2
+
+
+@dataclass(frozen=True)
+class KVCodes:
+    """Whole groups of tokens of layers.
+
+    blocks: uint8 [L, H_kv, groups, bytes], see native/kv_codes.h for their order. head_dim: channels D.
+    """
+
+    blocks: Tensor
+    head_dim: int
+
+    @staticmethod
+    def shape_of_blocks(num_layers: int, num_kv_heads: int, num_tokens: int, head_dim: int) -> tuple[int, int, int, int]:
+        """For the whole groups of so many tokens."""
+        return num_layers, num_kv_heads, num_tokens // GROUP, kv_code_bytes(head_dim)
+
+    def groups(self, start: int, stop: int) -> KVCodes:
+        """Those numbers `start` to `stop`."""
+        return KVCodes(self.blocks[:, :, start:stop], self.head_dim)
+
+    def rows(self, dtype: torch.dtype) -> Tensor:
+        """The numbers that the codes stand for, computed in fp32 and rounded to `dtype` -> [L, 2, H_kv, tokens, D]."""
+        parts = [part.contiguous() for part in self.blocks.split(self._sizes, 3)]
+        key_step, key_low = _scales(parts[0], 1)
+        keys = _halves(parts[1].unflatten(3, (-1, GROUP, 4)).transpose(4, 5).flatten(3, 4), 3)[..., : self.head_dim, :]
+        value_step, value_low = (x.repeat_interleave(GROUP, 3) for x in _scales(parts[2], GROUP))
+        values = _halves(parts[3].unflatten(3, (_HALF // 4, -1, 4)).transpose(3, 4).flatten(4, 5), 4)
+        exact = [
+            (key_low + key_step * keys).transpose(3, 4),
+            (value_low + value_step * pad(values, (0, 0, 0, value_low.shape[3] - values.shape[3]))).transpose(3, 4),
+        ]
+        return torch.stack([x[..., : self.head_dim].flatten(2, 3) for x in exact], 1).to(dtype)
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Bytes of the parts of a block."""
+        dim, lanes = self.head_dim, -(-self.head_dim // KV_CODE_LANES) * KV_CODE_LANES
+        return [4 * dim, _HALF * dim, 4 * GROUP * -(-dim // GROUP), _HALF * lanes]
+
+
+def encode(rows: Tensor, into: KVCodes, kernels: Kernels) -> None:
+    """Fill `into` with the codes of rows, [L, 2, H_kv, tokens, D] with each head's [tokens, D] contiguous, on all
+    threads."""
+    assert kernels.library is not None
+    num_layers, _, num_kv_heads, num_tokens, dim = rows.shape
+    assert rows.stride()[3:] == (dim, 1)
+    assert into.blocks.shape == KVCodes.shape_of_blocks(num_layers, num_kv_heads, num_tokens, dim)
+    assert into.blocks.stride()[2:] == (into.blocks.shape[3], 1)
+    at = rows.data_ptr()
+    encoding = Encoding(
+        at, at + rows.stride(1) * rows.itemsize, into.blocks.data_ptr(),
+        rows.stride(0), rows.stride(2), into.blocks.stride(0), into.blocks.stride(1),
+        num_layers, num_kv_heads, num_tokens // GROUP, dim,
+    )  # fmt: skip
+    kernels.library.encode_kv(DTYPES[rows.dtype], ctypes.byref(encoding), torch.get_num_threads())
+
+
+def encode_with_torch(rows: Tensor, into: KVCodes) -> None:
+    """The same by torch's operators, bit for bit: what the kernel is tested against."""
+    keys, values = rows.unflatten(3, (-1, GROUP)).unbind(1)  # [L, H, groups, GROUP, D]
+    key_scales, keys = group_codes(keys.transpose(3, 4))  # [L, H, groups, D, 2], [..., D, GROUP]
+    dim = rows.shape[4]
+    missing = -dim % GROUP
+    values = torch.cat([values, values[..., -(dim % GROUP) :][..., :1].expand(*values.shape[:-1], missing)], 4)
+    value_scales, values = group_codes(values.unflatten(4, (-1, GROUP)).transpose(3, 4))
+    values = values.transpose(3, 4).flatten(4)[..., :dim]  # [..., GROUP, D]
+    values = pad(values, (0, -dim % KV_CODE_LANES)).unflatten(3, (2, _HALF // 4, 4)).movedim(5, 6)
+    keys = keys.unflatten(3, (2, -1, 4)).movedim(5, 6)
+    parts = [
+        key_scales.view(torch.uint8),
+        keys.select(3, 0) | keys.select(3, 1) << 4,
+        value_scales.view(torch.uint8),
+        values.select(3, 0) | values.select(3, 1) << 4,
+    ]
+    into.blocks.copy_(torch.cat([part.flatten(3) for part in parts], 3))
+
+
+def _scales(part: Tensor, repeated: int) -> tuple[Tensor, Tensor]:
+    """Step and low, fp32 [L, H, groups, number, 1 or GROUP]."""
+    units = part.view(torch.bfloat16).float()
+    step, low = units.unflatten(3, (-1, repeated, 2)).unbind(5)
+    return step, low
+
+
+def _halves(codes: Tensor, dim: int) -> Tensor:
+    """Codes of the low halves of bytes, then of the high ones, along `dim`."""
+    return torch.cat([codes & 15, codes >> 4], dim)

@@ -135,7 +135,7 @@ def play(recording: Recording, plan: Plan, start: int, num_tokens: int) -> float
         return ready
 
     speculator = build_speculator(
-        plan, levels, PRICED, vocab_size=vocab_size, device=torch.device("cpu"), prepare_retrieval=prepare
+        plan, levels, PRICED, vocab_size=vocab_size, device=torch.device("cpu"), prepare_copies=prepare
     )
     sequence = text[: recording.num_prompt + start]
     levels["target"].tokens = sequence[: -plan.placement.rows]

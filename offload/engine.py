@@ -319,13 +319,13 @@ class Engine:
             sampling,
             vocab_size=self.worker.vocab_size,
             device=self.worker.memory.device,
-            prepare_retrieval=self._prepare_retrieval,
+            prepare_copies=self._prepare_copies,
             block=self.levels["target"].block,
         )
 
-    def _prepare_retrieval(self, num_rows: int, wanted: bool) -> bool:
+    def _prepare_copies(self, num_rows: int, wanted: bool) -> bool:
         with self._refresh_timing.measure(self._refreshes, num_rows):
-            return self.worker.prepare_retrieval(num_rows, wanted=wanted)
+            return self.worker.prepare_copies(num_rows, wanted=wanted)
 
 
 def _show(run: generation.Run, detokenizer: Detokenizer, stops: StopStrings, end_tokens: frozenset[int]) -> Step:

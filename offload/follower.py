@@ -122,8 +122,8 @@ class Follower:
     def _refresh(self, worker: int, num_rows: int) -> None:
         self._workers[worker].refresh(num_rows)
 
-    def _prepare_retrieval(self, worker: int, num_rows: int, wanted: bool) -> None:
-        self._workers[worker].prepare_retrieval(num_rows, wanted=wanted)
+    def _prepare_copies(self, worker: int, num_rows: int, wanted: bool) -> None:
+        self._workers[worker].prepare_copies(num_rows, wanted=wanted)
 
     def _fetch_ahead(self, worker: int) -> None:
         self._workers[worker].fetch_ahead()

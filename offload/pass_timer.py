@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from offload.cache.full import FullCache
+from offload.cache.low_bits import LowBitCache
 from offload.cache.tiles import TileShape
 from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.decode.verify import verify
@@ -35,7 +36,7 @@ from offload.plan.machine import machine_name
 from offload.plan.options import PAGE_TOKENS, Options
 from offload.plan.pass_times import ROWS, PassTimes, key_of, load_times, save_times
 from offload.plan.request import Request
-from offload.plan.sizing import takes_codes
+from offload.plan.sizing import takes_codes, takes_kv_codes
 from offload.transfer.memory import Memory
 from offload.transfer.weights import LayerLayout, Linear, ResidentLayers, Weights
 
@@ -134,6 +135,7 @@ class _Trial:
         if coded:
             self._weights = low_bit_weights(self._weights, config, Memory(torch.device("cpu")), self._kernels)
         self._cache = self._full_cache(dtype)
+        self._low_bits = self._low_bit_cache() if not coded else None
         self._prefill_rows = _between(64, int(PREFILL_FLOPS / (2 * config.layer_matrix_elements())), 512)
         self._prefill_before = self._num_tokens
 
@@ -171,6 +173,7 @@ class _Trial:
             prefill_row=prefill_row,
             prefill_pair=prefill_pair,
             kernels=_kernels_name(self._config),
+            coded_token=attended("coded", self._num_tokens) if self._low_bits is not None else (),
         )
 
     def _passes(self) -> dict[Point, Run]:
@@ -188,7 +191,15 @@ class _Trial:
             points["short", rows] = partial(run, whole, rows, 0)
             points["near", rows] = partial(run, whole, rows, self._num_near)
             points["long", rows] = partial(run, whole, rows, self._num_tokens)
+        if self._low_bits is not None:
+            points |= {("coded", rows): partial(self._run_coded, self._low_bits, rows) for rows in ROWS}
         return points
+
+    def _run_coded(self, low_bits: LowBitCache, rows: int) -> None:
+        """A pass over the tokens in 4 bits."""
+        low_bits.truncate(self._num_tokens)
+        level = Level("self", self._decoder(self._num_layers), low_bits, vocab_size=self._vocab_size)
+        level.forward([0] * rows, rows)
 
     def _logits_and_draws(self) -> dict[Point, Run]:
         """Logits of the part of the vocabulary, and a draw from all of it after `rows` - 1 drafted tokens."""
@@ -232,6 +243,16 @@ class _Trial:
     def _with_layers(self, count: int) -> Level:
         """The first `count` layers; 0: what a pass does besides."""
         return Level("target", self._decoder(count), self._cache, vocab_size=self._vocab_size, blocks=Blocks(ROWS))
+
+    def _low_bit_cache(self) -> LowBitCache | None:
+        """Of all tokens of the full cache; None where no kernel attends to it."""
+        if self._kernels.library is None or not takes_kv_codes(self._config.head_dim):
+            return None
+        memory, num_tokens = Memory(torch.device("cpu")), self._num_tokens
+        cache = LowBitCache(self._cache, memory, num_tokens=num_tokens, drafted=ROWS[-1], kernels=self._kernels)
+        self._cache.restored(num_tokens)
+        cache.refresh()
+        return cache
 
     def _decoder(self, num_layers: int) -> Decoder:
         layers = ResidentLayers(list(self._weights.layers)[:num_layers], 0)

@@ -10,10 +10,11 @@ import torch
 from offload.cache import Cache
 from offload.cache.ahead import AheadCache
 from offload.cache.full import FullCache
+from offload.cache.low_bits import LowBitCache
 from offload.cache.retrieval import RetrievalCache
 from offload.cache.selection import Selection
 from offload.cache.streaming import StreamingCache
-from offload.errors import DoesNotFit
+from offload.errors import DoesNotFit, UsageError
 from offload.kernels import card
 from offload.kernels.card.flash import PAGE_STEP, FlashTiles, flash
 from offload.kernels.native import FEW_ROWS, Kernels, fitting
@@ -41,7 +42,7 @@ class Worker:
     """Models, levels with their caches, link and memory of one rank.
 
     Whatever changes the caches is asked for with tokens and lengths alone: `prefill`, `forward` and `truncate` of the
-    `levels` (by name: "target", "self" or "retrieval", "draft"), `record_mass`, `refresh`, `prepare_retrieval`,
+    `levels` (by name: "target", "self" or "retrieval", "draft"), `record_mass`, `refresh`, `prepare_copies`,
     `fetch_ahead`, `copy_rows`. `full` is the target's cache.
     """
 
@@ -55,7 +56,8 @@ class Worker:
         self._blocks = blocks or fast_sizes(plan, parts.target.config, equal_sizes(plan, parts.target.config))
         self.levels: dict[str, Level] = {}
         self.retrieval: RetrievalCache | None = None
-        self._caches: list[Arena | FullCache | RetrievalCache | StreamingCache] = []
+        self._copies: RetrievalCache | LowBitCache | None = None  # see `Composition.keeps_copies`
+        self._caches: list[Arena | FullCache | RetrievalCache | LowBitCache | StreamingCache] = []
         try:
             self._make_levels()
             self._reserve()
@@ -125,24 +127,26 @@ class Worker:
         return []
 
     def prefill(self, tokens: Sequence[int], on_tokens: Callable[[int], None]) -> None:
-        """Append `tokens` to the full cache; the levels below see what they need of them later. Broken off, it appends
-        nothing. `on_tokens` is called with how many are done."""
+        """Append `tokens` to the full cache, and to a copy in few bits; the other levels below see what they need of
+        them later. Broken off, it appends nothing. `on_tokens` is called with how many are done."""
         block = self.plan.placement.prefill_block
         prefill(self.target, self.full, tokens, prefill_block=block, on_tokens=on_tokens, arena=self.full.arena)
+        if isinstance(self._copies, LowBitCache):
+            self._copies.refresh()
 
     def record_mass(self, wanted: bool) -> None:
         """From the target's next pass on, record the masses that chunks are chosen by, or no longer."""
         self.full.record_mass = wanted
 
     def refresh(self, num_rows: int) -> None:
-        """Choose what the retrieval cache holds, if there is one, by the first `num_rows` rows of the target's last
-        pass."""
-        if self.retrieval is not None:
-            self.retrieval.refresh(num_rows)
+        """Have the copies of the full cache's tokens over which the target proposes to itself, if there are any, follow
+        its last pass, of which the first `num_rows` rows count: by them chunks are chosen."""
+        if self._copies is not None:
+            self._copies.refresh(num_rows)
 
-    def prepare_retrieval(self, num_rows: int, *, wanted: bool) -> bool:
-        """See `RetrievalCache.prepare`. False where the plan has no retrieval level."""
-        return self.retrieval is not None and self.retrieval.prepare(num_rows, wanted=wanted)
+    def prepare_copies(self, num_rows: int, *, wanted: bool) -> bool:
+        """The same where it is wanted and possible, see `RetrievalCache.prepare`. False where there are none."""
+        return self._copies is not None and self._copies.prepare(num_rows, wanted=wanted)
 
     def fetch_ahead(self) -> None:
         """Start to fetch the tiles that the target's next pass needs first."""
@@ -179,9 +183,15 @@ class Worker:
         own = self.target if plan.composition.weight_bits == 16 else self.parts.coded_target
         if plan.composition.inner == "retrieval":
             self.retrieval = _retrieval_cache(plan, self.target.config, self.full)
+            self._copies = self.retrieval
             self._caches.append(self.retrieval)
             self.levels["retrieval"] = self._level("retrieval", own, self.retrieval, None)
-        if plan.composition.inner == "self":
+        elif plan.composition.kv_bits < 16:
+            low_bits = _low_bit_cache(plan, self.target.config, self.full, self.memory)
+            self._copies = low_bits
+            self._caches.append(low_bits)
+            self.levels["self"] = self._level("self", own, low_bits, None)
+        elif plan.composition.inner == "self":
             self.levels["self"] = self._level("self", own, AheadCache(self.full), self._blocks)
         draft = self.parts.decoders.get("draft")
         if "draft" in plan.composition.levels and draft is not None:
@@ -262,6 +272,16 @@ def _retrieval_cache(plan: Plan, config: ModelConfig, full: FullCache) -> Retrie
         kernels=kernels,
         tail=tail_tokens(found, plan.request.max_tokens),
         drafted=found.drafted,
+    )
+
+
+def _low_bit_cache(plan: Plan, config: ModelConfig, full: FullCache, memory: Memory) -> LowBitCache:
+    """Raises UsageError where the processor's kernels, which alone attend to it, do not run; DoesNotFit."""
+    kernels = _kernels(plan, config)
+    if kernels.library is None:
+        raise UsageError(f"a cache in 4 bits needs the processor's kernels, which do not run: {kernels.reason}")
+    return LowBitCache(
+        full, memory, num_tokens=plan.request.capacity, drafted=plan.composition.drafted, kernels=kernels
     )
 
 

@@ -377,7 +377,7 @@ def built(plan: Plan, *, seed: int | None = 0, block: int | None = None, ready: 
         sampling,
         vocab_size=3,
         device=torch.device("cpu"),
-        prepare_retrieval=lambda num_rows, wanted: wanted and ready,
+        prepare_copies=lambda num_rows, wanted: wanted and ready,
         block=block,
     )
 

@@ -72,6 +72,7 @@ class LevelFlags:
     gamma: options.Gamma = None
     draft_gamma: options.DraftGamma = None
     weight_bits: options.WeightBits = AUTO
+    kv_bits: options.KVBits = AUTO
     no_lookup: options.NoLookup = False
     sinks: options.Sinks = 16
     window: options.Window = 240
@@ -140,7 +141,8 @@ def plan_options(levels: LevelFlags, **placement: Any) -> Options:
     given["lookup"], given["speculation"] = not given.pop("no_lookup"), not given.pop("no_speculation", False)
     given["offload"] = _offloaded(given["offload"])
     given["host_attention"] = _host_share(given["host_attention"])
-    given["weight_bits"] = _bits(given["weight_bits"])
+    for name in ("weight_bits", "kv_bits"):
+        given[name] = _bits(name.replace("_", "-"), given[name])
     if "gpus" in given:
         given["gpus"] = _num_gpus(given["gpus"])
     return Options(**given)
@@ -156,12 +158,12 @@ def _num_gpus(text: str) -> int | None:
         raise UsageError(f"gpus is {text!r}; it may be a number or auto") from error
 
 
-def _bits(text: str) -> int | None:
+def _bits(name: str, text: str) -> int | None:
     """From a number, or "auto" (None: the plan chooses)."""
     try:
         return None if text.strip() == AUTO else int(text)
     except ValueError as error:
-        raise UsageError(f"weight-bits is {text!r}; it may be 16, 4 or auto") from error
+        raise UsageError(f"{name} is {text!r}; it may be 16, 4 or auto") from error
 
 
 def _host_share(text: str) -> float | None:

@@ -235,6 +235,16 @@ WeightBits = Annotated[
         hidden=True,
     ),
 ]
+KVBits = Annotated[
+    str,
+    option(
+        "--kv-bits",
+        "Bits of the whole cache over which the target drafts for itself: 16, 4 or auto (CPU).",
+        SPECULATION,
+        metavar="BITS",
+        hidden=True,
+    ),
+]
 NoLookup = Annotated[
     bool,
     switch("--no-lookup", "Do not draft by lookup: what followed earlier occurrences of the last tokens.", SPECULATION),

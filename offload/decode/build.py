@@ -21,7 +21,7 @@ from offload.plan.planner import Plan
 TRUST = 32.0  # observations that the planned chance of retrieved tokens is worth: measured on three models
 HOPE = 0.1  # by which a draft is taken to be better than most at first: what is not tried is never known
 
-Prepare = Callable[[int, bool], bool]  # rows that stay, whether the retrieval level is wanted -> whether it is ready
+Prepare = Callable[[int, bool], bool]  # rows that stay, whether the target's own level is wanted -> whether it is ready
 
 
 def build_speculator(
@@ -31,7 +31,7 @@ def build_speculator(
     *,
     vocab_size: int,
     device: torch.device,
-    prepare_retrieval: Prepare,
+    prepare_copies: Prepare,
     block: int | None = None,
 ) -> Speculator:
     """The speculator of one request, which emits tokens of the target.
@@ -66,7 +66,7 @@ def build_speculator(
     proposers = [*lookups(), *drafts]
     if inner := plan.composition.inner:
         below = [*lookups(), *drafts]
-        prepare = prepare_retrieval if inner == "retrieval" else None
+        prepare = prepare_copies if plan.composition.keeps_copies else None
         proposers.append(speculator(inner, below, plan.composition.draft_gamma, prepare=prepare))
     return speculator("target", proposers, plan.composition.gamma, prepare=None)
 

@@ -1,7 +1,7 @@
 """Keys and values in 4 bits: made from exact ones by the processor's kernels, attended to in `kernels.spans`.
 
-By groups of `GROUP` tokens a key is low + step * code of its channel, and by `GROUP` channels a value of its token, both
-bf16: channels of keys have magnitudes of their own, tokens of values (KIVI, Liu et al. 2024, section 3).
+By groups of `GROUP` tokens a key is low + step * code of its channel, and by `GROUP` channels a value of its token;
+step and low are bf16. Channels of keys have magnitudes of their own, tokens of values (KIVI, Liu et al. 2024, § 3).
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class KVCodes:
     head_dim: int
 
     @staticmethod
-    def shape_of_blocks(num_layers: int, num_kv_heads: int, num_tokens: int, head_dim: int) -> tuple[int, int, int, int]:
+    def shape_of_blocks(
+        num_layers: int, num_kv_heads: int, num_tokens: int, head_dim: int
+    ) -> tuple[int, int, int, int]:
         """For the whole groups of so many tokens."""
         return num_layers, num_kv_heads, num_tokens // GROUP, kv_code_bytes(head_dim)
 

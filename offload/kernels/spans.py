@@ -44,11 +44,11 @@ def one_run(
     )  # fmt: skip
 
 
-def coded_run(codes: KVCodes, layer: int, *, first: int, tokens: int, slot: int, span: int) -> ctypes.Array[Run]:
-    """A run of the first `tokens` tokens of a layer's codes, whole groups, which are positions `first` and on. All rows
-    see all of them; no masses are kept of them, and no rows taken in."""
+def coded_run(codes: KVCodes, layer: int, *, tokens: int, slot: int, span: int) -> ctypes.Array[Run]:
+    """A run of the first `tokens` tokens of a layer's codes, whole groups. All rows see all of them; no masses are kept
+    of them, and no rows taken in."""
     blocks = codes.blocks[layer]
-    return (Run * 1)(Run(blocks.data_ptr(), None, blocks.stride(0), 0, first, tokens, 0, 0, span, slot, 0, False, True))
+    return (Run * 1)(Run(blocks.data_ptr(), None, blocks.stride(0), 0, 0, tokens, 0, 0, span, slot, 0, False, True))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Literal
 from offload.plan.options import Options
 
 LevelName = Literal["draft", "self", "retrieval", "target"]
+Bits = tuple[int, int]  # of weights, of keys and values
 
 LONGEST = (63, 31, 15)  # tokens drafted for one full pass, at most: the longer, the more memory masses need
 DRAFT_LONGEST = 15  # the same for one pass of the retrieval level
@@ -28,8 +29,9 @@ class Composition:
     budget: retrieved tokens of each layer, in chunks of `chunk`; 0 without a retrieval level. selection: the rule that
     chooses them. draft: a draft model proposes, to the retrieval level or, without one, to the target; its cache keeps
     `sinks` first tokens and `window` last ones. lookup: repeated parts of the text are proposed, too.
-    weight_bits: of the weights with which the target proposes to itself, over the retrieved tokens or, without a
-    budget, over its whole cache; 16: its own, and then over retrieved tokens alone.
+    weight_bits, kv_bits: of the weights and of the keys and values with which the target proposes to itself; 16: those
+    that it has. It does so over the retrieved tokens or, without a budget, over its whole cache, but then not with 16
+    bits of both. With fewer bits of the cache there is no budget.
     """
 
     gamma: int = 0
@@ -43,13 +45,19 @@ class Composition:
     window: int = 240
     lookup: bool = False
     weight_bits: int = 16
+    kv_bits: int = 16
 
     @property
     def inner(self) -> Literal["self", "retrieval"] | None:
         """The level at which the target proposes to itself, if there is one."""
         if self.budget:
             return "retrieval"
-        return "self" if self.weight_bits < 16 else None
+        return "self" if min(self.weight_bits, self.kv_bits) < 16 else None
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether the target proposes to itself over copies of its cache's tokens, which have to follow it."""
+        return self.budget > 0 or self.kv_bits < 16
 
     @property
     def levels(self) -> tuple[LevelName, ...]:
@@ -67,11 +75,20 @@ PLAIN = Composition()
 
 
 def compositions(
-    options: Options, capacity: int, *, with_draft: bool, weight_bits: Sequence[int] = (16,)
+    options: Options,
+    capacity: int,
+    *,
+    with_draft: bool,
+    weight_bits: Sequence[int] = (16,),
+    kv_bits: Sequence[int] = (16,),
 ) -> Iterator[Composition]:
     """All compositions that `options` leave open, plain decoding among them unless a length, a budget or bits are
-    given. with_draft: there is a draft model. weight_bits: that may be chosen where the user gives none."""
-    bits = weight_bits if options.weight_bits is None else (options.weight_bits,)
+    given. with_draft: there is a draft model. weight_bits, kv_bits: that may be chosen where the user gives none."""
+    bits = [
+        (weights, kv)
+        for weights in (weight_bits if options.weight_bits is None else (options.weight_bits,))
+        for kv in (kv_bits if options.kv_bits is None else (options.kv_bits,))
+    ]
     for found in _candidates(options, capacity, with_draft, bits):
         yield replace(
             found,
@@ -97,7 +114,7 @@ def _lengths(options: Options) -> tuple[int, ...]:
     return LONGEST if options.gamma is None else (options.gamma,)
 
 
-def _candidates(options: Options, capacity: int, with_draft: bool, bits: Sequence[int]) -> Iterator[Composition]:
+def _candidates(options: Options, capacity: int, with_draft: bool, bits: Sequence[Bits]) -> Iterator[Composition]:
     if not options.speculation or options.gamma == 0:
         yield PLAIN
         return
@@ -105,7 +122,8 @@ def _candidates(options: Options, capacity: int, with_draft: bool, bits: Sequenc
     if with_draft and options.draft_gamma != 0:
         drafts = [True] if options.draft_gamma else [True, False]
     draft_gamma = DRAFT_LONGEST if options.draft_gamma is None else options.draft_gamma
-    may_do_without = options.budget is None and options.weight_bits in (None, 16)  # without the inner level
+    given = {options.weight_bits, options.kv_bits} - {None, 16}
+    may_do_without = options.budget is None and not given  # without the inner level
     for gamma in _lengths(options):
         for draft in drafts:
             base = Composition(gamma=gamma, draft=draft, lookup=options.lookup)
@@ -120,12 +138,12 @@ def _candidates(options: Options, capacity: int, with_draft: bool, bits: Sequenc
         yield PLAIN
 
 
-def _inner(options: Options, capacity: int, bits: Sequence[int]) -> Iterator[Composition]:
+def _inner(options: Options, capacity: int, bits: Sequence[Bits]) -> Iterator[Composition]:
     """What the target may propose to itself with."""
-    for weight_bits in bits:
-        if weight_bits < 16 and options.budget is None:
-            yield Composition(weight_bits=weight_bits)
-        for budget in _budgets(options, capacity):
+    for weight_bits, kv_bits in bits:
+        if min(weight_bits, kv_bits) < 16 and options.budget is None:
+            yield Composition(weight_bits=weight_bits, kv_bits=kv_bits)
+        for budget in _budgets(options, capacity) if kv_bits == 16 else ():
             for chunk in _CHUNKS if options.chunk is None else (options.chunk,):
                 kept = max(budget // chunk, 1) * chunk
                 yield Composition(budget=kept, chunk=chunk, weight_bits=weight_bits)

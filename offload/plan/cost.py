@@ -17,6 +17,7 @@ from offload.plan.placement import Placement
 from offload.plan.sizing import PREFILL_BLOCK, Sizing, host_slowdown
 from offload.plan.sum_costs import GLOO, NCCL, NETWORK
 
+CODED_KV_REFUSED = 0.015  # tokens of the target by itself over its cache in 4 bits (docs/log.md)
 CODED_REFUSED = 3.0  # over the root of the hidden size: tokens of the target by itself in 4 bits (docs/log.md)
 DRAFT_ACCEPTANCE = 0.5  # of a small draft's tokens, by the target or a part of it
 LOOKUP_TOKENS = 1.2  # of a round with a looked up token, where texts repeat little (Qwen2.5-Coder's prose: 1.3)
@@ -68,7 +69,8 @@ class Cost:
         if self.composition.inner is not None:
             share = self.composition.budget / self.capacity or 1.0
             refused = CODED_REFUSED * self.sizing.target.hidden_size**-0.5 if self._proposes_coded else 0.0
-            return max(1.0 - refused, 0.0) * retrieval_acceptance(share)
+            kept = 1.0 - CODED_KV_REFUSED * self._attends_coded
+            return max(1.0 - refused, 0.0) * kept * retrieval_acceptance(share)
         return DRAFT_ACCEPTANCE if self.composition.draft else 0.0
 
     @cached_property
@@ -122,7 +124,8 @@ class Cost:
             return 0.0
         if self._on_cpu:
             times = self._coded_times if self._proposes_coded else self._target_times
-            seconds = times.seconds(self.sizing.target.num_layers, composition.budget or self.capacity, rows)
+            num_tokens, coded = composition.budget or self.capacity, self._attends_coded
+            seconds = times.seconds(self.sizing.target.num_layers, num_tokens, rows, coded=coded)
             read = seconds * self._cpu_share + self.sums(rows)
             crossing = 0 if self._proposes_coded else self.streamed_weights
             return max(read, crossing / self.link_rate)
@@ -246,6 +249,10 @@ class Cost:
     @property
     def _proposes_coded(self) -> bool:
         return self.composition.weight_bits < 16
+
+    @property
+    def _attends_coded(self) -> bool:
+        return self.composition.kv_bits < 16
 
     @cached_property
     def _coded_times(self) -> PassTimes:

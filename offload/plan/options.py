@@ -22,13 +22,14 @@ class Options:
     link_gbps: of a CPU's link. host_gbps: beside it, what the processor reads of tiles that it attends to on the host.
     host_attention: the share of tiles that it attends to there, of those that would cross the link; None: the plan's
     choice.
-    weight_bits: of the weights with which the target proposes to itself, 16 or 4.
+    weight_bits, kv_bits: of the weights and of the keys and values with which the target proposes to itself, 16 or 4.
     """
 
     context: int | None = None
     budget: int | None = None
     chunk: int | None = None
     weight_bits: int | None = None
+    kv_bits: int | None = None
     gamma: int | None = None
     draft_gamma: int | None = None
     sinks: int = 16
@@ -56,8 +57,9 @@ class Options:
         _within("window", self.window, 1, 2**20)
         if self.chunk is not None and PAGE_TOKENS % self.chunk:
             raise UsageError(f"chunk is {self.chunk}, it must be a power of two up to {PAGE_TOKENS}")
-        if self.weight_bits not in (None, 16, 4):
-            raise UsageError(f"weight-bits is {self.weight_bits}, it must be auto, 16 or 4")
+        for name, bits in (("weight-bits", self.weight_bits), ("kv-bits", self.kv_bits)):
+            if bits not in (None, 16, 4):
+                raise UsageError(f"{name} is {bits}, it must be auto, 16 or 4")
         if self.dtype not in ("auto", *DTYPE_BYTES):
             raise UsageError(f"dtype is {self.dtype!r}, it must be auto, bf16, fp16 or fp32")
         if self.offload is not None and not self.offload <= {"weights", "kv"}:

@@ -23,11 +23,13 @@ _SHAPES = (
 )
 
 _CURVES = ("fixed", "layer", "token", "near_token")
+_CODED = "coded_token"
 
 _PASS_SECONDS = 3e-4  # Python of a pass outside its layers, the draw and the check of what was drafted
 _LAYER_SECONDS = 6e-5  # calls of one layer
 _WEIGHT_ROW = 0.05  # of the seconds of reading the weights, what each further row adds
 _TOKEN_ROW = 0.06  # the same of the cache
+_CODED_SHARE = 5 / 16
 _MASS_SHARE = 0.12
 _PREFILL_SHARE = 0.2  # of the rate of large products
 
@@ -38,7 +40,8 @@ class PassTimes:
 
     fixed: outside the layers: embedding, logits, draw, Python. layer: of one layer, all but its attention to cached
     tokens. token: of one layer, of the attention to each of `num_tokens` cached tokens and more; near_token: to each of
-    `num_near` and fewer, which the processor's caches keep from one pass to the next. mass_share: of the seconds of
+    `num_near` and fewer, which the processor's caches keep from one pass to the next; coded_token: to each token with 4
+    bits a number, () where no kernel attends to these. mass_share: of the seconds of
     attention, what keeping its masses adds. prefill_row: of one layer and each row of a prefill; prefill_pair: of one
     layer and each pair of a row and a token that it sees. kernels: those that ran; "" for times that were not measured.
     """
@@ -53,10 +56,17 @@ class PassTimes:
     prefill_row: float
     prefill_pair: float
     kernels: str = ""
+    coded_token: tuple[float, ...] = ()
 
-    def seconds(self, num_layers: int, num_tokens: int, rows: int, *, masses: bool = False) -> float:
-        """Of a pass of `rows` rows over `num_tokens` cached tokens in each of `num_layers` layers."""
-        attended = num_tokens * self._token(num_tokens, rows) * (1.0 + self.mass_share * masses)
+    def seconds(
+        self, num_layers: int, num_tokens: int, rows: int, *, masses: bool = False, coded: bool = False
+    ) -> float:
+        """Of a pass of `rows` rows over `num_tokens` cached tokens in each of `num_layers` layers. coded: of tokens
+        with 4 bits a number; where that was not measured, in proportion to the bits."""
+        token = _at(self.coded_token, rows) if coded and self.coded_token else self._token(num_tokens, rows)
+        if coded and not self.coded_token:
+            token *= _CODED_SHARE
+        attended = num_tokens * token * (1.0 + self.mass_share * masses)
         return _at(self.fixed, rows) + num_layers * (_at(self.layer, rows) + attended)
 
     def _token(self, num_tokens: int, rows: int) -> float:
@@ -137,6 +147,10 @@ def _times(record: Mapping[str, Any]) -> PassTimes | None:
     values: dict[str, Any] = {field.name: record.get(field.name) for field in fields(PassTimes)}
     curves = [values[name] for name in _CURVES]
     numbers = [values[name] for name in ("prefill_row", "prefill_pair")]
+    if values[_CODED]:
+        curves.append(values[_CODED])
+    elif values[_CODED] != []:
+        return None
     for curve in curves:
         if not isinstance(curve, list) or len(curve) != len(ROWS):
             return None
@@ -148,7 +162,7 @@ def _times(record: Mapping[str, Any]) -> PassTimes | None:
         return None
     if not isinstance(kernels, str) or not kernels:
         return None
-    return PassTimes(**values | {name: tuple(values[name]) for name in _CURVES})
+    return PassTimes(**values | {name: tuple(values[name]) for name in (*_CURVES, _CODED)})
 
 
 def _is_number(value: object) -> bool:

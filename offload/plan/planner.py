@@ -20,7 +20,7 @@ from offload.plan.options import Options
 from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import Placement, largest, place, shortage
 from offload.plan.prediction import Prediction, predict
-from offload.plan.sizing import CODE_GROUP, CODE_TILE, Sizing, takes_codes
+from offload.plan.sizing import CODE_GROUP, CODE_TILE, Sizing, takes_codes, takes_kv_codes
 
 __all__ = ["Options", "Plan", "PlannedRequest", "largest_context", "make_plan"]
 
@@ -168,17 +168,28 @@ def _fastest(fitting: Sequence[Cost]) -> tuple[Cost, Cost]:
 
 
 def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterator[Composition]:
-    """Weights in few bits are among them where they were measured."""
+    """Weights and a cache in few bits are among them where passes over them were measured."""
     may_be_coded = sizing.hardware.is_cpu and takes_codes(sizing.shard.layer_products())
     bits = (16, 4) if may_be_coded and times.coded is not None else (16,)
-    return compositions(sizing.options, capacity, with_draft=sizing.draft is not None, weight_bits=bits)
+    attends_coded = sizing.hardware.is_cpu and times.target is not None and times.target.coded_token
+    return compositions(
+        sizing.options,
+        capacity,
+        with_draft=sizing.draft is not None,
+        weight_bits=bits,
+        kv_bits=(16, 4) if attends_coded else (16,),
+    )
 
 
 def _placed(sizing: Sizing, capacity: int, found: Iterable[Composition], times: Times = UNKNOWN) -> list[Cost]:
     """Compositions in their placements, not yet priced. A pass over the whole cache to propose is none where the cache
     would cross a link in it."""
     costs = (Cost(sizing, place(sizing, capacity, each), capacity, each, times) for each in found)
-    return [cost for cost in costs if cost.composition.inner != "self" or "kv" not in cost.placement.offload]
+    return [cost for cost in costs if not (_proposes_over_the_cache(cost) and "kv" in cost.placement.offload)]
+
+
+def _proposes_over_the_cache(cost: Cost) -> bool:
+    return cost.composition.inner == "self" and not cost.composition.keeps_copies
 
 
 def _fitting(costs: Iterable[Cost]) -> list[Cost]:
@@ -205,12 +216,13 @@ def _without_speculation(sizing: Sizing) -> Sizing:
 def _unused(options: Options, cost: Cost) -> list[str]:
     """The user's options that have no effect in this plan."""
     composition, host_tiles = cost.composition, cost.placement.host_tiles
-    low_bits = None if options.weight_bits == 16 else options.weight_bits
+    weight_bits, kv_bits = (None if bits == 16 else bits for bits in (options.weight_bits, options.kv_bits))
     pairs = (
         ("gamma", options.gamma, composition.gamma, "nothing is drafted"),
         ("draft-gamma", options.draft_gamma, composition.draft_gamma, "nothing is drafted for a retrieval level"),
         ("budget", options.budget, composition.budget, "there is no retrieval level"),
-        ("weight-bits", low_bits, composition.weight_bits < 16, "the target does not propose to itself"),
+        ("weight-bits", weight_bits, composition.weight_bits < 16, "the target does not propose to itself"),
+        ("kv-bits", kv_bits, composition.kv_bits < 16, "the target does not propose to itself"),
         ("chunk", options.chunk, composition.budget, "there is no retrieval level"),
         ("host-attention", options.host_attention, host_tiles, "it makes no whole tile of those that cross the link"),
         ("host-gbps", options.host_gbps, host_tiles, "nothing is attended to on the host"),
@@ -238,17 +250,25 @@ def _advice(cost: Cost) -> Iterator[str]:
 
 
 def _check_low_bits(sizing: Sizing) -> None:
-    """Raise UsageError where the user wants weights in few bits and they cannot be."""
-    if sizing.options.weight_bits in (None, 16):
-        return
-    asked = f"weight-bits is {sizing.options.weight_bits}"
-    if not sizing.hardware.is_cpu:
-        raise UsageError(f"{asked}: on {sizing.hardware.device} passes run over 16-bit weights alone so far")
-    if not takes_codes(products := sizing.shard.layer_products()):
+    """Raise UsageError where the user wants weights or a cache in few bits and they cannot be."""
+    options, device = sizing.options, sizing.hardware.device
+    for name, bits in (("weight-bits", options.weight_bits), ("kv-bits", options.kv_bits)):
+        if bits not in (None, 16) and not sizing.hardware.is_cpu:
+            raise UsageError(f"{name} is {bits}: on {device} passes run over 16 bits alone so far")
+    if options.weight_bits not in (None, 16) and not takes_codes(products := sizing.shard.layer_products()):
         shapes = ", ".join(f"{outputs} x {inputs}" for outputs, inputs, _ in products)
         raise UsageError(
-            f"{asked}: weights of {shapes} (outputs x inputs) are not whole groups of {CODE_GROUP} inputs and "
-            f"{CODE_TILE} outputs"
+            f"weight-bits is {options.weight_bits}: weights of {shapes} (outputs x inputs) are not whole groups of "
+            f"{CODE_GROUP} inputs and {CODE_TILE} outputs"
+        )
+    if options.kv_bits in (None, 16):
+        return
+    if not takes_kv_codes(head_dim := sizing.target.head_dim):
+        raise UsageError(f"kv-bits is {options.kv_bits}: heads of {head_dim} numbers are not whole groups of 8")
+    if options.budget is not None:
+        raise UsageError(
+            f"kv-bits is {options.kv_bits} and budget is {options.budget}: in so few bits the whole cache is kept; "
+            "leave out one of the two"
         )
 
 

@@ -25,6 +25,7 @@ CODE_GROUP = 64  # inputs of a weight in few bits that share a step and a least 
 CODE_TILE = 16  # outputs of it that lie beside each other
 KV_CODE_GROUP = 32  # tokens, and channels of values, of the cache in few bits that share a step and a least value
 KV_CODE_LANES = 16  # its channels are filled up to so many
+KV_TAIL = 64  # last tokens of that cache, and up to a group more, that stay as they are
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
 HOST_ROWS = 16  # of a KV head, that a desktop's processor attends to as fast as its memory is read (computed)
 _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and what an allocator cannot use
@@ -41,6 +42,11 @@ def takes_codes(products: Sequence[tuple[int, int, bool]]) -> bool:
     return all(outputs % CODE_TILE == inputs % CODE_GROUP == 0 for outputs, inputs, _ in products)
 
 
+def takes_kv_codes(head_dim: int) -> bool:
+    """Whether keys and values of such heads can be had in 4 bits (kernels.kv_codes)."""
+    return head_dim % 8 == 0
+
+
 def code_bytes(outputs: int, inputs: int) -> int:
     """Bytes of a matrix in 4 bits, with the steps and least values of its groups (kernels.codes)."""
     return -(-outputs // CODE_TILE) * (inputs // CODE_GROUP) * CODE_TILE * (CODE_GROUP // 2 + 4)
@@ -52,6 +58,11 @@ def kv_code_bytes(head_dim: int) -> int:
     lanes = -(-head_dim // KV_CODE_LANES) * KV_CODE_LANES
     scales = 4 * head_dim + 4 * KV_CODE_GROUP * -(-head_dim // KV_CODE_GROUP)
     return scales + KV_CODE_GROUP // 2 * (head_dim + lanes)
+
+
+def low_bit_tail(drafted: int) -> int:
+    """Exact rows after the tokens in few bits: the last ones of the sequence and `drafted` more."""
+    return -(-(KV_TAIL + KV_CODE_GROUP + drafted) // KV_CODE_GROUP) * KV_CODE_GROUP
 
 
 def tail_tokens(composition: Composition, max_tokens: int) -> int:
@@ -160,6 +171,8 @@ class Sizing:
         }
         if composition.weight_bits < 16:
             sizes["low-bit weights"] = self.low_bit_bytes(first=first)
+        if composition.kv_bits < 16:
+            sizes["low-bit cache"] = self.low_bit_cache_bytes(capacity, composition)
         if composition.budget:
             sizes["selection"] = self._selection_bytes(capacity, composition)
             sizes["fetched chunks"] = 2 * self.fetched_bytes(composition)  # as they come, and in their order
@@ -179,6 +192,12 @@ class Sizing:
         layer = rest + sum(code_bytes(outputs, inputs) for outputs, inputs, _ in self.shard.layer_products())
         head = code_bytes(self.target.vocab_size, self.target.hidden_size) if first else 0
         return self.target.num_layers * layer + head
+
+    def low_bit_cache_bytes(self, capacity: int, composition: Composition) -> int:
+        """Whole groups of tokens with 4 bits a number, and the first and the last tokens as they are."""
+        heads = self.target.num_layers * self.shard.num_kv_heads
+        coded = capacity // KV_CODE_GROUP * heads * kv_code_bytes(self.target.head_dim)
+        return coded + (KV_CODE_GROUP + low_bit_tail(composition.drafted)) * self.kv_bytes_per_token
 
     def arena_bytes(self, capacity: int, composition: Composition, prefill_tiles: int) -> int:
         """Bytes that a prefill has for its hidden rows and for `prefill_tiles` tiles of a layer, and then the retrieval

@@ -104,7 +104,7 @@ def levels_of(composition: Composition) -> str:
 
 
 def lengths_of(composition: Composition) -> str:
-    """The draft lengths, and the budget and the weights of the target's own level."""
+    """The draft lengths, and the budget and the bits of the target's own level."""
     if not composition.gamma:
         return "nothing drafted"
     parts = [f"gamma {_most(composition, 'target', composition.gamma)}"]
@@ -114,6 +114,8 @@ def lengths_of(composition: Composition) -> str:
         parts.append(f"budget {composition.budget:,}, chunk {composition.chunk}")
     if composition.weight_bits < 16:
         parts.append(f"weights in {composition.weight_bits} bits")
+    if composition.kv_bits < 16:
+        parts.append(f"cache in {composition.kv_bits} bits")
     return ", ".join(parts)
 
 

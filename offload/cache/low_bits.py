@@ -1,0 +1,155 @@
+"""The whole full cache in 4 bits, on the device: the target proposes to itself over all of it.
+
+Nothing is chosen and nothing is fetched again: whole groups of tokens are encoded once, and stay. The first group and
+the last tokens, which attention needs most, are exact, and so are the rows drafted after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from offload.cache import Phase
+from offload.cache.fetch import Tail, make_fetch
+from offload.cache.full import FullCache
+from offload.kernels.kv_codes import GROUP, KVCodes, encode
+from offload.kernels.native import Kernels
+from offload.kernels.spans import SPAN, Rows, SpanAttention, coded_run, one_run
+from offload.plan.sizing import FETCH_BYTES, KV_TAIL, low_bit_tail
+from offload.transfer.memory import Memory
+
+EXACT = GROUP  # first tokens that stay as they are
+_PURPOSE = "low-bit cache"
+
+
+class LowBitCache:
+    """Codes of the tokens `EXACT` to `coded` of the full cache, and exact rows of the others, per layer:
+    [2, H_kv, first | tail, D].
+
+    Codes depend on the full cache's rows alone, so they outlive requests, as far as these begin alike.
+    """
+
+    def __init__(self, full: FullCache, memory: Memory, *, num_tokens: int, drafted: int, kernels: Kernels) -> None:
+        """num_tokens: room for them. drafted: rows, at most, after the full cache's tokens."""
+        self.full, self._memory, self._kernels = full, memory, kernels
+        shape = full.shape
+        self._spans = SpanAttention(kernels, full.rope, dtype=shape.dtype, span=SPAN)
+        blocks = KVCodes.shape_of_blocks(full.num_layers, shape.num_kv_heads, num_tokens, shape.head_dim)
+        self._codes = KVCodes(self._allocate(blocks, torch.uint8), shape.head_dim)
+        self._held = self._room_for(low_bit_tail(drafted))
+        self._fetch = make_fetch(full, GROUP, kernels, self._held.nbytes)
+        self.coded = EXACT  # tokens up to here have codes, and the tail begins
+        self._exact = 0  # tokens up to here are the full cache's, not drafted
+        self.length = 0
+        self._taken = [0] * full.num_layers
+
+    def begin(self, phase: Phase, num_rows: int) -> None:
+        self._taken = [0] * self.full.num_layers
+        self._reserve(self._place(self.length + num_rows))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Cache`."""
+        start, num_rows = self.length + self._taken[layer], q.shape[0]
+        self._taken[layer] += num_rows
+        spans, at, coded = self._spans, self._place(start), self.coded - EXACT
+        exact = one_run(self._held[layer], first=0, tokens=at + num_rows, slot=0, span=SPAN)
+        num_exact, num_coded = -(-(at + num_rows) // SPAN), -(-coded // SPAN)
+        spans.begin(Rows(q, k, v, start, at), num_exact + num_coded)
+        spans.take_in(exact)
+        spans.attend(exact)
+        if coded:
+            spans.attend(coded_run(self._codes, layer, tokens=coded, slot=num_exact, span=SPAN))
+        return spans.merge()[0]
+
+    def advance(self, num_tokens: int) -> None:
+        self.length += num_tokens
+
+    def truncate(self, length: int) -> None:
+        """Codes stay: the next `refresh` drops those that the full cache has no longer. Below them the cache is empty
+        until then."""
+        self._taken = [0] * self.full.num_layers
+        self.length = min(self.length, length) if length >= self.coded else 0
+        self._exact = min(self._exact, length)
+
+    def release(self) -> None:
+        """The cache is not used again."""
+        for held in (self._codes.blocks, self._held):
+            self._memory.released(held, tier="device", purpose=_PURPOSE)
+
+    @property
+    def graph_memory(self) -> None:
+        """See `Cache`: the codes grow."""
+        return None
+
+    def nbytes(self) -> int:
+        return self._codes.blocks.nbytes + self._held.nbytes
+
+    def prepare(self, num_rows: int, *, wanted: bool) -> bool:
+        """After a verification: hold all tokens of the full cache, if that is wanted. Returns whether it does."""
+        if wanted:
+            self.refresh(num_rows)
+        return wanted
+
+    @torch.inference_mode()
+    def refresh(self, num_rows: int = 0) -> None:
+        """Hold all tokens of the full cache, whatever `num_rows` of them are new."""
+        self._forget_after(self.full.kept())
+        length = self.full.length
+        self._encode((length - KV_TAIL) // GROUP * GROUP)
+        if self._exact < min(EXACT, length):
+            self._fetch.fetch(self._held, Tail(0, self._exact, min(EXACT, length), 0))
+        start = max(self._exact, self.coded)
+        self._fetch.fetch(self._held, Tail(self.coded, start, max(length, start), EXACT))
+        self.length = self._exact = length
+
+    def _forget_after(self, kept: int) -> None:
+        """Of what was taken from the full cache, its first `kept` tokens are still there."""
+        coded = max(min(self.coded, kept // GROUP * GROUP), EXACT)
+        self._exact = min(self._exact, kept if coded == self.coded else coded)  # the tail begins elsewhere
+        self.coded = coded
+
+    def _encode(self, stop: int) -> None:
+        """Have codes up to token `stop`, if there are fewer, of rows in the tail or else of the full cache's."""
+        start = self.coded
+        if stop <= start:
+            return
+        tail = self._held[..., EXACT:, :]
+        self.full.wait_home()
+        for first, last in self._parts(start, stop):
+            rows = tail[..., first - start : last - start, :]
+            if last > self._exact:
+                rows = self.full.reader.tokens(first, last)
+            encode(rows, self._codes.groups((first - EXACT) // GROUP, (last - EXACT) // GROUP), self._kernels)
+        if (stay := self._exact - stop) > 0:
+            tail[..., :stay, :] = tail[..., stop - start : stop - start + stay, :].clone()
+        self.coded = stop
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Whole groups from `start` to `stop`: those in the tail, then as many at a time as a fetch may move."""
+        most = max(FETCH_BYTES // (self._held[..., 0, :].numel() * self._held.itemsize) // GROUP, 1) * GROUP
+        within = max(min(self._exact // GROUP * GROUP, stop), start)
+        cuts = sorted({start, within, *range(within, stop, most), stop})
+        return pairwise(cuts)
+
+    def _place(self, position: int) -> int:
+        """Of a token in the exact rows, one of the first or of the tail."""
+        return position if position < EXACT else position - self.coded + EXACT
+
+    def _reserve(self, num_rows: int) -> None:
+        """Have room for so many exact rows; more than usual come where a prompt follows what was precomputed."""
+        if num_rows > self._held.shape[3]:
+            old = self._held
+            self._held = self._room_for(num_rows - EXACT)
+            self._held[..., : old.shape[3], :] = old
+            self._memory.released(old, tier="device", purpose=_PURPOSE)
+
+    def _room_for(self, tail: int) -> Tensor:
+        shape = self.full.shape
+        rows = EXACT + -(-tail // GROUP) * GROUP
+        return self._allocate((self.full.num_layers, 2, shape.num_kv_heads, rows, shape.head_dim), shape.dtype)
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._memory.allocate(shape, dtype, tier="device", purpose=_PURPOSE)

@@ -247,6 +247,7 @@ class Sizes:
     capacity: int = 192
     equal_rows: tuple[int, ...] = ()  # other block sizes that give the same bits
     weight_bits: int = 16  # with fewer and a budget of 0 the target proposes to itself over its whole cache
+    kv_bits: int = 16  # with fewer over that in as many bits
 
     @property
     def blocks(self) -> Blocks:
@@ -403,7 +404,7 @@ def tiny_plan(
             dtype=dtype, offload=offload, gamma=sizes.gamma, draft_gamma=sizes.draft_gamma, chunk=sizes.chunk,
             sinks=sizes.sinks, window=sizes.window, selection=sizes.selection, device="cpu",
             speculation=sizes.gamma > 0, budget=(sizes.budget or None) if sizes.gamma else None, lookup=sizes.lookup,
-            weight_bits=sizes.weight_bits if sizes.gamma else None,
+            weight_bits=sizes.weight_bits if sizes.gamma else None, kv_bits=sizes.kv_bits if sizes.gamma else None,
         ),
         CPU,
         num_prompt_tokens=num_prompt_tokens,

@@ -95,20 +95,23 @@ class LowBitCache:
 
     @torch.inference_mode()
     def refresh(self, num_rows: int = 0) -> None:
-        """Hold all tokens of the full cache, whatever `num_rows` of them are new."""
-        self._forget_after(self.full.kept())
+        """Hold all tokens of the full cache, whatever `num_rows` of them are new. Which of them are codes depends on
+        their number alone: with a seed a text does not depend on what the engine was asked before."""
         length = self.full.length
-        self._encode((length - KV_TAIL) // GROUP * GROUP)
+        coded = max((length - KV_TAIL) // GROUP * GROUP, EXACT)
+        self._forget_after(self.full.kept(), coded)
+        self._encode(coded)
         if self._exact < min(EXACT, length):
             self._fetch.fetch(self._held, Tail(0, self._exact, min(EXACT, length), 0))
         start = max(self._exact, self.coded)
         self._fetch.fetch(self._held, Tail(self.coded, start, max(length, start), EXACT))
         self.length = self._exact = length
 
-    def _forget_after(self, kept: int) -> None:
-        """Of what was taken from the full cache, its first `kept` tokens are still there."""
-        coded = max(min(self.coded, kept // GROUP * GROUP), EXACT)
-        self._exact = min(self._exact, kept if coded == self.coded else coded)  # the tail begins elsewhere
+    def _forget_after(self, kept: int, most: int) -> None:
+        """Of what was taken from the full cache, its first `kept` tokens are still there; at most `most` are codes."""
+        coded = max(min(self.coded, kept // GROUP * GROUP, most), EXACT)
+        moved = coded < self.coded  # then the tail begins elsewhere
+        self._exact = min(self._exact, kept, coded if moved else kept)
         self.coded = coded
 
     def _encode(self, stop: int) -> None:

@@ -50,10 +50,12 @@ def run(plan: Plan) -> tuple[list[int], dict[str, dict[str, int]]]:
         {"gamma": 7, "device_memory": 0.062},
         {"gamma": 7, "weight_bits": 4},
         {"gamma": 7, "weight_bits": 4, "offload": frozenset({"weights", "kv"})},
+        {"gamma": 7, "kv_bits": 4},
+        {"gamma": 7, "kv_bits": 4, "offload": frozenset({"weights", "kv"})},
     ],
 )
 def test_planned_bytes_are_allocated_bytes_within_two_percent(options: dict[str, object]) -> None:
-    if "weight_bits" in options:
+    if {"weight_bits", "kv_bits"} & options.keys():
         best()  # skips where there are no kernels
     plan = request(**options)
     _, ledger = run(plan)

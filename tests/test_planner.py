@@ -531,6 +531,77 @@ def test_the_bytes_of_weights_in_4_bits_are_counted() -> None:
     assert "low-bit weights" not in without.device_bytes
 
 
+# Attention of twice the layers' seconds, a third of them to tokens in 4 bits.
+ATTENDING = replace(PASS_TIMES, token=tuple(1e-5 * (1 + 0.02 * rows) for rows in ROWS), near_token=(1e-5,) * len(ROWS))
+ATTENDING_CODES = replace(ATTENDING, coded_token=tuple(seconds / 3 for seconds in ATTENDING.token))
+CACHE = frozenset({"kv"})
+
+
+def test_the_target_proposes_to_itself_over_its_cache_in_4_bits_where_that_is_faster() -> None:
+    made = heavy_plan(Options(offload=CACHE, link_gbps=0.02), Times(ATTENDING_CODES))
+    assert made.composition.levels == ("self", "target")
+    assert (made.composition.kv_bits, made.composition.weight_bits, made.composition.budget) == (4, 16, 0)
+    before = heavy_plan(Options(offload=CACHE, link_gbps=0.02), Times(ATTENDING))
+    assert before.composition.levels == ("retrieval", "target")
+    assert made.predicted.seconds_per_token < before.predicted.seconds_per_token
+    # Where a pass over it takes as long as one over all of the exact cache, or was not measured.
+    slow = replace(ATTENDING, coded_token=ATTENDING.token)
+    assert heavy_plan(times=Times(slow)).composition.kv_bits == 16
+    assert (
+        heavy_plan(Options(offload=CACHE, link_gbps=0.02, kv_bits=16), Times(ATTENDING_CODES)).composition.kv_bits == 16
+    )
+    assert (
+        heavy_plan(
+            Options(offload=CACHE, link_gbps=0.02, selection="published"), Times(ATTENDING_CODES)
+        ).composition.budget
+        > 0
+    )
+
+
+def test_both_may_have_4_bits() -> None:
+    both = replace(HEAVY, token=ATTENDING.token, near_token=ATTENDING.near_token)
+    coded = replace(CODED, token=ATTENDING.token, near_token=ATTENDING.near_token)
+    times = Times(
+        replace(both, coded_token=ATTENDING_CODES.coded_token),
+        None,
+        replace(coded, coded_token=ATTENDING_CODES.coded_token),
+    )
+    made = heavy_plan(Options(offload=CACHE, link_gbps=0.02, weight_bits=4), times)
+    assert (made.composition.weight_bits, made.composition.kv_bits) == (4, 4)
+
+
+def test_a_pass_over_the_cache_in_4_bits_takes_the_seconds_that_were_measured_of_it() -> None:
+    made = heavy_plan(Options(kv_bits=4, gamma=7), Times(ATTENDING_CODES)).predicted
+    assert made.retrieval_pass_seconds == pytest.approx(ATTENDING_CODES.seconds(8, 8200, 1, coded=True))
+    assert made.full_pass_seconds == pytest.approx(ATTENDING.seconds(8, 8200, 1))
+    assert made.retrieval_pass_seconds < 0.5 * made.full_pass_seconds
+    assert made.mass_share == 0.0
+    assert 0.98 <= made.acceptance < 1.0
+    weights = heavy_plan(Options(kv_bits=4, weight_bits=4, gamma=7), Times(ATTENDING_CODES)).predicted
+    assert weights.acceptance < made.acceptance
+
+
+def test_the_bytes_of_a_cache_in_4_bits_are_counted() -> None:
+    with_it, without = (heavy_plan(Options(kv_bits=bits, gamma=7)).placement for bits in (4, 16))
+    assert with_it.device_bytes["low-bit cache"] == pytest.approx(8200 * DEMO.kv_bytes_per_token(2) * 5 / 16, rel=0.08)
+    assert "low-bit cache" not in without.device_bytes
+
+
+@pytest.mark.parametrize(
+    ("hardware", "shapes", "options", "reason"),
+    [
+        (GPU, {}, {}, "on cuda:0 passes run over 16-bit caches alone"),
+        (CPU, {"head_dim": 12}, {}, "heads of 12 numbers are not whole groups of 8"),
+        (CPU, {}, {"budget": 512}, "budget is 512: in so few bits the whole cache is kept"),
+    ],
+)
+def test_a_cache_in_4_bits_that_cannot_be_is_refused(
+    hardware: Hardware, shapes: dict[str, int], options: dict[str, int], reason: str
+) -> None:
+    with pytest.raises(UsageError, match=f"kv-bits is 4.*{reason}"):
+        plan(Options(kv_bits=4, **options), target=replace(DEMO, **shapes), hardware=hardware)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("hardware", "shapes", "reason"),
     [
@@ -652,6 +723,7 @@ def test_dtype_on_a_cpu(asked: str, hardware: Hardware, dtype: str) -> None:
         {"device_memory": 0.0},
         {"selection": "best"},
         {"weight_bits": 8},
+        {"kv_bits": 8},
     ],
 )
 def test_silly_options_are_refused_by_name(silly: dict[str, object]) -> None:
@@ -672,6 +744,9 @@ def test_silly_options_are_refused_by_name(silly: dict[str, object]) -> None:
         (Options(weight_bits=4), None, []),
         (Options(weight_bits=4, speculation=False), None, ["weight-bits"]),
         (Options(weight_bits=16, speculation=False), None, []),
+        (Options(kv_bits=4), None, []),
+        (Options(kv_bits=4, chunk=32), None, ["chunk"]),
+        (Options(kv_bits=4, speculation=False), None, ["kv-bits"]),
     ],
 )
 def test_what_was_given_and_is_not_used_is_said(options: Options, draft: ModelConfig | None, unused: list[str]) -> None:

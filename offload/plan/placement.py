@@ -123,7 +123,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     host = {
         "target layers": (num_layers - layers) * layer * devices,
         "kv cache": (num_layers * count - tiles) * tile * devices,
-        "gathered chunks": sizing.fetched_bytes(composition) * devices if "kv" in offload else 0,
+        "gathered chunks": sizing.fetched_bytes(capacity, composition) * devices if "kv" in offload else 0,
     }
     return Placement(
         offload=tuple(sorted(offload)),

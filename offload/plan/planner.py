@@ -103,8 +103,8 @@ def make_plan(
     notes: list[str] = []
     capacity, max_tokens = _fit_context(target, options, num_prompt_tokens, max_tokens, notes)
     sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware), max_tokens)
-    _check_memory(sizing, capacity, num_prompt_tokens)
     _check_low_bits(sizing)
+    _check_memory(sizing, capacity, num_prompt_tokens)
     cost, best = _choose(sizing, capacity, times)
     if options.link_gbps is not None and not hardware.is_cpu:
         raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the card's own")
@@ -171,7 +171,8 @@ def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterat
     """Weights and a cache in few bits are among them where passes over them were measured."""
     may_be_coded = sizing.hardware.is_cpu and takes_codes(sizing.shard.layer_products())
     bits = (16, 4) if may_be_coded and times.coded is not None else (16,)
-    attends_coded = sizing.hardware.is_cpu and times.target is not None and times.target.coded_token
+    measured = sizing.hardware.is_cpu and times.target is not None and times.target.coded_token
+    attends_coded = measured and sizing.options.selection == "mass"  # the user wants no other rule
     return compositions(
         sizing.options,
         capacity,
@@ -252,9 +253,9 @@ def _advice(cost: Cost) -> Iterator[str]:
 def _check_low_bits(sizing: Sizing) -> None:
     """Raise UsageError where the user wants weights or a cache in few bits and they cannot be."""
     options, device = sizing.options, sizing.hardware.device
-    for name, bits in (("weight-bits", options.weight_bits), ("kv-bits", options.kv_bits)):
+    for name, bits, what in (("weight-bits", options.weight_bits, "weights"), ("kv-bits", options.kv_bits, "caches")):
         if bits not in (None, 16) and not sizing.hardware.is_cpu:
-            raise UsageError(f"{name} is {bits}: on {device} passes run over 16 bits alone so far")
+            raise UsageError(f"{name} is {bits}: on {device} passes run over 16-bit {what} alone so far")
     if options.weight_bits not in (None, 16) and not takes_codes(products := sizing.shard.layer_products()):
         shapes = ", ".join(f"{outputs} x {inputs}" for outputs, inputs, _ in products)
         raise UsageError(

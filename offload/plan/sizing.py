@@ -175,7 +175,8 @@ class Sizing:
             sizes["low-bit cache"] = self.low_bit_cache_bytes(capacity, composition)
         if composition.budget:
             sizes["selection"] = self._selection_bytes(capacity, composition)
-            sizes["fetched chunks"] = 2 * self.fetched_bytes(composition)  # as they come, and in their order
+        if composition.keeps_copies:
+            sizes["fetched chunks"] = 2 * self.fetched_bytes(capacity, composition)  # as they come, and in their order
         if first and composition.draft and self.draft is not None:
             sizes["draft layers"] = self.draft.num_layers * self.draft.layer_weight_bytes(self.itemsize)
             sizes["draft embeddings"] = self.draft.weight_bytes(self.itemsize) - sizes["draft layers"]
@@ -206,8 +207,11 @@ class Sizing:
         retrieved = self._retrieval_bytes(composition) if composition.budget else 0
         return max(rows + prefill_tiles * self.tile_bytes(capacity), retrieved)
 
-    def fetched_bytes(self, composition: Composition) -> int:
-        """The most bytes that one fetch of chunks moves, on each device and for it on the host."""
+    def fetched_bytes(self, capacity: int, composition: Composition) -> int:
+        """The most bytes that one fetch of chunks, or of tokens to encode, moves, on each device and for it on the
+        host."""
+        if composition.kv_bits < 16:
+            return min(FETCH_BYTES, capacity * self.kv_bytes_per_token)
         return min(FETCH_BYTES, self._retrieval_bytes(composition)) if composition.budget else 0
 
     def host_attention_bytes(self, capacity: int, composition: Composition, num_tiles: int) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from models import GREEDY, random_tokens, save_pair
 from offload.bench import text_checks
+from offload.cache.retrieval import RetrievalCache
 from offload.decode.on_card import Beforehand, Draw, Judge
 from offload.decode.sampling import SamplingParams, SeededSource, Warping
 from offload.decode.speculation import ModelProposer
@@ -20,7 +21,7 @@ from offload.errors import TriforceError, UsageError
 from offload.model.graphs import VARIABLE, Compute, Graphs, Tensors
 from offload.plan.hardware import RTX_4090, Hardware
 from paper import Card, on_paper
-from paper.engines import CASES, PROMPT, Pair, engine_on_paper, loaded, said
+from paper.engines import CASES, OTHER, PROMPT, Pair, engine_on_paper, loaded, said
 from paper.graphs import Graph
 from test_paper_bugs import Bug, plant
 
@@ -81,6 +82,80 @@ def test_logits_are_those_of_passes_launched_one_by_one(
     assert replays[0] > len(found[0]) // 2
     assert replays[1] == 0
     assert all(ours.equal(theirs) for ours, theirs in zip(*found, strict=True))
+
+
+def after_prefills(engine: Engine, *seeds: int) -> list[Tensor]:
+    """Passes of the retrieval level over one prompt after the other. A prefill has the buffer's bytes."""
+    logits, level = [], engine.levels["retrieval"]
+    for seed in seeds:
+        engine.precompute(random_tokens(len(PROMPT), seed=seed))
+        logits += [level.forward([token], 1).cpu() for token in TOKENS[:4]]
+    return logits
+
+
+def nothing(cache: RetrievalCache, patch: pytest.MonkeyPatch) -> None: ...
+
+
+def other_chunks(cache: RetrievalCache, patch: pytest.MonkeyPatch) -> None:
+    """Twice as long, and so half as many."""
+    cache.start_over(cache.selector, budget=cache.budget, chunk=2 * cache.chunk)
+
+
+def another_size(cache: RetrievalCache, patch: pytest.MonkeyPatch) -> None:
+    """At the same address."""
+    cache.start_over(cache.selector, budget=cache.budget - cache.chunk, chunk=cache.chunk)
+
+
+def another_place(cache: RetrievalCache, patch: pytest.MonkeyPatch) -> None:
+    """The arena has no bytes left."""
+    patch.setattr(cache.full.arena, "_block", cache.full.arena._block[:0])
+
+
+@pytest.mark.parametrize(
+    ("change", "is_kept"), [(nothing, True), (other_chunks, True), (another_size, False), (another_place, False)]
+)
+def test_a_graph_is_kept_while_the_retrieval_caches_buffer_is_had_at_the_same_place(
+    change: Callable[[RetrievalCache, pytest.MonkeyPatch], None],
+    is_kept: bool,
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A bug recorded graphs anew after every prefill."""
+    found, given_up, give_up = [], [], RetrievalCache._give_up
+    monkeypatch.setattr(RetrievalCache, "_give_up", lambda cache: (given_up.append(cache), give_up(cache)))
+    for run in (Graphs.run, one_by_one):
+        monkeypatch.setattr(Graphs, "run", run)
+        with engine_on_paper(CASE, pair) as (engine, card), pytest.MonkeyPatch.context() as patch:
+            cache = engine.worker.retrieval
+            assert cache is not None
+            logits = after_prefills(engine, 1, 2)
+            recorded = card.num_graphs
+            change(cache, patch)
+            found.append([*logits, *after_prefills(engine, 3, 4)])
+        assert card.problems == []
+        if run is not one_by_one:
+            assert recorded == 1
+            assert (card.num_graphs == recorded) == is_kept
+            assert len(given_up) >= 3
+    assert all(ours.equal(theirs) for ours, theirs in zip(*found, strict=True))
+
+
+def test_later_requests_replay_the_graphs_of_the_first(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that were ever recorded are there at the end: none was recorded twice."""
+    texts, replayed = [], []
+    for value in ("on", "off"):
+        monkeypatch.setenv(VARIABLE, value)
+        with engine_on_paper(CASE, pair) as (engine, card):
+            for prompt in (PROMPT, OTHER, PROMPT, OTHER):
+                replays = card.launches["graph"]
+                texts.append(said(engine, prompt))
+                replayed.append(card.launches["graph"] - replays)
+            kept = [graphs for level in engine.levels.values() if (graphs := level._graphs) is not None]
+            assert card.num_graphs == sum(len(graphs._recorded) for graphs in kept)
+        assert card.problems == []
+    assert texts[:4] == texts[4:]
+    assert min(replayed[:4]) > 5
+    assert replayed[4:] == [0] * 4
 
 
 def test_a_replay_is_a_few_launches(pair: Pair) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 
@@ -230,3 +231,14 @@ def test_memory_is_counted_while_a_view_of_it_lives(card: Card) -> None:
     del view
     assert torch.cuda.memory_allocated() == 0
     assert torch.cuda.max_memory_allocated() == 4000
+
+
+def test_addresses_tell_places_apart_and_are_no_numbers(card: Card) -> None:
+    rows, other = there(), there()
+    assert rows[16:].data_ptr() == rows.view(8, 8)[2].data_ptr() == rows.view(torch.uint8)[64:].data_ptr()
+    assert rows.data_ptr() not in (rows[1:].data_ptr(), other.data_ptr())
+    gone = other.data_ptr()
+    del other
+    assert there().data_ptr() != gone
+    with pytest.raises(TypeError):
+        ctypes.c_void_p(rows.data_ptr())  # type: ignore[arg-type]

@@ -52,7 +52,6 @@ class RetrievalCache:
         self._spans = decode_attention(kernels, full.rope, dtype=full.shape.dtype)
         self._places = Places(full.rope)
         self._resize(budget, chunk)
-        self._num_buffers = 0  # had so far
         self._buffer: Tensor | None = None  # None: before the first pass, and where a prefill took its place
         self.selector = selection.selector()
         self.chunks: Tensor | None = None  # int64 [L, H_kv, slots filled]: the chunk in each
@@ -130,8 +129,9 @@ class RetrievalCache:
 
     @property
     def graph_memory(self) -> Hashable:
-        """See `Cache`: the same buffer."""
-        return self._num_buffers
+        """See `Cache`: the buffer's place and size. It is given up to every prefill, and had again at the same place
+        as a rule; whatever else a pass uses is had once, or made anew in each."""
+        return self._held.data_ptr(), self._held.shape
 
     def nbytes(self) -> int:
         return math.prod(self._size) * self.full.shape.dtype.itemsize
@@ -220,7 +220,6 @@ class RetrievalCache:
         full = self.full
         full.arena.begin(self._give_up)
         self._buffer = full.arena.take(self._size, full.shape.dtype)
-        self._num_buffers += 1
         known, self._exact = self._exact, self._tail_start
         if self.chunks is not None or known > self._tail_start:
             self._fill(known, self.chunks, self.chunks)
@@ -236,7 +235,6 @@ class RetrievalCache:
         old = self._held
         self._room = -(-tail // self._room_step) * self._room_step
         self._buffer = self.full.arena.take(self._size, old.dtype)
-        self._num_buffers += 1
         self._buffer[:, :, :, : old.shape[3]] = old
         self.full.arena.put_back(old)
 

@@ -31,8 +31,8 @@ class Card:
     """One card and the host beside it, whose threads count as one.
 
     problems: what would be wrong on a real card, and where. launches: kernels and copies, by operator. syncs: where the
-    host waits for the card, by kind. without_values: tensors have sizes and no bytes, on the host too until somebody
-    writes to them.
+    host waits for the card, by kind. num_graphs: recorded so far. without_values: tensors have sizes and no bytes, on
+    the host too until somebody writes to them.
     """
 
     def __init__(self, *, without_values: bool = False) -> None:
@@ -42,6 +42,7 @@ class Card:
         self.syncs: Counter[str] = Counter()
         self.host = Actor("host")
         self.recording: Graph | None = None
+        self.num_graphs = 0
         self.bytes_now = self.bytes_peak = 0
         self._pinned: dict[int, Block] = {}  # by its first address
         self._default = Stream(self, "compute")

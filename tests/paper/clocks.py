@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import NamedTuple
 
 Clock = dict[str, int]  # actor -> its latest step that is known
@@ -46,13 +47,16 @@ class Block:
     """Memory whose accesses have to be ordered: of a device tensor and all its views, or a pinned range of the host.
 
     kind: "device" or "pinned". owner: the stream it was allocated on, the host. freed: called when nothing refers to it
-    any more.
+    any more. number: no other block's, ever.
     """
+
+    _numbers = count()
 
     def __init__(
         self, kind: str, owner: Actor, num_bytes: int, freed: Callable[[Block], None] = lambda block: None
     ) -> None:
         self.kind, self.owner, self.num_bytes, self._freed = kind, owner, num_bytes, freed
+        self.number = next(Block._numbers)
         self._accesses: list[_Access] = []  # those that a later one may have to know of
 
     def __del__(self) -> None:

@@ -87,6 +87,7 @@ def recording(card: Card, graph: Graph, *_: object, **__: object) -> Iterator[No
     """`torch.cuda.graph`, which waits for the card first."""
     card.synchronize()
     card.recording = graph
+    card.num_graphs += 1
     try:
         with torch.inference_mode():
             yield

@@ -7,6 +7,7 @@ not and which only a compiler could add. Python code, which reads `device` and `
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,15 @@ MOVING = {"copy_", "_to_copy"}
 WHOLE = {"rms_norm"}  # one kernel on a card, several operators elsewhere
 WITHOUT_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 INDEXING = {"index", "index_put_", "_index_put_impl_"}  # by tensors of the host too, which then cross
+
+
+@dataclass(frozen=True)
+class Address:
+    """Byte `offset` of a block. It equals that of whatever begins there and is no number, which somebody might compute
+    with or read from."""
+
+    block: int
+    offset: int
 
 
 class PaperTensor(Tensor):
@@ -78,8 +88,8 @@ class PaperTensor(Tensor):
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
-    def data_ptr(self) -> int:
-        raise RuntimeError("a tensor on paper has no address")
+    def data_ptr(self) -> Address:  # type: ignore[override]
+        return Address(self.block.number, self.raw.storage_offset() * self.raw.itemsize)
 
     def is_pinned(self, device: object = None) -> bool:
         return False

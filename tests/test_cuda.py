@@ -39,6 +39,7 @@ LONG = 5000  # tokens of a prompt of several tiles
 LONGER = 16_000  # of one whose caches are large
 MAX_TOKENS = 48
 DTYPES = ("bf16", "fp16")
+WIDTHS = ((4096, 11008), (5120, 13824), (4096, 14336))  # hidden and inner ones of a 7B, a 13B and an 8B
 
 
 def prompt(num_tokens: int) -> list[int]:
@@ -168,10 +169,10 @@ def test_the_processor_attends_beside_the_card() -> None:
 
 
 def test_a_row_of_a_product_does_not_depend_on_its_place_among_the_rows() -> None:
-    """The condition for equal bits with blocks of 16 rows: the products of a 7B, a 13B and an 8B, and attention's."""
+    """The condition for equal bits with blocks of 16 rows: a layer's products at several widths, and attention's."""
     order = torch.randperm(16, device=DEVICE)
     for dtype in (torch.bfloat16, torch.float16):
-        for hidden, inner in ((4096, 11008), (5120, 13824), (4096, 14336)):
+        for hidden, inner in WIDTHS:
             for num_in, num_out in ((hidden, 3 * hidden), (hidden, hidden), (hidden, 2 * inner), (inner, hidden)):
                 rows = torch.randn(16, num_in, device=DEVICE).to(dtype)
                 weight = (torch.randn(num_out, num_in, device=DEVICE) / num_in**0.5).to(dtype)

@@ -21,6 +21,7 @@ from offload.session.identity import Identity
 from offload.session.store import Store
 from paper import on_paper
 from paper.engines import BUSIEST, CASES, NUM_NEW, OTHER, PROMPT, Case, Pair, engine_on_paper, loaded, said
+from paper.products import products_by_row
 from triforce_cli.chat.background import BackgroundWork
 
 EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -169,12 +170,8 @@ def test_chat_works_ahead_on_a_thread_of_its_own(pair: Pair) -> None:
     assert card.problems == []
 
 
-# One cannot run here: a product's bits by a row's place are those of a card's library, and this card computes on a CPU.
-CARD_TESTS = {
-    name: test
-    for name, test in vars(test_cuda).items()
-    if name.startswith("test_") and name != "test_a_row_of_a_product_does_not_depend_on_its_place_among_the_rows"
-}
+OF_ROWS = test_cuda.test_a_row_of_a_product_does_not_depend_on_its_place_among_the_rows  # tried further below
+CARD_TESTS = {name: test for name, test in vars(test_cuda).items() if name.startswith("test_") and test is not OF_ROWS}
 
 
 @pytest.mark.parametrize("test", CARD_TESTS.values(), ids=CARD_TESTS)
@@ -190,4 +187,23 @@ def test_the_tests_for_a_card_pass_on_paper(
         monkeypatch.setattr(test_cuda, "DTYPES", ("bf16",))
     with on_paper() as card:
         test()
+    assert card.problems == []
+
+
+@pytest.mark.parametrize("planted", ["mm", "bmm", None])
+def test_the_test_of_a_rows_place_passes_on_a_card_without_that_and_fails_on_one_with_it(
+    planted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a card's library does nobody knows here, and what a CPU's does says nothing of it: so the test itself is
+    tried, on a card that takes each row by itself and on two that split a row's sum by its place."""
+    monkeypatch.setattr(test_cuda, "WIDTHS", ((256, 704),))
+    with on_paper() as card:
+        products_by_row(card, monkeypatch, split=planted)
+        if planted is None:
+            OF_ROWS()
+        else:
+            with pytest.raises(AssertionError):
+                OF_ROWS()
+    assert card.launches["mm"] > 0
+    assert (card.launches["bmm"] > 0) == (planted != "mm")
     assert card.problems == []

@@ -1,0 +1,34 @@
+"""Products of a card on paper whose rows are computed one by one, so that their bits are known whatever the processor's
+library does. No tests in here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paper.card import Card
+from paper.tensors import Call
+
+
+def products_by_row(card: Card, patch: pytest.MonkeyPatch, *, split: str | None = None) -> None:
+    """A row's bits do not depend on its place; in products of the kind `split`, "mm" or "bmm", they do."""
+    result = card.result
+
+    def computed(call: Call) -> Any:
+        if call.name not in ("mm", "bmm"):
+            return result(call)
+        rows, matrix = (each.raw for each in call.on_card)
+        parts = rows.shape[-2] if call.name == split else 1
+        return torch.cat([_row(rows, matrix, place, parts) for place in range(rows.shape[-2])], -2)
+
+    patch.setattr(card, "result", computed)
+
+
+def _row(rows: Tensor, matrix: Tensor, place: int, parts: int) -> Tensor:
+    """One of the product. Its sum is rounded in two pieces, the first of which is `place` of `parts`; in one, if there
+    is one part."""
+    row, cut = rows[..., place : place + 1, :].clone(), place * matrix.shape[-2] // parts if parts > 1 else 0
+    return row[..., :cut] @ matrix[..., :cut, :] + row[..., cut:] @ matrix[..., cut:, :]

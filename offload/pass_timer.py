@@ -45,6 +45,7 @@ CACHE_BYTES = 128 * 2**20  # of keys and values: more than the processor's cache
 NEAR_BYTES = 32 * 2**20  # of keys and values that they keep beside a small model's weights
 MAX_TOKENS = 16384
 MASS_ROWS, MASS_CHUNK = 8, 16
+CODED_ROWS = ROWS[:5]  # more of them take as much more time
 PREFILL_FLOPS = 2e10  # of the products of a measured prefill
 MAX_TURNS, ENOUGH_SECONDS = 4, 0.25  # of all measurements
 LIMIT_SECONDS, LIMIT_RATE = 1.0, 1e8  # past them, and a layer's bytes by the rate, others have the processor
@@ -160,6 +161,9 @@ class _Trial:
         kept = max(taken["long", MASS_ROWS] - taken["short", MASS_ROWS], _LEAST)
         masses = max(taken["masses", MASS_ROWS] - taken["long", MASS_ROWS], 0.0)
         prefill_row, prefill_pair = self._prefill_seconds(taken)
+        for rows in ROWS[len(CODED_ROWS) :] if self._low_bits is not None else ():
+            beyond = taken["coded", CODED_ROWS[-1]] - taken["short", CODED_ROWS[-1]]
+            taken["coded", rows] = taken["short", rows] + beyond * rows / CODED_ROWS[-1]
         token = attended("long", self._num_tokens)
         near_token = tuple(map(min, attended("near", self._num_near), token))
         return PassTimes(
@@ -192,7 +196,7 @@ class _Trial:
             points["near", rows] = partial(run, whole, rows, self._num_near)
             points["long", rows] = partial(run, whole, rows, self._num_tokens)
         if self._low_bits is not None:
-            points |= {("coded", rows): partial(self._run_coded, self._low_bits, rows) for rows in ROWS}
+            points |= {("coded", rows): partial(self._run_coded, self._low_bits, rows) for rows in CODED_ROWS}
         return points
 
     def _run_coded(self, low_bits: LowBitCache, rows: int) -> None:

@@ -17,7 +17,7 @@ from offload.plan.placement import Placement
 from offload.plan.sizing import PREFILL_BLOCK, Sizing, host_slowdown
 from offload.plan.sum_costs import GLOO, NCCL, NETWORK
 
-CODED_KV_REFUSED = 0.015  # tokens of the target by itself over its cache in 4 bits (docs/log.md)
+CODED_KV_REFUSED = 0.02  # tokens of the target by itself over its cache in 4 bits (docs/log.md)
 CODED_REFUSED = 3.0  # over the root of the hidden size: tokens of the target by itself in 4 bits (docs/log.md)
 DRAFT_ACCEPTANCE = 0.5  # of a small draft's tokens, by the target or a part of it
 LOOKUP_TOKENS = 1.2  # of a round with a looked up token, where texts repeat little (Qwen2.5-Coder's prose: 1.3)

@@ -48,7 +48,7 @@ MASS_ROWS, MASS_CHUNK = 8, 16
 CODED_ROWS = ROWS[:5]  # more of them take as much more time
 PREFILL_FLOPS = 2e10  # of the products of a measured prefill
 MAX_TURNS, ENOUGH_SECONDS = 4, 0.25  # of all measurements
-LIMIT_SECONDS, LIMIT_RATE = 1.0, 1e8  # past them, and a layer's bytes by the rate, others have the processor
+LIMIT_SECONDS, LIMIT_RATE = 2.0, 1e8  # past them, and a layer's bytes by the rate, others have the processor
 _VALUE = 0.01  # of all weights: how long a product takes does not depend on it
 _LEAST = 1e-13  # seconds: below what a clock tells
 

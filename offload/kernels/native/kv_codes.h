@@ -126,7 +126,7 @@ void score(const float* queries, const uint8_t* block, Layout layout, float* sco
 #pragma unroll
             for (int v = 0; v < VECTORS; v++) {
                 const u8 both = load<u8>(keys + d * GROUP + v * W * 4), one = both & 15, other = both >> 4;
-                __builtin_prefetch(keys + d * GROUP + v * W * 4 + codes::AHEAD);
+                __builtin_prefetch(keys + d * GROUP + v * W * 4 + layout.size());
 #pragma unroll
                 for (int r = 0; r < ROWS; r++) {
                     auto own = reinterpret_cast<const int8_t*>(numbers + r * room + d);
@@ -179,7 +179,7 @@ void mix(const float* weights, int stride, const uint8_t* block, Layout layout, 
             for (int t = 0; t < GROUP / 2; t += 4) {
                 const uint8_t* from = values + (t / 4 * channels + d) * 4;
                 const u8 both = load<u8>(from), one = (both & 15) - uint8_t(MIDDLE), other = (both >> 4) - uint8_t(MIDDLE);
-                __builtin_prefetch(from + codes::AHEAD);
+                __builtin_prefetch(from + layout.size());
 #pragma unroll
                 for (int r = 0; r < ROWS; r++)
                     sums[r].add_signed(one, numbers[r] + t), sums[r].add_signed(other, numbers[r] + GROUP / 2 + t);

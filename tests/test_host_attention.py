@@ -254,7 +254,11 @@ def test_a_pass_reads_the_pages_in_use_of_its_tiles_on_the_host(path: str, clock
 
 def request(**options: object) -> Plan:
     return plan_request(
-        TARGET, DRAFT, Options(device="cpu", weight_bits=16, **options), num_prompt_tokens=len(PROMPT), max_tokens=16
+        TARGET,
+        DRAFT,
+        Options(device="cpu", weight_bits=16, kv_bits=16, **options),
+        num_prompt_tokens=len(PROMPT),
+        max_tokens=16,
     )  # type: ignore[arg-type]
 
 

@@ -1,0 +1,105 @@
+"""Acceptance of tokens that the target drafts with fewer bits of its weights and of its cache, or over a part of it.
+
+usage: python benchmarks/bits.py [--model DIR] [--length 8000] [--tasks continue,edit] [--temperatures 0,0.6,1]
+                                 [--levels kv_bits=4,weight_bits=4,weight_bits=4+kv_bits=4,budget=2048]
+
+The target generates a text after each prompt. Then each level reads it in blocks, brought up to date before each one,
+as after a verification. With its distribution q of a token and the target's p, a token drawn from q is accepted with
+probability sum(min(p, q)): the mean over the text's tokens. predicted: what the plan expects.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import texts
+import torch
+from report import about, emit, say
+
+from offload.decode.sampling import SamplingParams, warp
+from offload.engine import Engine, load_tokenizer, plan_request
+from offload.plan.planner import Options, Plan
+
+BLOCK = 16  # tokens
+TOP_P = 0.9
+
+
+def plan_of(model: Path, prompt: list[int], num_tokens: int, level: str) -> Plan:
+    changes = dict(part.split("=") for part in level.split("+") if part)
+    bits: dict[str, Any] = {"weight_bits": 16, "kv_bits": 16} | {name: int(value) for name, value in changes.items()}
+    gamma = BLOCK - 1 if level else 0
+    options = Options(device="cpu", gamma=gamma, lookup=False, **bits)
+    return plan_request(model, None, options, num_prompt_tokens=len(prompt), max_tokens=num_tokens + 2 * BLOCK)
+
+
+def accepted(engine: Engine, tokens: list[int], start: int, sampling: SamplingParams) -> list[float]:
+    """For each token from `start` on, the chance that the target accepts what the level below draws in its place."""
+    target, own = engine.levels["target"], engine.levels[engine.plan.composition.levels[0]]
+    worker, chances = engine.worker, list[float]()
+    for at in range(start, len(tokens) - BLOCK + 1, BLOCK):
+        q = warp(own.forward(tokens[own.length : at + BLOCK], BLOCK), sampling)
+        own.truncate(at)
+        p = warp(target.forward(tokens[target.length : at + BLOCK], BLOCK), sampling)
+        chances += torch.minimum(p, q).sum(-1).tolist()
+        own.truncate(at)
+        worker.refresh(BLOCK)
+    return chances
+
+
+def measured(
+    model: Path, level: str, first: Engine, prompt: list[int], text: list[int], sampling: SamplingParams
+) -> Any:
+    """(mean acceptance, the plan) of one level on `text`, which follows `prompt`; `first` has the prompt's prefill."""
+    plan = plan_of(model, prompt, len(text), level)
+    with Engine.load(plan, model, None, load_tokenizer(model, None)) as engine:
+        engine.take_prompt(first)
+        [*_] = engine.generate(prompt, SamplingParams(temperature=0.0), max_tokens=1)  # and what it needs below
+        worker, target = engine.worker, engine.levels["target"]
+        target.truncate(len(prompt) - BLOCK)
+        worker.record_mass(True)
+        target.forward(prompt[-BLOCK:], 1)
+        worker.refresh(BLOCK)
+        chances = accepted(engine, prompt + text, len(prompt), sampling)
+    return sum(chances) / len(chances), plan
+
+
+def shares(run: dict[str, Any]) -> list[str]:
+    return [f"{run[name]:.3f}" for name in ("acceptance", "predicted")]
+
+
+def main() -> None:
+    models = resources.files("triforce_cli") / "models"
+    parser = argparse.ArgumentParser(usage="\n".join((__doc__ or "").splitlines()[2:4]).removeprefix("usage: "))
+    parser.add_argument("--model", type=Path, default=Path(str(models / "demo-target")))
+    parser.add_argument("--length", type=int, default=8000)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--tasks", default="continue,edit")
+    parser.add_argument("--temperatures", default="0,0.6,1")
+    parser.add_argument("--levels", default="kv_bits=4,weight_bits=4,weight_bits=4+kv_bits=4,budget=2048")
+    arguments = parser.parse_args()
+    model, tokenizer = arguments.model, load_tokenizer(arguments.model, None)
+    runs = []
+    for task in arguments.tasks.split(","):
+        prompt = texts.prompt(task, tokenizer, arguments.length)
+        with Engine.load(plan_of(model, prompt, arguments.tokens, ""), model, None, tokenizer) as first:
+            for temperature in map(float, arguments.temperatures.split(",")):
+                sampling = SamplingParams(temperature=temperature, top_p=TOP_P, seed=0)
+                steps = list(first.generate(prompt, sampling, max_tokens=arguments.tokens))
+                text = [token for step in steps for token in step.tokens]
+                for level in arguments.levels.split(","):
+                    mean, plan = measured(model, level, first, prompt, text, sampling)
+                    say(f"{task}, temperature {temperature}, {level}: {mean:.3f}")
+                    runs.append(
+                        {"task": task, "length": len(prompt), "temperature": temperature, "level": level}
+                        | {"tokens": len(text), "acceptance": mean, "predicted": plan.predicted.acceptance}
+                    )
+    columns = ["task", "prompt", "temp", "level", "acceptance", "predicted"]
+    rows = [[str(run[name]) for name in ("task", "length", "temperature", "level")] + shares(run) for run in runs]
+    emit(columns, rows, about(f"{model.name}, acceptance of fewer bits", 0), runs)
+
+
+if __name__ == "__main__":
+    main()

@@ -154,6 +154,29 @@ def test_it_holds_the_full_cache_after_every_refresh(
     assert most > 300
 
 
+@pytest.mark.parametrize("broken", ["encode", "fetch"])
+def test_a_refresh_that_is_broken_off_is_made_up_for(
+    decoder: Decoder, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = full_cache(decoder, SIZES)
+    cache = low_bit_cache(full)
+    target = Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks)
+    target.forward(PROMPT, 1)
+    cache.refresh()
+    target.truncate(200)
+    target.forward(random_tokens(90, seed=2), 1)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(low_bits if broken == "encode" else cache._fetch, broken, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.refresh()
+    cache.refresh()
+    assert_follows(cache)
+
+
 def test_it_is_not_refreshed_where_nobody_wants_it(decoder: Decoder) -> None:
     full = full_cache(decoder, SIZES)
     cache = low_bit_cache(full)
@@ -187,7 +210,7 @@ def test_a_prompt_after_what_was_precomputed_finds_room(decoder: Decoder) -> Non
     Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks).forward(PROMPT[:100], 1)
     small, large = low_bit_cache(full, drafted=1), low_bit_cache(full, drafted=200)
     for cache in (small, large):
-        full._kept = 0  # the second asks, too
+        full.kept = 0  # the second asks, too
         cache.refresh()
     logits = [Level("", decoder, cache, vocab_size=264).forward(PROMPT[100:190], 3) for cache in (small, large)]
     assert torch.equal(*logits)

@@ -94,7 +94,8 @@ class FullCache:
         self.keep_queries = keep_queries  # likewise
         self.length = 0
         self.num_ahead = 0  # drafted rows after these, see `AheadCache`
-        self._last_row = self._start = self._kept = 0
+        self._last_row = self._start = 0
+        self.kept = 0  # tokens that it has had ever since `noted`, for the one cache that asks
         self._phase: Phase | None = None  # of the forward under way
         self._taken = [0] * num_layers
         self._mass: list[Tensor] = []
@@ -160,12 +161,11 @@ class FullCache:
     def truncate(self, length: int) -> None:
         self._end()
         self.length, self.num_ahead = min(self.length, length), 0
-        self._kept = min(self._kept, self.length)
+        self.kept = min(self.kept, self.length)
 
-    def kept(self) -> int:
-        """Tokens that it has had ever since it was asked the last time, by the one cache that asks."""
-        kept, self._kept = self._kept, self.length
-        return kept
+    def noted(self) -> None:
+        """From now on `kept` counts anew."""
+        self.kept = self.length
 
     def truncate_ahead(self, length: int) -> None:
         """Of what is drafted after the tokens, keep no more than `length` tokens in all leave room for."""

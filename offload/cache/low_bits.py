@@ -6,7 +6,7 @@ the last tokens, which attention needs most, are exact, and so are the rows draf
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -99,7 +99,8 @@ class LowBitCache:
         their number alone: with a seed a text does not depend on what the engine was asked before."""
         length = self.full.length
         coded = max((length - KV_TAIL) // GROUP * GROUP, EXACT)
-        self._forget_after(self.full.kept(), coded)
+        self._forget_after(self.full.kept, coded)
+        self.full.noted()
         self._encode(coded)
         if self._exact < min(EXACT, length):
             self._fetch.fetch(self._held, Tail(0, self._exact, min(EXACT, length), 0))
@@ -115,27 +116,31 @@ class LowBitCache:
         self.coded = coded
 
     def _encode(self, stop: int) -> None:
-        """Have codes up to token `stop`, if there are fewer, of rows in the tail or else of the full cache's."""
-        start = self.coded
+        """Have codes up to token `stop`, if there are fewer, of rows in the tail or else of the full cache's. Broken
+        off, none are new, and the tail is fetched again."""
+        start, exact = self.coded, self._exact
         if stop <= start:
             return
         tail = self._held[..., EXACT:, :]
         self.full.wait_home()
-        for first, last in self._parts(start, stop):
+        parts = self._parts(start, stop)
+        self._exact = min(exact, start)
+        for first, last in parts:
             rows = tail[..., first - start : last - start, :]
-            if last > self._exact:
+            if last > exact:
                 rows = self.full.reader.tokens(first, last)
             encode(rows, self._codes.groups((first - EXACT) // GROUP, (last - EXACT) // GROUP), self._kernels)
-        if (stay := self._exact - stop) > 0:
+        if (stay := exact - stop) > 0:
             tail[..., :stay, :] = tail[..., stop - start : stop - start + stay, :].clone()
         self.coded = stop
+        self._exact = exact
 
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    def _parts(self, start: int, stop: int) -> Sequence[tuple[int, int]]:
         """Whole groups from `start` to `stop`: those in the tail, then as many at a time as a fetch may move."""
         most = max(FETCH_BYTES // (self._held[..., 0, :].numel() * self._held.itemsize) // GROUP, 1) * GROUP
         within = max(min(self._exact // GROUP * GROUP, stop), start)
         cuts = sorted({start, within, *range(within, stop, most), stop})
-        return pairwise(cuts)
+        return list(pairwise(cuts))
 
     def _place(self, position: int) -> int:
         """Of a token in the exact rows, one of the first or of the tail."""

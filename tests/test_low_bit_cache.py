@@ -177,6 +177,28 @@ def test_a_refresh_that_is_broken_off_is_made_up_for(
     assert_follows(cache)
 
 
+def test_codes_of_tokens_that_were_replaced_are_made_anew(decoder: Decoder) -> None:
+    full = full_cache(decoder, SIZES)
+    cache = low_bit_cache(full)
+    target = Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks)
+    target.forward(PROMPT, 1)
+    cache.refresh()
+    target.truncate(70)
+    target.forward(random_tokens(200, seed=2), 1)
+    cache.refresh()
+    assert_follows(cache)
+
+
+def test_a_prefill_leaves_codes(folders: tuple[Path, Path]) -> None:
+    """So the first draft need not wait for them."""
+    with make(folders, replace(SIZES, draft_gamma=0)) as engine:
+        engine.worker.prefill(PROMPT, lambda num_tokens: None)
+        cache = engine.worker._copies
+        assert isinstance(cache, LowBitCache)
+        assert cache.coded == 160
+        assert_follows(cache)
+
+
 def test_it_is_not_refreshed_where_nobody_wants_it(decoder: Decoder) -> None:
     full = full_cache(decoder, SIZES)
     cache = low_bit_cache(full)

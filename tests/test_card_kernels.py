@@ -21,7 +21,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from offload.bench.diagnosis import software  # noqa: E402
 from offload.engine import kernels_problem  # noqa: E402
-from offload.kernels.card import Card, card, fitting, programs  # noqa: E402
+from offload.kernels.card import Card, card, code_programs, codes, fitting, programs  # noqa: E402
 from offload.kernels.card.attention import ROWS, SPAN, STAGES, Tiling  # noqa: E402
 from offload.kernels.card.fetch import rows_at_once, warps  # noqa: E402
 from offload.kernels.native import VARIABLE  # noqa: E402
@@ -37,7 +37,8 @@ PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
 def test_every_kernel_runs_in_the_interpreter() -> None:
     """In a process of its own, as Triton decides on import whether it compiles."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/card_interpreted.py"]
+    files = ("tests/card_interpreted.py", "tests/codes_interpreted.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -106,6 +107,7 @@ def compiled(
     tiling: Tiling | None = None,
     warps: int = 4,
     most: int | None = None,
+    stages: int = STAGES,
 ) -> Compiled:
     """As the launch of it would be compiled: pointers and strides are multiples of 16."""
     names: list[str] = program.arg_names  # type: ignore[attr-defined]
@@ -119,7 +121,7 @@ def compiled(
     )
     if tiling is not None:
         warps, most = tiling.warps, tiling.most_registers
-    options = {"num_warps": warps, "num_stages": STAGES} | ({} if most is None else {"maxnreg": most})
+    options = {"num_warps": warps, "num_stages": stages} | ({} if most is None else {"maxnreg": most})
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return read(kernel.asm["ptx"], kernel.metadata.shared)
 
@@ -204,6 +206,41 @@ def test_chunks_are_copied_by_loads_and_stores_of_16_bytes(capability: int, dtyp
     moved = [op for op in re.findall(r"(?:ld|st)\.global[.\w:]*", found.ptx) if not op.startswith("ld.global.b64")]
     assert moved
     assert all(".v4.b32" in op for op in moved), moved
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_codes_come_in_wide_loads_and_become_weights_in_registers(capability: int, dtype: str) -> None:
+    """Weights never go through shared memory: nothing is stored there but, once, the sums."""
+    pointers = {"rows": f"*{dtype}", "blocks": "*u8", "partials": "*fp32"}
+    shape = {"ROWS": codes.ROWS, "TILES": codes.TILES, "GROUPS": codes.GROUPS, "WIDEN": False}
+    found = compiled(
+        code_programs.multiply_codes, capability, pointers, shape, warps=codes.WARPS, stages=codes.STAGES
+    )  # fmt: skip
+    assert found.spilled_bytes == 0
+    assert found.registers <= 128  # so four programs have room
+    assert found.shared_bytes <= 27 * 2**10
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", found.ptx)
+    sizes = [int(num_bytes, 0) for num_bytes in copies]
+    assert set(sizes) == {8, 16}
+    assert sizes.count(8) == codes.STAGES  # steps and lows
+    assert len(re.findall(r"st\.shared", found.ptx)) == codes.ROWS * codes.TILES * 16 // (codes.WARPS * 32 * 4)
+    assert "mma.sync" in found.ptx
+    assert "tf32" not in found.ptx
+    stored = re.findall(r"st\.global[.\w:]*", found.ptx)
+    assert stored
+    assert all(".v4.b32" in op for op in stored)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_splits_are_joined_by_wide_loads(capability: int, bias: bool) -> None:
+    pointers = {"partials": "*fp32", "bias": "*bf16", "out": "*bf16"}
+    shape = {"BIAS": bias, "COLUMNS": codes.COLUMNS}
+    found = compiled(code_programs.join_splits, capability, pointers, shape, warps=1)
+    assert found.spilled_bytes == 0
+    assert found.registers <= 64
+    assert "ld.global.v4" in found.ptx
 
 
 def test_spills_are_noticed() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.kernels.codes import GROUP, TILE, Codes, encode, encode_with_torch
 from offload.kernels.native import Kernels
@@ -64,6 +66,28 @@ def test_codes_are_those_that_torch_finds(found: Kernels, dtype: torch.dtype) ->
             with threads(number):
                 made = encoded(found, weight)
             assert torch.equal(made.blocks, wanted.blocks)
+
+
+class Divisions(TorchDispatchMode):
+    """What is divided by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.divisors: list[object] = []
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.startswith("aten::div"):
+            self.divisors.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_card_divides_as_the_processor_does() -> None:
+    """For a number that is no tensor torch's operator multiplies there by its inverse, which is rounded."""
+    weight = normal(16, GROUP)
+    with Divisions() as seen:
+        encode_with_torch(weight, empty(*weight.shape))
+    assert len(seen.divisors) == 1
+    assert all(isinstance(divisor, Tensor) for divisor in seen.divisors)
 
 
 def scales(codes: Codes) -> Tensor:

@@ -67,7 +67,7 @@ def encode(weight: Tensor, into: Codes, kernels: Kernels) -> None:
 
 
 def encode_with_torch(weight: Tensor, into: Codes) -> None:
-    """The same by torch's operators, bit for bit: what the kernel is tested against."""
+    """The same by torch's operators, bit for bit: what the kernel is tested against, and what a card runs."""
     scales, codes = group_codes(weight.unflatten(1, (-1, GROUP)))
     codes = codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4
     into.blocks[..., :_SCALES] = _tiles(scales).transpose(1, 2).flatten(2).contiguous().view(torch.uint8)
@@ -79,7 +79,7 @@ def group_codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
     most = 15.0
     half = 0.5 * numbers.float()  # the range of the largest numbers is above them
     low = _below(2 * half.amin(-1))
-    step = _above((half.amax(-1) - 0.5 * low) / (0.5 * most))
+    step = _above((half.amax(-1) - 0.5 * low) / low.new_full((), 0.5 * most))  # torch's cards multiply for a number
     step = torch.where(step < _TINY, 0.0, step)
     inverse = torch.where(step > 0, 2.0 / step, 0.0)
     codes = ((half - 0.5 * low[..., None]) * inverse[..., None]).clamp(0, most).round().to(torch.uint8)

@@ -1,0 +1,94 @@
+"""The programs of a card's products with weights in 4 bits, in Triton. `offload.kernels.card.codes` launches them.
+
+A block of such weights, of 16 outputs and a group of 64 inputs, is 144 words of four bytes (native/codes.h): a word of
+step and low for each output, then [8, 16 outputs] words of eight codes. Bits 8 * i and on of word j hold input
+4 * j + i of the group, four bits further there is input 32 + 4 * j + i.
+"""
+
+# Triton reads the annotations: they are not postponed.
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(144)  # words of a block of weights
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tiles", "num_groups", "groups_each"])
+def multiply_codes(
+    rows,  # [T, inputs] of 16 bits, contiguous
+    blocks,  # uint8 [num_tiles, num_groups, 4 * BLOCK]
+    partials,  # fp32 [splits, T, 16 * num_tiles]: the sum over the groups of each split
+    num_rows,  # T
+    num_tiles,  # of 16 outputs
+    num_groups,  # of 64 inputs
+    groups_each,  # of a split, a multiple of GROUPS
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,  # at a time
+    GROUPS: tl.constexpr,  # at a time
+    WIDEN: tl.constexpr,  # products of fp32: the interpreter knows no bf16
+):
+    """Program (b, c, s): block b of the rows times column c of `TILES` tiles, over the groups of split s in their
+    order. A product takes eight codes of a word in turns, so its inputs are those of one place in all words."""
+    block, column, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    OUTPUTS: tl.constexpr = 16 * TILES
+    WORDS: tl.constexpr = 8 * GROUPS
+    row = block * ROWS + tl.arange(0, ROWS)
+    output = column * OUTPUTS + tl.arange(0, OUTPUTS)
+    group, word = tl.arange(0, GROUPS), tl.arange(0, WORDS)
+    real, there = row < num_rows, output < 16 * num_tiles
+    home = blocks.to(tl.pointer_type(tl.int32))
+    fours = rows.to(tl.pointer_type(tl.int64))
+    at_output = (output // 16).to(tl.int64) * (num_groups * BLOCK) + output % 16
+    at_word = (word // 8) * BLOCK + 16 + (word % 8) * 16
+    at_row = row.to(tl.int64) * (num_groups * 16)
+    at_four = (word // 8) * 16 + word % 8
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    first = split * groups_each
+    last = tl.minimum(first + groups_each, num_groups)
+    for begun in tl.range(first, last, GROUPS):
+        # What is past the last group counts as zeros.
+        source = home + begun * BLOCK + at_output[None, :]
+        held = there[None, :] & (begun + group < last)[:, None]
+        scale = tl.load(source + group[:, None] * BLOCK, mask=held, other=0)
+        held = there[None, :] & (begun + word // 8 < last)[:, None]
+        words = tl.load(source + at_word[:, None], mask=held, other=0)
+        scale = tl.reshape(tl.broadcast_to(scale[:, None, :], (GROUPS, 8, OUTPUTS)), (WORDS, OUTPUTS))
+        step = (scale << 16).to(tl.float32, bitcast=True)
+        low = (scale >> 16 << 16).to(tl.float32, bitcast=True)
+        held = real[:, None] & (begun + word // 8 < last)[None, :]
+        for half in tl.static_range(2):
+            place = at_row[:, None] + (begun * 16 + half * 8 + at_four)[None, :]
+            four = tl.load(fours + place, mask=held, other=0)
+            for each in tl.static_range(4):
+                x = (four >> 16 * each).to(tl.int16).to(rows.dtype.element_ty, bitcast=True)
+                code = ((words >> (8 * each + 4 * half)) & 15).to(tl.float32)
+                weight = tl.fma(code, step, low).to(rows.dtype.element_ty)
+                if WIDEN:
+                    x, weight = x.to(tl.float32), weight.to(tl.float32)
+                total = tl.dot(x, weight, total, input_precision="ieee")
+    target = (split * num_rows + row).to(tl.int64) * (16 * num_tiles)
+    tl.store(partials + target[:, None] + output[None, :], total, mask=real[:, None] & there[None, :])
+
+
+@triton.jit(do_not_specialize=["num_splits", "num_rows", "num_tiles"])
+def join_splits(
+    partials,  # fp32 [splits, T, 16 * num_tiles]
+    bias,  # [16 * num_tiles]
+    out,  # [T, 16 * num_tiles], contiguous
+    num_splits,
+    num_rows,  # T
+    num_tiles,
+    BIAS: tl.constexpr,  # whether there is one
+    COLUMNS: tl.constexpr,
+):
+    """Program (t, c): add up the splits of row t in their order, in block c of the outputs, and then the bias."""
+    row, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    num_outputs = 16 * num_tiles
+    inside = column < num_outputs
+    total = tl.zeros([COLUMNS], tl.float32)
+    for split in tl.range(0, num_splits, loop_unroll_factor=4):
+        source = (split * num_rows + row).to(tl.int64) * num_outputs
+        total += tl.load(partials + source + column, mask=inside, other=0.0)
+    if BIAS:
+        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    target = row.to(tl.int64) * num_outputs
+    tl.store(out + target + column, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,142 @@
+"""A card's products with weights in 4 bits in Triton's interpreter, on a CPU: run as card_interpreted.py is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from offload.kernels.card import codes as card_codes
+from offload.kernels.card.codes import GROUPS, ROWS, encode, product, split_groups
+from offload.kernels.codes import GROUP, TILE, Codes, encode_with_torch
+
+DTYPES = [torch.bfloat16, torch.float16]
+# Against fp64 with the same rounded weights. The interpreter cuts bf16 off where a card rounds.
+TOLERANCE = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
+SHAPES = [(16, 64), (48, 192), (144, 19 * 64), (272, 24 * 64), (16, 43 * 64)]
+
+
+def normal(*size: int, seed: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def made_up(outputs: int, inputs: int, seed: int) -> Codes:
+    """Any codes; steps are powers of two and lows a few of them, so that numbers are exact in either dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = Codes.shape_of_blocks((outputs, inputs))
+    codes = Codes(torch.randint(256, shape, generator=generator, dtype=torch.uint8))
+    steps = 2.0 ** torch.randint(-4, 2, (*shape[:2], TILE), generator=generator)
+    scales = torch.stack([steps, steps * torch.randint(-12, 1, steps.shape, generator=generator)], -1)
+    codes.blocks[..., : 4 * TILE] = scales.bfloat16().flatten(2).view(torch.uint8)
+    return codes
+
+
+def in_fp64(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
+    wanted = x.double() @ codes.matrix(x.dtype).double().T
+    return wanted if bias is None else wanted + bias.double()
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_written_before_it_is_read_and_no_further(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    empty, behind = torch.empty, list[Tensor]()
+
+    def watched(*size: int, **more: Any) -> Tensor:
+        number = prod(size)
+        room = empty(number + 64, **more).fill_(torch.nan)
+        behind.append(room[number:].fill_(7.0))
+        return room[:number].view(size)
+
+    monkeypatch.setattr(torch, "empty", watched)
+    yield
+    assert all(bool((rest == 7.0).all()) for rest in behind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_one_number_find_every_weight(dtype: torch.dtype) -> None:
+    """At its place, with the step and the least number of its group: the matrix itself comes out."""
+    codes = made_up(48, 5 * GROUP, seed=1)
+    out = product(torch.eye(5 * GROUP, dtype=dtype), codes, None)
+    assert torch.equal(out, codes.matrix(dtype).T)
+
+
+def test_weights_are_rounded_as_those_of_the_matrix() -> None:
+    """Encoded ones, which are no few bits long."""
+    codes = Codes(torch.zeros(Codes.shape_of_blocks((37, 2 * GROUP)), dtype=torch.uint8))
+    encode_with_torch(normal(37, 2 * GROUP, seed=2), codes)
+    out = product(torch.eye(2 * GROUP, dtype=torch.float16), codes, None)
+    assert torch.equal(out, codes.matrix(torch.float16).T)
+    assert not torch.equal(out.float(), codes.matrix(torch.float32).T)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_products_are_those_of_fp64(outputs: int, inputs: int, dtype: torch.dtype, bias: bool) -> None:
+    """Outputs are no multiple of a program's, groups none of a split's or of those at a time."""
+    codes = made_up(outputs, inputs, seed=3)
+    added = normal(outputs, seed=4).to(dtype) if bias else None
+    for num_rows in (1, 3, ROWS, 2 * ROWS + 1):
+        x = normal(num_rows, inputs, seed=num_rows).to(dtype)
+        wanted = in_fp64(x, codes, added)
+        out = product(x, codes, added)
+        assert out.dtype == dtype
+        assert_close(out.double(), wanted, rtol=TOLERANCE[dtype], atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_rows_may_lie_apart() -> None:
+    codes, x = made_up(32, 128, seed=5), normal(5, 256, seed=6).half()
+    assert torch.equal(product(x[::2, 64:192], codes, None), product(x[::2, 64:192].contiguous(), codes, None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_rows_bits_are_those_of_the_row_alone(dtype: torch.dtype) -> None:
+    """Among 1 to 40 rows, wherever it is among them; one of these is NaN."""
+    most, inputs = 40, 11 * GROUP
+    codes, x = made_up(144, inputs, seed=7), normal(most, inputs, seed=8).to(dtype)
+    x[5] = torch.nan
+    alone = torch.cat([product(row[None], codes, None) for row in x])
+    assert alone[5].isnan().all()
+    for first, count in ((0, most), (4, 3), (5, ROWS + 1), (17, 20)):
+        out = product(x[first : first + count], codes, None)
+        assert torch.equal(out.view(torch.int16), alone[first : first + count].view(torch.int16))
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(ValueError, match="float32; a card multiplies weights in 4 bits with bf16 and fp16"):
+        product(torch.ones(1, 64), made_up(16, 64, seed=9), None)
+
+
+def test_splits_are_alike_and_make_programs_enough() -> None:
+    """Of the products of models of 7B and 13B."""
+    shapes = ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008), (32000, 4096))
+    for outputs, inputs in (*shapes, (15360, 5120), (5120, 5120), (27648, 5120), (5120, 13824), (32000, 5120)):
+        each, num_groups = split_groups(outputs, inputs), inputs // GROUP
+        starts = [*range(0, num_groups, each), num_groups]
+        counts = [stop - start for start, stop in pairwise(starts)]
+        assert each % GROUPS == 0
+        assert each * len(counts) <= 1.2 * num_groups
+        assert 250 <= len(counts) * -(-outputs // (card_codes.TILES * TILE)) <= 800
+    assert split_groups(16, 64) == GROUPS
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+def test_what_is_encoded_in_parts_is_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = normal(117, 3 * GROUP, seed=10).to(dtype)
+    wanted, made = (Codes(torch.zeros(Codes.shape_of_blocks(weight.shape), dtype=torch.uint8)) for _ in range(2))
+    encode_with_torch(weight, wanted)
+    sizes = []
+    real = card_codes.encode_with_torch
+    monkeypatch.setattr(card_codes, "encode_with_torch", lambda part, into: (sizes.append(len(part)), real(part, into)))
+    for most, parts in ((40 * 3 * GROUP, [32, 32, 32, 21]), (1, [16] * 7 + [5]), (2**20, [117])):
+        monkeypatch.setattr(card_codes, "_ENCODED", most)
+        made.blocks.fill_(0xA5)
+        sizes.clear()
+        encode(weight, made)
+        assert sizes == parts
+        assert torch.equal(made.blocks, wanted.blocks)

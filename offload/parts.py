@@ -11,6 +11,7 @@ import torch
 
 from offload.cache.tiles import TileShape, TileStore
 from offload.errors import ModelError
+from offload.kernels.card import card
 from offload.kernels.native import fitting
 from offload.model.decoder import Decoder
 from offload.model.loading import DTYPES, load_decoders
@@ -74,7 +75,9 @@ class Parts:
     def coded_target(self) -> Decoder:
         """The target over weights in 4 bits, made when they are first asked for. Raises UsageError, DoesNotFit."""
         config = self.target.config
-        kernels = fitting(self.memory.device, config.head_dim, config.layer_products())
+        device = self.memory.device
+        on_cpu = device.type == "cpu"
+        kernels = fitting(device, config.head_dim, config.layer_products()) if on_cpu else card(device)
         return self.target.over(low_bit_weights(self.target.weights, config, self.memory, kernels))
 
     def num_scored(self, num_tokens: int) -> int:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from offload.kernels.card import codes as card_codes
-from offload.kernels.card.codes import GROUPS, ROWS, encode, product, split_groups
+from offload.kernels.card.codes import GROUPS, ROWS, TILES, product, split_groups
 from offload.kernels.codes import GROUP, TILE, Codes, encode_with_torch
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -121,22 +120,5 @@ def test_splits_are_alike_and_make_programs_enough() -> None:
         counts = [stop - start for start, stop in pairwise(starts)]
         assert each % GROUPS == 0
         assert each * len(counts) <= 1.2 * num_groups
-        assert 250 <= len(counts) * -(-outputs // (card_codes.TILES * TILE)) <= 800
+        assert 250 <= len(counts) * -(-outputs // (TILES * TILE)) <= 800
     assert split_groups(16, 64) == GROUPS
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
-def test_what_is_encoded_in_parts_is_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = normal(117, 3 * GROUP, seed=10).to(dtype)
-    wanted, made = (Codes(torch.zeros(Codes.shape_of_blocks(weight.shape), dtype=torch.uint8)) for _ in range(2))
-    encode_with_torch(weight, wanted)
-    sizes = []
-    real = card_codes.encode_with_torch
-    monkeypatch.setattr(card_codes, "encode_with_torch", lambda part, into: (sizes.append(len(part)), real(part, into)))
-    for most, parts in ((40 * 3 * GROUP, [32, 32, 32, 21]), (1, [16] * 7 + [5]), (2**20, [117])):
-        monkeypatch.setattr(card_codes, "_ENCODED", most)
-        made.blocks.fill_(0xA5)
-        sizes.clear()
-        encode(weight, made)
-        assert sizes == parts
-        assert torch.equal(made.blocks, wanted.blocks)

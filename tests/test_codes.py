@@ -12,6 +12,7 @@ from torch.nn.functional import rms_norm, silu
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offload.kernels import codes
 from offload.kernels.codes import GROUP, TILE, Codes, encode, encode_with_torch
 from offload.kernels.native import Kernels
 from offload.kernels.products import Ending, Step, Steps, room_to_widen
@@ -66,6 +67,21 @@ def test_codes_are_those_that_torch_finds(found: Kernels, dtype: torch.dtype) ->
             with threads(number):
                 made = encoded(found, weight)
             assert torch.equal(made.blocks, wanted.blocks)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_codes_made_in_parts_are_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, sizes, real = normal(117, 3 * GROUP, seed=10).to(dtype), list[int](), encode_with_torch
+    wanted = empty(*weight.shape)
+    encode_with_torch(weight, wanted)
+    monkeypatch.setattr(codes, "encode_with_torch", lambda part, into: (sizes.append(len(part)), real(part, into)))
+    for most, parts in ((40 * 3 * GROUP, [32, 32, 32, 21]), (1, [16] * 7 + [5]), (2**20, [117])):
+        monkeypatch.setattr(codes, "_ENCODED", most)
+        made = empty(*weight.shape)
+        codes.encode_in_parts(weight, made)
+        assert sizes == parts
+        assert torch.equal(made.blocks, wanted.blocks)
+        sizes.clear()
 
 
 class Divisions(TorchDispatchMode):

@@ -592,7 +592,7 @@ def test_the_bytes_of_a_cache_in_4_bits_are_counted() -> None:
     [
         (GPU, {}, {}, "on cuda:0 passes run over 16-bit caches alone"),
         (CPU, {"head_dim": 12}, {}, "heads of 12 numbers are not whole groups of 8"),
-        (CPU, {}, {"budget": 512}, "budget is 512: in so few bits the whole cache is kept"),
+        (CPU, {}, {"budget": 512}, "budget is 512, and in so few bits the whole cache is kept"),
     ],
 )
 def test_a_cache_in_4_bits_that_cannot_be_is_refused(

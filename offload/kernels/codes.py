@@ -19,8 +19,7 @@ from offload.plan.sizing import CODE_GROUP, CODE_TILE
 GROUP, TILE = CODE_GROUP, CODE_TILE
 _TINY = 2.0**-100  # smaller steps are none, since a power of two is divided by them
 _LEAST = torch.finfo(torch.bfloat16).min
-
-
+_ENCODED = 2**22  # weights at a time, of 16 bytes of temporaries each
 _SCALES = 4 * TILE  # bytes of the steps and lows of a block
 
 
@@ -66,8 +65,17 @@ def encode(weight: Tensor, into: Codes, kernels: Kernels) -> None:
     kernels.library.encode(DTYPES[weight.dtype], *where, torch.get_num_threads())
 
 
+def encode_in_parts(weight: Tensor, into: Codes) -> None:
+    """The same by torch's operators, on a card. Temporary memory: 64 MB, or that of 16 outputs where it is more."""
+    outputs, inputs = weight.shape
+    at_a_time = max(_ENCODED // inputs // TILE, 1) * TILE
+    for first in range(0, outputs, at_a_time):
+        tile, part = first // TILE, weight[first : first + at_a_time]
+        encode_with_torch(part, Codes(into.blocks[tile : tile - (-len(part) // TILE)]))
+
+
 def encode_with_torch(weight: Tensor, into: Codes) -> None:
-    """The same by torch's operators, bit for bit: what the kernel is tested against, and what a card runs."""
+    """The same by torch's operators, bit for bit: what the kernel is tested against."""
     scales, codes = group_codes(weight.unflatten(1, (-1, GROUP)))
     codes = codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4
     into.blocks[..., :_SCALES] = _tiles(scales).transpose(1, 2).flatten(2).contiguous().view(torch.uint8)

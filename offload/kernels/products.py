@@ -1,4 +1,5 @@
-"""Products of a few rows with weights, with the norms before and the sums after them, by the processor's kernels."""
+"""Products of rows with weights: of any rows, or of a few by the processor's kernels, with the norms before and the
+sums after them."""
 
 from __future__ import annotations
 
@@ -19,6 +20,18 @@ _ENDINGS: tuple[Ending, ...] = ("write", "add", "gate")
 MOST = 16  # steps of one call
 _ALIGNMENT = 32  # inputs: at least what every instruction set's vectors hold
 _TILE = 16  # rows: what one of AMX's tiles holds; as bf16 they take half of the floats
+
+
+def product(x: Tensor, weight: Tensor | Codes, bias: Tensor | None) -> Tensor:
+    """x [T, inputs] times weight [outputs, inputs], transposed, plus bias [outputs], in the dtype of x. By torch's
+    operators; with codes on a card by its own kernel, which unpacks them on the way."""
+    if not isinstance(weight, Codes):
+        return linear(x, weight, bias)
+    if not x.is_cuda:
+        return linear(x, weight.matrix(x.dtype), bias)
+    from offload.kernels.card import codes  # it imports Triton, which not every machine has
+
+    return codes.product(x, weight, bias)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from offload.errors import UsageError
-from offload.kernels.codes import Codes, encode
+from offload.kernels.card import Card
+from offload.kernels.codes import Codes, encode, encode_in_parts
 from offload.kernels.native import Kernels
 from offload.plan.config import ModelConfig
 from offload.transfer.memory import Memory
@@ -26,14 +27,15 @@ from offload.transfer.weights import (
 _PURPOSE = "low-bit weights"
 
 
-def low_bit_weights(weights: Weights, config: ModelConfig, memory: Memory, kernels: Kernels) -> Weights:
+def low_bit_weights(weights: Weights, config: ModelConfig, memory: Memory, kernels: Kernels | Card) -> Weights:
     """The matrices of the layers and of the head in 4 bits, resident; norms and biases as they are. config: of the
-    shard that `weights` are of. Weights that stream cross the link for it once.
+    shard that `weights` are of. Weights that stream cross the link for it once. kernels: the processor's or the card's.
 
-    Raises UsageError where the processor's kernels, which passes over them need, do not run; DoesNotFit.
+    Raises UsageError where the kernels, which passes over them need, do not run; DoesNotFit.
     """
-    if kernels.library is None:
-        raise UsageError(f"weights in 4 bits need the processor's kernels, which do not run: {kernels.reason}")
+    if not kernels.usable:
+        whose = "card" if isinstance(kernels, Card) else "processor"
+        raise UsageError(f"weights in 4 bits need the {whose}'s kernels, which do not run: {kernels.reason}")
     layout = LayerLayout.of(config, weights.final_norm.dtype, coded=True)
     buffers, layers = list[Tensor](), list[LayerWeights]()
     for exact in weights.layers:
@@ -45,7 +47,7 @@ def low_bit_weights(weights: Weights, config: ModelConfig, memory: Memory, kerne
     return replace(weights, layers=ResidentLayers(layers, num_bytes), head=head)
 
 
-def _fill(layer: LayerWeights, exact: LayerWeights, kernels: Kernels) -> None:
+def _fill(layer: LayerWeights, exact: LayerWeights, kernels: Kernels | Card) -> None:
     for name in OPERATORS:
         ours, theirs = getattr(layer, name), getattr(exact, name)
         _encode(theirs, ours, kernels)
@@ -56,7 +58,7 @@ def _fill(layer: LayerWeights, exact: LayerWeights, kernels: Kernels) -> None:
             norm.copy_(getattr(exact, name))
 
 
-def _head(exact: Linear, memory: Memory, kernels: Kernels) -> Linear:
+def _head(exact: Linear, memory: Memory, kernels: Kernels | Card) -> Linear:
     layout = LayerLayout.pack(in_codes("head", tuple(exact.weight.shape)))
     buffer = memory.allocate((layout.num_bytes,), torch.uint8, tier="device", purpose=_PURPOSE)
     head = Linear(matrix_of(layout.tensors(buffer), "head"), exact.bias)
@@ -64,7 +66,10 @@ def _head(exact: Linear, memory: Memory, kernels: Kernels) -> Linear:
     return head
 
 
-def _encode(exact: Linear, coded: Linear, kernels: Kernels) -> None:
+def _encode(exact: Linear, coded: Linear, kernels: Kernels | Card) -> None:
     assert isinstance(exact.weight, Tensor)
     assert isinstance(coded.weight, Codes)
-    encode(exact.weight, coded.weight, kernels)
+    if isinstance(kernels, Card):
+        encode_in_parts(exact.weight, coded.weight)
+    else:
+        encode(exact.weight, coded.weight, kernels)

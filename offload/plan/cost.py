@@ -12,6 +12,7 @@ from functools import cached_property
 from math import inf
 
 from offload.plan.composition import Composition
+from offload.plan.gpu_costs import CPU_REFRESH, GPU, GPU_REFRESH
 from offload.plan.pass_times import UNKNOWN, PassTimes, Times, estimated
 from offload.plan.placement import Placement
 from offload.plan.sizing import PREFILL_BLOCK, Sizing, host_slowdown
@@ -23,33 +24,6 @@ DRAFT_ACCEPTANCE = 0.5  # of a small draft's tokens, by the target or a part of 
 LOOKUP_TOKENS = 1.2  # of a round with a looked up token, where texts repeat little (Qwen2.5-Coder's prose: 1.3)
 _HARDNESS = (0.25, 1.0, 2.0, 3.0)  # times the mean text's share of refused tokens: texts differ as much (docs/log.md)
 _CHANGED_CHUNKS = 0.3  # of those held, in a round
-
-
-@dataclass(frozen=True)
-class GpuCosts:
-    """Constants of GPUs, besides their rates: estimated from the number of kernels. Calls return before the device is
-    done, so the longer of calls and work counts."""
-
-    pass_seconds: float = 5e-4  # calls of one pass outside its layers, the draw
-    layer_seconds: float = 3e-4  # calls of one layer
-    tile_seconds: float = 2.3e-4  # calls of one block over one tile
-    read_share: float = 0.9  # of the rate of reading, at which one row runs over weights and cache
-    row_share: float = 0.01  # of the seconds of one row, what each further row of a block adds
-    mass_share: float = 0.05  # of the seconds of a pass, what keeping its masses adds
-    prefill_share: float = 0.5  # of the rate of large products
-
-
-@dataclass(frozen=True)
-class RefreshCosts:
-    """Of what the retrieval cache holds: share of the rate of reading, at which it is chosen and fetched, and seconds
-    of the calls for one layer."""
-
-    share: float
-    layer_seconds: float
-
-
-GPU = GpuCosts()
-CPU_REFRESH, GPU_REFRESH = RefreshCosts(0.32, 1.6e-4), RefreshCosts(0.02, 0.0)
 
 
 @dataclass(frozen=True)
@@ -129,8 +103,11 @@ class Cost:
             read = seconds * self._cpu_share + self.sums(rows)
             crossing = 0 if self._proposes_coded else self.streamed_weights
             return max(read, crossing / self.link_rate)
-        read = self._by_rows((self._weights + self._kept) / self._rate, rows)
-        return max(self._calls, read + self.sums(rows), self.streamed_weights / self.link_rate)
+        if composition.inner == "self":
+            return self._ahead_on_gpu(rows)
+        read = self._by_rows(self._own_weights_seconds + self._kept / self._rate, rows)
+        crossing = 0 if self._proposes_coded else self.streamed_weights
+        return max(self._calls, read + self.sums(rows), crossing / self.link_rate)
 
     @cached_property
     def draft_pass(self) -> float:
@@ -235,6 +212,13 @@ class Cost:
         seconds = max(self._calls + blocks * tiles * GPU.tile_seconds, work + self.full_sums(rows))
         return seconds * (1.0 + GPU.mass_share * masses)
 
+    def _ahead_on_gpu(self, rows: int) -> float:
+        """Of a pass over weights in 4 bits and the whole cache, on the card."""
+        blocks = self._blocks(rows)
+        read = self._own_weights_seconds + self.cache_bytes / self._rate
+        work = self._by_rows(read, self._padded(rows), blocks) + self.full_sums(rows)
+        return max(self._calls + blocks * self.num_tiles * GPU.tile_seconds, work)
+
     def _on_this_cpu(self, num_tokens: int, rows: int, *, masses: bool = False) -> float:
         """Seconds of a pass over `num_tokens` cached tokens, with links that are as fast as memory."""
         seconds = self._target_times.seconds(self.sizing.target.num_layers, num_tokens, rows, masses=masses)
@@ -287,6 +271,13 @@ class Cost:
     @property
     def _weights(self) -> int:
         return self.sizing.embedding_bytes + self.sizing.target.num_layers * self.sizing.layer_bytes
+
+    @property
+    def _own_weights_seconds(self) -> float:
+        """Of reading, on a GPU, the weights with which the target proposes to itself."""
+        if not self._proposes_coded:
+            return self._weights / self._rate
+        return self.sizing.low_bit_bytes() / (GPU.coded_share * self.sizing.hardware.rates.device_read)
 
     @property
     def _kept(self) -> int:

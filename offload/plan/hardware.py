@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 from offload.errors import UsageError
 from offload.plan import nvml
-from offload.plan.machine import free_host_bytes, machine_name
+from offload.plan.machine import KERNELS, free_host_bytes, installed_version, machine_name
 from offload.plan.rates import RTX_4090, TWO_CORES, Rates, load_rates, typical
 from offload.plan.torchrun import Launched
 
@@ -18,7 +19,8 @@ _CONTEXT_BYTES = 512 * 2**20  # of a card's memory, that CUDA takes for each pro
 
 @dataclass(frozen=True)
 class Hardware:
-    """device: "cpu" or "cuda:N". Bytes are free ones, now. On a CPU the device's memory is the host's."""
+    """device: "cpu" or "cuda:N". Bytes are free ones, now. On a CPU the device's memory is the host's. has_kernels: of
+    a card, whether its own kernels can be compiled here; the processor's are not meant."""
 
     device: str
     device_name: str
@@ -28,6 +30,7 @@ class Hardware:
     rates: Rates = TWO_CORES
     num_devices: int = 1  # each with a link of its own; bytes and rates are those of the one that has least
     num_hosts: int = 1  # machines that have as many of them each, and as much memory
+    has_kernels: bool = True
 
     @property
     def is_cpu(self) -> bool:
@@ -106,6 +109,7 @@ def _gpus(first: int, number: int) -> Hardware:
         free_host_bytes(),
         all(card.major >= 8 for card in properties),
         Rates.slowest([_gpu_rates(name, number) for name in names]),
+        has_kernels=installed_version("triton") is not None and os.environ.get(KERNELS) != "off",
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/")
+KERNELS = "TRIFORCE_KERNELS"  # in the environment: off, torch's operators run
 # Of a processor's many features, those that decide how fast products are. x86, then ARM.
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 

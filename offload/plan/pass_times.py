@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from offload.plan.config import ModelConfig
+from offload.plan.machine import KERNELS
 from offload.plan.rates import Rates, read_records, write_records
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-_KERNELS = "TRIFORCE_KERNELS"  # part of what a record is of: off, torch's operators run
 _SHAPES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
     *("qkv_bias", "o_bias", "mlp_bias", "qk_norm"),
@@ -121,7 +121,7 @@ def key_of(config: ModelConfig, dtype: str, *, coded: bool = False) -> str:
     and whether kernels are asked for."""
     shapes = " ".join(f"{name}={int(getattr(config, name))}" for name in _SHAPES)
     bits = " weights=4" if coded else ""
-    return f"{shapes} {dtype}{bits} kernels={os.environ.get(_KERNELS) or 'on'}"
+    return f"{shapes} {dtype}{bits} kernels={os.environ.get(KERNELS) or 'on'}"
 
 
 def load_times(machine: str, device: str, key: str) -> PassTimes | None:

@@ -16,11 +16,12 @@ from offload.plan.config import ModelConfig
 from offload.plan.cost import Cost
 from offload.plan.hardware import Hardware
 from offload.plan.host_share import shared, worth_a_share
+from offload.plan.low_bits import check_low_bits, weights_problem
 from offload.plan.options import Options
 from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import Placement, largest, place, shortage
 from offload.plan.prediction import Prediction, predict
-from offload.plan.sizing import CODE_GROUP, CODE_TILE, Sizing, takes_codes, takes_kv_codes
+from offload.plan.sizing import Sizing
 
 __all__ = ["Options", "Plan", "PlannedRequest", "largest_context", "make_plan"]
 
@@ -103,7 +104,7 @@ def make_plan(
     notes: list[str] = []
     capacity, max_tokens = _fit_context(target, options, num_prompt_tokens, max_tokens, notes)
     sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware), max_tokens)
-    _check_low_bits(sizing)
+    check_low_bits(sizing)
     _check_memory(sizing, capacity, num_prompt_tokens)
     cost, best = _choose(sizing, capacity, times)
     if options.link_gbps is not None and not hardware.is_cpu:
@@ -168,17 +169,16 @@ def _fastest(fitting: Sequence[Cost]) -> tuple[Cost, Cost]:
 
 
 def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterator[Composition]:
-    """Weights and a cache in few bits are among them where passes over them were measured."""
-    may_be_coded = sizing.hardware.is_cpu and takes_codes(sizing.shard.layer_products())
-    bits = (16, 4) if may_be_coded and times.coded is not None else (16,)
-    measured = sizing.hardware.is_cpu and times.target is not None and times.target.coded_token
-    attends_coded = measured and sizing.options.selection == "mass"  # the user wants no other rule
+    """Weights and a cache in few bits are among them where they can be, on a CPU where they were measured."""
+    is_cpu, measured = sizing.hardware.is_cpu, times.target is not None and times.target.coded_token
+    known = times.coded is not None or not is_cpu
+    attends_coded = is_cpu and measured and sizing.options.selection == "mass"  # the user wants no other rule
     return compositions(
         sizing.options,
         capacity,
         with_draft=sizing.draft is not None,
-        weight_bits=bits,
-        kv_bits=(16, 4) if attends_coded else (16,),
+        weight_bits=(16, 4) if known and not weights_problem(sizing) else (16,),
+        kv_bits=(16, 4) if attends_coded and not cache_problem(sizing) else (16,),
     )
 
 
@@ -238,38 +238,15 @@ def _advice(cost: Cost) -> Iterator[str]:
         return
     if resident < target.num_layers:
         streamed = (target.num_layers - resident) * cost.sizing.layer_bytes
+        passes = "full pass" if cost.composition.weight_bits < 16 else "pass, those of the retrieval level too"
         yield (
             f"{target.num_layers - resident} of {target.num_layers} layers ({streamed / 1e9:.1f} GB) do not fit the "
-            "device and cross the link in every pass, those of the retrieval level too; a low-bit copy of them on the "
-            "device would end that and is not built yet"
+            f"device and cross the link in every {passes}"
         )
     if (worth := worth_a_share(cost)) is not None:
         yield (
             f"--host-attention {worth[0]:.2f} would make a full pass {worth[1]:.1f} times as fast; the last bits of a "
             "token then depend on where the plan puts tiles, --no-speculation's too"
-        )
-
-
-def _check_low_bits(sizing: Sizing) -> None:
-    """Raise UsageError where the user wants weights or a cache in few bits and they cannot be."""
-    options, device = sizing.options, sizing.hardware.device
-    for name, bits, what in (("weight-bits", options.weight_bits, "weights"), ("kv-bits", options.kv_bits, "caches")):
-        if bits not in (None, 16) and not sizing.hardware.is_cpu:
-            raise UsageError(f"{name} is {bits}: on {device} passes run over 16-bit {what} alone so far")
-    if options.weight_bits not in (None, 16) and not takes_codes(products := sizing.shard.layer_products()):
-        shapes = ", ".join(f"{outputs} x {inputs}" for outputs, inputs, _ in products)
-        raise UsageError(
-            f"weight-bits is {options.weight_bits}: weights of {shapes} (outputs x inputs) are not whole groups of "
-            f"{CODE_GROUP} inputs and {CODE_TILE} outputs"
-        )
-    if options.kv_bits in (None, 16):
-        return
-    if not takes_kv_codes(head_dim := sizing.target.head_dim):
-        raise UsageError(f"kv-bits is {options.kv_bits}: heads of {head_dim} numbers are not whole groups of 8")
-    if options.budget is not None:
-        raise UsageError(
-            f"kv-bits is {options.kv_bits} and budget is {options.budget}: in so few bits the whole cache is kept; "
-            "leave out one of the two"
         )
 
 

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from offload.errors import ModelError
 from offload.kernels.codes import Codes
+from offload.kernels.products import product
 from offload.plan.config import ModelConfig
 from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import NUM_STAGING
@@ -35,8 +35,7 @@ class Linear:
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight = self.weight.matrix(x.dtype) if isinstance(self.weight, Codes) else self.weight
-        return linear(x, weight, self.bias)
+        return product(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)

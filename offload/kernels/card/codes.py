@@ -1,4 +1,4 @@
-"""Products of rows with weights in 4 bits on a card, and the making of these there."""
+"""Products of rows with weights in 4 bits on a card."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from offload.kernels.card import code_programs as programs
 from offload.kernels.card.attention import launch
-from offload.kernels.codes import GROUP, TILE, Codes, encode_with_torch
+from offload.kernels.codes import GROUP, TILE, Codes
 
 ROWS = 16  # of a program: the least that tensor cores take
 TILES = 8  # of a program: the more, the less often rows are read
@@ -17,7 +17,6 @@ WARPS = 4
 COLUMNS = 256  # outputs that are joined at a time
 _PROGRAMS = 512  # of a product: four for each multiprocessor of a large card, so that all of its memory is asked
 _LEAST_GROUPS = 8  # of a split: below that more is written than saved
-_ENCODED = 2**22  # weights at a time, of 16 bytes of temporaries each
 
 
 def product(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
@@ -62,12 +61,3 @@ def split_groups(outputs: int, inputs: int) -> int:
     most = max(num_groups * columns // _PROGRAMS, _LEAST_GROUPS)
     num_splits = -(-num_groups // most)
     return -(-num_groups // (num_splits * GROUPS)) * GROUPS
-
-
-def encode(weight: Tensor, into: Codes) -> None:
-    """Fill `into` with the codes of weight, [outputs, inputs], on the card: those of the processor's kernel, bit for
-    bit. Temporary memory: 64 MB, or 16 outputs where that is more."""
-    at_a_time = max(_ENCODED // weight.shape[1] // TILE, 1) * TILE
-    for first in range(0, len(weight), at_a_time):
-        tile, part = first // TILE, weight[first : first + at_a_time]
-        encode_with_torch(part, Codes(into.blocks[tile : tile - (-len(part) // TILE)]))

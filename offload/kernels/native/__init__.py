@@ -18,8 +18,9 @@ import torch
 
 from offload.errors import UsageError
 from offload.kernels.native.interface import declare
+from offload.plan.machine import KERNELS
 
-VARIABLE = "TRIFORCE_KERNELS"
+VARIABLE = KERNELS
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
 ABI = 8  # what kernels.cpp says too
 OFF = f"{VARIABLE} is off"
@@ -35,6 +36,10 @@ class Kernels:
     library: ctypes.CDLL | None = None
     instruction_set: str = ""
     reason: str = ""
+
+    @property
+    def usable(self) -> bool:
+        return self.library is not None
 
 
 NONE = Kernels(reason="not asked for")

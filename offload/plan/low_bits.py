@@ -1,0 +1,50 @@
+"""Whether the target may propose to itself with its weights or its cache in 4 bits, as far as arithmetic says."""
+
+from __future__ import annotations
+
+from offload.errors import UsageError
+from offload.plan.machine import KERNELS
+from offload.plan.sizing import CODE_GROUP, CODE_TILE, Sizing, takes_codes, takes_kv_codes
+
+
+def check_low_bits(sizing: Sizing) -> None:
+    """Raise UsageError where the user wants weights or a cache in few bits and they cannot be."""
+    options = sizing.options
+    for name, bits, find in (
+        ("weight-bits", options.weight_bits, weights_problem),
+        ("kv-bits", options.kv_bits, cache_problem),
+    ):
+        if bits not in (None, 16) and (problem := find(sizing)):
+            raise UsageError(f"{name} is {bits}: {problem}")
+
+
+def cache_problem(sizing: Sizing) -> str:
+    """Why the target cannot propose to itself over its cache in 4 bits, "" where it can."""
+    hardware, head_dim, budget = sizing.hardware, sizing.target.head_dim, sizing.options.budget
+    if not hardware.is_cpu:
+        return f"on {hardware.device} passes run over 16-bit caches alone so far"
+    if not takes_kv_codes(head_dim):
+        return f"heads of {head_dim} numbers are not whole groups of 8"
+    if budget is not None:
+        return f"budget is {budget}, and in so few bits the whole cache is kept; leave out one of the two"
+    return ""
+
+
+def weights_problem(sizing: Sizing) -> str:
+    """Why the target cannot propose to itself with weights in 4 bits, "" where it can."""
+    hardware = sizing.hardware
+    if not takes_codes(products := sizing.shard.layer_products()):
+        shapes = ", ".join(f"{outputs} x {inputs}" for outputs, inputs, _ in products)
+        return (
+            f"weights of {shapes} (outputs x inputs) are not whole groups of {CODE_GROUP} inputs and {CODE_TILE} "
+            "outputs"
+        )
+    if hardware.is_cpu:
+        return ""
+    if sizing.itemsize != 2:
+        return f"on {hardware.device} rows of 16 bits alone are multiplied with them; try --dtype bf16"
+    if not hardware.has_kernels:
+        return f"{hardware.device} multiplies them by kernels in Triton; pip install triton, without {KERNELS}=off"
+    if not hardware.fast_bf16:
+        return f"{hardware.device} multiplies them by kernels that need compute capability 8.0 or later"
+    return ""

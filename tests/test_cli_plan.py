@@ -80,7 +80,7 @@ def plan(models: Path, triforce: Callable[..., tuple[int, str, str]]) -> Plan:
 
 
 def test_a_13b_model_at_120k_on_two_cards_and_on_one(plan: Plan) -> None:
-    """Two cards hold the weights and stream the cache; one streams weights too, and says what would end that."""
+    """Two cards hold the weights and stream the cache; one streams weights too, and proposes with a copy in 4 bits."""
     two = plan.planned("--context", "120000", "--gpus", "2")
     assert (two["placement"]["offload"], two["placement"]["resident_layers"]) == (["kv"], 40)
     assert sum(two["placement"]["device_bytes"].values()) <= 24e9
@@ -88,7 +88,8 @@ def test_a_13b_model_at_120k_on_two_cards_and_on_one(plan: Plan) -> None:
     one = plan.planned("--context", "120000", "--gpus", "1")
     assert one["placement"]["offload"] == ["kv", "weights"]
     assert 0 < one["placement"]["resident_layers"] < 40
-    assert any("low-bit" in note for note in one["notes"])
+    assert one["composition"]["weight_bits"] == 4
+    assert any("cross the link in every full pass" in note for note in one["notes"])
 
 
 def test_it_answers_without_torch(plan: Plan) -> None:

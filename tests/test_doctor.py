@@ -21,10 +21,11 @@ from offload.bench import diagnosis as roof
 from offload.bench.checks import Check
 from offload.bench.diagnosis import Diagnosis, Gpu, GpuRates, LinkRates, Processor, Record, Software
 from offload.kernels import native
+from offload.plan import hardware as probing
 from offload.plan import machine, nvml
 from offload.plan.expectations import CONTEXTS, MODELS, Expectation, expectations
 from offload.plan.hardware import RTX_4090, TWO_CORES, Hardware, Rates, probe, rates_key
-from offload.plan.machine import Machine, machine_name
+from offload.plan.machine import KERNELS, Machine, machine_name
 from offload.plan.nvml import Driver, Pcie
 from offload.plan.rates import FOLDER_VARIABLE, load_rates, rates_file, save_rates, typical
 from offload.transfer.link import PacedLink
@@ -470,6 +471,17 @@ class TestSeveral:
         save_rates(machine_name(), {rates_key("cuda:1"): replace(slow, to_device=0.0)})  # as if never measured
         assert not probe("auto", 2).rates.measured
         assert probe("auto", 2).rates.to_device == 9e9
+
+    def test_have_kernels_where_triton_is_and_nobody_turned_them_off(self, rates_folder, monkeypatch):
+        pretend_gpus(monkeypatch, 1)
+        monkeypatch.delenv(KERNELS, raising=False)
+        monkeypatch.setattr(probing, "installed_version", lambda package: "3.0" if package == "triton" else None)
+        assert probe("auto").has_kernels
+        monkeypatch.setenv(KERNELS, "off")
+        assert not probe("auto").has_kernels
+        monkeypatch.delenv(KERNELS)
+        monkeypatch.setattr(probing, "installed_version", lambda package: None)
+        assert not probe("auto").has_kernels
 
     def test_have_the_memory_of_the_fullest(self, rates_folder, monkeypatch):
         pretend_gpus(monkeypatch, 2)

@@ -133,7 +133,9 @@ def test_layers_that_have_no_room_stream_and_the_plan_says_what_that_costs() -> 
     assert made.placement.offload == ("kv", "weights")
     assert 0 < made.placement.resident_layers < 32
     assert made.placement.total_device_bytes <= 10e9
-    assert any("low-bit" in note for note in made.notes)
+    assert any("cross the link in every full pass" in note for note in made.notes)
+    exact = plan(replace(small, weight_bits=16), target=LLAMA_7B, draft=None, hardware=GPU, prompt=30_000)
+    assert any("in every pass, those of the retrieval level too" in note for note in exact.notes)
 
 
 def test_two_devices_hold_half_of_each_layer_and_cache_each() -> None:
@@ -420,12 +422,13 @@ def test_a_slow_link_is_worth_a_larger_budget_and_longer_drafts() -> None:
 
 def test_on_a_card_a_budget_is_found_to_an_eighth_of_an_octave() -> None:
     """There it takes the place of tiles and layers: with powers of two, 7B at 120,000 tokens took 292 ms a token."""
-    made = plan(target=LLAMA_7B, hardware=GPU, prompt=119_744, max_tokens=256)
+    hardware = replace(GPU, rates=RTX_4090)
+    made = plan(target=LLAMA_7B, hardware=hardware, prompt=119_744, max_tokens=256)
     budget, chunk = made.composition.budget, made.composition.chunk
     assert budget not in {120_000 // share // chunk * chunk for share in (32, 16, 8, 4, 2)}
     for factor in (2**-0.25, 2**-0.125, 2**0.125, 2**0.25, 0.5, 2.0):
         options = Options(budget=round(factor * budget))
-        other = plan(options, target=LLAMA_7B, hardware=GPU, prompt=119_744, max_tokens=256)
+        other = plan(options, target=LLAMA_7B, hardware=hardware, prompt=119_744, max_tokens=256)
         assert made.predicted.seconds_per_token <= 1.001 * other.predicted.seconds_per_token, factor
 
 
@@ -467,10 +470,12 @@ def test_without_a_draft_the_retrieval_level_proposes_and_lookups_do() -> None:
 
 def test_a_model_whose_weights_outweigh_its_cache_has_no_retrieval_level() -> None:
     """A pass over a part of its cache costs what a full one does: lookups, which cost nothing, are what is left."""
-    made = plan(target=LLAMA_7B, draft=None, hardware=GPU, prompt=2000)
+    made = plan(Options(weight_bits=16), target=LLAMA_7B, draft=None, hardware=GPU, prompt=2000)
     assert (made.composition.levels, made.composition.lookup) == (("target",), True)
     assert made.predicted.seconds_per_token == pytest.approx(made.predicted.plain_seconds_per_token / 1.2, rel=0.02)
-    without = plan(Options(lookup=False), target=LLAMA_7B, draft=None, hardware=GPU, prompt=2000).predicted
+    without = plan(
+        Options(lookup=False, weight_bits=16), target=LLAMA_7B, draft=None, hardware=GPU, prompt=2000
+    ).predicted
     assert without.seconds_per_token == without.plain_seconds_per_token
 
 
@@ -605,7 +610,8 @@ def test_a_cache_in_4_bits_that_cannot_be_is_refused(
 @pytest.mark.parametrize(
     ("hardware", "shapes", "reason"),
     [
-        (GPU, {}, "on cuda:0 passes run over 16-bit weights alone"),
+        (replace(GPU, has_kernels=False), {}, "by kernels in Triton; pip install triton, without TRIFORCE_KERNELS=off"),
+        (replace(GPU, fast_bf16=False), {}, "kernels that need compute capability 8.0"),
         (CPU, {"intermediate_size": 608}, "1216 x 384, 384 x 608 .* not whole groups of 64 inputs and 16 outputs"),
     ],
 )
@@ -635,7 +641,7 @@ def test_the_largest_context_is_the_last_that_can_be_planned() -> None:
 
 
 def test_a_draft_may_propose_straight_to_the_target() -> None:
-    made = plan(target=LLAMA_7B, hardware=GPU, prompt=2000)
+    made = plan(Options(weight_bits=16), target=LLAMA_7B, hardware=GPU, prompt=2000)
     assert made.composition.levels == ("draft", "target")
     assert "selection" not in made.placement.device_bytes
     assert made.predicted.seconds_per_token < made.predicted.plain_seconds_per_token

@@ -1,0 +1,96 @@
+"""Plans for cards on which the target proposes to itself with its weights in 4 bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from offload.errors import UsageError
+from offload.plan.config import ModelConfig
+from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
+from offload.plan.gpu_costs import GPU as COSTS
+from offload.plan.hardware import RTX_4090, Hardware
+from offload.plan.options import Options
+from offload.plan.planner import Plan, make_plan
+from offload.plan.sizing import code_bytes
+
+CARD = Hardware("cuda:0", "a card", 24 * 10**9, 128 * 10**9, True, RTX_4090)
+EXACT = Options(weight_bits=16)
+
+
+def plan(
+    options: Options | None = None, target: ModelConfig = LLAMA2_13B, hardware: Hardware = CARD, tokens: int = 119_744
+) -> Plan:
+    return make_plan(target, LLAMA_68M, options or Options(), hardware, num_prompt_tokens=tokens, max_tokens=256)
+
+
+def test_where_weights_stream_a_copy_in_4_bits_proposes() -> None:
+    """13B at 120,000 tokens on one card of 24 GB: nothing that the retrieval level needs crosses the link."""
+    made, exact = plan(), plan(EXACT)
+    assert made.composition.weight_bits == 4
+    assert made.composition.levels == ("draft", "retrieval", "target")
+    assert made.placement.offload == ("kv", "weights")
+    assert made.placement.total_device_bytes <= CARD.device_free_bytes
+    assert made.placement.resident_layers < exact.placement.resident_layers
+    assert made.predicted.retrieval_pass_seconds < 0.1 * exact.predicted.retrieval_pass_seconds
+    assert made.predicted.acceptance < exact.predicted.acceptance
+    assert made.predicted.seconds_per_token < 0.75 * exact.predicted.seconds_per_token
+    assert made.predicted.plain_seconds_per_token == exact.predicted.plain_seconds_per_token
+
+
+def test_where_weights_have_room_the_exact_ones_propose() -> None:
+    """7B at 120,000 tokens: a copy would take the place of retrieved tokens, and be believed less."""
+    assert plan(target=LLAMA2_7B) == plan(EXACT, LLAMA2_7B)
+    assert plan(target=LLAMA2_7B).composition.weight_bits == 16
+
+
+def test_the_copy_has_the_bytes_of_its_blocks() -> None:
+    made = plan().placement.device_bytes["low-bit weights"]
+    shapes = [(3 * 5120, 5120), (5120, 5120), (2 * 13_824, 5120), (5120, 13_824)]
+    layer = sum(code_bytes(*shape) for shape in shapes) + 2 * 5120 * 2
+    assert made == 40 * layer + code_bytes(32_000, 5120)
+    assert "low-bit weights" not in plan(EXACT).placement.device_bytes
+
+
+def test_each_of_two_cards_has_a_copy_of_its_shard() -> None:
+    placement = plan(Options(weight_bits=4), hardware=replace(CARD, num_devices=2)).placement
+    whole = plan().placement.device_bytes["low-bit weights"]
+    ours, theirs = (sizes["low-bit weights"] for sizes in (placement.device_bytes, placement.other_device_bytes))
+    assert ours - theirs == code_bytes(32_000, 5120)
+    assert ours + theirs == pytest.approx(whole, rel=1e-3)
+
+
+def test_a_pass_to_propose_reads_the_copy_and_what_was_retrieved() -> None:
+    made = plan()
+    kept = made.composition.budget * LLAMA2_13B.kv_bytes_per_token(2) / COSTS.read_share
+    copy = made.placement.device_bytes["low-bit weights"] / COSTS.coded_share
+    assert made.predicted.retrieval_pass_seconds == pytest.approx((kept + copy) / RTX_4090.device_read)
+
+
+def test_over_the_whole_cache_a_pass_to_propose_reads_all_of_it() -> None:
+    """Where everything is on the card: no budget, no refresh; blocks are padded to 16 rows as the target's."""
+    slow = replace(RTX_4090, device_read=1e11)
+    hardware = replace(CARD, device_free_bytes=48 * 10**9, rates=slow)
+    made = plan(Options(weight_bits=4, gamma=3), LLAMA2_7B, hardware, 500)
+    assert made.composition.levels == ("draft", "self", "target")
+    copy = made.placement.device_bytes["low-bit weights"] / COSTS.coded_share
+    cache = made.request.capacity * LLAMA2_7B.kv_bytes_per_token(2) / COSTS.read_share
+    rows = 1 + 15 * COSTS.row_share
+    assert made.predicted.retrieval_pass_seconds == pytest.approx((copy + cache) / 1e11 * rows)
+    assert made.predicted.refresh_seconds == 0.0
+    assert made.predicted.retrieval_pass_seconds < 0.4 * made.predicted.full_pass_seconds
+
+
+@pytest.mark.parametrize("changes", [{"has_kernels": False}, {"fast_bf16": False}])
+def test_it_is_chosen_where_its_kernels_run(changes: dict[str, bool]) -> None:
+    assert plan(hardware=replace(CARD, **changes)).composition.weight_bits == 16
+
+
+def test_it_is_for_rows_of_16_bits() -> None:
+    assert plan(Options(dtype="fp32"), tokens=10_000).composition.weight_bits == 16
+    with pytest.raises(UsageError, match=r"weight-bits is 4: on cuda:0 rows of 16 bits alone .* try --dtype bf16"):
+        plan(Options(dtype="fp32", weight_bits=4), tokens=10_000)
+    refused = replace(CARD, has_kernels=False)
+    with pytest.raises(UsageError, match="weight-bits is 4: cuda:0 multiplies them by kernels in Triton"):
+        plan(Options(weight_bits=4), hardware=refused)

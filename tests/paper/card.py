@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paper.clocks import Actor, Block, Clock
+from paper.codes import codes_by_card
 from paper.graphs import Graph, recording
 from paper.shapes import without_values
 from paper.streams import Event, Stream, current
@@ -175,6 +176,7 @@ def on_paper(*, without_values: bool = False) -> Iterator[Card]:
         patch.setattr(Tensor, "numpy", _seen(card, Tensor.numpy, "numpy"))
         patch.setattr(Tensor, "data_ptr", _seen(card, ADDRESS, "by its address"))
         patch.setattr(threading.Thread, "run", _started(card, threading.Thread.run))
+        codes_by_card(patch, without_values=without_values)
         yield card
 
 

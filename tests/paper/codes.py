@@ -1,0 +1,24 @@
+"""Weights in 4 bits on a card on paper. No tests in here."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+from torch.nn.functional import linear
+
+from offload import parts
+from offload.kernels.card import Card
+from offload.kernels.codes import Codes
+from offload.transfer import weights
+
+
+def codes_by_card(patch: pytest.MonkeyPatch, *, without_values: bool) -> None:
+    """Rows are multiplied with them by the card: by torch's operators, or where tensors have no values by its kernels,
+    which are launched."""
+    patch.setattr(parts, "card", lambda device: Card("on paper"))
+    if not without_values:
+        patch.setattr(weights, "product", _product)
+
+
+def _product(x: Tensor, weight: Tensor | Codes, bias: Tensor | None) -> Tensor:
+    return linear(x, weight.matrix(x.dtype) if isinstance(weight, Codes) else weight, bias)

@@ -1,0 +1,130 @@
+"""The target proposes to itself over weights in 4 bits on a card on paper: made there, resident where the exact ones
+stream, and of no consequence for the text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from models import GREEDY, Sizes, perturbed, random_model, save
+from offload.decode.sampling import SamplingParams
+from offload.engine import Engine
+from offload.kernels.codes import Codes, encode_with_torch
+from offload.metrics import LevelStats
+from offload.transfer.link import CudaEvent
+from offload.transfer.weights import OPERATORS, ResidentLayers
+from paper import on_paper
+from paper.engines import NUM_NEW, OTHER, PROMPT, Case, Pair, engine_on_paper, loaded, said
+from paper.tensors import PaperTensor
+
+SIZES = Sizes(gamma=5, draft_gamma=2, capacity=128, budget=0, weight_bits=4)
+ALONE = replace(SIZES, draft_gamma=0)
+RETRIEVED = replace(SIZES, budget=64)
+CASES = {
+    "all on the card": Case(SIZES, dtype="bf16"),
+    "all on the card, no draft": Case(ALONE, dtype="bf16"),
+    "fp16": Case(ALONE, dtype="fp16"),
+    "weights streamed": Case(SIZES, ("weights",), resident_layers=1, dtype="bf16"),
+    "retrieved, all on the card": Case(RETRIEVED, dtype="bf16"),
+    "retrieved, kv streamed": Case(RETRIEVED, ("kv",), resident_tiles=1, dtype="bf16"),
+    "retrieved, both streamed": Case(RETRIEVED, ("kv", "weights"), dtype="bf16"),
+    "adaptive, both streamed": Case(replace(RETRIEVED, adaptive=True, lookup=True), ("kv", "weights"), dtype="bf16"),
+}
+OWN = ("self", "retrieval")  # the level at which the target proposes to itself
+BUSIEST = CASES["retrieved, both streamed"]
+EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """In whole groups and tiles, but for the vocabulary."""
+    root = tmp_path_factory.mktemp("models")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 16}
+    model = random_model("qwen2", vocab_size=264, seed=11, eos_token_id=None, **sizes)
+    target = save(model, root / "target", tokenizer=True)
+    return target, save(perturbed(model, 0.03), root / "draft", tokenizer=True)
+
+
+@cache
+def plainly(case: Case, pair: Pair) -> list[list[int]]:
+    with engine_on_paper(case, pair) as (engine, card):
+        expected = [said(engine, prompt) for prompt in (PROMPT, OTHER)]
+    assert card.problems == []
+    return expected
+
+
+def stats_of(engine: Engine, *names: str) -> LevelStats:
+    return next(level for level in engine.stats.levels if level.name in names)
+
+
+@EVERY
+def test_tokens_are_those_of_plain_decoding_and_every_access_is_ordered(case: Case, pair: Pair) -> None:
+    expected = plainly(case.plain(), pair)
+    drafted = accepted = 0
+    with engine_on_paper(case, pair) as (engine, card):
+        for prompt, wanted in zip((PROMPT, OTHER), expected, strict=True):
+            assert said(engine, prompt) == wanted
+            target = stats_of(engine, "target")
+            drafted, accepted = drafted + target.drafted, accepted + target.accepted
+            assert stats_of(engine, *OWN).passes > 0
+        assert 0 < accepted <= drafted or case.sizes.adaptive  # which may draft nothing
+        assert said(engine, PROMPT, reuse=True) == expected[0]
+        again = engine.generate(PROMPT, GREEDY, max_tokens=NUM_NEW, speculation=False)
+        assert [token for step in again for token in step.tokens] == expected[0]
+    assert card.problems == []
+
+
+def test_a_seed_repeats_its_text(pair: Pair) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=5)
+    with engine_on_paper(BUSIEST, pair) as (engine, card):
+        assert said(engine, PROMPT, sampling) == said(engine, PROMPT, sampling)
+    assert card.problems == []
+
+
+@EVERY
+def test_the_copy_is_of_the_layers_weights_and_on_the_card(case: Case, pair: Pair) -> None:
+    with on_paper(), loaded(replace(case, offload=()), pair) as engine:
+        exact = list(engine.worker.target.weights.layers)
+        wanted = [{name: _codes_of(getattr(layer, name).weight) for name in OPERATORS} for layer in exact]
+    with engine_on_paper(case, pair) as (engine, card):
+        weights = engine.worker.parts.coded_target.weights
+        assert isinstance(weights.layers, ResidentLayers)
+        for layer, codes in zip(weights.layers, wanted, strict=True):
+            for name in OPERATORS:
+                ours = getattr(layer, name).weight
+                assert isinstance(ours, Codes)
+                assert isinstance(ours.blocks, PaperTensor)
+                assert torch.equal(ours.blocks.raw, codes[name])
+    assert card.problems == []
+
+
+def _codes_of(weight: PaperTensor) -> torch.Tensor:
+    raw = weight.raw.clone()
+    codes = Codes(torch.zeros(Codes.shape_of_blocks(raw.shape), dtype=torch.uint8))
+    encode_with_torch(raw, codes)
+    return codes.blocks
+
+
+def test_codes_of_weights_that_have_not_arrived_are_reported(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["weights streamed"]
+    with on_paper() as card, monkeypatch.context() as patch:
+        patch.setattr(CudaEvent, "wait", lambda event: None)
+        with loaded(case, pair):
+            assert any("race: read" in problem and "low_bits" in problem for problem in card.problems)
+
+
+def test_a_pass_to_propose_moves_nothing_and_runs_as_a_graph_while_weights_stream(pair: Pair) -> None:
+    with engine_on_paper(BUSIEST, pair) as (engine, card):
+        said(engine)
+        level, link = engine.levels["retrieval"], engine.worker.link
+        assert link is not None
+        for _ in range(3):
+            launches, waits, moved = card.launches.total(), card.syncs.total(), link.stats.bytes_to_device
+            level.forward([1], 1)
+        assert card.launches.total() - launches == 5
+        assert card.syncs.total() == waits
+        assert link.stats.bytes_to_device == moved
+    assert card.problems == []

@@ -16,7 +16,7 @@ from offload.plan.config import ModelConfig
 from offload.plan.cost import Cost
 from offload.plan.hardware import Hardware
 from offload.plan.host_share import shared, worth_a_share
-from offload.plan.low_bits import check_low_bits, weights_problem
+from offload.plan.low_bits import cache_problem, check_low_bits, weights_problem
 from offload.plan.options import Options
 from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import Placement, largest, place, shortage

@@ -18,10 +18,12 @@ sys.path.insert(0, str(ROOT))
 
 from offload.decode.sampling import SamplingParams  # noqa: E402
 from offload.engine import Engine, load_tokenizer, plan_request  # noqa: E402
+from offload.kernels.codes import Codes, encode_in_parts  # noqa: E402
 from offload.plan.options import Options  # noqa: E402
 from offload.plan.planner import Plan  # noqa: E402
 from offload.transfer.link import CudaLink  # noqa: E402
 from offload.transfer.memory import Memory  # noqa: E402
+from offload.transfer.weights import Linear  # noqa: E402
 
 try:
     import pytest
@@ -152,6 +154,8 @@ def test_tokens_are_the_same_with_and_without_speculation_wherever_bytes_are() -
             placed(made(gamma=15, draft_gamma=0, budget=256), "kv", tiles=13),
             placed(made(gamma=31, draft_gamma=2), "kv"),
             placed(made(gamma=15, draft_gamma=1), "weights,kv", layers=3, tiles=21),
+            placed(made(gamma=15, draft_gamma=0, weight_bits=4)),
+            placed(made(gamma=15, draft_gamma=1, weight_bits=4, budget=256), "weights,kv", layers=0, tiles=21),
             placed(made(speculation=False), "weights,kv", layers=0),
         ):
             assert said(tokens, plan) == expected, (dtype, plan)
@@ -183,6 +187,38 @@ def test_a_row_of_a_product_does_not_depend_on_its_place_among_the_rows() -> Non
         assert torch.equal(scores[:, order], torch.bmm(query[:, order], keys.transpose(1, 2)))
         weights = scores.softmax(-1)
         assert torch.equal(torch.bmm(weights, keys)[:, order], torch.bmm(weights[:, order], keys))
+
+
+def coded(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Codes, Codes]:
+    """The same weights in 4 bits, made by the processor and by the card."""
+    weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
+    made = []
+    for device in ("cpu", DEVICE):
+        made.append(Codes(torch.zeros(Codes.shape_of_blocks(weight.shape), dtype=torch.uint8, device=device)))
+        encode_in_parts(weight.to(device), made[-1])
+    return made[0], made[1]
+
+
+def test_weights_in_4_bits_are_those_of_the_processor_and_products_with_them_of_fp64() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        for outputs, inputs in ((272, 1216), (SIDE, SIDE), (64, 2 * SIDE)):
+            wanted, made = coded(outputs, inputs, dtype)
+            assert torch.equal(made.blocks.cpu(), wanted.blocks)
+            rows, bias = torch.randn(33, inputs).to(dtype), torch.randn(outputs).to(dtype)
+            exact = rows.double() @ wanted.matrix(dtype).double().T + bias
+            for count in (1, 3, 16, 33):
+                out = Linear(made, bias.to(DEVICE))(rows[:count].to(DEVICE)).cpu().double()
+                assert (out - exact[:count]).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
+
+
+def test_a_row_of_a_product_with_weights_in_4_bits_does_not_depend_on_the_rows_beside_it() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        for inputs, outputs in ((5120, 15360), (5120, 5120), (13824, 5120), (1216, 272)):
+            _, made = coded(outputs, inputs, dtype)
+            rows = torch.randn(40, inputs, device=DEVICE).to(dtype)
+            whole = Linear(made, None)(rows)
+            for first, count in ((0, 1), (5, 1), (15, 2), (3, 16), (20, 20)):
+                assert torch.equal(whole[first : first + count], Linear(made, None)(rows[first : first + count]))
 
 
 def test_planned_device_bytes_hold() -> None:

@@ -29,6 +29,7 @@ from offload.cache.ahead import AheadCache
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine
 from offload.errors import UsageError
+from offload.kernels.card import Card
 from offload.kernels.codes import Codes
 from offload.kernels.native import NONE
 from offload.metrics import LevelStats
@@ -128,6 +129,8 @@ def test_without_kernels_they_are_refused(pair: tuple[Decoder, Decoder]) -> None
     exact, _ = pair
     with pytest.raises(UsageError, match="weights in 4 bits need the processor's kernels"):
         low_bit_weights(exact.weights, exact.config, Memory(torch.device("cpu")), replace(NONE, reason="none"))
+    with pytest.raises(UsageError, match="weights in 4 bits need the card's kernels, which do not run: no Triton"):
+        low_bit_weights(exact.weights, exact.config, Memory(torch.device("cpu")), Card(reason="no Triton"))
 
 
 # The cache that both levels write to.

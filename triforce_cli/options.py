@@ -229,7 +229,7 @@ WeightBits = Annotated[
     str,
     option(
         "--weight-bits",
-        "Bits of the weights with which the target drafts for itself: 16, 4 or auto (CPU).",
+        "Bits of the weights with which the target drafts for itself: 16, 4 or auto.",
         SPECULATION,
         metavar="BITS",
         hidden=True,

@@ -24,8 +24,9 @@ from offload.errors import TriforceError
 from offload.kernels import decode_attention, native
 from offload.kernels.attention import join
 from offload.kernels.card import Card, programs
-from offload.kernels.card.attention import ROWS, CardAttention, launch
+from offload.kernels.card.attention import CardAttention, launch
 from offload.kernels.card.fetch import ChunkCopy
+from offload.kernels.card.tiling import ROWS
 from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks

@@ -21,9 +21,9 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from offload.bench.diagnosis import software  # noqa: E402
 from offload.engine import kernels_problem  # noqa: E402
-from offload.kernels.card import Card, card, code_programs, codes, fitting, programs  # noqa: E402
-from offload.kernels.card.attention import ROWS, SPAN, STAGES, Tiling  # noqa: E402
+from offload.kernels.card import Card, card, code_programs, codes, fitting, kv_programs, programs  # noqa: E402
 from offload.kernels.card.fetch import rows_at_once, warps  # noqa: E402
+from offload.kernels.card.tiling import ROWS, SPAN, STAGES, Tiling  # noqa: E402
 from offload.kernels.native import VARIABLE  # noqa: E402
 from offload.plan.expectations import LLAMA2_7B  # noqa: E402
 
@@ -32,13 +32,14 @@ ROOT = Path(__file__).resolve().parents[1]
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 CAPABILITIES = [89, 90]
 SHARED_BYTES = 99 * 2**10  # that a program may have on compute capability 8.9
+SCRATCH = ("partials", "sums", "earlier_partials", "earlier_sums", "running", "tops", "totals")
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
 
-def test_every_kernel_runs_in_the_interpreter() -> None:
+@pytest.mark.parametrize("name", ["card", "codes", "kv_codes"])
+def test_every_kernel_runs_in_the_interpreter(name: str) -> None:
     """In a process of its own, as Triton decides on import whether it compiles."""
-    files = ("tests/card_interpreted.py", "tests/codes_interpreted.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{name}_interpreted.py"]
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -162,8 +163,7 @@ def test_attention_compiles_to_wide_loads_and_spills_nothing(
     shape = {"DIM": dim, "DIM_PADDED": tiling.padded, "ROWS": ROWS, "STEP": tiling.step, "SPAN": SPAN, "GROUP": group}
     rest = {"WINDOW": window, "SPANS_OF_PAGE": 1, "CHUNK": min(chunk, tiling.step), "WIDEN": False}
     pointers = dict.fromkeys(("queries", "keys", "values"), f"*{dtype}") | {"places": "*i64"}
-    scratch = ("partials", "sums", "earlier_partials", "earlier_sums", "running", "tops", "totals", "masses")
-    pointers |= dict.fromkeys(scratch, "*fp32")
+    pointers |= dict.fromkeys((*SCRATCH, "masses"), "*fp32")
     found = compiled(programs.attend_spans, capability, pointers, shape | rest, tiling=tiling)
     assert found.spilled_bytes == 0
     assert found.registers <= (192 if tiling.itemsize == 2 else 255)
@@ -171,6 +171,42 @@ def test_attention_compiles_to_wide_loads_and_spills_nothing(
     copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", found.ptx)
     assert copies
     assert {int(num_bytes, 0) for num_bytes in copies} == {16}  # keys and values go past the registers
+    assert ("mma.sync" in found.ptx or "wgmma" in found.ptx) == (tiling.itemsize == 2)
+    assert "tf32" not in found.ptx
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    ("dtype", "dim", "group"),
+    [
+        ("bf16", 128, 1),
+        ("bf16", 128, 4),
+        ("fp16", 128, 8),
+        ("bf16", 64, 6),
+        ("bf16", 256, 3),
+        ("fp16", 80, 1),
+        ("fp32", 128, 1),
+    ],
+)
+def test_attention_to_codes_compiles_to_wide_loads_and_spills_nothing(
+    capability: int, dtype: str, dim: int, group: int
+) -> None:
+    tiling = Tiling(dim, ITEMSIZE[dtype])
+    shape = {"DIM": dim, "DIM_PADDED": tiling.padded, "ROWS": ROWS, "SPAN": SPAN, "GROUP": group}
+    rest = {"BLOCKS": tiling.blocks, "WIDEN": False}
+    pointers = {"queries": f"*{dtype}", "blocks": "*u8", "units": "*i32"}
+    pointers |= dict.fromkeys(SCRATCH, "*fp32")
+    most = tiling.most_coded_registers
+    found = compiled(kv_programs.attend_codes, capability, pointers, shape | rest, warps=tiling.warps, most=most)
+    assert found.spilled_bytes == 0
+    assert found.registers <= (168 if dim in (64, 128) and tiling.itemsize == 2 else 255)
+    assert found.shared_bytes <= min(SHARED_BYTES, 56 * 2**10)
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", found.ptx)
+    widths = [int(num_bytes, 0) for num_bytes in copies]
+    wide = 16 if tiling.itemsize == 2 else 8  # of more threads each has less to copy
+    assert sum(width for width in widths if width == wide) >= 0.55 * sum(widths)  # the others are steps and lows
+    assert not re.search(r"ld\.global[.\w]*\.b?8", found.ptx)
+    assert not re.search(r"ld\.shared[.\w]*\.b8", found.ptx)  # tensor cores' operands come in words
     assert ("mma.sync" in found.ptx or "wgmma" in found.ptx) == (tiling.itemsize == 2)
     assert "tf32" not in found.ptx
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,6 +99,33 @@ def assert_within(error: Tensor, numbers: Tensor, shared: int) -> None:
     low, high = numbers.aminmax(dim=shared, keepdim=True)
     largest = numbers.abs().amax(shared, keepdim=True)
     assert bool((error <= ((high - low) / 30 + largest / 256) * 1.02).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_in_a_cards_order_codes_stand_for_the_same_numbers(dtype: torch.dtype) -> None:
+    """Bit for bit, and of each number at its place; scales are where they are in the other order."""
+    for dim in (16, 48, 64, 80, 128, 256):
+        rows = held(2, 3, 3 * GROUP, dim, dtype)
+        lanes = empty(rows)
+        matrices = replace(empty(rows), order="matrices")
+        for codes in (lanes, matrices):
+            encode_with_torch(rows, codes)
+        assert not torch.equal(lanes.blocks, matrices.blocks)
+        assert torch.equal(lanes.rows(dtype), matrices.rows(dtype))
+        block, token, channel = matrices.blocks[1, 2, 1], 21, dim - 3
+        key, value = (block[at:][: dim * GROUP // 2] for at in (4 * dim, len(block) - dim * GROUP // 2))
+        units = block.view(torch.bfloat16)
+        step, low = units[2 * channel : 2 * channel + 2].float()
+        assert (
+            low + step * (key.view(-1, dim)[token - 16, channel] >> 4)
+            == matrices.rows(torch.float32)[1, 0, 2, GROUP + token, channel]
+        )
+        first = 2 * dim + dim * GROUP // 4 + 2 * (channel // GROUP * GROUP + token)
+        step, low = units[first : first + 2].float()
+        assert (
+            low + step * (value.view(dim, -1)[channel, token - 16] >> 4)
+            == matrices.rows(torch.float32)[1, 1, 2, GROUP + token, channel]
+        )
 
 
 def test_codes_take_the_bytes_of_the_plan() -> None:

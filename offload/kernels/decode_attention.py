@@ -11,6 +11,8 @@ from torch import Tensor
 
 from offload.kernels.attention import Part
 from offload.kernels.card import Card
+from offload.kernels.card.tiling import SPAN as CARD_SPAN
+from offload.kernels.kv_codes import KVCodes
 from offload.kernels.native import Kernels
 from offload.kernels.rope import RopeTable
 from offload.kernels.spans import SPAN, Rows, SpanAttention
@@ -32,6 +34,8 @@ class DecodeAttention(Protocol):
         self, tensor: Tensor, *, first: int, tokens: int, slot: int, query: int = 0, windowed: bool = False
     ) -> Any: ...
 
+    def coded_run(self, codes: KVCodes, layer: int, *, tokens: int, slot: int) -> Any: ...
+
     def begin(self, rows: Rows, num_slots: int, *, masses: bool = False, lasts: Sequence[int] = ()) -> None: ...
 
     def take_in(self, run: Any) -> None: ...
@@ -51,10 +55,10 @@ def decode_attention(
     if isinstance(kernels, Card):
         if not kernels.usable:
             return None
-        from offload.kernels.card import attention  # it imports Triton, which not every machine has
+        from offload.kernels.card.attention import CardAttention  # it imports Triton, which not every machine has
 
-        span = attention.SPAN if page is None else gcd(attention.SPAN, page)
-        return attention.CardAttention(rope, dtype=dtype, span=span, chunk=chunk, mass_dtype=MASS_DTYPE)
+        span = CARD_SPAN if page is None else gcd(CARD_SPAN, page)
+        return CardAttention(rope, dtype=dtype, span=span, chunk=chunk, mass_dtype=MASS_DTYPE)
     if kernels.library is None:
         return None
     return SpanAttention(kernels, rope, dtype=dtype, span=SPAN if page is None else gcd(SPAN, page), chunk=chunk)

@@ -1,4 +1,5 @@
-"""Keys and values in 4 bits: made from exact ones by the processor's kernels, attended to in `kernels.spans`.
+"""Keys and values in 4 bits: made from exact ones by the processor's kernels or, on a card, by torch's operators, and
+attended to in `kernels.spans` or `kernels.card.attention`.
 
 By groups of `GROUP` tokens a key is low + step * code of its channel, and by `GROUP` channels a value of its token;
 step and low are bf16. Channels of keys have magnitudes of their own, tokens of values (KIVI, Liu et al. 2024, § 3).
@@ -7,12 +8,14 @@ step and low are bf16. Channels of keys have magnitudes of their own, tokens of 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from offload.kernels.card import Card
 from offload.kernels.codes import group_codes
 from offload.kernels.native import Kernels
 from offload.kernels.native.interface import DTYPES, Encoding
@@ -21,16 +24,22 @@ from offload.plan.sizing import KV_CODE_GROUP, KV_CODE_LANES, kv_code_bytes
 GROUP = KV_CODE_GROUP
 _HALF = GROUP // 2
 
+Order = Literal["lanes", "matrices"]
+
 
 @dataclass(frozen=True)
 class KVCodes:
     """Whole groups of tokens of layers.
 
-    blocks: uint8 [L, H_kv, groups, bytes], see native/kv_codes.h for their order. head_dim: channels D.
+    blocks: uint8 [L, H_kv, groups, bytes]: steps and lows of keys, their codes, and the same of values; see
+    native/kv_codes.h. head_dim: channels D. order: of the codes: "lanes", as there, for a processor's vectors, or
+    "matrices", for a card, D a multiple of 16: keys [16 tokens, D] and values [D, 16 tokens], as tensor cores take
+    them, the last 16 tokens in the high halves.
     """
 
     blocks: Tensor
     head_dim: int
+    order: Order = "lanes"
 
     @staticmethod
     def shape_of_blocks(
@@ -41,20 +50,27 @@ class KVCodes:
 
     def groups(self, start: int, stop: int) -> KVCodes:
         """Those numbers `start` to `stop`."""
-        return KVCodes(self.blocks[:, :, start:stop], self.head_dim)
+        return replace(self, blocks=self.blocks[:, :, start:stop])
 
     def rows(self, dtype: torch.dtype) -> Tensor:
         """The numbers that the codes stand for, computed in fp32 and rounded to `dtype` -> [L, 2, H_kv, tokens, D]."""
         parts = [part.contiguous() for part in self.blocks.split(self._sizes, 3)]
         key_step, key_low = _scales(parts[0], 1)
-        keys = _halves(parts[1].unflatten(3, (-1, GROUP, 4)).transpose(4, 5).flatten(3, 4), 3)[..., : self.head_dim, :]
         value_step, value_low = (x.repeat_interleave(GROUP, 3) for x in _scales(parts[2], GROUP))
-        values = _halves(parts[3].unflatten(3, (_HALF // 4, -1, 4)).transpose(3, 4).flatten(4, 5), 4)
+        keys, values = self._codes(parts[1], parts[3])
         exact = [
             (key_low + key_step * keys).transpose(3, 4),
             (value_low + value_step * pad(values, (0, 0, 0, value_low.shape[3] - values.shape[3]))).transpose(3, 4),
         ]
         return torch.stack([x[..., : self.head_dim].flatten(2, 3) for x in exact], 1).to(dtype)
+
+    def _codes(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """One a byte, [L, H, groups, channels, GROUP], of keys and of values."""
+        if self.order == "matrices":
+            keys = _halves(keys.unflatten(3, (_HALF, -1)), 3).transpose(3, 4)
+            return keys, _halves(values.unflatten(3, (-1, _HALF)), 4)
+        keys = _halves(keys.unflatten(3, (-1, GROUP, 4)).transpose(4, 5).flatten(3, 4), 3)
+        return keys, _halves(values.unflatten(3, (_HALF // 4, -1, 4)).transpose(3, 4).flatten(4, 5), 4)
 
     @property
     def _sizes(self) -> list[int]:
@@ -63,9 +79,17 @@ class KVCodes:
         return [4 * dim, _HALF * dim, 4 * GROUP * -(-dim // GROUP), _HALF * lanes]
 
 
-def encode(rows: Tensor, into: KVCodes, kernels: Kernels) -> None:
-    """Fill `into` with the codes of rows, [L, 2, H_kv, tokens, D] with each head's [tokens, D] contiguous, on all
-    threads."""
+def order_for(kernels: Kernels | Card) -> Order:
+    """Of codes that these kernels attend to."""
+    return "matrices" if isinstance(kernels, Card) else "lanes"
+
+
+def encode(rows: Tensor, into: KVCodes, kernels: Kernels | Card) -> None:
+    """Fill `into` with the codes of rows, [L, 2, H_kv, tokens, D] with each head's [tokens, D] contiguous: on all
+    threads or, on a card, by some dozens of launches and temporaries of up to five times the bytes of 16-bit rows."""
+    assert into.order == order_for(kernels)
+    if isinstance(kernels, Card):
+        return encode_with_torch(rows, into)
     assert kernels.library is not None
     num_layers, _, num_kv_heads, num_tokens, dim = rows.shape
     assert rows.stride()[3:] == (dim, 1)
@@ -78,10 +102,11 @@ def encode(rows: Tensor, into: KVCodes, kernels: Kernels) -> None:
         num_layers, num_kv_heads, num_tokens // GROUP, dim,
     )  # fmt: skip
     kernels.library.encode_kv(DTYPES[rows.dtype], ctypes.byref(encoding), torch.get_num_threads())
+    return None
 
 
 def encode_with_torch(rows: Tensor, into: KVCodes) -> None:
-    """The same by torch's operators, bit for bit: what the kernel is tested against."""
+    """The same by torch's operators, bit for bit, in either order: what the processor's kernel is tested against."""
     keys, values = rows.unflatten(3, (-1, GROUP)).unbind(1)  # [L, H, groups, GROUP, D]
     key_scales, keys = group_codes(keys.transpose(3, 4))  # [L, H, groups, D, 2], [..., D, GROUP]
     dim = rows.shape[4]
@@ -89,8 +114,13 @@ def encode_with_torch(rows: Tensor, into: KVCodes) -> None:
     values = torch.cat([values, values[..., -(dim % GROUP) :][..., :1].expand(*values.shape[:-1], missing)], 4)
     value_scales, values = group_codes(values.unflatten(4, (-1, GROUP)).transpose(3, 4))
     values = values.transpose(3, 4).flatten(4)[..., :dim]  # [..., GROUP, D]
-    values = pad(values, (0, -dim % KV_CODE_LANES)).unflatten(3, (2, _HALF // 4, 4)).movedim(5, 6)
-    keys = keys.unflatten(3, (2, -1, 4)).movedim(5, 6)
+    if into.order == "matrices":
+        assert dim % KV_CODE_LANES == 0
+        keys = keys.transpose(3, 4).unflatten(3, (2, _HALF))
+        values = values.unflatten(3, (2, _HALF)).transpose(4, 5)
+    else:
+        values = pad(values, (0, -dim % KV_CODE_LANES)).unflatten(3, (2, _HALF // 4, 4)).movedim(5, 6)
+        keys = keys.unflatten(3, (2, -1, 4)).movedim(5, 6)
     parts = [
         key_scales.view(torch.uint8),
         keys.select(3, 0) | keys.select(3, 1) << 4,

@@ -120,6 +120,10 @@ class SpanAttention:
         """See `one_run`."""
         return one_run(tensor, first=first, tokens=tokens, slot=slot, span=self.span, query=query, windowed=windowed)
 
+    def coded_run(self, codes: KVCodes, layer: int, *, tokens: int, slot: int) -> ctypes.Array[Run]:
+        """See `coded_run`."""
+        return coded_run(codes, layer, tokens=tokens, slot=slot, span=self.span)
+
     def take_in(self, runs: ctypes.Array[Run], count: int = 1) -> None:
         """Write the rows' keys, rotated, and values to those of the first `count` runs that have room for them."""
         self._rotation.runs, self._rotation.count = ctypes.addressof(runs), count

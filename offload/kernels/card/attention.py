@@ -19,43 +19,15 @@ from torch.nn.functional import pad
 
 from offload.errors import TriforceError
 from offload.kernels.attention import Part
-from offload.kernels.card import programs
+from offload.kernels.card import kv_programs, programs
+from offload.kernels.card.tiling import ROWS, STAGES, Tiling
+from offload.kernels.kv_codes import GROUP, KVCodes
 from offload.kernels.native import VARIABLE
 from offload.kernels.places import RowPlaces
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.spans import Rows
 
-SPAN = 512  # tokens at most: one program's, and of one partial result (plan/sizing.py counts with it)
-ROWS = 16  # of a block: the least that tensor cores take
-STAGES = 2
-_STAGE_BYTES = 32 * 2**10  # of keys and values at a time: two stages fit into every card's shared memory
 _COLUMNS = 256  # of masses that are joined at a time
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How a kernel is cut for heads of `head_dim` in a dtype of `itemsize` bytes. step: keys at a time."""
-
-    head_dim: int
-    itemsize: int
-
-    @property
-    def padded(self) -> int:
-        return 1 << (self.head_dim - 1).bit_length()
-
-    @property
-    def step(self) -> int:
-        return min(64, _STAGE_BYTES // (2 * self.padded * self.itemsize))
-
-    @property
-    def warps(self) -> int:
-        """fp32 products take no tensor cores, and more registers than four warps have."""
-        return 4 if self.itemsize == 2 else 8
-
-    @property
-    def most_registers(self) -> int | None:
-        """Of a thread. None: as many as the assembler thinks best, which for fp32 would spill."""
-        return None if self.itemsize == 2 else 240
 
 
 @dataclass(frozen=True)
@@ -68,6 +40,14 @@ class Run:
     slot: int
     query: int
     windowed: bool
+
+
+@dataclass(frozen=True)
+class CodedRun:
+    """Spans of keys and values in 4 bits. blocks: uint8 [H_kv, groups, bytes] of a layer."""
+
+    blocks: Tensor
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -142,46 +122,81 @@ class CardAttention:
             position += count
         return None
 
-    def attend(self, run: Run) -> None:
+    def coded_run(self, codes: KVCodes, layer: int, *, tokens: int, slot: int) -> CodedRun:
+        """See `SpanAttention.coded_run`. codes: in order "matrices"."""
+        assert codes.order == "matrices"
+        assert tokens % GROUP == 0
+        return CodedRun(codes.blocks[layer], tokens)
+
+    def attend(self, run: Run | CodedRun) -> None:
         """Attend to the run's spans, and fold those of the run before. Each slot comes once between `begin` and
         `merge`."""
-        assert self._rows is not None
-        tiling, pages, queries = self._tiling, run.pages, self._queries[run.query]
         if not run.tokens:
             return
-        assert pages.stride(4) == 1
-        page = pages.shape[3]
-        assert pages.shape[1] == 1 or page % self.span == 0
-        num_spans = -(-run.tokens // self.span)
+        dim, num_spans = self._tiling.head_dim, -(-run.tokens // self.span)
         earlier = self._partials
-        own = self._partials = _Partials(self._floats(num_spans * tiling.head_dim), self._floats(num_spans))
-        column = run.slot * self.span // self._part if self._part else 0
+        own = self._partials = _Partials(self._floats(num_spans * dim), self._floats(num_spans))
+        results = own.out, own.sums, earlier.out, earlier.sums, self._running, self._tops, self._totals
         grid = (num_spans + (self._num_left > 0), self._num_kv_heads, -(-self._folded // ROWS))
+        if isinstance(run, CodedRun):
+            self._attend_codes(run, grid, results)
+        else:
+            self._attend_exact(run, grid, results)
+        self._num_runs, self._num_left = self._num_runs + 1, num_spans
+
+    def _attend_exact(self, run: Run, grid: tuple[int, ...], results: Sequence[Tensor]) -> None:
+        assert self._rows is not None
+        pages, queries, page = run.pages, self._queries[run.query], run.pages.shape[3]
+        assert pages.stride(4) == 1
+        assert pages.shape[1] == 1 or page % self.span == 0
+        column = run.slot * self.span // self._part if self._part else 0
         launch(
             programs.attend_spans,
             grid,
             (
-                queries, self._places.slots, pages[0], pages[1], own.out, own.sums, earlier.out, earlier.sums,
-                self._running, self._tops, self._totals, self._masses,
+                queries, self._places.slots, pages[0], pages[1], *results, self._masses,
                 queries.stride(0), pages.stride(1), pages.stride(2), pages.stride(3),
-                run.first, run.tokens, column, self._columns, self._folded,
-                self._num_left, int(self._num_runs > 1), tiling.head_dim**-0.5,
+                run.first, run.tokens, column, self._columns, self._folded, *self._earlier,
             ),
             WINDOW=self._rows.window if run.windowed else 0,
             SPANS_OF_PAGE=-(-page // self.span),
-            SPAN=self.span,
-            GROUP=self._group,
-            DIM=tiling.head_dim,
-            DIM_PADDED=tiling.padded,
-            ROWS=ROWS,
-            STEP=min(tiling.step, self.span),
+            STEP=min(self._tiling.step, self.span),
             CHUNK=self._part,
             WIDEN=not pages.is_cuda,
-            num_warps=tiling.warps,
-            maxnreg=tiling.most_registers,
-            num_stages=STAGES,
+            maxnreg=self._tiling.most_registers,
+            **self._constants,
         )  # fmt: skip
-        self._num_runs, self._num_left = self._num_runs + 1, num_spans
+
+    def _attend_codes(self, run: CodedRun, grid: tuple[int, ...], results: Sequence[Tensor]) -> None:
+        blocks, queries = run.blocks, self._queries[0]
+        assert self.span % (self._tiling.blocks * GROUP) == 0
+        assert not self._part
+        launch(
+            kv_programs.attend_codes,
+            grid,
+            (
+                queries, blocks, blocks.view(torch.int32), *results,
+                queries.stride(0), blocks.stride(0), run.tokens, self._folded, *self._earlier,
+            ),
+            BLOCKS=self._tiling.blocks,
+            WIDEN=not blocks.is_cuda,
+            maxnreg=self._tiling.most_coded_registers,
+            **self._constants,
+        )  # fmt: skip
+
+    @property
+    def _earlier(self) -> tuple[int, int, float]:
+        """Spans of the run before, whether there are runs before it, and the scale of scores."""
+        return self._num_left, int(self._num_runs > 1), self._tiling.head_dim**-0.5
+
+    @property
+    def _constants(self) -> dict[str, object]:
+        """That all programs that attend have in common."""
+        tiling = self._tiling
+        return {
+            "SPAN": self.span, "GROUP": self._group, "DIM": tiling.head_dim, "DIM_PADDED": tiling.padded, "ROWS": ROWS,
+            "num_warps": tiling.warps, "num_stages": STAGES,
+        }  # fmt: skip
 
     def merge(self) -> tuple[Tensor, Tensor | None]:
         """See `SpanAttention.merge`. Masses are in `mass_dtype`."""

@@ -42,6 +42,31 @@ def _folded_in(
     return out, top, total
 
 
+@triton.jit
+def with_run(
+    running,  # [H_kv, R, D]: of the runs before, see `_folded_in`; not read where there is none
+    tops,  # [H_kv, R]
+    totals,  # [H_kv, R]
+    partials,  # [spans, H_kv, R, D]: of the run
+    sums,  # [spans, H_kv, R]
+    num_spans,
+    stride,  # H_kv * R
+    row,  # [ROWS]: the rows' places among these
+    real,
+    dims,
+    begun,  # 0: there is no run before
+    DIM: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """(out, top, total) of the runs before, with the spans of a run."""
+    there = real & (begun != 0)
+    top = tl.load(tops + row, mask=there, other=float("-inf"))
+    total = tl.load(totals + row, mask=there, other=0.0)
+    begun_rows = there[:, None] & (dims < DIM)[None, :]
+    out = tl.load(running + row[:, None] * DIM + dims[None, :], mask=begun_rows, other=0.0)
+    return _folded_in(out, top, total, partials, sums, num_spans, stride, row, real, dims, DIM, UNROLL)
+
+
 @triton.jit(do_not_specialize=["first", "tokens", "column", "num_columns", "num_folded", "num_earlier", "begun"])
 def attend_spans(
     queries,  # [T, H_kv * G, D] by the stride; a row contiguous
@@ -89,25 +114,11 @@ def attend_spans(
     inside = dims < DIM
     state = (head * num_folded + folded).to(tl.int64)
     if span * SPAN >= tokens:
-        there = real & (begun != 0)
-        top = tl.load(tops + state, mask=there, other=float("-inf"))
-        total = tl.load(totals + state, mask=there, other=0.0)
+        out, top, total = with_run(
+            running, tops, totals, earlier_partials, earlier_sums, num_earlier, num_heads * num_folded, state, real,
+            dims, begun, DIM, 1,
+        )  # fmt: skip
         whole = real[:, None] & inside[None, :]
-        out = tl.load(running + state[:, None] * DIM + dims[None, :], mask=whole & (begun != 0), other=0.0)
-        out, top, total = _folded_in(
-            out,
-            top,
-            total,
-            earlier_partials,
-            earlier_sums,
-            num_earlier,
-            num_heads * num_folded,
-            state,
-            real,
-            dims,
-            DIM,
-            1,
-        )
         tl.store(running + state[:, None] * DIM + dims[None, :], out, mask=whole)
         tl.store(tops + state, top, mask=real)
         tl.store(totals + state, total, mask=real)
@@ -195,12 +206,8 @@ def merge_spans(
     real = folded < num_folded
     whole = real[:, None] & (dims < DIM)[None, :]
     state = (head * num_folded + folded).to(tl.int64)
-    there = real & (begun != 0)
-    top = tl.load(tops + state, mask=there, other=float("-inf"))
-    total = tl.load(totals + state, mask=there, other=0.0)
-    merged = tl.load(running + state[:, None] * DIM + dims[None, :], mask=whole & (begun != 0), other=0.0)
-    merged, top, total = _folded_in(
-        merged, top, total, partials, sums, num_spans, num_heads * num_folded, state, real, dims, DIM, 4
+    merged, top, total = with_run(
+        running, tops, totals, partials, sums, num_spans, num_heads * num_folded, state, real, dims, begun, DIM, 4
     )
     divisor = tl.where(total > 0.0, total, 1.0)
     target = ((folded // GROUP) * num_heads + head) * GROUP + folded % GROUP

@@ -1,0 +1,149 @@
+"""The program of a card's attention to keys and values in 4 bits, in Triton, beside those in `card.programs`.
+
+Letters as there. A block is a KV head's codes of 32 tokens, `kernels.kv_codes` in order "matrices": step and low of the
+keys' channels, codes of the keys, step and low of the values' tokens by 32 channels, codes of the values. A byte has
+the codes of two tokens, 16 apart: so keys and values are two matrices each, of the near tokens and the far ones, and no
+code has to change its place among the registers.
+"""
+
+# Triton reads the annotations: they are not postponed.
+import triton
+import triton.language as tl
+
+from offload.kernels.card.programs import with_run
+
+
+@triton.jit
+def _numbers(
+    codes,  # uint8 [..., N]
+    units,  # int32, broadcast over them: step, in the low half, and low, both bf16
+    like,  # a pointer to numbers of the dtype that the result is rounded to
+    WIDEN: tl.constexpr,
+):
+    """low + step * code, computed in fp32."""
+    step = tl.broadcast_to((units << 16).to(tl.float32, bitcast=True), codes.shape)
+    low = tl.broadcast_to((units & -65536).to(tl.float32, bitcast=True), codes.shape)
+    exact = tl.fma(codes.to(tl.float32), step, low).to(like.dtype.element_ty)
+    if WIDEN:
+        exact = exact.to(tl.float32)
+    return exact
+
+
+@triton.jit
+def _keys(codes, units, like, WIDEN: tl.constexpr):
+    """[BLOCKS, 16, D] and [BLOCKS, D] -> [D, BLOCKS * 16]"""
+    exact = _numbers(codes, units[:, None, :], like, WIDEN)
+    return tl.trans(tl.reshape(exact, (codes.shape[0] * codes.shape[1], codes.shape[2])))
+
+
+@triton.jit
+def _values(codes, units, like, WIDEN: tl.constexpr):
+    """[BLOCKS, D / 32, 32, 16] and [BLOCKS, D / 32, 16] -> [BLOCKS * 16, D]"""
+    exact = tl.permute(_numbers(codes, units[:, :, None, :], like, WIDEN), (1, 2, 0, 3))
+    shape: tl.constexpr = (codes.shape[1] * codes.shape[2], codes.shape[0] * codes.shape[3])
+    return tl.trans(tl.reshape(exact, shape))
+
+
+@triton.jit(do_not_specialize=["tokens", "num_folded", "num_earlier", "begun"])
+def attend_codes(
+    queries,  # [T, H_kv * G, D] by the stride; a row contiguous
+    blocks,  # [H_kv, groups, BYTES] uint8 by the stride
+    units,  # the same memory as int32
+    partials,  # [spans, H_kv, R, D]: out of every span, normalised over it
+    sums,  # [spans, H_kv, R]: its log-sum-exp
+    earlier_partials,  # of the run before, to be folded
+    earlier_sums,
+    running,  # [H_kv, R, D]: of the runs before, see `programs.with_run`
+    tops,  # [H_kv, R]
+    totals,  # [H_kv, R]
+    query_stride,  # from row to row
+    head_stride,  # bytes
+    tokens,  # whole groups; all rows see all of them
+    num_folded,  # R
+    num_earlier,  # spans of the run before; 0: there is nothing to fold
+    begun,  # 0: `running` is to be made, 1: it is there
+    scale,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,  # a multiple of 16
+    DIM_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # at a time
+    WIDEN: tl.constexpr,  # products of fp32: the interpreter knows no bf16
+):
+    """Program (s, h, b): block b of the folded rows attends to span s of the codes in KV head h. After the last span
+    comes one that folds the run before: what that left is complete when this launch begins."""
+    TOKENS: tl.constexpr = 32  # of a block, and channels of the values that share a step
+    HALF: tl.constexpr = 16
+    LANES: tl.constexpr = min(TOKENS, DIM_PADDED)
+    KEYS: tl.constexpr = 4 * DIM  # bytes of a block before them
+    VALUE_UNITS: tl.constexpr = KEYS + HALF * DIM
+    VALUES: tl.constexpr = VALUE_UNITS + 4 * TOKENS * ((DIM + TOKENS - 1) // TOKENS)
+    BYTES: tl.constexpr = VALUES + HALF * DIM
+    span, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_heads = tl.num_programs(1)
+    folded = block * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM_PADDED)
+    real = folded < num_folded
+    inside = dims < DIM
+    whole = real[:, None] & inside[None, :]
+    state = (head * num_folded + folded).to(tl.int64)
+    if span * SPAN >= tokens:
+        out, top, total = with_run(
+            running, tops, totals, earlier_partials, earlier_sums, num_earlier, num_heads * num_folded, state, real,
+            dims, begun, DIM, 1,
+        )  # fmt: skip
+        tl.store(running + state[:, None] * DIM + dims[None, :], out, mask=whole)
+        tl.store(tops + state, top, mask=real)
+        tl.store(totals + state, total, mask=real)
+        return
+    source = folded // GROUP * query_stride + (head * GROUP + folded % GROUP) * DIM
+    query = tl.load(queries + source[:, None] + dims[None, :], mask=whole, other=0.0)
+    if WIDEN:
+        query = query.to(tl.float32)
+    place = head.to(tl.int64) * head_stride + (span * (SPAN // TOKENS)).to(tl.int64) * BYTES
+    left = tl.minimum(tokens - span * SPAN, SPAN) // TOKENS
+    number = tl.arange(0, BLOCKS)
+    token = tl.arange(0, HALF)
+    width = tl.arange(0, DIM_PADDED // LANES)
+    channel = width[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+    for first in range(0, left, BLOCKS):
+        at = place + (first + number) * BYTES
+        held = (first + number < left)[:, None]
+        key_units = tl.load(units + at[:, None] // 4 + dims[None, :], mask=held & inside[None, :], other=0)
+        key_codes = tl.load(
+            blocks + (at + KEYS)[:, None, None] + token[None, :, None] * DIM + dims[None, None, :],
+            mask=held[:, :, None] & inside[None, None, :],
+            other=0,
+        )
+        unit = (at + VALUE_UNITS)[:, None, None] // 4 + width[None, :, None] * TOKENS + token[None, None, :]
+        real_unit = held[:, :, None] & (width * LANES < DIM)[None, :, None]
+        near_units = tl.load(units + unit, mask=real_unit, other=0)
+        far_units = tl.load(units + unit + HALF, mask=real_unit, other=0)
+        value_codes = tl.load(
+            blocks + (at + VALUES)[:, None, None, None] + channel[None, :, :, None] * HALF + token[None, None, None, :],
+            mask=held[:, :, None, None] & (channel < DIM)[None, :, :, None],
+            other=0,
+        )
+        near = tl.dot(query, _keys(key_codes & 15, key_units, queries, WIDEN), input_precision="ieee") * scale
+        far = tl.dot(query, _keys(key_codes >> 4, key_units, queries, WIDEN), input_precision="ieee") * scale
+        seen = tl.reshape(tl.broadcast_to(held, (BLOCKS, HALF)), (1, BLOCKS * HALF))
+        near, far = tl.where(seen, near, float("-inf")), tl.where(seen, far, float("-inf"))
+        higher = tl.maximum(top, tl.maximum(tl.max(near, 1), tl.max(far, 1)))
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        near, far = tl.exp(near - anchor[:, None]), tl.exp(far - anchor[:, None])
+        share = tl.exp(top - anchor)
+        total = total * share + (tl.sum(near, 1) + tl.sum(far, 1))
+        near, far = near.to(queries.dtype.element_ty), far.to(queries.dtype.element_ty)
+        if WIDEN:
+            near, far = near.to(tl.float32), far.to(tl.float32)
+        out = out * share[:, None]
+        out += tl.dot(near, _values(value_codes & 15, near_units, queries, WIDEN), input_precision="ieee")
+        out += tl.dot(far, _values(value_codes >> 4, far_units, queries, WIDEN), input_precision="ieee")
+        top = higher
+    target = state + span.to(tl.int64) * (num_heads * num_folded)
+    tl.store(partials + target[:, None] * DIM + dims[None, :], out / total[:, None], mask=whole)
+    tl.store(sums + target, top + tl.log(total), mask=real)

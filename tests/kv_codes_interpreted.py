@@ -1,0 +1,116 @@
+"""A card's attention to keys and values in 4 bits in Triton's interpreter, on a CPU: see card_interpreted.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from card_interpreted import KV_HEADS, TOLERANCE, Unwritten, assert_near, normal, unmoving
+from offload.kernels.card.tiling import SPAN
+from offload.kernels.kv_codes import GROUP, KVCodes, encode_with_torch
+from offload.kernels.spans import Rows
+
+COUNTS = (1, 3, 16)  # rows
+
+
+def kept(num_tokens: int, dim: int, dtype: torch.dtype, *, num_layers: int = 1) -> KVCodes:
+    """Codes of keys whose channels, and values whose tokens, have magnitudes of their own; beside them other bytes."""
+    rows = normal(num_layers, 2, KV_HEADS, num_tokens, dim, seed=dim)
+    rows[:, 0] = rows[:, 0] * normal(dim, seed=1).exp() + normal(dim, seed=2)
+    rows[:, 1] *= normal(num_tokens, 1, seed=3).exp()
+    shape = KVCodes.shape_of_blocks(num_layers, KV_HEADS, num_tokens + 2 * GROUP, dim)
+    codes = KVCodes(torch.full(shape, 0xA5, dtype=torch.uint8), dim, "matrices")
+    encode_with_torch(rows.to(dtype), codes.groups(0, num_tokens // GROUP))
+    codes.blocks[:, :, num_tokens // GROUP :] = 0xFF  # steps and lows that are no numbers
+    return codes
+
+
+def exact_rows(codes: KVCodes, num_tokens: int, dtype: torch.dtype, layer: int = 0) -> Tensor:
+    """[2, H_kv, tokens, D] fp64, as the kernel rounds them: in bf16 the interpreter cuts off."""
+    rows = codes.groups(0, num_tokens // GROUP).rows(torch.float32 if dtype == torch.bfloat16 else dtype)[layer]
+    return (rows.view(torch.int32) & ~0xFFFF).view(torch.float32).double() if dtype == torch.bfloat16 else rows.double()
+
+
+def attended(
+    codes: KVCodes, num_tokens: int, q: Tensor, *, exact: Tensor | None = None, span: int = SPAN, layer: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(out [T, H, D], lse [T, H]) of rows q [T, H, D] over codes, and before that over tokens `exact` [2, H_kv, n, D],
+    the last of which are the rows'."""
+    attention = Unwritten(unmoving(q.shape[2], q.dtype), dtype=q.dtype, span=span)
+    new = torch.zeros(len(q), KV_HEADS, q.shape[2], dtype=q.dtype)
+    num_exact = 0 if exact is None else exact.shape[2]
+    slots = -(-num_exact // span)
+    attention.begin(Rows(q, new, new, 0, num_exact - len(q)), slots - (-num_tokens // span))
+    if exact is not None:
+        attention.attend(attention.run(exact, first=0, tokens=num_exact, slot=0))
+    attention.attend(attention.coded_run(codes, layer, tokens=num_tokens, slot=slots))
+    part = attention.part()
+    return part.out, part.lse
+
+
+def in_fp64(kv: Tensor, q: Tensor, num_hidden: int = 0) -> tuple[Tensor, Tensor]:
+    """Over kv [2, H_kv, n, D], of whose first tokens row t does not see those after `num_hidden` + t where that is
+    given."""
+    keys, values = kv.repeat_interleave(q.shape[1] // KV_HEADS, 1).unbind()
+    scores = torch.einsum("thd,hnd->thn", q.double(), keys) * q.shape[2] ** -0.5
+    if num_hidden:
+        hidden = torch.arange(num_hidden) > (num_hidden - len(q) + torch.arange(len(q)))[:, None]
+        scores[..., :num_hidden].masked_fill_(hidden[:, None], -torch.inf)
+    return torch.einsum("thn,hnd->thd", scores.softmax(-1), values), scores.logsumexp(-1)
+
+
+def assert_rounded(actual: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
+    """Weights are rounded before they meet the values; scores are larger than of random keys."""
+    scale, most = wanted[0].square().mean().sqrt(), 2 * TOLERANCE[dtype]
+    assert_close(actual[0] / scale, wanted[0] / scale, rtol=most, atol=most, check_dtype=False)
+    assert_close(actual[1].double(), wanted[1], rtol=0, atol=10 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(
+    ("dim", "group", "num_tokens"),
+    [(64, 1, SPAN + 3 * GROUP), (128, 4, 5 * GROUP), (64, 6, 2 * GROUP), (128, 8, GROUP), (80, 2, 96), (16, 3, 64)],
+)
+def test_attention_to_codes_equals_fp64(dtype: torch.dtype, dim: int, group: int, num_tokens: int) -> None:
+    """Whole and partial spans, one and two groups at a time."""
+    codes = kept(num_tokens, dim, dtype)
+    kv = exact_rows(codes, num_tokens, dtype)
+    for num_rows in COUNTS:
+        q = normal(num_rows, KV_HEADS * group, dim, seed=num_rows).to(dtype)
+        assert_rounded(attended(codes, num_tokens, q), in_fp64(kv, q), dtype)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_codes_and_exact_rows_are_one_attention(layer: int) -> None:
+    """Several spans of both; rows see exact ones up to their own."""
+    dtype, num_tokens, num_exact = torch.float32, 9 * GROUP, 150
+    codes, exact = kept(num_tokens, 64, dtype, num_layers=2), normal(2, KV_HEADS, num_exact, 64, seed=8)
+    q = normal(5, 4 * KV_HEADS, 64, seed=9)
+    wanted = in_fp64(torch.cat([exact.double(), exact_rows(codes, num_tokens, dtype, layer)], 2), q, num_exact)
+    assert_rounded(attended(codes, num_tokens, q, exact=exact, span=64, layer=layer), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_has_the_same_bits_beside_any_rows(dtype: torch.dtype) -> None:
+    """At every place among up to 64 rows, one of which is not a number."""
+    num_tokens, most = 6 * GROUP, 64
+    codes = kept(num_tokens, 64, dtype)
+    q = normal(most, 3 * KV_HEADS, 64, seed=5, dtype=dtype)
+    q[4] = torch.nan
+    out, lse = attended(codes, num_tokens, q, span=64)
+    assert bool(out[4].isnan().all())
+    assert bool(out[torch.arange(most) != 4].isfinite().all())
+    for first, count in ((0, 1), (13, 1), (63, 1), (3, 2), (5, 17), (20, 40)):
+        own = slice(first, first + count)
+        some, some_lse = attended(codes, num_tokens, q[own], span=64)
+        assert torch.equal(some.view(torch.int32), out[own].view(torch.int32))
+        assert torch.equal(some_lse.view(torch.int32), lse[own].view(torch.int32))
+
+
+def test_scores_of_any_size_are_weighed_right() -> None:
+    codes = kept(4 * GROUP, 64, torch.float32)
+    q = 100 * normal(2, KV_HEADS, 64, seed=5)
+    out, _ = attended(codes, 4 * GROUP, q)
+    assert_near(out, in_fp64(exact_rows(codes, 4 * GROUP, torch.float32), q)[0], torch.float32)

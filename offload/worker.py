@@ -276,10 +276,14 @@ def _retrieval_cache(plan: Plan, config: ModelConfig, full: FullCache) -> Retrie
 
 
 def _low_bit_cache(plan: Plan, config: ModelConfig, full: FullCache, memory: Memory) -> LowBitCache:
-    """Raises UsageError where the processor's kernels, which alone attend to it, do not run; DoesNotFit."""
-    kernels = _kernels(plan, config)
-    if kernels.library is None:
-        raise UsageError(f"a cache in 4 bits needs the processor's kernels, which do not run: {kernels.reason}")
+    """Raises UsageError where the device's kernels, which alone attend to it, do not run; DoesNotFit."""
+    kernels = _attention_kernels(plan, config)
+    if isinstance(kernels, card.Card):
+        usable, whose = kernels.usable, "card"
+    else:
+        usable, whose = kernels.library is not None, "processor"
+    if not usable:
+        raise UsageError(f"a cache in 4 bits needs the {whose}'s kernels, which do not run: {kernels.reason}")
     return LowBitCache(
         full, memory, num_tokens=plan.request.capacity, drafted=plan.composition.drafted, kernels=kernels
     )

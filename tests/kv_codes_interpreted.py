@@ -7,12 +7,23 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from card_interpreted import KV_HEADS, TOLERANCE, Unwritten, assert_near, normal, unmoving
+from card_interpreted import KV_HEADS, TOLERANCE, Unwritten, assert_near, normal, turning, unmoving
+from models import LateLink
+from offload.cache import fetch, low_bits
+from offload.cache.fetch import CardFetch
+from offload.cache.full import FullCache
+from offload.cache.low_bits import EXACT, LowBitCache
+from offload.cache.tiles import TileShape
+from offload.kernels.card import Card
 from offload.kernels.card.tiling import SPAN
 from offload.kernels.kv_codes import GROUP, KVCodes, encode_with_torch
+from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
+from offload.plan.sizing import KV_TAIL
+from offload.transfer.memory import Memory
 
 COUNTS = (1, 3, 16)  # rows
+LAYERS = 2
 
 
 def kept(num_tokens: int, dim: int, dtype: torch.dtype, *, num_layers: int = 1) -> KVCodes:
@@ -114,3 +125,65 @@ def test_scores_of_any_size_are_weighed_right() -> None:
     q = 100 * normal(2, KV_HEADS, 64, seed=5)
     out, _ = attended(codes, 4 * GROUP, q)
     assert_near(out, in_fp64(exact_rows(codes, 4 * GROUP, torch.float32), q)[0], torch.float32)
+
+
+def fed(cache: FullCache | LowBitCache, count: int, seed: int) -> Tensor:
+    """Outputs of all layers to random rows."""
+    q = normal(LAYERS, count, 3 * KV_HEADS, 32, seed=seed)
+    k, v = normal(2, LAYERS, count, KV_HEADS, 32, seed=seed + 1)
+    cache.begin("decode", count)
+    out = torch.stack([cache.attend(layer, q[layer], k[layer], v[layer]) for layer in range(LAYERS)])
+    cache.advance(count)
+    return out
+
+
+@pytest.mark.parametrize("encoded_bytes", [1, 2**20], ids=["a group at a time", "all at once"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_cache_on_a_card_follows_the_full_one(
+    streams: bool, encoded_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows come by the card's own kernel, with copies home as late as may be; outputs are those of torch's attention
+    over the same numbers, after drafts, refusals and a text that begins otherwise, too."""
+    monkeypatch.setattr(fetch, "kernels_read_host", lambda device: True)
+    monkeypatch.setattr(low_bits, "ENCODED_BYTES", encoded_bytes)
+    memory, rope = Memory(torch.device("cpu")), turning(32, torch.float32)
+    full = FullCache(
+        memory, TileShape(KV_HEADS, 32, 32, 2, torch.float32), num_layers=LAYERS, rope=rope, blocks=Blocks((1, 5, 10)),
+        link=LateLink(late_in=True, late_out=True) if streams else None, num_resident=1,
+    )  # fmt: skip
+    cache = LowBitCache(full, memory, num_tokens=400, drafted=20, kernels=Card("interpreted"))
+    assert isinstance(cache._fetch, CardFetch)
+    most = 0
+    for number, (kept, count) in enumerate([(0, 5), (5, 30), (35, 80), (115, 90), (205, 1), (150, 20), (170, 70)]):
+        for each in (cache, full):
+            each.truncate(kept)
+        fed(full, count, 7 * number)
+        cache.refresh()
+        length = full.length
+        assert cache.length == length == kept + count
+        assert cache.coded == max(EXACT, (length - KV_TAIL) // GROUP * GROUP)
+        most = max(most, cache.coded)
+        assert_attends(cache, drafts=3 + 17 * (number == 3), seed=100 + number)
+        cache.truncate(length)
+    assert most > EXACT + 3 * GROUP
+
+
+def assert_attends(cache: LowBitCache, *, drafts: int, seed: int) -> None:
+    """To the full cache's rows, rounded where they are codes."""
+    full, length, coded = cache.full, cache.length, cache.coded
+    full.wait_home()
+    rows = full.reader.tokens(0, length)
+    if coded > EXACT:
+        codes = KVCodes(cache._codes.blocks[:, :, : coded // GROUP - 1].clone(), 32, "matrices")
+        encode_with_torch(rows[..., EXACT:coded, :], codes)
+        rows[..., EXACT:coded, :] = codes.rows(torch.float32)
+    out = fed(cache, drafts, seed)
+    exact = FullCache(
+        Memory(torch.device("cpu")), TileShape(KV_HEADS, 32, 512, 1, torch.float32), num_layers=LAYERS, rope=full.rope,
+        blocks=Blocks((1, drafts)),
+    )  # fmt: skip
+    exact.reserve(length + drafts)
+    for layer in range(LAYERS):
+        exact.page(layer, 0)[..., :length, :] = rows[layer]
+    exact.restored(length)
+    assert_close(out, fed(exact, drafts, seed), rtol=1e-4, atol=2e-5)

@@ -37,6 +37,11 @@ class Fetch(Protocol):
         """
         ...
 
+    def tokens(self, start: int, stop: int) -> Tensor:
+        """Tokens `start` to `stop`, whole chunks, in memory of their own: [L, 2, H_kv, stop - start, D]. Ordered as
+        `fetch`."""
+        ...
+
 
 class HostFetch:
     """The host looks which chunks are wanted, gathers them in pinned memory and copies that over the link."""
@@ -54,6 +59,11 @@ class HostFetch:
             self._full.follow_home()
             self._fetch_chunks(held, wanted.cpu())  # on a card the host waits here, for the homes too
         self._fetch_tail(held, tail)
+
+    def tokens(self, start: int, stop: int) -> Tensor:
+        """See `Fetch`."""
+        self._full.wait_home()
+        return self._full.reader.tokens(start, stop)
 
     def _fetch_chunks(self, held: Tensor, wanted: Tensor) -> None:
         """A part at a time, so that what is on its way never takes much room."""
@@ -106,6 +116,14 @@ class CardFetch:
             slot = (tail.at + tail.start - tail.first) // self._chunk
             self._copy.run(homes, numbers, held, slot=slot, tokens=range(tail.start, tail.stop))
         self._full.read_home()
+
+    def tokens(self, start: int, stop: int) -> Tensor:
+        """See `Fetch`."""
+        shape = self._full.shape
+        size = (self._full.num_layers, 2, shape.num_kv_heads, stop - start, shape.head_dim)
+        rows = torch.empty(size, dtype=shape.dtype, device=self._full.device)
+        self.fetch(rows, Tail(start, start, stop, 0))
+        return rows
 
 
 def make_fetch(full: FullCache, chunk: int, kernels: Kernels | Card, num_bytes: int) -> Fetch:

@@ -281,6 +281,9 @@ class Cost:
 
     @property
     def _kept(self) -> int:
+        """Bytes of what the target proposes to itself over in place of its cache."""
+        if self._attends_coded:
+            return self.sizing.low_bit_cache_bytes(self.capacity, self.composition)
         return self.composition.budget * self.sizing.kv_bytes_per_token
 
     @property

@@ -21,10 +21,10 @@ def check_low_bits(sizing: Sizing) -> None:
 def cache_problem(sizing: Sizing) -> str:
     """Why the target cannot propose to itself over its cache in 4 bits, "" where it can."""
     hardware, head_dim, budget = sizing.hardware, sizing.target.head_dim, sizing.options.budget
-    if not hardware.is_cpu:
-        return f"on {hardware.device} passes run over 16-bit caches alone so far"
-    if not takes_kv_codes(head_dim):
-        return f"heads of {head_dim} numbers are not whole groups of 8"
+    if not takes_kv_codes(head_dim, hardware.is_cpu):
+        return f"heads of {head_dim} numbers are not whole groups of {8 if hardware.is_cpu else 16}"
+    if not hardware.is_cpu and not hardware.has_kernels:
+        return f"{hardware.device} attends to it by kernels in Triton; pip install triton, without {KERNELS}=off"
     if budget is not None:
         return f"budget is {budget}, and in so few bits the whole cache is kept; leave out one of the two"
     return ""

@@ -26,7 +26,10 @@ CODE_TILE = 16  # outputs of it that lie beside each other
 KV_CODE_GROUP = 32  # tokens, and channels of values, of the cache in few bits that share a step and a least value
 KV_CODE_LANES = 16  # its channels are filled up to so many
 KV_TAIL = 64  # last tokens of that cache, and up to a group more, that stay as they are
+KV_ROWS = 16  # that attend to that cache at a time
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
+ENCODED_BYTES = FETCH_BYTES // 4  # of tokens that a card encodes at a time
+_ENCODING = 5  # times these bytes, that encoding takes there beside them
 HOST_ROWS = 16  # of a KV head, that a desktop's processor attends to as fast as its memory is read (computed)
 _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and what an allocator cannot use
 
@@ -42,9 +45,9 @@ def takes_codes(products: Sequence[tuple[int, int, bool]]) -> bool:
     return all(outputs % CODE_TILE == inputs % CODE_GROUP == 0 for outputs, inputs, _ in products)
 
 
-def takes_kv_codes(head_dim: int) -> bool:
+def takes_kv_codes(head_dim: int, on_cpu: bool = True) -> bool:
     """Whether keys and values of such heads can be had in 4 bits (kernels.kv_codes)."""
-    return head_dim % 8 == 0
+    return head_dim % (8 if on_cpu else 16) == 0
 
 
 def code_bytes(outputs: int, inputs: int) -> int:
@@ -209,9 +212,10 @@ class Sizing:
 
     def fetched_bytes(self, capacity: int, composition: Composition) -> int:
         """The most bytes that one fetch of chunks, or of tokens to encode, moves, on each device and for it on the
-        host."""
+        host. On a card twice as much is enough to encode tokens, too."""
         if composition.kv_bits < 16:
-            return min(FETCH_BYTES, capacity * self.kv_bytes_per_token)
+            times = 1 if self.hardware.is_cpu else (1 + _ENCODING) // 2
+            return min(FETCH_BYTES, times * capacity * self.kv_bytes_per_token)
         return min(FETCH_BYTES, self._retrieval_bytes(composition)) if composition.budget else 0
 
     def host_attention_bytes(self, capacity: int, composition: Composition, num_tiles: int) -> int:
@@ -264,6 +268,9 @@ class Sizing:
             size += rows * target.num_heads * parts * 4 * 3 // 2
             held = composition.budget + tail_tokens(composition, self.max_tokens)
             size += _partial_bytes(target, min(composition.drafted, FEW_ROWS), -(-held // PAGE_TOKENS))
+        if composition.kv_bits < 16:
+            spans = 1 + -(-low_bit_tail(composition.drafted) // PAGE_TOKENS) + -(-capacity // PAGE_TOKENS)
+            size += _partial_bytes(target, KV_ROWS, spans)
         if first and composition.draft and self.draft is not None:
             held = self._draft_tokens(composition)
             size += _partial_bytes(self.draft, FEW_ROWS, 1 + -(-held // PAGE_TOKENS))

@@ -36,7 +36,7 @@ SCRATCH = ("partials", "sums", "earlier_partials", "earlier_sums", "running", "t
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
 
-@pytest.mark.parametrize("name", ["card", "codes", "kv_codes"])
+@pytest.mark.parametrize("name", ["card", "codes", "kv_codes", "low_bits"])
 def test_every_kernel_runs_in_the_interpreter(name: str) -> None:
     """In a process of its own, as Triton decides on import whether it compiles."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{name}_interpreted.py"]

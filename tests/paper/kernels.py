@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from offload.cache import retrieval
+from offload.cache import low_bits, retrieval
 from offload.cache.fetch import CardFetch
 from offload.cache.tiles import TileStore
 from offload.kernels.card.fetch import ChunkCopy
@@ -20,7 +20,7 @@ Homes = list[list[Tensor]]
 
 
 def chunks_by_kernel(card: Card, patch: pytest.MonkeyPatch) -> None:
-    """Retrieval caches that are made from now on are filled by the card itself. The homes stand for their addresses."""
+    """Copies of the full cache that are made from now on are filled by the card itself. Homes stand for addresses."""
 
     def run(
         copy: ChunkCopy, homes: Homes, wanted: Tensor, held: Tensor, *, slot: int = 0, tokens: range = range(2**31)
@@ -31,7 +31,8 @@ def chunks_by_kernel(card: Card, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(TileStore, "addresses", lambda store: store._homes)
     patch.setattr(ChunkCopy, "run", run)
-    patch.setattr(retrieval, "make_fetch", lambda full, chunk, kernels, num_bytes: CardFetch(full, chunk))
+    for copies in (retrieval, low_bits):
+        patch.setattr(copies, "make_fetch", lambda full, chunk, kernels, num_bytes: CardFetch(full, chunk))
 
 
 def _launch(card: Card, homes: Homes, wanted: Tensor, held: Tensor) -> None:

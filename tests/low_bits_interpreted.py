@@ -1,0 +1,97 @@
+"""An engine on a card on paper whose target proposes to itself over its cache in 4 bits, its kernels in Triton's
+interpreter. test_card_kernels.py runs this in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from offload.cache.fetch import CardFetch
+from offload.cache.full import FullCache
+from offload.cache.low_bits import EXACT, LowBitCache
+from offload.engine import Engine
+from offload.kernels import kv_codes
+from offload.plan.sizing import KV_TAIL
+from paper import Card, on_paper
+from paper.kernels import chunks_by_kernel
+from paper.programs import programs_by_interpreter
+
+PROMPT = random_tokens(200, seed=7)  # a few groups, and a tail
+OTHER = PROMPT[:130] + random_tokens(50, seed=8)
+SIZES = Sizes(gamma=4, budget=0, kv_bits=4, page=32, pages=4, capacity=256, rows=8, prefill_block=64)
+PLAIN = replace(SIZES, gamma=0, kv_bits=16)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = random_model("qwen2", vocab_size=264, max_position_embeddings=512, hidden_size=64, head_dim=16, seed=11)
+    return save(model, tmp_path_factory.mktemp("low-bits") / "target", tokenizer=True)
+
+
+@contextmanager
+def on_card(folder: Path, sizes: Sizes, *offload: str, by_kernel: bool = True) -> Iterator[tuple[Engine, Card]]:
+    """by_kernel: the card fetches rows itself."""
+    plan = tiny_plan(folder, None, sizes, num_prompt_tokens=220, max_tokens=20, offload=frozenset(offload))
+    plan = changed(plan, device="cuda:0", resident_tiles=1, fused_prefill=False)
+    with on_paper() as card, pytest.MonkeyPatch.context() as patch:
+        programs_by_interpreter(card, patch)
+        if by_kernel:
+            chunks_by_kernel(card, patch)
+        with tiny_engine(plan, folder) as engine:
+            yield engine, card
+
+
+def said(engine: Engine, prompt: list[int], *, reuse: bool = False) -> list[int]:
+    steps = engine.generate(prompt, GREEDY, max_tokens=8, reuse=reuse)
+    return [token for step in steps for token in step.tokens]
+
+
+@pytest.mark.parametrize("by_kernel", [True, False], ids=["by kernel", "by host"])
+def test_the_text_is_the_targets_and_all_is_ordered(folder: Path, by_kernel: bool) -> None:
+    with on_card(folder, PLAIN, "kv") as (engine, card):
+        wanted = [said(engine, PROMPT), said(engine, OTHER)]
+        assert card.problems == []
+    with on_card(folder, SIZES, "kv", by_kernel=by_kernel) as (engine, card):
+        cache = engine.worker._copies
+        assert isinstance(cache, LowBitCache)
+        assert isinstance(cache._fetch, CardFetch) == by_kernel
+        assert [said(engine, PROMPT), said(engine, OTHER)] == wanted
+        assert cache.coded > EXACT + kv_codes.GROUP
+        [target] = [level for level in engine.stats.levels if level.name == "target"]
+        assert target.accepted_by["self"] > target.drafted_by["self"] / 2 > 0
+        assert said(engine, PROMPT, reuse=True) == wanted[0]
+        assert card.launches["attend_codes"] > 10
+        assert (card.launches["copy_chunks"] > 0) == by_kernel
+    assert card.problems == []
+
+
+def test_the_host_does_not_wait_for_rows_to_encode(folder: Path) -> None:
+    """They are in the tail."""
+    with on_card(folder, SIZES, "kv") as (engine, card):
+        said(engine, PROMPT)
+        cache = engine.worker._copies
+        assert isinstance(cache, LowBitCache)
+        before = cache.coded
+        while cache.coded == before:
+            engine.levels["target"].forward([1] * 8, 1)
+            waits = card.syncs.total()
+            engine.worker.refresh(8)
+            assert card.syncs.total() == waits
+        assert before + KV_TAIL <= cache.length
+    assert card.problems == []
+
+
+def test_rows_that_are_fetched_before_they_are_home_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FullCache, "follow_home", lambda cache: None)
+    with on_card(folder, SIZES, "kv") as (engine, card), torch.inference_mode():
+        said(engine, PROMPT)
+        problems = list(card.problems)
+        monkeypatch.undo()
+    assert any("race: read" in problem and "(copy_chunks)" in problem and "pinned" in problem for problem in problems)

@@ -1,0 +1,39 @@
+"""Triton's programs on paper, run by its interpreter on the tensors' values. No tests in here.
+
+Only in a process that was started with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import _disable_current_modes
+
+from offload.kernels import card as card_kernels
+from offload.kernels.card import attention
+from paper.card import Card
+from paper.tensors import PaperTensor, launch
+
+
+def programs_by_interpreter(card: Card, patch: pytest.MonkeyPatch) -> None:
+    """The card has kernels from now on, and they run. Graphs cannot have them."""
+
+    def run(program: Any, grid: tuple[int, ...], arguments: Sequence[object], **constants: object) -> None:
+        assert card.recording is None
+        names = list(inspect.signature(program.fn).parameters)
+        stored = set(re.findall(r"tl\.store\(\s*(\w+)", inspect.getsource(program.fn)))
+        assert stored
+        assert stored <= set(names)
+        tensors = {name: each for name, each in zip(names, arguments, strict=False) if isinstance(each, PaperTensor)}
+        launch(card, program.__name__, [*tensors.values()], {id(tensors[name]) for name in stored & tensors.keys()})
+        with _disable_current_modes():  # it is not the host that reads
+            raw = [each.raw if isinstance(each, PaperTensor) else each for each in arguments]
+            widened = {"WIDEN": True} if "WIDEN" in constants else {}
+            program[grid](*raw, **constants | widened)
+
+    patch.setattr(card_kernels, "card", lambda device: card_kernels.Card("interpreted"))
+    patch.setattr(attention, "launch", run)

@@ -4,12 +4,12 @@ usage: python benchmarks/replay.py [--model DIR --draft DIR] [--lengths 8192] [-
                                    [--settings default,gamma=7,lookup=no] [--offload kv --link-gbps 1]
 
 At temperature 0 all settings write one text. Recorded are, at each place of it, the draft's token and the retrieval
-level's, over chunks chosen a block before. The decoding code itself then runs on levels that look these up, charged the
-plan's seconds, over stretches of the text that begin afresh: `--stretches` of `--max-tokens`. After a wrong token a
-level says what it says at that place of the text. All settings have the default's budget: decisions alone are compared,
-on many texts. Where blocks happen to end decides a single run: `--alignments` plays each stretch so often, from places
-two tokens apart, and takes the mean. --starts: shares of the source text after which the prompts begin. A setting fixes
-gamma, or lookups, or both: `gamma=7+lookup=no`.
+level's in 16 bits, over chunks chosen a block before. The decoding code itself then runs on levels that look these up,
+charged the plan's seconds, over stretches of the text that begin afresh: `--stretches` of `--max-tokens`. After a wrong
+token a level says what it says at that place of the text. All settings have the default's budget: decisions alone are
+compared, on many texts. Where blocks happen to end decides a single run: `--alignments` plays each stretch so often,
+from places two tokens apart, and takes the mean. --starts: shares of the source text after which the prompts begin. A
+setting fixes gamma, or lookups, or both: `gamma=7+lookup=no`.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ def main() -> None:
     args = arguments()
     model, draft = demo_models(args.model, args.draft)
     tokenizer, settings = load_tokenizer(model, draft), args.settings.split(",")
-    options = Options(offload=frozenset(filter(None, args.offload.split(","))), link_gbps=args.link_gbps)
+    offload = frozenset(filter(None, args.offload.split(",")))
+    options = Options(offload=offload, link_gbps=args.link_gbps, weight_bits=16, kv_bits=16)
     lengths, starts = map(int, args.lengths.split(",")), map(float, args.starts.split(","))
     num_tokens, rows, measured = args.stretches * args.max_tokens + 2 * args.alignments, [], []
     for task, length, start in itertools.product(args.tasks.split(","), lengths, starts):

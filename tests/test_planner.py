@@ -592,10 +592,32 @@ def test_the_bytes_of_a_cache_in_4_bits_are_counted() -> None:
     assert "low-bit cache" not in without.device_bytes
 
 
+def test_on_a_card_the_cache_has_4_bits_where_the_user_wants_it() -> None:
+    """A pass over it reads its bytes, and those of the weights."""
+    card = replace(GPU, device_free_bytes=48 * GIB, rates=RTX_4090)
+    by_bits = {
+        bits: plan(Options(kv_bits=bits, gamma=7), target=LLAMA_7B, draft=None, hardware=card, prompt=120_000)
+        for bits in (4, None)
+    }
+    made = by_bits[4]
+    assert made.composition.levels == ("self", "target")
+    assert made.composition.kv_bits == 4
+    assert made.placement.offload == ("kv",)
+    held = made.placement.device_bytes["low-bit cache"]
+    assert held == pytest.approx(120_200 * LLAMA_7B.kv_bytes_per_token(2) * 5 / 16, rel=0.01)
+    weights = LLAMA_7B.weight_bytes(2)
+    assert made.predicted.retrieval_pass_seconds == pytest.approx(
+        (weights + held) / (0.9 * RTX_4090.device_read), rel=0.01
+    )
+    assert made.predicted.full_pass_seconds > 10 * made.predicted.retrieval_pass_seconds
+    assert by_bits[None].composition.kv_bits == 16
+
+
 @pytest.mark.parametrize(
     ("hardware", "shapes", "options", "reason"),
     [
-        (GPU, {}, {}, "on cuda:0 passes run over 16-bit caches alone"),
+        (GPU, {"head_dim": 40}, {}, "heads of 40 numbers are not whole groups of 16"),
+        (GPU, {}, {"budget": 512}, "budget is 512, and in so few bits the whole cache is kept"),
         (CPU, {"head_dim": 12}, {}, "heads of 12 numbers are not whole groups of 8"),
         (CPU, {}, {"budget": 512}, "budget is 512, and in so few bits the whole cache is kept"),
     ],

@@ -7,18 +7,23 @@ Attention of few rows is launched as on a card, by the Triton programs, which ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
+from offload.cache.low_bits import LowBitCache
+from offload.kernels.kv_codes import GROUP
 from offload.plan.config import ModelConfig
 from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
+from offload.plan.options import Options
+from offload.plan.planner import make_plan
+from offload.plan.sizing import KV_TAIL
 
 pytest.importorskip("triton")
 
 from offload.transfer.link import CudaEvent
 from offload.worker import Worker
-from paper.real_sizes import NUM_PROMPT, planned, worker_without_bytes
+from paper.real_sizes import GPU, NUM_PROMPT, planned, worker_without_bytes
 
 NUM_PREFILLED = 512  # tokens, after all others of the prompt
 
@@ -84,6 +89,42 @@ def test_every_kind_of_pass_keeps_its_budget_and_the_plan_its_bytes(case: Case) 
         if got[0] > budget[0] or got[1] > budget[1]
     }
     assert not over
+
+
+def test_a_cache_in_4_bits_keeps_the_plans_bytes() -> None:
+    """On a card of 48 GB: what its passes and the encoding of new tokens take, and that nothing waits in a pass."""
+    hardware = replace(GPU, device_free_bytes=46 * 10**9)
+    options = Options(kv_bits=4, gamma=7)
+    plan = make_plan(LLAMA2_7B, LLAMA_68M, options, hardware, num_prompt_tokens=NUM_PROMPT, max_tokens=200)
+    assert plan.placement.offload == ("kv",)
+    with worker_without_bytes(plan, LLAMA2_7B, LLAMA_68M) as (worker, card):
+        cache = worker._copies
+        assert isinstance(cache, LowBitCache)
+        cache.coded = cache._exact = NUM_PROMPT - 1024  # tokens that were encoded before
+        worker.full.kept = NUM_PROMPT
+        card.reset_peak()
+        before = card.bytes_now
+        worker.refresh(1)
+        assert 60e6 < card.bytes_peak - before <= plan.placement.device_bytes["fetched chunks"]
+        assert cache.coded == (NUM_PROMPT - KV_TAIL) // GROUP * GROUP
+        counted = []
+        for num_rows in (1, 16, 40):
+            launches, waits = card.launches.total(), card.syncs.total()
+            card.reset_peak()
+            before = card.bytes_now
+            worker.levels["self"].forward([1] * num_rows, num_rows)
+            assert card.bytes_peak - before <= plan.placement.device_bytes["attention scratch"]
+            worker.levels["self"].truncate(NUM_PROMPT)
+            counted.append((card.launches.total() - launches, card.syncs.total() - waits))
+        worker.levels["target"].forward([1] * 16, 1)
+        launches, waits = card.launches.total(), card.syncs.total()
+        worker.refresh(1)
+        counted.append((card.launches.total() - launches, card.syncs.total() - waits))
+    assert card.problems == []
+    assert card.bytes_peak <= plan.placement.total_device_bytes
+    for (launches, waits), most in zip(counted, (647, 647, 1893, 2), strict=True):
+        assert launches <= most
+        assert waits == 0
 
 
 def test_a_triton_program_that_does_not_wait_for_its_keys_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ class Cost:
             read = seconds * self._cpu_share + self.sums(rows)
             crossing = 0 if self._proposes_coded else self.streamed_weights
             return max(read, crossing / self.link_rate)
-        if composition.inner == "self":
+        if composition.inner == "self" and not composition.keeps_copies:
             return self._ahead_on_gpu(rows)
         read = self._by_rows(self._own_weights_seconds + self._kept / self._rate, rows)
         crossing = 0 if self._proposes_coded else self.streamed_weights
@@ -213,7 +213,7 @@ class Cost:
         return seconds * (1.0 + GPU.mass_share * masses)
 
     def _ahead_on_gpu(self, rows: int) -> float:
-        """Of a pass over weights in 4 bits and the whole cache, on the card."""
+        """Of a pass over weights in 4 bits and the whole exact cache, on the card."""
         blocks = self._blocks(rows)
         read = self._own_weights_seconds + self.cache_bytes / self._rate
         work = self._by_rows(read, self._padded(rows), blocks) + self.full_sums(rows)

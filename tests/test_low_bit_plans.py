@@ -72,7 +72,7 @@ def test_over_the_whole_cache_a_pass_to_propose_reads_all_of_it() -> None:
     """Where everything is on the card: no budget, no refresh; blocks are padded to 16 rows as the target's."""
     slow = replace(RTX_4090, device_read=1e11)
     hardware = replace(CARD, device_free_bytes=48 * 10**9, rates=slow)
-    made = plan(Options(weight_bits=4, gamma=3), LLAMA2_7B, hardware, 500)
+    made = plan(Options(weight_bits=4, kv_bits=16, gamma=3), LLAMA2_7B, hardware, 500)
     assert made.composition.levels == ("draft", "self", "target")
     copy = made.placement.device_bytes["low-bit weights"] / COSTS.coded_share
     cache = made.request.capacity * LLAMA2_7B.kv_bytes_per_token(2) / COSTS.read_share

@@ -93,7 +93,7 @@ def test_nothing_is_offloaded_that_has_room() -> None:
 
 def test_device_memory_is_filled_with_weights_first_then_tiles() -> None:
     """A 7B model on 24 GB: all layers, as many tiles as fit, and not one byte more than there is."""
-    made = plan(target=LLAMA_7B, draft=None, hardware=GPU, prompt=120_000)
+    made = plan(Options(kv_bits=16), target=LLAMA_7B, draft=None, hardware=GPU, prompt=120_000)
     assert (made.placement.offload, made.placement.resident_layers) == (("kv",), 32)
     assert made.placement.resident_tiles > 0
     used, tile = made.placement.total_device_bytes, made.placement.tile_tokens * 524288 // 32
@@ -128,7 +128,7 @@ def test_layers_leave_room_for_a_cache_that_stays_on_the_device() -> None:
 
 
 def test_layers_that_have_no_room_stream_and_the_plan_says_what_that_costs() -> None:
-    small = Options(device_memory=10.0)
+    small = Options(device_memory=10.0, kv_bits=16)
     made = plan(small, target=LLAMA_7B, draft=None, hardware=GPU, prompt=30_000)
     assert made.placement.offload == ("kv", "weights")
     assert 0 < made.placement.resident_layers < 32
@@ -470,12 +470,11 @@ def test_without_a_draft_the_retrieval_level_proposes_and_lookups_do() -> None:
 
 def test_a_model_whose_weights_outweigh_its_cache_has_no_retrieval_level() -> None:
     """A pass over a part of its cache costs what a full one does: lookups, which cost nothing, are what is left."""
-    made = plan(Options(weight_bits=16), target=LLAMA_7B, draft=None, hardware=GPU, prompt=2000)
+    made = plan(Options(weight_bits=16, kv_bits=16), target=LLAMA_7B, draft=None, hardware=GPU, prompt=2000)
     assert (made.composition.levels, made.composition.lookup) == (("target",), True)
     assert made.predicted.seconds_per_token == pytest.approx(made.predicted.plain_seconds_per_token / 1.2, rel=0.02)
-    without = plan(
-        Options(lookup=False, weight_bits=16), target=LLAMA_7B, draft=None, hardware=GPU, prompt=2000
-    ).predicted
+    exact = Options(lookup=False, weight_bits=16, kv_bits=16)
+    without = plan(exact, target=LLAMA_7B, draft=None, hardware=GPU, prompt=2000).predicted
     assert without.seconds_per_token == without.plain_seconds_per_token
 
 
@@ -592,14 +591,10 @@ def test_the_bytes_of_a_cache_in_4_bits_are_counted() -> None:
     assert "low-bit cache" not in without.device_bytes
 
 
-def test_on_a_card_the_cache_has_4_bits_where_the_user_wants_it() -> None:
-    """A pass over it reads its bytes, and those of the weights."""
+def test_on_a_card_the_cache_has_4_bits_where_that_is_predicted_to_pay() -> None:
+    """A pass over it reads its bytes, and those of the weights. Where they have no room, it keeps 16."""
     card = replace(GPU, device_free_bytes=48 * GIB, rates=RTX_4090)
-    by_bits = {
-        bits: plan(Options(kv_bits=bits, gamma=7), target=LLAMA_7B, draft=None, hardware=card, prompt=120_000)
-        for bits in (4, None)
-    }
-    made = by_bits[4]
+    made = plan(target=LLAMA_7B, draft=None, hardware=card, prompt=120_000)
     assert made.composition.levels == ("self", "target")
     assert made.composition.kv_bits == 4
     assert made.placement.offload == ("kv",)
@@ -610,7 +605,8 @@ def test_on_a_card_the_cache_has_4_bits_where_the_user_wants_it() -> None:
         (weights + held) / (0.9 * RTX_4090.device_read), rel=0.01
     )
     assert made.predicted.full_pass_seconds > 10 * made.predicted.retrieval_pass_seconds
-    assert by_bits[None].composition.kv_bits == 16
+    small = plan(target=LLAMA_7B, draft=None, hardware=replace(card, device_free_bytes=24 * GIB), prompt=120_000)
+    assert small.composition.kv_bits == 16
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ KVBits = Annotated[
     str,
     option(
         "--kv-bits",
-        "Bits of the whole cache over which the target drafts for itself: 16, 4 or auto (GPU: 16).",
+        "Bits of the whole cache over which the target drafts for itself: 16, 4 or auto.",
         SPECULATION,
         metavar="BITS",
         hidden=True,

@@ -172,7 +172,7 @@ def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterat
     """Weights and a cache in few bits are among them where they can be, on a CPU where they were measured."""
     is_cpu, measured = sizing.hardware.is_cpu, times.target is not None and times.target.coded_token
     known = times.coded is not None or not is_cpu
-    attends_coded = is_cpu and measured and sizing.options.selection == "mass"  # the user wants no other rule
+    attends_coded = (measured or not is_cpu) and sizing.options.selection == "mass"  # the user wants no other rule
     return compositions(
         sizing.options,
         capacity,

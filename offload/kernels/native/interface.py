@@ -48,6 +48,12 @@ class Encoding(ctypes.Structure):
     ]
 
 
+class PackedShape(ctypes.Structure):
+    """packed.h"""
+
+    _fields_ = [*_integers("numbers", "group", "room")]
+
+
 class Attention(ctypes.Structure):
     """attention.h"""
 
@@ -73,6 +79,8 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "run_products": (None, [c_int64, POINTER(Product), c_int64, c_int64, c_int64, c_int64]),
     "encode": (None, [c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64]),
     "encode_kv": (None, [c_int64, POINTER(Encoding), c_int64]),
+    "pack": (None, [c_void_p, c_int64, c_void_p, POINTER(PackedShape), c_int64]),
+    "unpack": (None, [c_void_p, c_int64, POINTER(PackedShape), c_int64]),
     "widened_room": (c_int64, [c_int64, c_int64]),
     "take_in_rows": (None, [c_int64, POINTER(Rotation)]),
     "norm_heads": (None, [c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_double]),

@@ -1,4 +1,5 @@
 #include "attention.h"
+#include "packed.h"
 #include "products.h"
 #include "rotation.h"
 
@@ -17,7 +18,7 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Changes with every change of a structure or a function below.
-KERNEL int abi() { return 8; }
+KERNEL int abi() { return 9; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -42,6 +43,15 @@ KERNEL void encode(Dtype dtype, const void* weight, int64_t outputs, int64_t inp
 
 KERNEL void encode_kv(Dtype dtype, const Encoding* e, int64_t how_many) {
     with(dtype, [&]<class E>() { kv_codes::encode<E>(*e, how_many); });
+}
+
+KERNEL void pack(uint16_t* const* blocks, int64_t count, uint8_t* are_packed, const packed::Shape* shape,
+                 int64_t how_many) {
+    packed::pack_all(blocks, count, are_packed, *shape, how_many);
+}
+
+KERNEL void unpack(const packed::Part* parts, int64_t count, const packed::Shape* shape, int64_t how_many) {
+    packed::unpack_all(parts, count, *shape, how_many);
 }
 
 KERNEL int64_t widened_room(Dtype dtype, int64_t inputs) {

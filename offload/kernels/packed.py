@@ -1,0 +1,116 @@
+"""Numbers of bf16 in about 12 of their 16 bits, none of them lost: so pages of keys and values cross a link.
+
+Numbers near each other have few exponents. Of each number its sign and mantissa are kept as they are, in a byte, and in
+4 bits how far its exponent is below the largest of its group; one that is further below is an escape, whose exponent is
+kept in a byte of its own. A block with more escapes than there is room for stays as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.kernels.native import Kernels
+from offload.kernels.native.interface import PackedShape
+
+ESCAPE = 15  # the distance of a number whose exponent is an escape
+_HEAD_BYTES = 4  # of a group: its largest exponent and, above 8 bits, the number of escapes before its own
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How blocks of `numbers` numbers are packed, in groups of `group`, a multiple of 64, with room for `room` escapes.
+
+    A packed block lies where its numbers were. Its parts, in bytes: signs and mantissas [numbers]; distances
+    [numbers / 2], of each group [group / 2], those of its first half in the low halves; heads, int32 [groups]; escapes
+    [room]; see native/packed.h.
+    """
+
+    numbers: int
+    group: int
+    room: int
+
+    @property
+    def num_groups(self) -> int:
+        return self.numbers // self.group
+
+    @property
+    def heads(self) -> int:
+        """Where they begin."""
+        return self.numbers + self.numbers // 2
+
+    @property
+    def escapes(self) -> int:
+        """Where they begin."""
+        return self.heads + _HEAD_BYTES * self.num_groups
+
+    @property
+    def nbytes(self) -> int:
+        """Of a packed block, a multiple of 16."""
+        return self.escapes + self.room
+
+    @classmethod
+    def of(cls, numbers: int, group: int, escapes: float) -> Packing:
+        """With room for that share of escapes, and so much more that the size is a multiple of 16 bytes."""
+        found = cls(numbers, group, 0)
+        found = cls(numbers, group, int(numbers * escapes) // 16 * 16 + -found.escapes % 16)
+        if numbers % group or group % 64 or found.nbytes > 2 * numbers:
+            raise ValueError(f"{numbers} numbers in groups of {group} cannot be packed with {found.room} escapes")
+        return found
+
+
+def pack(addresses: Tensor, packing: Packing, kernels: Kernels) -> Tensor:
+    """Pack the blocks of bf16 at `addresses`, int64 [n], on the host and on all threads -> bool [n]: which are packed
+    now; the others are as they were."""
+    assert kernels.library is not None
+    are_packed = torch.empty(len(addresses), dtype=torch.uint8)
+    shape = PackedShape(packing.numbers, packing.group, packing.room)
+    kernels.library.pack(
+        addresses.data_ptr(), len(addresses), are_packed.data_ptr(), ctypes.byref(shape), torch.get_num_threads()
+    )
+    return are_packed.bool()
+
+
+def unpack(parts: Tensor, packing: Packing, kernels: Kernels) -> None:
+    """Parts int64 [n, 5], each: from, to, first, count, packed. `count` groups from number `first` on of the block at
+    address `from`, packed or, where that is 0, as it is, are written to address `to` as bf16, on all threads."""
+    assert kernels.library is not None
+    parts = parts.contiguous()
+    shape = PackedShape(packing.numbers, packing.group, packing.room)
+    kernels.library.unpack(parts.data_ptr(), len(parts), ctypes.byref(shape), torch.get_num_threads())
+
+
+def pack_with_torch(numbers: Tensor, packing: Packing) -> Tensor | None:
+    """bf16 [numbers] -> uint8 [nbytes], bit for bit what the kernel makes of them; None where it leaves them."""
+    bits = numbers.view(torch.int16).int().view(-1, packing.group) & 0xFFFF
+    exponents, low = bits >> 7 & 255, bits >> 8 & 128 | bits & 127
+    largest = exponents.amax(1, keepdim=True)
+    distances = (largest - exponents).clamp(max=ESCAPE)
+    escaped = distances == ESCAPE
+    counts = escaped.sum(1)
+    if counts.sum() > packing.room:
+        return None
+    first, second = distances.view(len(bits), 2, -1).unbind(1)
+    heads = (largest[:, 0] | (counts.cumsum(0) - counts) << 8).int()
+    escapes = torch.zeros(packing.room, dtype=torch.uint8)
+    escapes[: counts.sum()] = exponents[escaped].to(torch.uint8)
+    parts = low.to(torch.uint8).flatten(), (first | second << 4).to(torch.uint8).flatten(), heads.view(torch.uint8)
+    return torch.cat([*parts, escapes])
+
+
+def unpack_with_torch(block: Tensor, packing: Packing) -> Tensor:
+    """uint8 [nbytes] -> bf16 [numbers]."""
+    low, coded, heads, escapes = block[: packing.nbytes].split(
+        [packing.numbers, packing.numbers // 2, _HEAD_BYTES * packing.num_groups, packing.room]
+    )
+    distances = coded.view(packing.num_groups, -1)
+    distances = torch.cat([distances & 15, distances >> 4], 1).int()
+    largest = (heads.clone().view(torch.int32) & 255)[:, None]
+    exponents, escaped = largest - distances, distances == ESCAPE
+    exponents[escaped] = escapes[: escaped.sum()].int()
+    rest = low.view(packing.num_groups, -1).int()
+    bits = (rest & 128) << 8 | exponents << 7 | rest & 127
+    return torch.where(bits < 1 << 15, bits, bits - (1 << 16)).short().view(torch.bfloat16).flatten()

@@ -249,6 +249,7 @@ def full_cache(
         flash=_flash_tiles(plan),
         kernels=_attention_kernels(plan, config),
         host_kernels=fitting(torch.device("cpu"), config.head_dim, ()),
+        packs=placement.link_bits < 16,
         keep_queries=composition.budget > 0 and composition.selection == "published",
         arena=arena,
     )

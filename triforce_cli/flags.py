@@ -97,6 +97,7 @@ class PlacementFlags:
     offload: options.Offload = "auto"
     device_memory: options.DeviceMemory = None
     link_gbps: options.LinkGbps = None
+    link_bits: options.LinkBits = AUTO
     host_attention: options.HostAttention = AUTO
     host_gbps: options.HostGbps = None
 
@@ -141,8 +142,9 @@ def plan_options(levels: LevelFlags, **placement: Any) -> Options:
     given["lookup"], given["speculation"] = not given.pop("no_lookup"), not given.pop("no_speculation", False)
     given["offload"] = _offloaded(given["offload"])
     given["host_attention"] = _host_share(given["host_attention"])
-    for name in ("weight_bits", "kv_bits"):
-        given[name] = _bits(name.replace("_", "-"), given[name])
+    for name in ("weight_bits", "kv_bits", "link_bits"):
+        if name in given:
+            given[name] = _bits(name.replace("_", "-"), given[name])
     if "gpus" in given:
         given["gpus"] = _num_gpus(given["gpus"])
     return Options(**given)
@@ -163,7 +165,8 @@ def _bits(name: str, text: str) -> int | None:
     try:
         return None if text.strip() == AUTO else int(text)
     except ValueError as error:
-        raise UsageError(f"{name} is {text!r}; it may be 16, 4 or auto") from error
+        fewer = 12 if name == "link-bits" else 4
+        raise UsageError(f"{name} is {text!r}; it may be 16, {fewer} or auto") from error
 
 
 def _host_share(text: str) -> float | None:

@@ -328,6 +328,16 @@ LinkGbps = Annotated[
     ),
 ]
 
+LinkBits = Annotated[
+    str,
+    option(
+        "--link-bits",
+        "Bits of a cached bf16 number that cross the link: 16, 12 (packed, none is lost) or auto.",
+        PLACEMENT,
+        metavar="BITS",
+        hidden=True,
+    ),
+]
 HostAttention = Annotated[
     str,
     option(

@@ -10,6 +10,7 @@ from torch import Tensor
 from offload.cache import Phase
 from offload.cache.block import Block
 from offload.cache.host_side import HostSide
+from offload.cache.packed import PackedPages, Unpacked
 from offload.cache.places import Places
 from offload.cache.reader import RowReader
 from offload.cache.residence import PrefillTiles, Residence, StreamedTiles, WriteBack
@@ -38,6 +39,7 @@ class FullCache:
     num_resident, num_host: see `TileStore`; in phase "prefill" all tiles are attended to on the device. host_reads: of
     tiles that are attended to on the host. fused_prefill: phase "prefill" attends by torch's fused kernel; flash: by
     this instead. kernels: the device's own, for phase "decode"; host_kernels: the processor's beside a card.
+    packs: pages that stream are packed at home, by `host_kernels`, and unpacked by `kernels`; `link` and bf16 alone.
     keep_queries: False where `mean_key_scores` is not asked for. arena: phase "prefill" has its turn of it, from
     `begin` to the next user's.
     """
@@ -60,6 +62,7 @@ class FullCache:
         flash: FlashTiles | None = None,
         kernels: Kernels | Card = NONE,
         host_kernels: Kernels = NONE,
+        packs: bool = False,
         keep_queries: bool = True,
         arena: Arena | None = None,
     ) -> None:
@@ -71,18 +74,20 @@ class FullCache:
         resident = Residence(self.store)
         self._residences: dict[Phase, Residence] = {"prefill": resident, "decode": resident}
         self._write_back: WriteBack | None = None
+        self.packed = PackedPages(self.store, host_kernels) if packs else None
         if link is not None:
             staging = [
                 memory.allocate(shape.shape, shape.dtype, tier="device", purpose="kv staging")
-                for _ in range(num_staging)
+                for _ in range(num_staging + packs)
             ]
-            self._write_back = WriteBack(self.store, link)
+            unpacked = None if self.packed is None else Unpacked(self.packed, staging.pop(), link, kernels)
+            back = self._write_back = WriteBack(self.store, link, self.packed)
             self._residences = {
-                "prefill": PrefillTiles(self.store, link, self.arena, self._write_back),
-                "decode": StreamedTiles(self.store, link, staging, self._write_back, self.host_reads),
+                "prefill": PrefillTiles(self.store, link, self.arena, back, unpacked),
+                "decode": StreamedTiles(self.store, link, staging, back, self.host_reads, unpacked),
             }
         self._places = Places(rope)
-        self.reader = RowReader(self.store, memory, link)
+        self.reader = RowReader(self.store, memory, link, self.packed)
         self._fused_prefill, self._flash = fused_prefill, flash
         self._attention = TileAttention(shape, rope, blocks, kernels, mass_chunk)
         self._host_side: HostSide | None = None
@@ -181,16 +186,18 @@ class FullCache:
     def page(self, layer: int, number: int) -> Tensor:
         """Page `number` of the sequence in `layer`: a view of its home, [2, H_kv, S, D], each half contiguous.
 
-        Read it after `wait_home`; call `restored` after writing to it.
+        Write to it after `wait_home`, and call `restored` afterwards; what it reads is in `page_of_all`.
         """
         index, within = divmod(number, self.shape.num_pages)
         return self.store.home(layer, index)[:, within]
 
     def page_of_all(self, number: int) -> list[Tensor]:
+        """See `PagedRows`: the homes themselves, or what is packed there."""
+        return [self._read_page(layer, number) for layer in range(self.num_layers)]
+
+    def page_to_fill(self, number: int) -> list[Tensor]:
         """See `PagedRows`: the homes themselves."""
         return [self.page(layer, number) for layer in range(self.num_layers)]
-
-    page_to_fill = page_of_all
 
     def filled(self, number: int, layers: Sequence[Tensor]) -> None:
         """See `PagedRows`: the homes themselves were filled."""
@@ -200,6 +207,8 @@ class FullCache:
         self.truncate(0)
         for residence in self._residences.values():
             residence.forget()
+        if self.packed is not None:
+            self.packed.forget()
         self.length = length
 
     def copy_from(self, other: FullCache) -> None:
@@ -207,9 +216,9 @@ class FullCache:
         other.wait_home()
         self.wait_home()
         self.reserve(other.length)
-        for layer in range(self.num_layers):
-            for number in range(-(-other.length // self.shape.page_tokens)):
-                self.page(layer, number).copy_(other.page(layer, number))
+        for number in range(-(-other.length // self.shape.page_tokens)):
+            for own, theirs in zip(self.page_to_fill(number), other.page_of_all(number), strict=True):
+                own.copy_(theirs)
         self.restored(other.length)
 
     def release(self) -> None:
@@ -235,6 +244,8 @@ class FullCache:
 
     def mean_key_scores(self, chunk: int) -> Tensor:
         """The published score of each whole chunk: last query · mean key, summed over the query group: [L, H_kv, C]."""
+        if self.packed is not None:
+            raise RuntimeError("mean keys are of pages as they are: no cache is packed whose chunks they choose")
         self.wait_home()
         num_chunks = self.length // chunk
         scores = []
@@ -260,6 +271,11 @@ class FullCache:
         """What the device computes by now reads homes itself: see `wait_home`."""
         if self._write_back is not None:
             self._write_back.read()
+
+    def _read_page(self, layer: int, number: int) -> Tensor:
+        if self.packed is not None and self.store.place(layer, number // self.shape.num_pages) == "stream":
+            return self.packed.tokens(layer, number)
+        return self.page(layer, number)
 
     def _end(self) -> None:
         if self._phase is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from offload.cache.packed import PackedPages
 from offload.cache.tiles import Place, TileStore
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory, sent
@@ -15,19 +17,11 @@ from offload.transfer.memory import Memory, sent
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of one tile: where on the device they go, where the tile is, and its part `home` that they are, or of which
-    they are the rows `runs`."""
+    """Rows of one tile: where on the device they go, where the tile is, and what writes them to a tensor."""
 
     rows: Tensor
     place: Place
-    home: Tensor
-    runs: Tensor | None = None
-
-    def write(self, out: Tensor) -> None:
-        if self.runs is None:
-            out.copy_(self.home)
-        else:
-            torch.index_select(self.home, 0, self.runs, out=out)
+    write: Callable[[Tensor], None]
 
 
 class RowReader:
@@ -36,8 +30,8 @@ class RowReader:
     Rows of tiles on the host are gathered there first and cross the link in one copy.
     """
 
-    def __init__(self, store: TileStore, memory: Memory, link: Link | None) -> None:
-        self._store, self._memory, self._link = store, memory, link
+    def __init__(self, store: TileStore, memory: Memory, link: Link | None, packed: PackedPages | None = None) -> None:
+        self._store, self._memory, self._link, self._packed = store, memory, link, packed
         self._gathered: Tensor | None = None
 
     def reserve(self, num_bytes: int) -> None:
@@ -67,8 +61,13 @@ class RowReader:
             layer, index = divmod(group, num_tiles)
             tile = self._store.home(layer, index).view(2 * half, -1)
             for kind in range(2):
-                own = (run if tile.device.type == "cpu" else run_there)[at : at + number] + kind * half
-                pieces.append(_Piece(rows[kind, at : at + number], self._store.place(layer, index), tile, own))
+                place, own = self._store.place(layer, index), run[at : at + number]
+                if self._packed is not None and place == "stream":
+                    write = partial(self._packed.chunks, layer, index, kind, own)
+                else:
+                    own = own if tile.device.type == "cpu" else run_there[at : at + number]
+                    write = partial(_select, tile, own + kind * half)
+                pieces.append(_Piece(rows[kind, at : at + number], place, write))
             at += number
         self._collect(pieces)
         return order, rows
@@ -85,8 +84,13 @@ class RowReader:
             count = min(shape.page_tokens - offset, stop - position)
             for layer in range(store.num_layers):
                 own = rows[layer, :, :, position - start : position - start + count]
-                home = store.home(layer, index)[:, number, :, offset : offset + count]
-                pieces.append(_Piece(own, store.place(layer, index), home))
+                place = store.place(layer, index)
+                if self._packed is not None and place == "stream":
+                    page = index * shape.num_pages + number
+                    write = partial(self._packed.read, layer, page, offset, offset + count)
+                else:
+                    write = partial(_copy, store.home(layer, index)[:, number, :, offset : offset + count])
+                pieces.append(_Piece(own, place, write))
             position += count
         self._collect(pieces)
         return rows
@@ -118,3 +122,11 @@ class RowReader:
                 size, self._store.shape.dtype, tier="host", purpose="gathered chunks"
             )
         return self._gathered[:num_elements]
+
+
+def _select(tile: Tensor, runs: Tensor, out: Tensor) -> None:
+    torch.index_select(tile, 0, runs, out=out)
+
+
+def _copy(rows: Tensor, out: Tensor) -> None:
+    out.copy_(rows)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from offload.cache.packed import PackedPages, Unpacked
 from offload.cache.tiles import TileStore
 from offload.transfer.arena import Arena
 from offload.transfer.link import Event, Link
@@ -54,8 +55,8 @@ class Residence:
 class WriteBack:
     """Copies of new rows back to the tiles' homes, and the events that later readers of a home wait for."""
 
-    def __init__(self, store: TileStore, link: Link) -> None:
-        self._store, self._link = store, link
+    def __init__(self, store: TileStore, link: Link, packed: PackedPages | None = None) -> None:
+        self._store, self._link, self._packed = store, link, packed
         self._written: dict[tuple[int, int], Event] = {}
         self._last: Event | None = None
         self._read: Event | None = None
@@ -64,6 +65,8 @@ class WriteBack:
         """Send home the pages of `tile` that tokens start to stop lie in: whole pages are contiguous in each half."""
         page = self._store.shape.page_tokens
         pages = slice(start // page, -(-stop // page))
+        if self._packed is not None:
+            self._packed.wrote(layer, index, pages)
         home, ready = self._store.home(layer, index), self._link.record()
         for half in range(2):
             event = self._link.to_host(home[half, pages], tile[half, pages], (ready,))
@@ -98,6 +101,8 @@ class _Slot:
     full: Event
     free: Event
     left: Event  # its last new rows are home, in whichever forward that was
+    num_pages: int = 0  # that came
+    packed: Tensor | None = None  # which of them are, see `PackedPages.of_tile`; None: none
 
 
 class StreamedTiles(Residence):
@@ -106,13 +111,21 @@ class StreamedTiles(Residence):
     While one tile is attended the next is on its way, across layer boundaries and, with `fetch_ahead`, across forwards:
     rows that are in the cache stay as they are. Only pages in use are copied. New rows are written into the staged tile
     and copied home from there. Tiles that the host attends to are used at home, and `reads` counts and paces that.
+    With `unpacked` pages may lie packed at home, cross as they lie and are unpacked there; whole ones are packed between
+    forwards.
     """
 
     def __init__(
-        self, store: TileStore, link: Link, staging: Sequence[Tensor], write_back: WriteBack, reads: HostReads
+        self,
+        store: TileStore,
+        link: Link,
+        staging: Sequence[Tensor],
+        write_back: WriteBack,
+        reads: HostReads,
+        unpacked: Unpacked | None = None,
     ) -> None:
         super().__init__(store)
-        self._link, self._write_back, self._reads = link, write_back, reads
+        self._link, self._write_back, self._reads, self._unpacked = link, write_back, reads, unpacked
         self._slots = [_Slot(tile, link.record(), link.record(), link.record()) for tile in staging]
         self._order: list[tuple[int, int]] = []
         self._position: dict[tuple[int, int], int] = {}
@@ -127,6 +140,7 @@ class StreamedTiles(Residence):
         self._position = {key: i for i, key in enumerate(self._order)}
         first = self._order[: len(self._slots)]
         if first != self._ahead:
+            self._pack(length)
             self._fetch_first(length)
         self._ahead = []
 
@@ -138,12 +152,18 @@ class StreamedTiles(Residence):
             return super().open(layer, index)
         slot = self._slot(layer, index)
         slot.full.wait()
-        return slot.tile
+        if self._unpacked is None or slot.packed is None:
+            return slot.tile
+        return self._unpacked.take(slot.tile, slot.packed, slot.num_pages)
 
     def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
-        if self._store.place(layer, index) == "stream":
-            slot = self._slot(layer, index)
+        if self._store.place(layer, index) != "stream":
+            return
+        slot = self._slot(layer, index)
+        if self._unpacked is None or slot.packed is None:
             slot.left = self._write_back.write(layer, index, slot.tile, start, stop)
+        else:
+            self._unpacked.leaves(self._write_back.write(layer, index, self._unpacked.tile, start, stop))
 
     def close(self, layer: int, index: int) -> None:
         place, shape = self._store.place(layer, index), self._store.shape
@@ -170,6 +190,7 @@ class StreamedTiles(Residence):
     def fetch_ahead(self, length: int) -> None:
         """After a forward, with `length` tokens in the cache: fill the slots with the first tiles again."""
         if self._finished and not self._ahead:
+            self._pack(length)
             self._ahead = self._order[: len(self._slots)]
             self._fetch_first(length)
 
@@ -177,6 +198,16 @@ class StreamedTiles(Residence):
         for slot in self._slots if self._ahead else ():
             slot.full.wait()  # homes that it is read from must not be written meanwhile
         self._ahead = []
+
+    def _pack(self, length: int) -> None:
+        """Pack the whole pages of `length` tokens. The host waits where there are new ones: for their last rows, and
+        until no copy reads their homes."""
+        if self._unpacked is None or not self._unpacked.pages.are_due(length):
+            return
+        self._write_back.wait()
+        for slot in self._slots:
+            slot.full.synchronize()
+        self._unpacked.pages.pack(length)
 
     def _slot(self, layer: int, index: int) -> _Slot:
         return self._slots[self._position[layer, index] % len(self._slots)]
@@ -192,7 +223,8 @@ class StreamedTiles(Residence):
         pages = self._store.shape.used_pages(index, length)
         # What was fetched ahead and is not wanted must have come before the slot is anybody else's.
         after = (slot.full, slot.free, slot.left, *self._write_back.before(layer, index))
-        slot.full = _fetch_pages(self._link, slot.tile, home, pages, after)
+        slot.num_pages, slot.packed = pages, _packed(self._unpacked, layer, index, pages)
+        slot.full = _fetch_pages(self._link, slot.tile, home, pages, after, self._unpacked, slot.packed)
 
 
 class PrefillTiles(Residence):
@@ -201,11 +233,13 @@ class PrefillTiles(Residence):
     Each row crosses the link once, to its home, behind the computation; tiles that had tokens before come over once.
     """
 
-    def __init__(self, store: TileStore, link: Link, arena: Arena, write_back: WriteBack) -> None:
+    def __init__(
+        self, store: TileStore, link: Link, arena: Arena, write_back: WriteBack, unpacked: Unpacked | None = None
+    ) -> None:
         super().__init__(store)
-        self._link, self._arena, self._write_back = link, arena, write_back
+        self._link, self._arena, self._write_back, self._unpacked = link, arena, write_back, unpacked
         self._tiles: list[Tensor] = []
-        self._full: dict[int, Event] = {}
+        self._full: dict[int, tuple[Event, Tensor | None, int]] = {}  # with what of the tile's pages came packed
         self._unsent: dict[int, tuple[int, int]] = {}  # tile index -> rows written and not yet sent home
         self._layer = -1
         self._length = self._num_tiles = 0
@@ -224,9 +258,13 @@ class PrefillTiles(Residence):
             self._enter(layer)
         if self._store.place(layer, index) == "device":
             return super().open(layer, index)
-        if (full := self._full.pop(index, None)) is not None:
+        tile = self._tile(index)
+        if index in self._full:
+            full, packed, num_pages = self._full.pop(index)
             full.wait()
-        return self._tile(index)
+            if self._unpacked is not None and packed is not None:
+                self._unpacked.in_place(tile, packed, num_pages)
+        return tile
 
     def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
         if self._store.place(layer, index) == "device":
@@ -240,7 +278,7 @@ class PrefillTiles(Residence):
         """Send the last layer home. Returns when no copy of the device memory is under way."""
         self._leave()
         self._write_back.wait()
-        for full in self._full.values():
+        for full, *_ in self._full.values():
             full.wait()
         self._full.clear()
         for tile in self._tiles:
@@ -264,7 +302,9 @@ class PrefillTiles(Residence):
             )
             pages = shape.used_pages(index, self._length)
             after = (free, *left, *self._write_back.before(layer, index))
-            self._full[index] = _fetch_pages(self._link, tile, self._store.home(layer, index), pages, after)
+            home, packed = self._store.home(layer, index), _packed(self._unpacked, layer, index, pages)
+            full = _fetch_pages(self._link, tile, home, pages, after, self._unpacked, packed)
+            self._full[index] = full, packed, pages
 
     def _leave(self) -> None:
         for index in list(self._unsent):
@@ -290,8 +330,22 @@ class _All:
             event.synchronize()
 
 
-def _fetch_pages(link: Link, tile: Tensor, home: Tensor, num_pages: int, after: tuple[Event, ...]) -> Event:
-    """The tile's first `num_pages` pages, keys and values. None: all its rows will be new, it only has to be ours."""
+def _packed(unpacked: Unpacked | None, layer: int, index: int, num_pages: int) -> Tensor | None:
+    """Which blocks of the tile's first `num_pages` pages are packed now; None: none."""
+    if unpacked is None:
+        return None
+    flags = unpacked.pages.of_tile(layer, index)
+    return flags.clone() if flags[:, :num_pages].any() else None
+
+
+def _fetch_pages(
+    link: Link, tile: Tensor, home: Tensor, num_pages: int, after: tuple[Event, ...], unpacked: Unpacked | None,
+    packed: Tensor | None,
+) -> Event:  # fmt: skip
+    """The tile's first `num_pages` pages, keys and values, as they lie at home. None: all its rows will be new, it only
+    has to be ours."""
+    if unpacked is not None and packed is not None:
+        return unpacked.pages.fetch(link, tile, home, packed[:, :num_pages], after)
     if num_pages == tile.shape[1]:
         return link.to_device(tile, home, after)
     if not num_pages:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offload.kernels.card import Card
 from offload.kernels.native import Kernels
 from offload.kernels.native.interface import PackedShape
 
@@ -81,6 +82,20 @@ def unpack(parts: Tensor, packing: Packing, kernels: Kernels) -> None:
     parts = parts.contiguous()
     shape = PackedShape(packing.numbers, packing.group, packing.room)
     kernels.library.unpack(parts.data_ptr(), len(parts), ctypes.byref(shape), torch.get_num_threads())
+
+
+def unpack_tile(
+    tile: Tensor, slot: Tensor, flags: Tensor, num_pages: int, packing: Packing, kernels: Kernels | Card
+) -> None:
+    """The first `num_pages` pages of `slot` in `tile`, both bf16 [2, P, H_kv, S, D] on the kernels' device: a page's
+    keys are a block, its values another, packed where flags, uint8 [2, P] on the host, are 1."""
+    if isinstance(kernels, Card):
+        raise NotImplementedError
+    _, pages, *_ = tile.shape
+    blocks = torch.arange(2 * pages).view(2, pages)[:, :num_pages].flatten() * 2 * packing.numbers
+    same = torch.ones_like(blocks)
+    parts = [slot.data_ptr() + blocks, tile.data_ptr() + blocks, 0 * same, packing.num_groups * same]
+    unpack(torch.stack([*parts, flags[:, :num_pages].flatten().long()], 1), packing, kernels)
 
 
 def pack_with_torch(numbers: Tensor, packing: Packing) -> Tensor | None:

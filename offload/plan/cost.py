@@ -15,7 +15,7 @@ from offload.plan.composition import Composition
 from offload.plan.gpu_costs import CPU_REFRESH, GPU, GPU_REFRESH
 from offload.plan.pass_times import UNKNOWN, PassTimes, Times, estimated
 from offload.plan.placement import Placement
-from offload.plan.sizing import PREFILL_BLOCK, Sizing, host_slowdown
+from offload.plan.sizing import PACKED_SHARE, PREFILL_BLOCK, Sizing, host_slowdown
 from offload.plan.sum_costs import GLOO, NCCL, NETWORK
 
 CODED_KV_REFUSED = 0.02  # tokens of the target by itself over its cache in 4 bits (docs/log.md)
@@ -124,13 +124,18 @@ class Cost:
         """Seconds of a pass over the full cache: the longest of computation and sums, block by block, of the link, and
         of the tiles that are attended to on the host."""
         computed = self._full_on_cpu(rows, masses) if self._on_cpu else self._full_on_gpu(rows, masses)
-        return max(computed, self.full_link_bytes / self.link_rate, self._host_seconds(rows))
+        return max(computed + self._unpacking, self.full_link_bytes / self.link_rate, self._host_seconds(rows))
 
     @property
     def full_link_bytes(self) -> float:
         """Bytes over each device's link in a pass over the full cache."""
         streamed = self._share_on_host - self.placement.host_tiles / self.num_tiles
-        return self.streamed_weights + self.cache_bytes * streamed
+        return self.streamed_weights + self.cache_bytes * streamed * self.link_share
+
+    @property
+    def link_share(self) -> float:
+        """Of the bytes of cached numbers, what crosses the link."""
+        return PACKED_SHARE if self.placement.link_bits < 16 else 1.0
 
     @property
     def full_host_bytes(self) -> float:
@@ -173,7 +178,8 @@ class Cost:
         """Seconds of choosing chunks and fetching them; those on the host cross the link."""
         if not self.composition.budget:
             return 0.0
-        crossing = _CHANGED_CHUNKS * self._kept * self._share_on_host / self.link_rate
+        share = 1.0 if self._on_cpu else self.link_share  # a CPU's host unpacks what it gathers
+        crossing = _CHANGED_CHUNKS * self._kept * self._share_on_host * share / self.link_rate
         costs = CPU_REFRESH if self._on_cpu else GPU_REFRESH
         rate = costs.share * self.sizing.hardware.rates.device_read
         return self.sizing.target.num_layers * costs.layer_seconds + self._kept / rate + crossing
@@ -201,6 +207,14 @@ class Cost:
     def _by_rows(self, seconds: float, rows: int, blocks: int = 1) -> float:
         """Seconds of `rows` rows in `blocks` blocks. seconds: of the first row of a block."""
         return seconds * (blocks + GPU.row_share * (rows - blocks))
+
+    @property
+    def _unpacking(self) -> float:
+        """Seconds of unpacking what streams of the cache: bytes are read once and written once."""
+        if self.placement.link_bits == 16:
+            return 0.0
+        streamed = self._share_on_host - self.placement.host_tiles / self.num_tiles
+        return self.cache_bytes * streamed * (PACKED_SHARE + 1) / self._rate
 
     def _full_on_cpu(self, rows: int, masses: bool) -> float:
         return self._on_this_cpu(self.capacity, rows, masses=masses) + self.full_sums(rows)

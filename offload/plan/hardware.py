@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from offload.errors import UsageError
 from offload.plan import nvml
-from offload.plan.machine import KERNELS, free_host_bytes, installed_version, machine_name
+from offload.plan.machine import KERNELS, free_host_bytes, has_native_kernels, installed_version, machine_name
 from offload.plan.rates import RTX_4090, TWO_CORES, Rates, load_rates, typical
 from offload.plan.torchrun import Launched
 
@@ -20,7 +20,8 @@ _CONTEXT_BYTES = 512 * 2**20  # of a card's memory, that CUDA takes for each pro
 @dataclass(frozen=True)
 class Hardware:
     """device: "cpu" or "cuda:N". Bytes are free ones, now. On a CPU the device's memory is the host's. has_kernels: of
-    a card, whether its own kernels can be compiled here; the processor's are not meant."""
+    a card, whether its own kernels can be compiled here; the processor's are not meant.
+    packs: whether the processor's kernels were built."""
 
     device: str
     device_name: str
@@ -31,6 +32,7 @@ class Hardware:
     num_devices: int = 1  # each with a link of its own; bytes and rates are those of the one that has least
     num_hosts: int = 1  # machines that have as many of them each, and as much memory
     has_kernels: bool = True
+    packs: bool = True
 
     @property
     def is_cpu(self) -> bool:
@@ -91,7 +93,7 @@ def _cpu() -> Hardware:
     mkldnn = torch.backends.mkldnn.is_available()  # not in every build
     fast_bf16 = mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     free, rates = free_host_bytes(), load_rates(machine_name(), rates_key("cpu"))
-    return Hardware("cpu", _cpu_name(), free, free, fast_bf16, rates or TWO_CORES)
+    return Hardware("cpu", _cpu_name(), free, free, fast_bf16, rates or TWO_CORES, packs=has_native_kernels())
 
 
 def _gpus(first: int, number: int) -> Hardware:
@@ -109,6 +111,7 @@ def _gpus(first: int, number: int) -> Hardware:
         free_host_bytes(),
         all(card.major >= 8 for card in properties),
         Rates.slowest([_gpu_rates(name, number) for name in names]),
+        packs=has_native_kernels(),
         has_kernels=installed_version("triton") is not None and os.environ.get(KERNELS) != "off",
     )
 

@@ -71,14 +71,16 @@ def _attending(cost: Cost, number: int) -> Cost:
 def _best_number(cost: Cost) -> int:
     """Tiles of all layers together, with which link and host end a pass at the same time."""
     rows, tile_bytes, num_streamed = cost.gamma + 1, cost.cache_bytes / cost.num_tiles, _num_streamed(cost)
-    link, rate = cost.link_rate, _host_rate(cost)
+    link, rate = cost.link_rate / cost.link_share, _host_rate(cost)  # in bytes of tiles as they lie there
     if not rate or not num_streamed:
         return 0
     host = rate / host_slowdown(rows, cost.sizing.group)
     # What the link would take for all, in tiles, less what it moves while the host has nothing to attend to: at the sum
     # of both rates, of which the host has its part. On a card that host waits for a tile a layer.
     attending = replace(cost, placement=replace(cost.placement, host_tiles=num_streamed))
-    total = num_streamed + (cost.streamed_weights - link * attending.besides_attention(rows)) / tile_bytes
+    total = (
+        num_streamed + (cost.streamed_weights / cost.link_share - link * attending.besides_attention(rows)) / tile_bytes
+    )
     return min(max(round(total * host / (link + host)), 0), num_streamed)
 
 

@@ -48,6 +48,13 @@ def look(root: Path = ROOT) -> Machine:
     )
 
 
+def has_native_kernels(root: Path = ROOT) -> bool:
+    """Whether the processor's kernels were built for this processor, and are wanted."""
+    built = {path.stem for path in (Path(__file__).parents[1] / "kernels" / "native").glob("*.so")}
+    own = {"avx2": "avx2", "asimd": "neon"}
+    return os.environ.get(KERNELS) != "off" and any(own.get(name) in built for name in _features(root))
+
+
 def machine_name(root: Path = ROOT) -> str:
     """A name that distinguishes this machine from others that share a home folder."""
     return f"{_processor(root)}, {os.cpu_count()} cores"

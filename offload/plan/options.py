@@ -23,6 +23,7 @@ class Options:
     host_attention: the share of tiles that it attends to there, of those that would cross the link; None: the plan's
     choice.
     weight_bits, kv_bits: of the weights and of the keys and values with which the target proposes to itself, 16 or 4.
+    link_bits: of a cached number that crosses the link, 16, or 12: packed, none of its bits lost.
     """
 
     context: int | None = None
@@ -30,6 +31,7 @@ class Options:
     chunk: int | None = None
     weight_bits: int | None = None
     kv_bits: int | None = None
+    link_bits: int | None = None
     gamma: int | None = None
     draft_gamma: int | None = None
     sinks: int = 16
@@ -60,6 +62,8 @@ class Options:
         for name, bits in (("weight-bits", self.weight_bits), ("kv-bits", self.kv_bits)):
             if bits not in (None, 16, 4):
                 raise UsageError(f"{name} is {bits}, it must be auto, 16 or 4")
+        if self.link_bits not in (None, 16, 12):
+            raise UsageError(f"link-bits is {self.link_bits}, it must be auto, 16 or 12")
         if self.dtype not in ("auto", *DTYPE_BYTES):
             raise UsageError(f"dtype is {self.dtype!r}, it must be auto, bf16, fp16 or fp32")
         if self.offload is not None and not self.offload <= {"weights", "kv"}:

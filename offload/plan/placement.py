@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from offload.plan.composition import Composition
+from offload.plan.link_bits import link_bits
 from offload.plan.options import PAGE_TOKENS
 from offload.plan.sizing import NUM_STAGING, PREFILL_BLOCK, Sizing
 
@@ -39,6 +40,7 @@ class Placement:
     host_tiles: int = 0
     attended_bytes: int = 0
     host_bytes_per_second: float | None = None
+    link_bits: int = 16  # of a cached number of a whole page that crosses the link; 12: it lies packed at home
 
     @property
     def total_device_bytes(self) -> int:
@@ -100,12 +102,14 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     layer, tile = sizing.layer_bytes, sizing.tile_bytes(capacity)
     streams = sizing.hardware.is_cpu and sizing.options.device_memory is None  # then all that is named does
 
+    bits = link_bits(sizing, composition) if "kv" in offload else 16
+
     def device(layers: int, tiles: int, *, first: bool = True) -> dict[str, int]:
         sizes = sizing.fixed_bytes(capacity, composition, first=first) | {"target layers": layers * layer}
         if "weights" in offload:
             sizes["weight staging"] = NUM_STAGING * layer
         if "kv" in offload:
-            sizes["kv staging"] = NUM_STAGING * tile
+            sizes["kv staging"] = (NUM_STAGING + (bits < 16)) * tile
         moved = count - tiles // num_layers if "kv" in offload else 0
         sizes["arena"] = sizing.arena_bytes(capacity, composition, moved)
         sizes["kv cache"] = tiles * tile
@@ -138,6 +142,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         prefill_block=PREFILL_BLOCK,
         fused_prefill=sizing.fused_prefill,
         link_bytes_per_second=_link_rate(sizing),
+        link_bits=bits,
     )
 
 

@@ -196,6 +196,7 @@ def plan(
     dtype: options.Dtype = "auto",
     offload: options.Offload = "auto",
     host_attention: options.HostAttention = "auto",
+    link_bits: options.LinkBits = "auto",
     json: options.AsJson = False,
     program: ProgramFlags,
 ) -> Planning:
@@ -223,7 +224,7 @@ def plan(
             host_gbps=host_gbps,
             device=device,
         ),
-        options=plan_options(cache, dtype=dtype, offload=offload, host_attention=host_attention),
+        options=plan_options(cache, dtype=dtype, offload=offload, host_attention=host_attention, link_bits=link_bits),
         max_tokens=max_tokens,
         fit=fit,
         as_json=json,

@@ -1,0 +1,43 @@
+"""Whether cached keys and values cross a link packed, in 12 of their 16 bits (kernels/packed.py)."""
+
+from __future__ import annotations
+
+from offload.errors import UsageError
+from offload.plan.composition import Composition
+from offload.plan.machine import KERNELS
+from offload.plan.sizing import PACKED_TOKENS, Sizing
+
+_SLOWER = 8.0  # than the device's memory is a link at least that packing is worth: unpacking moves 3.5 bytes a number
+
+
+def link_bits(sizing: Sizing, composition: Composition) -> int:
+    """Of a cached number that crosses the link, 16 or 12: the user's choice, or 12 where that can be and is quicker.
+    Raises UsageError where the user wants 12 and that cannot be."""
+    options, hardware = sizing.options, sizing.hardware
+    problem = _problem(sizing, composition.chunk if composition.budget else PACKED_TOKENS)
+    if options.link_bits == 12 and problem:
+        raise UsageError(f"link-bits is 12: {problem}")
+    if options.link_bits is not None:
+        return options.link_bits
+    rate = hardware.link_rate if options.link_gbps is None else options.link_gbps * 1e9
+    return 16 if problem or rate * _SLOWER > hardware.rates.device_read else 12
+
+
+def _problem(sizing: Sizing, chunk: int) -> str:
+    """Why they cannot cross in 12 bits, "" where they can. chunk: tokens that are read together."""
+    hardware, head_dim = sizing.hardware, sizing.target.head_dim
+    if sizing.dtype != "bf16":
+        return f"{sizing.dtype} is not packed, bf16 alone is"
+    if sizing.options.selection == "published":
+        return "chunks are chosen by mean keys of pages as they are; leave out --selection published"
+    if head_dim % 4:
+        return f"heads of {head_dim} numbers are not whole groups of 4"
+    if chunk % PACKED_TOKENS:
+        return f"chunk is {chunk}, and {PACKED_TOKENS} tokens are packed together; try --chunk {PACKED_TOKENS}"
+    if not hardware.packs:
+        return f"the processor's kernels pack, and are not there; triforce version says why, without {KERNELS}=off"
+    if not hardware.is_cpu and not hardware.has_kernels:
+        return f"{hardware.device} unpacks by kernels in Triton; pip install triton, without {KERNELS}=off"
+    if not hardware.is_cpu and not hardware.fast_bf16:
+        return f"{hardware.device} unpacks by kernels that need compute capability 8.0 or later"
+    return ""

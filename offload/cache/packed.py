@@ -96,7 +96,7 @@ class PackedPages:
         self._num_tried, self._on_device = 0, None
 
     def tokens(self, layer: int, page: int, start: int = 0, stop: int | None = None) -> Tensor:
-    X
+        """Tokens `start` to `stop` of a page as bf16 [2, H_kv, stop - start, D] on the host, in memory of their own."""
         shape = self._store.shape
         stop = shape.page_tokens if stop is None else stop
         first, last = start // PACKED_TOKENS, -(-stop // PACKED_TOKENS)

@@ -111,7 +111,7 @@ class StreamedTiles(Residence):
     While one tile is attended the next is on its way, across layer boundaries and, with `fetch_ahead`, across forwards:
     rows that are in the cache stay as they are. Only pages in use are copied. New rows are written into the staged tile
     and copied home from there. Tiles that the host attends to are used at home, and `reads` counts and paces that.
-    With `unpacked` pages that lie packed at home cross so and are unpacked there; whole ones are packed between forwards.
+    With `unpacked` pages that lie packed at home cross so and are unpacked here; whole ones are packed between passes.
     """
 
     def __init__(

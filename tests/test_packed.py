@@ -1,0 +1,342 @@
+"""Cached numbers in 12 of their 16 bits: packing and unpacking, caches whose pages cross a link so, plans.
+
+Twins of the kernels are torch's operators, in `offload.kernels.packed`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from models import CPU, LateLink
+from offload.cache.full import FullCache
+from offload.cache.tiles import TileShape
+from offload.decode.sampling import SamplingParams
+from offload.engine import Engine, load_tokenizer, plan_request
+from offload.errors import UsageError
+from offload.kernels.native import Kernels
+from offload.kernels.packed import Packing, pack, pack_with_torch, unpack, unpack_tile, unpack_with_torch
+from offload.kernels.rows import Blocks
+from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
+from offload.plan.hardware import Hardware
+from offload.plan.planner import Options, Plan, make_plan
+from offload.plan.rates import RTX_4090
+from offload.transfer.link import Link, PacedLink
+from offload.transfer.memory import Memory
+from processor import best, built, on_this_machine
+from test_caches import (
+    DIM,
+    KV_HEADS,
+    LAYERS,
+    ROWS,
+    Driver,
+    Rounds,
+    Tape,
+    assert_same_bits_throughout,
+    closing_link,
+    shaky_link,
+)
+from test_caches import ROUNDS as SOME_ROUNDS
+from test_placement import DRAFT, PROMPT, TARGET, request
+
+PAGE, PAGES, CHUNK = 16, 3, 16
+TILE = PAGE * PAGES
+ALL = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)  # every bf16 number there is
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def bits(numbers: Tensor) -> Tensor:
+    return numbers.view(torch.int16)
+
+
+def normal(count: int) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def with_escapes(count: int, share: float, *, seed: int = 0) -> Tensor:
+    """Numbers of which about so many have an exponent of any size up to 1's."""
+    generator = torch.Generator().manual_seed(seed)
+    small = ALL[(ALL.abs() < 2.0).nonzero().flatten()]
+    escapes = small[torch.randint(len(small), (count,), generator=generator)]
+    return torch.where(torch.rand(count, generator=generator) < share, escapes, 1 + torch.rand(count).bfloat16())
+
+
+BLOCKS = {
+    "normal": (normal(6 * 4096), Packing.of(4096, 1024, 1 / 64)),
+    "every number": (ALL, Packing.of(4096, 1024, 1 / 64)),
+    "every number, scattered": (ALL[torch.arange(1 << 16) * 40503 % (1 << 16)], Packing.of(4096, 256, 1 / 64)),
+    "some escapes": (with_escapes(8 * 4096, 0.02), Packing.of(4096, 64, 0.05)),
+    "many escapes": (with_escapes(8 * 4096, 0.3), Packing.of(4096, 128, 0.4)),
+    "about as many as fit": (with_escapes(64 * 1024, 0.055), Packing.of(1024, 128, 0.05)),
+    "zeros": (torch.zeros(2048).bfloat16(), Packing.of(1024, 64, 0.0)),
+    "small ones": (ALL[(ALL.abs() < 1e-37).nonzero().flatten()[:1024]], Packing.of(512, 64, 0.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("instructions", on_this_machine())
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_comes_back_bit_for_bit_and_lies_as_its_twin(name: str, instructions: str) -> None:
+    numbers, packing = BLOCKS[name]
+    kernels, home = built(instructions), numbers.clone()
+    blocks = home.view(-1, packing.numbers)
+    addresses = torch.tensor([block.data_ptr() for block in blocks])
+    are_packed = pack(addresses, packing, kernels)
+    for exact, block, is_packed in zip(numbers.view_as(blocks), blocks, are_packed.tolist(), strict=True):
+        twin = pack_with_torch(exact, packing)
+        assert is_packed == (twin is not None)
+        if twin is None:
+            assert torch.equal(bits(block), bits(exact))
+        else:
+            assert torch.equal(block.view(torch.uint8)[: packing.nbytes], twin)
+            assert torch.equal(bits(unpack_with_torch(twin, packing)), bits(exact))
+    out = torch.empty_like(home)
+    rows = zip(addresses.tolist(), out.view_as(blocks), are_packed.tolist(), strict=True)
+    parts = [(at, to.data_ptr(), 0, packing.num_groups, is_packed) for at, to, is_packed in rows]
+    unpack(torch.tensor(parts), packing, kernels)
+    assert torch.equal(bits(out), bits(numbers))
+
+
+def test_the_blocks_are_of_all_sorts() -> None:
+    shares = {
+        name: sum(pack_with_torch(block, packing) is not None for block in numbers.view(-1, packing.numbers))
+        / (numbers.numel() // packing.numbers)
+        for name, (numbers, packing) in BLOCKS.items()
+    }
+    assert all(shares[name] == 1 for name in ("normal", "some escapes", "many escapes", "zeros", "small ones"))
+    assert shares["every number, scattered"] == 0
+    assert 0 < shares["about as many as fit"] < 1
+
+
+@pytest.mark.parametrize("instructions", on_this_machine())
+def test_groups_of_a_block_are_read_by_themselves(instructions: str) -> None:
+    numbers, packing = BLOCKS["some escapes"]
+    kernels, home = built(instructions), numbers.clone()
+    addresses = torch.tensor([block.data_ptr() for block in home.view(-1, packing.numbers)])
+    assert pack(addresses, packing, kernels).all()
+    out = torch.full((5, packing.group), torch.nan).bfloat16()
+    parts = [(addresses[3], out[0].data_ptr(), 7, 3, 1), (addresses[5], out[3].data_ptr(), 62, 2, 1)]
+    unpack(torch.tensor(parts), packing, kernels)
+    groups = numbers.view(8, -1, packing.group)
+    assert torch.equal(bits(out), bits(torch.cat([groups[3, 7:10], groups[5, 62:]])))
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    for numbers, group, escapes in ((1000, 64, 0.1), (1024, 96, 0.1), (1024, 64, 0.5)):
+        with pytest.raises(ValueError, match=f"{numbers} numbers in groups of {group}"):
+            Packing.of(numbers, group, escapes)
+    assert Packing.of(2**20, 2048, 1 / 64).nbytes / 2**21 == pytest.approx(0.75 + 1 / 128 + 4 / 4096, abs=1e-4)
+
+
+def test_a_tile_is_unpacked_page_by_page() -> None:
+    packing, kernels = Packing.of(2 * 16 * 8, 128, 1 / 64), best()
+    exact = torch.randn(2, 3, 2, 16, 8, generator=torch.Generator().manual_seed(2)).bfloat16()
+    slot, tile = exact.clone(), torch.zeros_like(exact)
+    chosen = [(0, 0), (0, 1), (1, 1)]
+    assert pack(torch.tensor([slot[at].data_ptr() for at in chosen]), packing, kernels).all()
+    flags = torch.zeros(2, 3, dtype=torch.uint8)
+    flags[torch.tensor(chosen).unbind(1)] = 1
+    unpack_tile(tile, slot, flags, 2, packing, kernels)
+    assert torch.equal(tile[:, :2], exact[:, :2])
+    assert not tile[:, 2].any()
+
+
+# Caches.
+
+
+def make(tape: Tape, *, link: Link | None = None, packs: bool = False, **fields: int) -> FullCache:
+    kernels: Kernels = best()
+    return FullCache(
+        Memory(torch.device("cpu")), TileShape(KV_HEADS, DIM, PAGE, PAGES, torch.bfloat16), num_layers=LAYERS,
+        rope=tape.rope, blocks=Blocks((ROWS,)), link=link, mass_chunk=CHUNK, kernels=kernels, host_kernels=kernels,
+        packs=packs, **fields,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def late() -> LateLink:
+    return LateLink(late_in=True, late_out=True)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"num_resident": 1}, {"num_resident": 1, "num_host": 2}, {"num_staging": 3}], ids=str
+)
+@settings(max_examples=12)
+@given(prompt=st.integers(1, 130), blocks=st.integers(1, 40), rounds=SOME_ROUNDS, seed=st.integers(0, 99))
+def test_packing_pages_changes_no_bit(
+    fields: dict[str, int], prompt: int, blocks: int, rounds: Rounds, seed: int
+) -> None:
+    tape = Tape(torch.bfloat16, seed=seed)
+    with closing_link(shaky_link(seed)) as link:
+        away, here = make(tape, link=link, packs=True, **fields), make(tape)
+        assert_same_bits_throughout(away, here, tape, prompt, blocks, rounds)
+        for number in range(away.length // PAGE):
+            for theirs, ours in zip(away.page_of_all(number), here.page_of_all(number), strict=True):
+                assert torch.equal(theirs, ours)
+
+
+def test_whole_pages_are_packed_once_and_cross_in_fewer_bytes() -> None:
+    tape = Tape(torch.bfloat16)
+    link = PacedLink(None, overlap=False)
+    away = make(tape, link=link, packs=True)
+    driver = Driver(away, tape, padding=ROWS)
+    driver.extend([0] * (2 * TILE + 5), phase="prefill", blocks=9)
+    assert away.packed is not None
+    assert not away.packed.flags.any()
+    driver.extend([0])
+    flags = away.packed.flags
+    assert flags.shape == (LAYERS, 2, 3 * PAGES)
+    assert flags[..., : 2 * PAGES].all()
+    assert not flags[..., 2 * PAGES :].any()
+    before = link.stats.bytes_to_device
+    driver.extend([0])
+    crossed = link.stats.bytes_to_device - before
+    page = 2 * away.packed.packing.numbers
+    assert crossed == LAYERS * 2 * (2 * PAGES * away.packed.packing.nbytes + page)
+
+
+def test_rows_written_over_packed_ones_lie_as_they_are_until_their_page_is_whole(late: LateLink) -> None:
+    tape = Tape(torch.bfloat16)
+    away, here = make(tape, link=late, packs=True), make(tape)
+    drivers = Driver(away, tape, padding=ROWS), Driver(here, tape, padding=ROWS)
+    for driver in drivers:
+        driver.extend([0] * (2 * TILE), phase="prefill", blocks=9)
+        driver.extend([0] * 3)
+        driver.truncate(TILE + PAGE + 3)
+    assert torch.equal(*(driver.extend([1] * 5) for driver in drivers))
+    assert away.packed is not None
+    assert away.packed.flags[0, 0].tolist() == [1, 1, 1, 1, 0, 1, 0, 0, 0]
+    assert torch.equal(*(driver.extend([0] * (2 * PAGE), phase="prefill", blocks=7) for driver in drivers))
+    assert torch.equal(*(driver.extend([0] * (2 * PAGE)) for driver in drivers))
+    assert torch.equal(*(driver.extend([0]) for driver in drivers))
+    assert away.packed.flags[0, 0].tolist() == [1, 1, 1, 1, 1, 1, 1, 1, 0]
+
+
+def test_a_page_with_too_many_escapes_crosses_as_it_is(late: LateLink) -> None:
+    tape = Tape(torch.bfloat16)
+    tape.v[:, 1, :PAGE] *= 2.0 ** torch.randint(-60, 60, tape.v[:, 1, :PAGE].shape)
+    away, here = make(tape, link=late, packs=True), make(tape)
+    drivers = Driver(away, tape, padding=ROWS), Driver(here, tape, padding=ROWS)
+    for driver in drivers:
+        driver.extend([0] * TILE, phase="prefill", blocks=9)
+    for _ in range(3):
+        assert torch.equal(*(driver.extend([0]) for driver in drivers))
+    assert away.packed is not None
+    assert away.packed.flags[1].tolist() == [[1, 1, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0]]
+
+
+def test_chunks_and_ranges_are_read_from_packed_pages(late: LateLink) -> None:
+    tape = Tape(torch.bfloat16)
+    away, here = make(tape, link=late, packs=True, num_resident=2), make(tape)
+    for cache in (away, here):
+        driver = Driver(cache, tape, padding=ROWS)
+        driver.extend([0] * (3 * TILE), phase="prefill", blocks=9)
+        driver.extend([0] * 7)
+    away.wait_home()
+    for start, stop in ((0, 151), (TILE + 1, TILE + 2), (TILE + PAGE - 3, 3 * TILE + 5)):
+        assert torch.equal(away.reader.tokens(start, stop), here.reader.tokens(start, stop))
+    where = torch.tensor([(1, 0, 8), (0, 1, 3), (1, 1, 0), (1, 0, 4), (0, 0, 3)]).unbind(1)
+    (order, rows), (other_order, other_rows) = (cache.reader.chunks(*where, CHUNK) for cache in (away, here))
+    assert torch.equal(order, other_order)
+    assert torch.equal(rows, other_rows)
+
+
+def test_rows_that_come_from_outside_take_the_place_of_packed_ones(late: LateLink) -> None:
+    tape, other = Tape(torch.bfloat16), Tape(torch.bfloat16, seed=5)
+    away, here, source = make(tape, link=late, packs=True), make(other), make(other)
+    for cache, own in ((away, tape), (here, other), (source, other)):
+        driver = Driver(cache, own, padding=ROWS)
+        driver.extend([0] * (2 * TILE), phase="prefill", blocks=9)
+        driver.extend([0])
+    away.copy_from(source)
+    drivers = [Driver(cache, other, padding=ROWS, history=[0] * (2 * TILE + 1)) for cache in (away, here)]
+    assert torch.equal(*(driver.extend([0] * 2) for driver in drivers))
+    source.copy_from(away)
+    assert torch.equal(source.reader.tokens(0, source.length), here.reader.tokens(0, here.length))
+
+
+def test_mean_keys_are_not_of_packed_pages(late: LateLink) -> None:
+    with pytest.raises(RuntimeError, match="as they are"):
+        make(Tape(torch.bfloat16), link=late, packs=True).mean_key_scores(CHUNK)
+
+
+# Engines.
+
+
+def said(engine: Engine, prompt: list[int], **options: object) -> list[int]:
+    steps = engine.generate(prompt, GREEDY, max_tokens=12, **options)  # type: ignore[arg-type]
+    return [token for step in steps for token in step.tokens]
+
+
+@pytest.mark.parametrize("options", [{"gamma": 0}, {"gamma": 7, "budget": 256}, {"gamma": 7, "kv_bits": 4}], ids=str)
+def test_the_engine_says_the_same_however_pages_cross(options: dict[str, object]) -> None:
+    """A second request reuses rows, and so prefills over packed pages."""
+    best()
+    texts = []
+    for bits_of_pages in (16, 12):
+        plan = request(offload=frozenset({"kv"}), link_bits=bits_of_pages, dtype="bf16", **options)
+        assert plan.placement.link_bits == bits_of_pages
+        with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
+            first = said(engine, PROMPT[:600])
+            texts.append((first, said(engine, PROMPT[:590] + PROMPT[:500], reuse=True)))
+            packed = engine.worker.full.packed
+            assert (packed is not None) == (bits_of_pages == 12)
+            assert packed is None or packed.flags.any()
+    assert texts[0] == texts[1]
+
+
+# Plans.
+
+
+CARD = Hardware("cuda:0", "card", 24 * 10**9, 200 * 10**9, True, RTX_4090)
+
+
+def planned(hardware: Hardware = CARD, **options: object) -> Plan:
+    wanted = Options(**{"kv_bits": 16, **options})  # type: ignore[arg-type]
+    return make_plan(LLAMA2_13B, LLAMA_68M, wanted, hardware, num_prompt_tokens=119_744, max_tokens=256)
+
+
+def test_a_card_has_pages_cross_packed_and_the_plan_counts_the_bytes() -> None:
+    packed, plain = planned(budget=8192), planned(budget=8192, link_bits=16)
+    assert (packed.placement.link_bits, plain.placement.link_bits) == (12, 16)
+    tile = plain.placement.tile_tokens * LLAMA2_13B.kv_bytes_per_token(2) // LLAMA2_13B.num_layers
+    assert plain.placement.device_bytes["kv staging"] == 2 * tile
+    assert packed.placement.device_bytes["kv staging"] == 3 * tile
+    assert packed.predicted.full_link_bytes == pytest.approx(0.8 * plain.predicted.full_link_bytes, rel=0.02)
+    assert packed.predicted.seconds_per_token < 0.88 * plain.predicted.seconds_per_token
+    assert planned(device_memory=20.0, dtype="fp16").placement.link_bits == 16
+
+
+@pytest.mark.parametrize(
+    ("hardware", "options", "reason"),
+    [
+        (CARD, {"dtype": "fp16"}, "fp16 is not packed"),
+        (CARD, {"selection": "published"}, "mean keys"),
+        (CARD, {"budget": 4096, "chunk": 8}, "chunk is 8, and 16 tokens are packed together; try --chunk 16"),
+        (replace(CARD, packs=False), {}, "the processor's kernels pack, and are not there"),
+        (replace(CARD, has_kernels=False), {"weight_bits": 16}, "pip install triton"),
+        (replace(CARD, fast_bf16=False), {"dtype": "bf16", "weight_bits": 16}, "compute capability 8.0"),
+    ],
+)
+def test_what_cannot_cross_packed_is_said_and_otherwise_crosses_as_it_is(
+    hardware: Hardware, options: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(UsageError, match=f"link-bits is 12: .*{reason}"):
+        planned(hardware, link_bits=12, **options)
+    assert planned(hardware, **options).placement.link_bits == 16
+
+
+def test_a_link_as_fast_as_memory_gets_numbers_as_they_are() -> None:
+    def bits_at(link_gbps: float | None) -> int:
+        wanted = Options(offload=frozenset({"kv"}), link_gbps=link_gbps, dtype="bf16", kv_bits=16)
+        made = make_plan(LLAMA2_7B, None, wanted, CPU, num_prompt_tokens=4000, max_tokens=96)
+        return made.placement.link_bits
+
+    assert [bits_at(gbps) for gbps in (0.5, 1.0, 100.0, None)] == [12, 12, 16, 16]
+    assert (
+        plan_request(TARGET, None, Options(device="cpu"), num_prompt_tokens=100, max_tokens=8).placement.link_bits == 16
+    )

@@ -46,6 +46,7 @@ def run(plan: Plan) -> tuple[list[int], dict[str, dict[str, int]]]:
         {"gamma": 7, "offload": frozenset({"kv"})},
         {"gamma": 7, "offload": frozenset({"weights", "kv"})},
         {"gamma": 7, "offload": frozenset({"kv"}), "host_attention": 0.5},
+        {"gamma": 7, "offload": frozenset({"kv"}), "link_gbps": 1.0, "link_bits": 12},
         {"gamma": 7, "device_memory": 0.078},
         {"gamma": 7, "device_memory": 0.062},
         {"gamma": 7, "weight_bits": 4},
@@ -55,7 +56,7 @@ def run(plan: Plan) -> tuple[list[int], dict[str, dict[str, int]]]:
     ],
 )
 def test_planned_bytes_are_allocated_bytes_within_two_percent(options: dict[str, object]) -> None:
-    if {"weight_bits", "kv_bits"} & options.keys():
+    if {"weight_bits", "kv_bits", "link_bits"} & options.keys():
         best()  # skips where there are no kernels
     plan = request(**options)
     _, ledger = run(plan)

@@ -334,7 +334,7 @@ def _packed(unpacked: Unpacked | None, layer: int, index: int, num_pages: int) -
     if unpacked is None:
         return None
     flags = unpacked.pages.of_tile(layer, index)
-    return flags.clone() if flags[:, :num_pages].any() else None
+    return flags if flags[:, :num_pages].any() else None
 
 
 def _fetch_pages(

@@ -216,7 +216,8 @@ def _streams(plan: Plan) -> str:
     moved = [(name, num_bytes) for name, num_bytes in streamed.items() if num_bytes]
     if not moved:
         return "nothing: " + ("nothing is offloaded" if not any(on_host.values()) else "all is attended to on the host")
-    parts = " and ".join(f"{size(num_bytes)} of {name}" for name, num_bytes in moved)
+    bits = {"kv cache": f" in {placement.link_bits} of 16 bits"} if placement.link_bits < 16 else {}
+    parts = " and ".join(f"{size(num_bytes)} of {name}{bits.get(name, '')}" for name, num_bytes in moved)
     each = f", {size(plan.predicted.full_link_bytes)} over each link" if plan.request.num_devices > 1 else ""
     return f"{parts} a full pass{each}"
 

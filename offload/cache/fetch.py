@@ -101,9 +101,13 @@ class CardFetch:
 
     def __init__(self, full: FullCache, chunk: int) -> None:
         from offload.kernels.card.fetch import ChunkCopy  # it imports Triton, which not every machine has
+        from offload.kernels.card.packed import PackedChunkCopy
 
         self._full, self._chunk = full, chunk
-        self._copy = ChunkCopy(chunk=chunk, page=full.shape.page_tokens, tile=full.shape.tokens)
+        sizes = {"chunk": chunk, "page": full.shape.page_tokens, "tile": full.shape.tokens}
+        self._copy: ChunkCopy | PackedChunkCopy = ChunkCopy(**sizes)
+        if (packed := full.packed) is not None:
+            self._copy = PackedChunkCopy(packed.packing, lambda: packed.flags_on(full.device), **sizes)
 
     def fetch(self, held: Tensor, tail: Tail, wanted: Tensor | None = None) -> None:
         """See `Fetch`."""

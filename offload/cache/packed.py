@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from offload.cache.tiles import TileStore
 from offload.kernels.card import Card
@@ -43,7 +44,8 @@ class PackedPages:
         """uint8 [L, 2, pages] on the host: 1 where a layer's keys or values of a page are packed."""
         shape = self._store.shape
         if (missing := self._store.num_tiles * shape.num_pages - self._flags.shape[2]) > 0:
-            self._flags = torch.nn.functional.pad(self._flags, (0, missing))
+            with torch.inference_mode(False):  # they change in passes and between them
+                self._flags = pad(self._flags, (0, missing))
             self._on_device = None
         return self._flags
 
@@ -54,10 +56,10 @@ class PackedPages:
             self._on_device = sent(flags, device) if device.type != "cpu" else flags
         return self._on_device
 
-    def of_tile(self, layer: int, index: int) -> Tensor:
-        """uint8 [2, P] of a tile."""
-        pages = self._store.shape.num_pages
-        return self.flags[layer, :, index * pages : (index + 1) * pages]
+    def of_tile(self, layer: int, index: int, device: torch.device | None = None) -> Tensor:
+        """uint8 [2, P] of a tile, on the host or on the device."""
+        pages, flags = self._store.shape.num_pages, self.flags if device is None else self.flags_on(device)
+        return flags[layer, :, index * pages : (index + 1) * pages]
 
     def are_due(self, num_tokens: int) -> bool:
         """Whether whole pages of `num_tokens` tokens may be packed that are not."""
@@ -170,21 +172,26 @@ class Unpacked:
         self.pages, self.tile, self._kernels = pages, tile, kernels
         self._left: Event = link.record()
 
-    def take(self, slot: Tensor, flags: Tensor, num_pages: int) -> Tensor:
-        """The first `num_pages` pages of the tile that came into `slot` with `flags`, uint8 [2, P] on the host."""
+    def take(self, slot: Tensor, layer: int, index: int, num_pages: int) -> Tensor:
+        """The first `num_pages` pages of that tile, which came into `slot`."""
         self._left.wait()
-        unpack_tile(self.tile, slot, flags, num_pages, self.pages.packing, self._kernels)
+        self._unpack(self.tile, slot, layer, index, num_pages)
         return self.tile
 
     def leaves(self, event: Event) -> None:
         """New rows of it are on their way home until then."""
         self._left = event
 
-    def in_place(self, tile: Tensor, flags: Tensor, num_pages: int) -> None:
-        """The same in the tile itself."""
+    def in_place(self, tile: Tensor, layer: int, index: int, num_pages: int) -> None:
+        """The same where they came."""
         self._left.wait()
         self.tile[:, :num_pages].copy_(tile[:, :num_pages])
-        unpack_tile(tile, self.tile, flags, num_pages, self.pages.packing, self._kernels)
+        self._unpack(tile, self.tile, layer, index, num_pages)
+
+    def _unpack(self, tile: Tensor, slot: Tensor, layer: int, index: int, num_pages: int) -> None:
+        """No block was packed, or written to, since it came."""
+        flags = self.pages.of_tile(layer, index, tile.device)
+        unpack_tile(tile, slot, flags, num_pages, self.pages.packing, self._kernels)
 
 
 def _runs(flags: Sequence[int]) -> Iterator[tuple[slice, int]]:

@@ -101,8 +101,7 @@ class _Slot:
     full: Event
     free: Event
     left: Event  # its last new rows are home, in whichever forward that was
-    num_pages: int = 0  # that came
-    packed: Tensor | None = None  # which of them are, see `PackedPages.of_tile`; None: none
+    num_packed: int = 0  # pages that came, where one of them is packed; else 0
 
 
 class StreamedTiles(Residence):
@@ -151,15 +150,15 @@ class StreamedTiles(Residence):
             return super().open(layer, index)
         slot = self._slot(layer, index)
         slot.full.wait()
-        if self._unpacked is None or slot.packed is None:
+        if self._unpacked is None or not slot.num_packed:
             return slot.tile
-        return self._unpacked.take(slot.tile, slot.packed, slot.num_pages)
+        return self._unpacked.take(slot.tile, layer, index, slot.num_packed)
 
     def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
         if self._store.place(layer, index) != "stream":
             return
         slot = self._slot(layer, index)
-        if self._unpacked is None or slot.packed is None:
+        if self._unpacked is None or not slot.num_packed:
             slot.left = self._write_back.write(layer, index, slot.tile, start, stop)
         else:
             self._unpacked.leaves(self._write_back.write(layer, index, self._unpacked.tile, start, stop))
@@ -222,8 +221,9 @@ class StreamedTiles(Residence):
         pages = self._store.shape.used_pages(index, length)
         # What was fetched ahead and is not wanted must have come before the slot is anybody else's.
         after = (slot.full, slot.free, slot.left, *self._write_back.before(layer, index))
-        slot.num_pages, slot.packed = pages, _packed(self._unpacked, layer, index, pages)
-        slot.full = _fetch_pages(self._link, slot.tile, home, pages, after, self._unpacked, slot.packed)
+        packed = _packed(self._unpacked, layer, index, pages)
+        slot.num_packed = 0 if packed is None else pages
+        slot.full = _fetch_pages(self._link, slot.tile, home, pages, after, self._unpacked, packed)
 
 
 class PrefillTiles(Residence):
@@ -238,7 +238,7 @@ class PrefillTiles(Residence):
         super().__init__(store)
         self._link, self._arena, self._write_back, self._unpacked = link, arena, write_back, unpacked
         self._tiles: list[Tensor] = []
-        self._full: dict[int, tuple[Event, Tensor | None, int]] = {}  # with what of the tile's pages came packed
+        self._full: dict[int, tuple[Event, int]] = {}  # with the tile's pages that came, where one is packed; else 0
         self._unsent: dict[int, tuple[int, int]] = {}  # tile index -> rows written and not yet sent home
         self._layer = -1
         self._length = self._num_tiles = 0
@@ -259,10 +259,10 @@ class PrefillTiles(Residence):
             return super().open(layer, index)
         tile = self._tile(index)
         if index in self._full:
-            full, packed, num_pages = self._full.pop(index)
+            full, num_packed = self._full.pop(index)
             full.wait()
-            if self._unpacked is not None and packed is not None:
-                self._unpacked.in_place(tile, packed, num_pages)
+            if self._unpacked is not None and num_packed:
+                self._unpacked.in_place(tile, layer, index, num_packed)
         return tile
 
     def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
@@ -277,7 +277,7 @@ class PrefillTiles(Residence):
         """Send the last layer home. Returns when no copy of the device memory is under way."""
         self._leave()
         self._write_back.wait()
-        for full, *_ in self._full.values():
+        for full, _ in self._full.values():
             full.wait()
         self._full.clear()
         for tile in self._tiles:
@@ -303,7 +303,7 @@ class PrefillTiles(Residence):
             after = (free, *left, *self._write_back.before(layer, index))
             home, packed = self._store.home(layer, index), _packed(self._unpacked, layer, index, pages)
             full = _fetch_pages(self._link, tile, home, pages, after, self._unpacked, packed)
-            self._full[index] = full, packed, pages
+            self._full[index] = full, 0 if packed is None else pages
 
     def _leave(self) -> None:
         for index in list(self._unsent):

@@ -87,15 +87,18 @@ def unpack(parts: Tensor, packing: Packing, kernels: Kernels) -> None:
 def unpack_tile(
     tile: Tensor, slot: Tensor, flags: Tensor, num_pages: int, packing: Packing, kernels: Kernels | Card
 ) -> None:
-    """The first `num_pages` pages of `slot` in `tile`, both bf16 [2, P, H_kv, S, D] on the kernels' device: a page's
-    keys are a block, its values another, packed where flags, uint8 [2, P] on the host, are 1."""
+    """The first `num_pages` pages of `slot` in `tile`, both bf16 [2, P, H_kv, S, D]: a page's keys are a block, its
+    values another, packed where flags, uint8 [2, P], are 1. All are on the kernels' device."""
     if isinstance(kernels, Card):
-        raise NotImplementedError
+        from offload.kernels.card.packed import unpack_pages  # it imports Triton, which not every machine has
+
+        return unpack_pages(tile, slot, flags, num_pages, packing)
     _, pages, *_ = tile.shape
     blocks = torch.arange(2 * pages).view(2, pages)[:, :num_pages].flatten() * 2 * packing.numbers
     same = torch.ones_like(blocks)
     parts = [slot.data_ptr() + blocks, tile.data_ptr() + blocks, 0 * same, packing.num_groups * same]
     unpack(torch.stack([*parts, flags[:, :num_pages].flatten().long()], 1), packing, kernels)
+    return None
 
 
 def pack_with_torch(numbers: Tensor, packing: Packing) -> Tensor | None:

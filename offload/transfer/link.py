@@ -248,7 +248,8 @@ class CudaLink:
             for event in after:
                 event.wait()
             start = CudaEvent(stream, timing=timed)
-            dst.copy_(src, non_blocking=True)
+            for part, from_part in zip(_pieces(dst), _pieces(src), strict=True):
+                part.copy_(from_part, non_blocking=True)
             end = CudaEvent(stream, timing=timed)
         if timed:
             self._timed.append((start, end))
@@ -259,6 +260,11 @@ class CudaLink:
 def make_link(device: torch.device, bytes_per_second: float | None = None) -> Link:
     """The link to `device`: a GPU's own, of which `bytes_per_second` is known, or on a CPU one that is paced to it."""
     return CudaLink(device, bytes_per_second) if device.type == "cuda" else PacedLink(bytes_per_second)
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Parts that lie in one piece: of others torch would make copies first, and the host would wait."""
+    return (tensor,) if tensor.is_contiguous() else tensor.unbind()
 
 
 def _check_alike(dst: Tensor, src: Tensor) -> None:

@@ -13,6 +13,8 @@ from offload.cache import low_bits, retrieval
 from offload.cache.fetch import CardFetch
 from offload.cache.tiles import TileStore
 from offload.kernels.card.fetch import ChunkCopy
+from offload.kernels.card.packed import PackedChunkCopy
+from offload.kernels.packed import unpack_with_torch
 from paper.card import Card
 from paper.tensors import PaperTensor, launch
 
@@ -25,29 +27,51 @@ def chunks_by_kernel(card: Card, patch: pytest.MonkeyPatch) -> None:
     def run(
         copy: ChunkCopy, homes: Homes, wanted: Tensor, held: Tensor, *, slot: int = 0, tokens: range = range(2**31)
     ) -> None:
-        _launch(card, homes, wanted, held)
+        _launch(card, "copy_chunks", homes, wanted, held)
         with _disable_current_modes():  # it is not the host that reads
             _copy_chunks(copy, homes, _raw(wanted), _raw(held), slot, tokens)
 
+    def run_packed(
+        copy: PackedChunkCopy, homes: Homes, wanted: Tensor, held: Tensor, *, slot: int = 0,
+        tokens: range = range(2**31),
+    ) -> None:  # fmt: skip
+        flags = copy._flags()
+        _launch(card, "copy_packed_chunks", homes, wanted, held, flags)
+        with _disable_current_modes():
+            _copy_chunks(copy, _unpacked(copy, homes, _raw(flags)), _raw(wanted), _raw(held), slot, tokens)
+
     patch.setattr(TileStore, "addresses", lambda store: store._homes)
     patch.setattr(ChunkCopy, "run", run)
+    patch.setattr(PackedChunkCopy, "run", run_packed)
     for copies in (retrieval, low_bits):
         patch.setattr(copies, "make_fetch", lambda full, chunk, kernels, num_bytes: CardFetch(full, chunk))
 
 
-def _launch(card: Card, homes: Homes, wanted: Tensor, held: Tensor) -> None:
-    """It may read any home, of the card or of the host."""
+def _launch(card: Card, name: str, homes: Homes, *others: Tensor) -> None:
+    """It may read any home, of the card or of the host. others: the second is written to."""
     tiles = [home for layer in homes for home in layer]
     there = [home for home in tiles if isinstance(home, PaperTensor)]
-    tensors = [cast(PaperTensor, wanted), cast(PaperTensor, held), *there]
-    actor = launch(card, "copy_chunks", tensors, {id(held)})
+    tensors = [*(cast(PaperTensor, each) for each in others), *there]
+    actor = launch(card, name, tensors, {id(others[1])})
     for home in tiles:
         if not isinstance(home, PaperTensor):
             assert card.is_pinned(home)
-            card.access_host(home, actor, write=False, what="copy_chunks")
+            card.access_host(home, actor, write=False, what=name)
 
 
-def _copy_chunks(copy: ChunkCopy, homes: Homes, wanted: Tensor, held: Tensor, slot: int, tokens: range) -> None:
+def _unpacked(copy: PackedChunkCopy, homes: Homes, flags: Tensor) -> Homes:
+    """The tiles as they were before they were packed."""
+    found = [[_raw(home).clone() for home in layer] for layer in homes]
+    for layer, half, number in flags.nonzero().tolist():
+        index, page = divmod(number, copy._tile // copy._page)
+        block = found[layer][index][half, page]
+        block.copy_(unpack_with_torch(block.flatten().view(torch.uint8), copy._packing).view_as(block))
+    return found
+
+
+def _copy_chunks(
+    copy: ChunkCopy | PackedChunkCopy, homes: Homes, wanted: Tensor, held: Tensor, slot: int, tokens: range
+) -> None:
     num_layers, _, num_heads, _, _ = held.shape
     chunk = copy._chunk
     wanted = wanted.expand(num_layers, num_heads, -1)

@@ -10,7 +10,7 @@ from offload.kernels.card.attention import launch
 
 _BLOCK_WORDS = 2048  # of four bytes: four 16-byte loads of each thread are under way together
 _WARP_WORDS = 128  # by one 16-byte load of each thread
-_NO_TOKENS_LEFT_OUT = range(2**31 - 1)
+NO_TOKENS_LEFT_OUT = range(2**31 - 1)
 
 
 class ChunkCopy:
@@ -27,7 +27,7 @@ class ChunkCopy:
         held: Tensor,
         *,
         slot: int = 0,
-        tokens: range = _NO_TOKENS_LEFT_OUT,
+        tokens: range = NO_TOKENS_LEFT_OUT,
     ) -> None:
         """Copy chunks' keys and values into `held` [L, 2, H_kv, rows, D], contiguous, by one launch.
 

@@ -1,0 +1,120 @@
+"""The programs of packed pages, in Triton. `offload.kernels.card.packed` launches them; what a packed block is, is in
+`offload.kernels.packed`.
+
+A program takes one group of a block, HALF numbers and as many more.
+"""
+
+# Triton reads the annotations: they are not postponed.
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _numbers(
+    block,  # uint8, its address
+    group,
+    is_packed,
+    number,  # [HALF_PADDED]: 0, 1, 2, ...
+    NUMBERS: tl.constexpr,  # of a block
+    HEADS: tl.constexpr,  # bytes of it before the heads, and before the escapes
+    ESCAPES: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """The two halves of a group, bf16 as int16 [HALF_PADDED]."""
+    real = number < HALF
+    if is_packed:
+        low = tl.multiple_of(block + group * (2 * HALF), 16)
+        head = tl.load((block + HEADS + group * 4).to(tl.pointer_type(tl.int32)))
+        coded = tl.load(tl.multiple_of(block + NUMBERS + group * HALF, 16) + number, mask=real, other=0).to(tl.int32)
+        near, far = coded & 15, coded >> 4
+        near_escapes, far_escapes = (near == 15).to(tl.int32), (far == 15).to(tl.int32)
+        escapes = block + ESCAPES + (head >> 8)
+        rank = tl.cumsum(near_escapes, 0) - near_escapes
+        kept = tl.load(escapes + rank, mask=near == 15, other=0).to(tl.int32)
+        near = tl.where(near == 15, kept, (head & 255) - near)
+        escapes += tl.sum(near_escapes, 0)
+        rank = tl.cumsum(far_escapes, 0) - far_escapes
+        kept = tl.load(escapes + rank, mask=far == 15, other=0).to(tl.int32)
+        far = tl.where(far == 15, kept, (head & 255) - far)
+        rest = tl.load(low + number, mask=real, other=0).to(tl.int32)
+        first = ((rest & 128) << 8 | near << 7 | rest & 127).to(tl.int16)
+        rest = tl.load(tl.multiple_of(low + HALF, 16) + number, mask=real, other=0).to(tl.int32)
+        second = ((rest & 128) << 8 | far << 7 | rest & 127).to(tl.int16)
+    else:
+        plain = tl.multiple_of(block.to(tl.pointer_type(tl.int16)) + group * (2 * HALF), 8)
+        first = tl.load(plain + number, mask=real, other=0)
+        second = tl.load(tl.multiple_of(plain + HALF, 8) + number, mask=real, other=0)
+    return first, second
+
+
+@triton.jit(do_not_specialize=["flags_stride", "num_pages"])
+def unpack_pages(
+    slot,  # uint8 [2, num_pages, bytes]: a tile as it lies at home
+    tile,  # int16 [2, num_pages, NUMBERS]
+    flags,  # uint8: of keys' pages, and flags_stride further of values'
+    flags_stride,
+    num_pages,
+    NUMBERS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ESCAPES: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+):
+    """Program (g, p, k): group g of the keys, k = 0, or values of page p."""
+    group, page, kind = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block = (kind * num_pages + page).to(tl.int64) * NUMBERS
+    is_packed = tl.load(flags + kind * flags_stride + page) != 0
+    number = tl.arange(0, HALF_PADDED)
+    real = number < HALF
+    source = tl.multiple_of(slot + block * 2, 16)
+    first, second = _numbers(source, group, is_packed, number, NUMBERS, HEADS, ESCAPES, HALF)
+    at = tl.multiple_of(block + group * (2 * HALF), 8)
+    tl.store(tile + at + number, first, mask=real)
+    tl.store(tile + tl.multiple_of(at + HALF, 8) + number, second, mask=real)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "flags_stride", "wanted_stride", "num_rows", "slot", "start", "stop"])
+def copy_packed_chunks(
+    homes,  # as of programs.copy_chunks
+    flags,  # uint8 [L, 2] by the stride, then pages of the sequence
+    wanted,  # as there
+    held,  # int16 [L, 2, H_kv, num_rows, DIM], contiguous
+    num_tiles,
+    flags_stride,
+    wanted_stride,
+    num_rows,
+    slot,
+    start,
+    stop,
+    GROUPS: tl.constexpr,  # of a chunk
+    PER_PAGE: tl.constexpr,  # chunks
+    PAGES: tl.constexpr,  # of a tile
+    DIM: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ESCAPES: tl.constexpr,
+    HALF: tl.constexpr,  # 8 tokens
+    HALF_PADDED: tl.constexpr,
+):
+    """Program (2 * s + k, h, l): unpack the keys, k = 0, or values of the chunk for slot s of KV head h in layer l."""
+    place, kind = tl.program_id(0) // 2, tl.program_id(0) % 2
+    head, layer = tl.program_id(1), tl.program_id(2)
+    num_heads = tl.num_programs(1)
+    chunk = tl.load(wanted + (layer * num_heads + head).to(tl.int64) * wanted_stride + place)
+    if chunk < 0:
+        return
+    page = chunk // PER_PAGE
+    is_packed = tl.load(flags + (layer * 2 + kind) * flags_stride + page) != 0
+    home = tl.load(homes + layer * num_tiles + page // PAGES).to(tl.pointer_type(tl.uint8))
+    block = tl.multiple_of(home + (kind * PAGES + page % PAGES) * (2 * NUMBERS), 16)
+    first_group = (head * PER_PAGE + chunk % PER_PAGE) * GROUPS
+    row = ((layer * 2 + kind) * num_heads + head).to(tl.int64) * num_rows + (slot + place) * (16 * GROUPS)
+    number = tl.arange(0, HALF_PADDED)
+    token = number // DIM
+    for group in tl.static_range(GROUPS):
+        first, second = _numbers(block, first_group + group, is_packed, number, NUMBERS, HEADS, ESCAPES, HALF)
+        out = tl.multiple_of((row + 16 * group) * DIM, 8)
+        at = chunk * (16 * GROUPS) + 16 * group + token
+        tl.store(held + out + number, first, mask=(number < HALF) & (at >= start) & (at < stop))
+        mask = (number < HALF) & (at + 8 >= start) & (at + 8 < stop)
+        tl.store(held + tl.multiple_of(out + HALF, 8) + number, second, mask=mask)

@@ -1,0 +1,166 @@
+"""A card's programs of packed pages in Triton's interpreter, and an engine on a card on paper whose pages cross its
+link packed. test_card_kernels.py runs this in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from offload.cache.residence import StreamedTiles
+from offload.engine import Engine
+from offload.kernels.card.packed import PackedChunkCopy, unpack_pages
+from offload.kernels.packed import Packing, pack_with_torch
+from offload.model.graphs import VARIABLE
+from paper import Card, on_paper
+from paper.kernels import chunks_by_kernel
+from paper.programs import programs_by_interpreter
+
+LAYERS, KV_HEADS, PAGE, PAGES = 2, 3, 64, 2
+DIMS = [16, 48, 64, 128]
+
+
+def numbers(size: tuple[int, ...], *, seed: int) -> Tensor:
+    """Of a normal distribution, and one in a hundred is any smaller number; with all sorts of numbers in the end."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randn(size, generator=generator).bfloat16()
+    every = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
+    small = every[(every.abs() < 1.0).nonzero().flatten()]
+    some = small[torch.randint(len(small), size, generator=generator)]
+    return torch.where(torch.rand(size, generator=generator) < 0.01, some, found)
+
+
+def packed(tile: Tensor, packing: Packing, share: float, *, seed: int) -> tuple[Tensor, Tensor]:
+    """(the tile as it may lie at home, which of its blocks [2, P] are packed), about that share of them."""
+    home, flags = tile.clone(), torch.zeros(tile.shape[:2], dtype=torch.uint8)
+    wanted = torch.rand(flags.shape, generator=torch.Generator().manual_seed(seed)) < share
+    for half, page in wanted.nonzero().tolist():
+        block = pack_with_torch(tile[half, page].flatten(), packing)
+        if block is not None:
+            home[half, page].flatten().view(torch.uint8)[: packing.nbytes] = block
+            flags[half, page] = 1
+    return home, flags
+
+
+def bits(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(torch.int16)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_pages_are_unpacked_bit_for_bit(dim: int, share: float) -> None:
+    packing = Packing.of(KV_HEADS * PAGE * dim, 16 * dim, 0.05)
+    exact = numbers((2, 3, KV_HEADS, PAGE, dim), seed=dim)
+    exact[0, 1, 0, 3, :8] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0, 0.0, 1e-40, -1e-40, 3e38])
+    home, flags = packed(exact, packing, share, seed=dim)
+    flags = torch.cat([flags, flags], 1)[:, :3]
+    tile = torch.full_like(exact, 7.0)
+    unpack_pages(tile, home, flags, 2, packing)
+    assert torch.equal(bits(tile[:, :2]), bits(exact[:, :2]))
+    assert (tile[:, 2] == 7.0).all()
+    assert flags.sum() == 0 if share == 0.0 else flags.any()
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+def test_chunks_and_ranges_come_from_packed_homes(dim: int, chunk: int) -> None:
+    packing = Packing.of(KV_HEADS * PAGE * dim, 16 * dim, 0.05)
+    exact = numbers((LAYERS, 2, 2, PAGES, KV_HEADS, PAGE, dim), seed=dim + chunk)  # two tiles in each layer
+    homes = [[packed(tile, packing, 0.7, seed=i) for i, tile in enumerate(layer)] for layer in exact]
+    flags = torch.stack([torch.cat([each for _, each in layer], 1) for layer in homes])
+    assert 0 < flags.sum() < flags.numel()
+    rows = exact.permute(0, 2, 4, 1, 3, 5, 6).flatten(3, 5)  # [L, 2, H, tokens, D]
+    addresses = torch.tensor([[home.data_ptr() for home, _ in layer] for layer in homes])
+    copy = PackedChunkCopy(packing, lambda: flags, chunk=chunk, page=PAGE, tile=PAGE * PAGES)
+    slots = 3
+    held = torch.full((LAYERS, 2, KV_HEADS, (slots + 2) * chunk, dim), 7.0).bfloat16()
+    generator = torch.Generator().manual_seed(chunk)
+    per_layer = 2 * PAGE * PAGES // chunk
+    wanted = torch.stack([torch.randperm(per_layer, generator=generator)[:slots] for _ in range(LAYERS * KV_HEADS)])
+    wanted = wanted.view(LAYERS, KV_HEADS, slots)
+    wanted[0, 1, 2] = -1
+    expected = held.clone()
+    for layer in range(LAYERS):
+        for head in range(KV_HEADS):
+            for slot, number in enumerate(wanted[layer, head].tolist()):
+                if number >= 0:
+                    own = rows[layer, :, head, number * chunk : (number + 1) * chunk]
+                    expected[layer, :, head, slot * chunk : (slot + 1) * chunk] = own
+    copy.run(addresses, wanted, held)
+    assert torch.equal(bits(held), bits(expected))
+    start, stop = chunk + 3, 3 * chunk - 5
+    copy.run(addresses, torch.arange(1, 3), held, slot=slots, tokens=range(start, stop))
+    expected[:, :, :, slots * chunk + 3 : (slots + 2) * chunk - 5] = rows[:, :, :, start:stop]
+    assert torch.equal(bits(held), bits(expected))
+
+
+# An engine.
+
+PROMPT = random_tokens(100, seed=7)
+OTHER = PROMPT[:80] + random_tokens(20, seed=8)
+SIZES = Sizes(
+    gamma=4, budget=32, chunk=16, page=32, pages=1, capacity=128, rows=8, prefill_block=64, adaptive=True, lookup=True
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = random_model("qwen2", vocab_size=264, max_position_embeddings=512, hidden_size=64, head_dim=16, seed=11)
+    return save(model, tmp_path_factory.mktemp("packed") / "target", tokenizer=True)
+
+
+@contextmanager
+def on_card(folder: Path, link_bits: int) -> Iterator[tuple[Engine, Card]]:
+    plan = tiny_plan(folder, None, SIZES, num_prompt_tokens=110, max_tokens=10, offload=frozenset({"kv"}), dtype="bf16")
+    plan = changed(plan, device="cuda:0", resident_tiles=1, fused_prefill=False, link_bits=link_bits)
+    with on_paper() as card, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "off")
+        programs_by_interpreter(card, patch)
+        chunks_by_kernel(card, patch)
+        with tiny_engine(plan, folder) as engine:
+            yield engine, card
+
+
+def said(engine: Engine, prompt: list[int], *, reuse: bool = False) -> list[int]:
+    steps = engine.generate(prompt, GREEDY, max_tokens=6, reuse=reuse)
+    return [token for step in steps for token in step.tokens]
+
+
+def all_said(engine: Engine) -> list[list[int]]:
+    """The last prompt is prefilled over packed pages."""
+    return [said(engine, PROMPT), said(engine, OTHER), said(engine, OTHER[:90], reuse=True)]
+
+
+def test_the_text_is_the_same_and_all_is_ordered(folder: Path) -> None:
+    with on_card(folder, 16) as (engine, card):
+        wanted = all_said(engine)
+        assert card.problems == []
+    with on_card(folder, 12) as (engine, card):
+        assert all_said(engine) == wanted
+        packed = engine.worker.full.packed
+        assert packed is not None
+        assert packed.flags.any()
+        assert card.launches["unpack_pages"] > 10
+        assert card.launches["copy_packed_chunks"] > 3
+    assert card.problems == []
+
+
+def test_homes_that_are_packed_while_a_copy_reads_them_are_reported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pack(tiles: StreamedTiles, length: int) -> None:
+        if tiles._unpacked is not None:
+            tiles._unpacked.pages.pack(length)
+
+    monkeypatch.setattr(StreamedTiles, "_pack", pack)
+    with on_card(folder, 12) as (engine, card), torch.inference_mode():
+        said(engine, PROMPT)
+        problems = list(card.problems)
+        monkeypatch.undo()
+    assert problems

@@ -249,10 +249,23 @@ def full_cache(
         flash=_flash_tiles(plan),
         kernels=_attention_kernels(plan, config),
         host_kernels=fitting(torch.device("cpu"), config.head_dim, ()),
-        packs=placement.link_bits < 16,
+        packs=_packs(plan, config),
         keep_queries=composition.budget > 0 and composition.selection == "published",
         arena=arena,
     )
+
+
+def _packs(plan: Plan, config: ModelConfig) -> bool:
+    """Whether pages cross the link packed. Raises UsageError where they should and the kernels do not run."""
+    if plan.placement.link_bits == 16:
+        return False
+    for kernels in (fitting(torch.device("cpu"), config.head_dim, ()), _attention_kernels(plan, config)):
+        if not kernels.usable:
+            raise UsageError(
+                f"pages that cross the link in {plan.placement.link_bits} bits need kernels, which do not run: "
+                f"{kernels.reason}; add --link-bits 16"
+            )
+    return True
 
 
 def _host_reads(plan: Plan, config: ModelConfig) -> HostReads:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +22,21 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from offload.bench.diagnosis import software  # noqa: E402
 from offload.engine import kernels_problem  # noqa: E402
-from offload.kernels.card import Card, card, code_programs, codes, fitting, kv_programs, programs  # noqa: E402
+from offload.kernels.card import (  # noqa: E402
+    Card,
+    card,
+    code_programs,
+    codes,
+    fitting,
+    kv_programs,
+    packed_programs,
+    programs,
+)
 from offload.kernels.card.fetch import rows_at_once, warps  # noqa: E402
+from offload.kernels.card.packed import warps as warps_of  # noqa: E402
 from offload.kernels.card.tiling import ROWS, SPAN, STAGES, Tiling  # noqa: E402
 from offload.kernels.native import VARIABLE  # noqa: E402
+from offload.kernels.packed import Packing  # noqa: E402
 from offload.plan.expectations import LLAMA2_7B  # noqa: E402
 
 CUDA = torch.device("cuda:0")
@@ -36,7 +48,7 @@ SCRATCH = ("partials", "sums", "earlier_partials", "earlier_sums", "running", "t
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
 
-@pytest.mark.parametrize("name", ["card", "codes", "kv_codes", "low_bits"])
+@pytest.mark.parametrize("name", ["card", "codes", "kv_codes", "low_bits", "packed"])
 def test_every_kernel_runs_in_the_interpreter(name: str) -> None:
     """In a process of its own, as Triton decides on import whether it compiles."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{name}_interpreted.py"]
@@ -242,6 +254,33 @@ def test_chunks_are_copied_by_loads_and_stores_of_16_bytes(capability: int, dtyp
     moved = [op for op in re.findall(r"(?:ld|st)\.global[.\w:]*", found.ptx) if not op.startswith("ld.global.b64")]
     assert moved
     assert all(".v4.b32" in op for op in moved), moved
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_packed_pages_are_unpacked_by_loads_of_8_and_stores_of_16_bytes(capability: int, dim: int) -> None:
+    """But for escapes, of which there are few, a byte each, and what is read once."""
+    packing = Packing.of(8 * 512 * dim, 16 * dim, 1 / 64)
+    half = packing.group // 2
+    shape = {"NUMBERS": packing.numbers, "HEADS": packing.heads, "ESCAPES": packing.escapes}
+    shape |= {"HALF": half, "HALF_PADDED": half}
+    pointers = {"slot": "*u8", "tile": "*i16", "flags": "*u8"}
+    unpacked = compiled(packed_programs.unpack_pages, capability, pointers, shape, warps=warps_of(packing))
+    shape |= {"GROUPS": 2, "PER_PAGE": 16, "PAGES": 16, "DIM": dim}
+    pointers = {"homes": "*i64", "flags": "*u8", "wanted": "*i64", "held": "*i16"}
+    copied = compiled(packed_programs.copy_packed_chunks, capability, pointers, shape, warps=warps_of(packing))
+    for found in (unpacked, copied):
+        assert found.spilled_bytes == 0
+        assert found.registers <= 96
+        assert found.shared_bytes <= 4 * 2**10
+        stores = re.findall(r"st\.global[.\w:]*", found.ptx)
+        assert stores
+        assert all(".v4.b32" in op for op in stores), stores
+        loads = Counter(re.findall(r"ld\.global[.\w:]*", found.ptx))
+        per_thread = packing.group // (32 * warps_of(packing))  # numbers
+        assert loads["ld.global.v2.b32"] >= 3 * per_thread // 16, loads  # signs and mantissas, and distances
+        assert loads["ld.global.b8"] <= 2 * (per_thread + 1), loads
+        assert not loads.keys() - {f"ld.global.{kind}" for kind in ("v4.b32", "v2.b32", "b64", "b32", "b8")}, loads
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

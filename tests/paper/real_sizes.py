@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from fake_flash import check
 from offload import worker as worker_module
-from offload.cache import fetch
+from offload.cache import fetch, packed
 from offload.cache.retrieval import RetrievalCache
 from offload.cache.tiles import TileStore
 from offload.kernels import card as card_kernels
@@ -69,6 +69,7 @@ def worker_without_bytes(
         patch.setattr(card_kernels, "card", lambda device: card_kernels.Card("on paper"))
         patch.setattr(JITFunction, "run", lambda program, *args, **more: _launched(card, program, *args, **more))
         patch.setattr(fetch, "kernels_read_host", lambda device: True)
+        patch.setattr(packed, "pack", lambda addresses, packing, kernels: torch.ones(len(addresses), dtype=torch.bool))
         patch.setattr(TileStore, "addresses", partialmethod(_addresses, TileStore.addresses))
         patch.setattr(dist, "all_gather", partial(_gathered, card))
         if with_flash:

@@ -21,6 +21,7 @@ from torch.nn.functional import linear
 from offload.bench.findings import REPORT, TOLERANCES, Named, Shown, error_of
 from offload.bench.text_checks import text_checks
 from offload.errors import TriforceError
+from offload.kernels import card
 from offload.kernels.attention import fold, unfold
 from offload.kernels.native import fitting
 from offload.kernels.products import Step, Steps, room_to_widen
@@ -85,6 +86,8 @@ def _checks(hardware: Hardware) -> Iterator[Named]:
             yield f"attention, {of}", trial.attention, broken
             yield f"rows of attention, {of}", trial.rows, broken
             yield f"streamed tiles, {of}", trial.streamed, f"text may change with --offload kv; {REPORT}"
+            if trial.packs:
+                yield f"packed tiles, {of}", trial.packed, f"add --link-bits 16; {REPORT}"
             yield f"products, {of}", trial.products, broken
 
 
@@ -136,6 +139,18 @@ class Trial:
         runs = [self._run(self._plan(offload)) for offload in ("", "kv")]
         here, away = (torch.cat(run) for run in runs)
         return _same(here, away, "of tiles on the device and streamed")
+
+    @property
+    def packs(self) -> bool:
+        """Whether pages of this dtype may cross a link packed."""
+        device = torch.device(self.hardware.device)
+        unpacks = self.hardware.is_cpu or card.fitting(device, self.config.head_dim).usable
+        return self.dtype == "bf16" and self.hardware.packs and unpacks
+
+    def packed(self) -> Shown:
+        """The same bits where tiles cross the link packed."""
+        here, away = (torch.cat(self._run(plan)) for plan in (self._plan(""), self._plan("kv", link_bits=12)))
+        return _same(here, away, "of tiles on the device and streamed in 12 bits")
 
     def products(self) -> Shown:
         """Each of a layer's products beside fp64, and the same bits of a row alone and among others."""
@@ -213,13 +228,15 @@ class Trial:
     def _device(self) -> torch.device:
         return torch.device(self.hardware.device)
 
-    def _plan(self, offload: str) -> Plan:
+    def _plan(self, offload: str, *, link_bits: int = 16) -> Plan:
         """Of one layer whose cache has several tiles: none of them on the device where it is offloaded."""
         options = Options(device=self.hardware.device, dtype=self.dtype, speculation=False)
         plan = make_plan(self.config, None, options, self.hardware, num_prompt_tokens=NUM_TOKENS, max_tokens=NUM_ROWS)
         offloaded = tuple(filter(None, [offload]))
         tiles = 0 if offload else -(-(LENGTH + PADDING) // PAGE_TOKENS)
-        placement = replace(plan.placement, tile_tokens=PAGE_TOKENS, offload=offloaded, resident_tiles=tiles)
+        placement = replace(
+            plan.placement, tile_tokens=PAGE_TOKENS, offload=offloaded, resident_tiles=tiles, link_bits=link_bits
+        )
         return replace(plan, placement=placement)
 
     def _blocks(self, plan: Plan) -> Blocks:

@@ -41,6 +41,7 @@ FLAGS = [  # option, what is typed, where it arrives, as what
     ("--device-memory", "2.5", "options.device_memory", 2.5),
     ("--weight-bits", "4", "options.weight_bits", 4),
     ("--kv-bits", "16", "options.kv_bits", 16),
+    ("--link-bits", "12", "options.link_bits", 12),
     ("--host-attention", "0.5", "options.host_attention", 0.5),
     ("--host-attention", "off", "options.host_attention", 0.0),
     ("--selection", "published", "options.selection", "published"),
@@ -120,7 +121,16 @@ def test_help_fits_two_screens_of_50_lines(command, triforce, monkeypatch):
 
 
 def test_help_all_shows_the_options_that_help_hides(triforce):
-    experts = ("--chunk", "--draft-gamma", "--weight-bits", "--kv-bits", "--sinks", "--window", "--selection")
+    experts = (
+        "--chunk",
+        "--draft-gamma",
+        "--weight-bits",
+        "--kv-bits",
+        "--link-bits",
+        "--sinks",
+        "--window",
+        "--selection",
+    )
     for command in ("generate", "chat", "verify", "bench", "plan"):
         for names, shown in (("--help", False), ("--help-all", True), ("--help", False)):
             code, out, _ = triforce(command, names)
@@ -217,6 +227,8 @@ def test_offload_takes_any_order(text, expected):
         (["--weight-bits", "half"], ["weight-bits", "'half'", "16, 4 or auto"]),
         (["--weight-bits", "8"], ["weight-bits", "8", "auto, 16 or 4"]),
         (["--kv-bits", "all"], ["kv-bits", "'all'", "16, 4 or auto"]),
+        (["--link-bits", "few"], ["link-bits", "'few'", "16, 12 or auto"]),
+        (["--link-bits", "8"], ["link-bits", "8", "auto, 16 or 12"]),
         (["--host-attention", "half"], ["host-attention", "'half'", "auto, off or a share from 0 to 1"]),
         (["--host-attention", "1.5"], ["host-attention", "1.5", "from 0 to 1"]),
         (["--host-attention", "nan"], ["host-attention", "nan", "from 0 to 1"]),

@@ -304,7 +304,7 @@ def test_a_pass_reads_on_the_host_what_was_planned() -> None:
 
 
 def paced(link: float, **options: object) -> Plan:
-    return plan(Options(**{"offload": KV, "link_gbps": link} | options))  # type: ignore[arg-type]
+    return plan(Options(**{"offload": KV, "link_gbps": link, "link_bits": 16} | options))  # type: ignore[arg-type]
 
 
 def test_link_and_host_end_a_pass_together() -> None:
@@ -325,7 +325,7 @@ def test_link_and_host_end_a_pass_together() -> None:
 def test_what_many_rows_and_query_heads_take_is_left_to_the_link() -> None:
     """A pass of 48 rows, or one of 8 rows of 6 query heads each, costs the processor three times its bytes."""
     grouped = replace(DEMO, num_heads=6, num_kv_heads=1)
-    options = {"offload": KV, "link_gbps": 0.1, "host_gbps": 0.2, "lookup": False}
+    options = {"offload": KV, "link_gbps": 0.1, "host_gbps": 0.2, "lookup": False, "link_bits": 16}
     few, many = (plan(Options(**options, gamma=gamma), draft=DRAFT_CONFIG).placement for gamma in (15, 47))  # type: ignore[arg-type]
     assert (few.host_tiles, many.host_tiles) == (21, 13)  # of 32: two thirds, two fifths
     assert plan(Options(**options, gamma=7), target=grouped, draft=DRAFT_CONFIG).placement.host_tiles == 13  # type: ignore[arg-type]
@@ -361,7 +361,7 @@ def test_auto_needs_both_rates_and_off_is_off() -> None:
 
 
 def test_ranks_of_one_host_share_its_memory() -> None:
-    options = Options(offload=KV, link_gbps=0.1, host_gbps=0.2, speculation=False)
+    options = Options(offload=KV, link_gbps=0.1, host_gbps=0.2, speculation=False, link_bits=16)
     one, two, apart = (
         plan(options, hardware=replace(CPU, num_devices=number, num_hosts=hosts)).placement
         for number, hosts in ((1, 1), (2, 1), (2, 2))

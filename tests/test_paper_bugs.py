@@ -62,8 +62,9 @@ BUGS = [
     Bug(
         "a copy's end is recorded before it",
         LINK,
-        "            dst.copy_(src, non_blocking=True)\n            end = CudaEvent(stream, timing=timed)\n",
-        "            end = CudaEvent(stream, timing=timed)\n            dst.copy_(src, non_blocking=True)\n",
+        "                part.copy_(from_part, non_blocking=True)\n            end = CudaEvent(stream, timing=timed)\n",
+        "                end = CudaEvent(stream, timing=timed)\n"
+        "                part.copy_(from_part, non_blocking=True)\n",
     ),
     Bug(
         "a copy's end is recorded on the other stream",
@@ -92,7 +93,7 @@ BUGS = [
     ),
     Bug(
         "a tile is attended to before it came",
-        RESIDENCE, "        slot.full.wait()\n        return slot.tile", "        pass\n        return slot.tile",
+        RESIDENCE, "        slot.full.wait()\n        if self._unpacked", "        pass\n        if self._unpacked",
     ),
     Bug(
         "a slot is taken while its tile is attended to",
@@ -116,7 +117,9 @@ BUGS = [
     ),
     Bug(
         "a prefill attends to tiles before they came",
-        RESIDENCE, "            full.wait()\n        return", "            pass\n        return",
+        RESIDENCE,
+        "            full.wait()\n            if self._unpacked",
+        "            pass\n            if self._unpacked",
     ),
     Bug("a prefill's tiles are taken by the next layer at once", RESIDENCE, "(free, *left,", "(*left,"),
     Bug("a prefill's tiles are taken while new rows leave them", RESIDENCE, "(free, *left,", "(free,"),

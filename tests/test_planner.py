@@ -295,7 +295,9 @@ def test_devices_that_cannot_share_a_model_are_refused_and_not_advised() -> None
 
 
 def test_a_prediction_knows_the_link_and_plain_decoding() -> None:
-    slow, fast = (plan(Options(offload=frozenset({"kv"}), link_gbps=rate)).predicted for rate in (1.0, 2.0))
+    slow, fast = (
+        plan(Options(offload=frozenset({"kv"}), link_gbps=rate, link_bits=16)).predicted for rate in (1.0, 2.0)
+    )
     moved = 32200 * 12288
     assert slow.full_pass_seconds == pytest.approx(moved / 1e9)
     assert fast.full_pass_seconds == pytest.approx(moved / 2e9)

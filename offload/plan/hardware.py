@@ -112,8 +112,16 @@ def _gpus(first: int, number: int) -> Hardware:
         all(card.major >= 8 for card in properties),
         Rates.slowest([_gpu_rates(name, number) for name in names]),
         packs=has_native_kernels(),
-        has_kernels=installed_version("triton") is not None and os.environ.get(KERNELS) != "off",
+        has_kernels=_has_kernels(all(card.major >= 8 for card in properties)),
     )
+
+
+def _has_kernels(new_enough: bool) -> bool:
+    """See `Hardware`. new_enough: compute capability 8.0 or later."""
+    import torch
+
+    wanted = os.environ.get(KERNELS) != "off"
+    return new_enough and wanted and torch.version.cuda is not None and installed_version("triton") is not None
 
 
 def _gpu_rates(name: str, number: int) -> Rates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from offload.errors import UsageError
 from offload.plan.composition import Composition
 from offload.plan.machine import KERNELS
-from offload.plan.sizing import PACKED_TOKENS, Sizing
+from offload.plan.sizing import PACKED_TOKENS, WIDEST_CARD_HEAD, Sizing
 
 _SLOWER = 8.0  # than the device's memory is a link at least that packing is worth: unpacking moves 3.5 bytes a number
 
@@ -30,8 +30,9 @@ def _problem(sizing: Sizing, chunk: int) -> str:
         return f"{sizing.dtype} is not packed, bf16 alone is"
     if sizing.options.selection == "published":
         return "chunks are chosen by mean keys of pages as they are; leave out --selection published"
-    if head_dim % 4:
-        return f"heads of {head_dim} numbers are not whole groups of 4"
+    groups = 4 if hardware.is_cpu else 16
+    if head_dim % groups or (head_dim > WIDEST_CARD_HEAD and not hardware.is_cpu):
+        return f"heads of {head_dim} numbers are not whole groups of {groups}, or too wide"
     if chunk % PACKED_TOKENS:
         return f"chunk is {chunk}, and {PACKED_TOKENS} tokens are packed together; try --chunk {PACKED_TOKENS}"
     if not hardware.packs:

@@ -27,6 +27,7 @@ KV_CODE_GROUP = 32  # tokens, and channels of values, of the cache in few bits t
 KV_CODE_LANES = 16  # its channels are filled up to so many
 KV_TAIL = 64  # last tokens of that cache, and up to a group more, that stay as they are
 KV_ROWS = 16  # that attend to that cache at a time
+WIDEST_CARD_HEAD = 256  # numbers of a head that a card's kernels know at most
 PACKED_TOKENS = 16  # of a head, that are packed as one group (kernels/packed.py)
 PACKED_ESCAPES = 1 / 64  # of the numbers of a page's keys or values, that have room where it is packed
 PACKED_SHARE = 0.75 + PACKED_ESCAPES / 2 + 0.001  # of the bytes of a page, that it has packed
@@ -50,7 +51,7 @@ def takes_codes(products: Sequence[tuple[int, int, bool]]) -> bool:
 
 def takes_kv_codes(head_dim: int, on_cpu: bool = True) -> bool:
     """Whether keys and values of such heads can be had in 4 bits (kernels.kv_codes)."""
-    return head_dim % (8 if on_cpu else 16) == 0
+    return head_dim % 8 == 0 if on_cpu else head_dim % 16 == 0 and head_dim <= WIDEST_CARD_HEAD
 
 
 def code_bytes(outputs: int, inputs: int) -> int:

@@ -17,6 +17,7 @@ from triforce_cli.render.text import NOTHING, duration, gigabytes, latency, leng
 
 if TYPE_CHECKING:
     from offload.plan.planner import Plan
+    from offload.plan.prediction import Prediction
     from offload.plan.request import Request
     from offload.plan.whatif import Case, WhatIf
 
@@ -30,7 +31,8 @@ _LEAST_REMARK = 14  # columns: with fewer, remarks stand below their table
 @dataclass(frozen=True, kw_only=True)
 class Planned:
     """The findings of `triforce plan`. link_given, host_given: the user sets the link's rate, and that of host memory.
-    longest_context: with --fit. what_if: the comparison with another machine, if there is one."""
+    longest_context: with --fit. what_if: the comparison with another machine, if there is one. in_16_bits: what the
+    same request would take without fewer bits anywhere, where the plan has fewer."""
 
     model: Path
     request: Request
@@ -39,6 +41,7 @@ class Planned:
     host_given: bool
     longest_context: int | None = None
     what_if: WhatIf | None = None
+    in_16_bits: Prediction | None = None
 
     @property
     def origin(self) -> str:
@@ -69,7 +72,7 @@ def report(planned: Planned, *, width: int) -> RenderableType:
         Text("\n".join(_head(planned))),
         _memory(planned, width),
         _bars(planned, width),
-        _speed(planned.plan, width),
+        _speed(planned, width),
     ]
     if planned.what_if is not None:
         parts.append(_compared(planned.what_if, planned.request.target.context_limit, width))
@@ -88,6 +91,7 @@ def document(planned: Planned) -> dict[str, Any]:
         "hardware": asdict(hardware) | {"link_rate": hardware.link_rate, "origin": origin},
         "ranks": _ranks(planned.plan),
         "fit": fit,
+        "in_16_bits": asdict(planned.in_16_bits) if planned.in_16_bits else None,
         "what_if": planned.what_if.as_dict() if planned.what_if else None,
         "model": str(planned.model),
         "version": __version__,
@@ -172,31 +176,39 @@ def _bar(title: str, share: float, width: int) -> Text:
     return Text.assemble(f"{title:<12} [", full, "." * (columns - filled), f"] {share:4.0%}")
 
 
-def _speed(plan: Plan, width: int) -> RenderableType:
+def _speed(planned: Planned, width: int) -> RenderableType:
+    plan = planned.plan
     rows = [
         _labelled("levels", levels_of(plan.composition)),
         _labelled("drafts", lengths_of(plan.composition)),
         _labelled("streams", _streams(plan)),
+        *(_labelled("link", found) for found in _packed(plan)),
         *(_labelled("host attention", found) for found in _host_attention(plan)),
     ]
     columns = ("predicted", "TriForce", "plain", "") if _speculates(plan) else ("predicted", "plain", "", "")
-    return Group(*rows, Text(), _table(columns, _predictions(plan), width))
+    return Group(*rows, Text(), _table(columns, _predictions(plan, planned.in_16_bits), width))
 
 
 def _speculates(plan: Plan) -> bool:
     return plan.composition.gamma > 0
 
 
-def _predictions(plan: Plan) -> Iterator[tuple[str, ...]]:
+def _predictions(plan: Plan, in_16_bits: Prediction | None) -> Iterator[tuple[str, ...]]:
     """(quantity, as planned, without speculation, remark) of each row."""
     predicted = plan.predicted
     yield "first token", duration(predicted.first_token_seconds)
     if not _speculates(plan):
         yield "a token", latency(predicted.seconds_per_token)
+        if in_16_bits is not None:
+            yield "all in 16 bits", latency(in_16_bits.seconds_per_token)
         return
     times = predicted.plain_seconds_per_token / predicted.seconds_per_token
     own, plain = latency(predicted.seconds_per_token), latency(predicted.plain_seconds_per_token)
     yield "a token", own, plain, f"without speculation {times:.1f} times as long"
+    if in_16_bits is not None:
+        own, plain = latency(in_16_bits.seconds_per_token), latency(in_16_bits.plain_seconds_per_token)
+        times = in_16_bits.seconds_per_token / predicted.seconds_per_token
+        yield "all in 16 bits", own, plain, f"{times:.1f} times as long"
     passes = {"full": predicted.full_pass_seconds}
     if (inner := plan.composition.inner) is not None:
         passes[inner] = predicted.retrieval_pass_seconds
@@ -206,7 +218,8 @@ def _predictions(plan: Plan) -> Iterator[tuple[str, ...]]:
     for name, seconds in passes.items():
         summed = f"sums over the ranks {latency(sums[name])}" if sums.get(name) else ""
         yield f"a {name} pass", latency(seconds), "", summed
-    yield "tokens a full pass", f"{predicted.tokens_per_round:.1f}", "1", f"{predicted.tokens_drafted} drafted"
+    drafted = f"{predicted.tokens_drafted} drafted, acceptance {predicted.acceptance:.2f}"
+    yield "tokens a full pass", f"{predicted.tokens_per_round:.1f}", "1", drafted
 
 
 def _streams(plan: Plan) -> str:
@@ -216,10 +229,15 @@ def _streams(plan: Plan) -> str:
     moved = [(name, num_bytes) for name, num_bytes in streamed.items() if num_bytes]
     if not moved:
         return "nothing: " + ("nothing is offloaded" if not any(on_host.values()) else "all is attended to on the host")
-    bits = {"kv cache": f" in {placement.link_bits} of 16 bits"} if placement.link_bits < 16 else {}
-    parts = " and ".join(f"{size(num_bytes)} of {name}{bits.get(name, '')}" for name, num_bytes in moved)
+    parts = " and ".join(f"{size(num_bytes)} of {name}" for name, num_bytes in moved)
     each = f", {size(plan.predicted.full_link_bytes)} over each link" if plan.request.num_devices > 1 else ""
     return f"{parts} a full pass{each}"
+
+
+def _packed(plan: Plan) -> Iterator[str]:
+    """What of the cache crosses the link, if not all of it."""
+    if plan.placement.link_bits < 16:
+        yield f"{plan.placement.link_bits} of the cache's 16 bits cross it, none is lost"
 
 
 def _host_attention(plan: Plan) -> Iterator[str]:

@@ -157,5 +157,6 @@ def _plan(plan: Plan) -> list[str]:
         f"            {plan.request.dtype} on {plan.request.device}, offload {offload}",
         f"predicted   first token {duration(plan.predicted.first_token_seconds)}, "
         f"{significant(1000 * plan.predicted.seconds_per_token)} ms/token, "
-        f"plain {significant(1000 * plan.predicted.plain_seconds_per_token)}",
+        f"plain {significant(1000 * plan.predicted.plain_seconds_per_token)}"
+        + (f", acceptance {plan.predicted.acceptance:.2f}" if plan.composition.gamma else ""),
     ]

@@ -9,9 +9,9 @@ import torch
 
 from offload.kernels.native import OFF, VARIABLE, wanted
 from offload.plan.machine import installed_version
+from offload.plan.sizing import WIDEST_CARD_HEAD
 
 _NEWEST_WITHOUT = (7, 5)  # compute capability: bf16 products and copies past the registers came after it
-_WIDEST_HEAD = 256
 _NARROWEST_HEAD = 16
 
 
@@ -45,6 +45,6 @@ def card(device: torch.device) -> Card:
 
 def fitting(device: torch.device, head_dim: int) -> Card:
     """What a model with such heads may use on `device`."""
-    if not _NARROWEST_HEAD <= head_dim <= _WIDEST_HEAD or head_dim % 16:
+    if not _NARROWEST_HEAD <= head_dim <= WIDEST_CARD_HEAD or head_dim % 16:
         return Card(reason=f"they know heads of 16, 32, ... 256 numbers, not of {head_dim}")
     return card(device)

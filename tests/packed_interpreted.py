@@ -156,7 +156,8 @@ def test_homes_that_are_packed_while_a_copy_reads_them_are_reported(
 ) -> None:
     def pack(tiles: StreamedTiles, length: int) -> None:
         if tiles._unpacked is not None:
-            tiles._unpacked.pages.pack(length)
+            while tiles._unpacked.pages.are_due(length):
+                tiles._unpacked.pages.pack_next()
 
     monkeypatch.setattr(StreamedTiles, "_pack", pack)
     with on_card(folder, 12) as (engine, card), torch.inference_mode():

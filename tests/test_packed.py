@@ -259,6 +259,31 @@ def test_rows_that_come_from_outside_take_the_place_of_packed_ones(late: LateLin
     assert torch.equal(source.reader.tokens(0, source.length), here.reader.tokens(0, here.length))
 
 
+def test_packing_that_is_broken_off_goes_on_later(late: LateLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    tape = Tape(torch.bfloat16)
+    away, here = make(tape, link=late, packs=True), make(tape)
+    drivers = Driver(away, tape, padding=ROWS), Driver(here, tape, padding=ROWS)
+    for driver in drivers:
+        driver.extend([0] * (2 * TILE), phase="prefill", blocks=9)
+    calls = iter([False, False, True])
+
+    def interrupted(*args: object) -> Tensor:
+        if next(calls):
+            raise KeyboardInterrupt
+        return pack(*args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.cache.packed.pack", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            drivers[0].extend([0])
+    assert away.packed is not None
+    assert away.packed.flags[0, 0, : 2 * PAGES].tolist() == [1, 1, 0, 0, 0, 0]
+    drivers[0].truncate(2 * TILE)
+    for _ in range(2):
+        assert torch.equal(*(driver.extend([0]) for driver in drivers))
+    assert away.packed.flags[..., : 2 * PAGES].all()
+
+
 def test_mean_keys_are_not_of_packed_pages(late: LateLink) -> None:
     with pytest.raises(RuntimeError, match="as they are"):
         make(Tape(torch.bfloat16), link=late, packs=True).mean_key_scores(CHUNK)

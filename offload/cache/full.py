@@ -215,6 +215,7 @@ class FullCache:
         """Copy all rows of `other`, whose tiles may have another size and live elsewhere, in place of its own."""
         other.wait_home()
         self.wait_home()
+        self.restored(0)
         self.reserve(other.length)
         for number in range(-(-other.length // self.shape.page_tokens)):
             for own, theirs in zip(self.page_to_fill(number), other.page_of_all(number), strict=True):

@@ -5,7 +5,7 @@ Nothing is lost, so it never matters to what is computed which pages are packed,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from offload.kernels.packed import Packing, pack, unpack, unpack_tile
 from offload.plan.sizing import PACKED_ESCAPES, PACKED_TOKENS
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import sent
+
+UNINTERRUPTED = True  # a page lies as its flag says
 
 
 class PackedPages:
@@ -36,7 +38,7 @@ class PackedPages:
             shape.num_kv_heads * shape.page_tokens * shape.head_dim, PACKED_TOKENS * shape.head_dim, PACKED_ESCAPES
         )
         self._flags = torch.zeros(store.num_layers, 2, 0, dtype=torch.uint8)
-        self._num_tried = 0  # pages: those before were packed as far as they can be
+        self._num_tried = 0  # pages: those before are packed as far as they can be
         self._on_device: Tensor | None = None
 
     @property
@@ -65,32 +67,33 @@ class PackedPages:
         """Whether whole pages of `num_tokens` tokens may be packed that are not."""
         return num_tokens // self._store.shape.page_tokens > self._num_tried
 
-    def pack(self, num_tokens: int) -> None:
-        """Pack the whole pages of `num_tokens` tokens. Their homes are up to date, and nobody reads them."""
-        stop = num_tokens // self._store.shape.page_tokens
-        flags = self.flags
+    def pack_next(self) -> None:
+        """Pack the next page, in all layers: its homes are up to date, and nobody reads them."""
+        page, flags = self._num_tried, self.flags
         where = [
-            (layer, half, page)
+            (layer, half)
             for layer in range(self._store.num_layers)
-            for page in range(self._num_tried, stop)
             if self._store.place(layer, page // self._store.shape.num_pages) == "stream"
             for half in range(2)
             if not flags[layer, half, page]
         ]
         if where:
-            packed = pack(torch.tensor([self._address(*each) for each in where]), self.packing, self._kernels)
-            flags[torch.tensor(where).unbind(1)] = packed.to(torch.uint8)
+            addresses = torch.tensor([self._address(*each, page) for each in where])
+            layers, halves = torch.tensor(where).unbind(1)
+            flags[layers, halves, page] = pack(addresses, self.packing, self._kernels).to(torch.uint8)
             self._on_device = None
-        self._num_tried = max(self._num_tried, stop)
+        self._num_tried += 1
 
-    def wrote(self, layer: int, index: int, pages: slice) -> None:
-        """These pages of a tile are written as they are."""
+    def written(self, layer: int, index: int, pages: slice, write: Callable[[], Event]) -> Event:
+        """Have `write` write these pages of a tile home, as they are."""
+        event = write()
         first = index * self._store.shape.num_pages
         own = self.flags[layer, :, first + pages.start : first + pages.stop]
         if own.any():
             own.zero_()
             self._on_device = None
         self._num_tried = min(self._num_tried, first + pages.start)
+        return event
 
     def forget(self) -> None:
         """All homes were written as they are."""

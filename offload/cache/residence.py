@@ -65,11 +65,13 @@ class WriteBack:
         """Send home the pages of `tile` that tokens start to stop lie in: whole pages are contiguous in each half."""
         page = self._store.shape.page_tokens
         pages = slice(start // page, -(-stop // page))
-        if self._packed is not None:
-            self._packed.wrote(layer, index, pages)
         home, ready = self._store.home(layer, index), self._link.record()
-        for half in range(2):
-            event = self._link.to_host(home[half, pages], tile[half, pages], (ready,))
+
+        def write() -> Event:
+            self._link.to_host(home[0, pages], tile[0, pages], (ready,))
+            return self._link.to_host(home[1, pages], tile[1, pages], (ready,))
+
+        event = write() if self._packed is None else self._packed.written(layer, index, pages, write)
         self._written[layer, index] = self._last = event
         return event
 
@@ -199,13 +201,14 @@ class StreamedTiles(Residence):
 
     def _pack(self, length: int) -> None:
         """Pack the whole pages of `length` tokens. The host waits where there are new ones: for their last rows, and
-        until no copy reads their homes."""
+        until no copy reads their homes. An interrupt comes between two pages."""
         if self._unpacked is None or not self._unpacked.pages.are_due(length):
             return
         self._write_back.wait()
         for slot in self._slots:
             slot.full.synchronize()
-        self._unpacked.pages.pack(length)
+        while self._unpacked.pages.are_due(length):
+            self._unpacked.pages.pack_next()
 
     def _slot(self, layer: int, index: int) -> _Slot:
         return self._slots[self._position[layer, index] % len(self._slots)]

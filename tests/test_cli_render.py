@@ -83,7 +83,7 @@ def test_stats_table_says_what_each_level_did():
     assert rows["plan"] == ["plan", "draft", "->", "retrieval", "->", "target,", "and", "lookups"]
     assert lines[-3].strip() == "gamma up to 15, draft_gamma 2, budget 1,024, chunk 16"
     assert "offload none" in lines[-2]
-    assert lines[-1] == "predicted   first token 40 s, 14.2 ms/token, plain 42.3"
+    assert lines[-1] == "predicted   first token 40 s, 14.2 ms/token, plain 42.3, acceptance 0.90"
 
 
 def test_stats_table_says_what_crossed_the_link():

@@ -474,12 +474,16 @@ class TestSeveral:
 
     def test_have_kernels_where_triton_is_and_nobody_turned_them_off(self, rates_folder, monkeypatch):
         pretend_gpus(monkeypatch, 1)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.delenv(KERNELS, raising=False)
         monkeypatch.setattr(probing, "installed_version", lambda package: "3.0" if package == "triton" else None)
         assert probe("auto").has_kernels
         monkeypatch.setenv(KERNELS, "off")
         assert not probe("auto").has_kernels
         monkeypatch.delenv(KERNELS)
+        monkeypatch.setattr(torch.version, "cuda", None)
+        assert not probe("auto").has_kernels
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(probing, "installed_version", lambda package: None)
         assert not probe("auto").has_kernels
 

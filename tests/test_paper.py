@@ -16,7 +16,7 @@ from offload.decode.sampling import SamplingParams
 from offload.kernels import native
 from offload.kernels.spans import SpanAttention
 from offload.model.decoder import Decoder
-from offload.plan import hardware, planner
+from offload.plan import hardware, link_bits, planner
 from offload.progress import ignore
 from offload.session.identity import Identity
 from offload.session.store import Store
@@ -189,9 +189,11 @@ def test_the_tests_for_a_card_pass_on_paper(
         monkeypatch.setattr(test_cuda, "LONGER", 600)
         monkeypatch.setattr(test_cuda, "MAX_TOKENS", 4)
         monkeypatch.setattr(test_cuda, "DTYPES", ("bf16",))
-    # Products with weights in 4 bits have twins here, attention to a cache in 4 bits: see low_bits_interpreted.py.
+    # Products with weights in 4 bits have twins here; attention to a cache in 4 bits and packed pages have none: see
+    # low_bits_interpreted.py and packed_interpreted.py.
     monkeypatch.setattr(hardware, "_has_kernels", lambda new_enough: new_enough)
     monkeypatch.setattr(planner, "cache_problem", lambda sizing: "on paper")
+    monkeypatch.setattr(link_bits, "_problem", lambda sizing, chunk: "on paper")
     with on_paper() as card:
         test()
     assert card.problems == []

@@ -78,7 +78,7 @@ BUGS = [
     ),
     Bug(
         "new rows go home before they are computed",
-        RESIDENCE, "tile[half, pages], (ready,))", "tile[half, pages], ())",
+        RESIDENCE, "home[0, pages], tile[0, pages], (ready,))", "home[0, pages], tile[0, pages], ())",
     ),
     Bug(
         "a home is read before new rows are in it",

@@ -10,6 +10,7 @@ from offload.errors import DoesNotFit, UsageError
 from offload.plan.hardware import Hardware
 from offload.plan.placement import largest
 from offload.plan.planner import Plan
+from offload.plan.prediction import Prediction
 from offload.plan.request import Request
 
 _CARDS = (16, 24, 32, 48, 80, 96, 141)  # GB that cards are sold with
@@ -67,6 +68,17 @@ class WhatIf:
         names = ("first_token_ratio", "token_ratio", "context_ratio")
         cases = {"name": self.name, "before": self.before.as_dict(), "after": self.after.as_dict()}
         return cases | {name: getattr(self, name) for name in names}
+
+
+def in_16_bits(request: Request, plan: Plan, *, num_prompt_tokens: int, max_tokens: int) -> Prediction | None:
+    """Of the same request with 16 bits of everything; None where `plan` has no fewer, or that would not fit."""
+    if min(plan.composition.weight_bits, plan.composition.kv_bits, plan.placement.link_bits) == 16:
+        return None
+    exact = replace(request, options=replace(request.options, weight_bits=16, kv_bits=16, link_bits=16))
+    try:
+        return exact.plan(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens).predicted
+    except DoesNotFit:
+        return None
 
 
 def remedies(request: Request, *, num_prompt_tokens: int, max_tokens: int) -> list[str]:

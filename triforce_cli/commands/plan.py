@@ -17,8 +17,6 @@ from triforce_cli.signals import deferred
 if TYPE_CHECKING:
     from offload.plan.hardware import Hardware
     from offload.plan.options import Options
-    from offload.plan.planner import Plan
-    from offload.plan.prediction import Prediction
     from offload.plan.request import Request
     from offload.plan.whatif import WhatIf
     from triforce_cli.render.plan import Planned
@@ -139,6 +137,7 @@ class Planning:
                 output.show(render_plan.report(planned, width=output.text_width))
 
     def _planned(self) -> Planned:
+        from offload.plan.whatif import in_16_bits
         from triforce_cli.render.plan import Planned
 
         with deferred():
@@ -157,7 +156,7 @@ class Planning:
             host_given=self.machine.host_gbps is not None,
             longest_context=longest,
             what_if=self._what_if(request, sizes),
-            in_16_bits=_in_16_bits(request, plan, sizes),
+            in_16_bits=in_16_bits(request, plan, **sizes),
         )
 
     def _request(self, machine: Machine) -> Request:
@@ -232,17 +231,6 @@ def plan(
         fit=fit,
         as_json=json,
     )
-
-
-def _in_16_bits(request: Request, plan: Plan, sizes: Mapping[str, int]) -> Prediction | None:
-    """Of the same request with 16 bits of everything; None where the plan has no fewer, or that would not fit."""
-    if min(plan.composition.weight_bits, plan.composition.kv_bits, plan.placement.link_bits) == 16:
-        return None
-    exact = replace(request.options, weight_bits=16, kv_bits=16, link_bits=16)
-    try:
-        return replace(request, options=exact).plan(**sizes).predicted
-    except DoesNotFit:
-        return None
 
 
 def _with_remedies(message: str, request: Request, sizes: Mapping[str, int]) -> str:

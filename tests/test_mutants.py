@@ -261,7 +261,7 @@ MUTANTS = [
     Mutant(
         "on a card: all drafted tokens are drawn by one uniform",
         TWO_ON_CARD,
-        in_speculation("self._level.then(tokens, 1, draw, uniform)", "self._level.then(tokens, 1, draw, uniforms[:1])"),
+        in_speculation("Pass(self._level, tokens, 1, draw, (uniform,))", "Pass(self._level, tokens, 1, draw, (uniforms[:1],))"),
     ),
     Mutant(
         "the bonus from the last drafted token's row",
@@ -304,8 +304,8 @@ MUTANTS = [
         "the target is not shown what is pending before the draft",
         ONE,
         in_speculation(
-            "self._level.forward(pending + drafted, len(drafted) + 1)",
-            "self._level.forward(pending[:-1] + drafted, len(drafted) + 1)",
+            "return Pass(self._level, pending + drafted, len(drafted) + 1)\n",
+            "return Pass(self._level, pending[:-1] + drafted, len(drafted) + 1)\n",
         ),
         breaks="protocol",
     ),

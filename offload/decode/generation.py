@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from offload.decode.passes import Work, alone
 from offload.decode.speculation import Speculator
 from offload.metrics import Stats
 
@@ -31,7 +32,31 @@ def generate(
     end_tokens: Collection[int],
     stats: Stats,
 ) -> Iterator[Run]:
-    """Yield runs until an end token was emitted ("stop") or `max_tokens` were ("length").
+    """What `in_passes` does, each pass run alone."""
+    return alone(
+        in_passes(
+            prompt,
+            speculator,
+            prefill=prefill,
+            num_pending=num_pending,
+            max_tokens=max_tokens,
+            end_tokens=end_tokens,
+            stats=stats,
+        )
+    )
+
+
+def in_passes(
+    prompt: Sequence[int],
+    speculator: Speculator,
+    *,
+    prefill: Callable[[Sequence[int]], None],
+    num_pending: int,
+    max_tokens: int,
+    end_tokens: Collection[int],
+    stats: Stats,
+) -> Work[Run]:
+    """Yield the passes of decoding, and runs until an end token was emitted ("stop") or `max_tokens` were ("length").
 
     prompt: at least one token. `prefill(tokens)` puts all but the last `num_pending` (1 or more) of them into the
     caches; these are pending in the first round, which runs without drafts, so that the first token comes as early as
@@ -46,7 +71,7 @@ def generate(
     remaining = max_tokens
     while remaining > 0:
         first = len(sequence) == len(prompt)
-        tokens = speculator.round(sequence, 1 if first else remaining).tokens
+        tokens = (yield from speculator.rounding(sequence, 1 if first else remaining)).tokens
         now = time.perf_counter()
         if first:
             stats.first_token_seconds = now - start

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from offload.decode.on_card import Beforehand, Draw, Judge, judged, seen
+from offload.decode.passes import Pass, Passes, result_of
 from offload.decode.proposal import Offer, Proposal, Proposer, grades_of
 from offload.decode.sampling import RandomSource, Warp
 from offload.decode.sequence import Extended
@@ -71,13 +72,20 @@ class ModelProposer:
         return Offer()
 
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
+        return result_of(self.proposing(sequence, num_tokens))
+
+    def proposing(self, sequence: Sequence[int], num_tokens: int) -> Passes[Proposal]:
+        """`propose`, in passes."""
         start, pending = time.perf_counter(), sequence[self._level.length :]
         if isinstance(self._random, Beforehand):
-            return self._propose_on_card(self._random, pending, num_tokens)
-        logits = self._level.forward(pending, 1)
+            return (yield from self._propose_on_card(self._random, pending, num_tokens))
+        asked = Pass(self._level, pending, 1)
+        yield asked
+        [logits] = asked.made
         row = self._warp(logits)
         token, grades = self._random.draw(row[0]), grades_of(logits, row)
-        return Proposal([token], row, grades, self._charge(len(pending), time.perf_counter() - start))
+        seconds = time.perf_counter() - start - asked.waited
+        return Proposal([token], row, grades, self._charge(len(pending), seconds))
 
     def truncate(self, length: int) -> None:
         self._level.truncate(length)
@@ -85,17 +93,20 @@ class ModelProposer:
     def prepare(self, num_rows: int, *, wanted: bool) -> float | None:
         return 0.0
 
-    def _propose_on_card(self, random: Beforehand, pending: Sequence[int], num_tokens: int) -> Proposal:
+    def _propose_on_card(self, random: Beforehand, pending: Sequence[int], num_tokens: int) -> Passes[Proposal]:
         """`num_tokens` tokens: each goes into the next pass before the host has seen it."""
-        start, uniforms = time.perf_counter(), random.uniforms(num_tokens)
+        start, uniforms, waited = time.perf_counter(), random.uniforms(num_tokens), 0.0
         tokens: Sequence[int] | Tensor = pending
         draw, rows, drawn = Draw(self._warp), list[Tensor](), list[Tensor]()
         for uniform in uniforms.split(1):
-            row, tokens, numbers = self._level.then(tokens, 1, draw, uniform)
+            asked = Pass(self._level, tokens, 1, draw, (uniform,))
+            yield asked
+            row, tokens, numbers = asked.made
+            waited += asked.waited
             rows.append(row)
             drawn.append(numbers)
         found, grades = seen(drawn)
-        seconds = self._charge(len(pending) + num_tokens - 1, time.perf_counter() - start)
+        seconds = self._charge(len(pending) + num_tokens - 1, time.perf_counter() - start - waited)
         return Proposal(found, torch.cat(rows), grades, seconds)
 
 
@@ -183,12 +194,18 @@ class Speculator:
         `sequence` is longer than the level's cache: its last token is never in it, for the distribution after it is
         wanted.
         """
+        return result_of(self.rounding(sequence, limit))
+
+    def rounding(self, sequence: Sequence[int], limit: int) -> Passes[Round]:
+        """`round`, in passes: those of the proposers, too."""
         pending = list(sequence[self._level.length :])
-        proposals, names = self._draft(sequence, limit - 1)
+        proposals, names = yield from self._draft(sequence, limit - 1)
         drafted = [token for proposal in proposals for token in proposal.tokens]
-        start, num_rows = time.perf_counter(), len(pending) + len(drafted)
-        probs, verdict, grades = self._verify(pending, drafted, proposals)
-        seconds = self._charge(num_rows, time.perf_counter() - start)
+        start, asked = time.perf_counter(), self._asked(pending, drafted, proposals)
+        yield asked
+        probs, verdict, grades = self._verify(asked, drafted, proposals)
+        num_rows = len(pending) + len(drafted)
+        seconds = self._charge(num_rows, time.perf_counter() - start - asked.waited)
         emitted = [*drafted[: verdict.num_accepted], verdict.next_token]
         probs = probs[: len(emitted)]
         self._lengths.verified(verdict, num_rows, seconds)
@@ -202,7 +219,11 @@ class Speculator:
 
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
         """The tokens of one round, which is as short as it has to be: no drawn token is thrown away."""
-        step = self.round(sequence, num_tokens)
+        return result_of(self.proposing(sequence, num_tokens))
+
+    def proposing(self, sequence: Sequence[int], num_tokens: int) -> Passes[Proposal]:
+        """`propose`, in passes."""
+        step = yield from self.rounding(sequence, num_tokens)
         return Proposal(step.tokens, step.probs, step.grades, step.seconds)
 
     def truncate(self, length: int) -> None:
@@ -213,42 +234,43 @@ class Speculator:
     def prepare(self, num_rows: int, *, wanted: bool) -> float | None:
         return 0.0 if self._prepare is None else self._prepare(num_rows, wanted)
 
-    def _draft(self, sequence: Sequence[int], limit: int) -> tuple[list[Proposal], list[str]]:
+    def _draft(self, sequence: Sequence[int], limit: int) -> Passes[tuple[list[Proposal], list[str]]]:
         """At most `limit` tokens, in as many steps as the lengths ask for; who proposed each."""
         self._lengths.start(limit)
         so_far, proposals = Extended(sequence), list[Proposal]()
         names: list[str] = []
         while draft := self._lengths.next([proposer.offer(so_far) for proposer in self._proposers]):
             proposer = self._proposers[draft.index]
-            proposal = proposer.propose(so_far, draft.num_tokens)
+            proposal = yield from _proposal(proposer, so_far, draft.num_tokens)
             self._lengths.drafted(draft.index, proposal.grades, proposal.seconds)
             so_far.tail += proposal.tokens
             proposals.append(proposal)
             names += [proposer.name] * len(proposal.tokens)
         return proposals, names
 
+    def _asked(self, pending: list[int], drafted: list[int], proposals: Sequence[Proposal]) -> Pass:
+        """The pass that verifies."""
+        if not isinstance(self._random, Beforehand):
+            return Pass(self._level, pending + drafted, len(drafted) + 1)
+        uniforms = self._random.uniforms(len(drafted) + 1)
+        tokens = sent(torch.tensor(drafted, dtype=torch.long), uniforms.device)
+        draft_probs = torch.cat([each.probs for each in proposals]) if proposals else uniforms.new_empty((0, 1))
+        given = uniforms, tokens, draft_probs
+        return Pass(self._level, pending + drafted, len(drafted) + 1, Judge(self._warp), given)
+
     def _verify(
-        self, pending: list[int], drafted: list[int], proposals: Sequence[Proposal]
+        self, asked: Pass, drafted: list[int], proposals: Sequence[Proposal]
     ) -> tuple[Tensor, Verdict, list[int]]:
         """The level's distributions at each place and after the last, the verdict, and the emitted tokens' grades."""
         if isinstance(self._random, Beforehand):
-            return self._verify_on_card(self._random, pending, drafted, proposals)
-        logits = self._level.forward(pending + drafted, len(drafted) + 1)
+            probs, numbers = asked.made
+            return probs, *judged(numbers, len(drafted))
+        [logits] = asked.made
         probs = self._warp(logits)
         draft_probs = torch.cat([proposal.probs for proposal in proposals]) if proposals else probs[:0]
         verdict = verify(drafted, draft_probs, probs, self._random)
         num_emitted = verdict.num_accepted + 1
         return probs, verdict, grades_of(logits[:num_emitted], probs[:num_emitted])
-
-    def _verify_on_card(
-        self, random: Beforehand, pending: list[int], drafted: list[int], proposals: Sequence[Proposal]
-    ) -> tuple[Tensor, Verdict, list[int]]:
-        uniforms = random.uniforms(len(drafted) + 1)
-        tokens = sent(torch.tensor(drafted, dtype=torch.long), uniforms.device)
-        draft_probs = torch.cat([each.probs for each in proposals]) if proposals else uniforms.new_empty((0, 1))
-        given = uniforms, tokens, draft_probs
-        probs, numbers = self._level.then(pending + drafted, len(drafted) + 1, Judge(self._warp), *given)
-        return probs, *judged(numbers, len(drafted))
 
     def _commit(self, length: int, names: Sequence[str], verdict: Verdict) -> None:
         """Keep the first `length` tokens everywhere, forget the rejected rows, and count."""
@@ -263,3 +285,10 @@ class Speculator:
             self._lengths.prepared(index, seconds)
             total += seconds or 0.0
         return total
+
+
+def _proposal(proposer: Proposer, sequence: Sequence[int], num_tokens: int) -> Passes[Proposal]:
+    """`proposer.propose`, in passes where it needs any."""
+    if isinstance(proposer, ModelProposer | Speculator):
+        return (yield from proposer.proposing(sequence, num_tokens))
+    return proposer.propose(sequence, num_tokens)

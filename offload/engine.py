@@ -14,6 +14,7 @@ from offload.cache.retrieval import RetrievalCache
 from offload.decode import generation
 from offload.decode.build import build_speculator
 from offload.decode.generation import FinishReason
+from offload.decode.passes import Pass, Work, alone
 from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
 from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
@@ -158,12 +159,39 @@ class Engine:
         (whole blocks that prompts begin with alike), and the text does not depend on what the engine was asked before.
         speculation: off, this request is decoded plainly, whatever the plan has; what lies where stays as planned.
         """
+        return alone(
+            self.in_passes(
+                prompt,
+                sampling,
+                max_tokens=max_tokens,
+                stop=stop,
+                end_tokens=end_tokens,
+                reuse=reuse,
+                speculation=speculation,
+                on_progress=on_progress,
+            )
+        )
+
+    def in_passes(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        end_tokens: Collection[int] = (),
+        reuse: bool = False,
+        speculation: bool = True,
+        on_progress: OnProgress = ignore,
+    ) -> Work[Step]:
+        """`generate` for whoever runs the passes: each that is asked for after the prefill comes before the step that
+        needs it. Closing it leaves the caches consistent, too."""
         self._check(prompt, max_tokens)
         self._start(prompt, reuse=reuse, record_mass=speculation)
         speculator = self._make_speculator(sampling, speculation=speculation)
         text_tokens, end_tokens = list(prompt), self.end_tokens | frozenset(end_tokens)
         detokenizer, stops = Detokenizer(self.tokenizer, prompt), StopStrings(stop)
-        runs = generation.generate(
+        runs = generation.in_passes(
             prompt,
             speculator,
             prefill=lambda tokens: self._prefill(tokens, on_progress),
@@ -174,6 +202,9 @@ class Engine:
         )
         try:
             for run in runs:
+                if isinstance(run, Pass):
+                    yield run
+                    continue
                 self.worker.fetch_ahead()
                 step = _show(run, detokenizer, stops, end_tokens)
                 self.stats.output_tokens -= len(run.tokens) - len(step.tokens)
@@ -240,6 +271,16 @@ class Engine:
         DoesNotFit; what was saved before stays.
         """
         self.prefix.save(store, extra, on_progress)
+
+    def beside(self) -> Engine:
+        """Another one of the same plan, for another sequence: with caches of its own, over the same models. Raises
+        DoesNotFit."""
+        return Engine(self.worker.beside(), self.tokenizer, load_seconds=self._load_seconds)
+
+    def borrow(self, others: Sequence[Engine], prompt: Sequence[int]) -> None:
+        """Have what is cached here or in one of `others`, made by `beside`, of the rows that a prefill of `prompt`
+        would give bit for bit. `others` may be in the middle of a text."""
+        self.prefix.borrow([other.prefix for other in others], prompt)
 
     def take_prompt(self, other: Engine) -> None:
         """Copy the prefill that `other` has cached, of the same model, instead of running it again."""

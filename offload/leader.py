@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload.all_rows import AllRows
 from offload.cache import Cache
-from offload.errors import RankFailed
+from offload.errors import RankFailed, UsageError
 from offload.kernels.rows import Blocks
 from offload.metrics import RankStats
 from offload.model.decoder import Decoder
@@ -176,8 +176,12 @@ class LeadingWorker(Worker):
         self.tell("fetch_ahead")
         super().fetch_ahead()
 
-    def copy_rows(self, other: Worker) -> bool:
-        """Of a worker of the same ranks; False for any other."""
+    def beside(self) -> Worker:
+        raise UsageError("several sequences at a time are for one device so far; add --gpus 1 or --batch 1")
+
+    def copy_rows(self, other: Worker, num_tokens: int | None = None) -> bool:
+        """All rows of a worker of the same ranks; False for any other."""
+        assert num_tokens is None  # the other ranks are told of whole caches
         if not isinstance(other, LeadingWorker) or other._lead is not self._lead:
             return False
         self.tell("copy_rows", other=other._number)

@@ -71,9 +71,13 @@ class LevelStats:
         """Count one pass of `rows` rows (without padding) and the seconds that the body takes."""
         start = time.perf_counter()
         yield
-        self.seconds += time.perf_counter() - start
+        self.count_pass(rows, time.perf_counter() - start)
+
+    def count_pass(self, rows: int, seconds: float) -> None:
+        """Count one pass of `rows` rows. seconds: its own, or its part of those of a pass of several sequences."""
         self.passes += 1
         self.rows += rows
+        self.seconds += seconds
 
     def as_dict(self) -> dict[str, Any]:
         derived = {name: getattr(self, name) for name in ("acceptance", "tokens_per_round", "seconds_per_pass")}

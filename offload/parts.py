@@ -112,8 +112,8 @@ def _host_blocks(plan: Plan, config: ModelConfig, memory: Memory) -> list[int]:
         shape = tile_shape(plan, config)
         store = TileStore(memory, shape, config.num_layers, placement.resident_tiles, placement.host_tiles)
         for index in range(shape.count(plan.request.capacity + MAX_ROWS)):
-            layers = range(config.num_layers)
-            blocks += [shape.nbytes for layer in layers if store.place(layer, index) != "device"]
+            away = sum(store.place(layer, index) != "device" for layer in range(config.num_layers))
+            blocks += [shape.nbytes] * away * plan.request.num_sequences
     return blocks
 
 

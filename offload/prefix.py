@@ -34,7 +34,7 @@ class PrefixCache:
         reuse: rows of the longest common prefix, whichever passes computed them; else only those that a prefill of
         `prompt` would give bit for bit.
         """
-        kept = self._num_reusable(prompt) if reuse else self._num_prefilled_alike(prompt)
+        kept = self._num_reusable(prompt) if reuse else self.num_alike(prompt)
         if not reuse:
             self.num_precomputed = 0
         self.truncate(kept)
@@ -86,6 +86,25 @@ class PrefixCache:
         other.truncate(other._num_own)
         self.take(other)
 
+    def num_alike(self, prompt: Sequence[int]) -> int:
+        """Rows that a prefill of `prompt` would give bit for bit: all of its prefill, or the whole blocks that both
+        prompts begin with."""
+        placement = self._worker.plan.placement
+        wanted = max(len(prompt) - placement.rows, 0)
+        common = min(num_common(self.tokens, prompt), self._num_own, wanted)
+        return (
+            common if common == wanted == self._num_own else common // placement.prefill_block * placement.prefill_block
+        )
+
+    def borrow(self, others: Sequence[PrefixCache], prompt: Sequence[int]) -> None:
+        """Copy those rows from the one of `others`, whose workers have the same plan, that holds the most of them, if
+        that are more than there are here. `others` stay as they are, also where their sequences are running."""
+        counts = [(other.num_alike(prompt), other) for other in others]
+        count, best = max(counts, key=lambda pair: pair[0], default=(0, self))
+        if count > self.num_alike(prompt) and self._worker.copy_rows(best._worker, count):
+            self.tokens, self.num_precomputed = list(prompt[:count]), 0
+            self._num_own, self._num_saved = count, 0
+
     def restore(self, store: Store, tokens: Sequence[int], on_progress: OnProgress) -> int:
         """See `Engine.restore`."""
         common = min(num_common(store.tokens, tokens), self._worker.plan.request.capacity)
@@ -117,15 +136,6 @@ class PrefixCache:
     def _num_reusable(self, prompt: Sequence[int]) -> int:
         precomputed = min(self.num_precomputed, len(prompt) - 1)
         return min(num_common(self.tokens, prompt), max(len(prompt) - self._worker.plan.placement.rows, precomputed))
-
-    def _num_prefilled_alike(self, prompt: Sequence[int]) -> int:
-        """All rows of the prefill, or the whole blocks that both prompts begin with."""
-        placement = self._worker.plan.placement
-        wanted = max(len(prompt) - placement.rows, 0)
-        common = min(num_common(self.tokens, prompt), self._num_own, wanted)
-        return (
-            common if common == wanted == self._num_own else common // placement.prefill_block * placement.prefill_block
-        )
 
 
 def num_common(first: Sequence[int], second: Sequence[int]) -> int:

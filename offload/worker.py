@@ -90,6 +90,11 @@ class Worker:
             raise ValueError("an engine that offloads is made for one plan")
         return self._another(plan)
 
+    def beside(self) -> Worker:
+        """A worker of the same plan, for another sequence: with caches of its own, over the same models. Raises
+        DoesNotFit."""
+        return Worker(self.plan, self.parts, vocab_size=self.vocab_size, blocks=self._blocks)
+
     @property
     def target(self) -> Decoder:
         return self.parts.target
@@ -152,12 +157,13 @@ class Worker:
         """Start to fetch the tiles that the target's next pass needs first."""
         self.full.fetch_ahead()
 
-    def copy_rows(self, other: Worker) -> bool:
-        """Hold the rows that the full cache of `other` holds, of the same model. False, and nothing is copied, where
-        positions are rotated otherwise (RoPE scaling "dynamic" in a context of another size)."""
+    def copy_rows(self, other: Worker, num_tokens: int | None = None) -> bool:
+        """Hold the rows that the full cache of `other` holds, of the same model, or the first `num_tokens` of them.
+        False, and nothing is copied, where positions are rotated otherwise (RoPE scaling "dynamic" in a context of
+        another size)."""
         if not self.full.rope.starts_like(other.full.rope):
             return False
-        self.full.copy_from(other.full)
+        self.full.copy_from(other.full, num_tokens)
         return True
 
     def release(self) -> None:
@@ -175,7 +181,7 @@ class Worker:
 
     def _make_levels(self) -> None:
         plan = self.plan
-        arena = Arena(self.memory, plan.placement.device_bytes["arena"])
+        arena = Arena(self.memory, plan.placement.device_bytes["arena"] // plan.request.num_sequences)
         self._caches.append(arena)
         self.full = full_cache(plan, self.target.config, self.memory, self.link, self._blocks, arena)
         self._caches.append(self.full)
@@ -208,7 +214,7 @@ class Worker:
         try:
             self.full.reserve(plan.request.capacity + MAX_ROWS)
         except DoesNotFit as error:
-            allocated = self.full.nbytes()
+            allocated = self.full.nbytes() * plan.request.num_sequences
             planned = sum(tier.get("kv cache", 0) for tier in (plan.placement.device_bytes, plan.placement.host_bytes))
             raise DoesNotFit(f"{error} to {plan.request.capacity * allocated // planned}") from error
 

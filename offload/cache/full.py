@@ -211,16 +211,18 @@ class FullCache:
             self.packed.forget()
         self.length = length
 
-    def copy_from(self, other: FullCache) -> None:
-        """Copy all rows of `other`, whose tiles may have another size and live elsewhere, in place of its own."""
+    def copy_from(self, other: FullCache, num_tokens: int | None = None) -> None:
+        """Copy all rows of `other`, or the first `num_tokens`, in place of its own. The tiles there may have another
+        size and live elsewhere."""
+        length = other.length if num_tokens is None else num_tokens
         other.wait_home()
         self.wait_home()
         self.restored(0)
-        self.reserve(other.length)
-        for number in range(-(-other.length // self.shape.page_tokens)):
+        self.reserve(length)
+        for number in range(-(-length // self.shape.page_tokens)):
             for own, theirs in zip(self.page_to_fill(number), other.page_of_all(number), strict=True):
                 own.copy_(theirs)
-        self.restored(other.length)
+        self.restored(length)
 
     def release(self) -> None:
         """Give the tiles back; the cache is not used again."""

@@ -104,14 +104,7 @@ class _Costs:
         return Adaptive(most, self._pass_seconds(name), [self._estimate(proposer.name) for proposer in proposers])
 
     def _pass_seconds(self, name: LevelName) -> PassSeconds:
-        predicted = self._predicted
-        if name == "draft":
-            return PassSeconds(predicted.draft_pass_seconds, 0.0)
-        if name in ("self", "retrieval"):
-            one, row = predicted.retrieval_pass_seconds, predicted.retrieval_row_seconds
-            return PassSeconds(one - row, row)
-        one, row = predicted.full_pass_seconds, predicted.full_row_seconds
-        return PassSeconds(one - row, row, block=self._block)
+        return pass_seconds(self._plan, name, block=self._block)
 
     def _estimate(self, name: str) -> Estimate:
         """What is expected of a proposer before it was tried."""
@@ -124,3 +117,15 @@ class _Costs:
         return Estimate(
             predicted.acceptance, predicted.retrieval_token_seconds, weight=TRUST, prepare_seconds=prepare_seconds
         )
+
+
+def pass_seconds(plan: Plan, name: LevelName, *, block: int = 0) -> PassSeconds:
+    """What the plan says of a level's passes. block: see `PassSeconds`, for the target."""
+    predicted = plan.predicted
+    if name == "draft":
+        return PassSeconds(predicted.draft_pass_seconds, 0.0)
+    if name in ("self", "retrieval"):
+        one, row = predicted.retrieval_pass_seconds, predicted.retrieval_row_seconds
+        return PassSeconds(one - row, row)
+    one, row = predicted.full_pass_seconds, predicted.full_row_seconds
+    return PassSeconds(one - row, row, block=block)

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from offload.cache import Cache
 from offload.cache.places import MAX_ROWS
 from offload.cache.streaming import StreamingCache
-from offload.kernels.native import wanted
+from offload.kernels.native import FEW_ROWS, wanted
 from offload.kernels.rows import Blocks
 from offload.metrics import LevelStats
 from offload.model.decoder import Decoder, Segment
@@ -20,7 +20,7 @@ from offload.model.graphs import VARIABLE, Graphs
 from offload.transfer.arena import Arena
 from offload.transfer.link import Link
 from offload.transfer.memory import sent
-from offload.transfer.timing import Timing
+from offload.transfer.timing import Timing, measured_together
 
 # Of a pass's logits [n, V] and of tensors that are given. Equal ones compute the same: they are told apart by it where
 # they are part of a graph.
@@ -106,14 +106,32 @@ class Level:
         """
         return [logits for [logits] in self._run(continuations)]
 
+    def shares(self, num_rows: int) -> bool:
+        """Whether a pass of so many rows may be one with those of other sequences: its bits are those it has alone."""
+        few = self._blocks is not None or not self._decoder.takes_any_rows or num_rows <= FEW_ROWS
+        return few and self._graphs is None and self.listener is None
+
+    def asked(
+        self, tokens: Sequence[int] | Tensor, num_logits: int, compute: Then | None, given: tuple[Tensor, ...]
+    ) -> Continuation:
+        """`forward`, or `then` with `compute`, as a part of a pass of several sequences."""
+        return Continuation(self._cache, tokens, num_logits, compute or _themselves, given)
+
     @torch.inference_mode()
-    def _run(self, continuations: Sequence[Continuation]) -> list[tuple[Tensor, ...]]:
-        """One pass, counted -> what is made of each one's logits."""
+    def _run(
+        self, continuations: Sequence[Continuation], levels: Sequence[Level] | None = None
+    ) -> list[tuple[Tensor, ...]]:
+        """One pass, counted -> what is made of each one's logits. levels: of each continuation; None: this one's."""
         before = self._link.stats.bytes_to_device if self._link else 0
-        with self._timing.measure(self.stats, sum(len(each.tokens) for each in continuations)):
-            made = self._forward(continuations)
+        rows = [len(each.tokens) for each in continuations]
+        counted = [(self, sum(rows))] if levels is None else list(zip(levels, rows, strict=True))
+        timings = [level._timing for level, _ in counted]
+        with measured_together(timings, [(level.stats, num_rows) for level, num_rows in counted]):
+            made = self._forward([(levels[i] if levels else self)._caught_up(e) for i, e in enumerate(continuations)])
         if self._link:
-            self.stats.link_bytes += self._link.stats.bytes_to_device - before
+            crossed = self._link.stats.bytes_to_device - before
+            for level, _ in counted:
+                level.stats.link_bytes += crossed // len(counted)
         return made
 
     def truncate(self, length: int) -> None:
@@ -128,13 +146,18 @@ class Level:
         """Have the seconds of all passes in `stats` whose results the host has seen."""
         self._timing.settle()
 
+    def _caught_up(self, continuation: Continuation) -> Continuation:
+        """What is left of it for one pass."""
+        return continuation
+
     def _forward(self, continuations: Sequence[Continuation]) -> list[tuple[Tensor, ...]]:
         cuts = [self._cut(len(each.tokens)) for each in continuations]
         segments = [self._begin(each, sum(blocks)) for each, blocks in zip(continuations, cuts, strict=True)]
         if self._graphs is not None and (memory := self._graph_memory(segments)) is not None:
             return [self._run_graph(self._graphs, memory, continuations[0], segments[0])]
-        # Without blocks the decoder may take all rows together: their bits may depend on each other.
-        exact = [size for blocks in cuts for size in blocks] if self._blocks is not None else None
+        # Without blocks the decoder may take all rows of a sequence together: their bits may depend on each other.
+        apart = self._blocks is not None or len(continuations) > 1
+        exact = [size for blocks in cuts for size in blocks] if apart else None
         hidden = self._decoder.forward(segments, blocks=exact)
         for each in continuations:
             each.cache.advance(len(each.tokens))
@@ -196,23 +219,20 @@ class Level:
 class StreamingLevel(Level):
     """A level over streaming caches, which need not run tokens that no later row will see."""
 
-    def _forward(self, continuations: Sequence[Continuation]) -> list[tuple[Tensor, ...]]:
-        return super()._forward([self._catch_up(each) for each in continuations])
-
-    def _catch_up(self, continuation: Continuation) -> Continuation:
+    def _caught_up(self, continuation: Continuation) -> Continuation:
         """Run or skip its first tokens, so that one pass takes the rest."""
         cache, rest = continuation.cache, continuation.tokens
         assert isinstance(cache, StreamingCache)
         missing_sinks = max(cache.sinks - cache.length, 0)
         if len(rest) > missing_sinks + cache.window:
             if missing_sinks:
-                super()._forward([Continuation(cache, rest[:missing_sinks], 1)])
+                self._forward([Continuation(cache, rest[:missing_sinks], 1)])
             rest = rest[missing_sinks:]
             skipped = cache.skip(len(rest))
             rest = rest[skipped:]
             self.stats.rows -= skipped  # counted by the caller, never run
         while len(rest) > cache.max_rows:
-            super()._forward([Continuation(cache, rest[: cache.max_rows], 1)])
+            self._forward([Continuation(cache, rest[: cache.max_rows], 1)])
             rest = rest[cache.max_rows :]
         return replace(continuation, tokens=rest)
 
@@ -229,6 +249,13 @@ def _padded(num_rows: int, most: int) -> int:
     """A power of two, so that there are few numbers of rows; as they are where that would be more than `most`."""
     padded = 1 << (num_rows - 1).bit_length()
     return padded if padded <= most else num_rows
+
+
+def run_together(levels: Sequence[Level], continuations: Sequence[Continuation]) -> list[tuple[Tensor, ...]]:
+    """One pass of several sequences, each with a level of its own; these are alike but for their caches, and share such
+    passes -> what is made of each one's logits. Each has the bits that it has alone, an equal part of the pass's
+    seconds and of the bytes that cross the link."""
+    return levels[0]._run(continuations, levels)
 
 
 def prefill(

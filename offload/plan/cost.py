@@ -29,7 +29,11 @@ _CHANGED_CHUNKS = 0.3  # of those held, in a round
 @dataclass(frozen=True)
 class Cost:
     """Seconds of one composition of levels in its placement, over a full cache of `capacity` tokens. times: of
-    passes on a CPU, as far as they were measured."""
+    passes on a CPU, as far as they were measured.
+
+    Where several sequences run at a time, passes are those that they share, each with so many rows and such a cache,
+    and seconds per token are those that each of them takes. On a card every sequence's rows are blocks of their own,
+    which read the weights again: only what crosses the link does so once."""
 
     sizing: Sizing
     placement: Placement
@@ -99,7 +103,8 @@ class Cost:
         if self._on_cpu:
             times = self._coded_times if self._proposes_coded else self._target_times
             num_tokens, coded = composition.budget or self.capacity, self._attends_coded
-            seconds = times.seconds(self.sizing.target.num_layers, num_tokens, rows, coded=coded)
+            layers = self.sizing.target.num_layers
+            seconds = times.seconds(layers, num_tokens, rows, coded=coded, sequences=self.num_sequences)
             read = seconds * self._cpu_share + self.sums(rows)
             crossing = 0 if self._proposes_coded else self.streamed_weights
             return max(read, crossing / self.link_rate)
@@ -116,9 +121,10 @@ class Cost:
             return 0.0
         if self._on_cpu:
             times = self.times.draft or estimated(draft, self.sizing.itemsize, self.sizing.hardware.rates)
-            return times.seconds(draft.num_layers, composition.sinks + composition.window, 1)
+            held = composition.sinks + composition.window
+            return times.seconds(draft.num_layers, held, 1, sequences=self.num_sequences)
         calls = GPU.pass_seconds + draft.num_layers * GPU.layer_seconds
-        return max(calls, draft.weight_bytes(self.sizing.itemsize) / self._rate)
+        return self.num_sequences * max(calls, draft.weight_bytes(self.sizing.itemsize) / self._rate)
 
     def full_pass(self, rows: int, *, masses: bool = False) -> float:
         """Seconds of a pass over the full cache: the longest of computation and sums, block by block, of the link, and
@@ -149,8 +155,13 @@ class Cost:
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values of the full cache."""
-        return self.capacity * self.sizing.kv_bytes_per_token
+        """Keys and values of all sequences' full caches."""
+        return self.num_sequences * self.capacity * self.sizing.kv_bytes_per_token
+
+    @property
+    def num_sequences(self) -> int:
+        """That run at a time."""
+        return self.sizing.num_sequences
 
     def full_sums(self, rows: int) -> float:
         """Seconds of the sums over the ranks in a full pass."""
@@ -182,7 +193,8 @@ class Cost:
         crossing = _CHANGED_CHUNKS * self._kept * self._share_on_host * share / self.link_rate
         costs = CPU_REFRESH if self._on_cpu else GPU_REFRESH
         rate = costs.share * self.sizing.hardware.rates.device_read
-        return self.sizing.target.num_layers * costs.layer_seconds + self._kept / rate + crossing
+        calls = self.num_sequences * self.sizing.target.num_layers * costs.layer_seconds
+        return calls + self._kept / rate + crossing
 
     def prefill(self, num_tokens: int) -> float:
         """Seconds of a prefill, layer by layer: the longest of computation with its sums, weights that cross the link
@@ -222,8 +234,9 @@ class Cost:
     def _full_on_gpu(self, rows: int, masses: bool) -> float:
         blocks = self._blocks(rows)
         cache, tiles = self.cache_bytes - self.full_host_bytes, self.num_tiles - self.placement.host_tiles
-        work = self._by_rows((self._weights + cache) / self._rate, self._padded(rows), blocks)
-        seconds = max(self._calls + blocks * tiles * GPU.tile_seconds, work + self.full_sums(rows))
+        work = self._by_rows(self._weights_seconds + cache / self._rate, self._padded(rows), blocks)
+        launches = blocks * tiles * self.num_sequences * GPU.tile_seconds
+        seconds = max(self._calls + launches, work + self.full_sums(rows))
         return seconds * (1.0 + GPU.mass_share * masses)
 
     def _ahead_on_gpu(self, rows: int) -> float:
@@ -231,11 +244,12 @@ class Cost:
         blocks = self._blocks(rows)
         read = self._own_weights_seconds + self.cache_bytes / self._rate
         work = self._by_rows(read, self._padded(rows), blocks) + self.full_sums(rows)
-        return max(self._calls + blocks * self.num_tiles * GPU.tile_seconds, work)
+        return max(self._calls + blocks * self.num_tiles * self.num_sequences * GPU.tile_seconds, work)
 
     def _on_this_cpu(self, num_tokens: int, rows: int, *, masses: bool = False) -> float:
         """Seconds of a pass over `num_tokens` cached tokens, with links that are as fast as memory."""
-        seconds = self._target_times.seconds(self.sizing.target.num_layers, num_tokens, rows, masses=masses)
+        layers, sequences = self.sizing.target.num_layers, self.num_sequences
+        seconds = self._target_times.seconds(layers, num_tokens, rows, masses=masses, sequences=sequences)
         return seconds * self._cpu_share
 
     @cached_property
@@ -270,7 +284,7 @@ class Cost:
 
     @property
     def _calls(self) -> float:
-        return GPU.pass_seconds + self.sizing.target.num_layers * GPU.layer_seconds
+        return self.num_sequences * (GPU.pass_seconds + self.sizing.target.num_layers * GPU.layer_seconds)
 
     @property
     def _rate(self) -> float:
@@ -283,22 +297,25 @@ class Cost:
         return self.sizing.hardware.link_rate if paced is None else paced * 1e9
 
     @property
-    def _weights(self) -> int:
-        return self.sizing.embedding_bytes + self.sizing.target.num_layers * self.sizing.layer_bytes
+    def _weights_seconds(self) -> float:
+        """Of reading, on a GPU, the exact weights for a block of each sequence."""
+        weights = self.sizing.embedding_bytes + self.sizing.target.num_layers * self.sizing.layer_bytes
+        return self.num_sequences * weights / self._rate
 
     @property
     def _own_weights_seconds(self) -> float:
         """Of reading, on a GPU, the weights with which the target proposes to itself."""
         if not self._proposes_coded:
-            return self._weights / self._rate
-        return self.sizing.low_bit_bytes() / (GPU.coded_share * self.sizing.hardware.rates.device_read)
+            return self._weights_seconds
+        rate = GPU.coded_share * self.sizing.hardware.rates.device_read
+        return self.num_sequences * self.sizing.low_bit_bytes() / rate
 
     @property
     def _kept(self) -> int:
-        """Bytes of what the target proposes to itself over in place of its cache."""
+        """Bytes of what the target proposes to itself over in place of its cache, of all sequences."""
         if self._attends_coded:
-            return self.sizing.low_bit_cache_bytes(self.capacity, self.composition)
-        return self.composition.budget * self.sizing.kv_bytes_per_token
+            return self.num_sequences * self.sizing.low_bit_cache_bytes(self.capacity, self.composition)
+        return self.num_sequences * self.composition.budget * self.sizing.kv_bytes_per_token
 
     @property
     def streamed_weights(self) -> int:
@@ -315,7 +332,7 @@ class Cost:
         those in which what the host has for a layer waits for the tile that is just crossing the link."""
         if self._on_cpu:
             return self._on_this_cpu(0, rows) + self.full_sums(rows)
-        work = self._by_rows(self._weights / self._rate, self._padded(rows), self._blocks(rows))
+        work = self._by_rows(self._weights_seconds, self._padded(rows), self._blocks(rows))
         waits = min(self.placement.host_tiles, self.sizing.target.num_layers)
         crossing = waits * self.cache_bytes / self.num_tiles / self.link_rate
         return max(self._calls, work) + self.full_sums(rows) + crossing

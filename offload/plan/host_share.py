@@ -57,11 +57,12 @@ def _attending(cost: Cost, number: int) -> Cost:
     host_bytes = dict(placement.host_bytes)
     if not sizing.hardware.is_cpu:
         most = min(-(-number // sizing.target.num_layers) + 1, sizing.num_tiles(cost.capacity))
-        host_bytes["host attention"] = sizing.host_attention_bytes(cost.capacity, cost.composition, most)
+        needed = sizing.host_attention_bytes(cost.capacity, cost.composition, most)
+        host_bytes |= sizing.of_all({"host attention": needed})
     placed = replace(
         placement,
         host_tiles=number,
-        attended_bytes=number * sizing.tile_bytes(cost.capacity) * sizing.num_devices,
+        attended_bytes=number * sizing.tile_bytes(cost.capacity) * sizing.num_devices * sizing.num_sequences,
         host_bytes=host_bytes,
         host_bytes_per_second=_host_rate(cost),
     )

@@ -27,6 +27,7 @@ _CODED = "coded_token"
 
 _PASS_SECONDS = 3e-4  # Python of a pass outside its layers, the draw and the check of what was drafted
 _LAYER_SECONDS = 6e-5  # calls of one layer
+_CALL_SECONDS = 3e-5  # the part of it that is its attention's, for each sequence
 _WEIGHT_ROW = 0.05  # of the seconds of reading the weights, what each further row adds
 _TOKEN_ROW = 0.06  # the same of the cache
 _CODED_SHARE = 5 / 16
@@ -59,15 +60,25 @@ class PassTimes:
     coded_token: tuple[float, ...] = ()
 
     def seconds(
-        self, num_layers: int, num_tokens: int, rows: int, *, masses: bool = False, coded: bool = False
+        self,
+        num_layers: int,
+        num_tokens: int,
+        rows: int,
+        *,
+        masses: bool = False,
+        coded: bool = False,
+        sequences: int = 1,
     ) -> float:
         """Of a pass of `rows` rows over `num_tokens` cached tokens in each of `num_layers` layers. coded: of tokens
-        with 4 bits a number; where that was not measured, in proportion to the bits."""
+        with 4 bits a number; where that was not measured, in proportion to the bits. sequences: that share the pass,
+        each with so many rows and tokens."""
         token = _at(self.coded_token, rows) if coded and self.coded_token else self._token(num_tokens, rows)
         if coded and not self.coded_token:
             token *= _CODED_SHARE
         attended = num_tokens * token * (1.0 + self.mass_share * masses)
-        return _at(self.fixed, rows) + num_layers * (_at(self.layer, rows) + attended)
+        more, all_rows = sequences - 1, sequences * rows
+        fixed, layer = _at(self.fixed, all_rows) + more * _PASS_SECONDS, _at(self.layer, all_rows) + more * _CALL_SECONDS
+        return fixed + num_layers * (layer + sequences * attended)
 
     def _token(self, num_tokens: int, rows: int) -> float:
         """Of one layer and each of `num_tokens` tokens: the fewer of them the processor's caches keep, the longer."""

@@ -22,7 +22,8 @@ class Placement:
     and how many tiles of all layers together, are on the device. The rest crosses the link, but for `host_tiles` more,
     which the processor attends to on the host: `attended_bytes` of the hosts' cache, at `host_bytes_per_second` for
     each rank if that is paced. Bytes are by purpose: those of the first device, of each other one where there are
-    several, and of all ranks on the hosts. Sizes of pages and tiles in tokens.
+    several, and of all ranks on the hosts; of all sequences that run at a time, each of which has so many tiles.
+    Sizes of pages and tiles in tokens.
     """
 
     offload: tuple[str, ...]
@@ -97,7 +98,8 @@ def device_room(sizing: Sizing) -> int:
 
 
 def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: frozenset[str]) -> Placement:
-    """The placement with as much on the device as fits; what `offload` names may be on the host."""
+    """The placement with as much on the device as fits; what `offload` names may be on the host. Layers are those of
+    the one model, tiles those of each sequence."""
     num_layers, count = sizing.target.num_layers, sizing.num_tiles(capacity)
     layer, tile = sizing.layer_bytes, sizing.tile_bytes(capacity)
     streams = sizing.hardware.is_cpu and sizing.options.device_memory is None  # then all that is named does
@@ -113,7 +115,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         moved = count - tiles // num_layers if "kv" in offload else 0
         sizes["arena"] = sizing.arena_bytes(capacity, composition, moved)
         sizes["kv cache"] = tiles * tile
-        return {name: size for name, size in sizes.items() if size}
+        return {name: size for name, size in sizing.of_all(sizes).items() if size}
 
     def most(total: int, may_move: bool, used: Callable[[int], int]) -> int:
         if not may_move:
@@ -135,7 +137,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         resident_tiles=tiles,
         device_bytes=device(layers, tiles),
         other_device_bytes=device(layers, tiles, first=False) if devices > 1 else {},
-        host_bytes={name: size for name, size in host.items() if size},
+        host_bytes={name: size for name, size in sizing.of_all(host).items() if size},
         page_tokens=PAGE_TOKENS,
         tile_tokens=sizing.tile_tokens(capacity),
         rows=sizing.rows,

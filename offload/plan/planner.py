@@ -36,6 +36,7 @@ class PlannedRequest:
     """A request as it is planned: the device and dtype that "auto" stands for, and tokens that fit in the context.
 
     device: "cpu" or "cuda:N", the first of `num_devices`; device_name: as people call it. dtype: bf16, fp16 or fp32.
+    num_sequences: that run at a time, each with caches for so many tokens.
     """
 
     device: str
@@ -44,10 +45,11 @@ class PlannedRequest:
     dtype: str
     num_prompt_tokens: int
     max_tokens: int
+    num_sequences: int = 1
 
     @property
     def capacity(self) -> int:
-        """Tokens that the caches are made for."""
+        """Tokens that a sequence's caches are made for."""
         return self.num_prompt_tokens + self.max_tokens
 
 

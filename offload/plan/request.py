@@ -12,6 +12,8 @@ from offload.plan.options import Options
 from offload.plan.pass_times import UNKNOWN, PassTimes, Times, key_of, load_times
 from offload.plan.planner import Plan, dtype_of, largest_context, make_plan
 from offload.plan.shards import check_divides
+from offload.plan.sizing import Sizing
+from offload.plan.together import plan_together
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,11 @@ class Request:
             max_tokens=max_tokens,
             times=self.times,
         )
+
+    def together(self, plan: Plan, num_sequences: int | None, *, most: int) -> Plan:
+        """`plan`, which this request gave, for several sequences at a time: see `plan_together`."""
+        sizing = Sizing(self.target, self.draft, self.options, self.hardware, self.dtype, plan.request.max_tokens)
+        return plan_together(plan, sizing, self.times, num_sequences, most=most)
 
     def largest_context(self) -> int:
         """Tokens of `context` that fit in memory; 0: not even one does."""

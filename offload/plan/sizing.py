@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,6 +35,13 @@ FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
 ENCODED_BYTES = FETCH_BYTES // 4  # of tokens that a card encodes at a time
 _ENCODING = 5  # times these bytes, that encoding takes there beside them
 HOST_ROWS = 16  # of a KV head, that a desktop's processor attends to as fast as its memory is read (computed)
+# What each sequence has of its own; models, staging of weights and workspaces serve all of them.
+OF_EACH_SEQUENCE = frozenset(
+    (
+        *("rope tables", "low-bit cache", "selection", "fetched chunks", "draft cache", "attention scratch"),
+        *("kv staging", "arena", "kv cache", "gathered chunks", "host attention"),
+    )
+)
 _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and what an allocator cannot use
 
 
@@ -83,7 +90,7 @@ def tail_tokens(composition: Composition, max_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Sizing:
-    """Bytes of everything, as functions of the capacity. Device bytes are those of each device.
+    """Bytes of everything, as functions of the capacity of one sequence. Device bytes are those of each device.
 
     Each of `num_devices` has a shard of every layer's weights and of the target's caches, embeddings and hidden rows.
     The head and the draft are on the first, so the others need less.
@@ -95,6 +102,12 @@ class Sizing:
     hardware: Hardware
     dtype: str
     max_tokens: int = 0  # of the output
+    num_sequences: int = 1  # at a time
+
+    def of_all(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Bytes by purpose for all sequences. sizes: for one."""
+        times = {name: self.num_sequences if name in OF_EACH_SEQUENCE else 1 for name in sizes}
+        return {name: size * times[name] for name, size in sizes.items()}
 
     @property
     def num_devices(self) -> int:
@@ -252,7 +265,7 @@ class Sizing:
             parts = self.num_devices * item + (4 if self.num_devices > 2 else 0)
             scores = max(scores, PREFILL_BLOCK * target.hidden_size * parts)
         tile = self.most_rows * tile_tokens * heads * score
-        logits = 0 if gamma is None else self._padded(gamma + 1) * target.vocab_size * (item + 36)
+        logits = 0 if gamma is None else self._padded(gamma + 1) * target.vocab_size * (item * self.num_sequences + 36)
         return max(block + scores, tile, logits)
 
     def _selection_bytes(self, capacity: int, composition: Composition) -> int:

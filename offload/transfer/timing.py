@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,30 +16,44 @@ class Timing:
 
     def __init__(self, device: torch.device) -> None:
         self._is_card = device.type == "cuda"
-        self._open: list[tuple[LevelStats, torch.cuda.Event, torch.cuda.Event]] = []
+        # Seconds of the stats that are not counted yet: so large a part of those between the events.
+        self._open: list[tuple[LevelStats, torch.cuda.Event, torch.cuda.Event, float]] = []
 
     @contextmanager
     def measure(self, stats: LevelStats, rows: int) -> Iterator[None]:
         """Count one pass of `rows` rows (without padding) and the seconds that the body takes, or on a card those of
         what it launches, from `settle` on."""
-        if not self._is_card:
-            with stats.measure(rows):
-                yield
-            return
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        yield
-        end.record()
-        stats.passes += 1
-        stats.rows += rows
-        self._open.append((stats, start, end))
+        with measured_together([self], [(stats, rows)]):
+            yield
 
     def settle(self) -> None:
         """Count the seconds of all passes that have ended."""
         waiting = []
-        for stats, start, end in self._open:
+        for stats, start, end, part in self._open:
             if end.query():
-                stats.seconds += start.elapsed_time(end) / 1e3
+                stats.seconds += part * start.elapsed_time(end) / 1e3
             else:
-                waiting.append((stats, start, end))
+                waiting.append((stats, start, end, part))
         self._open = waiting
+
+    def _note(self, stats: LevelStats, start: torch.cuda.Event, end: torch.cuda.Event, part: float) -> None:
+        self._open.append((stats, start, end, part))
+
+
+@contextmanager
+def measured_together(timings: Sequence[Timing], counted: Sequence[tuple[LevelStats, int]]) -> Iterator[None]:
+    """The same of a pass that several levels share, each with its rows: each has an equal part of the seconds."""
+    if not timings[0]._is_card:
+        began = time.perf_counter()
+        yield
+        seconds = (time.perf_counter() - began) / len(counted)
+        for stats, rows in counted:
+            stats.count_pass(rows, seconds)
+        return
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    yield
+    end.record()
+    for timing, (stats, rows) in zip(timings, counted, strict=True):
+        stats.count_pass(rows, 0.0)
+        timing._note(stats, start, end, 1 / len(counted))

@@ -1,0 +1,97 @@
+"""Several sequences at a time: one sequence's plan with caches for more of them, which share every pass.
+
+Levels, budgets and what passes are predicted to take stay as they are for one sequence: a text's law depends on the
+first two, and with a seed its tokens on the third. Only what lies where changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from offload.errors import DoesNotFit, UsageError
+from offload.plan.cost import Cost
+from offload.plan.host_share import shared
+from offload.plan.pass_times import Times
+from offload.plan.placement import place, shortage
+from offload.plan.planner import Plan
+from offload.plan.sizing import Sizing
+
+MOST = 8  # that are tried where the user gives no number
+_WORTH = 1.02  # times the tokens a second with fewer sequences: what one more has to promise
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A plan and the tokens a second that it is predicted to give in all; or why it cannot be, "" where it can."""
+
+    plan: Plan
+    rate: float
+    problem: str = ""
+
+    @property
+    def num_sequences(self) -> int:
+        return self.plan.request.num_sequences
+
+
+def plan_together(plan: Plan, sizing: Sizing, times: Times, num_sequences: int | None, *, most: int) -> Plan:
+    """`plan` for `num_sequences` sequences, but no more than `most`, at a time; None: as many, up to MOST, as are
+    predicted to give the most tokens a second in all. sizing, times: those that `plan` was made with.
+
+    Raises UsageError where several devices share the model, DoesNotFit, which says how many sequences would fit.
+    """
+    if plan.request.num_devices > 1:
+        if num_sequences is not None and num_sequences > 1:
+            raise UsageError(
+                f"batch is {num_sequences} and there are {plan.request.num_devices} devices: several sequences at a "
+                "time are for one device so far; leave out --batch, or add --gpus 1"
+            )
+        return plan
+    one = _found(plan, sizing, times, 1)
+    if num_sequences is None:
+        return _noted(_best(one, [_found(plan, sizing, times, number) for number in range(2, min(MOST, most) + 1)]), one)
+    number = min(num_sequences, most)
+    found = one if number == 1 else _found(plan, sizing, times, number)
+    if found.problem:
+        fewer = (_found(plan, sizing, times, each) for each in range(number - 1, 1, -1))
+        fits = next((each.num_sequences for each in fewer if not each.problem), 1)
+        raise DoesNotFit(f"{number} sequences at a time {found.problem}; try --batch {fits}, or lower --context")
+    return _noted(found, one)
+
+
+def _best(one: _Found, more: list[_Found]) -> _Found:
+    best = one
+    for found in more:
+        if not found.problem and found.rate > _WORTH * best.rate:
+            best = found
+    return best
+
+
+def _noted(found: _Found, one: _Found) -> Plan:
+    if found.num_sequences == 1:
+        return found.plan
+    note = f"{found.num_sequences} prompts at a time: predicted {found.rate / one.rate:.1f} times the tokens a second"
+    return replace(found.plan, notes=(*found.plan.notes, note))
+
+
+def _found(plan: Plan, sizing: Sizing, times: Times, number: int) -> _Found:
+    capacity, composition = plan.request.capacity, plan.composition
+    sizing = replace(sizing, num_sequences=number)
+    placement = plan.placement if number == 1 else place(sizing, capacity, composition)
+    cost = Cost(sizing, placement, capacity, composition, times)
+    if number > 1:
+        cost = shared(cost)
+    request = replace(plan.request, num_sequences=number)
+    placed = replace(plan, request=request, placement=cost.placement)
+    return _Found(placed, number / cost.per_token, next(_problems(plan, cost), ""))
+
+
+def _problems(plan: Plan, cost: Cost) -> Iterator[str]:
+    if (short := shortage(cost.sizing, cost.placement)) is not None:
+        yield f"need {short}"
+    on_card = not cost.sizing.hardware.is_cpu
+    if on_card and cost.sizing.num_sequences > 1 and (plan.placement.host_tiles or cost.placement.host_tiles):
+        yield "would attend to other tiles on the host, whose last bits differ"
+    proposes_over_it = cost.composition.inner == "self" and not cost.composition.keeps_copies
+    if proposes_over_it and "kv" in cost.placement.offload:
+        yield "would have their caches cross a link in passes that propose"

@@ -1,0 +1,158 @@
+"""Several sequences that run at a time and share passes: each layer's weights are read, or cross the link, once for all.
+
+Each sequence has an engine of its own and is decoded as it would be alone; only its passes wait until others want one
+of the same level. Everything happens on the caller's thread, in an order that depends on nothing but what is decoded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any, Generic, TypeVar
+
+from offload.decode.build import pass_seconds
+from offload.decode.passes import Pass, Work
+from offload.decode.sampling import SamplingParams
+from offload.engine import Engine, Step
+from offload.metrics import Stats
+from offload.model.level import Level, run_together
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Sequences(Generic[Key]):
+    """Requests under way, by keys of the caller's. engine: the first sequence's, and whose plan and models all use; it
+    stays the caller's. A context manager: at the end all are broken off and the other engines' memory is given back.
+
+    An error of a pass is raised where passes are run, and so is an error of one sequence; all stay consistent and can
+    only be left then.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Raises DoesNotFit where there is no memory for all sequences of the plan; then nothing stays allocated."""
+        self._engines = [engine]
+        self._running: dict[Key, _Running] = {}
+        self._levels = list(reversed(engine.levels))  # the cheapest first
+        try:
+            for _ in range(engine.plan.request.num_sequences - 1):
+                self._engines.append(engine.beside())
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._running) < len(self._engines)
+
+    def __len__(self) -> int:
+        """That are running."""
+        return len(self._running)
+
+    def join(self, key: Key, prompt: Sequence[int], sampling: SamplingParams, **settings: Any) -> None:
+        """Begin a request, see `Engine.generate`, where there is room: its prompt is read, while the others wait, and
+        its first pass waits for theirs. What its prompt and those of others begin with alike is not read again. After
+        an error, such as one that `on_progress` raises, it can only leave."""
+        taken = [running.engine for running in self._running.values()]
+        idle = [engine for engine in self._engines if engine not in taken]
+        engine = max(idle, key=lambda each: each.prefix.num_alike(prompt))
+        engine.borrow([each for each in self._engines if each is not engine], prompt)
+        self._running[key] = _Running(engine, engine.in_passes(prompt, sampling, **settings))
+        self._running[key].go_on()
+
+    def steps(self) -> list[tuple[Key, Step]]:
+        """Run passes until there are steps, at least one, in the order in which the sequences joined. Who has had the
+        last step leaves before the next call."""
+        while self._running:
+            came = [(key, step) for key, running in self._running.items() if (step := running.go_on()) is not None]
+            if came:
+                return came
+            self._run_passes()
+        return []
+
+    def leave(self, key: Key) -> Stats:
+        """End a request, whether or not it has come to its end. Returns its statistics; the seconds are those that went
+        by, the link's bytes those of all who ran meanwhile."""
+        running = self._running.pop(key)
+        running.work.close()
+        return running.engine.stats
+
+    def close(self) -> None:
+        for key in list(self._running):
+            self.leave(key)
+        while len(self._engines) > 1:
+            self._engines.pop().worker.release()
+
+    def __enter__(self) -> Sequences[Key]:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _run_passes(self) -> None:
+        """One pass of the cheapest level that anybody waits for, so that whoever still drafts is there when the next
+        one's turn comes. Those that cannot be shared run one after the other."""
+        asked = {running.asked: running for running in self._running.values() if running.asked is not None}
+        name = min((each.level.stats.name for each in asked), key=self._levels.index)
+        group = [each for each in asked if each.level.stats.name == name]
+        together = [each for each in group if _level(each).shares(len(each.tokens))]
+        apart = [[each] for each in group if each not in together]
+        parts = [together, *apart] if together else apart
+        for part in parts:
+            start = time.perf_counter()
+            _run(part)
+            seconds = time.perf_counter() - start
+            for each, share in zip(part, self._shares(name, part), strict=True):
+                asked[each].ran(seconds * share)
+
+    def _shares(self, name: str, part: Sequence[Pass]) -> list[float]:
+        """Each one's of a pass's seconds: an equal one of what it takes at any rate, and what the plan says of rows."""
+        planned = pass_seconds(self._engines[0].plan, name)
+        prices = [planned.fixed / len(part) + planned.slope * len(each.tokens) for each in part]
+        return [price / sum(prices) for price in prices]
+
+
+class _Running:
+    """A request on its engine. asked: the pass that it waits for."""
+
+    def __init__(self, engine: Engine, work: Work[Step]) -> None:
+        self.engine, self.work = engine, work
+        self.asked: Pass | None = None
+        self._since = self._own = 0.0
+        self._answered: Pass | None = None
+
+    def go_on(self) -> Step | None:
+        """Up to the next step, or None: to the next pass, for which it waits from now on."""
+        if self.asked is not None:
+            return None
+        if (answered := self._answered) is not None:
+            answered.waited = max(time.perf_counter() - self._since - self._own, 0.0)
+            self._answered = None
+        item = next(self.work)
+        if not isinstance(item, Pass):
+            return item
+        self.asked, self._since = item, time.perf_counter()
+        return None
+
+    def ran(self, seconds: float) -> None:
+        """Its pass has run. seconds: of it that are its own."""
+        self.asked, self._answered, self._own = None, self.asked, seconds
+
+
+def _run(part: Sequence[Pass]) -> None:
+    """As one pass, where there are several."""
+    if len(part) == 1:
+        part[0].run()
+        return
+    levels = [_level(each) for each in part]
+    continuations = [
+        level.asked(each.tokens, each.num_logits, each.compute, each.given)
+        for level, each in zip(levels, part, strict=True)
+    ]
+    for each, made in zip(part, run_together(levels, continuations), strict=True):
+        each.made = made
+
+
+def _level(asked: Pass) -> Level:
+    """The level of a worker."""
+    assert isinstance(asked.level, Level)
+    return asked.level

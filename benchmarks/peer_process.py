@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
-from offload.bench.llama_cpp import serve
+from offload.bench.llama_cpp import Way, serve
 from offload.bench.reference import Reference
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine, load_tokenizer, plan_request
+from offload.engine import Engine, load_tokenizer, plan_request, timed
 from offload.plan.planner import Options
+from offload.plan.request import Request
+from offload.sequences import Sequences
 
 LOOKUP_TOKENS = 10  # as in transformers' own examples
 
@@ -40,6 +42,38 @@ class Ours:
             seconds += [time.perf_counter() - start] * len(step.tokens)
         return tokens, seconds
 
+    def generate_all(self, request: dict[str, Any]) -> tuple[list[list[int]], float]:
+        raise NotImplementedError
+
+
+class OursTogether:
+    """Its sequences stay, so each has the rows of its last prompt for the next."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        model, draft = folders(options)
+        asked = Options(speculation=options["speculation"], dtype="bf16", device="cpu")
+        request = timed(Request.on_this_machine(model, draft, asked))
+        plan = request.plan(num_prompt_tokens=options["prompt_tokens"], max_tokens=options["max_tokens"])
+        plan = request.together(plan, options["slots"], most=options["slots"])
+        self._sequences = Sequences[int](Engine.load(plan, model, draft, load_tokenizer(model, draft)))
+        self.about = {"plan": plan.as_dict()}
+
+    def generate(self, request: dict[str, Any]) -> tuple[list[int], list[float]]:
+        raise NotImplementedError
+
+    def generate_all(self, request: dict[str, Any]) -> tuple[list[list[int]], float]:
+        lengths = {"max_tokens": request["max_tokens"], "end_tokens": request["end_tokens"]}
+        for key, prompt in enumerate(request["prompts"]):
+            self._sequences.join(key, prompt, sampling_of(request), **lengths)
+        said: list[list[int]] = [[] for _ in request["prompts"]]
+        start = time.perf_counter()
+        while len(self._sequences):
+            for key, step in self._sequences.steps():
+                said[key] += step.tokens
+                if step.finish is not None:
+                    self._sequences.leave(key)
+        return said, time.perf_counter() - start
+
 
 class Transformers:
     def __init__(self, options: dict[str, Any]) -> None:
@@ -52,6 +86,10 @@ class Transformers:
         lengths = {"max_tokens": request["max_tokens"], "end_tokens": request["end_tokens"]}
         return self._reference.generate(request["prompt"], sampling_of(request), **lengths)
 
+    def generate_all(self, request: dict[str, Any]) -> tuple[list[list[int]], float]:
+        lengths = {"max_tokens": request["max_tokens"], "end_tokens": request["end_tokens"]}
+        return self._reference.generate_all(request["prompts"], **lengths)
+
 
 def folders(options: dict[str, Any]) -> tuple[Path, Path | None]:
     return Path(options["model"]), Path(options["draft"]) if options["draft"] else None
@@ -62,9 +100,11 @@ def sampling_of(request: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in request.items() if name in names})
 
 
-def open_way(options: dict[str, Any]) -> Ours | Transformers:
+def open_way(options: dict[str, Any]) -> Way:
     torch.set_num_threads(options["threads"])
-    return Ours(options) if "speculation" in options else Transformers(options)
+    if "speculation" not in options:
+        return Transformers(options)
+    return OursTogether(options) if "slots" in options else Ours(options)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ class Fake:
             raise ValueError("an empty prompt")
         tokens = [sum(request["prompt"]) % 256 + i for i in range(request["max_tokens"])]
         return tokens, [0.5 + 0.25 * i for i in range(len(tokens))]
+    def generate_all(self, request):
+        all = [self.generate(request | dict(prompt=prompt)) for prompt in request["prompts"]]
+        return [tokens for tokens, _ in all], all[0][1][-1]
 
 serve(Fake)
 """

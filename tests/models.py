@@ -46,7 +46,8 @@ from offload.model.level import Level, StreamingLevel, prefill
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import Hardware
 from offload.plan.pass_times import PassTimes
-from offload.plan.planner import Options, Plan, make_plan
+from offload.plan.planner import Options, Plan
+from offload.plan.request import Request
 from offload.transfer.checkpoint import Checkpoint, check_model
 from offload.transfer.link import Done, Event, Link
 from offload.transfer.memory import Memory
@@ -395,9 +396,10 @@ def tiny_plan(
     max_tokens: int,
     dtype: str = "fp32",
     offload: frozenset[str] = frozenset(),
+    num_sequences: int = 1,
 ) -> Plan:
     """The planner's plan with the sizes of `sizes` in it."""
-    plan = make_plan(
+    request = Request(
         ModelConfig.from_folder(target),
         ModelConfig.from_folder(draft) if draft is not None else None,
         Options(
@@ -407,9 +409,9 @@ def tiny_plan(
             weight_bits=sizes.weight_bits if sizes.gamma else None, kv_bits=sizes.kv_bits if sizes.gamma else None,
         ),
         CPU,
-        num_prompt_tokens=num_prompt_tokens,
-        max_tokens=max_tokens,
     )  # fmt: skip
+    plan = request.plan(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
+    plan = request.together(plan, num_sequences, most=num_sequences)
     return changed(
         plan, rows=sizes.rows, prefill_block=sizes.prefill_block, page_tokens=sizes.page,
         tile_tokens=sizes.page * sizes.pages, budget=sizes.budget if plan.composition.budget else 0,

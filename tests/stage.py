@@ -195,16 +195,10 @@ def fake_engine(*, plans: bool = True, **script: Any) -> Prepare:
 
     def prepare() -> None:
         import test_cli_fake as fake
-        from offload import engine
+        from offload import engine, sequences
         from offload.plan import request
 
         class Actor(fake.Engine):
-            @classmethod
-            def load(cls, plan: Any, *args: Any, **settings: Any) -> Any:
-                actor = super().load(plan, *args, **settings)
-                actor.plan = plan
-                return actor
-
             def generate(self, prompt: Sequence[int], *args: Any, **settings: Any) -> Any:
                 return super().generate([65] * len(prompt), *args, **settings)
 
@@ -213,8 +207,8 @@ def fake_engine(*, plans: bool = True, **script: Any) -> Prepare:
             def replan(self, plan: object) -> None: ...
 
         fake.SCRIPT.update({"pieces": PIECES} | script)
-        engine.Engine = Actor
+        engine.Engine, sequences.Sequences = Actor, fake.Sequences
         if plans:
-            request.Request.plan = fake.Request.plan
+            request.Request.plan, request.Request.together = fake.Request.plan, fake.Request.together
 
     return prepare

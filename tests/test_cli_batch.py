@@ -86,13 +86,14 @@ class TestRecords:
         with pytest.raises(UsageError, match="holds no line"):
             read("", "  ")
 
-    def test_what_is_done_is_left_out(self):
+    def test_what_is_done_is_left_out_in_whatever_order_it_came(self):
         records = read('{"prompt": "x", "id": "a"}', '{"prompt": "x"}', '{"prompt": "x", "id": "c"}')
         assert after(records, ["a", 2], "out") == records[2:]
-        with pytest.raises(UsageError, match="result 2 has the id 'c', where this input has 2"):
-            after(records, ["a", "c"], "out")
-        with pytest.raises(UsageError, match="where this input has nothing more"):
-            after(records, ["a", 2, "c", "d"], "out")
+        assert after(records, ["c", "a"], "out") == [records[1]]
+        with pytest.raises(UsageError, match="result 2 has the id 'b', which this input has not"):
+            after(records, ["c", "b"], "out")
+        with pytest.raises(UsageError, match="result 3 has the id 'a', which came before"):
+            after(records, ["a", 2, "a"], "out")
 
 
 class TestResultFile:
@@ -230,7 +231,7 @@ class TestOnTheStandIn:
         out.write_text('{"id": "a", "text": ""}\n{"id": "b", "text": ""}\n')
         done = run("--model", model, "--input-jsonl", str(source), "--output-jsonl", str(out))
         assert (done.returncode, done.stdout) == (2, b"")
-        assert b"holds the results of another input: result 2 has the id 'b', where this input has 2" in done.stderr
+        assert b"holds the results of another input: result 2 has the id 'b', which this input has not" in done.stderr
         assert out.read_text() == '{"id": "a", "text": ""}\n{"id": "b", "text": ""}\n'
 
     def test_nothing_is_loaded_before_every_line_is_good(self, model, source, tmp_path):
@@ -278,6 +279,37 @@ class TestOnTheStandIn:
         assert done.returncode == 0
         assert [(r["finish_reason"], r["text"]) for r in results] == [("timeout", "")] * 3
 
+    def test_time_that_is_over_in_a_prefill_takes_nothing_from_the_others(self, model, source):
+        """The first one's deadline passes while the prompts after it are read."""
+        args = ("--model", model, "--input-jsonl", str(source), "--timeout", "0.5", "--batch", "3")
+        done = run(*args, script={"pieces": ["a", "b"], "ticks": 3, "tick_seconds": 0.1})
+        results = [json.loads(line) for line in done.stdout.splitlines()]
+        assert done.returncode == 0
+        assert [(r["id"], r["finish_reason"]) for r in results] == [("a", "timeout"), (2, "length"), (3, "length")]
+
+    def test_whatever_is_done_first_comes_first(self, model, source, tmp_path):
+        """With a stop in between the rest is answered, and nothing twice."""
+        out = tmp_path / "out.jsonl"
+        args = ("--model", model, "--input-jsonl", str(source), "--output-jsonl", str(out), "--batch", "3")
+        out.write_text('{"id": 3, "text": "x"}\n')
+        assert run(*args).returncode == 0
+        assert [r["id"] for r in lines_of(out)] == [3, "a", 2]
+
+    def test_at_the_end_it_is_said_how_fast_all_were(self, model, source):
+        done = run("--model", model, "--input-jsonl", str(source), script={"pieces": ["ab", "c"]})
+        assert b"3 results, 9 new tokens in " in done.stderr
+
+    @pytest.mark.parametrize("number", ["0", "-1", "two", "1.5"])
+    def test_a_wrong_number_at_a_time_is_refused(self, model, source, number):
+        done = run("--model", model, "--input-jsonl", str(source), "--batch", number)
+        assert done.returncode == 2
+        assert f"batch is '{number}', it must be auto or a whole number from 1".encode() in done.stderr
+
+    def test_one_prompt_is_no_batch(self, model):
+        done = run("--model", model, "--prompt", "x", "--batch", "2")
+        assert done.returncode == 2
+        assert b"--batch are for many prompts; name them with --input-jsonl FILE" in done.stderr
+
     @pytest.mark.parametrize("more", [("--prompt", "x"), ("--jsonl",), ("-o", "f"), ("--session", "s"), ("--stats",)])
     def test_what_does_not_go_with_many_prompts_is_refused(self, model, source, more):
         done = run("--model", model, "--input-jsonl", str(source), *more)
@@ -316,7 +348,8 @@ def until(process: subprocess.Popen[bytes], text: bytes) -> None:
         data += line
 
 
-def test_on_a_real_model_a_stop_changes_no_text_and_a_common_beginning_is_read_once(tmp_path, capfd):
+def test_on_a_real_model_neither_a_stop_nor_a_neighbour_changes_a_text(tmp_path, capfd):
+    """And a common beginning is read once."""
     model = save(
         random_model(vocab_size=264, seed=11, max_position_embeddings=2048), tmp_path / "model", tokenizer=True
     )
@@ -325,14 +358,20 @@ def test_on_a_real_model_a_stop_changes_no_text_and_a_common_beginning_is_read_o
     prompts = [book + "Who?", "short", book + "Where?", book]
     source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     args = ["generate", "--model", str(model), "--input-jsonl", str(source), "--max-tokens", "12", "--seed", "4", "-q"]
-    assert main([*args, "--output-jsonl", str(whole)]) == 0
-    results = lines_of(whole)
-    for number in (1, 2, 3):
+
+    def tokens_of(file: Path) -> dict[int, list[int]]:
+        return {result["id"]: result["tokens"] for result in lines_of(file)}
+
+    assert main([*args, "--batch", "1", "--output-jsonl", str(whole)]) == 0
+    expected = tokens_of(whole)
+    assert list(expected) == [1, 2, 3, 4]
+    for number, batch in ((0, "2"), (1, "1"), (2, "3"), (3, "auto")):
         parts.write_text("".join(whole.read_text().splitlines(keepends=True)[:number]))
-        assert main([*args, "--output-jsonl", str(parts)]) == 0
-        assert [r["tokens"] for r in lines_of(parts)] == [r["tokens"] for r in results]
+        assert main([*args, "--batch", batch, "--output-jsonl", str(parts)]) == 0
+        assert tokens_of(parts) == expected
     source.write_text(json.dumps({"prompt": prompts[0]}) + "\n" + json.dumps({"prompt": prompts[2], "seed": 6}) + "\n")
-    assert main(args) == 0
-    together = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
-    assert together[1]["stats"]["reused_tokens"] == 512
-    assert together[1]["tokens"] == results[2]["tokens"]
+    for batch in ("1", "2"):
+        assert main([*args, "--batch", batch]) == 0
+        together = sorted((json.loads(line) for line in capfd.readouterr().out.splitlines()), key=lambda r: r["id"])
+        assert together[1]["stats"]["reused_tokens"] == 512
+        assert together[1]["tokens"] == expected[3]

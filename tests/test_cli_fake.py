@@ -18,7 +18,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,10 @@ class Request:
 
     def plan(self, *, num_prompt_tokens: int, max_tokens: int) -> Plan:
         return make_plan(self.options, num_prompt_tokens, max_tokens)
+
+    def together(self, plan: Plan, num_sequences: int | None, *, most: int) -> Plan:
+        number = min(num_sequences or 1, most)
+        return replace(plan, request=replace(plan.request, num_sequences=number))
 
 
 def make_plan(options: Options, num_prompt_tokens: int = 1000, max_tokens: int = 100) -> Plan:
@@ -142,8 +146,9 @@ def make_plan(options: Options, num_prompt_tokens: int = 1000, max_tokens: int =
 
 
 class Engine:
-    def __init__(self, prompt_echo: dict[str, Any]) -> None:
+    def __init__(self, prompt_echo: dict[str, Any], plan: Plan) -> None:
         self.stats = Stats(load_seconds=0.5)
+        self.plan = plan
         self._echo = prompt_echo
 
     @classmethod
@@ -159,7 +164,7 @@ class Engine:
         if "load_fail" in SCRIPT:
             raise _error(SCRIPT["load_fail"])
         _tick("load", 64 * 2**20, "bytes", on_progress)
-        return cls({"model": str(model), "draft": str(draft) if draft else None, "plan": plan.as_dict()})
+        return cls({"model": str(model), "draft": str(draft) if draft else None, "plan": plan.as_dict()}, plan)
 
     def generate(
         self,
@@ -190,6 +195,36 @@ class Engine:
             time.sleep(3600)
 
     def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        return None
+
+
+class Sequences:
+    """Of one engine, which takes turns."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._running: dict[int, tuple[list[Step], Iterator[Step]]] = {}
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._running) < self._engine.plan.request.num_sequences
+
+    def join(self, key: int, prompt: Sequence[int], sampling: SamplingParams, **settings: Any) -> None:
+        self._running[key] = ([], iter(()))
+        steps = self._engine.generate(prompt, sampling, **settings)
+        self._running[key] = ([next(steps)], steps)  # the prefill comes before it
+
+    def steps(self) -> list[tuple[int, Step]]:
+        return [(key, first.pop() if first else next(steps)) for key, (first, steps) in self._running.items()]
+
+    def leave(self, key: int) -> Stats:
+        del self._running[key]
+        return self._engine.stats
+
+    def __enter__(self) -> Sequences:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -239,7 +274,10 @@ def install() -> None:
     )
     sampling = types.ModuleType("offload.decode.sampling")
     sampling.__dict__.update(SamplingParams=SamplingParams)
-    sys.modules.update({"offload.engine": engine, "offload.decode.sampling": sampling})
+    together = types.ModuleType("offload.sequences")
+    together.__dict__.update(Sequences=Sequences)
+    stand_ins = {"offload.engine": engine, "offload.decode.sampling": sampling, "offload.sequences": together}
+    sys.modules.update(stand_ins)
     request.Request = Request
 
 
@@ -280,12 +318,17 @@ def run(
 
 def test_stand_in_has_the_names_and_signatures_of_the_engine():
     from offload import engine as real_engine
+    from offload import sequences as real_sequences
     from offload.decode import sampling as real_sampling
 
     for ours, real in (
         (load_tokenizer, real_engine.load_tokenizer),
         (Request.on_this_machine, request.Request.on_this_machine),
         (Request.plan, request.Request.plan),
+        (Request.together, request.Request.together),
+        (Sequences.join, real_sequences.Sequences.join),
+        (Sequences.steps, real_sequences.Sequences.steps),
+        (Sequences.leave, real_sequences.Sequences.leave),
         (Engine.load, real_engine.Engine.load),
         (Engine.generate, real_engine.Engine.generate),
         (Tokenizer.encode, real_engine.Tokenizer.encode),

@@ -189,7 +189,7 @@ class TestProcess:
     def test_it_is_told_its_options_and_answers_with_tokens_and_seconds(self, fake, tmp_path):
         """What the library prints is no answer."""
         assert fake.about == {
-            "model": str(tmp_path / "model.gguf"), "context": 100, "threads": 3, "cache": "bf16", "flash": True,
+            "model": str(tmp_path / "model.gguf"), "context": 100, "slots": 1, "threads": 3, "cache": "bf16", "flash": True,
             "draft": None, "lookup": None, "rows": None,
         }  # fmt: skip
         for prompt in ([1, 2], [3]):
@@ -197,6 +197,9 @@ class TestProcess:
             assert tokens == [3, 4, 5]
             assert seconds == [0.5, 0.75, 1.0]
         assert 1e6 < fake.peak_bytes < 1e9
+
+    def test_several_prompts_are_continued_side_by_side(self, fake):
+        assert fake.generate_all([[1, 2], [5]], GREEDY, max_tokens=2, end_tokens=()) == ([[3, 4], [5, 6]], 0.75)
 
     def test_its_last_words_are_the_error(self, fake):
         with pytest.raises(TriforceError, match=r"llama\.cpp ended with exit code 1: ValueError: an empty prompt"):

@@ -26,9 +26,13 @@ class Deadline:
         self._seconds, self._clock = seconds, clock
         self._end = math.inf if seconds is None else clock() + seconds
 
+    @property
+    def has_passed(self) -> bool:
+        return self._clock() >= self._end
+
     def check(self) -> None:
         """Raises TimedOut once the deadline has passed."""
-        if self._clock() >= self._end:
+        if self.has_passed:
             raise TimedOut(f"the {self._seconds:g} s of --timeout are over")
 
     def heard(self, listener: Callable[[T], None]) -> Callable[[T], None]:

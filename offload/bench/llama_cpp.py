@@ -12,6 +12,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -36,11 +37,16 @@ class Way(Protocol):
         `temperature`, `top_k`, `top_p`, `min_p`, `seed` of the sampling."""
         ...
 
+    def generate_all(self, request: dict[str, Any]) -> tuple[list[list[int]], float]:
+        """(tokens of each of `prompts`, seconds from when all of them have been read). The other parts of `request` as
+        in `generate`."""
+        ...
+
 
 def serve(open_way: Callable[[dict[str, Any]], Way]) -> None:
     """Answer each line of standard input with a line on standard output, until there are no more. The first has the
-    options of `open_way` and is answered with what the way says of itself, each other one is a request of `generate`
-    and is answered with `tokens` and `seconds`. An error ends the process, with its message on standard error, where
+    options of `open_way` and is answered with what the way says of itself, each other one is a request of `generate`,
+    or with `prompts` of `generate_all`, and is answered with `tokens` and `seconds`. An error ends the process, with its message on standard error, where
     all that libraries print goes, too."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -52,22 +58,24 @@ def serve(open_way: Callable[[dict[str, Any]], Way]) -> None:
     way = open_way(json.loads(sys.stdin.readline()))
     answer(way.about)
     for line in sys.stdin:
-        tokens, seconds = way.generate(json.loads(line))
+        request = json.loads(line)
+        tokens, seconds = way.generate_all(request) if "prompts" in request else way.generate(request)
         answer({"tokens": tokens, "seconds": seconds})
 
 
 class LlamaCpp:
-    """A server of one slot, inside this process. It keeps the rows of its last prompt for the next."""
+    """A server inside this process. Each of its slots keeps the rows of its last prompt for the next."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        """options: `model`, a GGUF file of ours; `context`, tokens; `threads`; `cache`, "f16" or "bf16"; `flash`,
+        """options: `model`, a GGUF file of ours; `context`, tokens of each of `slots`; `threads`; `cache`, "f16" or "bf16"; `flash`,
         whether to use flash attention; `draft`, a GGUF file or null; `lookup`, a kind of n-gram lookups or null;
         `rows`, a file or null: the rows of the first prompt are written there, or read from there if it exists."""
         import xllamacpp
 
         params = xllamacpp.CommonParams()
         params.model.path = options["model"]
-        params.n_ctx, params.n_parallel, params.n_gpu_layers = options["context"], 1, 0
+        params.n_ctx, params.n_parallel = options["context"] * options["slots"], options["slots"]
+        params.kv_unified, params.n_gpu_layers = False, 0  # no sequence attends beside another's rows
         params.cache_ram_mib = params.n_ctx_checkpoints = 0  # copies of prompts, which are not asked for again
         params.verbosity = 1  # errors and warnings
         _set_threads(params, options["threads"])
@@ -93,6 +101,31 @@ class LlamaCpp:
         self.about = {"version": xllamacpp.__version__, "system": xllamacpp.get_system_info().strip()}
 
     def generate(self, request: dict[str, Any]) -> tuple[list[int], list[float]]:
+        tokens, seconds = self._complete(_completion(request))
+        if self._rows is not None and not self._rows.exists():
+            self._move_rows("save")
+        count = _length(tokens, request["end_tokens"])
+        return tokens[:count], seconds[:count]
+
+    def generate_all(self, request: dict[str, Any]) -> tuple[list[list[int]], float]:
+        asked = [request | {"prompt": prompt, "id_slot": slot} for slot, prompt in enumerate(request["prompts"])]
+        for each in asked:
+            self._complete(_completion(each | {"max_tokens": 1}))
+        said: dict[int, list[int]] = {}
+
+        def complete(slot: int) -> None:
+            said[slot], _ = self._complete(_completion(asked[slot]))
+
+        threads = [threading.Thread(target=complete, args=(slot,)) for slot in range(len(asked))]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seconds = time.perf_counter() - start
+        return [said[slot][: _length(said[slot], request["end_tokens"])] for slot in range(len(asked))], seconds
+
+    def _complete(self, completion: dict[str, Any]) -> tuple[list[int], list[float]]:
         tokens: list[int] = []
         seconds: list[float] = []
         start = time.perf_counter()
@@ -104,11 +137,8 @@ class LlamaCpp:
             tokens.extend(found)
             seconds.extend([time.perf_counter() - start] * len(found))
 
-        self._server.handle_completions(_completion(request), hear)
-        if self._rows is not None and not self._rows.exists():
-            self._move_rows("save")
-        count = _length(tokens, request["end_tokens"])
-        return tokens[:count], seconds[:count]
+        self._server.handle_completions(completion, hear)
+        return tokens, seconds
 
     def _move_rows(self, action: str) -> None:
         """Rows can be saved and restored over HTTP alone."""
@@ -124,8 +154,8 @@ def _set_threads(params: Any, threads: int) -> None:
 
 def _completion(request: dict[str, Any]) -> dict[str, Any]:
     """The server's request for the same distribution. Samplers in our order, and no others."""
-    sampling = {name: request[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
-    return sampling | {
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "id_slot")
+    return {name: request[name] for name in names if name in request} | {
         "prompt": request["prompt"],
         "max_tokens": request["max_tokens"],
         "samplers": ["temperature", "top_k", "top_p", "min_p"],

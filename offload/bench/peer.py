@@ -53,17 +53,14 @@ class Peer:
     ) -> tuple[list[int], list[float]]:
         """(tokens, seconds from the start at which each was known). The first time that a prompt is asked, all of it is
         read; after that, its rows are there but for the last."""
-        request = {
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "end_tokens": sorted(end_tokens),
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "seed": sampling.seed or 0,
-        }
-        answer = self._ask(request)
+        answer = self._ask({"prompt": list(prompt)} | _request(sampling, max_tokens, end_tokens))
+        return answer["tokens"], answer["seconds"]
+
+    def generate_all(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, max_tokens: int, end_tokens: Collection[int]
+    ) -> tuple[list[list[int]], float]:
+        """(tokens of each, seconds from when all prompts have been read): they are continued side by side."""
+        answer = self._ask({"prompts": list(map(list, prompts))} | _request(sampling, max_tokens, end_tokens))
         return answer["tokens"], answer["seconds"]
 
     @property
@@ -113,6 +110,18 @@ class Peer:
         return lines[-1] if lines else "it said nothing"
 
 
+def _request(sampling: SamplingParams, max_tokens: int, end_tokens: Collection[int]) -> dict[str, Any]:
+    return {
+        "max_tokens": max_tokens,
+        "end_tokens": sorted(end_tokens),
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "seed": sampling.seed or 0,
+    }
+
+
 def llama_cpp_python() -> str:
     """The Python that has the xllamacpp wheel: of the environment whose folder TRIFORCE_LLAMA_CPP names, or else this
     one. Raises UsageError where there is none."""
@@ -134,6 +143,7 @@ def open_llama_cpp(
     model: Path,
     *,
     context: int,
+    slots: int = 1,
     threads: int,
     cache: Cache = "f16",
     flash: bool = True,
@@ -141,12 +151,14 @@ def open_llama_cpp(
     lookup: str | None = None,
     rows: Path | None = None,
 ) -> Peer:
-    """llama.cpp with a GGUF file that `gguf_file` wrote. context: tokens of prompt and output. lookup: of LOOKUPS; what
+    """llama.cpp with a GGUF file that `gguf_file` wrote. context: tokens of prompt and output, of each of
+    `slots` prompts that run at a time. lookup: of LOOKUPS; what
     they look up they keep, so a text that is written again is found in the first. rows: a file that the rows of the
     first prompt are written to, or read from if it is there, with the same cache and flash. Raises TriforceError."""
     options = {
         "model": str(model),
         "context": context,
+        "slots": slots,
         "threads": threads,
         "cache": cache,
         "flash": flash,

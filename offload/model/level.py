@@ -162,7 +162,10 @@ class Level:
         for each in continuations:
             each.cache.advance(len(each.tokens))
         parts = hidden.split([sum(blocks) for blocks in cuts])
-        logits = [self._logits(*each) for each in zip(continuations, parts, cuts, strict=True)]
+        if len(continuations) > 1 and self._decoder.takes_any_rows:
+            logits = self._logits_of_all(continuations, parts)
+        else:
+            logits = [self._logits(*each) for each in zip(continuations, parts, cuts, strict=True)]
         return [each.then(rows, *each.given) for each, rows in zip(continuations, logits, strict=True)]
 
     def _graph_memory(self, segments: Sequence[Segment]) -> Hashable:
@@ -208,6 +211,14 @@ class Level:
             start += blocks.pop(0)
         logits = self._decoder.logits(hidden[start:], blocks=blocks if self._blocks is not None else None)
         return logits[first - start : count - start, : self._vocab_size]
+
+    def _logits_of_all(self, continuations: Sequence[Continuation], parts: Sequence[Tensor]) -> list[Tensor]:
+        """The same of all sequences in one product: no row's bits depend on those beside it."""
+        ends = [(len(each.tokens), each.num_logits) for each in continuations]
+        wanted = [hidden[count - num : count] for hidden, (count, num) in zip(parts, ends, strict=True)]
+        sizes = [len(rows) for rows in wanted]
+        logits = self._decoder.logits(torch.cat(wanted), blocks=[sum(sizes)])
+        return list(logits[:, : self._vocab_size].split(sizes))
 
     def _cut(self, num_rows: int) -> list[int]:
         """Blocks that hold so many rows."""

@@ -13,7 +13,7 @@ from offload.errors import DoesNotFit, UsageError
 from offload.plan.cost import Cost
 from offload.plan.host_share import shared
 from offload.plan.pass_times import Times
-from offload.plan.placement import place, shortage
+from offload.plan.placement import largest, place, shortage
 from offload.plan.planner import Plan
 from offload.plan.sizing import Sizing
 
@@ -53,8 +53,7 @@ def plan_together(plan: Plan, sizing: Sizing, times: Times, num_sequences: int |
     number = min(num_sequences, most)
     found = one if number == 1 else _found(plan, sizing, times, number)
     if found.problem:
-        fewer = (_found(plan, sizing, times, each) for each in range(number - 1, 1, -1))
-        fits = next((each.num_sequences for each in fewer if not each.problem), 1)
+        fits = largest(lambda each: each == 1 or not _found(plan, sizing, times, each).problem, number - 1)
         raise DoesNotFit(f"{number} sequences at a time {found.problem}; try --batch {fits}, or lower --context")
     return _noted(found, one)
 

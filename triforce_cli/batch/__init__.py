@@ -1,4 +1,4 @@
-"""Many prompts for one loaded model: JSON lines in, JSON lines out, in the same order."""
+"""Many prompts for one loaded model: JSON lines in, JSON lines out."""
 
 from triforce_cli.batch.runner import Batch
 

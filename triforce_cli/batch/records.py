@@ -159,12 +159,14 @@ def _short(value: Any) -> str:
 
 
 def after(records: Sequence[Record], done: Sequence[Id], place: str) -> Sequence[Record]:
-    """The records that are not `done` yet. Raises UsageError unless `done` are the first records' ids, in order."""
-    for index, id_ in enumerate(done):
-        if index >= len(records) or records[index].id != id_:
-            wanted = f"{records[index].id!r}" if index < len(records) else "nothing more"
+    """The records that are not `done` yet, in whatever order those were. Raises UsageError unless `done` are ids of
+    records, each once."""
+    left = {record.id: record for record in records}
+    for index, id_ in enumerate(done, start=1):
+        if left.pop(id_, None) is None:
+            why = "which came before" if id_ in done[: index - 1] else "which this input has not"
             raise UsageError(
-                f"{place} holds the results of another input: result {index + 1} has the id {id_!r}, where this input "
-                f"has {wanted}; name another file, or remove that one"
+                f"{place} holds the results of another input: result {index} has the id {id_!r}, {why}; name another "
+                "file, or remove that one"
             )
-    return records[len(done) :]
+    return list(left.values())

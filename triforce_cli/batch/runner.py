@@ -1,7 +1,8 @@
-"""`triforce generate --input-jsonl`: prompts one after the other, on an engine planned for the longest."""
+"""`triforce generate --input-jsonl`: one plan, for the longest prompt, serves all."""
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from offload.errors import DoesNotFit
 from triforce_cli import log
 from triforce_cli.answer import TIMEOUT
+from triforce_cli.batch.asked import Asked, answered
 from triforce_cli.batch.records import Defaults, Record, after, read_records
 from triforce_cli.batch.results import ResultFile, Results, ResultStream
 from triforce_cli.choice import Models
-from triforce_cli.deadline import Deadline, TimedOut
 from triforce_cli.engine import open_engine, prepare
 from triforce_cli.flags import SamplingFlags
 from triforce_cli.output import Output
@@ -25,14 +26,15 @@ from triforce_cli.render.text import duration
 from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
-    from offload.engine import Engine, Step
+    from offload.metrics import Stats
     from offload.plan.planner import Options, Plan
     from offload.plan.request import Request
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One `triforce generate` of many prompts, parsed. timeout: seconds for each prompt."""
+    """One `triforce generate` of many prompts, parsed. timeout: seconds for each prompt. num_sequences: prompts that run
+    at a time; None: as many as are predicted to be the fastest."""
 
     source: Path
     target: Path | None
@@ -40,6 +42,7 @@ class Batch:
     sampling: SamplingFlags
     stops: tuple[str, ...]
     timeout: float | None
+    num_sequences: int | None
     options: Options
     models: Models
     echo: bool
@@ -47,7 +50,7 @@ class Batch:
     as_json = True
 
     def run(self) -> None:
-        """Check every line, then load, then answer line by line."""
+        """Check every line, then load, then answer them."""
         with Output(quiet=self.quiet) as output:
             defaults = Defaults(max_tokens=self.max_tokens, sampling=vars(self.sampling), stops=self.stops)
             text = read_input(self.source, "the prompts", note=output.note)
@@ -77,43 +80,33 @@ class Batch:
         prepared = prepare(self.models, self.options, output)
         prompts = {record.number: array("i", prepared.tokenizer.encode(record.prompt)) for record in records}
         plan = _plan(prepared.request, records, prompts)
+        plan = prepared.request.together(plan, self.num_sequences, most=len(rest))
         output.planned(plan)
-        left = TimeLeft([1] * len(rest))
+        left, start = TimeLeft([1] * len(rest)), time.monotonic()
+        num_tokens = 0
         with open_engine(prepared, plan, on_progress=output.progress) as engine:
             left.next_step()
-            for number, record in enumerate(rest, start=len(records) - len(rest) + 1):
-                result = self._result(record, engine, plan.request.capacity, prompts[record.number].tolist(), output)
+            came = answered(rest, prompts, engine, timeout=self.timeout, on_progress=output.progress)
+            for number, (asked, stats) in enumerate(came, start=len(records) - len(rest) + 1):
+                if not asked.is_complete:
+                    output.note(f"{asked.record.name}: out of time; what had come is kept")
+                result = self._result(asked, stats)
+                num_tokens += len(result["tokens"])
                 results.add(result)
-                log.event(record.name, result["stats"])
+                log.event(asked.record.name, result["stats"])
                 output.note(_progress(number, len(records), result, left.next_step()))
+        if len(rest) > 1:
+            output.note(_in_all(len(rest), num_tokens, time.monotonic() - start))
 
-    def _result(
-        self, record: Record, engine: Engine, capacity: int, tokens: Sequence[int], output: Output
-    ) -> dict[str, Any]:
-        deadline = Deadline(self.timeout)
-        steps: list[Step] = []
-        finish_reason: str | None = TIMEOUT
-        try:
-            for step in deadline.within(
-                engine.generate(
-                    tokens,
-                    record.params(),
-                    max_tokens=min(record.max_tokens, capacity - len(tokens)),
-                    stop=record.stops,
-                    on_progress=deadline.heard(output.progress),
-                )
-            ):
-                steps.append(step)
-                finish_reason = step.finish or TIMEOUT
-        except TimedOut:
-            output.note(f"{record.name}: out of time; what had come is kept")
+    def _result(self, asked: Asked, stats: Stats) -> dict[str, Any]:
+        record, steps = asked.record, asked.steps
         return {
             "id": record.id,
             **({"prompt": record.prompt} if self.echo else {}),
             "text": "".join(step.text for step in steps),
             "tokens": [token for step in steps for token in step.tokens],
-            "finish_reason": finish_reason,
-            "stats": engine.stats.as_dict(),
+            "finish_reason": steps[-1].finish if asked.is_complete else TIMEOUT,
+            "stats": stats.as_dict(),
             **({"meta": record.meta} if record.meta else {}),
         }
 
@@ -134,3 +127,8 @@ def _progress(number: int, total: int, result: Mapping[str, Any], left: float | 
     sizes = f"{result['stats']['prompt_tokens']:,} prompt tokens, {len(result['tokens'])} new"
     line = f"{number} of {total}: id {result['id']!r}, {sizes}"
     return f"{line}; {duration(left)} left" if left and number < total else line
+
+
+def _in_all(num_results: int, num_tokens: int, seconds: float) -> str:
+    """One line, such as: 120 results, 30,720 new tokens in 12 min 5 s: 42.4 a second."""
+    return f"{num_results} results, {num_tokens:,} new tokens in {duration(seconds)}: {num_tokens / seconds:.1f} a second"

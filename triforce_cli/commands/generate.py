@@ -17,6 +17,7 @@ from triforce_cli.commands import Command
 from triforce_cli.deadline import Deadline
 from triforce_cli.engine import Prepared, open_engine, open_session, prepare
 from triforce_cli.flags import (
+    AUTO,
     CacheFlags,
     ModelFlags,
     PlacementFlags,
@@ -64,6 +65,16 @@ OutputLines = Annotated[
         "Append the results to this file; the same command resumes an interrupted run.",
         PROMPT,
         metavar="FILE",
+    ),
+]
+Together = Annotated[
+    str,
+    option(
+        "--batch",
+        "Prompts of --input-jsonl that run at a time and share passes; auto: as many as are predicted to be the "
+        "fastest.",
+        PROMPT,
+        metavar="N",
     ),
 ]
 Timeout = Annotated[
@@ -232,6 +243,7 @@ def generate(
     prompt: options.Prompt = None,
     input_jsonl: InputLines = None,
     output_jsonl: OutputLines = None,
+    batch: Together = AUTO,
     max_tokens: options.MaxTokens = 256,
     sampling: SamplingFlags,
     stop: Stop = None,
@@ -251,7 +263,7 @@ def generate(
     """Continue a long prompt, exactly as the target model alone would, in fewer passes over its cache.
 
     Only generated text goes to standard output, as soon as it is accepted. With --input-jsonl many prompts are
-    continued, one after the other, by a model that is loaded once.
+    continued, several at a time, by a model that is loaded once.
 
     Example: triforce generate --prompt-file book.txt --max-tokens 200 --stats
     """
@@ -259,7 +271,8 @@ def generate(
     _check_stops(stops)
     options.check_max_tokens(max_tokens)
     _check_timeout(timeout)
-    if input_jsonl is not None or output_jsonl is not None:
+    num_sequences = _number_at_a_time(batch)
+    if input_jsonl is not None or output_jsonl is not None or num_sequences is not None:
         _check_batch(input_jsonl, (prompt_file, prompt, session.path(), output, jsonl, stats, compare))
         return Batch(
             source=user_path(str(input_jsonl)),
@@ -268,6 +281,7 @@ def generate(
             sampling=sampling,
             stops=stops,
             timeout=timeout,
+            num_sequences=num_sequences,
             options=plan_options(decoding, **vars(placement)),
             models=models.chosen(),
             echo=echo,
@@ -303,12 +317,21 @@ def destination(named: Path | None) -> Path | None:
 def _check_batch(source: Path | None, others: Iterable[object]) -> None:
     """Raises UsageError for options that do not apply to many prompts."""
     if source is None:
-        raise UsageError("--output-jsonl is for the results of many prompts; name them with --input-jsonl FILE")
+        raise UsageError("--output-jsonl and --batch are for many prompts; name them with --input-jsonl FILE")
     if any(others):
         raise UsageError(
             "--input-jsonl answers in JSON lines of its own; leave out --prompt-file, --prompt, --session, --cache, "
             "--output, --jsonl, --stats and --compare (--output-jsonl FILE names where the lines go)"
         )
+
+
+def _number_at_a_time(text: str) -> int | None:
+    """None: auto."""
+    if text == AUTO:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"batch is {text!r}, it must be {AUTO} or a whole number from 1")
+    return int(text)
 
 
 def _check_timeout(timeout: float | None) -> None:

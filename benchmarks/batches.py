@@ -1,0 +1,166 @@
+"""Several prompts at a time: this program, llama.cpp's slots and transformers' batches, in one run.
+
+usage: python benchmarks/batches.py [--model DIR --draft DIR] [--lengths 8192,16384] [--batches 1,2,4,8]
+                                    [--max-tokens 128] [--turns 3] [--ways "ours, plain;llama.cpp"] [--peers-env DIR]
+
+The prompts are parts of a novel, each begins elsewhere and all are equally long. Weights are bf16, texts greedy,
+everybody has as many threads as torch takes, and each way is a process of its own. All prompts are read first; what is
+timed is from then to the end of the last text, and tokens/s are those of all texts together. Turns are those of one
+number of prompts, way by way; every other turn is backwards. transformers reads its prompts in each turn anew.
+
+"alone" is tokens/s beside those of the same way with one prompt. llama.cpp is as in peers.py, with a bf16 cache and
+flash attention, and a slot with a cache of its own for each prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import texts
+import torch
+from decode import demo_models
+from peers import GREEDY, LLAMA_CPP, PLAIN, PROCESS, SLACK, wheel_python
+from report import about, emit, say
+
+from offload.bench.peer import Peer, model_files, open_llama_cpp
+from offload.decode.tokenizer import Tokenizer
+from offload.engine import load_tokenizer
+from offload.errors import TriforceError
+from offload.metrics import Spread
+
+Document = dict[str, Any]
+Way = tuple[str, Callable[[], Peer]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts that run at a time. file: llama.cpp's, or why there is none; python: that has its wheel."""
+
+    model: Path
+    draft: Path | None
+    prompts: list[list[int]]
+    max_tokens: int
+    threads: int
+    python: str
+    file: Path | TriforceError
+
+    def ways(self) -> list[Way]:
+        return [
+            (PLAIN, lambda: self._process({"speculation": False}, None)),
+            ("ours, default", lambda: self._process({"speculation": True}, self.draft)),
+            (LLAMA_CPP, self._llama_cpp),
+            ("transformers", lambda: self._process({"lookup": False}, None)),
+        ]
+
+    def run(self, peer: Peer, max_tokens: int) -> float:
+        """Tokens a second of all texts together."""
+        said, seconds = peer.generate_all(self.prompts, GREEDY, max_tokens=max_tokens, end_tokens=())
+        return sum(map(len, said)) / seconds
+
+    def _process(self, options: Document, draft: Path | None) -> Peer:
+        lengths = {"prompt_tokens": len(self.prompts[0]), "max_tokens": self.max_tokens, "slots": len(self.prompts)}
+        models = {"model": str(self.model), "draft": None if draft is None else str(draft), "threads": self.threads}
+        return Peer("the process", [sys.executable, str(PROCESS)], options | models | lengths)
+
+    def _llama_cpp(self) -> Peer:
+        if isinstance(self.file, TriforceError):
+            raise self.file
+        context = len(self.prompts[0]) + self.max_tokens + SLACK
+        options: Document = {"context": context, "slots": len(self.prompts), "threads": self.threads, "cache": "bf16"}
+        return open_llama_cpp(self.python, self.file, **options)
+
+
+def prompts_of(tokenizer: Tokenizer, count: int, num_tokens: int) -> list[list[int]]:
+    """Of one length, each from another place."""
+    found = [texts.prompt("continue", tokenizer, num_tokens, start=place / count) for place in range(count)]
+    shortest = min(map(len, found))
+    return [prompt[:shortest] for prompt in found]
+
+
+def measure(case: Case, names: Sequence[str], num_turns: int) -> list[Document]:
+    """A row for each way. A first run of a few tokens reads the prompts and is not counted."""
+    with ExitStack() as stack:
+        peers, rates, absent = dict[str, Peer](), dict[str, list[float]](), dict[str, str]()
+        for name, start in case.ways():
+            if names and name not in names:
+                continue
+            say(f"{len(case.prompts)} x {len(case.prompts[0])} tokens, {name}: reading")
+            rates[name] = []
+            try:
+                peers[name] = stack.enter_context(start())
+                case.run(peers[name], 8)
+            except TriforceError as error:
+                absent[name] = str(error)
+        for turn in range(num_turns):
+            for name in list(rates) if turn % 2 == 0 else list(rates)[::-1]:
+                if name not in absent:
+                    rates[name].append(case.run(peers[name], case.max_tokens))
+                    say(f"  turn {turn + 1}, {name}: {rates[name][-1]:.1f} tokens/s")
+        shared = {"length": len(case.prompts[0]), "prompts": len(case.prompts)}
+        return [
+            shared | {"way": name} | ({"absent": absent[name]} if name in absent else measured(peers[name], rates[name]))
+            for name in rates
+        ]
+
+
+def measured(peer: Peer, rates: list[float]) -> Document:
+    return {"tokens_per_second": rates, "peak_bytes": peer.peak_bytes, **peer.about}
+
+
+def row_of(found: Document, alone: Document | None) -> list[str]:
+    begin = [str(found["length"]), str(found["prompts"]), found["way"]]
+    if "absent" in found:
+        return [*begin, "", "", "", "", "", f"absent: {found['absent']}"]
+    rate = Spread.of(found["tokens_per_second"])
+    gain = None if alone is None or "absent" in alone else rate.median / Spread.of(alone["tokens_per_second"]).median
+    return [
+        *begin,
+        f"{rate.median:.1f}",
+        f"{rate.least:.1f} to {rate.most:.1f}",
+        f"{rate.median / found['prompts']:.1f}",
+        "" if gain is None else f"{gain:.2f}x",
+        f"{found['peak_bytes'] / 1e9:.2f}",
+        "",
+    ]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=None)
+    parser.add_argument("--draft", default=None, help="folder or none (default: the demo draft with the demo target)")
+    parser.add_argument("--lengths", default="8192,16384", help="prompt lengths in tokens")
+    parser.add_argument("--batches", default="1,2,4,8", help="numbers of prompts")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--ways", default="", help="names of rows, with ; between them (default: all)")
+    parser.add_argument("--peers-env", default="", metavar="DIR")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    model, draft = demo_models(args.model, args.draft)
+    tokenizer, python = load_tokenizer(model, draft), wheel_python(args.peers_env)
+    names, found, threads = list(filter(None, args.ways.split(";"))), list[Document](), torch.get_num_threads()
+    with model_files() as write:
+        no_wheel = isinstance(python, TriforceError)
+        file = python if isinstance(python, TriforceError) else write(model, "bf16")
+        for length in map(int, args.lengths.split(",")):
+            for count in map(int, args.batches.split(",")):
+                prompts = prompts_of(tokenizer, count, length)
+                case = Case(model, draft, prompts, args.max_tokens, threads, "" if no_wheel else str(python), file)
+                found += measure(case, names, args.turns)
+    alone = {(row["length"], row["way"]): row for row in found if row["prompts"] == 1}
+    columns = ["prompt", "prompts", "way", "tokens/s", "range", "for each", "alone", "peak GB", ""]
+    title = f"{model.name}, bf16, {threads} threads, {args.max_tokens} tokens of each prompt"
+    emit(columns, [row_of(row, alone.get((row["length"], row["way"]))) for row in found], about(title, 0), found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""Several sequences share passes, and each says what it says alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models import GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
+from offload.decode.sampling import SamplingParams
+from offload.engine import Engine
+from offload.errors import DoesNotFit, UsageError
+from offload.kernels.native import VARIABLE
+from offload.metrics import Stats
+from offload.model import level
+from offload.sequences import Sequences
+from processor import best
+
+TWO = Sizes(gamma=7, draft_gamma=3, lookup=True, adaptive=True)
+FIXED = Sizes(gamma=5, draft_gamma=2)
+PLAIN = Sizes()
+IN_FEW_BITS = Sizes(gamma=5, draft_gamma=2, budget=0, weight_bits=4, kv_bits=4, page=32, capacity=600)
+IN_WHOLE_GROUPS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 16}
+ROOM, OUTPUT = 200, 40
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request. leaves: after so many tokens, if it has not come to its end."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    max_tokens: int
+    leaves: int = 1000
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"max_tokens": self.max_tokens, "reuse": False}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("sequences")
+    return (
+        save(random_model("qwen2", vocab_size=264, seed=11, **IN_WHOLE_GROUPS), root / "target", tokenizer=True),
+        save(random_model(vocab_size=264, seed=12, num_hidden_layers=1), root / "draft", tokenizer=True),
+    )
+
+
+@contextmanager
+def made(
+    folders: tuple[Path, Path], sizes: Sizes, num_sequences: int, *offload: str, dtype: str = "fp32"
+) -> Iterator[Engine]:
+    target, draft = folders
+    wanted = draft if sizes.draft_gamma else None
+    plan = tiny_plan(
+        target,
+        wanted,
+        sizes,
+        num_prompt_tokens=ROOM - OUTPUT,
+        max_tokens=OUTPUT,
+        dtype=dtype,
+        offload=frozenset(offload),
+        num_sequences=num_sequences,
+    )
+    with tiny_engine(plan, target, wanted) as engine:
+        yield engine
+
+
+def some(count: int, *, seed: int = 0, most: int = ROOM - OUTPUT) -> list[Asked]:
+    """Ragged prompts, some of which begin alike, greedy and with seeds."""
+    chance, book = random.Random(seed), random_tokens(most, seed=seed)
+    found = []
+    for number in range(count):
+        prompt = random_tokens(chance.randint(1, most), seed=seed + number)
+        if chance.random() < 0.5:
+            common = chance.randint(1, len(prompt))
+            prompt = book[:common] + prompt[common:]
+        sampling = GREEDY if number % 2 else SamplingParams(temperature=1.2, seed=number)
+        found.append(Asked(prompt, sampling, chance.randint(1, OUTPUT), chance.choice((5, 1000, 1000))))
+    return found
+
+
+def alone(engine: Engine, asked: Asked) -> list[int]:
+    steps = engine.generate(asked.prompt, asked.sampling, **asked.settings)
+    return [token for step in steps for token in step.tokens]
+
+
+def together(engine: Engine, requests: Sequence[Asked]) -> tuple[list[list[int]], list[Stats]]:
+    """What each says; one that leaves early, up to then. As many as there is room for run at a time."""
+    said: dict[int, list[int]] = {}
+    stats: dict[int, Stats] = {}
+    waiting = list(enumerate(requests))
+    with Sequences[int](engine) as sequences:
+        while waiting or len(sequences):
+            while waiting and sequences.has_room:
+                key, asked = waiting.pop(0)
+                said[key] = []
+                sequences.join(key, asked.prompt, asked.sampling, **asked.settings)
+            for key, step in sequences.steps():
+                said[key] += step.tokens
+                if step.finish is not None or len(said[key]) >= requests[key].leaves:
+                    stats[key] = sequences.leave(key)
+    return [said[key] for key in sorted(said)], [stats[key] for key in sorted(stats)]
+
+
+def check(engine: Engine, requests: Sequence[Asked]) -> None:
+    found, _ = together(engine, requests)
+    for asked, tokens in zip(requests, found, strict=True):
+        expected = alone(engine, asked)
+        assert tokens == (expected if len(tokens) < asked.leaves else expected[: len(tokens)])
+        assert tokens
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_each_of_one_to_eight_says_what_it_says_alone(folders, number):
+    with made(folders, TWO, number) as engine:
+        check(engine, some(number + 4, seed=number))
+
+
+@pytest.mark.parametrize("kernels", ["on", "off"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("sizes", [PLAIN, FIXED, replace(FIXED, draft_gamma=0), TWO])
+def test_so_it_is_with_any_levels_and_any_operators(folders, monkeypatch, sizes, dtype, kernels):
+    monkeypatch.setenv(VARIABLE, kernels)
+    with made(folders, sizes, 3, dtype=dtype) as engine:
+        check(engine, some(6, seed=20))
+
+
+def test_so_it_is_with_weights_and_caches_in_few_bits(folders):
+    best()  # skips where there are no kernels
+    with made(folders, IN_FEW_BITS, 3, dtype="bf16") as engine:
+        check(engine, some(6, seed=30))
+
+
+@pytest.mark.parametrize("offload", [("weights",), ("kv",), ("kv", "weights")])
+def test_so_it_is_wherever_bytes_are(folders, offload):
+    with made(folders, TWO, 3, *offload, dtype="bf16") as engine:
+        check(engine, some(6, seed=40))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_so_it_is_whoever_comes_and_goes(folders, seed):
+    chance = random.Random(seed)
+    with made(folders, chance.choice((FIXED, TWO)), chance.randint(2, 5)) as engine:
+        check(engine, some(12, seed=100 * seed, most=60))
+
+
+def test_passes_are_shared_and_counted_for_each(folders, monkeypatch):
+    """Four greedy texts of one length take as many passes as one."""
+    shared = []
+    run_together = level.run_together
+    monkeypatch.setattr("offload.sequences.run_together", lambda *args: shared.append(len(args[0])) or run_together(*args))
+    requests = [Asked(random_tokens(50, seed=number), GREEDY, 20) for number in range(4)]
+    with made(folders, PLAIN, 4) as engine:
+        _, stats = together(engine, requests)
+        alone(engine, requests[0])
+        [target] = engine.stats.levels
+    assert shared == [4] * target.passes
+    assert {each.levels[0].passes for each in stats} == {target.passes}
+    assert {each.levels[0].rows for each in stats} == {target.rows}
+    assert {each.output_tokens for each in stats} == {20}
+
+
+def test_streamed_weights_cross_the_link_once_for_all(folders):
+    requests = [Asked(random_tokens(50, seed=number), GREEDY, 20) for number in range(4)]
+    with made(folders, PLAIN, 4, "weights") as engine:
+        _, stats = together(engine, requests)
+        alone(engine, requests[0])
+        [target] = engine.stats.levels
+    assert sum(each.levels[0].link_bytes for each in stats) == target.link_bytes > 0
+
+
+def test_what_prompts_begin_with_alike_is_read_once(folders):
+    """Also while the one that has it is in the middle of its text."""
+    book = random_tokens(100, seed=1)
+    requests = [Asked(book + random_tokens(8, seed=number), GREEDY, 30) for number in range(2, 6)]
+    with made(folders, TWO, 4) as engine:
+        found, stats = together(engine, requests)
+        block = engine.plan.placement.prefill_block
+    assert [each.reused_tokens for each in stats] == [0, *[100 // block * block] * 3]
+    with made(folders, TWO, 1) as engine:
+        assert found == [alone(engine, asked) for asked in requests]
+
+
+@pytest.mark.parametrize("offload", [(), ("kv",)])
+def test_all_memory_is_given_back_and_the_engine_goes_on(folders, offload):
+    request = Asked(random_tokens(50), GREEDY, 20)
+    with made(folders, TWO, 3, *offload) as engine:
+        expected, before = alone(engine, request), engine.worker.memory.allocated()
+        with Sequences[str](engine) as sequences:
+            sequences.join("a", request.prompt, GREEDY, max_tokens=20)
+            sequences.join("b", request.prompt, GREEDY, max_tokens=20)
+            assert sequences.steps()
+            assert engine.worker.memory.allocated() != before
+        assert engine.worker.memory.allocated() == before
+        assert alone(engine, request) == expected
+
+
+def test_without_memory_for_all_of_them_nothing_stays_allocated(folders, monkeypatch):
+    with made(folders, PLAIN, 4) as engine:
+        before, beside, numbers = engine.worker.memory.allocated(), Engine.beside, iter(range(9))
+
+        def fails(self: Engine) -> Engine:
+            if next(numbers) == 2:
+                raise DoesNotFit("no memory")
+            return beside(self)
+
+        monkeypatch.setattr(Engine, "beside", fails)
+        with pytest.raises(DoesNotFit):
+            Sequences(engine)
+        assert engine.worker.memory.allocated() == before
+
+
+@pytest.mark.parametrize("offload", [(), ("weights", "kv")])
+def test_an_error_of_a_shared_pass_reaches_who_runs_it_and_all_can_be_asked_again(folders, monkeypatch, offload):
+    requests = some(3, seed=50)
+    with made(folders, TWO, 3, *offload) as engine:
+        expected = [alone(engine, asked) for asked in requests]
+        target = engine.worker.target
+        forward, count = target.forward, iter(range(1000))
+
+        def fails(*args: Any, **settings: Any) -> Any:
+            if next(count) == 14:
+                raise KeyboardInterrupt
+            return forward(*args, **settings)
+
+        monkeypatch.setattr(target, "forward", fails)
+        with pytest.raises(KeyboardInterrupt):
+            together(engine, [replace(asked, leaves=1000, max_tokens=OUTPUT) for asked in requests])
+        assert [alone(engine, asked) for asked in requests] == expected
+
+
+def test_an_error_of_one_prefill_leaves_the_others_as_they_are(folders):
+    first, second = (Asked(random_tokens(60, seed=number), GREEDY, 20) for number in range(2))
+
+    def fails(progress: object) -> None:
+        raise TimeoutError
+
+    with made(folders, TWO, 2) as engine:
+        with Sequences[int](engine) as sequences:
+            sequences.join(0, first.prompt, GREEDY, max_tokens=20)
+            with pytest.raises(TimeoutError):
+                sequences.join(1, second.prompt, GREEDY, max_tokens=20, on_progress=fails)
+            assert sequences.leave(1).output_tokens == 0
+            sequences.join(2, second.prompt, GREEDY, max_tokens=20)
+            said: dict[int, list[int]] = {0: [], 2: []}
+            while len(sequences):
+                for key, step in sequences.steps():
+                    said[key] += step.tokens
+                    if step.finish is not None:
+                        sequences.leave(key)
+        assert [said[0], said[2]] == [alone(engine, first), alone(engine, second)]
+
+
+def test_several_devices_have_one_sequence_at_a_time(folders):
+    with made(folders, PLAIN, 1) as engine:
+        request = engine.plan.request
+    assert request.num_sequences == 1
+    with pytest.raises(UsageError, match="for one device so far"):
+        tiny_plan_for_two(folders)
+
+
+def tiny_plan_for_two(folders: tuple[Path, Path]) -> None:
+    from models import CPU
+    from offload.plan.config import ModelConfig
+    from offload.plan.options import Options
+    from offload.plan.request import Request
+
+    request = Request(ModelConfig.from_folder(folders[0]), None, Options(device="cpu"), replace(CPU, num_devices=2))
+    plan = request.plan(num_prompt_tokens=10, max_tokens=10)
+    assert request.together(plan, None, most=8) == plan
+    request.together(plan, 2, most=8)

@@ -104,7 +104,9 @@ def measure(case: Case, names: Sequence[str], num_turns: int) -> list[Document]:
                     say(f"  turn {turn + 1}, {name}: {rates[name][-1]:.1f} tokens/s")
         shared = {"length": len(case.prompts[0]), "prompts": len(case.prompts)}
         return [
-            shared | {"way": name} | ({"absent": absent[name]} if name in absent else measured(peers[name], rates[name]))
+            shared
+            | {"way": name}
+            | ({"absent": absent[name]} if name in absent else measured(peers[name], rates[name]))
             for name in rates
         ]
 

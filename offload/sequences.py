@@ -1,4 +1,4 @@
-"""Several sequences that run at a time and share passes: each layer's weights are read, or cross the link, once for all.
+"""Sequences that run at a time and share passes: each layer's weights are read, or cross the link, once for all.
 
 Each sequence has an engine of its own and is decoded as it would be alone; only its passes wait until others want one
 of the same level. Everything happens on the caller's thread, in an order that depends on nothing but what is decoded.
@@ -32,7 +32,7 @@ class Sequences(Generic[Key]):
         """Raises DoesNotFit where there is no memory for all sequences of the plan; then nothing stays allocated."""
         self._engines = [engine]
         self._running: dict[Key, _Running] = {}
-        self._levels = list(reversed(engine.levels))  # the cheapest first
+        self._levels = list(engine.levels)[::-1]  # the cheapest first
         try:
             for _ in range(engine.plan.request.num_sequences - 1):
                 self._engines.append(engine.beside())

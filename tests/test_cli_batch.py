@@ -280,12 +280,13 @@ class TestOnTheStandIn:
         assert [(r["finish_reason"], r["text"]) for r in results] == [("timeout", "")] * 3
 
     def test_time_that_is_over_in_a_prefill_takes_nothing_from_the_others(self, model, source):
-        """The first one's deadline passes while the prompts after it are read."""
-        args = ("--model", model, "--input-jsonl", str(source), "--timeout", "0.5", "--batch", "3")
-        done = run(*args, script={"pieces": ["a", "b"], "ticks": 3, "tick_seconds": 0.1})
+        """The first one's deadline passes while the second one's prompt is read."""
+        source.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+        args = ("--model", model, "--input-jsonl", str(source), "--timeout", "2", "--batch", "2")
+        done = run(*args, script={"pieces": ["a", "b"], "prefill_ticks": 3, "tick_seconds": 0.4})
         results = [json.loads(line) for line in done.stdout.splitlines()]
         assert done.returncode == 0
-        assert [(r["id"], r["finish_reason"]) for r in results] == [("a", "timeout"), (2, "length"), (3, "length")]
+        assert [(r["id"], r["finish_reason"]) for r in results] == [(1, "timeout"), (2, "length")]
 
     def test_whatever_is_done_first_comes_first(self, model, source, tmp_path):
         """With a stop in between the rest is answered, and nothing twice."""

@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:  # run as a script
@@ -36,6 +36,7 @@ from offload.plan.planner import Options, Plan, PlannedRequest  # noqa: E402
 from offload.plan.prediction import Prediction  # noqa: E402
 from offload.progress import Progress  # noqa: E402
 
+Key = TypeVar("Key")
 SCRIPT: dict[str, Any] = json.loads(os.environ.get("FAKE", "{}"))
 
 
@@ -201,30 +202,30 @@ class Engine:
         return None
 
 
-class Sequences:
+class Sequences(Generic[Key]):
     """Of one engine, which takes turns."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._running: dict[int, tuple[list[Step], Iterator[Step]]] = {}
+        self._running: dict[Key, tuple[list[Step], Iterator[Step]]] = {}
 
     @property
     def has_room(self) -> bool:
         return len(self._running) < self._engine.plan.request.num_sequences
 
-    def join(self, key: int, prompt: Sequence[int], sampling: SamplingParams, **settings: Any) -> None:
+    def join(self, key: Key, prompt: Sequence[int], sampling: SamplingParams, **settings: Any) -> None:
         self._running[key] = ([], iter(()))
         steps = self._engine.generate(prompt, sampling, **settings)
         self._running[key] = ([next(steps)], steps)  # the prefill comes before it
 
-    def steps(self) -> list[tuple[int, Step]]:
+    def steps(self) -> list[tuple[Key, Step]]:
         return [(key, first.pop() if first else next(steps)) for key, (first, steps) in self._running.items()]
 
-    def leave(self, key: int) -> Stats:
+    def leave(self, key: Key) -> Stats:
         del self._running[key]
         return self._engine.stats
 
-    def __enter__(self) -> Sequences:
+    def __enter__(self) -> Sequences[Key]:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

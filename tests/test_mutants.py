@@ -261,7 +261,7 @@ MUTANTS = [
     Mutant(
         "on a card: all drafted tokens are drawn by one uniform",
         TWO_ON_CARD,
-        in_speculation("Pass(self._level, tokens, 1, draw, (uniform,))", "Pass(self._level, tokens, 1, draw, (uniforms[:1],))"),
+        in_speculation("tokens, 1, draw, (uniform,))", "tokens, 1, draw, (uniforms[:1],))"),
     ),
     Mutant(
         "the bonus from the last drafted token's row",

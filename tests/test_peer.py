@@ -189,8 +189,8 @@ class TestProcess:
     def test_it_is_told_its_options_and_answers_with_tokens_and_seconds(self, fake, tmp_path):
         """What the library prints is no answer."""
         assert fake.about == {
-            "model": str(tmp_path / "model.gguf"), "context": 100, "slots": 1, "threads": 3, "cache": "bf16", "flash": True,
-            "draft": None, "lookup": None, "rows": None,
+            "model": str(tmp_path / "model.gguf"), "context": 100, "slots": 1, "threads": 3, "cache": "bf16",
+            "flash": True, "draft": None, "lookup": None, "rows": None,
         }  # fmt: skip
         for prompt in ([1, 2], [3]):
             tokens, seconds = fake.generate(prompt, GREEDY, max_tokens=3, end_tokens=())

@@ -155,7 +155,9 @@ def test_passes_are_shared_and_counted_for_each(folders, monkeypatch):
     """Four greedy texts of one length take as many passes as one."""
     shared = []
     run_together = level.run_together
-    monkeypatch.setattr("offload.sequences.run_together", lambda *args: shared.append(len(args[0])) or run_together(*args))
+    monkeypatch.setattr(
+        "offload.sequences.run_together", lambda *args: shared.append(len(args[0])) or run_together(*args)
+    )
     requests = [Asked(random_tokens(50, seed=number), GREEDY, 20) for number in range(4)]
     with made(folders, PLAIN, 4) as engine:
         _, stats = together(engine, requests)

@@ -131,6 +131,11 @@ class TimeLeft:
         self._num_done = -1
         self._started = 0.0
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the first step began."""
+        return self._clock() - self._started
+
     def next_step(self) -> float | None:
         """Begin the next step. Returns the seconds left, None until one step has ended."""
         now = self._clock()

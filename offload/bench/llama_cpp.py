@@ -46,8 +46,8 @@ class Way(Protocol):
 def serve(open_way: Callable[[dict[str, Any]], Way]) -> None:
     """Answer each line of standard input with a line on standard output, until there are no more. The first has the
     options of `open_way` and is answered with what the way says of itself, each other one is a request of `generate`,
-    or with `prompts` of `generate_all`, and is answered with `tokens` and `seconds`. An error ends the process, with its message on standard error, where
-    all that libraries print goes, too."""
+    or with `prompts` of `generate_all`, and is answered with `tokens` and `seconds`. An error ends the process, with
+    its message on standard error, where all that libraries print goes, too."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -67,9 +67,10 @@ class LlamaCpp:
     """A server inside this process. Each of its slots keeps the rows of its last prompt for the next."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        """options: `model`, a GGUF file of ours; `context`, tokens of each of `slots`; `threads`; `cache`, "f16" or "bf16"; `flash`,
-        whether to use flash attention; `draft`, a GGUF file or null; `lookup`, a kind of n-gram lookups or null;
-        `rows`, a file or null: the rows of the first prompt are written there, or read from there if it exists."""
+        """options: `model`, a GGUF file of ours; `context`, tokens of each of `slots`; `threads`; `cache`, "f16" or
+        "bf16"; `flash`, whether to use flash attention; `draft`, a GGUF file or null; `lookup`, a kind of n-gram
+        lookups or null; `rows`, a file or null: the rows of the first prompt are written there, or read from there if
+        it exists."""
         import xllamacpp
 
         params = xllamacpp.CommonParams()

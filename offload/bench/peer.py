@@ -57,7 +57,12 @@ class Peer:
         return answer["tokens"], answer["seconds"]
 
     def generate_all(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, max_tokens: int, end_tokens: Collection[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        end_tokens: Collection[int],
     ) -> tuple[list[list[int]], float]:
         """(tokens of each, seconds from when all prompts have been read): they are continued side by side."""
         answer = self._ask({"prompts": list(map(list, prompts))} | _request(sampling, max_tokens, end_tokens))

@@ -69,7 +69,6 @@ class Reference:
             raise _too_large(self._device) from error
         return output[0, len(prompt) :].tolist(), [moment - start for moment in clock.moments[len(prompt) :]]
 
-
     def generate_all(
         self, prompts: Sequence[Sequence[int]], *, max_tokens: int, end_tokens: Collection[int]
     ) -> tuple[list[list[int]], float]:

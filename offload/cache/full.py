@@ -75,12 +75,12 @@ class FullCache:
         self._residences: dict[Phase, Residence] = {"prefill": resident, "decode": resident}
         self._write_back: WriteBack | None = None
         self.packed = PackedPages(self.store, host_kernels) if packs else None
+        self._memory, self._staging = memory, list[Tensor]()
         if link is not None:
-            staging = [
-                memory.allocate(shape.shape, shape.dtype, tier="device", purpose="kv staging")
-                for _ in range(num_staging + packs)
-            ]
-            unpacked = None if self.packed is None else Unpacked(self.packed, staging.pop(), link, kernels)
+            for _ in range(num_staging + packs):
+                self._staging.append(memory.allocate(shape.shape, shape.dtype, tier="device", purpose="kv staging"))
+            staging = self._staging[:num_staging]
+            unpacked = None if self.packed is None else Unpacked(self.packed, self._staging[-1], link, kernels)
             back = self._write_back = WriteBack(self.store, link, self.packed)
             self._residences = {
                 "prefill": PrefillTiles(self.store, link, self.arena, back, unpacked),
@@ -231,6 +231,10 @@ class FullCache:
             self._host_side.release()
         self.wait_home()
         self.store.release()
+        self.reader.release()
+        for tile in self._staging:
+            self._memory.released(tile, tier="device", purpose="kv staging")
+        self._staging.clear()
 
     @property
     def graph_memory(self) -> None:

@@ -39,6 +39,12 @@ class RowReader:
         if self._link is not None:
             self._staging(num_bytes // self._store.shape.dtype.itemsize)
 
+    def release(self) -> None:
+        """Give that memory back; the next call has other."""
+        if self._gathered is not None:
+            self._memory.released(self._gathered, tier="host", purpose="gathered chunks")
+            self._gathered = None
+
     def chunks(self, layers: Tensor, heads: Tensor, chunks: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
         """Chunk `chunks[i]` (of `chunk` tokens) of KV head `heads[i]` in layer `layers[i]`, as (order, rows).
 
@@ -115,8 +121,7 @@ class RowReader:
     def _staging(self, num_elements: int) -> Tensor:
         """Host memory to gather rows in before they cross."""
         if self._gathered is None or self._gathered.numel() < num_elements:
-            if self._gathered is not None:
-                self._memory.released(self._gathered, tier="host", purpose="gathered chunks")
+            self.release()
             size = (num_elements,)
             self._gathered = self._memory.allocate(
                 size, self._store.shape.dtype, tier="host", purpose="gathered chunks"

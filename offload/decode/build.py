@@ -119,7 +119,7 @@ class _Costs:
         )
 
 
-def pass_seconds(plan: Plan, name: LevelName, *, block: int = 0) -> PassSeconds:
+def pass_seconds(plan: Plan, name: str, *, block: int = 0) -> PassSeconds:
     """What the plan says of a level's passes. block: see `PassSeconds`, for the target."""
     predicted = plan.predicted
     if name == "draft":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from offload.decode.on_card import Draw, Judge
     from offload.decode.speculation import Level
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ class Pass:
     level: Level
     tokens: Sequence[int] | Tensor
     num_logits: int
-    compute: Callable[..., tuple[Tensor, ...]] | None = None
+    compute: Draw | Judge | None = None
     given: tuple[Tensor, ...] = ()
     made: tuple[Tensor, ...] = ()
     waited: float = 0.0
@@ -35,6 +36,7 @@ class Pass:
     def run(self) -> None:
         """Alone."""
         if self.compute is None:
+            assert not isinstance(self.tokens, Tensor)
             self.made = (self.level.forward(self.tokens, self.num_logits),)
         else:
             self.made = self.level.then(self.tokens, self.num_logits, self.compute, *self.given)

@@ -77,7 +77,10 @@ class PassTimes:
             token *= _CODED_SHARE
         attended = num_tokens * token * (1.0 + self.mass_share * masses)
         more, all_rows = sequences - 1, sequences * rows
-        fixed, layer = _at(self.fixed, all_rows) + more * _PASS_SECONDS, _at(self.layer, all_rows) + more * _CALL_SECONDS
+        fixed, layer = (
+            _at(self.fixed, all_rows) + more * _PASS_SECONDS,
+            _at(self.layer, all_rows) + more * _CALL_SECONDS,
+        )
         return fixed + num_layers * (layer + sequences * attended)
 
     def _token(self, num_tokens: int, rows: int) -> float:

@@ -49,7 +49,9 @@ def plan_together(plan: Plan, sizing: Sizing, times: Times, num_sequences: int |
         return plan
     one = _found(plan, sizing, times, 1)
     if num_sequences is None:
-        return _noted(_best(one, [_found(plan, sizing, times, number) for number in range(2, min(MOST, most) + 1)]), one)
+        return _noted(
+            _best(one, [_found(plan, sizing, times, number) for number in range(2, min(MOST, most) + 1)]), one
+        )
     number = min(num_sequences, most)
     found = one if number == 1 else _found(plan, sizing, times, number)
     if found.problem:

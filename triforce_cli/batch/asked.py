@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from offload.engine import Engine, Step
     from offload.metrics import Stats
     from offload.progress import Progress
+    from offload.sequences import Sequences
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One `triforce generate` of many prompts, parsed. timeout: seconds for each prompt. num_sequences: prompts that run
-    at a time; None: as many as are predicted to be the fastest."""
+    """One `triforce generate` of many prompts, parsed. timeout: seconds for each. num_sequences: prompts that run at a
+    time; None: as many as are predicted to be the fastest."""
 
     source: Path
     target: Path | None
@@ -82,7 +81,7 @@ class Batch:
         plan = _plan(prepared.request, records, prompts)
         plan = prepared.request.together(plan, self.num_sequences, most=len(rest))
         output.planned(plan)
-        left, start = TimeLeft([1] * len(rest)), time.monotonic()
+        left = TimeLeft([1] * len(rest))
         num_tokens = 0
         with open_engine(prepared, plan, on_progress=output.progress) as engine:
             left.next_step()
@@ -96,7 +95,7 @@ class Batch:
                 log.event(asked.record.name, result["stats"])
                 output.note(_progress(number, len(records), result, left.next_step()))
         if len(rest) > 1:
-            output.note(_in_all(len(rest), num_tokens, time.monotonic() - start))
+            output.note(_in_all(len(rest), num_tokens, left.elapsed))
 
     def _result(self, asked: Asked, stats: Stats) -> dict[str, Any]:
         record, steps = asked.record, asked.steps
@@ -131,4 +130,5 @@ def _progress(number: int, total: int, result: Mapping[str, Any], left: float | 
 
 def _in_all(num_results: int, num_tokens: int, seconds: float) -> str:
     """One line, such as: 120 results, 30,720 new tokens in 12 min 5 s: 42.4 a second."""
-    return f"{num_results} results, {num_tokens:,} new tokens in {duration(seconds)}: {num_tokens / seconds:.1f} a second"
+    rate = f"{num_tokens / seconds:.1f} a second"
+    return f"{num_results} results, {num_tokens:,} new tokens in {duration(seconds)}: {rate}"

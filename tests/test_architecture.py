@@ -19,11 +19,12 @@ STOREYS = (
     *("ground", "plan", "kernels", "ranks", "transfer", "cache", "model", "decode", "session"),
     *("roof", "bench", "hub"),
 )
-_ROOF = ("engine", "prefix", "worker", "parts", "leader", "follower", "all_rows", "pass_timer")
+_ROOF = ("engine", "sequences", "prefix", "worker", "parts", "leader", "follower", "all_rows", "pass_timer")
 ROOF = tuple(f"offload.{name}" for name in _ROOF)
 GROUND = ("offload.errors", "offload.metrics", "offload.progress", "offload.units")
 CLI_MAY_IMPORT = (
-    *("offload.engine", "offload.follower", "offload.plan", "offload.session", "offload.bench", "offload.hub"),
+    *("offload.engine", "offload.sequences", "offload.follower", "offload.plan", "offload.session", "offload.bench"),
+    "offload.hub",
     *GROUND,
     *("offload.decode.sampling", "offload.decode.tokenizer"),
 )
@@ -103,7 +104,8 @@ def only_memory_pins(module: str, source: str) -> list[str]:
 def only_link_makes_threads_and_streams(module: str, source: str) -> list[str]:
     # One copies, one times, one pins, one works while a person types, the ranks watch each other and meet.
     transfer = ("offload.transfer.link", "offload.transfer.timing", "offload.transfer.ahead")
-    allowed = (*transfer, "triforce_cli.chat.background", "offload.ranks")
+    # The process that runs llama.cpp asks all of its slots at once.
+    allowed = (*transfer, "triforce_cli.chat.background", "offload.ranks", "offload.bench.llama_cpp")
     if within(module, *allowed):
         return []
     tree = ast.parse(source)

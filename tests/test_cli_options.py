@@ -108,7 +108,7 @@ def test_every_option_is_tested_here_and_has_its_variable():
     declared = {parameter.opts[0]: parameter.envvar for parameter in command.params if parameter.name != "help_all"}
     assert declared == {flag: variable_of(flag) for flag in declared}
     apart = {"--model", "--draft", "--link-gbps", "--host-gbps", "--read-only", "--debug"}  # tested one by one
-    apart |= {"--input-jsonl", "--output-jsonl", "--config", "--log-file"}  # in files of their own
+    apart |= {"--input-jsonl", "--output-jsonl", "--config", "--log-file", "--batch"}  # in files of their own
     assert set(declared) == {flag for flag, *_ in FLAGS + SWITCHES} | apart
 
 

@@ -71,8 +71,7 @@ Together = Annotated[
     str,
     option(
         "--batch",
-        "Prompts of --input-jsonl that run at a time and share passes; auto: as many as are predicted to be the "
-        "fastest.",
+        "Prompts that run at a time.",
         PROMPT,
         metavar="N",
     ),
@@ -263,7 +262,7 @@ def generate(
     """Continue a long prompt, exactly as the target model alone would, in fewer passes over its cache.
 
     Only generated text goes to standard output, as soon as it is accepted. With --input-jsonl many prompts are
-    continued, several at a time, by a model that is loaded once.
+    continued, several at a time.
 
     Example: triforce generate --prompt-file book.txt --max-tokens 200 --stats
     """

@@ -94,7 +94,7 @@ def measure(case: Case, names: Sequence[str], num_turns: int) -> list[Document]:
             rates[name] = []
             try:
                 peers[name] = stack.enter_context(start())
-                case.run(peers[name], 8)
+                case.run(peers[name], min(8, case.max_tokens))
             except TriforceError as error:
                 absent[name] = str(error)
         for turn in range(num_turns):

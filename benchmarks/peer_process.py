@@ -15,7 +15,7 @@ import torch
 from offload.bench.llama_cpp import Way, serve
 from offload.bench.reference import Reference
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine, load_tokenizer, plan_request, timed
+from offload.engine import Engine, load_tokenizer, timed
 from offload.plan.planner import Options
 from offload.plan.request import Request
 from offload.sequences import Sequences
@@ -24,47 +24,29 @@ LOOKUP_TOKENS = 10  # as in transformers' own examples
 
 
 class Ours:
-    def __init__(self, options: dict[str, Any]) -> None:
-        model, draft = folders(options)
-        lengths = {"num_prompt_tokens": options["prompt_tokens"], "max_tokens": options["max_tokens"]}
-        asked = Options(speculation=options["speculation"], dtype="bf16", device="cpu")
-        plan = plan_request(model, draft, asked, **lengths)
-        self._engine = Engine.load(plan, model, draft, load_tokenizer(model, draft))
-        self.about = {"plan": plan.as_dict()}
-
-    def generate(self, request: dict[str, Any]) -> tuple[list[int], list[float]]:
-        tokens, seconds, start = list[int](), list[float](), time.perf_counter()
-        end_tokens, max_tokens = request["end_tokens"], request["max_tokens"]
-        for step in self._engine.generate(
-            request["prompt"], sampling_of(request), max_tokens=max_tokens, end_tokens=end_tokens
-        ):
-            tokens += step.tokens
-            seconds += [time.perf_counter() - start] * len(step.tokens)
-        return tokens, seconds
-
-    def generate_all(self, request: dict[str, Any]) -> tuple[list[list[int]], float]:
-        raise NotImplementedError
-
-
-class OursTogether:
-    """Its sequences stay, so each has the rows of its last prompt for the next."""
+    """Sequences stay, so each has the rows of its last prompt for the next."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         model, draft = folders(options)
         asked = Options(speculation=options["speculation"], dtype="bf16", device="cpu")
         request = timed(Request.on_this_machine(model, draft, asked))
         plan = request.plan(num_prompt_tokens=options["prompt_tokens"], max_tokens=options["max_tokens"])
-        plan = request.together(plan, options["slots"], most=options["slots"])
-        self._sequences = Sequences[int](Engine.load(plan, model, draft, load_tokenizer(model, draft)))
+        slots = options.get("slots", 1)
+        plan = request.together(plan, slots, most=slots)
+        self._engine = Engine.load(plan, model, draft, load_tokenizer(model, draft))
+        self._sequences = Sequences[int](self._engine)
         self.about = {"plan": plan.as_dict()}
 
     def generate(self, request: dict[str, Any]) -> tuple[list[int], list[float]]:
-        raise NotImplementedError
+        tokens, seconds, start = list[int](), list[float](), time.perf_counter()
+        for step in self._engine.generate(request["prompt"], sampling_of(request), **ends_of(request)):
+            tokens += step.tokens
+            seconds += [time.perf_counter() - start] * len(step.tokens)
+        return tokens, seconds
 
     def generate_all(self, request: dict[str, Any]) -> tuple[list[list[int]], float]:
-        lengths = {"max_tokens": request["max_tokens"], "end_tokens": request["end_tokens"]}
         for key, prompt in enumerate(request["prompts"]):
-            self._sequences.join(key, prompt, sampling_of(request), **lengths)
+            self._sequences.join(key, prompt, sampling_of(request), **ends_of(request))
         said: list[list[int]] = [[] for _ in request["prompts"]]
         start = time.perf_counter()
         while len(self._sequences):
@@ -83,12 +65,10 @@ class Transformers:
         self.about: dict[str, Any] = {}
 
     def generate(self, request: dict[str, Any]) -> tuple[list[int], list[float]]:
-        lengths = {"max_tokens": request["max_tokens"], "end_tokens": request["end_tokens"]}
-        return self._reference.generate(request["prompt"], sampling_of(request), **lengths)
+        return self._reference.generate(request["prompt"], sampling_of(request), **ends_of(request))
 
     def generate_all(self, request: dict[str, Any]) -> tuple[list[list[int]], float]:
-        lengths = {"max_tokens": request["max_tokens"], "end_tokens": request["end_tokens"]}
-        return self._reference.generate_all(request["prompts"], **lengths)
+        return self._reference.generate_all(request["prompts"], **ends_of(request))
 
 
 def folders(options: dict[str, Any]) -> tuple[Path, Path | None]:
@@ -100,11 +80,13 @@ def sampling_of(request: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in request.items() if name in names})
 
 
+def ends_of(request: dict[str, Any]) -> dict[str, Any]:
+    return {"max_tokens": request["max_tokens"], "end_tokens": request["end_tokens"]}
+
+
 def open_way(options: dict[str, Any]) -> Way:
     torch.set_num_threads(options["threads"])
-    if "speculation" not in options:
-        return Transformers(options)
-    return OursTogether(options) if "slots" in options else Ours(options)
+    return Ours(options) if "speculation" in options else Transformers(options)
 
 
 if __name__ == "__main__":

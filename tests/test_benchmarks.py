@@ -104,6 +104,24 @@ def test_peers_has_a_row_for_each_way_and_says_why_one_is_absent(
     assert "absent: " in table
 
 
+def test_batches_has_a_row_for_each_number_of_prompts_and_way(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a llama.cpp that takes a quarter of a second a token, however many prompts."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    args = ("--lengths", "200", "--batches", "1,2", "--max-tokens", "6", "--turns", "1")
+    written, table = run("batches.py", *args, "--peers-env", str(fake_environment(tmp_path / "env")))
+    _, rows = read(written)
+    ways = ["ours, plain", "ours, default", "llama.cpp", "transformers"]
+    assert [(row["prompts"], row["way"]) for row in rows] == [(number, way) for number in (1, 2) for way in ways]
+    assert [row["tokens_per_second"] for row in rows if row["way"] == "llama.cpp"] == [
+        [pytest.approx(number * 6 / 1.75)] for number in (1, 2)
+    ]
+    assert all(row["tokens_per_second"][0] > 0 for row in rows)
+    assert [row["plan"]["request"]["num_sequences"] for row in rows if "plan" in row] == [1, 1, 2, 2]
+    assert "2.00x" in table
+
+
 def test_decode_attends_on_the_host_where_its_pace_is_given(run: Run) -> None:
     args = (
         "--lengths",
@@ -138,7 +156,8 @@ def test_decode_measures_every_setting_on_one_prompt(run: Run) -> None:
 
 
 def test_a_replay_plays_settings_on_stretches_of_recorded_texts(run: Run) -> None:
-    """That each setting writes the recorded text is checked by the replay itself."""
+    """That each setting writes the recorded text is checked by the replay itself. What passes take is timed on this
+    machine, so a depth that is forced may lose against plain decoding, but not by much."""
     settings = ["default", "gamma=3", "gamma=3+lookup=no"]
     args = ("--lengths", "400", "--starts", "0,0.5", "--max-tokens", "24", "--stretches", "2")
     written, table = run("replay.py", *args, "--settings", ",".join(settings), "--offload", "kv", "--link-gbps", "1")
@@ -147,7 +166,7 @@ def test_a_replay_plays_settings_on_stretches_of_recorded_texts(run: Run) -> Non
     for result in results:
         plain = 1000 * result["plan"]["predicted"]["plain_seconds_per_token"]
         assert list(result["milliseconds_per_token"]) == settings
-        assert all(0 < milliseconds < plain for milliseconds in result["milliseconds_per_token"].values())
+        assert all(plain / 50 < milliseconds < 2 * plain for milliseconds in result["milliseconds_per_token"].values())
     assert "best" in table
 
 

@@ -230,6 +230,8 @@ class FullCache:
         if self._host_side is not None:
             self._host_side.release()
         self.wait_home()
+        for residence in self._residences.values():
+            residence.forget()
         self.store.release()
         self.reader.release()
         for tile in self._staging:

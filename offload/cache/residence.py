@@ -49,7 +49,8 @@ class Residence:
         """The forward is over or was broken off: nothing of it is under way any more but copies home."""
 
     def forget(self) -> None:
-        """Homes change by a forward of another residence: what was fetched ahead for the next one is stale."""
+        """Homes change or go: what was fetched ahead for the next forward is stale. Returns when none of it is under
+        way."""
 
 
 class WriteBack:
@@ -195,8 +196,8 @@ class StreamedTiles(Residence):
             self._fetch_first(length)
 
     def forget(self) -> None:
-        for slot in self._slots if self._ahead else ():
-            slot.full.wait()  # homes that it is read from must not be written meanwhile
+        for slot in self._slots:
+            slot.full.synchronize()  # homes that it is read from are written or given back next
         self._ahead = []
 
     def _pack(self, length: int) -> None:
@@ -281,7 +282,7 @@ class PrefillTiles(Residence):
         self._leave()
         self._write_back.wait()
         for full, _ in self._full.values():
-            full.wait()
+            full.synchronize()
         self._full.clear()
         for tile in self._tiles:
             self._arena.put_back(tile)

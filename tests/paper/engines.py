@@ -30,6 +30,7 @@ class Case:
     resident_layers: int = 0
     host_tiles: int = 0
     dtype: str = "fp32"
+    num_sequences: int = 1
 
     def plan(self, pair: Pair, device: str = "cuda:0") -> Plan:
         target, draft = pair
@@ -41,6 +42,7 @@ class Case:
             max_tokens=4 * NUM_NEW,
             dtype=self.dtype,
             offload=frozenset(self.offload),
+            num_sequences=self.num_sequences,
         )
         return changed(
             plan, device=device, resident_tiles=self.resident_tiles, resident_layers=self.resident_layers,

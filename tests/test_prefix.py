@@ -375,7 +375,7 @@ def test_a_plan_that_cannot_be_changed_to_changes_nothing(
     """Too little memory, and Ctrl-C while rows are copied. What the new plan had taken of the memory is given back."""
     text = tokens_of(60, seed=4, vocabulary=256)
 
-    def fail(cache: FullCache, argument: object) -> None:
+    def fail(cache: FullCache, *arguments: object) -> None:
         raise error("no memory")
 
     with make(folders) as engine, make(folders, room=250) as other, make(folders, PLAIN) as fresh:

@@ -241,7 +241,7 @@ def test_ranks_that_are_stopped(given: Given, tmp_path: Path) -> None:
         assert given.begins_with(second.said)
         first.others_end()
         first.process.kill()
-        assert both.process.wait(PATIENCE_SECONDS) == 0
+        assert both.process.wait(PATIENCE_SECONDS) == 0, both.noted
         assert both.end() == 0
         assert given.begins_with(both.said)
         assert len(both.said) > 10

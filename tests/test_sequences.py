@@ -169,13 +169,26 @@ def test_passes_are_shared_and_counted_for_each(folders, monkeypatch):
     assert {each.output_tokens for each in stats} == {20}
 
 
-def test_streamed_weights_cross_the_link_once_for_all(folders):
-    requests = [Asked(random_tokens(50, seed=number), GREEDY, 20) for number in range(4)]
+def test_streamed_weights_cross_the_link_once_for_all(folders, monkeypatch):
+    """Twenty more tokens of four texts take as many bytes as of one."""
+    prompts = [random_tokens(50, seed=number) for number in range(4)]
     with made(folders, PLAIN, 4, "weights") as engine:
-        _, stats = together(engine, requests)
-        alone(engine, requests[0])
-        [target] = engine.stats.levels
-    assert sum(each.levels[0].link_bytes for each in stats) == target.link_bytes > 0
+        link = engine.worker.link
+        to_device, sent = link.to_device, []
+        monkeypatch.setattr(link, "to_device", lambda dst, *args: sent.append(dst.nbytes) or to_device(dst, *args))
+
+        def of_four(max_tokens: int) -> int:
+            sent.clear()
+            together(engine, [Asked(prompt, GREEDY, max_tokens) for prompt in prompts])
+            return sum(sent)
+
+        def of_one(max_tokens: int) -> int:
+            sent.clear()
+            alone(engine, Asked(prompts[0], GREEDY, max_tokens))
+            return sum(sent)
+
+        of_four(1)  # every later run begins as this one has ended
+        assert of_four(40) - of_four(20) == of_one(40) - of_one(20) > 0
 
 
 def test_what_prompts_begin_with_alike_is_read_once(folders):

@@ -2,6 +2,7 @@
 
 usage: python benchmarks/batches.py [--model DIR --draft DIR] [--lengths 8192,16384] [--batches 1,2,4,8]
                                     [--max-tokens 128] [--turns 3] [--ways "ours, plain;llama.cpp"] [--peers-env DIR]
+                                    [--link-gbps 1]
 
 The prompts are parts of a novel, each begins elsewhere and all are equally long. Weights are bf16, texts greedy,
 everybody has as many threads as torch takes, and each way is a process of its own. All prompts are read first; what is
@@ -9,7 +10,8 @@ timed is from then to the end of the last text, and tokens/s are those of all te
 number of prompts, way by way; every other turn is backwards. transformers reads its prompts in each turn anew.
 
 "alone" is tokens/s beside those of the same way with one prompt. llama.cpp is as in peers.py, with a bf16 cache and
-flash attention, and a slot with a cache of its own for each prompt.
+flash attention, and a slot with a cache of its own for each prompt. --link-gbps is for ours alone: the caches lie
+behind a link of that speed, and "link idle" is the share of the time in which nothing crosses it.
 """
 
 from __future__ import annotations
@@ -49,11 +51,18 @@ class Case:
     threads: int
     python: str
     file: Path | TriforceError
+    link_gbps: float | None
 
     def ways(self) -> list[Way]:
+        link: Document = {"link_gbps": self.link_gbps}
+        ours: list[Way] = [
+            (PLAIN, lambda: self._process({"speculation": False} | link, None)),
+            ("ours, default", lambda: self._process({"speculation": True} | link, self.draft)),
+        ]
+        if self.link_gbps is not None:
+            return ours
         return [
-            (PLAIN, lambda: self._process({"speculation": False}, None)),
-            ("ours, default", lambda: self._process({"speculation": True}, self.draft)),
+            *ours,
             (LLAMA_CPP, self._llama_cpp),
             ("transformers", lambda: self._process({"lookup": False}, None)),
         ]
@@ -118,7 +127,7 @@ def measured(peer: Peer, rates: list[float]) -> Document:
 def row_of(found: Document, alone: Document | None) -> list[str]:
     begin = [str(found["length"]), str(found["prompts"]), found["way"]]
     if "absent" in found:
-        return [*begin, "", "", "", "", "", f"absent: {found['absent']}"]
+        return [*begin, "", "", "", "", "", "", f"absent: {found['absent']}"]
     rate = Spread.of(found["tokens_per_second"])
     gain = None if alone is None or "absent" in alone else rate.median / Spread.of(alone["tokens_per_second"]).median
     return [
@@ -127,6 +136,7 @@ def row_of(found: Document, alone: Document | None) -> list[str]:
         f"{rate.least:.1f} to {rate.most:.1f}",
         f"{rate.median / found['prompts']:.1f}",
         "" if gain is None else f"{gain:.2f}x",
+        "" if found.get("link_idle") is None else f"{found['link_idle']:.2f}",
         f"{found['peak_bytes'] / 1e9:.2f}",
         "",
     ]
@@ -142,6 +152,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--ways", default="", help="names of rows, with ; between them (default: all)")
     parser.add_argument("--peers-env", default="", metavar="DIR")
+    parser.add_argument("--link-gbps", type=float, default=None)
     return parser.parse_args()
 
 
@@ -156,11 +167,13 @@ def main() -> None:
         for length in map(int, args.lengths.split(",")):
             for count in map(int, args.batches.split(",")):
                 prompts = prompts_of(tokenizer, count, length)
-                case = Case(model, draft, prompts, args.max_tokens, threads, "" if no_wheel else str(python), file)
+                wheel = "" if no_wheel else str(python)
+                case = Case(model, draft, prompts, args.max_tokens, threads, wheel, file, args.link_gbps)
                 found += measure(case, names, args.turns)
     alone = {(row["length"], row["way"]): row for row in found if row["prompts"] == 1}
-    columns = ["prompt", "prompts", "way", "tokens/s", "range", "for each", "alone", "peak GB", ""]
-    title = f"{model.name}, bf16, {threads} threads, {args.max_tokens} tokens of each prompt"
+    columns = ["prompt", "prompts", "way", "tokens/s", "range", "for each", "alone", "link idle", "peak GB", ""]
+    link = "" if args.link_gbps is None else f", caches over {args.link_gbps:g} GB/s"
+    title = f"{model.name}, bf16, {threads} threads, {args.max_tokens} tokens of each prompt{link}"
     emit(columns, [row_of(row, alone.get((row["length"], row["way"]))) for row in found], about(title, 0), found)
 
 

@@ -16,6 +16,7 @@ from offload.bench.llama_cpp import Way, serve
 from offload.bench.reference import Reference
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, load_tokenizer, timed
+from offload.metrics import Stats
 from offload.plan.planner import Options
 from offload.plan.request import Request
 from offload.sequences import Sequences
@@ -28,14 +29,14 @@ class Ours:
 
     def __init__(self, options: dict[str, Any]) -> None:
         model, draft = folders(options)
-        asked = Options(speculation=options["speculation"], dtype="bf16", device="cpu")
+        asked = Options(speculation=options["speculation"], dtype="bf16", device="cpu", **placed(options))
         request = timed(Request.on_this_machine(model, draft, asked))
         plan = request.plan(num_prompt_tokens=options["prompt_tokens"], max_tokens=options["max_tokens"])
         slots = options.get("slots", 1)
         plan = request.together(plan, slots, most=slots)
         self._engine = Engine.load(plan, model, draft, load_tokenizer(model, draft))
         self._sequences = Sequences[int](self._engine)
-        self.about = {"plan": plan.as_dict()}
+        self.about: dict[str, Any] = {"plan": plan.as_dict()}
 
     def generate(self, request: dict[str, Any]) -> tuple[list[int], list[float]]:
         tokens, seconds, start = list[int](), list[float](), time.perf_counter()
@@ -48,13 +49,16 @@ class Ours:
         for key, prompt in enumerate(request["prompts"]):
             self._sequences.join(key, prompt, sampling_of(request), **ends_of(request))
         said: list[list[int]] = [[] for _ in request["prompts"]]
-        start = time.perf_counter()
+        start, before = time.perf_counter(), self._engine.worker.link_stats
         while len(self._sequences):
             for key, step in self._sequences.steps():
                 said[key] += step.tokens
                 if step.finish is not None:
                     self._sequences.leave(key)
-        return said, time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        link = self._engine.worker.link_stats - before
+        self.about["link_idle"] = Stats(decode_seconds=seconds, decode_link=link).link_idle
+        return said, seconds
 
 
 class Transformers:
@@ -73,6 +77,13 @@ class Transformers:
 
 def folders(options: dict[str, Any]) -> tuple[Path, Path | None]:
     return Path(options["model"]), Path(options["draft"]) if options["draft"] else None
+
+
+def placed(options: dict[str, Any]) -> dict[str, Any]:
+    """Of `Options`: what lies behind a link, and how fast that is."""
+    if options.get("link_gbps") is None:
+        return {}
+    return {"offload": frozenset({"kv"}), "link_gbps": options["link_gbps"]}
 
 
 def sampling_of(request: dict[str, Any]) -> SamplingParams:

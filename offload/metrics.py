@@ -152,6 +152,15 @@ class RankStats:
         )
 
 
+_DERIVED = (
+    "prompt_tokens_per_second",
+    "decode_tokens_per_second",
+    "milliseconds_per_token",
+    "link_utilisation",
+    "link_idle",
+)
+
+
 @dataclass
 class Stats:
     """The numbers of one request, as `--stats` and `--json` print them."""
@@ -196,9 +205,15 @@ class Stats:
             return None
         return target.link_bytes / (self.decode_link.bytes_per_second * target.seconds)
 
+    @property
+    def link_idle(self) -> float | None:
+        """The share of decode_seconds in which nothing crossed the link to the device; None where nothing ever did."""
+        if not self.decode_link.bytes_to_device or not self.decode_seconds:
+            return None
+        return max(1 - self.decode_link.busy_seconds / self.decode_seconds, 0.0)
+
     def as_dict(self) -> dict[str, Any]:
-        names = ("prompt_tokens_per_second", "decode_tokens_per_second", "milliseconds_per_token", "link_utilisation")
-        data = asdict(self) | {name: getattr(self, name) for name in names}
+        data = asdict(self) | {name: getattr(self, name) for name in _DERIVED}
         data["levels"] = [level.as_dict() for level in self.levels]
         data["host_attention"] = self.host_attention.as_dict()
         return data

@@ -120,6 +120,12 @@ def test_batches_has_a_row_for_each_number_of_prompts_and_way(
     assert all(row["tokens_per_second"][0] > 0 for row in rows)
     assert [row["plan"]["request"]["num_sequences"] for row in rows if "plan" in row] == [1, 1, 2, 2]
     assert "2.00x" in table
+    args = ("--lengths", "300", "--batches", "2", "--max-tokens", "6", "--turns", "1", "--link-gbps", "1")
+    written, table = run("batches.py", *args)
+    _, rows = read(written)
+    assert [row["way"] for row in rows] == ways[:2]
+    assert all(0 <= row["link_idle"] < 1 for row in rows)
+    assert "caches over 1 GB/s" in table
 
 
 def test_decode_attends_on_the_host_where_its_pace_is_given(run: Run) -> None:

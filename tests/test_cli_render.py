@@ -89,12 +89,13 @@ def test_stats_table_says_what_each_level_did():
 def test_stats_table_says_what_crossed_the_link():
     stats = make_stats()
     stats.prefill_link = LinkStats(bytes_to_device=3 * 2**30, bytes_to_host=2**30, bytes_per_second=1e9)
-    stats.decode_link = LinkStats(bytes_to_device=2_000_000_000, bytes_per_second=1e9)
+    stats.decode_link = LinkStats(bytes_to_device=2_000_000_000, busy_seconds=1.5, bytes_per_second=1e9)
+    stats.decode_seconds = 2.0
     stats.levels[0].link_bytes = 1_900_000_000  # of the target, which ran for two seconds
     table = stats_table(stats, make_plan(Options(offload=frozenset({"weights", "kv"}))))
     assert "prefill 3.22 GB to device, 1.07 GB to host" in table
     assert "decode  2.00 GB to device, 0 B to host" in table
-    assert "utilisation of full passes 0.95" in table
+    assert "utilisation of full passes 0.95, idle for 0.25 of decode" in table
     assert "offload kv,weights" in table
 
 

@@ -271,6 +271,12 @@ def test_link_utilisation_is_what_the_full_passes_moved_over_what_the_link_could
     assert stats.link_utilisation == 0.75
 
 
+def test_a_link_is_idle_while_nothing_crosses_it() -> None:
+    stats = Stats(decode_seconds=4.0, decode_link=LinkStats(bytes_to_device=1, busy_seconds=3.0))
+    assert stats.link_idle == 0.25
+    assert Stats(decode_seconds=4.0).link_idle is None
+
+
 def test_link_counters_subtract() -> None:
     later, earlier = LinkStats(10, 7, 3.0, 5.0), LinkStats(4, 2, 1.0, 5.0)
     assert later - earlier == LinkStats(6, 5, 2.0, 5.0)

@@ -28,7 +28,7 @@ def token_name(token: int) -> str:
 
 
 class Way(Protocol):
-    """Somebody who continues prompts. about: what is to be known of it, ready for JSON."""
+    """Somebody who continues prompts. about: what is to be known of it and of its last texts, ready for JSON."""
 
     about: dict[str, Any]
 
@@ -45,9 +45,9 @@ class Way(Protocol):
 
 def serve(open_way: Callable[[dict[str, Any]], Way]) -> None:
     """Answer each line of standard input with a line on standard output, until there are no more. The first has the
-    options of `open_way` and is answered with what the way says of itself, each other one is a request of `generate`,
-    or with `prompts` of `generate_all`, and is answered with `tokens` and `seconds`. An error ends the process, with
-    its message on standard error, where all that libraries print goes, too."""
+    options of `open_way`, each other one is a request of `generate`, or with `prompts` of `generate_all`, and is
+    answered with `tokens` and `seconds`. Every answer has `about`, what the way says of itself. An error ends the
+    process, with its message on standard error, where all that libraries print goes, too."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -56,11 +56,11 @@ def serve(open_way: Callable[[dict[str, Any]], Way]) -> None:
         answers.flush()
 
     way = open_way(json.loads(sys.stdin.readline()))
-    answer(way.about)
+    answer({"about": way.about})
     for line in sys.stdin:
         request = json.loads(line)
         tokens, seconds = way.generate_all(request) if "prompts" in request else way.generate(request)
-        answer({"tokens": tokens, "seconds": seconds})
+        answer({"tokens": tokens, "seconds": seconds, "about": way.about})
 
 
 class LlamaCpp:

@@ -32,7 +32,7 @@ LOOKUPS = ("simple", "map_k", "map_k4v", "mod", "cache")  # n-gram lookups that 
 class Peer:
     """A process that serves as `llama_cpp.serve` says. Use as a context manager, or `close` it.
 
-    about: what it said of itself. An error of the process is a TriforceError with its last words.
+    about: what it last said of itself. An error of the process is a TriforceError with its last words.
     """
 
     def __init__(self, name: str, command: Sequence[str], options: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ class Peer:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True
         )
         try:
-            self.about = self._ask(options)
+            self._ask(options)
         except BaseException:
             self.close()
             raise
@@ -107,6 +107,7 @@ class Peer:
         if not line:
             raise TriforceError(f"{self.name} ended with exit code {self._process.wait()}: {self._last_words()}")
         answer: dict[str, Any] = json.loads(line)
+        self.about: dict[str, Any] = answer["about"]
         return answer
 
     def _last_words(self) -> str:

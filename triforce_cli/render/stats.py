@@ -119,7 +119,8 @@ def _links(stats: Stats) -> list[str]:
     return [
         f"link        prefill {_moved(stats.prefill_link)}",
         f"            decode  {_moved(stats.decode_link)}",
-        f"            utilisation of full passes {significant(stats.link_utilisation)}",
+        f"            utilisation of full passes {significant(stats.link_utilisation)}, "
+        f"idle for {significant(stats.link_idle)} of decode",
     ]
 
 

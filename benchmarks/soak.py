@@ -1,0 +1,197 @@
+"""Long runs: one long text over an offloaded cache, and a batch of many prompts that is killed and goes on.
+
+usage: python benchmarks/soak.py [--length 28672] [--max-tokens 4096] [--window 512] [--link-gbps 1]
+                                 [--prompts 500] [--batch 4] [--kills 3]
+
+The text is greedy, and is compared with the one that plain decoding writes with everything resident. Each row is a
+window of tokens: ms/token, the share of drafted tokens that the target took, and the process's memory at its end.
+
+The batch is `triforce generate --input-jsonl -o FILE` with prompts of 200 to 1,000 tokens, 32 new ones each, and seeds.
+It is killed as results come in, and started again with the same command. Its rows are runs: results, tokens/s in all,
+and the most memory at a quarter, half and all of the run. At the end every id is there once, and one of ten texts is
+compared with that of a run in which each prompt is alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import texts
+from decode import demo_models, without_link
+from report import about, emit, say
+
+from offload.decode.sampling import SamplingParams
+from offload.engine import Engine, Step, load_tokenizer, plan_request
+from offload.metrics import LevelStats
+from offload.plan.planner import Options, Plan
+
+Document = dict[str, Any]
+GREEDY = SamplingParams(temperature=0.0)
+MODEL, DRAFT = demo_models(None, None)
+NEW_TOKENS = 32  # of each prompt of the batch
+EVERY = 10  # of those texts is written again, alone
+POLL_SECONDS = 0.2
+
+
+def steps_of(
+    plan: Plan, prompt: Sequence[int], max_tokens: int, *, speculation: bool = True
+) -> Iterator[tuple[Step, Engine]]:
+    with Engine.load(plan, MODEL, DRAFT, load_tokenizer(MODEL, DRAFT)) as engine:
+        settings: Document = {"max_tokens": max_tokens, "end_tokens": (), "speculation": speculation}
+        for step in engine.generate(prompt, GREEDY, **settings):
+            yield step, engine
+
+
+def moment(tokens: int, target: LevelStats) -> Document:
+    return {
+        "tokens": tokens,
+        "seconds": time.perf_counter(),
+        "drafted": target.drafted,
+        "accepted": target.accepted,
+        "memory": psutil.Process().memory_info().rss,
+    }
+
+
+def long_text(length: int, max_tokens: int, window: int, link_gbps: float) -> list[Document]:
+    """A row for each window. Raises AssertionError where plain decoding writes another text."""
+    prompt = texts.prompt("continue", load_tokenizer(MODEL, DRAFT), length)
+    sizes = {"num_prompt_tokens": len(prompt), "max_tokens": max_tokens}
+    plan = plan_request(MODEL, DRAFT, Options(offload=frozenset({"kv"}), link_gbps=link_gbps), **sizes)
+    said, moments = list[int](), list[Document]()
+    for step, engine in steps_of(plan, prompt, max_tokens):
+        said += step.tokens
+        if not moments or len(said) >= moments[-1]["tokens"] + window or step.finish is not None:
+            moments.append(moment(len(said), engine.levels["target"].stats))
+            say(f"  {len(said):,} of {max_tokens:,} tokens, {moments[-1]['memory'] / 1e6:.0f} MB")
+    say("  the same by plain decoding, all resident")
+    plainly = steps_of(without_link(plan), prompt, max_tokens, speculation=False)
+    expected = [token for step, _ in plainly for token in step.tokens]
+    assert said == expected, "plain decoding writes another text"
+    return [
+        {
+            "what": f"tokens {before['tokens']} to {after['tokens']} after {len(prompt)}",
+            "milliseconds_per_token": 1000
+            * (after["seconds"] - before["seconds"])
+            / (after["tokens"] - before["tokens"]),
+            "acceptance": (after["accepted"] - before["accepted"]) / max(after["drafted"] - before["drafted"], 1),
+            "memory": after["memory"],
+        }
+        for before, after in pairwise(moments)
+    ]
+
+
+def questions(count: int) -> list[Document]:
+    """Parts of a novel, of 200 to 1,000 tokens, each from another place."""
+    tokenizer, found = load_tokenizer(MODEL, DRAFT), []
+    for number in range(count):
+        tokens = texts.prompt("continue", tokenizer, 200 + 800 * (7 * number % 11) // 10, start=number / count)
+        text = tokenizer.decode(tokens)
+        found.append({"id": number, "prompt": text, "max_tokens": NEW_TOKENS, "temperature": 0.7 * (number % 2)})
+    return found
+
+
+def write(path: Path, documents: Sequence[Document]) -> Path:
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents), encoding="utf-8")
+    return path
+
+
+def results_in(path: Path) -> list[Document]:
+    """Whole lines."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def run_until(source: Path, target: Path, batch: int, num_results: int) -> Document:
+    """Start the command and kill it as soon as `target` has so many results, or let it end where those are all."""
+    command = [sys.executable, "-m", "triforce_cli", "generate", "--input-jsonl", str(source)]
+    command += ["--output-jsonl", str(target), "--batch", str(batch), "--seed", "1", "--quiet"]
+    num_before, start, memory = len(results_in(target)), time.perf_counter(), list[int]()
+    total = num_lines(source)
+    with subprocess.Popen(command) as process:
+        watched = psutil.Process(process.pid)
+        while process.poll() is None:
+            if num_results < total and num_lines(target) >= num_results:
+                process.kill()
+                break
+            try:
+                memory.append(watched.memory_info().rss)
+            except psutil.NoSuchProcess:
+                break
+            time.sleep(POLL_SECONDS)
+    assert process.returncode == 0 or num_results < total, f"the run ended with exit code {process.returncode}"
+    seconds, new = time.perf_counter() - start, results_in(target)[num_before:]
+    return {
+        "what": f"results {num_before} to {num_before + len(new)} of {total}, {batch} at a time",
+        "tokens_per_second": sum(len(result["tokens"]) for result in new) / seconds,
+        "memory": [max(memory[: len(memory) * part // 4]) for part in (1, 2, 4)],
+    }
+
+
+def batch_of_many(count: int, batch: int, num_kills: int) -> list[Document]:
+    """A row for each run. Raises AssertionError where a result is missing or another than alone."""
+    asked, found = questions(count), []
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = write(Path(folder) / "in.jsonl", asked), Path(folder) / "out.jsonl"
+        for stop in [*(count * (number + 1) // (num_kills + 1) for number in range(num_kills)), count]:
+            found.append(run_until(source, target, batch, stop))
+            say(f"  {found[-1]['what']}")
+        said = {result["id"]: result["tokens"] for result in results_in(target)}
+        assert len(results_in(target)) == len(said) == count, "results are missing, or there twice"
+        # The plan, and with a seed the text, is that of the longest prompt: it is one of them.
+        longest = max(asked, key=lambda question: len(question["prompt"]))["id"]
+        some = sorted({*range(0, count, EVERY), longest})
+        again = Path(folder) / "again.jsonl"
+        run_until(write(Path(folder) / "some.jsonl", [asked[number] for number in some]), again, 1, len(some))
+        assert {result["id"]: result["tokens"] for result in results_in(again)} == {n: said[n] for n in some}
+        return found
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=28_672)
+    parser.add_argument("--max-tokens", type=int, default=4096)
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--link-gbps", type=float, default=1.0)
+    parser.add_argument("--prompts", type=int, default=500)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=3)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    found = long_text(args.length, args.max_tokens, args.window, args.link_gbps) if args.max_tokens else []
+    found += batch_of_many(args.prompts, args.batch, args.kills) if args.prompts else []
+    emit(
+        ["what", "ms/token", "accepted", "tokens/s", "MB"], [row_of(row) for row in found], about(title(args), 1), found
+    )
+
+
+def title(args: argparse.Namespace) -> str:
+    return f"{MODEL.name}, cache over {args.link_gbps:g} GB/s; {args.prompts} prompts, killed {args.kills} times"
+
+
+def row_of(row: Document) -> list[str]:
+    if "acceptance" in row:
+        rates = [f"{row['milliseconds_per_token']:.1f}", f"{row['acceptance']:.2f}", ""]
+        return [row["what"], *rates, f"{row['memory'] / 1e6:.0f}"]
+    memory = ", ".join(f"{most / 1e6:.0f}" for most in row["memory"])
+    return [row["what"], "", "", f"{row['tokens_per_second']:.1f}", memory]
+
+
+if __name__ == "__main__":
+    main()

@@ -137,7 +137,7 @@ def run_until(source: Path, target: Path, batch: int, num_results: int) -> Docum
     return {
         "what": f"results {num_before} to {num_before + len(new)} of {total}, {batch} at a time",
         "tokens_per_second": sum(len(result["tokens"]) for result in new) / seconds,
-        "memory": [max(memory[: len(memory) * part // 4]) for part in (1, 2, 4)],
+        "memory": [max(memory[: len(memory) * part // 4], default=0) for part in (1, 2, 4)],
     }
 
 

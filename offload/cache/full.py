@@ -231,7 +231,7 @@ class FullCache:
             self._host_side.release()
         self.wait_home()
         for residence in self._residences.values():
-            residence.forget()
+            residence.settle()
         self.store.release()
         self.reader.release()
         for tile in self._staging:

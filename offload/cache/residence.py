@@ -49,8 +49,10 @@ class Residence:
         """The forward is over or was broken off: nothing of it is under way any more but copies home."""
 
     def forget(self) -> None:
-        """Homes change or go: what was fetched ahead for the next forward is stale. Returns when none of it is under
-        way."""
+        """Homes change by a forward of another residence: what was fetched ahead for the next one is stale."""
+
+    def settle(self) -> None:
+        """Return when no copy reads the homes, also none that was fetched ahead: they are given back next."""
 
 
 class WriteBack:
@@ -196,9 +198,13 @@ class StreamedTiles(Residence):
             self._fetch_first(length)
 
     def forget(self) -> None:
-        for slot in self._slots:
-            slot.full.synchronize()  # homes that it is read from are written or given back next
+        for slot in self._slots if self._ahead else ():
+            slot.full.wait()  # homes that it is read from must not be written meanwhile
         self._ahead = []
+
+    def settle(self) -> None:
+        for slot in self._slots:
+            slot.full.synchronize()
 
     def _pack(self, length: int) -> None:
         """Pack the whole pages of `length` tokens. The host waits where there are new ones: for their last rows, and

@@ -96,7 +96,8 @@ def questions(count: int) -> list[Document]:
     for number in range(count):
         tokens = texts.prompt("continue", tokenizer, 200 + 800 * (7 * number % 11) // 10, start=number / count)
         text = tokenizer.decode(tokens)
-        found.append({"id": number, "prompt": text, "max_tokens": NEW_TOKENS, "temperature": 0.7 * (number % 2)})
+        settings = {"max_tokens": NEW_TOKENS, "temperature": 0.7 * (number % 2), "seed": number}
+        found.append({"id": number, "prompt": text} | settings)
     return found
 
 
@@ -118,7 +119,7 @@ def num_lines(path: Path) -> int:
 def run_until(source: Path, target: Path, batch: int, num_results: int) -> Document:
     """Start the command and kill it as soon as `target` has so many results, or let it end where those are all."""
     command = [sys.executable, "-m", "triforce_cli", "generate", "--input-jsonl", str(source)]
-    command += ["--output-jsonl", str(target), "--batch", str(batch), "--seed", "1", "--quiet"]
+    command += ["--output-jsonl", str(target), "--batch", str(batch), "--quiet"]
     num_before, start, memory = len(results_in(target)), time.perf_counter(), list[int]()
     total = num_lines(source)
     with subprocess.Popen(command) as process:

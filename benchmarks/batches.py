@@ -42,8 +42,10 @@ Way = tuple[str, Callable[[], Peer]]
 
 @dataclass(frozen=True)
 class Case:
-    """Prompts that run at a time. file: llama.cpp's, or why there is none; python: that has its wheel."""
+    """Prompts that run at a time, of about `asked` tokens. file: llama.cpp's, or why there is none; python: that has
+    its wheel."""
 
+    asked: int
     model: Path
     draft: Path | None
     prompts: list[list[int]]
@@ -111,7 +113,7 @@ def measure(case: Case, names: Sequence[str], num_turns: int) -> list[Document]:
                 if name not in absent:
                     rates[name].append(case.run(peers[name], case.max_tokens))
                     say(f"  turn {turn + 1}, {name}: {rates[name][-1]:.1f} tokens/s")
-        shared = {"length": len(case.prompts[0]), "prompts": len(case.prompts)}
+        shared = {"asked": case.asked, "length": len(case.prompts[0]), "prompts": len(case.prompts)}
         return [
             shared
             | {"way": name}
@@ -168,13 +170,13 @@ def main() -> None:
             for count in map(int, args.batches.split(",")):
                 prompts = prompts_of(tokenizer, count, length)
                 wheel = "" if no_wheel else str(python)
-                case = Case(model, draft, prompts, args.max_tokens, threads, wheel, file, args.link_gbps)
+                case = Case(length, model, draft, prompts, args.max_tokens, threads, wheel, file, args.link_gbps)
                 found += measure(case, names, args.turns)
-    alone = {(row["length"], row["way"]): row for row in found if row["prompts"] == 1}
+    alone = {(row["asked"], row["way"]): row for row in found if row["prompts"] == 1}
     columns = ["prompt", "prompts", "way", "tokens/s", "range", "for each", "alone", "link idle", "peak GB", ""]
     link = "" if args.link_gbps is None else f", caches over {args.link_gbps:g} GB/s"
     title = f"{model.name}, bf16, {threads} threads, {args.max_tokens} tokens of each prompt{link}"
-    emit(columns, [row_of(row, alone.get((row["length"], row["way"]))) for row in found], about(title, 0), found)
+    emit(columns, [row_of(row, alone.get((row["asked"], row["way"]))) for row in found], about(title, 0), found)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ window of tokens: ms/token, the share of drafted tokens that the target took, an
 
 The batch is `triforce generate --input-jsonl -o FILE` with prompts of 200 to 1,000 tokens, 32 new ones each, and seeds.
 It is killed as results come in, and started again with the same command. Its rows are runs: results, tokens/s in all,
-and the most memory at a quarter, half and all of the run. At the end every id is there once, and one of ten texts is
-compared with that of a run in which each prompt is alone.
+and the most memory at a quarter, half and all of the run. At the end every id is there once, and one of ten texts, a
+greedy one, is compared with that of a run in which each prompt is alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Document = dict[str, Any]
 GREEDY = SamplingParams(temperature=0.0)
 MODEL, DRAFT = demo_models(None, None)
 NEW_TOKENS = 32  # of each prompt of the batch
-EVERY = 10  # of those texts is written again, alone
+EVERY = 10  # of those texts is written again, alone; even, so that it is a greedy one
 POLL_SECONDS = 0.2
 
 
@@ -152,9 +152,8 @@ def batch_of_many(count: int, batch: int, num_kills: int) -> list[Document]:
             say(f"  {found[-1]['what']}")
         said = {result["id"]: result["tokens"] for result in results_in(target)}
         assert len(results_in(target)) == len(said) == count, "results are missing, or there twice"
-        # The plan, and with a seed the text, is that of the longest prompt: it is one of them.
-        longest = max(asked, key=lambda question: len(question["prompt"]))["id"]
-        some = sorted({*range(0, count, EVERY), longest})
+        # Greedy ones: a seeded text is of its plan's law, and a smaller file may have another plan.
+        some = [question["id"] for question in asked[::EVERY] if question["temperature"] == 0]
         again = Path(folder) / "again.jsonl"
         run_until(write(Path(folder) / "some.jsonl", [asked[number] for number in some]), again, 1, len(some))
         assert {result["id"]: result["tokens"] for result in results_in(again)} == {n: said[n] for n in some}

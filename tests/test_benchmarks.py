@@ -254,3 +254,17 @@ def test_results_name_their_command_and_machine(path: Path) -> None:
 def test_all_results_together_are_less_than_a_megabyte() -> None:
     assert RESULTS
     assert sum(path.stat().st_size for path in (ROOT / "benchmarks" / "results").iterdir()) < 1_000_000
+
+
+def test_a_soak_has_a_row_for_each_window_and_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That texts are those of plain decoding, and of prompts alone, it checks itself."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    args = ("--length", "300", "--max-tokens", "12", "--window", "4", "--prompts", "4", "--batch", "2", "--kills", "1")
+    written, table = run("soak.py", *args)
+    _, rows = read(written)
+    windows, runs = rows[:-2], rows[-2:]
+    assert all(0 <= window["acceptance"] <= 1 and window["memory"] > 0 for window in windows)
+    assert " to 12 after " in windows[-1]["what"]
+    assert runs[0]["what"].startswith("results 0 to ")
+    assert runs[1]["what"].endswith("to 4 of 4, 2 at a time")
+    assert "tokens/s" in table

@@ -91,10 +91,10 @@ def long_text(length: int, max_tokens: int, window: int, link_gbps: float) -> li
 
 
 def questions(count: int) -> list[Document]:
-    """Parts of a novel, of 200 to 1,000 tokens, each from another place."""
+    """Parts of a novel, of 200 to 1,000 tokens, each from another place, none so near its end that too little follows."""
     tokenizer, found = load_tokenizer(MODEL, DRAFT), []
     for number in range(count):
-        tokens = texts.prompt("continue", tokenizer, 200 + 800 * (7 * number % 11) // 10, start=number / count)
+        tokens = texts.prompt("continue", tokenizer, 200 + 800 * (7 * number % 11) // 10, start=0.9 * number / count)
         text = tokenizer.decode(tokens)
         settings = {"max_tokens": NEW_TOKENS, "temperature": 0.7 * (number % 2), "seed": number}
         found.append({"id": number, "prompt": text} | settings)

@@ -91,11 +91,12 @@ def long_text(length: int, max_tokens: int, window: int, link_gbps: float) -> li
 
 
 def questions(count: int) -> list[Document]:
-    """Parts of a novel, of 200 to 1,000 tokens, each from another place, none so near its end that too little follows."""
+    """Parts of a novel, of some 200 to 1,000 tokens, each from another place."""
     tokenizer, found = load_tokenizer(MODEL, DRAFT), []
+    novel = tokenizer.encode(texts.NOVEL.read_text(encoding="utf-8"))
     for number in range(count):
-        tokens = texts.prompt("continue", tokenizer, 200 + 800 * (7 * number % 11) // 10, start=0.9 * number / count)
-        text = tokenizer.decode(tokens)
+        start, length = (len(novel) - 1000) * number // count, 200 + 800 * (7 * number % 11) // 10
+        text = tokenizer.decode(novel[start : start + length])
         settings = {"max_tokens": NEW_TOKENS, "temperature": 0.7 * (number % 2), "seed": number}
         found.append({"id": number, "prompt": text} | settings)
     return found

@@ -1,15 +1,15 @@
 """Long runs: one long text over an offloaded cache, and a batch of many prompts that is killed and goes on.
 
-usage: python benchmarks/soak.py [--length 28672] [--max-tokens 4096] [--window 512] [--link-gbps 1]
-                                 [--prompts 500] [--batch 4] [--kills 3]
+usage: python benchmarks/soak.py text [--length 28672] [--max-tokens 4096] [--window 512] [--link-gbps 1]
+       python benchmarks/soak.py batch [--prompts 500] [--batch 4] [--kills 3]
 
 The text is greedy, and is compared with the one that plain decoding writes with everything resident. Each row is a
 window of tokens: ms/token, the share of drafted tokens that the target took, and the process's memory at its end.
 
 The batch is `triforce generate --input-jsonl -o FILE` with prompts of 200 to 1,000 tokens, 32 new ones each, and seeds.
 It is killed as results come in, and started again with the same command. Its rows are runs: results, tokens/s in all,
-and the most memory at a quarter, half and all of the run. At the end every id is there once, and one of ten texts, a
-greedy one, is compared with that of a run in which each prompt is alone.
+and the most memory at a quarter, half and all of the run. At the end every id is there once, and one of five greedy
+texts is compared with that of a run in which each prompt is alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Document = dict[str, Any]
 GREEDY = SamplingParams(temperature=0.0)
 MODEL, DRAFT = demo_models(None, None)
 NEW_TOKENS = 32  # of each prompt of the batch
-EVERY = 10  # of those texts is written again, alone; even, so that it is a greedy one
+EVERY = 5  # of the greedy ones is written again, alone
 POLL_SECONDS = 0.2
 
 
@@ -154,45 +154,50 @@ def batch_of_many(count: int, batch: int, num_kills: int) -> list[Document]:
         said = {result["id"]: result["tokens"] for result in results_in(target)}
         assert len(results_in(target)) == len(said) == count, "results are missing, or there twice"
         # Greedy ones: a seeded text is of its plan's law, and a smaller file may have another plan.
-        some = [question["id"] for question in asked[::EVERY] if question["temperature"] == 0]
+        some = [question for question in asked if question["temperature"] == 0][::EVERY]
         again = Path(folder) / "again.jsonl"
-        run_until(write(Path(folder) / "some.jsonl", [asked[number] for number in some]), again, 1, len(some))
-        assert {result["id"]: result["tokens"] for result in results_in(again)} == {n: said[n] for n in some}
+        run_until(write(Path(folder) / "some.jsonl", some), again, 1, len(some))
+        alone = {result["id"]: result["tokens"] for result in results_in(again)}
+        assert alone == {question["id"]: said[question["id"]] for question in some}, "alone, prompts get other texts"
         return found
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--length", type=int, default=28_672)
-    parser.add_argument("--max-tokens", type=int, default=4096)
-    parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--link-gbps", type=float, default=1.0)
-    parser.add_argument("--prompts", type=int, default=500)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--kills", type=int, default=3)
+    parts = parser.add_subparsers(dest="part", required=True)
+    text = parts.add_parser("text", help="one long text over an offloaded cache")
+    text.add_argument("--length", type=int, default=28_672)
+    text.add_argument("--max-tokens", type=int, default=4096)
+    text.add_argument("--window", type=int, default=512)
+    text.add_argument("--link-gbps", type=float, default=1.0)
+    batch = parts.add_parser("batch", help="many prompts in a batch that is killed and goes on")
+    batch.add_argument("--prompts", type=int, default=500)
+    batch.add_argument("--batch", type=int, default=4)
+    batch.add_argument("--kills", type=int, default=3)
     return parser.parse_args()
 
 
-def main() -> None:
-    args = arguments()
-    found = long_text(args.length, args.max_tokens, args.window, args.link_gbps) if args.max_tokens else []
-    found += batch_of_many(args.prompts, args.batch, args.kills) if args.prompts else []
-    emit(
-        ["what", "ms/token", "accepted", "tokens/s", "MB"], [row_of(row) for row in found], about(title(args), 1), found
-    )
+def emit_text(args: argparse.Namespace) -> None:
+    found = long_text(args.length, args.max_tokens, args.window, args.link_gbps)
+    rows = [
+        [row["what"], *numbers(row["milliseconds_per_token"], row["memory"]), f"{row['acceptance']:.2f}"]
+        for row in found
+    ]
+    title = f"{MODEL.name}, cache over {args.link_gbps:g} GB/s"
+    emit(["what", "ms/token", "MB", "accepted"], rows, about(title, 1), found)
 
 
-def title(args: argparse.Namespace) -> str:
-    return f"{MODEL.name}, cache over {args.link_gbps:g} GB/s; {args.prompts} prompts, killed {args.kills} times"
+def emit_batch(args: argparse.Namespace) -> None:
+    found = batch_of_many(args.prompts, args.batch, args.kills)
+    rows = [[row["what"], *numbers(row["tokens_per_second"], *row["memory"])] for row in found]
+    title = f"{MODEL.name}, {args.prompts} prompts, killed {args.kills} times"
+    emit(["what", "tokens/s", "MB, a quarter", "half", "all"], rows, about(title, 1), found)
 
 
-def row_of(row: Document) -> list[str]:
-    if "acceptance" in row:
-        rates = [f"{row['milliseconds_per_token']:.1f}", f"{row['acceptance']:.2f}", ""]
-        return [row["what"], *rates, f"{row['memory'] / 1e6:.0f}"]
-    memory = ", ".join(f"{most / 1e6:.0f}" for most in row["memory"])
-    return [row["what"], "", "", f"{row['tokens_per_second']:.1f}", memory]
+def numbers(rate: float, *memory: int) -> list[str]:
+    return [f"{rate:.1f}", *(f"{most / 1e6:.0f}" for most in memory)]
 
 
 if __name__ == "__main__":
-    main()
+    args = arguments()
+    {"text": emit_text, "batch": emit_batch}[args.part](args)

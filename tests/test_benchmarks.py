@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -256,15 +257,22 @@ def test_all_results_together_are_less_than_a_megabyte() -> None:
     assert sum(path.stat().st_size for path in (ROOT / "benchmarks" / "results").iterdir()) < 1_000_000
 
 
-def test_a_soak_has_a_row_for_each_window_and_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That texts are those of plain decoding, and of prompts alone, it checks itself."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    args = ("--length", "300", "--max-tokens", "12", "--window", "4", "--prompts", "4", "--batch", "2", "--kills", "1")
-    written, table = run("soak.py", *args)
-    _, rows = read(written)
-    windows, runs = rows[:-2], rows[-2:]
+def test_a_long_text_has_a_row_for_each_window(run: Run) -> None:
+    """That the text is that of plain decoding, it checks itself."""
+    written, table = run("soak.py", "text", "--length", "300", "--max-tokens", "12", "--window", "4")
+    _, windows = read(written)
+    assert len(windows) > 1
     assert all(0 <= window["acceptance"] <= 1 and window["memory"] > 0 for window in windows)
-    assert " to 12 after " in windows[-1]["what"]
+    assert re.fullmatch(r"tokens \d+ to 12 after (2[7-9]\d|300)", windows[-1]["what"])
+    assert "ms/token" in table
+
+
+def test_a_batch_that_is_killed_has_a_row_for_each_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That each result is there once, and is that of a prompt alone, it checks itself."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    written, table = run("soak.py", "batch", "--prompts", "4", "--batch", "2", "--kills", "1")
+    _, runs = read(written)
+    assert len(runs) == 2
     assert runs[0]["what"].startswith("results 0 to ")
     assert runs[1]["what"].endswith("to 4 of 4, 2 at a time")
     assert "tokens/s" in table

@@ -20,6 +20,7 @@ import torch
 from offload.all_rows import empty_page, packed_page, unpack_page
 from offload.errors import TriforceError
 from offload.kernels.rows import Blocks
+from offload.model.level import run_together
 from offload.parts import Parts
 from offload.plan.planner import Plan
 from offload.plan.shards import Shard
@@ -98,9 +99,13 @@ class Follower:
         self._begin(worker, "target", at, tokens, None)
         self._workers[worker].prefill(tokens, lambda num_tokens: None)
 
-    def _forward(self, worker: int, level: str, at: int, tokens: Sequence[int], digest: str | None) -> None:
-        self._begin(worker, level, at, tokens, digest)
-        self._workers[worker].levels[level].forward(tokens, 0)
+    def _forward(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        """One pass, of one sequence or of several, each a part of it."""
+        for part in parts:
+            self._begin(**part)
+        levels = [self._workers[part["worker"]].levels[part["level"]] for part in parts]
+        asked = [level.asked(part["tokens"], 0, None, ()) for level, part in zip(levels, parts, strict=True)]
+        run_together(levels, asked)
 
     def _begin(self, worker: int, level: str, at: int, tokens: Sequence[int], digest: str | None) -> None:
         """Forget what rank 0 has not got, and check that the rest is the same."""
@@ -128,9 +133,9 @@ class Follower:
     def _fetch_ahead(self, worker: int) -> None:
         self._workers[worker].fetch_ahead()
 
-    def _copy_rows(self, worker: int, other: int) -> None:
-        self._workers[worker].copy_rows(self._workers[other])
-        self._records[worker].take(self._records[other])
+    def _copy_rows(self, worker: int, other: int, num_tokens: int | None) -> None:
+        self._workers[worker].copy_rows(self._workers[other], num_tokens)
+        self._records[worker].take(self._records[other], num_tokens)
 
     def _release(self, worker: int) -> None:
         """Of a worker that could not be built here there is nothing."""

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from offload.all_rows import AllRows
 from offload.cache import Cache
-from offload.errors import RankFailed, UsageError
+from offload.errors import RankFailed
 from offload.kernels.rows import Blocks
 from offload.metrics import RankStats
 from offload.model.decoder import Decoder
-from offload.model.level import Level
+from offload.model.level import Continuation, Level
 from offload.parts import Parts
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
@@ -102,7 +102,7 @@ class LeadingWorker(Worker):
     """Rank 0's worker: what changes the caches is told to the workers of this number first."""
 
     def __init__(self, lead: Lead, number: int, plan: Plan, parts: Parts, *, vocab_size: int, blocks: Blocks) -> None:
-        self._lead, self._number, self._record = lead, number, TokenRecord()
+        self._lead, self.number, self._record = lead, number, TokenRecord()
         super().__init__(plan, parts, vocab_size=vocab_size, blocks=blocks)
 
     @classmethod
@@ -122,9 +122,13 @@ class LeadingWorker(Worker):
             raise
 
     @classmethod
-    def build(cls, lead: Lead, plan: Plan, parts: Parts, *, vocab_size: int) -> LeadingWorker:
-        """Raises DoesNotFit where one rank has too little memory; then none keeps any of it."""
-        blocks = lead.block_sizes(plan, parts.target.config)
+    def build(
+        cls, lead: Lead, plan: Plan, parts: Parts, *, vocab_size: int, blocks: Blocks | None = None
+    ) -> LeadingWorker:
+        """blocks: those of another worker of the same plan. Raises DoesNotFit where one rank has too little memory;
+        then none keeps any of it."""
+        if blocks is None:
+            blocks = lead.block_sizes(plan, parts.target.config)
         number, told = lead.build(plan, blocks)
         worker = cls(lead, number, plan, parts, vocab_size=vocab_size, blocks=blocks)
         try:
@@ -143,7 +147,11 @@ class LeadingWorker(Worker):
 
     def tell(self, verb: str, **arguments: Any) -> int:
         """See `Team.tell`."""
-        return self._lead.team.tell(verb, worker=self._number, **arguments)
+        return self._lead.team.tell(verb, worker=self.number, **arguments)
+
+    def tell_all(self, verb: str, **arguments: Any) -> int:
+        """The same of what is not for this worker alone."""
+        return self._lead.team.tell(verb, **arguments)
 
     def check(self) -> None:
         """Raises RankFailed where a rank is lost."""
@@ -177,16 +185,15 @@ class LeadingWorker(Worker):
         super().fetch_ahead()
 
     def beside(self) -> Worker:
-        raise UsageError("several sequences at a time are for one device so far; add --gpus 1 or --batch 1")
+        return LeadingWorker.build(self._lead, self.plan, self.parts, vocab_size=self.vocab_size, blocks=self._blocks)
 
     def copy_rows(self, other: Worker, num_tokens: int | None = None) -> bool:
-        """All rows of a worker of the same ranks; False for any other."""
-        assert num_tokens is None  # the other ranks are told of whole caches
+        """Of a worker of the same ranks; False for any other."""
         if not isinstance(other, LeadingWorker) or other._lead is not self._lead:
             return False
-        self.tell("copy_rows", other=other._number)
-        self._record.take(other._record)
-        return super().copy_rows(other)
+        self.tell("copy_rows", other=other.number, num_tokens=num_tokens)
+        self._record.take(other._record, num_tokens)
+        return super().copy_rows(other, num_tokens)
 
     def release(self) -> None:
         super().release()
@@ -212,10 +219,27 @@ class LeadingLevel(Level):
 
     def __init__(self, worker: LeadingWorker, record: TokenRecord | None, name: str, *args: Any, **more: Any) -> None:
         super().__init__(name, *args, **more)
-        self._tell, self._check = worker.tell, worker.check
-        self._record, self._name, self._num_forwards = record, name, 0
+        self._worker, self._record, self._name, self._num_forwards = worker, record, name, 0
 
-    def forward(self, tokens: Sequence[int] | Tensor, num_logits: int) -> Tensor:
+    def truncate(self, length: int) -> None:
+        self._worker.tell("truncate", level=self._name, length=length)
+        super().truncate(length)
+
+    def _run(
+        self, continuations: Sequence[Continuation], levels: Sequence[Level] | None = None
+    ) -> list[tuple[Tensor, ...]]:
+        parts = [
+            cast(LeadingLevel, level)._part(each.tokens)
+            for level, each in zip(levels or [self], continuations, strict=True)
+        ]
+        self._worker.tell_all("forward", parts=parts)
+        made = super()._run(continuations, levels)
+        self._decoder.finish()
+        self._worker.check()  # what a GPU computed beside a rank that died is not the model's
+        return made
+
+    def _part(self, tokens: Sequence[int] | Tensor) -> dict[str, Any]:
+        """Of a forward: what the other ranks have to know of this level's sequence."""
         assert not isinstance(tokens, Tensor)  # the other ranks are told them
         at, digest = self.length, None
         if self._record is not None:
@@ -223,12 +247,5 @@ class LeadingLevel(Level):
                 digest = self._record.digest(at)
             self._num_forwards += 1
             self._record.append(at, tokens)
-        self._tell("forward", level=self._name, at=at, tokens=list(tokens), digest=digest)
-        logits = super().forward(tokens, num_logits)
-        self._decoder.finish()
-        self._check()  # what a GPU computed beside a rank that died is not the model's
-        return logits
-
-    def truncate(self, length: int) -> None:
-        self._tell("truncate", level=self._name, length=length)
-        super().truncate(length)
+        named = {"worker": self._worker.number, "level": self._name}
+        return {**named, "at": at, "tokens": list(tokens), "digest": digest}

@@ -16,13 +16,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from asked import Asked, alone, together  # noqa: E402
 from offload.decode.sampling import SamplingParams  # noqa: E402
 from offload.engine import Engine, load_tokenizer, plan_request, timed  # noqa: E402
 from offload.kernels.codes import Codes, encode_in_parts  # noqa: E402
 from offload.plan.options import Options  # noqa: E402
 from offload.plan.planner import Plan  # noqa: E402
 from offload.plan.request import Request  # noqa: E402
-from offload.sequences import Sequences  # noqa: E402
 from offload.transfer.link import CudaLink  # noqa: E402
 from offload.transfer.memory import Memory  # noqa: E402
 from offload.transfer.weights import Linear  # noqa: E402
@@ -178,25 +178,15 @@ def test_several_prompts_at_a_time_say_what_each_says_alone() -> None:
     """Three at a time of four, each of another length, drafted for, wherever bytes are."""
     tokens = prompt(LONG)
     prompts = [tokens, tokens[: LONG // 2], tokens[LONG // 3 :], tokens[: LONG // 2]]
+    requests = [Asked(prompt, GREEDY, MAX_TOKENS) for prompt in prompts]
     options = Options(device=DEVICE, dtype="bf16", gamma=15, draft_gamma=1, budget=256)
     request = timed(Request.on_this_machine(TARGET, DRAFT, options))
     plan = request.together(request.plan(num_prompt_tokens=LONG, max_tokens=MAX_TOKENS), 3, most=4)
     for offload in ("", "kv", "weights,kv"):
         with Engine.load(placed(plan, offload), TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
-            settings = {"max_tokens": MAX_TOKENS, "reuse": False}
-            alone = [[token for step in engine.generate(each, GREEDY, **settings) for token in step.tokens]
-                     for each in prompts]  # fmt: skip
-            found: list[list[int]] = []
-            with Sequences[int](engine) as sequences:
-                while len(sequences) or len(found) < len(prompts):
-                    while sequences.has_room and len(found) < len(prompts):
-                        sequences.join(len(found), prompts[len(found)], GREEDY, **settings)
-                        found.append([])
-                    for key, step in sequences.steps():
-                        found[key] += step.tokens
-                        if step.finish is not None:
-                            sequences.leave(key)
-        assert found == alone, offload
+            found, _ = together(engine, requests)
+            expected = [alone(engine, each) for each in requests]
+        assert found == expected, offload
 
 
 def test_a_row_of_a_product_does_not_depend_on_its_place_among_the_rows() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import test_cuda
+from asked import Asked, together
 from models import GREEDY, save_pair
 from offload.decode.sampling import SamplingParams
 from offload.kernels import native
@@ -19,7 +20,6 @@ from offload.kernels.spans import SpanAttention
 from offload.model.decoder import Decoder
 from offload.plan import hardware, link_bits, planner
 from offload.progress import ignore
-from offload.sequences import Sequences
 from offload.session.identity import Identity
 from offload.session.store import Store
 from paper import on_paper
@@ -61,19 +61,14 @@ def test_tokens_are_those_of_plain_decoding_and_every_access_is_ordered(case: Ca
 def test_several_sequences_say_what_each_says_alone_and_every_access_is_ordered(case: Case, pair: Pair) -> None:
     """Three of four requests at a time, one of which leaves before its end."""
     expected = plainly(case.plain(), pair)
-    waiting, said_by = [PROMPT, OTHER, PROMPT, OTHER], list[list[int]]()
-    with engine_on_paper(replace(case, num_sequences=3), pair) as (engine, card), Sequences[int](engine) as sequences:
-        while len(sequences) or len(said_by) < 4:
-            while sequences.has_room and len(said_by) < 4:
-                sequences.join(len(said_by), waiting[len(said_by)], GREEDY, max_tokens=NUM_NEW, reuse=False)
-                said_by.append([])
-            for key, step in sequences.steps():
-                said_by[key] += step.tokens
-                if step.finish is not None or key == 1:
-                    sequences.leave(key)
-    assert said_by[::2] == [expected[0]] * 2
-    assert 0 < len(said_by[1]) <= NUM_NEW
-    assert [said_by[1], said_by[3]] == [expected[1][: len(said_by[1])], expected[1]]
+    requests = [Asked(prompt, GREEDY, NUM_NEW) for prompt in (PROMPT, OTHER, PROMPT, OTHER)]
+    requests[1] = replace(requests[1], leaves=1)
+    with engine_on_paper(replace(case, num_sequences=3), pair) as (engine, card):
+        found, _ = together(engine, requests)
+    first, left, again, last = found
+    assert [first, again, last] == [expected[0], expected[0], expected[1]]
+    assert left == expected[1][: len(left)]
+    assert 0 < len(left) <= NUM_NEW
     assert card.problems == []
 
 

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asked import Asked, alone, check, some, together
 from forked import Forked, forked_ranks
 from models import GREEDY, Sizes, changed, perturbed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.cache.full import FullCache
@@ -24,6 +26,7 @@ from offload.cache.retrieval import RetrievalCache
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine
 from offload.errors import DoesNotFit, RankFailed, SessionError, UsageError
+from offload.kernels.native import VARIABLE
 from offload.leader import COMPARED_FORWARDS, LeadingWorker
 from offload.plan.sizing import MAX_ROWS
 from offload.ranks.sums import Sums
@@ -71,11 +74,19 @@ def make(
     offload: tuple[str, ...] = (),
     room: int = 200,
     host_tiles: int = 0,
+    num_sequences: int = 1,
 ) -> Engine:
     target, draft = folders[family]
     wanted = draft if sizes.draft_gamma else None
     plan = tiny_plan(
-        target, wanted, sizes, num_prompt_tokens=room - 60, max_tokens=60, dtype=dtype, offload=frozenset(offload)
+        target,
+        wanted,
+        sizes,
+        num_prompt_tokens=room - 60,
+        max_tokens=60,
+        dtype=dtype,
+        offload=frozenset(offload),
+        num_sequences=num_sequences,
     )
     return tiny_engine(changed(plan, num_devices=num_ranks, host_tiles=host_tiles), target, wanted)
 
@@ -403,6 +414,70 @@ def test_a_request_that_is_given_up_leaves_all_ranks_in_step(
             with pytest.raises(KeyboardInterrupt):
                 engine.precompute([*PROMPT, *PROMPT[:20]], on_progress=stop)
             assert say(engine, PROMPT[:30]) == texts[0]
+
+
+# Several sequences
+
+
+def ragged(seed: int) -> list[Asked]:
+    return some(6, seed=seed, most=140, output=40)
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("num_ranks", "offload", "kernels"),
+    [(2, (), "on"), (2, (), "off"), (4, (), "on"), (2, ("kv",), "on"), (2, ("kv", "weights"), "on")],
+)
+def test_sequences_of_ranks_say_what_each_says_alone(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch, num_ranks: int, offload: tuple[str, ...], kernels: str
+) -> None:
+    """Ragged ones that come, go and begin alike, in bf16, where other bits would soon be other tokens."""
+    monkeypatch.setenv(VARIABLE, kernels)
+    with make(folders, num_ranks, FIXED, dtype="bf16", offload=offload, num_sequences=3) as engine:
+        check(engine, ragged(num_ranks))
+
+
+@pytest.mark.usefixtures("forked")
+def test_sequences_of_ranks_share_passes_and_what_they_begin_with(folders: Folders) -> None:
+    """Three texts of one length are as many messages and sums as one, once their prompts are read."""
+    book = random_tokens(100, seed=1)
+    requests = [Asked(book + random_tokens(8, seed=number), GREEDY, 20) for number in range(3)]
+    with make(folders, 2, PLAIN, num_sequences=3) as engine:
+        worker = engine.worker
+        assert isinstance(worker, LeadingWorker)
+        team, told = worker._lead.team, list[dict[str, Any]]()
+        tell = team.tell
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(team, "tell", lambda verb, **said: told.append({"verb": verb} | said) or tell(verb, **said))
+            found, stats = together(engine, requests)
+        forwards = [len(each["parts"]) for each in told if each["verb"] == "forward"]
+        assert found == [alone(engine, each) for each in requests]
+        block = engine.plan.placement.prefill_block
+    assert forwards == [3] * stats[0].levels[0].passes
+    assert [each.reused_tokens for each in stats] == [0, *[100 // block * block] * 2]
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("offload", [(), ("kv", "weights")], ids=["resident", "offloaded"])
+def test_a_shared_pass_that_rank_0_breaks_off_leaves_all_ranks_in_step(
+    folders: Folders, num_cases: Callable[[int], int], offload: tuple[str, ...]
+) -> None:
+    """Wherever that is; afterwards all memory is given back and every sequence can be asked again."""
+    chance, requests, num_broken = random.Random(5), ragged(5), 0
+    with make(folders, 2, FIXED, offload=offload, num_sequences=3) as engine:
+        expected = [alone(engine, each) for each in requests]
+        before = [rank.device_bytes for rank in engine.worker.rank_stats()]
+        for _ in range(num_cases(12)):
+            broken = Once(FullCache.attend, chance.randrange(1, 80))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(FullCache, "attend", lambda *args, broken=broken: broken(*args))
+                with suppress(KeyboardInterrupt):
+                    together(engine, requests)
+            num_broken += broken.left <= 0
+            assert [rank.device_bytes for rank in engine.worker.rank_stats()] == before
+            number = chance.randrange(len(requests))
+            assert alone(engine, requests[number]) == expected[number]
+    assert num_broken > 0
 
 
 # Faults

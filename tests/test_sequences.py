@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import asked
+from asked import NEVER, Asked, alone, check, together
 from models import GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
-from offload.decode.sampling import SamplingParams
 from offload.engine import Engine
-from offload.errors import DoesNotFit, UsageError
+from offload.errors import DoesNotFit
 from offload.kernels.native import VARIABLE
-from offload.metrics import Stats
 from offload.model import level
 from offload.sequences import Sequences
 from processor import best
@@ -27,20 +27,6 @@ PLAIN = Sizes()
 IN_FEW_BITS = Sizes(gamma=5, draft_gamma=2, budget=0, weight_bits=4, kv_bits=4, page=32, capacity=600)
 IN_WHOLE_GROUPS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 16}
 ROOM, OUTPUT = 200, 40
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request. leaves: after so many tokens, if it has not come to its end."""
-
-    prompt: list[int]
-    sampling: SamplingParams
-    max_tokens: int
-    leaves: int = 1000
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"max_tokens": self.max_tokens, "reuse": False}
 
 
 @pytest.fixture(scope="module")
@@ -72,49 +58,8 @@ def made(
         yield engine
 
 
-def some(count: int, *, seed: int = 0, most: int = ROOM - OUTPUT) -> list[Asked]:
-    """Ragged prompts, some of which begin alike, greedy and with seeds."""
-    chance, book = random.Random(seed), random_tokens(most, seed=seed)
-    found = []
-    for number in range(count):
-        prompt = random_tokens(chance.randint(1, most), seed=seed + number)
-        if chance.random() < 0.5:
-            common = chance.randint(1, len(prompt))
-            prompt = book[:common] + prompt[common:]
-        sampling = GREEDY if number % 2 else SamplingParams(temperature=1.2, seed=number)
-        found.append(Asked(prompt, sampling, chance.randint(1, OUTPUT), chance.choice((5, 1000, 1000))))
-    return found
-
-
-def alone(engine: Engine, asked: Asked) -> list[int]:
-    steps = engine.generate(asked.prompt, asked.sampling, **asked.settings)
-    return [token for step in steps for token in step.tokens]
-
-
-def together(engine: Engine, requests: Sequence[Asked]) -> tuple[list[list[int]], list[Stats]]:
-    """What each says; one that leaves early, up to then. As many as there is room for run at a time."""
-    said: dict[int, list[int]] = {}
-    stats: dict[int, Stats] = {}
-    waiting = list(enumerate(requests))
-    with Sequences[int](engine) as sequences:
-        while waiting or len(sequences):
-            while waiting and sequences.has_room:
-                key, asked = waiting.pop(0)
-                said[key] = []
-                sequences.join(key, asked.prompt, asked.sampling, **asked.settings)
-            for key, step in sequences.steps():
-                said[key] += step.tokens
-                if step.finish is not None or len(said[key]) >= requests[key].leaves:
-                    stats[key] = sequences.leave(key)
-    return [said[key] for key in sorted(said)], [stats[key] for key in sorted(stats)]
-
-
-def check(engine: Engine, requests: Sequence[Asked]) -> None:
-    found, _ = together(engine, requests)
-    for asked, tokens in zip(requests, found, strict=True):
-        expected = alone(engine, asked)
-        assert tokens == (expected if len(tokens) < asked.leaves else expected[: len(tokens)])
-        assert tokens
+def some(count: int, *, seed: int, most: int = ROOM - OUTPUT) -> list[Asked]:
+    return asked.some(count, seed=seed, most=most, output=OUTPUT)
 
 
 @pytest.mark.parametrize("number", range(1, 9))
@@ -200,7 +145,7 @@ def test_what_prompts_begin_with_alike_is_read_once(folders):
         block = engine.plan.placement.prefill_block
     assert [each.reused_tokens for each in stats] == [0, *[100 // block * block] * 3]
     with made(folders, TWO, 1) as engine:
-        assert found == [alone(engine, asked) for asked in requests]
+        assert found == [alone(engine, each) for each in requests]
 
 
 @pytest.mark.parametrize("offload", [(), ("kv",)])
@@ -236,7 +181,7 @@ def test_without_memory_for_all_of_them_nothing_stays_allocated(folders, monkeyp
 def test_an_error_of_a_shared_pass_reaches_who_runs_it_and_all_can_be_asked_again(folders, monkeypatch, offload):
     requests = some(3, seed=50)
     with made(folders, TWO, 3, *offload) as engine:
-        expected = [alone(engine, asked) for asked in requests]
+        expected = [alone(engine, each) for each in requests]
         target = engine.worker.target
         forward, count = target.forward, iter(range(1000))
 
@@ -247,8 +192,8 @@ def test_an_error_of_a_shared_pass_reaches_who_runs_it_and_all_can_be_asked_agai
 
         monkeypatch.setattr(target, "forward", fails)
         with pytest.raises(KeyboardInterrupt):
-            together(engine, [replace(asked, leaves=1000, max_tokens=OUTPUT) for asked in requests])
-        assert [alone(engine, asked) for asked in requests] == expected
+            together(engine, [replace(each, leaves=NEVER, max_tokens=OUTPUT) for each in requests])
+        assert [alone(engine, each) for each in requests] == expected
 
 
 def test_an_error_of_one_prefill_leaves_the_others_as_they_are(folders):
@@ -271,23 +216,3 @@ def test_an_error_of_one_prefill_leaves_the_others_as_they_are(folders):
                     if step.finish is not None:
                         sequences.leave(key)
         assert [said[0], said[2]] == [alone(engine, first), alone(engine, second)]
-
-
-def test_several_devices_have_one_sequence_at_a_time(folders):
-    with made(folders, PLAIN, 1) as engine:
-        request = engine.plan.request
-    assert request.num_sequences == 1
-    with pytest.raises(UsageError, match="for one device so far"):
-        tiny_plan_for_two(folders)
-
-
-def tiny_plan_for_two(folders: tuple[Path, Path]) -> None:
-    from models import CPU
-    from offload.plan.config import ModelConfig
-    from offload.plan.options import Options
-    from offload.plan.request import Request
-
-    request = Request(ModelConfig.from_folder(folders[0]), None, Options(device="cpu"), replace(CPU, num_devices=2))
-    plan = request.plan(num_prompt_tokens=10, max_tokens=10)
-    assert request.together(plan, None, most=8) == plan
-    request.together(plan, 2, most=8)

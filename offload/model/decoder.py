@@ -87,29 +87,27 @@ class Decoder:
         if blocks is not None and len(tokens) != sum(blocks):
             raise ValueError(f"{len(tokens)} rows are not blocks of {blocks}")
         if self._few is not None and prefill_block is None and (blocks is not None or len(tokens) <= FEW_ROWS):
-            return self._forward_few(self._few, tokens, segments, blocks)
+            return self._forward_few(self._few, tokens, segments)
         x = torch.index_select(self.weights.embedding, 0, tokens, out=rows)
-        with self._due(x, blocks, self.config.num_layers) if prefill_block is None else nullcontext():
+        with self._due(x, self.config.num_layers) if prefill_block is None else nullcontext():
             for layer, weights in enumerate(self.weights.layers):
                 for start in range(0, x.shape[0], prefill_block or x.shape[0]):
                     block = x[start : start + (prefill_block or x.shape[0])]
-                    with nullcontext() if prefill_block is None else self._due(block, None, 1):
+                    with nullcontext() if prefill_block is None else self._due(block, 1):
                         self._layer(layer, weights, block, start, segments, blocks)
                     on_rows(block.shape[0])
         return x
 
-    def _forward_few(
-        self, few: FewRows, tokens: Tensor, segments: Sequence[Segment], blocks: Sequence[int] | None
-    ) -> Tensor:
+    def _forward_few(self, few: FewRows, tokens: Tensor, segments: Sequence[Segment]) -> Tensor:
         num_rows = tokens.shape[0]
         x = torch.index_select(self.weights.embedding, 0, tokens, out=few.rows(num_rows))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self._attend(layer, q, k, v, 0, segments)
 
-        with self._due(x, blocks, self.config.num_layers):
+        with self._due(x, self.config.num_layers):
             for layer, weights in enumerate(self.weights.layers):
-                few.layer(layer, weights, num_rows, blocks or [num_rows], attend)
+                few.layer(layer, weights, num_rows, attend)
         return x
 
     def finish(self) -> None:
@@ -128,10 +126,10 @@ class Decoder:
         assert self.weights.head is not None, "rank 0 alone has the head"
         return self.weights.head(self._norm(hidden, self.weights.final_norm))
 
-    def _due(self, x: Tensor, blocks: Sequence[int] | None, num_layers: int) -> AbstractContextManager[None]:
-        """The sums over the ranks in so many layers: after the attention and the feed-forward network of each block."""
-        sizes = [x.shape[0]] if blocks is None else blocks
-        return self._sums.due([(rows, x.shape[1]) for rows in sizes for _ in range(2)] * num_layers, x)
+    def _due(self, x: Tensor, num_layers: int) -> AbstractContextManager[None]:
+        """The sums over the ranks in so many layers, of all rows: after the attention and after the feed-forward
+        network."""
+        return self._sums.due([(x.shape[0], x.shape[1])] * (2 * num_layers), x)
 
     def _layer(
         self,
@@ -146,11 +144,13 @@ class Decoder:
         qkv = _by_block(blocks, x, lambda part: weights.qkv(self._norm(part, weights.input_norm)))
         q, k, v = self._heads(weights, qkv)
         attended = self._attend(layer, q, k, v, start, segments)
-        sizes = [x.shape[0]] if blocks is None else list(blocks)
-        for part, own in zip(x.split(sizes), attended.split(sizes), strict=True):
-            part += self._sums.total(weights.o(own))
-            gate, up = weights.gate_up(self._norm(part, weights.post_norm)).chunk(2, -1)
-            part += self._sums.total(weights.down(silu(gate).mul_(up)))
+        x += self._sums.total(_by_block(blocks, attended, weights.o))
+        x += self._sums.total(_by_block(blocks, x, lambda part: self._feed_forward(weights, part)))
+
+    def _feed_forward(self, weights: LayerWeights, x: Tensor) -> Tensor:
+        """x [n, hidden] -> [n, hidden], of this rank's part of the network."""
+        gate, up = weights.gate_up(self._norm(x, weights.post_norm)).chunk(2, -1)
+        return weights.down(silu(gate).mul_(up))
 
     def _heads(self, weights: LayerWeights, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (H + 2 H_kv) * D] -> q [T, H, D], k and v [T, H_kv, D], normed where the model does that."""

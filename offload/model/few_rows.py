@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,8 +36,8 @@ class FewRows:
             self._allocate(max(num_rows, 8))
         return self._x[:num_rows]
 
-    def layer(self, layer: int, weights: LayerWeights, num_rows: int, sizes: Sequence[int], attend: Attend) -> None:
-        """The first `num_rows` rows, in place. sizes: of the parts of them that ranks sum together."""
+    def layer(self, layer: int, weights: LayerWeights, num_rows: int, attend: Attend) -> None:
+        """The first `num_rows` rows, in place."""
         before, after = self._steps(weights)
         before.run(num_rows)
         q, k, v = self._heads(num_rows)
@@ -45,13 +45,10 @@ class FewRows:
             norm_heads(self._kernels, q, weights.q_norm, self._config.rms_norm_eps)
             norm_heads(self._kernels, k, weights.k_norm, self._config.rms_norm_eps)
         after[0].read(attend(layer, q, k, v))
-        first = 0
-        for rows in [num_rows] if self._alone else sizes:
-            for steps in after:
-                steps.run(rows, first)
-                if not self._alone:
-                    self._x[first : first + rows] += self._sums.total(self._part[first : first + rows])
-            first += rows
+        for steps in after:
+            steps.run(num_rows)
+            if not self._alone:
+                self._x[:num_rows] += self._sums.total(self._part[:num_rows])
 
     def logits(self, hidden: Tensor, norm: Tensor, head: Linear) -> Tensor:
         """hidden [n, hidden] -> [n, V]."""

@@ -217,6 +217,8 @@ class Level:
         ends = [(len(each.tokens), each.num_logits) for each in continuations]
         wanted = [hidden[count - num : count] for hidden, (count, num) in zip(parts, ends, strict=True)]
         sizes = [len(rows) for rows in wanted]
+        if not sum(sizes):
+            return wanted
         logits = self._decoder.logits(torch.cat(wanted), blocks=[sum(sizes)])
         return list(logits[:, : self._vocab_size].split(sizes))
 

@@ -165,10 +165,14 @@ class Cost:
 
     def full_sums(self, rows: int) -> float:
         """Seconds of the sums over the ranks in a full pass."""
-        return self.sums(self._padded(rows), self._blocks(rows))
+        return self.sums(self._padded(rows))
 
-    def sums(self, rows: int, blocks: int = 1) -> float:
-        """Seconds of the sums over the ranks in a pass: two a layer and block, of its rows [rows, hidden]."""
+    def sums(self, rows: int) -> float:
+        """Seconds of the sums over the ranks in a pass of so many rows of each sequence: two a layer."""
+        return self._sums(self.num_sequences * rows, 1)
+
+    def _sums(self, rows: int, blocks: int) -> float:
+        """Two a layer and block, of its part of the rows [rows, hidden]."""
         hardware, target = self.sizing.hardware, self.sizing.target
         sums = NETWORK if hardware.num_hosts > 1 else GLOO if self._on_cpu else NCCL
         row_bytes = target.hidden_size * self.sizing.itemsize
@@ -207,7 +211,7 @@ class Cost:
         else:
             flops = sizing.target.prefill_flops(num_tokens) / sizing.num_devices
             computed = flops / (GPU.prefill_share * rates.flops)
-        summed = self.sums(num_tokens, -(-num_tokens // PREFILL_BLOCK))
+        summed = self._sums(num_tokens, -(-num_tokens // PREFILL_BLOCK))
         return max(computed + summed, moved, home / min(rates.to_host, self.link_rate))
 
     def _blocks(self, rows: int) -> int:

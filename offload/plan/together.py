@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from offload.errors import DoesNotFit, UsageError
+from offload.errors import DoesNotFit
 from offload.plan.cost import Cost
 from offload.plan.host_share import shared
 from offload.plan.pass_times import Times
@@ -38,15 +38,8 @@ def plan_together(plan: Plan, sizing: Sizing, times: Times, num_sequences: int |
     """`plan` for `num_sequences` sequences, but no more than `most`, at a time; None: as many, up to MOST, as are
     predicted to give the most tokens a second in all. sizing, times: those that `plan` was made with.
 
-    Raises UsageError where several devices share the model, DoesNotFit, which says how many sequences would fit.
+    Raises DoesNotFit, which says how many sequences would fit.
     """
-    if plan.request.num_devices > 1:
-        if num_sequences is not None and num_sequences > 1:
-            raise UsageError(
-                f"batch is {num_sequences} and there are {plan.request.num_devices} devices: several sequences at a "
-                "time are for one device so far; leave out --batch, or add --gpus 1"
-            )
-        return plan
     one = _found(plan, sizing, times, 1)
     if num_sequences is None:
         return _noted(

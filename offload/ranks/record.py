@@ -28,9 +28,9 @@ class TokenRecord:
         """`length` rows were taken over from elsewhere."""
         self._tokens = [_UNKNOWN] * length
 
-    def take(self, other: TokenRecord) -> None:
-        """The rows of `other` were copied."""
-        self._tokens = list(other._tokens)
+    def take(self, other: TokenRecord, num_tokens: int | None = None) -> None:
+        """The rows of `other` were copied, or the first `num_tokens` of them."""
+        self._tokens = other._tokens[:num_tokens]
 
     def digest(self, length: int) -> str:
         """Of the first `length` tokens."""

@@ -77,10 +77,10 @@ class Steps:
         self._widened, self._read = widened, steps[0].x  # tensors are kept as long as their addresses
         self._structures = (Product * len(steps))(*(self._structure(step) for step in steps))
 
-    def run(self, num_rows: int, first: int = 0) -> None:
-        """first: the first of the rows."""
+    def run(self, num_rows: int) -> None:
+        """Of the first rows."""
         structures = self._structures
-        self._library.run_products(self._dtype, structures, len(structures), first, num_rows, torch.get_num_threads())
+        self._library.run_products(self._dtype, structures, len(structures), num_rows, torch.get_num_threads())
 
     def read(self, x: Tensor) -> None:
         """From now on the first step reads x, [n, inputs] contiguous."""

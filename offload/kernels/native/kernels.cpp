@@ -18,7 +18,7 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Changes with every change of a structure or a function below.
-KERNEL int abi() { return 9; }
+KERNEL int abi() { return 10; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -29,9 +29,8 @@ KERNEL void bind(void* parallel, void* barrier, void* number) {
     threads::number = reinterpret_cast<decltype(threads::number)>(number);
 }
 
-KERNEL void run_products(Dtype dtype, const Product* steps, int64_t count, int64_t first, int64_t rows,
-                         int64_t how_many) {
-    with(dtype, [&]<class E>() { products::run<E>(steps, count, first, rows, how_many); });
+KERNEL void run_products(Dtype dtype, const Product* steps, int64_t count, int64_t rows, int64_t how_many) {
+    with(dtype, [&]<class E>() { products::run<E>(steps, count, rows, how_many); });
 }
 
 KERNEL void encode(Dtype dtype, const void* weight, int64_t outputs, int64_t inputs, uint8_t* matrix,

@@ -59,9 +59,9 @@ f32 norm_scale(const Product& p, const typename E::element* x) {
 
 // One row, normed and taken to 8 bits.
 template <class E>
-void code_row(const Product& p, int64_t first, int64_t row) {
+void code_row(const Product& p, int64_t row) {
     using element = typename E::element;
-    auto x = static_cast<const element*>(p.x) + (first + row) * p.x_stride;
+    auto x = static_cast<const element*>(p.x) + row * p.x_stride;
     auto norm = static_cast<const element*>(p.norm);
     const f32 scale = norm ? norm_scale<E>(p, x) : all(1.0f);
     codes::take(codes_of(p), row, [&](int at) {
@@ -72,10 +72,10 @@ void code_row(const Product& p, int64_t first, int64_t row) {
 
 // One row, normed and widened to fp32 in the order of units; or kept as bf16 for tiles.
 template <class E>
-void widen_row(const Product& p, int64_t first, int64_t row) {
+void widen_row(const Product& p, int64_t row) {
     using element = typename E::element;
     const int inputs = int(p.inputs);
-    auto x = static_cast<const element*>(p.x) + (first + row) * p.x_stride;
+    auto x = static_cast<const element*>(p.x) + row * p.x_stride;
     auto norm = static_cast<const element*>(p.norm);
     auto units = [&](const element* from, int at) { return units_of<E>(from, inputs, at); };
     const f32 scale = norm ? norm_scale<E>(p, x) : all(1.0f);
@@ -182,7 +182,7 @@ INLINE void finish(Ending ending, const float* results, const float* ups, typena
 
 // A tile of outputs of all rows.
 template <class E>
-void work_out(const Product& p, int64_t first_row, int64_t rows, int64_t tile) {
+void work_out(const Product& p, int64_t rows, int64_t tile) {
     const int64_t first = tile * OUTPUTS;
     const int count = int(p.outputs - first < OUTPUTS ? p.outputs - first : OUTPUTS);
     alignas(64) float results[MOST_ROWS][OUTPUTS], ups[MOST_ROWS][OUTPUTS];
@@ -190,14 +190,14 @@ void work_out(const Product& p, int64_t first_row, int64_t rows, int64_t tile) {
         const int some = int(rows - from < MOST_ROWS ? rows - from : MOST_ROWS);
         block<E>(p, from, first, count, some, results);
         if (p.ending == Ending::gate) block<E>(p, from, p.outputs + first, count, some, ups);
-        auto out = static_cast<typename E::element*>(p.out) + (first_row + from) * p.out_stride + first;
+        auto out = static_cast<typename E::element*>(p.out) + from * p.out_stride + first;
         for (int r = 0; r < some; r++) finish<E>(p.ending, results[r], ups[r], out + r * p.out_stride, count);
     }
 }
 
-// `count` products one after the other, at most 16, of `rows` rows from row `first` on.
+// `count` products one after the other, at most 16, of `rows` rows.
 template <class E>
-void run(const Product* steps, int64_t count, int64_t first, int64_t rows, int64_t how_many) {
+void run(const Product* steps, int64_t count, int64_t rows, int64_t how_many) {
     constexpr int most = 16;
     threads::Counter widening[most], drawing[most];
     auto body = [&] {
@@ -206,12 +206,12 @@ void run(const Product* steps, int64_t count, int64_t first, int64_t rows, int64
             const Product& p = steps[i];
             if (i) threads::barrier();
             for (int64_t row; (row = widening[i].draw()) < rows;)
-                p.coded ? code_row<E>(p, first, row) : widen_row<E>(p, first, row);
+                p.coded ? code_row<E>(p, row) : widen_row<E>(p, row);
             threads::barrier();
             const int64_t some = p.coded ? 4 : 1;  // tiles drawn together: about as many bytes of either weight
             for (int64_t tile; (tile = drawing[i].draw() * some) * OUTPUTS < p.outputs;)
                 for (int64_t end = tile + some; tile < end && tile * OUTPUTS < p.outputs; tile++)
-                    work_out<E>(p, first, rows, tile);
+                    work_out<E>(p, rows, tile);
         }
     };
     threads::run(how_many, body);

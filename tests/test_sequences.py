@@ -17,7 +17,7 @@ from models import GREEDY, Sizes, random_model, random_tokens, save, tiny_engine
 from offload.engine import Engine
 from offload.errors import DoesNotFit
 from offload.kernels.native import VARIABLE
-from offload.model import level
+from offload.model import decoder, level
 from offload.sequences import Sequences
 from processor import best
 
@@ -216,3 +216,20 @@ def test_an_error_of_one_prefill_leaves_the_others_as_they_are(folders):
                     if step.finish is not None:
                         sequences.leave(key)
         assert [said[0], said[2]] == [alone(engine, first), alone(engine, second)]
+
+
+def test_without_kernels_sequences_share_blocks(folders, monkeypatch):
+    """Passes of a row each of four texts run in the blocks for four rows, not in four; their logits, too."""
+    monkeypatch.setenv(VARIABLE, "off")
+    requests = [Asked(random_tokens(50, seed=number), GREEDY, 20) for number in range(4)]
+    with made(folders, PLAIN, 4) as engine:
+        found, by_block = list[list[int]](), decoder._by_block
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder, "_by_block", lambda blocks, *rest: found.append(blocks) or by_block(blocks, *rest))
+            together(engine, requests)
+        blocks = engine.levels["target"]._blocks
+        _, stats = together(engine, requests)
+        products = 1 + 3 * engine.worker.target.config.num_layers  # of a pass: the head, and of each layer three
+    passes = [each for each in found if each is not None]  # a prefill has none
+    assert passes.count(blocks.cut(4)) >= products * (stats[0].levels[0].passes - 1)
+    assert blocks.cut(1) * 4 not in passes

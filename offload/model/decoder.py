@@ -17,6 +17,7 @@ from torch.nn.functional import rms_norm, silu
 from offload.cache import Cache
 from offload.kernels.native import FEW_ROWS, NONE, Kernels
 from offload.model.few_rows import FewRows
+from offload.model.shared_blocks import SharedBlocks
 from offload.model.sums import OneRank, Sums
 from offload.plan.config import ModelConfig
 from offload.transfer.weights import LayerWeights, ResidentLayers, Weights
@@ -69,6 +70,7 @@ class Decoder:
         *,
         prefill_block: int | None = None,
         blocks: Sequence[int] | None = None,
+        shared: SharedBlocks | None = None,
         on_rows: Callable[[int], None] = lambda num_rows: None,
         rows: Tensor | None = None,
     ) -> Tensor:
@@ -78,12 +80,14 @@ class Decoder:
         prefill_block: rows are worked on in blocks of at most this many, in place, so that a layer's intermediates stay
         small; None: all at once. blocks: every matrix product sees exactly these numbers of rows, one after the other
         (`T` is their sum), so that a row's bits do not depend on how many others there are; None: as prefill_block
-        gives them.
+        gives them. shared: those of several segments, whose rows come out in its order.
         `on_rows` is called with each block's number of rows after each layer. With several ranks a prefill can be
         broken off between two blocks, another forward ends on all of them.
         rows: where to have the hidden rows. Peak memory: T of them and one block's intermediates.
         """
         tokens = segments[0].tokens if len(segments) == 1 else torch.cat([each.tokens for each in segments])
+        if shared is not None:
+            tokens, blocks = shared.joined(tokens), shared.sizes
         if blocks is not None and len(tokens) != sum(blocks):
             raise ValueError(f"{len(tokens)} rows are not blocks of {blocks}")
         if self._few is not None and prefill_block is None and (blocks is not None or len(tokens) <= FEW_ROWS):
@@ -94,7 +98,7 @@ class Decoder:
                 for start in range(0, x.shape[0], prefill_block or x.shape[0]):
                     block = x[start : start + (prefill_block or x.shape[0])]
                     with nullcontext() if prefill_block is None else self._due(block, 1):
-                        self._layer(layer, weights, block, start, segments, blocks)
+                        self._layer(layer, weights, block, start, segments, blocks, shared)
                     on_rows(block.shape[0])
         return x
 
@@ -139,11 +143,13 @@ class Decoder:
         start: int,
         segments: Sequence[Segment],
         blocks: Sequence[int] | None,
+        shared: SharedBlocks | None,
     ) -> None:
         """x [T, hidden], rows `start` and on of the forward, in place."""
         qkv = _by_block(blocks, x, lambda part: weights.qkv(self._norm(part, weights.input_norm)))
-        q, k, v = self._heads(weights, qkv)
+        q, k, v = self._heads(weights, qkv if shared is None else shared.apart(qkv))
         attended = self._attend(layer, q, k, v, start, segments)
+        attended = attended if shared is None else shared.joined(attended)
         x += self._sums.total(_by_block(blocks, attended, weights.o))
         x += self._sums.total(_by_block(blocks, x, lambda part: self._feed_forward(weights, part)))
 

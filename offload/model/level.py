@@ -17,6 +17,7 @@ from offload.kernels.rows import Blocks
 from offload.metrics import LevelStats
 from offload.model.decoder import Decoder, Segment
 from offload.model.graphs import VARIABLE, Graphs
+from offload.model.shared_blocks import SharedBlocks
 from offload.transfer.arena import Arena
 from offload.transfer.link import Link
 from offload.transfer.memory import sent
@@ -155,18 +156,24 @@ class Level:
         segments = [self._begin(each, sum(blocks)) for each, blocks in zip(continuations, cuts, strict=True)]
         if self._graphs is not None and (memory := self._graph_memory(segments)) is not None:
             return [self._run_graph(self._graphs, memory, continuations[0], segments[0])]
-        # Without blocks the decoder may take all rows of a sequence together: their bits may depend on each other.
-        apart = self._blocks is not None or len(continuations) > 1
-        exact = [size for blocks in cuts for size in blocks] if apart else None
-        hidden = self._decoder.forward(segments, blocks=exact)
+        parts = self._hidden([len(each.tokens) for each in continuations], segments, cuts)
         for each in continuations:
             each.cache.advance(len(each.tokens))
-        parts = hidden.split([sum(blocks) for blocks in cuts])
-        if len(continuations) > 1 and self._decoder.takes_any_rows:
+        if len(continuations) > 1 and (self._blocks is not None or self._decoder.takes_any_rows):
             logits = self._logits_of_all(continuations, parts)
         else:
             logits = [self._logits(*each) for each in zip(continuations, parts, cuts, strict=True)]
         return [each.then(rows, *each.given) for each, rows in zip(continuations, logits, strict=True)]
+
+    def _hidden(self, counts: Sequence[int], segments: Sequence[Segment], cuts: Sequence[list[int]]) -> list[Tensor]:
+        """Hidden rows of each sequence, which has so many; what comes after them is padding."""
+        if len(segments) > 1 and self._blocks is not None and not self._decoder.takes_any_rows:
+            shared = SharedBlocks.of(counts, self._blocks, self._decoder.device)
+            return list(self._decoder.forward(segments, shared=shared)[: sum(counts)].split(list(counts)))
+        # Without blocks the decoder may take all rows of a sequence together: their bits may depend on each other.
+        apart = self._blocks is not None or len(segments) > 1
+        exact = [size for blocks in cuts for size in blocks] if apart else None
+        return list(self._decoder.forward(segments, blocks=exact).split([sum(blocks) for blocks in cuts]))
 
     def _graph_memory(self, segments: Sequence[Segment]) -> Hashable:
         """See `Graphs.run`; None: these rows are no graph."""
@@ -213,14 +220,20 @@ class Level:
         return logits[first - start : count - start, : self._vocab_size]
 
     def _logits_of_all(self, continuations: Sequence[Continuation], parts: Sequence[Tensor]) -> list[Tensor]:
-        """The same of all sequences in one product: no row's bits depend on those beside it."""
+        """The same of all sequences in blocks that they share, or in one product: no row's bits depend on those beside
+        it."""
         ends = [(len(each.tokens), each.num_logits) for each in continuations]
         wanted = [hidden[count - num : count] for hidden, (count, num) in zip(parts, ends, strict=True)]
         sizes = [len(rows) for rows in wanted]
         if not sum(sizes):
             return wanted
-        logits = self._decoder.logits(torch.cat(wanted), blocks=[sum(sizes)])
-        return list(logits[:, : self._vocab_size].split(sizes))
+        if self._decoder.takes_any_rows or self._blocks is None:
+            logits = self._decoder.logits(torch.cat(wanted), blocks=[sum(sizes)])
+        else:
+            blocks = self._blocks.cut(sum(sizes))
+            rows = pad(torch.cat(wanted), (0, 0, 0, sum(blocks) - sum(sizes)))
+            logits = self._decoder.logits(rows, blocks=blocks)
+        return list(logits[: sum(sizes), : self._vocab_size].split(sizes))
 
     def _cut(self, num_rows: int) -> list[int]:
         """Blocks that hold so many rows."""

@@ -110,7 +110,8 @@ class Cost:
             return max(read, crossing / self.link_rate)
         if composition.inner == "self" and not composition.keeps_copies:
             return self._ahead_on_gpu(rows)
-        read = self._by_rows(self._own_weights_seconds + self._kept / self._rate, rows)
+        weights = self.num_sequences * self._own_weights_seconds  # such passes run apart
+        read = self._by_rows(weights + self._kept / self._rate, rows)
         crossing = 0 if self._proposes_coded else self.streamed_weights
         return max(self._calls, read + self.sums(rows), crossing / self.link_rate)
 
@@ -165,10 +166,10 @@ class Cost:
 
     def full_sums(self, rows: int) -> float:
         """Seconds of the sums over the ranks in a full pass."""
-        return self.sums(self._padded(rows))
+        return self._sums(self._padded(self.num_sequences * rows), 1)
 
     def sums(self, rows: int) -> float:
-        """Seconds of the sums over the ranks in a pass of so many rows of each sequence: two a layer."""
+        """Seconds of the sums over the ranks in passes of each sequence over so many rows: two a layer."""
         return self._sums(self.num_sequences * rows, 1)
 
     def _sums(self, rows: int, blocks: int) -> float:
@@ -236,19 +237,23 @@ class Cost:
         return self._on_this_cpu(self.capacity, rows, masses=masses) + self.full_sums(rows)
 
     def _full_on_gpu(self, rows: int, masses: bool) -> float:
-        blocks = self._blocks(rows)
         cache, tiles = self.cache_bytes - self.full_host_bytes, self.num_tiles - self.placement.host_tiles
-        work = self._by_rows(self._weights_seconds + cache / self._rate, self._padded(rows), blocks)
-        launches = blocks * tiles * self.num_sequences * GPU.tile_seconds
-        seconds = max(self._calls + launches, work + self.full_sums(rows))
+        seconds = self._over_blocks(rows, self._weights_seconds, cache, tiles)
         return seconds * (1.0 + GPU.mass_share * masses)
 
     def _ahead_on_gpu(self, rows: int) -> float:
         """Of a pass over weights in 4 bits and the whole exact cache, on the card."""
-        blocks = self._blocks(rows)
-        read = self._own_weights_seconds + self.cache_bytes / self._rate
-        work = self._by_rows(read, self._padded(rows), blocks) + self.full_sums(rows)
-        return max(self._calls + blocks * self.num_tiles * self.num_sequences * GPU.tile_seconds, work)
+        return self._over_blocks(rows, self._own_weights_seconds, self.cache_bytes, self.num_tiles)
+
+    def _over_blocks(self, rows: int, weights: float, cache_bytes: float, tiles: int) -> float:
+        """Of a pass on a card in blocks that the sequences share; each one's cache is read by blocks of its own.
+        weights: seconds of reading them for a block. tiles: of each sequence that the card attends to."""
+        number, blocks = self.num_sequences, self._blocks(rows)
+        read = self._by_rows(weights, self._padded(number * rows), self._blocks(number * rows))
+        read += self._by_rows(cache_bytes / self._rate, self._padded(rows), blocks)
+        layers = self.sizing.target.num_layers
+        calls = GPU.pass_seconds * number + layers * (GPU.layer_seconds + (number - 1) * GPU.sequence_seconds)
+        return max(calls + number * blocks * tiles * GPU.tile_seconds, read + self.full_sums(rows))
 
     def _on_this_cpu(self, num_tokens: int, rows: int, *, masses: bool = False) -> float:
         """Seconds of a pass over `num_tokens` cached tokens, with links that are as fast as memory."""
@@ -302,9 +307,8 @@ class Cost:
 
     @property
     def _weights_seconds(self) -> float:
-        """Of reading, on a GPU, the exact weights for a block of each sequence."""
-        weights = self.sizing.embedding_bytes + self.sizing.target.num_layers * self.sizing.layer_bytes
-        return self.num_sequences * weights / self._rate
+        """Of reading, on a GPU, the exact weights for a block of rows."""
+        return (self.sizing.embedding_bytes + self.sizing.target.num_layers * self.sizing.layer_bytes) / self._rate
 
     @property
     def _own_weights_seconds(self) -> float:
@@ -312,7 +316,7 @@ class Cost:
         if not self._proposes_coded:
             return self._weights_seconds
         rate = GPU.coded_share * self.sizing.hardware.rates.device_read
-        return self.num_sequences * self.sizing.low_bit_bytes() / rate
+        return self.sizing.low_bit_bytes() / rate
 
     @property
     def _kept(self) -> int:

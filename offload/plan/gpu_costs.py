@@ -12,6 +12,7 @@ class GpuCosts:
 
     pass_seconds: float = 5e-4  # calls of one pass outside its layers, the draw
     layer_seconds: float = 3e-4  # calls of one layer
+    sequence_seconds: float = 1e-4  # of one layer, for each further sequence: to take rows in and attend
     tile_seconds: float = 2.3e-4  # calls of one block over one tile
     read_share: float = 0.9  # of the rate of reading, at which one row runs over weights and cache
     coded_share: float = 0.75  # the same over weights in 4 bits: two short launches for each product

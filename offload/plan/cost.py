@@ -105,15 +105,15 @@ class Cost:
             num_tokens, coded = composition.budget or self.capacity, self._attends_coded
             layers = self.sizing.target.num_layers
             seconds = times.seconds(layers, num_tokens, rows, coded=coded, sequences=self.num_sequences)
-            read = seconds * self._cpu_share + self.sums(rows)
+            read = seconds * self._cpu_share + self.sums(self.num_sequences * rows)
             crossing = 0 if self._proposes_coded else self.streamed_weights
             return max(read, crossing / self.link_rate)
         if composition.inner == "self" and not composition.keeps_copies:
             return self._ahead_on_gpu(rows)
-        weights = self.num_sequences * self._own_weights_seconds  # such passes run apart
-        read = self._by_rows(weights + self._kept / self._rate, rows)
+        number = self.num_sequences  # whose passes run apart
+        read = self._by_rows(number * self._own_weights_seconds + self._kept / self._rate, rows)
         crossing = 0 if self._proposes_coded else self.streamed_weights
-        return max(self._calls, read + self.sums(rows), crossing / self.link_rate)
+        return max(self._calls, read + number * self.sums(rows), crossing / self.link_rate)
 
     @cached_property
     def draft_pass(self) -> float:
@@ -166,14 +166,10 @@ class Cost:
 
     def full_sums(self, rows: int) -> float:
         """Seconds of the sums over the ranks in a full pass."""
-        return self._sums(self._padded(self.num_sequences * rows), 1)
+        return self.sums(self._padded(self.num_sequences * rows))
 
-    def sums(self, rows: int) -> float:
-        """Seconds of the sums over the ranks in passes of each sequence over so many rows: two a layer."""
-        return self._sums(self.num_sequences * rows, 1)
-
-    def _sums(self, rows: int, blocks: int) -> float:
-        """Two a layer and block, of its part of the rows [rows, hidden]."""
+    def sums(self, rows: int, blocks: int = 1) -> float:
+        """Seconds of the sums over the ranks in a pass: two a layer and block, of its part of [rows, hidden]."""
         hardware, target = self.sizing.hardware, self.sizing.target
         sums = NETWORK if hardware.num_hosts > 1 else GLOO if self._on_cpu else NCCL
         row_bytes = target.hidden_size * self.sizing.itemsize
@@ -212,7 +208,7 @@ class Cost:
         else:
             flops = sizing.target.prefill_flops(num_tokens) / sizing.num_devices
             computed = flops / (GPU.prefill_share * rates.flops)
-        summed = self._sums(num_tokens, -(-num_tokens // PREFILL_BLOCK))
+        summed = self.sums(num_tokens, -(-num_tokens // PREFILL_BLOCK))
         return max(computed + summed, moved, home / min(rates.to_host, self.link_rate))
 
     def _blocks(self, rows: int) -> int:

@@ -20,12 +20,12 @@ from offload.model.sums import Sums
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.plan.shards import ALONE, Shard
-from offload.plan.sizing import MAX_ROWS
+from offload.plan.sizing import MAX_ROWS, home_bytes
 from offload.progress import OnProgress, Progress, Stage
 from offload.transfer.device import sum_in_fp32, use_device
+from offload.transfer.layout import LayerLayout
 from offload.transfer.link import Link, make_link
 from offload.transfer.memory import Memory
-from offload.transfer.weights import LayerLayout
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ def _host_blocks(plan: Plan, config: ModelConfig, memory: Memory) -> list[int]:
     placement, blocks = plan.placement, list[int]()
     if "weights" in placement.offload:
         layer = LayerLayout.of(config, DTYPES[plan.request.dtype]).num_bytes
-        blocks += [layer] * (config.num_layers - placement.resident_layers)
+        home = home_bytes(layer, config.layer_matrix_elements(), placement.weight_link_bits)
+        blocks += [home] * (config.num_layers - placement.resident_layers)
     if "kv" in placement.offload:
         shape = tile_shape(plan, config)
         store = TileStore(memory, shape, config.num_layers, placement.resident_tiles, placement.host_tiles)

@@ -37,8 +37,9 @@ from offload.plan.options import PAGE_TOKENS, Options
 from offload.plan.pass_times import ROWS, PassTimes, key_of, load_times, save_times
 from offload.plan.request import Request
 from offload.plan.sizing import takes_codes, takes_kv_codes
+from offload.transfer.layout import LayerLayout, Linear
 from offload.transfer.memory import Memory
-from offload.transfer.weights import LayerLayout, Linear, ResidentLayers, Weights
+from offload.transfer.weights import ResidentLayers, Weights
 
 LAYER_BYTES = 32 * 2**20  # of weights, as far as a model has so many
 CACHE_BYTES = 128 * 2**20  # of keys and values: more than the processor's caches hold

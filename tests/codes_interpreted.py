@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from offload.kernels.card.codes import GROUPS, ROWS, TILES, product, split_groups
+from offload.kernels.card.remainders import restore
 from offload.kernels.codes import GROUP, TILE, Codes, encode_with_torch
+from offload.kernels.remainders import split_off_with_torch
 
 DTYPES = [torch.bfloat16, torch.float16]
 # Against fp64 with the same rounded weights. The interpreter cuts bf16 off where a card rounds.
@@ -122,3 +124,31 @@ def test_splits_are_alike_and_make_programs_enough() -> None:
         assert each * len(counts) <= 1.2 * num_groups
         assert 250 <= len(counts) * -(-outputs // (TILES * TILE)) <= 800
     assert split_groups(16, 64) == GROUPS
+
+
+# Weights from their codes and what they have beside these.
+
+
+def escaping(*size: int, share: float, seed: int) -> Tensor:
+    """Of a normal distribution, a share of them any smaller number."""
+    small = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
+    small = small[small.abs() < 1.0]
+    generator = torch.Generator().manual_seed(seed)
+    some = small[torch.randint(len(small), size, generator=generator)]
+    return torch.where(torch.rand(size, generator=generator) < share, some, normal(*size, seed=seed).bfloat16())
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 64), (48, 192), (32, 5 * 64)])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.4])
+def test_weights_come_back_from_their_codes_and_their_remainders(outputs: int, inputs: int, share: float) -> None:
+    weight = escaping(outputs, inputs, share=share, seed=outputs + inputs)
+    weight[3] = weight[3, 0]
+    weight[5, :7] = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e-20, -1e-20, 3.0])
+    weight[6] = weight[6] + 50
+    codes = Codes(torch.zeros(Codes.shape_of_blocks(weight.shape), dtype=torch.uint8))
+    encode_with_torch(weight, codes)
+    split = split_off_with_torch(weight, codes)
+    assert split is not None
+    out = torch.full_like(weight, torch.nan)
+    restore(split.content, split.escapes, codes, out)
+    assert torch.equal(out.view(torch.int16), weight.view(torch.int16))

@@ -31,6 +31,8 @@ from offload.kernels.card import (  # noqa: E402
     kv_programs,
     packed_programs,
     programs,
+    remainder_programs,
+    remainders,
 )
 from offload.kernels.card.fetch import rows_at_once, warps  # noqa: E402
 from offload.kernels.card.packed import warps as warps_of  # noqa: E402
@@ -316,6 +318,20 @@ def test_splits_are_joined_by_wide_loads(capability: int, bias: bool) -> None:
     assert found.spilled_bytes == 0
     assert found.registers <= 64
     assert "ld.global.v4" in found.ptx
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_weights_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capability: int) -> None:
+    pointers = {"content": "*u8", "blocks": "*u8", "out": "*i16"}
+    found = compiled(remainder_programs.restore_weights, capability, pointers, {}, warps=remainders.WARPS)
+    assert found.spilled_bytes == 0
+    assert found.registers <= 80
+    assert found.shared_bytes <= 8 * 2**10
+    stores = re.findall(r"st\.global[.\w:]*", found.ptx)
+    assert stores
+    assert all(".v4.b32" in op for op in stores), stores
+    loads = Counter(re.findall(r"ld\.global[.\w:]*", found.ptx))
+    assert loads["ld.global.v2.b32"] + 2 * loads["ld.global.v4.b32"] >= 1024 // (32 * remainders.WARPS) // 8, loads
 
 
 def test_spills_are_noticed() -> None:

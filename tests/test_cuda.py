@@ -23,9 +23,9 @@ from offload.kernels.codes import Codes, encode_in_parts  # noqa: E402
 from offload.plan.options import Options  # noqa: E402
 from offload.plan.planner import Plan  # noqa: E402
 from offload.plan.request import Request  # noqa: E402
+from offload.transfer.layout import Linear  # noqa: E402
 from offload.transfer.link import CudaLink  # noqa: E402
 from offload.transfer.memory import Memory  # noqa: E402
-from offload.transfer.weights import Linear  # noqa: E402
 
 try:
     import pytest

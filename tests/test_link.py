@@ -22,8 +22,10 @@ from offload.metrics import LinkStats
 from offload.model.decoder import Decoder
 from offload.model.level import Level, prefill
 from offload.plan.config import ModelConfig
+from offload.transfer.homes import AsTheyAre
+from offload.transfer.layout import LayerLayout, LayerWeights
 from offload.transfer.link import Link, PacedLink
-from offload.transfer.weights import LayerLayout, LayerWeights, StreamedLayers
+from offload.transfer.weights import StreamedLayers
 
 WAIT_SECONDS = 10.0  # for what must happen; a failure, not a measurement
 
@@ -246,7 +248,7 @@ def streamed(num_layers: int, num_staging: int, link: Link, *, num_resident: int
     homes = [filled(float(layer)) for layer in range(num_layers)]
     staging = [filled(torch.nan) for _ in range(num_staging)]
     resident = [LAYOUT.bind(home) for home in homes[:num_resident]]
-    return StreamedLayers(resident, homes[num_resident:], LAYOUT, staging, link)
+    return StreamedLayers(resident, [AsTheyAre(home) for home in homes[num_resident:]], LAYOUT, staging, link)
 
 
 def holds(weights: LayerWeights, layer: int) -> bool:

@@ -85,7 +85,7 @@ def test_a_block_comes_back_bit_for_bit_and_lies_as_its_twin(name: str, instruct
     kernels, home = built(instructions), numbers.clone()
     blocks = home.view(-1, packing.numbers)
     addresses = torch.tensor([block.data_ptr() for block in blocks])
-    are_packed = pack(addresses, packing, kernels)
+    are_packed = pack(addresses, packing, kernels) > 0
     for exact, block, is_packed in zip(numbers.view_as(blocks), blocks, are_packed.tolist(), strict=True):
         twin = pack_with_torch(exact, packing)
         assert is_packed == (twin is not None)

@@ -14,8 +14,9 @@ from offload.decode.sampling import SamplingParams
 from offload.engine import Engine
 from offload.kernels.codes import Codes, encode_with_torch
 from offload.metrics import LevelStats
+from offload.transfer.layout import OPERATORS
 from offload.transfer.link import CudaEvent
-from offload.transfer.weights import OPERATORS, ResidentLayers
+from offload.transfer.weights import ResidentLayers
 from paper import on_paper
 from paper.engines import NUM_NEW, OTHER, PROMPT, Case, Pair, engine_on_paper, loaded, said
 from paper.tensors import PaperTensor

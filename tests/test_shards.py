@@ -14,8 +14,9 @@ from offload.errors import UsageError
 from offload.plan.config import ModelConfig
 from offload.plan.shards import ALONE, Shard, check_divides
 from offload.transfer.checkpoint import Checkpoint
+from offload.transfer.layout import LayerWeights, Linear
 from offload.transfer.memory import Memory
-from offload.transfer.weights import LayerWeights, Linear, Weights, load_weights
+from offload.transfer.weights import Weights, load_weights
 
 SIZES = pytest.mark.parametrize("size", [2, 4])
 FAMILY = pytest.mark.parametrize("family", FAMILIES)

@@ -80,7 +80,7 @@ class PackedPages:
         if where:
             addresses = torch.tensor([self._address(*each, page) for each in where])
             layers, halves = torch.tensor(where).unbind(1)
-            flags[layers, halves, page] = pack(addresses, self.packing, self._kernels).to(torch.uint8)
+            flags[layers, halves, page] = (pack(addresses, self.packing, self._kernels) > 0).to(torch.uint8)
             self._on_device = None
         self._num_tried += 1
 

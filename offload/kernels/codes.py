@@ -47,13 +47,17 @@ class Codes:
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The numbers that the codes stand for, computed in fp32 and rounded to `dtype`."""
+        return self.middles()[1].to(dtype)
+
+    def middles(self) -> tuple[Tensor, Tensor]:
+        """Of each weight the step, and the number that its code stands for: fp32 [outputs, inputs] both."""
         scales, codes = self.blocks.split([_SCALES, self.blocks.shape[2] - _SCALES], 2)
         codes = codes.unflatten(2, (-1, TILE, 4)).permute(0, 3, 1, 2, 4)  # tiles, outputs, groups, inputs
         codes = torch.cat([codes & 15, codes >> 4], 3)
         units = scales.contiguous().view(torch.bfloat16).float()
         step, low = units.unflatten(2, (TILE, 2)).transpose(1, 2)[..., None].unbind(3)
         exact: Tensor = low + step * codes.flatten(3)
-        return exact.reshape(self.shape).to(dtype)
+        return step.expand_as(exact).reshape(self.shape), exact.reshape(self.shape)
 
 
 def encode(weight: Tensor, into: Codes, kernels: Kernels) -> None:

@@ -1,4 +1,5 @@
-"""Numbers of bf16 in about 12 of their 16 bits, none of them lost: so pages of keys and values cross a link.
+"""Numbers of bf16 in about 12 of their 16 bits, none of them lost: so pages of keys and values, and weights, cross a
+link.
 
 Numbers near each other have few exponents. Of each number its sign and mantissa are kept as they are, in a byte, and in
 4 bits how far its exponent is below the largest of its group; one that is further below is an escape, whose exponent is
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from offload.kernels.card import Card
 from offload.kernels.native import Kernels
@@ -62,17 +64,23 @@ class Packing:
             raise ValueError(f"{numbers} numbers in groups of {group} cannot be packed with {found.room} escapes")
         return found
 
+    @classmethod
+    def roomiest(cls, numbers: int, group: int) -> Packing:
+        """With as much room for escapes as leaves a packed block shorter than its numbers."""
+        found = cls(numbers, group, 0)
+        return cls(numbers, group, 2 * numbers - 16 - found.escapes)
+
 
 def pack(addresses: Tensor, packing: Packing, kernels: Kernels) -> Tensor:
-    """Pack the blocks of bf16 at `addresses`, int64 [n], on the host and on all threads -> bool [n]: which are packed
-    now; the others are as they were."""
+    """Pack the blocks of bf16 at `addresses`, int64 [n], on the host and on all threads -> int64 [n]: the bytes that
+    each fills now; those of 0 are as they were."""
     assert kernels.library is not None
-    are_packed = torch.empty(len(addresses), dtype=torch.uint8)
+    sizes = torch.empty(len(addresses), dtype=torch.long)
     shape = PackedShape(packing.numbers, packing.group, packing.room)
     kernels.library.pack(
-        addresses.data_ptr(), len(addresses), are_packed.data_ptr(), ctypes.byref(shape), torch.get_num_threads()
+        addresses.data_ptr(), len(addresses), sizes.data_ptr(), ctypes.byref(shape), torch.get_num_threads()
     )
-    return are_packed.bool()
+    return sizes
 
 
 def unpack(parts: Tensor, packing: Packing, kernels: Kernels) -> None:
@@ -82,6 +90,30 @@ def unpack(parts: Tensor, packing: Packing, kernels: Kernels) -> None:
     parts = parts.contiguous()
     shape = PackedShape(packing.numbers, packing.group, packing.room)
     kernels.library.unpack(parts.data_ptr(), len(parts), ctypes.byref(shape), torch.get_num_threads())
+
+
+def pack_numbers(numbers: Tensor, packing: Packing, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """bf16 [n], whole blocks on the host, which are overwritten -> (content, uint8: block after block, each no longer
+    than it has to be; where each begins and the last ends, int64 [blocks + 1], multiples of 16)."""
+    blocks = numbers.view(-1, packing.numbers)
+    sizes = pack(blocks.data_ptr() + torch.arange(len(blocks)) * blocks.stride(0) * 2, packing, kernels)
+    sizes = torch.where(sizes > 0, -(-sizes // 16) * 16, 2 * packing.numbers)
+    parts = zip(blocks.view(torch.uint8), sizes.tolist(), strict=True)
+    return torch.cat([block[:size] for block, size in parts]), pad(sizes.cumsum(0), (1, 0))
+
+
+def unpack_numbers(content: Tensor, starts: Tensor, out: Tensor, packing: Packing, kernels: Kernels | Card) -> None:
+    """Fill out, bf16 [n], from what `pack_numbers` gave; all are on the kernels' device."""
+    if isinstance(kernels, Card):
+        from offload.kernels.card.packed import unpack_numbers as unpack_on_card
+
+        return unpack_on_card(content, starts, out, packing)
+    sizes, number = starts.diff(), torch.arange(len(starts) - 1)
+    same = torch.ones_like(number)
+    parts = [content.data_ptr() + starts[:-1], out.data_ptr() + number * 2 * packing.numbers, 0 * same]
+    is_packed = (sizes < 2 * packing.numbers).long()
+    unpack(torch.stack([*parts, packing.num_groups * same, is_packed], 1), packing, kernels)
+    return None
 
 
 def unpack_tile(

@@ -20,7 +20,8 @@ from offload.model.few_rows import FewRows
 from offload.model.shared_blocks import SharedBlocks
 from offload.model.sums import OneRank, Sums
 from offload.plan.config import ModelConfig
-from offload.transfer.weights import LayerWeights, ResidentLayers, Weights
+from offload.transfer.layout import LayerWeights
+from offload.transfer.weights import ResidentLayers, Weights
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ def load_decoders(
                 name=name,
                 link=link if name == "target" and "weights" in plan.placement.offload else None,
                 num_resident=plan.placement.resident_layers,
+                link_bits=plan.placement.weight_link_bits if name == "target" else 16,
                 on_bytes=count,
                 shard=shards[name],
             )

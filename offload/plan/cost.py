@@ -106,14 +106,18 @@ class Cost:
             layers = self.sizing.target.num_layers
             seconds = times.seconds(layers, num_tokens, rows, coded=coded, sequences=self.num_sequences)
             read = seconds * self._cpu_share + self.sums(self.num_sequences * rows)
-            crossing = 0 if self._proposes_coded else self.streamed_weights
-            return max(read, crossing / self.link_rate)
+            return self._beside_weights(read)
         if composition.inner == "self" and not composition.keeps_copies:
             return self._ahead_on_gpu(rows)
         number = self.num_sequences  # whose passes run apart
         read = self._by_rows(number * self._own_weights_seconds + self._kept / self._rate, rows)
-        crossing = 0 if self._proposes_coded else self.streamed_weights
-        return max(self._calls, read + number * self.sums(rows), crossing / self.link_rate)
+        return max(self._calls, self._beside_weights(read + number * self.sums(rows)))
+
+    def _beside_weights(self, seconds: float) -> float:
+        """A pass that takes so many seconds to propose, while the weights that it needs cross the link."""
+        if self._proposes_coded:
+            return seconds
+        return max(seconds + self._restoring, self.streamed_weights / self.link_rate)
 
     @cached_property
     def draft_pass(self) -> float:
@@ -131,7 +135,8 @@ class Cost:
         """Seconds of a pass over the full cache: the longest of computation and sums, block by block, of the link, and
         of the tiles that are attended to on the host."""
         computed = self._full_on_cpu(rows, masses) if self._on_cpu else self._full_on_gpu(rows, masses)
-        return max(computed + self._unpacking, self.full_link_bytes / self.link_rate, self._host_seconds(rows))
+        computed += self._unpacking + self._restoring
+        return max(computed, self.full_link_bytes / self.link_rate, self._host_seconds(rows))
 
     @property
     def full_link_bytes(self) -> float:
@@ -209,7 +214,7 @@ class Cost:
             flops = sizing.target.prefill_flops(num_tokens) / sizing.num_devices
             computed = flops / (GPU.prefill_share * rates.flops)
         summed = self.sums(num_tokens, -(-num_tokens // PREFILL_BLOCK))
-        return max(computed + summed, moved, home / min(rates.to_host, self.link_rate))
+        return max(computed + summed + self._restoring, moved, home / min(rates.to_host, self.link_rate))
 
     def _blocks(self, rows: int) -> int:
         return -(-rows // self.sizing.most_rows)
@@ -228,6 +233,16 @@ class Cost:
             return 0.0
         streamed = self._share_on_host - self.placement.host_tiles / self.num_tiles
         return self.cache_bytes * streamed * (PACKED_SHARE + 1) / self._rate
+
+    @property
+    def _restoring(self) -> float:
+        """Seconds in which weights that crossed the link in few bits become what they are: what came is read, and their
+        codes where these are needed, and they are written."""
+        bits, sizing = self.placement.weight_link_bits, self.sizing
+        if bits == 16:
+            return 0.0
+        codes = sizing.low_bit_bytes(first=False) / sizing.target.num_layers if bits == 9 else 0
+        return self._streamed_layers * (sizing.home_bytes(bits) + codes + sizing.layer_bytes) / self._rate
 
     def _full_on_cpu(self, rows: int, masses: bool) -> float:
         return self._on_this_cpu(self.capacity, rows, masses=masses) + self.full_sums(rows)
@@ -323,8 +338,12 @@ class Cost:
 
     @property
     def streamed_weights(self) -> int:
-        """Bytes of layers that cross the link in a pass."""
-        return (self.sizing.target.num_layers - self.placement.resident_layers) * self.sizing.layer_bytes
+        """Bytes over each device's link for the layers that cross it in a pass."""
+        return self._streamed_layers * self.sizing.home_bytes(self.placement.weight_link_bits)
+
+    @property
+    def _streamed_layers(self) -> int:
+        return self.sizing.target.num_layers - self.placement.resident_layers
 
     @property
     def _share_on_host(self) -> float:

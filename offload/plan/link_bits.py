@@ -1,4 +1,5 @@
-"""Whether cached keys and values cross a link packed, in 12 of their 16 bits (kernels/packed.py)."""
+"""In how many of their 16 bits cached keys and values, and weights, cross a link: 12 where they are packed
+(kernels/packed.py), of weights 9 where their codes are on the device (kernels/remainders.py). None is lost."""
 
 from __future__ import annotations
 
@@ -13,21 +14,31 @@ _SLOWER = 8.0  # than the device's memory is a link at least that packing is wor
 def link_bits(sizing: Sizing, composition: Composition) -> int:
     """Of a cached number that crosses the link, 16 or 12: the user's choice, or 12 where that can be and is quicker.
     Raises UsageError where the user wants 12 and that cannot be."""
+    chunk = composition.chunk if composition.budget else PACKED_TOKENS
+    return 12 if _fewer(sizing, _cache_problem(sizing, chunk) or _problem(sizing)) else 16
+
+
+def weight_link_bits(sizing: Sizing, composition: Composition) -> int:
+    """The same of a weight, and 9 where the target proposes with its weights in 4 bits."""
+    few = 9 if composition.weight_bits < 16 else 12
+    return few if _fewer(sizing, _problem(sizing)) else 16
+
+
+def _fewer(sizing: Sizing, problem: str) -> bool:
+    """Whether numbers cross in fewer bits. problem: why they cannot, or ""."""
     options, hardware = sizing.options, sizing.hardware
-    problem = _problem(sizing, composition.chunk if composition.budget else PACKED_TOKENS)
     if options.link_bits == 12 and problem:
         raise UsageError(f"link-bits is 12: {problem}")
     if options.link_bits is not None:
-        return options.link_bits
+        return options.link_bits == 12
     rate = hardware.link_rate if options.link_gbps is None else options.link_gbps * 1e9
-    return 16 if problem or rate * _SLOWER > hardware.rates.device_read else 12
+    return not problem and rate * _SLOWER <= hardware.rates.device_read
 
 
-def _problem(sizing: Sizing, chunk: int) -> str:
-    """Why they cannot cross in 12 bits, "" where they can. chunk: tokens that are read together."""
+def _cache_problem(sizing: Sizing, chunk: int) -> str:
+    """Why cached numbers cannot cross in 12 bits, "" where they can, as weights do. chunk: tokens that are read
+    together."""
     hardware, head_dim = sizing.hardware, sizing.target.head_dim
-    if sizing.dtype != "bf16":
-        return f"{sizing.dtype} is not packed, bf16 alone is"
     if sizing.options.selection == "published":
         return "chunks are chosen by mean keys of pages as they are; leave out --selection published"
     groups = 4 if hardware.is_cpu else 16
@@ -35,6 +46,14 @@ def _problem(sizing: Sizing, chunk: int) -> str:
         return f"heads of {head_dim} numbers are not whole groups of {groups}, or too wide"
     if chunk % PACKED_TOKENS:
         return f"chunk is {chunk}, and {PACKED_TOKENS} tokens are packed together; try --chunk {PACKED_TOKENS}"
+    return ""
+
+
+def _problem(sizing: Sizing) -> str:
+    """Why no numbers can cross in 12 bits, "" where they can."""
+    hardware = sizing.hardware
+    if sizing.dtype != "bf16":
+        return f"{sizing.dtype} is not packed, bf16 alone is"
     if not hardware.packs:
         return f"the processor's kernels pack, and are not there; triforce version says why, without {KERNELS}=off"
     if not hardware.is_cpu and not hardware.has_kernels:

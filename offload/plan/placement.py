@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from offload.plan.composition import Composition
-from offload.plan.link_bits import link_bits
+from offload.plan.link_bits import link_bits, weight_link_bits
 from offload.plan.options import PAGE_TOKENS
 from offload.plan.sizing import NUM_STAGING, PREFILL_BLOCK, Sizing
 
@@ -42,6 +42,7 @@ class Placement:
     attended_bytes: int = 0
     host_bytes_per_second: float | None = None
     link_bits: int = 16  # of a cached number of a whole page that crosses the link; 12: it lies packed at home
+    weight_link_bits: int = 16  # of a weight that does; 12: packed, 9: what it has beside its code, which is there
 
     @property
     def total_device_bytes(self) -> int:
@@ -105,11 +106,13 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     streams = sizing.hardware.is_cpu and sizing.options.device_memory is None  # then all that is named does
 
     bits = link_bits(sizing, composition) if "kv" in offload else 16
+    weight_bits = weight_link_bits(sizing, composition) if "weights" in offload else 16
+    home = sizing.home_bytes(weight_bits)
 
     def device(layers: int, tiles: int, *, first: bool = True) -> dict[str, int]:
         sizes = sizing.fixed_bytes(capacity, composition, first=first) | {"target layers": layers * layer}
         if "weights" in offload:
-            sizes["weight staging"] = NUM_STAGING * layer
+            sizes["weight staging"] = NUM_STAGING * home + (layer if weight_bits < 16 else 0)
         if "kv" in offload:
             sizes["kv staging"] = (NUM_STAGING + (bits < 16)) * tile
         moved = count - tiles // num_layers if "kv" in offload else 0
@@ -127,7 +130,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     tiles = most(num_layers * count, "kv" in offload, lambda n: sum(device(layers, n).values()))
     devices = sizing.num_devices
     host = {
-        "target layers": (num_layers - layers) * layer * devices,
+        "target layers": (num_layers - layers) * home * devices,
         "kv cache": (num_layers * count - tiles) * tile * devices,
         "gathered chunks": sizing.fetched_bytes(capacity, composition) * devices if "kv" in offload else 0,
     }
@@ -145,6 +148,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         fused_prefill=sizing.fused_prefill,
         link_bytes_per_second=_link_rate(sizing),
         link_bits=bits,
+        weight_link_bits=weight_bits,
     )
 
 

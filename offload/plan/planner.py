@@ -239,11 +239,10 @@ def _advice(cost: Cost) -> Iterator[str]:
     if cost.sizing.hardware.is_cpu:
         return
     if resident < target.num_layers:
-        streamed = (target.num_layers - resident) * cost.sizing.layer_bytes
         passes = "full pass" if cost.composition.weight_bits < 16 else "pass, those of the retrieval level too"
         yield (
-            f"{target.num_layers - resident} of {target.num_layers} layers ({streamed / 1e9:.1f} GB) do not fit the "
-            f"device and cross the link in every {passes}"
+            f"{target.num_layers - resident} of {target.num_layers} layers do not fit the device: "
+            f"{cost.streamed_weights / 1e9:.1f} GB cross the link in every {passes}"
         )
     if (worth := worth_a_share(cost)) is not None:
         yield (

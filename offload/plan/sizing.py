@@ -31,6 +31,11 @@ WIDEST_CARD_HEAD = 256  # numbers of a head that a card's kernels know at most
 PACKED_TOKENS = 16  # of a head, that are packed as one group (kernels/packed.py)
 PACKED_ESCAPES = 1 / 64  # of the numbers of a page's keys or values, that have room where it is packed
 PACKED_SHARE = 0.75 + PACKED_ESCAPES / 2 + 0.001  # of the bytes of a page, that it has packed
+WEIGHT_BYTES = {  # of a number of a layer's matrices, at home and over the link, by its bits; see transfer/homes.py
+    16: 2.0,
+    12: 1.5 + 4 / 1024 + 1 / 64,  # with the heads of groups of 1024, and escapes
+    9: 1.0 + 8 / 1024 + 0.24 / 2 + 1 / 256,  # with 4 bits more for a quarter, which are near zero
+}
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
 ENCODED_BYTES = FETCH_BYTES // 4  # of tokens that a card encodes at a time
 _ENCODING = 5  # times these bytes, that encoding takes there beside them
@@ -49,6 +54,12 @@ def host_slowdown(rows: int, group: int) -> float:
     """The time that a desktop's processor attends to keys for `rows` rows of `group` query heads for each KV head, as a
     multiple of the time in which its memory is read: 1 while it has nothing to wait for but that."""
     return max(rows * group / HOST_ROWS, 1.0)
+
+
+def home_bytes(layer_bytes: int, numbers: int, bits: int) -> int:
+    """Of a layer at home, with `numbers` numbers in its matrices: whole units of 64."""
+    saved = int(numbers * (WEIGHT_BYTES[16] - WEIGHT_BYTES[bits]))
+    return layer_bytes - saved // 64 * 64
 
 
 def takes_codes(products: Sequence[tuple[int, int, bool]]) -> bool:
@@ -168,6 +179,10 @@ class Sizing:
     def layer_bytes(self) -> int:
         """Weights of one layer, on each device."""
         return self.shard.layer_weight_bytes(self.itemsize)
+
+    def home_bytes(self, bits: int) -> int:
+        """The same at home on the host, in so many bits, and over the link."""
+        return home_bytes(self.layer_bytes, self.shard.layer_matrix_elements(), bits)
 
     @property
     def embedding_bytes(self) -> int:

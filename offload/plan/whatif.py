@@ -72,7 +72,8 @@ class WhatIf:
 
 def in_16_bits(request: Request, plan: Plan, *, num_prompt_tokens: int, max_tokens: int) -> Prediction | None:
     """Of the same request with 16 bits of everything; None where `plan` has no fewer, or that would not fit."""
-    if min(plan.composition.weight_bits, plan.composition.kv_bits, plan.placement.link_bits) == 16:
+    placement, composition = plan.placement, plan.composition
+    if min(composition.weight_bits, composition.kv_bits, placement.link_bits, placement.weight_link_bits) == 16:
         return None
     exact = replace(request, options=replace(request.options, weight_bits=16, kv_bits=16, link_bits=16))
     try:

@@ -1,12 +1,8 @@
-"""A layer's weights: one flat buffer with named views, and where the layers of a model are.
-
-Fused operators: q, k and v are one matrix, gate and up are one. A whole layer is one copy over the link.
-"""
+"""Where the layers of a model are: on the device, or on the host, from where each crosses the link in one copy."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,125 +10,14 @@ import torch
 from torch import Tensor
 
 from offload.errors import ModelError
-from offload.kernels.codes import Codes
-from offload.kernels.products import product
 from offload.plan.config import ModelConfig
 from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import NUM_STAGING
 from offload.transfer.checkpoint import Checkpoint
+from offload.transfer.homes import AsTheyAre, Home, HomeMaker
+from offload.transfer.layout import LayerLayout, LayerWeights, Linear
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory, Tier
-
-OPERATORS = ("qkv", "o", "gate_up", "down")
-_ALIGNMENT = 64  # bytes, of each view in its buffer
-
-
-@dataclass(frozen=True)
-class Linear:
-    """x [T, in] -> [T, out] with weight [out, in]."""
-
-    weight: Tensor | Codes
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return product(x, self.weight, self.bias)
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """Operators and norms of one layer, all views of one buffer."""
-
-    qkv: Linear
-    o: Linear
-    gate_up: Linear
-    down: Linear
-    input_norm: Tensor
-    post_norm: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-
-
-@dataclass(frozen=True)
-class View:
-    """A tensor in a flat buffer. offset: bytes."""
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def of(self, buffer: Tensor) -> Tensor:
-        """The tensor in `buffer`, uint8 [bytes]. No copy."""
-        return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
-
-
-@dataclass(frozen=True)
-class LayerLayout:
-    """The place of a layer's tensors in its flat buffer, uint8 [num_bytes], by name. Views may differ in dtype; each
-    begins at a multiple of 64 bytes."""
-
-    views: dict[str, View]
-    num_bytes: int
-
-    @classmethod
-    def pack(cls, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> LayerLayout:
-        """`tensors`, name -> (shape, dtype), one after the other."""
-        views, end = {}, 0
-        for name, (shape, dtype) in tensors.items():
-            views[name] = View(end, shape, dtype)
-            end += -(-views[name].nbytes // _ALIGNMENT) * _ALIGNMENT
-        return cls(views, end)
-
-    @classmethod
-    def of(cls, config: ModelConfig, dtype: torch.dtype, *, coded: bool = False) -> LayerLayout:
-        """A layer of `config` in `dtype`, coded: its matrices in 4 bits."""
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        hidden, inner = config.hidden_size, config.intermediate_size
-        shapes: dict[str, tuple[int, ...]] = {
-            "qkv.weight": (q + 2 * kv, hidden),
-            "o.weight": (hidden, q),
-            "gate_up.weight": (2 * inner, hidden),
-            "down.weight": (hidden, inner),
-            "input_norm": (hidden,),
-            "post_norm": (hidden,),
-        }
-        if config.qkv_bias:
-            shapes["qkv.bias"] = (q + 2 * kv,)
-        if config.o_bias:
-            shapes["o.bias"] = (hidden,)
-        if config.mlp_bias:
-            shapes |= {"gate_up.bias": (2 * inner,), "down.bias": (hidden,)}
-        if config.qk_norm:
-            shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
-        tensors = {name: (shape, dtype) for name, shape in shapes.items()}
-        if coded:
-            for name in OPERATORS:
-                tensors |= in_codes(name, tensors.pop(f"{name}.weight")[0])
-        return cls.pack(tensors)
-
-    def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
-        """All that `buffer` holds, by name."""
-        return {name: view.of(buffer) for name, view in self.views.items()}
-
-    def bind(self, buffer: Tensor) -> LayerWeights:
-        """The layer that `buffer` holds, now or after a copy into it."""
-        tensors = self.tensors(buffer)
-        operators = {name: Linear(matrix_of(tensors, name), tensors.get(f"{name}.bias")) for name in OPERATORS}
-        norms = {name: tensors.get(name) for name in ("input_norm", "post_norm", "q_norm", "k_norm")}
-        return LayerWeights(**operators, **norms)  # type: ignore[arg-type]
-
-
-def in_codes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The tensor, by name, that operator `name` has in place of a matrix [outputs, inputs]: see `Codes`."""
-    return {f"{name}.blocks": (Codes.shape_of_blocks(shape), torch.uint8)}
-
-
-def matrix_of(tensors: Mapping[str, Tensor], name: str) -> Tensor | Codes:
-    """The matrix of operator `name`, as it is or in codes."""
-    return tensors[f"{name}.weight"] if f"{name}.blocks" not in tensors else Codes(tensors[f"{name}.blocks"])
 
 
 @dataclass(frozen=True)
@@ -195,7 +80,11 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 class Layers(Protocol):
-    """The layers of a model, first to last, each ready to be used while it is the current one."""
+    """The layers of a model, first to last, each ready to be used while it is the current one. coded: the last ones in
+    4 bits, on the device, as far as it took them there to bring the exact ones."""
+
+    @property
+    def coded(self) -> Sequence[LayerWeights]: ...
 
     def __iter__(self) -> Iterator[LayerWeights]: ...
 
@@ -204,6 +93,8 @@ class Layers(Protocol):
 
 class ResidentLayers:
     """All layers on the device."""
+
+    coded: Sequence[LayerWeights] = ()
 
     def __init__(self, layers: Sequence[LayerWeights], nbytes: int) -> None:
         self._layers, self._nbytes = layers, nbytes
@@ -217,38 +108,59 @@ class ResidentLayers:
 
 class StreamedLayers:
     """The first layers on the device, the rest on the host, each crossing the link when its turn comes, into one of a
-    few staging buffers.
+    few staging buffers, and opened from there into one more where it does not come as it is.
 
     Weights do not change, so the stream runs on in a circle: while the last layers are used, the next pass's first ones
     are on their way.
     """
 
     def __init__(
-        self, resident: Sequence[LayerWeights], homes: Sequence[Tensor], layout: LayerLayout,
-        staging: Sequence[Tensor], link: Link,
-    ) -> None:  # fmt: skip
+        self,
+        resident: Sequence[LayerWeights],
+        homes: Sequence[Home],
+        layout: LayerLayout,
+        staging: Sequence[Tensor],
+        link: Link,
+        *,
+        opened: Tensor | None = None,
+        coded: Sequence[LayerWeights] = (),
+    ) -> None:
+        """staging: uint8, each as large as the largest home. opened: a flat buffer; None where all come as they are."""
         self._resident, self._homes, self._staging, self._link = resident, homes, staging, link
         self._nbytes = (len(resident) + len(homes)) * layout.num_bytes
-        self._bound = [layout.bind(buffer) for buffer in staging]
+        self._opened = opened
+        self._bound = [layout.bind(buffer) for buffer in (staging if opened is None else [opened])]
         self._full: list[Event] = []
+        self._held: list[int | None] = [None] * len(staging)  # the home whose content a slot has, or gets
         self._position = 0  # streamed layers used since the stream began
+        self.coded = coded
 
     def __iter__(self) -> Iterator[LayerWeights]:
-        if self._homes and (not self._full or self._position % len(self._homes)):
+        if self._homes and not self._in_order():
             self._restart()
         yield from self._resident
-        for _ in self._homes:
-            slot = self._position % len(self._staging)
+        for home in self._homes:
+            slot, layer = self._position % len(self._staging), self._position
             self._full[slot].wait()
-            yield self._bound[slot]
-            self._fetch(self._position + len(self._staging))
-            self._position += 1
+            if self._opened is None:
+                yield self._bound[slot]
+            else:
+                home.open(self._staging[slot][: len(home.content)], self._opened)
+            self._fetch(layer + len(self._staging))
+            self._position = layer + 1
+            if self._opened is not None:
+                yield self._bound[0]
 
     def nbytes(self) -> int:
         return self._nbytes
 
+    def _in_order(self) -> bool:
+        """Whether the first layers are in the slots where they are expected: not after a pass that was broken off."""
+        following = [(self._position + ahead) % len(self._staging) for ahead in range(len(self._staging))]
+        first = [ahead % len(self._homes) for ahead in range(len(self._staging))]
+        return self._position % len(self._homes) == 0 and [self._held[slot] for slot in following] == first
+
     def _restart(self) -> None:
-        """At the first layer, also after a pass that was broken off."""
         for event in self._full:
             event.wait()
         self._position, self._full = 0, [self._link.record()] * len(self._staging)
@@ -256,9 +168,11 @@ class StreamedLayers:
             self._fetch(position)
 
     def _fetch(self, position: int) -> None:
-        slot = position % len(self._staging)
-        home = self._homes[position % len(self._homes)]
-        self._full[slot] = self._link.to_device(self._staging[slot], home, (self._link.record(),))
+        slot, number = position % len(self._staging), position % len(self._homes)
+        content, self._held[slot] = self._homes[number].content, None
+        buffer = self._staging[slot][: len(content)]
+        self._full[slot] = self._link.to_device(buffer, content, (self._link.record(),))
+        self._held[slot] = number
 
 
 @dataclass(frozen=True)
@@ -282,13 +196,16 @@ def load_weights(
     link: Link | None = None,
     num_resident: int = 0,
     num_staging: int = NUM_STAGING,
+    link_bits: int = 16,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     shard: Shard = ALONE,
 ) -> Weights:
     """Read a checked checkpoint, or a shard of it, into its places: all on the device, or, with a link, the first
-    `num_resident` layers there and the others on the host. The ledger calls them `name`'s. Rank 0 alone has the head.
+    `num_resident` layers there and the others on the host, from where they cross in `link_bits` bits a weight. The
+    ledger calls them `name`'s. Rank 0 alone has the head.
 
-    `on_bytes` is called with each layer's bytes as they arrive. Peak memory: what is placed, and one tensor's mapping.
+    `on_bytes` is called with each layer's bytes as they arrive. Peak memory: what is placed, one tensor's mapping, and
+    with fewer than 16 bits two layers on the host. Raises ModelError, DoesNotFit; UsageError where kernels are missing.
     """
 
     def check_range(tensor: Tensor, owner: str) -> None:
@@ -302,26 +219,36 @@ def load_weights(
         on_bytes(block.nbytes)
         return block
 
-    layout = LayerLayout.of(shard.config(config), dtype)
-    size = (layout.num_bytes,)
-    buffers = []
-    for index in range(config.num_layers):
-        tier: Tier = "device" if link is None or index < num_resident else "host"
-        buffer = memory.allocate(size, torch.uint8, tier=tier, purpose=f"{name} layers")
+    def read(index: int, buffer: Tensor) -> Tensor:
         load_layer(checkpoint, config, layout, index, buffer, shard)
         for view in layout.views.values():
             check_range(view.of(buffer), f"layer {index}")
         on_bytes(buffer.nbytes)
-        buffers.append(buffer)
+        return buffer
+
+    def allocate(tier: Tier, purpose: str, num_bytes: int) -> Tensor:
+        return memory.allocate((num_bytes,), torch.uint8, tier=tier, purpose=purpose)
+
+    layout = LayerLayout.of(shard.config(config), dtype)
+    whole = layout.num_bytes
+    num_resident = config.num_layers if link is None else num_resident
+    resident = [layout.bind(read(index, allocate("device", f"{name} layers", whole))) for index in range(num_resident)]
     layers: Layers
     if link is None:
-        layers = ResidentLayers([layout.bind(buffer) for buffer in buffers], sum(buffer.nbytes for buffer in buffers))
+        layers = ResidentLayers(resident, whole * num_resident)
     else:
-        staging = [
-            memory.allocate(size, torch.uint8, tier="device", purpose="weight staging") for _ in range(num_staging)
-        ]
-        resident = [layout.bind(buffer) for buffer in buffers[:num_resident]]
-        layers = StreamedLayers(resident, buffers[num_resident:], layout, staging, link)
+        others = range(num_resident, config.num_layers)
+        if link_bits == 16:
+            homes: list[Home] = [AsTheyAre(read(index, allocate("host", f"{name} layers", whole))) for index in others]
+            coded, opened = list[LayerWeights](), None
+        else:
+            maker = HomeMaker(memory, layout, shard.config(config), link_bits)
+            scratch = torch.zeros(whole, dtype=torch.uint8)
+            homes = [maker.make(read(index, scratch)) for index in others]
+            coded, opened = maker.coded, allocate("device", "weight staging", whole)
+        largest = max((len(home.content) for home in homes), default=0)
+        staging = [allocate("device", "weight staging", largest) for _ in range(num_staging)]
+        layers = StreamedLayers(resident, homes, layout, staging, link, opened=opened, coded=coded)
     table = (config.vocab_size, config.hidden_size)
     embedding = place("model.embed_tokens.weight", table)
     head = None

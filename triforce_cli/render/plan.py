@@ -235,9 +235,11 @@ def _streams(plan: Plan) -> str:
 
 
 def _packed(plan: Plan) -> Iterator[str]:
-    """What of the cache crosses the link, if not all of it."""
-    if plan.placement.link_bits < 16:
-        yield f"{plan.placement.link_bits} of the cache's 16 bits cross it, none is lost"
+    """What of the numbers crosses the link, if not all of it."""
+    bits = {"cache's": plan.placement.link_bits, "weights'": plan.placement.weight_link_bits}
+    fewer = [f"{number} of the {whose} 16 bits" for whose, number in bits.items() if number < 16]
+    if fewer:
+        yield f"{' and '.join(fewer)} cross it, none is lost"
 
 
 def _host_attention(plan: Plan) -> Iterator[str]:

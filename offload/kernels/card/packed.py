@@ -1,4 +1,5 @@
-"""Packed pages on a card: unpacked where they came, and chunks read from packed homes. See `offload.kernels.packed`."""
+"""Packed numbers on a card: pages and weights are unpacked where they came, chunks read from packed homes. See
+`offload.kernels.packed`."""
 
 from __future__ import annotations
 
@@ -23,6 +24,16 @@ def unpack_pages(tile: Tensor, slot: Tensor, flags: Tensor, num_pages: int, pack
         packed_programs.unpack_pages,
         (packing.num_groups, num_pages, 2),
         (slot.view(torch.uint8), tile.view(torch.int16), flags, flags.stride(0), tile.shape[1]),
+        **_constants(packing),
+    )
+
+
+def unpack_numbers(content: Tensor, starts: Tensor, out: Tensor, packing: Packing) -> None:
+    """See `offload.kernels.packed.unpack_numbers`: one launch."""
+    attention.launch(
+        packed_programs.unpack_blocks,
+        (packing.num_groups, len(starts) - 1),
+        (content, starts, out.view(torch.int16)),
         **_constants(packing),
     )
 

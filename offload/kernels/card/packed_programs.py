@@ -73,6 +73,29 @@ def unpack_pages(
     tl.store(tile + tl.multiple_of(at + HALF, 8) + number, second, mask=real)
 
 
+@triton.jit
+def unpack_blocks(
+    content,  # uint8: block after block, each packed or, where it is not smaller, as it is
+    starts,  # int64 [blocks + 1]: where each begins, a multiple of 16
+    out,  # int16 [blocks, NUMBERS]
+    NUMBERS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ESCAPES: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+):
+    """Program (g, b): group g of block b."""
+    group, block = tl.program_id(0), tl.program_id(1)
+    start = tl.load(starts + block)
+    is_packed = tl.load(starts + block + 1) - start < 2 * NUMBERS
+    number = tl.arange(0, HALF_PADDED)
+    source = tl.multiple_of(content + start, 16)
+    first, second = _numbers(source, group, is_packed, number, NUMBERS, HEADS, ESCAPES, HALF)
+    at = tl.multiple_of(block.to(tl.int64) * NUMBERS + group * (2 * HALF), 8)
+    tl.store(out + at + number, first, mask=number < HALF)
+    tl.store(out + tl.multiple_of(at + HALF, 8) + number, second, mask=number < HALF)
+
+
 @triton.jit(do_not_specialize=["num_tiles", "flags_stride", "wanted_stride", "num_rows", "slot", "start", "stop"])
 def copy_packed_chunks(
     homes,  # as of programs.copy_chunks

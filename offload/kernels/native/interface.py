@@ -54,6 +54,15 @@ class PackedShape(ctypes.Structure):
     _fields_ = [*_integers("numbers", "group", "room")]
 
 
+class Remainder(ctypes.Structure):
+    """remainders.h"""
+
+    _fields_ = [
+        *_pointers("weight", "blocks", "low", "heads", "fours", "escapes"),
+        *_integers("outputs", "inputs"),
+    ]
+
+
 class Attention(ctypes.Structure):
     """attention.h"""
 
@@ -81,6 +90,9 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "encode_kv": (None, [c_int64, POINTER(Encoding), c_int64]),
     "pack": (None, [c_void_p, c_int64, c_void_p, POINTER(PackedShape), c_int64]),
     "unpack": (None, [c_void_p, c_int64, POINTER(PackedShape), c_int64]),
+    "count_remainder": (ctypes.c_int, [POINTER(Remainder), c_int64]),
+    "split_remainder": (None, [POINTER(Remainder), c_int64]),
+    "restore_remainder": (None, [POINTER(Remainder), c_int64]),
     "widened_room": (c_int64, [c_int64, c_int64]),
     "take_in_rows": (None, [c_int64, POINTER(Rotation)]),
     "norm_heads": (None, [c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_double]),

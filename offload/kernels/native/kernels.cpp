@@ -1,6 +1,7 @@
 #include "attention.h"
 #include "packed.h"
 #include "products.h"
+#include "remainders.h"
 #include "rotation.h"
 
 #define KERNEL extern "C" __attribute__((visibility("default")))
@@ -18,7 +19,7 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Changes with every change of a structure or a function below.
-KERNEL int abi() { return 10; }
+KERNEL int abi() { return 11; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -44,13 +45,22 @@ KERNEL void encode_kv(Dtype dtype, const Encoding* e, int64_t how_many) {
     with(dtype, [&]<class E>() { kv_codes::encode<E>(*e, how_many); });
 }
 
-KERNEL void pack(uint16_t* const* blocks, int64_t count, uint8_t* are_packed, const packed::Shape* shape,
-                 int64_t how_many) {
-    packed::pack_all(blocks, count, are_packed, *shape, how_many);
+KERNEL void pack(uint16_t* const* blocks, int64_t count, int64_t* sizes, const packed::Shape* shape, int64_t how_many) {
+    packed::pack_all(blocks, count, sizes, *shape, how_many);
 }
 
 KERNEL void unpack(const packed::Part* parts, int64_t count, const packed::Shape* shape, int64_t how_many) {
     packed::unpack_all(parts, count, *shape, how_many);
+}
+
+KERNEL int count_remainder(const Remainder* r, int64_t how_many) { return remainders::count_all(*r, how_many); }
+
+KERNEL void split_remainder(const Remainder* r, int64_t how_many) {
+    remainders::by_group(*r, how_many, [&](int64_t group) { remainders::split(*r, group); });
+}
+
+KERNEL void restore_remainder(const Remainder* r, int64_t how_many) {
+    remainders::by_group(*r, how_many, [&](int64_t group) { remainders::restore(*r, group); });
 }
 
 KERNEL int64_t widened_room(Dtype dtype, int64_t inputs) {

@@ -67,16 +67,16 @@ INLINE uint8_t* split(const uint16_t* numbers, int base, uint8_t* low, uint8_t* 
     return escapes;
 }
 
-// A block in place of its numbers, with zeros behind it up to its size. False, and nothing has changed, where its
-// escapes have no room or memory is short.
-inline bool pack(uint16_t* block, const Shape& shape) {
+// A block in place of its numbers, with zeros behind it up to its size. -> Bytes that it fills; 0, and nothing has
+// changed, where its escapes have no room or memory is short.
+inline int64_t pack(uint16_t* block, const Shape& shape) {
     int64_t total = 0;
     for (int64_t at = 0; at < shape.numbers; at += shape.group)
         total += count_escapes(block + at, shape.group, largest_exponent(block + at, shape.group));
-    if (total > shape.room) return false;
+    if (total > shape.room) return 0;
     const int64_t rest = shape.size() - shape.distances(), half = shape.group / 2;
     auto* buffer = static_cast<uint8_t*>(calloc(rest + 3 * shape.group, 1));
-    if (buffer == nullptr) return false;
+    if (buffer == nullptr) return 0;
     auto* numbers = reinterpret_cast<uint16_t*>(buffer + rest);  // of a group: their place is written to meanwhile
     auto* apart = buffer + rest + 2 * shape.group;  // distances of a group, one a byte
     auto* low = reinterpret_cast<uint8_t*>(block);
@@ -94,7 +94,7 @@ inline bool pack(uint16_t* block, const Shape& shape) {
     }
     memcpy(low + shape.distances(), buffer, rest);
     free(buffer);
-    return true;
+    return shape.escapes() + total;
 }
 
 // Numbers of half a group. SHIFT: of its distances in their bytes. -> The escapes after its own.
@@ -145,10 +145,10 @@ inline void unpack(const Part& part, const Shape& shape) {
         unpack_group(part.from, shape, part.first + g, reinterpret_cast<uint16_t*>(part.to + g * bytes));
 }
 
-inline void pack_all(uint16_t* const* blocks, int64_t count, uint8_t* are_packed, const Shape& shape, int64_t how_many) {
+inline void pack_all(uint16_t* const* blocks, int64_t count, int64_t* sizes, const Shape& shape, int64_t how_many) {
     threads::Counter counter;
     auto body = [&] {
-        for (int64_t i; (i = counter.draw()) < count;) are_packed[i] = pack(blocks[i], shape);
+        for (int64_t i; (i = counter.draw()) < count;) sizes[i] = pack(blocks[i], shape);
     };
     threads::run(how_many, body);
 }

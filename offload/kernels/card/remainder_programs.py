@@ -1,0 +1,53 @@
+"""The program that gives weights back from their codes and their remainders, in Triton.
+
+`offload.kernels.card.remainders` launches it. The rule and the order of the parts are in native/remainders.h, those of
+codes in native/codes.h.
+"""
+
+# Triton reads the annotations: they are not postponed.
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_groups", "escapes_at"])
+def restore_weights(
+    content,  # uint8: low bytes [groups, 16 outputs, 64 inputs], heads, 4 bits each, escapes
+    blocks,  # uint8 [num_tiles, num_groups, 576]: the codes
+    out,  # int16 [16 * num_tiles, 64 * num_groups]
+    num_groups,  # of 64 inputs
+    escapes_at,  # where the escapes begin
+):
+    """Program (g, t): the block of tile t and group g."""
+    group, tile, num_tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    number = tile.to(tl.int64) * num_groups + group
+    output, place = tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :]
+    block = tl.multiple_of(blocks + number * 576, 16)
+    scale = tl.load((block + output * 4).to(tl.pointer_type(tl.int32)))
+    step = (scale << 16).to(tl.float32, bitcast=True)
+    lowest = (scale >> 16 << 16).to(tl.float32, bitcast=True)
+    both = tl.load(block + 64 + place % 32 // 4 * 64 + output * 4 + place % 4).to(tl.int32)
+    middle = tl.fma(((both >> place // 32 * 4) & 15).to(tl.float32), step, lowest)
+    sign = (middle.to(tl.int32, bitcast=True) >> 16) & 0x8000
+    size, half = tl.abs(middle), 0.5 * step
+    least = ((size - half).to(tl.int32, bitcast=True) >> 16) - 2
+    most = ((size + half).to(tl.int32, bitcast=True) >> 16) + 2
+    near = (size <= half) | (most - least >= 256) | (step == 0.0)
+    low = tl.load(tl.multiple_of(content + number * 1024, 16) + output * 64 + place).to(tl.int32)
+    bits = (least + ((low - least) & 255)) | sign
+    # Those near zero: what is theirs alone comes in their order.
+    num_blocks = num_tiles.to(tl.int64) * num_groups
+    heads = (content + num_blocks * 1024 + number * 8).to(tl.pointer_type(tl.int32))
+    fours = content + num_blocks * (1024 + 8) + tl.load(heads)
+    flags = tl.reshape(near, [1024]).to(tl.int32)
+    rank = tl.reshape(tl.cumsum(flags, 0) - flags, [16, 64])
+    four = tl.load(fours + rank // 2, mask=near, other=0).to(tl.int32) >> rank % 2 * 4 & 15
+    kind = four & 7
+    escaped = near & (kind == 7)
+    flags = tl.reshape(escaped, [1024]).to(tl.int32)
+    rank = tl.reshape(tl.cumsum(flags, 0) - flags, [16, 64])
+    upper = tl.load(content + escapes_at + tl.load(heads + 1) + rank, mask=escaped, other=0).to(tl.int32)
+    close = tl.where(kind == 6, low, most - ((most - low) & 255) - 256 * kind) | (four & 8) << 12
+    close = tl.where(escaped, upper << 8 | low, close)
+    bits = tl.where(near, close, bits)
+    at = (tile.to(tl.int64) * 16 + output) * (num_groups * 64) + group * 64 + place
+    tl.store(out + at, bits.to(tl.int16))

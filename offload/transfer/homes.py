@@ -1,0 +1,160 @@
+"""How a layer's weights lie on the host, cross the link and become weights again where they arrive.
+
+As they are; packed, in about 12 of 16 bits; or, where their codes in 4 bits are on the device, what they have beside
+these, in about 9. No bit of a weight is lost by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from offload.errors import UsageError
+from offload.kernels import native
+from offload.kernels.card import Card, card
+from offload.kernels.native import Kernels
+from offload.kernels.packed import Packing, pack_numbers, unpack_numbers
+from offload.kernels.remainders import Remainder, restore, split_off
+from offload.plan.config import ModelConfig
+from offload.plan.sizing import home_bytes
+from offload.transfer.coded import LOW_BIT_WEIGHTS, fill_coded
+from offload.transfer.layout import OPERATORS, LayerLayout, LayerWeights
+from offload.transfer.memory import Memory, sent
+
+PACKING = Packing.roomiest(1 << 14, 1 << 10)
+_HOME = "target layers"
+
+
+class Home(Protocol):
+    """content: uint8 on the host, what crosses the link."""
+
+    @property
+    def content(self) -> Tensor: ...
+
+    def open(self, arrived: Tensor, layer: Tensor) -> None:
+        """Fill `layer`, a flat buffer on the device, from what arrived of the content there, uint8."""
+        ...
+
+
+@dataclass(frozen=True)
+class AsTheyAre:
+    """The layer's flat buffer itself."""
+
+    content: Tensor
+
+    def open(self, arrived: Tensor, layer: Tensor) -> None:
+        layer.copy_(arrived)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Whole blocks of the buffer's numbers, and then the rest of it as it is. starts: of the blocks, on the device."""
+
+    content: Tensor
+    starts: Tensor
+    kernels: Kernels | Card
+
+    def open(self, arrived: Tensor, layer: Tensor) -> None:
+        whole = 2 * PACKING.numbers * (len(self.starts) - 1)
+        unpack_numbers(arrived, self.starts, layer[:whole].view(torch.bfloat16), PACKING, self.kernels)
+        layer[whole:].copy_(arrived[len(arrived) - (len(layer) - whole) :])
+
+
+@dataclass(frozen=True)
+class BesideCodes:
+    """The remainders of the layer's matrices, one after the other, and then the rest of the buffer as it is.
+
+    remainders: of OPERATORS, each one's place, and where in it the escapes begin. coded: on the device.
+    """
+
+    content: Tensor
+    remainders: tuple[tuple[slice, int], ...]
+    coded: LayerWeights
+    layout: LayerLayout
+    kernels: Kernels | Card
+
+    def open(self, arrived: Tensor, layer: Tensor) -> None:
+        exact = self.layout.bind(layer)
+        for name, (place, escapes) in zip(OPERATORS, self.remainders, strict=True):
+            codes, weight = getattr(self.coded, name).weight, getattr(exact, name).weight
+            restore(arrived[place], escapes, codes, weight, self.kernels)
+        first = self.layout.end_of_matrices
+        layer[first:].copy_(arrived[len(arrived) - (len(layer) - first) :])
+
+
+class HomeMaker:
+    """Makes homes of fewer than 16 bits a weight for layers of one layout.
+
+    coded: the layers so far in 4 bits, on the device, where that is what homes of 9 bits lie beside.
+    """
+
+    def __init__(self, memory: Memory, layout: LayerLayout, config: ModelConfig, bits: int) -> None:
+        """config: of the layers, or of a shard of them. bits: 12 or 9. Raises UsageError where kernels do not run."""
+        self._memory, self._layout, self._bits = memory, layout, bits
+        self._coded_layout = LayerLayout.of(config, torch.bfloat16, coded=True)
+        self._planned = home_bytes(layout.num_bytes, config.layer_matrix_elements(), bits)
+        self._host, on_card = native.kernels(), memory.device.type == "cuda"
+        self._device: Kernels | Card = card(memory.device) if on_card else self._host
+        self.coded: list[LayerWeights] = []
+        for kernels in (self._host, self._device):
+            if not kernels.usable:
+                raise UsageError(
+                    f"weights that cross the link in {bits} bits need kernels, which do not run: {kernels.reason}; "
+                    "add --link-bits 16"
+                )
+
+    def make(self, layer: Tensor) -> Home:
+        """Of a flat buffer on the host, whose matrices are overwritten. Raises DoesNotFit."""
+        home = self._beside_codes(layer) if self._bits == 9 else None
+        return home or self._packed(layer)
+
+    def _beside_codes(self, layer: Tensor) -> Home | None:
+        """None where a weight would not come back: its codes are on the device nonetheless, to propose with."""
+        exact, coded = self._layout.bind(layer), self._coded(layer)
+        self.coded.append(self._coded_layout.bind(self._sent(coded)))
+        parts = list[Remainder]()
+        for name in OPERATORS:
+            codes, weight = (getattr(each, name).weight for each in (self._coded_layout.bind(coded), exact))
+            if (part := split_off(weight, codes, self._host)) is None:
+                return None
+            parts.append(part)
+        ends = list(accumulate(len(part.content) for part in parts))
+        places = [slice(end - len(part.content), end) for end, part in zip(ends, parts, strict=True)]
+        remainders = tuple((place, part.escapes) for place, part in zip(places, parts, strict=True))
+        content = self._home([part.content for part in parts], layer[self._layout.end_of_matrices :])
+        return BesideCodes(content, remainders, self.coded[-1], self._layout, self._device)
+
+    def _packed(self, layer: Tensor) -> Home:
+        numbers = self._layout.end_of_matrices // 2 // PACKING.numbers * PACKING.numbers
+        content, starts = pack_numbers(layer[: 2 * numbers].view(torch.bfloat16), PACKING, self._host)
+        return Packed(self._home([content], layer[2 * numbers :]), sent(starts, self._memory.device), self._device)
+
+    def _coded(self, layer: Tensor) -> Tensor:
+        coded = torch.zeros(self._coded_layout.num_bytes, dtype=torch.uint8)
+        fill_coded(self._coded_layout.bind(coded), self._layout.bind(layer), self._host)
+        return coded
+
+    def _sent(self, coded: Tensor) -> Tensor:
+        shape = coded.shape
+        block = self._memory.allocate(shape, torch.uint8, tier="device", purpose=LOW_BIT_WEIGHTS)
+        return block.copy_(coded)
+
+    def _home(self, parts: Sequence[Tensor], rest: Tensor) -> Tensor:
+        """Parts, one after the other, and the rest. A block as large as planned is taken even where less would do: such
+        blocks were pinned while the checkpoint was read."""
+        needed = sum(len(part) for part in (*parts, rest))
+        block = self._block(self._planned)
+        if needed > self._planned:
+            self._memory.released(block, tier="host", purpose=_HOME)
+            del block
+            block = self._block(needed)
+        torch.cat([*parts, rest], out=block[:needed])
+        return block[:needed]
+
+    def _block(self, num_bytes: int) -> Tensor:
+        return self._memory.allocate((num_bytes,), torch.uint8, tier="host", purpose=_HOME)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,17 @@ from torch import Tensor
 from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.cache.residence import StreamedTiles
 from offload.engine import Engine
-from offload.kernels.card.packed import PackedChunkCopy, unpack_pages
-from offload.kernels.packed import Packing, pack_with_torch
+from offload.kernels.card.packed import PackedChunkCopy, unpack_numbers, unpack_pages
+from offload.kernels.packed import Packing, pack_numbers, pack_with_torch
 from offload.model.graphs import VARIABLE
+from offload.transfer import homes
+from offload.transfer.link import CudaEvent
+from offload.transfer.weights import StreamedLayers
 from paper import Card, on_paper
+from paper.codes import codes_by_card
 from paper.kernels import chunks_by_kernel
 from paper.programs import programs_by_interpreter
+from processor import best
 
 LAYERS, KV_HEADS, PAGE, PAGES = 2, 3, 64, 2
 DIMS = [16, 48, 64, 128]
@@ -116,13 +122,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def on_card(folder: Path, link_bits: int) -> Iterator[tuple[Engine, Card]]:
-    plan = tiny_plan(folder, None, SIZES, num_prompt_tokens=110, max_tokens=10, offload=frozenset({"kv"}), dtype="bf16")
+def on_card(
+    folder: Path,
+    link_bits: int = 16,
+    *,
+    sizes: Sizes = SIZES,
+    weight_link_bits: int | None = None,
+    resident_layers: int = 1,
+) -> Iterator[tuple[Engine, Card]]:
+    """weight_link_bits: None where no weights stream; else all but `resident_layers` do."""
+    offload = frozenset({"kv"} if weight_link_bits is None else {"kv", "weights"})
+    plan = tiny_plan(folder, None, sizes, num_prompt_tokens=110, max_tokens=10, offload=offload, dtype="bf16")
     plan = changed(plan, device="cuda:0", resident_tiles=1, fused_prefill=False, link_bits=link_bits)
+    if weight_link_bits is not None:
+        plan = changed(plan, weight_link_bits=weight_link_bits, resident_layers=resident_layers)
     with on_paper() as card, pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "off")
         programs_by_interpreter(card, patch)
         chunks_by_kernel(card, patch)
+        codes_by_card(patch, without_values=False)
+        patch.setattr(homes, "PACKING", Packing.roomiest(1 << 11, 1 << 10))
         with tiny_engine(plan, folder) as engine:
             yield engine, card
 
@@ -165,3 +184,75 @@ def test_homes_that_are_packed_while_a_copy_reads_them_are_reported(
         problems = list(card.problems)
         monkeypatch.undo()
     assert problems
+
+
+# Weights.
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_numbers_are_unpacked_bit_for_bit(share: float) -> None:
+    """Blocks that do not pack are among them."""
+    packing, exact = Packing.roomiest(1 << 11, 1 << 10), numbers((5 << 11,), seed=3)
+    every = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
+    some = every[torch.randint(len(every), exact.shape, generator=torch.Generator().manual_seed(4))]
+    where = (torch.arange(len(exact)) >> 11) < int(5 * share)
+    exact = torch.where(where, some, exact)
+    content, starts = pack_numbers(exact.clone(), packing, best())
+    assert int((starts.diff() == 2 * packing.numbers).sum()) == int(5 * share)
+    out = torch.full_like(exact, 7.0)
+    unpack_numbers(content, starts, out, packing)
+    assert torch.equal(bits(out), bits(exact))
+
+
+@pytest.fixture(scope="module")
+def square(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose weights can be had in 4 bits."""
+    sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "intermediate_size": 128}
+    model = random_model("qwen2", vocab_size=264, max_position_embeddings=512, seed=11, **sizes)
+    return save(model, tmp_path_factory.mktemp("square") / "target", tokenizer=True)
+
+
+@pytest.mark.parametrize(
+    ("weight_bits", "link_bits", "launched"), [(4, 9, "restore_weights"), (16, 12, "unpack_blocks")]
+)
+def test_the_text_is_the_same_however_weights_cross(
+    square: Path, weight_bits: int, link_bits: int, launched: str
+) -> None:
+    sizes = replace(SIZES, weight_bits=weight_bits)
+    with on_card(square, sizes=sizes, weight_link_bits=16) as (engine, card):
+        wanted, crossed = all_said(engine), engine.worker.link_stats.bytes_to_device
+        assert card.problems == []
+        assert card.launches[launched] == 0
+    with on_card(square, sizes=sizes, weight_link_bits=link_bits) as (engine, card):
+        assert all_said(engine) == wanted
+        assert engine.worker.link_stats.bytes_to_device < crossed
+        assert card.launches[launched] > 10
+    assert card.problems == []
+
+
+def test_a_layer_that_is_opened_before_it_has_come_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaEvent, "wait", lambda event: None)
+    with on_card(folder, weight_link_bits=12, resident_layers=0) as (engine, card), torch.inference_mode():
+        said(engine, PROMPT)
+        problems = list(card.problems)
+        monkeypatch.undo()
+    assert any("not ordered after read by compute" in problem for problem in problems)
+
+
+def test_a_layer_that_comes_where_another_is_opened_from_is_reported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy has to wait until what was in its slot was opened."""
+
+    def fetch(layers: StreamedLayers, position: int) -> None:
+        slot, number = position % len(layers._staging), position % len(layers._homes)
+        content = layers._homes[number].content
+        layers._full[slot] = layers._link.to_device(layers._staging[slot][: len(content)], content, ())
+        layers._held[slot] = number
+
+    monkeypatch.setattr(StreamedLayers, "_fetch", fetch)
+    with on_card(folder, weight_link_bits=12, resident_layers=0) as (engine, card), torch.inference_mode():
+        said(engine, PROMPT)
+        problems = list(card.problems)
+        monkeypatch.undo()
+    assert any("not ordered after read by compute" in problem for problem in problems)

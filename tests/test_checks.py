@@ -114,8 +114,8 @@ def test_pages_that_are_unpacked_wrongly_are_found(monkeypatch: Patch) -> None:
 def test_products_that_are_a_little_off_are_found(monkeypatch: Patch) -> None:
     real, plain = Steps.run, checks.linear
 
-    def off(self: Steps, num_rows: int, first: int = 0) -> None:
-        real(self, num_rows, first)
+    def off(self: Steps, num_rows: int) -> None:
+        real(self, num_rows)
         self._kept[-1].out.mul_(1.05)
 
     monkeypatch.setattr(Steps, "run", off)

@@ -195,14 +195,17 @@ def test_sums_over_ranks_take_time_in_every_pass_of_the_target() -> None:
     assert (without.full_sum_seconds, without.retrieval_sum_seconds) == (found.full_sum_seconds, 0.0)
 
 
-def test_every_block_of_a_pass_is_summed_by_itself() -> None:
+def test_all_rows_of_a_pass_are_summed_at_once() -> None:
+    """Whatever their number is, there are two sums a layer; only the bytes grow."""
     for hardware, block in ((PAIR, 16), (replace(CPU, num_devices=2), 32)):
         sizing = Sizing(DEMO, None, Options(), hardware, "bf16")
         found = Cost(sizing, place(sizing, 4000, PLAIN), 4000, PLAIN)
         latency = 2 * DEMO.num_layers * (NCCL if hardware is PAIR else GLOO).seconds
         assert found.full_sums(block) - found.sums(block) == 0.0
-        assert found.full_sums(2 * block) == pytest.approx(2 * found.full_sums(block))
-        assert found.full_sums(block + 1) - found.full_sums(block) >= latency
+        more = found.full_sums(2 * block) - found.full_sums(block)
+        assert more == pytest.approx(found.full_sums(block) - latency)
+        if hardware is PAIR:  # whole blocks
+            assert found.full_sums(block + 1) == found.full_sums(2 * block)
 
 
 def seconds_with(sums: SumCosts, monkeypatch: pytest.MonkeyPatch, options: Options, hardware: Hardware) -> Prediction:

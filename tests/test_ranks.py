@@ -26,12 +26,12 @@ from offload.cache.retrieval import RetrievalCache
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine
 from offload.errors import DoesNotFit, RankFailed, SessionError, UsageError
-from offload.kernels.native import VARIABLE
 from offload.leader import COMPARED_FORWARDS, LeadingWorker
 from offload.plan.sizing import MAX_ROWS
 from offload.ranks.sums import Sums
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
+from processor import process_uses
 
 SIZES = Sizes(gamma=7, draft_gamma=3, budget=48, window=32, lookup=True, adaptive=True)
 FIXED = replace(SIZES, adaptive=False)  # lengths that follow no clock
@@ -425,15 +425,20 @@ def ragged(seed: int) -> list[Asked]:
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
-    ("num_ranks", "offload", "kernels"),
-    [(2, (), "on"), (2, (), "off"), (4, (), "on"), (2, ("kv",), "on"), (2, ("kv", "weights"), "on")],
+    ("num_ranks", "offload", "operators"),
+    [
+        *[(2, (), "kernels"), (2, (), "torch"), (4, (), "kernels")],
+        *[(2, ("kv",), "kernels"), (2, ("kv", "weights"), "kernels")],
+    ],
 )
 def test_sequences_of_ranks_say_what_each_says_alone(
-    folders: Folders, monkeypatch: pytest.MonkeyPatch, num_ranks: int, offload: tuple[str, ...], kernels: str
+    folders: Folders, num_ranks: int, offload: tuple[str, ...], operators: str
 ) -> None:
     """Ragged ones that come, go and begin alike, in bf16, where other bits would soon be other tokens."""
-    monkeypatch.setenv(VARIABLE, kernels)
-    with make(folders, num_ranks, FIXED, dtype="bf16", offload=offload, num_sequences=3) as engine:
+    with (
+        process_uses(operators),
+        make(folders, num_ranks, FIXED, dtype="bf16", offload=offload, num_sequences=3) as engine,
+    ):
         check(engine, ragged(num_ranks))
 
 

@@ -16,10 +16,9 @@ from asked import NEVER, Asked, alone, check, together
 from models import GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.engine import Engine
 from offload.errors import DoesNotFit
-from offload.kernels.native import VARIABLE
 from offload.model import decoder, level
 from offload.sequences import Sequences
-from processor import best
+from processor import OPERATORS, best, process_uses
 
 TWO = Sizes(gamma=7, draft_gamma=3, lookup=True, adaptive=True)
 FIXED = Sizes(gamma=5, draft_gamma=2)
@@ -68,12 +67,11 @@ def test_each_of_one_to_eight_says_what_it_says_alone(folders, number):
         check(engine, some(number + 4, seed=number))
 
 
-@pytest.mark.parametrize("kernels", ["on", "off"])
+@pytest.mark.parametrize("operators", OPERATORS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("sizes", [PLAIN, FIXED, replace(FIXED, draft_gamma=0), TWO])
-def test_so_it_is_with_any_levels_and_any_operators(folders, monkeypatch, sizes, dtype, kernels):
-    monkeypatch.setenv(VARIABLE, kernels)
-    with made(folders, sizes, 3, dtype=dtype) as engine:
+def test_so_it_is_with_any_levels_and_any_operators(folders, sizes, dtype, operators):
+    with process_uses(operators), made(folders, sizes, 3, dtype=dtype) as engine:
         check(engine, some(6, seed=20))
 
 
@@ -220,9 +218,8 @@ def test_an_error_of_one_prefill_leaves_the_others_as_they_are(folders):
 
 def test_without_kernels_sequences_share_blocks(folders, monkeypatch):
     """Passes of a row each of four texts run in the blocks for four rows, not in four; their logits, too."""
-    monkeypatch.setenv(VARIABLE, "off")
     requests = [Asked(random_tokens(50, seed=number), GREEDY, 20) for number in range(4)]
-    with made(folders, PLAIN, 4) as engine:
+    with process_uses("torch"), made(folders, PLAIN, 4) as engine:
         found, by_block = list[list[int]](), decoder._by_block
         with monkeypatch.context() as patch:
             patch.setattr(decoder, "_by_block", lambda blocks, *rest: found.append(blocks) or by_block(blocks, *rest))

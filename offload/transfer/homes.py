@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import UsageError
-from offload.kernels import native
-from offload.kernels.card import Card, card
+from offload.kernels import card, native
 from offload.kernels.native import Kernels
 from offload.kernels.packed import Packing, pack_numbers, unpack_numbers
 from offload.kernels.remainders import Remainder, restore, split_off
@@ -57,7 +56,7 @@ class Packed:
 
     content: Tensor
     starts: Tensor
-    kernels: Kernels | Card
+    kernels: Kernels | card.Card
 
     def open(self, arrived: Tensor, layer: Tensor) -> None:
         whole = 2 * PACKING.numbers * (len(self.starts) - 1)
@@ -76,7 +75,7 @@ class BesideCodes:
     remainders: tuple[tuple[slice, int], ...]
     coded: LayerWeights
     layout: LayerLayout
-    kernels: Kernels | Card
+    kernels: Kernels | card.Card
 
     def open(self, arrived: Tensor, layer: Tensor) -> None:
         exact = self.layout.bind(layer)
@@ -95,11 +94,11 @@ class HomeMaker:
 
     def __init__(self, memory: Memory, layout: LayerLayout, config: ModelConfig, bits: int) -> None:
         """config: of the layers, or of a shard of them. bits: 12 or 9. Raises UsageError where kernels do not run."""
-        self._memory, self._layout, self._bits = memory, layout, bits
-        self._coded_layout = LayerLayout.of(config, torch.bfloat16, coded=True)
+        self._memory, self._layout = memory, layout
+        self._coded_layout = LayerLayout.of(config, torch.bfloat16, coded=True) if bits == 9 else None
         self._planned = home_bytes(layout.num_bytes, config.layer_matrix_elements(), bits)
         self._host, on_card = native.kernels(), memory.device.type == "cuda"
-        self._device: Kernels | Card = card(memory.device) if on_card else self._host
+        self._device: Kernels | card.Card = card.card(memory.device) if on_card else self._host
         self.coded: list[LayerWeights] = []
         for kernels in (self._host, self._device):
             if not kernels.usable:
@@ -110,16 +109,18 @@ class HomeMaker:
 
     def make(self, layer: Tensor) -> Home:
         """Of a flat buffer on the host, whose matrices are overwritten. Raises DoesNotFit."""
-        home = self._beside_codes(layer) if self._bits == 9 else None
+        home = None if self._coded_layout is None else self._beside_codes(layer, self._coded_layout)
         return home or self._packed(layer)
 
-    def _beside_codes(self, layer: Tensor) -> Home | None:
-        """None where a weight would not come back: its codes are on the device nonetheless, to propose with."""
-        exact, coded = self._layout.bind(layer), self._coded(layer)
-        self.coded.append(self._coded_layout.bind(self._sent(coded)))
+    def _beside_codes(self, layer: Tensor, layout: LayerLayout) -> Home | None:
+        """layout: of codes. None where a weight would not come back: then codes are there only to propose with."""
+        exact, buffer = self._layout.bind(layer), torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        coded = layout.bind(buffer)
+        fill_coded(coded, exact, self._host)
+        self.coded.append(layout.bind(self._on_device(buffer)))
         parts = list[Remainder]()
         for name in OPERATORS:
-            codes, weight = (getattr(each, name).weight for each in (self._coded_layout.bind(coded), exact))
+            codes, weight = (getattr(each, name).weight for each in (coded, exact))
             if (part := split_off(weight, codes, self._host)) is None:
                 return None
             parts.append(part)
@@ -134,15 +135,9 @@ class HomeMaker:
         content, starts = pack_numbers(layer[: 2 * numbers].view(torch.bfloat16), PACKING, self._host)
         return Packed(self._home([content], layer[2 * numbers :]), sent(starts, self._memory.device), self._device)
 
-    def _coded(self, layer: Tensor) -> Tensor:
-        coded = torch.zeros(self._coded_layout.num_bytes, dtype=torch.uint8)
-        fill_coded(self._coded_layout.bind(coded), self._layout.bind(layer), self._host)
-        return coded
-
-    def _sent(self, coded: Tensor) -> Tensor:
-        shape = coded.shape
-        block = self._memory.allocate(shape, torch.uint8, tier="device", purpose=LOW_BIT_WEIGHTS)
-        return block.copy_(coded)
+    def _on_device(self, coded: Tensor) -> Tensor:
+        shape = tuple(coded.shape)
+        return self._memory.allocate(shape, torch.uint8, tier="device", purpose=LOW_BIT_WEIGHTS).copy_(coded)
 
     def _home(self, parts: Sequence[Tensor], rest: Tensor) -> Tensor:
         """Parts, one after the other, and the rest. A block as large as planned is taken even where less would do: such

@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 from offload import parts
 from offload.kernels.card import Card
 from offload.kernels.codes import Codes
-from offload.transfer import weights
+from offload.transfer import layout
 
 
 def codes_by_card(patch: pytest.MonkeyPatch, *, without_values: bool) -> None:
@@ -17,7 +17,7 @@ def codes_by_card(patch: pytest.MonkeyPatch, *, without_values: bool) -> None:
     which are launched."""
     patch.setattr(parts, "card", lambda device: Card("on paper"))
     if not without_values:
-        patch.setattr(weights, "product", _product)
+        patch.setattr(layout, "product", _product)
 
 
 def _product(x: Tensor, weight: Tensor | Codes, bias: Tensor | None) -> Tensor:

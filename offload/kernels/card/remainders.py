@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offload.kernels.card.attention import launch
+from offload.kernels.card import attention
 from offload.kernels.card.remainder_programs import restore_weights
 from offload.kernels.codes import Codes
 
@@ -16,4 +16,4 @@ def restore(content: Tensor, escapes: int, codes: Codes, out: Tensor) -> None:
     """Fill out, bf16 [outputs, inputs], by one launch; all are on the card."""
     num_tiles, num_groups, _ = codes.blocks.shape
     arguments = content, codes.blocks, out.view(torch.int16), num_groups, escapes
-    launch(restore_weights, (num_groups, num_tiles), arguments, num_warps=WARPS)
+    attention.launch(restore_weights, (num_groups, num_tiles), arguments, num_warps=WARPS)

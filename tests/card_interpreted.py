@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from interpreter import products_by_row
 from models import LateLink
 from offload.cache import fetch
 from offload.cache.fetch import CardFetch
@@ -37,6 +38,11 @@ from offload.transfer.memory import Memory
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 GARBAGE = 3e4
 KV_HEADS = 2
+
+
+@pytest.fixture(autouse=True)
+def _products_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    products_by_row(monkeypatch)
 
 
 def normal(*size: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from card_interpreted import KV_HEADS, TOLERANCE, Unwritten, assert_near, normal, turning, unmoving
+from interpreter import products_by_row
 from models import LateLink
 from offload.cache import fetch, low_bits
 from offload.cache.fetch import CardFetch
@@ -24,6 +25,11 @@ from offload.transfer.memory import Memory
 
 COUNTS = (1, 3, 16)  # rows
 LAYERS = 2
+
+
+@pytest.fixture(autouse=True)
+def _products_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    products_by_row(monkeypatch)
 
 
 def kept(num_tokens: int, dim: int, dtype: torch.dtype, *, num_layers: int = 1) -> KVCodes:

@@ -210,7 +210,7 @@ def test_the_tests_for_a_card_pass_on_paper(
     # low_bits_interpreted.py and packed_interpreted.py.
     monkeypatch.setattr(hardware, "_has_kernels", lambda new_enough: new_enough)
     monkeypatch.setattr(planner, "cache_problem", lambda sizing: "on paper")
-    monkeypatch.setattr(link_bits, "_problem", lambda sizing, chunk: "on paper")
+    monkeypatch.setattr(link_bits, "_problem", lambda sizing: "on paper")
     with on_paper() as card:
         test()
     assert card.problems == []

@@ -35,9 +35,12 @@ from offload.plan.options import Options
 from offload.plan.planner import Plan, make_plan
 from offload.plan.shards import ALONE, Shard
 from offload.ranks.sums import Sums
+from offload.transfer import weights as weights_module
 from offload.transfer.checkpoint import Checkpoint
+from offload.transfer.homes import PACKING, BesideCodes, Home, HomeMaker, Packed
+from offload.transfer.layout import OPERATORS
 from offload.transfer.link import make_link
-from offload.transfer.memory import Memory
+from offload.transfer.memory import Memory, sent
 from offload.transfer.weights import load_weights
 from offload.worker import Worker
 from paper.card import ADDRESS, Card, on_paper
@@ -70,6 +73,7 @@ def worker_without_bytes(
         patch.setattr(JITFunction, "run", lambda program, *args, **more: _launched(card, program, *args, **more))
         patch.setattr(fetch, "kernels_read_host", lambda device: True)
         patch.setattr(packed, "pack", lambda addresses, packing, kernels: torch.ones(len(addresses), dtype=torch.bool))
+        patch.setattr(weights_module, "HomeMaker", _HomeMaker)
         patch.setattr(TileStore, "addresses", partialmethod(_addresses, TileStore.addresses))
         patch.setattr(dist, "all_gather", partial(_gathered, card))
         if with_flash:
@@ -103,11 +107,30 @@ def _parts(plan: Plan, models: dict[str, ModelConfig]) -> Parts:
             name=name,
             link=link if name == "target" and "weights" in placement.offload else None,
             num_resident=placement.resident_layers,
+            link_bits=placement.weight_link_bits if name == "target" else 16,
             shard=shard,
         )
         sums = Sums(0, num_cards, memory.device, check=lambda: None, go=lambda: None) if is_shard else None
         decoders[name] = Decoder(shard.config(models[name]), weights, sums)
     return Parts(decoders, memory, link)
+
+
+class _HomeMaker(HomeMaker):
+    """Homes of the bytes that are planned, and no more in them than in the layers."""
+
+    def make(self, layer: Tensor) -> Home:
+        content = self._block(self._planned)
+        if self._coded_layout is None:
+            numbers = self._layout.end_of_matrices // 2
+            starts = torch.zeros(numbers // PACKING.numbers + 1, dtype=torch.long)
+            return Packed(content, sent(starts, self._memory.device), self._device)
+        coded = torch.zeros(self._coded_layout.num_bytes, dtype=torch.uint8)
+        self.coded.append(self._coded_layout.bind(self._on_device(coded)))
+        places, end = [], 0
+        for name in OPERATORS:
+            start, end = end, end + self._layout.views[f"{name}.weight"].nbytes // 2
+            places.append((slice(start, end), end - start))
+        return BesideCodes(content, tuple(places), self.coded[-1], self._layout, self._device)
 
 
 def _fill(retrieval: RetrievalCache | None) -> None:

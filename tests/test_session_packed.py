@@ -28,13 +28,17 @@ from offload.errors import DoesNotFit, SessionError
 from offload.kernels.packed import unpack_with_torch
 from offload.kernels.packing import Packing
 from offload.session import blocks, page
+from offload.session import manifest as manifests
 from offload.session.catalogue import inspect, summaries
 from offload.session.folder import Folder
 from offload.session.layout import PageFile, PageFormat
 from offload.session.manifest import MANIFEST_FILE, checksum, encode
 from offload.session.store import Store
+from offload.transfer.link import PacedLink
 from processor import OPERATORS, process_uses
-from sessions import LAYERS, PACKED, Rows, bits, page_files, restore, save, saved
+from sessions import LAYERS, PACKED, Rows, bits, identity_of, page_files, restore, save, saved
+from test_caches import ROWS, Driver, Tape
+from test_packed import TILE, make
 from test_session_crash import at_step
 from test_session_damage import MUTATIONS, edit, mutate, put, record_of, seal
 from test_session_store import fingerprint
@@ -188,6 +192,38 @@ def test_a_disk_has_to_have_room_for_pages_that_do_not_pack(path: Path, monkeypa
     free += 4096  # the manifest
     save(path, TOKENS, 32, identity=PACKED)
     assert restore(path, PACKED) == saved(TOKENS, PACKED)
+
+
+def test_a_manifest_that_could_get_too_long_is_refused_before_anything_is_written(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three pages of which all is packed take 48 bytes more in it."""
+    save(path / "kept", TOKENS, identity=PACKED)
+    monkeypatch.setattr(manifests, "MAX_BYTES", (path / "kept" / MANIFEST_FILE).stat().st_size - 24)
+    with Store.open(path / "new", PACKED) as store:
+        with pytest.raises(SessionError, match="is the limit"), at_step(-1, lambda *call: None) as calls:
+            store.save(Rows.of(PACKED, TOKENS), TOKENS, capacity=100, extra={}, unchanged=0)
+        assert not calls
+
+
+@pytest.mark.parametrize("packs", [True, False], ids=["from a packed cache", "to a packed cache"])
+def test_caches_that_lie_packed_themselves_are_saved_and_filled(path: Path, packs: bool) -> None:
+    tape = Tape(torch.bfloat16)
+    link = PacedLink(None)
+    source, other = make(tape, link=link, packs=packs), make(tape, link=link, packs=not packs)
+    for cache, history in ((source, 2 * TILE + 5), (other, TILE + 20)):
+        driver = Driver(cache, tape, padding=ROWS)
+        driver.extend([0] * history, phase="prefill", blocks=9)
+        driver.extend([packs])
+    identity, expected = identity_of(source, "bf16"), bits(source)
+    with Store.open(path, identity) as store:
+        store.save(source, range(source.length), capacity=0, extra={}, unchanged=0)
+        assert flags(path)[0] == identity.page_format.most_packed
+        store.load(other, source.length)
+    assert bits(source) == bits(other) == expected
+    drivers = [Driver(each, tape, padding=ROWS, history=[0] * (2 * TILE + 5) + [packs]) for each in (source, other)]
+    assert torch.equal(*(driver.extend([0] * 3) for driver in drivers))
+    link.close()
 
 
 def test_a_page_whose_file_would_not_be_smaller_lies_as_it_is(path: Path) -> None:

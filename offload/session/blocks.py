@@ -25,8 +25,6 @@ def packed_page(form: PageFormat, layers: Sequence[Tensor], used: int) -> tuple[
     page[:, :, :, used:] = 0
     blocks = page.view(form.num_blocks, packing.numbers)
     are_packed = pack(blocks.data_ptr() + torch.arange(len(blocks)) * blocks.stride(0) * 2, packing, found)
-    if not are_packed.any():
-        return None
     file = PageFile(form, "".join("01"[is_packed] for is_packed in are_packed.tolist()))
     if file.nbytes >= form.nbytes:
         return None

@@ -172,12 +172,13 @@ def test_a_page_takes_as_many_bytes_as_its_packed_blocks(path: Path) -> None:
 
 def test_what_is_still_to_be_written_counts_as_it_is(path: Path) -> None:
     save(path, TOKENS[:40], identity=PACKED)
-    written, read = list[int](), list[int]()
+    written, read = list[tuple[int, ...]](), list[int]()
     with Store.open(path, PACKED) as store:
         assert store.bytes_to_write(64, 40) == FORM.nbytes
         rows = Rows.of(PACKED, TOKENS[:64])
-        store.save(rows, TOKENS[:64], capacity=0, extra={}, unchanged=40, on_bytes=written.append)
-        assert sum(written) == FORM.nbytes
+        store.save(rows, TOKENS[:64], capacity=0, extra={}, unchanged=40, on_bytes=lambda *each: written.append(each))
+        assert written.pop(0) == (0, FORM.nbytes - ALL_PACKED.nbytes)
+        assert sum(num_bytes for (num_bytes,) in written) == ALL_PACKED.nbytes
         store.load(rows, 64, on_bytes=read.append)
         assert sum(read) == store.bytes_to_read(64) - 2 * len(ALL_PACKED.header)
 

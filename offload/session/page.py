@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -11,13 +11,13 @@ import xxhash
 from torch import Tensor
 
 from offload.cache.tiles import TileShape
+from offload.progress import OnBytes
 from offload.session.blocks import packed_page, unpack_page
 from offload.session.folder import Folder, read_all, write_all
 from offload.session.layout import PageFile, PageFormat
 from offload.session.manifest import Page
 from offload.session.names import damaged
 
-OnBytes = Callable[[int], None]
 PIECE_BYTES = 1 << 20  # read or written and hashed at a time
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -74,9 +74,11 @@ def write_page(
 
     used: rows in use; the others are written as zeros, so no dropped token is kept and equal sequences give equal
     files. Only a page that may be packed, or is partly used, or is on a GPU, is copied first.
-    on_bytes: called with numbers of bytes, together those of the file if the page lay in it as it is.
+    on_bytes: called with numbers of bytes of the file, and with how many fewer they are than if nothing was packed.
     """
     file, blocks = packed_page(page_format, layers, used) or (PageFile(page_format), _blocks(layers, used))
+    if file.packed:
+        on_bytes(0, page_format.nbytes - file.nbytes)
     digest = xxhash.xxh3_128()
     fd = folder.create(name)
     try:
@@ -89,7 +91,6 @@ def write_page(
         os.fsync(fd)
     finally:
         os.close(fd)
-    on_bytes(page_format.nbytes - file.nbytes)
     return Page(name, digest.hexdigest(), file.packed)
 
 

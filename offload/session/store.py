@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from offload.errors import DoesNotFit, SessionError
+from offload.progress import OnBytes
 from offload.session import manifest as manifests
 from offload.session.folder import READERS, WRITER, Folder, Lock, owner
 from offload.session.identity import Identity, differences
@@ -24,13 +25,13 @@ from offload.session.layout import PageFile
 from offload.session.leftovers import discard, foreign, sweep, temporary_file
 from offload.session.manifest import MANIFEST_FILE, Manifest, Page, page_file
 from offload.session.names import remedy
-from offload.session.page import OnBytes, PagedRows, format_of, read_page, write_page
+from offload.session.page import PagedRows, format_of, read_page, write_page
 from offload.units import size
 
 _NO_CHECKSUM = "0" * 32  # stands for that of a page that is not written yet
 
 
-def _ignore(num_bytes: int) -> None:
+def _ignore(num_bytes: int, fewer: int = 0, /) -> None:
     return None
 
 
@@ -135,8 +136,8 @@ class Store:
         unchanged: number of first tokens whose rows are, bit for bit, those last loaded from here or saved; pages that
         hold only these are not written again. capacity, extra (plain JSON): stored for the caller. Raises DoesNotFit
         before anything is written if the disk has no room, SessionError if writing fails. After any error the session
-        is either the old one or the new one; `tokens` tells which. on_bytes: called with numbers of bytes, together
-        `bytes_to_write`.
+        is either the old one or the new one; `tokens` tells which. on_bytes: called with numbers of bytes, and with
+        how many fewer than `bytes_to_write` they will be.
         """
         self._check_rows(rows)
         if self.read_only:

@@ -1,7 +1,7 @@
 """Save and load a session of a full cache, compared with `dd` reading the same files, cold and warm, in one run.
 
 Cold: the files are dropped from the page cache before each reading. The cache holds random numbers, by default in the
-shape of Llama-2-7B; no model runs.
+shape of Llama-2-7B; no model runs. Rates are of the files' bytes, which are packed where there are kernels.
 
 --locked locks the cache's memory (mlockall), which has the same effect on the system as pinning it for a GPU.
 
@@ -79,8 +79,8 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(cache: FullCache, folder: Path, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each repeat, by operation."""
+def measure(cache: FullCache, folder: Path, repeats: int) -> tuple[dict[str, list[float]], int]:
+    """Seconds of each repeat, by operation, and the bytes of the session's pages."""
     shape, tokens = cache.shape, [0] * cache.length
     identity = Identity(
         "model", "tokenizer", "rope", "bf16", cache.num_layers, shape.num_kv_heads, shape.head_dim, shape.page_tokens
@@ -96,8 +96,9 @@ def measure(cache: FullCache, folder: Path, repeats: int) -> dict[str, list[floa
                 times[f"{name}, cold"].append(seconds(work))
             for name, work in works.items():
                 times[f"{name}, warm"].append(seconds(work))
+            num_bytes = store.nbytes
         say(", ".join(f"{name} {runs[-1]:.2f} s" for name, runs in times.items()))
-    return times
+    return times, num_bytes
 
 
 def row(name: str, times: dict[str, list[float]], num_bytes: int) -> list[str]:
@@ -123,13 +124,14 @@ def main() -> None:
         lock_memory()
     cache = make_cache(args)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        times = measure(cache, Path(folder) / "session", args.repeats)
-    num_bytes = cache.nbytes() * args.tokens // (cache.shape.tokens * cache.shape.count(args.tokens))
+        times, num_bytes = measure(cache, Path(folder) / "session", args.repeats)
+    cached = cache.nbytes() * args.tokens // (cache.shape.tokens * cache.shape.count(args.tokens))
     rows = [row(name, times, num_bytes) for name in times]
     into = ", into locked memory" if args.locked else ""
-    title = f"a session of {args.tokens} tokens, {num_bytes / 1e9:.2f} GB{into}"
+    title = f"a session of {args.tokens} tokens, {cached / 1e9:.2f} GB in {num_bytes / 1e9:.2f} GB of files{into}"
     measured = [{"what": name, "seconds": run} for name, runs in times.items() for run in runs]
-    emit(["what", "GB/s", "range", "of dd"], rows, about(title, 0, num_bytes=num_bytes), measured)
+    shared = about(title, 0, num_bytes=num_bytes, num_cached_bytes=cached)
+    emit(["what", "GB/s", "range", "of dd"], rows, shared, measured)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ class PrefixCache:
         if common <= num_common(self.tokens, tokens):
             return common
         self.truncate(0)
-        total = store.bytes_to_write(common, 0)
+        total = store.bytes_to_read(common)
         report = bytes_of("restore", total, on_progress)
         store.load(self._worker.rows, common, on_bytes=report)
         report(total)

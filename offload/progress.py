@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 Stage = Literal["load", "pin", "restore", "prefill", "save", "replay"]
 
@@ -26,12 +26,19 @@ def ignore(progress: Progress) -> None:
     """An `OnProgress` that does nothing."""
 
 
-def bytes_of(stage: Stage, total: int, on_progress: OnProgress) -> Callable[[int], None]:
-    """A function that is called with numbers of new bytes, and reports their sum of `total` to `on_progress`."""
+class OnBytes(Protocol):
+    """Is called with numbers of new bytes, and with how many fewer will come than was thought."""
+
+    def __call__(self, num_bytes: int, fewer: int = 0, /) -> None: ...
+
+
+def bytes_of(stage: Stage, total: int, on_progress: OnProgress) -> OnBytes:
+    """Reports the sum of the new bytes, of `total` or as many fewer as there will be, to `on_progress`."""
     done = 0
 
-    def count(num_bytes: int) -> None:
-        nonlocal done
+    def count(num_bytes: int, fewer: int = 0, /) -> None:
+        nonlocal done, total
+        total -= fewer
         done = min(done + num_bytes, total)
         on_progress(Progress(stage, done, total, "bytes"))
 

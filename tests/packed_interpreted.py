@@ -17,7 +17,8 @@ from models import GREEDY, Sizes, changed, random_model, random_tokens, save, ti
 from offload.cache.residence import StreamedTiles
 from offload.engine import Engine
 from offload.kernels.card.packed import PackedChunkCopy, unpack_numbers, unpack_pages
-from offload.kernels.packed import Packing, pack_numbers, pack_with_torch
+from offload.kernels.packed import pack_numbers, pack_with_torch
+from offload.kernels.packing import Packing
 from offload.model.graphs import VARIABLE
 from offload.transfer import homes
 from offload.transfer.link import CudaEvent

@@ -19,24 +19,34 @@ from offload.transfer.memory import Memory
 PAGE, LAYERS, HEADS, DIM = 4, 2, 2, 4
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 IDENTITY = Identity("model", "tokenizer", "rope", "fp32", LAYERS, HEADS, DIM, PAGE, model_name="tiny")
+# Pages are packed from shapes like these on; those of IDENTITY are too small for it in any dtype.
+PACKED = replace(IDENTITY, dtype="bf16", head_dim=16, page_tokens=32)
 
 
 class Rows:
     """Rows computed from position and token alone, in tiles of two pages as in the full cache."""
 
-    def __init__(self, tokens: Sequence[int] = (), dtype: str = "fp32", device: str = "cpu") -> None:
-        self.shape, self.num_layers, self.length = TileShape(HEADS, DIM, PAGE, 2, DTYPES[dtype]), LAYERS, 0
+    def __init__(
+        self, tokens: Sequence[int] = (), dtype: str = "fp32", device: str = "cpu", *, dim: int = DIM, page: int = PAGE
+    ) -> None:
+        self.shape, self.num_layers, self.length = TileShape(HEADS, dim, page, 2, DTYPES[dtype]), LAYERS, 0
         self.store = TileStore(Memory(torch.device(device)), self.shape, LAYERS, None)
         self.put(tokens)
+
+    @classmethod
+    def of(cls, identity: Identity, tokens: Sequence[int] = (), device: str = "cpu") -> Rows:
+        """Of that dtype and shape."""
+        return cls(tokens, identity.dtype, device, dim=identity.head_dim, page=identity.page_tokens)
 
     def put(self, tokens: Sequence[int]) -> None:
         """Cache `tokens`, with garbage behind them as after a rejection."""
         self.reserve(len(tokens) + 3)
         for position, token in enumerate([*tokens, 9991, 9992, 9993]):
             generator = torch.Generator().manual_seed(10_000 * position + token)
-            rows = torch.randn(LAYERS, 2, HEADS, DIM, generator=generator)
+            rows = torch.randn(LAYERS, 2, HEADS, self.shape.head_dim, generator=generator)
+            number, within = divmod(position, self.shape.page_tokens)
             for layer in range(LAYERS):
-                self.page(layer, position // PAGE)[:, :, position % PAGE] = rows[layer].to(self.shape.dtype)
+                self.page(layer, number)[:, :, within] = rows[layer].to(self.shape.dtype)
         self.length = len(tokens)
 
     def reserve(self, num_tokens: int) -> None:
@@ -61,20 +71,23 @@ class Rows:
 
 def bits(rows: PagedRows) -> bytes:
     """The bits of all cached rows, in the order of page, layer, keys or values, head."""
-    pages = [rows.page_of_all(number) for number in range(-(-rows.length // PAGE))]
-    cut = [[layer[:, :, : rows.length - number * PAGE] for layer in layers] for number, layers in enumerate(pages)]
+    size = rows.shape.page_tokens
+    pages = [rows.page_of_all(number) for number in range(-(-rows.length // size))]
+    cut = [[layer[:, :, : rows.length - number * size] for layer in layers] for number, layers in enumerate(pages)]
     return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for layers in cut for part in layers)
 
 
-def save(path: Path, tokens: Sequence[int], unchanged: int = 0, **extra: object) -> None:
+def save(
+    path: Path, tokens: Sequence[int], unchanged: int = 0, *, identity: Identity = IDENTITY, **extra: object
+) -> None:
     """Open, save rows of `tokens`, close."""
-    with Store.open(path, IDENTITY) as store:
-        store.save(Rows(tokens), tokens, capacity=100, extra=extra, unchanged=unchanged)
+    with Store.open(path, identity) as store:
+        store.save(Rows.of(identity, tokens), tokens, capacity=100, extra=extra, unchanged=unchanged)
 
 
 def restore(path: Path, identity: Identity = IDENTITY) -> tuple[tuple[int, ...], bytes]:
     """(tokens, bits) as a reader loads them. On a SessionError, checks that the rows are empty and finite."""
-    rows = Rows(range(9), identity.dtype)
+    rows = Rows.of(identity, range(2 * identity.page_tokens + 1))
     with Store.open(path, identity, read_only=True) as store:
         try:
             store.load(rows, len(store.tokens))
@@ -85,9 +98,9 @@ def restore(path: Path, identity: Identity = IDENTITY) -> tuple[tuple[int, ...],
         return store.tokens, bits(rows)
 
 
-def saved(tokens: Sequence[int], dtype: str = "fp32") -> tuple[tuple[int, ...], bytes]:
+def saved(tokens: Sequence[int], identity: Identity = IDENTITY) -> tuple[tuple[int, ...], bytes]:
     """The expected result of `restore`."""
-    return tuple(tokens), bits(Rows(tokens, dtype))
+    return tuple(tokens), bits(Rows.of(identity, tokens))
 
 
 def identity_of(rows: PagedRows, dtype: str) -> Identity:

@@ -38,7 +38,7 @@ from offload.kernels.card.fetch import rows_at_once, warps  # noqa: E402
 from offload.kernels.card.packed import warps as warps_of  # noqa: E402
 from offload.kernels.card.tiling import ROWS, SPAN, STAGES, Tiling  # noqa: E402
 from offload.kernels.native import VARIABLE  # noqa: E402
-from offload.kernels.packed import Packing  # noqa: E402
+from offload.kernels.packing import Packing  # noqa: E402
 from offload.plan.expectations import LLAMA2_7B  # noqa: E402
 
 CUDA = torch.device("cuda:0")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from offload import units
 from offload.metrics import LevelStats, LinkStats, Stats
 from offload.plan.planner import Options
 from test_cli_fake import make_plan, make_stats
-from triforce_cli.progress import PlainDisplay
+from triforce_cli.progress import PlainDisplay, TerminalDisplay
 from triforce_cli.render import text as render
 from triforce_cli.render.stats import stats_table
 
@@ -142,6 +144,18 @@ def test_plain_progress_says_start_now_and_then_and_end():
         "prefill: 50% of 1,000 tokens, 50.0 tokens/s, 10 s left",
         "prefill: 1,000 tokens in 20 s, 50.0 tokens/s",
     ]
+
+
+def test_a_bar_is_of_what_is_to_come_after_all():
+    """Pages of a session that are packed are fewer bytes than was thought."""
+    screen = StringIO()
+    display = TerminalDisplay(Console(file=screen, force_terminal=True, width=80))
+    display.update("save", 0, 1000, "bytes")
+    display.update("save", 250, 500, "bytes")
+    display.stop()
+    shown = screen.getvalue()
+    assert " 50% " in shown
+    assert " 25% " not in shown
 
 
 def test_plain_progress_starts_anew_with_each_stage():

@@ -34,7 +34,7 @@ def _kernels() -> None:
 
 @pytest.fixture
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(homes, "PACKING", homes.Packing.roomiest(1 << 11, 1 << 10))
+    monkeypatch.setattr(homes, "PACKING", Packing.roomiest(1 << 11, 1 << 10))
 
 
 @pytest.fixture

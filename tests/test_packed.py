@@ -20,7 +20,8 @@ from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, load_tokenizer, plan_request
 from offload.errors import UsageError
 from offload.kernels.native import Kernels
-from offload.kernels.packed import Packing, pack, pack_with_torch, unpack, unpack_tile, unpack_with_torch
+from offload.kernels.packed import check, pack, pack_with_torch, unpack, unpack_tile, unpack_with_torch
+from offload.kernels.packing import Packing
 from offload.kernels.rows import Blocks
 from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 from offload.plan.hardware import Hardware
@@ -123,6 +124,35 @@ def test_groups_of_a_block_are_read_by_themselves(instructions: str) -> None:
     unpack(torch.tensor(parts), packing, kernels)
     groups = numbers.view(8, -1, packing.group)
     assert torch.equal(bits(out), bits(torch.cat([groups[3, 7:10], groups[5, 62:]])))
+
+
+@pytest.mark.parametrize("instructions", on_this_machine())
+@settings(max_examples=200)
+@given(data=st.data())
+def test_of_a_block_that_anybody_may_have_written_no_byte_is_read_that_is_not_there(
+    instructions: str, data: st.DataObject
+) -> None:
+    """A forged block is refused, or the kernel stays within a group of bytes behind it, and its twin reads the same."""
+    kernels, packing = built(instructions), Packing.of(512, 128, 1 / 16)
+    whole = pack_with_torch(with_escapes(512, 0.02), packing)
+    assert whole is not None
+    block = whole.clone()
+    for _ in range(data.draw(st.integers(0, 6))):
+        first = data.draw(st.sampled_from((0, packing.numbers, packing.heads, packing.escapes)))
+        place, count = data.draw(st.integers(first, packing.nbytes - 1)), data.draw(st.sampled_from((1, 1, 64)))
+        block[place : place + count] = data.draw(st.integers(0, 255))
+    starts = block[packing.heads : packing.escapes].view(torch.int32) >> 8
+    if starts.min() < 0 or starts.max() > packing.room:
+        with pytest.raises(ValueError, match=f"escapes beyond the {packing.room} that there is room for"):
+            check(block, packing)
+        return
+    check(block, packing)
+    coded = block[packing.numbers : packing.heads].view(packing.num_groups, -1)
+    ends = starts + (torch.cat([coded & 15, coded >> 4], 1) == 15).sum(1)
+    assert packing.escapes + ends.max() <= packing.nbytes + packing.group
+    held, out = torch.cat([block, torch.zeros(packing.group, dtype=torch.uint8)]), torch.empty(512).bfloat16()
+    unpack(torch.tensor([[held.data_ptr(), out.data_ptr(), 0, packing.num_groups, 1]]), packing, kernels)
+    assert torch.equal(bits(out), bits(unpack_with_torch(block, packing)))
 
 
 def test_what_cannot_be_packed_is_refused() -> None:

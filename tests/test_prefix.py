@@ -20,10 +20,11 @@ from offload.decode.sampling import SamplingParams
 from offload.engine import Engine
 from offload.errors import DoesNotFit, UsageError
 from offload.prefix import PrefixCache, num_common
-from offload.progress import ignore
+from offload.progress import Progress, ignore
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
 from offload.worker import Worker
+from processor import OPERATORS, process_uses
 
 SIZES = Sizes(gamma=7, draft_gamma=3, lookup=True, adaptive=True)
 PLAIN = Sizes()
@@ -42,11 +43,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
 
 
-def make(folders: tuple[Path, Path], sizes: Sizes = SIZES, offload: tuple[str, ...] = (), room: int = 200) -> Engine:
+def make(
+    folders: tuple[Path, Path],
+    sizes: Sizes = SIZES,
+    offload: tuple[str, ...] = (),
+    room: int = 200,
+    dtype: str = "fp32",
+) -> Engine:
     target, draft = folders
     wanted = draft if sizes.draft_gamma else None
     plan = tiny_plan(
-        target, wanted, sizes, num_prompt_tokens=room - 40, max_tokens=40, dtype="fp32", offload=frozenset(offload)
+        target, wanted, sizes, num_prompt_tokens=room - 40, max_tokens=40, dtype=dtype, offload=frozenset(offload)
     )
     return tiny_engine(plan, target, wanted)
 
@@ -326,6 +333,29 @@ def test_what_is_saved_again_is_what_changed(folders: tuple[Path, Path], tmp_pat
     with make(folders) as later, keep(later, folders, tmp_path, read_only=True) as store:
         later.restore(store, tokens)
         assert list(store.tokens) == later.prefix.tokens == tokens
+
+
+@pytest.mark.parametrize("operators", OPERATORS)
+def test_progress_is_of_the_bytes_on_the_disk(folders: tuple[Path, Path], tmp_path: Path, operators: str) -> None:
+    """Of pages that are still to be written, of the bytes that they take at most, until they are packed."""
+    text, reports = tokens_of(100, seed=8, vocabulary=256), list[Progress]()
+    with process_uses(operators), make(folders, dtype="bf16") as engine, keep(engine, folders, tmp_path) as store:
+        engine.precompute(text)
+        engine.save(store, {}, on_progress=reports.append)
+        as_they_are = len(list(tmp_path.glob("page-*"))) * store.identity.page_format.nbytes
+        engine.prefix.truncate(0)
+        engine.restore(store, text, on_progress=reports.append)
+        on_disk = sum(file.stat().st_size for file in tmp_path.glob("page-*"))
+    assert (on_disk < as_they_are) == (operators == "kernels")
+    for stage in ("save", "restore"):
+        own = [report for report in reports if report.stage == stage]
+        totals, done = [report.total for report in own], [report.done for report in own]
+        assert totals == sorted(totals, reverse=True)
+        assert totals[0] > 0.9 * (as_they_are if stage == "save" else on_disk)
+        assert totals[-1] == on_disk
+        assert done == sorted(done)
+        assert done[-2] > 0.7 * on_disk  # before the last report, which is of all; headers of tiny pages are the rest
+        assert done[-1] == on_disk
 
 
 def test_only_what_is_common_is_restored_and_only_where_it_is_more(folders: tuple[Path, Path], tmp_path: Path) -> None:

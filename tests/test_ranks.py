@@ -29,6 +29,7 @@ from offload.errors import DoesNotFit, RankFailed, SessionError, UsageError
 from offload.leader import COMPARED_FORWARDS, LeadingWorker
 from offload.plan.sizing import MAX_ROWS
 from offload.ranks.sums import Sums
+from offload.session.catalogue import inspect
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
 from processor import process_uses
@@ -274,6 +275,20 @@ def test_a_session_of_one_layout_opens_in_another(
     with make(folders, 1) as alone, keep(alone, folders, tmp_path, read_only=True) as store:
         alone.restore(store, tokens)
         assert torch.equal(rows_of(alone, len(tokens)), rows)
+
+
+@pytest.mark.usefixtures("forked", "unsynced")
+@pytest.mark.parametrize(("saving", "opening"), [(1, 2), (2, 1)])
+def test_packed_pages_are_of_all_heads(folders: Folders, tmp_path: Path, saving: int, opening: int) -> None:
+    with process_uses("kernels"):
+        with make(folders, saving, dtype="bf16") as engine, keep(engine, folders, tmp_path) as store:
+            say(engine)
+            engine.save(store, {})
+            tokens, rows = engine.prefix.tokens, rows_of(engine, len(store.tokens))
+        assert sum(page.packed != "" for page in inspect(tmp_path).pages) >= len(tokens) // SIZES.page // 2
+        with make(folders, opening, dtype="bf16") as engine, keep(engine, folders, tmp_path) as store:
+            assert engine.restore(store, tokens) == len(tokens)
+            assert torch.equal(rows_of(engine, len(tokens)), rows)
 
 
 @pytest.mark.usefixtures("forked", "unsynced")

@@ -118,7 +118,7 @@ def test_the_message_names_file_and_remedy(path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     size = IDENTITY.page_format.nbytes
     assert refusal(path) == (
-        f"{file}: it has {size - 1} bytes, a page has {size}: it was cut off or changed; "
+        f"{file}: it has {size - 1} bytes, this page has {size}: it was cut off or changed; "
         f"remove the folder {path}, or name another one"
     )
 
@@ -171,7 +171,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 MADE_UP: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lambda record: record.update(format=2), "its format is 2, this program reads 1"),
+    (lambda record: record.update(format=3), "its format is 3, this program reads 1 and 2"),
     (lambda record: record.update(format="1"), "its format is '1'"),
     (lambda record: record.update(format=True), "its format is True"),
     (lambda record: record.pop("format"), "its format is None"),

@@ -23,7 +23,7 @@ from offload.session import manifest as manifests
 from offload.session import page
 from offload.session.catalogue import inspect
 from offload.session.folder import Folder
-from offload.session.identity import PageFormat
+from offload.session.layout import PageFile, PageFormat
 from offload.session.store import Store
 from offload.transfer.link import Link, PacedLink
 from sessions import (
@@ -56,7 +56,7 @@ def test_what_is_loaded_is_what_was_saved(path: Path, dtype: str, num_tokens: in
     identity, tokens = replace(IDENTITY, dtype=dtype), list(range(7, 7 + num_tokens))
     with Store.open(path, identity, writer="1.2.3") as store:
         store.save(Rows(tokens, dtype), tokens, capacity=77, extra={"turns": ["a", {"b": None}]}, unchanged=0)
-    assert restore(path, identity) == saved(tokens, dtype)
+    assert restore(path, identity) == saved(tokens, identity)
     with Store.open(path, identity) as store:
         assert (store.capacity, store.extra) == (77, {"turns": ["a", {"b": None}]})
         assert store.nbytes == sum(file.stat().st_size for file in page_files(path))
@@ -180,8 +180,9 @@ def test_page_files_are_safetensors(path: Path, dtype: str) -> None:
 @pytest.mark.parametrize("num_layers", [1, 11, 101])
 def test_data_begins_at_a_multiple_of_eight(num_layers: int) -> None:
     form = PageFormat(num_layers, 3, 2, 5, "fp16")
-    assert len(form.header) % 8 == 0
-    assert form.nbytes == len(form.header) + num_layers * 2 * 3 * 5 * 2 * 2
+    header = PageFile(form).header
+    assert len(header) % 8 == 0
+    assert form.nbytes == len(header) + num_layers * 2 * 3 * 5 * 2 * 2
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +243,9 @@ def test_what_a_refused_load_leaves_behind_changes_nothing(path: Path, decoder: 
     with Store.open(path, identity) as store:
         store.save(cache, tokens, capacity=0, extra={}, unchanged=0)
     third = page_files(path)[2]  # tokens 16 to 24
-    third.write_bytes(third.read_bytes()[: len(identity.page_format.header)].ljust(third.stat().st_size, b"\xff"))
+    third.write_bytes(
+        third.read_bytes()[: len(PageFile(identity.page_format).header)].ljust(third.stat().st_size, b"\xff")
+    )
     other, damaged = level_over(decoder, None)
     with Store.open(path, identity) as store, pytest.raises(SessionError, match=third.name):
         store.load(damaged, 40)
@@ -382,7 +385,7 @@ def test_a_full_disk_is_seen_before_anything_is_written(path: Path, monkeypatch:
     save(path, range(5))
     before = [fingerprint(file) for file in (*page_files(path), path / "manifest.json")]
     monkeypatch.setattr(Folder, "free_bytes", lambda folder: 3 * IDENTITY.page_format.nbytes)
-    with pytest.raises(DoesNotFit, match=r"takes [0-9.]+ kB more in .*, [0-9.]+ kB are free.*sessions prune"):
+    with pytest.raises(DoesNotFit, match=r"takes up to [0-9.]+ kB more in .*, [0-9.]+ kB are free.*sessions prune"):
         save(path, range(12))
     assert [fingerprint(file) for file in (*page_files(path), path / "manifest.json")] == before
     save(path, range(8), unchanged=5)

@@ -95,7 +95,7 @@ class TerminalDisplay:
         if self._bar is None or stage != self._stage:
             self._start(stage, done, total, unit)
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=done)
+            self._bar.update(self._bar.task_ids[0], completed=done, total=total)
         if done >= total:
             self.stop()
 

@@ -14,7 +14,8 @@ from torch.nn.functional import pad
 from offload.cache.tiles import TileStore
 from offload.kernels.card import Card
 from offload.kernels.native import Kernels
-from offload.kernels.packed import Packing, pack, unpack, unpack_tile
+from offload.kernels.packed import pack, unpack, unpack_tile
+from offload.kernels.packing import Packing
 from offload.plan.sizing import PACKED_ESCAPES, PACKED_TOKENS
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import sent

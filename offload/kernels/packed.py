@@ -9,7 +9,6 @@ kept in a byte of its own. A block with more escapes than there is room for stay
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,57 +17,9 @@ from torch.nn.functional import pad
 from offload.kernels.card import Card
 from offload.kernels.native import Kernels
 from offload.kernels.native.interface import PackedShape
+from offload.kernels.packing import Packing
 
 ESCAPE = 15  # the distance of a number whose exponent is an escape
-_HEAD_BYTES = 4  # of a group: its largest exponent and, above 8 bits, the number of escapes before its own
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How blocks of `numbers` numbers are packed, in groups of `group`, a multiple of 64, with room for `room` escapes.
-
-    A packed block lies where its numbers were. Its parts, in bytes: signs and mantissas [numbers]; distances
-    [numbers / 2], of each group [group / 2], those of its first half in the low halves; heads, int32 [groups]; escapes
-    [room]; see native/packed.h.
-    """
-
-    numbers: int
-    group: int
-    room: int
-
-    @property
-    def num_groups(self) -> int:
-        return self.numbers // self.group
-
-    @property
-    def heads(self) -> int:
-        """Where they begin."""
-        return self.numbers + self.numbers // 2
-
-    @property
-    def escapes(self) -> int:
-        """Where they begin."""
-        return self.heads + _HEAD_BYTES * self.num_groups
-
-    @property
-    def nbytes(self) -> int:
-        """Of a packed block, a multiple of 16."""
-        return self.escapes + self.room
-
-    @classmethod
-    def of(cls, numbers: int, group: int, escapes: float) -> Packing:
-        """With room for that share of escapes, and so much more that the size is a multiple of 16 bytes."""
-        found = cls(numbers, group, 0)
-        found = cls(numbers, group, int(numbers * escapes) // 16 * 16 + -found.escapes % 16)
-        if numbers % group or group % 64 or found.nbytes > 2 * numbers:
-            raise ValueError(f"{numbers} numbers in groups of {group} cannot be packed with {found.room} escapes")
-        return found
-
-    @classmethod
-    def roomiest(cls, numbers: int, group: int) -> Packing:
-        """With as much room for escapes as leaves a packed block shorter than its numbers."""
-        found = cls(numbers, group, 0)
-        return cls(numbers, group, 2 * numbers - 16 - found.escapes)
 
 
 def pack(addresses: Tensor, packing: Packing, kernels: Kernels) -> Tensor:
@@ -152,15 +103,27 @@ def pack_with_torch(numbers: Tensor, packing: Packing) -> Tensor | None:
 
 
 def unpack_with_torch(block: Tensor, packing: Packing) -> Tensor:
-    """uint8 [nbytes] -> bf16 [numbers]."""
-    low, coded, heads, escapes = block[: packing.nbytes].split(
-        [packing.numbers, packing.numbers // 2, _HEAD_BYTES * packing.num_groups, packing.room]
-    )
-    distances = coded.view(packing.num_groups, -1)
-    distances = torch.cat([distances & 15, distances >> 4], 1).int()
-    largest = (heads.clone().view(torch.int32) & 255)[:, None]
-    exponents, escaped = largest - distances, distances == ESCAPE
-    exponents[escaped] = escapes[: escaped.sum()].int()
+    """uint8 [nbytes] -> bf16 [numbers], bit for bit what the kernel makes of it, if `check` finds nothing."""
+    low, coded = block[: packing.numbers], block[packing.numbers : packing.heads].view(packing.num_groups, -1)
+    heads, escapes = _heads(block, packing)[:, None], block[packing.escapes : packing.nbytes]
+    distances = torch.cat([coded & 15, coded >> 4], 1).int()
+    escaped = distances == ESCAPE
+    places = (heads >> 8) + escaped.cumsum(1) - 1
+    kept_apart = pad(escapes, (0, packing.group))[places.clamp(min=0)].int()
     rest = low.view(packing.num_groups, -1).int()
-    bits = (rest & 128) << 8 | exponents << 7 | rest & 127
-    return torch.where(bits < 1 << 15, bits, bits - (1 << 16)).short().view(torch.bfloat16).flatten()
+    bits = (rest & 128) << 8 | rest & 127 | ((heads & 255) - distances & 511) << 7
+    bits = torch.where(escaped, bits & 0x807F | kept_apart << 7, bits)
+    return (bits & 0xFFFF).to(torch.uint16).view(torch.bfloat16).flatten()
+
+
+def check(block: Tensor, packing: Packing) -> None:
+    """Raises ValueError if the packed block, uint8 [nbytes], names places of escapes for which it has no room. Of any
+    other, whoever wrote it, the kernel reads no more than the block and the bytes of a group behind it."""
+    starts = _heads(block, packing) >> 8
+    if ((starts < 0) | (starts > packing.room)).any():
+        raise ValueError(f"its packed numbers name escapes beyond the {packing.room} that there is room for")
+
+
+def _heads(block: Tensor, packing: Packing) -> Tensor:
+    """int32 [groups]."""
+    return block[packing.heads : packing.escapes].clone().view(torch.int32)

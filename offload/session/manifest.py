@@ -10,7 +10,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import NoReturn
 
@@ -18,14 +18,16 @@ import xxhash
 
 from offload.errors import SessionError
 from offload.session.folder import Folder
-from offload.session.identity import ELEMENT_BYTES, Identity
+from offload.session.identity import Identity
+from offload.session.layout import ELEMENT_BYTES, PageFormat
 from offload.session.names import damaged
 from offload.units import size
 
-FORMAT = 1
 MANIFEST_FILE = "manifest.json"
 MAX_BYTES = 32 << 20  # a million tokens take 7 MB, and their text about as much
 MAX_DEPTH = 16  # of `extra`
+# By format. The second is written where a page is packed, so that programs which know the first refuse nothing else.
+_PAGE_FIELDS = {1: ("file", "checksum"), 2: ("file", "checksum", "packed")}
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{32})",\n')
 _PAGE_FILE = re.compile(r"page-([0-9]{5,})-[0-9a-f]{16}\.safetensors", re.ASCII)
 _CHECKSUM = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -35,10 +37,12 @@ _MOST = {"num_layers": 2**12, "num_kv_heads": 2**14, "head_dim": 2**12, "page_to
 
 @dataclass(frozen=True)
 class Page:
-    """The file of a page and its checksum, xxh3_128 over the whole file."""
+    """The file of a page, its checksum, xxh3_128 over the whole file, and which of its blocks are packed: see
+    `PageFile`."""
 
     file: str
     checksum: str
+    packed: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,10 @@ def read(folder: Folder) -> Manifest | None:
 def encode(manifest: Manifest) -> bytes:
     """The content of the manifest's file. Raises SessionError if it is over MAX_BYTES, ValueError if `decode` would
     not return an equal manifest: `extra` has to be plain JSON."""
-    record = {"format": FORMAT} | {each.name: getattr(manifest, each.name) for each in fields(Manifest)}
-    record |= {"identity": asdict(manifest.identity), "pages": [asdict(page) for page in manifest.pages]}
+    version = 2 if any(page.packed for page in manifest.pages) else 1
+    pages = [{name: getattr(page, name) for name in _PAGE_FIELDS[version]} for page in manifest.pages]
+    record = {"format": version} | {each.name: getattr(manifest, each.name) for each in fields(Manifest)}
+    record |= {"identity": asdict(manifest.identity), "pages": pages}
     body = json.dumps(record, separators=(",", ":"), allow_nan=False).encode("ascii")[1:]
     content = b'{"checksum":"%s",\n%s' % (checksum(body).encode("ascii"), body)
     if len(content) > MAX_BYTES:
@@ -118,8 +124,10 @@ def decode(content: bytes) -> Manifest:
 
 def _manifest(record: dict[str, object]) -> Manifest:
     version = record.pop("format", None)
-    if version != FORMAT or type(version) is not int:
-        raise ValueError(f"its format is {reprlib.repr(version)}, this program reads {FORMAT}")
+    if type(version) is not int or version not in _PAGE_FIELDS:
+        raise ValueError(
+            f"its format is {reprlib.repr(version)}, this program reads {' and '.join(map(str, _PAGE_FIELDS))}"
+        )
     _record(record, {each.name for each in fields(Manifest)}, "manifest")
     identity = _identity(record["identity"])
     tokens = _list(record["tokens"], "tokens")
@@ -132,7 +140,7 @@ def _manifest(record: dict[str, object]) -> Manifest:
     return Manifest(
         identity=identity,
         tokens=tuple(tokens),  # type: ignore[arg-type]
-        pages=_pages(_list(record["pages"], "pages"), identity.page_format.count(len(tokens))),
+        pages=_pages(_list(record["pages"], "pages"), identity.page_format, len(tokens), _PAGE_FIELDS[version]),
         capacity=_integer(record["capacity"], "capacity", 0, _MOST_COUNT),
         extra=extra,
         created=_seconds(record["created"], "created"),
@@ -150,28 +158,31 @@ def _identity(value: object) -> Identity:
     return Identity(**numbers, **texts)  # type: ignore[arg-type]
 
 
-def _pages(values: list[object], count: int) -> tuple[Page, ...]:
-    """Exactly `count` pages. The file name of page i contains i, so no file occurs twice."""
-    if len(values) != count:
+def _pages(values: list[object], form: PageFormat, num_tokens: int, names: Sequence[str]) -> tuple[Page, ...]:
+    """As many pages as `num_tokens` need. The file name of page i contains i, so no file occurs twice."""
+    if len(values) != (count := form.count(num_tokens)):
         raise ValueError(f"it names {len(values)} pages, its tokens need {count}")
     pages = []
     for number, value in enumerate(values):
-        record = _record(value, {"file", "checksum"}, f"page {number}")
+        record = _record(value, names, f"page {number}")
         file, digest = _text(record["file"], "file"), _text(record["checksum"], "checksum")
+        packed = record.get("packed", "")
         match = _PAGE_FILE.fullmatch(file)
         if match is None or match[1] != f"{number:05d}":
             raise ValueError(f"{file!r} cannot be the file of page {number}")
         if not _CHECKSUM.fullmatch(digest):
             raise ValueError(f"{digest!r} cannot be the checksum of page {number}")
-        pages.append(Page(file, digest))
+        if not isinstance(packed, str) or not form.allows(packed):
+            raise ValueError(f"{reprlib.repr(packed)} cannot say which blocks of page {number} are packed")
+        pages.append(Page(file, digest, packed))
     return tuple(pages)
 
 
-def _record(value: object, names: set[str], what: str) -> dict[str, object]:
+def _record(value: object, names: Iterable[str], what: str) -> dict[str, object]:
     """`value` as an object with exactly the fields `names`."""
     if not isinstance(value, dict):
         raise ValueError(f"{what} is not an object")
-    if wrong := sorted(value.keys() ^ names):
+    if wrong := sorted(value.keys() ^ set(names)):
         raise ValueError(f"{what} has fields too many or too few: {reprlib.repr(wrong)}")
     return value
 

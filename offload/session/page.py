@@ -1,9 +1,9 @@
-"""Write a page's file from the cache's host memory, and read it back. A page is used only if its checksum is right."""
+"""Write a page's file from the cache's memory, and read it back. A page is used only if its checksum is right."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -11,12 +11,13 @@ import xxhash
 from torch import Tensor
 
 from offload.cache.tiles import TileShape
+from offload.progress import OnBytes
+from offload.session.blocks import packed_page, unpack_page
 from offload.session.folder import Folder, read_all, write_all
-from offload.session.identity import PageFormat
+from offload.session.layout import PageFile, PageFormat
 from offload.session.manifest import Page
 from offload.session.names import damaged
 
-OnBytes = Callable[[int], None]
 PIECE_BYTES = 1 << 20  # read or written and hashed at a time
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -69,16 +70,20 @@ def format_of(rows: PagedRows) -> PageFormat:
 def write_page(
     folder: Folder, name: str, page_format: PageFormat, layers: Sequence[Tensor], used: int, on_bytes: OnBytes
 ) -> Page:
-    """Write a new page file, synced to the disk when this returns. OSError.
+    """Write a new page file, packed if it can be, synced to the disk when this returns. OSError.
 
     used: rows in use; the others are written as zeros, so no dropped token is kept and equal sequences give equal
-    files. Only a partly used page, or a page on a GPU, is copied first.
+    files. Only a page that may be packed, or is partly used, or is on a GPU, is copied first.
+    on_bytes: called with numbers of bytes of the file, and with how many fewer they are than if nothing was packed.
     """
+    file, blocks = packed_page(page_format, layers, used) or (PageFile(page_format), _blocks(layers, used))
+    if file.packed:
+        on_bytes(0, page_format.nbytes - file.nbytes)
     digest = xxhash.xxh3_128()
     fd = folder.create(name)
     try:
         offset = 0
-        for content in _file_pieces(page_format, layers, used):
+        for content in _file_pieces(file, blocks):
             digest.update(content)
             write_all(fd, content, offset)
             offset += len(content)
@@ -86,20 +91,27 @@ def write_page(
         os.fsync(fd)
     finally:
         os.close(fd)
-    return Page(name, digest.hexdigest())
+    return Page(name, digest.hexdigest(), file.packed)
 
 
 def read_page(folder: Folder, page: Page, page_format: PageFormat, layers: Sequence[Tensor], on_bytes: OnBytes) -> None:
     """Fill `layers` from a page's file. Raises SessionError and sets `layers` to zero if the file is damaged: attention
-    multiplies hidden rows by zero, so they must be finite."""
-    path = folder.path / page.file
+    multiplies hidden rows by zero, so they must be finite. on_bytes: called with numbers of bytes of the file.
+
+    Blocks are read to where their numbers belong, and unpacked there once the checksum is right."""
+    path, file = folder.path / page.file, PageFile(page_format, page.packed)
+    homes = [layer if _on_host(layer) else torch.empty_like(layer, device="cpu") for layer in layers]
     try:
         fd = folder.open(page.file)
         try:
-            if _fill(fd, page_format, layers, on_bytes) != page.checksum:
+            if _fill(fd, file, homes, on_bytes) != page.checksum:
                 raise damaged(path, "its checksum differs from the manifest's: it was changed")
         finally:
             os.close(fd)
+        unpack_page(file, homes)
+        for layer, home in zip(layers, homes, strict=True):
+            if home is not layer:
+                layer.copy_(home)
     except BaseException as error:
         for layer in layers:
             layer.zero_()
@@ -110,26 +122,24 @@ def read_page(folder: Folder, page: Page, page_format: PageFormat, layers: Seque
         raise
 
 
-def _fill(fd: int, page_format: PageFormat, layers: Sequence[Tensor], on_bytes: OnBytes) -> str:
-    """Read the file into `layers` and return its checksum. Nothing in it is parsed: size and header must be exactly the
-    expected ones. Each piece is hashed while it is still in the processor's caches."""
+def _fill(fd: int, file: PageFile, homes: Sequence[Tensor], on_bytes: OnBytes) -> str:
+    """Read the file's blocks into `homes`, each where it belongs, and return the checksum. Nothing is parsed: size and
+    header must be exactly the expected ones. Each piece is hashed while it is still in the processor's caches."""
     num_bytes = os.fstat(fd).st_size
-    if num_bytes != page_format.nbytes:
-        raise ValueError(f"it has {num_bytes} bytes, a page has {page_format.nbytes}: it was cut off or changed")
-    header = bytearray(len(page_format.header))
+    if num_bytes != file.nbytes:
+        raise ValueError(f"it has {num_bytes} bytes, this page has {file.nbytes}: it was cut off or changed")
+    header = bytearray(len(file.header))
     read_all(fd, memoryview(header), 0)
-    if header != page_format.header:
+    if header != file.header:
         raise ValueError("its header is not that of a page of this session")
     digest, offset = xxhash.xxh3_128(header), len(header)
-    for layer in layers:
-        home = layer if _on_host(layer) else torch.empty_like(layer, device="cpu")
-        for content in _pieces(home):
+    halves = [half for home in homes for half in home]
+    for half, size in zip(halves, file.block_bytes, strict=True):
+        for content in _pieces(half, size):
             read_all(fd, content, offset)
             digest.update(content)
             offset += len(content)
             on_bytes(len(content))
-        if home is not layer:
-            layer.copy_(home)
     return digest.hexdigest()
 
 
@@ -137,20 +147,25 @@ def _on_host(layer: Tensor) -> bool:
     return layer.device.type == "cpu"
 
 
-def _file_pieces(page_format: PageFormat, layers: Sequence[Tensor], used: int) -> Iterator[memoryview]:
-    """The bytes of a page's file, in order."""
-    yield memoryview(page_format.header)
+def _blocks(layers: Sequence[Tensor], used: int) -> Iterator[Tensor]:
+    """As they are, on the host."""
     for layer in layers:
         home = layer.cpu()
-        if used < page_format.page_tokens:
+        if used < home.shape[2]:
             home = home.clone()
             home[:, :, used:] = 0
-        yield from _pieces(home)
+        yield from home
 
 
-def _pieces(layer: Tensor) -> Iterator[memoryview]:
-    """The bytes of a host tensor [2, H_kv, S, D], keys first, PIECE_BYTES at a time, without copying."""
-    for half in layer:
-        content = memoryview(half.view(-1).view(torch.uint8).numpy())
-        for start in range(0, len(content), PIECE_BYTES):
-            yield content[start : start + PIECE_BYTES]
+def _file_pieces(file: PageFile, blocks: Iterable[Tensor]) -> Iterator[memoryview]:
+    """The bytes of a page's file, in order."""
+    yield memoryview(file.header)
+    for block, size in zip(blocks, file.block_bytes, strict=True):
+        yield from _pieces(block, size)
+
+
+def _pieces(block: Tensor, size: int) -> Iterator[memoryview]:
+    """The first `size` bytes of a contiguous host tensor, PIECE_BYTES at a time, without copying."""
+    content = block.view(-1).view(torch.uint8).numpy().data
+    for start in range(0, size, PIECE_BYTES):
+        yield content[start : min(start + PIECE_BYTES, size)]

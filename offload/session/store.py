@@ -10,25 +10,28 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from offload.errors import DoesNotFit, SessionError
+from offload.progress import OnBytes
 from offload.session import manifest as manifests
 from offload.session.folder import READERS, WRITER, Folder, Lock, owner
 from offload.session.identity import Identity, differences
+from offload.session.layout import PageFile
 from offload.session.leftovers import discard, foreign, sweep, temporary_file
 from offload.session.manifest import MANIFEST_FILE, Manifest, Page, page_file
 from offload.session.names import remedy
-from offload.session.page import OnBytes, PagedRows, format_of, read_page, write_page
+from offload.session.page import PagedRows, format_of, read_page, write_page
 from offload.units import size
 
 _NO_CHECKSUM = "0" * 32  # stands for that of a page that is not written yet
 
 
-def _ignore(num_bytes: int) -> None:
+def _ignore(num_bytes: int, fewer: int = 0, /) -> None:
     return None
 
 
@@ -87,7 +90,13 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Bytes of the pages on the disk."""
-        return len(self._manifest.pages) * self._format.nbytes if self._manifest else 0
+        return self.bytes_to_read(len(self.tokens))
+
+    def bytes_to_read(self, num_tokens: int) -> int:
+        """Bytes of the pages that `load` reads for the first `num_tokens` saved tokens."""
+        pages = self._manifest.pages[: self._format.count(num_tokens)] if self._manifest else ()
+        counts = Counter(page.packed for page in pages)
+        return sum(PageFile(self._format, packed).nbytes * count for packed, count in counts.items())
 
     def load(self, rows: PagedRows, num_tokens: int, *, on_bytes: OnBytes = _ignore) -> None:
         """Replace the contents of `rows` by the first `num_tokens` saved tokens.
@@ -109,7 +118,7 @@ class Store:
         rows.restored(num_tokens)
 
     def bytes_to_write(self, num_tokens: int, unchanged: int) -> int:
-        """Bytes of the pages that `save` would write for these arguments."""
+        """The most bytes of pages that `save` would write for these arguments: pages that can be packed take less."""
         return (self._format.count(num_tokens) - self._num_kept(num_tokens, unchanged)) * self._format.nbytes
 
     def save(
@@ -127,7 +136,8 @@ class Store:
         unchanged: number of first tokens whose rows are, bit for bit, those last loaded from here or saved; pages that
         hold only these are not written again. capacity, extra (plain JSON): stored for the caller. Raises DoesNotFit
         before anything is written if the disk has no room, SessionError if writing fails. After any error the session
-        is either the old one or the new one; `tokens` tells which.
+        is either the old one or the new one; `tokens` tells which. on_bytes: called with numbers of bytes, and with
+        how many fewer than `bytes_to_write` they will be.
         """
         self._check_rows(rows)
         if self.read_only:
@@ -147,8 +157,8 @@ class Store:
             if not isinstance(error, OSError):
                 raise
             raise SessionError(
-                f"{self._folder.path}: saving failed ({error.strerror}): {size(needed)} were to be written, "
-                f"{size(self._folder.free_bytes())} are free; the last save is complete: make room "
+                f"{self._folder.path}: saving failed ({error.strerror}): up to {size(needed)} were to be "
+                f"written, {size(self._folder.free_bytes())} are free; the last save is complete: make room "
                 "('triforce sessions prune') and save again"
             ) from error
         sweep(self._folder, self._manifest)
@@ -179,11 +189,11 @@ class Store:
     def _planned_manifest(
         self, tokens: Sequence[int], capacity: int, extra: Mapping[str, object], unchanged: int
     ) -> Manifest:
-        """The manifest of the coming save. Its new pages are named but not written."""
+        """The manifest of the coming save, as long as it may become. Its new pages are named but not written."""
         now, tag, old = time.time(), secrets.token_hex(8), self._manifest
         kept = old.pages[: self._num_kept(len(tokens), unchanged)] if old else ()
         new = range(len(kept), self._format.count(len(tokens)))
-        pages = (*kept, *(Page(page_file(number, tag), _NO_CHECKSUM) for number in new))
+        pages = (*kept, *(Page(page_file(number, tag), _NO_CHECKSUM, self._format.most_packed) for number in new))
         created = old.created if old else now
         return Manifest(self.identity, tuple(tokens), pages, capacity, dict(extra), created, now, self._writer)
 
@@ -191,8 +201,8 @@ class Store:
         free = self._folder.free_bytes()
         if needed > free:
             raise DoesNotFit(
-                f"saving this session takes {size(needed)} more in {self._folder.path}, {size(free)} are free; make "
-                "room ('triforce sessions prune'), or have TRIFORCE_SESSIONS_DIR name a folder on a larger disk"
+                f"saving this session takes up to {size(needed)} more in {self._folder.path}, {size(free)} are free; "
+                "make room ('triforce sessions prune'), or have TRIFORCE_SESSIONS_DIR name a folder on a larger disk"
             )
 
     def _write_pages(self, planned: Manifest, rows: PagedRows, on_bytes: OnBytes) -> Manifest:

@@ -17,7 +17,8 @@ from torch import Tensor
 from offload.errors import UsageError
 from offload.kernels import card, native
 from offload.kernels.native import Kernels
-from offload.kernels.packed import Packing, pack_numbers, unpack_numbers
+from offload.kernels.packed import pack_numbers, unpack_numbers
+from offload.kernels.packing import Packing
 from offload.kernels.remainders import Remainder, restore, split_off
 from offload.plan.config import ModelConfig
 from offload.plan.sizing import home_bytes

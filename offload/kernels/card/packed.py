@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offload.kernels.card import attention, packed_programs
 from offload.kernels.card.fetch import NO_TOKENS_LEFT_OUT
-from offload.kernels.packed import Packing
+from offload.kernels.packing import Packing
 from offload.plan.sizing import PACKED_TOKENS
 
 _WARP_BYTES = 512  # of a half's signs and mantissas: one 16-byte load of each thread

@@ -1,0 +1,131 @@
+"""What a page's file holds and where: it follows from shapes, dtype and which blocks are packed, and from nothing else.
+
+A page's blocks are a layer's keys and its values, [H_kv, S, D] each, keys before values, first layer first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from offload.kernels.packing import Packing
+
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_SAFETENSORS_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+_ALIGNMENT = 8  # bytes; where the data begin in a safetensors file
+_HALVES = ("keys", "values")
+# Of files, whatever a cache packs its pages by: with other numbers the manifest needs another format.
+_GROUP_TOKENS, _ESCAPES = 16, 1 / 64
+
+
+@dataclass(frozen=True)
+class PageFormat:
+    """The keys and values of `page_tokens` tokens in all layers."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_tokens: int
+    dtype: str  # a key of ELEMENT_BYTES
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[2, H_kv, S, D] of one layer."""
+        return (2, *self.block_shape)
+
+    @property
+    def block_shape(self) -> tuple[int, int, int]:
+        """[H_kv, S, D]"""
+        return (self.num_kv_heads, self.page_tokens, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        return math.prod(self.block_shape) * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def num_blocks(self) -> int:
+        return 2 * self.num_layers
+
+    @cached_property
+    def packing(self) -> Packing | None:
+        """How a block is packed. None: no block ever is."""
+        if self.dtype != "bf16":
+            return None
+        try:
+            return Packing.of(math.prod(self.block_shape), _GROUP_TOKENS * self.head_dim, _ESCAPES)
+        except ValueError:  # such groups are not known
+            return None
+
+    @property
+    def most_packed(self) -> str:
+        """`PageFile.packed` of a page of which every block is packed, if they can be."""
+        return "1" * self.num_blocks if self.packing else ""
+
+    def allows(self, packed: str) -> bool:
+        """Whether `packed` can be a `PageFile`'s."""
+        return not packed or (len(packed) == len(self.most_packed) and set(packed) <= set("01") and "1" in packed)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Of the file of a page whose blocks lie as they are."""
+        return PageFile(self).nbytes
+
+    def count(self, num_tokens: int) -> int:
+        """Number of pages that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_tokens)
+
+
+@dataclass(frozen=True)
+class PageFile:
+    """One page's file, as safetensors.
+
+    packed: for each block 1 where it lies packed and 0 where as it is, or nothing at all where no block is packed. Then
+    there is a tensor for each layer, `layers.3` [2, H_kv, S, D]; else one for each block, `layers.3.keys` and
+    `layers.3.values`, [H_kv, S, D] or, packed, bytes. A reader compares the header with this one and parses nothing.
+    """
+
+    form: PageFormat
+    packed: str = ""
+
+    @property
+    def are_packed(self) -> list[bool]:
+        """Of each block."""
+        return [flag == "1" for flag in self.packed or "0" * self.form.num_blocks]
+
+    @property
+    def block_bytes(self) -> list[int]:
+        """Of each block."""
+        form = self.form
+        packed = form.packing.nbytes if form.packing else 0
+        return [packed if is_packed else form.block_bytes for is_packed in self.are_packed]
+
+    @cached_property
+    def header(self) -> bytes:
+        entries, start = {}, 0
+        for name, dtype, shape, nbytes in self._tensors():
+            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, start + nbytes)}
+            start += nbytes
+        text = json.dumps(entries, separators=(",", ":")).encode("ascii")
+        text += b" " * (-len(text) % _ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file."""
+        return len(self.header) + sum(self.block_bytes)
+
+    def _tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+        """Names, dtypes, shapes and bytes."""
+        form = self.form
+        dtype = _SAFETENSORS_DTYPES[form.dtype]
+        if not self.packed:
+            yield from (
+                (f"layers.{layer}", dtype, form.shape, 2 * form.block_bytes) for layer in range(form.num_layers)
+            )
+            return
+        for block, (is_packed, nbytes) in enumerate(zip(self.are_packed, self.block_bytes, strict=True)):
+            name = f"layers.{block // 2}.{_HALVES[block % 2]}"
+            yield (name, "U8", (nbytes,), nbytes) if is_packed else (name, dtype, form.block_shape, nbytes)

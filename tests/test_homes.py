@@ -11,6 +11,7 @@ from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, load_tokenizer
 from offload.errors import UsageError
 from offload.kernels import native
+from offload.kernels.packing import Packing
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.plan.sizing import WEIGHT_BYTES, home_bytes

@@ -24,8 +24,8 @@ def packed_page(form: PageFormat, layers: Sequence[Tensor], used: int) -> tuple[
         home[:, :, :used].copy_(layer[:, :, :used])
     page[:, :, :, used:] = 0
     blocks = page.view(form.num_blocks, packing.numbers)
-    are_packed = pack(blocks.data_ptr() + torch.arange(len(blocks)) * blocks.stride(0) * 2, packing, found)
-    file = PageFile(form, "".join("01"[is_packed] for is_packed in are_packed.tolist()))
+    sizes = pack(blocks.data_ptr() + torch.arange(len(blocks)) * blocks.stride(0) * 2, packing, found)
+    file = PageFile(form, "".join("01"[size > 0] for size in sizes.tolist()))
     if file.nbytes >= form.nbytes:
         return None
     return file, [block[:size] for block, size in zip(blocks.view(torch.uint8), file.block_bytes, strict=True)]

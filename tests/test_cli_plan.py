@@ -88,7 +88,8 @@ def test_a_13b_model_at_120k_on_two_cards_and_on_one(plan: Plan) -> None:
     assert two["predicted"]["seconds_per_token"] < 0.2 * two["predicted"]["plain_seconds_per_token"]
     one = plan.planned("--context", "120000", "--gpus", "1")
     assert one["placement"]["offload"] == ["kv", "weights"]
-    assert 0 < one["placement"]["resident_layers"] < 40
+    assert one["placement"]["resident_layers"] < 40
+    assert (one["placement"]["link_bits"], one["placement"]["weight_link_bits"]) == (12, 9)
     assert one["composition"]["weight_bits"] == 4
     assert any("cross the link in every full pass" in note for note in one["notes"])
 
@@ -180,7 +181,7 @@ class TestReport:
         assert "free 24.0 GB 128 GB" in lines
         weights, cache = size(host["target layers"]), size(host["kv cache"])
         assert f"streams {weights} of target layers and {cache} of kv cache a full pass" in lines
-        assert "link 12 of the cache's 16 bits cross it, none is lost" in lines
+        assert "link 12 of the cache's 16 bits and 9 of the weights', none is lost" in lines
         share = round(100 * sum(host.values()) / 128e9)
         (bar,) = [line for line in lines if line.startswith("host [")]
         assert bar.endswith(f"] {share}%")

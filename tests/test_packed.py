@@ -356,12 +356,13 @@ def planned(hardware: Hardware = CARD, **options: object) -> Plan:
 
 
 def test_a_card_has_pages_cross_packed_and_the_plan_counts_the_bytes() -> None:
-    packed, plain = planned(budget=8192), planned(budget=8192, link_bits=16)
-    assert (packed.placement.link_bits, plain.placement.link_bits) == (12, 16)
+    packed, plain = planned(budget=8192, weight_bits=16), planned(budget=8192, weight_bits=16, link_bits=16)
+    assert (packed.placement.link_bits, packed.placement.weight_link_bits) == (12, 12)
+    assert (plain.placement.link_bits, plain.placement.weight_link_bits) == (16, 16)
     tile = plain.placement.tile_tokens * LLAMA2_13B.kv_bytes_per_token(2) // LLAMA2_13B.num_layers
     assert plain.placement.device_bytes["kv staging"] == 2 * tile
     assert packed.placement.device_bytes["kv staging"] == 3 * tile
-    assert packed.predicted.full_link_bytes == pytest.approx(0.8 * plain.predicted.full_link_bytes, rel=0.02)
+    assert packed.predicted.full_link_bytes == pytest.approx(0.76 * plain.predicted.full_link_bytes, rel=0.02)
     assert packed.predicted.seconds_per_token < 0.88 * plain.predicted.seconds_per_token
     assert planned(device_memory=20.0, dtype="fp16").placement.link_bits == 16
 

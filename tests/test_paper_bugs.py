@@ -166,10 +166,10 @@ BUGS = [
     Bug(
         "a layer's slot is taken before it is used",
         WEIGHTS,
-        "            yield self._bound[slot]\n            self._fetch(self._position + len(self._staging))\n",
-        "            self._fetch(self._position + len(self._staging))\n            yield self._bound[slot]\n",
+        "                yield self._bound[slot]",
+        "                self._fetch(layer + len(self._staging)); yield self._bound[slot]",
     ),
-    Bug("a layer's slot is taken while it is used", WEIGHTS, "home, (self._link.record(),))", "home, ())"),
+    Bug("a layer's slot is taken while it is used", WEIGHTS, "content, (self._link.record(),))", "content, ())"),
     Bug(
         "the host attends to rows before they came",
         HOST_SIDE, "        self._sent.arrived.synchronize()\n        q, k, v", "        pass\n        q, k, v",

@@ -50,7 +50,8 @@ PASSES: dict[str, Callable[[Worker], object]] = {
 @dataclass(frozen=True)
 class Case:
     """budgets: (launches, waits of the host) of each pass, in the order of PASSES. Of packed pages keys cross by a copy
-    of their own, and values: 32 copies of a tile where pages as they are would take one."""
+    of their own, and values: 32 copies of a tile where pages as they are would take one. A layer whose weights are made
+    of their codes takes five launches."""
 
     target: ModelConfig
     num_cards: int
@@ -60,7 +61,7 @@ class Case:
 
 CASES = {
     "7B": Case(LLAMA2_7B, 1, ("kv",), ((16547, 0), (16547, 0), (5, 0), (5, 0), (72, 0), (28105, 4))),
-    "13B": Case(LLAMA2_13B, 1, ("kv", "weights"), ((20788, 0), (20788, 0), (5, 0), (5, 0), (80, 0), (35235, 4))),
+    "13B": Case(LLAMA2_13B, 1, ("kv", "weights"), ((20988, 0), (20988, 0), (5, 0), (5, 0), (80, 0), (35435, 4))),
     "13B, two cards": Case(LLAMA2_13B, 2, ("kv",), ((20842, 0), (20842, 0), (927, 0), (5, 0), (80, 0), (35287, 4))),
 }
 
@@ -139,7 +140,7 @@ def test_a_triton_program_that_does_not_wait_for_its_keys_is_reported(monkeypatc
     assert any("race: read" in problem and "unpack_pages" in problem for problem in problems)
 
 
-@pytest.mark.parametrize(("name", "launches"), [("7B", 2449), ("13B", 3099)])
+@pytest.mark.parametrize(("name", "launches"), [("7B", 2449), ("13B", 3258)])
 def test_flash_attn_takes_a_fifth_of_the_launches_of_a_prefill(name: str, launches: int) -> None:
     case = CASES[name]
     plan = planned(case.target, LLAMA_68M, case.num_cards)

@@ -246,7 +246,7 @@ def load_weights(
             scratch = torch.zeros(whole, dtype=torch.uint8)
             homes = [maker.make(read(index, scratch)) for index in others]
             coded, opened = maker.coded, allocate("device", "weight staging", whole)
-        largest = max((len(home.content) for home in homes), default=0)
+        largest = max((len(home.content) for home in homes), default=whole)
         staging = [allocate("device", "weight staging", largest) for _ in range(num_staging)]
         layers = StreamedLayers(resident, homes, layout, staging, link, opened=opened, coded=coded)
     table = (config.vocab_size, config.hidden_size)

@@ -237,9 +237,10 @@ def _streams(plan: Plan) -> str:
 def _packed(plan: Plan) -> Iterator[str]:
     """What of the numbers crosses the link, if not all of it."""
     bits = {"cache's": plan.placement.link_bits, "weights'": plan.placement.weight_link_bits}
-    fewer = [f"{number} of the {whose} 16 bits" for whose, number in bits.items() if number < 16]
+    fewer = [(number, whose) for whose, number in bits.items() if number < 16]
     if fewer:
-        yield f"{' and '.join(fewer)} cross it, none is lost"
+        first, *others = (f"{number} of the {whose}" for number, whose in fewer)
+        yield " and ".join([f"{first} 16 bits", *others]) + ", none is lost"
 
 
 def _host_attention(plan: Plan) -> Iterator[str]:

@@ -60,10 +60,13 @@ def unpack_pages(
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
 ):
-    """Program (g, p, k): group g of the keys, k = 0, or values of page p."""
+    """Program (g, p, k): group g of the keys, k = 0, or values of page p, unless its flag is neither 0 nor 1."""
     group, page, kind = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    flag = tl.load(flags + kind * flags_stride + page)
+    if flag > 1:
+        return
     block = (kind * num_pages + page).to(tl.int64) * NUMBERS
-    is_packed = tl.load(flags + kind * flags_stride + page) != 0
+    is_packed = flag != 0
     number = tl.arange(0, HALF_PADDED)
     real = number < HALF
     source = tl.multiple_of(slot + block * 2, 16)

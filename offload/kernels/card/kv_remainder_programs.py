@@ -11,7 +11,7 @@ import triton.language as tl
 from offload.kernels.card.remainder_programs import restored
 
 
-@triton.jit(do_not_specialize=["flags_stride", "num_pages", "head_stride", "first_group"])
+@triton.jit(do_not_specialize=["flags", "flags_stride", "num_pages", "head_stride", "first_group"])
 def restore_pages(
     slot,  # uint8 [2, num_pages, bytes]: a tile as it lies at home
     tile,  # int16 [2, num_pages, H_kv, PAGE, DIM]

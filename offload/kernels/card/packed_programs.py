@@ -47,7 +47,7 @@ def _numbers(
     return first, second
 
 
-@triton.jit(do_not_specialize=["flags_stride", "num_pages"])
+@triton.jit(do_not_specialize=["flags", "flags_stride", "num_pages"])
 def unpack_pages(
     slot,  # uint8 [2, num_pages, bytes]: a tile as it lies at home
     tile,  # int16 [2, num_pages, NUMBERS]

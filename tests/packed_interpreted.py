@@ -74,6 +74,17 @@ def test_pages_are_unpacked_bit_for_bit(dim: int, share: float) -> None:
     assert flags.sum() == 0 if share == 0.0 else flags.any()
 
 
+def test_pages_of_other_flags_are_left_alone() -> None:
+    packing = Packing.of(KV_HEADS * PAGE * 16, 16 * 16, 0.05)
+    exact = numbers((2, 2, KV_HEADS, PAGE, 16), seed=1)
+    home, flags = packed(exact, packing, 1.0, seed=1)
+    flags[0, 1] = flags[1, 0] = 2
+    tile = torch.full_like(exact, 7.0)
+    unpack_pages(tile, home, flags, 2, packing)
+    assert (tile[flags == 2] == 7.0).all()
+    assert torch.equal(bits(tile[flags == 1]), bits(exact[flags == 1]))
+
+
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("chunk", [16, 32, 64])
 def test_chunks_and_ranges_come_from_packed_homes(dim: int, chunk: int) -> None:

@@ -29,6 +29,8 @@ from offload.kernels.card import (  # noqa: E402
     codes,
     fitting,
     kv_programs,
+    kv_remainder_programs,
+    kv_remainders,
     packed_programs,
     programs,
     remainder_programs,
@@ -50,7 +52,7 @@ SCRATCH = ("partials", "sums", "earlier_partials", "earlier_sums", "running", "t
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
 
-@pytest.mark.parametrize("name", ["card", "codes", "kv_codes", "low_bits", "packed"])
+@pytest.mark.parametrize("name", ["card", "codes", "kv_codes", "kv_remainders", "low_bits", "packed"])
 def test_every_kernel_runs_in_the_interpreter(name: str) -> None:
     """In a process of its own, as Triton decides on import whether it compiles."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{name}_interpreted.py"]
@@ -332,6 +334,25 @@ def test_weights_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capa
     assert all(".v4.b32" in op for op in stores), stores
     loads = Counter(re.findall(r"ld\.global[.\w:]*", found.ptx))
     assert loads["ld.global.v2.b32"] + 2 * loads["ld.global.v4.b32"] >= 1024 // (32 * remainders.WARPS) // 8, loads
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dim", [16, 48, 64, 80, 96, 128, 256])
+def test_pages_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capability: int, dim: int) -> None:
+    """Each thread has the scales, codes and low bytes of 8 numbers: only 4 bits and escapes come byte by byte."""
+    pointers = {"slot": "*u8", "tile": "*i16", "flags": "*u8", "codes": "*u8"}
+    shape = {"PAGE": 512} | kv_remainders.constants(dim)
+    num_warps = shape.pop("num_warps")
+    found = compiled(kv_remainder_programs.restore_pages, capability, pointers, shape, warps=num_warps)
+    assert found.spilled_bytes == 0
+    assert found.registers <= 128
+    assert found.shared_bytes <= 8 * 2**10
+    stores = re.findall(r"st\.global[.\w:]*", found.ptx)
+    assert stores
+    assert all(".v4.b32" in op for op in stores), stores
+    loads = Counter(re.findall(r"ld\.global[.\w:]*", found.ptx))
+    assert loads["ld.global.v2.b32"] >= 2, loads
+    assert loads["ld.global.b8"] == 2 * 8 + 1, loads
 
 
 def test_spills_are_noticed() -> None:

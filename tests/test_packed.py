@@ -173,6 +173,11 @@ def test_a_tile_is_unpacked_page_by_page() -> None:
     unpack_tile(tile, slot, flags, 2, packing, kernels)
     assert torch.equal(tile[:, :2], exact[:, :2])
     assert not tile[:, 2].any()
+    flags[1, 1], flags[0, 0] = 2, 2
+    unpack_tile(tile.zero_(), slot, flags, 2, packing, kernels)
+    assert torch.equal(tile[0, 1], exact[0, 1])
+    assert torch.equal(tile[1, 0], exact[1, 0])
+    assert not tile[[0, 1, 0, 1], [0, 1, 2, 2]].any()
 
 
 # Caches.

@@ -54,15 +54,18 @@ class KVCodes:
 
     def rows(self, dtype: torch.dtype) -> Tensor:
         """The numbers that the codes stand for, computed in fp32 and rounded to `dtype` -> [L, 2, H_kv, tokens, D]."""
+        return self.middles()[1].to(dtype)
+
+    def middles(self) -> tuple[Tensor, Tensor]:
+        """Of each number the step, and the number that its code stands for: fp32 [L, 2, H_kv, tokens, D] both."""
         parts = [part.contiguous() for part in self.blocks.split(self._sizes, 3)]
-        key_step, key_low = _scales(parts[0], 1)
-        value_step, value_low = (x.repeat_interleave(GROUP, 3) for x in _scales(parts[2], GROUP))
-        keys, values = self._codes(parts[1], parts[3])
-        exact = [
-            (key_low + key_step * keys).transpose(3, 4),
-            (value_low + value_step * pad(values, (0, 0, 0, value_low.shape[3] - values.shape[3]))).transpose(3, 4),
-        ]
-        return torch.stack([x[..., : self.head_dim].flatten(2, 3) for x in exact], 1).to(dtype)
+        scales = [_scales(parts[0], 1), [x.repeat_interleave(GROUP, 3) for x in _scales(parts[2], GROUP)]]
+        steps, exact = list[Tensor](), list[Tensor]()
+        for (step, low), codes in zip(scales, self._codes(parts[1], parts[3]), strict=True):
+            middle = low + step * pad(codes, (0, 0, 0, low.shape[3] - codes.shape[3]))
+            for found, each in ((steps, step.expand_as(middle)), (exact, middle)):
+                found.append(each.transpose(3, 4)[..., : self.head_dim].flatten(2, 3))
+        return torch.stack(steps, 1), torch.stack(exact, 1)
 
     def _codes(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """One a byte, [L, H, groups, channels, GROUP], of keys and of values."""

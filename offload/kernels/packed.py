@@ -71,16 +71,18 @@ def unpack_tile(
     tile: Tensor, slot: Tensor, flags: Tensor, num_pages: int, packing: Packing, kernels: Kernels | Card
 ) -> None:
     """The first `num_pages` pages of `slot` in `tile`, both bf16 [2, P, H_kv, S, D]: a page's keys are a block, its
-    values another, packed where flags, uint8 [2, P], are 1. All are on the kernels' device."""
+    values another, packed where flags, uint8 [2, P], are 1, as they are where these are 0, and else left alone. All are
+    on the kernels' device."""
     if isinstance(kernels, Card):
         from offload.kernels.card.packed import unpack_pages  # it imports Triton, which not every machine has
 
         return unpack_pages(tile, slot, flags, num_pages, packing)
     _, pages, *_ = tile.shape
+    flags = flags[:, :num_pages].flatten().long()
     blocks = torch.arange(2 * pages).view(2, pages)[:, :num_pages].flatten() * 2 * packing.numbers
     same = torch.ones_like(blocks)
-    parts = [slot.data_ptr() + blocks, tile.data_ptr() + blocks, 0 * same, packing.num_groups * same]
-    unpack(torch.stack([*parts, flags[:, :num_pages].flatten().long()], 1), packing, kernels)
+    parts = [slot.data_ptr() + blocks, tile.data_ptr() + blocks, 0 * same, packing.num_groups * same, flags]
+    unpack(torch.stack(parts, 1)[flags <= 1], packing, kernels)
     return None
 
 

@@ -18,7 +18,8 @@ _WARP_BYTES = 512  # of a half's signs and mantissas: one 16-byte load of each t
 
 def unpack_pages(tile: Tensor, slot: Tensor, flags: Tensor, num_pages: int, packing: Packing) -> None:
     """The first `num_pages` pages of `slot` in `tile`, both bf16 [2, P, H_kv, S, D] on the card, by one launch: a
-    page's keys are a block, its values another, packed where flags, uint8 [2, P] on the card, are 1."""
+    page's keys are a block, its values another, packed where flags, uint8 [2, P] on the card, are 1, as they are where
+    these are 0, and else left alone: `kv_remainders` restores them."""
     assert flags.stride(1) == 1
     attention.launch(
         packed_programs.unpack_pages,

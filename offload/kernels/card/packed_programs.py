@@ -47,7 +47,7 @@ def _numbers(
     return first, second
 
 
-@triton.jit(do_not_specialize=["flags_stride", "num_pages"])
+@triton.jit(do_not_specialize=["flags", "flags_stride", "num_pages"])
 def unpack_pages(
     slot,  # uint8 [2, num_pages, bytes]: a tile as it lies at home
     tile,  # int16 [2, num_pages, NUMBERS]
@@ -60,10 +60,13 @@ def unpack_pages(
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
 ):
-    """Program (g, p, k): group g of the keys, k = 0, or values of page p."""
+    """Program (g, p, k): group g of the keys, k = 0, or values of page p, unless its flag is neither 0 nor 1."""
     group, page, kind = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    flag = tl.load(flags + kind * flags_stride + page)
+    if flag > 1:
+        return
     block = (kind * num_pages + page).to(tl.int64) * NUMBERS
-    is_packed = tl.load(flags + kind * flags_stride + page) != 0
+    is_packed = flag != 0
     number = tl.arange(0, HALF_PADDED)
     real = number < HALF
     source = tl.multiple_of(slot + block * 2, 16)

@@ -63,6 +63,12 @@ class Remainder(ctypes.Structure):
     ]
 
 
+class PageShape(ctypes.Structure):
+    """kv_remainders.h"""
+
+    _fields_ = [*_integers("kv_heads", "page_tokens", "head_dim")]
+
+
 class Attention(ctypes.Structure):
     """attention.h"""
 
@@ -93,6 +99,8 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "count_remainder": (ctypes.c_int, [POINTER(Remainder), c_int64]),
     "split_remainder": (None, [POINTER(Remainder), c_int64]),
     "restore_remainder": (None, [POINTER(Remainder), c_int64]),
+    "split_off_kv": (None, [c_void_p, c_int64, c_void_p, POINTER(PageShape), c_int64, c_int64]),
+    "restore_kv": (None, [c_void_p, c_int64, POINTER(PageShape), c_int64, c_int64]),
     "widened_room": (c_int64, [c_int64, c_int64]),
     "take_in_rows": (None, [c_int64, POINTER(Rotation)]),
     "norm_heads": (None, [c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_double]),

@@ -1,4 +1,5 @@
 #include "attention.h"
+#include "kv_remainders.h"
 #include "packed.h"
 #include "products.h"
 #include "remainders.h"
@@ -19,7 +20,7 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Changes with every change of a structure or a function below.
-KERNEL int abi() { return 11; }
+KERNEL int abi() { return 12; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -61,6 +62,16 @@ KERNEL void split_remainder(const Remainder* r, int64_t how_many) {
 
 KERNEL void restore_remainder(const Remainder* r, int64_t how_many) {
     remainders::by_group(*r, how_many, [&](int64_t group) { remainders::restore(*r, group); });
+}
+
+KERNEL void split_off_kv(const kv_remainders::Block* blocks, int64_t count, int64_t* sizes,
+                         const kv_remainders::Shape* shape, kv_remainders::Order order, int64_t how_many) {
+    kv_remainders::split_off_all(blocks, count, sizes, *shape, order, how_many);
+}
+
+KERNEL void restore_kv(const kv_remainders::Part* parts, int64_t count, const kv_remainders::Shape* shape,
+                       kv_remainders::Order order, int64_t how_many) {
+    kv_remainders::restore_all(parts, count, *shape, order, how_many);
 }
 
 KERNEL int64_t widened_room(Dtype dtype, int64_t inputs) {

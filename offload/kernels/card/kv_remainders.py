@@ -1,0 +1,52 @@
+"""Pages of keys and values on a card from their codes and their remainders. See `offload.kernels.kv_remainders`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offload.kernels.card import attention, kv_remainder_programs
+from offload.kernels.kv_codes import GROUP
+from offload.kernels.kv_remainders import PageShape
+from offload.plan.sizing import kv_code_bytes
+
+_AT_A_TIME = 2048  # numbers of a program
+_OF_THREAD = 8  # of these: 16 bytes of them are stored at once
+
+
+def restore_pages(
+    tile: Tensor,
+    slot: Tensor,
+    flags: Tensor,
+    num_pages: int,
+    codes: Tensor,
+    first_group: int,
+    shape: PageShape,
+) -> None:
+    """Of the first `num_pages` pages of `slot`, those that are remainders in `tile`, both bf16 [2, P, H_kv, S, D], by
+    one launch; of the others nothing is touched. flags: uint8 [2, P], REMAINDER where a page's keys, or values, are.
+    codes: uint8 [H_kv, groups, bytes] of that layer in order "matrices"; page 0 begins with a head's group number
+    `first_group`, less than 0 where its first tokens have no codes. All are on the card."""
+    assert tile.is_contiguous()
+    assert slot.is_contiguous()
+    assert tile.shape == slot.shape == (2, tile.shape[1], shape.num_kv_heads, shape.page_tokens, shape.head_dim)
+    assert flags.stride(1) == 1
+    assert codes.stride()[1:] == (kv_code_bytes(shape.head_dim), 1)
+    attention.launch(
+        kv_remainder_programs.restore_pages,
+        (shape.num_groups, num_pages, 2),
+        (
+            slot.view(torch.uint8), tile.view(torch.int16), flags, codes, flags.stride(0), tile.shape[1],
+            codes.stride(0), first_group,
+        ),
+        PAGE=shape.page_tokens,
+        **constants(shape.head_dim),
+    )  # fmt: skip
+
+
+def constants(head_dim: int) -> dict[str, int]:
+    """Of programs that take a group each."""
+    padded = 1 << (head_dim - 1).bit_length()
+    step = min(_AT_A_TIME // padded, GROUP)
+    warps = step * padded // (32 * _OF_THREAD)
+    return {"DIM": head_dim, "DIM_PADDED": padded, "STEP": step, "num_warps": warps}

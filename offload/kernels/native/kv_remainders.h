@@ -1,0 +1,228 @@
+// What cached keys and values of bf16 have beside their codes in 4 bits (kv_codes.h), by the rule of intervals.h.
+//
+// A block is the keys, or the values, of a page: [kv_heads, page_tokens, head_dim]. 32 tokens of a head are a group, as
+// of the codes; groups count through a head's tokens, then through the heads. A block's remainder lies in its place. Its
+// parts are the low bytes, [groups, 32 tokens, head_dim]; for each group, and once more for the end of the last, where
+// its 4 bits begin, in bytes, and where its escapes do, each from the beginning of their part: int32 [groups + 1, 2];
+// 4 bits each; escapes. So the last head says where the part of the escapes begins. All ends at a multiple of 16.
+#pragma once
+#include <stdlib.h>
+#include <string.h>
+
+#include "intervals.h"
+#include "kv_codes.h"
+
+namespace kv_remainders {
+
+using intervals::Head;
+using kv_codes::GROUP;
+using kv_codes::Layout;
+using kv_codes::WIDEST;
+using Intervals = intervals::Intervals<WIDEST>;
+
+constexpr int64_t DRAWN = 2;  // groups that a thread draws at a time
+
+enum class Order : int64_t { lanes, matrices };
+enum class Kind : int64_t { keys, values };
+
+struct Shape {
+    int64_t kv_heads, page_tokens, head_dim;
+
+    int64_t groups_of_head() const { return page_tokens / GROUP; }
+    int64_t groups() const { return kv_heads * groups_of_head(); }
+    int64_t of_group() const { return GROUP * head_dim; }
+    int64_t numbers() const { return groups() * of_group(); }
+    int64_t heads() const { return numbers(); }
+    int64_t fours() const { return heads() + (groups() + 1) * int64_t(sizeof(Head)); }
+    Layout layout() const { return {int(head_dim)}; }
+};
+
+// The codes of a page's keys or values: of head h at `at` + h * head_bytes, group by group.
+struct PageCodes {
+    const uint8_t* at;
+    int64_t head_bytes;
+    Kind kind;
+
+    const uint8_t* block(const Shape& shape, int64_t group) const {
+        const int64_t of_head = shape.groups_of_head();
+        return at + group / of_head * head_bytes + group % of_head * shape.layout().size();
+    }
+};
+
+INLINE void both(uint8_t from, uint8_t* near, uint8_t* far) { *near = from & 15, *far = from >> 4; }
+
+// Of a group's keys or values, a token at a time.
+struct Group {
+    Layout layout;
+    const uint8_t* block;
+    Kind kind;
+    uint8_t numbers[GROUP * WIDEST];  // codes, one a byte: [GROUP, dim]
+    float step[WIDEST], low[WIDEST];  // of keys, or of a token's values
+
+    Group(const Shape& shape, const PageCodes& codes, int64_t group, Order order)
+        : layout(shape.layout()), block(codes.block(shape, group)), kind(codes.kind) {
+        if (kind == Kind::keys) {
+            for (int d = 0; d < layout.dim; d++) scale(d, block + d * 4);
+            order == Order::lanes ? keys_in_lanes() : keys_in_matrices();
+        } else {
+            order == Order::lanes ? values_in_lanes() : values_in_matrices();
+        }
+    }
+
+    INLINE Intervals of_token(int t) {
+        if (kind == Kind::values)
+            for (int d = 0; d < layout.dim; d++)
+                scale(d, block + layout.value_scales() + (d / GROUP * GROUP + t) * 4);
+        const uint8_t* own = numbers + t * layout.dim;
+        return {layout.dim, [&](int d) { return step[d]; }, [&](int d) { return low[d]; },
+                [&](int d) { return own[d]; }};
+    }
+
+private:
+    INLINE void scale(int d, const uint8_t* from) {
+        uint32_t unit;
+        memcpy(&unit, from, 4);
+        step[d] = __builtin_bit_cast(float, unit << 16), low[d] = __builtin_bit_cast(float, unit & 0xffff0000u);
+    }
+
+    void keys_in_lanes() {
+        const int dim = layout.dim, half = dim / 2;
+        const uint8_t* from = block + layout.key_codes();
+        for (int d = 0; d < half; d += 4)
+            for (int t = 0; t < GROUP; t++)
+                for (int i = 0; i < 4; i++, from++)
+                    both(*from, numbers + t * dim + d + i, numbers + t * dim + half + d + i);
+    }
+
+    void keys_in_matrices() {
+        const int half = GROUP / 2 * layout.dim;
+        for (int i = 0; i < half; i++) both(block[layout.key_codes() + i], numbers + i, numbers + half + i);
+    }
+
+    void values_in_lanes() {
+        const int dim = layout.dim, half = GROUP / 2 * dim;
+        for (int t = 0; t < GROUP / 2; t++) {
+            const uint8_t* from = block + layout.value_codes() + t / 4 * layout.channels() * 4 + t % 4;
+            for (int d = 0; d < dim; d++) both(from[d * 4], numbers + t * dim + d, numbers + half + t * dim + d);
+        }
+    }
+
+    void values_in_matrices() {
+        const int dim = layout.dim, half = GROUP / 2 * dim;
+        const uint8_t* from = block + layout.value_codes();
+        for (int d = 0; d < dim; d++)
+            for (int t = 0; t < GROUP / 2; t++, from++)
+                both(*from, numbers + t * dim + d, numbers + half + t * dim + d);
+    }
+};
+
+struct Block {
+    uint16_t* numbers;
+    PageCodes codes;
+};
+
+// Heads of a block's groups, from bytes of their own. -> Whether all numbers would come back.
+inline bool count(const Block& b, const Shape& shape, Order order, Head* heads) {
+    Head total{};
+    for (int64_t g = 0; g < shape.groups(); g++) {
+        Group group(shape, b.codes, g, order);
+        Head found{};
+        for (int t = 0; t < GROUP; t++) {
+            const uint16_t* numbers = b.numbers + (g * GROUP + t) * shape.head_dim;
+            if (!intervals::count(numbers, int(shape.head_dim), group.of_token(t), found)) return false;
+        }
+        heads[g] = total;
+        total.fours += (found.fours + 1) / 2, total.escapes += found.escapes;
+    }
+    heads[shape.groups()] = total;
+    return true;
+}
+
+// Low bytes in place of the numbers, 4 bits and escapes from `fours` on.
+inline void split(const Block& b, const Shape& shape, Order order, const Head* heads, uint8_t* fours) {
+    auto* low = reinterpret_cast<uint8_t*>(b.numbers);
+    const int dim = int(shape.head_dim);
+    uint8_t* escapes = fours + heads[shape.groups()].fours;
+    for (int64_t g = 0; g < shape.groups(); g++) {
+        Group group(shape, b.codes, g, order);
+        intervals::Place place{fours + heads[g].fours, escapes + heads[g].escapes};
+        for (int t = 0; t < GROUP; t++) {
+            const int64_t at = (g * GROUP + t) * dim;
+            uint16_t numbers[WIDEST];  // the first are written over
+            memcpy(numbers, b.numbers + at, dim * sizeof *numbers);
+            intervals::split(numbers, dim, group.of_token(t), low + at, place);
+        }
+    }
+}
+
+// A block's remainder in its place, zeros up to the multiple of 16. -> Bytes that it fills; 0, and nothing has changed,
+// where a number would not come back, or it would fill more than the block, or memory is short.
+inline int64_t split_off(const Block& b, const Shape& shape, Order order) {
+    const int64_t room = shape.numbers();  // after the low bytes
+    auto* rest = static_cast<uint8_t*>(calloc(room, 1));
+    if (rest == nullptr) return 0;
+    auto* heads = reinterpret_cast<Head*>(rest);
+    int64_t size = 0;
+    if (count(b, shape, order, heads)) {
+        const Head& end = heads[shape.groups()];
+        size = (shape.fours() + end.fours + end.escapes + 15) / 16 * 16;
+        if (size > 2 * shape.numbers()) size = 0;
+    }
+    if (size) {
+        split(b, shape, order, heads, rest + (shape.fours() - shape.heads()));
+        memcpy(reinterpret_cast<uint8_t*>(b.numbers) + shape.heads(), rest, size - shape.heads());
+    }
+    free(rest);
+    return size;
+}
+
+// Groups `first` to `first + count` of the block whose remainder is at `from` go to `to`.
+struct Part {
+    uint8_t* from;
+    uint16_t* to;
+    PageCodes codes;
+    int64_t first, count;
+};
+
+inline void restore(const Part& part, const Shape& shape, Order order) {
+    const int dim = int(shape.head_dim);
+    uint8_t* fours = part.from + shape.fours();
+    auto* heads = reinterpret_cast<const Head*>(part.from + shape.heads());
+    uint8_t* escapes = fours + heads[shape.groups()].fours;
+    for (int64_t g = 0; g < part.count; g++) {
+        const int64_t number = part.first + g;
+        Group group(shape, part.codes, number, order);
+        intervals::Place place{fours + heads[number].fours, escapes + heads[number].escapes};
+        for (int t = 0; t < GROUP; t++)
+            intervals::restore(part.from + (number * GROUP + t) * dim, dim, group.of_token(t), place,
+                               part.to + (g * GROUP + t) * dim);
+    }
+}
+
+inline void split_off_all(const Block* blocks, int64_t count, int64_t* sizes, const Shape& shape, Order order,
+                          int64_t how_many) {
+    threads::Counter counter;
+    auto body = [&] {
+        for (int64_t i; (i = counter.draw()) < count;) sizes[i] = split_off(blocks[i], shape, order);
+    };
+    threads::run(how_many, body);
+}
+
+inline void restore_all(const Part* parts, int64_t count, const Shape& shape, Order order, int64_t how_many) {
+    int64_t most = 0;
+    for (int64_t i = 0; i < count; i++) most = parts[i].count > most ? parts[i].count : most;
+    const int64_t draws = (most + DRAWN - 1) / DRAWN;  // for each part
+    threads::Counter counter;
+    auto body = [&] {
+        for (int64_t i; (i = counter.draw()) < count * draws;) {
+            Part part = parts[i / draws];
+            const int64_t first = i % draws * DRAWN, left = part.count - first;
+            if (left <= 0) continue;
+            part.first += first, part.to += first * shape.of_group(), part.count = left < DRAWN ? left : DRAWN;
+            restore(part, shape, order);
+        }
+    };
+    threads::run(how_many, body);
+}
+
+}  // namespace kv_remainders

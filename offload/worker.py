@@ -305,7 +305,12 @@ def _low_bit_cache(plan: Plan, config: ModelConfig, full: FullCache, memory: Mem
     if not usable:
         raise UsageError(f"a cache in 4 bits needs the {whose}'s kernels, which do not run: {kernels.reason}")
     return LowBitCache(
-        full, memory, num_tokens=plan.request.capacity, drafted=plan.composition.drafted, kernels=kernels
+        full,
+        memory,
+        num_tokens=plan.request.capacity,
+        drafted=plan.composition.drafted,
+        kernels=kernels,
+        beside=plan.placement.link_bits == 9,
     )
 
 

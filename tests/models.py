@@ -261,7 +261,13 @@ def rope_of(decoder: Decoder, capacity: int, slack: int = 64) -> RopeTable:
 
 
 def full_cache(
-    decoder: Decoder, sizes: Sizes, *, link: Link | None = None, mass: bool = False, memory: Memory | None = None
+    decoder: Decoder,
+    sizes: Sizes,
+    *,
+    link: Link | None = None,
+    mass: bool = False,
+    memory: Memory | None = None,
+    packs: bool = False,
 ) -> FullCache:
     config, dtype = decoder.config, decoder.weights.embedding.dtype
     return FullCache(
@@ -276,6 +282,8 @@ def full_cache(
         num_staging=sizes.kv_staging,
         mass_chunk=sizes.chunk if mass else None,
         kernels=kernels_of(decoder),
+        host_kernels=kernels_of(decoder) if packs else NONE,
+        packs=packs,
     )
 
 

@@ -276,6 +276,16 @@ class FullCache:
         if self._write_back is not None:
             self._write_back.order()
 
+    def lose_codes(self, num_tokens: int) -> None:
+        """The codes of tokens from `num_tokens` on, beside which pages may lie at home, are about to go."""
+        if self.packed is None or self.packed.codes is None:
+            return
+        self.wait_home()
+        for residence in self._residences.values():
+            residence.settle()
+            residence.forget()
+        self.packed.give_back(num_tokens, self.length)
+
     def read_home(self) -> None:
         """What the device computes by now reads homes itself: see `wait_home`."""
         if self._write_back is not None:

@@ -18,7 +18,7 @@ from offload.cache.full import FullCache
 from offload.cache.places import Places
 from offload.kernels.card import Card
 from offload.kernels.decode_attention import decode_attention
-from offload.kernels.kv_codes import GROUP, KVCodes, encode, order_for
+from offload.kernels.kv_codes import GROUP, KVCodes, Order, encode, order_for
 from offload.kernels.native import Kernels
 from offload.kernels.spans import Rows
 from offload.plan.sizing import ENCODED_BYTES, FETCH_BYTES, KV_ROWS, KV_TAIL, low_bit_tail
@@ -36,10 +36,17 @@ class LowBitCache:
     """
 
     def __init__(
-        self, full: FullCache, memory: Memory, *, num_tokens: int, drafted: int, kernels: Kernels | Card
+        self,
+        full: FullCache,
+        memory: Memory,
+        *,
+        num_tokens: int,
+        drafted: int,
+        kernels: Kernels | Card,
+        beside: bool = False,
     ) -> None:
         """num_tokens: room for them. drafted: rows, at most, after the full cache's tokens. kernels: that attend; there
-        have to be some."""
+        have to be some. beside: the full cache's pages may lie at home as what they have beside these codes."""
         self.full, self._memory, self._kernels = full, memory, kernels
         shape = full.shape
         spans = decode_attention(kernels, full.rope, dtype=shape.dtype)
@@ -53,6 +60,27 @@ class LowBitCache:
         self._exact = 0  # tokens up to here are the full cache's, not drafted
         self.length = 0
         self._taken = [0] * full.num_layers
+        if beside and full.packed is not None:
+            full.packed.codes = self
+
+    @property
+    def order(self) -> Order:
+        """See `PageCodes`, as of what follows."""
+        return self._codes.order
+
+    @property
+    def covered(self) -> int:
+        return min(self.coded, self.full.kept)
+
+    def first_group(self, page: int) -> int:
+        return (page * self.full.shape.page_tokens - EXACT) // GROUP
+
+    def of_layer(self, layer: int) -> Tensor:
+        return self._codes.blocks[layer]
+
+    def of_page(self, page: int) -> Tensor:
+        first = self.first_group(page)
+        return self._codes.blocks[:, :, first : first + self.full.shape.page_tokens // GROUP].cpu()
 
     def begin(self, phase: Phase, num_rows: int) -> None:
         self._taken = [0] * self.full.num_layers
@@ -128,6 +156,8 @@ class LowBitCache:
     def _forget_after(self, kept: int, most: int) -> None:
         """Of what was taken from the full cache, its first `kept` tokens are still there; at most `most` are codes."""
         coded = max(min(self.coded, kept // GROUP * GROUP, most), EXACT)
+        if coded < self.coded:
+            self.full.lose_codes(coded)
         moved = coded < self.coded  # then the tail begins elsewhere
         self._exact = min(self._exact, kept, coded if moved else kept)
         self.coded = coded

@@ -227,13 +227,14 @@ class StreamedTiles(Residence):
     def _fetch(self, position: int, length: int) -> None:
         """The pages that `length` tokens use."""
         layer, index = self._order[position]
-        slot, home = self._slots[position % len(self._slots)], self._store.home(layer, index)
+        slot = self._slots[position % len(self._slots)]
         pages = self._store.shape.used_pages(index, length)
         # What was fetched ahead and is not wanted must have come before the slot is anybody else's.
         after = (slot.full, slot.free, slot.left, *self._write_back.before(layer, index))
         packed = _packed(self._unpacked, layer, index, pages)
         slot.num_packed = 0 if packed is None else pages
-        slot.full = _fetch_pages(self._link, slot.tile, home, pages, after, self._unpacked, packed)
+        key = layer, index
+        slot.full = _fetch_pages(self._link, slot.tile, self._store, key, pages, after, self._unpacked, packed)
 
 
 class PrefillTiles(Residence):
@@ -311,8 +312,8 @@ class PrefillTiles(Residence):
             )
             pages = shape.used_pages(index, self._length)
             after = (free, *left, *self._write_back.before(layer, index))
-            home, packed = self._store.home(layer, index), _packed(self._unpacked, layer, index, pages)
-            full = _fetch_pages(self._link, tile, home, pages, after, self._unpacked, packed)
+            packed = _packed(self._unpacked, layer, index, pages)
+            full = _fetch_pages(self._link, tile, self._store, (layer, index), pages, after, self._unpacked, packed)
             self._full[index] = full, 0 if packed is None else pages
 
     def _leave(self) -> None:
@@ -348,13 +349,14 @@ def _packed(unpacked: Unpacked | None, layer: int, index: int, num_pages: int) -
 
 
 def _fetch_pages(
-    link: Link, tile: Tensor, home: Tensor, num_pages: int, after: tuple[Event, ...], unpacked: Unpacked | None,
-    packed: Tensor | None,
+    link: Link, tile: Tensor, store: TileStore, key: tuple[int, int], num_pages: int, after: tuple[Event, ...],
+    unpacked: Unpacked | None, packed: Tensor | None,
 ) -> Event:  # fmt: skip
-    """The tile's first `num_pages` pages, keys and values, as they lie at home. None: all its rows will be new, it only
-    has to be ours."""
+    """Bring the first `num_pages` pages of tile `key`, (layer, index), to `tile`, keys and values, as they lie at home.
+    None: all its rows will be new, it only has to be ours."""
     if unpacked is not None and packed is not None:
-        return unpacked.pages.fetch(link, tile, home, packed[:, :num_pages], after)
+        return unpacked.pages.fetch(link, tile, *key, packed[:, :num_pages], after)
+    home = store.home(*key)
     if num_pages == tile.shape[1]:
         return link.to_device(tile, home, after)
     if not num_pages:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from offload.kernels.card import Card
 from offload.kernels.intervals import HEAD_BYTES, Intervals, join, split
 from offload.kernels.kv_codes import GROUP, KVCodes, Order
 from offload.kernels.native import Kernels
@@ -75,6 +76,33 @@ def restore(parts: Tensor, shape: PageShape, order: Order, kernels: Kernels) -> 
     kernels.library.restore_kv(
         parts.data_ptr(), len(parts), ctypes.byref(_struct(shape)), _ORDERS[order], torch.get_num_threads()
     )
+
+
+def restore_tile(
+    tile: Tensor,
+    slot: Tensor,
+    flags: Tensor,
+    num_pages: int,
+    codes: Tensor,
+    first_group: int,
+    shape: PageShape,
+    kernels: Kernels | Card,
+) -> None:
+    """Of the first `num_pages` pages of `slot`, those that are remainders in `tile`, both bf16 [2, P, H_kv, S, D]; of
+    the others nothing is touched. flags: uint8 [2, P], REMAINDER where a page's keys, or values, are. codes: uint8
+    [H_kv, groups, bytes] of that layer, in the kernels' order; page 0 begins with a head's group number `first_group`,
+    less than 0 where its first tokens have none. All are on the kernels' device."""
+    if isinstance(kernels, Card):
+        from offload.kernels.card.kv_remainders import restore_pages  # it imports Triton
+
+        return restore_pages(tile, slot, flags, num_pages, codes, first_group, shape)
+    kinds, pages = torch.where(flags[:, :num_pages] == REMAINDER)
+    blocks = 2 * shape.numbers * (kinds * tile.shape[1] + pages)
+    per_page, same = shape.page_tokens // GROUP, torch.ones_like(pages)
+    at_codes = codes.data_ptr() + (first_group + pages * per_page) * codes.stride(1)
+    parts = [slot.data_ptr() + blocks, tile.data_ptr() + blocks, at_codes, codes.stride(0) * same, kinds, 0 * same]
+    restore(torch.stack([*parts, shape.num_groups * same], 1), shape, "lanes", kernels)
+    return None
 
 
 def split_off_with_torch(block: Tensor, codes: KVCodes, kind: int) -> Tensor | None:

@@ -15,7 +15,7 @@ from offload.plan.composition import Composition
 from offload.plan.gpu_costs import CPU_REFRESH, GPU, GPU_REFRESH
 from offload.plan.pass_times import UNKNOWN, PassTimes, Times, estimated
 from offload.plan.placement import Placement
-from offload.plan.sizing import PACKED_SHARE, PREFILL_BLOCK, Sizing, host_slowdown
+from offload.plan.sizing import CACHED_SHARE, PREFILL_BLOCK, Sizing, host_slowdown
 from offload.plan.sum_costs import GLOO, NCCL, NETWORK
 
 CODED_KV_REFUSED = 0.02  # tokens of the target by itself over its cache in 4 bits (docs/log.md)
@@ -147,7 +147,7 @@ class Cost:
     @property
     def link_share(self) -> float:
         """Of the bytes of cached numbers, what crosses the link."""
-        return PACKED_SHARE if self.placement.link_bits < 16 else 1.0
+        return CACHED_SHARE[self.placement.link_bits]
 
     @property
     def full_host_bytes(self) -> float:
@@ -232,7 +232,8 @@ class Cost:
         if self.placement.link_bits == 16:
             return 0.0
         streamed = self._share_on_host - self.placement.host_tiles / self.num_tiles
-        return self.cache_bytes * streamed * (PACKED_SHARE + 1) / self._rate
+        read = self.link_share + (self._kept / self.cache_bytes if self.placement.link_bits == 9 else 0.0)
+        return self.cache_bytes * streamed * (read + 1) / self._rate
 
     @property
     def _restoring(self) -> float:

@@ -12,10 +12,12 @@ _SLOWER = 8.0  # than the device's memory is a link at least that packing is wor
 
 
 def link_bits(sizing: Sizing, composition: Composition) -> int:
-    """Of a cached number that crosses the link, 16 or 12: the user's choice, or 12 where that can be and is quicker.
-    Raises UsageError where the user wants 12 and that cannot be."""
+    """Of a cached number that crosses the link, 16 or 12: the user's choice, or 12 where that can be and is quicker; 9
+    for 12 where the target proposes over its cache in 4 bits. Raises UsageError where the user wants 12 and that cannot
+    be."""
     chunk = composition.chunk if composition.budget else PACKED_TOKENS
-    return 12 if _fewer(sizing, _cache_problem(sizing, chunk) or _problem(sizing)) else 16
+    few = 9 if composition.kv_bits < 16 else 12
+    return few if _fewer(sizing, _cache_problem(sizing, chunk) or _problem(sizing)) else 16
 
 
 def weight_link_bits(sizing: Sizing, composition: Composition) -> int:

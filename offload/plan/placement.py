@@ -41,7 +41,8 @@ class Placement:
     host_tiles: int = 0
     attended_bytes: int = 0
     host_bytes_per_second: float | None = None
-    link_bits: int = 16  # of a cached number of a whole page that crosses the link; 12: it lies packed at home
+    link_bits: int = 16  # of a cached number of a whole page that crosses the link; 12: it lies packed at home,
+    # 9: as what it has beside its code, which is on the device
     weight_link_bits: int = 16  # of a weight that does; 12: packed, 9: what it has beside its code, which is there
 
     @property

@@ -31,6 +31,7 @@ WIDEST_CARD_HEAD = 256  # numbers of a head that a card's kernels know at most
 PACKED_TOKENS = 16  # of a head, that are packed as one group (kernels/packed.py)
 PACKED_ESCAPES = 1 / 64  # of the numbers of a page's keys or values, that have room where it is packed
 PACKED_SHARE = 0.75 + PACKED_ESCAPES / 2 + 0.001  # of the bytes of a page, that it has packed
+CACHED_SHARE = {16: 1.0, 12: PACKED_SHARE, 9: 0.5 + 1 / 1024 + 0.2 / 4}  # of a page's bytes, by bits (kv_remainders.py)
 WEIGHT_BYTES = {  # of a number of a layer's matrices, at home and over the link, by its bits; see transfer/homes.py
     16: 2.0,
     12: 1.5 + 4 / 1024 + 1 / 64,  # with the heads of groups of 1024, and escapes

@@ -1,0 +1,261 @@
+"""Pages whose tokens all have codes in 4 bits on the device lie at home, and cross the link, as what they have beside
+these: whatever is verified, refused, cut off or written from outside, every bit of every row is there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from forked import forked_ranks
+from models import LateLink, Sizes, changed, full_cache, load, random_model, random_tokens, save, tiny_engine, tiny_plan
+from offload.cache.full import FullCache
+from offload.cache.low_bits import EXACT, LowBitCache
+from offload.cache.packed import PackedPages
+from offload.decode.sampling import SamplingParams
+from offload.engine import Engine
+from offload.kernels.kv_remainders import REMAINDER
+from offload.model.decoder import Decoder
+from offload.model.level import Level
+from offload.session.fingerprints import identity_of
+from offload.session.store import Store
+from offload.transfer.memory import Memory
+from processor import best
+from test_low_bit_cache import MODEL, PLAIN, PROMPT, SIZES, assert_follows
+
+PAGE = SIZES.page
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = random_model("qwen2", vocab_size=264, seed=11, **MODEL)
+    return save(model, tmp_path_factory.mktemp("remainders") / "target", tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def decoder(folder: Path) -> Decoder:
+    return load(folder, dtype=torch.bfloat16, kernels=best())
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same sequence in a cache whose pages stream, beside codes, and in one that is on the device."""
+
+    away: FullCache
+    codes: LowBitCache
+    here: FullCache
+    levels: tuple[Level, Level]
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> Pair:
+        away = full_cache(decoder, SIZES, link=LateLink(late_in=True, late_out=True), packs=True)
+        memory = Memory(torch.device("cpu"))
+        codes = LowBitCache(away, memory, num_tokens=600, drafted=12, kernels=best(), beside=True)
+        here = full_cache(decoder, SIZES)
+        levels = [Level("", decoder, each, vocab_size=264, blocks=SIZES.blocks) for each in (away, here)]
+        return cls(away, codes, here, (levels[0], levels[1]))
+
+    @property
+    def pages(self) -> PackedPages:
+        assert self.away.packed is not None
+        return self.away.packed
+
+    def forward(self, count: int, seed: int) -> None:
+        tokens = random_tokens(count, seed=seed)
+        assert torch.equal(*(level.forward(tokens, 1) for level in self.levels))
+
+    def truncate(self, length: int) -> None:
+        for level in self.levels:
+            level.truncate(length)
+
+    def refresh(self) -> None:
+        assert self.codes.prepare(3, wanted=True)
+        assert_follows(self.codes)
+
+    def remainders(self) -> Tensor:
+        """bool [pages]: of which all layers' keys and values are."""
+        return (self.pages.flags == REMAINDER).all(0).all(0)
+
+    def check(self) -> None:
+        self.away.wait_home()
+        length = self.here.length
+        assert torch.equal(self.away.reader.tokens(0, length), self.here.reader.tokens(0, length))
+        for number in range(length // PAGE):
+            for theirs, ours in zip(self.away.page_of_all(number), self.here.page_of_all(number), strict=True):
+                assert torch.equal(theirs, ours)
+
+
+def test_whole_pages_with_codes_are_remainders_and_fewer_bytes_cross(decoder: Decoder) -> None:
+    """The first page has tokens without codes, and so have the last ones: the former is packed as it would be."""
+    pair = Pair.of(decoder)
+    pair.forward(300, 1)
+    pair.refresh()
+    pair.forward(1, 2)
+    covered = pair.codes.covered // PAGE
+    assert pair.codes.covered == (300 - 64) // 32 * 32 == covered * PAGE
+    assert pair.pages.flags[0, 0, : covered + 1].tolist() == [1, *[REMAINDER] * (covered - 1), 0]
+    assert pair.remainders().sum() == covered - 1
+    page = 2 * pair.pages.packing.numbers
+    assert (pair.pages._sizes[..., 1:covered] < 0.62 * page).all()
+    pair.check()
+
+
+def test_rows_are_the_same_whatever_happens(decoder: Decoder) -> None:
+    draw, pair, most = random.Random(9), Pair.of(decoder), 0
+    for _ in range(160):
+        step = draw.choice(["verify", "verify", "verify", "cut", "cut a little", "restore", "refresh", "ahead"])
+        if pair.here.length > 480:
+            pair.truncate(draw.choice([40, 256, 300]))
+        if step == "verify":
+            pair.forward(draw.choice([1, 3, 8, 70, 130]), draw.randrange(99))
+        elif step == "cut":
+            pair.truncate(draw.randrange(pair.here.length + 1))
+        elif step == "cut a little":
+            pair.truncate(max(pair.here.length - draw.randrange(120), 0))
+        elif step == "restore" and pair.here.length:
+            kept = pair.here.length
+            for full in (pair.away, pair.here):
+                other = full_cache(decoder, SIZES)
+                other.copy_from(full)
+                for page in other.page_of_all(0):
+                    page.mul_(2)
+                full.copy_from(other)
+            assert pair.away.length == kept
+        elif step == "ahead" and pair.here.length:
+            pair.away.fetch_ahead()
+        if step in ("verify", "refresh") and draw.random() < 0.7:
+            pair.refresh()
+            pair.away.fetch_ahead()
+        most = max(most, int(pair.remainders().sum()))
+        if draw.random() < 0.2:
+            pair.check()
+    assert most > 5
+
+
+@pytest.mark.parametrize("cut", [300, 299, 256, 257, 200])
+def test_pages_whose_codes_go_lie_as_they_are_again(decoder: Decoder, cut: int) -> None:
+    """The last tokens of the cache are exact ones: where it is cut, codes go, also of pages that nobody writes to."""
+    pair = Pair.of(decoder)
+    pair.forward(400, 1)
+    pair.refresh()
+    pair.forward(1, 2)
+    assert pair.remainders().sum() == pair.codes.covered // PAGE - 1
+    pair.truncate(cut)
+    pair.refresh()
+    assert pair.codes.coded == (cut - 64) // 32 * 32
+    assert pair.remainders().sum() == pair.codes.coded // PAGE - 1
+    pair.check()
+    pair.forward(5, 3)
+    pair.refresh()
+    pair.forward(60, 4)
+    pair.check()
+
+
+def test_stale_codes_are_no_codes(decoder: Decoder) -> None:
+    """After rows came from outside, or were cut off and replaced, pages wait for codes of their own."""
+    pair = Pair.of(decoder)
+    pair.forward(300, 1)
+    pair.refresh()
+    other = full_cache(decoder, SIZES)
+    Level("", decoder, other, vocab_size=264, blocks=SIZES.blocks).forward(random_tokens(300, seed=8), 1)
+    for full in (pair.away, pair.here):
+        full.copy_from(other)
+    assert pair.codes.covered == 0
+    pair.forward(1, 2)
+    assert not pair.remainders().any()
+    pair.refresh()
+    pair.forward(1, 3)
+    assert pair.remainders().any()
+    pair.truncate(100)
+    assert pair.codes.covered == 100
+    pair.forward(120, 4)
+    assert pair.remainders().sum() == 2
+    pair.check()
+
+
+def test_a_page_that_would_not_come_back_lies_as_it_is(decoder: Decoder) -> None:
+    pair = Pair.of(decoder)
+    pair.forward(300, 1)
+    for full in (pair.away, pair.here):
+        full.wait_home()
+        full.page(0, 2)[1, 0, 3, 2] = torch.inf
+        full.page(1, 3)[0].view(torch.int16).copy_(torch.randint(0x7F00, full.page(1, 3)[0].shape))
+        full.restored(300)
+    pair.refresh()
+    flags = [level.forward([1], 1) for level in pair.levels] and pair.pages.flags
+    assert flags[:, 0, 2:5].tolist() == [[REMAINDER] * 3, [REMAINDER, 0, REMAINDER]]
+    assert flags[:, 1, 2:5].tolist() == [[0, *[REMAINDER] * 2], [REMAINDER] * 3]
+    pair.away.wait_home()
+    assert torch.equal(*(full.reader.tokens(EXACT, 300).view(torch.int16) for full in (pair.away, pair.here)))
+
+
+# Engines.
+
+ALONE = replace(SIZES, draft_gamma=0)
+
+
+@contextmanager
+def made(folder: Path, link_bits: int, *, ranks: int = 1, sizes: Sizes = ALONE) -> Iterator[Engine]:
+    best()
+    offload = frozenset({"kv"})
+    plan = tiny_plan(folder, None, sizes, num_prompt_tokens=400, max_tokens=60, dtype="bf16", offload=offload)
+    with tiny_engine(changed(plan, link_bits=link_bits, num_devices=ranks), folder) as engine:
+        yield engine
+
+
+def said(engine: Engine, prompt: list[int], *, temperature: float = 0.0, reuse: bool = False) -> list[int]:
+    sampling = SamplingParams(temperature=temperature, seed=3)
+    steps = engine.generate(prompt, sampling, max_tokens=40, reuse=reuse)
+    return [token for step in steps for token in step.tokens]
+
+
+def all_said(engine: Engine, temperature: float = 0.0) -> list[list[int]]:
+    """Three requests that begin alike, one of which ends where a page does."""
+    asked = [PROMPT, PROMPT[:160] + random_tokens(90, seed=5), [*PROMPT[:160], 3]]
+    return [said(engine, prompt, temperature=temperature, reuse=number > 0) for number, prompt in enumerate(asked)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_engine_says_the_same_and_less_crosses(folder: Path, temperature: float) -> None:
+    texts, crossed = [], []
+    for link_bits in (16, 12, 9):
+        with made(folder, link_bits) as engine:
+            texts.append(all_said(engine, temperature))
+            crossed.append(engine.worker.link_stats.bytes_to_device)
+            packed = engine.worker.full.packed
+            assert link_bits != 9 or (packed is not None and (packed.flags == REMAINDER).any())
+    assert texts[0] == texts[1] == texts[2]
+    assert crossed[0] > crossed[1] > crossed[2]
+    if not temperature:
+        with made(folder, 16, sizes=replace(PLAIN, draft_gamma=0)) as engine:
+            assert all_said(engine) == texts[0]
+
+
+def test_a_session_is_saved_from_remainders_and_opened(folder: Path, tmp_path: Path) -> None:
+    with made(folder, 9) as engine:
+        said(engine, PROMPT)
+        full = engine.worker.full
+        assert full.packed is not None
+        assert (full.packed.flags == REMAINDER).any()
+        wanted = full.reader.tokens(0, full.length).clone()
+        with Store.open(tmp_path / "session", identity_of(folder, engine.plan)) as store:
+            engine.save(store, {})
+    with made(folder, 9) as engine:
+        with Store.open(tmp_path / "session", identity_of(folder, engine.plan)) as store:
+            store.load(engine.worker.rows, len(store.tokens))
+        assert torch.equal(engine.worker.full.reader.tokens(0, len(store.tokens)), wanted[..., : len(store.tokens), :])
+
+
+def test_two_ranks_say_the_same(folder: Path) -> None:
+    texts = []
+    with forked_ranks():
+        for link_bits in (16, 9):
+            with made(folder, link_bits, ranks=2) as engine:
+                texts.append(all_said(engine))
+    assert texts[0] == texts[1]

@@ -18,6 +18,7 @@ from offload.cache.full import FullCache
 from offload.cache.low_bits import EXACT, LowBitCache
 from offload.engine import Engine
 from offload.kernels import kv_codes
+from offload.kernels.kv_remainders import REMAINDER
 from offload.plan.sizing import KV_TAIL
 from paper import Card, on_paper
 from paper.kernels import chunks_by_kernel
@@ -36,10 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def on_card(folder: Path, sizes: Sizes, *offload: str, by_kernel: bool = True) -> Iterator[tuple[Engine, Card]]:
+def on_card(
+    folder: Path, sizes: Sizes, *offload: str, by_kernel: bool = True, dtype: str = "fp32", link_bits: int = 16
+) -> Iterator[tuple[Engine, Card]]:
     """by_kernel: the card fetches rows itself."""
-    plan = tiny_plan(folder, None, sizes, num_prompt_tokens=220, max_tokens=20, offload=frozenset(offload))
-    plan = changed(plan, device="cuda:0", resident_tiles=1, fused_prefill=False)
+    offloaded = frozenset(offload)
+    plan = tiny_plan(folder, None, sizes, num_prompt_tokens=220, max_tokens=20, dtype=dtype, offload=offloaded)
+    plan = changed(plan, device="cuda:0", resident_tiles=1, fused_prefill=False, link_bits=link_bits)
     with on_paper() as card, pytest.MonkeyPatch.context() as patch:
         programs_by_interpreter(card, patch)
         if by_kernel:
@@ -95,3 +99,26 @@ def test_rows_that_are_fetched_before_they_are_home_are_reported(folder: Path, m
         problems = list(card.problems)
         monkeypatch.undo()
     assert any("race: read" in problem and "(copy_chunks)" in problem and "pinned" in problem for problem in problems)
+
+
+# Pages beside codes.
+
+
+def all_said(engine: Engine) -> list[list[int]]:
+    """The last request ends where a page does: codes of its last tokens go, and their page lies as it is again."""
+    return [said(engine, PROMPT), said(engine, OTHER), said(engine, PROMPT[:192], reuse=True)]
+
+
+@pytest.mark.parametrize("by_kernel", [True, False], ids=["by kernel", "by host"])
+def test_pages_beside_codes_change_no_text_and_all_is_ordered(folder: Path, by_kernel: bool) -> None:
+    crossed, texts = {}, {}
+    for link_bits in (16, 9):
+        with on_card(folder, SIZES, "kv", by_kernel=by_kernel, dtype="bf16", link_bits=link_bits) as (engine, card):
+            texts[link_bits] = all_said(engine)
+            crossed[link_bits] = engine.worker.link_stats.bytes_to_device
+            packed = engine.worker.full.packed
+            assert packed is None or (packed.flags == REMAINDER).any()
+            assert (card.launches["restore_pages"] > 10) == (link_bits == 9)
+        assert card.problems == []
+    assert texts[9] == texts[16]
+    assert crossed[9] < crossed[16]

@@ -182,10 +182,11 @@ def test_stale_codes_are_no_codes(decoder: Decoder) -> None:
 def test_a_page_that_would_not_come_back_lies_as_it_is(decoder: Decoder) -> None:
     pair = Pair.of(decoder)
     pair.forward(300, 1)
+    any_number = torch.randint(0x7F00, pair.here.page(1, 3)[0].shape)
     for full in (pair.away, pair.here):
         full.wait_home()
         full.page(0, 2)[1, 0, 3, 2] = torch.inf
-        full.page(1, 3)[0].view(torch.int16).copy_(torch.randint(0x7F00, full.page(1, 3)[0].shape))
+        full.page(1, 3)[0].view(torch.int16).copy_(any_number)
         full.restored(300)
     pair.refresh()
     flags = [level.forward([1], 1) for level in pair.levels] and pair.pages.flags

@@ -60,9 +60,9 @@ def _launch(card: Card, name: str, homes: Homes, *others: Tensor) -> None:
 
 
 def _unpacked(copy: PackedChunkCopy, homes: Homes, flags: Tensor) -> Homes:
-    """The tiles as they were before they were packed."""
+    """The tiles as they were before they were packed; those that are remainders beside codes are not read."""
     found = [[_raw(home).clone() for home in layer] for layer in homes]
-    for layer, half, number in flags.nonzero().tolist():
+    for layer, half, number in (flags == 1).nonzero().tolist():
         index, page = divmod(number, copy._tile // copy._page)
         block = found[layer][index][half, page]
         block.copy_(unpack_with_torch(block.flatten().view(torch.uint8), copy._packing).view_as(block))

@@ -20,12 +20,16 @@ from offload.kernels.products import Steps
 from offload.model.level import Level
 from offload.plan.expectations import LLAMA31_8B
 from offload.plan.hardware import probe
+from offload.transfer import homes
 from offload.transfer.link import PacedLink
 from processor import best
 
 MODELS = Path(__file__).parents[1] / "triforce_cli" / "models"
 SMALL = replace(LLAMA31_8B, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16)
 Patch = pytest.MonkeyPatch
+
+
+PROMPT = text_checks.PROMPT  # with whole pages that have codes
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +58,7 @@ def test_all_hold_here_with_kernels_and_without(kernels: str, monkeypatch: Patch
         checks.fitting.__globals__["kernels"].cache_clear()
     assert [check for check in found if not check.passed] == []
     kinds = ["attention", "copies", "products", "rows of attention", "streamed tiles", "text"]
-    kinds += ["packed tiles"] if probe("cpu").fast_bf16 and kernels == "on" else []
+    kinds += ["packed tiles", "packed weights"] if probe("cpu").fast_bf16 and kernels == "on" else []
     assert sorted({check.name.partition(",")[0] for check in found}) == sorted(kinds)
     assert all(check.seconds > 0 and check.found for check in found)
 
@@ -95,7 +99,7 @@ def test_a_cache_that_streams_and_computes_otherwise_is_found(monkeypatch: Patch
         return out * (1 + 2**-7) if cache._write_back is not None else out
 
     of_output(monkeypatch, change, "decode")
-    assert failed() - {"packed tiles"} == {"streamed tiles"}  # these stream, too
+    assert failed() - {"packed tiles", "text"} == {"streamed tiles"}  # these stream, too
 
 
 @pytest.mark.skipif(not probe("cpu").fast_bf16, reason="bf16 alone is packed, and slow here")
@@ -109,6 +113,35 @@ def test_pages_that_are_unpacked_wrongly_are_found(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(packed, "unpack_tile", unpack_tile)
     assert failed() == {"packed tiles"}
+
+
+@pytest.mark.skipif(not probe("cpu").fast_bf16, reason="bf16 alone is packed, and slow here")
+@pytest.mark.parametrize("function", ["unpack_numbers", "restore"])
+def test_weights_that_arrive_with_another_bit_are_found(monkeypatch: Patch, function: str) -> None:
+    best()
+    real = getattr(homes, function)
+
+    def off(*arguments: Any) -> None:
+        real(*arguments)
+        out = arguments[2 if function == "unpack_numbers" else 3]
+        out.view(-1)[77] *= 1.01
+
+    monkeypatch.setattr(homes, function, off)
+    assert failed() == {"packed weights"}
+
+
+@pytest.mark.skipif(not probe("cpu").fast_bf16, reason="bf16 alone is packed, and slow here")
+def test_another_text_of_pages_beside_codes_is_found(monkeypatch: Patch) -> None:
+    best()
+    monkeypatch.setattr(text_checks, "PROMPT", PROMPT)
+    real = packed.restore_tile
+
+    def restore_tile(tile: Tensor, *others: Any) -> None:
+        real(tile, *others)
+        tile[1] = -20
+
+    monkeypatch.setattr(packed, "restore_tile", restore_tile)
+    assert failed() == {"text"}
 
 
 def test_products_that_are_a_little_off_are_found(monkeypatch: Patch) -> None:

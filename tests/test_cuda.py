@@ -163,6 +163,17 @@ def test_tokens_are_the_same_with_and_without_speculation_wherever_bytes_are() -
             assert said(tokens, plan) == expected, (dtype, plan)
 
 
+def test_tokens_are_the_same_in_whatever_bits_weights_and_pages_cross_the_link() -> None:
+    """Packed, and beside codes in 4 bits."""
+    tokens = prompt(LONG)
+    expected = said(tokens, placed(planned(tokens, dtype="bf16", speculation=False)))
+    for few in ({"speculation": False}, {"gamma": 15, "weight_bits": 4, "kv_bits": 4}, {"gamma": 15, "budget": 256}):
+        plan = planned(tokens, dtype="bf16", offload=frozenset({"weights", "kv"}), link_bits=12, **few)
+        bits = (9, 9) if few.get("kv_bits") else (12, 12)
+        assert (plan.placement.link_bits, plan.placement.weight_link_bits) == bits
+        assert said(tokens, placed(plan, "weights,kv", layers=2, tiles=5)) == expected, plan
+
+
 def test_the_processor_attends_beside_the_card() -> None:
     """A third of the tiles are on the card and some more on the host, the rest streams; one plan, with drafts and
     without."""

@@ -191,7 +191,9 @@ def test_chat_works_ahead_on_a_thread_of_its_own(pair: Pair) -> None:
 OF_ROWS = test_cuda.test_a_row_of_a_product_does_not_depend_on_its_place_among_the_rows  # tried further below
 # A product's bits in Triton are those of a card, and this card computes on a CPU.
 BITS = test_cuda.test_a_row_of_a_product_with_weights_in_4_bits_does_not_depend_on_the_rows_beside_it
-APART = (OF_ROWS, BITS)
+# So are programs of what crosses the link in fewer bits: see packed_interpreted.py and low_bits_interpreted.py.
+FEWER_BITS = test_cuda.test_tokens_are_the_same_in_whatever_bits_weights_and_pages_cross_the_link
+APART = (OF_ROWS, BITS, FEWER_BITS)
 CARD_TESTS = {name: test for name, test in vars(test_cuda).items() if name.startswith("test_") and test not in APART}
 
 

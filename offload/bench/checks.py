@@ -33,6 +33,8 @@ from offload.plan.expectations import LLAMA2_13B, LLAMA31_8B
 from offload.plan.hardware import Hardware
 from offload.plan.options import PAGE_TOKENS
 from offload.plan.planner import Options, Plan, make_plan
+from offload.transfer.homes import HomeMaker
+from offload.transfer.layout import LayerLayout
 from offload.transfer.link import make_link
 from offload.transfer.memory import Memory
 from offload.worker import equal_sizes, full_cache, rotary_table
@@ -40,6 +42,7 @@ from offload.worker import equal_sizes, full_cache, rotary_table
 MODELS = {"Llama-2-13B": LLAMA2_13B, "Llama-3.1-8B": LLAMA31_8B}
 NUM_TOKENS, NUM_ROWS = 3 * PAGE_TOKENS + 100, 16  # prefilled, and decoded after them
 COMPARED = 64  # rows of the prefill, the last ones
+NARROW = 1024  # feed-forward rows of a layer whose weights are packed: as many as are enough
 COPY_BYTES = 64 * 2**20
 COPY_ROUNDS = 4
 PURPOSE = "checking"
@@ -88,6 +91,7 @@ def _checks(hardware: Hardware) -> Iterator[Named]:
             yield f"streamed tiles, {of}", trial.streamed, f"text may change with --offload kv; {REPORT}"
             if trial.packs:
                 yield f"packed tiles, {of}", trial.packed, f"add --link-bits 16; {REPORT}"
+                yield f"packed weights, {of}", trial.packed_weights, f"add --link-bits 16; {REPORT}"
             yield f"products, {of}", trial.products, broken
 
 
@@ -151,6 +155,21 @@ class Trial:
         """The same bits where tiles cross the link packed."""
         here, away = (torch.cat(self._run(plan)) for plan in (self._plan(""), self._plan("kv", link_bits=12)))
         return _same(here, away, "of tiles on the device and streamed in 12 bits")
+
+    def packed_weights(self) -> Shown:
+        """The same bits of a layer's weights where they cross the link packed, or beside codes in 4 bits."""
+        config = replace(self.config, intermediate_size=NARROW)
+        layout, same = LayerLayout.of(config, DTYPES[self.dtype]), True
+        exact = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        for view in layout.views.values():
+            view.of(exact).normal_(generator=torch.Generator().manual_seed(view.offset))
+        for bits in (12, 9):
+            home = HomeMaker(Memory(self._device), layout, config, bits).make(exact.clone())
+            layer = torch.zeros_like(exact, device=self._device)
+            home.open(home.content.to(self._device), layer)
+            same &= torch.equal(layer.cpu(), exact)
+        shown = "the same bits" if same else "OTHER BITS"
+        return same, f"{shown} of weights as they are, packed and beside codes"
 
     def products(self) -> Shown:
         """Each of a layer's products beside fp64, and the same bits of a row alone and among others."""

@@ -28,6 +28,8 @@ def text_checks(hardware: Hardware, target: Path, draft: Path | None) -> Iterato
     for offload in ("", "kv", "kv,weights"):
         where = f"with {offload} offloaded" if offload else "with nothing offloaded"
         yield f"text, {where}", partial(_text, hardware, target, draft, offload), REPORT
+    if hardware.packs and hardware.fast_bf16 and hardware.has_kernels:
+        yield "text, in few bits", partial(_in_few_bits, hardware, target, draft), f"add --link-bits 16; {REPORT}"
     if not hardware.is_cpu:
         yield (
             "graphs",
@@ -43,6 +45,19 @@ def _text(hardware: Hardware, target: Path, draft: Path | None, offload: str) ->
     if found.holds:
         return True, f"{len(found.tokens)} tokens are the target's own, bit for bit"
     return False, f"{len(found.inexact)} of {len(found.tokens)} tokens ARE NOT the target's own"
+
+
+def _in_few_bits(hardware: Hardware, target: Path, draft: Path | None) -> Shown:
+    """A text by copies in 4 bits of weights and cache, beside which both cross the link, and that of the target alone
+    with nothing offloaded."""
+    few = {"weight_bits": 4, "kv_bits": 4, "link_bits": 12, "gamma": 7}
+    texts = []
+    for offload, options in (("", {"speculation": False}), ("kv,weights", few)):
+        with _engine(hardware, target, draft, offload, dtype="bf16", **options) as engine:
+            steps = engine.generate(PROMPT, GREEDY, max_tokens=NUM_TOKENS)
+            texts.append([token for step in steps for token in step.tokens])
+    shown = "the same text" if texts[0] == texts[1] else "ANOTHER TEXT"
+    return texts[0] == texts[1], f"{shown} of weights and cache on the device and beside copies in 4 bits"
 
 
 def _graphs(hardware: Hardware, target: Path, draft: Path | None) -> Shown:
@@ -73,7 +88,8 @@ def _passes(level: Level, num_rows: int, graphs: bool) -> Tensor:
     return torch.cat(logits)
 
 
-def _engine(hardware: Hardware, target: Path, draft: Path | None, offload: str) -> Engine:
-    options = Options(device=hardware.device, offload=frozenset(filter(None, offload.split(","))))
-    plan = plan_request(target, draft, options, num_prompt_tokens=len(PROMPT), max_tokens=NUM_TOKENS)
+def _engine(hardware: Hardware, target: Path, draft: Path | None, offload: str, **options: object) -> Engine:
+    wanted = {"device": hardware.device, "offload": frozenset(filter(None, offload.split(","))), **options}
+    asked = Options(**wanted)  # type: ignore[arg-type]
+    plan = plan_request(target, draft, asked, num_prompt_tokens=len(PROMPT), max_tokens=NUM_TOKENS)
     return Engine.load(plan, target, draft, load_tokenizer(target, draft))

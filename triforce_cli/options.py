@@ -332,7 +332,7 @@ LinkBits = Annotated[
     str,
     option(
         "--link-bits",
-        "Bits of a cached bf16 number that cross the link: 16, 12 (packed, none is lost) or auto.",
+        "Bits of a bf16 number that cross the link: 16, 12 (or 9 where codes are there; none is lost) or auto.",
         PLACEMENT,
         metavar="BITS",
         hidden=True,

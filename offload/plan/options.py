@@ -23,7 +23,8 @@ class Options:
     host_attention: the share of tiles that it attends to there, of those that would cross the link; None: the plan's
     choice.
     weight_bits, kv_bits: of the weights and of the keys and values with which the target proposes to itself, 16 or 4.
-    link_bits: of a cached number that crosses the link, 16, or 12: packed, none of its bits lost.
+    link_bits: of a cached number or a weight that crosses the link, 16, or 12: packed, none of its bits lost, or where
+    its code in 4 bits is on the device what it has beside that, 9 bits.
     """
 
     context: int | None = None

@@ -109,6 +109,8 @@ def _host_blocks(plan: Plan, config: ModelConfig, memory: Memory) -> list[int]:
         layer = LayerLayout.of(config, DTYPES[plan.request.dtype]).num_bytes
         home = home_bytes(layer, config.layer_matrix_elements(), placement.weight_link_bits)
         blocks += [home] * (config.num_layers - placement.resident_layers)
+    if placement.embeds_on_host:
+        blocks.append(config.vocab_size * config.hidden_size * DTYPES[plan.request.dtype].itemsize)
     if "kv" in placement.offload:
         shape = tile_shape(plan, config)
         store = TileStore(memory, shape, config.num_layers, placement.resident_tiles, placement.host_tiles)

@@ -37,6 +37,7 @@ from offload.plan.options import PAGE_TOKENS, Options
 from offload.plan.pass_times import ROWS, PassTimes, key_of, load_times, save_times
 from offload.plan.request import Request
 from offload.plan.sizing import takes_codes, takes_kv_codes
+from offload.transfer.embedding import Embedding
 from offload.transfer.layout import LayerLayout, Linear
 from offload.transfer.memory import Memory
 from offload.transfer.weights import ResidentLayers, Weights
@@ -293,7 +294,8 @@ def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_siz
         layers.append(layout.bind(buffer))
     embedding = torch.full((vocab_size, config.hidden_size), _VALUE, dtype=dtype)
     norm = torch.ones(config.hidden_size, dtype=dtype)
-    return Weights(embedding, ResidentLayers(layers, 0), norm, Linear(embedding, None))
+    table = Embedding(embedding, embedding.device)
+    return Weights(table, ResidentLayers(layers, 0), norm, Linear(embedding, None))
 
 
 def _kernels_name(config: ModelConfig) -> str:

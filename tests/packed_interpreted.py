@@ -17,10 +17,11 @@ from models import GREEDY, Sizes, changed, random_model, random_tokens, save, ti
 from offload.cache.residence import StreamedTiles
 from offload.engine import Engine
 from offload.kernels.card.packed import PackedChunkCopy, unpack_numbers, unpack_pages
+from offload.kernels.card.rows import copy_rows
 from offload.kernels.packed import pack_numbers, pack_with_torch
 from offload.kernels.packing import Packing
 from offload.model.graphs import VARIABLE
-from offload.transfer import homes
+from offload.transfer import embedding, homes
 from offload.transfer.link import CudaEvent
 from offload.transfer.weights import StreamedLayers
 from paper import Card, on_paper
@@ -141,15 +142,20 @@ def on_card(
     sizes: Sizes = SIZES,
     weight_link_bits: int | None = None,
     resident_layers: int = 1,
+    embeds_on_host: bool = False,
+    reads_host: bool = True,
 ) -> Iterator[tuple[Engine, Card]]:
-    """weight_link_bits: None where no weights stream; else all but `resident_layers` do."""
+    """weight_link_bits: None where no weights stream; else all but `resident_layers` do. reads_host: the card's kernels
+    read memory of the host."""
     offload = frozenset({"kv"} if weight_link_bits is None else {"kv", "weights"})
     plan = tiny_plan(folder, None, sizes, num_prompt_tokens=110, max_tokens=10, offload=offload, dtype="bf16")
     plan = changed(plan, device="cuda:0", resident_tiles=1, fused_prefill=False, link_bits=link_bits)
     if weight_link_bits is not None:
         plan = changed(plan, weight_link_bits=weight_link_bits, resident_layers=resident_layers)
+    plan = changed(plan, embeds_on_host=embeds_on_host)
     with on_paper() as card, pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "off")
+        patch.setattr(embedding, "kernels_read_host", lambda device: reads_host)
         programs_by_interpreter(card, patch)
         chunks_by_kernel(card, patch)
         codes_by_card(patch, without_values=False)
@@ -268,3 +274,30 @@ def test_a_layer_that_comes_where_another_is_opened_from_is_reported(
         problems = list(card.problems)
         monkeypatch.undo()
     assert any("not ordered after read by compute" in problem for problem in problems)
+
+
+# The embedding.
+
+
+@pytest.mark.parametrize("width", [2, 62, 2048, 5120])
+def test_rows_of_a_table_are_copied(width: int) -> None:
+    table, tokens = numbers((50, width), seed=width), torch.tensor([49, 0, 7, 7, 31])
+    out = torch.full((5, width), 7.0).bfloat16()
+    copy_rows(torch.tensor([table.data_ptr()]), tokens, out)
+    assert torch.equal(bits(out), bits(table[tokens]))
+
+
+@pytest.mark.parametrize("reads_host", [True, False])
+def test_the_text_is_the_same_wherever_the_embedding_is(folder: Path, reads_host: bool) -> None:
+    with on_card(folder, sizes=SIZES) as (engine, card):
+        wanted, waits = all_said(engine), card.syncs.total()
+        assert not engine.worker.target.weights.embedding.waits
+    with on_card(folder, embeds_on_host=True, reads_host=reads_host) as (engine, card):
+        table = engine.worker.target.weights.embedding
+        assert table.table.device.type == "cpu"
+        assert card.is_pinned(table.table)
+        assert table.waits != reads_host
+        assert all_said(engine) == wanted
+        assert (card.launches["copy_rows"] > 10) == reads_host
+        assert (card.syncs.total() > waits) != reads_host
+    assert card.problems == []

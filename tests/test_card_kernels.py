@@ -35,6 +35,7 @@ from offload.kernels.card import (  # noqa: E402
     programs,
     remainder_programs,
     remainders,
+    row_programs,
 )
 from offload.kernels.card.fetch import rows_at_once, warps  # noqa: E402
 from offload.kernels.card.packed import warps as warps_of  # noqa: E402
@@ -353,6 +354,17 @@ def test_pages_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capabi
     loads = Counter(re.findall(r"ld\.global[.\w:]*", found.ptx))
     assert loads["ld.global.v2.b32"] >= 2, loads
     assert loads["ld.global.b8"] == 2 * 8 + 1, loads
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_rows_of_a_table_on_the_host_are_copied_16_bytes_at_a_time(capability: int) -> None:
+    pointers = {"address": "*i64", "tokens": "*i64", "out": "*i32", "width": "i32"}
+    found = compiled(row_programs.copy_rows, capability, pointers, {"WORDS": 1024, "ALIGNMENT": 16})
+    assert found.spilled_bytes == 0
+    assert found.registers <= 48
+    moved = [op for op in re.findall(r"(?:ld|st)\.global[.\w:]*", found.ptx) if not op.startswith("ld.global.b64")]
+    assert moved
+    assert all(".v4.b32" in op for op in moved), moved
 
 
 def test_spills_are_noticed() -> None:

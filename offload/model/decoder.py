@@ -58,7 +58,7 @@ class Decoder:
     def stays_in_place(self) -> bool:
         """True on a card where all that a pass uses is there, at addresses that do not change, and on no other."""
         alone = isinstance(self.weights.layers, ResidentLayers) and isinstance(self._sums, OneRank)
-        return self.device.type == "cuda" and alone
+        return self.device.type == "cuda" and alone and not self.weights.embedding.waits
 
     @property
     def takes_any_rows(self) -> bool:
@@ -93,7 +93,7 @@ class Decoder:
             raise ValueError(f"{len(tokens)} rows are not blocks of {blocks}")
         if self._few is not None and prefill_block is None and (blocks is not None or len(tokens) <= FEW_ROWS):
             return self._forward_few(self._few, tokens, segments)
-        x = torch.index_select(self.weights.embedding, 0, tokens, out=rows)
+        x = self.weights.embedding.rows(tokens, out=rows)
         with self._due(x, self.config.num_layers) if prefill_block is None else nullcontext():
             for layer, weights in enumerate(self.weights.layers):
                 for start in range(0, x.shape[0], prefill_block or x.shape[0]):
@@ -105,7 +105,7 @@ class Decoder:
 
     def _forward_few(self, few: FewRows, tokens: Tensor, segments: Sequence[Segment]) -> Tensor:
         num_rows = tokens.shape[0]
-        x = torch.index_select(self.weights.embedding, 0, tokens, out=few.rows(num_rows))
+        x = self.weights.embedding.rows(tokens, out=few.rows(num_rows))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self._attend(layer, q, k, v, 0, segments)

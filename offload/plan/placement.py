@@ -44,6 +44,7 @@ class Placement:
     link_bits: int = 16  # of a cached number of a whole page that crosses the link; 12: it lies packed at home,
     # 9: as what it has beside its code, which is on the device
     weight_link_bits: int = 16  # of a weight that does; 12: packed, 9: what it has beside its code, which is there
+    embeds_on_host: bool = False  # whether the embedding's table is there, of which a pass reads a few rows
 
     @property
     def total_device_bytes(self) -> int:
@@ -109,9 +110,11 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     bits = link_bits(sizing, composition) if "kv" in offload else 16
     weight_bits = weight_link_bits(sizing, composition) if "weights" in offload else 16
     home = sizing.home_bytes(weight_bits)
+    table = sizing.table_bytes if offload and sizing.may_embed_on_host else 0
 
     def device(layers: int, tiles: int, *, first: bool = True) -> dict[str, int]:
         sizes = sizing.fixed_bytes(capacity, composition, first=first) | {"target layers": layers * layer}
+        sizes["target embeddings"] -= table
         if "weights" in offload:
             sizes["weight staging"] = NUM_STAGING * home + (layer if weight_bits < 16 else 0)
         if "kv" in offload:
@@ -132,6 +135,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     devices = sizing.num_devices
     host = {
         "target layers": (num_layers - layers) * home * devices,
+        "target embeddings": table * devices,
         "kv cache": (num_layers * count - tiles) * tile * devices,
         "gathered chunks": sizing.fetched_bytes(capacity, composition) * devices if "kv" in offload else 0,
     }
@@ -150,6 +154,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         link_bytes_per_second=_link_rate(sizing),
         link_bits=bits,
         weight_link_bits=weight_bits,
+        embeds_on_host=table > 0,
     )
 
 

@@ -192,6 +192,17 @@ class Sizing:
         return self.target.weight_bytes(self.itemsize) - layers
 
     @property
+    def table_bytes(self) -> int:
+        """Bytes of the embedding's table, on each device or for it on the host."""
+        return self.target.vocab_size * self.target.hidden_size * self.itemsize
+
+    @property
+    def may_embed_on_host(self) -> bool:
+        """Whether that table may be on the host: a card's kernel reads rows of it there, and the head is another."""
+        hardware = self.hardware
+        return not (hardware.is_cpu or self.target.tie_embeddings) and hardware.has_kernels and hardware.fast_bf16
+
+    @property
     def head_bytes(self) -> int:
         """Bytes of a head that is a tensor of its own, on the first device."""
         target = self.target

@@ -14,6 +14,7 @@ from offload.plan.config import ModelConfig
 from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import NUM_STAGING
 from offload.transfer.checkpoint import Checkpoint
+from offload.transfer.embedding import Embedding
 from offload.transfer.homes import AsTheyAre, Home, HomeMaker
 from offload.transfer.layout import LayerLayout, LayerWeights, Linear
 from offload.transfer.link import Event, Link
@@ -177,10 +178,10 @@ class StreamedLayers:
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's, or a shard of them. embedding [V, hidden], final_norm [hidden]; head [V, hidden], the embedding itself
-    where tied, None on a rank that computes no logits."""
+    """A model's, or a shard of them. final_norm [hidden]; head [V, hidden], the embedding's table itself where tied,
+    None on a rank that computes no logits."""
 
-    embedding: Tensor
+    embedding: Embedding
     layers: Layers
     final_norm: Tensor
     head: Linear | None
@@ -197,12 +198,13 @@ def load_weights(
     num_resident: int = 0,
     num_staging: int = NUM_STAGING,
     link_bits: int = 16,
+    embeds_on_host: bool = False,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     shard: Shard = ALONE,
 ) -> Weights:
     """Read a checked checkpoint, or a shard of it, into its places: all on the device, or, with a link, the first
     `num_resident` layers there and the others on the host, from where they cross in `link_bits` bits a weight. The
-    ledger calls them `name`'s. Rank 0 alone has the head.
+    embedding's table is on the host where `embeds_on_host`. The ledger calls them `name`'s. Rank 0 alone has the head.
 
     `on_bytes` is called with each layer's bytes as they arrive. Peak memory: what is placed, one tensor's mapping, and
     with fewer than 16 bits two layers on the host. Raises ModelError, DoesNotFit; UsageError where kernels are missing.
@@ -212,8 +214,8 @@ def load_weights(
         if tensor.dtype == torch.float16 and not all_finite(tensor):  # a bf16 weight may be larger than fp16 goes
             raise ModelError(f"{owner} has weights beyond fp16's range of 65504; try --dtype bf16 or fp32")
 
-    def place(tensor: str, shape: tuple[int, ...]) -> Tensor:
-        block = memory.allocate(shape, dtype, tier="device", purpose=f"{name} embeddings")
+    def place(tensor: str, shape: tuple[int, ...], tier: Tier = "device") -> Tensor:
+        block = memory.allocate(shape, dtype, tier=tier, purpose=f"{name} embeddings")
         checkpoint.read_into(tensor, block)
         check_range(block, tensor)
         on_bytes(block.nbytes)
@@ -250,8 +252,8 @@ def load_weights(
         staging = [allocate("device", "weight staging", largest) for _ in range(num_staging)]
         layers = StreamedLayers(resident, homes, layout, staging, link, opened=opened, coded=coded)
     table = (config.vocab_size, config.hidden_size)
-    embedding = place("model.embed_tokens.weight", table)
+    embedding = place("model.embed_tokens.weight", table, "host" if embeds_on_host else "device")
     head = None
     if shard.rank == 0:
         head = Linear(embedding if config.tie_embeddings else place("lm_head.weight", table), None)
-    return Weights(embedding, layers, place("model.norm.weight", (config.hidden_size,)), head)
+    return Weights(Embedding(embedding, memory.device), layers, place("model.norm.weight", (config.hidden_size,)), head)

@@ -35,6 +35,7 @@ from offload.plan.options import Options
 from offload.plan.planner import Plan, make_plan
 from offload.plan.shards import ALONE, Shard
 from offload.ranks.sums import Sums
+from offload.transfer import embedding
 from offload.transfer import weights as weights_module
 from offload.transfer.checkpoint import Checkpoint
 from offload.transfer.homes import PACKING, BesideCodes, Home, HomeMaker, Packed
@@ -71,7 +72,8 @@ def worker_without_bytes(
     with on_paper(without_values=True) as card, pytest.MonkeyPatch.context() as patch:
         patch.setattr(card_kernels, "card", lambda device: card_kernels.Card("on paper"))
         patch.setattr(JITFunction, "run", lambda program, *args, **more: _launched(card, program, *args, **more))
-        patch.setattr(fetch, "kernels_read_host", lambda device: True)
+        for reader in (fetch, embedding):
+            patch.setattr(reader, "kernels_read_host", lambda device: True)
         patch.setattr(packed, "pack", lambda addresses, packing, kernels: torch.ones(len(addresses), dtype=torch.bool))
         patch.setattr(weights_module, "HomeMaker", _HomeMaker)
         patch.setattr(TileStore, "addresses", partialmethod(_addresses, TileStore.addresses))
@@ -108,6 +110,7 @@ def _parts(plan: Plan, models: dict[str, ModelConfig]) -> Parts:
             link=link if name == "target" and "weights" in placement.offload else None,
             num_resident=placement.resident_layers,
             link_bits=placement.weight_link_bits if name == "target" else 16,
+            embeds_on_host=placement.embeds_on_host and name == "target",
             shard=shard,
         )
         sums = Sums(0, num_cards, memory.device, check=lambda: None, go=lambda: None) if is_shard else None

@@ -16,7 +16,7 @@ import torch
 from offload.plan.hardware import rates_key
 from offload.plan.machine import machine_name
 from offload.plan.rates import RTX_4090, TWO_CORES, save_rates
-from offload.plan.sizing import PACKED_SHARE
+from offload.plan.sizing import CACHED_SHARE
 from offload.units import size
 from terminals import Terminal
 from test_cli_fake import ROOT, environment
@@ -81,9 +81,11 @@ def plan(models: Path, triforce: Callable[..., tuple[int, str, str]]) -> Plan:
 
 
 def test_a_13b_model_at_120k_on_two_cards_and_on_one(plan: Plan) -> None:
-    """Two cards hold the weights and stream the cache; one streams weights too, and proposes with a copy in 4 bits."""
+    """Two cards hold copies in 4 bits of weights and cache, one of weights alone; the exact ones stream."""
     two = plan.planned("--context", "120000", "--gpus", "2")
-    assert (two["placement"]["offload"], two["placement"]["resident_layers"]) == (["kv"], 40)
+    assert two["placement"]["offload"] == ["kv", "weights"]
+    assert (two["composition"]["weight_bits"], two["composition"]["kv_bits"]) == (4, 4)
+    assert (two["placement"]["link_bits"], two["placement"]["weight_link_bits"]) == (9, 9)
     assert sum(two["placement"]["device_bytes"].values()) <= 24e9
     assert two["predicted"]["seconds_per_token"] < 0.2 * two["predicted"]["plain_seconds_per_token"]
     one = plan.planned("--context", "120000", "--gpus", "1")
@@ -109,8 +111,7 @@ def test_the_report_names_tiers_residency_levels_and_predictions(plan: Plan) -> 
     assert (done.returncode, done.stderr) == (0, "")
     for part in (
         "13b, 120,000 tokens (256 of them new), bf16, on 2 x RTX 4090", "typical rates", "rank 0", "rank 1",
-        "40 of 40 layers", "0 of 600 tiles of 8,192 tokens", "prefill, then retrieved chunks",
-        "draft -> retrieval -> target", "without speculation",
+        "0 of 40 layers", "0 of 600 tiles of 8,192 tokens", "prefill", "draft -> self -> target", "without speculation",
         "tokens a full pass", "sums over the ranks",
     ):  # fmt: skip
         assert part in done.stdout
@@ -245,7 +246,7 @@ class TestReport:
         assert origin == {"link": "given", "host": "measured", "others": "measured"}
 
     def test_each_rank_has_its_bytes(self, plan: Plan) -> None:
-        """Head and draft are on the first of two; each pins half of the host's bytes and moves half of the cache."""
+        """Head and draft are on the first of two; each pins half of the host's bytes and moves half of what streams."""
         args = ("--context", "120000", "--gpus", "2")
         found, lines = plan.document(*args), plan.report(*args)
         placement, first, second = found["plan"]["placement"], *found["ranks"]
@@ -258,8 +259,11 @@ class TestReport:
         assert first["host_bytes"] == second["host_bytes"] == sum(host.values()) // 2
         assert f"each rank {size(first['host_bytes'])}" in lines
         crossing = size(second["full_link_bytes"])
-        assert f"streams {size(host['kv cache'])} of kv cache a full pass, {crossing} over each link" in lines
-        assert second["full_link_bytes"] == pytest.approx(PACKED_SHARE * host["kv cache"] / 2, rel=0.03)
+        streams = f"streams {size(host['target layers'])} of target layers and {size(host['kv cache'])} of kv cache"
+        at = lines.index(f"{streams} a full pass,")
+        assert lines[at + 1] == f"{crossing} over each link"
+        moved = host["target layers"] + CACHED_SHARE[9] * host["kv cache"]
+        assert second["full_link_bytes"] == pytest.approx(moved / 2, rel=0.03)
         shares = [round(100 * rank["device_bytes"] / 24e9) for rank in (first, second)]
         bars = [line for line in lines if line.startswith("rank") and "[" in line]
         assert [line.split()[-1] for line in bars] == [f"{share}%" for share in shares]
@@ -405,7 +409,7 @@ class TestScreen:
         bar = next(line for line in terminal.lines if line.startswith("rank 1       ["))
         assert bar.endswith("%")
         token = next(line for line in terminal.lines if line.startswith("a token"))
-        assert token.split()[2:7] == ["176", "ms", "1.43", "s", "without"]
+        assert token.split()[2:7] == ["175", "ms", "1.42", "s", "without"]
         assert "\x1b[1m" in terminal.written  # headings are bold
         terminal.close()
 

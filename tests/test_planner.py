@@ -101,7 +101,8 @@ def test_device_memory_is_filled_with_weights_first_then_tiles() -> None:
 
 
 def test_prefill_has_room_for_all_tiles_of_the_layer_that_keeps_the_fewest() -> None:
-    made = plan(Options(speculation=False), target=LLAMA_7B, draft=None, hardware=GPU, prompt=120_000).placement
+    card = replace(GPU, device_free_bytes=24 * GIB - 200 * 10**6)
+    made = plan(Options(speculation=False), target=LLAMA_7B, draft=None, hardware=card, prompt=120_000).placement
     count = -(-120_200 // 8192)
     assert made.resident_tiles % 32 > 0  # layers keep unlike numbers
     streamed = -(-(32 * count - made.resident_tiles) // 32)
@@ -143,7 +144,11 @@ def test_two_devices_hold_half_of_each_layer_and_cache_each() -> None:
     one = plan(options, target=LLAMA_7B, hardware=GPU, prompt=30_000)
     two = plan(options, target=LLAMA_7B, hardware=replace(GPU, num_devices=2), prompt=30_000)
     assert two.placement.device_bytes["arena"] == one.placement.device_bytes["arena"] // 2 == 8320 * 262144
-    assert two.placement.device_bytes["target embeddings"] == one.placement.device_bytes["target embeddings"]
+    table = 32_000 * 4096 * 2
+    assert one.placement.offload == ("kv",)
+    assert one.placement.device_bytes["target embeddings"] == table + 4096 * 2
+    assert two.placement.offload == ()
+    assert two.placement.device_bytes["target embeddings"] == 2 * table + 4096 * 2
     assert two.predicted.full_pass_seconds < one.predicted.full_pass_seconds
 
 
@@ -242,8 +247,9 @@ def test_head_and_draft_are_on_the_first_device_alone() -> None:
     made = plan(LONG, target=LLAMA_7B, hardware=PAIR, prompt=120_000).placement
     first, others = made.device_bytes, made.other_device_bytes
     table = 32_000 * 4096 * 2
-    assert first["target embeddings"] == 2 * table + 4096 * 2
-    assert others["target embeddings"] == table + 4096 * 2
+    assert first["target embeddings"] == table + 4096 * 2
+    assert others["target embeddings"] == 4096 * 2
+    assert made.host_bytes["target embeddings"] == 2 * table
     assert first.keys() - others.keys() == {"draft layers", "draft embeddings", "draft cache"}
     same = {"target layers", "arena", "selection", "kv cache", "kv staging"}
     assert {name: first[name] for name in same} == {name: others[name] for name in same}

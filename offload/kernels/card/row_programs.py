@@ -20,5 +20,5 @@ def copy_rows(
     inside = word < width
     table = tl.load(address).to(tl.pointer_type(tl.int32))
     source = tl.multiple_of(table + tl.load(tokens + place) * width, ALIGNMENT)
-    target = tl.multiple_of(out + place.to(tl.int64) * width, ALIGNMENT)
-    tl.store(target + word, tl.load(source + word, mask=inside, other=0), mask=inside)
+    target = tl.multiple_of(place.to(tl.int64) * width, ALIGNMENT // 4)
+    tl.store(out + target + word, tl.load(source + word, mask=inside, other=0), mask=inside)

@@ -72,6 +72,7 @@ def worker_without_bytes(
     with on_paper(without_values=True) as card, pytest.MonkeyPatch.context() as patch:
         patch.setattr(card_kernels, "card", lambda device: card_kernels.Card("on paper"))
         patch.setattr(JITFunction, "run", lambda program, *args, **more: _launched(card, program, *args, **more))
+        patch.setattr(packed, "split_off", lambda parts, shape, *_: torch.full((len(parts),), shape.numbers // 8 * 9))
         for reader in (fetch, embedding):
             patch.setattr(reader, "kernels_read_host", lambda device: True)
         patch.setattr(packed, "pack", lambda addresses, packing, kernels: torch.ones(len(addresses), dtype=torch.bool))

@@ -232,7 +232,7 @@ class Cost:
         if self.placement.link_bits == 16:
             return 0.0
         streamed = self._share_on_host - self.placement.host_tiles / self.num_tiles
-        read = self.link_share + (self._kept / self.cache_bytes if self.placement.link_bits == 9 else 0.0)
+        read = self.link_share + (self.sizing.kv_code_share if self.placement.link_bits == 9 else 0.0)
         return self.cache_bytes * streamed * (read + 1) / self._rate
 
     @property

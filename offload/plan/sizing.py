@@ -247,6 +247,12 @@ class Sizing:
         coded = capacity // KV_CODE_GROUP * heads * kv_code_bytes(self.target.head_dim)
         return coded + (KV_CODE_GROUP + low_bit_tail(composition.drafted)) * self.kv_bytes_per_token
 
+    @property
+    def kv_code_share(self) -> float:
+        """Bytes of a token's codes in 4 bits, as a share of its exact keys and values."""
+        head_dim = self.target.head_dim
+        return kv_code_bytes(head_dim) / (KV_CODE_GROUP * 2 * head_dim * self.itemsize)
+
     def arena_bytes(self, capacity: int, composition: Composition, prefill_tiles: int) -> int:
         """Bytes that a prefill has for its hidden rows and for `prefill_tiles` tiles of a layer, and then the retrieval
         cache."""

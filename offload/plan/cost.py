@@ -13,6 +13,7 @@ from math import inf
 
 from offload.plan.composition import Composition
 from offload.plan.gpu_costs import CPU_REFRESH, GPU, GPU_REFRESH
+from offload.plan.link_bits import CPU_RESTORED
 from offload.plan.pass_times import UNKNOWN, PassTimes, Times, estimated
 from offload.plan.placement import Placement
 from offload.plan.sizing import CACHED_SHARE, PREFILL_BLOCK, Sizing, host_slowdown
@@ -232,6 +233,8 @@ class Cost:
         if self.placement.link_bits == 16:
             return 0.0
         streamed = self._share_on_host - self.placement.host_tiles / self.num_tiles
+        if self._on_cpu and self.placement.link_bits == 9:
+            return self.cache_bytes * streamed / CPU_RESTORED
         read = self.link_share + (self.sizing.kv_code_share if self.placement.link_bits == 9 else 0.0)
         return self.cache_bytes * streamed * (read + 1) / self._rate
 
@@ -242,6 +245,8 @@ class Cost:
         bits, sizing = self.placement.weight_link_bits, self.sizing
         if bits == 16:
             return 0.0
+        if self._on_cpu and bits == 9:
+            return self._streamed_layers * sizing.layer_bytes / CPU_RESTORED
         codes = sizing.low_bit_bytes(first=False) / sizing.target.num_layers if bits == 9 else 0
         return self._streamed_layers * (sizing.home_bytes(bits) + codes + sizing.layer_bytes) / self._rate
 

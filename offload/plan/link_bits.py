@@ -8,6 +8,7 @@ from offload.plan.composition import Composition
 from offload.plan.machine import KERNELS
 from offload.plan.sizing import PACKED_TOKENS, WIDEST_CARD_HEAD, Sizing
 
+CPU_RESTORED = 2.6e9  # bytes a second of bf16 that two cores make of codes and the rest (measured); packed ones 20e9
 _SLOWER = 8.0  # than the device's memory is a link at least that packing is worth: unpacking moves 3.5 bytes a number
 
 
@@ -16,14 +17,24 @@ def link_bits(sizing: Sizing, composition: Composition) -> int:
     for 12 where the target proposes over its cache in 4 bits. Raises UsageError where the user wants 12 and that cannot
     be."""
     chunk = composition.chunk if composition.budget else PACKED_TOKENS
-    few = 9 if composition.kv_bits < 16 else 12
+    few = 9 if composition.kv_bits < 16 and _restores(sizing) else 12
     return few if _fewer(sizing, _cache_problem(sizing, chunk) or _problem(sizing)) else 16
 
 
 def weight_link_bits(sizing: Sizing, composition: Composition) -> int:
     """The same of a weight, and 9 where the target proposes with its weights in 4 bits."""
-    few = 9 if composition.weight_bits < 16 else 12
+    few = 9 if composition.weight_bits < 16 and _restores(sizing) else 12
     return few if _fewer(sizing, _problem(sizing)) else 16
+
+
+def _restores(sizing: Sizing) -> bool:
+    """Whether numbers are made of their codes and the rest faster than a link brings what is packed: on a CPU by a
+    slow link alone, unless the user wants few bits."""
+    options, hardware = sizing.options, sizing.hardware
+    if not hardware.is_cpu or options.link_bits is not None:
+        return True
+    rate = hardware.link_rate if options.link_gbps is None else options.link_gbps * 1e9
+    return 2 * rate <= CPU_RESTORED
 
 
 def _fewer(sizing: Sizing, problem: str) -> bool:

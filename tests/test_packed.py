@@ -264,6 +264,21 @@ def test_a_page_with_too_many_escapes_crosses_as_it_is(late: LateLink) -> None:
     assert away.packed.flags[1].tolist() == [[1, 1, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0]]
 
 
+def test_a_prefill_over_packed_pages_leaves_no_packed_bytes_to_be_taken_for_numbers(late: LateLink) -> None:
+    """Hidden rows of the tile in which pages are unpacked have to be finite."""
+    tape = Tape(torch.bfloat16)
+    away = make(tape, link=late, packs=True)
+    driver = Driver(away, tape, padding=ROWS)
+    driver.extend([0] * (2 * TILE), phase="prefill", blocks=9)
+    driver.extend([0])
+    assert away.packed is not None
+    assert away.packed.flags.any()
+    driver.extend([0] * 5, phase="prefill", blocks=9)
+    ours = away._staging[-1]
+    assert ours.isfinite().all()
+    assert ours.abs().max() < 100
+
+
 def test_chunks_and_ranges_are_read_from_packed_pages(late: LateLink) -> None:
     tape = Tape(torch.bfloat16)
     away, here = make(tape, link=late, packs=True, num_resident=2), make(tape)

@@ -263,8 +263,8 @@ class Unpacked:
     def in_place(self, tile: Tensor, layer: int, index: int, num_pages: int) -> None:
         """The same where they came."""
         self._left.wait()
-        self.tile[:, :num_pages].copy_(tile[:, :num_pages])
-        self._unpack(tile, self.tile, layer, index, num_pages)
+        self._unpack(self.tile, tile, layer, index, num_pages)
+        tile[:, :num_pages].copy_(self.tile[:, :num_pages])  # and no packed bytes stay in ours, to be taken for numbers
 
     def _unpack(self, tile: Tensor, slot: Tensor, layer: int, index: int, num_pages: int) -> None:
         """No block was packed, or written to, since it came."""

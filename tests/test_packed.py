@@ -416,3 +416,14 @@ def test_a_link_as_fast_as_memory_gets_numbers_as_they_are() -> None:
     assert (
         plan_request(TARGET, None, Options(device="cpu"), num_prompt_tokens=100, max_tokens=8).placement.link_bits == 16
     )
+
+
+@pytest.mark.parametrize(("link_gbps", "bits"), [(0.5, 9), (1.3, 9), (1.4, 12), (2.0, 12)])
+def test_on_a_cpu_only_a_slow_link_gets_what_is_beside_codes(link_gbps: float, bits: int) -> None:
+    """Two cores make numbers of their codes and the rest more slowly than a quicker link brings packed ones."""
+    few = {"kv_bits": 4, "weight_bits": 4, "offload": frozenset({"kv", "weights"}), "link_gbps": link_gbps}
+    sizes = {"num_prompt_tokens": 4000, "max_tokens": 96}
+    found = make_plan(LLAMA2_7B, None, Options(dtype="bf16", **few), CPU, **sizes).placement  # type: ignore[arg-type]
+    assert (found.link_bits, found.weight_link_bits) == (bits, bits)
+    asked = Options(dtype="bf16", link_bits=12, **few)  # type: ignore[arg-type]
+    assert make_plan(LLAMA2_7B, None, asked, CPU, **sizes).placement.link_bits == 9

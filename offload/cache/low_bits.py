@@ -156,9 +156,9 @@ class LowBitCache:
     def _forget_after(self, kept: int, most: int) -> None:
         """Of what was taken from the full cache, its first `kept` tokens are still there; at most `most` are codes."""
         coded = max(min(self.coded, kept // GROUP * GROUP, most), EXACT)
-        if coded < self.coded:
-            self.full.lose_codes(coded)
         moved = coded < self.coded  # then the tail begins elsewhere
+        if moved:
+            self.full.lose_codes(coded)
         self._exact = min(self._exact, kept, coded if moved else kept)
         self.coded = coded
 

@@ -319,8 +319,7 @@ class Cost:
 
     @property
     def link_rate(self) -> float:
-        paced = self.sizing.options.link_gbps
-        return self.sizing.hardware.link_rate if paced is None else paced * 1e9
+        return self.sizing.link_rate
 
     @property
     def _weights_seconds(self) -> float:

@@ -33,8 +33,7 @@ def _restores(sizing: Sizing) -> bool:
     options, hardware = sizing.options, sizing.hardware
     if not hardware.is_cpu or options.link_bits is not None:
         return True
-    rate = hardware.link_rate if options.link_gbps is None else options.link_gbps * 1e9
-    return 2 * rate <= CPU_RESTORED
+    return 2 * sizing.link_rate <= CPU_RESTORED
 
 
 def _fewer(sizing: Sizing, problem: str) -> bool:
@@ -44,8 +43,7 @@ def _fewer(sizing: Sizing, problem: str) -> bool:
         raise UsageError(f"link-bits is 12: {problem}")
     if options.link_bits is not None:
         return options.link_bits == 12
-    rate = hardware.link_rate if options.link_gbps is None else options.link_gbps * 1e9
-    return not problem and rate * _SLOWER <= hardware.rates.device_read
+    return not problem and sizing.link_rate * _SLOWER <= hardware.rates.device_read
 
 
 def _cache_problem(sizing: Sizing, chunk: int) -> str:

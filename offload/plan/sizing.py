@@ -125,6 +125,12 @@ class Sizing:
     def num_devices(self) -> int:
         return self.hardware.num_devices
 
+    @property
+    def link_rate(self) -> float:
+        """Bytes per second over each device's link: what the user gives, or the hardware's."""
+        paced = self.options.link_gbps
+        return self.hardware.link_rate if paced is None else paced * 1e9
+
     @cached_property
     def shard(self) -> ModelConfig:
         """The target as each device has it."""

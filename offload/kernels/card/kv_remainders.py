@@ -23,10 +23,7 @@ def restore_pages(
     first_group: int,
     shape: PageShape,
 ) -> None:
-    """Of the first `num_pages` pages of `slot`, those that are remainders in `tile`, both bf16 [2, P, H_kv, S, D], by
-    one launch; of the others nothing is touched. flags: uint8 [2, P], REMAINDER where a page's keys, or values, are.
-    codes: uint8 [H_kv, groups, bytes] of that layer in order "matrices"; page 0 begins with a head's group number
-    `first_group`, less than 0 where its first tokens have no codes. All are on the card."""
+    """See `offload.kernels.kv_remainders.restore_tile`: one launch. codes: in order "matrices"."""
     assert tile.is_contiguous()
     assert slot.is_contiguous()
     assert tile.shape == slot.shape == (2, tile.shape[1], shape.num_kv_heads, shape.page_tokens, shape.head_dim)

@@ -22,14 +22,17 @@ from offload.kernels.packing import Packing
 ESCAPE = 15  # the distance of a number whose exponent is an escape
 
 
-def pack(addresses: Tensor, packing: Packing, kernels: Kernels) -> Tensor:
+def pack(addresses: Tensor, packing: Packing, kernels: Kernels, *, to: Tensor | None = None) -> Tensor:
     """Pack the blocks of bf16 at `addresses`, int64 [n], on the host and on all threads -> int64 [n]: the bytes that
-    each fills now; those of 0 are as they were."""
+    each fills now; of 0 nothing was written. to: addresses where they lie packed, for each [packing.nbytes] bytes, if
+    not in their places."""
     assert kernels.library is not None
+    addresses = addresses.contiguous()
+    to = addresses if to is None else to.contiguous()
     sizes = torch.empty(len(addresses), dtype=torch.long)
-    shape = PackedShape(packing.numbers, packing.group, packing.room)
+    shape, threads = PackedShape(packing.numbers, packing.group, packing.room), torch.get_num_threads()
     kernels.library.pack(
-        addresses.data_ptr(), len(addresses), sizes.data_ptr(), ctypes.byref(shape), torch.get_num_threads()
+        addresses.data_ptr(), to.data_ptr(), len(addresses), sizes.data_ptr(), ctypes.byref(shape), threads
     )
     return sizes
 
@@ -67,20 +70,24 @@ def unpack_numbers(content: Tensor, starts: Tensor, out: Tensor, packing: Packin
     return None
 
 
-def unpack_tile(
-    tile: Tensor, slot: Tensor, flags: Tensor, num_pages: int, packing: Packing, kernels: Kernels | Card
-) -> None:
-    """The first `num_pages` pages of `slot` in `tile`, both bf16 [2, P, H_kv, S, D]: a page's keys are a block, its
-    values another, packed where flags, uint8 [2, P], are 1. All are on the kernels' device."""
+def unpack_tile(tile: Tensor, slot: Tensor, flags: Tensor, packing: Packing, kernels: Kernels | Card) -> None:
+    """The first pages of `tile`, bf16 [2, P, H_kv, S, D], from `slot`, of the same shape, where they lie one after the
+    other: of each its keys, a block, and then its values, both packed where flags, uint8 [num_pages], are 1. All are on
+    the kernels' device."""
     if isinstance(kernels, Card):
         from offload.kernels.card.packed import unpack_pages  # it imports Triton, which not every machine has
 
-        return unpack_pages(tile, slot, flags, num_pages, packing)
-    _, pages, *_ = tile.shape
-    blocks = torch.arange(2 * pages).view(2, pages)[:, :num_pages].flatten() * 2 * packing.numbers
-    same = torch.ones_like(blocks)
-    parts = [slot.data_ptr() + blocks, tile.data_ptr() + blocks, 0 * same, packing.num_groups * same]
-    unpack(torch.stack([*parts, flags[:, :num_pages].flatten().long()], 1), packing, kernels)
+        return unpack_pages(tile, slot, flags, packing)
+    pages, kinds, block = torch.arange(len(flags)), torch.arange(2)[:, None], 2 * packing.numbers
+    sizes, is_packed = torch.where(flags > 0, packing.nbytes, block), flags.long().expand(2, -1)
+    parts = [
+        slot.data_ptr() + 2 * (sizes.cumsum(0) - sizes) + kinds * sizes,
+        tile.data_ptr() + (kinds * tile.shape[1] + pages) * block,
+        torch.zeros_like(is_packed),
+        torch.full_like(is_packed, packing.num_groups),
+        is_packed,
+    ]
+    unpack(torch.stack([part.flatten() for part in parts], 1), packing, kernels)
     return None
 
 

@@ -88,7 +88,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "run_products": (None, [c_int64, POINTER(Product), c_int64, c_int64, c_int64]),
     "encode": (None, [c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64]),
     "encode_kv": (None, [c_int64, POINTER(Encoding), c_int64]),
-    "pack": (None, [c_void_p, c_int64, c_void_p, POINTER(PackedShape), c_int64]),
+    "pack": (None, [c_void_p, c_void_p, c_int64, c_void_p, POINTER(PackedShape), c_int64]),
     "unpack": (None, [c_void_p, c_int64, POINTER(PackedShape), c_int64]),
     "count_remainder": (ctypes.c_int, [POINTER(Remainder), c_int64]),
     "split_remainder": (None, [POINTER(Remainder), c_int64]),

@@ -16,7 +16,6 @@ import torch
 from offload.plan.hardware import rates_key
 from offload.plan.machine import machine_name
 from offload.plan.rates import RTX_4090, TWO_CORES, save_rates
-from offload.plan.sizing import PACKED_SHARE
 from offload.units import size
 from terminals import Terminal
 from test_cli_fake import ROOT, environment
@@ -216,9 +215,11 @@ class TestReport:
         attended = size(placement["attended_bytes"])
         assert f"host attention {attended} of kv cache in 2 tiles a full pass, at 0.30 GB/s" in lines
         assert "host attention" not in plan.text(*here)
-        half = plan.report(*here, "--link-gbps", "0.1", "--host-attention", "0.5")
-        halved = size(placement["attended_bytes"] // 2)
-        assert f"streams {halved} of kv cache a full pass" in half
+        shared = (*here, "--link-gbps", "0.1", "--host-attention", "0.5")
+        half, in_half = plan.report(*shared), plan.planned(*shared)["placement"]
+        halved, packed = placement["attended_bytes"] // 2, in_half["host_bytes"]["kv cache"]
+        assert f"streams {size(packed - halved)} of kv cache a full pass" in half
+        halved = size(halved)
         assert f"host attention {halved} of kv cache in 1 tile a full pass, at 0.24 GB/s" in half
         beside = plan.document("--gpus", "1", "--host-attention", "0.5")["plan"]["placement"]
         assert beside["host_tiles"] > 0
@@ -258,7 +259,7 @@ class TestReport:
         assert f"each rank {size(first['host_bytes'])}" in lines
         crossing = size(second["full_link_bytes"])
         assert f"streams {size(host['kv cache'])} of kv cache a full pass, {crossing} over each link" in lines
-        assert second["full_link_bytes"] == pytest.approx(PACKED_SHARE * host["kv cache"] / 2, rel=0.03)
+        assert second["full_link_bytes"] == pytest.approx(host["kv cache"] / 2, rel=0.03)
         shares = [round(100 * rank["device_bytes"] / 24e9) for rank in (first, second)]
         bars = [line for line in lines if line.startswith("rank") and "[" in line]
         assert [line.split()[-1] for line in bars] == [f"{share}%" for share in shares]
@@ -368,9 +369,9 @@ class TestWhatIf:
         args = ("--context", "120000", "--gpus", "1")
         lines = plan.report(*args, "--gpu-memory", "120", "--host-memory", "64", "--gpus", "2")
         assert not any("does not fit" in line for line in lines)
-        lines = plan.report("--context", "131072", "--gpus", "2", "--host-memory", "116")
+        lines = plan.report("--context", "131072", "--gpus", "2", "--host-memory", "84")
         assert any(line.startswith("a token does not fit") for line in lines)
-        ratio = plan.document("--context", "131072", "--gpus", "2", "--host-memory", "116")["what_if"]["context_ratio"]
+        ratio = plan.document("--context", "131072", "--gpus", "2", "--host-memory", "84")["what_if"]["context_ratio"]
         assert ratio > 1
 
     def test_a_changed_card_is_held_against_the_usual_one(self, plan: Plan) -> None:

@@ -6,7 +6,7 @@ Weights come first, since the retrieval level reads all of them in every inner p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.plan.composition import Composition
 from offload.plan.link_bits import link_bits, weight_link_bits
@@ -42,6 +42,7 @@ class Placement:
     attended_bytes: int = 0
     host_bytes_per_second: float | None = None
     link_bits: int = 16  # of a cached number of a whole page that crosses the link; 12: it lies packed at home
+    raw_pages: int = 0  # of a layer, of each sequence, that have room on each rank's host as they are, beside these
     weight_link_bits: int = 16  # of a weight that does; 12: packed, 9: what it has beside its code, which is there
 
     @property
@@ -131,16 +132,16 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     devices = sizing.num_devices
     host = {
         "target layers": (num_layers - layers) * home * devices,
-        "kv cache": (num_layers * count - tiles) * tile * devices,
         "gathered chunks": sizing.fetched_bytes(capacity, composition) * devices if "kv" in offload else 0,
     }
-    return Placement(
+    host = {name: size for name, size in sizing.of_all(host).items() if size}
+    placement = Placement(
         offload=tuple(sorted(offload)),
         resident_layers=layers,
         resident_tiles=tiles,
         device_bytes=device(layers, tiles),
         other_device_bytes=device(layers, tiles, first=False) if devices > 1 else {},
-        host_bytes={name: size for name, size in sizing.of_all(host).items() if size},
+        host_bytes=host,
         page_tokens=PAGE_TOKENS,
         tile_tokens=sizing.tile_tokens(capacity),
         rows=sizing.rows,
@@ -149,6 +150,22 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         link_bytes_per_second=_link_rate(sizing),
         link_bits=bits,
         weight_link_bits=weight_bits,
+    )
+    return with_host_tiles(sizing, capacity, placement, 0)
+
+
+def with_host_tiles(sizing: Sizing, capacity: int, placement: Placement, number: int) -> Placement:
+    """`placement` where `number` tiles of all layers are attended to on the host."""
+    resident, bits = placement.resident_tiles, placement.link_bits
+    cache = sizing.host_cache_bytes(capacity, resident, number, bits)
+    of_all = sizing.of_all({name: size * sizing.num_devices for name, size in cache.items()})
+    layers = {name: size for name, size in placement.host_bytes.items() if name == "target layers"}
+    others = {name: size for name, size in placement.host_bytes.items() if name not in cache}
+    return replace(
+        placement,
+        host_tiles=number,
+        host_bytes=layers | {name: size for name, size in of_all.items() if size} | others,
+        raw_pages=sizing.raw_pages(capacity, resident + number) if bits < 16 else 0,
     )
 
 

@@ -1,125 +1,147 @@
-"""Pages that lie packed at home, in about 12 of a number's 16 bits: fewer bytes of them cross the link.
+"""Pages that lie packed at home, in about 12 of a number's 16 bits: they take less of the host's memory, and fewer
+bytes of them cross the link.
 
 Nothing is lost, so it never matters to what is computed which pages are packed, and when that was done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from offload.cache.page_table import Page, PageTable
 from offload.cache.tiles import TileStore
-from offload.kernels.card import Card
+from offload.cache.traffic import All, Traffic
 from offload.kernels.native import Kernels
-from offload.kernels.packed import pack, unpack, unpack_tile
-from offload.kernels.packing import Packing
-from offload.plan.sizing import PACKED_ESCAPES, PACKED_TOKENS
+from offload.kernels.packed import pack, unpack
+from offload.plan.sizing import PACKED_TOKENS
 from offload.transfer.link import Event, Link
-from offload.transfer.memory import sent
+from offload.transfer.memory import Memory
 
-UNINTERRUPTED = True  # a page lies as its flag says
+UNINTERRUPTED = True  # a page lies where the table says
+
+_AT_A_TIME = 32  # pages that are packed between two moments in which an interrupt may come
 
 
 class PackedPages:
-    """Which pages of a store's streamed tiles are packed. The keys of a page are a block, its values another: each is
-    packed in its place once all its tokens are there, and lies as it is after it was written to again, or where it
-    would take too many escapes.
+    """Pages of a store's streamed tiles, on their way home and back.
+
+    A page is raw from when it is written until it is packed: once its last token was written, and either a pass is over
+    or slots for others are short. One that would take too many escapes stays raw. Where nothing that is raw can be
+    packed, there are more slots from then on.
 
     kernels: the processor's, which pack, and unpack what the host reads.
     """
 
-    def __init__(self, store: TileStore, kernels: Kernels) -> None:
-        shape = store.shape
-        assert shape.dtype == torch.bfloat16
-        self._store, self._kernels = store, kernels
-        self.packing = Packing.of(
-            shape.num_kv_heads * shape.page_tokens * shape.head_dim, PACKED_TOKENS * shape.head_dim, PACKED_ESCAPES
-        )
-        self._flags = torch.zeros(store.num_layers, 2, 0, dtype=torch.uint8)
-        self._num_tried = 0  # pages: those before are packed as far as they can be
-        self._on_device: Tensor | None = None
+    def __init__(self, store: TileStore, memory: Memory, kernels: Kernels, link: Link, traffic: Traffic) -> None:
+        assert store.shape.dtype == torch.bfloat16
+        self._store, self._kernels, self._link, self._traffic = store, kernels, link, traffic
+        self.packing, self.table = store.shape.packing, PageTable(store, memory)
+        self._new: dict[Page, bool] = {}  # raw ones that nobody tried to pack since they were written: whether whole
 
-    @property
-    def flags(self) -> Tensor:
-        """uint8 [L, 2, pages] on the host: 1 where a layer's keys or values of a page are packed."""
-        shape = self._store.shape
-        if (missing := self._store.num_tiles * shape.num_pages - self._flags.shape[2]) > 0:
-            with torch.inference_mode(False):  # they change in passes and between them
-                self._flags = pad(self._flags, (0, missing))
-            self._on_device = None
-        return self._flags
+    def reserve(self, num_slots: int) -> None:
+        """Have so many slots. Raises DoesNotFit."""
+        self.table.raw.add(num_slots - self.table.raw.num_slots)
 
-    def flags_on(self, device: torch.device) -> Tensor:
-        """The same on the device."""
-        flags = self.flags
-        if self._on_device is None:
-            self._on_device = sent(flags, device) if device.type != "cpu" else flags
-        return self._on_device
+    def write(self, layer: int, index: int, tile: Tensor, start: int, stop: int) -> Event:
+        """Tokens `start` to `stop` of `tile`, on the device, are new: send their pages, with all that these hold, to
+        slots. Raises DoesNotFit where all are taken and there is no memory for more."""
+        size, ready = self._store.shape.page_tokens, self._link.record()
+        numbers = range(start // size, -(-stop // size))
+        pages = [(layer, index * self._store.shape.num_pages + number) for number in numbers]
+        slots = self._slots_for(pages)
+        for run, raw in self.table.raw.runs(slots):
+            own = slice(numbers.start + run.start, numbers.start + run.stop)
+            for half in range(2):
+                event = self._link.to_host(raw[half], tile[half, own], (ready,))
+        self._traffic.writes((layer, index), event)
+        self.table.lie_raw(pages, slots)
+        for page, number in zip(pages, numbers, strict=True):
+            self._new.pop(page, None)
+            self._new[page] = (number + 1) * size <= stop
+        return event
 
-    def of_tile(self, layer: int, index: int, device: torch.device | None = None) -> Tensor:
-        """uint8 [2, P] of a tile, on the host or on the device."""
-        pages, flags = self._store.shape.num_pages, self.flags if device is None else self.flags_on(device)
-        return flags[layer, :, index * pages : (index + 1) * pages]
+    def fetch(
+        self, slot: Tensor, layer: int, index: int, num_pages: int, after: tuple[Event, ...]
+    ) -> tuple[Event, Tensor]:
+        """Bring the first pages of a tile to `slot` [2, P, H_kv, S, D], one after the other as they lie, and no more
+        than they fill -> (when they came, which are packed: uint8 [num_pages] on the device)."""
+        first, home, there = index * self._store.shape.num_pages, self._store.home(layer, index), slot.view(-1)
+        event: Event = All(after)
+        for pages, is_packed in _runs(self.table.flags[layer, first : first + num_pages].tolist()):
+            if is_packed:
+                content = home[pages].flatten().view(slot.dtype)
+                event = self._link.to_device(there[: len(content)], content, after)
+                there = there[len(content) :]
+                continue
+            slots = [self.table.slots[layer, first + number] for number in range(pages.start, pages.stop)]
+            for _, raw in self.table.raw.runs(slots):
+                part, there = there[: raw.numel()], there[raw.numel() :]
+                for half, own in zip(raw.flatten(2), part.view(raw.shape[1], 2, -1).unbind(1), strict=True):
+                    event = self._link.to_device(own, half, after)
+        if num_pages:
+            self._traffic.reads((layer, index), event)
+        return event, self.table.flags_there()[layer, first : first + num_pages]
 
     def are_due(self, num_tokens: int) -> bool:
         """Whether whole pages of `num_tokens` tokens may be packed that are not."""
-        return num_tokens // self._store.shape.page_tokens > self._num_tried
+        return bool(self._due(num_tokens))
 
-    def pack_next(self) -> None:
-        """Pack the next page, in all layers: its homes are up to date, and nobody reads them."""
-        page, flags = self._num_tried, self.flags
-        where = [
-            (layer, half)
-            for layer in range(self._store.num_layers)
-            if self._store.place(layer, page // self._store.shape.num_pages) == "stream"
-            for half in range(2)
-            if not flags[layer, half, page]
-        ]
-        if where:
-            addresses = torch.tensor([self._address(*each, page) for each in where])
-            layers, halves = torch.tensor(where).unbind(1)
-            flags[layers, halves, page] = (pack(addresses, self.packing, self._kernels) > 0).to(torch.uint8)
-            self._on_device = None
-        self._num_tried += 1
+    def pack_some(self, num_tokens: int) -> None:
+        """Pack some of these, those that were written first. The host waits until they are home and nobody reads
+        them."""
+        self._pack(self._due(num_tokens)[:_AT_A_TIME])
 
-    def written(self, layer: int, index: int, pages: slice, write: Callable[[], Event]) -> Event:
-        """Have `write` write these pages of a tile home, as they are."""
-        event = write()
-        first = index * self._store.shape.num_pages
-        own = self.flags[layer, :, first + pages.start : first + pages.stop]
-        if own.any():
-            own.zero_()
-            self._on_device = None
-        self._num_tried = min(self._num_tried, first + pages.start)
-        return event
+    def to_fill(self, number: int) -> dict[int, Tensor]:
+        """Page `number` of the layers in which it streams, [2, H_kv, S, D] each, to be written to on the host. `filled`
+        has to follow. Raises DoesNotFit."""
+        pages = self.table.streaming(number)
+        slots = self._slots_for(pages)
+        self.table.lie_raw(pages, slots)
+        for page in pages:
+            self._new.pop(page, None)
+        return {layer: self.table.raw.page(slot) for (layer, _), slot in zip(pages, slots, strict=True)}
 
-    def forget(self) -> None:
-        """All homes were written as they are."""
-        self._flags.zero_()
-        self._num_tried, self._on_device = 0, None
+    def filled(self, number: int) -> None:
+        """Pack that page, in all layers."""
+        self._pack([page for page in self.table.streaming(number) if page in self.table.slots])
 
-    def tokens(self, layer: int, page: int, start: int = 0, stop: int | None = None) -> Tensor:
+    def keep(self, num_tokens: int) -> None:
+        """Pages after these tokens have no rows any more: they need no slots."""
+        first = -(-num_tokens // self._store.shape.page_tokens)
+        self._settle(dropped := [page for page in self.table.slots if page[1] >= first])
+        for page in dropped:
+            self._at_home(page)
+
+    def nbytes(self) -> int:
+        """Of slots."""
+        return self.table.raw.nbytes()
+
+    def release(self) -> None:
+        """Give the slots back; the pages are not used again."""
+        self.table.raw.release()
+
+    def tokens(self, layer: int, number: int, start: int = 0, stop: int | None = None) -> Tensor:
         """Tokens `start` to `stop` of a page as bf16 [2, H_kv, stop - start, D] on the host, in memory of their own."""
         shape = self._store.shape
         stop = shape.page_tokens if stop is None else stop
         first, last = start // PACKED_TOKENS, -(-stop // PACKED_TOKENS)
-        count = last - first
+        count, per_head = last - first, shape.page_tokens // PACKED_TOKENS
         out = torch.empty((2, shape.num_kv_heads, count * PACKED_TOKENS, shape.head_dim), dtype=shape.dtype)
+        blocks, is_packed = self.table.blocks[layer, :, number].tolist(), int(self.table.flags[layer, number])
         parts = [
-            (self._address(layer, half, page), out[half, head].data_ptr(), head * self._groups_of_head + first, count,
-             int(self.flags[layer, half, page]))
+            (blocks[half], out[half, head].data_ptr(), head * per_head + first, count, is_packed)
             for half in range(2)
             for head in range(shape.num_kv_heads)
-        ]  # fmt: skip
+        ]
         unpack(torch.tensor(parts), self.packing, self._kernels)
         return out[:, :, start - first * PACKED_TOKENS : stop - first * PACKED_TOKENS]
 
-    def read(self, layer: int, page: int, start: int, stop: int, out: Tensor) -> None:
+    def read(self, layer: int, number: int, start: int, stop: int, out: Tensor) -> None:
         """The same in `out`."""
-        out.copy_(self.tokens(layer, page, start, stop))
+        out.copy_(self.tokens(layer, number, start, stop))
 
     def chunks(self, layer: int, index: int, half: int, runs: Tensor, out: Tensor) -> None:
         """Runs of tokens of a tile's keys (half 0) or values, each in one head, to the rows of `out` [n, tokens * D] on
@@ -127,75 +149,55 @@ class PackedPages:
         multiple of PACKED_TOKENS."""
         per_run = out.shape[1] // self.packing.group
         page, run = runs // (per_page := self.packing.num_groups // per_run), runs % per_page
-        base = self._address(layer, half, index * self._store.shape.num_pages)
+        page = page + index * self._store.shape.num_pages
         parts = torch.stack(
             [
-                base + page * self._block_bytes,
+                self.table.blocks[layer, half, page],
                 out.data_ptr() + torch.arange(len(runs)) * out.stride(0) * out.itemsize,
                 run * per_run,
                 torch.full_like(runs, per_run),
-                self.of_tile(layer, index)[half, page].long(),
+                self.table.flags[layer, page].long(),
             ],
             1,
         )
         unpack(parts, self.packing, self._kernels)
 
-    def fetch(self, link: Link, tile: Tensor, home: Tensor, flags: Tensor, after: Sequence[Event]) -> Event:
-        """Bring the first pages of `home` to `tile`, as many as `flags`, uint8 [2, pages], has, as they lie there: of
-        packed blocks no more than they fill."""
-        assert flags.shape[1]
-        for half in range(2):
-            dst, src = (each[half].flatten(1).view(torch.uint8) for each in (tile, home))
-            for pages, is_packed in _runs(flags[half].tolist()):
-                size = self.packing.nbytes if is_packed else self._block_bytes
-                event = link.to_device(dst[pages, :size], src[pages, :size], after)
-        return event
+    def _slots_for(self, pages: Sequence[Page]) -> list[int]:
+        """Where these pages will be raw: their own slots, or free ones, for which others are packed first."""
+        missing = [page for page in pages if page not in self.table.slots]
+        raw = self.table.raw
+        while (short := len(missing) - raw.num_free) > 0:
+            if others := [page for page, is_whole in self._new.items() if is_whole and page not in pages]:
+                self._pack(others[:short])
+            else:
+                raw.add(short)
+        own = self.table.slots | dict(zip(missing, raw.take(len(missing)), strict=True))
+        return [own[page] for page in pages]
 
-    @property
-    def _block_bytes(self) -> int:
-        return 2 * self.packing.numbers
+    def _due(self, num_tokens: int) -> list[Page]:
+        stop = num_tokens // self._store.shape.page_tokens
+        return [page for page, is_whole in self._new.items() if is_whole and page[1] < stop]
 
-    @property
-    def _groups_of_head(self) -> int:
-        return self._store.shape.page_tokens // PACKED_TOKENS
+    def _pack(self, pages: Sequence[Page]) -> None:
+        """Pack these raw pages home. Those that do not fit there stay."""
+        if not pages:
+            return
+        self._settle(pages)
+        numbers = self.table.raw.addresses([self.table.slots[page] for page in pages])
+        homes = self.table.homes(pages)
+        sizes = pack(numbers.flatten(), self.packing, self._kernels, to=homes.flatten()).view(-1, 2)
+        for page, fits in zip(pages, (sizes > 0).all(1).tolist(), strict=True):
+            if fits:
+                self._at_home(page)
+            else:
+                self._new.pop(page, None)
 
-    def _address(self, layer: int, half: int, page: int) -> int:
-        """Of a block, packed or not."""
-        num_pages = self._store.shape.num_pages
-        index, within = divmod(page, num_pages)
-        return self._store.home(layer, index).data_ptr() + (half * num_pages + within) * self._block_bytes
+    def _at_home(self, page: Page) -> None:
+        self._new.pop(page, None)
+        self.table.lie_at_home(page)
 
-
-class Unpacked:
-    """A tile on the device into which pages are unpacked that crossed the link packed.
-
-    kernels: the device's.
-    """
-
-    def __init__(self, pages: PackedPages, tile: Tensor, link: Link, kernels: Kernels | Card) -> None:
-        self.pages, self.tile, self._kernels = pages, tile, kernels
-        self._left: Event = link.record()
-
-    def take(self, slot: Tensor, layer: int, index: int, num_pages: int) -> Tensor:
-        """The first `num_pages` pages of that tile, which came into `slot`."""
-        self._left.wait()
-        self._unpack(self.tile, slot, layer, index, num_pages)
-        return self.tile
-
-    def leaves(self, event: Event) -> None:
-        """New rows of it are on their way home until then."""
-        self._left = event
-
-    def in_place(self, tile: Tensor, layer: int, index: int, num_pages: int) -> None:
-        """The same where they came."""
-        self._left.wait()
-        self.tile[:, :num_pages].copy_(tile[:, :num_pages])
-        self._unpack(tile, self.tile, layer, index, num_pages)
-
-    def _unpack(self, tile: Tensor, slot: Tensor, layer: int, index: int, num_pages: int) -> None:
-        """No block was packed, or written to, since it came."""
-        flags = self.pages.of_tile(layer, index, tile.device)
-        unpack_tile(tile, slot, flags, num_pages, self.pages.packing, self._kernels)
+    def _settle(self, pages: Sequence[Page]) -> None:
+        self._traffic.settle({self.table.tile(page) for page in pages})
 
 
 def _runs(flags: Sequence[int]) -> Iterator[tuple[slice, int]]:

@@ -267,9 +267,10 @@ def test_packed_pages_are_unpacked_by_loads_of_8_and_stores_of_16_bytes(capabili
     shape = {"NUMBERS": packing.numbers, "HEADS": packing.heads, "ESCAPES": packing.escapes}
     shape |= {"HALF": half, "HALF_PADDED": half}
     pointers = {"slot": "*u8", "tile": "*i16", "flags": "*u8"}
-    unpacked = compiled(packed_programs.unpack_pages, capability, pointers, shape, warps=warps_of(packing))
-    shape |= {"GROUPS": 2, "PER_PAGE": 16, "PAGES": 16, "DIM": dim}
-    pointers = {"homes": "*i64", "flags": "*u8", "wanted": "*i64", "held": "*i16"}
+    sizes = shape | {"SIZE": packing.nbytes, "PAGES_PADDED": 32}
+    unpacked = compiled(packed_programs.unpack_pages, capability, pointers, sizes, warps=warps_of(packing))
+    shape |= {"GROUPS": 2, "PER_PAGE": 16, "DIM": dim}
+    pointers = {"blocks": "*i64", "flags": "*u8", "wanted": "*i64", "held": "*i16"}
     copied = compiled(packed_programs.copy_packed_chunks, capability, pointers, shape, warps=warps_of(packing))
     for found in (unpacked, copied):
         assert found.spilled_bytes == 0

@@ -7,10 +7,10 @@ a pass issues, in which order, and where the host waits. One of two cards has a 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -72,9 +72,9 @@ def worker_without_bytes(
         patch.setattr(card_kernels, "card", lambda device: card_kernels.Card("on paper"))
         patch.setattr(JITFunction, "run", lambda program, *args, **more: _launched(card, program, *args, **more))
         patch.setattr(fetch, "kernels_read_host", lambda device: True)
-        patch.setattr(packed, "pack", lambda addresses, packing, kernels: torch.ones(len(addresses), dtype=torch.bool))
+        patch.setattr(packed, "pack", lambda addresses, *_, to: torch.ones(len(addresses), dtype=torch.long))
         patch.setattr(weights_module, "HomeMaker", _HomeMaker)
-        patch.setattr(TileStore, "addresses", partialmethod(_addresses, TileStore.addresses))
+        patch.setattr(TileStore, "address", lambda store, layer, index: _address(store.home(layer, index)))
         patch.setattr(dist, "all_gather", partial(_gathered, card))
         if with_flash:
             found = Flash("on paper", call=partial(_flash_attended, card))
@@ -168,9 +168,6 @@ def _flash_attended(card: Card, q: Tensor, k_cache: Tensor, v_cache: Tensor, **m
     return out, lse
 
 
-def _addresses(store: TileStore, real: Callable[[TileStore], Tensor]) -> Tensor:
+def _address(home: Tensor) -> int:
     """No read by the host, as others of addresses: only a card's kernel is told them. Tensors on paper have none."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "data_ptr", ADDRESS)
-        patch.setattr(PaperTensor, "data_ptr", lambda tensor: 0)
-        return real(store)
+    return 0 if isinstance(home, PaperTensor) else ADDRESS(home)

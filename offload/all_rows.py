@@ -84,5 +84,7 @@ def packed_page(full: FullCache, number: int) -> Tensor:
 
 def unpack_page(full: FullCache, number: int, page: Tensor) -> None:
     """The reverse."""
-    for home, layer in zip(full.page_to_fill(number), page, strict=True):
+    layers = full.page_to_fill(number)
+    for home, layer in zip(layers, page, strict=True):
         home.copy_(layer)
+    full.filled(number, layers)

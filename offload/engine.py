@@ -325,7 +325,12 @@ class Engine:
         if (inner := self.plan.composition.inner) is not None and not self.prefix.num_precomputed:
             self.levels[inner].truncate(0)
         self.worker.record_mass(record_mass)
-        self.stats = Stats(prompt_tokens=len(prompt), reused_tokens=reused, load_seconds=self._load_seconds)
+        self.stats = Stats(
+            prompt_tokens=len(prompt),
+            reused_tokens=reused,
+            load_seconds=self._load_seconds,
+            wider_layers=self.worker.target.weights.layers.num_wider,
+        )
         for level in self.levels.values():
             level.stats = LevelStats(level.stats.name)
         self._refreshes = LevelStats("refresh")

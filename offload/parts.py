@@ -102,8 +102,8 @@ def tile_shape(plan: Plan, config: ModelConfig) -> TileShape:
 
 
 def _host_blocks(plan: Plan, config: ModelConfig, memory: Memory) -> list[int]:
-    """Bytes of each layer and then of each tile of the full cache that the plan has on the host, in the order in which
-    they are allocated."""
+    """Bytes of each layer, and then of each block of the full cache, that the plan has on the host, in the order in
+    which they are allocated."""
     placement, blocks = plan.placement, list[int]()
     if "weights" in placement.offload:
         layer = LayerLayout.of(config, DTYPES[plan.request.dtype]).num_bytes
@@ -112,11 +112,16 @@ def _host_blocks(plan: Plan, config: ModelConfig, memory: Memory) -> list[int]:
     if placement.embeds_on_host:
         blocks.append(config.vocab_size * config.hidden_size * DTYPES[plan.request.dtype].itemsize)
     if "kv" in placement.offload:
-        shape = tile_shape(plan, config)
-        store = TileStore(memory, shape, config.num_layers, placement.resident_tiles, placement.host_tiles)
-        for index in range(shape.count(plan.request.capacity + MAX_ROWS)):
-            away = sum(store.place(layer, index) != "device" for layer in range(config.num_layers))
-            blocks += [shape.nbytes] * away * plan.request.num_sequences
+        shape, num_tokens = tile_shape(plan, config), plan.request.capacity + MAX_ROWS
+        tiles = placement.resident_tiles, placement.host_tiles
+        store = TileStore(
+            memory, shape, config.num_layers, *tiles, packs=placement.link_bits < 16, most_tokens=num_tokens
+        )
+        if placement.raw_pages:
+            blocks += [placement.raw_pages * shape.nbytes // shape.num_pages] * plan.request.num_sequences
+        for index in range(shape.count(num_tokens)):
+            away = [layer for layer in range(config.num_layers) if store.place(layer, index) != "device"]
+            blocks += [store.home_bytes(layer, index) for layer in away] * plan.request.num_sequences
     return blocks
 
 

@@ -215,7 +215,8 @@ class Worker:
             self.full.reserve(plan.request.capacity + MAX_ROWS)
         except DoesNotFit as error:
             allocated = self.full.nbytes() * plan.request.num_sequences
-            planned = sum(tier.get("kv cache", 0) for tier in (plan.placement.device_bytes, plan.placement.host_bytes))
+            tiers = plan.placement.device_bytes, plan.placement.host_bytes
+            planned = sum(tier.get(purpose, 0) for tier in tiers for purpose in ("kv cache", "raw pages"))
             raise DoesNotFit(f"{error} to {plan.request.capacity * allocated // planned}") from error
 
 
@@ -256,6 +257,7 @@ def full_cache(
         kernels=_attention_kernels(plan, config),
         host_kernels=fitting(torch.device("cpu"), config.head_dim, ()),
         packs=_packs(plan, config),
+        raw_pages=placement.raw_pages,
         keep_queries=composition.budget > 0 and composition.selection == "published",
         arena=arena,
     )

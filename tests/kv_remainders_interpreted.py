@@ -10,7 +10,8 @@ from torch import Tensor
 
 from offload.kernels.card.kv_remainders import restore_pages
 from offload.kernels.kv_codes import GROUP, KVCodes, encode_with_torch
-from offload.kernels.kv_remainders import REMAINDER, PageShape, split_off_with_torch
+from offload.kernels.kv_remainders import PageShape, split_off_with_torch
+from offload.kernels.packing import REMAINDER
 
 HEADS, PAGE, PAGES = 3, 2 * GROUP, 3
 DIMS = [16, 32, 48, 64, 80, 128, 256]
@@ -70,43 +71,55 @@ class Tile:
         first = self.first + number * of_page
         return KVCodes(self.codes[None], self.shape.head_dim, "matrices").groups(first, first + of_page)
 
-    def crossed(self, flags: Tensor) -> Tensor:
-        """The tile as it comes: remainders of those blocks, and behind them bytes that were there before."""
+    def crossed(self, flags: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The remainders of those pages as they come, one after the other, and other bytes before each; and where each
+        begins, int64 [2, pages]."""
+        found, starts, at = list[Tensor](), torch.full((2, len(flags)), 10**9), 0
+        for number in (flags == REMAINDER).nonzero().flatten().tolist():
+            for kind in range(2):
+                content = split_off_with_torch(self.exact[kind, number], self.page(number), kind)
+                assert content is not None
+                found += [torch.full((16,), 0xA5, dtype=torch.uint8), content]
+                starts[kind, number] = at + 16
+                at += 16 + len(content)
         slot = torch.full_like(self.exact, torch.nan)
-        for kind, number in (flags == REMAINDER).nonzero().tolist():
-            content = split_off_with_torch(self.exact[kind, number], self.page(number), kind)
-            assert content is not None
-            slot[kind, number].flatten().view(torch.uint8)[: len(content)] = content
-        return slot
+        slot.view(-1).view(torch.uint8)[:at] = torch.cat(found)
+        return slot, flags, part_of_more(starts)
 
 
-def flags_of(rows: list[list[int]]) -> Tensor:
-    """uint8 [2, PAGES], whose rows are those of a larger tensor."""
-    return torch.tensor([[1, 2, *row, 2, 2] for row in rows], dtype=torch.uint8)[:, 2 : 2 + PAGES]
+def part_of_more(entries: Tensor) -> Tensor:
+    """The same, in rows that are those of a larger tensor."""
+    return torch.nn.functional.pad(entries, (2, 3), value=2)[..., 2:-3]
+
+
+def flags_of(flags: list[int]) -> Tensor:
+    return part_of_more(torch.tensor(flags, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("share", [0.0, 0.1])
 @pytest.mark.parametrize("first", [0, 5])
 def test_pages_are_restored_bit_for_bit_and_others_left_alone(dim: int, share: float, first: int) -> None:
-    tile, flags = Tile.of(all_sorts(dim, share), first), flags_of([[2, 0, 2], [1, 2, 2]])
-    out = torch.full_like(tile.exact, 7.0)
-    restore_pages(out, tile.crossed(flags), flags, PAGES, tile.codes, first, tile.shape)
-    assert torch.equal(bits(out[flags == REMAINDER]), bits(tile.exact[flags == REMAINDER]))
-    assert (out[flags != REMAINDER] == 7.0).all()
+    tile = Tile.of(all_sorts(dim, share), first)
+    for flags in (flags_of([2, 0, 2]), flags_of([1, 2, 2])):
+        out = torch.full_like(tile.exact, 7.0)
+        restore_pages(out, *tile.crossed(flags), tile.codes, first, tile.shape)
+        of_pages = flags == REMAINDER
+        assert torch.equal(bits(out[:, of_pages]), bits(tile.exact[:, of_pages]))
+        assert (out[:, ~of_pages] == 7.0).all()
 
 
 def test_a_tile_s_first_tokens_may_have_no_codes() -> None:
     """Nor a page that they are in; and of pages behind the last one nothing is looked at."""
-    tile, flags = Tile.of(all_sorts(48, 0.02), -1), flags_of([[0, 2, 2], [1, 2, 2]])
+    tile, flags = Tile.of(all_sorts(48, 0.02), -1), flags_of([0, 2])
     out = torch.full_like(tile.exact, 7.0)
-    restore_pages(out, tile.crossed(flags), flags, 2, tile.codes, -1, tile.shape)
+    restore_pages(out, *tile.crossed(flags), tile.codes, -1, tile.shape)
     assert torch.equal(bits(out[:, 1]), bits(tile.exact[:, 1]))
     assert (out[:, [0, 2]] == 7.0).all()
 
 
 def test_pages_of_one_group_are_restored() -> None:
-    tile, flags = Tile.of(all_sorts(32, 0.02)[:, :, :, :GROUP].contiguous(), 1), flags_of([[2, 2, 2], [2, 2, 2]])
+    tile, flags = Tile.of(all_sorts(32, 0.02)[:, :, :, :GROUP].contiguous(), 1), flags_of([2, 2, 2])
     out = torch.full_like(tile.exact, 7.0)
-    restore_pages(out, tile.crossed(flags), flags, PAGES, tile.codes, 1, tile.shape)
+    restore_pages(out, *tile.crossed(flags), tile.codes, 1, tile.shape)
     assert torch.equal(bits(out), bits(tile.exact))

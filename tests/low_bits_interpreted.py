@@ -18,7 +18,7 @@ from offload.cache.full import FullCache
 from offload.cache.low_bits import EXACT, LowBitCache
 from offload.engine import Engine
 from offload.kernels import kv_codes
-from offload.kernels.kv_remainders import REMAINDER
+from offload.kernels.packing import REMAINDER
 from offload.plan.sizing import KV_TAIL
 from paper import Card, on_paper
 from paper.kernels import chunks_by_kernel
@@ -117,7 +117,7 @@ def test_pages_beside_codes_change_no_text_and_all_is_ordered(folder: Path, by_k
             texts[link_bits] = all_said(engine)
             crossed[link_bits] = engine.worker.link_stats.bytes_to_device
             packed = engine.worker.full.packed
-            assert packed is None or (packed.flags == REMAINDER).any()
+            assert packed is None or (packed.table.flags == REMAINDER).any()
             assert (card.launches["restore_pages"] > 10) == (link_bits == 9)
         assert card.problems == []
     assert texts[9] == texts[16]

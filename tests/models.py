@@ -268,6 +268,7 @@ def full_cache(
     mass: bool = False,
     memory: Memory | None = None,
     packs: bool = False,
+    raw_pages: int = 0,
 ) -> FullCache:
     config, dtype = decoder.config, decoder.weights.embedding.dtype
     return FullCache(
@@ -284,6 +285,7 @@ def full_cache(
         kernels=kernels_of(decoder),
         host_kernels=kernels_of(decoder) if packs else NONE,
         packs=packs,
+        raw_pages=raw_pages,
     )
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
-from offload.cache.residence import StreamedTiles
+from offload.cache.traffic import Traffic
 from offload.engine import Engine
 from offload.kernels.card.packed import PackedChunkCopy, unpack_numbers, unpack_pages
 from offload.kernels.card.rows import copy_rows
 from offload.kernels.packed import pack_numbers, pack_with_torch
-from offload.kernels.packing import Packing
+from offload.kernels.packing import REMAINDER, Packing
 from offload.model.graphs import VARIABLE
 from offload.transfer import embedding, homes
 from offload.transfer.link import CudaEvent
@@ -44,16 +44,25 @@ def numbers(size: tuple[int, ...], *, seed: int) -> Tensor:
     return torch.where(torch.rand(size, generator=generator) < 0.01, some, found)
 
 
-def packed(tile: Tensor, packing: Packing, share: float, *, seed: int) -> tuple[Tensor, Tensor]:
-    """(the tile as it may lie at home, which of its blocks [2, P] are packed), about that share of them."""
-    home, flags = tile.clone(), torch.zeros(tile.shape[:2], dtype=torch.uint8)
-    wanted = torch.rand(flags.shape, generator=torch.Generator().manual_seed(seed)) < share
-    for half, page in wanted.nonzero().tolist():
-        block = pack_with_torch(tile[half, page].flatten(), packing)
-        if block is not None:
-            home[half, page].flatten().view(torch.uint8)[: packing.nbytes] = block
-            flags[half, page] = 1
-    return home, flags
+def packed(pages: Tensor, packing: Packing, share: float, *, seed: int) -> tuple[list[Tensor], Tensor]:
+    """Pages [P, 2, H_kv, S, D] as they may lie, each as bytes, its keys and then its values; and which are packed,
+    uint8 [P], about that share of them."""
+    wanted = torch.rand(len(pages), generator=torch.Generator().manual_seed(seed)) < share
+    found, flags = [], torch.zeros(len(pages), dtype=torch.uint8)
+    for number, page in enumerate(pages):
+        blocks = [pack_with_torch(block.flatten(), packing) for block in page]
+        kept = [block for block in blocks if block is not None]
+        flags[number] = int(bool(wanted[number]) and len(kept) == 2)
+        found.append(torch.cat(kept) if flags[number] else page.flatten().view(torch.uint8))
+    return found, flags
+
+
+def starts_of(pages: list[Tensor]) -> Tensor:
+    """Where keys and values begin, one page after the other: int64 [2, P], of which a row is a part of a longer one."""
+    ends = torch.tensor([len(page) for page in pages]).cumsum(0)
+    sizes = torch.tensor([len(page) // 2 for page in pages])
+    starts = torch.stack([ends - 2 * sizes, ends - sizes])
+    return torch.nn.functional.pad(starts, (1, 2), value=7)[:, 1:-2]
 
 
 def bits(rows: Tensor) -> Tensor:
@@ -64,39 +73,44 @@ def bits(rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_pages_are_unpacked_bit_for_bit(dim: int, share: float) -> None:
     packing = Packing.of(KV_HEADS * PAGE * dim, 16 * dim, 0.05)
-    exact = numbers((2, 3, KV_HEADS, PAGE, dim), seed=dim)
+    exact = numbers((2, 4, KV_HEADS, PAGE, dim), seed=dim)
     exact[0, 1, 0, 3, :8] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0, 0.0, 1e-40, -1e-40, 3e38])
-    home, flags = packed(exact, packing, share, seed=dim)
-    flags = torch.cat([flags, flags], 1)[:, :3]
-    tile = torch.full_like(exact, 7.0)
-    unpack_pages(tile, home, flags, 2, packing)
-    assert torch.equal(bits(tile[:, :2]), bits(exact[:, :2]))
-    assert (tile[:, 2] == 7.0).all()
-    assert flags.sum() == 0 if share == 0.0 else flags.any()
+    pages, flags = packed(exact.transpose(0, 1), packing, share, seed=dim)
+    slot, tile = torch.zeros_like(exact), torch.full_like(exact, 7.0)
+    content = torch.cat(pages[:3])
+    slot.view(-1).view(torch.uint8)[: len(content)] = content
+    unpack_pages(tile, slot, flags[:3], starts_of(pages[:3]), packing)
+    assert torch.equal(bits(tile[:, :3]), bits(exact[:, :3]))
+    assert (tile[:, 3] == 7.0).all()
+    assert flags.sum() == 0 if share == 0.0 else flags[:3].any()
 
 
-def test_pages_of_other_flags_are_left_alone() -> None:
+def test_remainders_are_left_alone() -> None:
     packing = Packing.of(KV_HEADS * PAGE * 16, 16 * 16, 0.05)
-    exact = numbers((2, 2, KV_HEADS, PAGE, 16), seed=1)
-    home, flags = packed(exact, packing, 1.0, seed=1)
-    flags[0, 1] = flags[1, 0] = 2
-    tile = torch.full_like(exact, 7.0)
-    unpack_pages(tile, home, flags, 2, packing)
-    assert (tile[flags == 2] == 7.0).all()
-    assert torch.equal(bits(tile[flags == 1]), bits(exact[flags == 1]))
+    exact = numbers((2, 3, KV_HEADS, PAGE, 16), seed=1)
+    pages, flags = packed(exact.transpose(0, 1), packing, 1.0, seed=1)
+    slot, tile = torch.zeros_like(exact), torch.full_like(exact, 7.0)
+    slot.view(-1).view(torch.uint8)[: sum(map(len, pages))] = torch.cat(pages)
+    flags[1] = REMAINDER
+    unpack_pages(tile, slot, flags, starts_of(pages), packing)
+    assert (tile[:, 1] == 7.0).all()
+    assert torch.equal(bits(tile[:, [0, 2]]), bits(exact[:, [0, 2]]))
 
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("chunk", [16, 32, 64])
 def test_chunks_and_ranges_come_from_packed_homes(dim: int, chunk: int) -> None:
     packing = Packing.of(KV_HEADS * PAGE * dim, 16 * dim, 0.05)
-    exact = numbers((LAYERS, 2, 2, PAGES, KV_HEADS, PAGE, dim), seed=dim + chunk)  # two tiles in each layer
-    homes = [[packed(tile, packing, 0.7, seed=i) for i, tile in enumerate(layer)] for layer in exact]
-    flags = torch.stack([torch.cat([each for _, each in layer], 1) for layer in homes])
+    exact = numbers((LAYERS, 2 * PAGES, 2, KV_HEADS, PAGE, dim), seed=dim + chunk)
+    homes = [packed(pages, packing, 0.7, seed=i) for i, pages in enumerate(exact)]
+    flags = torch.stack([flags for _, flags in homes])
     assert 0 < flags.sum() < flags.numel()
-    rows = exact.permute(0, 2, 4, 1, 3, 5, 6).flatten(3, 5)  # [L, 2, H, tokens, D]
-    addresses = torch.tensor([[home.data_ptr() for home, _ in layer] for layer in homes])
-    copy = PackedChunkCopy(packing, lambda: flags, chunk=chunk, page=PAGE, tile=PAGE * PAGES)
+    rows = exact.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)  # [L, 2, H, tokens, D]
+    aligned = [[torch.cat([page, page.new_zeros(-len(page) % 16)]) for page in pages] for pages, _ in homes]
+    blocks = torch.tensor(
+        [[[page.data_ptr() + kind * (len(page) // 2) for page in pages] for kind in range(2)] for pages in aligned]
+    )
+    copy = PackedChunkCopy(packing, chunk=chunk, page=PAGE)
     slots = 3
     held = torch.full((LAYERS, 2, KV_HEADS, (slots + 2) * chunk, dim), 7.0).bfloat16()
     generator = torch.Generator().manual_seed(chunk)
@@ -111,10 +125,10 @@ def test_chunks_and_ranges_come_from_packed_homes(dim: int, chunk: int) -> None:
                 if number >= 0:
                     own = rows[layer, :, head, number * chunk : (number + 1) * chunk]
                     expected[layer, :, head, slot * chunk : (slot + 1) * chunk] = own
-    copy.run(addresses, wanted, held)
+    copy.run(blocks, flags, wanted, held)
     assert torch.equal(bits(held), bits(expected))
     start, stop = chunk + 3, 3 * chunk - 5
-    copy.run(addresses, torch.arange(1, 3), held, slot=slots, tokens=range(start, stop))
+    copy.run(blocks, flags, torch.arange(1, 3), held, slot=slots, tokens=range(start, stop))
     expected[:, :, :, slots * chunk + 3 : (slots + 2) * chunk - 5] = rows[:, :, :, start:stop]
     assert torch.equal(bits(held), bits(expected))
 
@@ -182,26 +196,42 @@ def test_the_text_is_the_same_and_all_is_ordered(folder: Path) -> None:
         assert all_said(engine) == wanted
         packed = engine.worker.full.packed
         assert packed is not None
-        assert packed.flags.any()
+        assert packed.table.flags.any()
         assert card.launches["unpack_pages"] > 10
         assert card.launches["copy_packed_chunks"] > 3
     assert card.problems == []
 
 
-def test_homes_that_are_packed_while_a_copy_reads_them_are_reported(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def pack(tiles: StreamedTiles, length: int) -> None:
-        if tiles._unpacked is not None:
-            while tiles._unpacked.pages.are_due(length):
-                tiles._unpacked.pages.pack_next()
-
-    monkeypatch.setattr(StreamedTiles, "_pack", pack)
+def test_pages_that_are_packed_before_they_are_home_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Traffic, "settle", lambda traffic, tiles: None)
     with on_card(folder, 12) as (engine, card), torch.inference_mode():
         said(engine, PROMPT)
         problems = list(card.problems)
         monkeypatch.undo()
-    assert problems
+    assert any("race: read by host (pack)" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_pages_that_are_packed_over_what_a_copy_reads_are_reported(
+    planted: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session is read after tiles were fetched ahead."""
+    if planted:
+        monkeypatch.setattr(Traffic, "reads", lambda traffic, tile, event: None)
+    with on_card(folder, 12) as (engine, card), torch.inference_mode():
+        said(engine, PROMPT)
+        full = engine.worker.full
+        full.fetch_ahead()
+        full.restored(0)
+        full.wait_home()
+        for number in range(3):
+            layers = full.page_to_fill(number)
+            for layer in layers:
+                layer.zero_()
+            full.filled(number, layers)
+        problems = list(card.problems)
+        monkeypatch.undo()
+    assert any("race: write by host" in problem for problem in problems) == planted
 
 
 # Weights.

@@ -269,10 +269,10 @@ def test_packed_pages_are_unpacked_by_loads_of_8_and_stores_of_16_bytes(capabili
     half = packing.group // 2
     shape = {"NUMBERS": packing.numbers, "HEADS": packing.heads, "ESCAPES": packing.escapes}
     shape |= {"HALF": half, "HALF_PADDED": half}
-    pointers = {"slot": "*u8", "tile": "*i16", "flags": "*u8"}
+    pointers = {"slot": "*u8", "tile": "*i16", "flags": "*u8", "starts": "*i64"}
     unpacked = compiled(packed_programs.unpack_pages, capability, pointers, shape, warps=warps_of(packing))
-    shape |= {"GROUPS": 2, "PER_PAGE": 16, "PAGES": 16, "DIM": dim}
-    pointers = {"homes": "*i64", "flags": "*u8", "wanted": "*i64", "held": "*i16"}
+    shape |= {"GROUPS": 2, "PER_PAGE": 16, "DIM": dim}
+    pointers = {"blocks": "*i64", "flags": "*u8", "wanted": "*i64", "held": "*i16"}
     copied = compiled(packed_programs.copy_packed_chunks, capability, pointers, shape, warps=warps_of(packing))
     for found in (unpacked, copied):
         assert found.spilled_bytes == 0
@@ -341,7 +341,7 @@ def test_weights_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capa
 @pytest.mark.parametrize("dim", [16, 48, 64, 80, 96, 128, 256])
 def test_pages_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capability: int, dim: int) -> None:
     """Each thread has the scales, codes and low bytes of 8 numbers: only 4 bits and escapes come byte by byte."""
-    pointers = {"slot": "*u8", "tile": "*i16", "flags": "*u8", "codes": "*u8"}
+    pointers = {"slot": "*u8", "tile": "*i16", "flags": "*u8", "starts": "*i64", "codes": "*u8"}
     shape = {"PAGE": 512} | kv_remainders.constants(dim)
     num_warps = shape.pop("num_warps")
     found = compiled(kv_remainder_programs.restore_pages, capability, pointers, shape, warps=num_warps)

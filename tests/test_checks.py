@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offload.bench import checks, text_checks
 from offload.bench.checks import Check, check_device
-from offload.cache import packed
+from offload.cache import unpacked
 from offload.cache.full import FullCache
 from offload.errors import DoesNotFit
 from offload.kernels.products import Steps
@@ -96,7 +96,7 @@ def test_rows_whose_bits_depend_on_others_are_found(monkeypatch: Patch) -> None:
 
 def test_a_cache_that_streams_and_computes_otherwise_is_found(monkeypatch: Patch) -> None:
     def change(out: Tensor, cache: FullCache) -> Tensor:
-        return out * (1 + 2**-7) if cache._write_back is not None else out
+        return out * (1 + 2**-7) if cache._traffic is not None else out
 
     of_output(monkeypatch, change, "decode")
     assert failed() - {"packed tiles", "text"} == {"streamed tiles"}  # these stream, too
@@ -105,13 +105,13 @@ def test_a_cache_that_streams_and_computes_otherwise_is_found(monkeypatch: Patch
 @pytest.mark.skipif(not probe("cpu").fast_bf16, reason="bf16 alone is packed, and slow here")
 def test_pages_that_are_unpacked_wrongly_are_found(monkeypatch: Patch) -> None:
     best()
-    real = packed.unpack_tile
+    real = unpacked.unpack_tile
 
     def unpack_tile(tile: Tensor, *others: Any) -> None:
         real(tile, *others)
         tile[0, 0, 0, 5, 3] += 1
 
-    monkeypatch.setattr(packed, "unpack_tile", unpack_tile)
+    monkeypatch.setattr(unpacked, "unpack_tile", unpack_tile)
     assert failed() == {"packed tiles"}
 
 
@@ -134,13 +134,13 @@ def test_weights_that_arrive_with_another_bit_are_found(monkeypatch: Patch, func
 def test_another_text_of_pages_beside_codes_is_found(monkeypatch: Patch) -> None:
     best()
     monkeypatch.setattr(text_checks, "PROMPT", PROMPT)
-    real = packed.restore_tile
+    real = unpacked.restore_tile
 
     def restore_tile(tile: Tensor, *others: Any) -> None:
         real(tile, *others)
         tile[1] = -20
 
-    monkeypatch.setattr(packed, "restore_tile", restore_tile)
+    monkeypatch.setattr(unpacked, "restore_tile", restore_tile)
     assert failed() == {"text"}
 
 

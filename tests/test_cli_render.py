@@ -99,6 +99,10 @@ def test_stats_table_says_what_crossed_the_link():
     assert "decode  2.00 GB to device, 0 B to host" in table
     assert "utilisation of full passes 0.95, idle for 0.25 of decode" in table
     assert "offload kv,weights" in table
+    assert "12 bits" not in table
+    stats.wider_layers = 2
+    wider = "            2 layers cross in 12 bits, not 9: some weights would not come back"
+    assert wider in stats_table(stats, make_plan(Options(offload=frozenset({"weights"})))).splitlines()
 
 
 def test_unpaced_link_shows_bytes_without_a_utilisation():
@@ -126,6 +130,7 @@ def test_stats_table_fits_80_columns_with_large_numbers_and_no_numbers():
     large = make_stats(num_prompt_tokens=131_072, output_tokens=100_000)
     large.prefill_seconds = large.decode_seconds = 86_400.0
     large.prefill_link = large.decode_link = LinkStats(bytes_to_device=9 * 2**50, bytes_to_host=9 * 2**50)
+    large.wider_layers = 999
     large.levels = [LevelStats("retrieval", 999_999, 999_999, 99_999.0, 999_999, 999_999, 999_999)]
     plan = make_plan(Options(budget=2**24, offload=frozenset({"weights", "kv"})))
     for stats in (large, Stats(levels=[LevelStats("target")])):

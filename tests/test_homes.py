@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from offload.engine import Engine, load_tokenizer
 from offload.errors import UsageError
 from offload.kernels import native
 from offload.kernels.packing import Packing
+from offload.kernels.remainders import Remainder, split_off
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.plan.sizing import WEIGHT_BYTES, home_bytes
@@ -108,6 +111,7 @@ def test_layers_that_are_opened_are_there_also_after_a_pass_was_broken_off(
     room = torch.empty(LAYOUT.num_bytes, dtype=torch.uint8)
     link = LateLink(late_in=True, late_out=True)
     layers = StreamedLayers([], made, LAYOUT, staging, link, opened=room, coded=maker.coded)
+    assert layers.num_wider == (odd and num_homes > 1) + (num_homes > 2)
     for broken_at in [None, None, *range(num_homes), None, 0, 0, None]:
         for number, _ in enumerate(layers):
             assert torch.equal(room, wanted[number])
@@ -150,6 +154,23 @@ def test_the_engine_says_the_same_however_weights_cross(temperature: float) -> N
     assert texts[2] == texts[3]
     if temperature == 0.0:
         assert texts[0] == texts[2]
+
+
+@pytest.mark.usefixtures("_small_blocks")
+def test_a_layer_that_would_not_come_back_is_counted_and_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, texts = SamplingParams(temperature=0.0), []
+    for refused in (0, 2):
+        left = iter(range(refused))
+
+        def refuse(*args: Any) -> Remainder | None:
+            return split_off(*args) if next(left, None) is None else None  # noqa: B023
+
+        monkeypatch.setattr(homes, "split_off", refuse)
+        plan = planned(9, gamma=5, budget=256, weight_bits=4, draft_gamma=2)
+        with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
+            texts.append(said(engine, params))
+            assert engine.stats.wider_layers == refused
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(("bits", "options"), [(9, {"budget": 256, "weight_bits": 4, "gamma": 5}), (12, {"gamma": 0})])

@@ -21,7 +21,7 @@ from offload.engine import Engine, load_tokenizer, plan_request
 from offload.errors import UsageError
 from offload.kernels.native import Kernels
 from offload.kernels.packed import check, pack, pack_with_torch, unpack, unpack_tile, unpack_with_torch
-from offload.kernels.packing import Packing
+from offload.kernels.packing import REMAINDER, Packing
 from offload.kernels.rows import Blocks
 from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 from offload.plan.hardware import Hardware
@@ -164,29 +164,32 @@ def test_what_cannot_be_packed_is_refused() -> None:
 
 def test_a_tile_is_unpacked_page_by_page() -> None:
     packing, kernels = Packing.of(2 * 16 * 8, 128, 1 / 64), best()
-    exact = torch.randn(2, 3, 2, 16, 8, generator=torch.Generator().manual_seed(2)).bfloat16()
-    slot, tile = exact.clone(), torch.zeros_like(exact)
-    chosen = [(0, 0), (0, 1), (1, 1)]
-    assert pack(torch.tensor([slot[at].data_ptr() for at in chosen]), packing, kernels).all()
-    flags = torch.zeros(2, 3, dtype=torch.uint8)
-    flags[torch.tensor(chosen).unbind(1)] = 1
-    unpack_tile(tile, slot, flags, 2, packing, kernels)
+    exact = torch.randn(2, 4, 2, 16, 8, generator=torch.Generator().manual_seed(2)).bfloat16()
+    slot, tile = torch.zeros_like(exact), torch.zeros_like(exact)
+    there, at = slot.view(-1).view(torch.uint8), 32
+    flags, starts = torch.tensor([1, 0, REMAINDER, 1], dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.long)
+    for number, flag in enumerate(flags.tolist()[:3]):
+        for kind in range(2):
+            content = pack_with_torch(exact[kind, number].flatten(), packing) if flag else exact[kind, number]
+            assert content is not None
+            starts[kind, number] = at
+            size = content.nbytes
+            there[at : at + size] = content.flatten().view(torch.uint8)
+            at += size + 16
+    unpack_tile(tile, slot, flags[:3], starts[:, :3], packing, kernels)
     assert torch.equal(tile[:, :2], exact[:, :2])
-    assert not tile[:, 2].any()
-    flags[1, 1], flags[0, 0] = 2, 2
-    unpack_tile(tile.zero_(), slot, flags, 2, packing, kernels)
-    assert torch.equal(tile[0, 1], exact[0, 1])
-    assert torch.equal(tile[1, 0], exact[1, 0])
-    assert not tile[[0, 1, 0, 1], [0, 1, 2, 2]].any()
+    assert not tile[:, 2:].any()
 
 
 # Caches.
 
 
-def make(tape: Tape, *, link: Link | None = None, packs: bool = False, **fields: int) -> FullCache:
+def make(
+    tape: Tape, *, link: Link | None = None, packs: bool = False, memory: Memory | None = None, **fields: int
+) -> FullCache:
     kernels: Kernels = best()
     return FullCache(
-        Memory(torch.device("cpu")), TileShape(KV_HEADS, DIM, PAGE, PAGES, torch.bfloat16), num_layers=LAYERS,
+        memory or Memory(torch.device("cpu")), TileShape(KV_HEADS, DIM, PAGE, PAGES, torch.bfloat16), num_layers=LAYERS,
         rope=tape.rope, blocks=Blocks((ROWS,)), link=link, mass_chunk=CHUNK, kernels=kernels, host_kernels=kernels,
         packs=packs, **fields,
     )  # fmt: skip
@@ -214,24 +217,28 @@ def test_packing_pages_changes_no_bit(
                 assert torch.equal(theirs, ours)
 
 
+def flags_of(cache: FullCache, layer: int = 0) -> list[int]:
+    """Which of its pages are packed, of those that are in use."""
+    assert cache.packed is not None
+    return cache.packed.table.flags[layer, : -(-cache.length // PAGE)].tolist()
+
+
 def test_whole_pages_are_packed_once_and_cross_in_fewer_bytes() -> None:
     tape = Tape(torch.bfloat16)
     link = PacedLink(None, overlap=False)
-    away = make(tape, link=link, packs=True)
+    away = make(tape, link=link, packs=True, raw_pages=LAYERS * 7)
+    away.reserve(2 * TILE + 5)
     driver = Driver(away, tape, padding=ROWS)
     driver.extend([0] * (2 * TILE + 5), phase="prefill", blocks=9)
-    assert away.packed is not None
-    assert not away.packed.flags.any()
+    assert flags_of(away) == [0] * 7
     driver.extend([0])
-    flags = away.packed.flags
-    assert flags.shape == (LAYERS, 2, 3 * PAGES)
-    assert flags[..., : 2 * PAGES].all()
-    assert not flags[..., 2 * PAGES :].any()
+    assert flags_of(away) == flags_of(away, 1) == [1] * 6 + [0]
     before = link.stats.bytes_to_device
     driver.extend([0])
+    assert away.packed is not None
+    packing = away.packed.packing
     crossed = link.stats.bytes_to_device - before
-    page = 2 * away.packed.packing.numbers
-    assert crossed == LAYERS * 2 * (2 * PAGES * away.packed.packing.nbytes + page)
+    assert crossed == LAYERS * 2 * (2 * PAGES * packing.nbytes + 2 * packing.numbers)
 
 
 def test_rows_written_over_packed_ones_lie_as_they_are_until_their_page_is_whole(late: LateLink) -> None:
@@ -243,15 +250,15 @@ def test_rows_written_over_packed_ones_lie_as_they_are_until_their_page_is_whole
         driver.extend([0] * 3)
         driver.truncate(TILE + PAGE + 3)
     assert torch.equal(*(driver.extend([1] * 5) for driver in drivers))
-    assert away.packed is not None
-    assert away.packed.flags[0, 0].tolist() == [1, 1, 1, 1, 0, 1, 0, 0, 0]
+    assert flags_of(away) == [1, 1, 1, 1, 0]
     assert torch.equal(*(driver.extend([0] * (2 * PAGE), phase="prefill", blocks=7) for driver in drivers))
     assert torch.equal(*(driver.extend([0] * (2 * PAGE)) for driver in drivers))
     assert torch.equal(*(driver.extend([0]) for driver in drivers))
-    assert away.packed.flags[0, 0].tolist() == [1, 1, 1, 1, 1, 1, 1, 1, 0]
+    assert flags_of(away) == [1, 1, 1, 1, 1, 1, 1, 1, 0]
 
 
 def test_a_page_with_too_many_escapes_crosses_as_it_is(late: LateLink) -> None:
+    """Its keys would pack."""
     tape = Tape(torch.bfloat16)
     tape.v[:, 1, :PAGE] *= 2.0 ** torch.randint(-60, 60, tape.v[:, 1, :PAGE].shape)
     away, here = make(tape, link=late, packs=True), make(tape)
@@ -260,8 +267,8 @@ def test_a_page_with_too_many_escapes_crosses_as_it_is(late: LateLink) -> None:
         driver.extend([0] * TILE, phase="prefill", blocks=9)
     for _ in range(3):
         assert torch.equal(*(driver.extend([0]) for driver in drivers))
-    assert away.packed is not None
-    assert away.packed.flags[1].tolist() == [[1, 1, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0]]
+    assert flags_of(away, 0) == [1, 1, 1, 0]
+    assert flags_of(away, 1) == [0, 1, 1, 0]
 
 
 def test_a_prefill_over_packed_pages_leaves_no_packed_bytes_to_be_taken_for_numbers(late: LateLink) -> None:
@@ -272,7 +279,7 @@ def test_a_prefill_over_packed_pages_leaves_no_packed_bytes_to_be_taken_for_numb
     driver.extend([0] * (2 * TILE), phase="prefill", blocks=9)
     driver.extend([0])
     assert away.packed is not None
-    assert away.packed.flags.any()
+    assert away.packed.table.flags.any()
     driver.extend([0] * 5, phase="prefill", blocks=9)
     ours = away._staging[-1]
     assert ours.isfinite().all()
@@ -309,31 +316,6 @@ def test_rows_that_come_from_outside_take_the_place_of_packed_ones(late: LateLin
     assert torch.equal(source.reader.tokens(0, source.length), here.reader.tokens(0, here.length))
 
 
-def test_packing_that_is_broken_off_goes_on_later(late: LateLink, monkeypatch: pytest.MonkeyPatch) -> None:
-    tape = Tape(torch.bfloat16)
-    away, here = make(tape, link=late, packs=True), make(tape)
-    drivers = Driver(away, tape, padding=ROWS), Driver(here, tape, padding=ROWS)
-    for driver in drivers:
-        driver.extend([0] * (2 * TILE), phase="prefill", blocks=9)
-    calls = iter([False, False, True])
-
-    def interrupted(*args: object) -> Tensor:
-        if next(calls):
-            raise KeyboardInterrupt
-        return pack(*args)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch:
-        patch.setattr("offload.cache.packed.pack", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            drivers[0].extend([0])
-    assert away.packed is not None
-    assert away.packed.flags[0, 0, : 2 * PAGES].tolist() == [1, 1, 0, 0, 0, 0]
-    drivers[0].truncate(2 * TILE)
-    for _ in range(2):
-        assert torch.equal(*(driver.extend([0]) for driver in drivers))
-    assert away.packed.flags[..., : 2 * PAGES].all()
-
-
 def test_mean_keys_are_not_of_packed_pages(late: LateLink) -> None:
     with pytest.raises(RuntimeError, match="as they are"):
         make(Tape(torch.bfloat16), link=late, packs=True).mean_key_scores(CHUNK)
@@ -360,7 +342,7 @@ def test_the_engine_says_the_same_however_pages_cross(options: dict[str, object]
             texts.append((first, said(engine, PROMPT[:590] + PROMPT[:500], reuse=True)))
             packed = engine.worker.full.packed
             assert (packed is not None) == (bits_of_pages == 12)
-            assert packed is None or packed.flags.any()
+            assert packed is None or packed.table.flags.any()
     assert texts[0] == texts[1]
 
 

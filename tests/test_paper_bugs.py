@@ -30,7 +30,7 @@ GONE = "in a graph uses memory that was given back"
 RACE, DROPPED, MIXED, UNPINNED = "race: ", "given back while", "on the card and on the host", "not pinned"
 LINK, MEMORY, WEIGHTS = "offload.transfer.link", "offload.transfer.memory", "offload.transfer.weights"
 RESIDENCE, READER, FETCH = "offload.cache.residence", "offload.cache.reader", "offload.cache.fetch"
-HOST_SIDE = "offload.cache.host_side"
+HOST_SIDE, TRAFFIC, WRITE_BACK = "offload.cache.host_side", "offload.cache.traffic", "offload.cache.write_back"
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ BUGS = [
     ),
     Bug(
         "new rows go home before they are computed",
-        RESIDENCE, "home[0, pages], tile[0, pages], (ready,))", "home[0, pages], tile[0, pages], ())",
+        WRITE_BACK, "home[0, pages], tile[0, pages], (ready,))", "home[0, pages], tile[0, pages], ())",
     ),
     Bug(
         "a home is read before new rows are in it",
-        RESIDENCE, "return () if event is None else (event,)", "return ()", "plain, kv streamed",
+        TRAFFIC, "return () if event is None else (event,)", "return ()", "plain, kv streamed",
     ),
     Bug(
         "nobody waits until new rows are home",
-        RESIDENCE,
-        "                event.synchronize()\n        self._last",
-        "                pass\n        self._last",
+        TRAFFIC,
+        "            self._last.synchronize()\n        self._last",
+        "            pass\n        self._last",
         "published, kv streamed",
     ),
     Bug(
@@ -125,7 +125,7 @@ BUGS = [
     Bug("a prefill's tiles are taken while new rows leave them", RESIDENCE, "(free, *left,", "(free,"),
     Bug(
         "an empty slot is written to at once",
-        RESIDENCE, "        return _All(after)", "        return _All(())", "plain, kv streamed",
+        RESIDENCE, "        return All(after)", "        return All(())", "plain, kv streamed",
     ),
     Bug(
         "chunks are put in their places before they came",
@@ -251,7 +251,7 @@ BUGS = [
     ),
     Bug(
         "the host gathers chunks while new rows are on their way home",
-        RESIDENCE, "            self._last.wait()", "            pass", "retrieval, kv streamed",
+        TRAFFIC, "            self._last.wait()", "            pass", "retrieval, kv streamed",
     ),
     Bug(
         "a tail is gathered before new rows are home",

@@ -11,7 +11,7 @@ import torch
 from models import save_pair
 from offload.cache.fetch import CardFetch
 from offload.cache.full import FullCache
-from offload.cache.residence import WriteBack
+from offload.cache.traffic import Traffic
 from offload.engine import Engine
 
 pytest.importorskip("triton")
@@ -100,7 +100,7 @@ def test_a_host_that_does_not_wait_for_the_kernel_is_reported(pair: Pair, monkey
     for waits in (True, False):
         with by_kernel("retrieval, kv streamed", pair) as (engine, card), torch.inference_mode():
             if not waits:
-                monkeypatch.setattr(WriteBack, "read", lambda write_back: None)
+                monkeypatch.setattr(Traffic, "read_by_kernel", lambda traffic: None)
             refreshes(engine, card)
             full = engine.worker.full
             full.wait_home()

@@ -20,7 +20,7 @@ from offload.cache.low_bits import EXACT, LowBitCache
 from offload.cache.packed import PackedPages
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine
-from offload.kernels.kv_remainders import REMAINDER
+from offload.kernels.packing import PACKED, RAW, REMAINDER
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.session.fingerprints import identity_of
@@ -29,7 +29,7 @@ from offload.transfer.memory import Memory
 from processor import best
 from test_low_bit_cache import MODEL, PLAIN, PROMPT, SIZES, assert_follows
 
-PAGE = SIZES.page
+PAGE, PLENTY = SIZES.page, 64
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,9 @@ class Pair:
     levels: tuple[Level, Level]
 
     @classmethod
-    def of(cls, decoder: Decoder) -> Pair:
-        away = full_cache(decoder, SIZES, link=LateLink(late_in=True, late_out=True), packs=True)
+    def of(cls, decoder: Decoder, raw_pages: int = PLENTY) -> Pair:
+        away = full_cache(decoder, SIZES, link=LateLink(late_in=True, late_out=True), packs=True, raw_pages=raw_pages)
+        away.reserve(0)
         memory = Memory(torch.device("cpu"))
         codes = LowBitCache(away, memory, num_tokens=600, drafted=12, kernels=best(), beside=True)
         here = full_cache(decoder, SIZES)
@@ -79,11 +80,33 @@ class Pair:
         assert_follows(self.codes)
 
     def remainders(self) -> Tensor:
-        """bool [pages]: of which all layers' keys and values are."""
-        return (self.pages.flags == REMAINDER).all(0).all(0)
+        """bool [pages]: of which all layers' are, of those in use."""
+        return (self.pages.table.flags[:, : -(-self.here.length // PAGE)] == REMAINDER).all(0)
+
+    def lie_apart(self) -> None:
+        """No page lies over another's bytes."""
+        table, shape = self.pages.table, self.away.shape
+        for layer in range(self.away.num_layers):
+            for index in range(self.away.store.num_tiles):
+                home = self.away.store.home(layer, index)
+                at = home.data_ptr()
+                for number in range(index * shape.num_pages, min((index + 1) * shape.num_pages, self.whole)):
+                    flag, sizes = int(table.flags[layer, number]), table.sizes[layer, :, number].tolist()
+                    keys, values = table.blocks[layer, :, number].tolist()
+                    assert (flag == RAW) == ((layer, number) in table.slots)
+                    if flag != RAW:
+                        assert values == keys + sizes[0]
+                        assert keys >= at
+                        at = values + sizes[1]
+                assert at <= home.data_ptr() + home.nbytes
+
+    @property
+    def whole(self) -> int:
+        return self.here.length // PAGE
 
     def check(self) -> None:
         self.away.wait_home()
+        self.lie_apart()
         length = self.here.length
         assert torch.equal(self.away.reader.tokens(0, length), self.here.reader.tokens(0, length))
         for number in range(length // PAGE):
@@ -99,15 +122,20 @@ def test_whole_pages_with_codes_are_remainders_and_fewer_bytes_cross(decoder: De
     pair.forward(1, 2)
     covered = pair.codes.covered // PAGE
     assert pair.codes.covered == (300 - 64) // 32 * 32 == covered * PAGE
-    assert pair.pages.flags[0, 0, : covered + 1].tolist() == [1, *[REMAINDER] * (covered - 1), 0]
+    assert pair.pages.table.flags[0, : covered + 1].tolist() == [PACKED, *[REMAINDER] * (covered - 1), RAW]
     assert pair.remainders().sum() == covered - 1
     page = 2 * pair.pages.packing.numbers
-    assert (pair.pages._sizes[..., 1:covered] < 0.62 * page).all()
+    sizes, blocks = (of_pages[..., 1:covered] for of_pages in (pair.pages.table.sizes, pair.pages.table.blocks))
+    assert (sizes < 0.62 * page).all()
+    in_a_tile = torch.arange(2, covered) % SIZES.pages > 0
+    gaps = blocks[:, 0, 1:] - (blocks + sizes)[:, 1, :-1]
+    assert not gaps[:, in_a_tile].any()  # they cross in one piece
     pair.check()
 
 
-def test_rows_are_the_same_whatever_happens(decoder: Decoder) -> None:
-    draw, pair, most = random.Random(9), Pair.of(decoder), 0
+@pytest.mark.parametrize("raw_pages", [0, 7, PLENTY])
+def test_rows_are_the_same_whatever_happens(decoder: Decoder, raw_pages: int) -> None:
+    draw, pair, most = random.Random(9), Pair.of(decoder, raw_pages), 0
     for _ in range(160):
         step = draw.choice(["verify", "verify", "verify", "cut", "cut a little", "restore", "refresh", "ahead"])
         if pair.here.length > 480:
@@ -182,16 +210,16 @@ def test_stale_codes_are_no_codes(decoder: Decoder) -> None:
 def test_a_page_that_would_not_come_back_lies_as_it_is(decoder: Decoder) -> None:
     pair = Pair.of(decoder)
     pair.forward(300, 1)
-    any_number = torch.randint(0x7F00, pair.here.page(1, 3)[0].shape)
+    other = full_cache(decoder, SIZES)
+    other.copy_from(pair.here)
+    other.page(0, 2)[1, 0, 3, 2] = torch.inf
+    other.page(1, 3)[0].view(torch.int16).copy_(torch.randint(0x7F00, other.page(1, 3)[0].shape))
     for full in (pair.away, pair.here):
-        full.wait_home()
-        full.page(0, 2)[1, 0, 3, 2] = torch.inf
-        full.page(1, 3)[0].view(torch.int16).copy_(any_number)
-        full.restored(300)
+        full.copy_from(other)
     pair.refresh()
-    flags = [level.forward([1], 1) for level in pair.levels] and pair.pages.flags
-    assert flags[:, 0, 2:5].tolist() == [[REMAINDER] * 3, [REMAINDER, 0, REMAINDER]]
-    assert flags[:, 1, 2:5].tolist() == [[0, *[REMAINDER] * 2], [REMAINDER] * 3]
+    flags = [level.forward([1], 1) for level in pair.levels] and pair.pages.table.flags
+    assert flags[:, 2:5].tolist() == [[RAW, REMAINDER, REMAINDER], [REMAINDER, RAW, REMAINDER]]
+    pair.lie_apart()
     pair.away.wait_home()
     assert torch.equal(*(full.reader.tokens(EXACT, 300).view(torch.int16) for full in (pair.away, pair.here)))
 
@@ -206,7 +234,7 @@ def made(folder: Path, link_bits: int, *, ranks: int = 1, sizes: Sizes = ALONE) 
     best()
     offload = frozenset({"kv"})
     plan = tiny_plan(folder, None, sizes, num_prompt_tokens=400, max_tokens=60, dtype="bf16", offload=offload)
-    with tiny_engine(changed(plan, link_bits=link_bits, num_devices=ranks), folder) as engine:
+    with tiny_engine(changed(plan, link_bits=link_bits, num_devices=ranks, raw_pages=PLENTY), folder) as engine:
         yield engine
 
 
@@ -230,7 +258,7 @@ def test_the_engine_says_the_same_and_less_crosses(folder: Path, temperature: fl
             texts.append(all_said(engine, temperature))
             crossed.append(engine.worker.link_stats.bytes_to_device)
             packed = engine.worker.full.packed
-            assert link_bits != 9 or (packed is not None and (packed.flags == REMAINDER).any())
+            assert link_bits != 9 or (packed is not None and (packed.table.flags == REMAINDER).any())
     assert texts[0] == texts[1] == texts[2]
     assert crossed[0] > crossed[1] > crossed[2]
     if not temperature:
@@ -243,7 +271,7 @@ def test_a_session_is_saved_from_remainders_and_opened(folder: Path, tmp_path: P
         said(engine, PROMPT)
         full = engine.worker.full
         assert full.packed is not None
-        assert (full.packed.flags == REMAINDER).any()
+        assert (full.packed.table.flags == REMAINDER).any()
         wanted = full.reader.tokens(0, full.length).clone()
         with Store.open(tmp_path / "session", identity_of(folder, engine.plan)) as store:
             engine.save(store, {})

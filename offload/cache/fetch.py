@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -104,21 +105,28 @@ class CardFetch:
         from offload.kernels.card.packed import PackedChunkCopy
 
         self._full, self._chunk = full, chunk
-        sizes = {"chunk": chunk, "page": full.shape.page_tokens, "tile": full.shape.tokens}
-        self._copy: ChunkCopy | PackedChunkCopy = ChunkCopy(**sizes)
-        if (packed := full.packed) is not None:
-            self._copy = PackedChunkCopy(packed.packing, lambda: packed.flags_on(full.device), **sizes)
+        self._run: Callable[..., None]
+        if (packed := full.packed) is None:
+            copy = ChunkCopy(chunk=chunk, page=full.shape.page_tokens, tile=full.shape.tokens)
+            self._run = lambda *args, **more: copy.run(full.store.addresses(), *args, **more)
+        else:
+            table, of_packed = packed.table, PackedChunkCopy(packed.packing, chunk=chunk, page=full.shape.page_tokens)
+
+            def run(*args: Any, **more: Any) -> None:
+                entries = table.there()
+                of_packed.run(entries.blocks, entries.flags, *args, **more)
+
+            self._run = run
 
     def fetch(self, held: Tensor, tail: Tail, wanted: Tensor | None = None) -> None:
         """See `Fetch`."""
         self._full.follow_home()
-        homes = self._full.store.addresses()
         if wanted is not None:
-            self._copy.run(homes, wanted, held)
+            self._run(wanted, held)
         if tail.start < tail.stop:
             numbers = torch.arange(tail.start // self._chunk, -(-tail.stop // self._chunk), device=held.device)
             slot = (tail.at + tail.start - tail.first) // self._chunk
-            self._copy.run(homes, numbers, held, slot=slot, tokens=range(tail.start, tail.stop))
+            self._run(numbers, held, slot=slot, tokens=range(tail.start, tail.stop))
         self._full.read_home()
 
     def tokens(self, start: int, stop: int) -> Tensor:

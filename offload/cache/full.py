@@ -10,12 +10,15 @@ from torch import Tensor
 from offload.cache import Phase
 from offload.cache.block import Block
 from offload.cache.host_side import HostSide
-from offload.cache.packed import PackedPages, Unpacked
+from offload.cache.packed import PackedPages
 from offload.cache.places import Places
 from offload.cache.reader import RowReader
-from offload.cache.residence import PrefillTiles, Residence, StreamedTiles, WriteBack
+from offload.cache.residence import PrefillTiles, Residence, StreamedTiles
 from offload.cache.tile_attention import TileAttention
 from offload.cache.tiles import TileShape, TileStore, write_rows
+from offload.cache.traffic import Traffic
+from offload.cache.unpacked import Unpacked
+from offload.cache.write_back import WriteBack
 from offload.kernels.attention import fold
 from offload.kernels.card import Card
 from offload.kernels.card.flash import FlashBlock, FlashTiles
@@ -23,6 +26,7 @@ from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
+from offload.plan.sizing import MAX_ROWS
 from offload.transfer.arena import Arena
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
@@ -40,6 +44,7 @@ class FullCache:
     tiles that are attended to on the host. fused_prefill: phase "prefill" attends by torch's fused kernel; flash: by
     this instead. kernels: the device's own, for phase "decode"; host_kernels: the processor's beside a card.
     packs: pages that stream are packed at home, by `host_kernels`, and unpacked by `kernels`; `link` and bf16 alone.
+    raw_pages: `reserve` allocates room for so many that are not packed yet.
     keep_queries: False where `mean_key_scores` is not asked for. arena: phase "prefill" has its turn of it, from
     `begin` to the next user's.
     """
@@ -63,28 +68,35 @@ class FullCache:
         kernels: Kernels | Card = NONE,
         host_kernels: Kernels = NONE,
         packs: bool = False,
+        raw_pages: int = 0,
         keep_queries: bool = True,
         arena: Arena | None = None,
     ) -> None:
         self.shape, self.num_layers, self.rope, self.mass_chunk = shape, num_layers, rope, mass_chunk
         self.device, self.all_on_device = memory.device, link is None
-        self.store = TileStore(memory, shape, num_layers, None if link is None else num_resident, num_host)
+        resident = None if link is None else num_resident
+        most = len(rope.cos)
+        self.store = TileStore(memory, shape, num_layers, resident, num_host, packs=packs, most_tokens=most)
         self.host_reads = host_reads or HostReads()
         self.arena = arena or Arena(memory)
-        resident = Residence(self.store)
-        self._residences: dict[Phase, Residence] = {"prefill": resident, "decode": resident}
-        self._write_back: WriteBack | None = None
-        self.packed = PackedPages(self.store, host_kernels) if packs else None
+        here = Residence(self.store)
+        self._residences: dict[Phase, Residence] = {"prefill": here, "decode": here}
+        self._traffic = None if link is None else Traffic(link)
+        self.packed: PackedPages | None = None
+        self._raw_pages = raw_pages
         self._memory, self._staging = memory, list[Tensor]()
         if link is not None:
+            assert self._traffic is not None
             for _ in range(num_staging + packs):
                 self._staging.append(memory.allocate(shape.shape, shape.dtype, tier="device", purpose="kv staging"))
-            staging = self._staging[:num_staging]
-            unpacked = None if self.packed is None else Unpacked(self.packed, self._staging[-1], link, kernels)
-            back = self._write_back = WriteBack(self.store, link, self.packed)
+            unpacked = None
+            if packs:
+                self.packed = PackedPages(self.store, memory, host_kernels, link, self._traffic)
+                unpacked = Unpacked(self.packed, self._staging[-1], link, kernels)
+            staging, back = self._staging[:num_staging], WriteBack(self.store, link, self._traffic, self.packed)
             self._residences = {
-                "prefill": PrefillTiles(self.store, link, self.arena, back, unpacked),
-                "decode": StreamedTiles(self.store, link, staging, back, self.host_reads, unpacked),
+                "prefill": PrefillTiles(self.store, link, self.arena, back, self._traffic, unpacked),
+                "decode": StreamedTiles(self.store, link, staging, back, self._traffic, self.host_reads, unpacked),
             }
         self._places = Places(rope)
         self.reader = RowReader(self.store, memory, link, self.packed)
@@ -108,6 +120,8 @@ class FullCache:
 
     def reserve(self, num_tokens: int) -> None:
         """Allocate tiles for that many tokens now: pinning takes time that no forward should."""
+        if self.packed is not None:
+            self.packed.reserve(self._raw_pages)
         self.store.grow(num_tokens)
 
     def begin(self, phase: Phase, num_rows: int, *, ahead: bool = False) -> None:
@@ -164,9 +178,9 @@ class FullCache:
         self._end()
 
     def truncate(self, length: int) -> None:
-        self._end()
-        self.length, self.num_ahead = min(self.length, length), 0
-        self.kept = min(self.kept, self.length)
+        self._cut(length)
+        if self.packed is not None:
+            self.packed.keep(self.length + MAX_ROWS)
 
     def noted(self) -> None:
         """From now on `kept` counts anew."""
@@ -184,10 +198,8 @@ class FullCache:
             residence.fetch_ahead(self.length)
 
     def page(self, layer: int, number: int) -> Tensor:
-        """Page `number` of the sequence in `layer`: a view of its home, [2, H_kv, S, D], each half contiguous.
-
-        Write to it after `wait_home`, and call `restored` afterwards; what it reads is in `page_of_all`.
-        """
+        """Page `number` of the sequence in `layer`, of a tile that lies as it is: a view of its home, [2, H_kv, S, D],
+        each half contiguous. Write to it after `wait_home`, and call `restored` afterwards."""
         index, within = divmod(number, self.shape.num_pages)
         return self.store.home(layer, index)[:, within]
 
@@ -196,19 +208,22 @@ class FullCache:
         return [self._read_page(layer, number) for layer in range(self.num_layers)]
 
     def page_to_fill(self, number: int) -> list[Tensor]:
-        """See `PagedRows`: the homes themselves."""
-        return [self.page(layer, number) for layer in range(self.num_layers)]
+        """See `PagedRows`: the homes themselves, or slots for raw pages."""
+        raw = {} if self.packed is None else self.packed.to_fill(number)
+        return [raw[layer] if layer in raw else self.page(layer, number) for layer in range(self.num_layers)]
 
     def filled(self, number: int, layers: Sequence[Tensor]) -> None:
-        """See `PagedRows`: the homes themselves were filled."""
+        """See `PagedRows`: what is raw is packed."""
+        if self.packed is not None:
+            self.packed.filled(number)
 
     def restored(self, length: int) -> None:
-        """The homes of the first `length` tokens' pages were written from outside: these tokens count, no others."""
-        self.truncate(0)
+        """The pages of the first `length` tokens were written from outside: these tokens count, no others."""
+        self._cut(0)
         for residence in self._residences.values():
             residence.forget()
         if self.packed is not None:
-            self.packed.forget()
+            self.packed.keep(length)
         self.length = length
 
     def copy_from(self, other: FullCache, num_tokens: int | None = None) -> None:
@@ -220,8 +235,10 @@ class FullCache:
         self.restored(0)
         self.reserve(length)
         for number in range(-(-length // self.shape.page_tokens)):
-            for own, theirs in zip(self.page_to_fill(number), other.page_of_all(number), strict=True):
+            pages = self.page_to_fill(number)
+            for own, theirs in zip(pages, other.page_of_all(number), strict=True):
                 own.copy_(theirs)
+            self.filled(number, pages)
         self.restored(length)
 
     def release(self) -> None:
@@ -233,6 +250,8 @@ class FullCache:
         for residence in self._residences.values():
             residence.settle()
         self.store.release()
+        if self.packed is not None:
+            self.packed.release()
         self.reader.release()
         for tile in self._staging:
             self._memory.released(tile, tier="device", purpose="kv staging")
@@ -244,7 +263,8 @@ class FullCache:
         return None
 
     def nbytes(self) -> int:
-        return self.store.nbytes()
+        """Of its homes."""
+        return self.store.nbytes() + (0 if self.packed is None else self.packed.nbytes())
 
     def mass(self, num_rows: int) -> Tensor:
         """Softmax mass per chunk of the last decode forward, summed over its first `num_rows` rows and over the query
@@ -268,33 +288,37 @@ class FullCache:
 
     def wait_home(self) -> None:
         """Return when the tiles' homes have all rows and nobody reads them: the host may write to them."""
-        if self._write_back is not None:
-            self._write_back.wait()
+        if self._traffic is not None:
+            self._traffic.wait()
 
     def follow_home(self) -> None:
         """What the device computes from now on comes after that: on a card the host does not wait."""
-        if self._write_back is not None:
-            self._write_back.order()
+        if self._traffic is not None:
+            self._traffic.order()
 
     def lose_codes(self, num_tokens: int) -> None:
         """The codes of tokens from `num_tokens` on, beside which pages may lie at home, are about to go."""
         if self.packed is None or self.packed.codes is None:
             return
-        self.wait_home()
         for residence in self._residences.values():
-            residence.settle()
             residence.forget()
-        self.packed.give_back(num_tokens, self.length)
+        self.packed.lose_codes(num_tokens, self.length)
 
     def read_home(self) -> None:
         """What the device computes by now reads homes itself: see `wait_home`."""
-        if self._write_back is not None:
-            self._write_back.read()
+        if self._traffic is not None:
+            self._traffic.read_by_kernel()
 
     def _read_page(self, layer: int, number: int) -> Tensor:
         if self.packed is not None and self.store.place(layer, number // self.shape.num_pages) == "stream":
             return self.packed.tokens(layer, number)
         return self.page(layer, number)
+
+    def _cut(self, length: int) -> None:
+        """No forward is under way, and there are no more than `length` tokens."""
+        self._end()
+        self.length, self.num_ahead = min(self.length, length), 0
+        self.kept = min(self.kept, self.length)
 
     def _end(self) -> None:
         if self._phase is not None:

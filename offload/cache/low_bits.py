@@ -78,9 +78,9 @@ class LowBitCache:
     def of_layer(self, layer: int) -> Tensor:
         return self._codes.blocks[layer]
 
-    def of_page(self, page: int) -> Tensor:
+    def of_page(self, layer: int, page: int) -> Tensor:
         first = self.first_group(page)
-        return self._codes.blocks[:, :, first : first + self.full.shape.page_tokens // GROUP].cpu()
+        return self._codes.blocks[layer, :, first : first + self.full.shape.page_tokens // GROUP].cpu()
 
     def begin(self, phase: Phase, num_rows: int) -> None:
         self._taken = [0] * self.full.num_layers

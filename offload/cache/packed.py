@@ -1,30 +1,34 @@
 """Pages that lie packed at home, in about 12 of a number's 16 bits, or in 9 where their codes in 4 bits are on the
-device: fewer bytes of them cross the link.
+device: they take less of the host's memory, and fewer bytes of them cross the link.
 
 Nothing is lost, so it never matters to what is computed which pages are packed, and when that was done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from offload.cache.page_table import Page, PageTable
 from offload.cache.tiles import TileStore
-from offload.kernels.card import Card
+from offload.cache.traffic import All, Traffic
 from offload.kernels.kv_codes import GROUP, Order
-from offload.kernels.kv_remainders import REMAINDER, PageShape, restore, restore_tile, split_off
+from offload.kernels.kv_remainders import PageShape, restore, split_off
 from offload.kernels.native import Kernels
-from offload.kernels.packed import pack, unpack, unpack_tile
-from offload.kernels.packing import Packing
-from offload.plan.sizing import PACKED_ESCAPES, PACKED_TOKENS
+from offload.kernels.packed import pack, unpack
+from offload.kernels.packing import RAW, REMAINDER
+from offload.plan.sizing import PACKED_TOKENS
 from offload.transfer.link import Event, Link
-from offload.transfer.memory import sent
+from offload.transfer.memory import Memory
 
-UNINTERRUPTED = True  # a page lies as its flag says
+UNINTERRUPTED = True  # a page lies where the table says
+
+_AT_A_TIME = 32  # pages that are packed between two moments in which an interrupt may come
 
 
 class PageCodes(Protocol):
@@ -46,155 +50,147 @@ class PageCodes(Protocol):
         """uint8 [H_kv, groups, bytes] on the device."""
         ...
 
-    def of_page(self, page: int) -> Tensor:
-        """uint8 [L, H_kv, groups of a page, bytes] on the host, of a page all of whose tokens have codes."""
+    def of_page(self, layer: int, page: int) -> Tensor:
+        """uint8 [H_kv, groups of a page, bytes] on the host, of a page all of whose tokens have codes."""
         ...
 
 
-class PackedPages:
-    """Which pages of a store's streamed tiles are packed. The keys of a page are a block, its values another: each is
-    packed in its place once all its tokens are there, and lies as it is after it was written to again, or where it
-    would take too many escapes.
+@dataclass(frozen=True)
+class Came:
+    """The first pages of tile `index` of a layer in a staging slot, as they lay at home: of each how it lay, uint8
+    [pages], and where its keys and its values begin, int64 [2, pages] bytes, both on the device. kinds: all that there
+    are of the former."""
 
-    kernels: the processor's, which pack, and unpack what the host reads. codes: where there are some, a page is packed
-    once all its tokens have theirs, and then it is what its numbers have beside these.
+    layer: int
+    index: int
+    flags: Tensor
+    starts: Tensor
+    kinds: frozenset[int]
+
+
+class PackedPages:
+    """Pages of a store's streamed tiles, on their way home and back.
+
+    A page is raw from when it is written until it is packed: once its last token was written, and either a pass is over
+    or slots for others are short. Where there are `codes`, it waits for those of all its tokens, and then is what its
+    numbers have beside them; was it packed without them before, it is packed anew. One that would take too many escapes
+    stays raw. Where nothing that is raw can be packed, there are more slots from then on.
+
+    kernels: the processor's, which pack, and unpack what the host reads.
     """
 
-    def __init__(self, store: TileStore, kernels: Kernels) -> None:
+    def __init__(self, store: TileStore, memory: Memory, kernels: Kernels, link: Link, traffic: Traffic) -> None:
         shape = store.shape
         assert shape.dtype == torch.bfloat16
-        self._store, self._kernels = store, kernels
-        self.packing = Packing.of(
-            shape.num_kv_heads * shape.page_tokens * shape.head_dim, PACKED_TOKENS * shape.head_dim, PACKED_ESCAPES
-        )
-        self._flags = torch.zeros(store.num_layers, 2, 0, dtype=torch.uint8)
-        self._sizes = torch.zeros(store.num_layers, 2, 0, dtype=torch.long)  # bytes of remainders
-        self.codes: PageCodes | None = None
+        self._store, self._kernels, self._link, self._traffic = store, kernels, link, traffic
+        self.packing, self.table = shape.packing, PageTable(store, memory)
         self.page_shape = PageShape(shape.num_kv_heads, shape.page_tokens, shape.head_dim)
-        self._num_tried = 0  # pages: those before are packed as far as they can be
-        self._on_device: Tensor | None = None
+        self.codes: PageCodes | None = None
+        self._new: dict[Page, bool] = {}  # raw ones that nobody tried to pack since they were written: whether whole
+        self._without: dict[Page, None] = {}  # those that were packed while they had no codes
 
-    @property
-    def flags(self) -> Tensor:
-        """uint8 [L, 2, pages] on the host: 1 where a layer's keys or values of a page are packed, REMAINDER where they
-        are remainders."""
-        shape = self._store.shape
-        if (missing := self._store.num_tiles * shape.num_pages - self._flags.shape[2]) > 0:
-            with torch.inference_mode(False):  # they change in passes and between them
-                self._flags, self._sizes = pad(self._flags, (0, missing)), pad(self._sizes, (0, missing))
-            self._on_device = None
-        return self._flags
+    def reserve(self, num_slots: int) -> None:
+        """Have so many slots. Raises DoesNotFit."""
+        self.table.raw.add(num_slots - self.table.raw.num_slots)
 
-    def flags_on(self, device: torch.device) -> Tensor:
-        """The same on the device."""
-        flags = self.flags
-        if self._on_device is None:
-            self._on_device = sent(flags, device) if device.type != "cpu" else flags
-        return self._on_device
-
-    def of_tile(self, layer: int, index: int, device: torch.device | None = None) -> Tensor:
-        """uint8 [2, P] of a tile, on the host or on the device."""
-        pages, flags = self._store.shape.num_pages, self.flags if device is None else self.flags_on(device)
-        return flags[layer, :, index * pages : (index + 1) * pages]
-
-    def are_due(self, num_tokens: int) -> bool:
-        """Whether whole pages of `num_tokens` tokens may be packed that are not."""
-        ready = num_tokens if self.codes is None else min(num_tokens, self.codes.covered)
-        return ready // self._store.shape.page_tokens > self._num_tried
-
-    def pack_next(self) -> None:
-        """Pack the next page, in all layers: its homes are up to date, and nobody reads them."""
-        page, flags = self._num_tried, self.flags
-        where = [
-            (layer, half)
-            for layer in range(self._store.num_layers)
-            if self._store.place(layer, page // self._store.shape.num_pages) == "stream"
-            for half in range(2)
-            if not flags[layer, half, page]
-        ]
-        if where:
-            layers, halves = torch.tensor(where).unbind(1)
-            addresses = torch.tensor([self._address(*each, page) for each in where])
-            flags[layers, halves, page] = self._packed(addresses, layers, halves, page)
-            self._on_device = None
-        self._num_tried += 1
-
-    def _packed(self, addresses: Tensor, layers: Tensor, halves: Tensor, page: int) -> Tensor:
-        """Pack the blocks of a page at these addresses. -> Their flags now."""
-        flags = torch.zeros(len(addresses), dtype=torch.uint8)
-        if self.codes is not None and self.codes.first_group(page) >= 0:
-            codes = self.codes.of_page(page)
-            at_codes = codes.data_ptr() + layers * codes.stride(0)
-            parts = [addresses, at_codes, torch.full_like(layers, codes.stride(1)), halves]
-            sizes = split_off(torch.stack(parts, 1), self.page_shape, self.codes.order, self._kernels)
-            self._sizes[layers, halves, page] = sizes
-            flags[sizes > 0] = REMAINDER
-        rest = flags == 0
-        flags[rest] = (pack(addresses[rest], self.packing, self._kernels) > 0).to(torch.uint8)
-        return flags
-
-    def give_back(self, num_tokens: int, length: int) -> None:
-        """The codes of tokens from `num_tokens` on are about to go: their pages, of a cache of `length` tokens, lie as
-        they are again. Homes are up to date, and nobody reads them."""
-        first = num_tokens // self._store.shape.page_tokens
-        for page in range(first, self.flags.shape[2]):
-            blocks = (self._flags[:, :, page] == REMAINDER).nonzero().tolist()
-            if blocks and page * self._store.shape.page_tokens < length:
-                for layer in {layer for layer, _ in blocks}:
-                    index, within = divmod(page, self._store.shape.num_pages)
-                    self._store.home(layer, index)[:, within] = self.tokens(layer, page)
-                    self._flags[layer, :, page] = 0
-            self._flags[:, :, page][self._flags[:, :, page] == REMAINDER] = 0
-        self._num_tried, self._on_device = min(self._num_tried, first), None
-
-    def written(self, layer: int, index: int, pages: slice, write: Callable[[], Event]) -> Event:
-        """Have `write` write these pages of a tile home, as they are."""
-        event = write()
-        first = index * self._store.shape.num_pages
-        own = self.flags[layer, :, first + pages.start : first + pages.stop]
-        if own.any():
-            own.zero_()
-            self._on_device = None
-        self._num_tried = min(self._num_tried, first + pages.start)
+    def write(self, layer: int, index: int, tile: Tensor, start: int, stop: int) -> Event:
+        """Tokens `start` to `stop` of `tile`, on the device, are new: send their pages, with all that these hold, to
+        slots. Raises DoesNotFit where all are taken and there is no memory for more."""
+        size, ready = self._store.shape.page_tokens, self._link.record()
+        numbers = range(start // size, -(-stop // size))
+        pages = [(layer, index * self._store.shape.num_pages + number) for number in numbers]
+        slots = self._slots_for(pages)
+        for run, raw in self.table.raw.runs(slots):
+            own = slice(numbers.start + run.start, numbers.start + run.stop)
+            for half in range(2):
+                event = self._link.to_host(raw[half], tile[half, own], (ready,))
+        self._traffic.writes((layer, index), event)
+        self._lie_raw(pages, slots)
+        for page, number in zip(pages, numbers, strict=True):
+            self._new[page] = (number + 1) * size <= stop
         return event
 
-    def forget(self) -> None:
-        """All homes were written as they are."""
-        self._flags.zero_()
-        self._num_tried, self._on_device = 0, None
+    def fetch(
+        self, slot: Tensor, layer: int, index: int, num_pages: int, after: tuple[Event, ...]
+    ) -> tuple[Event, Came]:
+        """Bring the first pages of a tile to `slot`, of the tile's shape, one after the other as they lie, and no more
+        than they fill -> (when they came, what did)."""
+        there = slot.view(-1).view(torch.uint8)
+        event: Event = All(after)
+        for content in self._contents(layer, index, num_pages):
+            part, there = there[: content.numel()], there[content.numel() :]
+            halves, count, size = content.shape
+            for half, to in zip(content, part.view(count, halves, size).unbind(1), strict=True):
+                event = self._link.to_device(to, half, after)
+        if num_pages:
+            self._traffic.reads((layer, index), event)
+        first, entries = index * self._store.shape.num_pages, self.table.there()
+        pages = slice(first, first + num_pages)
+        kinds = frozenset(self.table.flags[layer, pages].tolist())
+        return event, Came(layer, index, entries.flags[layer, pages], entries.starts[layer, :, pages], kinds)
 
-    def tokens(self, layer: int, page: int, start: int = 0, stop: int | None = None) -> Tensor:
+    def are_due(self, num_tokens: int) -> bool:
+        """Whether whole pages of `num_tokens` tokens may be packed that are not, or in fewer bits than they are."""
+        return bool(self._due(num_tokens))
+
+    def pack_some(self, num_tokens: int) -> None:
+        """Pack some of these, those that were written first. The host waits until they are home and nobody reads
+        them."""
+        pages = self._due(num_tokens)[:_AT_A_TIME]
+        self._lift([page for page in pages if page not in self.table.slots])
+        self._pack(pages)
+
+    def lose_codes(self, num_tokens: int, length: int) -> None:
+        """The codes of tokens from `num_tokens` on are about to go: their pages, of a cache of `length` tokens, are
+        packed without."""
+        size = self._store.shape.page_tokens
+        for number in reversed(range(num_tokens // size, -(-length // size))):  # each makes room for those before it
+            pages = [page for page in self.table.streaming(number) if self.table.flags[page] == REMAINDER]
+            for start in range(0, len(pages), step := max(self.table.raw.num_free, 1)):
+                some = pages[start : start + step]
+                self._lift(some)
+                self._pack(some, beside=False)
+
+    def to_fill(self, number: int) -> dict[int, Tensor]:
+        """Page `number` of the layers in which it streams, [2, H_kv, S, D] each, to be written to on the host. `filled`
+        has to follow. Raises DoesNotFit."""
+        pages = self.table.streaming(number)
+        slots = self._slots_for(pages)
+        self._lie_raw(pages, slots)
+        return {layer: self.table.raw.page(slot) for (layer, _), slot in zip(pages, slots, strict=True)}
+
+    def filled(self, number: int) -> None:
+        """Pack that page, in all layers."""
+        self._pack([page for page in self.table.streaming(number) if page in self.table.slots])
+
+    def keep(self, num_tokens: int) -> None:
+        """Pages after these tokens have no rows any more: they need no slots."""
+        first = -(-num_tokens // self._store.shape.page_tokens)
+        if dropped := [page for page in self.table.slots if page[1] >= first]:
+            self._settle(dropped)
+            self._lie_packed(dropped)
+
+    def nbytes(self) -> int:
+        """Of slots."""
+        return self.table.raw.nbytes()
+
+    def release(self) -> None:
+        """Give the slots back; the pages are not used again."""
+        self.table.raw.release()
+
+    def tokens(self, layer: int, number: int, start: int = 0, stop: int | None = None) -> Tensor:
         """Tokens `start` to `stop` of a page as bf16 [2, H_kv, stop - start, D] on the host, in memory of their own."""
         shape = self._store.shape
         stop = shape.page_tokens if stop is None else stop
-        step = PACKED_TOKENS if self.codes is None else GROUP
+        step = GROUP if self.table.flags[layer, number] == REMAINDER else PACKED_TOKENS
         first, last = start // step, -(-stop // step)
         out = torch.empty((2, shape.num_kv_heads, (last - first) * step, shape.head_dim), dtype=shape.dtype)
-        for half in range(2):
-            if self.flags[layer, half, page] == REMAINDER:
-                self._restore(layer, half, page, out[half], first, last - first)
-            else:
-                self._unpack(layer, half, page, out[half], first * step // PACKED_TOKENS)
+        self._read([(layer, number)], [out], first)
         return out[:, :, start - first * step : stop - first * step]
 
-    def _unpack(self, layer: int, half: int, page: int, out: Tensor, first: int) -> None:
-        """Groups of PACKED_TOKENS from number `first` of each head on, to out [H_kv, tokens, D]."""
-        per_head, count = self._store.shape.page_tokens // PACKED_TOKENS, out.shape[1] // PACKED_TOKENS
-        at, flag = self._address(layer, half, page), int(self.flags[layer, half, page])
-        parts = [(at, rows.data_ptr(), head * per_head + first, count, flag) for head, rows in enumerate(out)]
-        unpack(torch.tensor(parts), self.packing, self._kernels)
-
-    def _restore(self, layer: int, half: int, page: int, out: Tensor, first: int, count: int) -> None:
-        """Groups of GROUP tokens, likewise."""
-        assert self.codes is not None
-        codes, per_head = self.codes.of_page(page)[layer], self._store.shape.page_tokens // GROUP
-        same = self._address(layer, half, page), codes.data_ptr(), codes.stride(0), half
-        parts = [(same[0], rows.data_ptr(), *same[1:], head * per_head + first, count) for head, rows in enumerate(out)]
-        restore(torch.tensor(parts), self.page_shape, self.codes.order, self._kernels)
-
-    def read(self, layer: int, page: int, start: int, stop: int, out: Tensor) -> None:
+    def read(self, layer: int, number: int, start: int, stop: int, out: Tensor) -> None:
         """The same in `out`."""
-        out.copy_(self.tokens(layer, page, start, stop))
+        out.copy_(self.tokens(layer, number, start, stop))
 
     def chunks(self, layer: int, index: int, half: int, runs: Tensor, out: Tensor) -> None:
         """Runs of tokens of a tile's keys (half 0) or values, each in one head, to the rows of `out` [n, tokens * D] on
@@ -203,85 +199,169 @@ class PackedPages:
         assert self.codes is None  # who has codes asks for no chunks
         per_run = out.shape[1] // self.packing.group
         page, run = runs // (per_page := self.packing.num_groups // per_run), runs % per_page
-        base = self._address(layer, half, index * self._store.shape.num_pages)
+        page = page + index * self._store.shape.num_pages
         parts = torch.stack(
             [
-                base + page * self._block_bytes,
+                self.table.blocks[layer, half, page],
                 out.data_ptr() + torch.arange(len(runs)) * out.stride(0) * out.itemsize,
                 run * per_run,
                 torch.full_like(runs, per_run),
-                self.of_tile(layer, index)[half, page].long(),
+                self.table.flags[layer, page].long(),
             ],
             1,
         )
         unpack(parts, self.packing, self._kernels)
 
-    def fetch(self, link: Link, tile: Tensor, layer: int, index: int, flags: Tensor, after: Sequence[Event]) -> Event:
-        """Bring the first pages of tile `index` of a layer to `tile`, as many as `flags`, uint8 [2, pages], has, as
-        they lie there: of packed blocks no more than they fill."""
-        assert flags.shape[1]
-        home, first = self._store.home(layer, index), index * self._store.shape.num_pages
-        for half in range(2):
-            dst, src = (each[half].flatten(1).view(torch.uint8) for each in (tile, home))
-            sizes = self._sizes[layer, half, first : first + flags.shape[1]]
-            for pages, flag in _runs(flags[half].tolist()):
-                size = (self._block_bytes, self.packing.nbytes, int(sizes[pages].max()))[flag]
-                event = link.to_device(dst[pages, :size], src[pages, :size], after)
-        return event
-
-    @property
-    def _block_bytes(self) -> int:
-        return 2 * self.packing.numbers
-
-    def _address(self, layer: int, half: int, page: int) -> int:
-        """Of a block, packed or not."""
-        num_pages = self._store.shape.num_pages
-        index, within = divmod(page, num_pages)
-        return self._store.home(layer, index).data_ptr() + (half * num_pages + within) * self._block_bytes
-
-
-class Unpacked:
-    """A tile on the device into which pages are unpacked that crossed the link packed.
-
-    kernels: the device's.
-    """
-
-    def __init__(self, pages: PackedPages, tile: Tensor, link: Link, kernels: Kernels | Card) -> None:
-        self.pages, self.tile, self._kernels = pages, tile, kernels
-        self._left: Event = link.record()
-
-    def take(self, slot: Tensor, layer: int, index: int, num_pages: int) -> Tensor:
-        """The first `num_pages` pages of that tile, which came into `slot`."""
-        self._left.wait()
-        self._unpack(self.tile, slot, layer, index, num_pages)
-        return self.tile
-
-    def leaves(self, event: Event) -> None:
-        """New rows of it are on their way home until then."""
-        self._left = event
-
-    def in_place(self, tile: Tensor, layer: int, index: int, num_pages: int) -> None:
-        """The same where they came."""
-        self._left.wait()
-        self._unpack(self.tile, tile, layer, index, num_pages)
-        tile[:, :num_pages].copy_(self.tile[:, :num_pages])  # and no packed bytes stay in ours, to be taken for numbers
-
-    def _unpack(self, tile: Tensor, slot: Tensor, layer: int, index: int, num_pages: int) -> None:
-        """No block was packed, or written to, since it came."""
-        pages, flags = self.pages, self.pages.of_tile(layer, index, tile.device)
-        are_remainders = pages.of_tile(layer, index)[:, :num_pages] == REMAINDER
-        if not are_remainders.all():
-            unpack_tile(tile, slot, flags, num_pages, pages.packing, self._kernels)
-        if are_remainders.any():
-            assert pages.codes is not None
-            codes, first = pages.codes.of_layer(layer), pages.codes.first_group(index * tile.shape[1])
-            restore_tile(tile, slot, flags, num_pages, codes, first, pages.page_shape, self._kernels)
-
-
-def _runs(flags: Sequence[int]) -> Iterator[tuple[slice, int]]:
-    """Slices of equal flags, with these."""
-    start = 0
-    for stop in range(1, len(flags) + 1):
-        if stop == len(flags) or flags[stop] != flags[start]:
-            yield slice(start, stop), flags[start]
+    def _contents(self, layer: int, index: int, num_pages: int) -> Iterator[Tensor]:
+        """What the first pages of a tile have, in as few pieces as they lie in: uint8 [1, 1, bytes] of pages at home,
+        [2, n, bytes] of raw ones, keys and then values."""
+        first, at = index * self._store.shape.num_pages, self._store.address(layer, index)
+        own, table = slice(first, first + num_pages), self.table
+        flags = table.flags[layer, own].tolist()
+        begin = (table.blocks[layer, 0, own] - at).tolist()
+        end = (table.blocks[layer, 1, own] + table.sizes[layer, 1, own] - at).tolist()
+        start = 0
+        for stop in range(1, num_pages + 1):
+            if stop < num_pages and _together(flags[stop - 1 : stop + 1], end[stop - 1], begin[stop]):
+                continue
+            if flags[start] == RAW:
+                slots = [table.slots[layer, first + number] for number in range(start, stop)]
+                yield from (raw.flatten(2).view(torch.uint8) for _, raw in table.raw.runs(slots))
+            else:
+                yield self._store.home(layer, index).view(1, 1, -1)[..., begin[start] : end[stop - 1]]
             start = stop
+
+    def _slots_for(self, pages: Sequence[Page]) -> list[int]:
+        """Where these pages will be raw: their own slots, or free ones, for which others are packed first."""
+        missing = [page for page in pages if page not in self.table.slots]
+        raw = self.table.raw
+        while (short := len(missing) - raw.num_free) > 0:
+            if others := [page for page, is_whole in self._new.items() if is_whole and page not in pages]:
+                self._pack(others[:short])
+            else:
+                raw.add(short)
+        own = self.table.slots | dict(zip(missing, raw.take(len(missing)), strict=True))
+        return [own[page] for page in pages]
+
+    def _due(self, num_tokens: int) -> list[Page]:
+        stop = num_tokens // self._store.shape.page_tokens
+        whole = [page for page, is_whole in self._new.items() if is_whole and page[1] < stop]
+        if self.codes is None:
+            return whole
+        again = sorted(page for page in self._without if self._has_codes(page))
+        never = self.codes.first_group
+        return [page for page in whole if self._has_codes(page) or never(page[1]) < 0] + again[
+            : self.table.raw.num_free
+        ]
+
+    def _has_codes(self, page: Page) -> bool:
+        if self.codes is None:
+            return False
+        stop = (page[1] + 1) * self._store.shape.page_tokens
+        return self.codes.first_group(page[1]) >= 0 and stop <= self.codes.covered
+
+    def _lift(self, pages: Sequence[Page]) -> None:
+        """Have these pages, which are at home, in slots, to be packed otherwise."""
+        if not pages:
+            return
+        slots = self._slots_for(pages)
+        self._read(pages, [self.table.raw.page(slot) for slot in slots])
+        self._lie_raw(pages, slots)
+        self._new |= dict.fromkeys(pages, True)
+
+    def _pack(self, pages: Sequence[Page], *, beside: bool = True) -> None:
+        """Pack these raw pages home, beside their codes where they have some. Those that do not fit there stay."""
+        if not pages:
+            return
+        self._settle(pages)
+        coded = [page for page in pages if beside and self._has_codes(page)]
+        done = self._split_off(coded)
+        rest = [page for page in pages if page not in done]
+        self._lie_packed(self._packed(rest))
+        for page in pages:
+            self._new.pop(page, None)
+            self._without.pop(page, None)
+        self._without |= dict.fromkeys(page for page in rest if page not in coded)
+
+    def _packed(self, pages: Sequence[Page]) -> list[Page]:
+        """Write these raw pages to their places, packed. -> Those that fit."""
+        if not pages:
+            return []
+        numbers = self.table.raw.addresses([self.table.slots[page] for page in pages])
+        to = self.table.places(pages)
+        sizes = pack(numbers.flatten(), self.packing, self._kernels, to=to.flatten()).view(-1, 2)
+        return [page for page, fits in zip(pages, (sizes > 0).all(1).tolist(), strict=True) if fits]
+
+    def _split_off(self, pages: Sequence[Page]) -> set[Page]:
+        """Have these raw pages lie as remainders. -> Those that do now."""
+        if self.codes is None or not pages:
+            return set()
+        numbers = self.table.raw.addresses([self.table.slots[page] for page in pages]).tolist()
+        places, codes = self.table.places(pages).tolist(), [self.codes.of_page(*page) for page in pages]
+        parts = [
+            (numbers[i][half], places[i][half], codes[i].data_ptr(), codes[i].stride(0), half)
+            for i in range(len(pages))
+            for half in range(2)
+        ]
+        order, most = self.codes.order, self.packing.nbytes
+        sizes = split_off(torch.tensor(parts), self.page_shape, order, self._kernels, most=most).view(-1, 2).tolist()
+        done = {page: i for i, page in enumerate(pages) if all(sizes[i])}
+        for page, i in sorted(done.items()):
+            start = self.table.place_of_remainder(page)
+            move(start, places[i][0], sizes[i][0])
+            move(start + sizes[i][0], places[i][1], sizes[i][1])
+            self.table.lie_as_remainder(page, start, sizes[i])
+        return {*done}
+
+    def _read(self, pages: Sequence[Page], outs: Sequence[Tensor], first: int = 0) -> None:
+        """Pages in outs, bf16 [2, H_kv, tokens, D] each: of each head from that group on, of PACKED_TOKENS, or of GROUP
+        where a page is a remainder."""
+        packed, beside, kept = [], [], []
+        for (layer, number), out in zip(pages, outs, strict=True):
+            flag, blocks = int(self.table.flags[layer, number]), self.table.blocks[layer, :, number].tolist()
+            step = GROUP if flag == REMAINDER else PACKED_TOKENS
+            per_head, count = self._store.shape.page_tokens // step, out.shape[2] // step
+            heads = [
+                (blocks[half], rows.data_ptr(), head * per_head + first, half)
+                for half in range(2)
+                for head, rows in enumerate(out[half])
+            ]
+            if flag != REMAINDER:
+                packed += [(at, to, group, count, flag) for at, to, group, _ in heads]
+                continue
+            assert self.codes is not None
+            kept.append(codes := self.codes.of_page(layer, number))
+            where = codes.data_ptr(), codes.stride(0)
+            beside += [(at, to, *where, half, group, count) for at, to, group, half in heads]
+        if packed:
+            unpack(torch.tensor(packed), self.packing, self._kernels)
+        if beside:
+            assert self.codes is not None
+            restore(torch.tensor(beside), self.page_shape, self.codes.order, self._kernels)
+
+    def _lie_raw(self, pages: Sequence[Page], slots: Sequence[int]) -> None:
+        self.table.lie_raw(pages, slots)
+        for page in pages:
+            self._new.pop(page, None)
+            self._without.pop(page, None)
+
+    def _lie_packed(self, pages: Sequence[Page]) -> None:
+        if pages:
+            self.table.lie_packed(pages)
+        for page in pages:
+            self._new.pop(page, None)
+
+    def _settle(self, pages: Sequence[Page]) -> None:
+        self._traffic.settle({self.table.tile(page) for page in pages})
+
+
+def move(to: int, at: int, size: int) -> None:
+    """So many bytes of the host from one address to another."""
+    if to != at:
+        ctypes.memmove(to, at, size)
+
+
+def _together(flags: Sequence[int], end: int, begin: int) -> bool:
+    """Whether two pages cross in one piece: raw ones, or such at home as lie one behind the other."""
+    are_raw = [flag == RAW for flag in flags]
+    return all(are_raw) or (not any(are_raw) and end == begin)

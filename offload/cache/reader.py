@@ -65,12 +65,12 @@ class RowReader:
         groups, sizes = key.unique_consecutive(return_counts=True)
         for group, number in zip(groups.tolist(), sizes.tolist(), strict=True):
             layer, index = divmod(group, num_tiles)
-            tile = self._store.home(layer, index).view(2 * half, -1)
             for kind in range(2):
                 place, own = self._store.place(layer, index), run[at : at + number]
                 if self._packed is not None and place == "stream":
                     write = partial(self._packed.chunks, layer, index, kind, own)
                 else:
+                    tile = self._store.home(layer, index).view(2 * half, -1)
                     own = own if tile.device.type == "cpu" else run_there[at : at + number]
                     write = partial(_select, tile, own + kind * half)
                 pieces.append(_Piece(rows[kind, at : at + number], place, write))

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from offload.cache.packed import PackedPages, Unpacked
+from offload.cache.packed import Came
 from offload.cache.tiles import TileStore
+from offload.cache.traffic import All, Traffic
+from offload.cache.unpacked import Unpacked
+from offload.cache.write_back import WriteBack
 from offload.transfer.arena import Arena
 from offload.transfer.link import Event, Link
 from offload.transfer.pace import HostReads
@@ -55,58 +58,13 @@ class Residence:
         """Return when no copy reads the homes, also none that was fetched ahead: they are given back next."""
 
 
-class WriteBack:
-    """Copies of new rows back to the tiles' homes, and the events that later readers of a home wait for."""
-
-    def __init__(self, store: TileStore, link: Link, packed: PackedPages | None = None) -> None:
-        self._store, self._link, self._packed = store, link, packed
-        self._written: dict[tuple[int, int], Event] = {}
-        self._last: Event | None = None
-        self._read: Event | None = None
-
-    def write(self, layer: int, index: int, tile: Tensor, start: int, stop: int) -> Event:
-        """Send home the pages of `tile` that tokens start to stop lie in: whole pages are contiguous in each half."""
-        page = self._store.shape.page_tokens
-        pages = slice(start // page, -(-stop // page))
-        home, ready = self._store.home(layer, index), self._link.record()
-
-        def write() -> Event:
-            self._link.to_host(home[0, pages], tile[0, pages], (ready,))
-            return self._link.to_host(home[1, pages], tile[1, pages], (ready,))
-
-        event = write() if self._packed is None else self._packed.written(layer, index, pages, write)
-        self._written[layer, index] = self._last = event
-        return event
-
-    def before(self, layer: int, index: int) -> tuple[Event, ...]:
-        event = self._written.get((layer, index))
-        return () if event is None else (event,)
-
-    def wait(self) -> None:
-        """Return when every home is up to date, and may be written to: copies to the host keep their order."""
-        for event in (self._last, self._read):
-            if event is not None:
-                event.synchronize()
-        self._last = self._read = None
-        self._written.clear()
-
-    def order(self) -> None:
-        """What the device computes from now on comes after that. On a card the host does not wait."""
-        if self._last is not None:
-            self._last.wait()
-
-    def read(self) -> None:
-        """What the device computes by now reads homes itself."""
-        self._read = self._link.record()
-
-
 @dataclass
 class _Slot:
     tile: Tensor
     full: Event
     free: Event
     left: Event  # its last new rows are home, in whichever forward that was
-    num_packed: int = 0  # pages that came, where one of them is packed; else 0
+    came: Came | None = None  # pages as they lay at home, to be unpacked
 
 
 class StreamedTiles(Residence):
@@ -115,7 +73,7 @@ class StreamedTiles(Residence):
     While one tile is attended the next is on its way, across layer boundaries and, with `fetch_ahead`, across forwards:
     rows that are in the cache stay as they are. Only pages in use are copied. New rows are written into the staged tile
     and copied home from there. Tiles that the host attends to are used at home, and `reads` counts and paces that.
-    With `unpacked` pages that lie packed at home cross so and are unpacked here; whole ones are packed between passes.
+    With `unpacked` pages cross as they lie at home and are unpacked here; whole ones are packed between passes.
     """
 
     def __init__(
@@ -124,11 +82,13 @@ class StreamedTiles(Residence):
         link: Link,
         staging: Sequence[Tensor],
         write_back: WriteBack,
+        traffic: Traffic,
         reads: HostReads,
         unpacked: Unpacked | None = None,
     ) -> None:
         super().__init__(store)
-        self._link, self._write_back, self._reads, self._unpacked = link, write_back, reads, unpacked
+        self._link, self._write_back, self._traffic = link, write_back, traffic
+        self._reads, self._unpacked = reads, unpacked
         self._slots = [_Slot(tile, link.record(), link.record(), link.record()) for tile in staging]
         self._order: list[tuple[int, int]] = []
         self._position: dict[tuple[int, int], int] = {}
@@ -155,18 +115,18 @@ class StreamedTiles(Residence):
             return super().open(layer, index)
         slot = self._slot(layer, index)
         slot.full.wait()
-        if self._unpacked is None or not slot.num_packed:
+        if self._unpacked is None or slot.came is None:
             return slot.tile
-        return self._unpacked.take(slot.tile, layer, index, slot.num_packed)
+        return self._unpacked.take(slot.tile, slot.came)
 
     def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
         if self._store.place(layer, index) != "stream":
             return
-        slot = self._slot(layer, index)
-        if self._unpacked is None or not slot.num_packed:
-            slot.left = self._write_back.write(layer, index, slot.tile, start, stop)
+        if self._unpacked is not None:
+            self._unpacked.send(self._write_back, layer, index, start, stop)
         else:
-            self._unpacked.leaves(self._write_back.write(layer, index, self._unpacked.tile, start, stop))
+            slot = self._slot(layer, index)
+            slot.left = self._write_back.write(layer, index, slot.tile, start, stop)
 
     def close(self, layer: int, index: int) -> None:
         place, shape = self._store.place(layer, index), self._store.shape
@@ -194,11 +154,11 @@ class StreamedTiles(Residence):
         """After a forward, with `length` tokens in the cache: fill the slots with the first tiles again."""
         if self._finished and not self._ahead:
             self._pack(length)
-            self._ahead = self._order[: len(self._slots)]
             self._fetch_first(length)
+            self._ahead = self._order[: len(self._slots)]  # now they are, even if the next step is broken off
 
     def forget(self) -> None:
-        for slot in self._slots if self._ahead else ():
+        for slot in self._slots:
             slot.full.wait()  # homes that it is read from must not be written meanwhile
         self._ahead = []
 
@@ -207,15 +167,9 @@ class StreamedTiles(Residence):
             slot.full.synchronize()
 
     def _pack(self, length: int) -> None:
-        """Pack the whole pages of `length` tokens. The host waits where there are new ones: for their last rows, and
-        until no copy reads their homes. An interrupt comes between two pages."""
-        if self._unpacked is None or not self._unpacked.pages.are_due(length):
-            return
-        self._write_back.wait()
-        for slot in self._slots:
-            slot.full.synchronize()
-        while self._unpacked.pages.are_due(length):
-            self._unpacked.pages.pack_next()
+        """Pack the whole pages of `length` tokens. An interrupt comes between some and others."""
+        while self._unpacked is not None and self._unpacked.pages.are_due(length):
+            self._unpacked.pages.pack_some(length)
 
     def _slot(self, layer: int, index: int) -> _Slot:
         return self._slots[self._position[layer, index] % len(self._slots)]
@@ -230,11 +184,11 @@ class StreamedTiles(Residence):
         slot = self._slots[position % len(self._slots)]
         pages = self._store.shape.used_pages(index, length)
         # What was fetched ahead and is not wanted must have come before the slot is anybody else's.
-        after = (slot.full, slot.free, slot.left, *self._write_back.before(layer, index))
-        packed = _packed(self._unpacked, layer, index, pages)
-        slot.num_packed = 0 if packed is None else pages
-        key = layer, index
-        slot.full = _fetch_pages(self._link, slot.tile, self._store, key, pages, after, self._unpacked, packed)
+        after = (slot.full, slot.free, slot.left, *self._traffic.before((layer, index)))
+        if self._unpacked is not None:
+            slot.full, slot.came = self._unpacked.pages.fetch(slot.tile, layer, index, pages, after)
+        else:
+            slot.full = _fetch_pages(self._link, slot.tile, self._store.home(layer, index), pages, after)
 
 
 class PrefillTiles(Residence):
@@ -244,12 +198,19 @@ class PrefillTiles(Residence):
     """
 
     def __init__(
-        self, store: TileStore, link: Link, arena: Arena, write_back: WriteBack, unpacked: Unpacked | None = None
+        self,
+        store: TileStore,
+        link: Link,
+        arena: Arena,
+        write_back: WriteBack,
+        traffic: Traffic,
+        unpacked: Unpacked | None = None,
     ) -> None:
         super().__init__(store)
-        self._link, self._arena, self._write_back, self._unpacked = link, arena, write_back, unpacked
+        self._link, self._arena, self._write_back, self._traffic = link, arena, write_back, traffic
+        self._unpacked = unpacked
         self._tiles: list[Tensor] = []
-        self._full: dict[int, tuple[Event, int]] = {}  # with the tile's pages that came, where one is packed; else 0
+        self._full: dict[int, tuple[Event, Came | None]] = {}  # see `_Slot`
         self._unsent: dict[int, tuple[int, int]] = {}  # tile index -> rows written and not yet sent home
         self._layer = -1
         self._length = self._num_tiles = 0
@@ -270,10 +231,10 @@ class PrefillTiles(Residence):
             return super().open(layer, index)
         tile = self._tile(index)
         if index in self._full:
-            full, num_packed = self._full.pop(index)
+            full, came = self._full.pop(index)
             full.wait()
-            if self._unpacked is not None and num_packed:
-                self._unpacked.in_place(tile, layer, index, num_packed)
+            if self._unpacked is not None and came is not None:
+                self._unpacked.in_place(tile, came)
         return tile
 
     def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
@@ -287,7 +248,7 @@ class PrefillTiles(Residence):
     def end(self) -> None:
         """Send the last layer home. Returns when no copy of the device memory is under way."""
         self._leave()
-        self._write_back.wait()
+        self._traffic.wait()
         for full, _ in self._full.values():
             full.synchronize()
         self._full.clear()
@@ -307,14 +268,14 @@ class PrefillTiles(Residence):
             index = offset + self._store.num_resident(layer)
             if index >= self._num_tiles:
                 break
-            left = (
-                () if previous < 0 else self._write_back.before(previous, offset + self._store.num_resident(previous))
-            )
+            before = offset + self._store.num_resident(previous) if previous >= 0 else 0
+            left = () if previous < 0 else self._traffic.before((previous, before))
             pages = shape.used_pages(index, self._length)
-            after = (free, *left, *self._write_back.before(layer, index))
-            packed = _packed(self._unpacked, layer, index, pages)
-            full = _fetch_pages(self._link, tile, self._store, (layer, index), pages, after, self._unpacked, packed)
-            self._full[index] = full, 0 if packed is None else pages
+            after = (free, *left, *self._traffic.before((layer, index)))
+            if self._unpacked is not None and self._store.place(layer, index) == "stream":
+                self._full[index] = self._unpacked.pages.fetch(tile, layer, index, pages, after)
+            else:
+                self._full[index] = _fetch_pages(self._link, tile, self._store.home(layer, index), pages, after), None
 
     def _leave(self) -> None:
         for index in list(self._unsent):
@@ -325,41 +286,11 @@ class PrefillTiles(Residence):
         self._write_back.write(self._layer, index, self._tile(index), start, stop)
 
 
-@dataclass(frozen=True)
-class _All:
-    """Has happened when all of `events` have."""
-
-    events: tuple[Event, ...]
-
-    def wait(self) -> None:
-        for event in self.events:
-            event.wait()
-
-    def synchronize(self) -> None:
-        for event in self.events:
-            event.synchronize()
-
-
-def _packed(unpacked: Unpacked | None, layer: int, index: int, num_pages: int) -> Tensor | None:
-    """Which blocks of the tile's first `num_pages` pages are packed now; None: none."""
-    if unpacked is None:
-        return None
-    flags = unpacked.pages.of_tile(layer, index)
-    return flags if flags[:, :num_pages].any() else None
-
-
-def _fetch_pages(
-    link: Link, tile: Tensor, store: TileStore, key: tuple[int, int], num_pages: int, after: tuple[Event, ...],
-    unpacked: Unpacked | None, packed: Tensor | None,
-) -> Event:  # fmt: skip
-    """Bring the first `num_pages` pages of tile `key`, (layer, index), to `tile`, keys and values, as they lie at home.
-    None: all its rows will be new, it only has to be ours."""
-    if unpacked is not None and packed is not None:
-        return unpacked.pages.fetch(link, tile, *key, packed[:, :num_pages], after)
-    home = store.home(*key)
+def _fetch_pages(link: Link, tile: Tensor, home: Tensor, num_pages: int, after: tuple[Event, ...]) -> Event:
+    """The tile's first `num_pages` pages, keys and values. None: all its rows will be new, it only has to be ours."""
     if num_pages == tile.shape[1]:
         return link.to_device(tile, home, after)
     if not num_pages:
-        return _All(after)
+        return All(after)
     link.to_device(tile[0, :num_pages], home[0, :num_pages], after)
     return link.to_device(tile[1, :num_pages], home[1, :num_pages], after)

@@ -1,11 +1,12 @@
 """Tiles: the unit of residence, transfer and attention.
 
 A tile holds `tokens` consecutive tokens of one layer at fixed absolute boundaries, as [2, P, H_kv, S, D]: keys then
-values, P pages of S tokens. Its *home* is where it lives for good.
+values, P pages of S tokens. Its *home* is where it lives for good, or where its packed pages do.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from offload.kernels.packing import Packing
+from offload.plan.sizing import PACKED_ESCAPES, PACKED_TOKENS
 from offload.transfer.memory import Memory, Tier, sent
 
 # How a tile is attended to. "device": it lives there. "stream": it lives on the host and crosses the link into a
@@ -40,6 +43,12 @@ class TileShape:
     def nbytes(self) -> int:
         return 2 * self.tokens * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
+    @property
+    def packing(self) -> Packing:
+        """Of a page's keys, or of its values. bf16 alone is packed."""
+        numbers = self.num_kv_heads * self.page_tokens * self.head_dim
+        return Packing.of(numbers, PACKED_TOKENS * self.head_dim, PACKED_ESCAPES)
+
     def count(self, num_tokens: int) -> int:
         """Tiles that hold `num_tokens` tokens."""
         return -(-num_tokens // self.tokens)
@@ -56,12 +65,22 @@ class TileStore:
     num_resident: how many are on the device, of all layers together, spread evenly; None: all.
     num_host: how many are attended to on the host, of all layers together, so that those which stream are spread
     evenly. In each layer they follow the resident ones.
+    packs: the homes of those which stream are of packed pages, uint8 [pages, 2, bytes of a packed block], see
+    `PackedPages`; the last one's of no more pages than `most_tokens` tokens reach into.
     """
 
     def __init__(
-        self, memory: Memory, shape: TileShape, num_layers: int, num_resident: int | None, num_host: int = 0
+        self,
+        memory: Memory,
+        shape: TileShape,
+        num_layers: int,
+        num_resident: int | None,
+        num_host: int = 0,
+        *,
+        packs: bool = False,
+        most_tokens: int = sys.maxsize,
     ) -> None:
-        self.shape, self.num_layers = shape, num_layers
+        self.shape, self.num_layers, self._packs, self._most_tokens = shape, num_layers, packs, most_tokens
         self._memory, self._num_resident = memory, num_resident
         self._first_streamed = [self._num_unmoved(layer, num_host) for layer in range(num_layers)]
         self._homes: list[list[Tensor]] = [[] for _ in range(num_layers)]
@@ -101,8 +120,9 @@ class TileStore:
             self._addresses = None
         for index in range(self.num_tiles, self.shape.count(num_tokens)):
             for layer, homes in enumerate(self._homes):
-                shape, tier = self.shape, self._tier(layer, index)
-                homes.append(self._memory.allocate(shape.shape, shape.dtype, tier=tier, purpose="kv cache"))
+                shape, dtype = self.form(layer, index)
+                tier = self._tier(layer, index)
+                homes.append(self._memory.allocate(shape, dtype, tier=tier, purpose="kv cache"))
 
     def release(self) -> None:
         """Give all homes back."""
@@ -129,18 +149,32 @@ class TileStore:
     def _tier(self, layer: int, index: int) -> Tier:
         return "device" if self.place(layer, index) == "device" else "host"
 
+    def form(self, layer: int, index: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a home."""
+        if not self._packs or self.place(layer, index) != "stream":
+            return self.shape.shape, self.shape.dtype
+        return (self.shape.used_pages(index, self._most_tokens), 2, self.shape.packing.nbytes), torch.uint8
+
+    def home_bytes(self, layer: int, index: int) -> int:
+        shape, dtype = self.form(layer, index)
+        return math.prod(shape) * dtype.itemsize
+
     def home(self, layer: int, index: int) -> Tensor:
         return self._homes[layer][index]
 
+    def address(self, layer: int, index: int) -> int:
+        """Where a home is."""
+        return self._homes[layer][index].data_ptr()
+
     def addresses(self) -> Tensor:
-        """Where each home is, int64 [L, num_tiles], on the device."""
+        """Of all of them, int64 [L, num_tiles], on the device."""
         if self._addresses is None:
-            addresses = [[home.data_ptr() for home in homes] for homes in self._homes]
+            addresses = [[self.address(layer, i) for i in range(self.num_tiles)] for layer in range(self.num_layers)]
             self._addresses = sent(torch.tensor(addresses, dtype=torch.long), self._memory.device)
         return self._addresses
 
     def nbytes(self) -> int:
-        return sum(len(homes) for homes in self._homes) * self.shape.nbytes
+        return sum(home.nbytes for homes in self._homes for home in homes)
 
 
 def write_rows(tile: Tensor, base: int, start: int, k: Tensor, v: Tensor) -> tuple[int, int]:

@@ -19,9 +19,9 @@ from offload.kernels.intervals import HEAD_BYTES, Intervals, join, split
 from offload.kernels.kv_codes import GROUP, KVCodes, Order
 from offload.kernels.native import Kernels
 from offload.kernels.native.interface import PageShape as Struct
+from offload.kernels.packing import REMAINDER
 
 KEYS, VALUES = 0, 1
-REMAINDER = 2  # flag of a page that has this in place of its numbers; 0: they are as they are, 1: packed
 _ORDERS: dict[Order, int] = {"lanes": 0, "matrices": 1}
 
 
@@ -30,8 +30,8 @@ class PageShape:
     """Of a block, the keys or the values of a page: [num_kv_heads, page_tokens, head_dim].
 
     Groups are `GROUP` tokens of a head, those of the codes; they count through a head's tokens, then through the heads.
-    Where the numbers were, a remainder has their low bytes [numbers], heads [num_groups + 1, 2] int32, the last of
-    which says where all ends, 4 bits each of those near zero, and escapes: no more than the block had.
+    A remainder has the numbers' low bytes [numbers], heads [num_groups + 1, 2] int32, the last of which says where all
+    ends, 4 bits each of those near zero, and escapes.
     """
 
     num_kv_heads: int
@@ -53,15 +53,15 @@ class PageShape:
         return self.numbers + HEAD_BYTES * (self.num_groups + 1)
 
 
-def split_off(parts: Tensor, shape: PageShape, order: Order, kernels: Kernels) -> Tensor:
-    """Put remainders in the place of blocks, on the host and on all threads. parts int64 [n, 4], each: address of a
-    block, and of the page's codes, in this order; bytes from a head's codes to the next one's; KEYS or VALUES.
-    -> int64 [n]: the bytes that each fills now, a multiple of 16. Those of 0 are as they were: not every number would
-    come back, as of those that are not finite, or they would fill more than before."""
+def split_off(parts: Tensor, shape: PageShape, order: Order, kernels: Kernels, *, most: int) -> Tensor:
+    """The remainders of blocks, on the host and on all threads. parts int64 [n, 5], each: address of a block; where its
+    remainder goes, which is elsewhere; address of the page's codes, in this order; bytes from a head's codes to the
+    next one's; KEYS or VALUES. -> int64 [n]: the bytes that each fills, a multiple of 16. Of those of 0 nothing is
+    written: not every number would come back, as of those that are not finite, or they would fill more than `most`."""
     assert kernels.library is not None
     parts, sizes = parts.contiguous(), torch.empty(len(parts), dtype=torch.long)
     kernels.library.split_off_kv(
-        parts.data_ptr(), len(parts), sizes.data_ptr(), ctypes.byref(_struct(shape)), _ORDERS[order],
+        parts.data_ptr(), len(parts), sizes.data_ptr(), ctypes.byref(_struct(shape)), _ORDERS[order], most,
         torch.get_num_threads(),
     )  # fmt: skip
     return sizes
@@ -82,32 +82,32 @@ def restore_tile(
     tile: Tensor,
     slot: Tensor,
     flags: Tensor,
-    num_pages: int,
+    starts: Tensor,
     codes: Tensor,
     first_group: int,
     shape: PageShape,
     kernels: Kernels | Card,
 ) -> None:
-    """Of the first `num_pages` pages of `slot`, those that are remainders in `tile`, both bf16 [2, P, H_kv, S, D]; of
-    the others nothing is touched. flags: uint8 [2, P], REMAINDER where a page's keys, or values, are. codes: uint8
-    [H_kv, groups, bytes] of that layer, in the kernels' order; page 0 begins with a head's group number `first_group`,
-    less than 0 where its first tokens have none. All are on the kernels' device."""
+    """Those pages of `tile`, bf16 [2, P, H_kv, S, D], whose remainders are in `slot`; of the others nothing is touched.
+    flags, starts: as of `unpack_tile`. codes: uint8 [H_kv, groups, bytes] of that layer, in the kernels' order; page 0
+    begins with a head's group number `first_group`, less than 0 where its first tokens have none. All are on the
+    kernels' device."""
     if isinstance(kernels, Card):
         from offload.kernels.card.kv_remainders import restore_pages  # it imports Triton
 
-        return restore_pages(tile, slot, flags, num_pages, codes, first_group, shape)
-    kinds, pages = torch.where(flags[:, :num_pages] == REMAINDER)
-    blocks = 2 * shape.numbers * (kinds * tile.shape[1] + pages)
+        return restore_pages(tile, slot, flags, starts, codes, first_group, shape)
+    kinds, pages = torch.where((flags == REMAINDER).expand(2, -1))
+    to = tile.data_ptr() + 2 * shape.numbers * (kinds * tile.shape[1] + pages)
     per_page, same = shape.page_tokens // GROUP, torch.ones_like(pages)
     at_codes = codes.data_ptr() + (first_group + pages * per_page) * codes.stride(1)
-    parts = [slot.data_ptr() + blocks, tile.data_ptr() + blocks, at_codes, codes.stride(0) * same, kinds, 0 * same]
+    parts = [slot.data_ptr() + starts[kinds, pages], to, at_codes, codes.stride(0) * same, kinds, 0 * same]
     restore(torch.stack([*parts, shape.num_groups * same], 1), shape, "lanes", kernels)
     return None
 
 
 def split_off_with_torch(block: Tensor, codes: KVCodes, kind: int) -> Tensor | None:
-    """bf16 [H_kv, S, D] and the codes of that page, of one layer -> uint8 [bytes], bit for bit what the kernel puts in
-    its place; None where it leaves it."""
+    """bf16 [H_kv, S, D] and the codes of that page, of one layer -> uint8 [bytes], bit for bit what the kernel writes;
+    None where it writes none, or more than the block has."""
     parts = split(block.reshape(-1, GROUP * codes.head_dim), _intervals(codes, kind))
     if parts is None:
         return None

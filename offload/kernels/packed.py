@@ -17,19 +17,22 @@ from torch.nn.functional import pad
 from offload.kernels.card import Card
 from offload.kernels.native import Kernels
 from offload.kernels.native.interface import PackedShape
-from offload.kernels.packing import Packing
+from offload.kernels.packing import REMAINDER, Packing
 
 ESCAPE = 15  # the distance of a number whose exponent is an escape
 
 
-def pack(addresses: Tensor, packing: Packing, kernels: Kernels) -> Tensor:
+def pack(addresses: Tensor, packing: Packing, kernels: Kernels, *, to: Tensor | None = None) -> Tensor:
     """Pack the blocks of bf16 at `addresses`, int64 [n], on the host and on all threads -> int64 [n]: the bytes that
-    each fills now; those of 0 are as they were."""
+    each fills now; of 0 nothing was written. to: addresses where they lie packed, for each [packing.nbytes] bytes, if
+    not in their places."""
     assert kernels.library is not None
+    addresses = addresses.contiguous()
+    to = addresses if to is None else to.contiguous()
     sizes = torch.empty(len(addresses), dtype=torch.long)
-    shape = PackedShape(packing.numbers, packing.group, packing.room)
+    shape, threads = PackedShape(packing.numbers, packing.group, packing.room), torch.get_num_threads()
     kernels.library.pack(
-        addresses.data_ptr(), len(addresses), sizes.data_ptr(), ctypes.byref(shape), torch.get_num_threads()
+        addresses.data_ptr(), to.data_ptr(), len(addresses), sizes.data_ptr(), ctypes.byref(shape), threads
     )
     return sizes
 
@@ -68,21 +71,20 @@ def unpack_numbers(content: Tensor, starts: Tensor, out: Tensor, packing: Packin
 
 
 def unpack_tile(
-    tile: Tensor, slot: Tensor, flags: Tensor, num_pages: int, packing: Packing, kernels: Kernels | Card
+    tile: Tensor, slot: Tensor, flags: Tensor, starts: Tensor, packing: Packing, kernels: Kernels | Card
 ) -> None:
-    """The first `num_pages` pages of `slot` in `tile`, both bf16 [2, P, H_kv, S, D]: a page's keys are a block, its
-    values another, packed where flags, uint8 [2, P], are 1, as they are where these are 0, and else left alone. All are
-    on the kernels' device."""
+    """The first pages of `tile`, bf16 [2, P, H_kv, S, D], as many as `flags`, uint8 [num_pages], has: those that are
+    PACKED, or RAW, in `slot`, of the same size, where each page's keys, a block, and its values begin at these bytes,
+    int64 [2, num_pages], multiples of 16. Of REMAINDER nothing is touched. All are on the kernels' device."""
     if isinstance(kernels, Card):
         from offload.kernels.card.packed import unpack_pages  # it imports Triton, which not every machine has
 
-        return unpack_pages(tile, slot, flags, num_pages, packing)
-    _, pages, *_ = tile.shape
-    flags = flags[:, :num_pages].flatten().long()
-    blocks = torch.arange(2 * pages).view(2, pages)[:, :num_pages].flatten() * 2 * packing.numbers
-    same = torch.ones_like(blocks)
-    parts = [slot.data_ptr() + blocks, tile.data_ptr() + blocks, 0 * same, packing.num_groups * same, flags]
-    unpack(torch.stack(parts, 1)[flags <= 1], packing, kernels)
+        return unpack_pages(tile, slot, flags, starts, packing)
+    kinds, pages = torch.where((flags != REMAINDER).expand(2, -1))
+    same = torch.ones_like(pages)
+    to = tile.data_ptr() + (kinds * tile.shape[1] + pages) * 2 * packing.numbers
+    parts = [slot.data_ptr() + starts[kinds, pages], to, 0 * same, packing.num_groups * same, flags[pages].long()]
+    unpack(torch.stack(parts, 1), packing, kernels)
     return None
 
 

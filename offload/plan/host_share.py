@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from offload.plan.cost import Cost
 from offload.plan.hardware import Hardware
+from offload.plan.placement import shortage, with_host_tiles
 from offload.plan.sizing import host_slowdown
 
 _WORTH_IT = 0.95  # times the full pass without it
@@ -43,17 +44,18 @@ def worth_a_share(cost: Cost) -> tuple[float, float] | None:
 
 
 def _better(cost: Cost) -> Cost | None:
-    """With the best number of tiles, if that is worth it."""
+    """With the best number of tiles, if that fits and is worth it: on the host they lie as they are."""
     rows, number = cost.gamma + 1, _best_number(cost)
     changed = _attending(cost, number)
-    return changed if number and changed.full_pass(rows) <= _WORTH_IT * cost.full_pass(rows) else None
+    fits = shortage(cost.sizing, changed.placement) is None
+    return changed if number and fits and changed.full_pass(rows) <= _WORTH_IT * cost.full_pass(rows) else None
 
 
 def _attending(cost: Cost, number: int) -> Cost:
     """`cost` with `number` tiles of all layers attended to on the host."""
     if not number:
         return cost
-    sizing, placement = cost.sizing, cost.placement
+    sizing, placement = cost.sizing, with_host_tiles(cost.sizing, cost.capacity, cost.placement, number)
     host_bytes = dict(placement.host_bytes)
     if not sizing.hardware.is_cpu:
         most = min(-(-number // sizing.target.num_layers) + 1, sizing.num_tiles(cost.capacity))
@@ -61,7 +63,6 @@ def _attending(cost: Cost, number: int) -> Cost:
         host_bytes |= sizing.of_all({"host attention": needed})
     placed = replace(
         placement,
-        host_tiles=number,
         attended_bytes=number * sizing.tile_bytes(cost.capacity) * sizing.num_devices * sizing.num_sequences,
         host_bytes=host_bytes,
         host_bytes_per_second=_host_rate(cost),

@@ -6,7 +6,7 @@ Weights come first, since the retrieval level reads all of them in every inner p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.plan.composition import Composition
 from offload.plan.link_bits import link_bits, weight_link_bits
@@ -43,6 +43,7 @@ class Placement:
     host_bytes_per_second: float | None = None
     link_bits: int = 16  # of a cached number of a whole page that crosses the link; 12: it lies packed at home,
     # 9: as what it has beside its code, which is on the device
+    raw_pages: int = 0  # of a layer, of each sequence, that have room on each rank's host as they are, beside these
     weight_link_bits: int = 16  # of a weight that does; 12: packed, 9: what it has beside its code, which is there
     embeds_on_host: bool = False  # whether the embedding's table is there, of which a pass reads a few rows
 
@@ -136,16 +137,16 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     host = {
         "target layers": (num_layers - layers) * home * devices,
         "target embeddings": table * devices,
-        "kv cache": (num_layers * count - tiles) * tile * devices,
         "gathered chunks": sizing.fetched_bytes(capacity, composition) * devices if "kv" in offload else 0,
     }
-    return Placement(
+    host = {name: size for name, size in sizing.of_all(host).items() if size}
+    placement = Placement(
         offload=tuple(sorted(offload)),
         resident_layers=layers,
         resident_tiles=tiles,
         device_bytes=device(layers, tiles),
         other_device_bytes=device(layers, tiles, first=False) if devices > 1 else {},
-        host_bytes={name: size for name, size in sizing.of_all(host).items() if size},
+        host_bytes=host,
         page_tokens=PAGE_TOKENS,
         tile_tokens=sizing.tile_tokens(capacity),
         rows=sizing.rows,
@@ -155,6 +156,21 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         link_bits=bits,
         weight_link_bits=weight_bits,
         embeds_on_host=table > 0,
+    )
+    return with_host_tiles(sizing, capacity, placement, 0)
+
+
+def with_host_tiles(sizing: Sizing, capacity: int, placement: Placement, number: int) -> Placement:
+    """`placement` where `number` tiles of all layers are attended to on the host."""
+    resident, bits = placement.resident_tiles, placement.link_bits
+    cache = sizing.host_cache_bytes(capacity, resident, number, bits)
+    of_all = sizing.of_all({name: size * sizing.num_devices for name, size in cache.items()})
+    others = {name: size for name, size in placement.host_bytes.items() if name not in cache}
+    return replace(
+        placement,
+        host_tiles=number,
+        host_bytes=others | {name: size for name, size in of_all.items() if size},
+        raw_pages=sizing.raw_pages(capacity, resident + number) if bits < 16 else 0,
     )
 
 

@@ -151,7 +151,7 @@ def _choose(sizing: Sizing, capacity: int, times: Times) -> tuple[Cost, Cost]:
     On a GPU, where a budget takes the place of layers and tiles, more of them are weighed beside the planned one.
     """
     costs = _placed(sizing, capacity, _candidates(sizing, capacity, times), times)
-    fitting = [shared(cost) for cost in _fitting(costs)]
+    fitting = _fitting(costs)
     if not fitting:
         return _smallest(costs), _smallest(costs)
     planned, best = _fastest(fitting)
@@ -187,7 +187,7 @@ def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterat
 def _placed(sizing: Sizing, capacity: int, found: Iterable[Composition], times: Times = UNKNOWN) -> list[Cost]:
     """Compositions in their placements, not yet priced. A pass over the whole cache to propose is none where the cache
     would cross a link in it."""
-    costs = (Cost(sizing, place(sizing, capacity, each), capacity, each, times) for each in found)
+    costs = (shared(Cost(sizing, place(sizing, capacity, each), capacity, each, times)) for each in found)
     return [cost for cost in costs if not (_proposes_over_the_cache(cost) and "kv" in cost.placement.offload)]
 
 

@@ -32,6 +32,7 @@ PACKED_TOKENS = 16  # of a head, that are packed as one group (kernels/packed.py
 PACKED_ESCAPES = 1 / 64  # of the numbers of a page's keys or values, that have room where it is packed
 PACKED_SHARE = 0.75 + PACKED_ESCAPES / 2 + 0.001  # of the bytes of a page, that it has packed
 CACHED_SHARE = {16: 1.0, 12: PACKED_SHARE, 9: 0.5 + 1 / 1024 + 0.2 / 4}  # of a page's bytes, by bits (kv_remainders.py)
+RAW_TILES = 3  # whose pages are on their way home in a prefill, at most, before some are packed
 WEIGHT_BYTES = {  # of a number of a layer's matrices, at home and over the link, by its bits; see transfer/homes.py
     16: 2.0,
     12: 1.5 + 4 / 1024 + 1 / 64,  # with the heads of groups of 1024, and escapes
@@ -45,7 +46,7 @@ HOST_ROWS = 16  # of a KV head, that a desktop's processor attends to as fast as
 OF_EACH_SEQUENCE = frozenset(
     (
         *("rope tables", "low-bit cache", "selection", "fetched chunks", "draft cache", "attention scratch"),
-        *("kv staging", "arena", "kv cache", "gathered chunks", "host attention"),
+        *("kv staging", "arena", "kv cache", "raw pages", "gathered chunks", "host attention"),
     )
 )
 _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and what an allocator cannot use
@@ -176,6 +177,39 @@ class Sizing:
     def tile_bytes(self, capacity: int) -> int:
         """Bytes of a tile of one layer, on each device."""
         return self.tile_tokens(capacity) * self.kv_bytes_per_token // self.target.num_layers
+
+    def host_cache_bytes(self, capacity: int, resident: int, attended: int, bits: int) -> dict[str, int]:
+        """Bytes of the cache on the host, for each device, by purpose. resident, attended: tiles of all layers that are
+        on the device, and that the host attends to. bits: of a number of the others."""
+        tile, away = self.tile_bytes(capacity), self.target.num_layers * self.num_tiles(capacity) - resident
+        if bits == 16:
+            return {"kv cache": away * tile}
+        packed = self._streamed_pages(capacity, resident + attended) * self._packed_page_bytes
+        raw = self.raw_pages(capacity, resident + attended) * (PAGE_TOKENS * tile // self.tile_tokens(capacity))
+        return {"kv cache": attended * tile + packed, "raw pages": raw}
+
+    def raw_pages(self, capacity: int, unmoved: int) -> int:
+        """Pages that lie as they are on the host while they are not packed: the last of each layer, with room for the
+        rows of a pass, and those that a prefill writes. unmoved: tiles of all layers that do not stream."""
+        last = (1 + -(-MAX_ROWS // PAGE_TOKENS)) * self.target.num_layers
+        return min(last + RAW_TILES * self._tile_pages(capacity), self._streamed_pages(capacity, unmoved))
+
+    def _streamed_pages(self, capacity: int, unmoved: int) -> int:
+        """Of all layers, those that a capacity reaches into."""
+        share, extra = divmod(unmoved, self.target.num_layers)
+        pages = -(-(capacity + MAX_ROWS) // PAGE_TOKENS)
+        few, more = (max(pages - tiles * self._tile_pages(capacity), 0) for tiles in (share + 1, share))
+        return extra * few + (self.target.num_layers - extra) * more
+
+    def _tile_pages(self, capacity: int) -> int:
+        return self.tile_tokens(capacity) // PAGE_TOKENS
+
+    @property
+    def _packed_page_bytes(self) -> int:
+        """Of a layer's page that lies packed, on each device (kernels/packing.py)."""
+        numbers = self.shard.num_kv_heads * PAGE_TOKENS * self.shard.head_dim
+        start = numbers + numbers // 2 + 4 * (PAGE_TOKENS // PACKED_TOKENS) * self.shard.num_kv_heads
+        return 2 * (start + int(numbers * PACKED_ESCAPES) // 16 * 16 + -start % 16)
 
     @property
     def kv_bytes_per_token(self) -> int:

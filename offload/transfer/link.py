@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -248,7 +248,7 @@ class CudaLink:
             for event in after:
                 event.wait()
             start = CudaEvent(stream, timing=timed)
-            for part, from_part in zip(_pieces(dst), _pieces(src), strict=True):
+            for part, from_part in _pieces(dst, src):
                 part.copy_(from_part, non_blocking=True)
             end = CudaEvent(stream, timing=timed)
         if timed:
@@ -262,9 +262,11 @@ def make_link(device: torch.device, bytes_per_second: float | None = None) -> Li
     return CudaLink(device, bytes_per_second) if device.type == "cuda" else PacedLink(bytes_per_second)
 
 
-def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+def _pieces(dst: Tensor, src: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     """Parts that lie in one piece: of others torch would make copies first, and the host would wait."""
-    return (tensor,) if tensor.is_contiguous() else tensor.unbind()
+    if dst.is_contiguous() and src.is_contiguous():
+        return ((dst, src),)
+    return zip(dst.unbind(), src.unbind(), strict=True)
 
 
 def _check_alike(dst: Tensor, src: Tensor) -> None:

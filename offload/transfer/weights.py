@@ -15,7 +15,7 @@ from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import NUM_STAGING
 from offload.transfer.checkpoint import Checkpoint
 from offload.transfer.embedding import Embedding
-from offload.transfer.homes import AsTheyAre, Home, HomeMaker
+from offload.transfer.homes import AsTheyAre, BesideCodes, Home, HomeMaker
 from offload.transfer.layout import LayerLayout, LayerWeights, Linear
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory, Tier
@@ -82,10 +82,14 @@ def all_finite(tensor: Tensor) -> bool:
 
 class Layers(Protocol):
     """The layers of a model, first to last, each ready to be used while it is the current one. coded: the last ones in
-    4 bits, on the device, as far as it took them there to bring the exact ones."""
+    4 bits, on the device, as far as it took them there to bring the exact ones. num_wider: of those that cross the
+    link, how many take more bits than planned, since not every weight would come back from its code."""
 
     @property
     def coded(self) -> Sequence[LayerWeights]: ...
+
+    @property
+    def num_wider(self) -> int: ...
 
     def __iter__(self) -> Iterator[LayerWeights]: ...
 
@@ -96,6 +100,7 @@ class ResidentLayers:
     """All layers on the device."""
 
     coded: Sequence[LayerWeights] = ()
+    num_wider = 0
 
     def __init__(self, layers: Sequence[LayerWeights], nbytes: int) -> None:
         self._layers, self._nbytes = layers, nbytes
@@ -135,6 +140,7 @@ class StreamedLayers:
         self._held: list[int | None] = [None] * len(staging)  # the home whose content a slot has, or gets
         self._position = 0  # streamed layers used since the stream began
         self.coded = coded
+        self.num_wider = len(coded) - sum(isinstance(home, BesideCodes) for home in homes)
 
     def __iter__(self) -> Iterator[LayerWeights]:
         if self._homes and not self._in_order():

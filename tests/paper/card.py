@@ -99,13 +99,19 @@ class Card:
         self._access(block, actor, first, first + _extent(raw), write, what)
 
     def access_host(self, tensor: Tensor, actor: Actor, *, write: bool, what: str) -> None:
-        if (found := self._range(tensor)) is not None:
-            start, block = found
-            first = ADDRESS(tensor) - start
-            self._access(block, actor, first, first + _extent(tensor), write, what)
+        if tensor.numel():
+            self.access_address(ADDRESS(tensor), _extent(tensor), actor, write=write, what=what)
+
+    def access_address(self, address: int, num_bytes: int, actor: Actor, *, write: bool, what: str) -> bool:
+        """So many bytes of the host. False where they are not pinned."""
+        if (found := self._range(address)) is None:
+            return False
+        first = address - found[0]
+        self._access(found[1], actor, first, first + num_bytes, write, what)
+        return True
 
     def is_pinned(self, tensor: Tensor, *_: object) -> bool:
-        return self._range(tensor) is not None
+        return bool(tensor.numel()) and self._range(ADDRESS(tensor)) is not None
 
     def pin(self, address: int, num_bytes: int, flags: int) -> int:
         """cudaHostRegister."""
@@ -141,11 +147,8 @@ class Card:
             kind = "write" if write else "read"
             self.problem(f"race: {kind} by {actor.name} ({what}) not ordered after {conflict}, {block.kind} memory")
 
-    def _range(self, tensor: Tensor) -> tuple[int, Block] | None:
-        """The pinned block that a tensor of the host lies in, and where that begins."""
-        if not self._pinned or tensor.numel() == 0:
-            return None
-        address = ADDRESS(tensor)
+    def _range(self, address: int) -> tuple[int, Block] | None:
+        """The pinned block that an address of the host is in, and where that begins."""
         for first, block in self._pinned.items():
             if first <= address < first + block.num_bytes:
                 return first, block

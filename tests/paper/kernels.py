@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import cast
 
 import pytest
@@ -9,37 +12,62 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from offload.cache import low_bits, retrieval
+from offload.cache import low_bits, packed, retrieval
 from offload.cache.fetch import CardFetch
+from offload.cache.packed import move
 from offload.cache.tiles import TileStore
 from offload.kernels.card.fetch import ChunkCopy
 from offload.kernels.card.packed import PackedChunkCopy
-from offload.kernels.packed import unpack_with_torch
-from paper.card import Card
+from offload.kernels.kv_codes import Order
+from offload.kernels.kv_remainders import PageShape, restore, split_off
+from offload.kernels.native import Kernels
+from offload.kernels.packed import pack, unpack, unpack_with_torch
+from offload.kernels.packing import Packing
+from paper.card import ADDRESS, Card
+from paper.clocks import Actor
 from paper.tensors import PaperTensor, launch
 
 Homes = list[list[Tensor]]
 
 
 def chunks_by_kernel(card: Card, patch: pytest.MonkeyPatch) -> None:
-    """Copies of the full cache that are made from now on are filled by the card itself. Homes stand for addresses."""
+    """Copies of the full cache that are made from now on are filled by the card itself. Homes stand for addresses,
+    where nothing is packed."""
+    there: dict[int, PaperTensor] = {}  # homes on the card, by their addresses on paper
+
+    def address(store: TileStore, layer: int, index: int) -> int:
+        home = store.home(layer, index)
+        found = ADDRESS(_raw(home))
+        if isinstance(home, PaperTensor):
+            there[found] = home
+        return found
 
     def run(
         copy: ChunkCopy, homes: Homes, wanted: Tensor, held: Tensor, *, slot: int = 0, tokens: range = range(2**31)
     ) -> None:
+        def rows(layer: int, head: int, token: int) -> Tensor:
+            index, within = divmod(token, copy._tile)
+            page, offset = divmod(within, copy._page)
+            return _raw(homes[layer][index])[:, page, head, offset]
+
         _launch(card, "copy_chunks", homes, wanted, held)
         with _disable_current_modes():  # it is not the host that reads
-            _copy_chunks(copy, homes, _raw(wanted), _raw(held), slot, tokens)
+            _copy_chunks(copy._chunk, rows, _raw(wanted), _raw(held), slot, tokens)
 
     def run_packed(
-        copy: PackedChunkCopy, homes: Homes, wanted: Tensor, held: Tensor, *, slot: int = 0,
+        copy: PackedChunkCopy, blocks: Tensor, flags: Tensor, wanted: Tensor, held: Tensor, *, slot: int = 0,
         tokens: range = range(2**31),
     ) -> None:  # fmt: skip
-        flags = copy._flags()
-        _launch(card, "copy_packed_chunks", homes, wanted, held, flags)
+        tensors = [cast(PaperTensor, each) for each in (blocks, flags, wanted, held)]
+        found = _raw(blocks).unique().tolist()
+        homes = [home for first, home in there.items() if any(first <= at < first + home.raw.nbytes for at in found)]
+        actor = launch(card, "copy_packed_chunks", [*tensors, *homes], {id(held)})
         with _disable_current_modes():
-            _copy_chunks(copy, _unpacked(copy, homes, _raw(flags)), _raw(wanted), _raw(held), slot, tokens)
+            pages = _Pages(card, actor, copy, _raw(blocks), _raw(flags), held.shape[2])
+            _copy_chunks(copy._chunk, pages.row, _raw(wanted), _raw(held), slot, tokens)
 
+    packing_on_paper(card, patch)
+    patch.setattr(TileStore, "address", address)
     patch.setattr(TileStore, "addresses", lambda store: store._homes)
     patch.setattr(ChunkCopy, "run", run)
     patch.setattr(PackedChunkCopy, "run", run_packed)
@@ -47,43 +75,101 @@ def chunks_by_kernel(card: Card, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(copies, "make_fetch", lambda full, chunk, kernels, num_bytes: CardFetch(full, chunk))
 
 
-def _launch(card: Card, name: str, homes: Homes, *others: Tensor) -> None:
-    """It may read any home, of the card or of the host. others: the second is written to."""
+def packing_on_paper(card: Card, patch: pytest.MonkeyPatch) -> None:
+    """What the processor packs and unpacks it reads and writes by addresses."""
+
+    def pack_on_paper(addresses: Tensor, packing: Packing, kernels: Kernels, *, to: Tensor) -> Tensor:
+        card.host.step()
+        for each in addresses.tolist():
+            card.access_address(each, 2 * packing.numbers, card.host, write=False, what="pack")
+        for each in to.tolist():
+            card.access_address(each, packing.nbytes, card.host, write=True, what="pack")
+        return pack(addresses, packing, kernels, to=to)
+
+    def unpack_on_paper(parts: Tensor, packing: Packing, kernels: Kernels) -> None:
+        card.host.step()
+        for start, _, _, _, is_packed in parts.tolist():
+            size = packing.nbytes if is_packed else 2 * packing.numbers
+            card.access_address(start, size, card.host, write=False, what="unpack")
+        unpack(parts, packing, kernels)
+
+    def split_off_on_paper(parts: Tensor, shape: PageShape, order: Order, kernels: Kernels, *, most: int) -> Tensor:
+        card.host.step()
+        for start, to, _, _, _ in parts.tolist():
+            card.access_address(start, 2 * shape.numbers, card.host, write=False, what="split_off")
+            card.access_address(to, most, card.host, write=True, what="split_off")
+        return split_off(parts, shape, order, kernels, most=most)
+
+    def restore_on_paper(parts: Tensor, shape: PageShape, order: Order, kernels: Kernels) -> None:
+        card.host.step()
+        for start in parts[:, 0].tolist():
+            card.access_address(start, shape.numbers, card.host, write=False, what="restore")
+        restore(parts, shape, order, kernels)
+
+    def move_on_paper(to: int, at: int, size: int) -> None:
+        if to != at:
+            card.host.step()
+            card.access_address(at, size, card.host, write=False, what="move")
+            card.access_address(to, size, card.host, write=True, what="move")
+        move(to, at, size)
+
+    patch.setattr(packed, "split_off", split_off_on_paper)
+    patch.setattr(packed, "restore", restore_on_paper)
+    patch.setattr(packed, "move", move_on_paper)
+    patch.setattr(packed, "pack", pack_on_paper)
+    patch.setattr(packed, "unpack", unpack_on_paper)
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """Pages as the card's kernel finds them by the table that it is given."""
+
+    card: Card
+    actor: Actor
+    copy: PackedChunkCopy
+    blocks: Tensor
+    flags: Tensor
+    num_heads: int
+
+    def row(self, layer: int, head: int, token: int) -> Tensor:
+        """Keys and values of a token, [2, D]."""
+        number, offset = divmod(token, self.copy._page)
+        return torch.stack([self._block(layer, half, number)[head, offset] for half in range(2)])
+
+    def _block(self, layer: int, half: int, number: int) -> Tensor:
+        """[H_kv, S, D]"""
+        packing, address = self.copy._packing, int(self.blocks[layer, half, number])
+        is_packed = bool(self.flags[layer, number])
+        size = packing.nbytes if is_packed else 2 * packing.numbers
+        self.card.access_address(address, size, self.actor, write=False, what="copy_packed_chunks")
+        content = torch.frombuffer(bytearray(ctypes.string_at(address, size)), dtype=torch.uint8)
+        found = unpack_with_torch(content, packing) if is_packed else content.view(torch.bfloat16)
+        return found.view(self.num_heads, self.copy._page, -1)
+
+
+def _launch(card: Card, name: str, homes: Homes, wanted: Tensor, held: Tensor) -> None:
+    """It may read any home, of the card or of the host."""
     tiles = [home for layer in homes for home in layer]
     there = [home for home in tiles if isinstance(home, PaperTensor)]
-    tensors = [*(cast(PaperTensor, each) for each in others), *there]
-    actor = launch(card, name, tensors, {id(others[1])})
+    actor = launch(card, name, [cast(PaperTensor, wanted), cast(PaperTensor, held), *there], {id(held)})
     for home in tiles:
         if not isinstance(home, PaperTensor):
             assert card.is_pinned(home)
             card.access_host(home, actor, write=False, what=name)
 
 
-def _unpacked(copy: PackedChunkCopy, homes: Homes, flags: Tensor) -> Homes:
-    """The tiles as they were before they were packed; those that are remainders beside codes are not read."""
-    found = [[_raw(home).clone() for home in layer] for layer in homes]
-    for layer, half, number in (flags == 1).nonzero().tolist():
-        index, page = divmod(number, copy._tile // copy._page)
-        block = found[layer][index][half, page]
-        block.copy_(unpack_with_torch(block.flatten().view(torch.uint8), copy._packing).view_as(block))
-    return found
-
-
 def _copy_chunks(
-    copy: ChunkCopy | PackedChunkCopy, homes: Homes, wanted: Tensor, held: Tensor, slot: int, tokens: range
+    chunk: int, rows: Callable[[int, int, int], Tensor], wanted: Tensor, held: Tensor, slot: int, tokens: range
 ) -> None:
+    """rows: of a layer, a head and a token, [2, D]."""
     num_layers, _, num_heads, _, _ = held.shape
-    chunk = copy._chunk
     wanted = wanted.expand(num_layers, num_heads, -1)
     for layer, head, place in torch.cartesian_prod(*map(torch.arange, wanted.shape)).tolist():
         number = int(wanted[layer, head, place])
         for row in range(chunk):
             token = number * chunk + row
             if number >= 0 and token in tokens:
-                index, within = divmod(token, copy._tile)
-                page, offset = divmod(within, copy._page)
-                at = (slot + place) * chunk + row
-                held[layer, :, head, at] = _raw(homes[layer][index])[:, page, head, offset]
+                held[layer, :, head, (slot + place) * chunk + row] = rows(layer, head, token)
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ a pass issues, in which order, and where the host waits. One of two cards has a 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -22,10 +22,12 @@ from triton.runtime.jit import JITFunction
 from fake_flash import check
 from offload import worker as worker_module
 from offload.cache import fetch, packed
+from offload.cache.full import FullCache
 from offload.cache.retrieval import RetrievalCache
 from offload.cache.tiles import TileStore
 from offload.kernels import card as card_kernels
 from offload.kernels.card.flash import Flash
+from offload.kernels.kv_remainders import PageShape
 from offload.model.decoder import Decoder
 from offload.model.loading import DTYPES
 from offload.parts import Parts
@@ -72,19 +74,21 @@ def worker_without_bytes(
     with on_paper(without_values=True) as card, pytest.MonkeyPatch.context() as patch:
         patch.setattr(card_kernels, "card", lambda device: card_kernels.Card("on paper"))
         patch.setattr(JITFunction, "run", lambda program, *args, **more: _launched(card, program, *args, **more))
-        patch.setattr(packed, "split_off", lambda parts, shape, *_: torch.full((len(parts),), shape.numbers // 8 * 9))
         for reader in (fetch, embedding):
             patch.setattr(reader, "kernels_read_host", lambda device: True)
-        patch.setattr(packed, "pack", lambda addresses, packing, kernels: torch.ones(len(addresses), dtype=torch.bool))
+        patch.setattr(packed, "pack", lambda addresses, *_, to: torch.ones(len(addresses), dtype=torch.long))
+        patch.setattr(packed, "split_off", lambda parts, shape, *_, most: _nine_bits(parts, shape))
+        for name in ("unpack", "restore", "move"):
+            patch.setattr(packed, name, lambda *_: None)
         patch.setattr(weights_module, "HomeMaker", _HomeMaker)
-        patch.setattr(TileStore, "addresses", partialmethod(_addresses, TileStore.addresses))
+        patch.setattr(TileStore, "address", lambda store, layer, index: _address(store.home(layer, index)))
         patch.setattr(dist, "all_gather", partial(_gathered, card))
         if with_flash:
             found = Flash("on paper", call=partial(_flash_attended, card))
             patch.setattr(worker_module, "flash", lambda device: found)
         parts = _parts(plan, {"target": target, "draft": draft})
         worker = Worker(plan, parts, vocab_size=target.vocab_size)
-        worker.full.restored(NUM_PROMPT)
+        _hold_prompt(worker.full)
         _fill(worker.retrieval)
         try:
             yield worker, card
@@ -137,6 +141,18 @@ class _HomeMaker(HomeMaker):
         return BesideCodes(content, tuple(places), self.coded[-1], self._layout, self._device)
 
 
+def _hold_prompt(full: FullCache) -> None:
+    """With pages that were packed before there were codes."""
+    full.restored(NUM_PROMPT)
+    if full.packed is not None:
+        numbers, table = range(NUM_PROMPT // full.shape.page_tokens), full.packed.table
+        full.packed._without = {page: None for number in numbers for page in table.streaming(number)}
+
+
+def _nine_bits(parts: Tensor, shape: PageShape) -> Tensor:
+    return torch.full((len(parts),), shape.numbers // 8 * 9 // 16 * 16)
+
+
 def _fill(retrieval: RetrievalCache | None) -> None:
     """As after a refresh."""
     if retrieval is not None:
@@ -172,9 +188,6 @@ def _flash_attended(card: Card, q: Tensor, k_cache: Tensor, v_cache: Tensor, **m
     return out, lse
 
 
-def _addresses(store: TileStore, real: Callable[[TileStore], Tensor]) -> Tensor:
+def _address(home: Tensor) -> int:
     """No read by the host, as others of addresses: only a card's kernel is told them. Tensors on paper have none."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "data_ptr", ADDRESS)
-        patch.setattr(PaperTensor, "data_ptr", lambda tensor: 0)
-        return real(store)
+    return 0 if isinstance(home, PaperTensor) else ADDRESS(home)

@@ -225,7 +225,8 @@ def _predictions(plan: Plan, in_16_bits: Prediction | None) -> Iterator[tuple[st
 def _streams(plan: Plan) -> str:
     placement = plan.placement
     on_host = {name: placement.host_bytes.get(name, 0) for name in ("target layers", "kv cache")}
-    streamed = on_host | {"kv cache": on_host["kv cache"] - placement.attended_bytes}
+    layers, crossing = on_host["target layers"], plan.predicted.full_link_bytes * plan.request.num_devices
+    streamed = {"target layers": layers, "kv cache": crossing - layers if on_host["kv cache"] else 0}
     moved = [(name, num_bytes) for name, num_bytes in streamed.items() if num_bytes]
     if not moved:
         return "nothing: " + ("nothing is offloaded" if not any(on_host.values()) else "all is attended to on the host")

@@ -121,7 +121,14 @@ def _links(stats: Stats) -> list[str]:
         f"            decode  {_moved(stats.decode_link)}",
         f"            utilisation of full passes {significant(stats.link_utilisation)}, "
         f"idle for {significant(stats.link_idle)} of decode",
+        *_wider(stats),
     ]
+
+
+def _wider(stats: Stats) -> Iterator[str]:
+    if stats.wider_layers:
+        layers = "1 layer crosses" if stats.wider_layers == 1 else f"{stats.wider_layers} layers cross"
+        yield f"            {layers} in 12 bits, not 9: some weights would not come back"
 
 
 def _host_attention(stats: Stats) -> Iterator[str]:

@@ -11,13 +11,14 @@ import triton.language as tl
 from offload.kernels.card.remainder_programs import restored
 
 
-@triton.jit(do_not_specialize=["flags", "flags_stride", "num_pages", "head_stride", "first_group"])
+@triton.jit(do_not_specialize=["flags", "starts", "starts_stride", "num_pages", "head_stride", "first_group"])
 def restore_pages(
-    slot,  # uint8 [2, num_pages, bytes]: a tile as it lies at home
+    slot,  # uint8
     tile,  # int16 [2, num_pages, H_kv, PAGE, DIM]
-    flags,  # uint8: of keys' pages, and flags_stride further of values'
+    flags,  # uint8, of pages
+    starts,  # int64: in the slot, of pages' keys, and starts_stride further of their values
     codes,  # uint8 [H_kv, groups, bytes] by the stride: a layer's
-    flags_stride,
+    starts_stride,
     num_pages,
     head_stride,  # bytes of codes, a multiple of 16
     first_group,  # of a head's codes, page 0 begins with; less than 0 where its first tokens have none
@@ -36,7 +37,7 @@ def restore_pages(
     BYTES: tl.constexpr = VALUES + 16 * DIM
     group, page, kind = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_groups = tl.num_programs(0)
-    if tl.load(flags + kind * flags_stride + page) != 2:
+    if tl.load(flags + page) != 2:
         return
     of_head: tl.constexpr = PAGE // TOKENS
     number = first_group + page * of_head + group % of_head
@@ -44,7 +45,7 @@ def restore_pages(
     code = tl.multiple_of(codes + place, 16)
     scales = tl.multiple_of(code.to(tl.pointer_type(tl.int32)), 16)  # of keys
     block = (kind * num_pages + page).to(tl.int64) * num_groups * (TOKENS * DIM)
-    content = slot + 2 * block
+    content = slot + tl.load(starts + kind * starts_stride + page)
     heads = (content + num_groups.to(tl.int64) * (TOKENS * DIM)).to(tl.pointer_type(tl.int32))
     fours = (heads + 2 * num_groups + 2).to(tl.pointer_type(tl.uint8))
     escapes = fours + tl.load(heads + 2 * num_groups) + tl.load(heads + 2 * group + 1)

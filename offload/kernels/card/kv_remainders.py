@@ -18,7 +18,7 @@ def restore_pages(
     tile: Tensor,
     slot: Tensor,
     flags: Tensor,
-    num_pages: int,
+    starts: Tensor,
     codes: Tensor,
     first_group: int,
     shape: PageShape,
@@ -27,13 +27,13 @@ def restore_pages(
     assert tile.is_contiguous()
     assert slot.is_contiguous()
     assert tile.shape == slot.shape == (2, tile.shape[1], shape.num_kv_heads, shape.page_tokens, shape.head_dim)
-    assert flags.stride(1) == 1
+    assert starts.stride(1) == 1
     assert codes.stride()[1:] == (kv_code_bytes(shape.head_dim), 1)
     attention.launch(
         kv_remainder_programs.restore_pages,
-        (shape.num_groups, num_pages, 2),
+        (shape.num_groups, len(flags), 2),
         (
-            slot.view(torch.uint8), tile.view(torch.int16), flags, codes, flags.stride(0), tile.shape[1],
+            slot.view(torch.uint8), tile.view(torch.int16), flags, starts, codes, starts.stride(0), tile.shape[1],
             codes.stride(0), first_group,
         ),
         PAGE=shape.page_tokens,

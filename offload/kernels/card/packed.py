@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -16,15 +14,13 @@ from offload.plan.sizing import PACKED_TOKENS
 _WARP_BYTES = 512  # of a half's signs and mantissas: one 16-byte load of each thread
 
 
-def unpack_pages(tile: Tensor, slot: Tensor, flags: Tensor, num_pages: int, packing: Packing) -> None:
-    """The first `num_pages` pages of `slot` in `tile`, both bf16 [2, P, H_kv, S, D] on the card, by one launch: a
-    page's keys are a block, its values another, packed where flags, uint8 [2, P] on the card, are 1, as they are where
-    these are 0, and else left alone: `kv_remainders` restores them."""
-    assert flags.stride(1) == 1
+def unpack_pages(tile: Tensor, slot: Tensor, flags: Tensor, starts: Tensor, packing: Packing) -> None:
+    """See `offload.kernels.packed.unpack_tile`: one launch."""
+    assert starts.stride(1) == 1
     attention.launch(
         packed_programs.unpack_pages,
-        (packing.num_groups, num_pages, 2),
-        (slot.view(torch.uint8), tile.view(torch.int16), flags, flags.stride(0), tile.shape[1]),
+        (packing.num_groups, len(flags), 2),
+        (slot.view(torch.uint8), tile.view(torch.int16), flags, starts, starts.stride(0), tile.shape[1]),
         **_constants(packing),
     )
 
@@ -40,36 +36,36 @@ def unpack_numbers(content: Tensor, starts: Tensor, out: Tensor, packing: Packin
 
 
 class PackedChunkCopy:
-    """`ChunkCopy` from homes of which some blocks are packed. chunk: a multiple of PACKED_TOKENS. flags: uint8 [L, 2,
-    pages of the sequence] on the card, 1 where a block is."""
+    """`ChunkCopy` from pages of which some are packed. chunk: a multiple of PACKED_TOKENS."""
 
-    def __init__(self, packing: Packing, flags: Callable[[], Tensor], *, chunk: int, page: int, tile: int) -> None:
-        self._packing, self._flags = packing, flags
-        self._chunk, self._page, self._tile = chunk, page, tile
+    def __init__(self, packing: Packing, *, chunk: int, page: int) -> None:
+        self._packing, self._chunk, self._page = packing, chunk, page
 
     def run(
         self,
-        homes: Tensor,
+        blocks: Tensor,
+        flags: Tensor,
         wanted: Tensor,
         held: Tensor,
         *,
         slot: int = 0,
         tokens: range = NO_TOKENS_LEFT_OUT,
     ) -> None:
-        """See `ChunkCopy.run`."""
-        flags = self._flags()
+        """See `ChunkCopy.run`. blocks: int64 [L, 2, pages of the sequence], the addresses of each page's keys and
+        values as the card reads them, multiples of 16. flags: uint8 [L, pages], how each lies: no chunk of a remainder
+        is wanted."""
+        assert blocks.is_contiguous()
         assert flags.is_contiguous()
         num_layers, _, num_heads, num_rows, dim = held.shape
         attention.launch(
             packed_programs.copy_packed_chunks,
             (2 * wanted.shape[-1], num_heads, num_layers),
             (
-                homes, flags, wanted, held.view(torch.int16), homes.shape[1], flags.shape[2],
+                blocks, flags, wanted, held.view(torch.int16), flags.shape[1],
                 wanted.shape[-1] if wanted.dim() == 3 else 0, num_rows, slot, tokens.start, tokens.stop,
             ),
             GROUPS=self._chunk // PACKED_TOKENS,
             PER_PAGE=self._page // self._chunk,
-            PAGES=self._tile // self._page,
             DIM=dim,
             **_constants(self._packing),
         )  # fmt: skip

@@ -47,12 +47,13 @@ def _numbers(
     return first, second
 
 
-@triton.jit(do_not_specialize=["flags", "flags_stride", "num_pages"])
+@triton.jit(do_not_specialize=["flags", "starts", "starts_stride", "num_pages"])
 def unpack_pages(
-    slot,  # uint8 [2, num_pages, bytes]: a tile as it lies at home
+    slot,  # uint8
     tile,  # int16 [2, num_pages, NUMBERS]
-    flags,  # uint8: of keys' pages, and flags_stride further of values'
-    flags_stride,
+    flags,  # uint8, of pages
+    starts,  # int64: in the slot, of pages' keys, and starts_stride further of their values
+    starts_stride,
     num_pages,
     NUMBERS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -60,16 +61,16 @@ def unpack_pages(
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
 ):
-    """Program (g, p, k): group g of the keys, k = 0, or values of page p, unless its flag is neither 0 nor 1."""
+    """Program (g, p, k): group g of the keys, k = 0, or values of page p, unless that is a remainder."""
     group, page, kind = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    flag = tl.load(flags + kind * flags_stride + page)
-    if flag > 1:
+    flag = tl.load(flags + page)
+    if flag == 2:
         return
     block = (kind * num_pages + page).to(tl.int64) * NUMBERS
     is_packed = flag != 0
     number = tl.arange(0, HALF_PADDED)
     real = number < HALF
-    source = tl.multiple_of(slot + block * 2, 16)
+    source = tl.multiple_of(slot + tl.load(starts + kind * starts_stride + page), 16)
     first, second = _numbers(source, group, is_packed, number, NUMBERS, HEADS, ESCAPES, HALF)
     at = tl.multiple_of(block + group * (2 * HALF), 8)
     tl.store(tile + at + number, first, mask=real)
@@ -99,14 +100,13 @@ def unpack_blocks(
     tl.store(out + tl.multiple_of(at + HALF, 8) + number, second, mask=number < HALF)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "flags_stride", "wanted_stride", "num_rows", "slot", "start", "stop"])
+@triton.jit(do_not_specialize=["num_pages", "wanted_stride", "num_rows", "slot", "start", "stop"])
 def copy_packed_chunks(
-    homes,  # as of programs.copy_chunks
-    flags,  # uint8 [L, 2] by the stride, then pages of the sequence
-    wanted,  # as there
+    blocks,  # int64 [L, 2, num_pages]: addresses of keys and of values
+    flags,  # uint8 [L, num_pages]
+    wanted,  # as of programs.copy_chunks
     held,  # int16 [L, 2, H_kv, num_rows, DIM], contiguous
-    num_tiles,
-    flags_stride,
+    num_pages,  # of the sequence
     wanted_stride,
     num_rows,
     slot,
@@ -114,7 +114,6 @@ def copy_packed_chunks(
     stop,
     GROUPS: tl.constexpr,  # of a chunk
     PER_PAGE: tl.constexpr,  # chunks
-    PAGES: tl.constexpr,  # of a tile
     DIM: tl.constexpr,
     NUMBERS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -130,9 +129,9 @@ def copy_packed_chunks(
     if chunk < 0:
         return
     page = chunk // PER_PAGE
-    is_packed = tl.load(flags + (layer * 2 + kind) * flags_stride + page) != 0
-    home = tl.load(homes + layer * num_tiles + page // PAGES).to(tl.pointer_type(tl.uint8))
-    block = tl.multiple_of(home + (kind * PAGES + page % PAGES) * (2 * NUMBERS), 16)
+    is_packed = tl.load(flags + layer * num_pages + page) != 0
+    address = tl.load(blocks + (layer * 2 + kind) * num_pages + page)
+    block = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
     first_group = (head * PER_PAGE + chunk % PER_PAGE) * GROUPS
     row = ((layer * 2 + kind) * num_heads + head).to(tl.int64) * num_rows + (slot + place) * (16 * GROUPS)
     number = tl.arange(0, HALF_PADDED)

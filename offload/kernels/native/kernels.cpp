@@ -20,7 +20,7 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Changes with every change of a structure or a function below.
-KERNEL int abi() { return 12; }
+KERNEL int abi() { return 13; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -46,8 +46,9 @@ KERNEL void encode_kv(Dtype dtype, const Encoding* e, int64_t how_many) {
     with(dtype, [&]<class E>() { kv_codes::encode<E>(*e, how_many); });
 }
 
-KERNEL void pack(uint16_t* const* blocks, int64_t count, int64_t* sizes, const packed::Shape* shape, int64_t how_many) {
-    packed::pack_all(blocks, count, sizes, *shape, how_many);
+KERNEL void pack(const uint16_t* const* blocks, uint8_t* const* to, int64_t count, int64_t* sizes,
+                 const packed::Shape* shape, int64_t how_many) {
+    packed::pack_all(blocks, to, count, sizes, *shape, how_many);
 }
 
 KERNEL void unpack(const packed::Part* parts, int64_t count, const packed::Shape* shape, int64_t how_many) {
@@ -65,8 +66,9 @@ KERNEL void restore_remainder(const Remainder* r, int64_t how_many) {
 }
 
 KERNEL void split_off_kv(const kv_remainders::Block* blocks, int64_t count, int64_t* sizes,
-                         const kv_remainders::Shape* shape, kv_remainders::Order order, int64_t how_many) {
-    kv_remainders::split_off_all(blocks, count, sizes, *shape, order, how_many);
+                         const kv_remainders::Shape* shape, kv_remainders::Order order, int64_t most,
+                         int64_t how_many) {
+    kv_remainders::split_off_all(blocks, count, sizes, *shape, order, most, how_many);
 }
 
 KERNEL void restore_kv(const kv_remainders::Part* parts, int64_t count, const kv_remainders::Shape* shape,

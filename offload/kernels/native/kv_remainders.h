@@ -1,10 +1,10 @@
 // What cached keys and values of bf16 have beside their codes in 4 bits (kv_codes.h), by the rule of intervals.h.
 //
 // A block is the keys, or the values, of a page: [kv_heads, page_tokens, head_dim]. 32 tokens of a head are a group, as
-// of the codes; groups count through a head's tokens, then through the heads. A block's remainder lies in its place. Its
-// parts are the low bytes, [groups, 32 tokens, head_dim]; for each group, and once more for the end of the last, where
-// its 4 bits begin, in bytes, and where its escapes do, each from the beginning of their part: int32 [groups + 1, 2];
-// 4 bits each; escapes. So the last head says where the part of the escapes begins. All ends at a multiple of 16.
+// of the codes; groups count through a head's tokens, then through the heads. The parts of a block's remainder are the
+// low bytes, [groups, 32 tokens, head_dim]; for each group, and once more for the end of the last, where its 4 bits
+// begin, in bytes, and where its escapes do, each from the beginning of their part: int32 [groups + 1, 2]; 4 bits each;
+// escapes. So the last head says where the part of the escapes begins. All ends at a multiple of 16.
 #pragma once
 #include <stdlib.h>
 #include <string.h>
@@ -117,7 +117,8 @@ private:
 };
 
 struct Block {
-    uint16_t* numbers;
+    const uint16_t* numbers;
+    uint8_t* to;  // where its remainder goes: elsewhere
     PageCodes codes;
 };
 
@@ -138,41 +139,38 @@ inline bool count(const Block& b, const Shape& shape, Order order, Head* heads) 
     return true;
 }
 
-// Low bytes in place of the numbers, 4 bits and escapes from `fours` on.
-inline void split(const Block& b, const Shape& shape, Order order, const Head* heads, uint8_t* fours) {
-    auto* low = reinterpret_cast<uint8_t*>(b.numbers);
+// Low bytes, and 4 bits and escapes where zeros are.
+inline void split(const Block& b, const Shape& shape, Order order, const Head* heads) {
     const int dim = int(shape.head_dim);
-    uint8_t* escapes = fours + heads[shape.groups()].fours;
+    uint8_t *fours = b.to + shape.fours(), *escapes = fours + heads[shape.groups()].fours;
     for (int64_t g = 0; g < shape.groups(); g++) {
         Group group(shape, b.codes, g, order);
         intervals::Place place{fours + heads[g].fours, escapes + heads[g].escapes};
         for (int t = 0; t < GROUP; t++) {
             const int64_t at = (g * GROUP + t) * dim;
-            uint16_t numbers[WIDEST];  // the first are written over
-            memcpy(numbers, b.numbers + at, dim * sizeof *numbers);
-            intervals::split(numbers, dim, group.of_token(t), low + at, place);
+            intervals::split(b.numbers + at, dim, group.of_token(t), b.to + at, place);
         }
     }
 }
 
-// A block's remainder in its place, zeros up to the multiple of 16. -> Bytes that it fills; 0, and nothing has changed,
-// where a number would not come back, or it would fill more than the block, or memory is short.
-inline int64_t split_off(const Block& b, const Shape& shape, Order order) {
-    const int64_t room = shape.numbers();  // after the low bytes
-    auto* rest = static_cast<uint8_t*>(calloc(room, 1));
-    if (rest == nullptr) return 0;
-    auto* heads = reinterpret_cast<Head*>(rest);
+// A block's remainder, with zeros up to the multiple of 16. -> Bytes that it fills; 0, and nothing is written, where a
+// number would not come back, or it would fill more than `most`, or memory is short.
+inline int64_t split_off(const Block& b, const Shape& shape, Order order, int64_t most) {
+    const int64_t of_heads = shape.fours() - shape.heads();
+    auto* heads = static_cast<Head*>(malloc(of_heads));
+    if (heads == nullptr) return 0;
     int64_t size = 0;
     if (count(b, shape, order, heads)) {
         const Head& end = heads[shape.groups()];
         size = (shape.fours() + end.fours + end.escapes + 15) / 16 * 16;
-        if (size > 2 * shape.numbers()) size = 0;
+        if (size > most) size = 0;
     }
     if (size) {
-        split(b, shape, order, heads, rest + (shape.fours() - shape.heads()));
-        memcpy(reinterpret_cast<uint8_t*>(b.numbers) + shape.heads(), rest, size - shape.heads());
+        memcpy(b.to + shape.heads(), heads, of_heads);
+        memset(b.to + shape.fours(), 0, size - shape.fours());
+        split(b, shape, order, heads);
     }
-    free(rest);
+    free(heads);
     return size;
 }
 
@@ -200,10 +198,10 @@ inline void restore(const Part& part, const Shape& shape, Order order) {
 }
 
 inline void split_off_all(const Block* blocks, int64_t count, int64_t* sizes, const Shape& shape, Order order,
-                          int64_t how_many) {
+                          int64_t most, int64_t how_many) {
     threads::Counter counter;
     auto body = [&] {
-        for (int64_t i; (i = counter.draw()) < count;) sizes[i] = split_off(blocks[i], shape, order);
+        for (int64_t i; (i = counter.draw()) < count;) sizes[i] = split_off(blocks[i], shape, order, most);
     };
     threads::run(how_many, body);
 }

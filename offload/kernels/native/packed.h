@@ -67,9 +67,9 @@ INLINE uint8_t* split(const uint16_t* numbers, int base, uint8_t* low, uint8_t* 
     return escapes;
 }
 
-// A block in place of its numbers, with zeros behind it up to its size. -> Bytes that it fills; 0, and nothing has
-// changed, where its escapes have no room or memory is short.
-inline int64_t pack(uint16_t* block, const Shape& shape) {
+// A block at `low`, which may be where its numbers are, with zeros behind it up to its size. -> Bytes that it fills; 0,
+// and nothing has changed, where its escapes have no room or memory is short.
+inline int64_t pack(const uint16_t* block, uint8_t* low, const Shape& shape) {
     int64_t total = 0;
     for (int64_t at = 0; at < shape.numbers; at += shape.group)
         total += count_escapes(block + at, shape.group, largest_exponent(block + at, shape.group));
@@ -79,7 +79,6 @@ inline int64_t pack(uint16_t* block, const Shape& shape) {
     if (buffer == nullptr) return 0;
     auto* numbers = reinterpret_cast<uint16_t*>(buffer + rest);  // of a group: their place is written to meanwhile
     auto* apart = buffer + rest + 2 * shape.group;  // distances of a group, one a byte
-    auto* low = reinterpret_cast<uint8_t*>(block);
     uint8_t* heads = buffer + (shape.heads() - shape.distances());
     uint8_t* escapes = buffer + (shape.escapes() - shape.distances());
     uint8_t* next = escapes;
@@ -145,10 +144,11 @@ inline void unpack(const Part& part, const Shape& shape) {
         unpack_group(part.from, shape, part.first + g, reinterpret_cast<uint16_t*>(part.to + g * bytes));
 }
 
-inline void pack_all(uint16_t* const* blocks, int64_t count, int64_t* sizes, const Shape& shape, int64_t how_many) {
+inline void pack_all(const uint16_t* const* blocks, uint8_t* const* to, int64_t count, int64_t* sizes,
+                     const Shape& shape, int64_t how_many) {
     threads::Counter counter;
     auto body = [&] {
-        for (int64_t i; (i = counter.draw()) < count;) sizes[i] = pack(blocks[i], shape);
+        for (int64_t i; (i = counter.draw()) < count;) sizes[i] = pack(blocks[i], to[i], shape);
     };
     threads::run(how_many, body);
 }

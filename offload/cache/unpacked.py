@@ -1,0 +1,53 @@
+"""A tile on the device into which pages are unpacked that crossed the link as they lay at home."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from offload.cache.packed import Came, PackedPages
+from offload.cache.write_back import WriteBack
+from offload.kernels.card import Card
+from offload.kernels.kv_remainders import restore_tile
+from offload.kernels.native import Kernels
+from offload.kernels.packed import unpack_tile
+from offload.kernels.packing import REMAINDER
+from offload.transfer.link import Event, Link
+
+UNINTERRUPTED = True  # what leaves it is known
+
+
+class Unpacked:
+    """`tile`, [2, P, H_kv, S, D]. kernels: the device's."""
+
+    def __init__(self, pages: PackedPages, tile: Tensor, link: Link, kernels: Kernels | Card) -> None:
+        self.pages, self.tile, self._kernels = pages, tile, kernels
+        self._left: Event = link.record()
+
+    def take(self, slot: Tensor, came: Came) -> Tensor:
+        """The tile whose first pages came into `slot`."""
+        self._left.wait()
+        self._unpack(slot, came)
+        return self.tile
+
+    def send(self, write_back: WriteBack, layer: int, index: int, start: int, stop: int) -> None:
+        """Send its tokens start to stop home, which are new."""
+        self._left = write_back.write(layer, index, self.tile, start, stop)
+
+    def in_place(self, tile: Tensor, came: Came) -> None:
+        """The same where they came. Packed bytes are no numbers, not even finite ones: none are left."""
+        num_pages = len(came.flags)
+        if not num_pages:
+            return
+        self._left.wait()
+        self._unpack(tile, came)
+        tile[:, :num_pages].copy_(self.tile[:, :num_pages])
+        tile[:, num_pages:].zero_()
+
+    def _unpack(self, slot: Tensor, came: Came) -> None:
+        pages, tile = self.pages, self.tile
+        if came.kinds - {REMAINDER}:
+            unpack_tile(tile, slot, came.flags, came.starts, pages.packing, self._kernels)
+        if REMAINDER in came.kinds:
+            assert pages.codes is not None
+            codes, group = pages.codes.of_layer(came.layer), pages.codes.first_group(came.index * tile.shape[1])
+            restore_tile(tile, slot, came.flags, came.starts, codes, group, pages.page_shape, self._kernels)

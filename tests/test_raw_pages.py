@@ -1,0 +1,410 @@
+"""Where pages lie while their homes have room for packed ones only: slots for a few of them, as few as planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from asked import Asked, alone, together
+from models import CPU, LateLink
+from offload.cache import full
+from offload.cache.full import FullCache
+from offload.cache.packed import PackedPages
+from offload.cache.raw_pages import PURPOSE
+from offload.cache.tiles import TileShape
+from offload.cache.unpacked import Unpacked
+from offload.cache.write_back import WriteBack
+from offload.decode.sampling import SamplingParams
+from offload.engine import Engine, Request, load_tokenizer
+from offload.errors import DoesNotFit
+from offload.parts import _host_blocks
+from offload.plan.config import ModelConfig
+from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
+from offload.plan.options import PAGE_TOKENS
+from offload.plan.placement import with_host_tiles
+from offload.plan.planner import Options, make_plan
+from offload.plan.shards import Shard
+from offload.plan.sizing import Sizing
+from offload.transfer.memory import Memory
+from processor import best
+from test_caches import LAYERS, ROWS, Driver, Rounds, Tape, assert_same_bits_throughout
+from test_caches import ROUNDS as SOME_ROUNDS
+from test_packed import CARD, PAGE, PAGES, TILE, flags_of, make
+from test_placement import DRAFT, PROMPT, TARGET, request
+
+FEWEST = 2 * LAYERS + PAGES  # slots: the last pages of each layer, and what a prefill writes at a time
+
+
+@pytest.fixture
+def late() -> LateLink:
+    return LateLink(late_in=True, late_out=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_rows() -> Iterator[None]:
+    """A pass writes no more than a page after the sequence."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(full, "MAX_ROWS", PAGE)
+        yield
+
+
+def lie_where_the_table_says(cache: FullCache) -> None:
+    """No two pages have one slot, nobody has a slot that is free, and addresses are those of homes or slots."""
+    assert cache.packed is not None
+    table = cache.packed.table
+    taken = sorted(table.slots.values())
+    assert sorted([*taken, *table.raw._free]) == list(range(table.raw.num_slots))
+    for layer in range(LAYERS):
+        for number in range(table.flags.shape[1]):
+            if cache.store.place(layer, number // PAGES) != "stream":
+                continue
+            if (slot := table.slots.get((layer, number))) is None:
+                index, within = divmod(number, PAGES)
+                if within < len(home := cache.store.home(layer, index)):
+                    assert table.blocks[layer, :, number].tolist() == [block.data_ptr() for block in home[within]]
+            else:
+                assert table.blocks[layer, :, number].tolist() == [half.data_ptr() for half in table.raw.page(slot)]
+            assert table.flags[layer, number] == (slot is None)
+
+
+def slots_of(cache: FullCache) -> int:
+    assert cache.packed is not None
+    return cache.packed.table.raw.num_slots
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_resident": 1}, {"num_resident": 1, "num_host": 2}], ids=str)
+@settings(max_examples=20, deadline=None)
+@given(prompt=st.integers(1, 130), blocks=st.integers(1, 40), rounds=SOME_ROUNDS, seed=st.integers(0, 99))
+def test_as_few_slots_as_may_be_are_enough_whatever_is_taken_back(
+    fields: dict[str, int], prompt: int, blocks: int, rounds: Rounds, seed: int
+) -> None:
+    """A prefill packs what came first while it goes on."""
+    tape, link = Tape(torch.bfloat16, seed=seed), LateLink(late_in=True, late_out=True)
+    away, here = make(tape, link=link, packs=True, raw_pages=FEWEST, **fields), make(tape)
+    away.reserve(0)
+    assert_same_bits_throughout(away, here, tape, prompt, blocks, rounds)
+    assert slots_of(away) == FEWEST
+    lie_where_the_table_says(away)
+    for number in range(away.length // PAGE):
+        for theirs, ours in zip(away.page_of_all(number), here.page_of_all(number), strict=True):
+            assert torch.equal(theirs, ours)
+
+
+def test_a_prefill_takes_no_more_memory_than_homes_of_packed_pages_and_slots(late: LateLink) -> None:
+    tape, memory = Tape(torch.bfloat16), Memory(torch.device("cpu"))
+    cache = make(tape, link=late, packs=True, memory=memory, raw_pages=FEWEST)
+    cache.reserve(len(tape.rope.cos))
+    before, num_pages = memory.allocated()["host"], len(tape.rope.cos) // PAGE
+    packing = cache.shape.packing
+    assert before == {
+        "kv cache": 2 * LAYERS * num_pages * packing.nbytes,
+        PURPOSE: FEWEST * 4 * packing.numbers,
+    }
+    Driver(cache, tape, padding=ROWS).extend([0] * (3 * TILE + 5), phase="prefill", blocks=9)
+    assert memory.allocated()["host"] == before
+    cache.release()
+    assert memory.allocated()["host"] == {}
+
+
+def test_the_last_home_has_no_more_pages_than_positions(late: LateLink) -> None:
+    tape = Tape(torch.bfloat16)
+    cache = make(tape, link=late, packs=True, num_resident=1)
+    cache.store._most_tokens = 2 * TILE + PAGE + 1
+    cache.reserve(2 * TILE + PAGE + 1)
+    assert [len(cache.store.home(1, index)) for index in range(3)] == [PAGES, PAGES, 2]
+    assert cache.store.home(0, 0).shape == cache.shape.shape
+    with_room = [cache.store.home_bytes(1, index) for index in range(3)]
+    assert with_room == [cache.store.home(1, index).nbytes for index in range(3)]
+
+
+def spread(tape: Tape, positions: slice, layer: int | slice = slice(None)) -> None:
+    """Values there have exponents of all sizes."""
+    part = tape.v[:, layer, positions]
+    part *= 2.0 ** torch.randint(-60, 60, part.shape, generator=torch.Generator().manual_seed(3))
+
+
+def test_pages_that_do_not_pack_keep_their_slots_and_others_get_more(late: LateLink) -> None:
+    """The planned ones come back once the text is dropped."""
+    tape, memory = Tape(torch.bfloat16), Memory(torch.device("cpu"))
+    spread(tape, slice(0, 2 * TILE))
+    away, here = make(tape, link=late, packs=True, memory=memory, raw_pages=FEWEST), make(tape)
+    away.reserve(0)
+    drivers = Driver(away, tape, padding=ROWS), Driver(here, tape, padding=ROWS)
+    prompt = [0] * (3 * TILE)
+    assert torch.equal(*(driver.extend(prompt, phase="prefill", blocks=9) for driver in drivers))
+    for _ in range(3):
+        assert torch.equal(*(driver.extend([0]) for driver in drivers))
+    assert flags_of(away) == flags_of(away, 1) == [0] * 6 + [1] * 3 + [0]
+    most = slots_of(away)
+    assert FEWEST < most <= LAYERS * 7 + FEWEST
+    assert memory.allocated()["host"][PURPOSE] == most * 4 * away.shape.packing.numbers
+    lie_where_the_table_says(away)
+    for driver in drivers:
+        driver.truncate(0)
+    lie_where_the_table_says(away)
+    assert torch.equal(*(driver.extend(prompt, phase="prefill", blocks=9) for driver in drivers))
+    assert torch.equal(*(driver.extend([0]) for driver in drivers))
+    assert slots_of(away) == most
+
+
+def test_where_there_is_no_memory_for_more_slots_a_pass_is_refused_and_the_rest_stays(
+    late: LateLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tape = Tape(torch.bfloat16)
+    spread(tape, slice(0, 2 * TILE))
+    away, here = make(tape, link=late, packs=True, raw_pages=FEWEST), make(tape)
+    away.reserve(0)
+    drivers = Driver(away, tape, padding=ROWS), Driver(here, tape, padding=ROWS)
+    for driver in drivers:
+        driver.extend([0] * PAGE, phase="prefill", blocks=9)
+    allocate = Memory.allocate
+
+    def refuse(memory: Memory, *args: Any, purpose: str, **kwargs: Any) -> Tensor:
+        if purpose == PURPOSE:
+            raise DoesNotFit("no memory")
+        return allocate(memory, *args, purpose=purpose, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Memory, "allocate", refuse)
+        with pytest.raises(DoesNotFit, match="no memory"):
+            drivers[0].extend([0] * (2 * TILE), phase="prefill", blocks=9)
+    drivers[0].truncate(PAGE)
+    lie_where_the_table_says(away)
+    assert torch.equal(*(driver.extend([0] * (2 * TILE), phase="prefill", blocks=9) for driver in drivers))
+    assert torch.equal(*(driver.extend([0]) for driver in drivers))
+
+
+STEPS: tuple[tuple[type, str], ...] = (
+    *((Unpacked, "send"), (WriteBack, "write")),
+    *((PackedPages, name) for name in ("fetch", "pack_some", "keep", "to_fill", "filled")),
+)
+
+
+@contextmanager
+def interrupted_at(number: int) -> Iterator[list[str]]:
+    """Ctrl-C before or after a step: none is left half done. The list collects the names of all steps, twice."""
+    calls, within = list[str](), list[str]()
+
+    def count(name: str) -> None:
+        if not within:
+            calls.append(name)
+            if len(calls) == number:
+                raise KeyboardInterrupt
+
+    def watch(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            count(name)
+            within.append(name)
+            try:
+                done = real(*args)
+            finally:
+                within.pop()
+            count(name)
+            return done
+
+        return watched
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in STEPS:
+            patch.setattr(owner, name, watch(name, getattr(owner, name)))
+        yield calls
+
+
+def grow(drivers: tuple[Driver, Driver], source: FullCache, number: int) -> list[str]:
+    """A text of which a part is taken back, broken off at a step and gone on with."""
+    (away, here), plan = drivers, [(2 * TILE, "prefill", 0), (3, "decode", 0), (PAGE, "decode", 2 * PAGE + 3)]
+    plan += [(TILE + 1, "prefill", 1), (2, "decode", TILE), (PAGE + 2, "decode", 0)]
+    with interrupted_at(number) as calls:
+        for count, phase, back in plan:
+            kept = len(here.history) - back
+            here.truncate(kept)
+            blocks = 9 if phase == "prefill" else None
+            expected = here.extend([0] * count, phase=phase, blocks=blocks)  # type: ignore[arg-type]
+            for _ in range(2):
+                with suppress(KeyboardInterrupt):
+                    away.truncate(kept)
+                    assert torch.equal(away.extend([0] * count, phase=phase, blocks=blocks), expected)  # type: ignore[arg-type]
+                    break
+                del away.history[kept:]
+            lie_where_the_table_says(away.cache)  # type: ignore[arg-type]
+        for _ in range(2):
+            with suppress(KeyboardInterrupt):
+                away.cache.copy_from(source)  # type: ignore[attr-defined]
+                break
+        assert torch.equal(away.cache.reader.tokens(0, source.length), source.reader.tokens(0, source.length))  # type: ignore[attr-defined]
+    return calls
+
+
+@pytest.mark.parametrize("lateness", [(True, True), (True, False), (False, True)], ids=str)
+def test_interrupts_at_every_step_leave_pages_where_the_table_says(
+    lateness: tuple[bool, bool], pytestconfig: pytest.Config
+) -> None:
+    tape, other = Tape(torch.bfloat16), Tape(torch.bfloat16, seed=5)
+    spread(tape, slice(PAGE, 2 * PAGE), layer=1)
+    source = make(other)
+    Driver(source, other, padding=ROWS).extend([0] * (TILE + PAGE + 5), phase="prefill", blocks=9)
+
+    def drivers() -> tuple[Driver, Driver]:
+        link = LateLink(late_in=lateness[0], late_out=lateness[1])
+        away, here = make(tape, link=link, packs=True, raw_pages=FEWEST), make(tape)
+        away.reserve(0)
+        return Driver(away, tape, padding=ROWS), Driver(here, tape, padding=ROWS)
+
+    calls = grow(drivers(), source, 0)
+    assert set(calls) == {name for _, name in STEPS}
+    for number in range(1, len(calls) + 1, 1 if pytestconfig.getoption("deep") else 5):
+        grow(drivers(), source, number)
+
+
+def test_what_comes_from_outside_is_packed_page_by_page(late: LateLink) -> None:
+    """And so takes no more slots than layers, but for pages that do not pack."""
+    tape, other = Tape(torch.bfloat16), Tape(torch.bfloat16, seed=5)
+    spread(other, slice(PAGE, 2 * PAGE))
+    away, source = make(tape, link=late, packs=True, raw_pages=2 * LAYERS), make(other)
+    away.reserve(0)
+    Driver(away, tape, padding=ROWS).extend([0] * (PAGE + 1), phase="prefill")
+    driver = Driver(source, other, padding=ROWS)
+    driver.extend([0] * (2 * TILE + 5), phase="prefill", blocks=9)
+    away.copy_from(source)
+    assert flags_of(away)[:6] == flags_of(away, 1)[:6] == [1, 0, 1, 1, 1, 1]
+    assert slots_of(away) <= 3 * LAYERS  # its last page may have as many escapes
+    assert torch.equal(away.reader.tokens(0, away.length), source.reader.tokens(0, source.length))
+    lie_where_the_table_says(away)
+    here = Driver(away, other, padding=ROWS, history=driver.history)
+    for _ in range(3):
+        assert torch.equal(here.extend([0] * PAGE), driver.extend([0] * PAGE))
+
+
+def test_a_page_that_is_packed_after_it_came_is_read_as_it_came(late: LateLink) -> None:
+    """Rows of padding have filled it, and it came for the next pass; then that wants slots, and there are none."""
+    tape = Tape(torch.bfloat16)
+    away, here = make(tape, link=late, packs=True), make(tape)
+    drivers = Driver(away, tape, padding=ROWS), Driver(here, tape, padding=ROWS)
+    for driver in drivers:
+        driver.extend([0] * (2 * PAGE - 2 * ROWS), phase="prefill", blocks=9)
+        driver.extend([0] * (ROWS + 1))
+    assert flags_of(away, 1) == [1, 0]
+    assert away.packed is not None
+    raw = away.packed.table.raw
+    raw.take(raw.num_free)
+    assert torch.equal(*(driver.extend([0] * (PAGE - ROWS)) for driver in drivers))
+    assert away.packed.table.raw.num_slots <= 4
+    assert torch.equal(*(driver.extend([0]) for driver in drivers))
+
+
+def test_packed_bytes_are_never_left_as_numbers() -> None:
+    """A prefill over packed pages left some where no row was, in its tiles and in the one that they are unpacked by:
+    hidden rows are multiplied by zero, and so have to be finite."""
+    tape = Tape(torch.bfloat16)
+    cache = make(tape, link=LateLink(late_in=False, late_out=False), packs=True)
+    Driver(cache, tape, padding=ROWS).extend([0] * (2 * PAGE), phase="prefill")
+    cache.fetch_ahead()
+    Driver(cache, tape, padding=ROWS).cache.begin("decode", ROWS)
+    assert flags_of(cache) == [1, 1]
+    assert cache.packed is not None
+    apart = torch.zeros(cache.shape.shape, dtype=torch.bfloat16)
+    unpacked = Unpacked(cache.packed, apart, LateLink(late_in=False, late_out=False), best())
+    tile = torch.zeros_like(apart)
+    _, came = cache.packed.fetch(tile, 0, 0, 2, ())
+    unpacked.in_place(tile, came)
+    assert torch.equal(tile[:, :2].transpose(0, 1), torch.stack([cache.packed.tokens(0, number) for number in (0, 1)]))
+    assert not tile[:, 2:].any()
+    assert torch.equal(apart, tile)
+
+
+# Engines and plans.
+
+
+@contextmanager
+def most_of_host() -> Iterator[dict[str, int]]:
+    """The most bytes of the host that were ever allocated, by purpose."""
+    most, allocate = dict[str, int](), Memory.allocate
+
+    def allocated(memory: Memory, *args: Any, **kwargs: Any) -> Tensor:
+        block = allocate(memory, *args, **kwargs)
+        for name, size in memory.allocated()["host"].items():
+            most[name] = max(size, most.get(name, 0))
+        return block
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Memory, "allocate", allocated)
+        yield most
+
+
+@pytest.mark.parametrize("options", [{"gamma": 0}, {"gamma": 7, "budget": 256}], ids=str)
+def test_a_request_takes_what_was_planned_of_the_host_from_its_beginning_to_its_end(options: dict[str, object]) -> None:
+    best()
+    plan = request(offload=frozenset({"kv"}), link_bits=12, dtype="bf16", **options)
+    as_they_are = request(offload=frozenset({"kv"}), link_bits=16, dtype="bf16", **options)
+    cache = "kv cache"
+    assert plan.placement.host_bytes[cache] < 0.77 * as_they_are.placement.host_bytes[cache]
+    with most_of_host() as most, Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
+        list(engine.generate(PROMPT, SamplingParams(temperature=0.0), max_tokens=12))
+        list(engine.generate(PROMPT[300:], SamplingParams(temperature=0.0), max_tokens=12))
+    for name in (cache, PURPOSE):
+        assert most[name] == plan.placement.host_bytes[name]
+
+
+def test_several_sequences_say_what_each_says_alone() -> None:
+    best()
+    options = Options(
+        offload=frozenset({"kv"}), link_bits=12, dtype="bf16", gamma=3, budget=256, weight_bits=16, kv_bits=16,
+        device="cpu",
+    )  # fmt: skip
+    models = ModelConfig.from_folder(TARGET), ModelConfig.from_folder(DRAFT)
+    asked = Request(*models, options, CPU)
+    plan = asked.together(asked.plan(num_prompt_tokens=len(PROMPT), max_tokens=12), 2, most=2)
+    requests = [Asked(PROMPT[start:], SamplingParams(temperature=0.0), 6) for start in (0, 300, 600)]
+    with most_of_host() as most, Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
+        said = [alone(engine, each) for each in requests]
+        assert together(engine, requests)[0] == said
+    for name in ("kv cache", PURPOSE):
+        assert most[name] == plan.placement.host_bytes[name]
+
+
+@pytest.mark.parametrize("model", [LLAMA2_7B, LLAMA2_13B], ids=["7B", "13B"])
+@pytest.mark.parametrize("tokens", [5000, 8192, 119_744, 130_816])
+@pytest.mark.parametrize("host_attention", [None, 0.4])
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_the_plan_counts_the_blocks_that_are_pinned(
+    model: ModelConfig, tokens: int, host_attention: float | None, num_devices: int
+) -> None:
+    if host_attention and (num_devices > 1 or tokens < 100_000):
+        pytest.skip("several cards refuse it, and no tile might stream")
+    options = Options(offload=frozenset({"kv", "weights"}), host_attention=host_attention, weight_bits=16, kv_bits=16)
+    hardware = replace(CARD, num_devices=num_devices)
+    plan = make_plan(model, LLAMA_68M, options, hardware, num_prompt_tokens=tokens, max_tokens=256)
+    assert plan.placement.link_bits == 12
+    assert bool(plan.placement.host_tiles) == bool(host_attention)
+    shard = Shard(0, num_devices).config(model)
+    blocks = num_devices * sum(_host_blocks(plan, shard, Memory(torch.device("cpu"))))
+    names = ("target layers", "target embeddings", "kv cache", PURPOSE)
+    planned = sum(plan.placement.host_bytes.get(name, 0) for name in names)
+    assert blocks == pytest.approx(planned, rel=1e-9)
+    if tokens > 100_000:
+        assert plan.placement.raw_pages == 2 * model.num_layers + 3 * plan.placement.tile_tokens // PAGE_TOKENS
+
+
+def test_tiles_that_the_host_attends_to_lie_as_they_are() -> None:
+    options = Options(kv_bits=16, weight_bits=16, budget=8192)
+    plan = make_plan(LLAMA2_7B, LLAMA_68M, options, CARD, num_prompt_tokens=119_744, max_tokens=256)
+    sizing = Sizing(LLAMA2_7B, LLAMA_68M, options, CARD, "bf16")
+    some = with_host_tiles(sizing, plan.request.capacity, plan.placement, 100)
+    more = some.host_bytes["kv cache"] - plan.placement.host_bytes["kv cache"]
+    assert more == pytest.approx(0.241 * 100 * sizing.tile_bytes(plan.request.capacity), rel=0.01)
+
+
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(8, 128), (40, 128), (2, 48), (1, 64), (3, 16)])
+def test_a_packed_page_has_the_bytes_that_are_planned(num_kv_heads: int, head_dim: int) -> None:
+    model = replace(LLAMA2_7B, num_heads=num_kv_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    sizing = Sizing(model, None, Options(), CARD, "bf16")
+    packing = TileShape(num_kv_heads, head_dim, PAGE_TOKENS, 16, torch.bfloat16).packing
+    assert sizing._packed_page_bytes == 2 * packing.nbytes

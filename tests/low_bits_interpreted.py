@@ -21,7 +21,7 @@ from offload.kernels import kv_codes
 from offload.kernels.packing import REMAINDER
 from offload.plan.sizing import KV_TAIL
 from paper import Card, on_paper
-from paper.kernels import chunks_by_kernel
+from paper.kernels import chunks_by_kernel, pages_by_host
 from paper.programs import programs_by_interpreter
 
 PROMPT = random_tokens(200, seed=7)  # a few groups, and a tail
@@ -46,8 +46,7 @@ def on_card(
     plan = changed(plan, device="cuda:0", resident_tiles=1, fused_prefill=False, link_bits=link_bits)
     with on_paper() as card, pytest.MonkeyPatch.context() as patch:
         programs_by_interpreter(card, patch)
-        if by_kernel:
-            chunks_by_kernel(card, patch)
+        (chunks_by_kernel if by_kernel else pages_by_host)(card, patch)
         with tiny_engine(plan, folder) as engine:
             yield engine, card
 

@@ -33,14 +33,7 @@ Homes = list[list[Tensor]]
 def chunks_by_kernel(card: Card, patch: pytest.MonkeyPatch) -> None:
     """Copies of the full cache that are made from now on are filled by the card itself. Homes stand for addresses,
     where nothing is packed."""
-    there: dict[int, PaperTensor] = {}  # homes on the card, by their addresses on paper
-
-    def address(store: TileStore, layer: int, index: int) -> int:
-        home = store.home(layer, index)
-        found = ADDRESS(_raw(home))
-        if isinstance(home, PaperTensor):
-            there[found] = home
-        return found
+    there = pages_by_host(card, patch)
 
     def run(
         copy: ChunkCopy, homes: Homes, wanted: Tensor, held: Tensor, *, slot: int = 0, tokens: range = range(2**31)
@@ -66,8 +59,6 @@ def chunks_by_kernel(card: Card, patch: pytest.MonkeyPatch) -> None:
             pages = _Pages(card, actor, copy, _raw(blocks), _raw(flags), held.shape[2])
             _copy_chunks(copy._chunk, pages.row, _raw(wanted), _raw(held), slot, tokens)
 
-    packing_on_paper(card, patch)
-    patch.setattr(TileStore, "address", address)
     patch.setattr(TileStore, "addresses", lambda store: store._homes)
     patch.setattr(ChunkCopy, "run", run)
     patch.setattr(PackedChunkCopy, "run", run_packed)
@@ -75,8 +66,17 @@ def chunks_by_kernel(card: Card, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(copies, "make_fetch", lambda full, chunk, kernels, num_bytes: CardFetch(full, chunk))
 
 
-def packing_on_paper(card: Card, patch: pytest.MonkeyPatch) -> None:
-    """What the processor packs and unpacks it reads and writes by addresses."""
+def pages_by_host(card: Card, patch: pytest.MonkeyPatch) -> dict[int, PaperTensor]:
+    """What the processor packs and unpacks it reads and writes by addresses. -> Homes on the card, by theirs, as far as
+    somebody asked for them."""
+    there: dict[int, PaperTensor] = {}
+
+    def address(store: TileStore, layer: int, index: int) -> int:
+        home = store.home(layer, index)
+        found = ADDRESS(_raw(home))
+        if isinstance(home, PaperTensor):
+            there[found] = home
+        return found
 
     def pack_on_paper(addresses: Tensor, packing: Packing, kernels: Kernels, *, to: Tensor) -> Tensor:
         card.host.step()
@@ -118,6 +118,8 @@ def packing_on_paper(card: Card, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(packed, "move", move_on_paper)
     patch.setattr(packed, "pack", pack_on_paper)
     patch.setattr(packed, "unpack", unpack_on_paper)
+    patch.setattr(TileStore, "address", address)
+    return there
 
 
 @dataclass(frozen=True)

@@ -236,7 +236,7 @@ def test_whole_pages_are_packed_once_and_cross_in_fewer_bytes() -> None:
     before = link.stats.bytes_to_device
     driver.extend([0])
     assert away.packed is not None
-    packing = away.packed.packing
+    packing = away.packed.codec.packing
     crossed = link.stats.bytes_to_device - before
     assert crossed == LAYERS * 2 * (2 * PAGES * packing.nbytes + 2 * packing.numbers)
 

@@ -315,7 +315,8 @@ def test_packed_bytes_are_never_left_as_numbers() -> None:
     tile = torch.zeros_like(apart)
     _, came = cache.packed.fetch(tile, 0, 0, 2, ())
     unpacked.in_place(tile, came)
-    assert torch.equal(tile[:, :2].transpose(0, 1), torch.stack([cache.packed.tokens(0, number) for number in (0, 1)]))
+    pages = torch.stack([cache.packed.codec.tokens(0, number) for number in (0, 1)])
+    assert torch.equal(tile[:, :2].transpose(0, 1), pages)
     assert not tile[:, 2:].any()
     assert torch.equal(apart, tile)
 

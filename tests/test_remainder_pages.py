@@ -124,7 +124,7 @@ def test_whole_pages_with_codes_are_remainders_and_fewer_bytes_cross(decoder: De
     assert pair.codes.covered == (300 - 64) // 32 * 32 == covered * PAGE
     assert pair.pages.table.flags[0, : covered + 1].tolist() == [PACKED, *[REMAINDER] * (covered - 1), RAW]
     assert pair.remainders().sum() == covered - 1
-    page = 2 * pair.pages.packing.numbers
+    page = 2 * pair.pages.codec.packing.numbers
     sizes, blocks = (of_pages[..., 1:covered] for of_pages in (pair.pages.table.sizes, pair.pages.table.blocks))
     assert (sizes < 0.62 * page).all()
     in_a_tile = torch.arange(2, covered) % SIZES.pages > 0

@@ -110,7 +110,8 @@ class CardFetch:
             copy = ChunkCopy(chunk=chunk, page=full.shape.page_tokens, tile=full.shape.tokens)
             self._run = lambda *args, **more: copy.run(full.store.addresses(), *args, **more)
         else:
-            table, of_packed = packed.table, PackedChunkCopy(packed.packing, chunk=chunk, page=full.shape.page_tokens)
+            table, packing = packed.table, packed.codec.packing
+            of_packed = PackedChunkCopy(packing, chunk=chunk, page=full.shape.page_tokens)
 
             def run(*args: Any, **more: Any) -> None:
                 entries = table.there()

@@ -298,7 +298,7 @@ class FullCache:
 
     def lose_codes(self, num_tokens: int) -> None:
         """The codes of tokens from `num_tokens` on, beside which pages may lie at home, are about to go."""
-        if self.packed is None or self.packed.codes is None:
+        if self.packed is None or self.packed.codec.codes is None:
             return
         for residence in self._residences.values():
             residence.forget()
@@ -311,7 +311,7 @@ class FullCache:
 
     def _read_page(self, layer: int, number: int) -> Tensor:
         if self.packed is not None and self.store.place(layer, number // self.shape.num_pages) == "stream":
-            return self.packed.tokens(layer, number)
+            return self.packed.codec.tokens(layer, number)
         return self.page(layer, number)
 
     def _cut(self, length: int) -> None:

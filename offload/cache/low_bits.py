@@ -61,7 +61,7 @@ class LowBitCache:
         self.length = 0
         self._taken = [0] * full.num_layers
         if beside and full.packed is not None:
-            full.packed.codes = self
+            full.packed.codec.codes = self
 
     @property
     def order(self) -> Order:

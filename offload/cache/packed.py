@@ -6,53 +6,24 @@ Nothing is lost, so it never matters to what is computed which pages are packed,
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from offload.cache.page_codec import PageCodec
 from offload.cache.page_table import Page, PageTable
 from offload.cache.tiles import TileStore
 from offload.cache.traffic import All, Traffic
-from offload.kernels.kv_codes import GROUP, Order
-from offload.kernels.kv_remainders import PageShape, restore, split_off
 from offload.kernels.native import Kernels
-from offload.kernels.packed import pack, unpack
 from offload.kernels.packing import RAW, REMAINDER
-from offload.plan.sizing import PACKED_TOKENS
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory
 
 UNINTERRUPTED = True  # a page lies where the table says
 
 _AT_A_TIME = 32  # pages that are packed between two moments in which an interrupt may come
-
-
-class PageCodes(Protocol):
-    """Codes in 4 bits of the full cache's tokens, kept on the device. They stay as long as the rows of their tokens."""
-
-    @property
-    def order(self) -> Order: ...
-
-    @property
-    def covered(self) -> int:
-        """Tokens up to here have codes, but for the first few."""
-        ...
-
-    def first_group(self, page: int) -> int:
-        """That a page begins with, of a head; less than 0 where its first tokens have none."""
-        ...
-
-    def of_layer(self, layer: int) -> Tensor:
-        """uint8 [H_kv, groups, bytes] on the device."""
-        ...
-
-    def of_page(self, layer: int, page: int) -> Tensor:
-        """uint8 [H_kv, groups of a page, bytes] on the host, of a page all of whose tokens have codes."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -72,20 +43,17 @@ class PackedPages:
     """Pages of a store's streamed tiles, on their way home and back.
 
     A page is raw from when it is written until it is packed: once its last token was written, and either a pass is over
-    or slots for others are short. Where there are `codes`, it waits for those of all its tokens, and then is what its
+    or slots for others are short. Where `codec` has codes, it waits for those of all its tokens, and then is what its
     numbers have beside them; was it packed without them before, it is packed anew. One that would take too many escapes
     stays raw. Where nothing that is raw can be packed, there are more slots from then on.
 
-    kernels: the processor's, which pack, and unpack what the host reads.
+    kernels: the processor's.
     """
 
     def __init__(self, store: TileStore, memory: Memory, kernels: Kernels, link: Link, traffic: Traffic) -> None:
-        shape = store.shape
-        assert shape.dtype == torch.bfloat16
-        self._store, self._kernels, self._link, self._traffic = store, kernels, link, traffic
-        self.packing, self.table = shape.packing, PageTable(store, memory)
-        self.page_shape = PageShape(shape.num_kv_heads, shape.page_tokens, shape.head_dim)
-        self.codes: PageCodes | None = None
+        self._store, self._link, self._traffic = store, link, traffic
+        self.table = PageTable(store, memory)
+        self.codec = PageCodec(store.shape, self.table, kernels)
         self._new: dict[Page, bool] = {}  # raw ones that nobody tried to pack since they were written: whether whole
         self._without: dict[Page, None] = {}  # those that were packed while they had no codes
 
@@ -168,7 +136,9 @@ class PackedPages:
         first = -(-num_tokens // self._store.shape.page_tokens)
         if dropped := [page for page in self.table.slots if page[1] >= first]:
             self._settle(dropped)
-            self._lie_packed(dropped)
+            self.table.lie_packed(dropped)
+            for page in dropped:
+                self._new.pop(page, None)
 
     def nbytes(self) -> int:
         """Of slots."""
@@ -177,40 +147,6 @@ class PackedPages:
     def release(self) -> None:
         """Give the slots back; the pages are not used again."""
         self.table.raw.release()
-
-    def tokens(self, layer: int, number: int, start: int = 0, stop: int | None = None) -> Tensor:
-        """Tokens `start` to `stop` of a page as bf16 [2, H_kv, stop - start, D] on the host, in memory of their own."""
-        shape = self._store.shape
-        stop = shape.page_tokens if stop is None else stop
-        step = GROUP if self.table.flags[layer, number] == REMAINDER else PACKED_TOKENS
-        first, last = start // step, -(-stop // step)
-        out = torch.empty((2, shape.num_kv_heads, (last - first) * step, shape.head_dim), dtype=shape.dtype)
-        self._read([(layer, number)], [out], first)
-        return out[:, :, start - first * step : stop - first * step]
-
-    def read(self, layer: int, number: int, start: int, stop: int, out: Tensor) -> None:
-        """The same in `out`."""
-        out.copy_(self.tokens(layer, number, start, stop))
-
-    def chunks(self, layer: int, index: int, half: int, runs: Tensor, out: Tensor) -> None:
-        """Runs of tokens of a tile's keys (half 0) or values, each in one head, to the rows of `out` [n, tokens * D] on
-        the host. runs int64 [n]: number of each in the half, which is cut into such runs; the tokens of one are a
-        multiple of PACKED_TOKENS."""
-        assert self.codes is None  # who has codes asks for no chunks
-        per_run = out.shape[1] // self.packing.group
-        page, run = runs // (per_page := self.packing.num_groups // per_run), runs % per_page
-        page = page + index * self._store.shape.num_pages
-        parts = torch.stack(
-            [
-                self.table.blocks[layer, half, page],
-                out.data_ptr() + torch.arange(len(runs)) * out.stride(0) * out.itemsize,
-                run * per_run,
-                torch.full_like(runs, per_run),
-                self.table.flags[layer, page].long(),
-            ],
-            1,
-        )
-        unpack(parts, self.packing, self._kernels)
 
     def _contents(self, layer: int, index: int, num_pages: int) -> Iterator[Tensor]:
         """What the first pages of a tile have, in as few pieces as they lie in: uint8 [1, 1, bytes] of pages at home,
@@ -246,26 +182,16 @@ class PackedPages:
     def _due(self, num_tokens: int) -> list[Page]:
         stop = num_tokens // self._store.shape.page_tokens
         whole = [page for page, is_whole in self._new.items() if is_whole and page[1] < stop]
-        if self.codes is None:
-            return whole
-        again = sorted(page for page in self._without if self._has_codes(page))
-        never = self.codes.first_group
-        return [page for page in whole if self._has_codes(page) or never(page[1]) < 0] + again[
-            : self.table.raw.num_free
-        ]
-
-    def _has_codes(self, page: Page) -> bool:
-        if self.codes is None:
-            return False
-        stop = (page[1] + 1) * self._store.shape.page_tokens
-        return self.codes.first_group(page[1]) >= 0 and stop <= self.codes.covered
+        ready = [page for page in whole if self.codec.has_codes(page) or self.codec.never_has_codes(page)]
+        again = sorted(page for page in self._without if self.codec.has_codes(page))
+        return ready + again[: self.table.raw.num_free]
 
     def _lift(self, pages: Sequence[Page]) -> None:
         """Have these pages, which are at home, in slots, to be packed otherwise."""
         if not pages:
             return
         slots = self._slots_for(pages)
-        self._read(pages, [self.table.raw.page(slot) for slot in slots])
+        self.codec.read(pages, [self.table.raw.page(slot) for slot in slots])
         self._lie_raw(pages, slots)
         self._new |= dict.fromkeys(pages, True)
 
@@ -274,70 +200,15 @@ class PackedPages:
         if not pages:
             return
         self._settle(pages)
-        coded = [page for page in pages if beside and self._has_codes(page)]
-        done = self._split_off(coded)
+        coded = [page for page in pages if beside and self.codec.has_codes(page)]
+        done = self.codec.split_off(coded)
         rest = [page for page in pages if page not in done]
-        self._lie_packed(self._packed(rest))
+        self.codec.pack(rest)
         for page in pages:
             self._new.pop(page, None)
             self._without.pop(page, None)
-        self._without |= dict.fromkeys(page for page in rest if page not in coded)
-
-    def _packed(self, pages: Sequence[Page]) -> list[Page]:
-        """Write these raw pages to their places, packed. -> Those that fit."""
-        if not pages:
-            return []
-        numbers = self.table.raw.addresses([self.table.slots[page] for page in pages])
-        to = self.table.places(pages)
-        sizes = pack(numbers.flatten(), self.packing, self._kernels, to=to.flatten()).view(-1, 2)
-        return [page for page, fits in zip(pages, (sizes > 0).all(1).tolist(), strict=True) if fits]
-
-    def _split_off(self, pages: Sequence[Page]) -> set[Page]:
-        """Have these raw pages lie as remainders. -> Those that do now."""
-        if self.codes is None or not pages:
-            return set()
-        numbers = self.table.raw.addresses([self.table.slots[page] for page in pages]).tolist()
-        places, codes = self.table.places(pages).tolist(), [self.codes.of_page(*page) for page in pages]
-        parts = [
-            (numbers[i][half], places[i][half], codes[i].data_ptr(), codes[i].stride(0), half)
-            for i in range(len(pages))
-            for half in range(2)
-        ]
-        order, most = self.codes.order, self.packing.nbytes
-        sizes = split_off(torch.tensor(parts), self.page_shape, order, self._kernels, most=most).view(-1, 2).tolist()
-        done = {page: i for i, page in enumerate(pages) if all(sizes[i])}
-        for page, i in sorted(done.items()):
-            start = self.table.place_of_remainder(page)
-            move(start, places[i][0], sizes[i][0])
-            move(start + sizes[i][0], places[i][1], sizes[i][1])
-            self.table.lie_as_remainder(page, start, sizes[i])
-        return {*done}
-
-    def _read(self, pages: Sequence[Page], outs: Sequence[Tensor], first: int = 0) -> None:
-        """Pages in outs, bf16 [2, H_kv, tokens, D] each: of each head from that group on, of PACKED_TOKENS, or of GROUP
-        where a page is a remainder."""
-        packed, beside, kept = [], [], []
-        for (layer, number), out in zip(pages, outs, strict=True):
-            flag, blocks = int(self.table.flags[layer, number]), self.table.blocks[layer, :, number].tolist()
-            step = GROUP if flag == REMAINDER else PACKED_TOKENS
-            per_head, count = self._store.shape.page_tokens // step, out.shape[2] // step
-            heads = [
-                (blocks[half], rows.data_ptr(), head * per_head + first, half)
-                for half in range(2)
-                for head, rows in enumerate(out[half])
-            ]
-            if flag != REMAINDER:
-                packed += [(at, to, group, count, flag) for at, to, group, _ in heads]
-                continue
-            assert self.codes is not None
-            kept.append(codes := self.codes.of_page(layer, number))
-            where = codes.data_ptr(), codes.stride(0)
-            beside += [(at, to, *where, half, group, count) for at, to, group, half in heads]
-        if packed:
-            unpack(torch.tensor(packed), self.packing, self._kernels)
-        if beside:
-            assert self.codes is not None
-            restore(torch.tensor(beside), self.page_shape, self.codes.order, self._kernels)
+        if self.codec.codes is not None:
+            self._without |= dict.fromkeys(page for page in rest if page not in coded)
 
     def _lie_raw(self, pages: Sequence[Page], slots: Sequence[int]) -> None:
         self.table.lie_raw(pages, slots)
@@ -345,20 +216,8 @@ class PackedPages:
             self._new.pop(page, None)
             self._without.pop(page, None)
 
-    def _lie_packed(self, pages: Sequence[Page]) -> None:
-        if pages:
-            self.table.lie_packed(pages)
-        for page in pages:
-            self._new.pop(page, None)
-
     def _settle(self, pages: Sequence[Page]) -> None:
         self._traffic.settle({self.table.tile(page) for page in pages})
-
-
-def move(to: int, at: int, size: int) -> None:
-    """So many bytes of the host from one address to another."""
-    if to != at:
-        ctypes.memmove(to, at, size)
 
 
 def _together(flags: Sequence[int], end: int, begin: int) -> bool:

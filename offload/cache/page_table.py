@@ -106,6 +106,8 @@ class PageTable:
 
     def lie_packed(self, pages: Sequence[Page]) -> None:
         """These raw pages are what their places have from now on, and their slots are free."""
+        if not pages:
+            return
         self._enter(pages, PACKED, self.places(pages), torch.tensor(self._packing.nbytes))
         self._give_back(pages)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.cache.packed import PackedPages
+from offload.cache.page_codec import PageCodec
 from offload.cache.tiles import Place, TileStore
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory, sent
@@ -68,7 +69,7 @@ class RowReader:
             for kind in range(2):
                 place, own = self._store.place(layer, index), run[at : at + number]
                 if self._packed is not None and place == "stream":
-                    write = partial(self._packed.chunks, layer, index, kind, own)
+                    write = partial(self._packed.codec.chunks, layer, index, kind, own)
                 else:
                     tile = self._store.home(layer, index).view(2 * half, -1)
                     own = own if tile.device.type == "cpu" else run_there[at : at + number]
@@ -93,7 +94,7 @@ class RowReader:
                 place = store.place(layer, index)
                 if self._packed is not None and place == "stream":
                     page = index * shape.num_pages + number
-                    write = partial(self._packed.read, layer, page, offset, offset + count)
+                    write = partial(_read_page, self._packed.codec, layer, page, slice(offset, offset + count))
                 else:
                     write = partial(_copy, store.home(layer, index)[:, number, :, offset : offset + count])
                 pieces.append(_Piece(own, place, write))
@@ -131,6 +132,10 @@ class RowReader:
 
 def _select(tile: Tensor, runs: Tensor, out: Tensor) -> None:
     torch.index_select(tile, 0, runs, out=out)
+
+
+def _read_page(codec: PageCodec, layer: int, number: int, tokens: slice, out: Tensor) -> None:
+    out.copy_(codec.tokens(layer, number, tokens.start, tokens.stop))
 
 
 def _copy(rows: Tensor, out: Tensor) -> None:

@@ -44,10 +44,10 @@ class Unpacked:
         tile[:, num_pages:].zero_()
 
     def _unpack(self, slot: Tensor, came: Came) -> None:
-        pages, tile = self.pages, self.tile
+        codec, tile = self.pages.codec, self.tile
         if came.kinds - {REMAINDER}:
-            unpack_tile(tile, slot, came.flags, came.starts, pages.packing, self._kernels)
+            unpack_tile(tile, slot, came.flags, came.starts, codec.packing, self._kernels)
         if REMAINDER in came.kinds:
-            assert pages.codes is not None
-            codes, group = pages.codes.of_layer(came.layer), pages.codes.first_group(came.index * tile.shape[1])
-            restore_tile(tile, slot, came.flags, came.starts, codes, group, pages.page_shape, self._kernels)
+            assert codec.codes is not None
+            codes, group = codec.codes.of_layer(came.layer), codec.codes.first_group(came.index * tile.shape[1])
+            restore_tile(tile, slot, came.flags, came.starts, codes, group, codec.page_shape, self._kernels)

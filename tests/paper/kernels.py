@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from offload.cache import low_bits, packed, retrieval
+from offload.cache import low_bits, page_codec, retrieval
 from offload.cache.fetch import CardFetch
-from offload.cache.packed import move
+from offload.cache.page_codec import move
 from offload.cache.tiles import TileStore
 from offload.kernels.card.fetch import ChunkCopy
 from offload.kernels.card.packed import PackedChunkCopy
@@ -113,11 +113,11 @@ def pages_by_host(card: Card, patch: pytest.MonkeyPatch) -> dict[int, PaperTenso
             card.access_address(to, size, card.host, write=True, what="move")
         move(to, at, size)
 
-    patch.setattr(packed, "split_off", split_off_on_paper)
-    patch.setattr(packed, "restore", restore_on_paper)
-    patch.setattr(packed, "move", move_on_paper)
-    patch.setattr(packed, "pack", pack_on_paper)
-    patch.setattr(packed, "unpack", unpack_on_paper)
+    patch.setattr(page_codec, "split_off", split_off_on_paper)
+    patch.setattr(page_codec, "restore", restore_on_paper)
+    patch.setattr(page_codec, "move", move_on_paper)
+    patch.setattr(page_codec, "pack", pack_on_paper)
+    patch.setattr(page_codec, "unpack", unpack_on_paper)
     patch.setattr(TileStore, "address", address)
     return there
 

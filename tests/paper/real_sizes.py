@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from fake_flash import check
 from offload import worker as worker_module
-from offload.cache import fetch, packed
+from offload.cache import fetch, page_codec
 from offload.cache.full import FullCache
 from offload.cache.retrieval import RetrievalCache
 from offload.cache.tiles import TileStore
@@ -76,10 +76,10 @@ def worker_without_bytes(
         patch.setattr(JITFunction, "run", lambda program, *args, **more: _launched(card, program, *args, **more))
         for reader in (fetch, embedding):
             patch.setattr(reader, "kernels_read_host", lambda device: True)
-        patch.setattr(packed, "pack", lambda addresses, *_, to: torch.ones(len(addresses), dtype=torch.long))
-        patch.setattr(packed, "split_off", lambda parts, shape, *_, most: _nine_bits(parts, shape))
+        patch.setattr(page_codec, "pack", lambda addresses, *_, to: torch.ones(len(addresses), dtype=torch.long))
+        patch.setattr(page_codec, "split_off", lambda parts, shape, *_, most: _nine_bits(parts, shape))
         for name in ("unpack", "restore", "move"):
-            patch.setattr(packed, name, lambda *_: None)
+            patch.setattr(page_codec, name, lambda *_: None)
         patch.setattr(weights_module, "HomeMaker", _HomeMaker)
         patch.setattr(TileStore, "address", lambda store, layer, index: _address(store.home(layer, index)))
         patch.setattr(dist, "all_gather", partial(_gathered, card))

@@ -1,0 +1,159 @@
+"""How pages of the cache are written to the host's memory in fewer bits, and read there, whichever way they lie."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from offload.cache.page_table import Page, PageTable
+from offload.cache.tiles import TileShape
+from offload.kernels.kv_codes import GROUP, Order
+from offload.kernels.kv_remainders import PageShape, restore, split_off
+from offload.kernels.native import Kernels
+from offload.kernels.packed import pack, unpack
+from offload.kernels.packing import REMAINDER
+from offload.plan.sizing import PACKED_TOKENS
+
+UNINTERRUPTED = True  # a page lies where the table says
+
+
+class PageCodes(Protocol):
+    """Codes in 4 bits of the full cache's tokens, kept on the device. They stay as long as the rows of their tokens."""
+
+    @property
+    def order(self) -> Order: ...
+
+    @property
+    def covered(self) -> int:
+        """Tokens up to here have codes, but for the first few."""
+        ...
+
+    def first_group(self, page: int) -> int:
+        """That a page begins with, of a head; less than 0 where its first tokens have none."""
+        ...
+
+    def of_layer(self, layer: int) -> Tensor:
+        """uint8 [H_kv, groups, bytes] on the device."""
+        ...
+
+    def of_page(self, layer: int, page: int) -> Tensor:
+        """uint8 [H_kv, groups of a page, bytes] on the host, of a page all of whose tokens have codes."""
+        ...
+
+
+class PageCodec:
+    """Of the pages in `table`. kernels: the processor's. codes: of these pages' tokens, if there are any."""
+
+    def __init__(self, shape: TileShape, table: PageTable, kernels: Kernels) -> None:
+        assert shape.dtype == torch.bfloat16
+        self._shape, self._table, self._kernels = shape, table, kernels
+        self.packing, self.page_shape = shape.packing, PageShape(shape.num_kv_heads, shape.page_tokens, shape.head_dim)
+        self.codes: PageCodes | None = None
+
+    def never_has_codes(self, page: Page) -> bool:
+        """Nor would it if all tokens that may have codes had theirs."""
+        return self.codes is None or self.codes.first_group(page[1]) < 0
+
+    def has_codes(self, page: Page) -> bool:
+        """Whether all of its tokens have theirs now."""
+        if self.codes is None or self.never_has_codes(page):
+            return False
+        return (page[1] + 1) * self._shape.page_tokens <= self.codes.covered
+
+    def pack(self, pages: Sequence[Page]) -> set[Page]:
+        """Have these raw pages lie packed, in their places. -> Those that do now: the others do not fit there."""
+        if not pages:
+            return set()
+        numbers = self._table.raw.addresses([self._table.slots[page] for page in pages])
+        to = self._table.places(pages)
+        sizes = pack(numbers.flatten(), self.packing, self._kernels, to=to.flatten()).view(-1, 2)
+        fit = [page for page, fits in zip(pages, (sizes > 0).all(1).tolist(), strict=True) if fits]
+        self._table.lie_packed(fit)
+        return {*fit}
+
+    def split_off(self, pages: Sequence[Page]) -> set[Page]:
+        """Have these raw pages lie as remainders beside their codes. -> Those that do now."""
+        if self.codes is None or not pages:
+            return set()
+        numbers = self._table.raw.addresses([self._table.slots[page] for page in pages]).tolist()
+        places, codes = self._table.places(pages).tolist(), [self.codes.of_page(*page) for page in pages]
+        parts = [
+            (numbers[i][half], places[i][half], codes[i].data_ptr(), codes[i].stride(0), half)
+            for i in range(len(pages))
+            for half in range(2)
+        ]
+        order, most = self.codes.order, self.packing.nbytes
+        sizes = split_off(torch.tensor(parts), self.page_shape, order, self._kernels, most=most).view(-1, 2).tolist()
+        done = {page: i for i, page in enumerate(pages) if all(sizes[i])}
+        for page, i in sorted(done.items()):
+            start = self._table.place_of_remainder(page)
+            move(start, places[i][0], sizes[i][0])
+            move(start + sizes[i][0], places[i][1], sizes[i][1])
+            self._table.lie_as_remainder(page, start, sizes[i])
+        return {*done}
+
+    def read(self, pages: Sequence[Page], outs: Sequence[Tensor], first: int = 0) -> None:
+        """Pages in outs, bf16 [2, H_kv, tokens, D] each: of each head from that group on, of PACKED_TOKENS, or of GROUP
+        where a page is a remainder."""
+        packed, beside, kept = [], [], []
+        for (layer, number), out in zip(pages, outs, strict=True):
+            flag, blocks = int(self._table.flags[layer, number]), self._table.blocks[layer, :, number].tolist()
+            step = GROUP if flag == REMAINDER else PACKED_TOKENS
+            per_head, count = self._shape.page_tokens // step, out.shape[2] // step
+            heads = [
+                (blocks[half], rows.data_ptr(), head * per_head + first, half)
+                for half in range(2)
+                for head, rows in enumerate(out[half])
+            ]
+            if flag != REMAINDER:
+                packed += [(at, to, group, count, flag) for at, to, group, _ in heads]
+                continue
+            assert self.codes is not None
+            kept.append(codes := self.codes.of_page(layer, number))
+            where = codes.data_ptr(), codes.stride(0)
+            beside += [(at, to, *where, half, group, count) for at, to, group, half in heads]
+        if packed:
+            unpack(torch.tensor(packed), self.packing, self._kernels)
+        if beside:
+            assert self.codes is not None
+            restore(torch.tensor(beside), self.page_shape, self.codes.order, self._kernels)
+
+    def tokens(self, layer: int, number: int, start: int = 0, stop: int | None = None) -> Tensor:
+        """Tokens `start` to `stop` of a page as bf16 [2, H_kv, stop - start, D] on the host, in memory of their own."""
+        shape = self._shape
+        stop = shape.page_tokens if stop is None else stop
+        step = GROUP if self._table.flags[layer, number] == REMAINDER else PACKED_TOKENS
+        first, last = start // step, -(-stop // step)
+        out = torch.empty((2, shape.num_kv_heads, (last - first) * step, shape.head_dim), dtype=shape.dtype)
+        self.read([(layer, number)], [out], first)
+        return out[:, :, start - first * step : stop - first * step]
+
+    def chunks(self, layer: int, index: int, half: int, runs: Tensor, out: Tensor) -> None:
+        """Runs of tokens of a tile's keys (half 0) or values, each in one head, to the rows of `out` [n, tokens * D] on
+        the host. runs int64 [n]: number of each in the half, which is cut into such runs; the tokens of one are a
+        multiple of PACKED_TOKENS."""
+        assert self.codes is None  # who has codes asks for no chunks
+        per_run = out.shape[1] // self.packing.group
+        page, run = runs // (per_page := self.packing.num_groups // per_run), runs % per_page
+        page = page + index * self._shape.num_pages
+        parts = torch.stack(
+            [
+                self._table.blocks[layer, half, page],
+                out.data_ptr() + torch.arange(len(runs)) * out.stride(0) * out.itemsize,
+                run * per_run,
+                torch.full_like(runs, per_run),
+                self._table.flags[layer, page].long(),
+            ],
+            1,
+        )
+        unpack(parts, self.packing, self._kernels)
+
+
+def move(to: int, at: int, size: int) -> None:
+    """So many bytes of the host from one address to another."""
+    if to != at:
+        ctypes.memmove(to, at, size)

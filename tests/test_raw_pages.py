@@ -184,7 +184,7 @@ def test_where_there_is_no_memory_for_more_slots_a_pass_is_refused_and_the_rest_
 
 STEPS: tuple[tuple[type, str], ...] = (
     *((Unpacked, "send"), (WriteBack, "write")),
-    *((PackedPages, name) for name in ("fetch", "pack_some", "keep", "to_fill", "filled")),
+    *((PackedPages, name) for name in ("fetch", "pack_some", "pack_again", "keep", "to_fill", "filled")),
 )
 
 

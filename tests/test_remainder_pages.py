@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from forked import forked_ranks
 from models import LateLink, Sizes, changed, full_cache, load, random_model, random_tokens, save, tiny_engine, tiny_plan
+from offload.cache import packed
 from offload.cache.full import FullCache
 from offload.cache.low_bits import EXACT, LowBitCache
 from offload.cache.packed import PackedPages
@@ -29,7 +31,13 @@ from offload.transfer.memory import Memory
 from processor import best
 from test_low_bit_cache import MODEL, PLAIN, PROMPT, SIZES, assert_follows
 
-PAGE, PLENTY = SIZES.page, 64
+PAGE, PLENTY, AGAIN = SIZES.page, 64, packed._AGAIN
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pages that have codes since are packed anew between two passes."""
+    monkeypatch.setattr(packed, "_AGAIN", 1)
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +138,24 @@ def test_whole_pages_with_codes_are_remainders_and_fewer_bytes_cross(decoder: De
     in_a_tile = torch.arange(2, covered) % SIZES.pages > 0
     gaps = blocks[:, 0, 1:] - (blocks + sizes)[:, 1, :-1]
     assert not gaps[:, in_a_tile].any()  # they cross in one piece
+    pair.check()
+
+
+def test_pages_that_were_packed_before_they_had_codes_are_packed_anew_a_few_each_pass(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "_AGAIN", AGAIN)
+    pair, counts = Pair.of(decoder, raw_pages=6), list[int]()
+    pair.forward(400, 1)
+    pair.refresh()
+    for seed in range(12):
+        pair.forward(1, seed)
+        counts.append(int((pair.pages.table.flags == REMAINDER).sum()))
+    assert counts[-1] == pair.away.num_layers * (pair.codes.covered // PAGE - 1)
+    added = [after - before for before, after in pairwise(counts)]
+    assert pair.pages.most_again < counts[-1] // 4
+    assert max(added) == pair.pages.most_again
+    assert pair.pages.table.raw.num_slots == 6
     pair.check()
 
 

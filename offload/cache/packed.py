@@ -24,6 +24,7 @@ from offload.transfer.memory import Memory
 UNINTERRUPTED = True  # a page lies where the table says
 
 _AT_A_TIME = 32  # pages that are packed between two moments in which an interrupt may come
+_AGAIN = 16  # passes after which all pages of a prompt are packed anew: all at once would hold up a short text
 
 
 @dataclass(frozen=True)
@@ -97,16 +98,27 @@ class PackedPages:
         kinds = frozenset(self.table.flags[layer, pages].tolist())
         return event, Came(layer, index, entries.flags[layer, pages], entries.starts[layer, :, pages], kinds)
 
-    def are_due(self, num_tokens: int) -> bool:
-        """Whether whole pages of `num_tokens` tokens may be packed that are not, or in fewer bits than they are."""
-        return bool(self._due(num_tokens))
+    def pack_some(self, num_tokens: int) -> int:
+        """Pack some raw whole pages of `num_tokens` tokens, those that were written first. The host waits until they
+        are home and nobody reads them. -> How many, 0 where none are left."""
+        stop = num_tokens // self._store.shape.page_tokens
+        whole = [page for page, is_whole in self._new.items() if is_whole and page[1] < stop]
+        ready = [page for page in whole if self.codec.has_codes(page) or self.codec.never_has_codes(page)]
+        self._pack(ready[:_AT_A_TIME])
+        return len(ready[:_AT_A_TIME])
 
-    def pack_some(self, num_tokens: int) -> None:
-        """Pack some of these, those that were written first. The host waits until they are home and nobody reads
-        them."""
-        pages = self._due(num_tokens)[:_AT_A_TIME]
+    @property
+    def most_again(self) -> int:
+        """Pages that should be packed anew between two passes, at most."""
+        return -(-self.table.flags.numel() // _AGAIN)
+
+    def pack_again(self, most: int) -> int:
+        """Pack some pages anew, `most` at most, that have codes since they were packed without. -> How many."""
+        again = sorted(page for page in self._without if self.codec.has_codes(page))
+        pages = again[: min(most, _AT_A_TIME, self.table.raw.num_free)]
         self._lift([page for page in pages if page not in self.table.slots])
         self._pack(pages)
+        return len(pages)
 
     def lose_codes(self, num_tokens: int, length: int) -> None:
         """The codes of tokens from `num_tokens` on are about to go: their pages, of a cache of `length` tokens, are
@@ -178,13 +190,6 @@ class PackedPages:
                 raw.add(short)
         own = self.table.slots | dict(zip(missing, raw.take(len(missing)), strict=True))
         return [own[page] for page in pages]
-
-    def _due(self, num_tokens: int) -> list[Page]:
-        stop = num_tokens // self._store.shape.page_tokens
-        whole = [page for page, is_whole in self._new.items() if is_whole and page[1] < stop]
-        ready = [page for page in whole if self.codec.has_codes(page) or self.codec.never_has_codes(page)]
-        again = sorted(page for page in self._without if self.codec.has_codes(page))
-        return ready + again[: self.table.raw.num_free]
 
     def _lift(self, pages: Sequence[Page]) -> None:
         """Have these pages, which are at home, in slots, to be packed otherwise."""

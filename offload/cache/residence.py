@@ -167,9 +167,16 @@ class StreamedTiles(Residence):
             slot.full.synchronize()
 
     def _pack(self, length: int) -> None:
-        """Pack the whole pages of `length` tokens. An interrupt comes between some and others."""
-        while self._unpacked is not None and self._unpacked.pages.are_due(length):
-            self._unpacked.pages.pack_some(length)
+        """Pack the whole pages of `length` tokens, and anew a share of those that have codes since. An interrupt comes
+        between some and others."""
+        if self._unpacked is None:
+            return
+        pages = self._unpacked.pages
+        while pages.pack_some(length):
+            pass
+        left = pages.most_again
+        while done := pages.pack_again(left):
+            left -= done
 
     def _slot(self, layer: int, index: int) -> _Slot:
         return self._slots[self._position[layer, index] % len(self._slots)]

@@ -87,7 +87,7 @@ def main() -> None:
         with Engine.load(plan_of(model, prompt, arguments.tokens, ""), model, None, tokenizer) as first:
             for temperature in map(float, arguments.temperatures.split(",")):
                 sampling = SamplingParams(temperature=temperature, top_p=TOP_P, seed=0)
-                steps = list(first.generate(prompt, sampling, max_tokens=arguments.tokens))
+                steps = list(first.generate(prompt, sampling, max_tokens=arguments.tokens, reuse=True))
                 text = [token for step in steps for token in step.tokens]
                 for level in arguments.levels.split(","):
                     mean, plan = measured(model, level, first, prompt, text, sampling)

@@ -73,3 +73,12 @@ def test_the_page_of_modules_is_made_from_their_docstrings() -> None:
     assert module_docs.FILE.read_text(encoding="utf-8") == text, "run python scripts/module_docs.py"
     modules = [path for package in ("offload", "triforce_cli") for path in (ROOT / package).rglob("*.py")]
     assert text.count("\n| ") == 1 + sum(path.name != "__init__.py" or path.stat().st_size > 0 for path in modules)
+
+
+def test_the_plan_that_is_shown_is_the_plan() -> None:
+    """Shortened: all of its lines are there, in their order."""
+    text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    shown = re.search(r"^\$ triforce plan .*--gpus 2\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    lines = iter((ROOT / "tests" / "golden" / "plan-two-cards.txt").read_text(encoding="utf-8").splitlines())
+    assert not [line for line in shown[1].splitlines() if line not in lines]

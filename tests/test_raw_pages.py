@@ -19,6 +19,7 @@ from offload.cache import full
 from offload.cache.full import FullCache
 from offload.cache.packed import PackedPages
 from offload.cache.raw_pages import PURPOSE
+from offload.cache.residence import StreamedTiles
 from offload.cache.tiles import TileShape
 from offload.cache.unpacked import Unpacked
 from offload.cache.write_back import WriteBack
@@ -125,6 +126,15 @@ def test_the_last_home_has_no_more_pages_than_positions(late: LateLink) -> None:
     assert with_room == [cache.store.home(1, index).nbytes for index in range(3)]
 
 
+def test_pages_of_a_tile_that_is_new_are_known() -> None:
+    """Also where nobody wrote to them since: those that are on the device, of which a kernel asks."""
+    cache = make(Tape(torch.bfloat16), link=LateLink(late_in=True, late_out=True), packs=True, num_resident=2 * LAYERS)
+    assert cache.packed is not None
+    for num_tiles in (1, 2, 3):
+        cache.store.grow(num_tiles * TILE)
+        assert cache.packed.table.there().blocks.shape == (LAYERS, 2, num_tiles * PAGES)
+
+
 def spread(tape: Tape, positions: slice, layer: int | slice = slice(None)) -> None:
     """Values there have exponents of all sizes."""
     part = tape.v[:, layer, positions]
@@ -184,7 +194,7 @@ def test_where_there_is_no_memory_for_more_slots_a_pass_is_refused_and_the_rest_
 
 STEPS: tuple[tuple[type, str], ...] = (
     *((Unpacked, "send"), (WriteBack, "write")),
-    *((PackedPages, name) for name in ("fetch", "pack_some", "pack_again", "keep", "to_fill", "filled")),
+    *((PackedPages, name) for name in ("fetch", "pack_some", "keep", "to_fill", "filled")),
 )
 
 
@@ -262,6 +272,33 @@ def test_interrupts_at_every_step_leave_pages_where_the_table_says(
     assert set(calls) == {name for _, name in STEPS}
     for number in range(1, len(calls) + 1, 1 if pytestconfig.getoption("deep") else 5):
         grow(drivers(), source, number)
+
+
+def test_tiles_that_were_fetched_ahead_are_forgotten_where_others_come_in_their_place(
+    late: LateLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass that reaches into one more tile is broken off as its first tiles come, and the next one does not."""
+    tape = Tape(torch.bfloat16)
+    away, here = make(tape, link=late, packs=True), make(tape)
+    drivers = Driver(away, tape, padding=ROWS), Driver(here, tape, padding=ROWS)
+    for driver in drivers:
+        driver.extend([0] * (TILE - ROWS), phase="prefill", blocks=9)
+        driver.extend([0] * ROWS)
+    fetch, fetched = StreamedTiles._fetch, list[int]()
+
+    def interrupted(tiles: StreamedTiles, position: int, length: int) -> None:
+        fetch(tiles, position, length)
+        fetched.append(position)
+        if len(fetched) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamedTiles, "_fetch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            drivers[0].extend([0])
+    for driver in drivers:
+        driver.truncate(TILE - 2 * ROWS)
+    assert torch.equal(*(driver.extend([0] * ROWS) for driver in drivers))
 
 
 def test_what_comes_from_outside_is_packed_page_by_page(late: LateLink) -> None:

@@ -109,16 +109,22 @@ class PackedPages:
 
     @property
     def most_again(self) -> int:
-        """Pages that should be packed anew between two passes, at most."""
+        """Pages that should be packed anew before a pass, at most."""
         return -(-self.table.flags.numel() // _AGAIN)
 
-    def pack_again(self, most: int) -> int:
-        """Pack some pages anew, `most` at most, that have codes since they were packed without. -> How many."""
-        again = sorted(page for page in self._without if self.codec.has_codes(page))
-        pages = again[: min(most, _AT_A_TIME, self.table.raw.num_free)]
-        self._lift([page for page in pages if page not in self.table.slots])
-        self._pack(pages)
-        return len(pages)
+    def due_again(self) -> list[Page]:
+        """Pages that have codes since they were packed without, no more than should be packed anew before a pass; first
+        those that are raw, since they did not fit."""
+        again = (page for page in self._without if self.codec.has_codes(page))
+        return sorted(again, key=lambda page: (page not in self.table.slots, page))[: self.most_again]
+
+    def pack_again(self, pages: list[Page]) -> list[Page]:
+        """Pack some of these anew, as far as there are free slots for them. -> Those that are left."""
+        raw = self.table.raw
+        some = pages[: max(min(_AT_A_TIME, raw.num_free), 1)]
+        self._lift([page for page in some if page not in self.table.slots][: raw.num_free])
+        self._pack([page for page in some if page in self.table.slots])
+        return pages[len(some) :]
 
     def lose_codes(self, num_tokens: int, length: int) -> None:
         """The codes of tokens from `num_tokens` on are about to go: their pages, of a cache of `length` tokens, are
@@ -128,7 +134,7 @@ class PackedPages:
             pages = [page for page in self.table.streaming(number) if self.table.flags[page] == REMAINDER]
             for start in range(0, len(pages), step := max(self.table.raw.num_free, 1)):
                 some = pages[start : start + step]
-                self._lift(some)
+                self._lift(some, beside=False)
                 self._pack(some, beside=False)
 
     def to_fill(self, number: int) -> dict[int, Tensor]:
@@ -179,23 +185,24 @@ class PackedPages:
                 yield self._store.home(layer, index).view(1, 1, -1)[..., begin[start] : end[stop - 1]]
             start = stop
 
-    def _slots_for(self, pages: Sequence[Page]) -> list[int]:
-        """Where these pages will be raw: their own slots, or free ones, for which others are packed first."""
+    def _slots_for(self, pages: Sequence[Page], *, beside: bool = True) -> list[int]:
+        """Where these pages will be raw: their own slots, or free ones, for which others are packed first. beside: as
+        of `_pack`."""
         missing = [page for page in pages if page not in self.table.slots]
         raw = self.table.raw
         while (short := len(missing) - raw.num_free) > 0:
             if others := [page for page, is_whole in self._new.items() if is_whole and page not in pages]:
-                self._pack(others[:short])
+                self._pack(others[:short], beside=beside)
             else:
                 raw.add(short)
         own = self.table.slots | dict(zip(missing, raw.take(len(missing)), strict=True))
         return [own[page] for page in pages]
 
-    def _lift(self, pages: Sequence[Page]) -> None:
-        """Have these pages, which are at home, in slots, to be packed otherwise."""
+    def _lift(self, pages: Sequence[Page], *, beside: bool = True) -> None:
+        """Have these pages, which are at home, in slots, to be packed otherwise. beside: as of `_pack`."""
         if not pages:
             return
-        slots = self._slots_for(pages)
+        slots = self._slots_for(pages, beside=beside)
         self.codec.read(pages, [self.table.raw.page(slot) for slot in slots])
         self._lie_raw(pages, slots)
         self._new |= dict.fromkeys(pages, True)
@@ -212,8 +219,7 @@ class PackedPages:
         for page in pages:
             self._new.pop(page, None)
             self._without.pop(page, None)
-        if self.codec.codes is not None:
-            self._without |= dict.fromkeys(page for page in rest if page not in coded)
+        self._without |= {page: None for page in rest if page not in coded and not self.codec.never_has_codes(page)}
 
     def _lie_raw(self, pages: Sequence[Page], slots: Sequence[int]) -> None:
         self.table.lie_raw(pages, slots)

@@ -101,11 +101,11 @@ class StreamedTiles(Residence):
         self._length, self._stop, self._finished = length, length + num_rows, False
         self._order = self._store.streamed(self._stop)
         self._position = {key: i for i, key in enumerate(self._order)}
-        first = self._order[: len(self._slots)]
-        if first != self._ahead:
+        first, ahead = self._order[: len(self._slots)], self._ahead
+        self._ahead = []  # also where what follows is broken off
+        if first != ahead:
             self._pack(length)
             self._fetch_first(length)
-        self._ahead = []
 
     def open(self, layer: int, index: int) -> Tensor:
         place = self._store.place(layer, index)
@@ -174,9 +174,9 @@ class StreamedTiles(Residence):
         pages = self._unpacked.pages
         while pages.pack_some(length):
             pass
-        left = pages.most_again
-        while done := pages.pack_again(left):
-            left -= done
+        again = pages.due_again()
+        while again:
+            again = pages.pack_again(again)
 
     def _slot(self, layer: int, index: int) -> _Slot:
         return self._slots[self._position[layer, index] % len(self._slots)]

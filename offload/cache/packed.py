@@ -24,7 +24,6 @@ from offload.transfer.memory import Memory
 UNINTERRUPTED = True  # a page lies where the table says
 
 _AT_A_TIME = 32  # pages that are packed between two moments in which an interrupt may come
-_AGAIN = 16  # passes after which all pages of a prompt are packed anew: all at once would hold up a short text
 
 
 @dataclass(frozen=True)
@@ -107,16 +106,10 @@ class PackedPages:
         self._pack(ready[:_AT_A_TIME])
         return len(ready[:_AT_A_TIME])
 
-    @property
-    def most_again(self) -> int:
-        """Pages that should be packed anew before a pass, at most."""
-        return -(-self.table.flags.numel() // _AGAIN)
-
     def due_again(self) -> list[Page]:
-        """Pages that have codes since they were packed without, no more than should be packed anew before a pass; first
-        those that are raw, since they did not fit."""
+        """Pages that have codes since they were packed without; first those that are raw, since they did not fit."""
         again = (page for page in self._without if self.codec.has_codes(page))
-        return sorted(again, key=lambda page: (page not in self.table.slots, page))[: self.most_again]
+        return sorted(again, key=lambda page: (page not in self.table.slots, page))
 
     def pack_again(self, pages: list[Page]) -> list[Page]:
         """Pack some of these anew, as far as there are free slots for them. -> Those that are left."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from offload.cache.write_back import WriteBack
 from offload.transfer.arena import Arena
 from offload.transfer.link import Event, Link
 from offload.transfer.pace import HostReads
+
+_AGAIN_SHARE, _AGAIN_SECONDS = 0.25, 1.0  # of a round, and of any time: for packing pages anew, at most
 
 
 class Residence:
@@ -95,6 +98,7 @@ class StreamedTiles(Residence):
         self._length = self._stop = 0  # tokens in the cache as the forward began, and with all of its rows
         self._finished = False  # the last tile of the forward was closed
         self._ahead: list[tuple[int, int]] = []  # in the slots for the next forward
+        self._packed = perf_counter()  # when pages were packed last
 
     def begin(self, length: int, num_rows: int) -> None:
         super().begin(length, num_rows)
@@ -167,16 +171,18 @@ class StreamedTiles(Residence):
             slot.full.synchronize()
 
     def _pack(self, length: int) -> None:
-        """Pack the whole pages of `length` tokens, and anew a share of those that have codes since. An interrupt comes
-        between some and others."""
+        """Pack the whole pages of `length` tokens, and anew those that have codes since, for no more than a share of the
+        time since the last pass: a short text should not wait for all. An interrupt comes between some and others."""
         if self._unpacked is None:
             return
-        pages = self._unpacked.pages
+        pages, now = self._unpacked.pages, perf_counter()
+        most = min(_AGAIN_SHARE * (now - self._packed), _AGAIN_SECONDS)
         while pages.pack_some(length):
             pass
-        again = pages.due_again()
-        while again:
+        again, began = pages.due_again(), perf_counter()
+        while again and perf_counter() - began < most:
             again = pages.pack_again(again)
+        self._packed = perf_counter()
 
     def _slot(self, layer: int, index: int) -> _Slot:
         return self._slots[self._position[layer, index] % len(self._slots)]

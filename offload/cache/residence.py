@@ -171,7 +171,7 @@ class StreamedTiles(Residence):
             slot.full.synchronize()
 
     def _pack(self, length: int) -> None:
-        """Pack the whole pages of `length` tokens, and anew those that have codes since, for no more than a share of the
+        """Pack the whole pages of `length` tokens, and anew those that have codes since, for at most a share of the
         time since the last pass: a short text should not wait for all. An interrupt comes between some and others."""
         if self._unpacked is None:
             return

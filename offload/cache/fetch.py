@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -105,19 +105,13 @@ class CardFetch:
         from offload.kernels.card.packed import PackedChunkCopy
 
         self._full, self._chunk = full, chunk
-        self._run: Callable[..., None]
-        if (packed := full.packed) is None:
-            copy = ChunkCopy(chunk=chunk, page=full.shape.page_tokens, tile=full.shape.tokens)
-            self._run = lambda *args, **more: copy.run(full.store.addresses(), *args, **more)
+        page, packed = full.shape.page_tokens, full.packed
+        if packed is None:
+            copy = ChunkCopy(chunk=chunk, page=page, tile=full.shape.tokens)
+            self._run: Callable[..., None] = lambda *args, **more: copy.run(full.store.addresses(), *args, **more)
         else:
-            table, packing = packed.table, packed.codec.packing
-            of_packed = PackedChunkCopy(packing, chunk=chunk, page=full.shape.page_tokens)
-
-            def run(*args: Any, **more: Any) -> None:
-                entries = table.there()
-                of_packed.run(entries.blocks, entries.flags, *args, **more)
-
-            self._run = run
+            there, of_packed = packed.table.there, PackedChunkCopy(packed.codec.packing, chunk=chunk, page=page)
+            self._run = lambda *args, **more: of_packed.run(there().blocks, there().flags, *args, **more)
 
     def fetch(self, held: Tensor, tail: Tail, wanted: Tensor | None = None) -> None:
         """See `Fetch`."""

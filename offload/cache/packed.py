@@ -148,8 +148,7 @@ class PackedPages:
         if dropped := [page for page in self.table.slots if page[1] >= first]:
             self._settle(dropped)
             self.table.lie_packed(dropped)
-            for page in dropped:
-                self._new.pop(page, None)
+            self._forget(dropped)
 
     def nbytes(self) -> int:
         """Of slots."""
@@ -209,13 +208,15 @@ class PackedPages:
         done = self.codec.split_off(coded)
         rest = [page for page in pages if page not in done]
         self.codec.pack(rest)
-        for page in pages:
-            self._new.pop(page, None)
-            self._without.pop(page, None)
+        self._forget(pages)
         self._without |= {page: None for page in rest if page not in coded and not self.codec.never_has_codes(page)}
 
     def _lie_raw(self, pages: Sequence[Page], slots: Sequence[int]) -> None:
         self.table.lie_raw(pages, slots)
+        self._forget(pages)
+
+    def _forget(self, pages: Sequence[Page]) -> None:
+        """What was known of these when they lay otherwise."""
         for page in pages:
             self._new.pop(page, None)
             self._without.pop(page, None)

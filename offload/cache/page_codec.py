@@ -64,16 +64,14 @@ class PageCodec:
             return False
         return (page[1] + 1) * self._shape.page_tokens <= self.codes.covered
 
-    def pack(self, pages: Sequence[Page]) -> set[Page]:
-        """Have these raw pages lie packed, in their places. -> Those that do now: the others do not fit there."""
+    def pack(self, pages: Sequence[Page]) -> None:
+        """Have those of these raw pages lie packed, in their places, that fit there."""
         if not pages:
-            return set()
+            return
         numbers = self._table.raw.addresses([self._table.slots[page] for page in pages])
         to = self._table.places(pages)
         sizes = pack(numbers.flatten(), self.packing, self._kernels, to=to.flatten()).view(-1, 2)
-        fit = [page for page, fits in zip(pages, (sizes > 0).all(1).tolist(), strict=True) if fits]
-        self._table.lie_packed(fit)
-        return {*fit}
+        self._table.lie_packed([page for page, fits in zip(pages, (sizes > 0).all(1).tolist(), strict=True) if fits])
 
     def split_off(self, pages: Sequence[Page]) -> set[Page]:
         """Have these raw pages lie as remainders beside their codes. -> Those that do now."""

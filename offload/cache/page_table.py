@@ -150,16 +150,14 @@ class PageTable:
         self._there = None
 
     def _take_in(self, layer: int, index: int) -> None:
-        """A home that is new: pages with keys and values, or the keys of all and then the values of all."""
-        address, kinds = self._store.address(layer, index), torch.arange(2)[:, None]
-        count = first = self._store.shape.num_pages
+        """A home that is new: pages with keys and values, or the keys of all and then the values of all. Nobody asks
+        for pages that the last home has no room for."""
+        count, kinds = self._store.shape.num_pages, torch.arange(2)[:, None]
         if streams := self._store.place(layer, index) == "stream":
-            count, size = len(self._store.home(layer, index)), self._packing.nbytes
-            found = (2 * torch.arange(count) + kinds) * size
+            size, found = self._packing.nbytes, 2 * torch.arange(count) + kinds
         else:
-            size = 2 * self._packing.numbers
-            found = (torch.arange(count) + kinds * count) * size
-        own = slice(index * first, index * first + count)
+            size, found = 2 * self._packing.numbers, torch.arange(count) + kinds * count
+        own = slice(index * count, (index + 1) * count)
         self._flags[layer, own] = PACKED if streams else RAW
-        self._places[layer, :, own] = address + found
+        self._places[layer, :, own] = self._store.address(layer, index) + found * size
         self._sizes[layer, :, own] = size

@@ -163,6 +163,15 @@ def test_a_bar_is_of_what_is_to_come_after_all():
     assert " 25% " not in shown
 
 
+def test_a_spinner_is_drawn_before_anything_else_can_be_written():
+    """Drawn later, by a thread, it stayed on the screen where a line was written at that moment."""
+    screen = StringIO()
+    display = TerminalDisplay(Console(file=screen, force_terminal=True, width=80))
+    display.wait("500 tokens: [plain]")
+    assert "500 tokens: [plain]" in screen.getvalue()
+    display.stop()
+
+
 def test_plain_progress_starts_anew_with_each_stage():
     lines: list[str] = []
     display = PlainDisplay(lines.append, clock=lambda: 1.0)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.status import Status
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
 from triforce_cli.render import text
@@ -78,17 +77,22 @@ class PlainDisplay:
 
 
 class TerminalDisplay:
-    """A progress bar for each stage, removed at its end; a spinner where nothing can be measured."""
+    """A progress bar for each stage, removed at its end; a spinner where nothing can be measured.
+
+    Both are Rich's Progress, whose first frame is drawn at once. Its Status leaves that to a thread, and a line that
+    another writes meanwhile would leave the frame on the screen.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._stage = ""
         self._bar: Progress | None = None
-        self._spinner: Status | None = None
+        self._spinner: Progress | None = None
 
     def wait(self, label: str) -> None:
         self.stop()
-        self._spinner = self._console.status(label)
+        self._spinner = self._new(SpinnerColumn(), TextColumn("{task.description}", markup=False))
+        self._spinner.add_task(label, total=None)
         self._spinner.start()
 
     def update(self, stage: str, done: int, total: int, unit: str) -> None:
@@ -108,10 +112,12 @@ class TerminalDisplay:
     def _start(self, stage: str, first: int, total: int, unit: str) -> None:
         self.stop()
         self._stage = stage
-        columns = (TextColumn("{task.description}"), BarColumn(BAR_WIDTH), _PaceColumn())
-        self._bar = Progress(*columns, console=self._console, transient=True, redirect_stdout=False)
+        self._bar = self._new(TextColumn("{task.description}"), BarColumn(BAR_WIDTH), _PaceColumn())
         self._bar.add_task(stage, completed=first, total=total, unit=unit, first=first)
         self._bar.start()
+
+    def _new(self, *columns: ProgressColumn) -> Progress:
+        return Progress(*columns, console=self._console, transient=True, redirect_stdout=False)
 
 
 class _PaceColumn(ProgressColumn):

@@ -195,18 +195,24 @@ INLINE bool count(const uint16_t* numbers, int how_many, const Intervals<ROOM>& 
 
 template <int ROOM>
 INLINE void split(const uint16_t* numbers, int how_many, const Intervals<ROOM>& all, uint8_t* low, Place& place) {
+    uint8_t* to = place.fours + place.at / 2;
+    uint8_t near[ROOM + 2];  // 4 bits a byte, and first those that their byte has already
+    uint32_t found = place.at % 2;
+    near[0] = found ? *to : 0;
+    place.at -= found;
     by_lanes(how_many, [&]<int N>(int i) {
         const auto number = load<u16s<N>>(numbers + i), four = fours_of<N>(number, load<u16s<N>>(all.first + i));
+        const auto is_near = load<u8s<N>>(all.is_near + i);
         store(low + i, __builtin_convertvector(number, u8s<N>));
         uint8_t fours[N];
         store(fours, __builtin_convertvector(four, u8s<N>));
-        for (uint32_t near = bits<N>(load<u8s<N>>(all.is_near + i)); near; near &= near - 1) {
-            const uint32_t lane = __builtin_ctz(near), at = place.at++;
-            if (at % 2 == 0) place.fours[at / 2] = fours[lane];
-            else place.fours[at / 2] |= uint8_t(fours[lane] << 4);
-            if ((fours[lane] & 7) == ESCAPE) *place.escapes++ = uint8_t(numbers[i + lane] >> 8);
-        }
+        for (int lane = 0; lane < N; lane++) near[found] = fours[lane], found += all.is_near[i + lane];
+        for (uint32_t escapes = bits<N>(is_near) & bits<N>((four & 7) == ESCAPE); escapes; escapes &= escapes - 1)
+            *place.escapes++ = uint8_t(numbers[i + __builtin_ctz(escapes)] >> 8);
     });
+    near[found] = 0;
+    for (uint32_t i = 0; i < found; i += 2) *to++ = uint8_t(near[i] | near[i + 1] << 4);
+    place.at += found;
 }
 
 template <int ROOM>

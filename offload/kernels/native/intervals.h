@@ -41,12 +41,15 @@ using f32s = float __attribute__((vector_size(4 * N)));
 template <int N>
 using u64s = uint64_t __attribute__((vector_size(N)));
 
-// each.operator()<N>(i) for the N numbers from i on, of `count`, a multiple of 8.
-template <class F>
+// each.operator()<N>(i) for the N numbers from i on, of `count`, a multiple of 8. N is up to MOST, 16 or 32. Inlined, or
+// what `each` refers to would be in memory.
+template <int MOST = 16, class F>
 INLINE void by_lanes(int count, F&& each) {
     int i = 0;
-    for (; i + 16 <= count; i += 16) each.template operator()<16>(i);
-    if (i < count) each.template operator()<8>(i);
+    if constexpr (MOST == 32)
+        for (; i + 32 <= count; i += 32) [[clang::always_inline]] each.template operator()<32>(i);
+    for (; i + 16 <= count; i += 16) [[clang::always_inline]] each.template operator()<16>(i);
+    if (i < count) [[clang::always_inline]] each.template operator()<8>(i);
 }
 
 // f(i), f(i + 1), ...
@@ -67,6 +70,23 @@ INLINE uint32_t bits(V mask) {
     else return __builtin_bit_cast(uint8_t, some);
 }
 
+// The upper halves of fp32: one shuffle of two vectors.
+template <int... lane>
+struct Lanes {
+    INLINE static auto upper(f32s<sizeof...(lane)> x) {
+        const auto halves = (u16s<2 * sizeof...(lane)>)x;
+        return __builtin_shufflevector(halves, halves, (2 * lane + 1)...);
+    }
+};
+
+template <class T, T... lane>
+using LanesOf = Lanes<lane...>;
+
+template <int N>
+INLINE u16s<N> upper(f32s<N> x) {
+    return __make_integer_seq<LanesOf, int, N>::upper(x);
+}
+
 template <int N>
 INLINE u16s<N> chosen(i16s<N> mask, u16s<N> yes, u16s<N> no) {
     return mask ? yes : no;
@@ -83,7 +103,7 @@ struct Intervals {
     // step(i), low(i), code(i): of number i.
     template <class Step, class Low, class Code>
     INLINE Intervals(int count, Step&& step, Low&& low, Code&& code) {
-        by_lanes(count, [&]<int N>(int i) {
+        by_lanes<W == 16 ? 32 : 16>(count, [&]<int N>(int i) {
             const f32s<N> steps = lanes<f32s<N>>(step, i), half = 0.5f * steps;
             const auto codes = __builtin_convertvector(lanes<u8s<N>>(code, i), i32s<N>);
             const f32s<N> product = steps * __builtin_convertvector(codes, f32s<N>);  // exact
@@ -97,13 +117,16 @@ struct Intervals {
             store(is_near + i, __builtin_convertvector((u16s<N>)near & 1, u8s<N>));
         });
     }
-
-private:
-    template <int N>
-    INLINE static u16s<N> upper(f32s<N> x) {
-        return __builtin_convertvector((u32s<N>)x >> 16, u16s<N>);
-    }
 };
+
+// put(of(i), i), two at a time: the processor then has both in work at once.
+template <class Of, class Put>
+INLINE void by_two(int count, Of&& of, Put&& put) {
+    for (int i = 0; i < count; i += 2) {
+        const auto one = of(i), other = of(i + 1);
+        put(one, i), put(other, i + 1);
+    }
+}
 
 // What the groups before a place have of both, and then those of one: in bytes.
 struct Head {
@@ -170,10 +193,9 @@ INLINE V among(V first, V low) {
 // The 4 bits of numbers near zero.
 template <int N>
 INLINE u16s<N> fours_of(u16s<N> number, u16s<N> first) {
-    const u16s<N> magnitude = number & 0x7fff, steps = (among(first, magnitude) - magnitude) >> 8;
-    const auto counted = ((i16s<N>)magnitude <= (i16s<N>)(first + 255)) & (steps < STEPS);
+    const u16s<N> magnitude = number & 0x7fff, steps = (among(first, magnitude) - magnitude) >> 8;  // many to one above
     const u16s<N> other = chosen<N>(magnitude < 256, u16s<N>{} + ALONE, u16s<N>{} + ESCAPE);
-    return chosen<N>(counted, steps, other) | (number >> 12 & SIGN);
+    return chosen<N>(steps < STEPS, steps, other) | (number >> 12 & SIGN);
 }
 
 // Adds the numbers near zero and the escapes among `numbers`. False where one would not come back.

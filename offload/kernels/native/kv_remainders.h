@@ -71,6 +71,13 @@ struct Group {
         }
     }
 
+    // each(intervals, t)
+    template <class F>
+    INLINE void by_token(F&& each) {
+        intervals::by_two(GROUP, [&](int t) __attribute__((always_inline)) { return of_token(t); }, each);
+    }
+
+private:
     INLINE Intervals of_token(int t) {
         if (kind == Kind::values)
             for (int d = 0; d < layout.dim; d += GROUP) scale(d, GROUP, block + layout.value_scales() + (d + t) * 4);
@@ -79,7 +86,6 @@ struct Group {
                 [&](int d) { return own[d]; }};
     }
 
-private:
     // Of channels `first` to `first + count`.
     INLINE void scale(int first, int count, const uint8_t* from) {
         const auto unit = load<uint32_t>(from);
@@ -141,10 +147,12 @@ inline bool count(const Block& b, const Shape& shape, Order order, Head* heads) 
     for (int64_t g = 0; g < shape.groups(); g++) {
         Group group(shape, b.codes, g, order);
         Head found{};
-        for (int t = 0; t < GROUP; t++) {
+        bool comes_back = true;
+        group.by_token([&](const Intervals& all, int t) {
             const uint16_t* numbers = b.numbers + (g * GROUP + t) * shape.head_dim;
-            if (!intervals::count(numbers, int(shape.head_dim), group.of_token(t), found)) return false;
-        }
+            comes_back &= intervals::count(numbers, int(shape.head_dim), all, found);
+        });
+        if (!comes_back) return false;
         heads[g] = total;
         total.fours += (found.fours + 1) / 2, total.escapes += found.escapes;
     }
@@ -159,10 +167,10 @@ inline void split(const Block& b, const Shape& shape, Order order, const Head* h
     for (int64_t g = 0; g < shape.groups(); g++) {
         Group group(shape, b.codes, g, order);
         intervals::Place place{fours + heads[g].fours, escapes + heads[g].escapes, escapes};
-        for (int t = 0; t < GROUP; t++) {
+        group.by_token([&](const Intervals& all, int t) {
             const int64_t at = (g * GROUP + t) * dim;
-            intervals::split(b.numbers + at, dim, group.of_token(t), b.to + at, place);
-        }
+            intervals::split(b.numbers + at, dim, all, b.to + at, place);
+        });
     }
 }
 
@@ -204,9 +212,9 @@ inline void restore(const Part& part, const Shape& shape, Order order) {
         const int64_t number = part.first + g;
         Group group(shape, part.codes, number, order);
         intervals::Place place{fours + heads[number].fours, escapes + heads[number].escapes, escapes};
-        for (int t = 0; t < GROUP; t++)
-            intervals::restore(part.from + (number * GROUP + t) * dim, dim, group.of_token(t), place,
-                               part.to + (g * GROUP + t) * dim);
+        group.by_token([&](const Intervals& all, int t) {
+            intervals::restore(part.from + (number * GROUP + t) * dim, dim, all, place, part.to + (g * GROUP + t) * dim);
+        });
     }
 }
 

@@ -39,9 +39,10 @@ INLINE Intervals of_output(const uint8_t* block, int output) {
 template <class F>
 INLINE void by_output(const Remainder& r, int64_t group, F&& each) {
     const int64_t per_tile = r.inputs / GROUP, tile = group / per_tile, first = group % per_tile * GROUP;
-    for (int o = 0; o < TILE; o++)
-        each(of_output(r.blocks + group * codes::BLOCK, o), r.weight + (tile * TILE + o) * r.inputs + first,
-             r.low + (group * TILE + o) * GROUP);
+    auto of = [&](int o) { return of_output(r.blocks + group * codes::BLOCK, o); };
+    intervals::by_two(TILE, of, [&](const Intervals& all, int o) {
+        each(all, r.weight + (tile * TILE + o) * r.inputs + first, r.low + (group * TILE + o) * GROUP);
+    });
 }
 
 // How many bytes of 4 bits, and escapes, a group has, in its head. False where a weight would not come back.

@@ -41,8 +41,8 @@ using f32s = float __attribute__((vector_size(4 * N)));
 template <int N>
 using u64s = uint64_t __attribute__((vector_size(N)));
 
-// each.operator()<N>(i) for the N numbers from i on, of `count`, a multiple of 8. N is up to MOST, 16 or 32. Inlined, or
-// what `each` refers to would be in memory.
+// each.operator()<N>(i) for the N numbers from i on, of `count`, a multiple of 8. N is up to MOST, 16 or 32. Inlined:
+// else what `each` refers to would be in memory.
 template <int MOST = 16, class F>
 INLINE void by_lanes(int count, F&& each) {
     int i = 0;
@@ -92,8 +92,8 @@ INLINE u16s<N> chosen(i16s<N> mask, u16s<N> yes, u16s<N> no) {
     return mask ? yes : no;
 }
 
-// Of a run of numbers, a multiple of 8, in one group. One that is not near zero is among the 256 from `first` on; of one
-// near zero those are the highest.
+// Of a run of numbers, a multiple of 8, in one group. One that is not near zero is among the 256 from `first` on; for
+// one near zero those are the highest.
 template <int ROOM>
 struct Intervals {
     alignas(64) uint16_t first[ROOM];
@@ -190,10 +190,10 @@ INLINE V among(V first, V low) {
     return first + ((low - first) & 255);
 }
 
-// The 4 bits of numbers near zero.
+// The 4 bits of numbers near zero. The steps of one above the 256 wrap: they are 128 or more.
 template <int N>
 INLINE u16s<N> fours_of(u16s<N> number, u16s<N> first) {
-    const u16s<N> magnitude = number & 0x7fff, steps = (among(first, magnitude) - magnitude) >> 8;  // many to one above
+    const u16s<N> magnitude = number & 0x7fff, steps = (among(first, magnitude) - magnitude) >> 8;
     const u16s<N> other = chosen<N>(magnitude < 256, u16s<N>{} + ALONE, u16s<N>{} + ESCAPE);
     return chosen<N>(steps < STEPS, steps, other) | (number >> 12 & SIGN);
 }

@@ -213,7 +213,8 @@ inline void restore(const Part& part, const Shape& shape, Order order) {
         Group group(shape, part.codes, number, order);
         intervals::Place place{fours + heads[number].fours, escapes + heads[number].escapes, escapes};
         group.by_token([&](const Intervals& all, int t) {
-            intervals::restore(part.from + (number * GROUP + t) * dim, dim, all, place, part.to + (g * GROUP + t) * dim);
+            const uint8_t* low = part.from + (number * GROUP + t) * dim;
+            intervals::restore(low, dim, all, place, part.to + (g * GROUP + t) * dim);
         });
     }
 }

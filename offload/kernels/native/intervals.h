@@ -190,7 +190,8 @@ INLINE V among(V first, V low) {
     return first + ((low - first) & 255);
 }
 
-// The 4 bits of numbers near zero. The steps of one above the 256 wrap: they are 128 or more.
+// The 4 bits of numbers near zero. The steps of one above the 256 wrap: they are 128 or more. Numbers that come back
+// without have none.
 template <int N>
 INLINE u16s<N> fours_of(u16s<N> number, u16s<N> first) {
     const u16s<N> magnitude = number & 0x7fff, steps = (among(first, magnitude) - magnitude) >> 8;
@@ -210,7 +211,7 @@ INLINE bool count(const uint16_t* numbers, int how_many, const Intervals<ROOM>& 
         const uint32_t is_near = bits<N>(load<u8s<N>>(all.is_near + i));
         lost |= ((is_near | bits<N>(within)) & bits<N>(finite)) ^ ((1u << N) - 1);
         found.fours += __builtin_popcount(is_near);
-        found.escapes += __builtin_popcount(is_near & bits<N>((fours_of<N>(number, first) & 7) == ESCAPE));
+        found.escapes += __builtin_popcount(bits<N>((fours_of<N>(number, first) & 7) == ESCAPE));
     });
     return !lost;
 }
@@ -224,12 +225,11 @@ INLINE void split(const uint16_t* numbers, int how_many, const Intervals<ROOM>& 
     place.at -= found;
     by_lanes(how_many, [&]<int N>(int i) {
         const auto number = load<u16s<N>>(numbers + i), four = fours_of<N>(number, load<u16s<N>>(all.first + i));
-        const auto is_near = load<u8s<N>>(all.is_near + i);
         store(low + i, __builtin_convertvector(number, u8s<N>));
         uint8_t fours[N];
         store(fours, __builtin_convertvector(four, u8s<N>));
         for (int lane = 0; lane < N; lane++) near[found] = fours[lane], found += all.is_near[i + lane];
-        for (uint32_t escapes = bits<N>(is_near) & bits<N>((four & 7) == ESCAPE); escapes; escapes &= escapes - 1)
+        for (uint32_t escapes = bits<N>((four & 7) == ESCAPE); escapes; escapes &= escapes - 1)
             *place.escapes++ = uint8_t(numbers[i + __builtin_ctz(escapes)] >> 8);
     });
     near[found] = 0;

@@ -217,20 +217,21 @@ def test_a_row_of_a_product_does_not_depend_on_its_place_among_the_rows() -> Non
         assert torch.equal(torch.bmm(weights, keys)[:, order], torch.bmm(weights[:, order], keys))
 
 
-def coded(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Codes, Codes]:
-    """The same weights in 4 bits, made by the processor and by the card."""
+def coded(outputs: int, inputs: int, dtype: torch.dtype, bits: int) -> tuple[Codes, Codes]:
+    """The same weights in few bits, made by the processor and by the card."""
     weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
     made = []
     for device in ("cpu", DEVICE):
-        made.append(Codes(torch.zeros(Codes.shape_of_blocks(weight.shape), dtype=torch.uint8, device=device)))
+        made.append(Codes(torch.zeros(Codes.shape_of_blocks(weight.shape, bits), dtype=torch.uint8, device=device)))
         encode_in_parts(weight.to(device), made[-1])
     return made[0], made[1]
 
 
-def test_weights_in_4_bits_are_those_of_the_processor_and_products_with_them_of_fp64() -> None:
+@pytest.mark.parametrize("bits", [4, 6])
+def test_weights_in_few_bits_are_those_of_the_processor_and_products_with_them_of_fp64(bits: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         for outputs, inputs in ((272, 1216), (SIDE, SIDE), (64, 2 * SIDE)):
-            wanted, made = coded(outputs, inputs, dtype)
+            wanted, made = coded(outputs, inputs, dtype, bits)
             assert torch.equal(made.blocks.cpu(), wanted.blocks)
             rows, bias = torch.randn(33, inputs).to(dtype), torch.randn(outputs).to(dtype)
             exact = rows.double() @ wanted.matrix(dtype).double().T + bias
@@ -239,10 +240,11 @@ def test_weights_in_4_bits_are_those_of_the_processor_and_products_with_them_of_
                 assert (out - exact[:count]).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
 
 
-def test_a_row_of_a_product_with_weights_in_4_bits_does_not_depend_on_the_rows_beside_it() -> None:
+@pytest.mark.parametrize("bits", [4, 6])
+def test_a_row_of_a_product_with_weights_in_few_bits_does_not_depend_on_the_rows_beside_it(bits: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         for inputs, outputs in ((5120, 15360), (5120, 5120), (13824, 5120), (1216, 272)):
-            _, made = coded(outputs, inputs, dtype)
+            _, made = coded(outputs, inputs, dtype, bits)
             rows = torch.randn(40, inputs, device=DEVICE).to(dtype)
             whole = Linear(made, None)(rows)
             for first, count in ((0, 1), (5, 1), (15, 2), (3, 16), (20, 20)):

@@ -91,7 +91,7 @@ def test_the_copy_is_of_the_layers_weights_and_on_the_card(case: Case, pair: Pai
         exact = list(engine.worker.target.weights.layers)
         wanted = [{name: _codes_of(getattr(layer, name).weight) for name in OPERATORS} for layer in exact]
     with engine_on_paper(case, pair) as (engine, card):
-        weights = engine.worker.parts.coded_target.weights
+        weights = engine.worker.parts.coded_target(4).weights
         assert isinstance(weights.layers, ResidentLayers)
         for layer, codes in zip(weights.layers, wanted, strict=True):
             for name in OPERATORS:
@@ -104,7 +104,7 @@ def test_the_copy_is_of_the_layers_weights_and_on_the_card(case: Case, pair: Pai
 
 def _codes_of(weight: PaperTensor) -> torch.Tensor:
     raw = weight.raw.clone()
-    codes = Codes(torch.zeros(Codes.shape_of_blocks(raw.shape), dtype=torch.uint8))
+    codes = Codes(torch.zeros(Codes.shape_of_blocks(raw.shape, 4), dtype=torch.uint8))
     encode_with_torch(raw, codes)
     return codes.blocks
 

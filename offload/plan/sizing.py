@@ -25,7 +25,8 @@ CODE_GROUP = 64  # inputs of a weight in few bits that share a step and a least 
 CODE_TILE = 16  # outputs of it that lie beside each other
 CODE_BITS = (4, 6)  # of a weight in few bits
 BESIDE_CODES = {4: 9, 6: 8}  # bits of a weight that crosses the link beside its code, by those of the code
-KV_CODE_GROUP = 32  # tokens, and channels of values, of the cache in few bits that share a step and a least value
+KV_CODE_GROUP = 32  # tokens of the cache in few bits whose keys share a step and a least value by channel
+KV_VALUE_GROUP = 64  # channels of a token's values that do
 KV_CODE_LANES = 16  # its channels are filled up to so many
 KV_TAIL = 64  # last tokens of that cache, and up to a group more, that stay as they are
 KV_ROWS = 16  # that attend to that cache at a time
@@ -86,7 +87,7 @@ def kv_code_bytes(head_dim: int) -> int:
     """Bytes of a head's keys and values of a group of tokens in 4 bits, with their steps and least values
     (kernels.kv_codes)."""
     lanes = -(-head_dim // KV_CODE_LANES) * KV_CODE_LANES
-    scales = 4 * head_dim + 4 * KV_CODE_GROUP * -(-head_dim // KV_CODE_GROUP)
+    scales = 4 * head_dim + 4 * KV_CODE_GROUP * -(-head_dim // KV_VALUE_GROUP)
     return scales + KV_CODE_GROUP // 2 * (head_dim + lanes)
 
 

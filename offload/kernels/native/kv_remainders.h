@@ -72,7 +72,7 @@ struct Group {
     INLINE Intervals of_token(int t) {
         if (kind == Kind::values)
             for (int d = 0; d < layout.dim; d++)
-                scale(d, block + layout.value_scales() + (d / GROUP * GROUP + t) * 4);
+                scale(d, block + layout.value_scales() + (d / kv_codes::CHANNELS * GROUP + t) * 4);
         const uint8_t* own = numbers + t * layout.dim;
         return {layout.dim, [&](int d) { return step[d]; }, [&](int d) { return low[d]; },
                 [&](int d) { return own[d]; }};

@@ -21,7 +21,7 @@ from offload.kernels.kv_remainders import (
     split_off_with_torch,
 )
 from offload.kernels.native import Kernels
-from processor import best, built, on_this_machine, threads
+from processor import before_a_guard, best, built, on_this_machine, threads
 
 ALL = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
 USUAL = ALL[ALL.abs() < 2.0**126]  # 15 steps of a group are finite
@@ -163,6 +163,32 @@ def test_numbers_of_every_size_come_back_or_stay(order: Order, kernels: Kernels)
             else:
                 assert torch.equal(content_of(split[kind])[:size], twin)
                 assert torch.equal(bits(page.restored(split[kind], kind, kernels)), bits(page.groups(kind)))
+
+
+@pytest.mark.parametrize(("dim", "order"), DIMS, ids=str)
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_nothing_is_read_behind_what_there_is(dim: int, order: Order, share: float, kernels: Kernels) -> None:
+    """Any numbers may be near zero; where all are, no group has a step, and all escape."""
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        near = torch.rand(2, 1, TOKENS, dim, generator=generator) < share
+        size = torch.rand(near.shape, generator=generator) * 0.2 + 0.05
+        kv = torch.where(near, torch.where(size < 0.15, -size, size), 8 + size).bfloat16()
+        blocks = torch.zeros(KVCodes.shape_of_blocks(1, 1, TOKENS, dim), dtype=torch.uint8)
+        encode_with_torch(torch.where(near, 0.0, 8.0).bfloat16()[None], KVCodes(blocks, dim, order))
+        with before_a_guard(kv) as numbers, before_a_guard(blocks) as all_codes:
+            page = Page(numbers, KVCodes(all_codes, dim, order))
+            for kind in (KEYS, VALUES):
+                to = torch.empty(4 * kv[kind].nbytes, dtype=torch.uint8)
+                parts = torch.tensor([(numbers[kind].data_ptr(), to.data_ptr(), *page.where, kind)])
+                assert split_off(parts, page.shape, order, kernels, most=len(to)) > 0
+                heads = to[page.shape.numbers : page.shape.fours].clone().view(torch.int32).view(-1, 2)
+                used = page.shape.fours + int(heads[-1].sum())
+                if share == 1:
+                    assert heads[-1].tolist() == [numbers[kind].numel() // 2, numbers[kind].numel()]
+                assert torch.equal(bits(restore_with_torch(to[:used], page.codes, kind)), bits(kv[kind]))
+                with before_a_guard(to[:used]) as content:
+                    assert torch.equal(bits(page.restored(content, kind, kernels)), bits(page.groups(kind)))
 
 
 def test_a_block_that_would_grow_stays_and_one_that_just_fits_does_not(kernels: Kernels) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from offload.kernels.codes import GROUP, TILE, Codes, encode_with_torch
 from offload.kernels.native import Kernels
 from offload.kernels.remainders import restore, restore_with_torch, split_off, split_off_with_torch
-from processor import built, on_this_machine
+from processor import before_a_guard, built, on_this_machine
 
 ALL = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
 USUAL = ALL[ALL.abs() < 2.0**126]  # 15 steps of a group are finite
@@ -39,6 +39,7 @@ MATRICES = {
     "small and large": (normal(32, 128, seed=1) * 10.0 ** torch.arange(-19, 13).float()[:, None]).bfloat16(),
     "escapes": mixed(32, 256, share=0.05),
     "sparse": mixed(32, 128, share=0.01) * (torch.rand(32, 128, generator=torch.Generator().manual_seed(3)) < 0.4),
+    "escapes everywhere": groups_of(torch.tensor([9.0, -9.0, *[3e-20] * (GROUP - 2)]).bfloat16()),
     "far from zero": groups_of(*(normal(GROUP, seed=i).bfloat16() + value for i, value in enumerate((100.0, -7.0)))),
     "every number, scattered": USUAL[torch.arange(len(USUAL)) * 40507 % len(USUAL)].view(-1, GROUP).repeat(4, 1),
     "neighbours": USUAL.sort().values.view(-1, GROUP).repeat(4, 1),
@@ -91,6 +92,39 @@ def test_every_weight_comes_back_and_the_parts_are_those_of_the_twin(
     assert torch.equal(bits(restore_with_torch(split.content, split.escapes, codes)), bits(weight))
 
 
+def near_and_far(outputs: int, share: float, seed: int) -> tuple[Tensor, Tensor, Codes]:
+    """Which weights of a group are near zero, about that share and never all; weights without escapes; their codes."""
+    generator = torch.Generator().manual_seed(seed)
+    near = torch.rand(outputs, GROUP, generator=generator) < share
+    some = torch.rand(outputs, GROUP, generator=generator).argsort(1)[:, :2]
+    near.scatter_(1, some, torch.tensor([[True, False]]).expand_as(some))
+    size = torch.rand(outputs, GROUP, generator=generator) * 0.2 + 0.05
+    weight = torch.where(near, torch.where(size < 0.15, -size, size), 8 + size).bfloat16()
+    return near, weight, codes_of(torch.where(near, 0.0, 8.0).bfloat16(), 4)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.2, 0.5, 0.8, 0.99])
+def test_any_weights_of_a_group_may_be_near_zero_and_nothing_is_read_behind_a_part(
+    share: float, kernels: Kernels
+) -> None:
+    """4 bits each begin and end anywhere in a byte, and the last ones at the end of what can be read."""
+    odd = set[int]()
+    for seed in range(20):
+        near, weight, codes = near_and_far(TILE, share, seed)
+        with before_a_guard(weight) as numbers, before_a_guard(codes.blocks) as blocks:
+            split, twin = split_off(numbers, Codes(blocks), kernels), split_off_with_torch(weight, codes)
+            assert split is not None
+            assert twin is not None
+            assert torch.equal(split.content[: split.escapes], twin.content[: split.escapes])
+            assert split.escapes == weight.numel() + 8 + (int(near.sum()) + 1) // 2
+            out = torch.full_like(weight, torch.nan)
+            with before_a_guard(split.content[: split.escapes]) as content:
+                restore(content, split.escapes, Codes(blocks), out, kernels)
+        assert torch.equal(bits(out), bits(weight))
+        odd.add(int(near.sum()) % 2)
+    assert odd == {0, 1}
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3.3e38])
 def test_what_would_not_come_back_is_said(value: float, code_bits: int, kernels: Kernels) -> None:
     """Either both give None, or the number comes back all the same."""
@@ -101,6 +135,33 @@ def test_what_would_not_come_back_is_said(value: float, code_bits: int, kernels:
     assert (split is None) == (twin is None)
     if split is not None:
         assert torch.equal(bits(restore_with_torch(split.content, split.escapes, codes)), bits(weight))
+
+
+def test_codes_with_any_steps_are_split_as_by_the_twin(code_bits: int, kernels: Kernels) -> None:
+    """Those that no encoder makes, too: of either sign, and so small that a bound is zero where another is not near."""
+    generator = torch.Generator().manual_seed(0)
+    came_back = 0
+    for seed in range(300):
+        shape = Codes.shape_of_blocks((TILE, GROUP), code_bits)
+        codes = Codes(torch.randint(256, shape, generator=generator, dtype=torch.uint8))
+        scales = codes.blocks[..., : 4 * TILE].view(torch.bfloat16).view(TILE, 2)
+        if seed % 3:
+            scales[:, 0] = (
+                scales[:, 0].abs() if seed % 3 == 1 else torch.arange(0, 2 * TILE, 2).short().view(torch.bfloat16)
+            )
+            scales[:, 1] = scales[:, 0] * -0.5 * torch.randint(4, (TILE,), generator=generator)
+        weight = codes.matrix(torch.bfloat16)
+        split, twin = split_off(weight, codes, kernels), split_off_with_torch(weight, codes)
+        assert (split is None) == (twin is None)
+        if split is None or twin is None:
+            continue
+        came_back += 1
+        assert split.escapes == twin.escapes
+        assert torch.equal(split.content[: split.escapes], twin.content[: twin.escapes])
+        out = torch.full_like(weight, torch.nan)
+        restore(split.content, split.escapes, codes, out, kernels)
+        assert torch.equal(bits(out), bits(weight))
+    assert 100 < came_back < 250
 
 
 def test_other_codes_than_a_weight_s_are_noticed(code_bits: int, kernels: Kernels) -> None:

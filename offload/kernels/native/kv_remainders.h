@@ -14,7 +14,12 @@
 
 namespace kv_remainders {
 
+using intervals::by_lanes;
 using intervals::Head;
+using intervals::lanes;
+using intervals::u32s;
+using intervals::u8s;
+using kv_codes::CHANNELS;
 using kv_codes::GROUP;
 using kv_codes::Layout;
 using kv_codes::WIDEST;
@@ -49,8 +54,6 @@ struct PageCodes {
     }
 };
 
-INLINE void both(uint8_t from, uint8_t* near, uint8_t* far) { *near = from & 15, *far = from >> 4; }
-
 // Of a group's keys or values, a token at a time.
 struct Group {
     Layout layout;
@@ -62,7 +65,7 @@ struct Group {
     Group(const Shape& shape, const PageCodes& codes, int64_t group, Order order)
         : layout(shape.layout()), block(codes.block(shape, group)), kind(codes.kind) {
         if (kind == Kind::keys) {
-            for (int d = 0; d < layout.dim; d++) scale(d, block + d * 4);
+            for (int d = 0; d < layout.dim; d++) scale(d, 1, block + d * 4);
             order == Order::lanes ? keys_in_lanes() : keys_in_matrices();
         } else {
             order == Order::lanes ? values_in_lanes() : values_in_matrices();
@@ -71,48 +74,60 @@ struct Group {
 
     INLINE Intervals of_token(int t) {
         if (kind == Kind::values)
-            for (int d = 0; d < layout.dim; d++)
-                scale(d, block + layout.value_scales() + (d / kv_codes::CHANNELS * GROUP + t) * 4);
+            for (int d = 0; d < layout.dim; d += CHANNELS)
+                scale(d, CHANNELS, block + layout.value_scales() + (d / CHANNELS * GROUP + t) * 4);
         const uint8_t* own = numbers + t * layout.dim;
         return {layout.dim, [&](int d) { return step[d]; }, [&](int d) { return low[d]; },
                 [&](int d) { return own[d]; }};
     }
 
 private:
-    INLINE void scale(int d, const uint8_t* from) {
-        uint32_t unit;
-        memcpy(&unit, from, 4);
-        step[d] = __builtin_bit_cast(float, unit << 16), low[d] = __builtin_bit_cast(float, unit & 0xffff0000u);
+    // Of channels `first` to `first + count`.
+    INLINE void scale(int first, int count, const uint8_t* from) {
+        const auto unit = load<uint32_t>(from);
+        for (int d = first; d < first + count; d++)
+            step[d] = __builtin_bit_cast(float, unit << 16), low[d] = __builtin_bit_cast(float, unit & 0xffff0000u);
     }
 
     void keys_in_lanes() {
         const int dim = layout.dim, half = dim / 2;
         const uint8_t* from = block + layout.key_codes();
         for (int d = 0; d < half; d += 4)
-            for (int t = 0; t < GROUP; t++)
-                for (int i = 0; i < 4; i++, from++)
-                    both(*from, numbers + t * dim + d + i, numbers + t * dim + half + d + i);
+            for (int t = 0; t < GROUP; t++, from += 4) {
+                const auto eight = load<uint32_t>(from), mask = 0x0f0f0f0fu;
+                uint8_t* to = numbers + t * dim + d;
+                store(to, eight & mask), store(to + half, eight >> 4 & mask);
+            }
     }
 
     void keys_in_matrices() {
         const int half = GROUP / 2 * layout.dim;
-        for (int i = 0; i < half; i++) both(block[layout.key_codes() + i], numbers + i, numbers + half + i);
+        const uint8_t* from = block + layout.key_codes();
+        for (int i = 0; i < half; i++) numbers[i] = from[i] & 15, numbers[half + i] = from[i] >> 4;
+    }
+
+    // at(t, d): where the codes of tokens t to t + 4 of channel d are, in the low halves.
+    template <class At>
+    INLINE void values(At&& at) {
+        const int dim = layout.dim, half = GROUP / 2 * dim;
+        for (int t = 0; t < GROUP / 2; t += 4)
+            by_lanes(dim, [&]<int N>(int first) {
+                const auto units = lanes<u32s<N>>([&](int d) { return load<uint32_t>(at(t, d)); }, first);
+                for (int i = 0; i < 4; i++) {
+                    const auto both = __builtin_convertvector(units >> 8 * i, u8s<N>);
+                    uint8_t* to = numbers + (t + i) * dim + first;
+                    store(to, both & 15), store(to + half, both >> 4);
+                }
+            });
     }
 
     void values_in_lanes() {
-        const int dim = layout.dim, half = GROUP / 2 * dim;
-        for (int t = 0; t < GROUP / 2; t++) {
-            const uint8_t* from = block + layout.value_codes() + t / 4 * layout.channels() * 4 + t % 4;
-            for (int d = 0; d < dim; d++) both(from[d * 4], numbers + t * dim + d, numbers + half + t * dim + d);
-        }
+        const int channels = layout.channels();
+        values([&](int t, int d) { return block + layout.value_codes() + t * channels + d * 4; });
     }
 
     void values_in_matrices() {
-        const int dim = layout.dim, half = GROUP / 2 * dim;
-        const uint8_t* from = block + layout.value_codes();
-        for (int d = 0; d < dim; d++)
-            for (int t = 0; t < GROUP / 2; t++, from++)
-                both(*from, numbers + t * dim + d, numbers + half + t * dim + d);
+        values([&](int t, int d) { return block + layout.value_codes() + d * (GROUP / 2) + t; });
     }
 };
 
@@ -145,7 +160,7 @@ inline void split(const Block& b, const Shape& shape, Order order, const Head* h
     uint8_t *fours = b.to + shape.fours(), *escapes = fours + heads[shape.groups()].fours;
     for (int64_t g = 0; g < shape.groups(); g++) {
         Group group(shape, b.codes, g, order);
-        intervals::Place place{fours + heads[g].fours, escapes + heads[g].escapes};
+        intervals::Place place{fours + heads[g].fours, escapes + heads[g].escapes, escapes};
         for (int t = 0; t < GROUP; t++) {
             const int64_t at = (g * GROUP + t) * dim;
             intervals::split(b.numbers + at, dim, group.of_token(t), b.to + at, place);
@@ -190,7 +205,7 @@ inline void restore(const Part& part, const Shape& shape, Order order) {
     for (int64_t g = 0; g < part.count; g++) {
         const int64_t number = part.first + g;
         Group group(shape, part.codes, number, order);
-        intervals::Place place{fours + heads[number].fours, escapes + heads[number].escapes};
+        intervals::Place place{fours + heads[number].fours, escapes + heads[number].escapes, escapes};
         for (int t = 0; t < GROUP; t++)
             intervals::restore(part.from + (number * GROUP + t) * dim, dim, group.of_token(t), place,
                                part.to + (g * GROUP + t) * dim);

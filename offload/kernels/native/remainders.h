@@ -7,7 +7,7 @@
 #include "codes.h"
 #include "intervals.h"
 
-// weight: to split, or to fill. heads: [groups].
+// weight: to split, or to fill. heads: [groups]. escapes: where the 4 bits end.
 struct Remainder {
     uint16_t* weight;
     uint8_t* blocks;
@@ -56,7 +56,7 @@ inline bool count(const Remainder& r, int64_t group) {
 }
 
 INLINE intervals::Place place(const Remainder& r, int64_t group) {
-    return {r.fours + r.heads[group].fours, r.escapes + r.heads[group].escapes};
+    return {r.fours + r.heads[group].fours, r.escapes + r.heads[group].escapes, r.escapes};
 }
 
 inline void split(const Remainder& r, int64_t group) {

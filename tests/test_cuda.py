@@ -157,6 +157,7 @@ def test_tokens_are_the_same_with_and_without_speculation_wherever_bytes_are() -
             placed(made(gamma=31, draft_gamma=2), "kv"),
             placed(made(gamma=15, draft_gamma=1), "weights,kv", layers=3, tiles=21),
             placed(made(gamma=15, draft_gamma=0, weight_bits=4)),
+            placed(made(gamma=15, draft_gamma=0, weight_bits=6)),
             placed(made(gamma=15, draft_gamma=1, weight_bits=4, budget=256), "weights,kv", layers=0, tiles=21),
             placed(made(speculation=False), "weights,kv", layers=0),
         ):
@@ -164,12 +165,17 @@ def test_tokens_are_the_same_with_and_without_speculation_wherever_bytes_are() -
 
 
 def test_tokens_are_the_same_in_whatever_bits_weights_and_pages_cross_the_link() -> None:
-    """Packed, and beside codes in 4 bits."""
+    """Packed, and beside codes in few bits."""
     tokens = prompt(LONG)
     expected = said(tokens, placed(planned(tokens, dtype="bf16", speculation=False)))
-    for few in ({"speculation": False}, {"gamma": 15, "weight_bits": 4, "kv_bits": 4}, {"gamma": 15, "budget": 256}):
+    for few, bits in (
+        ({"speculation": False}, (12, 12)),
+        ({"gamma": 15, "budget": 256, "weight_bits": 16, "kv_bits": 16}, (12, 12)),
+        ({"gamma": 15, "weight_bits": 4, "kv_bits": 4}, (9, 9)),
+        ({"gamma": 15, "weight_bits": 6, "kv_bits": 4}, (9, 8)),
+        ({"gamma": 15, "weight_bits": 6, "budget": 256}, (12, 8)),
+    ):
         plan = planned(tokens, dtype="bf16", offload=frozenset({"weights", "kv"}), link_bits=12, **few)
-        bits = (9, 9) if few.get("kv_bits") else (12, 12)
         assert (plan.placement.link_bits, plan.placement.weight_link_bits) == bits
         assert said(tokens, placed(plan, "weights,kv", layers=2, tiles=5)) == expected, plan
 

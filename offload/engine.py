@@ -250,6 +250,7 @@ class Engine:
             raise
         outgrown, self.worker, self.prefix = self.worker, worker, prefix
         outgrown.release()
+        worker.parts.keep_low_bits(plan.composition.weight_bits)
 
     @property
     def num_cached(self) -> int:

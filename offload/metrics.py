@@ -178,7 +178,7 @@ class Stats:
     decode_link: LinkStats = field(default_factory=LinkStats)
     host_attention: HostStats = field(default_factory=HostStats)  # while decoding, of this rank
     ranks: list[RankStats] = field(default_factory=list)  # while decoding, where there are several
-    wider_layers: int = 0  # whose weights cross the link in 12 bits where 9 are planned: they would not come back
+    wider_layers: int = 0  # whose weights cross the link in 12 bits where fewer are planned: they would not come back
 
     @property
     def prompt_tokens_per_second(self) -> float | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from offload.kernels.card import card
 from offload.kernels.native import fitting
 from offload.model.decoder import Decoder
 from offload.model.loading import DTYPES, load_decoders
-from offload.model.low_bits import low_bit_weights
+from offload.model.low_bits import LowBits, low_bits
 from offload.model.sums import Sums
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
@@ -36,6 +35,7 @@ class Parts:
     decoders: Mapping[str, Decoder]
     memory: Memory
     link: Link | None
+    _low_bits: dict[int, LowBits] = field(default_factory=dict)  # of the target, by the number of bits
 
     @classmethod
     def load(
@@ -71,14 +71,19 @@ class Parts:
     def target(self) -> Decoder:
         return self.decoders["target"]
 
-    @cached_property
-    def coded_target(self) -> Decoder:
-        """The target over weights in 4 bits, made when they are first asked for. Raises UsageError, DoesNotFit."""
-        config = self.target.config
-        device = self.memory.device
-        on_cpu = device.type == "cpu"
-        kernels = fitting(device, config.head_dim, config.layer_products()) if on_cpu else card(device)
-        return self.target.over(low_bit_weights(self.target.weights, config, self.memory, kernels))
+    def coded_target(self, bits: int) -> Decoder:
+        """The target over weights in so many bits, made when they are first wanted. Raises UsageError, DoesNotFit."""
+        if bits not in self._low_bits:
+            config, device = self.target.config, self.memory.device
+            on_cpu = device.type == "cpu"
+            kernels = fitting(device, config.head_dim, config.layer_products()) if on_cpu else card(device)
+            self._low_bits[bits] = low_bits(self.target.weights, config, bits, self.memory, kernels)
+        return self.target.over(self._low_bits[bits].weights)
+
+    def keep_low_bits(self, bits: int) -> None:
+        """Weights in another number of bits are not used again."""
+        for other in self._low_bits.keys() - {bits}:
+            self._low_bits.pop(other).release(self.memory)
 
     def num_scored(self, num_tokens: int) -> int:
         """Entries of the target's logits that are tokens, of a vocabulary of `num_tokens`: models may pad theirs.

@@ -29,14 +29,14 @@ from offload.kernels.rows import Blocks
 from offload.model.decoder import Decoder, Segment
 from offload.model.level import Level
 from offload.model.loading import DTYPES
-from offload.model.low_bits import low_bit_weights
+from offload.model.low_bits import low_bits
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import rates_key
 from offload.plan.machine import machine_name
 from offload.plan.options import PAGE_TOKENS, Options
 from offload.plan.pass_times import ROWS, PassTimes, key_of, load_times, save_times
 from offload.plan.request import Request
-from offload.plan.sizing import takes_codes, takes_kv_codes
+from offload.plan.sizing import CODE_BITS, takes_codes, takes_kv_codes
 from offload.transfer.embedding import Embedding
 from offload.transfer.layout import LayerLayout, Linear
 from offload.transfer.memory import Memory
@@ -56,11 +56,11 @@ _LEAST = 1e-13  # seconds: below what a clock tells
 
 Point = tuple[str, int]  # what is measured, and its rows or tokens
 Run = Callable[[], object]
-Model = tuple[ModelConfig, bool]  # and whether its weights are in 4 bits
+Model = tuple[ModelConfig, int]  # and the bits of its weights, 16 where they are as they are
 
 
 def timed(request: Request) -> Request:
-    """`request` with the times of its models' passes, the target's over weights in 4 bits too. On a CPU those that no
+    """`request` with the times of its models' passes, the target's over weights in few bits too. On a CPU those that no
     file has yet are measured and kept; what cannot be kept is not used, since the next start would make another plan.
     """
     if not request.hardware.is_cpu or request.hardware.num_devices > 1:
@@ -71,8 +71,8 @@ def timed(request: Request) -> Request:
     except OSError:
         return request
     known = request.with_known_times()
-    runs_coded = (request.target, True) in models  # kernels may be gone since they were timed
-    return known if runs_coded else replace(known, times=replace(known.times, coded=None))
+    coded = {bits: each for bits, each in known.times.coded.items() if (request.target, bits) in models}
+    return replace(known, times=replace(known.times, coded=coded))  # kernels may be gone since they were timed
 
 
 def time_again(target: Path, draft: Path | None) -> None:
@@ -85,47 +85,49 @@ def time_again(target: Path, draft: Path | None) -> None:
 
 def _models(request: Request) -> list[Model]:
     """Those whose passes are timed."""
-    models = [(config, False) for config in (request.target, request.draft) if config is not None]
-    return [*models, (request.target, True)] if _may_take_codes(request) else models
+    models = [(config, 16) for config in (request.target, request.draft) if config is not None]
+    return [*models, *((request.target, bits) for bits in _code_bits(request))]
 
 
-def _may_take_codes(request: Request) -> bool:
-    """Whether the target may propose to itself with weights in 4 bits."""
+def _code_bits(request: Request) -> Sequence[int]:
+    """With which bits of its weights the target may propose to itself."""
     options, products = request.options, request.target.layer_products()
-    wanted = options.speculation and options.gamma != 0 and options.weight_bits != 16
-    return wanted and takes_codes(products) and _kernels(request.target).library is not None
+    wanted = options.speculation and options.gamma != 0
+    if not wanted or not takes_codes(products) or _kernels(request.target).library is None:
+        return ()
+    return [bits for bits in CODE_BITS if options.weight_bits in (None, bits)]
 
 
 def _remember(models: Sequence[Model], dtype: str, *, alone: bool = False) -> None:
     """Time the passes of `models` and keep what was measured. alone: and forget other models. OSError."""
-    found = {key_of(config, dtype, coded=coded): time_passes(config, dtype, coded=coded) for config, coded in models}
+    found = {key_of(config, dtype, bits): time_passes(config, dtype, bits) for config, bits in models}
     measured = {key: times for key, times in found.items() if times is not None}
     if measured:
         save_times(machine_name(), rates_key("cpu"), measured, alone=alone)
 
 
 @torch.inference_mode()
-def time_passes(config: ModelConfig, dtype: str, *, coded: bool = False) -> PassTimes | None:
+def time_passes(config: ModelConfig, dtype: str, weight_bits: int = 16) -> PassTimes | None:
     """None where the processor is too busy. dtype: bf16, fp16 or fp32. Temporary memory: LAYER_BYTES of weights (at
-    least a layer), as much for logits and CACHE_BYTES. coded: over weights in 4 bits, without a prefill."""
-    return _Trial(config, DTYPES[dtype], coded=coded).times()
+    least a layer), as much for logits and CACHE_BYTES. weight_bits: fewer than 16 without a prefill."""
+    return _Trial(config, DTYPES[dtype], weight_bits).times()
 
 
 def _is_timed(model: Model, dtype: str) -> bool:
     """Whether there are times of the kernels that would run now."""
-    config, coded = model
-    known = load_times(machine_name(), rates_key("cpu"), key_of(config, dtype, coded=coded))
+    config, bits = model
+    known = load_times(machine_name(), rates_key("cpu"), key_of(config, dtype, bits))
     return known is not None and known.kernels == _kernels_name(config)
 
 
 class _Trial:
     """A model of a few layers and part of a vocabulary, and its full cache."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, coded: bool) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, weight_bits: int) -> None:
         item = dtype.itemsize
-        self._config, self._kernels, self._coded = config, _kernels(config), coded
+        self._config, self._kernels, self._coded = config, _kernels(config), weight_bits < 16
         self._limit = LIMIT_SECONDS + config.layer_weight_bytes(item) / LIMIT_RATE
-        room = LAYER_BYTES * 4 if coded else LAYER_BYTES  # of the exact ones
+        room = LAYER_BYTES * 4 if self._coded else LAYER_BYTES  # of the exact ones
         self._num_layers = _between(1, room // config.layer_weight_bytes(item), config.num_layers)
         self._vocab_size = _between(1, LAYER_BYTES // (config.hidden_size * item), config.vocab_size)
         per_token = config.kv_bytes_per_token(item) // config.num_layers
@@ -135,10 +137,11 @@ class _Trial:
         near = NEAR_BYTES // (self._num_layers * per_token) if self._is_whole else self._num_tokens
         self._num_near = _between(1, near, self._num_tokens)
         self._weights = _made_up(config, dtype, self._num_layers, self._vocab_size)
-        if coded:
-            self._weights = low_bit_weights(self._weights, config, Memory(torch.device("cpu")), self._kernels)
+        if self._coded:
+            memory = Memory(torch.device("cpu"))
+            self._weights = low_bits(self._weights, config, weight_bits, memory, self._kernels).weights
         self._cache = self._full_cache(dtype)
-        self._low_bits = self._low_bit_cache() if not coded else None
+        self._low_bits = self._low_bit_cache() if not self._coded else None
         self._prefill_rows = _between(64, int(PREFILL_FLOPS / (2 * config.layer_matrix_elements())), 512)
         self._prefill_before = self._num_tokens
 
@@ -226,7 +229,7 @@ class _Trial:
         return points
 
     def _prefill_seconds(self, taken: Mapping[Point, float]) -> tuple[float, float]:
-        """Of a row, and of a pair of a row and a token that it sees. None over weights in 4 bits: the least."""
+        """Of a row, and of a pair of a row and a token that it sees. None over weights in few bits: the least."""
         if self._coded:
             return _LEAST, _LEAST
         rows, before = self._prefill_rows, self._prefill_before
@@ -234,7 +237,7 @@ class _Trial:
         return max(taken["prefill", 0] / rows - pair * rows / 2, _LEAST), pair
 
     def _prefills(self) -> dict[Point, Run]:
-        """A block of one layer, after no tokens and after some. None over weights in 4 bits."""
+        """A block of one layer, after no tokens and after some. None over weights in few bits."""
         if self._coded:
             return {}
         decoder, tokens = self._decoder(1), torch.zeros(self._prefill_rows, dtype=torch.long)

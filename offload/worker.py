@@ -186,7 +186,8 @@ class Worker:
         self.full = full_cache(plan, self.target.config, self.memory, self.link, self._blocks, arena)
         self._caches.append(self.full)
         self.levels["target"] = self._level("target", self.target, self.full, self._blocks)
-        own = self.target if plan.composition.weight_bits == 16 else self.parts.coded_target
+        bits = plan.composition.weight_bits
+        own = self.target if bits == 16 else self.parts.coded_target(bits)
         if plan.composition.inner == "retrieval":
             self.retrieval = _retrieval_cache(plan, self.target.config, self.full)
             self._copies = self.retrieval

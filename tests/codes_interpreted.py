@@ -1,4 +1,4 @@
-"""A card's products with weights in 4 bits in Triton's interpreter, on a CPU: run as card_interpreted.py is."""
+"""A card's products with weights in 4 and 6 bits in Triton's interpreter, on a CPU: run as card_interpreted.py is."""
 
 from __future__ import annotations
 
@@ -23,14 +23,19 @@ TOLERANCE = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
 SHAPES = [(16, 64), (48, 192), (144, 19 * 64), (272, 24 * 64), (16, 43 * 64)]
 
 
+@pytest.fixture(params=[4, 6])
+def bits(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
 def normal(*size: int, seed: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-def made_up(outputs: int, inputs: int, seed: int) -> Codes:
+def made_up(outputs: int, inputs: int, bits: int, seed: int) -> Codes:
     """Any codes; steps are powers of two and lows a few of them, so that numbers are exact in either dtype."""
     generator = torch.Generator().manual_seed(seed)
-    shape = Codes.shape_of_blocks((outputs, inputs))
+    shape = Codes.shape_of_blocks((outputs, inputs), bits)
     codes = Codes(torch.randint(256, shape, generator=generator, dtype=torch.uint8))
     steps = 2.0 ** torch.randint(-4, 2, (*shape[:2], TILE), generator=generator)
     scales = torch.stack([steps, steps * torch.randint(-12, 1, steps.shape, generator=generator)], -1)
@@ -59,16 +64,16 @@ def _memory_is_written_before_it_is_read_and_no_further(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_one_number_find_every_weight(dtype: torch.dtype) -> None:
+def test_rows_of_one_number_find_every_weight(bits: int, dtype: torch.dtype) -> None:
     """At its place, with the step and the least number of its group: the matrix itself comes out."""
-    codes = made_up(48, 5 * GROUP, seed=1)
+    codes = made_up(48, 5 * GROUP, bits, seed=1)
     out = product(torch.eye(5 * GROUP, dtype=dtype), codes, None)
     assert torch.equal(out, codes.matrix(dtype).T)
 
 
-def test_weights_are_rounded_as_those_of_the_matrix() -> None:
+def test_weights_are_rounded_as_those_of_the_matrix(bits: int) -> None:
     """Encoded ones, which are no few bits long."""
-    codes = Codes(torch.zeros(Codes.shape_of_blocks((37, 2 * GROUP)), dtype=torch.uint8))
+    codes = Codes(torch.zeros(Codes.shape_of_blocks((37, 2 * GROUP), bits), dtype=torch.uint8))
     encode_with_torch(normal(37, 2 * GROUP, seed=2), codes)
     out = product(torch.eye(2 * GROUP, dtype=torch.float16), codes, None)
     assert torch.equal(out, codes.matrix(torch.float16).T)
@@ -78,9 +83,9 @@ def test_weights_are_rounded_as_those_of_the_matrix() -> None:
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_products_are_those_of_fp64(outputs: int, inputs: int, dtype: torch.dtype, bias: bool) -> None:
+def test_products_are_those_of_fp64(bits: int, outputs: int, inputs: int, dtype: torch.dtype, bias: bool) -> None:
     """Outputs are no multiple of a program's, groups none of a split's or of those at a time."""
-    codes = made_up(outputs, inputs, seed=3)
+    codes = made_up(outputs, inputs, bits, seed=3)
     added = normal(outputs, seed=4).to(dtype) if bias else None
     for num_rows in (1, 3, ROWS, 2 * ROWS + 1):
         x = normal(num_rows, inputs, seed=num_rows).to(dtype)
@@ -90,16 +95,16 @@ def test_products_are_those_of_fp64(outputs: int, inputs: int, dtype: torch.dtyp
         assert_close(out.double(), wanted, rtol=TOLERANCE[dtype], atol=1e-5 * float(wanted.abs().max()))
 
 
-def test_rows_may_lie_apart() -> None:
-    codes, x = made_up(32, 128, seed=5), normal(5, 256, seed=6).half()
+def test_rows_may_lie_apart(bits: int) -> None:
+    codes, x = made_up(32, 128, bits, seed=5), normal(5, 256, seed=6).half()
     assert torch.equal(product(x[::2, 64:192], codes, None), product(x[::2, 64:192].contiguous(), codes, None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_rows_bits_are_those_of_the_row_alone(dtype: torch.dtype) -> None:
+def test_a_rows_bits_are_those_of_the_row_alone(bits: int, dtype: torch.dtype) -> None:
     """Among 1 to 40 rows, wherever it is among them; one of these is NaN."""
     most, inputs = 40, 11 * GROUP
-    codes, x = made_up(144, inputs, seed=7), normal(most, inputs, seed=8).to(dtype)
+    codes, x = made_up(144, inputs, bits, seed=7), normal(most, inputs, seed=8).to(dtype)
     x[5] = torch.nan
     alone = torch.cat([product(row[None], codes, None) for row in x])
     assert alone[5].isnan().all()
@@ -109,8 +114,8 @@ def test_a_rows_bits_are_those_of_the_row_alone(dtype: torch.dtype) -> None:
 
 
 def test_other_dtypes_are_refused() -> None:
-    with pytest.raises(ValueError, match="float32; a card multiplies weights in 4 bits with bf16 and fp16"):
-        product(torch.ones(1, 64), made_up(16, 64, seed=9), None)
+    with pytest.raises(ValueError, match="float32; a card multiplies weights in few bits with bf16 and fp16"):
+        product(torch.ones(1, 64), made_up(16, 64, 4, seed=9), None)
 
 
 def test_splits_are_alike_and_make_programs_enough() -> None:
@@ -140,12 +145,14 @@ def escaping(*size: int, share: float, seed: int) -> Tensor:
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 64), (48, 192), (32, 5 * 64)])
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.4])
-def test_weights_come_back_from_their_codes_and_their_remainders(outputs: int, inputs: int, share: float) -> None:
+def test_weights_come_back_from_their_codes_and_their_remainders(
+    bits: int, outputs: int, inputs: int, share: float
+) -> None:
     weight = escaping(outputs, inputs, share=share, seed=outputs + inputs)
     weight[3] = weight[3, 0]
     weight[5, :7] = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e-20, -1e-20, 3.0])
     weight[6] = weight[6] + 50
-    codes = Codes(torch.zeros(Codes.shape_of_blocks(weight.shape), dtype=torch.uint8))
+    codes = Codes(torch.zeros(Codes.shape_of_blocks(weight.shape, bits), dtype=torch.uint8))
     encode_with_torch(weight, codes)
     split = split_off_with_torch(weight, codes)
     assert split is not None

@@ -254,14 +254,15 @@ def test_numbers_are_unpacked_bit_for_bit(share: float) -> None:
 
 @pytest.fixture(scope="module")
 def square(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose weights can be had in 4 bits."""
+    """A model whose weights can be had in few bits."""
     sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "intermediate_size": 128}
     model = random_model("qwen2", vocab_size=264, max_position_embeddings=512, seed=11, **sizes)
     return save(model, tmp_path_factory.mktemp("square") / "target", tokenizer=True)
 
 
 @pytest.mark.parametrize(
-    ("weight_bits", "link_bits", "launched"), [(4, 9, "restore_weights"), (16, 12, "unpack_blocks")]
+    ("weight_bits", "link_bits", "launched"),
+    [(4, 9, "restore_weights"), (6, 8, "restore_weights"), (16, 12, "unpack_blocks")],
 )
 def test_the_text_is_the_same_however_weights_cross(
     square: Path, weight_bits: int, link_bits: int, launched: str

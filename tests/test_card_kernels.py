@@ -290,16 +290,17 @@ def test_packed_pages_are_unpacked_by_loads_of_8_and_stores_of_16_bytes(capabili
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_codes_come_in_wide_loads_and_become_weights_in_registers(capability: int, dtype: str) -> None:
+@pytest.mark.parametrize("bits", [4, 6])
+def test_codes_come_in_wide_loads_and_become_weights_in_registers(capability: int, dtype: str, bits: int) -> None:
     """Weights never go through shared memory: nothing is stored there but, once, the sums."""
     pointers = {"rows": f"*{dtype}", "blocks": "*u8", "partials": "*fp32"}
-    shape = {"ROWS": codes.ROWS, "TILES": codes.TILES, "GROUPS": codes.GROUPS, "WIDEN": False}
+    shape = {"ROWS": codes.ROWS, "TILES": codes.TILES, "GROUPS": codes.GROUPS, "BITS": bits, "WIDEN": False}
     found = compiled(
         code_programs.multiply_codes, capability, pointers, shape, warps=codes.WARPS, stages=codes.STAGES
     )  # fmt: skip
     assert found.spilled_bytes == 0
     assert found.registers <= 128  # so four programs have room
-    assert found.shared_bytes <= 27 * 2**10
+    assert found.shared_bytes <= {4: 27, 6: 35}[bits] * 2**10
     copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", found.ptx)
     sizes = [int(num_bytes, 0) for num_bytes in copies]
     assert set(sizes) == {8, 16}
@@ -324,9 +325,10 @@ def test_splits_are_joined_by_wide_loads(capability: int, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_weights_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capability: int) -> None:
+@pytest.mark.parametrize("bits", [4, 6])
+def test_weights_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capability: int, bits: int) -> None:
     pointers = {"content": "*u8", "blocks": "*u8", "out": "*i16"}
-    found = compiled(remainder_programs.restore_weights, capability, pointers, {}, warps=remainders.WARPS)
+    found = compiled(remainder_programs.restore_weights, capability, pointers, {"BITS": bits}, warps=remainders.WARPS)
     assert found.spilled_bytes == 0
     assert found.registers <= 80
     assert found.shared_bytes <= 8 * 2**10

@@ -1,4 +1,4 @@
-"""Weights in 4 bits: their making, bit for bit, and products of rows with them, against the exact rule in fp64."""
+"""Weights in 4 and 6 bits: their making, bit for bit, and products of rows with them, beside the exact rule in fp64."""
 
 from __future__ import annotations
 
@@ -28,17 +28,22 @@ def found(request: pytest.FixtureRequest) -> Kernels:
     return built(request.param)
 
 
+@pytest.fixture(params=[4, 6])
+def bits(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
 def normal(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-def empty(outputs: int, inputs: int) -> Codes:
+def empty(outputs: int, inputs: int, bits: int) -> Codes:
     """Memory for codes, full of what is none."""
-    return Codes(torch.full(Codes.shape_of_blocks((outputs, inputs)), 0xA5, dtype=torch.uint8))
+    return Codes(torch.full(Codes.shape_of_blocks((outputs, inputs), bits), 0xA5, dtype=torch.uint8))
 
 
-def encoded(found: Kernels, weight: Tensor) -> Codes:
-    into = empty(*weight.shape)
+def encoded(found: Kernels, bits: int, weight: Tensor) -> Codes:
+    into = empty(*weight.shape, bits)
     encode(weight, into, found)
     return into
 
@@ -59,25 +64,25 @@ def awkward(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_codes_are_those_that_torch_finds(found: Kernels, dtype: torch.dtype) -> None:
+def test_codes_are_those_that_torch_finds(found: Kernels, bits: int, dtype: torch.dtype) -> None:
     for weight in (awkward(dtype), normal(37, 5 * GROUP).to(dtype), (normal(1100, GROUP, seed=3) / 30).to(dtype)):
-        wanted = empty(*weight.shape)
+        wanted = empty(*weight.shape, bits)
         encode_with_torch(weight, wanted)
         for number in (1, 2, 3):
             with threads(number):
-                made = encoded(found, weight)
+                made = encoded(found, bits, weight)
             assert torch.equal(made.blocks, wanted.blocks)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_codes_made_in_parts_are_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_made_in_parts_are_the_same(bits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, sizes, real = normal(117, 3 * GROUP, seed=10).to(dtype), list[int](), encode_with_torch
-    wanted = empty(*weight.shape)
+    wanted = empty(*weight.shape, bits)
     encode_with_torch(weight, wanted)
     monkeypatch.setattr(codes, "encode_with_torch", lambda part, into: (sizes.append(len(part)), real(part, into)))
     for most, parts in ((40 * 3 * GROUP, [32, 32, 32, 21]), (1, [16] * 7 + [5]), (2**20, [117])):
         monkeypatch.setattr(codes, "_ENCODED", most)
-        made = empty(*weight.shape)
+        made = empty(*weight.shape, bits)
         codes.encode_in_parts(weight, made)
         assert sizes == parts
         assert torch.equal(made.blocks, wanted.blocks)
@@ -97,11 +102,11 @@ class Divisions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_card_divides_as_the_processor_does() -> None:
+def test_a_card_divides_as_the_processor_does(bits: int) -> None:
     """For a number that is no tensor torch's operator multiplies there by its inverse, which is rounded."""
     weight = normal(16, GROUP)
     with Divisions() as seen:
-        encode_with_torch(weight, empty(*weight.shape))
+        encode_with_torch(weight, empty(*weight.shape, bits))
     assert len(seen.divisors) == 1
     assert all(isinstance(divisor, Tensor) for divisor in seen.divisors)
 
@@ -113,32 +118,32 @@ def scales(codes: Codes) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_code_stands_for_a_number_half_a_step_away_at_most(dtype: torch.dtype) -> None:
+def test_a_code_stands_for_a_number_half_a_step_away_at_most(bits: int, dtype: torch.dtype) -> None:
     """And steps are no wider than the range asks for, but for their rounding to bf16."""
-    weight = awkward(dtype)[:-1]
-    into = empty(*weight.shape)
+    weight, most = awkward(dtype)[:-1], 2**bits - 1
+    into = empty(*weight.shape, bits)
     encode_with_torch(weight, into)
     step, low = scales(into)[: len(weight)].double().unbind(2)
     exact = weight.double().view(len(weight), -1, GROUP)
     number = into.matrix(torch.float32)[: len(weight)].double().view(exact.shape)
     # Steps below 2^-100 count as none, and the codes stand for fp32 numbers.
-    bound = 0.5 * step + 4e-7 * (low.abs() + (15) * step) + 2.0**-100 * (15)
+    bound = 0.5 * step + 4e-7 * (low.abs() + most * step) + 2.0**-100 * most
     assert bool(((number - exact).abs() <= bound).all())
     width = exact.amax(-1, keepdim=True) - exact.amin(-1, keepdim=True)
     off = exact.abs().amax(-1, keepdim=True) / 128  # low is rounded down
-    assert bool((step * (15) <= (width + off) * (1 + 2**-7) + 1e-40).all())
+    assert bool((step * most <= (width + off) * (1 + 2**-7) + 1e-40).all())
 
 
 def test_inputs_that_are_no_groups_are_refused() -> None:
     with pytest.raises(ValueError, match="100 inputs are no multiple of 64"):
-        Codes.shape_of_blocks((3, 100))
+        Codes.shape_of_blocks((3, 100), 4)
 
 
 # Products.
 
 
 def make_step(
-    found: Kernels, dtype: torch.dtype, num_rows: int, inputs: int, outputs: int, *,
+    found: Kernels, bits: int, dtype: torch.dtype, num_rows: int, inputs: int, outputs: int, *,
     ending: Ending = "write", norm: bool = False, bias: bool = False, seed: int = 0,
 ) -> Step:  # fmt: skip
     if ending == "gate":  # its halves have whole tiles
@@ -147,7 +152,7 @@ def make_step(
     weight = (normal(width, inputs, seed=seed) / inputs**0.5).to(dtype)
     return Step(
         x=normal(num_rows, inputs, seed=seed + 1).to(dtype),
-        weight=encoded(found, weight),
+        weight=encoded(found, bits, weight),
         bias=normal(width, seed=seed + 2).to(dtype) if bias else None,
         out=normal(num_rows, outputs, seed=seed + 3).to(dtype),
         norm=normal(inputs, seed=seed + 4).to(dtype) if norm else None,
@@ -187,14 +192,16 @@ def run(found: Kernels, step: Step, num_rows: int | None = None) -> Tensor:
 @pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
 @pytest.mark.parametrize("ending", ["write", "add", "gate"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_follow_the_rule(found: Kernels, dtype: torch.dtype, ending: Ending, norm: bool, bias: bool) -> None:
+def test_products_follow_the_rule(
+    found: Kernels, bits: int, dtype: torch.dtype, ending: Ending, norm: bool, bias: bool
+) -> None:
     """Sizes on either side of a vector of groups and of a thread's outputs. A tie of the rule may fall either way: one
     of 8 bits of one input."""
     few = 8 * torch.finfo(dtype).eps
     for seed, (inputs, outputs) in enumerate([(64, 1), (128, 16), (512, 37), (1024, 5), (1088, 48), (2240, 17)]):
         for num_rows in (1, 2, 3, 5, 8, 9, 17):
             step = make_step(
-                found, dtype, num_rows, inputs, outputs, ending=ending, norm=norm, bias=bias, seed=7 * seed
+                found, bits, dtype, num_rows, inputs, outputs, ending=ending, norm=norm, bias=bias, seed=7 * seed
             )
             wanted, out = by_the_rule(step), run(found, step)
             largest = max(1.0, float(wanted.abs().max()))
@@ -204,10 +211,10 @@ def test_products_follow_the_rule(found: Kernels, dtype: torch.dtype, ending: En
 
 
 @pytest.mark.parametrize("ending", ["write", "add", "gate"])
-def test_a_rows_product_has_the_same_bits_beside_any_rows(found: Kernels, ending: Ending) -> None:
+def test_a_rows_product_has_the_same_bits_beside_any_rows(found: Kernels, bits: int, ending: Ending) -> None:
     """With 1 to 33 rows, at every place among them, on 1, 2 and 4 threads; one of the rows beside it is NaN."""
     most = 33
-    step = make_step(found, torch.bfloat16, most, 1088, 37, ending=ending, norm=True, bias=True)
+    step = make_step(found, bits, torch.bfloat16, most, 1088, 37, ending=ending, norm=True, bias=True)
     step.x[5] = torch.nan
     alone = torch.cat([run(found, replace(step, x=step.x[i : i + 1], out=step.out[i : i + 1])) for i in range(most)])
     sound = torch.arange(most) != 5
@@ -220,8 +227,8 @@ def test_a_rows_product_has_the_same_bits_beside_any_rows(found: Kernels, ending
         assert torch.equal(out[sound[places]], alone[places][sound[places]])
 
 
-def test_the_first_rows_are_those_of_all_and_the_rest_stays(found: Kernels) -> None:
-    step = make_step(found, torch.bfloat16, 80, 128, 21, ending="add", norm=True, bias=True)
+def test_the_first_rows_are_those_of_all_and_the_rest_stays(found: Kernels, bits: int) -> None:
+    step = make_step(found, bits, torch.bfloat16, 80, 128, 21, ending="add", norm=True, bias=True)
     whole = run(found, step)
     for count in (1, 9, 70, 79):
         out = run(found, step, count)
@@ -229,9 +236,9 @@ def test_the_first_rows_are_those_of_all_and_the_rest_stays(found: Kernels) -> N
         assert torch.equal(out[count:], step.out[count:])
 
 
-def test_the_largest_codes_and_rows_do_not_overflow(found: Kernels) -> None:
+def test_the_largest_codes_and_rows_do_not_overflow(found: Kernels, bits: int) -> None:
     """All codes are the largest, all numbers of a row 127 or -127: sums of 64 products are exact."""
-    codes = empty(3, 2 * GROUP)
+    codes = empty(3, 2 * GROUP, bits)
     codes.blocks.fill_(255)
     codes.blocks[..., : 4 * TILE] = torch.tensor([0.25, -1.0] * TILE).bfloat16().view(torch.uint8)
     x = torch.ones(2, 2 * GROUP)
@@ -240,24 +247,24 @@ def test_the_largest_codes_and_rows_do_not_overflow(found: Kernels) -> None:
     assert_close(run(found, Step(x, codes, None, torch.empty(2, 3))), wanted, rtol=1e-6, atol=0)
 
 
-def test_rows_of_zeros_and_of_the_smallest_numbers_are_finite(found: Kernels) -> None:
-    step = make_step(found, torch.float32, 3, 128, 5)
+def test_rows_of_zeros_and_of_the_smallest_numbers_are_finite(found: Kernels, bits: int) -> None:
+    step = make_step(found, bits, torch.float32, 3, 128, 5)
     step.x[0], step.x[1] = 0.0, 1e-39
     out = run(found, step)
     assert bool((out[:2] == 0).all())
     assert bool(out.isfinite().all())
 
 
-def test_torchs_operators_give_nearly_the_same(found: Kernels) -> None:
+def test_torchs_operators_give_nearly_the_same(found: Kernels, bits: int) -> None:
     """Their rows are not taken to 8 bits."""
-    step = make_step(found, torch.float32, 4, 1024, 48, ending="gate", norm=True)
+    step = make_step(found, bits, torch.float32, 4, 1024, 48, ending="gate", norm=True)
     out = run(found, step)
     step.with_torch(4)
     assert_close(out, step.out, rtol=0, atol=0.02 * float(step.out.abs().max()))
 
 
-def test_steps_with_codes_and_without_follow_one_another(found: Kernels) -> None:
-    first = make_step(found, torch.bfloat16, 4, 128, 192)
+def test_steps_with_codes_and_without_follow_one_another(found: Kernels, bits: int) -> None:
+    first = make_step(found, bits, torch.bfloat16, 4, 128, 192)
     plain = Step(first.out, (normal(64, 192) / 14).to(torch.bfloat16), None, normal(4, 64).to(torch.bfloat16))
     wanted = run(found, replace(plain, x=run(found, first)))
     joined = replace(plain, x=first.out.clone(), out=plain.out.clone())

@@ -157,6 +157,7 @@ def test_tokens_are_the_same_with_and_without_speculation_wherever_bytes_are() -
             placed(made(gamma=31, draft_gamma=2), "kv"),
             placed(made(gamma=15, draft_gamma=1), "weights,kv", layers=3, tiles=21),
             placed(made(gamma=15, draft_gamma=0, weight_bits=4)),
+            placed(made(gamma=15, draft_gamma=0, weight_bits=6)),
             placed(made(gamma=15, draft_gamma=1, weight_bits=4, budget=256), "weights,kv", layers=0, tiles=21),
             placed(made(speculation=False), "weights,kv", layers=0),
         ):
@@ -164,12 +165,17 @@ def test_tokens_are_the_same_with_and_without_speculation_wherever_bytes_are() -
 
 
 def test_tokens_are_the_same_in_whatever_bits_weights_and_pages_cross_the_link() -> None:
-    """Packed, and beside codes in 4 bits."""
+    """Packed, and beside codes in few bits."""
     tokens = prompt(LONG)
     expected = said(tokens, placed(planned(tokens, dtype="bf16", speculation=False)))
-    for few in ({"speculation": False}, {"gamma": 15, "weight_bits": 4, "kv_bits": 4}, {"gamma": 15, "budget": 256}):
+    for few, bits in (
+        ({"speculation": False}, (12, 12)),
+        ({"gamma": 15, "budget": 256, "weight_bits": 16, "kv_bits": 16}, (12, 12)),
+        ({"gamma": 15, "weight_bits": 4, "kv_bits": 4}, (9, 9)),
+        ({"gamma": 15, "weight_bits": 6, "kv_bits": 4}, (9, 8)),
+        ({"gamma": 15, "weight_bits": 6, "budget": 256}, (12, 8)),
+    ):
         plan = planned(tokens, dtype="bf16", offload=frozenset({"weights", "kv"}), link_bits=12, **few)
-        bits = (9, 9) if few.get("kv_bits") else (12, 12)
         assert (plan.placement.link_bits, plan.placement.weight_link_bits) == bits
         assert said(tokens, placed(plan, "weights,kv", layers=2, tiles=5)) == expected, plan
 
@@ -217,20 +223,21 @@ def test_a_row_of_a_product_does_not_depend_on_its_place_among_the_rows() -> Non
         assert torch.equal(torch.bmm(weights, keys)[:, order], torch.bmm(weights[:, order], keys))
 
 
-def coded(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Codes, Codes]:
-    """The same weights in 4 bits, made by the processor and by the card."""
+def coded(outputs: int, inputs: int, dtype: torch.dtype, bits: int) -> tuple[Codes, Codes]:
+    """The same weights in few bits, made by the processor and by the card."""
     weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
     made = []
     for device in ("cpu", DEVICE):
-        made.append(Codes(torch.zeros(Codes.shape_of_blocks(weight.shape), dtype=torch.uint8, device=device)))
+        made.append(Codes(torch.zeros(Codes.shape_of_blocks(weight.shape, bits), dtype=torch.uint8, device=device)))
         encode_in_parts(weight.to(device), made[-1])
     return made[0], made[1]
 
 
-def test_weights_in_4_bits_are_those_of_the_processor_and_products_with_them_of_fp64() -> None:
+@pytest.mark.parametrize("bits", [4, 6])
+def test_weights_in_few_bits_are_those_of_the_processor_and_products_with_them_of_fp64(bits: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         for outputs, inputs in ((272, 1216), (SIDE, SIDE), (64, 2 * SIDE)):
-            wanted, made = coded(outputs, inputs, dtype)
+            wanted, made = coded(outputs, inputs, dtype, bits)
             assert torch.equal(made.blocks.cpu(), wanted.blocks)
             rows, bias = torch.randn(33, inputs).to(dtype), torch.randn(outputs).to(dtype)
             exact = rows.double() @ wanted.matrix(dtype).double().T + bias
@@ -239,10 +246,11 @@ def test_weights_in_4_bits_are_those_of_the_processor_and_products_with_them_of_
                 assert (out - exact[:count]).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
 
 
-def test_a_row_of_a_product_with_weights_in_4_bits_does_not_depend_on_the_rows_beside_it() -> None:
+@pytest.mark.parametrize("bits", [4, 6])
+def test_a_row_of_a_product_with_weights_in_few_bits_does_not_depend_on_the_rows_beside_it(bits: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         for inputs, outputs in ((5120, 15360), (5120, 5120), (13824, 5120), (1216, 272)):
-            _, made = coded(outputs, inputs, dtype)
+            _, made = coded(outputs, inputs, dtype, bits)
             rows = torch.randn(40, inputs, device=DEVICE).to(dtype)
             whole = Linear(made, None)(rows)
             for first, count in ((0, 1), (5, 1), (15, 2), (3, 16), (20, 20)):

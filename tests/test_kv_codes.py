@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from offload.kernels.kv_codes import GROUP, KVCodes, encode, encode_with_torch
+from offload.kernels.kv_codes import CHANNELS, GROUP, KVCodes, encode, encode_with_torch
 from offload.kernels.native import Kernels
 from offload.kernels.rope import RopeTable
 from offload.kernels.spans import SPAN, Rows, SpanAttention, coded_run, one_run
@@ -81,7 +81,7 @@ def test_a_part_of_the_tokens_is_encoded_where_it_belongs(found: Kernels) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_code_stands_for_a_number_half_a_step_away_at_most(dtype: torch.dtype) -> None:
-    """A step is a fifteenth of the range of 32 keys of a channel, or of 32 channels of a value, rounded up to bf16."""
+    """A step is a fifteenth of the range of 32 keys of a channel, or of 64 channels of a value, rounded up to bf16."""
     for dim in DIMS:
         rows = held(1, 2, 2 * GROUP, dim, dtype)
         codes = empty(rows)
@@ -90,8 +90,8 @@ def test_a_code_stands_for_a_number_half_a_step_away_at_most(dtype: torch.dtype)
         assert error.shape == rows.shape
         keys, values = rows.float().unbind(1)
         assert_within(error[:, 0].unflatten(2, (-1, GROUP)), keys.unflatten(2, (-1, GROUP)), 3)
-        for first in range(0, dim, GROUP):
-            assert_within(error[:, 1, ..., first : first + GROUP], values[..., first : first + GROUP], 3)
+        for first in range(0, dim, CHANNELS):
+            assert_within(error[:, 1, ..., first : first + CHANNELS], values[..., first : first + CHANNELS], 3)
 
 
 def assert_within(error: Tensor, numbers: Tensor, shared: int) -> None:
@@ -120,7 +120,7 @@ def test_in_a_cards_order_codes_stand_for_the_same_numbers(dtype: torch.dtype) -
             low + step * (key.view(-1, dim)[token - 16, channel] >> 4)
             == matrices.rows(torch.float32)[1, 0, 2, GROUP + token, channel]
         )
-        first = 2 * dim + dim * GROUP // 4 + 2 * (channel // GROUP * GROUP + token)
+        first = 2 * dim + dim * GROUP // 4 + 2 * (channel // CHANNELS * GROUP + token)
         step, low = units[first : first + 2].float()
         assert (
             low + step * (value.view(dim, -1)[channel, token - 16] >> 4)
@@ -129,8 +129,8 @@ def test_in_a_cards_order_codes_stand_for_the_same_numbers(dtype: torch.dtype) -
 
 
 def test_codes_take_the_bytes_of_the_plan() -> None:
-    """5 bits a number where channels fill their groups."""
-    assert kv_code_bytes(128) == GROUP * 2 * 128 * 5 // 8
+    """5 bits a key and 4.5 a value where channels fill their groups."""
+    assert kv_code_bytes(128) == GROUP * 128 * (5 + 4.5) / 8
     assert KVCodes.shape_of_blocks(3, 2, 5 * GROUP + 7, 40)[1:] == (2, 5, kv_code_bytes(40))
 
 
@@ -198,7 +198,7 @@ def test_the_largest_sums_do_not_overflow(found: Kernels, code: int) -> None:
     codes = empty(torch.zeros(1, 1, 2, SPAN, dim).transpose(1, 2))
     codes.blocks.fill_(code * 17)
     scales = torch.tensor([1.0, -2.0]).bfloat16().view(torch.uint8)
-    for first, count in ((0, dim), (dim * 4 + dim * GROUP // 2, dim)):  # of keys, of values
+    for first, count in ((0, dim), (dim * 4 + dim * GROUP // 2, dim // CHANNELS * GROUP)):  # of keys, of values
         codes.blocks[..., first : first + 4 * count] = scales.repeat(count)
     q = torch.full((2, 2, dim), 127.0)
     q[1] = -127.0

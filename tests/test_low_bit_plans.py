@@ -8,6 +8,7 @@ import pytest
 
 from offload.errors import UsageError
 from offload.plan.config import ModelConfig
+from offload.plan.cost import retrieval_acceptance
 from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 from offload.plan.gpu_costs import GPU as COSTS
 from offload.plan.hardware import RTX_4090, Hardware
@@ -25,18 +26,29 @@ def plan(
     return make_plan(target, LLAMA_68M, options or Options(), hardware, num_prompt_tokens=tokens, max_tokens=256)
 
 
-def test_where_weights_stream_a_copy_in_4_bits_proposes() -> None:
+def test_where_weights_stream_a_copy_in_few_bits_proposes() -> None:
     """13B at 120,000 tokens on one card of 24 GB: nothing that the retrieval level needs crosses the link."""
     made, exact = plan(), plan(EXACT)
-    assert made.composition.weight_bits == 4
+    assert made.composition.weight_bits == 6
     assert made.composition.levels == ("draft", "retrieval", "target")
     assert made.placement.offload == ("kv", "weights")
     assert made.placement.total_device_bytes <= CARD.device_free_bytes
     assert made.placement.resident_layers < exact.placement.resident_layers
     assert made.predicted.retrieval_pass_seconds < 0.1 * exact.predicted.retrieval_pass_seconds
-    assert made.predicted.acceptance < exact.predicted.acceptance
-    assert made.predicted.seconds_per_token < 0.75 * exact.predicted.seconds_per_token
+    retrieved = retrieval_acceptance(made.composition.budget / made.request.capacity)
+    assert made.predicted.acceptance == pytest.approx((1 - 0.85 / 5120**0.5) * retrieved)
+    assert made.predicted.seconds_per_token < 0.6 * exact.predicted.seconds_per_token
     assert made.predicted.plain_seconds_per_token == exact.predicted.plain_seconds_per_token
+
+
+def test_6_bits_are_believed_more_and_4_leave_more_room() -> None:
+    six, four = (plan(Options(weight_bits=bits)) for bits in (6, 4))
+    assert six.predicted.acceptance > four.predicted.acceptance
+    assert six.composition.budget < four.composition.budget
+    assert (six.placement.weight_link_bits, four.placement.weight_link_bits) == (8, 9)
+    assert six.predicted.seconds_per_token < 0.85 * four.predicted.seconds_per_token
+    short_of_room = plan(hardware=replace(CARD, device_free_bytes=16 * 10**9))
+    assert short_of_room.composition.weight_bits == 4
 
 
 def test_where_weights_have_room_the_exact_ones_propose() -> None:
@@ -48,16 +60,17 @@ def test_where_weights_have_room_the_exact_ones_propose() -> None:
 def test_the_copy_has_the_bytes_of_its_blocks() -> None:
     made = plan().placement.device_bytes["low-bit weights"]
     shapes = [(3 * 5120, 5120), (5120, 5120), (2 * 13_824, 5120), (5120, 13_824)]
-    layer = sum(code_bytes(*shape) for shape in shapes) + 2 * 5120 * 2
-    assert made == 40 * layer + code_bytes(32_000, 5120)
+    layer = sum(code_bytes(*shape, 6) for shape in shapes) + 2 * 5120 * 2
+    assert made == 40 * layer + code_bytes(32_000, 5120, 6)
     assert "low-bit weights" not in plan(EXACT).placement.device_bytes
 
 
 def test_each_of_two_cards_has_a_copy_of_its_shard() -> None:
-    placement = plan(Options(weight_bits=4), hardware=replace(CARD, num_devices=2)).placement
-    whole = plan().placement.device_bytes["low-bit weights"]
+    wanted = Options(weight_bits=4)
+    placement = plan(wanted, hardware=replace(CARD, num_devices=2)).placement
+    whole = plan(wanted).placement.device_bytes["low-bit weights"]
     ours, theirs = (sizes["low-bit weights"] for sizes in (placement.device_bytes, placement.other_device_bytes))
-    assert ours - theirs == code_bytes(32_000, 5120)
+    assert ours - theirs == code_bytes(32_000, 5120, 4)
     assert ours + theirs == pytest.approx(whole, rel=1e-3)
 
 

@@ -27,6 +27,8 @@ RETRIEVED = replace(SIZES, budget=64)
 CASES = {
     "all on the card": Case(SIZES, dtype="bf16"),
     "all on the card, no draft": Case(ALONE, dtype="bf16"),
+    "6 bits": Case(replace(SIZES, weight_bits=6), dtype="bf16"),
+    "6 bits, both streamed": Case(replace(RETRIEVED, weight_bits=6), ("kv", "weights"), dtype="bf16"),
     "fp16": Case(ALONE, dtype="fp16"),
     "weights streamed": Case(SIZES, ("weights",), resident_layers=1, dtype="bf16"),
     "retrieved, all on the card": Case(RETRIEVED, dtype="bf16"),
@@ -89,9 +91,10 @@ def test_a_seed_repeats_its_text(pair: Pair) -> None:
 def test_the_copy_is_of_the_layers_weights_and_on_the_card(case: Case, pair: Pair) -> None:
     with on_paper(), loaded(replace(case, offload=()), pair) as engine:
         exact = list(engine.worker.target.weights.layers)
-        wanted = [{name: _codes_of(getattr(layer, name).weight) for name in OPERATORS} for layer in exact]
+        bits = case.sizes.weight_bits
+        wanted = [{name: _codes_of(getattr(layer, name).weight, bits) for name in OPERATORS} for layer in exact]
     with engine_on_paper(case, pair) as (engine, card):
-        weights = engine.worker.parts.coded_target.weights
+        weights = engine.worker.parts.coded_target(bits).weights
         assert isinstance(weights.layers, ResidentLayers)
         for layer, codes in zip(weights.layers, wanted, strict=True):
             for name in OPERATORS:
@@ -102,9 +105,9 @@ def test_the_copy_is_of_the_layers_weights_and_on_the_card(case: Case, pair: Pai
     assert card.problems == []
 
 
-def _codes_of(weight: PaperTensor) -> torch.Tensor:
+def _codes_of(weight: PaperTensor, bits: int) -> torch.Tensor:
     raw = weight.raw.clone()
-    codes = Codes(torch.zeros(Codes.shape_of_blocks(raw.shape), dtype=torch.uint8))
+    codes = Codes(torch.zeros(Codes.shape_of_blocks(raw.shape, bits), dtype=torch.uint8))
     encode_with_torch(raw, codes)
     return codes.blocks
 

@@ -43,8 +43,8 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The keys of what is measured, which takes no time here."""
     keys: list[str] = []
 
-    def time_none(config: ModelConfig, dtype: str, *, coded: bool) -> PassTimes:
-        keys.append(key_of(config, dtype, coded=coded))
+    def time_none(config: ModelConfig, dtype: str, weight_bits: int) -> PassTimes:
+        keys.append(key_of(config, dtype, weight_bits))
         return replace(PASS_TIMES, kernels=pass_timer._kernels_name(config))
 
     monkeypatch.setattr(pass_timer, "time_passes", time_none)
@@ -158,8 +158,8 @@ class TestTheFile:
 
 
 def measured(dtype: str) -> list[str]:
-    """The keys of the models' passes; where there are kernels, of the target over weights in 4 bits, too."""
-    coded = [key_of(TARGET, dtype, coded=True)] if native.kernels().library is not None else []
+    """The keys of the models' passes; where there are kernels, of the target over weights in 4 and 6 bits, too."""
+    coded = [key_of(TARGET, dtype, bits) for bits in (4, 6)] if native.kernels().library is not None else []
     return [key_of(TARGET, dtype), key_of(DRAFT, dtype), *coded]
 
 
@@ -171,7 +171,7 @@ class TestMeasuring:
         dtype = request.dtype
         assert measurements == measured(dtype)
         assert request.times.target is not None
-        assert (request.times.coded is not None) == (len(measurements) == 3)
+        assert len(measurements) == 2 + len(request.times.coded)
         assert timed(request).times == on_this_machine().times == request.times
         assert measurements == measured(dtype)
         made = plan_request(
@@ -192,9 +192,9 @@ class TestMeasuring:
     ) -> None:
         if native.kernels().library is None:
             pytest.skip(native.kernels().reason)
-        assert timed(on_this_machine()).times.coded is not None
+        assert timed(on_this_machine()).times.coded
         monkeypatch.setattr(pass_timer, "_kernels", lambda config: native.NONE)
-        assert timed(on_this_machine()).times.coded is None
+        assert not timed(on_this_machine()).times.coded
 
     def test_again_by_doctor_forgets_the_models_that_it_does_not_measure(self, measurements: list[str]) -> None:
         dtype = on_this_machine().dtype
@@ -225,15 +225,16 @@ class TestMeasuring:
         assert timed(request) == request
         assert not rates_file().exists()
 
-    def test_over_weights_in_4_bits_leaves_out_the_prefill(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_over_weights_in_few_bits_leaves_out_the_prefill(self, monkeypatch: pytest.MonkeyPatch) -> None:
         if native.kernels().library is None:
             pytest.skip(native.kernels().reason)
         monkeypatch.setattr(pass_timer, "LIMIT_SECONDS", 1e3)
-        exact, coded = (time_passes(TARGET, "bf16", coded=coded) for coded in (False, True))
+        exact, *coded = (time_passes(TARGET, "bf16", bits) for bits in (16, 4, 6))
         assert exact is not None
-        assert coded is not None
-        assert coded.layer[0] < exact.layer[0]
-        assert coded.prefill(1, 2000) < 1e-3 * exact.prefill(1, 2000)
+        for fewer in coded:
+            assert fewer is not None
+            assert fewer.layer[0] < exact.layer[0]
+            assert fewer.prefill(1, 2000) < 1e-3 * exact.prefill(1, 2000)
 
     @pytest.mark.parametrize("kernels", ["on", "off"])
     def test_gives_times_that_a_pass_can_take(self, kernels: str) -> None:

@@ -55,6 +55,7 @@ def run(plan: Plan) -> tuple[list[int], dict[str, dict[str, int]]]:
         {"gamma": 7, "device_memory": 0.062},
         {"gamma": 7, "weight_bits": 4},
         {"gamma": 7, "weight_bits": 4, "offload": frozenset({"weights", "kv"})},
+        {"gamma": 7, "weight_bits": 6, "offload": frozenset({"weights", "kv"})},
         {"gamma": 7, "kv_bits": 4},
         {"gamma": 7, "kv_bits": 4, "offload": frozenset({"weights", "kv"})},
     ],

@@ -492,7 +492,7 @@ def test_a_model_whose_weights_outweigh_its_cache_has_no_retrieval_level() -> No
 # A pass of four times the cache's seconds in weights, a quarter of them in 4 bits.
 HEAVY = replace(PASS_TIMES, layer=tuple(4e-2 * (1 + 0.02 * rows) for rows in ROWS))
 CODED = replace(HEAVY, layer=tuple(seconds / 4 for seconds in HEAVY.layer))
-TIMES = Times(HEAVY, None, CODED)
+TIMES = Times(HEAVY, None, {4: CODED})
 
 
 def heavy_plan(options: Options | None = None, times: Times = TIMES, **shapes: int) -> Plan:
@@ -510,7 +510,7 @@ def test_the_target_proposes_to_itself_with_weights_in_4_bits_where_that_is_fast
     assert made.predicted.seconds_per_token < 0.7 * exact.predicted.seconds_per_token
     # Where nothing is gained: a quarter of nearly nothing.
     light = replace(PASS_TIMES, layer=(1e-6,) * len(ROWS))
-    assert heavy_plan(times=Times(light, None, light)).composition.weight_bits == 16
+    assert heavy_plan(times=Times(light, None, {4: light, 6: light})).composition.weight_bits == 16
 
 
 def test_weights_in_4_bits_are_chosen_where_they_were_measured_and_have_whole_groups() -> None:
@@ -579,7 +579,7 @@ def test_both_may_have_4_bits() -> None:
     times = Times(
         replace(both, coded_token=ATTENDING_CODES.coded_token),
         None,
-        replace(coded, coded_token=ATTENDING_CODES.coded_token),
+        {4: replace(coded, coded_token=ATTENDING_CODES.coded_token)},
     )
     made = heavy_plan(Options(offload=CACHE, link_gbps=0.02, weight_bits=4), times)
     assert (made.composition.weight_bits, made.composition.kv_bits) == (4, 4)

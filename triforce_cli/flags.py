@@ -165,8 +165,9 @@ def _bits(name: str, text: str) -> int | None:
     try:
         return None if text.strip() == AUTO else int(text)
     except ValueError as error:
-        fewer = 12 if name == "link-bits" else 4
-        raise UsageError(f"{name} is {text!r}; it may be 16, {fewer} or auto") from error
+        from offload.plan.options import bits_of
+
+        raise UsageError(f"{name} is {text!r}, it must be {bits_of(name)}") from error
 
 
 def _host_share(text: str) -> float | None:

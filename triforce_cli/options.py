@@ -229,7 +229,7 @@ WeightBits = Annotated[
     str,
     option(
         "--weight-bits",
-        "Bits of the weights with which the target drafts for itself: 16, 4 or auto.",
+        "Bits of the weights with which the target drafts for itself: 16, 6, 4 or auto.",
         SPECULATION,
         metavar="BITS",
         hidden=True,
@@ -332,7 +332,7 @@ LinkBits = Annotated[
     str,
     option(
         "--link-bits",
-        "Bits of a bf16 number that cross the link: 16, 12 (or 9 where codes are there; none is lost) or auto.",
+        "Bits of a bf16 number that cross the link: 16, 12 (9 or 8 where codes are there; none is lost) or auto.",
         PLACEMENT,
         metavar="BITS",
         hidden=True,

@@ -157,13 +157,13 @@ class Trial:
         return _same(here, away, "of tiles on the device and streamed in 12 bits")
 
     def packed_weights(self) -> Shown:
-        """The same bits of a layer's weights where they cross the link packed, or beside codes in 4 bits."""
+        """The same bits of a layer's weights where they cross the link packed, or beside codes in 4 or 6 bits."""
         config = replace(self.config, intermediate_size=NARROW)
         layout, same = LayerLayout.of(config, DTYPES[self.dtype]), True
         exact = torch.zeros(layout.num_bytes, dtype=torch.uint8)
         for view in layout.views.values():
             view.of(exact).normal_(generator=torch.Generator().manual_seed(view.offset))
-        for bits in (12, 9):
+        for bits in (12, 9, 8):
             home = HomeMaker(Memory(self._device), layout, config, bits).make(exact.clone())
             layer = torch.zeros_like(exact, device=self._device)
             home.open(home.content.to(self._device), layer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from offload.model.graphs import VARIABLE
 from offload.model.level import Level
 from offload.plan.hardware import Hardware
 from offload.plan.planner import Options
+from offload.plan.sizing import CODE_BITS
 
 PROMPT = [5 + at * at % 1000 for at in range(2000)]  # long enough that there is something to retrieve
 NUM_TOKENS = 16  # generated
@@ -48,16 +50,19 @@ def _text(hardware: Hardware, target: Path, draft: Path | None, offload: str) ->
 
 
 def _in_few_bits(hardware: Hardware, target: Path, draft: Path | None) -> Shown:
-    """A text by copies in 4 bits of weights and cache, beside which both cross the link, and that of the target alone
+    """Texts by copies in few bits of weights and cache, beside which both cross the link, and that of the target alone
     with nothing offloaded."""
-    few = {"weight_bits": 4, "kv_bits": 4, "link_bits": 12, "gamma": 7}
-    texts = []
-    for offload, options in (("", {"speculation": False}), ("kv,weights", few)):
+
+    def text(offload: str, **options: Any) -> list[int]:
         with _engine(hardware, target, draft, offload, dtype="bf16", **options) as engine:
             steps = engine.generate(PROMPT, GREEDY, max_tokens=NUM_TOKENS)
-            texts.append([token for step in steps for token in step.tokens])
-    shown = "the same text" if texts[0] == texts[1] else "ANOTHER TEXT"
-    return texts[0] == texts[1], f"{shown} of weights and cache on the device and beside copies in 4 bits"
+            return [token for step in steps for token in step.tokens]
+
+    few: dict[str, Any] = {"kv_bits": 4, "link_bits": 12, "gamma": 7}
+    expected = text("", speculation=False)
+    same = all(text("kv,weights", weight_bits=bits, **few) == expected for bits in CODE_BITS)
+    shown = "the same text" if same else "ANOTHER TEXT"
+    return same, f"{shown} of weights and cache on the device and beside copies in 4 and 6 bits"
 
 
 def _graphs(hardware: Hardware, target: Path, draft: Path | None) -> Shown:

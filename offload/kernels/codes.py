@@ -1,4 +1,4 @@
-"""Weights in 4 bits: made from exact ones by the processor's kernels, multiplied with rows in `kernels.products`.
+"""Weights in 4 or 6 bits: made from exact ones by the processor's kernels, multiplied with rows in `kernels.products`.
 
 By groups of `GROUP` inputs of a row a weight is low + step * code, both bf16, low no larger than the least of the group
 and step no smaller than its range asks for, so that no code is cut off. The rule needs no text to calibrate on.
@@ -14,13 +14,14 @@ from torch import Tensor
 
 from offload.kernels.native import Kernels
 from offload.kernels.native.interface import DTYPES
-from offload.plan.sizing import CODE_GROUP, CODE_TILE
+from offload.plan.sizing import CODE_GROUP, CODE_TILE, code_bytes
 
 GROUP, TILE = CODE_GROUP, CODE_TILE
 _TINY = 2.0**-100  # smaller steps are none, since a power of two is divided by them
 _LEAST = torch.finfo(torch.bfloat16).min
 _ENCODED = 2**22  # weights at a time, of 16 bytes of temporaries each
 _SCALES = 4 * TILE  # bytes of the steps and lows of a block
+_FOURS = TILE * GROUP // 2  # bytes of 4 bits of each code
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,16 @@ class Codes:
     blocks: Tensor
 
     @staticmethod
-    def shape_of_blocks(matrix: Sequence[int]) -> tuple[int, int, int]:
-        """For a matrix of that shape. Raises ValueError for inputs that are no multiple of GROUP."""
+    def shape_of_blocks(matrix: Sequence[int], bits: int) -> tuple[int, int, int]:
+        """For a matrix of that shape. bits: 4 or 6. Raises ValueError for inputs that are no multiple of GROUP."""
         outputs, inputs = matrix
         if inputs % GROUP:
             raise ValueError(f"{inputs} inputs are no multiple of {GROUP}, the inputs that share a step")
-        return -(-outputs // TILE), inputs // GROUP, _SCALES + TILE * GROUP // 2
+        return -(-outputs // TILE), inputs // GROUP, code_bytes(TILE, GROUP, bits)
+
+    @property
+    def bits(self) -> int:
+        return (self.blocks.shape[2] - _SCALES) * 8 // (TILE * GROUP)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -51,9 +56,13 @@ class Codes:
 
     def middles(self) -> tuple[Tensor, Tensor]:
         """Of each weight the step, and the number that its code stands for: fp32 [outputs, inputs] both."""
-        scales, codes = self.blocks.split([_SCALES, self.blocks.shape[2] - _SCALES], 2)
-        codes = codes.unflatten(2, (-1, TILE, 4)).permute(0, 3, 1, 2, 4)  # tiles, outputs, groups, inputs
-        codes = torch.cat([codes & 15, codes >> 4], 3)
+        scales, fours, twos = self.blocks.split([_SCALES, _FOURS, self.blocks.shape[2] - _SCALES - _FOURS], 2)
+        fours = fours.unflatten(2, (-1, TILE, 4)).permute(0, 3, 1, 2, 4)  # tiles, outputs, groups, inputs
+        codes = torch.stack([fours & 15, fours >> 4], 3)  # [..., half, 8, 4]
+        if self.bits == 6:
+            twos = twos.unflatten(2, (-1, TILE, 2)).permute(0, 3, 1, 2, 4)
+            both = torch.stack([twos & 15, twos >> 4], 5).flatten(4)  # [..., 8, 4]
+            codes = codes << 2 | torch.stack([both & 3, both >> 2], 3)
         units = scales.contiguous().view(torch.bfloat16).float()
         step, low = units.unflatten(2, (TILE, 2)).transpose(1, 2)[..., None].unbind(3)
         exact: Tensor = low + step * codes.flatten(3)
@@ -64,8 +73,8 @@ def encode(weight: Tensor, into: Codes, kernels: Kernels) -> None:
     """Fill `into` with the codes of weight, [outputs, inputs] contiguous, on all threads."""
     assert kernels.library is not None
     assert weight.is_contiguous()
-    assert into.blocks.shape == Codes.shape_of_blocks(weight.shape)
-    where = weight.data_ptr(), *weight.shape, into.blocks.data_ptr()
+    assert into.blocks.shape == Codes.shape_of_blocks(weight.shape, into.bits)
+    where = weight.data_ptr(), *weight.shape, into.bits, into.blocks.data_ptr()
     kernels.library.encode(DTYPES[weight.dtype], *where, torch.get_num_threads())
 
 
@@ -80,15 +89,19 @@ def encode_in_parts(weight: Tensor, into: Codes) -> None:
 
 def encode_with_torch(weight: Tensor, into: Codes) -> None:
     """The same by torch's operators, bit for bit: what the kernel is tested against."""
-    scales, codes = group_codes(weight.unflatten(1, (-1, GROUP)))
-    codes = codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4
+    scales, codes = group_codes(weight.unflatten(1, (-1, GROUP)), into.bits)
     into.blocks[..., :_SCALES] = _tiles(scales).transpose(1, 2).flatten(2).contiguous().view(torch.uint8)
-    into.blocks[..., _SCALES:] = _tiles(codes).unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4).flatten(2)
+    halves = codes.unflatten(2, (2, -1, 4))  # [outputs, groups, half, 8, 4]
+    fours = halves >> into.bits - 4
+    into.blocks[..., _SCALES : _SCALES + _FOURS] = _in_blocks(fours[:, :, 0] | fours[:, :, 1] << 4)
+    if into.bits == 6:
+        both = (halves[:, :, 0] & 3) | (halves[:, :, 1] & 3) << 2
+        into.blocks[..., _SCALES + _FOURS :] = _in_blocks(both[..., ::2] | both[..., 1::2] << 4)
 
 
-def group_codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
+def group_codes(numbers: Tensor, bits: int = 4) -> tuple[Tensor, Tensor]:
     """Each group of the last dimension by itself: (step and low, bf16 [..., 2]; codes, uint8 [..., group])."""
-    most = 15.0
+    most = 2.0**bits - 1.0
     half = 0.5 * numbers.float()  # the range of the largest numbers is above them
     low = _below(2 * half.amin(-1))
     step = _above((half.amax(-1) - 0.5 * low) / low.new_full((), 0.5 * most))  # torch's cards multiply for a number
@@ -96,6 +109,11 @@ def group_codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
     inverse = torch.where(step > 0, 2.0 / step, 0.0)
     codes = ((half - 0.5 * low[..., None]) * inverse[..., None]).clamp(0, most).round().to(torch.uint8)
     return torch.stack([step, low], -1).bfloat16(), codes
+
+
+def _in_blocks(bytes_of_outputs: Tensor) -> Tensor:
+    """[outputs, groups, 8, n] -> [tiles, groups, 8 * TILE * n]"""
+    return _tiles(bytes_of_outputs).permute(0, 2, 3, 1, 4).flatten(2)
 
 
 def _tiles(x: Tensor) -> Tensor:

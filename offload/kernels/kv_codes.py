@@ -1,7 +1,7 @@
 """Keys and values in 4 bits: made from exact ones by the processor's kernels or, on a card, by torch's operators, and
 attended to in `kernels.spans` or `kernels.card.attention`.
 
-By groups of `GROUP` tokens a key is low + step * code of its channel, and by `GROUP` channels a value of its token;
+By groups of `GROUP` tokens a key is low + step * code of its channel, and by `CHANNELS` a value of its token;
 step and low are bf16. Channels of keys have magnitudes of their own, tokens of values (KIVI, Liu et al. 2024, § 3).
 """
 
@@ -19,9 +19,9 @@ from offload.kernels.card import Card
 from offload.kernels.codes import group_codes
 from offload.kernels.native import Kernels
 from offload.kernels.native.interface import DTYPES, Encoding
-from offload.plan.sizing import KV_CODE_GROUP, KV_CODE_LANES, kv_code_bytes
+from offload.plan.sizing import KV_CODE_GROUP, KV_CODE_LANES, KV_VALUE_GROUP, kv_code_bytes
 
-GROUP = KV_CODE_GROUP
+GROUP, CHANNELS = KV_CODE_GROUP, KV_VALUE_GROUP
 _HALF = GROUP // 2
 
 Order = Literal["lanes", "matrices"]
@@ -59,10 +59,11 @@ class KVCodes:
     def middles(self) -> tuple[Tensor, Tensor]:
         """Of each number the step, and the number that its code stands for: fp32 [L, 2, H_kv, tokens, D] both."""
         parts = [part.contiguous() for part in self.blocks.split(self._sizes, 3)]
-        scales = [_scales(parts[0], 1), [x.repeat_interleave(GROUP, 3) for x in _scales(parts[2], GROUP)]]
+        scales = [_scales(parts[0], 1), [x.repeat_interleave(CHANNELS, 3) for x in _scales(parts[2], GROUP)]]
         steps, exact = list[Tensor](), list[Tensor]()
-        for (step, low), codes in zip(scales, self._codes(parts[1], parts[3]), strict=True):
-            middle = low + step * pad(codes, (0, 0, 0, low.shape[3] - codes.shape[3]))
+        for units, codes in zip(scales, self._codes(parts[1], parts[3]), strict=True):
+            step, low = (each[..., : codes.shape[3], :] for each in units)
+            middle = low + step * codes
             for found, each in ((steps, step.expand_as(middle)), (exact, middle)):
                 found.append(each.transpose(3, 4)[..., : self.head_dim].flatten(2, 3))
         return torch.stack(steps, 1), torch.stack(exact, 1)
@@ -79,7 +80,7 @@ class KVCodes:
     def _sizes(self) -> list[int]:
         """Bytes of the parts of a block."""
         dim, lanes = self.head_dim, -(-self.head_dim // KV_CODE_LANES) * KV_CODE_LANES
-        return [4 * dim, _HALF * dim, 4 * GROUP * -(-dim // GROUP), _HALF * lanes]
+        return [4 * dim, _HALF * dim, 4 * GROUP * -(-dim // CHANNELS), _HALF * lanes]
 
 
 def order_for(kernels: Kernels | Card) -> Order:
@@ -113,9 +114,9 @@ def encode_with_torch(rows: Tensor, into: KVCodes) -> None:
     keys, values = rows.unflatten(3, (-1, GROUP)).unbind(1)  # [L, H, groups, GROUP, D]
     key_scales, keys = group_codes(keys.transpose(3, 4))  # [L, H, groups, D, 2], [..., D, GROUP]
     dim = rows.shape[4]
-    missing = -dim % GROUP
-    values = torch.cat([values, values[..., -(dim % GROUP) :][..., :1].expand(*values.shape[:-1], missing)], 4)
-    value_scales, values = group_codes(values.unflatten(4, (-1, GROUP)).transpose(3, 4))
+    missing = -dim % CHANNELS
+    values = torch.cat([values, values[..., -(dim % CHANNELS) :][..., :1].expand(*values.shape[:-1], missing)], 4)
+    value_scales, values = group_codes(values.unflatten(4, (-1, CHANNELS)).transpose(3, 4))
     values = values.transpose(3, 4).flatten(4)[..., :dim]  # [..., GROUP, D]
     if into.order == "matrices":
         assert dim % KV_CODE_LANES == 0

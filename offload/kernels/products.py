@@ -101,7 +101,7 @@ class Steps:
             outputs,
             inputs,
             outputs,
-            codes is not None,
+            0 if codes is None else codes.bits,
             _ENDINGS.index(step.ending),
             step.epsilon,
         )

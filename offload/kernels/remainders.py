@@ -1,4 +1,4 @@
-"""What weights of bf16 have beside their codes in 4 bits: about 9 of 16 bits. Together they are the weights.
+"""What weights of bf16 have beside their codes in 4 or 6 bits: about 9 or 8 of 16 bits. Together they are the weights.
 
 Where the codes are on the device, this alone has to cross the link. A code says in which interval its weight lies, and
 the low byte of the weight, which has one bit of its exponent, tells which number of the interval it is, unless zero is
@@ -109,7 +109,8 @@ def _struct(weight: Tensor, codes: Codes, **addresses: int) -> Struct:
     assert weight.is_contiguous()
     assert codes.shape == weight.shape
     outputs, inputs = weight.shape
-    return Struct(weight=weight.data_ptr(), blocks=codes.blocks.data_ptr(), outputs=outputs, inputs=inputs, **addresses)
+    places = {"weight": weight.data_ptr(), "blocks": codes.blocks.data_ptr()} | addresses
+    return Struct(outputs=outputs, inputs=inputs, bits=codes.bits, **places)
 
 
 def _struct_over(content: Tensor, escapes: int, weight: Tensor, codes: Codes) -> Struct:

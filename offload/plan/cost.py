@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
+from math import inf, sqrt
 
 from offload.plan.composition import Composition
 from offload.plan.gpu_costs import CPU_REFRESH, GPU, GPU_REFRESH
@@ -20,7 +20,7 @@ from offload.plan.sizing import CACHED_SHARE, PREFILL_BLOCK, Sizing, host_slowdo
 from offload.plan.sum_costs import GLOO, NCCL, NETWORK
 
 CODED_KV_REFUSED = 0.02  # tokens of the target by itself over its cache in 4 bits (docs/log.md)
-CODED_REFUSED = 3.0  # over the root of the hidden size: tokens of the target by itself in 4 bits (docs/log.md)
+CODED_REFUSED = {16: 0.0, 6: 0.85, 4: 3.0}  # by bits of weights, over the root of the hidden size (docs/log.md)
 DRAFT_ACCEPTANCE = 0.5  # of a small draft's tokens, by the target or a part of it
 LOOKUP_TOKENS = 1.2  # of a round with a looked up token, where texts repeat little (Qwen2.5-Coder's prose: 1.3)
 _HARDNESS = (0.25, 1.0, 2.0, 3.0)  # times the mean text's share of refused tokens: texts differ as much (docs/log.md)
@@ -47,7 +47,7 @@ class Cost:
         """The chance that the target accepts a token of the level below it, or of the draft."""
         if self.composition.inner is not None:
             share = self.composition.budget / self.capacity or 1.0
-            refused = CODED_REFUSED * self.sizing.target.hidden_size**-0.5 if self._proposes_coded else 0.0
+            refused = CODED_REFUSED[self.composition.weight_bits] / sqrt(self.sizing.target.hidden_size)
             kept = 1.0 - CODED_KV_REFUSED * self._attends_coded
             return max(1.0 - refused, 0.0) * kept * retrieval_acceptance(share)
         return DRAFT_ACCEPTANCE if self.composition.draft else 0.0
@@ -245,9 +245,11 @@ class Cost:
         bits, sizing = self.placement.weight_link_bits, self.sizing
         if bits == 16:
             return 0.0
-        if self._on_cpu and bits == 9:
+        if self._on_cpu and bits < 12:
             return self._streamed_layers * sizing.layer_bytes / CPU_RESTORED
-        codes = sizing.low_bit_bytes(first=False) / sizing.target.num_layers if bits == 9 else 0
+        codes = 0.0
+        if bits < 12:
+            codes = sizing.low_bit_bytes(self.composition.weight_bits, first=False) / sizing.target.num_layers
         return self._streamed_layers * (sizing.home_bytes(bits) + codes + sizing.layer_bytes) / self._rate
 
     def _full_on_cpu(self, rows: int, masses: bool) -> float:
@@ -259,7 +261,7 @@ class Cost:
         return seconds * (1.0 + GPU.mass_share * masses)
 
     def _ahead_on_gpu(self, rows: int) -> float:
-        """Of a pass over weights in 4 bits and the whole exact cache, on the card."""
+        """Of a pass over weights in few bits and the whole exact cache, on the card."""
         return self._over_blocks(rows, self._own_weights_seconds, self.cache_bytes, self.num_tiles)
 
     def _over_blocks(self, rows: int, weights: float, cache_bytes: float, tiles: int) -> float:
@@ -294,9 +296,9 @@ class Cost:
 
     @cached_property
     def _coded_times(self) -> PassTimes:
-        """Of the target with weights in 4 bits; where they were not measured, in proportion to the bits."""
-        exact = self._target_times
-        return self.times.coded or replace(exact, layer=tuple(seconds / 4 for seconds in exact.layer))
+        """Of the target with weights in few bits; where they were not measured, in proportion to the bits."""
+        exact, bits = self._target_times, self.composition.weight_bits
+        return self.times.coded.get(bits) or replace(exact, layer=tuple(each * bits / 16 for each in exact.layer))
 
     @property
     def _cpu_share(self) -> float:
@@ -332,7 +334,7 @@ class Cost:
         if not self._proposes_coded:
             return self._weights_seconds
         rate = GPU.coded_share * self.sizing.hardware.rates.device_read
-        return self.sizing.low_bit_bytes() / rate
+        return self.sizing.low_bit_bytes(self.composition.weight_bits) / rate
 
     @property
     def _kept(self) -> int:

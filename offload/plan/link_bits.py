@@ -1,12 +1,13 @@
 """In how many of their 16 bits cached keys and values, and weights, cross a link: 12 where they are packed
-(kernels/packed.py), of weights 9 where their codes are on the device (kernels/remainders.py). None is lost."""
+(kernels/packed.py), of weights 9 where their codes in 4 bits are on the device, 8 beside 6 bits
+(kernels/remainders.py). None is lost."""
 
 from __future__ import annotations
 
 from offload.errors import UsageError
 from offload.plan.composition import Composition
 from offload.plan.machine import KERNELS
-from offload.plan.sizing import PACKED_TOKENS, WIDEST_CARD_HEAD, Sizing
+from offload.plan.sizing import BESIDE_CODES, PACKED_TOKENS, WIDEST_CARD_HEAD, Sizing
 
 CPU_RESTORED = 1.6e9  # bytes a second of bf16 that two cores make of codes and the rest in a pass; packed ones 20e9
 _SLOWER = 8.0  # than the device's memory is a link at least that packing is worth: unpacking moves 3.5 bytes a number
@@ -22,8 +23,8 @@ def link_bits(sizing: Sizing, composition: Composition) -> int:
 
 
 def weight_link_bits(sizing: Sizing, composition: Composition) -> int:
-    """The same of a weight, and 9 where the target proposes with its weights in 4 bits."""
-    few = 9 if composition.weight_bits < 16 and _restores(sizing) else 12
+    """The same of a weight, and 9 or 8 where the target proposes with its weights in 4 or 6 bits."""
+    few = BESIDE_CODES[composition.weight_bits] if composition.weight_bits < 16 and _restores(sizing) else 12
     return few if _fewer(sizing, _problem(sizing)) else 16
 
 

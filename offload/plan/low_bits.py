@@ -1,4 +1,4 @@
-"""Whether the target may propose to itself with its weights or its cache in 4 bits, as far as arithmetic says."""
+"""Whether the target may propose to itself with its weights or its cache in few bits, as far as arithmetic says."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cache_problem(sizing: Sizing) -> str:
 
 
 def weights_problem(sizing: Sizing) -> str:
-    """Why the target cannot propose to itself with weights in 4 bits, "" where it can."""
+    """Why the target cannot propose to itself with weights in 4 or 6 bits, "" where it can."""
     hardware = sizing.hardware
     if not takes_codes(products := sizing.shard.layer_products()):
         shapes = ", ".join(f"{outputs} x {inputs}" for outputs, inputs, _ in products)

@@ -9,6 +9,7 @@ from offload.errors import UsageError
 MAX_RANKS = 8  # devices that run one model together
 PAGE_TOKENS = 512  # tokens per page of a tile; a chunk divides it
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+BITS = {"weight-bits": (16, 6, 4), "kv-bits": (16, 4), "link-bits": (16, 12)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +23,10 @@ class Options:
     link_gbps: of a CPU's link. host_gbps: beside it, what the processor reads of tiles that it attends to on the host.
     host_attention: the share of tiles that it attends to there, of those that would cross the link; None: the plan's
     choice.
-    weight_bits, kv_bits: of the weights and of the keys and values with which the target proposes to itself, 16 or 4.
+    weight_bits, kv_bits: of the weights and of the keys and values with which the target proposes to itself: 16, 4, and
+    of the weights 6.
     link_bits: of a cached number or a weight that crosses the link, 16, or 12: packed, none of its bits lost, or where
-    its code in 4 bits is on the device what it has beside that, 9 bits.
+    its code in 4 or 6 bits is on the device what it has beside that, 9 or 8 bits.
     """
 
     context: int | None = None
@@ -60,11 +62,9 @@ class Options:
         _within("window", self.window, 1, 2**20)
         if self.chunk is not None and PAGE_TOKENS % self.chunk:
             raise UsageError(f"chunk is {self.chunk}, it must be a power of two up to {PAGE_TOKENS}")
-        for name, bits in (("weight-bits", self.weight_bits), ("kv-bits", self.kv_bits)):
-            if bits not in (None, 16, 4):
-                raise UsageError(f"{name} is {bits}, it must be auto, 16 or 4")
-        if self.link_bits not in (None, 16, 12):
-            raise UsageError(f"link-bits is {self.link_bits}, it must be auto, 16 or 12")
+        for name, bits in (("weight-bits", self.weight_bits), ("kv-bits", self.kv_bits), ("link-bits", self.link_bits)):
+            if bits not in (None, *BITS[name]):
+                raise UsageError(f"{name} is {bits}, it must be {bits_of(name)}")
         if self.dtype not in ("auto", *DTYPE_BYTES):
             raise UsageError(f"dtype is {self.dtype!r}, it must be auto, bf16, fp16 or fp32")
         if self.offload is not None and not self.offload <= {"weights", "kv"}:
@@ -85,6 +85,12 @@ class Options:
             raise UsageError("host-gbps paces the processor beside a paced link; add --link-gbps")
         if self.selection not in ("mass", "published"):
             raise UsageError(f"selection is {self.selection!r}, it must be mass or published")
+
+
+def bits_of(name: str) -> str:
+    """What an option may be, in words: "auto, 16, 6 or 4"."""
+    *others, last = map(str, ("auto", *BITS[name]))
+    return f"{', '.join(others)} or {last}"
 
 
 def _within(name: str, value: int | None, least: int, most: int) -> None:

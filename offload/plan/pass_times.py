@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -97,11 +97,12 @@ class PassTimes:
 
 @dataclass(frozen=True)
 class Times:
-    """Of the models of a request; None: not measured. coded: of the target with weights in 4 bits."""
+    """Of the models of a request; None: not measured. coded: of the target with weights in few bits, by their number,
+    as far as that was measured."""
 
     target: PassTimes | None = None
     draft: PassTimes | None = None
-    coded: PassTimes | None = None
+    coded: Mapping[int, PassTimes] = field(default_factory=dict)
 
 
 UNKNOWN = Times()
@@ -130,11 +131,11 @@ def estimated(config: ModelConfig, itemsize: int, rates: Rates) -> PassTimes:
     )
 
 
-def key_of(config: ModelConfig, dtype: str, *, coded: bool = False) -> str:
-    """The key of a model's record: its shapes, dtype (bf16, fp16 or fp32), whether its weights are in 4 bits,
-    and whether kernels are asked for."""
+def key_of(config: ModelConfig, dtype: str, weight_bits: int = 16) -> str:
+    """The key of a model's record: its shapes, dtype (bf16, fp16 or fp32), the bits of its weights where these are
+    fewer, and whether kernels are asked for."""
     shapes = " ".join(f"{name}={int(getattr(config, name))}" for name in _SHAPES)
-    bits = " weights=4" if coded else ""
+    bits = f" weights={weight_bits}" if weight_bits < 16 else ""
     return f"{shapes} {dtype}{bits} kernels={os.environ.get(KERNELS) or 'on'}"
 
 
@@ -158,7 +159,7 @@ def _passes(device: str) -> str:
 
 
 def _times(record: Mapping[str, Any]) -> PassTimes | None:
-    values: dict[str, Any] = {field.name: record.get(field.name) for field in fields(PassTimes)}
+    values: dict[str, Any] = {each.name: record.get(each.name) for each in fields(PassTimes)}
     curves = [values[name] for name in _CURVES]
     numbers = [values[name] for name in ("prefill_row", "prefill_pair")]
     if values[_CODED]:

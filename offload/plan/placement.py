@@ -44,7 +44,7 @@ class Placement:
     link_bits: int = 16  # of a cached number of a whole page that crosses the link; 12: it lies packed at home,
     # 9: as what it has beside its code, which is on the device
     raw_pages: int = 0  # of a layer, of each sequence, that have room on each rank's host as they are, beside these
-    weight_link_bits: int = 16  # of a weight that does; 12: packed, 9: what it has beside its code, which is there
+    weight_link_bits: int = 16  # of a weight that does; 12: packed, 9 or 8: what it has beside its code, which is there
     embeds_on_host: bool = False  # whether the embedding's table is there, of which a pass reads a few rows
 
     @property

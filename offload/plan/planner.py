@@ -21,7 +21,7 @@ from offload.plan.options import Options
 from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import Placement, largest, place, shortage
 from offload.plan.prediction import Prediction, predict
-from offload.plan.sizing import Sizing
+from offload.plan.sizing import CODE_BITS, Sizing
 
 __all__ = ["Options", "Plan", "PlannedRequest", "largest_context", "make_plan"]
 
@@ -173,13 +173,13 @@ def _fastest(fitting: Sequence[Cost]) -> tuple[Cost, Cost]:
 def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterator[Composition]:
     """Weights and a cache in few bits are among them where they can be, on a CPU where they were measured."""
     is_cpu, measured = sizing.hardware.is_cpu, times.target is not None and times.target.coded_token
-    known = times.coded is not None or not is_cpu
+    known = [bits for bits in CODE_BITS if bits in times.coded or not is_cpu]
     attends_coded = (measured or not is_cpu) and sizing.options.selection == "mass"  # the user wants no other rule
     return compositions(
         sizing.options,
         capacity,
         with_draft=sizing.draft is not None,
-        weight_bits=(16, 4) if known and not weights_problem(sizing) else (16,),
+        weight_bits=(16,) if weights_problem(sizing) else (16, *known),
         kv_bits=(16, 4) if attends_coded and not cache_problem(sizing) else (16,),
     )
 

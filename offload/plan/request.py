@@ -12,7 +12,7 @@ from offload.plan.options import Options
 from offload.plan.pass_times import UNKNOWN, PassTimes, Times, key_of, load_times
 from offload.plan.planner import Plan, dtype_of, largest_context, make_plan
 from offload.plan.shards import check_divides
-from offload.plan.sizing import Sizing
+from offload.plan.sizing import CODE_BITS, Sizing
 from offload.plan.together import plan_together
 
 
@@ -48,11 +48,12 @@ class Request:
         if not self.hardware.is_cpu:
             return self
 
-        def known(config: ModelConfig, *, coded: bool = False) -> PassTimes | None:
-            return load_times(machine_name(), rates_key("cpu"), key_of(config, self.dtype, coded=coded))
+        def known(config: ModelConfig, bits: int = 16) -> PassTimes | None:
+            return load_times(machine_name(), rates_key("cpu"), key_of(config, self.dtype, bits))
 
         draft = None if self.draft is None else known(self.draft)
-        return replace(self, times=Times(known(self.target), draft, known(self.target, coded=True)))
+        coded = {bits: times for bits in CODE_BITS if (times := known(self.target, bits)) is not None}
+        return replace(self, times=Times(known(self.target), draft, coded))
 
     @property
     def dtype(self) -> str:

@@ -23,7 +23,10 @@ FEW_ROWS = 64  # that a card's own kernel attends for at most at the lower level
 MASS_TOKENS = 32  # of which a card sums masses before they are joined by chunks
 CODE_GROUP = 64  # inputs of a weight in few bits that share a step and a least value, of 2 bytes each
 CODE_TILE = 16  # outputs of it that lie beside each other
-KV_CODE_GROUP = 32  # tokens, and channels of values, of the cache in few bits that share a step and a least value
+CODE_BITS = (4, 6)  # of a weight in few bits
+BESIDE_CODES = {4: 9, 6: 8}  # bits of a weight that crosses the link beside its code, by those of the code
+KV_CODE_GROUP = 32  # tokens of the cache in few bits whose keys share a step and a least value by channel
+KV_VALUE_GROUP = 64  # channels of a token's values that do
 KV_CODE_LANES = 16  # its channels are filled up to so many
 KV_TAIL = 64  # last tokens of that cache, and up to a group more, that stay as they are
 KV_ROWS = 16  # that attend to that cache at a time
@@ -37,6 +40,7 @@ WEIGHT_BYTES = {  # of a number of a layer's matrices, at home and over the link
     16: 2.0,
     12: 1.5 + 4 / 1024 + 1 / 64,  # with the heads of groups of 1024, and escapes
     9: 1.0 + 8 / 1024 + 0.24 / 2 + 1 / 256,  # with 4 bits more for a quarter, which are near zero
+    8: 1.0 + 8 / 1024 + 0.08 / 2 + 1 / 256,  # there are fewer in shorter intervals
 }
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
 ENCODED_BYTES = FETCH_BYTES // 4  # of tokens that a card encodes at a time
@@ -65,7 +69,7 @@ def home_bytes(layer_bytes: int, numbers: int, bits: int) -> int:
 
 
 def takes_codes(products: Sequence[tuple[int, int, bool]]) -> bool:
-    """Whether the matrices of those (outputs, inputs, has a bias) can be had in 4 bits (kernels.codes)."""
+    """Whether the matrices of those (outputs, inputs, has a bias) can be had in few bits (kernels.codes)."""
     return all(outputs % CODE_TILE == inputs % CODE_GROUP == 0 for outputs, inputs, _ in products)
 
 
@@ -74,16 +78,16 @@ def takes_kv_codes(head_dim: int, on_cpu: bool = True) -> bool:
     return head_dim % 8 == 0 if on_cpu else head_dim % 16 == 0 and head_dim <= WIDEST_CARD_HEAD
 
 
-def code_bytes(outputs: int, inputs: int) -> int:
-    """Bytes of a matrix in 4 bits, with the steps and least values of its groups (kernels.codes)."""
-    return -(-outputs // CODE_TILE) * (inputs // CODE_GROUP) * CODE_TILE * (CODE_GROUP // 2 + 4)
+def code_bytes(outputs: int, inputs: int, bits: int) -> int:
+    """Bytes of a matrix in 4 or 6 bits, with the steps and least values of its groups (kernels.codes)."""
+    return -(-outputs // CODE_TILE) * (inputs // CODE_GROUP) * CODE_TILE * (CODE_GROUP * bits // 8 + 4)
 
 
 def kv_code_bytes(head_dim: int) -> int:
     """Bytes of a head's keys and values of a group of tokens in 4 bits, with their steps and least values
     (kernels.kv_codes)."""
     lanes = -(-head_dim // KV_CODE_LANES) * KV_CODE_LANES
-    scales = 4 * head_dim + 4 * KV_CODE_GROUP * -(-head_dim // KV_CODE_GROUP)
+    scales = 4 * head_dim + 4 * KV_CODE_GROUP * -(-head_dim // KV_VALUE_GROUP)
     return scales + KV_CODE_GROUP // 2 * (head_dim + lanes)
 
 
@@ -257,7 +261,7 @@ class Sizing:
             "workspace": self._workspace(capacity, composition.gamma if first else None),
         }
         if composition.weight_bits < 16:
-            sizes["low-bit weights"] = self.low_bit_bytes(first=first)
+            sizes["low-bit weights"] = self.low_bit_bytes(composition.weight_bits, first=first)
         if composition.kv_bits < 16:
             sizes["low-bit cache"] = self.low_bit_cache_bytes(capacity, composition)
         if composition.budget:
@@ -274,11 +278,11 @@ class Sizing:
             sizes["reserve"] = _GPU_RESERVE
         return sizes
 
-    def low_bit_bytes(self, *, first: bool = True) -> int:
-        """Layers and, on the first device, the head with their matrices in 4 bits an element."""
+    def low_bit_bytes(self, bits: int, *, first: bool = True) -> int:
+        """Layers and, on the first device, the head with their matrices in so many bits an element."""
         rest = self.shard.layer_weight_bytes(self.itemsize) - self.shard.layer_matrix_elements() * self.itemsize
-        layer = rest + sum(code_bytes(outputs, inputs) for outputs, inputs, _ in self.shard.layer_products())
-        head = code_bytes(self.target.vocab_size, self.target.hidden_size) if first else 0
+        layer = rest + sum(code_bytes(outputs, inputs, bits) for outputs, inputs, _ in self.shard.layer_products())
+        head = code_bytes(self.target.vocab_size, self.target.hidden_size, bits) if first else 0
         return self.target.num_layers * layer + head
 
     def low_bit_cache_bytes(self, capacity: int, composition: Composition) -> int:

@@ -1,4 +1,4 @@
-"""A layer's weights in 4 bits, made from the exact ones."""
+"""A layer's weights in few bits, made from the exact ones."""
 
 from __future__ import annotations
 

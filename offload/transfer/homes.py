@@ -1,7 +1,7 @@
 """How a layer's weights lie on the host, cross the link and become weights again where they arrive.
 
-As they are; packed, in about 12 of 16 bits; or, where their codes in 4 bits are on the device, what they have beside
-these, in about 9. No bit of a weight is lost by it.
+As they are; packed, in about 12 of 16 bits; or, where their codes in 4 or 6 bits are on the device, what they have
+beside these, in about 9 or 8. No bit of a weight is lost by it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offload.kernels.packed import pack_numbers, unpack_numbers
 from offload.kernels.packing import Packing
 from offload.kernels.remainders import Remainder, restore, split_off
 from offload.plan.config import ModelConfig
-from offload.plan.sizing import home_bytes
+from offload.plan.sizing import BESIDE_CODES, home_bytes
 from offload.transfer.coded import LOW_BIT_WEIGHTS, fill_coded
 from offload.transfer.layout import OPERATORS, LayerLayout, LayerWeights
 from offload.transfer.memory import Memory, sent
@@ -90,13 +90,16 @@ class BesideCodes:
 class HomeMaker:
     """Makes homes of fewer than 16 bits a weight for layers of one layout.
 
-    coded: the layers so far in 4 bits, on the device, where that is what homes of 9 bits lie beside.
+    coded: the layers so far in few bits, on the device, where that is what homes lie beside.
     """
 
     def __init__(self, memory: Memory, layout: LayerLayout, config: ModelConfig, bits: int) -> None:
-        """config: of the layers, or of a shard of them. bits: 12 or 9. Raises UsageError where kernels do not run."""
+        """config: of the layers, or of a shard of them. bits: 12, or 9 or 8 beside codes in 4 or 6. Raises UsageError
+        where kernels do not run."""
         self._memory, self._layout = memory, layout
-        self._coded_layout = LayerLayout.of(config, torch.bfloat16, coded=True) if bits == 9 else None
+        code_bits = {beside: code for code, beside in BESIDE_CODES.items()}
+        few = bits in code_bits
+        self._coded_layout = LayerLayout.of(config, torch.bfloat16, code_bits[bits]) if few else None
         self._planned = home_bytes(layout.num_bytes, config.layer_matrix_elements(), bits)
         self._host, on_card = native.kernels(), memory.device.type == "cuda"
         self._device: Kernels | card.Card = card.card(memory.device) if on_card else self._host

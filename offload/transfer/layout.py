@@ -77,8 +77,8 @@ class LayerLayout:
         return cls(views, end)
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: torch.dtype, *, coded: bool = False) -> LayerLayout:
-        """A layer of `config` in `dtype`, coded: its matrices in 4 bits."""
+    def of(cls, config: ModelConfig, dtype: torch.dtype, code_bits: int | None = None) -> LayerLayout:
+        """A layer of `config` in `dtype`, its matrices in codes of `code_bits` bits where these are given."""
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         hidden, inner = config.hidden_size, config.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {
@@ -98,9 +98,9 @@ class LayerLayout:
         if config.qk_norm:
             shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
         tensors = {name: (shape, dtype) for name, shape in shapes.items()}
-        if coded:
+        if code_bits is not None:
             for name in OPERATORS:
-                tensors |= in_codes(name, tensors.pop(f"{name}.weight")[0])
+                tensors |= in_codes(name, tensors.pop(f"{name}.weight")[0], code_bits)
         return cls.pack(tensors)
 
     @property
@@ -120,9 +120,9 @@ class LayerLayout:
         return LayerWeights(**operators, **norms)  # type: ignore[arg-type]
 
 
-def in_codes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def in_codes(name: str, shape: tuple[int, ...], bits: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """The tensor, by name, that operator `name` has in place of a matrix [outputs, inputs]: see `Codes`."""
-    return {f"{name}.blocks": (Codes.shape_of_blocks(shape), torch.uint8)}
+    return {f"{name}.blocks": (Codes.shape_of_blocks(shape, bits), torch.uint8)}
 
 
 def matrix_of(tensors: Mapping[str, Tensor], name: str) -> Tensor | Codes:

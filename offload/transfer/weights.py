@@ -82,7 +82,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 class Layers(Protocol):
     """The layers of a model, first to last, each ready to be used while it is the current one. coded: the last ones in
-    4 bits, on the device, as far as it took them there to bring the exact ones. num_wider: of those that cross the
+    few bits, on the device, as far as it took them there to bring the exact ones. num_wider: of those that cross the
     link, how many take more bits than planned, since not every weight would come back from its code."""
 
     @property

@@ -1,21 +1,20 @@
-"""The programs of a card's products with weights in 4 bits, in Triton. `offload.kernels.card.codes` launches them.
+"""The programs of a card's products with weights in 4 or 6 bits, in Triton. `offload.kernels.card.codes` launches them.
 
-A block of such weights, of 16 outputs and a group of 64 inputs, is 144 words of four bytes (native/codes.h): a word of
-step and low for each output, then [8, 16 outputs] words of eight codes. Bits 8 * i and on of word j hold input
-4 * j + i of the group, four bits further there is input 32 + 4 * j + i.
+A block of such weights, of 16 outputs and a group of 64 inputs, is words of four bytes (native/codes.h): a word of step
+and low for each output, then [8, 16 outputs] words of the upper 4 bits of eight codes. Bits 8 * i and on of word j hold
+input 4 * j + i of the group, four bits further there is input 32 + 4 * j + i. Of 6 bits the lower 2 follow as [8, 16
+outputs] halves of words in the same order: bits 4 * i and on hold input 4 * j + i, two bits further is the other.
 """
 
 # Triton reads the annotations: they are not postponed.
 import triton
 import triton.language as tl
 
-BLOCK = tl.constexpr(144)  # words of a block of weights
-
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles", "num_groups", "groups_each"])
 def multiply_codes(
     rows,  # [T, inputs] of 16 bits, contiguous
-    blocks,  # uint8 [num_tiles, num_groups, 4 * BLOCK]
+    blocks,  # uint8 [num_tiles, num_groups, bytes of a block]
     partials,  # fp32 [splits, T, 16 * num_tiles]: the sum over the groups of each split
     num_rows,  # T
     num_tiles,  # of 16 outputs
@@ -24,6 +23,7 @@ def multiply_codes(
     ROWS: tl.constexpr,
     TILES: tl.constexpr,  # at a time
     GROUPS: tl.constexpr,  # at a time
+    BITS: tl.constexpr,  # of a code, 4 or 6
     WIDEN: tl.constexpr,  # products of fp32: the interpreter knows no bf16
 ):
     """Program (b, c, s): block b of the rows times column c of `TILES` tiles, over the groups of split s in their
@@ -31,14 +31,17 @@ def multiply_codes(
     block, column, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     OUTPUTS: tl.constexpr = 16 * TILES
     WORDS: tl.constexpr = 8 * GROUPS
+    BLOCK: tl.constexpr = 16 + 32 * BITS  # words
     row = block * ROWS + tl.arange(0, ROWS)
     output = column * OUTPUTS + tl.arange(0, OUTPUTS)
     group, word = tl.arange(0, GROUPS), tl.arange(0, WORDS)
     real, there = row < num_rows, output < 16 * num_tiles
     home = blocks.to(tl.pointer_type(tl.int32))
     fours = rows.to(tl.pointer_type(tl.int64))
-    at_output = (output // 16).to(tl.int64) * (num_groups * BLOCK) + output % 16
+    at_tile = (output // 16).to(tl.int64) * (num_groups * BLOCK)
+    at_output = at_tile + output % 16
     at_word = (word // 8) * BLOCK + 16 + (word % 8) * 16
+    at_twos = (word // 8) * (2 * BLOCK) + 288 + (word % 8) * 16
     at_row = row.to(tl.int64) * (num_groups * 16)
     at_four = (word // 8) * 16 + word % 8
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
@@ -51,6 +54,11 @@ def multiply_codes(
         scale = tl.load(source + group[:, None] * BLOCK, mask=held, other=0)
         held = there[None, :] & (begun + word // 8 < last)[:, None]
         words = tl.load(source + at_word[:, None], mask=held, other=0)
+        if BITS == 6:
+            source = (
+                blocks.to(tl.pointer_type(tl.int16)) + 2 * (begun * BLOCK + at_tile)[None, :] + (output % 16)[None, :]
+            )
+            twos = tl.load(source + at_twos[:, None], mask=held, other=0).to(tl.int32)
         scale = tl.reshape(tl.broadcast_to(scale[:, None, :], (GROUPS, 8, OUTPUTS)), (WORDS, OUTPUTS))
         step = (scale << 16).to(tl.float32, bitcast=True)
         low = (scale >> 16 << 16).to(tl.float32, bitcast=True)
@@ -60,8 +68,10 @@ def multiply_codes(
             four = tl.load(fours + place, mask=held, other=0)
             for each in tl.static_range(4):
                 x = (four >> 16 * each).to(tl.int16).to(rows.dtype.element_ty, bitcast=True)
-                code = ((words >> (8 * each + 4 * half)) & 15).to(tl.float32)
-                weight = tl.fma(code, step, low).to(rows.dtype.element_ty)
+                code = (words >> (8 * each + 4 * half)) & 15
+                if BITS == 6:
+                    code = code << 2 | ((twos >> (4 * each + 2 * half)) & 3)
+                weight = tl.fma(code.to(tl.float32), step, low).to(rows.dtype.element_ty)
                 if WIDEN:
                     x, weight = x.to(tl.float32), weight.to(tl.float32)
                 total = tl.dot(x, weight, total, input_precision="ieee")

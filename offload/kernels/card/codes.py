@@ -1,4 +1,4 @@
-"""Products of rows with weights in 4 bits on a card."""
+"""Products of rows with weights in 4 or 6 bits on a card."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def product(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
     not depend on the rows beside it. Scratch: fp32 [splits, T, outputs]."""
     (outputs, inputs), num_rows = codes.shape, len(x)
     if x.dtype.itemsize != 2:
-        raise ValueError(f"rows are {x.dtype}; a card multiplies weights in 4 bits with bf16 and fp16")
+        raise ValueError(f"rows are {x.dtype}; a card multiplies weights in few bits with bf16 and fp16")
     x, num_groups = x.contiguous(), inputs // GROUP
     groups_each = split_groups(outputs, inputs)
     num_splits = -(-num_groups // groups_each)
@@ -37,6 +37,7 @@ def product(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
         ROWS=ROWS,
         TILES=TILES,
         GROUPS=GROUPS,
+        BITS=codes.bits,
         WIDEN=not x.is_cuda,
         num_warps=WARPS,
         num_stages=STAGES,

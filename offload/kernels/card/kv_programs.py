@@ -1,7 +1,7 @@
 """The program of a card's attention to keys and values in 4 bits, in Triton, beside those in `card.programs`.
 
 Letters as there. A block is a KV head's codes of 32 tokens, `kernels.kv_codes` in order "matrices": step and low of the
-keys' channels, codes of the keys, step and low of the values' tokens by 32 channels, codes of the values. A byte has
+keys' channels, codes of the keys, step and low of the values' tokens by 64 channels, codes of the values. A byte has
 the codes of two tokens, 16 apart: so keys and values are two matrices each, of the near tokens and the far ones, and no
 code has to change its place among the registers.
 """
@@ -38,7 +38,7 @@ def _keys(codes, units, like, WIDEN: tl.constexpr):
 
 @triton.jit
 def _values(codes, units, like, WIDEN: tl.constexpr):
-    """[BLOCKS, D / 32, 32, 16] and [BLOCKS, D / 32, 16] -> [BLOCKS * 16, D]"""
+    """[BLOCKS, D / 64, 64, 16] and [BLOCKS, D / 64, 16] -> [BLOCKS * 16, D]"""
     exact = tl.permute(_numbers(codes, units[:, :, None, :], like, WIDEN), (1, 2, 0, 3))
     shape: tl.constexpr = (codes.shape[1] * codes.shape[2], codes.shape[0] * codes.shape[3])
     return tl.trans(tl.reshape(exact, shape))
@@ -73,12 +73,13 @@ def attend_codes(
 ):
     """Program (s, h, b): block b of the folded rows attends to span s of the codes in KV head h. After the last span
     comes one that folds the run before: what that left is complete when this launch begins."""
-    TOKENS: tl.constexpr = 32  # of a block, and channels of the values that share a step
+    TOKENS: tl.constexpr = 32  # of a block
     HALF: tl.constexpr = 16
-    LANES: tl.constexpr = min(TOKENS, DIM_PADDED)
+    CHANNELS: tl.constexpr = 64  # of the values that share a step
+    LANES: tl.constexpr = min(CHANNELS, DIM_PADDED)
     KEYS: tl.constexpr = 4 * DIM  # bytes of a block before them
     VALUE_UNITS: tl.constexpr = KEYS + HALF * DIM
-    VALUES: tl.constexpr = VALUE_UNITS + 4 * TOKENS * ((DIM + TOKENS - 1) // TOKENS)
+    VALUES: tl.constexpr = VALUE_UNITS + 4 * TOKENS * ((DIM + CHANNELS - 1) // CHANNELS)
     BYTES: tl.constexpr = VALUES + HALF * DIM
     span, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(1)

@@ -28,12 +28,13 @@ def restore_pages(
     STEP: tl.constexpr,  # tokens at a time
 ):
     """Program (g, p, k): group g of the keys, k = 0, or values of page p, if that is a remainder."""
-    TOKENS: tl.constexpr = 32  # of a group, and channels of values that share a step
+    TOKENS: tl.constexpr = 32  # of a group
+    SHARING: tl.constexpr = 64  # channels of values that share a step
     KEYS: tl.constexpr = 4 * DIM  # bytes of a group's codes before those of keys
     VALUE_UNITS: tl.constexpr = KEYS + 16 * DIM
-    CHANNELS: tl.constexpr = min(TOKENS, DIM_PADDED)
+    CHANNELS: tl.constexpr = min(SHARING, DIM_PADDED)
     WIDTH: tl.constexpr = DIM_PADDED // CHANNELS
-    VALUES: tl.constexpr = VALUE_UNITS + 4 * TOKENS * ((DIM + TOKENS - 1) // TOKENS)
+    VALUES: tl.constexpr = VALUE_UNITS + 4 * TOKENS * ((DIM + SHARING - 1) // SHARING)
     BYTES: tl.constexpr = VALUES + 16 * DIM
     group, page, kind = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_groups = tl.num_programs(0)

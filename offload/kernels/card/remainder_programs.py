@@ -46,21 +46,26 @@ def restored(
 @triton.jit(do_not_specialize=["num_groups", "escapes_at"])
 def restore_weights(
     content,  # uint8: low bytes [groups, 16 outputs, 64 inputs], heads, 4 bits each, escapes
-    blocks,  # uint8 [num_tiles, num_groups, 576]: the codes
+    blocks,  # uint8 [num_tiles, num_groups, bytes]: the codes
     out,  # int16 [16 * num_tiles, 64 * num_groups]
     num_groups,  # of 64 inputs
     escapes_at,  # where the escapes begin
+    BITS: tl.constexpr,  # of a code, 4 or 6
 ):
     """Program (g, t): the block of tile t and group g."""
     group, tile, num_tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     number = tile.to(tl.int64) * num_groups + group
     output, place = tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :]
-    block = tl.multiple_of(blocks + number * 576, 16)
+    block = tl.multiple_of(blocks + number * (64 + 128 * BITS), 16)
     scale = tl.load((block + output * 4).to(tl.pointer_type(tl.int32)))
     step = (scale << 16).to(tl.float32, bitcast=True)
     lowest = (scale >> 16 << 16).to(tl.float32, bitcast=True)
     both = tl.load(block + 64 + place % 32 // 4 * 64 + output * 4 + place % 4).to(tl.int32)
-    middle = tl.fma(((both >> place // 32 * 4) & 15).to(tl.float32), step, lowest)
+    code = (both >> place // 32 * 4) & 15
+    if BITS == 6:
+        four = tl.load(block + 576 + place % 32 // 4 * 32 + output * 2 + place % 4 // 2).to(tl.int32)
+        code = code << 2 | ((four >> (place % 2 * 4 + place // 32 * 2)) & 3)
+    middle = tl.fma(code.to(tl.float32), step, lowest)
     low = tl.load(tl.multiple_of(content + number * 1024, 16) + output * 64 + place).to(tl.int32)
     num_blocks = num_tiles.to(tl.int64) * num_groups
     heads = (content + num_blocks * 1024 + number * 8).to(tl.pointer_type(tl.int32))

@@ -16,4 +16,4 @@ def restore(content: Tensor, escapes: int, codes: Codes, out: Tensor) -> None:
     """Fill out, bf16 [outputs, inputs], by one launch; all are on the card."""
     num_tiles, num_groups, _ = codes.blocks.shape
     arguments = content, codes.blocks, out.view(torch.int16), num_groups, escapes
-    attention.launch(restore_weights, (num_groups, num_tiles), arguments, num_warps=WARPS)
+    attention.launch(restore_weights, (num_groups, num_tiles), arguments, BITS=codes.bits, num_warps=WARPS)

@@ -22,7 +22,7 @@ from offload.plan.machine import KERNELS
 
 VARIABLE = KERNELS
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
-ABI = 13  # what kernels.cpp says too
+ABI = 14  # what kernels.cpp says too
 OFF = f"{VARIABLE} is off"
 FOLDER = Path(__file__).parent
 _THREADS = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num")

@@ -1,9 +1,10 @@
-// Weights in 4 bits, products of rows with them, and their making.
+// Weights in 4 or 6 bits, products of rows with them, and their making.
 //
-// The inputs form groups of 64. A group of a weight's row is low + step * code: a code has 4 bits, step and low are
+// The inputs form groups of 64. A group of a weight's row is low + step * code: a code has 4 or 6 bits, step and low are
 // bf16. Outputs form tiles of 16, so that a vector's lanes are outputs and nothing is added across them. A matrix is
-// read from front to end: [tiles, groups] of blocks. A block has step and low of each output, then the codes as
-// [8, 16 outputs, 4 inputs]: the low halves of the bytes hold inputs 0 to 32 of the group, the high halves the others.
+// read from front to end: [tiles, groups] of blocks. A block has step and low of each output, then the upper 4 bits of
+// the codes as [8, 16 outputs, 4 inputs]: the low halves of the bytes hold inputs 0 to 32 of the group, the high halves
+// the others. The lower 2 of 6 bits follow as [8, 16 outputs] integers of 16 bits, of the same inputs in the same order.
 //
 // Rows are taken to 8 bits by the same groups: x = scale * q, scale is the group's largest magnitude / 127. A group's
 // part of a product is then step * (scale * sum(code * q)) + low * (scale * sum(q)), where the sums are exact integers.
@@ -21,11 +22,15 @@ constexpr int GROUP = 64;
 constexpr int TILE = 16;            // outputs
 constexpr int VECTORS = GROUP / W;  // of fp32 in a group
 constexpr int SCALES = TILE * 4;    // bytes of step and low in a block
-constexpr int BLOCK = SCALES + TILE * GROUP / 2;
+constexpr int TWOS = SCALES + TILE * GROUP / 2;  // where the lower 2 of 6 bits begin in it
 constexpr int AHEAD = 3072;         // bytes that are asked for before they are read
 constexpr float TINY = 0x1p-100f;
 
+// Bytes of a block.
+constexpr int64_t block(int64_t bits) { return SCALES + TILE * GROUP * bits / 8; }
+
 using u8 = uint8_t __attribute__((vector_size(4 * W)));
+using u16 = uint16_t __attribute__((vector_size(2 * W)));
 using bytes = uint8_t __attribute__((vector_size(W)));
 
 // Rows in 8 bits, one after the other: [inputs] numbers, then scale and scale * sum(q) of each group.
@@ -132,28 +137,60 @@ struct Sum {
 
 #endif
 
-// results[r][o] of ROWS rows and W outputs of a tile, in whose first block their scales are at `at`.
-template <int ROWS>
-INLINE void dots(const uint8_t* at, const Rows& rows, int row, float (*results)[TILE]) {
+// The sum of code * q over a group, exact. add: four inputs of its first half, and the four that are 32 further.
+template <int BITS>
+struct Total {
+    Sum first, second;
+
+    INLINE void add(u8 one, u8 other, const int8_t* q) { first.add(one, q), second.add(other, q + GROUP / 2); }
+    INLINE i32 value() const { return first.value() + second.value(); }
+};
+
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+// Two sums of pairs are all that 16 bits hold: 2 * 2 * 63 * 127 is 32,004.
+template <>
+struct Total<6> {
+    i32 total = {};
+
+    INLINE void add(u8 one, u8 other, const int8_t* q) {
+        const integers low = pairs((integers)one, (integers)four(q));
+        total += (i32)fours(plus(low, pairs((integers)other, (integers)four(q + GROUP / 2))));
+    }
+    INLINE i32 value() const { return total; }
+};
+#endif
+
+// The four of 4 bits in each integer of 16 -> one a byte.
+INLINE u8 spread(u16 numbers) {
+    u32 lanes = __builtin_convertvector(numbers, u32);
+    lanes = (lanes | lanes << 8) & 0x00ff00ffu;
+    return (u8)((lanes | lanes << 4) & 0x0f0f0f0fu);
+}
+
+// results[r][o] of ROWS rows, for W outputs of a tile, from `first_output` on, whose first block is at `at`.
+template <int BITS, int ROWS>
+INLINE void dots(const uint8_t* at, int first_output, const Rows& rows, int row, float (*results)[TILE]) {
     f32 acc[ROWS] = {};
-    for (int g = 0; g < rows.groups(); g++, at += BLOCK) {
-        const uint8_t* codes = at + SCALES;
-        Sum first[ROWS], second[ROWS];  // halves of the group
+    for (int g = 0; g < rows.groups(); g++, at += block(BITS)) {
+        const uint8_t *codes = at + SCALES + first_output * 4, *twos = at + TWOS + first_output * 2;
+        Total<BITS> totals[ROWS];
 #pragma unroll
         for (int i = 0; i < GROUP / 2; i += 4) {
-            const u8 both = load<u8>(codes + i * TILE), one = both & 15, other = both >> 4;
+            const u8 both = load<u8>(codes + i * TILE);
+            u8 one = both & 15, other = both >> 4;
+            if constexpr (BITS == 6) {
+                const u8 lower = spread(load<u16>(twos + i / 2 * TILE));
+                one = one << 2 | (lower & 3), other = other << 2 | lower >> 2;
+            }
             __builtin_prefetch(codes + AHEAD + i * TILE);
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) {
-                const int8_t* q = rows.numbers(row + r) + g * GROUP + i;
-                first[r].add(one, q), second[r].add(other, q + GROUP / 2);
-            }
+            for (int r = 0; r < ROWS; r++) totals[r].add(one, other, rows.numbers(row + r) + g * GROUP + i);
         }
-        const u32 units = load<u32>(at);
+        const u32 units = load<u32>(at + first_output * 4);
         const f32 step = Bf16::widen<0>(units), low = Bf16::widen<1>(units);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            const f32 sums = __builtin_convertvector(first[r].value() + second[r].value(), f32);
+            const f32 sums = __builtin_convertvector(totals[r].value(), f32);
             acc[r] = fma(step, sums * rows.scales(row + r)[g], acc[r]);
             acc[r] = fma(low, all(rows.sums(row + r)[g]), acc[r]);
         }
@@ -161,12 +198,13 @@ INLINE void dots(const uint8_t* at, const Rows& rows, int row, float (*results)[
     for (int r = 0; r < ROWS; r++) store(results[r], acc[r]);
 }
 
-// results[r][0..16) of rows 0 to `number`, for the tile that begins with output `first`.
-inline void tile(const void* matrix, const Rows& rows, int number, int64_t first, float (*results)[TILE]) {
-    auto at = static_cast<const uint8_t*>(matrix) + first / TILE * rows.groups() * BLOCK;
+// results[r][0..16) of rows 0 to `number`, for the tile that begins with output `first` of a matrix in BITS bits.
+template <int BITS>
+void tile(const void* matrix, const Rows& rows, int number, int64_t first, float (*results)[TILE]) {
+    auto at = static_cast<const uint8_t*>(matrix) + first / TILE * rows.groups() * block(BITS);
     by_rows(number, [&]<int ROWS>(int r) {
         for (int o = 0; o < TILE; o += W)
-            dots<ROWS>(at + o * 4, rows, r, reinterpret_cast<float(*)[TILE]>(&results[r][o]));
+            dots<BITS, ROWS>(at, o, rows, r, reinterpret_cast<float(*)[TILE]>(&results[r][o]));
     });
 }
 
@@ -192,11 +230,10 @@ struct Scale {
     }
 };
 
-// COUNT numbers -> their scale and their codes, a byte each. Halves, since the range of the largest numbers is above
-// them.
+// COUNT numbers -> their scale and their codes, the largest of which is `most`, a byte each. Halves, since the range of
+// the largest numbers is above them.
 template <int COUNT>
-INLINE Scale quantise(const f32 (&x)[COUNT / W], uint8_t* to) {
-    constexpr float most = 15;
+INLINE Scale quantise(const f32 (&x)[COUNT / W], uint8_t* to, float most = 15) {
     f32 least = all(__builtin_huge_valf()), largest = all(-__builtin_huge_valf());
     for (int i = 0; i < COUNT / W; i++) {
         least = x[i] < least ? x[i] : least;
@@ -216,30 +253,66 @@ INLINE Scale quantise(const f32 (&x)[COUNT / W], uint8_t* to) {
     return {step, low};
 }
 
-// A group of one output, whose scales are at `at` in their block.
+// Where the codes of one output are in a block.
+struct Output {
+    uint8_t* block;
+    int number;
+
+    uint8_t* scale() const { return block + number * 4; }
+    uint8_t* fours(int i) const { return block + SCALES + i * TILE + number * 4; }  // of inputs i to i + 4, and 32 further
+    uint8_t* twos(int i) const { return block + TWOS + i / 2 * TILE + number * 2; }
+
+    void put(const uint8_t* numbers, int64_t bits) const {
+        for (int i = 0; i < GROUP / 2; i += 4) {
+            uint32_t upper = 0, lower = 0;
+            for (int n = 0; n < 4; n++) {
+                const uint32_t one = numbers[i + n], other = numbers[GROUP / 2 + i + n];
+                upper |= (one >> (bits - 4) | other >> (bits - 4) << 4) << 8 * n;
+                lower |= ((one & 3) | (other & 3) << 2) << 4 * n;
+            }
+            __builtin_memcpy(fours(i), &upper, 4);
+            if (bits == 6) __builtin_memcpy(twos(i), &lower, 2);
+        }
+    }
+
+    void get(uint8_t* numbers, int64_t bits) const {
+        for (int i = 0; i < GROUP / 2; i += 4) {
+            uint32_t upper = 0, lower = 0;
+            __builtin_memcpy(&upper, fours(i), 4);
+            if (bits == 6) __builtin_memcpy(&lower, twos(i), 2);
+            for (int n = 0; n < 4; n++) {
+                const int both = upper >> 8 * n & 255, rest = lower >> 4 * n & 15;
+                numbers[i + n] = uint8_t((both & 15) << (bits - 4) | (rest & 3));
+                numbers[GROUP / 2 + i + n] = uint8_t(both >> 4 << (bits - 4) | rest >> 2);
+            }
+        }
+    }
+};
+
+// A group of one output.
 template <class E>
-INLINE void encode_group(const typename E::element* weight, uint8_t* at) {
+INLINE void encode_group(const typename E::element* weight, const Output& to, int64_t bits) {
     f32 x[VECTORS];
     for (int i = 0; i < VECTORS; i++) x[i] = E::read(weight + i * W);
-    alignas(64) uint8_t all_codes[GROUP];
-    quantise<GROUP>(x, all_codes).put(at);
-    for (int i = 0; i < GROUP / 2; i++) all_codes[i] |= all_codes[GROUP / 2 + i] << 4;
-    for (int i = 0; i < GROUP / 2; i += 4) __builtin_memcpy(at + SCALES + i * TILE, all_codes + i, 4);
+    alignas(64) uint8_t numbers[GROUP];
+    quantise<GROUP>(x, numbers, float((1 << bits) - 1)).put(to.scale());
+    to.put(numbers, bits);
 }
 
 // weight [outputs, inputs] -> blocks, zeros past the outputs.
 template <class E>
-void encode(const typename E::element* weight, int64_t outputs, int64_t inputs, uint8_t* matrix, int64_t how_many) {
-    const int64_t groups = inputs / GROUP;
+void encode(const typename E::element* weight, int64_t outputs, int64_t inputs, int64_t bits, uint8_t* matrix,
+            int64_t how_many) {
+    const int64_t groups = inputs / GROUP, size = block(bits);
     threads::Counter counter;
     auto body = [&] {
         for (int64_t first; (first = counter.draw() * TILE) < outputs;) {
-            uint8_t* at = matrix + first / TILE * groups * BLOCK;
+            uint8_t* at = matrix + first / TILE * groups * size;
             const int count = int(outputs - first < TILE ? outputs - first : TILE);
-            if (count < TILE) __builtin_memset(at, 0, groups * BLOCK);
+            if (count < TILE) __builtin_memset(at, 0, groups * size);
             for (int o = 0; o < count; o++)
                 for (int64_t g = 0; g < groups; g++)
-                    encode_group<E>(weight + (first + o) * inputs + g * GROUP, at + g * BLOCK + o * 4);
+                    encode_group<E>(weight + (first + o) * inputs + g * GROUP, {at + g * size, o}, bits);
         }
     };
     threads::run(how_many, body);

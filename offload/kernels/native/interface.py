@@ -23,7 +23,7 @@ class Product(ctypes.Structure):
 
     _fields_ = [
         *_pointers("x", "norm", "weight", "bias", "out", "widened"),
-        *_integers("x_stride", "out_stride", "inputs", "outputs", "coded", "ending"),
+        *_integers("x_stride", "out_stride", "inputs", "outputs", "bits", "ending"),
         ("epsilon", c_double),
     ]
 
@@ -59,7 +59,7 @@ class Remainder(ctypes.Structure):
 
     _fields_ = [
         *_pointers("weight", "blocks", "low", "heads", "fours", "escapes"),
-        *_integers("outputs", "inputs"),
+        *_integers("outputs", "inputs", "bits"),
     ]
 
 
@@ -92,7 +92,7 @@ class Rotation(ctypes.Structure):
 
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "run_products": (None, [c_int64, POINTER(Product), c_int64, c_int64, c_int64]),
-    "encode": (None, [c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64]),
+    "encode": (None, [c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64]),
     "encode_kv": (None, [c_int64, POINTER(Encoding), c_int64]),
     "pack": (None, [c_void_p, c_void_p, c_int64, c_void_p, POINTER(PackedShape), c_int64]),
     "unpack": (None, [c_void_p, c_int64, POINTER(PackedShape), c_int64]),

@@ -20,7 +20,7 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Changes with every change of a structure or a function below.
-KERNEL int abi() { return 13; }
+KERNEL int abi() { return 14; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -35,10 +35,10 @@ KERNEL void run_products(Dtype dtype, const Product* steps, int64_t count, int64
     with(dtype, [&]<class E>() { products::run<E>(steps, count, rows, how_many); });
 }
 
-KERNEL void encode(Dtype dtype, const void* weight, int64_t outputs, int64_t inputs, uint8_t* matrix,
+KERNEL void encode(Dtype dtype, const void* weight, int64_t outputs, int64_t inputs, int64_t bits, uint8_t* matrix,
                    int64_t how_many) {
     with(dtype, [&]<class E>() {
-        codes::encode<E>(static_cast<const typename E::element*>(weight), outputs, inputs, matrix, how_many);
+        codes::encode<E>(static_cast<const typename E::element*>(weight), outputs, inputs, bits, matrix, how_many);
     });
 }
 

@@ -1,7 +1,7 @@
 // Keys and values in 4 bits: attention of rows to them, and their making.
 //
 // Tokens form groups of 32. A number is low + step * code: keys share step and low by channel of a group, values by
-// token and 32 channels, both bf16. A group of one head is a block of bytes: step and low of the keys [D]; their codes
+// token and 64 channels, both bf16. A group of one head is a block of bytes: step and low of the keys [D]; their codes
 // [D / 8, 32 tokens, 4 channels], whose low halves hold the first half of the channels and the high halves the other;
 // step and low of the values [channel groups, 32 tokens]; their codes [4, channels, 4 tokens], whose low halves hold
 // tokens 0 to 16 and the high halves the others. So lanes are tokens, then channels, and nothing is added across them.
@@ -18,7 +18,8 @@ using codes::Sum;
 using codes::TINY;
 using codes::u8;
 
-constexpr int GROUP = 32;  // tokens, and channels of the values
+constexpr int GROUP = 32;     // tokens
+constexpr int CHANNELS = 64;  // of the values
 constexpr int VECTORS = GROUP / W;
 constexpr int LANES = 16;  // channels are filled up to so many
 constexpr int WIDEST = 1024;
@@ -28,7 +29,7 @@ constexpr float MIDDLE = 8;  // of the codes
 struct Layout {
     int dim;
 
-    int groups() const { return (dim + GROUP - 1) / GROUP; }
+    int groups() const { return (dim + CHANNELS - 1) / CHANNELS; }
     int channels() const { return (dim + LANES - 1) / LANES * LANES; }
     int key_codes() const { return dim * 4; }
     int value_scales() const { return key_codes() + dim * GROUP / 2; }
@@ -151,7 +152,7 @@ template <int ROWS>
 void mix(const float* weights, int stride, const uint8_t* block, Layout layout, float* out, int out_stride) {
     const int channels = layout.channels();
     const uint8_t *scales = block + layout.value_scales(), *values = block + layout.value_codes();
-    for (int first = 0; first < channels; first += GROUP, scales += GROUP * 4) {
+    for (int first = 0; first < channels; first += CHANNELS, scales += GROUP * 4) {
         alignas(64) uint8_t numbers[ROWS][GROUP];
         f32 stepped[ROWS][VECTORS], base[ROWS] = {}, most[ROWS] = {};
 #pragma unroll
@@ -172,7 +173,7 @@ void mix(const float* weights, int stride, const uint8_t* block, Layout layout, 
         for (int r = 0; r < ROWS; r++)
 #pragma unroll
             for (int v = 0; v < VECTORS; v++) rounding.put(r, stepped[r][v], numbers[r] + v * W);
-        const int last = first + GROUP < channels ? first + GROUP : channels;
+        const int last = first + CHANNELS < channels ? first + CHANNELS : channels;
         for (int d = first; d < last; d += W) {
             Sum sums[ROWS];
 #pragma unroll
@@ -198,28 +199,28 @@ void mix(const float* weights, int stride, const uint8_t* block, Layout layout, 
 template <class E>
 void encode_block(const typename E::element* keys, const typename E::element* values, Layout layout, uint8_t* block) {
     const int dim = layout.dim, half = dim / 2, channels = layout.channels();
-    alignas(64) float one[GROUP];
-    alignas(64) uint8_t codes_of[GROUP];
-    f32 x[VECTORS];
-    auto scaled = [&](uint8_t* scale) {
-        for (int v = 0; v < VECTORS; v++) x[v] = load<f32>(one + v * W);
-        codes::quantise<GROUP>(x, codes_of).put(scale);
+    alignas(64) float one[CHANNELS];
+    alignas(64) uint8_t codes_of[CHANNELS];
+    auto scaled = [&]<int COUNT>(uint8_t* scale) {
+        f32 x[COUNT / W];
+        for (int v = 0; v < COUNT / W; v++) x[v] = load<f32>(one + v * W);
+        codes::quantise<COUNT>(x, codes_of).put(scale);
     };
     __builtin_memset(block + layout.key_codes(), 0, dim * GROUP / 2);
     __builtin_memset(block + layout.value_codes(), 0, channels * GROUP / 2);
     for (int d = 0; d < dim; d++) {
         for (int t = 0; t < GROUP; t++) one[t] = E::widen_one(keys[t * dim + d]);
-        scaled(block + d * 4);
+        scaled.template operator()<GROUP>(block + d * 4);
         const int within = d % half;
         uint8_t* to = block + layout.key_codes() + within / 4 * GROUP * 4 + within % 4;
         for (int t = 0; t < GROUP; t++) to[t * 4] |= codes_of[t] << (d < half ? 0 : 4);
     }
     for (int t = 0; t < GROUP; t++)
         for (int g = 0; g < layout.groups(); g++) {
-            const int first = g * GROUP, count = dim - first < GROUP ? dim - first : GROUP;
-            for (int d = 0; d < GROUP; d++)  // what is missing of a group changes neither its least number nor its largest
+            const int first = g * CHANNELS, count = dim - first < CHANNELS ? dim - first : CHANNELS;
+            for (int d = 0; d < CHANNELS; d++)  // what is missing of a group changes neither its least number nor its largest
                 one[d] = E::widen_one(values[t * dim + first + (d < count ? d : 0)]);
-            scaled(block + layout.value_scales() + (first + t) * 4);
+            scaled.template operator()<CHANNELS>(block + layout.value_scales() + (g * GROUP + t) * 4);
             const int within = t % (GROUP / 2);
             uint8_t* to = block + layout.value_codes() + (within / 4 * channels + first) * 4 + within % 4;
             for (int d = 0; d < count; d++) to[d * 4] |= codes_of[d] << (t < GROUP / 2 ? 0 : 4);

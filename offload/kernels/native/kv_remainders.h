@@ -19,6 +19,7 @@ using intervals::Head;
 using intervals::lanes;
 using intervals::u32s;
 using intervals::u8s;
+using kv_codes::CHANNELS;
 using kv_codes::GROUP;
 using kv_codes::Layout;
 using kv_codes::WIDEST;
@@ -80,7 +81,8 @@ struct Group {
 private:
     INLINE Intervals of_token(int t) {
         if (kind == Kind::values)
-            for (int d = 0; d < layout.dim; d += GROUP) scale(d, GROUP, block + layout.value_scales() + (d + t) * 4);
+            for (int d = 0; d < layout.dim; d += CHANNELS)
+                scale(d, CHANNELS, block + layout.value_scales() + (d / CHANNELS * GROUP + t) * 4);
         const uint8_t* own = numbers + t * layout.dim;
         return {layout.dim, [&](int d) { return step[d]; }, [&](int d) { return low[d]; },
                 [&](int d) { return own[d]; }};

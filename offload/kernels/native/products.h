@@ -24,7 +24,7 @@ struct Product {
     float* widened;  // scratch: rows, rounded up to 16, * padded(inputs)
     int64_t x_stride, out_stride;  // elements
     int64_t inputs, outputs;
-    int64_t coded;  // whether the weight is in codes
+    int64_t bits;  // of the weight's codes, 4 or 6; 0: it is of the dtype
     Ending ending;
     double epsilon;
 };
@@ -146,8 +146,10 @@ void block(const Product& p, int64_t from, int64_t first, int count, int rows, f
     using element = typename E::element;
     const int inputs = int(p.inputs), stride = padded<E>(inputs);
     auto weight = static_cast<const element*>(p.weight) + first * inputs;
-    if (p.coded)
-        codes::tile(p.weight, codes_of(p).from(from), rows, first, results);
+    if (p.bits == 4)
+        codes::tile<4>(p.weight, codes_of(p).from(from), rows, first, results);
+    else if (p.bits == 6)
+        codes::tile<6>(p.weight, codes_of(p).from(from), rows, first, results);
     else if constexpr (tiles::take<E>)
         tiles::block(weight, inputs, count, p.widened + from * stride / 2, rows, results);
     else
@@ -206,9 +208,9 @@ void run(const Product* steps, int64_t count, int64_t rows, int64_t how_many) {
             const Product& p = steps[i];
             if (i) threads::barrier();
             for (int64_t row; (row = widening[i].draw()) < rows;)
-                p.coded ? code_row<E>(p, row) : widen_row<E>(p, row);
+                p.bits ? code_row<E>(p, row) : widen_row<E>(p, row);
             threads::barrier();
-            const int64_t some = p.coded ? 4 : 1;  // tiles drawn together: about as many bytes of either weight
+            const int64_t some = p.bits ? 4 : 1;  // tiles drawn together: about as many bytes of either weight
             for (int64_t tile; (tile = drawing[i].draw() * some) * OUTPUTS < p.outputs;)
                 for (int64_t end = tile + some; tile < end && tile * OUTPUTS < p.outputs; tile++)
                     work_out<E>(p, rows, tile);

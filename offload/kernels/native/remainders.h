@@ -1,4 +1,4 @@
-// What bf16 weights have beside their codes in 4 bits (codes.h), by the rule of intervals.h.
+// What bf16 weights have beside their codes in 4 or 6 bits (codes.h), by the rule of intervals.h.
 //
 // A matrix has groups, the blocks of its codes: 16 outputs times 64 inputs. Its parts are the low bytes, in the order of
 // [groups, 16 outputs, 64 inputs]; for each group, where its 4 bits begin, in bytes, and where its escapes do; 4 bits
@@ -10,12 +10,13 @@
 // weight: to split, or to fill. heads: [groups]. escapes: where the 4 bits end.
 struct Remainder {
     uint16_t* weight;
-    const uint8_t* blocks;
+    uint8_t* blocks;
     uint8_t* low;
     intervals::Head* heads;
     uint8_t* fours;
     uint8_t* escapes;
     int64_t outputs, inputs;
+    int64_t bits;  // of the codes
 };
 
 namespace remainders {
@@ -25,13 +26,12 @@ using codes::TILE;
 using Intervals = intervals::Intervals<GROUP>;
 
 // Of the codes of one output in a group.
-INLINE Intervals of_output(const uint8_t* block, int output) {
+INLINE Intervals of_output(const codes::Output& output, int64_t bits) {
     uint32_t unit;
-    __builtin_memcpy(&unit, block + output * 4, 4);
+    __builtin_memcpy(&unit, output.scale(), 4);
     const float step = __builtin_bit_cast(float, unit << 16), low = __builtin_bit_cast(float, unit & 0xffff0000u);
-    uint8_t both[GROUP / 2], numbers[GROUP];
-    for (int i = 0; i < GROUP / 2; i += 4) __builtin_memcpy(both + i, block + codes::SCALES + i * TILE + output * 4, 4);
-    for (int i = 0; i < GROUP / 2; i++) numbers[i] = both[i] & 15, numbers[GROUP / 2 + i] = both[i] >> 4;
+    uint8_t numbers[GROUP];
+    output.get(numbers, bits);
     return {GROUP, [&](int) { return step; }, [&](int) { return low; }, [&](int i) { return numbers[i]; }};
 }
 
@@ -39,7 +39,7 @@ INLINE Intervals of_output(const uint8_t* block, int output) {
 template <class F>
 INLINE void by_output(const Remainder& r, int64_t group, F&& each) {
     const int64_t per_tile = r.inputs / GROUP, tile = group / per_tile, first = group % per_tile * GROUP;
-    auto of = [&](int o) { return of_output(r.blocks + group * codes::BLOCK, o); };
+    auto of = [&](int o) { return of_output({r.blocks + group * codes::block(r.bits), o}, r.bits); };
     intervals::by_two(TILE, of, [&](const Intervals& all, int o) {
         each(all, r.weight + (tile * TILE + o) * r.inputs + first, r.low + (group * TILE + o) * GROUP);
     });

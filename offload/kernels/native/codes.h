@@ -276,15 +276,22 @@ struct Output {
     }
 
     void get(uint8_t* numbers, int64_t bits) const {
-        for (int i = 0; i < GROUP / 2; i += 4) {
-            uint32_t upper = 0, lower = 0;
-            __builtin_memcpy(&upper, fours(i), 4);
-            if (bits == 6) __builtin_memcpy(&lower, twos(i), 2);
-            for (int n = 0; n < 4; n++) {
-                const int both = upper >> 8 * n & 255, rest = lower >> 4 * n & 15;
-                numbers[i + n] = uint8_t((both & 15) << (bits - 4) | (rest & 3));
-                numbers[GROUP / 2 + i + n] = uint8_t(both >> 4 << (bits - 4) | rest >> 2);
-            }
+        constexpr int half = GROUP / 2;
+        uint8_t upper[half], lower[half];
+        for (int i = 0; i < half; i += 4) __builtin_memcpy(upper + i, fours(i), 4);
+        if (bits == 4) {
+            for (int i = 0; i < half; i++) numbers[i] = upper[i] & 15, numbers[half + i] = upper[i] >> 4;
+            return;
+        }
+        for (int i = 0; i < half; i += 4) {
+            uint32_t four = 0;  // 4 bits each, then a byte each
+            __builtin_memcpy(&four, twos(i), 2);
+            four = (four | four << 8) & 0x00ff00ffu, four = (four | four << 4) & 0x0f0f0f0fu;
+            __builtin_memcpy(lower + i, &four, 4);
+        }
+        for (int i = 0; i < half; i++) {
+            numbers[i] = uint8_t((upper[i] & 15) << 2 | (lower[i] & 3));
+            numbers[half + i] = uint8_t(upper[i] >> 4 << 2 | lower[i] >> 2);
         }
     }
 };

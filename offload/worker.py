@@ -181,10 +181,11 @@ class Worker:
 
     def _make_levels(self) -> None:
         plan = self.plan
-        arena = Arena(self.memory, plan.placement.device_bytes["arena"] // plan.request.num_sequences)
+        arena = Arena(self.memory, plan.placement.device_bytes.get("arena", 0) // plan.request.num_sequences)
         self._caches.append(arena)
         size, dtype = self.target.config.hidden_size, DTYPES[plan.request.dtype]
-        self._hidden_rows: HiddenRows = ResidentRows(arena, size, dtype, block=plan.placement.prefill_block)
+        resident = ResidentRows(arena, size, dtype, block=plan.placement.prefill_block)
+        self._hidden_rows: HiddenRows = self.parts.rows or resident
         self.full = full_cache(plan, self.target.config, self.memory, self.link, self._blocks, arena)
         self._caches.append(self.full)
         self.levels["target"] = self._level("target", self.target, self.full, self._blocks)

@@ -22,6 +22,7 @@ from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import MAX_ROWS, home_bytes
 from offload.progress import OnProgress, Progress, Stage
 from offload.transfer.device import sum_in_fp32, use_device
+from offload.transfer.hidden_rows import StreamedRows
 from offload.transfer.layout import LayerLayout
 from offload.transfer.link import Link, make_link
 from offload.transfer.memory import Memory
@@ -30,11 +31,12 @@ from offload.transfer.memory import Memory
 @dataclass(frozen=True)
 class Parts:
     """What outlives a plan: models, the memory they are in, and the link that some of them cross. decoders: by name,
-    "target" and, where there is one, "draft"."""
+    "target" and, where there is one, "draft". rows: a prefill's on the host, where the cache streams."""
 
     decoders: Mapping[str, Decoder]
     memory: Memory
     link: Link | None
+    rows: StreamedRows | None = None
     _low_bits: dict[int, LowBits] = field(default_factory=dict)  # of the target, by the number of bits
 
     @classmethod
@@ -48,7 +50,7 @@ class Parts:
         sums: Sums | None = None,
     ) -> Parts:
         """Read the models in `folders`, of "target" a shard, to where the plan wants them. Meanwhile host memory is
-        pinned for them, and for the cache's tiles; an error of that is raised where the memory is wanted.
+        pinned for them, for hidden rows and for the cache's tiles; an error of that is raised where it is wanted.
 
         Raises ModelError, DoesNotFit. On an error nothing stays allocated."""
         memory = Memory(torch.device(plan.request.device))
@@ -60,7 +62,7 @@ class Parts:
             on_read, on_pinned = (_stage(name, on_progress) for name in ("load", "pin"))
             decoders = load_decoders(folders, plan, memory, link, on_read, shard=shard, sums=sums)
             memory.wait_pinned(on_pinned)
-            return cls(decoders, memory, link)
+            return cls(decoders, memory, link, streamed_rows(plan, decoders["target"].config, memory, link))
         except BaseException:
             memory.close()
             if link is not None:
@@ -106,17 +108,34 @@ def tile_shape(plan: Plan, config: ModelConfig) -> TileShape:
     return TileShape(config.num_kv_heads, config.head_dim, placement.page_tokens, pages, DTYPES[plan.request.dtype])
 
 
+def streamed_rows(plan: Plan, config: ModelConfig, memory: Memory, link: Link | None) -> StreamedRows | None:
+    """For prefills of all sequences, where the target's cache streams. Raises DoesNotFit."""
+    if link is None or "kv" not in plan.placement.offload:
+        return None
+    return StreamedRows(
+        memory,
+        link,
+        num_rows=plan.request.capacity,
+        hidden_size=config.hidden_size,
+        dtype=DTYPES[plan.request.dtype],
+        block=plan.placement.prefill_block,
+        num_layers=config.num_layers,
+    )
+
+
 def _host_blocks(plan: Plan, config: ModelConfig, memory: Memory) -> list[int]:
-    """Bytes of each layer, and then of each block of the full cache, that the plan has on the host, in the order in
-    which they are allocated."""
+    """Bytes of each layer, of the hidden rows, and then of each block of the full cache, that the plan has on the host,
+    in the order in which they are allocated."""
     placement, blocks = plan.placement, list[int]()
+    itemsize = DTYPES[plan.request.dtype].itemsize
     if "weights" in placement.offload:
         layer = LayerLayout.of(config, DTYPES[plan.request.dtype]).num_bytes
         home = home_bytes(layer, config.layer_matrix_elements(), placement.weight_link_bits)
         blocks += [home] * (config.num_layers - placement.resident_layers)
     if placement.embeds_on_host:
-        blocks.append(config.vocab_size * config.hidden_size * DTYPES[plan.request.dtype].itemsize)
+        blocks.append(config.vocab_size * config.hidden_size * itemsize)
     if "kv" in placement.offload:
+        blocks.append(plan.request.capacity * config.hidden_size * itemsize)
         shape, num_tokens = tile_shape(plan, config), plan.request.capacity + MAX_ROWS
         tiles = placement.resident_tiles, placement.host_tiles
         store = TileStore(

@@ -38,6 +38,7 @@ from offload.plan.pass_times import ROWS, PassTimes, key_of, load_times, save_ti
 from offload.plan.request import Request
 from offload.plan.sizing import CODE_BITS, takes_codes, takes_kv_codes
 from offload.transfer.embedding import Embedding
+from offload.transfer.hidden_rows import ResidentRows
 from offload.transfer.layout import LayerLayout, Linear
 from offload.transfer.memory import Memory
 from offload.transfer.weights import ResidentLayers, Weights
@@ -241,11 +242,13 @@ class _Trial:
         if self._coded:
             return {}
         decoder, tokens = self._decoder(1), torch.zeros(self._prefill_rows, dtype=torch.long)
+        dtype = self._weights.embedding.dtype
+        rows = ResidentRows(self._cache.arena, self._config.hidden_size, dtype, block=len(tokens))
 
         def run(before: int) -> None:
             self._cache.restored(before)
             self._cache.begin("prefill", len(tokens))
-            decoder.forward([Segment(self._cache, tokens)], prefill_block=len(tokens))
+            decoder.prefill(Segment(self._cache, tokens), rows)
 
         return {("prefill", before): partial(run, before) for before in (0, self._prefill_before)}
 

@@ -31,6 +31,7 @@ from offload.plan.sizing import CPU_BLOCKS, MAX_ROWS, tail_tokens
 from offload.progress import OnProgress
 from offload.session.page import PagedRows
 from offload.transfer.arena import Arena
+from offload.transfer.hidden_rows import HiddenRows, ResidentRows
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 from offload.transfer.pace import HostReads
@@ -134,8 +135,7 @@ class Worker:
     def prefill(self, tokens: Sequence[int], on_tokens: Callable[[int], None]) -> None:
         """Append `tokens` to the full cache, and to a copy in few bits; the other levels below see what they need of
         them later. Broken off, it appends nothing. `on_tokens` is called with how many are done."""
-        block = self.plan.placement.prefill_block
-        prefill(self.target, self.full, tokens, prefill_block=block, on_tokens=on_tokens, arena=self.full.arena)
+        prefill(self.target, self.full, tokens, rows=self._hidden_rows, on_tokens=on_tokens)
         if isinstance(self._copies, LowBitCache):
             self._copies.refresh()
 
@@ -181,8 +181,11 @@ class Worker:
 
     def _make_levels(self) -> None:
         plan = self.plan
-        arena = Arena(self.memory, plan.placement.device_bytes["arena"] // plan.request.num_sequences)
+        arena = Arena(self.memory, plan.placement.device_bytes.get("arena", 0) // plan.request.num_sequences)
         self._caches.append(arena)
+        size, dtype = self.target.config.hidden_size, DTYPES[plan.request.dtype]
+        resident = ResidentRows(arena, size, dtype, block=plan.placement.prefill_block)
+        self._hidden_rows: HiddenRows = self.parts.rows or resident
         self.full = full_cache(plan, self.target.config, self.memory, self.link, self._blocks, arena)
         self._caches.append(self.full)
         self.levels["target"] = self._level("target", self.target, self.full, self._blocks)

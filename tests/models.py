@@ -48,7 +48,9 @@ from offload.plan.hardware import Hardware
 from offload.plan.pass_times import PassTimes
 from offload.plan.planner import Options, Plan
 from offload.plan.request import Request
+from offload.transfer.arena import Arena
 from offload.transfer.checkpoint import Checkpoint, check_model
+from offload.transfer.hidden_rows import ResidentRows
 from offload.transfer.link import Done, Event, Link
 from offload.transfer.memory import Memory
 from offload.transfer.weights import load_weights
@@ -289,6 +291,12 @@ def full_cache(
     )
 
 
+def resident_rows(decoder: Decoder, block: int) -> ResidentRows:
+    """Hidden rows of a prefill on the device, in memory of their own."""
+    config, dtype = decoder.config, decoder.weights.embedding.dtype
+    return ResidentRows(Arena(Memory(torch.device("cpu"))), config.hidden_size, dtype, block=block)
+
+
 def streaming_cache(decoder: Decoder, sizes: Sizes) -> StreamingCache:
     config = decoder.config
     return StreamingCache(
@@ -353,7 +361,7 @@ class Stack:
                 self.target,
                 self.full,
                 tokens,
-                prefill_block=self.sizes.prefill_block,
+                rows=resident_rows(self.target, self.sizes.prefill_block),
                 on_tokens=lambda num_tokens: None,
             ),
             num_pending=self.sizes.rows,

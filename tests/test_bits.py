@@ -33,6 +33,7 @@ from models import (
     perturbed,
     random_model,
     random_tokens,
+    resident_rows,
     retrieval_cache,
     save,
     streaming_cache,
@@ -255,7 +256,7 @@ def verified_together(target: Decoder, sizes: Sizes, ragged: Sequence[tuple[int,
         tokens = random_tokens(length, seed=length)
         link = LateLink(late_in=True, late_out=True) if place % 2 else None
         cache = full_cache(target, sizes, mass=True, link=link)
-        prefill(target, cache, tokens[:-count], prefill_block=7, on_tokens=lambda num_tokens: None)
+        prefill(target, cache, tokens[:-count], rows=resident_rows(target, 7), on_tokens=lambda num_tokens: None)
         continuations.append(Continuation(cache, tokens[-count:], count))
     level = Level("target", target, continuations[0].cache, vocab_size=VOCABULARY, blocks=sizes.blocks)
     logits = level.forward_all(continuations)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fake_flash import flash_attn_with_kvcache
-from models import load, random_model, random_tokens, save
+from models import load, random_model, random_tokens, resident_rows, save
 from offload.cache.full import FullCache
 from offload.cache.tiles import TileShape
 from offload.engine import prefill_problem
@@ -85,7 +85,13 @@ def test_a_prefill_fills_the_cache_with_the_rows_that_torchs_kernel_gives(
         )
         for count in cuts:
             done = cache.length
-            prefill(decoder, cache, tokens[done : done + count], prefill_block=200, on_tokens=lambda num_tokens: None)
+            prefill(
+                decoder,
+                cache,
+                tokens[done : done + count],
+                rows=resident_rows(decoder, 200),
+                on_tokens=lambda num_tokens: None,
+            )
         return cache.reader.tokens(0, sum(cuts)).float()
 
     expected, got = filled(None), filled(FlashTiles(counted))

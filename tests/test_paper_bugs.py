@@ -30,6 +30,7 @@ GONE = "in a graph uses memory that was given back"
 RACE, DROPPED, MIXED, UNPINNED = "race: ", "given back while", "on the card and on the host", "not pinned"
 LINK, MEMORY, WEIGHTS = "offload.transfer.link", "offload.transfer.memory", "offload.transfer.weights"
 RESIDENCE, READER, FETCH = "offload.cache.residence", "offload.cache.reader", "offload.cache.fetch"
+HIDDEN_ROWS = "offload.transfer.hidden_rows"
 HOST_SIDE, TRAFFIC, WRITE_BACK = "offload.cache.host_side", "offload.cache.traffic", "offload.cache.write_back"
 
 
@@ -162,7 +163,10 @@ BUGS = [
         "        runtime.cudaHostUnregister(block.data_ptr())",
         reported=UNPINNED,
     ),
-    Bug("a layer is used before it came", WEIGHTS, "            self._full[slot].wait()", "            pass"),
+    Bug(
+        "a layer is used before it came",
+        WEIGHTS, "            self._full[slot].wait()", "            pass", "plain, weights streamed",
+    ),
     Bug(
         "a layer's slot is taken before it is used",
         WEIGHTS,
@@ -170,6 +174,32 @@ BUGS = [
         "                self._fetch(layer + len(self._staging)); yield self._bound[slot]",
     ),
     Bug("a layer's slot is taken while it is used", WEIGHTS, "content, (self._link.record(),))", "content, ())"),
+    Bug(
+        "hidden rows are worked on before they came",
+        HIDDEN_ROWS, "            self._ready[place % len(self._slots)].wait()", "            pass",
+    ),
+    Bug(
+        "hidden rows leave before they are computed",
+        HIDDEN_ROWS, "self._in_slot(place), (computed,))", "self._in_slot(place))",
+    ),
+    Bug(
+        "hidden rows come to a slot while others leave it",
+        HIDDEN_ROWS, "(*arrives, (computed, self._left))", "(*arrives, (computed,))",
+    ),
+    Bug(
+        "the first layer makes hidden rows while others leave their slot",
+        HIDDEN_ROWS, "            self._ready[slot] = self._left", "            pass",
+    ),
+    Bug(
+        "the last layer's hidden rows come to a slot while others are worked on there",
+        HIDDEN_ROWS, "(*arrives, (computed, self._left))", "(*arrives, (self._left,))",
+    ),
+    Bug(
+        "there is a slot less for hidden rows than are under way",
+        HIDDEN_ROWS,
+        "return self._slots[place % len(self._slots)]",
+        "return self._slots[place % (len(self._slots) - 1)]",
+    ),
     Bug(
         "the host attends to rows before they came",
         HOST_SIDE, "        self._sent.arrived.synchronize()\n        q, k, v", "        pass\n        q, k, v",

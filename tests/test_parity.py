@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models import FAMILIES, LateLink, Sizes, full_cache, load, random_model, random_tokens, save
+from models import FAMILIES, LateLink, Sizes, full_cache, load, random_model, random_tokens, resident_rows, save
 from offload.cache.full import FullCache
 from offload.model.decoder import Decoder, Segment
 from offload.model.level import Continuation, Level, prefill
@@ -87,9 +87,10 @@ def assert_same_logits(ours: Tensor, theirs: Tensor) -> None:
 def in_prefill(decoder: Decoder, cache: FullCache, tokens: list[int], prefill_block: int) -> Tensor:
     """The logits of all rows of one forward in phase "prefill"."""
     cache.begin("prefill", len(tokens))
-    hidden = decoder.forward([Segment(cache, torch.tensor(tokens))], prefill_block=prefill_block)
+    rows = resident_rows(decoder, prefill_block)
+    decoder.prefill(Segment(cache, torch.tensor(tokens)), rows)
     cache.advance(len(tokens))
-    return decoder.logits(hidden)
+    return decoder.logits(rows.rows)
 
 
 def in_decoding(decoder: Decoder, cache: FullCache, tokens: list[int], step: int) -> Tensor:
@@ -116,7 +117,7 @@ def test_prefill_decoding_and_both_mixed_give_the_logits_of_transformers(folder:
     assert_same_logits(in_decoding(decoder, full_cache(decoder, SIZES), tokens, 5), theirs)
     link = LateLink(late_in=True, late_out=True)
     mixed = full_cache(decoder, SIZES, link=link)
-    prefill(decoder, mixed, tokens[:20], prefill_block=7, on_tokens=lambda num_tokens: None)
+    prefill(decoder, mixed, tokens[:20], rows=resident_rows(decoder, 7), on_tokens=lambda num_tokens: None)
     parts = [in_decoding(decoder, mixed, tokens[20:27], 3)]
     parts.append(in_prefill(decoder, mixed, tokens[27:50], 9))
     parts.append(in_decoding(decoder, mixed, tokens[50:], 1))
@@ -132,7 +133,7 @@ def test_sequences_of_any_lengths_in_one_pass_give_the_logits_of_transformers(fo
     texts = [random_tokens(21 + count, seed=count) for count in rows]
     caches = [full_cache(decoder, sizes) for _ in texts]
     for cache, text in zip(caches, texts, strict=True):
-        prefill(decoder, cache, text[:21], prefill_block=7, on_tokens=lambda num_tokens: None)
+        prefill(decoder, cache, text[:21], rows=resident_rows(decoder, 7), on_tokens=lambda num_tokens: None)
     level = Level("target", decoder, caches[0], vocab_size=decoder.config.vocab_size, blocks=SIZES.blocks)
     parts = [Continuation(cache, text[21:], len(text) - 21) for cache, text in zip(caches, texts, strict=True)]
     for text, ours in zip(texts, level.forward_all(parts), strict=True):

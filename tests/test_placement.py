@@ -48,6 +48,7 @@ def run(plan: Plan) -> tuple[list[int], dict[str, dict[str, int]]]:
         {"gamma": 0},
         {"gamma": 15, "draft_gamma": 0, "budget": 256},
         {"gamma": 7, "offload": frozenset({"kv"})},
+        {"gamma": 0, "offload": frozenset({"kv"}), "device_memory": 0.5},
         {"gamma": 7, "offload": frozenset({"weights", "kv"})},
         {"gamma": 7, "offload": frozenset({"kv"}), "host_attention": 0.5},
         {"gamma": 7, "offload": frozenset({"kv"}), "link_gbps": 1.0, "link_bits": 12},
@@ -139,12 +140,13 @@ def test_a_block_that_the_system_refuses_is_an_error_with_numbers() -> None:
 
 
 def test_a_cache_that_the_system_refuses_names_the_context_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight tiles, of which the system gives six: three quarters of the context would fit, and nothing hangs."""
+    """Eight tiles, of which the system gives six: three quarters of the context would fit, and nothing hangs. Hidden
+    rows come before them."""
     plan = request(gamma=0, offload=frozenset({"kv"}))
     given, real = [], Memory._host_block
 
     def limited(memory: Memory, num_bytes: int) -> torch.Tensor:
-        if len(given) == 6:
+        if len(given) == 1 + 6:
             raise DoesNotFit(memory._refused(num_bytes, "pinned", "CUDA error 2"))
         given.append(num_bytes)
         return real(memory, num_bytes)

@@ -15,7 +15,7 @@ from offload.plan.cost import Cost
 from offload.plan.expectations import LLAMA2_7B as LLAMA_7B
 from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.pass_times import ROWS, Times
-from offload.plan.placement import place, shortage
+from offload.plan.placement import Placement, place, shortage
 from offload.plan.planner import Options, Plan, largest_context, make_plan
 from offload.plan.prediction import Prediction
 from offload.plan.request import Request
@@ -106,7 +106,7 @@ def test_prefill_has_room_for_all_tiles_of_the_layer_that_keeps_the_fewest() -> 
     count = -(-120_200 // 8192)
     assert made.resident_tiles % 32 > 0  # layers keep unlike numbers
     streamed = -(-(32 * count - made.resident_tiles) // 32)
-    assert made.device_bytes["arena"] == 120_200 * 4096 * 2 + streamed * made.tile_tokens * 524288 // 32
+    assert made.device_bytes["arena"] == streamed * made.tile_tokens * 524288 // 32
 
 
 @pytest.mark.parametrize("budget", [512, 4096, 16_384])
@@ -115,9 +115,36 @@ def test_a_prefill_and_the_retrieval_cache_have_the_same_bytes(hardware: Hardwar
     """Both were counted: 3 GB of a card went unused by 7B at 120,000 tokens, 3.7 GB by 13B."""
     made = plan(Options(budget=budget, chunk=16), target=LLAMA_7B, hardware=hardware, prompt=60_000).placement
     hidden, retrieved = 60_200 * 4096 * 2, (budget + 128) * 524288
-    moved = 8 - made.resident_tiles // 32 if made.offload else 0
-    assert made.device_bytes["arena"] == max(hidden + moved * made.tile_tokens * 524288 // 32, retrieved)
-    assert not {"retrieval cache", "hidden rows", "prefill tiles"} & made.device_bytes.keys()
+    moved = (8 - made.resident_tiles // 32) * made.tile_tokens * 524288 // 32
+    assert made.device_bytes["arena"] == max(moved if made.offload else hidden, retrieved)
+    assert not {"retrieval cache", "prefill tiles"} & made.device_bytes.keys()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_where_the_cache_streams_hidden_rows_are_on_the_host_of_each_rank(number: int) -> None:
+    """In the arena they were 1 GB of a card that decoding had no use for."""
+    hardware = replace(GPU, num_devices=number, device_free_bytes=48 * GIB)
+
+    def placed(*offload: str) -> Placement:
+        options = Options(offload=frozenset(offload), kv_bits=16)
+        return plan(options, target=LLAMA_7B, hardware=hardware, prompt=24_000).placement
+
+    for made in (placed("kv"), placed("kv", "weights")):
+        assert made.host_bytes["hidden rows"] == number * 24_200 * 4096 * 2
+        assert made.device_bytes["hidden rows"] == 3 * 512 * 4096 * 2
+        assert number == 1 or made.other_device_bytes["hidden rows"] == 3 * 512 * 4096 * 2
+    for made in (placed(), placed("weights")):
+        assert not {"hidden rows"} & (made.host_bytes.keys() | made.device_bytes.keys())
+        assert made.device_bytes["arena"] >= 24_200 * 4096 * 2
+
+
+def test_several_sequences_have_one_set_of_hidden_rows() -> None:
+    request = Request(LLAMA_7B, None, Options(offload=frozenset({"kv"})), GPU)
+    one = request.plan(num_prompt_tokens=8000, max_tokens=200)
+    four = request.together(one, 4, most=4)
+    assert four.request.num_sequences > 1
+    assert four.placement.host_bytes["hidden rows"] == one.placement.host_bytes["hidden rows"]
+    assert four.placement.device_bytes["hidden rows"] == one.placement.device_bytes["hidden rows"]
 
 
 def test_layers_leave_room_for_a_cache_that_stays_on_the_device() -> None:
@@ -371,6 +398,21 @@ def test_a_cpus_passes_take_what_was_measured_of_them() -> None:
     assert priced.retrieval_pass(1) == pytest.approx(1e-4 + 8 * (1e-3 + 1024 * 1e-7))
     assert priced.draft_pass == pytest.approx(1e-5 + 3 * (2e-5 + 256 * 1e-9))
     assert priced.prefill(1000) == pytest.approx(8 * (1000 * 1e-5 + 500_500 * 1e-9))
+
+
+def test_a_prefills_hidden_rows_cross_the_link_each_way_between_two_layers() -> None:
+    """As few as have room on the device do not. Over a link of 1 MB a second nothing else takes as long."""
+    options = Options(offload=frozenset({"kv"}), link_gbps=1e-3)
+    sizing, found = Sizing(DEMO, None, options, CPU, "bf16"), PLAIN
+    priced = Cost(sizing, place(sizing, 32000, found), 32000, found, Times(PASS_TIMES))
+    assert priced.prefill(3 * 512) == pytest.approx(3 * 512 * 12288 / 1e6)
+    assert priced.prefill(2000) == pytest.approx(2000 * (12288 + 7 * 384 * 2) / 1e6)
+    streams = replace(
+        priced,
+        placement=place(replace(sizing, options=replace(options, offload=frozenset({"kv", "weights"}))), 32000, found),
+    )
+    there, back = streams.streamed_weights, 2000 * 12288
+    assert streams.prefill(2000) == pytest.approx((max(there, back) + 2000 * 7 * 384 * 2) / 1e6)
 
 
 def test_ranks_share_what_was_measured_of_a_processor_and_its_models() -> None:

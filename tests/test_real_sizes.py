@@ -21,20 +21,21 @@ from offload.plan.sizing import KV_TAIL
 
 pytest.importorskip("triton")
 
+from offload.transfer.hidden_rows import ResidentRows
 from offload.transfer.link import CudaEvent
 from offload.worker import Worker
 from paper.real_sizes import GPU, NUM_PROMPT, planned, worker_without_bytes
 
-NUM_PREFILLED = 512  # tokens, after all others of the prompt
+NUM_PREFILLED = 512  # tokens, after all others of the prompt: a block
 
 
 def _pass(level: str, num_rows: int) -> Callable[[Worker], object]:
     return lambda worker: worker.levels[level].forward([1] * num_rows, num_rows)
 
 
-def _prefill(worker: Worker) -> None:
-    worker.levels["target"].truncate(NUM_PROMPT - NUM_PREFILLED)
-    worker.prefill([1] * NUM_PREFILLED, lambda num_tokens: None)
+def _prefill(worker: Worker, num_tokens: int = NUM_PREFILLED) -> None:
+    worker.levels["target"].truncate(NUM_PROMPT - num_tokens)
+    worker.prefill([1] * num_tokens, lambda num_tokens: None)
 
 
 PASSES: dict[str, Callable[[Worker], object]] = {
@@ -49,26 +50,27 @@ PASSES: dict[str, Callable[[Worker], object]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """budgets: (launches, waits of the host) of each pass, in the order of PASSES. A layer whose weights are made of
-    their codes takes five launches. The prefill waits for copies of pages that it has no rows of any more: their slots
-    are for others then."""
+    """bits: see `planned`. budgets: (launches, waits of the host) of each pass, in the order of PASSES. A layer whose
+    weights are made of their codes takes five launches. The prefill waits for copies of pages that it has no rows of
+    any more: their slots are for others then."""
 
     target: ModelConfig
     num_cards: int
     offload: tuple[str, ...]
     budgets: tuple[tuple[int, int], ...]
+    bits: int | None = None
 
 
 CASES = {
-    "7B": Case(LLAMA2_7B, 1, ("kv",), ((2181, 0), (2181, 0), (5, 0), (5, 0), (72, 0), (14254, 6))),
-    "13B": Case(LLAMA2_13B, 1, ("kv", "weights"), ((2961, 0), (2961, 0), (5, 0), (5, 0), (80, 0), (18048, 6))),
-    "13B, two cards": Case(LLAMA2_13B, 2, ("kv",), ((2887, 0), (2887, 0), (927, 0), (5, 0), (80, 0), (17978, 6))),
+    "7B": Case(LLAMA2_7B, 1, ("kv",), ((2181, 0), (2181, 0), (5, 0), (5, 0), (72, 0), (14253, 6))),
+    "13B": Case(LLAMA2_13B, 1, ("kv", "weights"), ((2961, 0), (2961, 0), (5, 0), (5, 0), (80, 0), (18047, 6))),
+    "13B, two cards": Case(LLAMA2_13B, 2, ("kv",), ((2887, 0), (2887, 0), (927, 0), (5, 0), (80, 0), (17977, 6)), 16),
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_every_kind_of_pass_keeps_its_budget_and_the_plan_its_bytes(case: Case) -> None:
-    plan = planned(case.target, LLAMA_68M, case.num_cards)
+    plan = planned(case.target, LLAMA_68M, case.num_cards, case.bits)
     assert plan.placement.offload == case.offload
     counted = {}
     with worker_without_bytes(plan, case.target, LLAMA_68M) as (worker, card):
@@ -96,6 +98,28 @@ def test_every_kind_of_pass_keeps_its_budget_and_the_plan_its_bytes(case: Case) 
         if got[0] > budget[0] or got[1] > budget[1]
     }
     assert not over
+
+
+def test_hidden_rows_cross_the_link_without_a_wait_of_the_host() -> None:
+    """In five blocks as often as where they are on the device: it waits for other things."""
+    case, num_tokens = CASES["13B"], 5 * NUM_PREFILLED
+    plan = planned(case.target, LLAMA_68M, case.num_cards)
+    with worker_without_bytes(plan, case.target, LLAMA_68M, with_flash=True) as (worker, card):
+        streamed, dtype = worker._hidden_rows, worker.full.shape.dtype
+        resident = ResidentRows(worker.full.arena, case.target.hidden_size, dtype, block=NUM_PREFILLED)
+        moved, waits = [], []
+        for rows in (resident, resident, streamed):  # the first one sends other pages home, too
+            before, waited = worker.link_stats, card.syncs.total()
+            worker._hidden_rows = rows
+            _prefill(worker, num_tokens)
+            moved.append(worker.link_stats - before)
+            waits.append(card.syncs.total() - waited)
+    assert card.problems == []
+    assert card.bytes_peak <= plan.placement.total_device_bytes
+    crossed = (case.target.num_layers - 1) * num_tokens * case.target.hidden_size * 2
+    assert moved[2].bytes_to_device - moved[1].bytes_to_device == crossed
+    assert moved[2].bytes_to_host - moved[1].bytes_to_host == crossed
+    assert waits[2] == waits[1]
 
 
 def test_a_cache_in_4_bits_keeps_the_plans_bytes() -> None:

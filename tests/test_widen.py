@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from models import FAMILIES, SMALL, Sizes, full_cache, load, random_model, random_tokens, save
+from models import FAMILIES, SMALL, Sizes, full_cache, load, random_model, random_tokens, resident_rows, save
 from offload.engine import load_tokenizer
 from offload.errors import DoesNotFit, ModelError, TriforceError, UsageError
 from offload.model.decoder import Segment
@@ -83,7 +83,9 @@ def ours(folder: Path, tokens: list[int], dtype: torch.dtype = torch.float32) ->
     decoder = load(folder, dtype=dtype)
     cache = full_cache(decoder, Sizes(capacity=len(tokens), page=64))
     cache.begin("prefill", len(tokens))
-    return decoder.logits(decoder.forward([Segment(cache, torch.tensor(tokens))], prefill_block=64)).float()
+    rows = resident_rows(decoder, 64)
+    decoder.prefill(Segment(cache, torch.tensor(tokens)), rows)
+    return decoder.logits(rows.rows).float()
 
 
 def error(logits: Tensor, expected: Tensor) -> float:

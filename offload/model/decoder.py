@@ -1,4 +1,4 @@
-"""The decoder: rows in, hidden rows out. One forward for prefill and decode alike, layer by layer.
+"""The decoder: rows in, hidden rows out, layer by layer, in a pass or in a prefill.
 
 Shapes of Llama, Mistral, Qwen2 and Qwen3. Rows of several sequences are packed, not padded: whatever works on rows
 works on all of them together, attention works sequence by sequence.
@@ -7,7 +7,7 @@ works on all of them together, attention works sequence by sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from offload.model.few_rows import FewRows
 from offload.model.shared_blocks import SharedBlocks
 from offload.model.sums import OneRank, Sums
 from offload.plan.config import ModelConfig
+from offload.transfer.hidden_rows import HiddenRows
 from offload.transfer.layout import LayerWeights
 from offload.transfer.weights import ResidentLayers, Weights
 
@@ -69,46 +70,53 @@ class Decoder:
         self,
         segments: Sequence[Segment],
         *,
-        prefill_block: int | None = None,
         blocks: Sequence[int] | None = None,
         shared: SharedBlocks | None = None,
-        on_rows: Callable[[int], None] = lambda num_rows: None,
-        rows: Tensor | None = None,
     ) -> Tensor:
         """Run the segments' tokens through all layers, filling their caches -> hidden rows [T, hidden], model dtype.
 
         The caller has begun the forward on each cache and advances it afterwards. Every layer's weights are used once.
-        prefill_block: rows are worked on in blocks of at most this many, in place, so that a layer's intermediates stay
-        small; None: all at once. blocks: every matrix product sees exactly these numbers of rows, one after the other
-        (`T` is their sum), so that a row's bits do not depend on how many others there are; None: as prefill_block
-        gives them. shared: those of several segments, whose rows come out in its order.
-        `on_rows` is called with each block's number of rows after each layer. With several ranks a prefill can be
-        broken off between two blocks, another forward ends on all of them.
-        rows: where to have the hidden rows. Peak memory: T of them and one block's intermediates.
+        blocks: every matrix product sees exactly these numbers of rows, one after the other (`T` is their sum), so that
+        a row's bits do not depend on how many others there are; None: all at once. shared: those of several segments,
+        whose rows come out in its order. With several ranks it ends on all of them.
         """
         tokens = segments[0].tokens if len(segments) == 1 else torch.cat([each.tokens for each in segments])
         if shared is not None:
             tokens, blocks = shared.joined(tokens), shared.sizes
         if blocks is not None and len(tokens) != sum(blocks):
             raise ValueError(f"{len(tokens)} rows are not blocks of {blocks}")
-        if self._few is not None and prefill_block is None and (blocks is not None or len(tokens) <= FEW_ROWS):
+        if self._few is not None and (blocks is not None or len(tokens) <= FEW_ROWS):
             return self._forward_few(self._few, tokens, segments)
-        x = self.weights.embedding.rows(tokens, out=rows)
-        with self._due(x, self.config.num_layers) if prefill_block is None else nullcontext():
+        x = self.weights.embedding.rows(tokens)
+        with self._due(x, self.config.num_layers):
             for layer, weights in enumerate(self.weights.layers):
-                for start in range(0, x.shape[0], prefill_block or x.shape[0]):
-                    block = x[start : start + (prefill_block or x.shape[0])]
-                    with nullcontext() if prefill_block is None else self._due(block, 1):
-                        self._layer(layer, weights, block, start, segments, blocks, shared)
-                    on_rows(block.shape[0])
+                self._layer(layer, weights, x, segments, blocks, shared)
         return x
+
+    def prefill(
+        self, segment: Segment, rows: HiddenRows, *, on_rows: Callable[[int], None] = lambda num_rows: None
+    ) -> None:
+        """The same of one segment in phase "prefill", in the blocks of `rows`, so that a layer's intermediates stay
+        small. Nothing comes out but what `rows` keep.
+
+        `on_rows` is called with each block's number of rows after each layer. With several ranks a prefill can be
+        broken off between two blocks. Peak memory: one block's intermediates besides `rows`.
+        """
+        rows.begin(len(segment.tokens))
+        for layer, weights in enumerate(self.weights.layers):
+            for start, x in rows.blocks(layer):
+                if layer == 0:
+                    self.weights.embedding.rows(segment.tokens[start : start + len(x)], out=x)
+                with self._due(x, 1):
+                    self._layer(layer, weights, x, [segment])
+                on_rows(len(x))
 
     def _forward_few(self, few: FewRows, tokens: Tensor, segments: Sequence[Segment]) -> Tensor:
         num_rows = tokens.shape[0]
         x = self.weights.embedding.rows(tokens, out=few.rows(num_rows))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._attend(layer, q, k, v, 0, segments)
+            return self._attend(layer, q, k, v, segments)
 
         with self._due(x, self.config.num_layers):
             for layer, weights in enumerate(self.weights.layers):
@@ -141,15 +149,14 @@ class Decoder:
         layer: int,
         weights: LayerWeights,
         x: Tensor,
-        start: int,
         segments: Sequence[Segment],
-        blocks: Sequence[int] | None,
-        shared: SharedBlocks | None,
+        blocks: Sequence[int] | None = None,
+        shared: SharedBlocks | None = None,
     ) -> None:
-        """x [T, hidden], rows `start` and on of the forward, in place."""
+        """x [T, hidden], in place."""
         qkv = _by_block(blocks, x, lambda part: weights.qkv(self._norm(part, weights.input_norm)))
         q, k, v = self._heads(weights, qkv if shared is None else shared.apart(qkv))
-        attended = self._attend(layer, q, k, v, start, segments)
+        attended = self._attend(layer, q, k, v, segments)
         attended = attended if shared is None else shared.joined(attended)
         x += self._sums.total(_by_block(blocks, attended, weights.o))
         x += self._sums.total(_by_block(blocks, x, lambda part: self._feed_forward(weights, part)))
@@ -168,18 +175,13 @@ class Decoder:
             q, k = self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)
         return q, k, v
 
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int, segments: Sequence[Segment]) -> Tensor:
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Each segment's share of these rows, through its cache -> [T, H * D]."""
         if len(segments) == 1:
             return segments[0].cache.attend(layer, q, k, v)
-        stop, base, out = start + q.shape[0], 0, []
-        for segment in segments:
-            first, last = max(start, base), min(stop, base + len(segment.tokens))
-            if first < last:
-                own = slice(first - start, last - start)
-                out.append(segment.cache.attend(layer, q[own], k[own], v[own]))
-            base += len(segment.tokens)
-        return out[0] if len(out) == 1 else torch.cat(out)
+        counts = [len(each.tokens) for each in segments]
+        own = zip(q.split(counts), k.split(counts), v.split(counts), strict=True)
+        return torch.cat([each.cache.attend(layer, *rows) for each, rows in zip(segments, own, strict=True)])
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)

@@ -18,7 +18,7 @@ from offload.metrics import LevelStats
 from offload.model.decoder import Decoder, Segment
 from offload.model.graphs import VARIABLE, Graphs
 from offload.model.shared_blocks import SharedBlocks
-from offload.transfer.arena import Arena
+from offload.transfer.hidden_rows import HiddenRows
 from offload.transfer.link import Link
 from offload.transfer.memory import sent
 from offload.transfer.timing import Timing, measured_together
@@ -289,14 +289,12 @@ def prefill(
     cache: Cache,
     tokens: Sequence[int],
     *,
-    prefill_block: int,
+    rows: HiddenRows,
     on_tokens: Callable[[int], None],
-    arena: Arena | None = None,
 ) -> None:
-    """Fill `cache` with `tokens` (none: nothing happens), layer by layer, in blocks of `prefill_block` rows. No logits.
+    """Fill `cache` with `tokens` (none: nothing happens), layer by layer, in the blocks of `rows`. No logits.
 
     `on_tokens` is called with the number of tokens done, counting a block in one layer as its share of the layers.
-    arena: where the hidden rows are, of which the cache has the turn in phase "prefill".
     """
     if not tokens:
         return
@@ -310,8 +308,6 @@ def prefill(
     with torch.inference_mode():
         cache.begin("prefill", len(tokens))
         segment = Segment(cache, torch.tensor(tokens, dtype=torch.long, device=decoder.device))
-        size, dtype = (len(tokens), decoder.config.hidden_size), decoder.weights.embedding.dtype
-        rows = None if arena is None else arena.take(size, dtype)
-        decoder.forward([segment], prefill_block=prefill_block, on_rows=count, rows=rows)
+        decoder.prefill(segment, rows, on_rows=count)
         cache.advance(len(tokens))
         decoder.finish()

@@ -16,7 +16,7 @@ from offload.plan.gpu_costs import CPU_REFRESH, GPU, GPU_REFRESH
 from offload.plan.link_bits import CPU_RESTORED
 from offload.plan.pass_times import UNKNOWN, PassTimes, Times, estimated
 from offload.plan.placement import Placement
-from offload.plan.sizing import CACHED_SHARE, PREFILL_BLOCK, Sizing, host_slowdown
+from offload.plan.sizing import CACHED_SHARE, NUM_ROW_SLOTS, PREFILL_BLOCK, Sizing, host_slowdown
 from offload.plan.sum_costs import GLOO, NCCL, NETWORK
 
 CODED_KV_REFUSED = 0.02  # tokens of the target by itself over its cache in 4 bits (docs/log.md)
@@ -204,18 +204,27 @@ class Cost:
         return calls + self._kept / rate + crossing
 
     def prefill(self, num_tokens: int) -> float:
-        """Seconds of a prefill, layer by layer: the longest of computation with its sums, weights that cross the link
-        once and rows that are written back once."""
+        """Seconds of a prefill, layer by layer: the longest of computation with its sums, and of what crosses the link
+        in each direction: weights once, rows of the cache back once, hidden rows between two layers."""
         sizing, rates = self.sizing, self.sizing.hardware.rates
-        home = num_tokens * sizing.kv_bytes_per_token * self._share_on_host
-        moved = self.streamed_weights / self.link_rate
+        hidden = self._crossing_rows(num_tokens)
+        there = self.streamed_weights + hidden
+        back = num_tokens * sizing.kv_bytes_per_token * self._share_on_host + hidden
         if self._on_cpu:
             computed = self._cpu_share * self._target_times.prefill(sizing.target.num_layers, num_tokens)
         else:
             flops = sizing.target.prefill_flops(num_tokens) / sizing.num_devices
             computed = flops / (GPU.prefill_share * rates.flops)
         summed = self.sums(num_tokens, -(-num_tokens // PREFILL_BLOCK))
-        return max(computed + summed + self._restoring, moved, home / min(rates.to_host, self.link_rate))
+        return max(
+            computed + summed + self._restoring, there / self.link_rate, back / min(rates.to_host, self.link_rate)
+        )
+
+    def _crossing_rows(self, num_tokens: int) -> int:
+        """Bytes over each device's link, in either direction, for the hidden rows of a prefill."""
+        if "kv" not in self.placement.offload or num_tokens <= NUM_ROW_SLOTS * self.placement.prefill_block:
+            return 0
+        return (self.sizing.target.num_layers - 1) * self.sizing.hidden_bytes(num_tokens)
 
     def _blocks(self, rows: int) -> int:
         return -(-rows // self.sizing.most_rows)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from offload.plan.composition import Composition
 from offload.plan.link_bits import link_bits, weight_link_bits
 from offload.plan.options import PAGE_TOKENS
-from offload.plan.sizing import NUM_STAGING, PREFILL_BLOCK, Sizing
+from offload.plan.sizing import NUM_ROW_SLOTS, NUM_STAGING, PREFILL_BLOCK, Sizing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +120,9 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
             sizes["weight staging"] = NUM_STAGING * home + (layer if weight_bits < 16 else 0)
         if "kv" in offload:
             sizes["kv staging"] = (NUM_STAGING + (bits < 16)) * tile
-        moved = count - tiles // num_layers if "kv" in offload else 0
-        sizes["arena"] = sizing.arena_bytes(capacity, composition, moved)
+            sizes["hidden rows"] = sizing.hidden_bytes(NUM_ROW_SLOTS * PREFILL_BLOCK)
+        rows, moved = (0, count - tiles // num_layers) if "kv" in offload else (capacity, 0)
+        sizes["arena"] = sizing.arena_bytes(capacity, composition, rows=rows, prefill_tiles=moved)
         sizes["kv cache"] = tiles * tile
         return {name: size for name, size in sizing.of_all(sizes).items() if size}
 
@@ -137,6 +138,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     host = {
         "target layers": (num_layers - layers) * home * devices,
         "target embeddings": table * devices,
+        "hidden rows": sizing.hidden_bytes(capacity) * devices if "kv" in offload else 0,
         "gathered chunks": sizing.fetched_bytes(capacity, composition) * devices if "kv" in offload else 0,
     }
     host = {name: size for name, size in sizing.of_all(host).items() if size}

@@ -17,6 +17,7 @@ PREFILL_PAGES = 2  # whose scores are in memory at a time, where no fused kernel
 MAX_TILE_TOKENS = 8192  # without the room for padded rows
 CPU_BLOCKS = (*range(1, 9), 12, 16, 20, 24, 32)  # rows, those that the machine computes alike and gains by
 MAX_ROWS = 256  # beyond the sequence that a pass may write: the longest verification, padded
+NUM_ROW_SLOTS = 3  # blocks of a prefill that are on the device, where its hidden rows are on the host
 NUM_STAGING = 2  # buffers through which layers, and tiles, cross the link
 TAIL_TOKENS = 128  # steps of the room after the chosen chunks of the retrieval cache, at least one chunk
 FEW_ROWS = 64  # that a card's own kernel attends for at most at the lower levels (kernels/native)
@@ -297,12 +298,15 @@ class Sizing:
         head_dim = self.target.head_dim
         return kv_code_bytes(head_dim) / (KV_CODE_GROUP * 2 * head_dim * self.itemsize)
 
-    def arena_bytes(self, capacity: int, composition: Composition, prefill_tiles: int) -> int:
-        """Bytes that a prefill has for its hidden rows and for `prefill_tiles` tiles of a layer, and then the retrieval
-        cache."""
-        rows = capacity * self.target.hidden_size * self.itemsize
+    def hidden_bytes(self, num_rows: int) -> int:
+        """So many hidden rows, whole on each device or for it on the host."""
+        return num_rows * self.target.hidden_size * self.itemsize
+
+    def arena_bytes(self, capacity: int, composition: Composition, *, rows: int, prefill_tiles: int) -> int:
+        """Bytes that a prefill has for `rows` hidden rows and for `prefill_tiles` tiles of a layer, and then the
+        retrieval cache."""
         retrieved = self._retrieval_bytes(composition) if composition.budget else 0
-        return max(rows + prefill_tiles * self.tile_bytes(capacity), retrieved)
+        return max(self.hidden_bytes(rows) + prefill_tiles * self.tile_bytes(capacity), retrieved)
 
     def fetched_bytes(self, capacity: int, composition: Composition) -> int:
         """The most bytes that one fetch of chunks, or of tokens to encode, moves, on each device and for it on the

@@ -30,7 +30,7 @@ from offload.kernels.card.flash import Flash
 from offload.kernels.kv_remainders import PageShape
 from offload.model.decoder import Decoder
 from offload.model.loading import DTYPES
-from offload.parts import Parts
+from offload.parts import Parts, streamed_rows
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.options import Options
@@ -53,9 +53,10 @@ NUM_PROMPT = 120_000  # tokens
 GPU = Hardware("cuda:0", "a card on paper", 23 * 10**9, 256 * 10**9, True, RTX_4090)
 
 
-def planned(target: ModelConfig, draft: ModelConfig, num_cards: int) -> Plan:
-    hardware = replace(GPU, num_devices=num_cards)
-    return make_plan(target, draft, Options(), hardware, num_prompt_tokens=NUM_PROMPT, max_tokens=200)
+def planned(target: ModelConfig, draft: ModelConfig, num_cards: int, bits: int | None = None) -> Plan:
+    """bits: of the numbers with which the target proposes to itself; None: those with which it is fastest."""
+    hardware, options = replace(GPU, num_devices=num_cards), Options(weight_bits=bits, kv_bits=bits)
+    return make_plan(target, draft, options, hardware, num_prompt_tokens=NUM_PROMPT, max_tokens=200)
 
 
 class _Unread(Checkpoint):
@@ -120,7 +121,7 @@ def _parts(plan: Plan, models: dict[str, ModelConfig]) -> Parts:
         )
         sums = Sums(0, num_cards, memory.device, check=lambda: None, go=lambda: None) if is_shard else None
         decoders[name] = Decoder(shard.config(models[name]), weights, sums)
-    return Parts(decoders, memory, link)
+    return Parts(decoders, memory, link, streamed_rows(plan, decoders["target"].config, memory, link))
 
 
 class _HomeMaker(HomeMaker):

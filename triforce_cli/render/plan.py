@@ -150,6 +150,7 @@ def _residency(planned: Planned) -> dict[str, str]:
     arena = "prefill, then retrieved chunks" if plan.composition.budget else "prefill"
     return {
         "arena": arena,
+        "hidden rows": f"blocks of {plan.placement.prefill_block} rows in a prefill",
         "target layers": f"{plan.placement.resident_layers} of {num_layers} layers",
         "kv cache": f"{here} of {tiles} tiles of {plan.placement.tile_tokens:,} tokens",
     }

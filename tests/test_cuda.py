@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from offload.kernels.codes import Codes, encode_in_parts  # noqa: E402
 from offload.plan.options import Options  # noqa: E402
 from offload.plan.planner import Plan  # noqa: E402
 from offload.plan.request import Request  # noqa: E402
+from offload.plan.sizing import CODE_BITS  # noqa: E402
 from offload.transfer.layout import Linear  # noqa: E402
 from offload.transfer.link import CudaLink  # noqa: E402
 from offload.transfer.memory import Memory  # noqa: E402
@@ -233,9 +235,8 @@ def coded(outputs: int, inputs: int, dtype: torch.dtype, bits: int) -> tuple[Cod
     return made[0], made[1]
 
 
-@pytest.mark.parametrize("bits", [4, 6])
-def test_weights_in_few_bits_are_those_of_the_processor_and_products_with_them_of_fp64(bits: int) -> None:
-    for dtype in (torch.bfloat16, torch.float16):
+def test_weights_in_few_bits_are_those_of_the_processor_and_products_with_them_of_fp64() -> None:
+    for dtype, bits in product((torch.bfloat16, torch.float16), CODE_BITS):
         for outputs, inputs in ((272, 1216), (SIDE, SIDE), (64, 2 * SIDE)):
             wanted, made = coded(outputs, inputs, dtype, bits)
             assert torch.equal(made.blocks.cpu(), wanted.blocks)
@@ -246,9 +247,8 @@ def test_weights_in_few_bits_are_those_of_the_processor_and_products_with_them_o
                 assert (out - exact[:count]).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
 
 
-@pytest.mark.parametrize("bits", [4, 6])
-def test_a_row_of_a_product_with_weights_in_few_bits_does_not_depend_on_the_rows_beside_it(bits: int) -> None:
-    for dtype in (torch.bfloat16, torch.float16):
+def test_a_row_of_a_product_with_weights_in_few_bits_does_not_depend_on_the_rows_beside_it() -> None:
+    for dtype, bits in product((torch.bfloat16, torch.float16), CODE_BITS):
         for inputs, outputs in ((5120, 15360), (5120, 5120), (13824, 5120), (1216, 272)):
             _, made = coded(outputs, inputs, dtype, bits)
             rows = torch.randn(40, inputs, device=DEVICE).to(dtype)

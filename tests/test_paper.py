@@ -190,7 +190,7 @@ def test_chat_works_ahead_on_a_thread_of_its_own(pair: Pair) -> None:
 
 OF_ROWS = test_cuda.test_a_row_of_a_product_does_not_depend_on_its_place_among_the_rows  # tried further below
 # A product's bits in Triton are those of a card, and this card computes on a CPU.
-BITS = test_cuda.test_a_row_of_a_product_with_weights_in_4_bits_does_not_depend_on_the_rows_beside_it
+BITS = test_cuda.test_a_row_of_a_product_with_weights_in_few_bits_does_not_depend_on_the_rows_beside_it
 # So are programs of what crosses the link in fewer bits: see packed_interpreted.py and low_bits_interpreted.py.
 FEWER_BITS = test_cuda.test_tokens_are_the_same_in_whatever_bits_weights_and_pages_cross_the_link
 APART = (OF_ROWS, BITS, FEWER_BITS)
@@ -208,7 +208,7 @@ def test_the_tests_for_a_card_pass_on_paper(
         monkeypatch.setattr(test_cuda, "LONGER", 600)
         monkeypatch.setattr(test_cuda, "MAX_TOKENS", 4)
         monkeypatch.setattr(test_cuda, "DTYPES", ("bf16",))
-    # Products with weights in 4 bits have twins here; attention to a cache in 4 bits and packed pages have none: see
+    # Products with weights in few bits have twins here; attention to a cache in 4 bits and packed pages have none: see
     # low_bits_interpreted.py and packed_interpreted.py.
     monkeypatch.setattr(hardware, "_has_kernels", lambda new_enough: new_enough)
     monkeypatch.setattr(planner, "cache_problem", lambda sizing: "on paper")

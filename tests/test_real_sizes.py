@@ -63,7 +63,7 @@ class Case:
 
 CASES = {
     "7B": Case(LLAMA2_7B, 1, ("kv",), ((2181, 0), (2181, 0), (5, 0), (5, 0), (72, 0), (14253, 6))),
-    "13B": Case(LLAMA2_13B, 1, ("kv", "weights"), ((2961, 0), (2961, 0), (5, 0), (5, 0), (80, 0), (18047, 6))),
+    "13B": Case(LLAMA2_13B, 1, ("kv", "weights"), ((2967, 0), (2967, 0), (5, 0), (5, 0), (80, 0), (18057, 6))),
     "13B, two cards": Case(LLAMA2_13B, 2, ("kv",), ((2887, 0), (2887, 0), (927, 0), (5, 0), (80, 0), (17977, 6)), 16),
 }
 
@@ -169,7 +169,7 @@ def test_a_triton_program_that_does_not_wait_for_its_keys_is_reported(monkeypatc
     assert any("race: read" in problem and "unpack_pages" in problem for problem in problems)
 
 
-@pytest.mark.parametrize(("name", "launches"), [("7B", 3887), ("13B", 5089)])
+@pytest.mark.parametrize(("name", "launches"), [("7B", 3887), ("13B", 5100)])
 def test_flash_attn_takes_a_fourth_of_the_launches_of_a_prefill(name: str, launches: int) -> None:
     case = CASES[name]
     plan = planned(case.target, LLAMA_68M, case.num_cards)

@@ -400,7 +400,7 @@ def test_a_link_as_fast_as_memory_gets_numbers_as_they_are() -> None:
     )
 
 
-@pytest.mark.parametrize(("link_gbps", "bits"), [(0.5, 9), (0.8, 9), (0.9, 12), (2.0, 12)])
+@pytest.mark.parametrize(("link_gbps", "bits"), [(0.5, 9), (1.3, 9), (1.4, 12), (2.0, 12)])
 def test_on_a_cpu_only_a_slow_link_gets_what_is_beside_codes(link_gbps: float, bits: int) -> None:
     """Two cores make numbers of their codes and the rest more slowly than a quicker link brings packed ones."""
     few = {"kv_bits": 4, "weight_bits": 4, "offload": frozenset({"kv", "weights"}), "link_gbps": link_gbps}

@@ -9,7 +9,7 @@ from offload.plan.composition import Composition
 from offload.plan.machine import KERNELS
 from offload.plan.sizing import BESIDE_CODES, PACKED_TOKENS, WIDEST_CARD_HEAD, Sizing
 
-CPU_RESTORED = 1.6e9  # bytes a second of bf16 that two cores make of codes and the rest in a pass; packed ones 20e9
+CPU_RESTORED = 2.7e9  # bytes a second of bf16 that two cores make of codes and the rest in a pass; packed ones 20e9
 _SLOWER = 8.0  # than the device's memory is a link at least that packing is worth: unpacking moves 3.5 bytes a number
 
 

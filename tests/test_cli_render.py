@@ -101,7 +101,7 @@ def test_stats_table_says_what_crossed_the_link():
     assert "offload kv,weights" in table
     assert "12 bits" not in table
     stats.wider_layers = 2
-    wider = "            2 layers cross in 12 bits, not fewer: some weights would not come back"
+    wider = "            2 layers cross in 12 bits, not fewer: weights would not come back"
     assert wider in stats_table(stats, make_plan(Options(offload=frozenset({"weights"})))).splitlines()
 
 

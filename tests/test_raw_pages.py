@@ -424,7 +424,7 @@ def test_the_plan_counts_the_blocks_that_are_pinned(
     assert bool(plan.placement.host_tiles) == bool(host_attention)
     shard = Shard(0, num_devices).config(model)
     blocks = num_devices * sum(_host_blocks(plan, shard, Memory(torch.device("cpu"))))
-    names = ("target layers", "target embeddings", "kv cache", PURPOSE)
+    names = ("target layers", "target embeddings", "hidden rows", "kv cache", PURPOSE)
     planned = sum(plan.placement.host_bytes.get(name, 0) for name in names)
     assert blocks == pytest.approx(planned, rel=1e-9)
     if tokens > 100_000:

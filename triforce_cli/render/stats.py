@@ -128,7 +128,7 @@ def _links(stats: Stats) -> list[str]:
 def _wider(stats: Stats) -> Iterator[str]:
     if stats.wider_layers:
         layers = "1 layer crosses" if stats.wider_layers == 1 else f"{stats.wider_layers} layers cross"
-        yield f"            {layers} in 12 bits, not fewer: some weights would not come back"
+        yield f"            {layers} in 12 bits, not fewer: weights would not come back"
 
 
 def _host_attention(stats: Stats) -> Iterator[str]:

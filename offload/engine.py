@@ -250,7 +250,6 @@ class Engine:
             raise
         outgrown, self.worker, self.prefix = self.worker, worker, prefix
         outgrown.release()
-        worker.parts.keep_low_bits(plan.composition.weight_bits)
 
     @property
     def num_cached(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,7 @@ class Parts:
     link: Link | None
     rows: StreamedRows | None = None
     _low_bits: dict[int, LowBits] = field(default_factory=dict)  # of the target, by the number of bits
+    _users: Counter[int] = field(default_factory=Counter)  # of these, likewise
 
     @classmethod
     def load(
@@ -74,18 +76,21 @@ class Parts:
         return self.decoders["target"]
 
     def coded_target(self, bits: int) -> Decoder:
-        """The target over weights in so many bits, made when they are first wanted. Raises UsageError, DoesNotFit."""
+        """The target over weights in so many bits, made when they are first wanted and kept until all who have asked
+        for them gave them up. Raises UsageError, DoesNotFit."""
         if bits not in self._low_bits:
             config, device = self.target.config, self.memory.device
             on_cpu = device.type == "cpu"
             kernels = fitting(device, config.head_dim, config.layer_products()) if on_cpu else card(device)
             self._low_bits[bits] = low_bits(self.target.weights, config, bits, self.memory, kernels)
+        self._users[bits] += 1
         return self.target.over(self._low_bits[bits].weights)
 
-    def keep_low_bits(self, bits: int) -> None:
-        """Weights in another number of bits are not used again."""
-        for other in self._low_bits.keys() - {bits}:
-            self._low_bits.pop(other).release(self.memory)
+    def give_up_coded_target(self, bits: int) -> None:
+        """One of those who have asked for it uses it no more."""
+        self._users[bits] -= 1
+        if not self._users[bits]:
+            self._low_bits.pop(bits).release(self.memory)
 
     def num_scored(self, num_tokens: int) -> int:
         """Entries of the target's logits that are tokens, of a vocabulary of `num_tokens`: models may pad theirs.

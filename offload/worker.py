@@ -59,6 +59,7 @@ class Worker:
         self.retrieval: RetrievalCache | None = None
         self._copies: RetrievalCache | LowBitCache | None = None  # see `Composition.keeps_copies`
         self._caches: list[Arena | FullCache | RetrievalCache | LowBitCache | StreamingCache] = []
+        self._has_coded_target = False
         try:
             self._make_levels()
             self._reserve()
@@ -167,10 +168,14 @@ class Worker:
         return True
 
     def release(self) -> None:
-        """Give the caches' memory back; they are not used again."""
+        """Give the memory of the caches back, and that of weights in few bits if nobody else uses them; they are not
+        used again."""
         for cache in reversed(self._caches):
             cache.release()
         self._caches.clear()
+        if self._has_coded_target:
+            self._has_coded_target = False
+            self.parts.give_up_coded_target(self.plan.composition.weight_bits)
 
     def close(self) -> None:
         """End the link's threads."""
@@ -189,8 +194,7 @@ class Worker:
         self.full = full_cache(plan, self.target.config, self.memory, self.link, self._blocks, arena)
         self._caches.append(self.full)
         self.levels["target"] = self._level("target", self.target, self.full, self._blocks)
-        bits = plan.composition.weight_bits
-        own = self.target if bits == 16 else self.parts.coded_target(bits)
+        own = self._own_target()
         if plan.composition.inner == "retrieval":
             self.retrieval = _retrieval_cache(plan, self.target.config, self.full)
             self._copies = self.retrieval
@@ -208,6 +212,14 @@ class Worker:
             streaming = _streaming_cache(plan, draft.config, self.memory)
             self._caches.append(streaming)
             self.levels["draft"] = StreamingLevel("draft", draft, streaming, vocab_size=self.vocab_size)
+
+    def _own_target(self) -> Decoder:
+        """That with which the target proposes to itself."""
+        if (bits := self.plan.composition.weight_bits) == 16:
+            return self.target
+        coded = self.parts.coded_target(bits)
+        self._has_coded_target = True
+        return coded
 
     def _level(self, name: str, decoder: Decoder, cache: Cache, blocks: Blocks | None) -> Level:
         """A level of the target, over one of its weights and caches."""

@@ -267,6 +267,20 @@ def forked() -> Iterator[list[Forked]]:
 
 
 @pytest.mark.usefixtures("forked")
+def test_on_every_rank_another_number_of_bits_takes_the_place_of_the_first(folders: tuple[Path, Path]) -> None:
+    sizes = replace(SIZES, draft_gamma=0)
+    with make(folders, sizes, ranks=2, dtype="fp32") as engine:
+        four, said = engine.plan, say(engine)
+        before = [each.device_bytes for each in engine.worker.rank_stats()]
+        engine.replan(changed(four, weight_bits=6))
+        assert say(engine) == said
+        assert all(map(int.__lt__, before, (each.device_bytes for each in engine.worker.rank_stats())))
+        engine.replan(four)
+        assert say(engine) == said
+        assert [each.device_bytes for each in engine.worker.rank_stats()] == before
+
+
+@pytest.mark.usefixtures("forked")
 def test_two_ranks_say_the_same(folders: tuple[Path, Path]) -> None:
     with make(folders, PLAIN, dtype="fp32") as engine:
         wanted = say(engine)

@@ -94,7 +94,7 @@ def test_the_copy_is_of_the_layers_weights_and_on_the_card(case: Case, pair: Pai
         bits = case.sizes.weight_bits
         wanted = [{name: _codes_of(getattr(layer, name).weight, bits) for name in OPERATORS} for layer in exact]
     with engine_on_paper(case, pair) as (engine, card):
-        weights = engine.worker.parts.coded_target(bits).weights
+        weights = engine.worker.parts._low_bits[bits].weights
         assert isinstance(weights.layers, ResidentLayers)
         for layer, codes in zip(weights.layers, wanted, strict=True):
             for name in OPERATORS:

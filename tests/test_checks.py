@@ -112,7 +112,7 @@ def test_pages_that_are_unpacked_wrongly_are_found(monkeypatch: Patch) -> None:
         tile[0, 0, 0, 5, 3] += 1
 
     monkeypatch.setattr(unpacked, "unpack_tile", unpack_tile)
-    assert failed() == {"packed tiles"}
+    assert failed() - {"text"} == {"packed tiles"}  # whose text may be another, or not
 
 
 @pytest.mark.skipif(not probe("cpu").fast_bf16, reason="bf16 alone is packed, and slow here")
@@ -127,7 +127,7 @@ def test_weights_that_arrive_with_another_bit_are_found(monkeypatch: Patch, func
         out.view(-1)[77] *= 1.01
 
     monkeypatch.setattr(homes, function, off)
-    assert failed() == {"packed weights"}
+    assert failed() - {"text"} == {"packed weights"}
 
 
 @pytest.mark.skipif(not probe("cpu").fast_bf16, reason="bf16 alone is packed, and slow here")

@@ -117,6 +117,21 @@ def test_new_rows_that_the_host_forgets_are_missed(pair: Pair, monkeypatch: pyte
         assert said(engine) != expected
 
 
+@pytest.mark.parametrize("name", ["plain, kv streamed", "draft, both streamed"])
+def test_rows_are_not_copied_over_tiles_that_still_cross_the_link(name: str, pair: Pair) -> None:
+    """A text ends with the first tiles of the next pass on their way; then another engine's prefill takes their
+    place."""
+    expected = plainly(CASES[name].plain(), pair)
+    with on_paper() as card, loaded(CASES[name], pair) as first, loaded(CASES[name], pair) as other:
+        said(first, PROMPT)
+        said(other, OTHER)
+        other.worker.fetch_ahead()
+        other.take_prompt(first)
+        assert said(other, PROMPT) == expected[0]
+        assert other.stats.reused_tokens > 0
+    assert card.problems == []
+
+
 def test_a_seed_repeats_its_text(pair: Pair) -> None:
     sampling = SamplingParams(temperature=1.0, seed=5)
     with engine_on_paper(BUSIEST, pair) as (engine, card):

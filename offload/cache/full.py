@@ -208,7 +208,10 @@ class FullCache:
         return [self._read_page(layer, number) for layer in range(self.num_layers)]
 
     def page_to_fill(self, number: int) -> list[Tensor]:
-        """See `PagedRows`: the homes themselves, or slots for raw pages."""
+        """See `PagedRows`: the homes themselves, or slots for raw pages. The host waits for tiles that were fetched ahead
+        and still cross the link."""
+        for residence in self._residences.values():
+            residence.settle()
         raw = {} if self.packed is None else self.packed.to_fill(number)
         return [raw[layer] if layer in raw else self.page(layer, number) for layer in range(self.num_layers)]
 
@@ -287,7 +290,7 @@ class FullCache:
         return torch.stack(scores)[..., :num_chunks].to(self.last_query[0].device)
 
     def wait_home(self) -> None:
-        """Return when the tiles' homes have all rows and nobody reads them: the host may write to them."""
+        """Return when the tiles' homes have all rows, and no kernel reads them."""
         if self._traffic is not None:
             self._traffic.wait()
 

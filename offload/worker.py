@@ -200,7 +200,7 @@ class Worker:
             self._copies = self.retrieval
             self._caches.append(self.retrieval)
             self.levels["retrieval"] = self._level("retrieval", own, self.retrieval, None)
-        elif plan.composition.kv_bits < 16:
+        elif plan.composition.keeps_all_codes:
             low_bits = _low_bit_cache(plan, self.target.config, self.full, self.memory)
             self._copies = low_bits
             self._caches.append(low_bits)
@@ -301,7 +301,7 @@ def _host_reads(plan: Plan, config: ModelConfig) -> HostReads:
 def _retrieval_cache(plan: Plan, config: ModelConfig, full: FullCache) -> RetrievalCache:
     found = plan.composition
     rule = Selection(rule="published" if found.selection == "published" else "mass", reach=min(found.gamma, MAX_REACH))
-    kernels = _attention_kernels(plan, config)
+    kernels = _attention_kernels(plan, config) if found.kv_bits == 16 else _coding_kernels(plan, config)
     return RetrievalCache(
         full,
         budget=found.budget,
@@ -310,11 +310,24 @@ def _retrieval_cache(plan: Plan, config: ModelConfig, full: FullCache) -> Retrie
         kernels=kernels,
         tail=tail_tokens(found, plan.request.max_tokens),
         drafted=found.drafted,
+        bits=found.kv_bits,
     )
 
 
 def _low_bit_cache(plan: Plan, config: ModelConfig, full: FullCache, memory: Memory) -> LowBitCache:
-    """Raises UsageError where the device's kernels, which alone attend to it, do not run; DoesNotFit."""
+    """Raises UsageError, see `_coding_kernels`; DoesNotFit."""
+    return LowBitCache(
+        full,
+        memory,
+        num_tokens=plan.request.capacity,
+        drafted=plan.composition.drafted,
+        kernels=_coding_kernels(plan, config),
+        beside=plan.placement.link_bits == 9,
+    )
+
+
+def _coding_kernels(plan: Plan, config: ModelConfig) -> Kernels | card.Card:
+    """The device's, which alone attend to a cache in 4 bits. Raises UsageError where they do not run."""
     kernels = _attention_kernels(plan, config)
     if isinstance(kernels, card.Card):
         usable, whose = kernels.usable, "card"
@@ -322,14 +335,7 @@ def _low_bit_cache(plan: Plan, config: ModelConfig, full: FullCache, memory: Mem
         usable, whose = kernels.library is not None, "processor"
     if not usable:
         raise UsageError(f"a cache in 4 bits needs the {whose}'s kernels, which do not run: {kernels.reason}")
-    return LowBitCache(
-        full,
-        memory,
-        num_tokens=plan.request.capacity,
-        drafted=plan.composition.drafted,
-        kernels=kernels,
-        beside=plan.placement.link_bits == 9,
-    )
+    return kernels
 
 
 def _streaming_cache(plan: Plan, config: ModelConfig, memory: Memory) -> StreamingCache:

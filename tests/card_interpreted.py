@@ -480,8 +480,8 @@ def test_a_refresh_by_the_kernel_holds_what_one_by_the_host_does(
         full = FullCache(memory, shape, num_layers=1, rope=rope, blocks=blocks, mass_chunk=8, link=link, num_resident=1)
         selection = Selection(rule="mass", reach=2)
         caches.append(RetrievalCache(full, budget=32, chunk=8, selection=selection, kernels=kernels, tail=40))
-    assert isinstance(caches[0]._fetch, CardFetch)
-    assert not isinstance(caches[1]._fetch, CardFetch)
+    assert isinstance(caches[0]._chosen._fetch, CardFetch)
+    assert not isinstance(caches[1]._chosen._fetch, CardFetch)
     for first, count in ((0, 8), (8, 12), (20, 12), (32, 12), (44, 1), (45, 12), (57, 12), (69, 8)):
         for cache in caches:
             fed(cache.full, first, count)
@@ -494,8 +494,8 @@ def test_a_refresh_by_the_kernel_holds_what_one_by_the_host_does(
         assert ours.length == theirs.length == theirs.full.length
         assert ours.num_fetched == theirs.num_fetched
         used = ours._num_filled * 8 + ours.length % 8
-        assert torch.equal(ours._held[:, :, :, :used], theirs._held[:, :, :, :used])
-        assert ours._held[:, :, :, :used].any(-1).all()
+        assert torch.equal(ours._chosen._held[:, :, :, :used], theirs._chosen._held[:, :, :, :used])
+        assert ours._chosen._held[:, :, :, :used].any(-1).all()
 
 
 def test_a_kernel_that_cannot_start_names_the_remedy() -> None:

@@ -151,7 +151,7 @@ def test_the_cache_on_a_card_follows_the_full_one(
     """Rows come by the card's own kernel, with copies home as late as may be; outputs are those of torch's attention
     over the same numbers, after drafts, refusals and a text that begins otherwise, too."""
     monkeypatch.setattr(fetch, "kernels_read_host", lambda device: True)
-    monkeypatch.setattr(low_bits, "ENCODED_BYTES", encoded_bytes)
+    monkeypatch.setattr(low_bits, "FETCH_BYTES", encoded_bytes)
     memory, rope = Memory(torch.device("cpu")), turning(32, torch.float32)
     full = FullCache(
         memory, TileShape(KV_HEADS, 32, 32, 2, torch.float32), num_layers=LAYERS, rope=rope, blocks=Blocks((1, 5, 10)),

@@ -112,7 +112,7 @@ def test_a_prefill_in_place_of_the_retrieval_cache_changes_nothing_that_is_said_
     real = RetrievalCache._open
 
     def noted(cache: RetrievalCache) -> None:
-        if cache._buffer is None and cache.chunks is not None:
+        if not cache._chosen.is_open and cache.chunks is not None:
             fetched_again.append(cache.length)
         real(cache)
 

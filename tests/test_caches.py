@@ -674,11 +674,11 @@ def assert_holds_exactly(cache: RetrievalCache, full: FullCache, *, budget: int)
                 assert 0 in chunks
                 assert set(chunks) <= set(range(num_chunks))
                 for slot, chunk in enumerate(chunks):
-                    held = cache._held[layer, :, head, slot * CHUNK : (slot + 1) * CHUNK]
+                    held = cache._chosen._held[layer, :, head, slot * CHUNK : (slot + 1) * CHUNK]
                     assert torch.equal(held, rows[layer, :, head, chunk * CHUNK : (chunk + 1) * CHUNK])
     assert cache._num_filled == num_chosen
     start = num_chosen * CHUNK
-    tail = cache._held[:, :, :, start : start + full.length - cache._tail_start]
+    tail = cache._chosen._held[:, :, :, start : start + full.length - cache._tail_start]
     assert torch.equal(tail, rows[:, :, :, cache._tail_start :])
 
 
@@ -763,12 +763,12 @@ def test_what_a_prefill_took_the_place_of_is_fetched_again_to_the_same_slots(str
     inner.history = list(target.history)
     if drafted:
         inner.extend([2] * drafted)
-    chunks, before = retrieval.chunks, retrieval._held[..., : 4 * CHUNK + 27 % CHUNK, :].clone()
+    chunks, before = retrieval.chunks, retrieval._chosen._held[..., : 4 * CHUNK + 27 % CHUNK, :].clone()
     target.extend([0] * 11, phase="prefill", blocks=4)
     assert retrieval.length == 27
     retrieval.begin("decode", 1)
     assert retrieval.chunks is chunks
-    assert torch.equal(retrieval._held[..., : 4 * CHUNK + 27 % CHUNK, :], before)
+    assert torch.equal(retrieval._chosen._held[..., : 4 * CHUNK + 27 % CHUNK, :], before)
     target.extend([1] * 3)
     retrieval.refresh(3)
     inner.history = list(target.history)

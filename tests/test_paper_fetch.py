@@ -35,7 +35,7 @@ def by_kernel(name: str, pair: Pair) -> Iterator[tuple[Engine, Card]]:
         chunks_by_kernel(card, patch)
         with loaded(CASES[name], pair) as engine:
             assert engine.worker.retrieval is not None
-            assert isinstance(engine.worker.retrieval._fetch, CardFetch)
+            assert isinstance(engine.worker.retrieval._chosen._fetch, CardFetch)
             yield engine, card
 
 

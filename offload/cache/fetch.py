@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from offload.cache.full import FullCache
 from offload.kernels.card import Card
+from offload.kernels.kv_codes import KVCodes, encode
 from offload.kernels.native import Kernels
 from offload.plan.sizing import FETCH_BYTES
 from offload.transfer.memory import kernels_read_host, sent
@@ -38,6 +39,11 @@ class Fetch(Protocol):
         """
         ...
 
+    def encode(self, codes: KVCodes, wanted: Tensor) -> None:
+        """Bring the codes in 4 bits of chunk wanted[l, h, s] to group s of KV head h in layer l. Ordered as `fetch`;
+        chunks are groups of tokens that share a step."""
+        ...
+
     def tokens(self, start: int, stop: int) -> Tensor:
         """Tokens `start` to `stop`, whole chunks, in memory of their own: [L, 2, H_kv, stop - start, D]. Ordered as
         `fetch`."""
@@ -47,9 +53,9 @@ class Fetch(Protocol):
 class HostFetch:
     """The host looks which chunks are wanted, gathers them in pinned memory and copies that over the link."""
 
-    def __init__(self, full: FullCache, chunk: int, num_bytes: int) -> None:
-        """num_bytes: of the buffer."""
-        self._full, self._chunk = full, chunk
+    def __init__(self, full: FullCache, chunk: int, kernels: Kernels | Card, num_bytes: int) -> None:
+        """num_bytes: of the buffer. kernels: that encode."""
+        self._full, self._chunk, self._kernels = full, chunk, kernels
         full.reader.reserve(min(FETCH_BYTES, num_bytes))
 
     def fetch(self, held: Tensor, tail: Tail, wanted: Tensor | None = None) -> None:
@@ -66,23 +72,36 @@ class HostFetch:
         self._full.wait_home()
         return self._full.reader.tokens(start, stop)
 
+    def encode(self, codes: KVCodes, wanted: Tensor) -> None:
+        """See `Fetch`."""
+        self._full.follow_home()
+        _, num_heads, num_groups, num_bytes = codes.blocks.shape
+        blocks = codes.blocks.view(-1, num_bytes)
+        for layers, heads, slots, rows in self._chunks(wanted.cpu()):
+            own = torch.empty_like(blocks[: len(slots)]).view(1, -1, 1, num_bytes)  # each chunk as a head of its own
+            encode(rows.unflatten(2, (self._chunk, -1))[None], replace(codes, blocks=own), self._kernels)
+            at = sent((layers * num_heads + heads) * num_groups + slots, blocks.device)
+            blocks.index_copy_(0, at, own.view(-1, num_bytes))
+
     def _fetch_chunks(self, held: Tensor, wanted: Tensor) -> None:
-        """A part at a time, so that what is on its way never takes much room."""
+        _, _, num_heads, num_rows, head_dim = held.shape
+        per_head, runs = num_rows // self._chunk, held.view(-1, self._chunk * head_dim)
+        for layers, heads, slots, rows in self._chunks(wanted):
+            at = sent((layers * 2 * num_heads + heads) * per_head + slots, held.device)
+            for kind in range(2):  # keys, then values: all heads further
+                runs.index_copy_(0, at + kind * num_heads * per_head, rows[kind])
+
+    def _chunks(self, wanted: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Layers, heads and slots of wanted chunks, and their rows [2, n, chunk * D] on the device: a part at a time,
+        so that what is on its way never takes much room."""
+        shape = self._full.shape
         layers, heads, slots = torch.where(wanted >= 0)
         chunks = wanted[layers, heads, slots]
-        most = max(FETCH_BYTES // (2 * self._chunk * held.shape[4] * held.itemsize), 1)
+        most = max(FETCH_BYTES // (2 * self._chunk * shape.head_dim * shape.dtype.itemsize), 1)
         for part in zip(*(index.split(most) for index in (layers, heads, slots, chunks)), strict=True):
             if part[0].numel():
-                self._fetch_part(held, *part)
-
-    def _fetch_part(self, held: Tensor, layers: Tensor, heads: Tensor, slots: Tensor, chunks: Tensor) -> None:
-        order, rows = self._full.reader.chunks(layers, heads, chunks, self._chunk)
-        _, _, num_heads, num_rows, head_dim = held.shape
-        per_head = num_rows // self._chunk
-        at = sent((((layers * 2 * num_heads + heads) * per_head) + slots)[order], held.device)
-        runs = held.view(-1, self._chunk * head_dim)
-        for kind in range(2):  # keys, then values: all heads further
-            runs.index_copy_(0, at + kind * num_heads * per_head, rows[kind])
+                order, rows = self._full.reader.chunks(part[0], part[1], part[3], self._chunk)
+                yield part[0][order], part[1][order], part[2][order], rows
 
     def _fetch_tail(self, held: Tensor, tail: Tail) -> None:
         """A part at a time, too."""
@@ -100,11 +119,11 @@ class CardFetch:
     They run on the stream that computes: a retrieval pass, which is next but for a short draft, needs them all.
     """
 
-    def __init__(self, full: FullCache, chunk: int) -> None:
+    def __init__(self, full: FullCache, chunk: int, kernels: Card) -> None:
         from offload.kernels.card.fetch import ChunkCopy  # it imports Triton, which not every machine has
         from offload.kernels.card.packed import PackedChunkCopy
 
-        self._full, self._chunk = full, chunk
+        self._full, self._chunk, self._kernels = full, chunk, kernels
         page, packed = full.shape.page_tokens, full.packed
         if packed is None:
             copy = ChunkCopy(chunk=chunk, page=page, tile=full.shape.tokens)
@@ -124,17 +143,36 @@ class CardFetch:
             self._run(numbers, held, slot=slot, tokens=range(tail.start, tail.stop))
         self._full.read_home()
 
+    def encode(self, codes: KVCodes, wanted: Tensor) -> None:
+        """See `Fetch`. By two launches for as many slots as a fetch may move: one copies what is wanted, one encodes
+        it. The host does not look which that is."""
+        self._full.follow_home()
+        shape, num_layers = self._full.shape, self._full.num_layers
+        slot_bytes = num_layers * 2 * shape.num_kv_heads * self._chunk * shape.head_dim * shape.dtype.itemsize
+        most = min(max(FETCH_BYTES // slot_bytes, 1), wanted.shape[-1])
+        rows = self._rows(most * self._chunk)
+        for first in range(0, wanted.shape[-1], most):
+            part = wanted[..., first : first + most].contiguous()
+            own = codes.groups(first, first + part.shape[-1])
+            self._run(part, rows)
+            encode(rows[:, :, :, : part.shape[-1] * self._chunk], own, self._kernels, part)
+        self._full.read_home()
+
     def tokens(self, start: int, stop: int) -> Tensor:
         """See `Fetch`."""
-        shape = self._full.shape
-        size = (self._full.num_layers, 2, shape.num_kv_heads, stop - start, shape.head_dim)
-        rows = torch.empty(size, dtype=shape.dtype, device=self._full.device)
+        rows = self._rows(stop - start)
         self.fetch(rows, Tail(start, start, stop, 0))
         return rows
+
+    def _rows(self, num_tokens: int) -> Tensor:
+        """[L, 2, H_kv, num_tokens, D], not filled."""
+        full, shape = self._full, self._full.shape
+        size = (full.num_layers, 2, shape.num_kv_heads, num_tokens, shape.head_dim)
+        return torch.empty(size, dtype=shape.dtype, device=full.device)
 
 
 def make_fetch(full: FullCache, chunk: int, kernels: Kernels | Card, num_bytes: int) -> Fetch:
     """By the card's kernel where it has one and reaches all homes. num_bytes: of the buffer."""
     if isinstance(kernels, Card) and kernels.usable and (full.all_on_device or kernels_read_host(full.device)):
-        return CardFetch(full, chunk)
-    return HostFetch(full, chunk, num_bytes)
+        return CardFetch(full, chunk, kernels)
+    return HostFetch(full, chunk, kernels, num_bytes)

@@ -208,8 +208,8 @@ class FullCache:
         return [self._read_page(layer, number) for layer in range(self.num_layers)]
 
     def page_to_fill(self, number: int) -> list[Tensor]:
-        """See `PagedRows`: the homes themselves, or slots for raw pages. The host waits for tiles that were fetched ahead
-        and still cross the link."""
+        """See `PagedRows`: the homes themselves, or slots for raw pages. The host waits for tiles that were fetched
+        ahead and still cross the link."""
         for residence in self._residences.values():
             residence.settle()
         raw = {} if self.packed is None else self.packed.to_fill(number)

@@ -13,18 +13,15 @@ import torch
 from torch import Tensor
 
 from offload.cache import Phase
+from offload.cache.coded_attention import EXACT, CodedAttention
 from offload.cache.fetch import Tail, make_fetch
 from offload.cache.full import FullCache
-from offload.cache.places import Places
 from offload.kernels.card import Card
-from offload.kernels.decode_attention import decode_attention
 from offload.kernels.kv_codes import GROUP, KVCodes, Order, encode, order_for
 from offload.kernels.native import Kernels
-from offload.kernels.spans import Rows
-from offload.plan.sizing import ENCODED_BYTES, FETCH_BYTES, KV_ROWS, KV_TAIL, low_bit_tail
+from offload.plan.sizing import FETCH_BYTES, KV_TAIL, low_bit_tail
 from offload.transfer.memory import Memory
 
-EXACT = GROUP  # first tokens that stay as they are
 _PURPOSE = "low-bit cache"
 
 
@@ -49,9 +46,7 @@ class LowBitCache:
         have to be some. beside: the full cache's pages may lie at home as what they have beside these codes."""
         self.full, self._memory, self._kernels = full, memory, kernels
         shape = full.shape
-        spans = decode_attention(kernels, full.rope, dtype=shape.dtype)
-        assert spans is not None
-        self._spans, self._places = spans, Places(full.rope)
+        self._attention = CodedAttention(kernels, full.rope, shape.dtype)
         blocks = KVCodes.shape_of_blocks(full.num_layers, shape.num_kv_heads, num_tokens, shape.head_dim)
         self._codes = KVCodes(self._allocate(blocks, torch.uint8), shape.head_dim, order_for(kernels))
         self._held = self._room_for(low_bit_tail(drafted))
@@ -85,29 +80,13 @@ class LowBitCache:
     def begin(self, phase: Phase, num_rows: int) -> None:
         self._taken = [0] * self.full.num_layers
         self._reserve(self._place(self.length + num_rows))
-        self._places.set(self.length, self._place(self.length), num_rows)
+        self._attention.begin(self.length, self._place(self.length), num_rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Cache`."""
-        parts = zip(*(x.split(KV_ROWS) for x in (q, k, v)), strict=True)
-        attended = [self._attend(layer, *part) for part in parts]
-        return attended[0] if len(attended) == 1 else torch.cat(attended)
-
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Of no more than KV_ROWS rows: on a card each takes scratch for all spans."""
-        taken, num_rows = self._taken[layer], q.shape[0]
-        self._taken[layer] += num_rows
-        start, spans, coded = self.length + taken, self._spans, self.coded - EXACT
-        at = self._place(start)
-        places = None if self._places.on_card() is None else self._places.rows(taken, num_rows)
-        exact = spans.run(self._held[layer], first=0, tokens=at + num_rows, slot=0)
-        num_exact, num_coded = -(-(at + num_rows) // spans.span), -(-coded // spans.span)
-        spans.begin(Rows(q, k, v, start, at, places=places), num_exact + num_coded)
-        spans.take_in(exact)
-        spans.attend(exact)
-        if coded:
-            spans.attend(spans.coded_run(self._codes, layer, tokens=coded, slot=num_exact))
-        return spans.merge()[0]
+        taken = self._taken[layer]
+        self._taken[layer] += len(q)
+        return self._attention.attend(layer, taken, (q, k, v), self._held[layer], self._codes, self.coded - EXACT)
 
     def advance(self, num_tokens: int) -> None:
         self.length += num_tokens
@@ -182,10 +161,8 @@ class LowBitCache:
         self._exact = exact
 
     def _parts(self, start: int, stop: int) -> Sequence[tuple[int, int]]:
-        """Whole groups from `start` to `stop`: those in the tail, then as many at a time as a fetch may move, or on
-        a card fewer: torch's operators encode there."""
-        num_bytes = ENCODED_BYTES if isinstance(self._kernels, Card) else FETCH_BYTES
-        most = max(num_bytes // (self._held[..., 0, :].numel() * self._held.itemsize) // GROUP, 1) * GROUP
+        """Whole groups from `start` to `stop`: those in the tail, then as many at a time as a fetch may move."""
+        most = max(FETCH_BYTES // (self._held[..., 0, :].numel() * self._held.itemsize) // GROUP, 1) * GROUP
         within = max(min(self._exact // GROUP * GROUP, stop), start)
         cuts = sorted({start, within, *range(within, stop, most), stop})
         return list(pairwise(cuts))

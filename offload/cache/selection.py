@@ -118,11 +118,13 @@ def dilate(scores: Tensor, *, weight: float, num_chunks: int) -> Tensor:
     return torch.maximum(scores, weight * max_pool1d(padded, num_chunks, stride=1).reshape(scores.shape))
 
 
-def choose(scores: Tensor, num_chosen: int) -> Tensor:
-    """scores [L, H_kv, C] -> int64 [L, H_kv, num_chosen or C, if that is less]: in each row the best chunks, chunk 0
-    (the sinks) always, rising."""
+def choose(scores: Tensor, num_chosen: int, *, leading: int = 0) -> Tensor:
+    """scores [L, H_kv, C] -> int64 [L, H_kv, n], rising: in each row the best chunks, num_chosen or all, if those are
+    less. Chunk 0 (the sinks) is always among them or, where the first `leading` are held otherwise, none of these."""
+    scores = scores[..., leading:]
     if num_chosen >= scores.shape[-1]:
-        return torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape).contiguous()
-    scores = scores.clone()
-    scores[..., 0] = torch.inf
-    return scores.topk(num_chosen, -1, sorted=False).indices.sort(-1).values
+        return torch.arange(leading, leading + scores.shape[-1], device=scores.device).expand(scores.shape).contiguous()
+    if not leading:
+        scores = scores.clone()
+        scores[..., 0] = torch.inf
+    return scores.topk(num_chosen, -1, sorted=False).indices.sort(-1).values + leading

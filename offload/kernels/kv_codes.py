@@ -1,5 +1,5 @@
-"""Keys and values in 4 bits: made from exact ones by the processor's kernels or, on a card, by torch's operators, and
-attended to in `kernels.spans` or `kernels.card.attention`.
+"""Keys and values in 4 bits: made from exact ones by the device's kernels, and attended to in `kernels.spans` or
+`kernels.card.attention`.
 
 By groups of `GROUP` tokens a key is low + step * code of its channel, and by `CHANNELS` a value of its token;
 step and low are bf16. Channels of keys have magnitudes of their own, tokens of values (KIVI, Liu et al. 2024, § 3).
@@ -88,17 +88,21 @@ def order_for(kernels: Kernels | Card) -> Order:
     return "matrices" if isinstance(kernels, Card) else "lanes"
 
 
-def encode(rows: Tensor, into: KVCodes, kernels: Kernels | Card) -> None:
+def encode(rows: Tensor, into: KVCodes, kernels: Kernels | Card, wanted: Tensor | None = None) -> None:
     """Fill `into` with the codes of rows, [L, 2, H_kv, tokens, D] with each head's [tokens, D] contiguous: on all
-    threads or, on a card, by some dozens of launches and temporaries of up to five times the bytes of 16-bit rows."""
+    threads or, on a card, by one launch. wanted: there, int64 [L, H_kv, groups] contiguous, the groups that are
+    negative stay as they are."""
     assert into.order == order_for(kernels)
-    if isinstance(kernels, Card):
-        return encode_with_torch(rows, into)
-    assert kernels.library is not None
     num_layers, _, num_kv_heads, num_tokens, dim = rows.shape
     assert rows.stride()[3:] == (dim, 1)
     assert into.blocks.shape == KVCodes.shape_of_blocks(num_layers, num_kv_heads, num_tokens, dim)
     assert into.blocks.stride()[2:] == (into.blocks.shape[3], 1)
+    if isinstance(kernels, Card):
+        from offload.kernels.card.kv_codes import encode as encode_on_card  # it imports Triton
+
+        return encode_on_card(rows, into.blocks, wanted)
+    assert kernels.library is not None
+    assert wanted is None
     at = rows.data_ptr()
     encoding = Encoding(
         at, at + rows.stride(1) * rows.itemsize, into.blocks.data_ptr(),

@@ -16,6 +16,7 @@ DRAFT_LONGEST = 15  # the same for one pass of the retrieval level
 LEAST_BUDGET = 512
 _SHARES = (32, 16, 8, 4, 2)  # budgets are these parts of the capacity
 _CHUNKS = (16, 32)
+CODED_CHUNK = 32  # tokens of a chunk in 4 bits: those that share a step and a least value
 _STEPS = 8  # budgets of an octave that are weighed beside one of these
 
 
@@ -31,7 +32,7 @@ class Composition:
     `sinks` first tokens and `window` last ones. lookup: repeated parts of the text are proposed, too.
     weight_bits, kv_bits: of the weights and of the keys and values with which the target proposes to itself; 16: those
     that it has. It does so over the retrieved tokens or, without a budget, over its whole cache, but then not with 16
-    bits of both. With fewer bits of the cache there is no budget.
+    bits of both.
     """
 
     gamma: int = 0
@@ -57,7 +58,12 @@ class Composition:
     @property
     def keeps_copies(self) -> bool:
         """Whether the target proposes to itself over copies of its cache's tokens, which have to follow it."""
-        return self.budget > 0 or self.kv_bits < 16
+        return self.budget > 0 or self.keeps_all_codes
+
+    @property
+    def keeps_all_codes(self) -> bool:
+        """Whether these are the codes of its whole cache."""
+        return self.kv_bits < 16 and not self.budget
 
     @property
     def levels(self) -> tuple[LevelName, ...]:
@@ -141,12 +147,23 @@ def _candidates(options: Options, capacity: int, with_draft: bool, bits: Sequenc
 def _inner(options: Options, capacity: int, bits: Sequence[Bits]) -> Iterator[Composition]:
     """What the target may propose to itself with."""
     for weight_bits, kv_bits in bits:
-        if min(weight_bits, kv_bits) < 16 and options.budget is None:
+        few = min(weight_bits, kv_bits) < 16
+        if few and (options.budget is None or (kv_bits < 16 and options.budget >= capacity)):
             yield Composition(weight_bits=weight_bits, kv_bits=kv_bits)
-        for budget in _budgets(options, capacity) if kv_bits == 16 else ():
-            for chunk in _CHUNKS if options.chunk is None else (options.chunk,):
+        if kv_bits < 16 and not takes_coded_chunks(options):
+            continue
+        chunks = _CHUNKS if kv_bits == 16 else (CODED_CHUNK,)
+        for budget in _budgets(options, capacity):
+            if kv_bits < 16 and budget >= capacity:
+                continue  # that is the whole cache
+            for chunk in chunks if options.chunk is None else (options.chunk,):
                 kept = max(budget // chunk, 1) * chunk
-                yield Composition(budget=kept, chunk=chunk, weight_bits=weight_bits)
+                yield Composition(budget=kept, chunk=chunk, weight_bits=weight_bits, kv_bits=kv_bits)
+
+
+def takes_coded_chunks(options: Options) -> bool:
+    """Whether chunks may be retrieved in 4 bits: those that share a step, by mass."""
+    return options.selection == "mass" and options.chunk in (None, CODED_CHUNK)
 
 
 def _adaptive(composition: Composition, options: Options) -> tuple[LevelName, ...]:

@@ -197,11 +197,12 @@ class Cost:
         if not self.composition.budget:
             return 0.0
         share = 1.0 if self._on_cpu else self.link_share  # a CPU's host unpacks what it gathers
-        crossing = _CHANGED_CHUNKS * self._kept * self._share_on_host * share / self.link_rate
+        held = self.num_sequences * self.composition.budget * self.sizing.kv_bytes_per_token  # in 16 bits
+        crossing = _CHANGED_CHUNKS * held * self._share_on_host * share / self.link_rate
         costs = CPU_REFRESH if self._on_cpu else GPU_REFRESH
         rate = costs.share * self.sizing.hardware.rates.device_read
         calls = self.num_sequences * self.sizing.target.num_layers * costs.layer_seconds
-        return calls + self._kept / rate + crossing
+        return calls + held / rate + crossing
 
     def prefill(self, num_tokens: int) -> float:
         """Seconds of a prefill, layer by layer: the longest of computation with its sums, and of what crosses the link

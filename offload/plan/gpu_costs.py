@@ -31,4 +31,4 @@ class RefreshCosts:
 
 
 GPU = GpuCosts()
-CPU_REFRESH, GPU_REFRESH = RefreshCosts(0.32, 1.6e-4), RefreshCosts(0.02, 0.0)
+CPU_REFRESH, GPU_REFRESH = RefreshCosts(0.32, 1.6e-4), RefreshCosts(0.5, 0.0)

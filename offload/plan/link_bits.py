@@ -18,7 +18,7 @@ def link_bits(sizing: Sizing, composition: Composition) -> int:
     for 12 where the target proposes over its cache in 4 bits. Raises UsageError where the user wants 12 and that cannot
     be."""
     chunk = composition.chunk if composition.budget else PACKED_TOKENS
-    few = 9 if composition.kv_bits < 16 and _restores(sizing) else 12
+    few = 9 if composition.keeps_all_codes and _restores(sizing) else 12
     return few if _fewer(sizing, _cache_problem(sizing, chunk) or _problem(sizing)) else 16
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from offload.errors import UsageError
+from offload.plan.composition import CODED_CHUNK, takes_coded_chunks
 from offload.plan.machine import KERNELS
 from offload.plan.sizing import CODE_GROUP, CODE_TILE, Sizing, takes_codes, takes_kv_codes
 
@@ -19,14 +20,17 @@ def check_low_bits(sizing: Sizing) -> None:
 
 
 def cache_problem(sizing: Sizing) -> str:
-    """Why the target cannot propose to itself over its cache in 4 bits, "" where it can."""
-    hardware, head_dim, budget = sizing.hardware, sizing.target.head_dim, sizing.options.budget
+    """Why the target cannot propose to itself over its cache, or a part of it, in 4 bits, "" where it can."""
+    hardware, head_dim, options = sizing.hardware, sizing.target.head_dim, sizing.options
     if not takes_kv_codes(head_dim, hardware.is_cpu):
         return f"heads of {head_dim} numbers are not whole groups of {8 if hardware.is_cpu else 16}"
     if not hardware.is_cpu and not hardware.has_kernels:
         return f"{hardware.device} attends to it by kernels in Triton; pip install triton, without {KERNELS}=off"
-    if budget is not None:
-        return f"budget is {budget}, and in so few bits the whole cache is kept; leave out one of the two"
+    if options.budget is not None and not takes_coded_chunks(options):
+        return (
+            f"budget is {options.budget}, and chunks in so few bits have {CODED_CHUNK} tokens and are chosen by mass; "
+            f"leave out --budget, or try --chunk {CODED_CHUNK} --selection mass"
+        )
     return ""
 
 

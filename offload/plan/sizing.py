@@ -44,8 +44,6 @@ WEIGHT_BYTES = {  # of a number of a layer's matrices, at home and over the link
     8: 1.0 + 8 / 1024 + 0.08 / 2 + 1 / 256,  # there are fewer in shorter intervals
 }
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
-ENCODED_BYTES = FETCH_BYTES // 4  # of tokens that a card encodes at a time
-_ENCODING = 5  # times these bytes, that encoding takes there beside them
 HOST_ROWS = 16  # of a KV head, that a desktop's processor attends to as fast as its memory is read (computed)
 # What each sequence has of its own; models, staging of weights and workspaces serve all of them.
 OF_EACH_SEQUENCE = frozenset(
@@ -99,7 +97,9 @@ def low_bit_tail(drafted: int) -> int:
 
 def tail_tokens(composition: Composition, max_tokens: int) -> int:
     """Room in the retrieval cache for the tokens since its chunks were chosen: less than a chunk and what is drafted,
-    and by the rule that chooses once, the whole output."""
+    by the rule that chooses once the whole output, and beside chunks in 4 bits the last tokens."""
+    if composition.kv_bits < 16:
+        return low_bit_tail(composition.drafted)
     generated = max_tokens if composition.selection == "published" else 0
     needed = composition.chunk + composition.drafted + generated
     step = max(TAIL_TOKENS, composition.chunk)
@@ -263,7 +263,7 @@ class Sizing:
         }
         if composition.weight_bits < 16:
             sizes["low-bit weights"] = self.low_bit_bytes(composition.weight_bits, first=first)
-        if composition.kv_bits < 16:
+        if composition.keeps_all_codes:
             sizes["low-bit cache"] = self.low_bit_cache_bytes(capacity, composition)
         if composition.budget:
             sizes["selection"] = self._selection_bytes(capacity, composition)
@@ -287,9 +287,10 @@ class Sizing:
         return self.target.num_layers * layer + head
 
     def low_bit_cache_bytes(self, capacity: int, composition: Composition) -> int:
-        """Whole groups of tokens with 4 bits a number, and the first and the last tokens as they are."""
+        """Whole groups of all tokens, or of the retrieved ones, with 4 bits a number, and the first and the last tokens
+        as they are."""
         heads = self.target.num_layers * self.shard.num_kv_heads
-        coded = capacity // KV_CODE_GROUP * heads * kv_code_bytes(self.target.head_dim)
+        coded = (composition.budget or capacity) // KV_CODE_GROUP * heads * kv_code_bytes(self.target.head_dim)
         return coded + (KV_CODE_GROUP + low_bit_tail(composition.drafted)) * self.kv_bytes_per_token
 
     @property
@@ -305,16 +306,16 @@ class Sizing:
     def arena_bytes(self, capacity: int, composition: Composition, *, rows: int, prefill_tiles: int) -> int:
         """Bytes that a prefill has for `rows` hidden rows and for `prefill_tiles` tiles of a layer, and then the
         retrieval cache."""
-        retrieved = self._retrieval_bytes(composition) if composition.budget else 0
+        retrieved = self.retrieval_bytes(capacity, composition) if composition.budget else 0
         return max(self.hidden_bytes(rows) + prefill_tiles * self.tile_bytes(capacity), retrieved)
 
     def fetched_bytes(self, capacity: int, composition: Composition) -> int:
         """The most bytes that one fetch of chunks, or of tokens to encode, moves, on each device and for it on the
-        host. On a card twice as much is enough to encode tokens, too."""
-        if composition.kv_bits < 16:
-            times = 1 if self.hardware.is_cpu else (1 + _ENCODING) // 2
-            return min(FETCH_BYTES, times * capacity * self.kv_bytes_per_token)
-        return min(FETCH_BYTES, self._retrieval_bytes(composition)) if composition.budget else 0
+        host."""
+        if not composition.keeps_copies:
+            return 0
+        tokens = composition.budget + tail_tokens(composition, self.max_tokens) if composition.budget else capacity
+        return min(FETCH_BYTES, tokens * self.kv_bytes_per_token)
 
     def host_attention_bytes(self, capacity: int, composition: Composition, num_tiles: int) -> int:
         """On the host beside a card: the rows of a pass as they come, and what attention to `num_tiles` tiles of a
@@ -324,7 +325,9 @@ class Sizing:
         masses = num_tiles * self.tile_tokens(capacity) // composition.chunk if composition.budget else 0
         return rows * ((heads + 2 * target.num_kv_heads) * dim * self.itemsize + heads * (dim + 1 + masses) * 4)
 
-    def _retrieval_bytes(self, composition: Composition) -> int:
+    def retrieval_bytes(self, capacity: int, composition: Composition) -> int:
+        if composition.kv_bits < 16:
+            return self.low_bit_cache_bytes(capacity, composition)
         return (composition.budget + tail_tokens(composition, self.max_tokens)) * self.kv_bytes_per_token
 
     def _workspace(self, capacity: int, gamma: int | None) -> int:
@@ -364,10 +367,12 @@ class Sizing:
         if composition.budget:
             parts = self._all_tokens(capacity) // min(composition.chunk, MASS_TOKENS)
             size += rows * target.num_heads * parts * 4 * 3 // 2
+        if composition.budget and composition.kv_bits == 16:
             held = composition.budget + tail_tokens(composition, self.max_tokens)
             size += _partial_bytes(target, min(composition.drafted, FEW_ROWS), -(-held // PAGE_TOKENS))
         if composition.kv_bits < 16:
-            spans = 1 + -(-low_bit_tail(composition.drafted) // PAGE_TOKENS) + -(-capacity // PAGE_TOKENS)
+            coded = composition.budget or capacity
+            spans = 1 + -(-low_bit_tail(composition.drafted) // PAGE_TOKENS) + -(-coded // PAGE_TOKENS)
             size += _partial_bytes(target, KV_ROWS, spans)
         if first and composition.draft and self.draft is not None:
             held = self._draft_tokens(composition)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from offload.cache import low_bits, page_codec, retrieval
+from offload.cache import chosen, low_bits, page_codec
 from offload.cache.fetch import CardFetch
 from offload.cache.page_codec import move
 from offload.cache.tiles import TileStore
@@ -62,8 +62,8 @@ def chunks_by_kernel(card: Card, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TileStore, "addresses", lambda store: store._homes)
     patch.setattr(ChunkCopy, "run", run)
     patch.setattr(PackedChunkCopy, "run", run_packed)
-    for copies in (retrieval, low_bits):
-        patch.setattr(copies, "make_fetch", lambda full, chunk, kernels, num_bytes: CardFetch(full, chunk))
+    for copies in (chosen, low_bits):
+        patch.setattr(copies, "make_fetch", lambda full, chunk, kernels, num_bytes: CardFetch(full, chunk, kernels))
 
 
 def pages_by_host(card: Card, patch: pytest.MonkeyPatch) -> dict[int, PaperTensor]:

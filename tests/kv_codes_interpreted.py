@@ -17,7 +17,7 @@ from offload.cache.low_bits import EXACT, LowBitCache
 from offload.cache.tiles import TileShape
 from offload.kernels.card import Card
 from offload.kernels.card.tiling import SPAN
-from offload.kernels.kv_codes import GROUP, KVCodes, encode_with_torch
+from offload.kernels.kv_codes import GROUP, KVCodes, encode, encode_with_torch
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
 from offload.plan.sizing import KV_TAIL
@@ -141,6 +141,31 @@ def fed(cache: FullCache | LowBitCache, count: int, seed: int) -> Tensor:
     out = torch.stack([cache.attend(layer, q[layer], k[layer], v[layer]) for layer in range(LAYERS)])
     cache.advance(count)
     return out
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("dim", [16, 48, 64, 80, 128, 256])
+def test_codes_are_those_that_torch_finds(dtype: torch.dtype, dim: int) -> None:
+    """Bit for bit: of all groups, of those that are wanted, and of a part of longer rows."""
+    rows = normal(2, 2, KV_HEADS, 3 * GROUP, dim, seed=dim)
+    rows[:, 0] = rows[:, 0] * normal(dim, seed=1).exp() + normal(dim, seed=2)
+    rows[:, 1] *= normal(3 * GROUP, 1, seed=3).exp()
+    rows[0, :, 1, :, 3], rows[1, 1, 0, 5], rows[0, 0, 0, :, 1] = 0.25, -2.0, -0.0
+    rows = rows.to(dtype)
+    rows[1, 0, 1, 7, 4] = torch.finfo(dtype).max
+    shape = KVCodes.shape_of_blocks(2, KV_HEADS, 3 * GROUP, dim)
+    wanted, ours = (KVCodes(torch.full(shape, 0xA5, dtype=torch.uint8), dim, "matrices") for _ in range(2))
+    encode_with_torch(rows, wanted)
+    encode(rows, ours, Card("interpreted"))
+    assert torch.equal(ours.blocks, wanted.blocks)
+    ours.blocks.fill_(0xA5)
+    encode(rows[:, :, :, GROUP : 2 * GROUP], ours.groups(2, 3), Card("interpreted"))
+    assert torch.equal(ours.blocks[:, :, 2], wanted.blocks[:, :, 1])
+    ours.blocks.fill_(0xA5)
+    some = torch.tensor([5, -1, 0]).expand(2, KV_HEADS, 3).clone()
+    some[1, 1, 1] = 7
+    encode(rows, ours, Card("interpreted"), some)
+    assert torch.equal(ours.blocks, wanted.blocks.where(some[..., None] >= 0, 0xA5))
 
 
 @pytest.mark.parametrize("encoded_bytes", [1, 2**20], ids=["a group at a time", "all at once"])

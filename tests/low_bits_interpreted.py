@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from offload.cache.chosen import ChosenCodes
 from offload.cache.fetch import CardFetch
 from offload.cache.full import FullCache
 from offload.cache.low_bits import EXACT, LowBitCache
 from offload.engine import Engine
 from offload.kernels import kv_codes
 from offload.kernels.packing import REMAINDER
+from offload.model.graphs import VARIABLE as GRAPHS
 from offload.plan.sizing import KV_TAIL
 from paper import Card, on_paper
 from paper.kernels import chunks_by_kernel, pages_by_host
@@ -98,6 +100,50 @@ def test_rows_that_are_fetched_before_they_are_home_are_reported(folder: Path, m
         problems = list(card.problems)
         monkeypatch.undo()
     assert any("race: read" in problem and "(copy_chunks)" in problem and "pinned" in problem for problem in problems)
+
+
+# Retrieved chunks in 4 bits.
+
+
+@pytest.mark.parametrize("by_kernel", [True, False], ids=["by kernel", "by host"])
+@pytest.mark.parametrize("link_bits", [16, 12])
+def test_retrieved_chunks_in_4_bits_change_no_text_and_all_is_ordered(
+    folder: Path, link_bits: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encoded from pages as they are, and packed; again after a prefill took their memory."""
+    monkeypatch.setenv(GRAPHS, "off")  # which programs in the interpreter cannot be part of
+    part = replace(SIZES, budget=64, chunk=kv_codes.GROUP)
+    with on_card(folder, PLAIN, "kv", dtype="bf16") as (engine, card):
+        wanted = [said(engine, PROMPT), said(engine, OTHER)]
+        assert card.problems == []
+    with on_card(folder, part, "kv", by_kernel=by_kernel, dtype="bf16", link_bits=link_bits) as (engine, card):
+        cache = engine.worker.retrieval
+        assert cache is not None
+        assert isinstance(cache._chosen, ChosenCodes)
+        assert [said(engine, PROMPT), said(engine, OTHER)] == wanted
+        assert cache.chunks is not None
+        [target] = [level for level in engine.stats.levels if level.name == "target"]
+        assert target.accepted_by["retrieval"] > 0
+        assert said(engine, PROMPT, reuse=True) == wanted[0]
+        assert card.launches["encode_groups"] > 3
+        assert card.launches["attend_codes"] > 10
+        name = "copy_chunks" if link_bits == 16 else "copy_packed_chunks"
+        assert (card.launches[name] > 0) == by_kernel
+    assert card.problems == []
+
+
+def test_the_host_does_not_wait_for_chunks_to_encode(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GRAPHS, "off")
+    with on_card(folder, replace(SIZES, budget=64, chunk=kv_codes.GROUP), "kv") as (engine, card):
+        said(engine, PROMPT)
+        engine.worker.record_mass(True)
+        for token in range(3):
+            engine.levels["target"].forward([token] * 8, 1)
+            waits, encoded = card.syncs.total(), card.launches["encode_groups"]
+            engine.worker.refresh(8)
+            assert card.syncs.total() == waits
+            assert card.launches["encode_groups"] > encoded
+    assert card.problems == []
 
 
 # Pages beside codes.

@@ -228,6 +228,20 @@ def test_attention_to_codes_compiles_to_wide_loads_and_spills_nothing(
     assert "tf32" not in found.ptx
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("dtype", "dim"), [("bf16", 128), ("bf16", 64), ("fp16", 80), ("bf16", 256), ("fp32", 128)])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_codes_are_made_without_a_spill(capability: int, dtype: str, dim: int, chosen: bool) -> None:
+    """Stored a word at a time at least, in which there are codes of four bytes or a step and a least value."""
+    shape = {"CHOSEN": chosen, "DIM": dim, "DIM_PADDED": Tiling(dim, ITEMSIZE[dtype]).padded}
+    pointers = {"rows": f"*{dtype}", "blocks": "*u8", "units": "*i32", "wanted": "*i64"}
+    found = compiled(kv_programs.encode_groups, capability, pointers, shape)
+    assert found.spilled_bytes == 0
+    assert found.registers <= 255
+    assert found.shared_bytes <= SHARED_BYTES
+    assert not re.search(r"(?:ld|st)\.global[.\w]*\.b?(?:8|16)\b", found.ptx)
+
+
 MERGED = dict.fromkeys(("partials", "sums", "running", "tops", "totals", "logs"), "*fp32") | {"out": "*bf16"}
 MERGED_AS = {"GROUP": 1, "DIM": 128, "DIM_PADDED": 128, "ROWS": ROWS}
 

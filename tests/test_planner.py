@@ -645,7 +645,7 @@ def test_the_bytes_of_a_cache_in_4_bits_are_counted() -> None:
 
 
 def test_on_a_card_the_cache_has_4_bits_where_that_is_predicted_to_pay() -> None:
-    """A pass over it reads its bytes, and those of the weights. Where they have no room, it keeps 16."""
+    """A pass over it reads its bytes, and those of the weights. Where they have no room, a part of it has 4 bits."""
     card = replace(GPU, device_free_bytes=48 * GIB, rates=RTX_4090)
     made = plan(target=LLAMA_7B, draft=None, hardware=card, prompt=120_000)
     assert made.composition.levels == ("self", "target")
@@ -659,20 +659,42 @@ def test_on_a_card_the_cache_has_4_bits_where_that_is_predicted_to_pay() -> None
     )
     assert made.predicted.full_pass_seconds > 10 * made.predicted.retrieval_pass_seconds
     small = plan(target=LLAMA_7B, draft=None, hardware=replace(card, device_free_bytes=24 * GIB), prompt=120_000)
-    assert small.composition.kv_bits == 16
+    part = small.composition
+    assert (part.kv_bits, part.levels) == (4, ("retrieval", "target"))
+    assert part.budget % part.chunk == 0 < part.budget < 60_000
+    assert part.chunk == 32
+    assert small.placement.link_bits == 12  # pages are not beside codes of all tokens
+    assert "low-bit cache" not in small.placement.device_bytes
+    codes = part.budget * LLAMA_7B.kv_bytes_per_token(2) * 4.75 / 16
+    assert codes < small.placement.device_bytes["arena"] < 1.02 * codes
+    card = replace(card, device_free_bytes=24 * GIB)
+    exact = plan(Options(kv_bits=16), target=LLAMA_7B, draft=None, hardware=card, prompt=120_000)
+    assert part.budget > 2 * exact.composition.budget
+    assert small.predicted.acceptance > exact.predicted.acceptance
+    assert small.predicted.seconds_per_token < exact.predicted.seconds_per_token
+
+
+def test_on_a_cpu_a_part_of_the_cache_has_4_bits_where_that_is_asked_for() -> None:
+    """There is one memory, and no room to be saved."""
+    asked = heavy_plan(Options(kv_bits=4, budget=1000, gamma=7), Times(ATTENDING_CODES))
+    assert (asked.composition.budget, asked.composition.chunk, asked.composition.kv_bits) == (992, 32, 4)
+    assert heavy_plan(Options(budget=1024, gamma=7), Times(ATTENDING_CODES)).composition.kv_bits == 16
+    whole = heavy_plan(Options(kv_bits=4, budget=10_000, gamma=7), Times(ATTENDING_CODES))
+    assert (whole.composition.budget, whole.composition.kv_bits) == (0, 4)
+    assert whole.composition == heavy_plan(Options(kv_bits=4, gamma=7), Times(ATTENDING_CODES)).composition
 
 
 @pytest.mark.parametrize(
     ("hardware", "shapes", "options", "reason"),
     [
         (GPU, {"head_dim": 40}, {}, "heads of 40 numbers are not whole groups of 16"),
-        (GPU, {}, {"budget": 512}, "budget is 512, and in so few bits the whole cache is kept"),
+        (GPU, {}, {"budget": 512, "chunk": 16}, "budget is 512, and chunks in so few bits have 32 tokens"),
         (CPU, {"head_dim": 12}, {}, "heads of 12 numbers are not whole groups of 8"),
-        (CPU, {}, {"budget": 512}, "budget is 512, and in so few bits the whole cache is kept"),
+        (CPU, {}, {"budget": 512, "selection": "published"}, "budget is 512, and chunks .* are chosen by mass"),
     ],
 )
 def test_a_cache_in_4_bits_that_cannot_be_is_refused(
-    hardware: Hardware, shapes: dict[str, int], options: dict[str, int], reason: str
+    hardware: Hardware, shapes: dict[str, int], options: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(UsageError, match=f"kv-bits is 4.*{reason}"):
         plan(Options(kv_bits=4, **options), target=replace(DEMO, **shapes), hardware=hardware)  # type: ignore[arg-type]

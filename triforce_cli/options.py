@@ -239,7 +239,7 @@ KVBits = Annotated[
     str,
     option(
         "--kv-bits",
-        "Bits of the whole cache over which the target drafts for itself: 16, 4 or auto.",
+        "Bits of the cache, or with --budget of a part of it, over which the target drafts for itself: 16, 4 or auto.",
         SPECULATION,
         metavar="BITS",
         hidden=True,

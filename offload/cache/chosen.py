@@ -31,6 +31,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 class Chosen(Protocol):
     """Chunks of the full cache in slots, and a tail: exact rows from some chunk's first token on.
 
+    places: of the rows of a forward, kept by the caller, since graphs have them.
     leading: tokens that a sequence begins with, whole chunks, which are held whatever is chosen. latest: its last ones,
     which are in the tail.
     """
@@ -132,9 +133,11 @@ class ChosenRows(_InArena):
 
     leading = latest = 0
 
-    def __init__(self, full: FullCache, *, num_slots: int, chunk: int, tail: int, kernels: Kernels | Card) -> None:
+    def __init__(
+        self, full: FullCache, *, num_slots: int, chunk: int, tail: int, kernels: Kernels | Card, places: Places
+    ) -> None:
         super().__init__(full, before=num_slots * chunk, tail=tail, step=max(TAIL_TOKENS, chunk))  # whole chunks
-        self._chunk, self._places = chunk, Places(full.rope)
+        self._chunk, self._places = chunk, places
         self._spans = decode_attention(kernels, full.rope, dtype=full.shape.dtype)
         self._fetch = make_fetch(full, chunk, kernels, self.nbytes())
         self._position = self._row = 0
@@ -191,9 +194,9 @@ class ChosenCodes(_InArena):
 
     leading, latest = EXACT, KV_TAIL
 
-    def __init__(self, full: FullCache, *, num_slots: int, tail: int, kernels: Kernels | Card) -> None:
+    def __init__(self, full: FullCache, *, num_slots: int, tail: int, kernels: Kernels | Card, places: Places) -> None:
         super().__init__(full, before=EXACT, tail=tail, step=GROUP)
-        self._attention = CodedAttention(kernels, full.rope, full.shape.dtype)
+        self._attention = CodedAttention(kernels, full.rope, full.shape.dtype, places)
         self._order, self._num_slots = order_for(kernels), num_slots
         token_bytes = super().nbytes() // self._size[3]
         self._fetch = make_fetch(full, GROUP, kernels, (num_slots * GROUP + self._size[3]) * token_bytes)

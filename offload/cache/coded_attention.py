@@ -18,12 +18,13 @@ EXACT = GROUP  # first tokens of a sequence, which attention needs most: they st
 
 
 class CodedAttention:
-    """One layer at a time. kernels: that attend; there have to be some. rope: rounded to `dtype`."""
+    """One layer at a time. kernels: that attend; there have to be some. rope: rounded to `dtype`. places: of the rows,
+    of the caller's."""
 
-    def __init__(self, kernels: Kernels | Card, rope: RopeTable, dtype: torch.dtype) -> None:
+    def __init__(self, kernels: Kernels | Card, rope: RopeTable, dtype: torch.dtype, places: Places) -> None:
         spans = decode_attention(kernels, rope, dtype=dtype)
         assert spans is not None
-        self._spans, self._places = spans, Places(rope)
+        self._spans, self._places = spans, places
 
     def begin(self, position: int, row: int, num_rows: int) -> None:
         """A forward of `num_rows` rows starts: the positions of the first and its row among the exact ones."""

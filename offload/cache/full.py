@@ -208,10 +208,11 @@ class FullCache:
         return [self._read_page(layer, number) for layer in range(self.num_layers)]
 
     def page_to_fill(self, number: int) -> list[Tensor]:
-        """See `PagedRows`: the homes themselves, or slots for raw pages. The host waits for tiles that were fetched
-        ahead and still cross the link."""
-        for residence in self._residences.values():
-            residence.settle()
+        """See `PagedRows`: the homes themselves, or slots for raw pages. Tiles that were fetched ahead may still cross
+        the link: the host waits for them, or for what a slot has to."""
+        if self.packed is None:
+            for residence in self._residences.values():
+                residence.settle()
         raw = {} if self.packed is None else self.packed.to_fill(number)
         return [raw[layer] if layer in raw else self.page(layer, number) for layer in range(self.num_layers)]
 

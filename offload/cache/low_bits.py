@@ -16,6 +16,7 @@ from offload.cache import Phase
 from offload.cache.coded_attention import EXACT, CodedAttention
 from offload.cache.fetch import Tail, make_fetch
 from offload.cache.full import FullCache
+from offload.cache.places import Places
 from offload.kernels.card import Card
 from offload.kernels.kv_codes import GROUP, KVCodes, Order, encode, order_for
 from offload.kernels.native import Kernels
@@ -46,7 +47,7 @@ class LowBitCache:
         have to be some. beside: the full cache's pages may lie at home as what they have beside these codes."""
         self.full, self._memory, self._kernels = full, memory, kernels
         shape = full.shape
-        self._attention = CodedAttention(kernels, full.rope, shape.dtype)
+        self._attention = CodedAttention(kernels, full.rope, shape.dtype, Places(full.rope))
         blocks = KVCodes.shape_of_blocks(full.num_layers, shape.num_kv_heads, num_tokens, shape.head_dim)
         self._codes = KVCodes(self._allocate(blocks, torch.uint8), shape.head_dim, order_for(kernels))
         self._held = self._room_for(low_bit_tail(drafted))

@@ -17,6 +17,7 @@ from offload.cache import Phase
 from offload.cache.chosen import Chosen, ChosenCodes, ChosenRows
 from offload.cache.fetch import Tail
 from offload.cache.full import FullCache
+from offload.cache.places import Places
 from offload.cache.selection import Selection, Selector, choose
 from offload.cache.slots import Assignment, assign
 from offload.kernels.card import Card
@@ -46,7 +47,7 @@ class RetrievalCache:
         bits: int = 16,
     ) -> None:
         self.full, self._tail, self._drafted, self._bits = full, tail, drafted, bits
-        self._kernels = kernels
+        self._kernels, self._places = kernels, Places(full.rope)
         self._resize(budget, chunk)
         self.selector = selection.selector()
         self.chunks: Tensor | None = None  # int64 [L, H_kv, slots filled]: the chunk in each
@@ -211,6 +212,7 @@ class RetrievalCache:
     def _resize(self, budget: int, chunk: int) -> None:
         self.budget, self.chunk = budget, chunk
         sizes: dict[str, Any] = {"num_slots": budget // chunk, "tail": self._tail, "kernels": self._kernels}
+        sizes["places"] = self._places
         self._chosen: Chosen
         if self._bits == 16:
             self._chosen = ChosenRows(self.full, chunk=chunk, **sizes)

@@ -87,15 +87,17 @@ def compositions(
     with_draft: bool,
     weight_bits: Sequence[int] = (16,),
     kv_bits: Sequence[int] = (16,),
+    coded_chunks: bool = False,
 ) -> Iterator[Composition]:
     """All compositions that `options` leave open, plain decoding among them unless a length, a budget or bits are
-    given. with_draft: there is a draft model. weight_bits, kv_bits: that may be chosen where the user gives none."""
+    given. with_draft: there is a draft model. weight_bits, kv_bits: that may be chosen where the user gives none.
+    coded_chunks: with fewer of the cache a part may be retrieved."""
     bits = [
         (weights, kv)
         for weights in (weight_bits if options.weight_bits is None else (options.weight_bits,))
         for kv in (kv_bits if options.kv_bits is None else (options.kv_bits,))
     ]
-    for found in _candidates(options, capacity, with_draft, bits):
+    for found in _candidates(options, capacity, with_draft, bits, coded_chunks and takes_coded_chunks(options)):
         yield replace(
             found,
             adaptive=_adaptive(found, options),
@@ -120,7 +122,9 @@ def _lengths(options: Options) -> tuple[int, ...]:
     return LONGEST if options.gamma is None else (options.gamma,)
 
 
-def _candidates(options: Options, capacity: int, with_draft: bool, bits: Sequence[Bits]) -> Iterator[Composition]:
+def _candidates(
+    options: Options, capacity: int, with_draft: bool, bits: Sequence[Bits], coded_chunks: bool
+) -> Iterator[Composition]:
     if not options.speculation or options.gamma == 0:
         yield PLAIN
         return
@@ -134,7 +138,7 @@ def _candidates(options: Options, capacity: int, with_draft: bool, bits: Sequenc
         for draft in drafts:
             base = Composition(gamma=gamma, draft=draft, lookup=options.lookup)
             below = draft_gamma if draft or options.lookup else 0
-            for inner in _inner(options, capacity, bits):
+            for inner in _inner(options, capacity, bits, coded_chunks):
                 yield replace(inner, gamma=gamma, draft=draft, lookup=options.lookup, draft_gamma=below)
             if draft and may_do_without:
                 yield base
@@ -144,13 +148,13 @@ def _candidates(options: Options, capacity: int, with_draft: bool, bits: Sequenc
         yield PLAIN
 
 
-def _inner(options: Options, capacity: int, bits: Sequence[Bits]) -> Iterator[Composition]:
+def _inner(options: Options, capacity: int, bits: Sequence[Bits], coded_chunks: bool) -> Iterator[Composition]:
     """What the target may propose to itself with."""
     for weight_bits, kv_bits in bits:
         few = min(weight_bits, kv_bits) < 16
         if few and (options.budget is None or (kv_bits < 16 and options.budget >= capacity)):
             yield Composition(weight_bits=weight_bits, kv_bits=kv_bits)
-        if kv_bits < 16 and not takes_coded_chunks(options):
+        if kv_bits < 16 and not coded_chunks:
             continue
         chunks = _CHUNKS if kv_bits == 16 else (CODED_CHUNK,)
         for budget in _budgets(options, capacity):

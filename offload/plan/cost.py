@@ -12,7 +12,7 @@ from functools import cached_property
 from math import inf, sqrt
 
 from offload.plan.composition import Composition
-from offload.plan.gpu_costs import CPU_REFRESH, GPU, GPU_REFRESH
+from offload.plan.gpu_costs import CPU_REFRESH, GATHERED_REFRESH, GPU, GPU_REFRESH, RefreshCosts
 from offload.plan.link_bits import CPU_RESTORED
 from offload.plan.pass_times import UNKNOWN, PassTimes, Times, estimated
 from offload.plan.placement import Placement
@@ -199,10 +199,14 @@ class Cost:
         share = 1.0 if self._on_cpu else self.link_share  # a CPU's host unpacks what it gathers
         held = self.num_sequences * self.composition.budget * self.sizing.kv_bytes_per_token  # in 16 bits
         crossing = _CHANGED_CHUNKS * held * self._share_on_host * share / self.link_rate
-        costs = CPU_REFRESH if self._on_cpu else GPU_REFRESH
+        costs = CPU_REFRESH if self._on_cpu else self._card_refresh
         rate = costs.share * self.sizing.hardware.rates.device_read
         calls = self.num_sequences * self.sizing.target.num_layers * costs.layer_seconds
         return calls + held / rate + crossing
+
+    @property
+    def _card_refresh(self) -> RefreshCosts:
+        return GPU_REFRESH if self.sizing.hardware.has_kernels else GATHERED_REFRESH
 
     def prefill(self, num_tokens: int) -> float:
         """Seconds of a prefill, layer by layer: the longest of computation with its sums, and of what crosses the link

@@ -163,7 +163,8 @@ def _choose(sizing: Sizing, capacity: int, times: Times) -> tuple[Cost, Cost]:
 
 def _fastest(fitting: Sequence[Cost]) -> tuple[Cost, Cost]:
     """(the one to plan, the one that is predicted to be the fastest)."""
-    best = min(fitting, key=lambda cost: (cost.per_token, cost.composition.budget))
+    worthwhile = [cost for cost in fitting if cost.composition.inner is None or _proposes_cheaply(cost)] or fitting
+    best = min(worthwhile, key=lambda cost: (cost.per_token, cost.composition.budget))
     retrieving = [cost for cost in fitting if _may_retrieve(cost, best)]
     if best.sizing.options.gamma is not None or not retrieving:
         return best, best
@@ -174,6 +175,7 @@ def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterat
     """Weights and a cache in few bits are among them where they can be, on a CPU where they were measured."""
     is_cpu, measured = sizing.hardware.is_cpu, times.target is not None and times.target.coded_token
     known = [bits for bits in CODE_BITS if bits in times.coded or not is_cpu]
+    asked = sizing.options.budget is not None and sizing.options.kv_bits is not None
     attends_coded = (measured or not is_cpu) and sizing.options.selection == "mass"  # the user wants no other rule
     return compositions(
         sizing.options,
@@ -181,6 +183,7 @@ def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterat
         with_draft=sizing.draft is not None,
         weight_bits=(16,) if weights_problem(sizing) else (16, *known),
         kv_bits=(16, 4) if attends_coded and not cache_problem(sizing) else (16,),
+        coded_chunks=asked or not is_cpu,  # a part of the cache saves memory, of which a CPU has one
     )
 
 
@@ -207,9 +210,12 @@ def _may_retrieve(cost: Cost, best: Cost) -> bool:
     """True if the retrieval level of `cost` may be planned although `best` is predicted to be the fastest."""
     if cost.composition.inner is None or cost.composition.draft < best.composition.draft:
         return False
+    return _proposes_cheaply(cost) and min(cost.per_token, cost.per_drafted_token) <= _WORTH_TRYING * best.per_token
+
+
+def _proposes_cheaply(cost: Cost) -> bool:
     rows = cost.sizing.rows
-    cheap = cost.retrieval_pass(rows) <= _CHEAPER_PASS * cost.full_pass(rows)
-    return cheap and min(cost.per_token, cost.per_drafted_token) <= _WORTH_TRYING * best.per_token
+    return cost.retrieval_pass(rows) <= _CHEAPER_PASS * cost.full_pass(rows)
 
 
 def _without_speculation(sizing: Sizing) -> Sizing:

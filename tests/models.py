@@ -167,7 +167,7 @@ def load(
 
 def kernels_of(decoder: Decoder) -> Kernels:
     """Those that the decoder's few rows run on, which its caches should use too."""
-    return NONE if decoder._few is None else decoder._few._kernels
+    return decoder._kernels
 
 
 def random_tokens(num_tokens: int, *, seed: int = 0, vocabulary: int = VOCABULARY) -> list[int]:
@@ -193,6 +193,9 @@ class _Late:
 
     def synchronize(self) -> None:
         self.wait()
+
+    def happened(self) -> bool:
+        return self._done
 
 
 class LateLink:

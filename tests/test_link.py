@@ -73,6 +73,9 @@ class Gate:
     def synchronize(self) -> None:
         self.wait()
 
+    def happened(self) -> bool:
+        return self._open.is_set()
+
 
 def link_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("link-")]

@@ -13,7 +13,7 @@ import pytest
 
 import asked
 from asked import NEVER, Asked, alone, check, together
-from models import LateLink, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from models import GREEDY, LateLink, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload import sequences
 from offload.cache.residence import StreamedTiles
 from offload.decode.sampling import SamplingParams
@@ -40,7 +40,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @contextmanager
 def made(
-    folders: tuple[Path, Path], sizes: Sizes, num_sequences: int, *, turns: bool = True, late: bool = True, **fields: Any
+    folders: tuple[Path, Path],
+    sizes: Sizes,
+    num_sequences: int,
+    *,
+    turns: bool = True,
+    late: bool = True,
+    **fields: Any,
 ) -> Iterator[Engine]:
     """Over a streamed cache whose tiles come when they are waited for and no sooner, or, not `late`, at once."""
     target, draft = folders
@@ -110,3 +116,10 @@ def test_so_it_is_with_any_levels_and_any_operators(folders, sizes, dtype, opera
     with process_uses(operators), made(folders, sizes, 3, dtype=dtype) as engine:
         check(engine, some(6, seed=20))
     assert passes.nested
+
+
+def test_trace(folders, passes):
+    requests = [Asked(random_tokens(60, seed=number), GREEDY, OUTPUT) for number in range(4)]
+    with made(folders, FIXED, 4) as engine:
+        together(engine, requests)
+    for each in passes.found: print("    " * each[2], each[:2])

@@ -435,7 +435,8 @@ def tiny_plan(
     plan = request.together(plan, num_sequences, most=num_sequences)
     return changed(
         plan, rows=sizes.rows, prefill_block=sizes.prefill_block, page_tokens=sizes.page,
-        tile_tokens=sizes.page * sizes.pages, budget=sizes.budget if plan.composition.budget else 0,
+        tile_tokens=sizes.page * sizes.pages, staging_tiles=sizes.kv_staging,
+        budget=sizes.budget if plan.composition.budget else 0,
         adaptive=("retrieval" if sizes.budget else "self", "target") if sizes.adaptive else (),
     )  # fmt: skip
 

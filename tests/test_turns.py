@@ -6,23 +6,21 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import asked
 from asked import NEVER, Asked, alone, check, together
-from models import GREEDY, LateLink, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from models import GREEDY, LateLink, Sizes, _Late, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload import sequences
-from offload.cache.residence import StreamedTiles
-from offload.decode.sampling import SamplingParams
 from offload.engine import Engine
-from offload.model.level import Level
-from offload.sequences import Sequences
 from processor import OPERATORS, best, process_uses
 
-TWO = Sizes(gamma=7, draft_gamma=3, lookup=True, adaptive=True)
+ADAPTIVE = Sizes(gamma=7, draft_gamma=3, lookup=True, adaptive=True)  # drafts or not, by the machine's speed
 FIXED = Sizes(gamma=5, draft_gamma=2)
 IN_FEW_BITS = Sizes(gamma=5, draft_gamma=2, budget=0, weight_bits=4, kv_bits=4, page=32, capacity=600)
 ROOM, OUTPUT = 200, 40
@@ -44,6 +42,7 @@ def made(
     sizes: Sizes,
     num_sequences: int,
     *,
+    dtype: str = "bf16",
     turns: bool = True,
     late: bool = True,
     **fields: Any,
@@ -56,7 +55,7 @@ def made(
         sizes,
         num_prompt_tokens=ROOM - OUTPUT,
         max_tokens=OUTPUT,
-        dtype=fields.pop("dtype", "bf16"),
+        dtype=dtype,
         offload=frozenset({"kv"}),
         num_sequences=num_sequences,
     )
@@ -70,6 +69,11 @@ def made(
 
 def some(count: int, *, seed: int) -> list[Asked]:
     return asked.some(count, seed=seed, most=ROOM - OUTPUT, output=OUTPUT)
+
+
+def alike(count: int) -> list[Asked]:
+    """Of one length, greedy."""
+    return [Asked(random_tokens(60, seed=number), GREEDY, OUTPUT) for number in range(count)]
 
 
 @dataclass
@@ -102,7 +106,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
 
 @pytest.mark.parametrize("number", range(1, 9))
 def test_each_of_one_to_eight_says_what_it_says_alone(folders, number, passes):
-    with made(folders, TWO, number) as engine:
+    with made(folders, FIXED, number) as engine:
         check(engine, some(number + 4, seed=number))
     assert bool(passes.nested) == (number > 1)
     assert {name for name, _, _ in passes.nested} <= {"draft", "retrieval"}
@@ -111,15 +115,129 @@ def test_each_of_one_to_eight_says_what_it_says_alone(folders, number, passes):
 
 @pytest.mark.parametrize("operators", OPERATORS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("sizes", [FIXED, replace(FIXED, draft_gamma=0), TWO])
+@pytest.mark.parametrize("sizes", [FIXED, replace(FIXED, draft_gamma=0), ADAPTIVE])
 def test_so_it_is_with_any_levels_and_any_operators(folders, sizes, dtype, operators, passes):
     with process_uses(operators), made(folders, sizes, 3, dtype=dtype) as engine:
         check(engine, some(6, seed=20))
+    assert passes.nested or sizes.adaptive
+
+
+def test_so_it_is_with_weights_and_caches_in_few_bits(folders, passes):
+    best()  # skips where there are no kernels
+    with made(folders, IN_FEW_BITS, 3) as engine:
+        check(engine, some(6, seed=30))
+    assert ("self", 1, 1) in passes.nested
+
+
+def test_without_turns_or_with_tiles_that_have_come_nothing_is_nested(folders, passes):
+    for fields in ({"turns": False}, {"late": False}):
+        with made(folders, FIXED, 3, **fields) as engine:
+            check(engine, some(4, seed=40))
+    assert passes.found
+    assert not passes.nested
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_so_it_is_whenever_tiles_come(folders, seed, passes, monkeypatch):
+    dice = random.Random(seed)
+    monkeypatch.setattr(_Late, "happened", lambda copy: copy._done or dice.random() < 0.5)
+    with made(folders, FIXED, 4) as engine:
+        check(engine, some(8, seed=100 + seed))
     assert passes.nested
 
 
-def test_trace(folders, passes):
-    requests = [Asked(random_tokens(60, seed=number), GREEDY, OUTPUT) for number in range(4)]
+def test_two_groups_take_turns(folders, passes, monkeypatch):
+    """Of four texts of one kind, until the first one ends: two in each full pass, not those of the last one; and the
+    others draft in the middle of it, side by side, and at no other time."""
+    groups, run_together = list[set[int]](), sequences.run_together
+
+    def watched(levels: Any, continuations: Any) -> Any:
+        if levels[0].stats.name == "target":
+            groups.append({id(level) for level in levels})
+        return run_together(levels, continuations)
+
+    monkeypatch.setattr(sequences, "run_together", watched)
     with made(folders, FIXED, 4) as engine:
-        together(engine, requests)
-    for each in passes.found: print("    " * each[2], each[:2])
+        together(engine, alike(4))
+    until = passes.found[: len(passes.found) // 2]
+    assert {each for each in until if not each[2]} == {("target", 2, 0)}
+    assert {("draft", 2, 1), ("retrieval", 2, 1)} <= {each for each in until if each[2]}
+    assert len(groups) > 4
+    assert all(not one & other for one, other in pairwise(groups[:5]))
+
+
+@pytest.mark.parametrize("where", ["pass", "after"])
+@pytest.mark.parametrize("count", [0, 3, 10])
+def test_an_error_in_the_middle_breaks_off_both_and_all_can_be_asked_again(folders, monkeypatch, passes, where, count):
+    """In a nested pass, or in what its sequence makes of it."""
+    requests = [replace(each, leaves=NEVER, max_tokens=OUTPUT) for each in some(4, seed=50)]
+    with made(folders, FIXED, 4) as engine:
+        expected = [alone(engine, each) for each in requests]
+        left, watched, go_on = iter(range(count)), sequences._run_as_one, sequences._Running.go_on
+
+        def fails(*args: Any) -> Any:
+            if passes.depth and next(left, None) is None:
+                raise KeyboardInterrupt
+            return (watched if where == "pass" else go_on)(*args)
+
+        with monkeypatch.context() as patch:
+            if where == "pass":
+                patch.setattr(sequences, "_run_as_one", fails)
+            else:
+                patch.setattr(sequences._Running, "go_on", fails)
+            with pytest.raises(KeyboardInterrupt):
+                together(engine, requests)
+        assert [alone(engine, each) for each in requests] == expected
+        found, _ = together(engine, requests)
+        assert found == expected
+
+
+def test_a_pass_is_not_charged_for_those_in_the_middle_of_it(folders, monkeypatch):
+    """By a clock that runs in nested passes alone: the target's seconds are none, as decoding and statistics have
+    them."""
+    now, depth, run = [0.0], [0], sequences._run_as_one
+
+    def watched(part: Any) -> None:
+        depth[0] += 1
+        try:
+            run(part)
+            now[0] += 1.0 * (depth[0] > 1)
+        finally:
+            depth[0] -= 1
+
+    seen = list[tuple[str, float]]()
+    go_on = sequences._Running.go_on
+
+    def noted(running: Any) -> Any:
+        asked, since = running._answered, running.since
+        step = go_on(running)
+        if asked is not None:
+            seen.append((asked.level.stats.name, now[0] - since - asked.waited))
+        return step
+
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    requests = alike(4)
+    with made(folders, FIXED, 4) as engine:
+        monkeypatch.setattr(sequences, "_run_as_one", watched)
+        monkeypatch.setattr(sequences._Running, "go_on", noted)
+        monkeypatch.setattr(sequences, "time", clock)
+        monkeypatch.setattr("offload.transfer.timing.time", clock)
+        _, stats = together(engine, requests)
+    assert {seconds for name, seconds in seen if name == "target"} == {0.0}
+    assert {level.seconds for each in stats for level in each.levels if level.name == "target"} == {0.0}
+    meanwhile = sum(level.meanwhile_seconds for each in stats for level in each.levels)
+    assert meanwhile == pytest.approx(now[0])
+    assert now[0] > 0
+
+
+def test_only_what_streams_has_bytes_that_cross_the_link(folders):
+    """Tiles cross it while others draft, and are the target's."""
+    with made(folders, FIXED, 2) as engine:
+        _, stats = together(engine, alike(2))
+    assert all(not level.link_bytes for each in stats for level in each.levels if level.name != "target")
+
+
+def test_as_many_tiles_are_staged_as_planned(folders):
+    with made(folders, FIXED, 2, staging_tiles=5) as engine:
+        tile = engine.worker.full.shape.nbytes
+        assert engine.worker.memory.allocated()["device"]["kv staging"] == 5 * tile

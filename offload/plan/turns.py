@@ -24,9 +24,10 @@ class Turns:
         """Whether tiles stream and something else is computed meanwhile. It is not where the weights with which tokens
         are proposed stream, too: they come in the order of one pass."""
         sizing, composition = self.cost.sizing, self.cost.composition
+        several = self.cost.num_sequences > 1 and sizing.num_devices == 1
         in_place = self.cost.placement.resident_layers == sizing.target.num_layers or composition.weight_bits < 16
-        drafts = composition.draft if composition.inner is None else in_place
-        return drafts and composition.gamma > 0 and self.cost.num_sequences > 1 and sizing.num_devices == 1 and self.cost.tiles_stream
+        drafts = composition.gamma > 0 and (composition.draft if composition.inner is None else in_place)
+        return several and drafts and self.cost.tiles_stream
 
     @property
     def per_token(self) -> float:

@@ -45,6 +45,7 @@ def made(
     dtype: str = "bf16",
     turns: bool = True,
     late: bool = True,
+    offload: tuple[str, ...] = ("kv",),
     **fields: Any,
 ) -> Iterator[Engine]:
     """Over a streamed cache whose tiles come when they are waited for and no sooner, or, not `late`, at once."""
@@ -56,7 +57,7 @@ def made(
         num_prompt_tokens=ROOM - OUTPUT,
         max_tokens=OUTPUT,
         dtype=dtype,
-        offload=frozenset({"kv"}),
+        offload=frozenset(offload),
         num_sequences=num_sequences,
     )
     plan = changed(plan, turns=turns, **fields)
@@ -122,9 +123,11 @@ def test_so_it_is_with_any_levels_and_any_operators(folders, sizes, dtype, opera
     assert passes.nested or sizes.adaptive
 
 
-def test_so_it_is_with_weights_and_caches_in_few_bits(folders, passes):
+@pytest.mark.parametrize("offload", [("kv",), ("kv", "weights")])
+def test_so_it_is_with_weights_and_caches_in_few_bits(folders, passes, offload):
+    """Also while the exact weights stream, too."""
     best()  # skips where there are no kernels
-    with made(folders, IN_FEW_BITS, 3) as engine:
+    with made(folders, IN_FEW_BITS, 3, offload=offload) as engine:
         check(engine, some(6, seed=30))
     assert ("self", 1, 1) in passes.nested
 

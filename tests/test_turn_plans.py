@@ -78,7 +78,7 @@ def test_a_full_pass_takes_the_longer_of_link_and_computing(gbps: float) -> None
     computed = replace(half, sizing=replace(half.sizing, options=replace(options, link_gbps=10_000.0))).full_pass(
         6, masses=True
     )
-    drafted, link = 5 * half.retrieval_token, half.cache_bytes / (gbps * 1e9)
+    drafted, link = 5 * half.retrieval_token, half.cache_bytes * half.link_share / (gbps * 1e9)
     assert (link > computed + drafted) == (gbps < 1)
     expected = (2 * max(link, computed + drafted) + 2 * half.refresh) / turns.cost.tokens_per_round
     assert turns.per_token == pytest.approx(expected)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import test_cuda
 from asked import Asked, together
@@ -24,7 +25,7 @@ from offload.progress import ignore
 from offload.sequences import Sequences
 from offload.session.identity import Identity
 from offload.session.store import Store
-from offload.transfer.link import CudaEvent
+from offload.transfer.link import CudaEvent, CudaLink
 from paper import on_paper
 from paper.engines import BUSIEST, CASES, DRAFTED, NUM_NEW, OTHER, PROMPT, Case, Pair, engine_on_paper, loaded, said
 from paper.products import products_by_row
@@ -103,6 +104,13 @@ def test_sequences_draft_while_a_full_pass_waits_and_every_access_is_ordered(
     assert card.num_graphs
     assert any(level.meanwhile_seconds for each in stats for level in each.levels if level.name == "target")
     assert card.problems == []
+
+
+@pytest.mark.parametrize("answer", [False, True])
+def test_an_event_of_a_card_has_happened_when_the_card_says_so(answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paper.streams.Event.query", lambda event: answer)
+    with on_paper():
+        assert CudaLink(torch.device("cuda:0")).record().happened() is answer
 
 
 HOST_CASES = ["host attention, kv streamed", "host attention, nothing streamed"]

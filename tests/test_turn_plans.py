@@ -65,6 +65,16 @@ def test_turns_are_planned_where_they_are_possible_and_pay(options: Options, har
     assert Plan.from_dict(made.as_dict()) == made
 
 
+def test_turns_are_possible_where_what_drafts_uses_no_slots_of_the_pass_under_way() -> None:
+    streamed = price(replace(SLOW, offload=BOTH), 2, 2)
+    assert not streamed.possible
+    assert Turns(replace(streamed.cost, composition=replace(streamed.cost.composition, budget=0))).possible
+    assert price(Options(device_memory=10.0, weight_bits=4), 2, 2, CARD).possible
+    lookups = replace(price(SLOW, 2, 2).cost.composition, budget=0, draft=False)
+    assert price(SLOW, 2, 2).possible
+    assert not Turns(replace(price(SLOW, 2, 2).cost, composition=lookups)).possible
+
+
 def test_one_sequence_takes_no_turns() -> None:
     assert not planned(SLOW, 1).request.turns
 

@@ -6,18 +6,20 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import asked
 from asked import NEVER, Asked, alone, check, together
 from models import GREEDY, LateLink, Sizes, _Late, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload import sequences
 from offload.engine import Engine
+from offload.metrics import LinkStats
 from processor import OPERATORS, best, process_uses
 
 ADAPTIVE = Sizes(gamma=7, draft_gamma=3, lookup=True, adaptive=True)  # drafts or not, by the machine's speed
@@ -72,9 +74,9 @@ def some(count: int, *, seed: int) -> list[Asked]:
     return asked.some(count, seed=seed, most=ROOM - OUTPUT, output=OUTPUT)
 
 
-def alike(count: int) -> list[Asked]:
+def alike(number: int) -> list[Asked]:
     """Of one length, greedy."""
-    return [Asked(random_tokens(60, seed=number), GREEDY, OUTPUT) for number in range(count)]
+    return [Asked(random_tokens(60, seed=seed), GREEDY, OUTPUT) for seed in range(number)]
 
 
 @dataclass
@@ -149,17 +151,23 @@ def test_so_it_is_whenever_tiles_come(folders, seed, passes, monkeypatch):
     assert passes.nested
 
 
-def test_two_groups_take_turns(folders, passes, monkeypatch):
-    """Of four texts of one kind, until the first one ends: two in each full pass, not those of the last one; and the
-    others draft in the middle of it, side by side, and at no other time."""
-    groups, run_together = list[set[int]](), sequences.run_together
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    """Who was in each full pass of several."""
+    found, run_together = list[set[int]](), sequences.run_together
 
     def watched(levels: Any, continuations: Any) -> Any:
         if levels[0].stats.name == "target":
-            groups.append({id(level) for level in levels})
+            found.append({id(level) for level in levels})
         return run_together(levels, continuations)
 
     monkeypatch.setattr(sequences, "run_together", watched)
+    return found
+
+
+def test_two_groups_take_turns(folders, passes, groups):
+    """Of four texts of one kind, until the first one ends: two in each full pass, not those of the last one; and the
+    others draft in the middle of it, side by side, and at no other time."""
     with made(folders, FIXED, 4) as engine:
         together(engine, alike(4))
     until = passes.found[: len(passes.found) // 2]
@@ -169,14 +177,36 @@ def test_two_groups_take_turns(folders, passes, monkeypatch):
     assert all(not one & other for one, other in pairwise(groups[:5]))
 
 
+def test_where_all_wait_for_a_full_pass_those_are_first_who_have_waited_longest(folders, groups):
+    """Nothing is drafted here."""
+    with made(folders, Sizes(), 4) as engine:
+        together(engine, alike(4))
+    assert len(groups) > OUTPUT
+    assert all(not one & other for one, other in pairwise(groups))
+
+
+def test_who_drafts_in_the_middle_of_a_pass_goes_on_as_it_does_elsewhere(folders, passes, monkeypatch):
+    """Passes run in torch's inference mode, and what decoding makes of them does not."""
+    modes, go_on = list[tuple[bool, bool]](), sequences._Running.go_on
+
+    def watched(running: Any) -> Any:
+        modes.append((passes.depth > 0, torch.is_inference_mode_enabled()))
+        return go_on(running)
+
+    monkeypatch.setattr(sequences._Running, "go_on", watched)
+    with made(folders, FIXED, 2) as engine:
+        together(engine, alike(2))
+    assert set(modes) == {(False, False), (True, False)}
+
+
 @pytest.mark.parametrize("where", ["pass", "after"])
-@pytest.mark.parametrize("count", [0, 3, 10])
-def test_an_error_in_the_middle_breaks_off_both_and_all_can_be_asked_again(folders, monkeypatch, passes, where, count):
+@pytest.mark.parametrize("after", [0, 3, 10])
+def test_an_error_in_the_middle_breaks_off_both_and_all_can_be_asked_again(folders, monkeypatch, passes, where, after):
     """In a nested pass, or in what its sequence makes of it."""
     requests = [replace(each, leaves=NEVER, max_tokens=OUTPUT) for each in some(4, seed=50)]
     with made(folders, FIXED, 4) as engine:
         expected = [alone(engine, each) for each in requests]
-        left, watched, go_on = iter(range(count)), sequences._run_as_one, sequences._Running.go_on
+        left, watched, go_on = iter(range(after)), sequences._run_as_one, sequences._Running.go_on
 
         def fails(*args: Any) -> Any:
             if passes.depth and next(left, None) is None:
@@ -190,6 +220,7 @@ def test_an_error_in_the_middle_breaks_off_both_and_all_can_be_asked_again(folde
                 patch.setattr(sequences._Running, "go_on", fails)
             with pytest.raises(KeyboardInterrupt):
                 together(engine, requests)
+        assert engine.worker.full._residences["decode"].meanwhile is None
         assert [alone(engine, each) for each in requests] == expected
         found, _ = together(engine, requests)
         assert found == expected
@@ -233,11 +264,15 @@ def test_a_pass_is_not_charged_for_those_in_the_middle_of_it(folders, monkeypatc
     assert now[0] > 0
 
 
-def test_only_what_streams_has_bytes_that_cross_the_link(folders):
-    """Tiles cross it while others draft, and are the target's."""
+def test_only_what_streams_has_bytes_that_cross_the_link(folders, monkeypatch):
+    """Over a link that brings something whenever one looks: what comes while others draft is the target's."""
+    come = count(1)
+    monkeypatch.setattr(
+        LateLink, "stats", property(lambda link: LinkStats(next(come)), lambda link, stats: None), raising=False
+    )
     with made(folders, FIXED, 2) as engine:
         _, stats = together(engine, alike(2))
-    assert all(not level.link_bytes for each in stats for level in each.levels if level.name != "target")
+    assert all(bool(level.link_bytes) == (level.name == "target") for each in stats for level in each.levels)
 
 
 def test_as_many_tiles_are_staged_as_planned(folders):

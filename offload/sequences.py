@@ -100,7 +100,7 @@ class Sequences(Generic[Key]):
         one's turn comes. With turns a full pass comes first, of those who have waited longest, once half of all wait
         for it."""
         everybody = list(self._running.values())
-        drafting, at_target = self._apart(everybody)
+        drafting, at_target = self._divided(everybody)
         half = -(-len(everybody) // 2)
         if self._turns and len(at_target) >= half:
             for part in _parts(sorted(at_target, key=lambda each: each.since)[:half]):
@@ -124,7 +124,7 @@ class Sequences(Generic[Key]):
 
     def _draft(self, under_way: Level) -> bool:
         """Run one pass below the target, in the middle of a pass of `under_way`. False where nobody waits for any."""
-        drafting, _ = self._apart(self._running.values())
+        drafting, _ = self._divided(self._running.values())
         if not drafting:
             return False
         start, [part, *_] = time.perf_counter(), _parts(self._cheapest(drafting))
@@ -135,7 +135,7 @@ class Sequences(Generic[Key]):
         self._drafting_seconds += time.perf_counter() - start
         return True
 
-    def _apart(self, some: Iterable[_Running]) -> tuple[list[_Running], list[_Running]]:
+    def _divided(self, some: Iterable[_Running]) -> tuple[list[_Running], list[_Running]]:
         """(who waits for a pass below the target, who waits for one of the target)."""
         drafting = [each for each in some if each.level_name != self._levels[-1]]
         return drafting, [each for each in some if each.level_name == self._levels[-1]]

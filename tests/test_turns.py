@@ -20,6 +20,7 @@ from models import GREEDY, LateLink, Sizes, _Late, changed, random_model, random
 from offload import sequences
 from offload.engine import Engine
 from offload.metrics import LinkStats
+from offload.transfer.link import Link, PacedLink
 from processor import OPERATORS, best, process_uses
 
 ADAPTIVE = Sizes(gamma=7, draft_gamma=3, lookup=True, adaptive=True)  # drafts or not, by the machine's speed
@@ -46,11 +47,11 @@ def made(
     *,
     dtype: str = "bf16",
     turns: bool = True,
-    late: bool = True,
+    link: Link | None = None,
     offload: tuple[str, ...] = ("kv",),
     **fields: Any,
 ) -> Iterator[Engine]:
-    """Over a streamed cache whose tiles come when they are waited for and no sooner, or, not `late`, at once."""
+    """Over a streamed cache whose tiles come when they are waited for and no sooner, or over another link."""
     target, draft = folders
     plan = tiny_plan(
         target,
@@ -64,7 +65,7 @@ def made(
     )
     plan = changed(plan, turns=turns, **fields)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("offload.parts.make_link", lambda *_: LateLink(late_in=late, late_out=late))
+        patch.setattr("offload.parts.make_link", lambda *_: link or LateLink(late_in=True, late_out=True))
         engine = tiny_engine(plan, target, draft)
     with engine:
         yield engine
@@ -135,8 +136,8 @@ def test_so_it_is_with_weights_and_caches_in_few_bits(folders, passes, offload):
 
 
 def test_without_turns_or_with_tiles_that_have_come_nothing_is_nested(folders, passes):
-    for fields in ({"turns": False}, {"late": False}):
-        with made(folders, FIXED, 3, **fields) as engine:
+    for turns, late in ((False, True), (True, False)):
+        with made(folders, FIXED, 3, turns=turns, link=LateLink(late_in=late, late_out=late)) as engine:
             check(engine, some(4, seed=40))
     assert passes.found
     assert not passes.nested
@@ -149,6 +150,15 @@ def test_so_it_is_whenever_tiles_come(folders, seed, passes, monkeypatch):
     with made(folders, FIXED, 4) as engine:
         check(engine, some(8, seed=100 + seed))
     assert passes.nested
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_so_it_is_beside_threads_that_copy(folders, seed):
+    """At any speed: the link is paced and now and then late."""
+    dice = random.Random(seed)
+    link = PacedLink(2e8, delay=lambda: dice.choice((0.0, 0.0, 1e-3)))
+    with made(folders, FIXED, 4, link=link) as engine:
+        check(engine, some(6, seed=200 + seed))
 
 
 @pytest.fixture

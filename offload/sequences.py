@@ -1,14 +1,19 @@
 """Sequences that run at a time and share passes: each layer's weights are read, or cross the link, once for all.
 
 Each sequence has an engine of its own and is decoded as it would be alone; only its passes wait until others want one
-of the same level. Everything happens on the caller's thread, in an order that depends on nothing but what is decoded.
+of the same level. Where the plan has them take turns, half of them have a full pass, and while that waits for a tile
+the others draft, in the middle of it. Everything happens on the caller's thread.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Generic, TypeVar
+
+import torch
 
 from offload.decode.build import pass_seconds
 from offload.decode.passes import Pass, Work
@@ -33,6 +38,8 @@ class Sequences(Generic[Key]):
         self._engines = [engine]
         self._running: dict[Key, _Running] = {}
         self._levels = list(engine.levels)[::-1]  # the cheapest first
+        self._turns = engine.plan.request.turns
+        self._drafting_seconds = 0.0  # in the middle of full passes, so far
         try:
             for _ in range(engine.plan.request.num_sequences - 1):
                 self._engines.append(engine.beside())
@@ -90,47 +97,103 @@ class Sequences(Generic[Key]):
 
     def _run_passes(self) -> None:
         """One pass of the cheapest level that anybody waits for, so that whoever still drafts is there when the next
-        one's turn comes. Those that cannot be shared run one after the other."""
-        asked = {running.asked: running for running in self._running.values() if running.asked is not None}
-        name = min((each.level.stats.name for each in asked), key=self._levels.index)
-        group = [each for each in asked if each.level.stats.name == name]
-        together = [each for each in group if _level(each).shares(len(each.tokens))]
-        apart = [[each] for each in group if each not in together]
-        parts = [together, *apart] if together else apart
-        for part in parts:
-            start = time.perf_counter()
-            _run(part)
-            seconds = time.perf_counter() - start
-            for each, share in zip(part, self._shares(name, part), strict=True):
-                asked[each].ran(seconds * share)
+        one's turn comes. With turns a full pass comes first, of those who have waited longest, once half of all wait
+        for it."""
+        everybody = list(self._running.values())
+        drafting, at_target = self._divided(everybody)
+        half = -(-len(everybody) // 2)
+        if self._turns and len(at_target) >= half:
+            for part in _parts(sorted(at_target, key=lambda each: each.since)[:half]):
+                with self._others_draft(part):
+                    self._run(part)
+        else:
+            for part in _parts(self._cheapest(drafting or at_target)):
+                self._run(part)
 
-    def _shares(self, name: str, part: Sequence[Pass]) -> list[float]:
+    @contextmanager
+    def _others_draft(self, part: Sequence[_Running]) -> Iterator[None]:
+        """In the body `part` has a full pass; while that waits for a tile, the others draft."""
+        caches, draft = [each.engine.worker.full for each in part], partial(self._draft, part[0].level)
+        for cache in caches:
+            cache.use_waits(draft)
+        try:
+            yield
+        finally:
+            for cache in caches:
+                cache.use_waits(None)
+
+    def _draft(self, under_way: Level) -> bool:
+        """Run one pass below the target, in the middle of a pass of `under_way`. False where nobody waits for any."""
+        drafting, _ = self._divided(self._running.values())
+        if not drafting:
+            return False
+        start, [part, *_] = time.perf_counter(), _parts(self._cheapest(drafting))
+        with under_way.left_out(), torch.inference_mode(False):
+            self._run(part)
+            steps = [each.go_on() for each in part]
+            assert not any(steps), "a step comes after a full pass"
+        self._drafting_seconds += time.perf_counter() - start
+        return True
+
+    def _divided(self, some: Iterable[_Running]) -> tuple[list[_Running], list[_Running]]:
+        """(who waits for a pass below the target, who waits for one of the target)."""
+        drafting = [each for each in some if each.level_name != self._levels[-1]]
+        return drafting, [each for each in some if each.level_name == self._levels[-1]]
+
+    def _cheapest(self, some: Sequence[_Running]) -> list[_Running]:
+        """Those who wait for a pass of the cheapest level."""
+        name = min((each.level_name for each in some), key=self._levels.index)
+        return [each for each in some if each.level_name == name]
+
+    def _run(self, part: Sequence[_Running]) -> None:
+        """Their passes, as one. What others drafted in the middle of it is not theirs."""
+        start, drafting = time.perf_counter(), self._drafting_seconds
+        _run_as_one([each.waits_for for each in part])
+        seconds = time.perf_counter() - start - (self._drafting_seconds - drafting)
+        for each, share in zip(part, self._shares(part), strict=True):
+            each.ran(seconds * share)
+
+    def _shares(self, part: Sequence[_Running]) -> list[float]:
         """Each one's of a pass's seconds: an equal one of what it takes at any rate, and what the plan says of rows."""
-        planned = pass_seconds(self._engines[0].plan, name)
-        prices = [planned.fixed / len(part) + planned.slope * len(each.tokens) for each in part]
+        planned = pass_seconds(self._engines[0].plan, part[0].level_name)
+        prices = [planned.fixed / len(part) + planned.slope * len(each.waits_for.tokens) for each in part]
         return [price / sum(prices) for price in prices]
 
 
 class _Running:
-    """A request on its engine. asked: the pass that it waits for."""
+    """A request on its engine. asked: the pass that it waits for; since: when it began to."""
 
     def __init__(self, engine: Engine, work: Work[Step]) -> None:
         self.engine, self.work = engine, work
         self.asked: Pass | None = None
-        self._since = self._own = 0.0
+        self.since = self._own = 0.0
         self._answered: Pass | None = None
+
+    @property
+    def waits_for(self) -> Pass:
+        assert self.asked is not None
+        return self.asked
+
+    @property
+    def level(self) -> Level:
+        """Of the pass that it waits for."""
+        return _level(self.waits_for)
+
+    @property
+    def level_name(self) -> str:
+        return self.level.stats.name
 
     def go_on(self) -> Step | None:
         """Up to the next step, or None: to the next pass, for which it waits from now on."""
         if self.asked is not None:
             return None
         if (answered := self._answered) is not None:
-            answered.waited = max(time.perf_counter() - self._since - self._own, 0.0)
+            answered.waited = max(time.perf_counter() - self.since - self._own, 0.0)
             self._answered = None
         item = next(self.work)
         if not isinstance(item, Pass):
             return item
-        self.asked, self._since = item, time.perf_counter()
+        self.asked, self.since = item, time.perf_counter()
         return None
 
     def ran(self, seconds: float) -> None:
@@ -138,17 +201,23 @@ class _Running:
         self.asked, self._answered, self._own = None, self.asked, seconds
 
 
-def _run(part: Sequence[Pass]) -> None:
-    """As one pass, where there are several."""
-    if len(part) == 1:
-        part[0].run()
+def _parts(group: Sequence[_Running]) -> list[list[_Running]]:
+    """Those whose passes, all of one level, can be shared, and each other one by itself."""
+    together = [each for each in group if each.level.shares(len(each.waits_for.tokens))]
+    apart = [[each] for each in group if each not in together]
+    return [together, *apart] if together else apart
+
+
+def _run_as_one(passes: Sequence[Pass]) -> None:
+    if len(passes) == 1:
+        passes[0].run()
         return
-    levels = [_level(each) for each in part]
+    levels = [_level(each) for each in passes]
     continuations = [
         level.asked(each.tokens, each.num_logits, each.compute, each.given)
-        for level, each in zip(levels, part, strict=True)
+        for level, each in zip(levels, passes, strict=True)
     ]
-    for each, made in zip(part, run_together(levels, continuations), strict=True):
+    for each, made in zip(passes, run_together(levels, continuations), strict=True):
         each.made = made
 
 

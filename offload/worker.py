@@ -222,8 +222,10 @@ class Worker:
         return coded
 
     def _level(self, name: str, decoder: Decoder, cache: Cache, blocks: Blocks | None) -> Level:
-        """A level of the target, over one of its weights and caches."""
-        return Level(name, decoder, cache, vocab_size=self.vocab_size, blocks=blocks, link=self.link)
+        """A level of the target, over one of its weights and caches. Where neither streams, what crosses the link
+        meanwhile is for others."""
+        link = self.link if cache is self.full or decoder.streams else None
+        return Level(name, decoder, cache, vocab_size=self.vocab_size, blocks=blocks, link=link)
 
     def _reserve(self) -> None:
         plan = self.plan
@@ -266,6 +268,7 @@ def full_cache(
         link=link if "kv" in placement.offload else None,
         num_resident=placement.resident_tiles,
         num_host=placement.host_tiles,
+        num_staging=placement.staging_tiles,
         host_reads=_host_reads(plan, config),
         mass_chunk=composition.chunk if by_mass else None,
         fused_prefill=placement.fused_prefill,

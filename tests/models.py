@@ -167,7 +167,7 @@ def load(
 
 def kernels_of(decoder: Decoder) -> Kernels:
     """Those that the decoder's few rows run on, which its caches should use too."""
-    return NONE if decoder._few is None else decoder._few._kernels
+    return decoder._kernels
 
 
 def random_tokens(num_tokens: int, *, seed: int = 0, vocabulary: int = VOCABULARY) -> list[int]:
@@ -193,6 +193,9 @@ class _Late:
 
     def synchronize(self) -> None:
         self.wait()
+
+    def happened(self) -> bool:
+        return self._done
 
 
 class LateLink:
@@ -432,7 +435,8 @@ def tiny_plan(
     plan = request.together(plan, num_sequences, most=num_sequences)
     return changed(
         plan, rows=sizes.rows, prefill_block=sizes.prefill_block, page_tokens=sizes.page,
-        tile_tokens=sizes.page * sizes.pages, budget=sizes.budget if plan.composition.budget else 0,
+        tile_tokens=sizes.page * sizes.pages, staging_tiles=sizes.kv_staging,
+        budget=sizes.budget if plan.composition.budget else 0,
         adaptive=("retrieval" if sizes.budget else "self", "target") if sizes.adaptive else (),
     )  # fmt: skip
 

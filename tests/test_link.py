@@ -28,6 +28,7 @@ from models import (
     tiny_engine,
     tiny_plan,
 )
+from offload.cache.traffic import All
 from offload.decode.sampling import SamplingParams
 from offload.errors import ModelError
 from offload.metrics import LinkStats
@@ -72,6 +73,23 @@ class Gate:
 
     def synchronize(self) -> None:
         self.wait()
+
+    def happened(self) -> bool:
+        return self._open.is_set()
+
+
+def test_an_event_says_whether_it_has_happened() -> None:
+    gate, src = Gate(), torch.ones(4)
+    with paced() as link:
+        came = link.to_device(torch.zeros(4), src, (gate,))
+        both = All((link.record(), came))
+        assert link.record().happened()
+        assert not came.happened()
+        assert not both.happened()
+        gate.fire()
+        came.wait()
+        assert came.happened()
+        assert both.happened()
 
 
 def link_threads() -> list[threading.Thread]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -196,6 +196,12 @@ class FullCache:
         residence = self._residences["decode"]
         if isinstance(residence, StreamedTiles):
             residence.fetch_ahead(self.length)
+
+    def use_waits(self, meanwhile: Callable[[], bool] | None) -> None:
+        """From now on, while a decode forward waits for a tile, call `meanwhile`: see `StreamedTiles`."""
+        residence = self._residences["decode"]
+        if isinstance(residence, StreamedTiles):
+            residence.meanwhile = meanwhile
 
     def page(self, layer: int, number: int) -> Tensor:
         """Page `number` of the sequence in `layer`, of a tile that lies as it is: a view of its home, [2, H_kv, S, D],

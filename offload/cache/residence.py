@@ -6,7 +6,7 @@ the host attends to; `PrefillTiles` stay on the device while their layer is work
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -77,6 +77,8 @@ class StreamedTiles(Residence):
     rows that are in the cache stay as they are. Only pages in use are copied. New rows are written into the staged tile
     and copied home from there. Tiles that the host attends to are used at home, and `reads` counts and paces that.
     With `unpacked` pages cross as they lie at home and are unpacked here; whole ones are packed between passes.
+    meanwhile: called again and again while a tile that is wanted has not come, until it does nothing any more and
+    returns False; None: the forward waits. It may run passes over other caches. It costs the forward nothing but time.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class StreamedTiles(Residence):
         self._finished = False  # the last tile of the forward was closed
         self._ahead: list[tuple[int, int]] = []  # in the slots for the next forward
         self._packed = perf_counter()  # when pages were packed last
+        self.meanwhile: Callable[[], bool] | None = None
 
     def begin(self, length: int, num_rows: int) -> None:
         super().begin(length, num_rows)
@@ -118,6 +121,7 @@ class StreamedTiles(Residence):
         if place != "stream":
             return super().open(layer, index)
         slot = self._slot(layer, index)
+        self._use_the_wait(slot)
         slot.full.wait()
         if self._unpacked is None or slot.came is None:
             return slot.tile
@@ -183,6 +187,11 @@ class StreamedTiles(Residence):
         while again and perf_counter() - began < most:
             again = pages.pack_again(again)
         self._packed = perf_counter()
+
+    def _use_the_wait(self, slot: _Slot) -> None:
+        while self.meanwhile is not None and not slot.full.happened():
+            if not self.meanwhile():
+                return
 
     def _slot(self, layer: int, index: int) -> _Slot:
         return self._slots[self._position[layer, index] % len(self._slots)]

@@ -82,3 +82,6 @@ class All:
     def synchronize(self) -> None:
         for event in self.events:
             event.synchronize()
+
+    def happened(self) -> bool:
+        return all(event.happened() for event in self.events)

@@ -6,8 +6,8 @@ works on all of them together, attention works sequence by sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -44,8 +44,7 @@ class Decoder:
         self, config: ModelConfig, weights: Weights, sums: Sums | None = None, kernels: Kernels = NONE
     ) -> None:
         self.config, self.weights, self._sums, self._kernels = config, weights, sums or OneRank(), kernels
-        dtype = weights.embedding.dtype
-        self._few = FewRows(kernels, config, dtype, self._sums) if kernels.library is not None else None
+        self._idle: list[FewRows] = []  # a pass takes one, and another one where it runs in the middle of a pass
 
     def over(self, weights: Weights) -> Decoder:
         """The same model over other weights."""
@@ -62,9 +61,14 @@ class Decoder:
         return self.device.type == "cuda" and alone and not self.weights.embedding.waits
 
     @property
+    def streams(self) -> bool:
+        """Whether weights cross a link in a pass: then one pass at a time can be under way."""
+        return not isinstance(self.weights.layers, ResidentLayers)
+
+    @property
     def takes_any_rows(self) -> bool:
         """True where every number of rows is as good as its neighbours, up to FEW_ROWS."""
-        return self._few is not None
+        return self._kernels.library is not None
 
     def forward(
         self,
@@ -85,8 +89,9 @@ class Decoder:
             tokens, blocks = shared.joined(tokens), shared.sizes
         if blocks is not None and len(tokens) != sum(blocks):
             raise ValueError(f"{len(tokens)} rows are not blocks of {blocks}")
-        if self._few is not None and (blocks is not None or len(tokens) <= FEW_ROWS):
-            return self._forward_few(self._few, tokens, segments)
+        if self.takes_any_rows and (blocks is not None or len(tokens) <= FEW_ROWS):
+            with self._few_rows() as few:
+                return self._forward_few(few, tokens, segments)
         x = self.weights.embedding.rows(tokens)
         with self._due(x, self.config.num_layers):
             for layer, weights in enumerate(self.weights.layers):
@@ -123,6 +128,16 @@ class Decoder:
                 few.layer(layer, weights, num_rows, attend)
         return x
 
+    @contextmanager
+    def _few_rows(self) -> Iterator[FewRows]:
+        """Not in use; what is in its rows then stays there until the next pass."""
+        dtype = self.weights.embedding.dtype
+        few = self._idle.pop() if self._idle else FewRows(self._kernels, self.config, dtype, self._sums)
+        try:
+            yield few
+        finally:
+            self._idle.append(few)
+
     def finish(self) -> None:
         """Return when all that was computed is there: on a GPU, calls return before it is."""
         if self.device.type == "cuda":
@@ -130,9 +145,10 @@ class Decoder:
 
     def logits(self, hidden: Tensor, *, blocks: Sequence[int] | None = None) -> Tensor:
         """hidden [n, hidden] -> [n, V] in the model's dtype."""
-        if self._few is not None and (blocks is not None or len(hidden) <= FEW_ROWS):
+        if self.takes_any_rows and (blocks is not None or len(hidden) <= FEW_ROWS):
             assert self.weights.head is not None, "rank 0 alone has the head"
-            return self._few.logits(hidden, self.weights.final_norm, self.weights.head)
+            with self._few_rows() as few:
+                return few.logits(hidden, self.weights.final_norm, self.weights.head)
         return _by_block(blocks, hidden, self._head)
 
     def _head(self, hidden: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -142,6 +143,10 @@ class Level:
         """The next pass is launched one by one, wherever it would run as a graph."""
         if self._graphs is not None:
             self._graphs.forget()
+
+    def left_out(self) -> AbstractContextManager[None]:
+        """What the body takes, in the middle of a pass of this level, is no part of the pass's seconds."""
+        return self._timing.left_out()
 
     def settle(self) -> None:
         """Have the seconds of all passes in `stats` whose results the host has seen."""

@@ -135,9 +135,27 @@ class Cost:
     def full_pass(self, rows: int, *, masses: bool = False) -> float:
         """Seconds of a pass over the full cache: the longest of computation and sums, block by block, of the link, and
         of the tiles that are attended to on the host."""
+        return max(self.full_computed(rows, masses=masses), self.full_link_seconds)
+
+    def full_computed(self, rows: int, *, masses: bool = False) -> float:
+        """The same where nothing has to be waited for that crosses the link."""
         computed = self._full_on_cpu(rows, masses) if self._on_cpu else self._full_on_gpu(rows, masses)
-        computed += self._unpacking + self._restoring
-        return max(computed, self.full_link_bytes / self.link_rate, self._host_seconds(rows))
+        return max(computed + self._unpacking + self._restoring, self._host_seconds(rows))
+
+    @property
+    def full_link_seconds(self) -> float:
+        """Seconds in which what a pass over the full cache needs crosses each device's link."""
+        return self.full_link_bytes / self.link_rate
+
+    @property
+    def tile_link_seconds(self) -> float:
+        """Seconds in which a tile of one sequence crosses it."""
+        return self.cache_bytes / self.num_sequences / self.num_tiles * self.link_share / self.link_rate
+
+    @property
+    def tiles_stream(self) -> bool:
+        """Whether any tile crosses it."""
+        return self._share_on_host > self.placement.host_tiles / self.num_tiles
 
     @property
     def full_link_bytes(self) -> float:
@@ -187,9 +205,16 @@ class Cost:
         """acceptance: without it, that of the mean text."""
         if not gamma:
             return self.full_pass(1)
-        drafting = gamma * (self.draft_pass if self.composition.inner is None else self.retrieval_token)
-        seconds = self.full_pass(gamma + 1, masses=self.composition.budget > 0) + drafting + self.refresh
+        seconds = self.full_pass(gamma + 1, masses=self.composition.budget > 0) + self.drafting(gamma) + self.refresh
         return seconds / _expected(self.acceptance if acceptance is None else acceptance, gamma)
+
+    def drafting(self, gamma: int) -> float:
+        """Seconds in which `gamma` tokens are proposed to the target."""
+        return gamma * (self.draft_pass if self.composition.inner is None else self.retrieval_token)
+
+    def tokens_of(self, gamma: int) -> float:
+        """Per round with `gamma` drafted ones."""
+        return _expected(self.acceptance, gamma)
 
     @property
     def refresh(self) -> float:

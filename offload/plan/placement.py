@@ -45,6 +45,7 @@ class Placement:
     # 9: as what it has beside its code, which is on the device
     raw_pages: int = 0  # of a layer, of each sequence, that have room on each rank's host as they are, beside these
     weight_link_bits: int = 16  # of a weight that does; 12: packed, 9 or 8: what it has beside its code, which is there
+    staging_tiles: int = NUM_STAGING  # of each sequence, through which tiles stream
     embeds_on_host: bool = False  # whether the embedding's table is there, of which a pass reads a few rows
 
     @property
@@ -119,7 +120,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         if "weights" in offload:
             sizes["weight staging"] = NUM_STAGING * home + (layer if weight_bits < 16 else 0)
         if "kv" in offload:
-            sizes["kv staging"] = (NUM_STAGING + (bits < 16)) * tile
+            sizes["kv staging"] = (sizing.staging_tiles + (bits < 16)) * tile
             sizes["hidden rows"] = sizing.hidden_bytes(NUM_ROW_SLOTS * PREFILL_BLOCK)
         rows, moved = (0, count - tiles // num_layers) if "kv" in offload else (capacity, 0)
         sizes["arena"] = sizing.arena_bytes(capacity, composition, rows=rows, prefill_tiles=moved)
@@ -157,6 +158,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         link_bytes_per_second=_link_rate(sizing),
         link_bits=bits,
         weight_link_bits=weight_bits,
+        staging_tiles=sizing.staging_tiles,
         embeds_on_host=table > 0,
     )
     return with_host_tiles(sizing, capacity, placement, 0)

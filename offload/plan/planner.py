@@ -36,7 +36,8 @@ class PlannedRequest:
     """A request as it is planned: the device and dtype that "auto" stands for, and tokens that fit in the context.
 
     device: "cpu" or "cuda:N", the first of `num_devices`; device_name: as people call it. dtype: bf16, fp16 or fp32.
-    num_sequences: that run at a time, each with caches for so many tokens.
+    num_sequences: that run at a time, each with caches for so many tokens. turns: half of them have a full pass at a
+    time, and the others draft while its tiles stream.
     """
 
     device: str
@@ -46,6 +47,7 @@ class PlannedRequest:
     num_prompt_tokens: int
     max_tokens: int
     num_sequences: int = 1
+    turns: bool = False
 
     @property
     def capacity(self) -> int:

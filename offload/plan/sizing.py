@@ -121,6 +121,7 @@ class Sizing:
     dtype: str
     max_tokens: int = 0  # of the output
     num_sequences: int = 1  # at a time
+    staging_tiles: int = NUM_STAGING  # of each, through which its tiles stream
 
     def of_all(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Bytes by purpose for all sequences. sizes: for one."""

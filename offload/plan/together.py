@@ -1,7 +1,7 @@
 """Several sequences at a time: one sequence's plan with caches for more of them, which share every pass.
 
 Levels, budgets and what passes are predicted to take stay as they are for one sequence: a text's law depends on the
-first two, and with a seed its tokens on the third. Only what lies where changes.
+first two, and with a seed its tokens on the third. Only what lies where changes, and whether they take turns.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from offload.plan.pass_times import Times
 from offload.plan.placement import largest, place, shortage
 from offload.plan.planner import Plan
 from offload.plan.sizing import Sizing
+from offload.plan.turns import Turns
 
 MOST = 8  # that are tried where the user gives no number
 _WORTH = 1.02  # times the tokens a second with fewer sequences: what one more has to promise
@@ -65,19 +66,37 @@ def _noted(found: _Found, one: _Found) -> Plan:
     if found.num_sequences == 1:
         return found.plan
     note = f"{found.num_sequences} prompts at a time: predicted {found.rate / one.rate:.1f} times the tokens a second"
-    return replace(found.plan, notes=(*found.plan.notes, note))
+    turns = ("half of them draft while the full pass of the others streams",) * found.plan.request.turns
+    return replace(found.plan, notes=(*found.plan.notes, note, *turns))
 
 
 def _found(plan: Plan, sizing: Sizing, times: Times, number: int) -> _Found:
-    capacity, composition = plan.request.capacity, plan.composition
     sizing = replace(sizing, num_sequences=number)
-    placement = plan.placement if number == 1 else place(sizing, capacity, composition)
-    cost = Cost(sizing, placement, capacity, composition, times)
-    if number > 1:
-        cost = shared(cost)
-    request = replace(plan.request, num_sequences=number)
+    if number == 1:
+        cost = Cost(sizing, plan.placement, plan.request.capacity, plan.composition, times)
+        return _Found(plan, 1 / cost.per_token, next(_problems(plan, cost), ""))
+    cost = _placed(plan, sizing, times)
+    turns = _best_turns(plan, cost)
+    pay = turns is not None and turns.per_token * _WORTH < cost.per_token
+    cost, per_token = (turns.cost, turns.per_token) if turns is not None and pay else (cost, cost.per_token)
+    request = replace(plan.request, num_sequences=number, turns=pay)
     placed = replace(plan, request=request, placement=cost.placement)
-    return _Found(placed, number / cost.per_token, next(_problems(plan, cost), ""))
+    return _Found(placed, number / per_token, next(_problems(plan, cost), ""))
+
+
+def _placed(plan: Plan, sizing: Sizing, times: Times) -> Cost:
+    capacity, composition = plan.request.capacity, plan.composition
+    return shared(Cost(sizing, place(sizing, capacity, composition), capacity, composition, times))
+
+
+def _best_turns(plan: Plan, cost: Cost) -> Turns | None:
+    """With as many staged tiles as are best and fit; None where turns are not possible."""
+    if not Turns(cost).possible:
+        return None
+    staged = (replace(cost.sizing, staging_tiles=number) for number in Turns(cost).staging)
+    found = [Turns(_placed(plan, sizing, cost.times)) for sizing in staged]
+    fitting = [each for each in found if each.possible and not any(_problems(plan, each.cost))]
+    return min(fitting, key=lambda each: each.per_token, default=None)
 
 
 def _problems(plan: Plan, cost: Cost) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,8 +17,9 @@ class Timing:
 
     def __init__(self, device: torch.device) -> None:
         self._is_card = device.type == "cuda"
-        # Seconds of the stats that are not counted yet: so large a part of those between the events.
-        self._open: list[tuple[LevelStats, torch.cuda.Event, torch.cuda.Event, float]] = []
+        self._under_way: _Measured | None = None
+        # Seconds of the stats that are not counted yet: so large a part of what was measured.
+        self._open: list[tuple[LevelStats, _Measured, float]] = []
 
     @contextmanager
     def measure(self, stats: LevelStats, rows: int) -> Iterator[None]:
@@ -26,34 +28,76 @@ class Timing:
         with measured_together([self], [(stats, rows)]):
             yield
 
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """What the body takes, in the middle of a pass that is measured, is no part of it: others' passes."""
+        assert self._under_way is not None
+        stretch = _Stretch(self._is_card)
+        yield
+        stretch.end()
+        self._under_way.left_out.append(stretch)
+
     def settle(self) -> None:
         """Count the seconds of all passes that have ended."""
         waiting = []
-        for stats, start, end, part in self._open:
-            if end.query():
-                stats.seconds += part * start.elapsed_time(end) / 1e3
+        for stats, measured, part in self._open:
+            if measured.whole.has_ended:
+                left_out = sum(stretch.seconds for stretch in measured.left_out)
+                stats.seconds += part * (measured.whole.seconds - left_out)
+                stats.meanwhile_seconds += part * left_out
             else:
-                waiting.append((stats, start, end, part))
+                waiting.append((stats, measured, part))
         self._open = waiting
-
-    def _note(self, stats: LevelStats, start: torch.cuda.Event, end: torch.cuda.Event, part: float) -> None:
-        self._open.append((stats, start, end, part))
 
 
 @contextmanager
 def measured_together(timings: Sequence[Timing], counted: Sequence[tuple[LevelStats, int]]) -> Iterator[None]:
     """The same of a pass that several levels share, each with its rows: each has an equal part of the seconds."""
-    if not timings[0]._is_card:
-        began = time.perf_counter()
+    measured = _Measured(_Stretch(timings[0]._is_card))
+    for timing in timings:
+        timing._under_way = measured
+    try:
         yield
-        seconds = (time.perf_counter() - began) / len(counted)
-        for stats, rows in counted:
-            stats.count_pass(rows, seconds)
-        return
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    yield
-    end.record()
+        measured.whole.end()
+    finally:
+        for timing in timings:
+            timing._under_way = None
     for timing, (stats, rows) in zip(timings, counted, strict=True):
         stats.count_pass(rows, 0.0)
-        timing._note(stats, start, end, 1 / len(counted))
+        timing._open.append((stats, measured, 1 / len(counted)))
+        if not timing._is_card:
+            timing.settle()
+
+
+class _Stretch:
+    """Time from its making to its end, which on a card are points of the stream that computes."""
+
+    def __init__(self, on_card: bool) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_card else []
+        self._seconds = 0.0
+        if on_card:
+            self._events[0].record()
+        self._began = time.perf_counter()
+
+    def end(self) -> None:
+        if self._events:
+            self._events[1].record()
+        else:
+            self._seconds = time.perf_counter() - self._began
+
+    @property
+    def has_ended(self) -> bool:
+        """Then `seconds` are known."""
+        return not self._events or bool(self._events[1].query())
+
+    @property
+    def seconds(self) -> float:
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3 if self._events else self._seconds
+
+
+@dataclass
+class _Measured:
+    """A pass, and what is no part of it."""
+
+    whole: _Stretch
+    left_out: list[_Stretch] = field(default_factory=list)

@@ -194,18 +194,21 @@ def test_the_processor_attends_beside_the_card() -> None:
 
 
 def test_several_prompts_at_a_time_say_what_each_says_alone() -> None:
-    """Three at a time of four, each of another length, drafted for, wherever bytes are."""
+    """Three at a time of four, each of another length, drafted for, wherever bytes are; at last with turns, in which
+    some draft while tiles of the others' full pass stream."""
     tokens = prompt(LONG)
     prompts = [tokens, tokens[: LONG // 2], tokens[LONG // 3 :], tokens[: LONG // 2]]
     requests = [Asked(prompt, GREEDY, MAX_TOKENS) for prompt in prompts]
     options = Options(device=DEVICE, dtype="bf16", gamma=15, draft_gamma=1, budget=256)
     request = timed(Request.on_this_machine(TARGET, DRAFT, options))
     plan = request.together(request.plan(num_prompt_tokens=LONG, max_tokens=MAX_TOKENS), 3, most=4)
-    for offload in ("", "kv", "weights,kv"):
-        with Engine.load(placed(plan, offload), TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
+    for offload, turns in (("", False), ("kv", False), ("weights,kv", False), ("kv", True)):
+        made = placed(plan, offload)
+        made = replace(made, request=replace(made.request, turns=turns))
+        with Engine.load(made, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
             found, _ = together(engine, requests)
             expected = [alone(engine, each) for each in requests]
-        assert found == expected, offload
+        assert found == expected, (offload, turns)
 
 
 def test_a_row_of_a_product_does_not_depend_on_its_place_among_the_rows() -> None:

@@ -127,4 +127,5 @@ def choose(scores: Tensor, num_chosen: int, *, leading: int = 0) -> Tensor:
     if not leading:
         scores = scores.clone()
         scores[..., 0] = torch.inf
-    return scores.topk(num_chosen, -1, sorted=False).indices.sort(-1).values + leading
+    chosen = scores.topk(num_chosen, -1, sorted=False).indices.sort(-1).values
+    return chosen + leading if leading else chosen

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from offload.cache.full import FullCache
 from offload.decode.build import pass_seconds
 from offload.decode.passes import Pass, Work
 from offload.decode.sampling import SamplingParams
@@ -39,7 +40,7 @@ class Sequences(Generic[Key]):
         self._running: dict[Key, _Running] = {}
         self._levels = list(engine.levels)[::-1]  # the cheapest first
         self._turns = engine.plan.request.turns
-        self._drafting_seconds = 0.0  # in the middle of full passes, so far
+        self._exposed_seconds = 0.0  # in which others drafted in the middle of full passes and the link rested, so far
         try:
             for _ in range(engine.plan.request.num_sequences - 1):
                 self._engines.append(engine.beside())
@@ -113,26 +114,29 @@ class Sequences(Generic[Key]):
     @contextmanager
     def _others_draft(self, part: Sequence[_Running]) -> Iterator[None]:
         """In the body `part` has a full pass; while that waits for a tile, the others draft."""
-        caches, draft = [each.engine.worker.full for each in part], partial(self._draft, part[0].level)
+        caches = [each.engine.worker.full for each in part]
         for cache in caches:
-            cache.use_waits(draft)
+            cache.use_waits(partial(self._draft, part[0].level, caches))
         try:
             yield
         finally:
             for cache in caches:
                 cache.use_waits(None)
 
-    def _draft(self, under_way: Level) -> bool:
-        """Run one pass below the target, in the middle of a pass of `under_way`. False where nobody waits for any."""
+    def _draft(self, under_way: Level, caches: Sequence[FullCache]) -> bool:
+        """Run one pass below the target, in the middle of a pass of `under_way` over `caches`. False where nobody waits
+        for any. It costs nothing while tiles are on their way: so far does it pay to draft."""
         drafting, _ = self._divided(self._running.values())
         if not drafting:
             return False
         start, [part, *_] = time.perf_counter(), _parts(self._cheapest(drafting))
         with under_way.left_out(), torch.inference_mode(False):
-            self._run(part)
+            _run_as_one([each.waits_for for each in part])
+            exposed = time.perf_counter() - start if all(cache.link_rests for cache in caches) else 0.0
+            self._charge(part, exposed)
             steps = [each.go_on() for each in part]
             assert not any(steps), "a step comes after a full pass"
-        self._drafting_seconds += time.perf_counter() - start
+        self._exposed_seconds += exposed
         return True
 
     def _divided(self, some: Iterable[_Running]) -> tuple[list[_Running], list[_Running]]:
@@ -146,10 +150,12 @@ class Sequences(Generic[Key]):
         return [each for each in some if each.level_name == name]
 
     def _run(self, part: Sequence[_Running]) -> None:
-        """Their passes, as one. What others drafted in the middle of it is not theirs."""
-        start, drafting = time.perf_counter(), self._drafting_seconds
+        """Their passes, as one. What others drafted in the middle of it while the link rested is not theirs."""
+        start, exposed = time.perf_counter(), self._exposed_seconds
         _run_as_one([each.waits_for for each in part])
-        seconds = time.perf_counter() - start - (self._drafting_seconds - drafting)
+        self._charge(part, time.perf_counter() - start - (self._exposed_seconds - exposed))
+
+    def _charge(self, part: Sequence[_Running], seconds: float) -> None:
         for each, share in zip(part, self._shares(part), strict=True):
             each.ran(seconds * share)
 

@@ -113,7 +113,24 @@ class Others:
             each.copy_(part)
         return self
 
-    def wait(self, timeout: object) -> None: ...
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: object = None) -> None: ...
+
+
+class Late(Others):
+    """A sum that is not there when the wait for it ends, and is a moment later. failed: it never will be."""
+
+    failed = completed = False
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def wait(self, timeout: object = None) -> None:
+        waited, self.completed = self.completed, True
+        if not waited or self.failed:
+            raise RuntimeError("Connection closed by peer" if self.failed else "Operation timed out!")
 
 
 def on_processor(check: Callable[[], None] = nothing, go: Callable[[], None] = nothing) -> Sums:
@@ -138,6 +155,24 @@ def test_whoever_breaks_off_takes_part_in_the_sums_that_are_left(monkeypatch: py
         ((2, 4), True), ((2, 4), False), ((1, 4), False),
     ]  # fmt: skip
     with sums.due(DUE[:1], PART):  # and is in step
+        sums.total(PART)
+
+
+def test_a_sum_that_comes_as_the_wait_for_it_ends_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after Ctrl-Z: all ranks were stopped for longer than one waits."""
+    looked: list[int] = []
+    Late(monkeypatch)
+    sums = on_processor(check=lambda: looked.append(1))
+    with sums.due(DUE[:1], PART):
+        assert torch.equal(sums.total(PART), 3 * PART)
+    assert looked == [1]
+
+
+def test_a_sum_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.ranks.sums._WHY_SECONDS", 0.0)
+    Late(monkeypatch).failed = True
+    sums = on_processor()
+    with pytest.raises(RuntimeError, match="closed by peer"), sums.due(DUE[:1], PART):
         sums.total(PART)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ import asked
 from asked import NEVER, Asked, alone, check, together
 from models import GREEDY, LateLink, Sizes, _Late, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload import sequences
+from offload.cache.full import FullCache
 from offload.engine import Engine
 from offload.metrics import LinkStats
 from offload.transfer.link import Link, PacedLink
@@ -236,9 +238,12 @@ def test_an_error_in_the_middle_breaks_off_both_and_all_can_be_asked_again(folde
         assert found == expected
 
 
-def test_a_pass_is_not_charged_for_those_in_the_middle_of_it(folders, monkeypatch):
-    """By a clock that runs in nested passes alone: the target's seconds are none, as decoding and statistics have
-    them."""
+@pytest.mark.parametrize("rests", [False, True])
+def test_what_is_drafted_in_the_middle_of_a_pass_costs_nothing_while_tiles_are_on_their_way(
+    folders, monkeypatch, rests
+):
+    """By a clock that runs in nested passes alone. So far does it pay to draft: a link that rests gives no time away.
+    Statistics have all seconds where they were spent."""
     now, depth, run = [0.0], [0], sequences._run_as_one
 
     def watched(part: Any) -> None:
@@ -249,14 +254,14 @@ def test_a_pass_is_not_charged_for_those_in_the_middle_of_it(folders, monkeypatc
         finally:
             depth[0] -= 1
 
-    seen = list[tuple[str, float]]()
+    charged = defaultdict[str, float](float)
     go_on = sequences._Running.go_on
 
     def noted(running: Any) -> Any:
         asked, since = running._answered, running.since
         step = go_on(running)
         if asked is not None:
-            seen.append((asked.level.stats.name, now[0] - since - asked.waited))
+            charged[asked.level.stats.name] += now[0] - since - asked.waited
         return step
 
     clock = SimpleNamespace(perf_counter=lambda: now[0])
@@ -266,12 +271,27 @@ def test_a_pass_is_not_charged_for_those_in_the_middle_of_it(folders, monkeypatc
         monkeypatch.setattr(sequences._Running, "go_on", noted)
         monkeypatch.setattr(sequences, "time", clock)
         monkeypatch.setattr("offload.transfer.timing.time", clock)
+        monkeypatch.setattr(FullCache, "link_rests", property(lambda _: rests))
         _, stats = together(engine, requests)
-    assert {seconds for name, seconds in seen if name == "target"} == {0.0}
+    drafted = sum(seconds for name, seconds in charged.items() if name != "target")
+    assert now[0] > 0
+    assert (charged["target"], drafted) == pytest.approx((0.0, now[0]) if rests else (now[0], 0.0))
     assert {level.seconds for each in stats for level in each.levels if level.name == "target"} == {0.0}
     meanwhile = sum(level.meanwhile_seconds for each in stats for level in each.levels)
     assert meanwhile == pytest.approx(now[0])
-    assert now[0] > 0
+
+
+def test_a_link_rests_once_all_tiles_have_come(folders):
+    with made(folders, FIXED, 2) as engine:
+        alone(engine, *alike(1))
+        full = engine.worker.full
+        full.fetch_ahead()
+        under_way = [slot.full for slot in full._residences["decode"]._slots]
+        assert len(under_way) > 1
+        for each in under_way:
+            assert not full.link_rests
+            each.wait()
+        assert full.link_rests
 
 
 def test_only_what_streams_has_bytes_that_cross_the_link(folders, monkeypatch):

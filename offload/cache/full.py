@@ -203,6 +203,12 @@ class FullCache:
         if isinstance(residence, StreamedTiles):
             residence.meanwhile = meanwhile
 
+    @property
+    def link_rests(self) -> bool:
+        """Whether no tile of a decode forward is on its way."""
+        residence = self._residences["decode"]
+        return not isinstance(residence, StreamedTiles) or residence.link_rests
+
     def page(self, layer: int, number: int) -> Tensor:
         """Page `number` of the sequence in `layer`, of a tile that lies as it is: a view of its home, [2, H_kv, S, D],
         each half contiguous. Write to it after `wait_home`, and call `restored` afterwards."""

@@ -174,6 +174,11 @@ class StreamedTiles(Residence):
         for slot in self._slots:
             slot.full.synchronize()
 
+    @property
+    def link_rests(self) -> bool:
+        """Whether all tiles that were asked for have come."""
+        return all(slot.full.happened() for slot in self._slots)
+
     def _pack(self, length: int) -> None:
         """Pack the whole pages of `length` tokens, and anew those that have codes since, for at most a share of the
         time since the last pass: a short text should not wait for all. An interrupt comes between some and others."""

@@ -157,20 +157,17 @@ class Sums:
     def _wait(self, work: dist.Work) -> None:
         """On a CPU, where the others may be gone."""
         self._running = work
-        while not self._is_over(work):
-            self._check()
-        self._running = None
-
-    def _is_over(self, work: dist.Work) -> bool:
-        """Wait a little."""
+        while not work.is_completed():
+            try:
+                work.wait(_LOOK)
+            except RuntimeError:  # not yet, or it has failed, as is said below
+                self._check()
         try:
-            work.wait(_LOOK)
-        except RuntimeError:  # not yet, or never
-            if work.is_completed():
-                self._hear_why()
-                raise
-            return False
-        return True
+            work.wait()
+        except RuntimeError:
+            self._hear_why()
+            raise
+        self._running = None
 
     def _hear_why(self) -> None:
         """A connection has failed, most likely since a rank has ended. Raises that as soon as it is known; on a rank

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import hypot, log
 
 import pytest
 
 from models import PASS_TIMES
 from offload.errors import DoesNotFit, UsageError
-from offload.plan import cost
+from offload.plan import cost, planner
 from offload.plan.composition import PLAIN, Composition
 from offload.plan.config import ModelConfig
 from offload.plan.cost import Cost
@@ -453,6 +454,7 @@ def test_behind_a_link_a_second_block_costs_nothing() -> None:
 def test_nothing_that_could_be_asked_for_is_predicted_to_be_much_faster_than_what_is_planned(
     prompt: int, offload: frozenset[str], hardware: Hardware
 ) -> None:
+    """For the mean text: what is planned is also weighed by hard ones, which want a larger budget."""
     own = plan(Options(offload=offload), prompt=prompt, hardware=hardware).predicted.seconds_per_token
     for asked in (
         *({"budget": budget} for budget in (512, 1024, 2048, 8192)),
@@ -461,7 +463,7 @@ def test_nothing_that_could_be_asked_for_is_predicted_to_be_much_faster_than_wha
         {"chunk": 32}, {"speculation": False}, {"lookup": False},
     ):  # fmt: skip
         made = plan(Options(offload=offload, **asked), prompt=prompt, hardware=hardware)  # type: ignore[arg-type]
-        assert own <= 1.05 * made.predicted.seconds_per_token, asked
+        assert own <= planner._WORTH_TRYING * made.predicted.seconds_per_token, asked
 
 
 def test_a_slow_link_is_worth_a_larger_budget_and_longer_drafts() -> None:
@@ -474,7 +476,8 @@ def test_a_slow_link_is_worth_a_larger_budget_and_longer_drafts() -> None:
 
 
 def test_on_a_card_a_budget_is_found_to_an_eighth_of_an_octave() -> None:
-    """There it takes the place of tiles and layers: with powers of two, 7B at 120,000 tokens took 292 ms a token."""
+    """There it takes the place of tiles and layers: with powers of two, 7B at 120,000 tokens took 292 ms a token. By a
+    hundredth others may be better for the mean text: hard ones are weighed, too."""
     hardware = replace(GPU, rates=RTX_4090)
     made = plan(target=LLAMA_7B, hardware=hardware, prompt=119_744, max_tokens=256)
     budget, chunk = made.composition.budget, made.composition.chunk
@@ -482,7 +485,7 @@ def test_on_a_card_a_budget_is_found_to_an_eighth_of_an_octave() -> None:
     for factor in (2**-0.25, 2**-0.125, 2**0.125, 2**0.25, 0.5, 2.0):
         options = Options(budget=round(factor * budget))
         other = plan(options, target=LLAMA_7B, hardware=hardware, prompt=119_744, max_tokens=256)
-        assert made.predicted.seconds_per_token <= 1.001 * other.predicted.seconds_per_token, factor
+        assert made.predicted.seconds_per_token <= 1.01 * other.predicted.seconds_per_token, factor
 
 
 def test_on_a_cpu_a_budget_is_a_power_of_two_of_the_context() -> None:
@@ -563,11 +566,28 @@ def test_weights_in_4_bits_are_chosen_where_they_were_measured_and_have_whole_gr
 
 
 def test_a_pass_to_propose_takes_the_seconds_of_its_own_weights() -> None:
-    made = heavy_plan(Options(weight_bits=4, gamma=7)).predicted
-    assert made.retrieval_pass_seconds == pytest.approx(CODED.seconds(8, 8200, 1))
+    """Over a part of the cache: what it does not read is little beside what weights in 4 bits refuse at any rate."""
+    planned = heavy_plan(Options(weight_bits=4, gamma=7))
+    made, budget = planned.predicted, planned.composition.budget
+    assert 0 < budget < 8200 / 2
+    assert made.retrieval_pass_seconds == pytest.approx(CODED.seconds(8, budget, 1))
     assert made.full_pass_seconds == pytest.approx(HEAVY.seconds(8, 8200, 1))
-    assert made.mass_share == 0.0
-    assert made.refresh_seconds == 0.0
+
+
+def test_what_makes_the_target_by_itself_err_adds_by_squares() -> None:
+    """Weights in 4 bits, the cache in 4 bits, and what is not read of it."""
+
+    def refused(options: Options) -> float:
+        return 1.0 - heavy_plan(replace(options, gamma=7), Times(ATTENDING_CODES)).predicted.acceptance
+
+    weights = refused(Options(weight_bits=4, budget=8192))
+    cache, part = refused(Options(kv_bits=4)), refused(Options(budget=1024))
+    assert weights == pytest.approx(3.0 / DEMO.hidden_size**0.5, rel=0.01)
+    assert cache == pytest.approx(0.02)
+    assert part == pytest.approx(0.031 * log(8200 / 1024))
+    assert refused(Options(kv_bits=4, budget=1024)) == pytest.approx(hypot(cache, part))
+    assert refused(Options(weight_bits=4, budget=1024)) == pytest.approx(hypot(weights, part), rel=0.01)
+    assert refused(Options(weight_bits=4, kv_bits=4)) == pytest.approx(hypot(weights, cache), rel=0.01)
 
 
 def test_a_pass_to_propose_brings_no_cache_over_the_link() -> None:
@@ -661,7 +681,7 @@ def test_on_a_card_the_cache_has_4_bits_where_that_is_predicted_to_pay() -> None
     small = plan(target=LLAMA_7B, draft=None, hardware=replace(card, device_free_bytes=24 * GIB), prompt=120_000)
     part = small.composition
     assert (part.kv_bits, part.levels) == (4, ("retrieval", "target"))
-    assert part.budget % part.chunk == 0 < part.budget < 60_000
+    assert part.budget % part.chunk == 0 < part.budget < 120_000
     assert part.chunk == 32
     assert small.placement.link_bits == 12  # pages are not beside codes of all tokens
     assert "low-bit cache" not in small.placement.device_bytes

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf, sqrt
+from math import inf
 
+from offload.plan.acceptance import DRAFT_ACCEPTANCE, LOOKUP_TOKENS, expected_tokens, own_acceptance
 from offload.plan.composition import Composition
 from offload.plan.gpu_costs import CPU_REFRESH, GATHERED_REFRESH, GPU, GPU_REFRESH, RefreshCosts
 from offload.plan.link_bits import CPU_RESTORED
@@ -19,12 +20,8 @@ from offload.plan.placement import Placement
 from offload.plan.sizing import CACHED_SHARE, NUM_ROW_SLOTS, PREFILL_BLOCK, Sizing, host_slowdown
 from offload.plan.sum_costs import GLOO, NCCL, NETWORK
 
-CODED_KV_REFUSED = 0.02  # tokens of the target by itself over its cache in 4 bits (docs/log.md)
-CODED_REFUSED = {16: 0.0, 6: 0.85, 4: 3.0}  # by bits of weights, over the root of the hidden size (docs/log.md)
-DRAFT_ACCEPTANCE = 0.5  # of a small draft's tokens, by the target or a part of it
-LOOKUP_TOKENS = 1.2  # of a round with a looked up token, where texts repeat little (Qwen2.5-Coder's prose: 1.3)
 _HARDNESS = (0.25, 1.0, 2.0, 3.0)  # times the mean text's share of refused tokens: texts differ as much (docs/log.md)
-_CHANGED_CHUNKS = 0.3  # of those held, in a round
+_CHANGED_CHUNKS = 0.3  # of those held, in a round, times the share of the cache that is not held
 
 
 @dataclass(frozen=True)
@@ -45,12 +42,11 @@ class Cost:
     @property
     def acceptance(self) -> float:
         """The chance that the target accepts a token of the level below it, or of the draft."""
-        if self.composition.inner is not None:
-            share = self.composition.budget / self.capacity or 1.0
-            refused = CODED_REFUSED[self.composition.weight_bits] / sqrt(self.sizing.target.hidden_size)
-            kept = 1.0 - CODED_KV_REFUSED * self._attends_coded
-            return max(1.0 - refused, 0.0) * kept * retrieval_acceptance(share)
-        return DRAFT_ACCEPTANCE if self.composition.draft else 0.0
+        composition = self.composition
+        if composition.inner is None:
+            return DRAFT_ACCEPTANCE if composition.draft else 0.0
+        hidden_size = self.sizing.target.hidden_size
+        return own_acceptance(hidden_size, composition.weight_bits, composition.kv_bits, self._held_share)
 
     @cached_property
     def gamma(self) -> int:
@@ -62,7 +58,7 @@ class Cost:
 
     @property
     def tokens_per_round(self) -> float:
-        return _expected(self.acceptance, self.gamma)
+        return expected_tokens(self.acceptance, self.gamma)
 
     @cached_property
     def per_token(self) -> float:
@@ -91,7 +87,7 @@ class Cost:
         draft_gamma = self.composition.draft_gamma if self.composition.draft else 0
         lengths = range(draft_gamma + 1) if self.sizing.options.draft_gamma is None else (draft_gamma,)
         return min(
-            (self.retrieval_pass(length + 1) + length * self.draft_pass) / _expected(DRAFT_ACCEPTANCE, length)
+            (self.retrieval_pass(length + 1) + length * self.draft_pass) / expected_tokens(DRAFT_ACCEPTANCE, length)
             for length in lengths
         )
 
@@ -206,7 +202,7 @@ class Cost:
         if not gamma:
             return self.full_pass(1)
         seconds = self.full_pass(gamma + 1, masses=self.composition.budget > 0) + self.drafting(gamma) + self.refresh
-        return seconds / _expected(self.acceptance if acceptance is None else acceptance, gamma)
+        return seconds / expected_tokens(self.acceptance if acceptance is None else acceptance, gamma)
 
     def drafting(self, gamma: int) -> float:
         """Seconds in which `gamma` tokens are proposed to the target."""
@@ -214,7 +210,7 @@ class Cost:
 
     def tokens_of(self, gamma: int) -> float:
         """Per round with `gamma` drafted ones."""
-        return _expected(self.acceptance, gamma)
+        return expected_tokens(self.acceptance, gamma)
 
     @property
     def refresh(self) -> float:
@@ -223,11 +219,17 @@ class Cost:
             return 0.0
         share = 1.0 if self._on_cpu else self.link_share  # a CPU's host unpacks what it gathers
         held = self.num_sequences * self.composition.budget * self.sizing.kv_bytes_per_token  # in 16 bits
-        crossing = _CHANGED_CHUNKS * held * self._share_on_host * share / self.link_rate
+        changed = _CHANGED_CHUNKS * (1.0 - self._held_share)
+        crossing = changed * held * self._share_on_host * share / self.link_rate
         costs = CPU_REFRESH if self._on_cpu else self._card_refresh
         rate = costs.share * self.sizing.hardware.rates.device_read
         calls = self.num_sequences * self.sizing.target.num_layers * costs.layer_seconds
         return calls + held / rate + crossing
+
+    @property
+    def _held_share(self) -> float:
+        """Of the tokens, those that the level below the target is over."""
+        return min(self.composition.budget / self.capacity, 1.0) or 1.0
 
     @property
     def _card_refresh(self) -> RefreshCosts:
@@ -412,14 +414,3 @@ class Cost:
         if not rate:
             return 0.0
         return self.full_host_bytes * host_slowdown(rows, self.sizing.group) / rate + self.besides_attention(rows)
-
-
-def retrieval_acceptance(share: float) -> float:
-    """The acceptance of tokens that the target proposes over `share` of its KV cache: the demo pair, SmolLM2 and
-    Qwen2.5-Coder reach it on the mean of four tasks, within 0.02 (docs/log.md)."""
-    return 1.0 if share >= 1.0 else max(1.0 - 0.0225 * share**-0.5, 0.0)
-
-
-def _expected(acceptance: float, gamma: int) -> float:
-    """Tokens per round with independent acceptances (Leviathan et al. 2023, equation 1)."""
-    return gamma + 1.0 if acceptance >= 1.0 else (1.0 - acceptance ** (gamma + 1)) / (1.0 - acceptance)

@@ -145,8 +145,8 @@ def largest_context(
 
 
 def _choose(sizing: Sizing, capacity: int, times: Times) -> tuple[Cost, Cost]:
-    """(planned composition, fastest composition). The fastest has the least predicted seconds per token of those that
-    fit; if none fits, both are the smallest.
+    """(planned composition, the part of its levels that is predicted to be the fastest, such as the draft and the
+    target alone). If none fits, both are the smallest.
 
     A retrieval level is planned if it is predicted to be not much slower: draft and lookups propose to the target
     directly, too, and the proposer that suits a text is found while it is generated. An unused level costs only memory.
@@ -156,21 +156,22 @@ def _choose(sizing: Sizing, capacity: int, times: Times) -> tuple[Cost, Cost]:
     fitting = _fitting(costs)
     if not fitting:
         return _smallest(costs), _smallest(costs)
-    planned, best = _fastest(fitting)
+    planned, part = _fastest(fitting)
     if sizing.hardware.is_cpu:
-        return planned, best
+        return planned, part
     near = _placed(sizing, capacity, finer(planned.composition, sizing.options, capacity), times)
     return _fastest([*fitting, *_fitting(near)])
 
 
 def _fastest(fitting: Sequence[Cost]) -> tuple[Cost, Cost]:
-    """(the one to plan, the one that is predicted to be the fastest)."""
+    """See `_choose`."""
     worthwhile = [cost for cost in fitting if cost.composition.inner is None or _proposes_cheaply(cost)] or fitting
     best = min(worthwhile, key=lambda cost: (cost.per_token, cost.composition.budget))
     retrieving = [cost for cost in fitting if _may_retrieve(cost, best)]
     if best.sizing.options.gamma is not None or not retrieving:
         return best, best
-    return min(retrieving, key=lambda cost: cost.per_drafted_token), best
+    planned = min(retrieving, key=lambda cost: cost.per_drafted_token)
+    return planned, best if best.composition.inner is None else planned
 
 
 def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterator[Composition]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.plan.cost import LOOKUP_TOKENS, Cost
+from offload.plan.acceptance import LOOKUP_TOKENS
+from offload.plan.cost import Cost
 
 
 @dataclass(frozen=True)

@@ -410,7 +410,7 @@ class TestScreen:
         bar = next(line for line in terminal.lines if line.startswith("rank 1       ["))
         assert bar.endswith("%")
         token = next(line for line in terminal.lines if line.startswith("a token"))
-        assert token.split()[2:7] == ["139", "ms", "1.38", "s", "without"]
+        assert token.split()[2:7] == ["96.0", "ms", "1.38", "s", "without"]
         assert "\x1b[1m" in terminal.written  # headings are bold
         terminal.close()
 

@@ -60,7 +60,7 @@ def test_where_all_of_the_cache_has_room_in_4_bits_the_exact_weights_propose() -
 
 
 def test_what_is_predicted_is_of_the_levels_that_are_planned() -> None:
-    """Weights in 6 bits would be a little faster for the mean text of 7B at 32,768 tokens, and slower for a hard one."""
+    """Weights in 6 bits are a little faster for the mean text of 7B at 32,768 tokens, and slower for hard ones."""
     made = plan(target=LLAMA2_7B, tokens=32_512)
     predicted, drafted = made.predicted, made.predicted.tokens_drafted
     assert predicted.tokens_per_round == pytest.approx((1 - predicted.acceptance ** (drafted + 1)) / 0.02)

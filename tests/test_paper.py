@@ -19,7 +19,6 @@ from offload.decode.sampling import SamplingParams
 from offload.kernels import native
 from offload.kernels.spans import SpanAttention
 from offload.model.decoder import Decoder
-from offload.model.level import Level
 from offload.plan import hardware, link_bits, planner
 from offload.progress import ignore
 from offload.sequences import Sequences
@@ -86,8 +85,8 @@ def test_sequences_draft_while_a_full_pass_waits_and_every_access_is_ordered(
     expected, drafts = plainly(case.plain(), pair), list[bool]()
     draft = Sequences._draft
 
-    def counted(sequences: Sequences[int], under_way: Level) -> bool:
-        drafts.append(draft(sequences, under_way))
+    def counted(sequences: Sequences[int], *under_way: Any) -> bool:
+        drafts.append(draft(sequences, *under_way))
         return drafts[-1]
 
     monkeypatch.setattr(CudaEvent, "happened", lambda event: False)

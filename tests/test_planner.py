@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from math import hypot, log
 
@@ -563,6 +564,16 @@ def test_weights_in_4_bits_are_chosen_where_they_were_measured_and_have_whole_gr
     assert heavy_plan(intermediate_size=608).composition.weight_bits == 16
     asked = heavy_plan(Options(weight_bits=4), Times(HEAVY)).predicted
     assert asked.retrieval_pass_seconds < 0.5 * asked.full_pass_seconds
+
+
+@pytest.mark.parametrize("gigabytes", [1, 40, 56, 57, 64])
+def test_there_is_room_for_what_can_be_planned_and_for_nothing_else(gigabytes: int) -> None:
+    """7B at 120,000 tokens needs some 57 GB of this host."""
+    hardware, sizes = replace(GPU, host_free_bytes=gigabytes * 10**9), {"num_prompt_tokens": 119_744, "max_tokens": 256}
+    room = planner.has_room(LLAMA_7B, None, Options(), hardware, **sizes)
+    assert room is (gigabytes > 56)
+    with nullcontext() if room else pytest.raises(DoesNotFit):
+        make_plan(LLAMA_7B, None, Options(), hardware, **sizes)
 
 
 def test_a_pass_to_propose_takes_the_seconds_of_its_own_weights() -> None:

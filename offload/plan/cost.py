@@ -199,10 +199,16 @@ class Cost:
 
     def _seconds_per_token(self, gamma: int, acceptance: float | None = None) -> float:
         """acceptance: without it, that of the mean text."""
-        if not gamma:
-            return self.full_pass(1)
-        seconds = self.full_pass(gamma + 1, masses=self.composition.budget > 0) + self.drafting(gamma) + self.refresh
-        return seconds / expected_tokens(self.acceptance if acceptance is None else acceptance, gamma)
+        tokens = expected_tokens(self.acceptance if acceptance is None else acceptance, gamma)
+        return self._round_seconds[gamma] / tokens
+
+    @cached_property
+    def _round_seconds(self) -> list[float]:
+        """By the number of tokens that are drafted."""
+        masses, lengths = self.composition.budget > 0, range(1, self.composition.gamma + 1)
+        besides = [self.drafting(gamma) + self.refresh for gamma in lengths]
+        passes = [self.full_pass(gamma + 1, masses=masses) for gamma in lengths]
+        return [self.full_pass(1), *map(sum, zip(passes, besides, strict=True))]
 
     def drafting(self, gamma: int) -> float:
         """Seconds in which `gamma` tokens are proposed to the target."""

@@ -113,9 +113,10 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     weight_bits = weight_link_bits(sizing, composition) if "weights" in offload else 16
     home = sizing.home_bytes(weight_bits)
     table = sizing.table_bytes if offload and sizing.may_embed_on_host else 0
+    fixed = {first: sizing.fixed_bytes(capacity, composition, first=first) for first in (True, False)}
 
     def device(layers: int, tiles: int, *, first: bool = True) -> dict[str, int]:
-        sizes = sizing.fixed_bytes(capacity, composition, first=first) | {"target layers": layers * layer}
+        sizes = fixed[first] | {"target layers": layers * layer}
         sizes["target embeddings"] -= table
         if "weights" in offload:
             sizes["weight staging"] = NUM_STAGING * home + (layer if weight_bits < 16 else 0)

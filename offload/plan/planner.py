@@ -23,7 +23,7 @@ from offload.plan.placement import Placement, largest, place, shortage
 from offload.plan.prediction import Prediction, predict
 from offload.plan.sizing import CODE_BITS, Sizing
 
-__all__ = ["Options", "Plan", "PlannedRequest", "largest_context", "make_plan"]
+__all__ = ["Options", "Plan", "PlannedRequest", "has_room", "largest_context", "make_plan"]
 
 T = TypeVar("T")
 
@@ -106,20 +106,11 @@ def make_plan(
     """Plan a request. times: of passes on a CPU, as far as they were measured. Raises UsageError, and DoesNotFit, which
     names what would fit, if the context or the memory is too small."""
     notes: list[str] = []
-    capacity, max_tokens = _fit_context(target, options, num_prompt_tokens, max_tokens, notes)
-    sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware), max_tokens)
-    check_low_bits(sizing)
+    capacity, sizing = _sized(target, draft, options, hardware, num_prompt_tokens, max_tokens, notes)
     _check_memory(sizing, capacity, num_prompt_tokens)
     cost, best = _choose(sizing, capacity, times)
-    if options.link_gbps is not None and not hardware.is_cpu:
-        raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the card's own")
     if options.link_gbps is not None and not cost.placement.offload:
         raise UsageError("link-gbps paces a link and nothing is offloaded; add --offload weights,kv")
-    if options.host_attention and hardware.num_devices > 1 and not hardware.is_cpu:
-        raise UsageError(
-            f"host-attention is {options.host_attention} and there are {hardware.num_devices} cards: the processor "
-            "attends for one card only so far; leave out --host-attention, or add --gpus 1"
-        )
     return Plan(
         request=PlannedRequest(
             device=hardware.device,
@@ -127,13 +118,27 @@ def make_plan(
             num_devices=hardware.num_devices,
             dtype=sizing.dtype,
             num_prompt_tokens=num_prompt_tokens,
-            max_tokens=max_tokens,
+            max_tokens=sizing.max_tokens,
         ),
         composition=cost.composition,
         placement=cost.placement,
         predicted=predict(cost, best, _choose(_without_speculation(sizing), capacity, times)[0], num_prompt_tokens),
         notes=(*notes, *_unused(options, cost), *_advice(cost)),
     )
+
+
+def has_room(
+    target: ModelConfig,
+    draft: ModelConfig | None,
+    options: Options,
+    hardware: Hardware,
+    *,
+    num_prompt_tokens: int,
+    max_tokens: int,
+) -> bool:
+    """Whether there is memory for a request, whatever else `make_plan` would decide. Raises as that does."""
+    capacity, sizing = _sized(target, draft, options, hardware, num_prompt_tokens, max_tokens, [])
+    return _shortage(sizing, capacity) is None
 
 
 def largest_context(
@@ -144,6 +149,29 @@ def largest_context(
     return largest(lambda tokens: _shortage(sizing, tokens) is None, limit)
 
 
+def _sized(
+    target: ModelConfig,
+    draft: ModelConfig | None,
+    options: Options,
+    hardware: Hardware,
+    num_prompt_tokens: int,
+    max_tokens: int,
+    notes: list[str],
+) -> tuple[int, Sizing]:
+    """The capacity in tokens, and what the sizes follow from. notes: gets what the user should know."""
+    capacity, max_tokens = _fit_context(target, options, num_prompt_tokens, max_tokens, notes)
+    sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware), max_tokens)
+    check_low_bits(sizing)
+    if options.link_gbps is not None and not hardware.is_cpu:
+        raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the card's own")
+    if options.host_attention and hardware.num_devices > 1 and not hardware.is_cpu:
+        raise UsageError(
+            f"host-attention is {options.host_attention} and there are {hardware.num_devices} cards: the processor "
+            "attends for one card only so far; leave out --host-attention, or add --gpus 1"
+        )
+    return capacity, sizing
+
+
 def _choose(sizing: Sizing, capacity: int, times: Times) -> tuple[Cost, Cost]:
     """(planned composition, the part of its levels that is predicted to be the fastest, such as the draft and the
     target alone). If none fits, both are the smallest.
@@ -152,7 +180,7 @@ def _choose(sizing: Sizing, capacity: int, times: Times) -> tuple[Cost, Cost]:
     directly, too, and the proposer that suits a text is found while it is generated. An unused level costs only memory.
     On a GPU, where a budget takes the place of layers and tiles, more of them are weighed beside the planned one.
     """
-    costs = _placed(sizing, capacity, _candidates(sizing, capacity, times), times)
+    costs = list(_placed(sizing, capacity, _candidates(sizing, capacity, times), times))
     fitting = _fitting(costs)
     if not fitting:
         return _smallest(costs), _smallest(costs)
@@ -190,11 +218,11 @@ def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterat
     )
 
 
-def _placed(sizing: Sizing, capacity: int, found: Iterable[Composition], times: Times = UNKNOWN) -> list[Cost]:
+def _placed(sizing: Sizing, capacity: int, found: Iterable[Composition], times: Times = UNKNOWN) -> Iterator[Cost]:
     """Compositions in their placements, not yet priced. A pass over the whole cache to propose is none where the cache
     would cross a link in it."""
     costs = (shared(Cost(sizing, place(sizing, capacity, each), capacity, each, times)) for each in found)
-    return [cost for cost in costs if not (_proposes_over_the_cache(cost) and "kv" in cost.placement.offload)]
+    return (cost for cost in costs if not (_proposes_over_the_cache(cost) and "kv" in cost.placement.offload))
 
 
 def _proposes_over_the_cache(cost: Cost) -> bool:
@@ -309,5 +337,9 @@ def _check_memory(sizing: Sizing, capacity: int, num_prompt_tokens: int) -> None
 
 def _shortage(sizing: Sizing, capacity: int) -> str | None:
     """The memory that is short for `capacity` tokens; None: they fit."""
-    costs = _placed(sizing, capacity, _candidates(sizing, capacity))
-    return None if _fitting(costs) else shortage(sizing, _smallest(costs).placement)
+    tried = list[Cost]()
+    for cost in _placed(sizing, capacity, _candidates(sizing, capacity)):
+        if _fitting([cost]):
+            return None
+        tried.append(cost)
+    return shortage(sizing, _smallest(tried).placement)

@@ -10,7 +10,7 @@ from offload.plan.hardware import Hardware, probe, rates_key
 from offload.plan.machine import machine_name
 from offload.plan.options import Options
 from offload.plan.pass_times import UNKNOWN, PassTimes, Times, key_of, load_times
-from offload.plan.planner import Plan, dtype_of, largest_context, make_plan
+from offload.plan.planner import Plan, dtype_of, has_room, largest_context, make_plan
 from offload.plan.shards import check_divides
 from offload.plan.sizing import CODE_BITS, Sizing
 from offload.plan.together import plan_together
@@ -75,6 +75,17 @@ class Request:
             num_prompt_tokens=num_prompt_tokens,
             max_tokens=max_tokens,
             times=self.times,
+        )
+
+    def fits(self, *, num_prompt_tokens: int, max_tokens: int) -> bool:
+        """Whether there is memory for what `plan` would plan, which takes longer. Raises as that does."""
+        return has_room(
+            self.target,
+            self.draft,
+            self.options,
+            self.hardware,
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=max_tokens,
         )
 
     def together(self, plan: Plan, num_sequences: int | None, *, most: int) -> Plan:

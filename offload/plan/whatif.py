@@ -88,10 +88,9 @@ def remedies(request: Request, *, num_prompt_tokens: int, max_tokens: int) -> li
     def fits(**changes: Any) -> bool:
         try:
             changed = replace(request, hardware=replace(request.hardware, **changes))
-            changed.plan(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
+            return changed.fits(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
         except (DoesNotFit, UsageError):  # so many devices cannot share the model
             return False
-        return True
 
     return list(_remedies(request.hardware, fits))
 

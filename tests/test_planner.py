@@ -10,7 +10,8 @@ import pytest
 
 from models import PASS_TIMES
 from offload.errors import DoesNotFit, UsageError
-from offload.plan import cost, planner
+from offload.plan import cost
+from offload.plan.choice import WORTH_TRYING
 from offload.plan.composition import PLAIN, Composition
 from offload.plan.config import ModelConfig
 from offload.plan.cost import Cost
@@ -18,7 +19,7 @@ from offload.plan.expectations import LLAMA2_7B as LLAMA_7B
 from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.pass_times import ROWS, Times
 from offload.plan.placement import Placement, place, shortage
-from offload.plan.planner import Options, Plan, largest_context, make_plan
+from offload.plan.planner import Options, Plan, has_room, largest_context, make_plan
 from offload.plan.prediction import Prediction
 from offload.plan.request import Request
 from offload.plan.sizing import Sizing, tail_tokens
@@ -464,7 +465,7 @@ def test_nothing_that_could_be_asked_for_is_predicted_to_be_much_faster_than_wha
         {"chunk": 32}, {"speculation": False}, {"lookup": False},
     ):  # fmt: skip
         made = plan(Options(offload=offload, **asked), prompt=prompt, hardware=hardware)  # type: ignore[arg-type]
-        assert own <= planner._WORTH_TRYING * made.predicted.seconds_per_token, asked
+        assert own <= WORTH_TRYING * made.predicted.seconds_per_token, asked
 
 
 def test_a_slow_link_is_worth_a_larger_budget_and_longer_drafts() -> None:
@@ -570,7 +571,7 @@ def test_weights_in_4_bits_are_chosen_where_they_were_measured_and_have_whole_gr
 def test_there_is_room_for_what_can_be_planned_and_for_nothing_else(gigabytes: int) -> None:
     """7B at 120,000 tokens needs some 57 GB of this host."""
     hardware, sizes = replace(GPU, host_free_bytes=gigabytes * 10**9), {"num_prompt_tokens": 119_744, "max_tokens": 256}
-    room = planner.has_room(LLAMA_7B, None, Options(), hardware, **sizes)
+    room = has_room(LLAMA_7B, None, Options(), hardware, **sizes)
     assert room is (gigabytes > 56)
     with nullcontext() if room else pytest.raises(DoesNotFit):
         make_plan(LLAMA_7B, None, Options(), hardware, **sizes)

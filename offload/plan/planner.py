@@ -6,29 +6,27 @@ the same text. Nothing is measured here: times of passes were, before the first 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
 from offload.errors import DoesNotFit, UsageError
-from offload.plan.composition import Composition, compositions, finer
+from offload.plan.choice import choose, least_shortage
+from offload.plan.composition import Composition
 from offload.plan.config import ModelConfig
 from offload.plan.cost import Cost
 from offload.plan.hardware import Hardware
-from offload.plan.host_share import shared, worth_a_share
-from offload.plan.low_bits import cache_problem, check_low_bits, weights_problem
+from offload.plan.host_share import worth_a_share
+from offload.plan.low_bits import check_low_bits
 from offload.plan.options import Options
 from offload.plan.pass_times import UNKNOWN, Times
-from offload.plan.placement import Placement, largest, place, shortage
+from offload.plan.placement import Placement, largest
 from offload.plan.prediction import Prediction, predict
-from offload.plan.sizing import CODE_BITS, Sizing
+from offload.plan.sizing import Sizing
 
 __all__ = ["Options", "Plan", "PlannedRequest", "has_room", "largest_context", "make_plan"]
 
 T = TypeVar("T")
-
-_WORTH_TRYING = 1.1  # times the best prediction: no text is like the average one, and no machine
-_CHEAPER_PASS = 0.85  # times a full pass: a retrieval level that costs more adds nothing to the draft and lookups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +106,7 @@ def make_plan(
     notes: list[str] = []
     capacity, sizing = _sized(target, draft, options, hardware, num_prompt_tokens, max_tokens, notes)
     _check_memory(sizing, capacity, num_prompt_tokens)
-    cost, best = _choose(sizing, capacity, times)
+    cost, best = choose(sizing, capacity, times)
     if options.link_gbps is not None and not cost.placement.offload:
         raise UsageError("link-gbps paces a link and nothing is offloaded; add --offload weights,kv")
     return Plan(
@@ -122,7 +120,7 @@ def make_plan(
         ),
         composition=cost.composition,
         placement=cost.placement,
-        predicted=predict(cost, best, _choose(_without_speculation(sizing), capacity, times)[0], num_prompt_tokens),
+        predicted=predict(cost, best, choose(_without_speculation(sizing), capacity, times)[0], num_prompt_tokens),
         notes=(*notes, *_unused(options, cost), *_advice(cost)),
     )
 
@@ -138,7 +136,7 @@ def has_room(
 ) -> bool:
     """Whether there is memory for a request, whatever else `make_plan` would decide. Raises as that does."""
     capacity, sizing = _sized(target, draft, options, hardware, num_prompt_tokens, max_tokens, [])
-    return _shortage(sizing, capacity) is None
+    return least_shortage(sizing, capacity) is None
 
 
 def largest_context(
@@ -146,7 +144,7 @@ def largest_context(
 ) -> int:
     """Tokens, up to `limit`, that fit in memory with the models; 0: not even one does."""
     sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware), max_tokens=1)
-    return largest(lambda tokens: _shortage(sizing, tokens) is None, limit)
+    return largest(lambda tokens: least_shortage(sizing, tokens) is None, limit)
 
 
 def _sized(
@@ -170,83 +168,6 @@ def _sized(
             "attends for one card only so far; leave out --host-attention, or add --gpus 1"
         )
     return capacity, sizing
-
-
-def _choose(sizing: Sizing, capacity: int, times: Times) -> tuple[Cost, Cost]:
-    """(planned composition, the part of its levels that is predicted to be the fastest, such as the draft and the
-    target alone). If none fits, both are the smallest.
-
-    A retrieval level is planned if it is predicted to be not much slower: draft and lookups propose to the target
-    directly, too, and the proposer that suits a text is found while it is generated. An unused level costs only memory.
-    On a GPU, where a budget takes the place of layers and tiles, more of them are weighed beside the planned one.
-    """
-    costs = list(_placed(sizing, capacity, _candidates(sizing, capacity, times), times))
-    fitting = _fitting(costs)
-    if not fitting:
-        return _smallest(costs), _smallest(costs)
-    planned, part = _fastest(fitting)
-    if sizing.hardware.is_cpu:
-        return planned, part
-    near = _placed(sizing, capacity, finer(planned.composition, sizing.options, capacity), times)
-    return _fastest([*fitting, *_fitting(near)])
-
-
-def _fastest(fitting: Sequence[Cost]) -> tuple[Cost, Cost]:
-    """See `_choose`."""
-    worthwhile = [cost for cost in fitting if cost.composition.inner is None or _proposes_cheaply(cost)] or fitting
-    best = min(worthwhile, key=lambda cost: (cost.per_token, cost.composition.budget))
-    retrieving = [cost for cost in fitting if _may_retrieve(cost, best)]
-    if best.sizing.options.gamma is not None or not retrieving:
-        return best, best
-    planned = min(retrieving, key=lambda cost: cost.per_drafted_token)
-    return planned, best if best.composition.inner is None else planned
-
-
-def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterator[Composition]:
-    """Weights and a cache in few bits are among them where they can be, on a CPU where they were measured."""
-    is_cpu, measured = sizing.hardware.is_cpu, times.target is not None and times.target.coded_token
-    known = [bits for bits in CODE_BITS if bits in times.coded or not is_cpu]
-    asked = sizing.options.budget is not None and sizing.options.kv_bits is not None
-    attends_coded = (measured or not is_cpu) and sizing.options.selection == "mass"  # the user wants no other rule
-    return compositions(
-        sizing.options,
-        capacity,
-        with_draft=sizing.draft is not None,
-        weight_bits=(16,) if weights_problem(sizing) else (16, *known),
-        kv_bits=(16, 4) if attends_coded and not cache_problem(sizing) else (16,),
-        coded_chunks=asked or not is_cpu,  # a part of the cache saves memory, of which a CPU has one
-    )
-
-
-def _placed(sizing: Sizing, capacity: int, found: Iterable[Composition], times: Times = UNKNOWN) -> Iterator[Cost]:
-    """Compositions in their placements, not yet priced. A pass over the whole cache to propose is none where the cache
-    would cross a link in it."""
-    costs = (shared(Cost(sizing, place(sizing, capacity, each), capacity, each, times)) for each in found)
-    return (cost for cost in costs if not (_proposes_over_the_cache(cost) and "kv" in cost.placement.offload))
-
-
-def _proposes_over_the_cache(cost: Cost) -> bool:
-    return cost.composition.inner == "self" and not cost.composition.keeps_copies
-
-
-def _fitting(costs: Iterable[Cost]) -> list[Cost]:
-    return [cost for cost in costs if shortage(cost.sizing, cost.placement) is None]
-
-
-def _smallest(costs: Iterable[Cost]) -> Cost:
-    return min(costs, key=lambda cost: cost.placement.total_device_bytes + cost.placement.total_host_bytes)
-
-
-def _may_retrieve(cost: Cost, best: Cost) -> bool:
-    """True if the retrieval level of `cost` may be planned although `best` is predicted to be the fastest."""
-    if cost.composition.inner is None or cost.composition.draft < best.composition.draft:
-        return False
-    return _proposes_cheaply(cost) and min(cost.per_token, cost.per_drafted_token) <= _WORTH_TRYING * best.per_token
-
-
-def _proposes_cheaply(cost: Cost) -> bool:
-    rows = cost.sizing.rows
-    return cost.retrieval_pass(rows) <= _CHEAPER_PASS * cost.full_pass(rows)
 
 
 def _without_speculation(sizing: Sizing) -> Sizing:
@@ -326,20 +247,10 @@ def dtype_of(target: ModelConfig, options: Options, hardware: Hardware) -> str:
 
 def _check_memory(sizing: Sizing, capacity: int, num_prompt_tokens: int) -> None:
     """Raise DoesNotFit, with the largest context that would fit, where a tier is too small."""
-    if (short := _shortage(sizing, capacity)) is None:
+    if (short := least_shortage(sizing, capacity)) is None:
         return
-    fits = largest(lambda tokens: _shortage(sizing, tokens) is None, capacity)
+    fits = largest(lambda tokens: least_shortage(sizing, tokens) is None, capacity)
     remedy = f"the largest context that fits is {fits} tokens" if fits else "not even one token of context fits"
     if not sizing.hardware.is_cpu and sizing.options.offload not in (None, {"weights", "kv"}):
         remedy += "; --offload auto moves to the host what has no room on the device"
     raise DoesNotFit(f"a context of {capacity} tokens ({num_prompt_tokens} of prompt) needs {short}; {remedy}")
-
-
-def _shortage(sizing: Sizing, capacity: int) -> str | None:
-    """The memory that is short for `capacity` tokens; None: they fit."""
-    tried = list[Cost]()
-    for cost in _placed(sizing, capacity, _candidates(sizing, capacity)):
-        if _fitting([cost]):
-            return None
-        tried.append(cost)
-    return shortage(sizing, _smallest(tried).placement)

@@ -1,0 +1,103 @@
+"""Which composition is planned: all that could be are placed and priced, and of those that fit the best is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from offload.plan.composition import Composition, compositions, finer
+from offload.plan.cost import Cost
+from offload.plan.host_share import shared
+from offload.plan.low_bits import cache_problem, weights_problem
+from offload.plan.pass_times import UNKNOWN, Times
+from offload.plan.placement import place, shortage
+from offload.plan.sizing import CODE_BITS, Sizing
+
+WORTH_TRYING = 1.1  # times the best prediction: no text is like the average one, and no machine
+_CHEAPER_PASS = 0.85  # times a full pass: a retrieval level that costs more adds nothing to the draft and lookups
+
+
+def choose(sizing: Sizing, capacity: int, times: Times) -> tuple[Cost, Cost]:
+    """(planned composition, the part of its levels that is predicted to be the fastest, such as the draft and the
+    target alone). If none fits, both are the smallest.
+
+    A retrieval level is planned if it is predicted to be not much slower: draft and lookups propose to the target
+    directly, too, and the proposer that suits a text is found while it is generated. An unused level costs only memory.
+    On a GPU, where a budget takes the place of layers and tiles, more of them are weighed beside the planned one.
+    """
+    costs = list(_placed(sizing, capacity, _candidates(sizing, capacity, times), times))
+    fitting = _fitting(costs)
+    if not fitting:
+        return _smallest(costs), _smallest(costs)
+    planned, part = _fastest(fitting)
+    if sizing.hardware.is_cpu:
+        return planned, part
+    near = _placed(sizing, capacity, finer(planned.composition, sizing.options, capacity), times)
+    return _fastest([*fitting, *_fitting(near)])
+
+
+def least_shortage(sizing: Sizing, capacity: int) -> str | None:
+    """The memory that is short for `capacity` tokens with the smallest composition; None: some composition fits."""
+    tried = list[Cost]()
+    for cost in _placed(sizing, capacity, _candidates(sizing, capacity)):
+        if _fitting([cost]):
+            return None
+        tried.append(cost)
+    return shortage(sizing, _smallest(tried).placement)
+
+
+def _fastest(fitting: Sequence[Cost]) -> tuple[Cost, Cost]:
+    """See `choose`."""
+    worthwhile = [cost for cost in fitting if cost.composition.inner is None or _proposes_cheaply(cost)] or fitting
+    best = min(worthwhile, key=lambda cost: (cost.per_token, cost.composition.budget))
+    retrieving = [cost for cost in fitting if _may_retrieve(cost, best)]
+    if best.sizing.options.gamma is not None or not retrieving:
+        return best, best
+    planned = min(retrieving, key=lambda cost: cost.per_drafted_token)
+    return planned, best if best.composition.inner is None else planned
+
+
+def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterator[Composition]:
+    """Weights and a cache in few bits are among them where they can be, on a CPU where they were measured."""
+    is_cpu, measured = sizing.hardware.is_cpu, times.target is not None and times.target.coded_token
+    known = [bits for bits in CODE_BITS if bits in times.coded or not is_cpu]
+    asked = sizing.options.budget is not None and sizing.options.kv_bits is not None
+    attends_coded = (measured or not is_cpu) and sizing.options.selection == "mass"  # the user wants no other rule
+    return compositions(
+        sizing.options,
+        capacity,
+        with_draft=sizing.draft is not None,
+        weight_bits=(16,) if weights_problem(sizing) else (16, *known),
+        kv_bits=(16, 4) if attends_coded and not cache_problem(sizing) else (16,),
+        coded_chunks=asked or not is_cpu,  # a part of the cache saves memory, of which a CPU has one
+    )
+
+
+def _placed(sizing: Sizing, capacity: int, found: Iterable[Composition], times: Times = UNKNOWN) -> Iterator[Cost]:
+    """Compositions in their placements, not yet priced. A pass over the whole cache to propose is none where the cache
+    would cross a link in it."""
+    costs = (shared(Cost(sizing, place(sizing, capacity, each), capacity, each, times)) for each in found)
+    return (cost for cost in costs if not (_proposes_over_the_cache(cost) and "kv" in cost.placement.offload))
+
+
+def _proposes_over_the_cache(cost: Cost) -> bool:
+    return cost.composition.inner == "self" and not cost.composition.keeps_copies
+
+
+def _fitting(costs: Iterable[Cost]) -> list[Cost]:
+    return [cost for cost in costs if shortage(cost.sizing, cost.placement) is None]
+
+
+def _smallest(costs: Iterable[Cost]) -> Cost:
+    return min(costs, key=lambda cost: cost.placement.total_device_bytes + cost.placement.total_host_bytes)
+
+
+def _may_retrieve(cost: Cost, best: Cost) -> bool:
+    """True if the retrieval level of `cost` may be planned although `best` is predicted to be the fastest."""
+    if cost.composition.inner is None or cost.composition.draft < best.composition.draft:
+        return False
+    return _proposes_cheaply(cost) and min(cost.per_token, cost.per_drafted_token) <= WORTH_TRYING * best.per_token
+
+
+def _proposes_cheaply(cost: Cost) -> bool:
+    rows = cost.sizing.rows
+    return cost.retrieval_pass(rows) <= _CHEAPER_PASS * cost.full_pass(rows)

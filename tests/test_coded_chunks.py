@@ -5,25 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from few_bits import engine_of, level_stats, saved
 from forked import Forked, forked_ranks
 from models import (
     GREEDY,
     LateLink,
     Sizes,
-    changed,
     full_cache,
     load,
-    perturbed,
-    random_model,
     random_tokens,
-    save,
-    tiny_engine,
-    tiny_plan,
 )
 from offload.cache import fetch
 from offload.cache.chosen import ChosenCodes
@@ -36,19 +32,11 @@ from offload.decode.sampling import SamplingParams
 from offload.engine import Engine
 from offload.errors import UsageError
 from offload.kernels.kv_codes import GROUP, KVCodes, encode_with_torch
-from offload.metrics import LevelStats
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.plan.sizing import KV_TAIL
 from processor import best, process_uses
 
-MODEL = {
-    "max_position_embeddings": 1024,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 8,
-    "head_dim": 16,
-}
 BUDGET = 3 * GROUP
 SIZES = Sizes(
     gamma=7, draft_gamma=3, budget=BUDGET, chunk=GROUP, window=32, kv_bits=4, equal_rows=tuple(range(1, 17)), page=64,
@@ -56,14 +44,12 @@ SIZES = Sizes(
 )  # fmt: skip
 PLAIN = replace(SIZES, gamma=0, kv_bits=16, budget=0)
 PROMPT = random_tokens(330, seed=7)  # more groups than are chosen, and a tail
+make = partial(engine_of, prompt_tokens=500)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    root = tmp_path_factory.mktemp("coded-chunks")
-    model = random_model("qwen2", vocab_size=264, seed=11, **MODEL)
-    target = save(model, root / "target", tokenizer=True)
-    return target, save(perturbed(model, 0.03), root / "draft", tokenizer=True)
+    return saved(tmp_path_factory.mktemp("coded-chunks"))
 
 
 @pytest.fixture(scope="module")
@@ -71,29 +57,10 @@ def decoder(folders: tuple[Path, Path]) -> Decoder:
     return load(folders[0], dtype=torch.bfloat16, kernels=best())
 
 
-def make(
-    folders: tuple[Path, Path],
-    sizes: Sizes,
-    *,
-    ranks: int = 1,
-    dtype: str = "bf16",
-    offload: frozenset[str] = frozenset(),
-) -> Engine:
-    best()  # skips where there are no kernels
-    target, draft = folders
-    wanted = draft if sizes.draft_gamma else None
-    plan = tiny_plan(target, wanted, sizes, num_prompt_tokens=500, max_tokens=60, dtype=dtype, offload=offload)
-    return tiny_engine(changed(plan, num_devices=ranks), target, wanted)
-
-
 def say(engine: Engine, prompt: list[int] = PROMPT, *, seed: int | None = None, reuse: bool = False) -> list[int]:
     sampling = GREEDY if seed is None else SamplingParams(temperature=0.8, seed=seed)
     steps = engine.generate(prompt, sampling, max_tokens=40, end_tokens=(), reuse=reuse)
     return [token for step in steps for token in step.tokens]
-
-
-def level_stats(engine: Engine, name: str) -> LevelStats:
-    return next(level for level in engine.stats.levels if level.name == name)
 
 
 def coded(full: FullCache, *, budget: int = BUDGET, tail: int = 160) -> RetrievalCache:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from few_bits import engine_of, level_stats, saved
 from forked import Forked, forked_ranks
 from models import (
     GREEDY,
@@ -18,11 +20,7 @@ from models import (
     changed,
     full_cache,
     load,
-    perturbed,
-    random_model,
     random_tokens,
-    save,
-    tiny_engine,
     tiny_plan,
 )
 from offload.cache.ahead import AheadCache
@@ -32,7 +30,6 @@ from offload.errors import UsageError
 from offload.kernels.card import Card
 from offload.kernels.codes import Codes
 from offload.kernels.native import NONE
-from offload.metrics import LevelStats
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.model.low_bits import low_bits
@@ -42,48 +39,20 @@ from processor import best
 
 SIZES = Sizes(gamma=7, draft_gamma=3, budget=0, window=32, weight_bits=4, equal_rows=tuple(range(1, 17)))
 BITS = [4, 6]
-CODED = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 8,
-    "head_dim": 16,
-}  # in whole groups and tiles
 PROMPT = random_tokens(60, seed=7)
+make = partial(engine_of, prompt_tokens=140)
 PLAIN = Sizes(equal_rows=SIZES.equal_rows)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Target and draft. The vocabulary is no whole number of tiles."""
-    root = tmp_path_factory.mktemp("low-bits")
-    model = random_model("qwen2", vocab_size=264, seed=11, **CODED)
-    target = save(model, root / "target", tokenizer=True)
-    return target, save(perturbed(model, 0.03), root / "draft", tokenizer=True)
-
-
-def make(
-    folders: tuple[Path, Path],
-    sizes: Sizes,
-    *,
-    ranks: int = 1,
-    dtype: str = "bf16",
-    offload: frozenset[str] = frozenset(),
-) -> Engine:
-    best()  # skips where there are no kernels
-    target, draft = folders
-    wanted = draft if sizes.draft_gamma else None
-    plan = tiny_plan(target, wanted, sizes, num_prompt_tokens=140, max_tokens=60, dtype=dtype, offload=offload)
-    return tiny_engine(changed(plan, num_devices=ranks), target, wanted)
+    return saved(tmp_path_factory.mktemp("low-bits"))
 
 
 def say(engine: Engine, prompt: list[int] = PROMPT, *, seed: int | None = None, reuse: bool = False) -> list[int]:
     sampling = GREEDY if seed is None else SamplingParams(temperature=1.5, seed=seed)
     steps = engine.generate(prompt, sampling, max_tokens=40, reuse=reuse)
     return [token for step in steps for token in step.tokens]
-
-
-def level_stats(engine: Engine, name: str) -> LevelStats:
-    return next(level for level in engine.stats.levels if level.name == name)
 
 
 # Weights.

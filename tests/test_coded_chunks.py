@@ -35,6 +35,8 @@ from offload.kernels.kv_codes import GROUP, KVCodes, encode_with_torch
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.plan.sizing import KV_TAIL
+from offload.session.fingerprints import identity_of
+from offload.session.store import Store
 from processor import best, process_uses
 
 BUDGET = 3 * GROUP
@@ -265,6 +267,24 @@ def test_what_was_precomputed_is_gone_on_with(folders: tuple[Path, Path]) -> Non
         engine.precompute(PROMPT[:220])
         assert say(engine, reuse=True) == wanted
         assert level_stats(engine, "target").accepted > 0
+
+
+@pytest.mark.parametrize("offload", [(), ("kv",)], ids=["resident", "kv"])
+def test_chunks_of_a_restored_session_are_encoded_anew(
+    folders: tuple[Path, Path], tmp_path: Path, offload: tuple[str, ...]
+) -> None:
+    """Codes of another text are not taken for those of the restored one."""
+    with make(folders, replace(SIZES, draft_gamma=0), offload=frozenset(offload)) as engine:
+        wanted = say(engine)
+        with Store.open(tmp_path / "session", identity_of(folders[0], engine.plan)) as store:
+            engine.save(store, {})
+        say(engine, random_tokens(len(PROMPT), seed=99))
+        with Store.open(tmp_path / "session", identity_of(folders[0], engine.plan)) as store:
+            assert engine.restore(store, PROMPT) > BUDGET
+        assert say(engine, reuse=True) == wanted
+        assert level_stats(engine, "target").accepted > 0
+        assert engine.retrieval is not None
+        assert_holds(engine.retrieval)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ Attention of few rows is launched as on a card, by the Triton programs, which ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -58,19 +58,25 @@ class Case:
     num_cards: int
     offload: tuple[str, ...]
     budgets: tuple[tuple[int, int], ...]
-    bits: int | None = None
+    bits: dict[str, int] = field(default_factory=dict)
 
 
+EXACT_WEIGHTS, EXACT = {"weight_bits": 16}, {"weight_bits": 16, "kv_bits": 16}
 CASES = {
-    "7B": Case(LLAMA2_7B, 1, ("kv",), ((2181, 0), (2181, 0), (5, 0), (5, 0), (1155, 0), (14253, 6))),
+    "7B": Case(LLAMA2_7B, 1, ("kv", "weights"), ((2363, 0), (2363, 0), (5, 0), (5, 0), (2061, 0), (14437, 6))),
+    "7B, exact weights": Case(
+        LLAMA2_7B, 1, ("kv",), ((2181, 0), (2181, 0), (5, 0), (5, 0), (1155, 0), (14253, 6)), EXACT_WEIGHTS
+    ),
     "13B": Case(LLAMA2_13B, 1, ("kv", "weights"), ((2967, 0), (2967, 0), (5, 0), (5, 0), (1487, 0), (18057, 6))),
-    "13B, two cards": Case(LLAMA2_13B, 2, ("kv",), ((2887, 0), (2887, 0), (927, 0), (5, 0), (80, 0), (17977, 6)), 16),
+    "13B, two cards": Case(
+        LLAMA2_13B, 2, ("kv",), ((2887, 0), (2887, 0), (927, 0), (5, 0), (80, 0), (17977, 6)), EXACT
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_every_kind_of_pass_keeps_its_budget_and_the_plan_its_bytes(case: Case) -> None:
-    plan = planned(case.target, LLAMA_68M, case.num_cards, case.bits)
+    plan = planned(case.target, LLAMA_68M, case.num_cards, **case.bits)
     assert plan.placement.offload == case.offload
     counted = {}
     with worker_without_bytes(plan, case.target, LLAMA_68M) as (worker, card):
@@ -86,7 +92,7 @@ def test_every_kind_of_pass_keeps_its_budget_and_the_plan_its_bytes(case: Case) 
             counted[name] = (card.launches.total() - launches, card.syncs.total() - waits)
         ledger = worker.memory.allocated()["host"]
     assert card.problems == []
-    assert bool(card.launches["multiply_codes"]) == (plan.composition.weight_bits < 16) == (case is CASES["13B"])
+    assert bool(card.launches["multiply_codes"]) == (plan.composition.weight_bits < 16) == (not case.bits)
     assert card.bytes_peak <= plan.placement.total_device_bytes
     planned_there = {name: size // case.num_cards for name, size in plan.placement.host_bytes.items()}
     assert all(size <= planned_there[name] for name, size in ledger.items())
@@ -169,10 +175,10 @@ def test_a_triton_program_that_does_not_wait_for_its_keys_is_reported(monkeypatc
     assert any("race: read" in problem and "unpack_pages" in problem for problem in problems)
 
 
-@pytest.mark.parametrize(("name", "launches"), [("7B", 3887), ("13B", 5100)])
+@pytest.mark.parametrize(("name", "launches"), [("7B", 4070), ("7B, exact weights", 3887), ("13B", 5100)])
 def test_flash_attn_takes_a_fourth_of_the_launches_of_a_prefill(name: str, launches: int) -> None:
     case = CASES[name]
-    plan = planned(case.target, LLAMA_68M, case.num_cards)
+    plan = planned(case.target, LLAMA_68M, case.num_cards, **case.bits)
     with worker_without_bytes(plan, case.target, LLAMA_68M, with_flash=True) as (worker, card):
         before, waits = card.launches.total(), card.syncs.total()
         _prefill(worker)

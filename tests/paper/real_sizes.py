@@ -53,9 +53,9 @@ NUM_PROMPT = 120_000  # tokens
 GPU = Hardware("cuda:0", "a card on paper", 23 * 10**9, 256 * 10**9, True, RTX_4090)
 
 
-def planned(target: ModelConfig, draft: ModelConfig, num_cards: int, bits: int | None = None) -> Plan:
-    """bits: of the numbers with which the target proposes to itself; None: those with which it is fastest."""
-    hardware, options = replace(GPU, num_devices=num_cards), Options(weight_bits=bits, kv_bits=bits)
+def planned(target: ModelConfig, draft: ModelConfig, num_cards: int, **bits: int) -> Plan:
+    """bits: `weight_bits` and `kv_bits` with which the target proposes to itself, where not the fastest are wanted."""
+    hardware, options = replace(GPU, num_devices=num_cards), Options(**bits)  # type: ignore[arg-type]
     return make_plan(target, draft, options, hardware, num_prompt_tokens=NUM_PROMPT, max_tokens=200)
 
 

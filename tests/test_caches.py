@@ -40,6 +40,7 @@ from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import SpanAttention
 from offload.plan.config import ModelConfig
+from offload.plan.sizing import TAIL_TOKENS
 from offload.transfer.link import Link, PacedLink
 from offload.transfer.memory import Memory
 from processor import OPERATORS, of
@@ -795,6 +796,21 @@ def test_a_published_selection_stays_while_its_tail_outgrows_its_room() -> None:
         assert_holds_exactly(retrieval, full, budget=budget)
     assert retrieval.chunks is chunks
     assert retrieval.nbytes() > before
+
+
+def test_a_buffer_makes_way_for_a_larger_one_only_when_its_tail_is_full() -> None:
+    """A recorded pass knows its place. What is outgrown is given back."""
+    cache = refreshed(Tape(), [0] * 20, budget=4 * CHUNK).cache
+    assert isinstance(cache, RetrievalCache)
+    room = TAIL_TOKENS - (cache.length - cache._tail_start)
+    there = cache.graph_memory
+    cache.begin("decode", room)
+    assert cache.graph_memory == there
+    for more in (1, TAIL_TOKENS + 1):
+        before = cache.nbytes()
+        cache.begin("decode", room + more)
+        assert cache.nbytes() > before
+        assert cache.full._memory.allocated()["device"]["arena"] == cache.nbytes()
 
 
 def test_retrieval_truncated_into_its_chunks_holds_nothing_until_the_next_refresh() -> None:

@@ -148,6 +148,17 @@ def test_it_holds_the_chosen_chunks_after_every_refresh(
     assert most > 10
 
 
+def test_the_first_tokens_are_held_whole_although_they_came_one_by_one(decoder: Decoder) -> None:
+    full = full_cache(decoder, SIZES, mass=True)
+    cache = coded(full)
+    target = Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks)
+    target.forward(random_tokens(EXACT - 2, seed=1), 1)
+    for _ in range(4):
+        target.forward([9], 1)
+        cache.refresh(1)
+        assert_holds(cache)
+
+
 def test_the_chunks_with_the_most_mass_are_held(decoder: Decoder) -> None:
     full = full_cache(decoder, SIZES, mass=True)
     cache = coded(full)
@@ -304,6 +315,14 @@ def test_two_ranks_say_the_same(folders: tuple[Path, Path], offload: tuple[str, 
 
 
 # Memory, and what cannot be.
+
+
+def test_its_codes_and_its_rows_are_its_bytes(decoder: Decoder) -> None:
+    full = full_cache(decoder, SIZES, mass=True)  # with an arena of no bytes: all are taken beside it
+    cache = coded(full)
+    Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks).forward(PROMPT, 1)
+    cache.refresh(1)
+    assert full._memory.allocated()["device"]["arena"] == cache.nbytes()
 
 
 def test_it_takes_the_bytes_of_the_plan(folders: tuple[Path, Path]) -> None:

@@ -8,6 +8,7 @@ from math import hypot, log
 import pytest
 
 from offload.errors import UsageError
+from offload.plan.acceptance import own_acceptance
 from offload.plan.config import ModelConfig
 from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 from offload.plan.gpu_costs import GPU as COSTS
@@ -52,6 +53,11 @@ def test_6_bits_are_believed_more_and_4_leave_more_room() -> None:
     assert short_of_room.composition.weight_bits == 4
 
 
+def test_a_share_of_accepted_tokens_is_none_at_the_least() -> None:
+    """Of so narrow a model 4 bits leave nothing."""
+    assert own_acceptance(4, 4, 16, 1.0) == 0.0
+
+
 def test_where_all_of_the_cache_has_room_in_4_bits_the_exact_weights_propose() -> None:
     """7B at 32,768 tokens."""
     made = plan(target=LLAMA2_7B, tokens=32_512)
@@ -75,6 +81,14 @@ def test_where_a_part_of_it_has_room_weights_in_few_bits_leave_room_for_more() -
     assert made.composition.budget > 1.5 * exact.composition.budget
     assert made.predicted.acceptance > exact.predicted.acceptance
     assert made.predicted.seconds_per_token < exact.predicted.seconds_per_token
+
+
+def test_a_retrieval_level_does_not_take_the_place_of_a_draft_that_pays() -> None:
+    """A large draft leaves less room for chunks: without it more of them would be predicted to be a little faster."""
+    wide = {"num_layers": 8, "hidden_size": 2048, "intermediate_size": 5504, "num_heads": 16, "num_kv_heads": 16}
+    draft, card = replace(LLAMA_68M, head_dim=128, **wide), replace(CARD, device_free_bytes=14 * 10**9)
+    made = make_plan(LLAMA2_13B, draft, Options(), card, num_prompt_tokens=60_000, max_tokens=200)
+    assert made.composition.levels == ("draft", "retrieval", "target")
 
 
 def test_the_copy_has_the_bytes_of_its_blocks() -> None:

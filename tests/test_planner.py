@@ -22,7 +22,7 @@ from offload.plan.placement import Placement, place, shortage
 from offload.plan.planner import Options, Plan, has_room, largest_context, make_plan
 from offload.plan.prediction import Prediction
 from offload.plan.request import Request
-from offload.plan.sizing import Sizing, tail_tokens
+from offload.plan.sizing import CACHED_SHARE, Sizing, tail_tokens
 from offload.plan.sum_costs import GLOO, NCCL, NETWORK, SumCosts
 from offload.plan.whatif import remedies
 
@@ -754,6 +754,37 @@ def test_a_retrieval_level_comes_along_where_it_is_not_far_from_the_best() -> No
     assert made.predicted.seconds_per_token <= alone.seconds_per_token
     assert plan(prompt=1000).composition.levels == ("draft", "target")
     assert plan(prompt=1000).predicted.refresh_seconds == 0.0
+
+
+@pytest.mark.parametrize(("hardware", "share"), [(CPU, 1.0), (GPU, CACHED_SHARE[12])], ids=["CPU", "card"])
+def test_in_a_refresh_what_was_not_held_crosses_the_link(hardware: Hardware, share: float) -> None:
+    """As it is packed, to a card; a CPU unpacks it as it gathers it. What is resident does not cross."""
+    options = Options(offload=frozenset({"kv"}), budget=4096, chunk=16, kv_bits=16)
+    made = plan(options, hardware=hardware)
+    capacity, composition = made.request.capacity, made.composition
+    sizing = Sizing(DEMO, DRAFT, options, hardware, made.request.dtype, 200, num_sequences=2)
+    num_tiles = DEMO.num_layers * sizing.num_tiles(capacity)
+    half, resident = (
+        Cost(sizing, replace(made.placement, resident_tiles=tiles, link_bits=12), capacity, composition)
+        for tiles in (num_tiles // 2, num_tiles)
+    )
+    held = 2 * 4096 * DEMO.kv_bytes_per_token(2)
+    crossing = 0.3 * (1 - 4096 / capacity) * held / 2 * share / sizing.link_rate
+    assert half.refresh - resident.refresh == pytest.approx(crossing)
+
+
+def test_a_text_shorter_than_a_chunk_is_held_whole() -> None:
+    sizing, composition = Sizing(DEMO, DRAFT, Options(), CPU, "fp32", 8), Composition(budget=64, chunk=64)
+    assert Cost(sizing, place(sizing, 40, composition), 40, composition).acceptance == 1.0
+
+
+def test_where_nothing_is_drafted_a_round_is_a_pass_alone() -> None:
+    """No chunks are chosen for nobody."""
+    options, composition = Options(gamma=0, offload=frozenset({"kv"})), Composition(budget=4096, gamma=0)
+    sizing = Sizing(DEMO, DRAFT, options, CPU, "fp32", 200)
+    cost = Cost(sizing, place(sizing, 32_000, composition), 32_000, composition)
+    assert cost.refresh > 0
+    assert cost.per_token == cost.full_pass(1)
 
 
 def test_the_largest_context_is_the_last_that_can_be_planned() -> None:

@@ -281,6 +281,33 @@ def test_what_is_drafted_in_the_middle_of_a_pass_costs_nothing_while_tiles_are_o
     assert meanwhile == pytest.approx(now[0])
 
 
+def test_a_link_does_not_rest_while_tiles_of_one_of_two_are_on_their_way(folders, monkeypatch):
+    """By a clock that every pass moves on."""
+    now, found = [0.0], set[tuple[tuple[bool, ...], bool]]()
+    run, draft = sequences._run_as_one, sequences.Sequences._draft
+
+    def watched(part: Any) -> None:
+        run(part)
+        now[0] += 1.0
+
+    def noted(running: Any, under_way: Any, caches: Any) -> bool:
+        before = running._exposed_seconds
+        drafted = draft(running, under_way, caches)
+        if drafted:
+            found.add((tuple(cache in resting for cache in caches), running._exposed_seconds > before))
+        return drafted
+
+    with made(folders, FIXED, 4) as engine:
+        resting = [engine.worker.full]
+        monkeypatch.setattr(sequences, "_run_as_one", watched)
+        monkeypatch.setattr(sequences.Sequences, "_draft", noted)
+        monkeypatch.setattr(sequences, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+        monkeypatch.setattr(FullCache, "link_rests", property(lambda cache: cache in resting))
+        together(engine, alike(4))
+    assert found & {((True, False), False), ((False, True), False)}
+    assert all(exposed == all(rests) for rests, exposed in found)
+
+
 def test_a_link_rests_once_all_tiles_have_come(folders):
     with made(folders, FIXED, 2) as engine:
         alone(engine, *alike(1))

@@ -333,6 +333,8 @@ def test_it_takes_the_bytes_of_the_plan(folders: tuple[Path, Path]) -> None:
         assert "low-bit cache" not in planned
         assert engine.retrieval.nbytes() <= planned["arena"]
         assert engine.worker.memory.allocated()["device"]["arena"] == planned["arena"]
+        gathered = engine.worker.memory.allocated()["host"]["gathered chunks"]
+        assert gathered == engine.plan.placement.host_bytes["gathered chunks"]
 
 
 def test_without_kernels_it_is_refused(folders: tuple[Path, Path]) -> None:

@@ -199,7 +199,7 @@ class ChosenCodes(_InArena):
         self._attention = CodedAttention(kernels, full.rope, full.shape.dtype, places)
         self._order, self._num_slots = order_for(kernels), num_slots
         token_bytes = super().nbytes() // self._size[3]
-        self._fetch = make_fetch(full, GROUP, kernels, (num_slots * GROUP + self._size[3]) * token_bytes)
+        self._fetch = make_fetch(full, GROUP, kernels, (num_slots * GROUP + self._room) * token_bytes)
         self._codes: KVCodes | None = None
         self._num_coded = 0
         self._has_leading = False

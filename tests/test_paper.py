@@ -19,7 +19,7 @@ from offload.decode.sampling import SamplingParams
 from offload.kernels import native
 from offload.kernels.spans import SpanAttention
 from offload.model.decoder import Decoder
-from offload.plan import hardware, link_bits, planner
+from offload.plan import choice, hardware, link_bits
 from offload.progress import ignore
 from offload.sequences import Sequences
 from offload.session.identity import Identity
@@ -266,7 +266,7 @@ def test_the_tests_for_a_card_pass_on_paper(
     # Products with weights in few bits have twins here; attention to a cache in 4 bits and packed pages have none: see
     # low_bits_interpreted.py and packed_interpreted.py.
     monkeypatch.setattr(hardware, "_has_kernels", lambda new_enough: new_enough)
-    monkeypatch.setattr(planner, "cache_problem", lambda sizing: "on paper")
+    monkeypatch.setattr(choice, "cache_problem", lambda sizing: "on paper")
     monkeypatch.setattr(link_bits, "_problem", lambda sizing: "on paper")
     with on_paper() as card:
         test()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from few_bits import SHAPES
 from forked import forked_ranks
 from models import LateLink, Sizes, changed, full_cache, load, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.cache import residence
@@ -30,7 +31,7 @@ from offload.session.fingerprints import identity_of
 from offload.session.store import Store
 from offload.transfer.memory import Memory
 from processor import best
-from test_low_bit_cache import MODEL, PLAIN, PROMPT, SIZES, assert_follows
+from test_low_bit_cache import PLAIN, PROMPT, SIZES, assert_follows
 
 PAGE, PLENTY = SIZES.page, 64
 
@@ -44,7 +45,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = random_model("qwen2", vocab_size=264, seed=11, **MODEL)
+    model = random_model("qwen2", vocab_size=264, seed=11, max_position_embeddings=1024, **SHAPES)
     return save(model, tmp_path_factory.mktemp("remainders") / "target", tokenizer=True)
 
 

@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import select
+import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -41,6 +42,7 @@ class Terminal:
         program, *args = command
         self._child = pexpect.spawn(program, args, dimensions=(rows, columns), env=dict(env), preexec_fn=begin)
         self._child.delaybeforesend = None
+        _keep_output(self._child.child_fd)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     @property
@@ -152,3 +154,10 @@ class Terminal:
 def plain(written: str) -> str:
     """Without control sequences."""
     return _CONTROL.sub("", written)
+
+
+def _keep_output(terminal: int) -> None:
+    """Else the kernel drops what is written and not read yet when Ctrl-C comes, and a loaded machine reads late."""
+    modes = termios.tcgetattr(terminal)
+    modes[3] |= termios.NOFLSH
+    termios.tcsetattr(terminal, termios.TCSANOW, modes)

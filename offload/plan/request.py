@@ -67,26 +67,11 @@ class Request:
 
     def plan(self, *, num_prompt_tokens: int, max_tokens: int) -> Plan:
         """Raises DoesNotFit, UsageError."""
-        return make_plan(
-            self.target,
-            self.draft,
-            self.options,
-            self.hardware,
-            num_prompt_tokens=num_prompt_tokens,
-            max_tokens=max_tokens,
-            times=self.times,
-        )
+        return make_plan(*self._given, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, times=self.times)
 
     def fits(self, *, num_prompt_tokens: int, max_tokens: int) -> bool:
         """Whether there is memory for what `plan` would plan, which takes longer. Raises as that does."""
-        return has_room(
-            self.target,
-            self.draft,
-            self.options,
-            self.hardware,
-            num_prompt_tokens=num_prompt_tokens,
-            max_tokens=max_tokens,
-        )
+        return has_room(*self._given, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
 
     def together(self, plan: Plan, num_sequences: int | None, *, most: int) -> Plan:
         """`plan`, which this request gave, for several sequences at a time: see `plan_together`."""
@@ -102,4 +87,8 @@ class Request:
         return self._fitting(self.target.context_limit)
 
     def _fitting(self, limit: int) -> int:
-        return largest_context(self.target, self.draft, self.options, self.hardware, limit)
+        return largest_context(*self._given, limit)
+
+    @property
+    def _given(self) -> tuple[ModelConfig, ModelConfig | None, Options, Hardware]:
+        return self.target, self.draft, self.options, self.hardware

@@ -127,11 +127,6 @@ class TestWithoutTheLibraryTheReasonIsSaid:
         assert found.library is None
         assert found.reason.startswith("the kernels cannot be loaded: ")
 
-    def test_torch_has_no_openmp(self, here: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native, "_THREADS", ("no_such_function",))
-        found = load(native.FOLDER, here.instruction_set)
-        assert found == Kernels(reason="torch has no OpenMP threads here")
-
     def test_the_user_turned_it_off(self, anew: pytest.MonkeyPatch) -> None:
         anew.setenv(native.VARIABLE, "off")
         assert native.kernels() == Kernels(reason="TRIFORCE_KERNELS is off")

@@ -1,4 +1,4 @@
-"""The processor's kernels: the library that suits this machine, bound to torch's threads, or the reason for none.
+"""The CPU's kernels: the library that suits this machine, or the reason for none.
 
 kernels.cpp and its headers are compiled when the package is installed (setup.py), once for each instruction set.
 """
@@ -22,10 +22,11 @@ from offload.plan.machine import KERNELS
 
 VARIABLE = KERNELS
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
-ABI = 14  # what kernels.cpp says too
+ABI = 15  # what kernels.cpp says too
 OFF = f"{VARIABLE} is off"
 FOLDER = Path(__file__).parent
-_THREADS = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num")
+WAIT_POLICY = "OMP_WAIT_POLICY"
+WAITING = {"passive": 1, "active": 2}  # threads.h; otherwise as the machine is busy
 _AGAIN = "run pip install again"
 
 
@@ -83,7 +84,7 @@ def instruction_sets(system: str, machine: str, capability: str, has_amx: bool) 
 
 
 def load(folder: Path, name: str) -> Kernels:
-    """The library of the instruction set `name` in `folder`, bound to the threads of torch's OpenMP runtime."""
+    """The library of the instruction set `name` in `folder`. Its threads wait as OMP_WAIT_POLICY asks for."""
     path = folder / f"{name}.so"
     if not path.exists():
         return Kernels(reason=_why_unbuilt(folder))
@@ -93,12 +94,10 @@ def load(folder: Path, name: str) -> Kernels:
         return Kernels(reason=f"the kernels cannot be loaded: {error}")
     if (found := library.abi()) != ABI:
         return Kernels(reason=f"the kernels were built from other sources (interface {found}, not {ABI}); {_AGAIN}")
-    if (threads := _threads()) is None:
-        return Kernels(reason="torch has no OpenMP threads here")
     if not library.permitted():
         return Kernels(reason=f"the system does not let this process use {name}")
-    library.bind(*threads)
     declare(library)
+    library.wait_by(WAITING.get(os.environ.get(WAIT_POLICY, "").lower(), 0))
     return Kernels(library, name)
 
 
@@ -126,13 +125,3 @@ def _why_unbuilt(folder: Path) -> str:
     except OSError:
         return f"the kernels were not built; {_AGAIN}"
     return f"the kernels were not built ({reason}); {_AGAIN}"
-
-
-def _threads() -> list[ctypes.c_void_p] | None:
-    """The OpenMP functions that torch itself calls, looked for as the dynamic linker does: first what is global in this
-    process, then what torch was linked with. libgomp, libomp and libiomp5 all have them by these names."""
-    for path in (None, torch._C.__file__):
-        runtime = ctypes.CDLL(path)
-        if all(hasattr(runtime, name) for name in _THREADS):
-            return [ctypes.cast(getattr(runtime, name), ctypes.c_void_p) for name in _THREADS]
-    return None

@@ -343,34 +343,26 @@ void merge_one(const Attention& a, int64_t t, int64_t head) {
 // The runs' spans -> partials, at their slots.
 template <class E>
 void attend(const Attention& a, const Run* runs, int64_t count, float* scratch, int64_t room, int64_t how_many) {
-    threads::Counter items;
-    auto body = [&] {
-        float* own = scratch + threads::number() * room;
-        int64_t before = 0, i = 0;  // items of earlier runs
-        for (int64_t item = items.draw(); i < count;) {
-            const int64_t number = item - before, spans = runs[i].spans();
-            if (number >= spans * a.kv_heads) {
-                before += spans * a.kv_heads, i++;
-                continue;
-            }
-            const int64_t head = number % a.kv_heads;
-            if (runs[i].coded) attend_codes<E>(a, runs[i], number / a.kv_heads, head, own);
-            else attend_one<E>(a, span_of<E>(runs[i], number / a.kv_heads, head, a.head_dim), head, own);
-            item = items.draw();
-        }
+    struct Place {  // how far a thread has come: its items ascend
+        int64_t before = 0, run = 0;
     };
-    threads::run(how_many, body);
+    int64_t items = 0;
+    for (int64_t i = 0; i < count; i++) items += runs[i].spans() * a.kv_heads;
+    threads::in_phases<Place>(how_many, &items, 1, [&](int, int64_t item, Place& at, int thread) {
+        for (; item - at.before >= runs[at.run].spans() * a.kv_heads; at.run++)
+            at.before += runs[at.run].spans() * a.kv_heads;
+        const int64_t span = (item - at.before) / a.kv_heads, head = (item - at.before) % a.kv_heads;
+        float* own = scratch + thread * room;
+        if (runs[at.run].coded) attend_codes<E>(a, runs[at.run], span, head, own);
+        else attend_one<E>(a, span_of<E>(runs[at.run], span, head, a.head_dim), head, own);
+    });
 }
 
 // All slots -> out and mass.
 template <class E>
 void merge(const Attention& a, int64_t how_many) {
-    threads::Counter items;
-    auto body = [&] {
-        for (int64_t item; (item = items.draw()) < a.rows * a.kv_heads;)
-            merge_one<E>(a, item / a.kv_heads, item % a.kv_heads);
-    };
-    threads::run(how_many, body);
+    threads::each(how_many, a.rows * a.kv_heads,
+                  [&](int64_t item) { merge_one<E>(a, item / a.kv_heads, item % a.kv_heads); });
 }
 
 // Floats of scratch that a thread needs for spans of at most `count` tokens.

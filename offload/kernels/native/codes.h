@@ -311,18 +311,15 @@ template <class E>
 void encode(const typename E::element* weight, int64_t outputs, int64_t inputs, int64_t bits, uint8_t* matrix,
             int64_t how_many) {
     const int64_t groups = inputs / GROUP, size = block(bits);
-    threads::Counter counter;
-    auto body = [&] {
-        for (int64_t first; (first = counter.draw() * TILE) < outputs;) {
-            uint8_t* at = matrix + first / TILE * groups * size;
-            const int count = int(outputs - first < TILE ? outputs - first : TILE);
-            if (count < TILE) __builtin_memset(at, 0, groups * size);
-            for (int o = 0; o < count; o++)
-                for (int64_t g = 0; g < groups; g++)
-                    encode_group<E>(weight + (first + o) * inputs + g * GROUP, {at + g * size, o}, bits);
-        }
-    };
-    threads::run(how_many, body);
+    threads::each(how_many, (outputs + TILE - 1) / TILE, [&](int64_t tile) {
+        const int64_t first = tile * TILE;
+        uint8_t* at = matrix + tile * groups * size;
+        const int count = int(outputs - first < TILE ? outputs - first : TILE);
+        if (count < TILE) __builtin_memset(at, 0, groups * size);
+        for (int o = 0; o < count; o++)
+            for (int64_t g = 0; g < groups; g++)
+                encode_group<E>(weight + (first + o) * inputs + g * GROUP, {at + g * size, o}, bits);
+    });
 }
 
 }  // namespace codes

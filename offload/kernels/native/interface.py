@@ -91,6 +91,7 @@ class Rotation(ctypes.Structure):
 
 
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
+    "wait_by": (None, [ctypes.c_int]),
     "run_products": (None, [c_int64, POINTER(Product), c_int64, c_int64, c_int64]),
     "encode": (None, [c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64]),
     "encode_kv": (None, [c_int64, POINTER(Encoding), c_int64]),

@@ -20,16 +20,12 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Changes with every change of a structure or a function below.
-KERNEL int abi() { return 14; }
+KERNEL int abi() { return 15; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
 
-KERNEL void bind(void* parallel, void* barrier, void* number) {
-    threads::parallel = reinterpret_cast<decltype(threads::parallel)>(parallel);
-    threads::barrier = reinterpret_cast<decltype(threads::barrier)>(barrier);
-    threads::number = reinterpret_cast<decltype(threads::number)>(number);
-}
+KERNEL void wait_by(threads::Waiting waiting) { threads::waiting = waiting; }
 
 KERNEL void run_products(Dtype dtype, const Product* steps, int64_t count, int64_t rows, int64_t how_many) {
     with(dtype, [&]<class E>() { products::run<E>(steps, count, rows, how_many); });

@@ -245,17 +245,13 @@ template <class E>
 void encode(const Encoding& e, int64_t how_many) {
     using element = typename E::element;
     const Layout layout{int(e.head_dim)};
-    threads::Counter items;
-    auto body = [&] {
-        for (int64_t item; (item = items.draw()) < e.layers * e.kv_heads * e.groups;) {
-            const int64_t layer = item / (e.kv_heads * e.groups), head = item / e.groups % e.kv_heads;
-            const int64_t group = item % e.groups;
-            const int64_t from = layer * e.layer_stride + head * e.head_stride + group * GROUP * e.head_dim;
-            encode_block<E>(static_cast<const element*>(e.keys) + from, static_cast<const element*>(e.values) + from,
-                            layout, e.blocks + layer * e.layer_bytes + head * e.head_bytes + group * layout.size());
-        }
-    };
-    threads::run(how_many, body);
+    threads::each(how_many, e.layers * e.kv_heads * e.groups, [&](int64_t item) {
+        const int64_t layer = item / (e.kv_heads * e.groups), head = item / e.groups % e.kv_heads;
+        const int64_t group = item % e.groups;
+        const int64_t from = layer * e.layer_stride + head * e.head_stride + group * GROUP * e.head_dim;
+        encode_block<E>(static_cast<const element*>(e.keys) + from, static_cast<const element*>(e.values) + from,
+                        layout, e.blocks + layer * e.layer_bytes + head * e.head_bytes + group * layout.size());
+    });
 }
 
 }  // namespace kv_codes

@@ -223,28 +223,20 @@ inline void restore(const Part& part, const Shape& shape, Order order) {
 
 inline void split_off_all(const Block* blocks, int64_t count, int64_t* sizes, const Shape& shape, Order order,
                           int64_t most, int64_t how_many) {
-    threads::Counter counter;
-    auto body = [&] {
-        for (int64_t i; (i = counter.draw()) < count;) sizes[i] = split_off(blocks[i], shape, order, most);
-    };
-    threads::run(how_many, body);
+    threads::each(how_many, count, [&](int64_t i) { sizes[i] = split_off(blocks[i], shape, order, most); });
 }
 
 inline void restore_all(const Part* parts, int64_t count, const Shape& shape, Order order, int64_t how_many) {
     int64_t most = 0;
     for (int64_t i = 0; i < count; i++) most = parts[i].count > most ? parts[i].count : most;
     const int64_t draws = (most + DRAWN - 1) / DRAWN;  // for each part
-    threads::Counter counter;
-    auto body = [&] {
-        for (int64_t i; (i = counter.draw()) < count * draws;) {
-            Part part = parts[i / draws];
-            const int64_t first = i % draws * DRAWN, left = part.count - first;
-            if (left <= 0) continue;
-            part.first += first, part.to += first * shape.of_group(), part.count = left < DRAWN ? left : DRAWN;
-            restore(part, shape, order);
-        }
-    };
-    threads::run(how_many, body);
+    threads::each(how_many, count * draws, [&](int64_t i) {
+        Part part = parts[i / draws];
+        const int64_t first = i % draws * DRAWN, left = part.count - first;
+        if (left <= 0) return;
+        part.first += first, part.to += first * shape.of_group(), part.count = left < DRAWN ? left : DRAWN;
+        restore(part, shape, order);
+    });
 }
 
 }  // namespace kv_remainders

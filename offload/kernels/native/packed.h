@@ -146,28 +146,20 @@ inline void unpack(const Part& part, const Shape& shape) {
 
 inline void pack_all(const uint16_t* const* blocks, uint8_t* const* to, int64_t count, int64_t* sizes,
                      const Shape& shape, int64_t how_many) {
-    threads::Counter counter;
-    auto body = [&] {
-        for (int64_t i; (i = counter.draw()) < count;) sizes[i] = pack(blocks[i], to[i], shape);
-    };
-    threads::run(how_many, body);
+    threads::each(how_many, count, [&](int64_t i) { sizes[i] = pack(blocks[i], to[i], shape); });
 }
 
 inline void unpack_all(const Part* parts, int64_t count, const Shape& shape, int64_t how_many) {
     int64_t most = 0;
     for (int64_t i = 0; i < count; i++) most = parts[i].count > most ? parts[i].count : most;
     const int64_t draws = (most + DRAWN - 1) / DRAWN;  // for each part
-    threads::Counter counter;
-    auto body = [&] {
-        for (int64_t i; (i = counter.draw()) < count * draws;) {
-            Part part = parts[i / draws];
-            const int64_t first = i % draws * DRAWN, left = part.count - first;
-            if (left <= 0) continue;
-            part.first += first, part.to += first * 2 * shape.group, part.count = left < DRAWN ? left : DRAWN;
-            unpack(part, shape);
-        }
-    };
-    threads::run(how_many, body);
+    threads::each(how_many, count * draws, [&](int64_t i) {
+        Part part = parts[i / draws];
+        const int64_t first = i % draws * DRAWN, left = part.count - first;
+        if (left <= 0) return;
+        part.first += first, part.to += first * 2 * shape.group, part.count = left < DRAWN ? left : DRAWN;
+        unpack(part, shape);
+    });
 }
 
 }  // namespace packed

@@ -201,22 +201,22 @@ void work_out(const Product& p, int64_t rows, int64_t tile) {
 template <class E>
 void run(const Product* steps, int64_t count, int64_t rows, int64_t how_many) {
     constexpr int most = 16;
-    threads::Counter widening[most], drawing[most];
-    auto body = [&] {
-        tiles::Use use;
-        for (int64_t i = 0; i < count; i++) {
-            const Product& p = steps[i];
-            if (i) threads::barrier();
-            for (int64_t row; (row = widening[i].draw()) < rows;)
-                p.bits ? code_row<E>(p, row) : widen_row<E>(p, row);
-            threads::barrier();
-            const int64_t some = p.bits ? 4 : 1;  // tiles drawn together: about as many bytes of either weight
-            for (int64_t tile; (tile = drawing[i].draw() * some) * OUTPUTS < p.outputs;)
-                for (int64_t end = tile + some; tile < end && tile * OUTPUTS < p.outputs; tile++)
-                    work_out<E>(p, rows, tile);
+    int64_t counts[2 * most];  // rows to widen, then tiles to work out
+    auto drawn = [](const Product& p) { return p.bits ? 4 : 1; };  // tiles at a time: about as many bytes of either weight
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t step = drawn(steps[i]) * OUTPUTS;
+        counts[2 * i] = rows, counts[2 * i + 1] = (steps[i].outputs + step - 1) / step;
+    }
+    threads::in_phases<tiles::Use>(how_many, counts, int(2 * count), [&](int phase, int64_t item, tiles::Use&, int) {
+        const Product& p = steps[phase / 2];
+        if (phase % 2) {
+            const int64_t first = item * drawn(p);
+            for (int64_t tile = first; tile < first + drawn(p) && tile * OUTPUTS < p.outputs; tile++)
+                work_out<E>(p, rows, tile);
+        } else {
+            p.bits ? code_row<E>(p, item) : widen_row<E>(p, item);
         }
-    };
-    threads::run(how_many, body);
+    });
 }
 
 }  // namespace products

@@ -76,13 +76,10 @@ inline void restore(const Remainder& r, int64_t group) {
 
 template <class F>
 void by_group(const Remainder& r, int64_t how_many, F&& each) {
-    threads::Counter counter;
-    auto body = [&] {
-        const int64_t at_a_time = 16, groups = r.outputs / TILE * (r.inputs / GROUP);
-        for (int64_t first; (first = counter.draw() * at_a_time) < groups;)
-            for (int64_t g = first; g < groups && g < first + at_a_time; g++) each(g);
-    };
-    threads::run(how_many, body);
+    const int64_t at_a_time = 16, groups = r.outputs / TILE * (r.inputs / GROUP);
+    threads::each(how_many, (groups + at_a_time - 1) / at_a_time, [&](int64_t i) {
+        for (int64_t g = i * at_a_time; g < groups && g < (i + 1) * at_a_time; g++) each(g);
+    });
 }
 
 // False where a weight would not come back.

@@ -12,7 +12,8 @@ import pytest
 
 from fuzzing import damaged_json, growth_under, outcomes, put
 from models import byte_tokenizer
-from offload.decode.tokenizer import MAX_FILE_BYTES, Detokenizer, Tokenizer
+from offload.decode.tokenizer import Detokenizer, Tokenizer
+from offload.decode.tokenizer_files import MAX_FILE_BYTES
 from offload.errors import ModelError
 from test_tokenizer import byte_fallback, byte_level
 

@@ -48,6 +48,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LLAMA3 = LLAMA_31_8B["rope_scaling"]
 
 
+WINDOW: dict[str, object] = {"use_sliding_window": True, "sliding_window": 4096}
+
+
 def refusal(data: dict[str, object]) -> str:
     with pytest.raises(ModelError) as caught:
         ModelConfig.from_dict(data, name="config.json")
@@ -220,10 +223,10 @@ def test_a_neutral_number_of_another_type_is_not_neutral(value: object) -> None:
 @pytest.mark.parametrize(
     ("base", "change", "named"),
     [
-        (QWEN25_7B, {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 27}, "sliding_window is 4096"),
+        (QWEN25_7B, {**WINDOW, "max_window_layers": 27}, "sliding_window is 4096"),
         (QWEN25_7B, {"use_sliding_window": True, "max_window_layers": "28"}, "max_window_layers is '28'"),
         (QWEN25_7B, {"layer_types": ["sliding_attention"] * 28}, "layer_types is"),
-        (QWEN3, {"use_sliding_window": True, "sliding_window": 4096, "layer_types": ["sliding_attention"]}, "sliding_window"),
+        (QWEN3, {**WINDOW, "layer_types": ["sliding_attention"]}, "sliding_window is 4096"),
         (QWEN3, {"head_dim": None}, "head_dim is None"),
         (LLAMA_7B, {"layer_types": ["linear_attention"]}, "layer_types is"),
         (LLAMA_7B, {"num_attention_heads": 33, "num_key_value_heads": 33}, "head_dim is missing"),
@@ -234,13 +237,11 @@ def test_what_a_family_reads_it_refuses_by_name(base, change: dict[str, object],
     assert named in refusal(base | change)
 
 
-WINDOW = {"use_sliding_window": True, "sliding_window": 4096}
-
-
 @pytest.mark.parametrize(
     ("base", "change"),
     [
-        (QWEN25_7B, {"attention_bias": False}), (MISTRAL_7B, {"attention_bias": True}), (MISTRAL_7B, {"mlp_bias": True}),
+        (QWEN25_7B, {"attention_bias": False}), (MISTRAL_7B, {"attention_bias": True}),
+        (MISTRAL_7B, {"mlp_bias": True}),
         (MISTRAL_7B, {"use_sliding_window": False}), (QWEN25_7B, {**WINDOW, "max_window_layers": 28}),
         (QWEN25_7B, {"use_sliding_window": True, "sliding_window": 32768, "max_window_layers": 0}),
         (QWEN25_7B, {**WINDOW, "max_window_layers": 0, "layer_types": ["full_attention"] * 28}),

@@ -113,8 +113,8 @@ class ModelConfig:
         """The config that transformers (4 or 5) wrote as `data`. Messages of ModelError begin with `name`.
 
         Fields mean what they mean to transformers, and those that it does not read in this family mean nothing. Absent:
-        rope_theta 10000, hidden_act silu, no biases, no tying, rms_norm_eps 1e-6, head_dim = hidden_size / heads (qwen3:
-        128), KV heads 8 in mistral, 32 in qwen, else as many as heads; float32 without a dtype. Token ids that are
+        rope_theta 10000, hidden_act silu, no biases, no tying, rms_norm_eps 1e-6, head_dim = hidden_size / heads, in
+        qwen3 128, KV heads 8 in mistral, 32 in qwen, else as many as heads; float32 without a dtype. Token ids that are
         absent stay unknown. The other sizes must be there.
         """
         return _read_config(Fields(data, name or "config"))

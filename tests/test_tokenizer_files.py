@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM
 
+from models import GREEDY, Sizes, random_model, save, tiny_engine, tiny_plan
 from offload.decode.tokenizer import Tokenizer
 from offload.errors import ModelError
 
@@ -202,6 +205,46 @@ def test_ids_need_not_be_dense(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(put_sparse(tmp_path))
     assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.encode("</s>")) == (302, 301, [301])
     assert tokenizer.decode([tokenizer.encode("a")[0], 280, 301]) == "a"
+
+
+@pytest.fixture
+def sparse_model(tmp_path: Path) -> Path:
+    """A model whose head gives the end token, 301, after four others of which one is 300."""
+    model = random_model(vocab_size=304, seed=3)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.01)
+    folder = put_sparse(save(model, tmp_path / "model"))
+    tokens = [97, 300, 301, 98]
+    hidden = model.model(torch.tensor([tokens])).last_hidden_state[0].detach()
+    with torch.no_grad():
+        for state, said in zip(hidden, [280, 301, 300, 300], strict=True):
+            model.lm_head.weight[said] += 20 * state / state.norm() ** 2
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(gamma=4, lookup=True)], ids=["plain", "lookup"])
+def test_a_token_over_the_number_of_tokens_is_drawn_and_ends_a_text(sparse_model: Path, sizes: Sizes) -> None:
+    """Bug: logits were cut to the number of tokens, so that neither 300 nor the end token, 301, was ever drawn, and a
+    lookup of one of them in the prompt indexed out of range."""
+    prompt = [97, 300, 301, 98] * 4
+    plan = tiny_plan(sparse_model, None, sizes, num_prompt_tokens=len(prompt), max_tokens=12)
+    model = AutoModelForCausalLM.from_pretrained(sparse_model, dtype=torch.float32)
+    said = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=301)
+    theirs = said[0, len(prompt) :].tolist()
+    with tiny_engine(plan, sparse_model) as engine:
+        assert engine.worker.vocab_size == 302
+        steps = list(engine.generate(prompt, GREEDY, max_tokens=12))
+    ours = [token for step in steps for token in step.tokens]
+    assert (ours, theirs) == ([300, 301], [300, 301])
+    assert (steps[-1].finish, plan.composition.lookup) == ("stop", sizes.lookup)
+
+
+def test_an_end_token_that_only_the_model_names_can_be_drawn_too(tmp_path: Path) -> None:
+    """Bug: as above, where the tokenizer does not know it."""
+    folder = save(random_model(vocab_size=304, eos_token_id=[257, 301]), tmp_path, tokenizer=True)
+    with tiny_engine(tiny_plan(folder, None, Sizes(), num_prompt_tokens=4, max_tokens=1), folder) as engine:
+        assert engine.worker.vocab_size == 302
 
 
 def test_an_id_that_the_library_changes_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ The format itself (offsets in range, no overlap, no hole, known dtypes) is check
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -123,13 +123,16 @@ class Checkpoint:
         same = self.shape(first) == self.shape(second)
         return same and torch.equal(self._mapped(first), self._mapped(second))
 
-    def check(self, expected: Mapping[str, tuple[int, ...]], *, ignore: Sequence[str] = ()) -> None:
+    def check(
+        self, expected: Mapping[str, tuple[int, ...]], *, ignore: Sequence[str] = (), beside: Set[str] = frozenset()
+    ) -> None:
         """ModelError unless the checkpoint holds exactly `expected` (name -> shape), in dtypes that can be read.
 
-        Further tensors are allowed where their name matches a pattern of `ignore` (`*.rotary_emb.inv_freq`).
+        Further tensors are allowed where their name matches a pattern of `ignore` (`*.rotary_emb.inv_freq`) or is in
+        `beside`.
         """
         missing = sorted(expected.keys() - self._entries.keys())
-        further = self._entries.keys() - expected.keys()
+        further = self._entries.keys() - expected.keys() - beside
         unexpected = sorted(name for name in further if not any(fnmatchcase(name, pattern) for pattern in ignore))
         misshapen = [
             f"{name} {list(self.shape(name))}, not {list(shape)}"
@@ -182,9 +185,11 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
     differ, version 4 does not, so such a folder has no one meaning. Comparing reads both once.
     """
     checkpoint.rename(_other_names(checkpoint.names(), config))
-    beside = [name for name in checkpoint.names() if not name.startswith((_BODY, "lm_head."))]
+    expected, names = expected_tensors(config), checkpoint.names()
+    is_whole = expected.keys() <= set(names)  # otherwise what is left over may say what is wrong
+    beside = {name for name in names if is_whole and not name.startswith((_BODY, "lm_head."))}
     tied_head = (HEAD,) if config.tie_embeddings else ()
-    checkpoint.check(expected_tensors(config), ignore=(*COMPUTES_NOTHING, *beside, *tied_head))
+    checkpoint.check(expected, ignore=(*COMPUTES_NOTHING, *tied_head), beside=beside)
     if tied_head and HEAD in checkpoint.names() and not checkpoint.equal(HEAD, EMBEDDINGS):
         raise ModelError(
             f"{checkpoint.folder}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDINGS}; "

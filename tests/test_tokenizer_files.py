@@ -259,3 +259,14 @@ def test_older_files_alone_load_as_their_class_reads_them(tmp_path: Path) -> Non
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert Tokenizer.from_folder(tmp_path).encode("b a") == [vocabulary["b"], 256]
+
+
+@pytest.mark.parametrize("named", ["LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer"])
+def test_a_class_that_finds_no_file_of_its_own_is_refused(tmp_path: Path, named: str) -> None:
+    """Bug: it began with special tokens alone, and a text had no tokens, without a word."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": named}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    if named == "LlamaTokenizer":
+        (tmp_path / "vocab.json").write_text(json.dumps({"a": 0}))
+    with pytest.raises(ModelError, match=r"tokenizer\.json is needed"):
+        Tokenizer.from_folder(tmp_path)

@@ -7,6 +7,8 @@ template. transformers' classes are not asked: those of version 5 rebuild parts 
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -58,7 +60,8 @@ def _from_file(folder: Path) -> tuple[Any, tokenizers.Tokenizer]:
 
 
 def _from_older_files(folder: Path) -> tuple[Any, tokenizers.Tokenizer]:
-    """vocab.json and merges.txt, or tokenizer.model: transformers' class for them makes a pipeline."""
+    """vocab.json and merges.txt, or tokenizer.model, of which the class knows how text is cut: transformers' makes a
+    pipeline of them."""
     from transformers import AutoTokenizer
 
     inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
@@ -68,14 +71,17 @@ def _from_older_files(folder: Path) -> tuple[Any, tokenizers.Tokenizer]:
             f"{folder}: a {type(inner).__name__} has no {FILE}, which is needed; get one from whoever made the model, "
             "or from another version of it"
         )
+    added = {str(token) for token in pipeline.get_added_tokens_decoder().values()}
+    if pipeline.get_vocab().keys() <= added:  # a class that found none of its files begins with special tokens alone
+        raise ModelError(f"{folder}: no file that a {type(inner).__name__} reads has tokens; {FILE} is needed")
     return inner, pipeline
 
 
 def _check_ids(pipeline: tokenizers.Tokenizer, path: Path) -> None:
     """ModelError where an added token has not the id that the file gives it: the library counts on from the highest id
     of the vocabulary, and leaves no gap."""
-    for token in _objects(read_json(path, max_bytes=MAX_FILE_BYTES).get("added_tokens")):
-        text, number = str(token.get("content")), token.get("id")
+    for token in _added_tokens(path):
+        text, number = token["content"], token["id"]
         if pipeline.token_to_id(text) != number:
             raise ModelError(
                 f"{path}: added token {text!r} has id {number}, but the tokenizers library makes it "
@@ -108,5 +114,8 @@ def _add_declared(pipeline: tokenizers.Tokenizer, settings: Mapping[str, object]
             )
 
 
-def _objects(value: object) -> list[dict[str, object]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+def _added_tokens(path: Path) -> list[dict[str, Any]]:
+    """The list in a tokenizer.json, of which the rest is not parsed: it is large, and the library has read it."""
+    text = path.read_text(encoding="utf-8")
+    start = re.search(r'"added_tokens"\s*:\s*(?=\[)', text)
+    return cast("list[dict[str, Any]]", json.JSONDecoder().raw_decode(text, start.end())[0]) if start else []

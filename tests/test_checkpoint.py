@@ -205,7 +205,10 @@ def test_shards_say_what_is_in_them_whatever_the_index_says(tmp_path: Path) -> N
     assert "three.safetensors is missing" in refusal(tmp_path)
     write_sharded(tmp_path)
     save_file({"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)}, tmp_path / "two.safetensors")
-    assert "is in one.safetensors as well" in refusal(tmp_path)
+    assert "is in one.safetensors as well, with other values" in refusal(tmp_path)
+    save_file(some_tensors(), tmp_path / "two.safetensors")
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert checkpoint.names() == ("a", "b", "c")
 
 
 @pytest.mark.parametrize(

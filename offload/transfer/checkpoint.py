@@ -254,10 +254,19 @@ def _read_entries(folder: Path, files: ExitStack) -> dict[str, _Entry]:
     entries: dict[str, _Entry] = {}
     for path in [folder / SINGLE_FILE] if index is None else _shard_paths(folder, set(index.values())):
         for name, entry in _open_file(path, files).items():
-            if name in entries:
-                raise ModelError(f"{path}: {name} is in {entries[name].path.name} as well; remove one of the two")
+            if name in entries and not _same(entries[name], entry):
+                raise ModelError(
+                    f"{path}: {name} is in {entries[name].path.name} as well, with other values; remove the older one"
+                )
             entries[name] = entry
     return entries
+
+
+def _same(one: _Entry, other: _Entry) -> bool:
+    """Two shards may hold one tensor, as when tied weights were saved apart."""
+    if one.dtype != other.dtype or one.dtype not in STORED_DTYPES:
+        return False
+    return torch.equal(*(entry.file.get_tensor(entry.stored_name) for entry in (one, other)))
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:

@@ -93,9 +93,10 @@ class Parts:
             self._low_bits.pop(bits).release(self.memory)
 
     def num_scored(self, num_tokens: int) -> int:
-        """Entries of the target's logits that are tokens, of a vocabulary of `num_tokens`: models may pad theirs.
-        Raises ModelError where a draft scores fewer."""
-        width = min(num_tokens, self.target.config.vocab_size)
+        """Entries of the target's logits that are tokens: models may pad theirs. num_tokens: one more than the highest
+        id of the tokenizer; ids that end a text count too. Raises ModelError where a draft scores fewer."""
+        ends = self.target.config.eos_token_ids
+        width = min(max(num_tokens, *(1 + end for end in ends), 0), self.target.config.vocab_size)
         if "draft" in self.decoders and (fewer := self.decoders["draft"].config.vocab_size) < width:
             raise ModelError(f"the draft scores {fewer} tokens, the target {width}; --draft none")
         return width

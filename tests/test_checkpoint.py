@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from offload.errors import ModelError
 from offload.plan.config import ModelConfig
-from offload.transfer.checkpoint import Checkpoint, check_model, expected_tensors
+from offload.transfer.checkpoint import EMBEDDINGS, HEAD, Checkpoint, check_model, expected_tensors
 from offload.transfer.weights import all_finite
 
 TINY = {
@@ -193,16 +194,21 @@ def test_links_into_a_hub_cache_are_followed(tmp_path: Path) -> None:
         assert checkpoint.names() == ("a", "b", "c")
 
 
-def test_index_and_shards_must_agree(tmp_path: Path) -> None:
-    write_sharded(tmp_path, {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors"})
-    assert "b is not in one.safetensors" in refusal(tmp_path)
-    write_sharded(tmp_path, {"a": "one.safetensors", "ghost": "two.safetensors"})
-    assert "ghost is not in two.safetensors" in refusal(tmp_path)
+def test_shards_say_what_is_in_them_whatever_the_index_says(tmp_path: Path) -> None:
+    """As in transformers. A tensor that the model needs and no shard has is missing when the model is checked."""
+    write_sharded(tmp_path, {"a": "one.safetensors", "b": "one.safetensors", "ghost": "two.safetensors"})
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert checkpoint.names() == ("a", "b", "c")
+        with pytest.raises(ModelError, match=r"1 missing \(ghost\)"):
+            checkpoint.check({"a": (3, 4), "b": (5,), "c": (2, 2), "ghost": (1,)})
     write_sharded(tmp_path, {"a": "one.safetensors", "b": "three.safetensors"})
     assert "three.safetensors is missing" in refusal(tmp_path)
     write_sharded(tmp_path)
     save_file({"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)}, tmp_path / "two.safetensors")
-    assert "is in one.safetensors as well" in refusal(tmp_path)
+    assert "is in one.safetensors as well, with other values" in refusal(tmp_path)
+    save_file(some_tensors(), tmp_path / "two.safetensors")
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert checkpoint.names() == ("a", "b", "c")
 
 
 @pytest.mark.parametrize(
@@ -287,6 +293,58 @@ def test_an_equal_head_beside_tied_embeddings_is_ignored_and_another_refused(tmp
                     check_model(checkpoint, config)
             else:
                 check_model(checkpoint, config)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_stands_beside_body_and_head_is_no_part_of_the_model(tmp_path: Path, tied: bool) -> None:
+    """Bug: a value head that a trainer had left was to be mended by another download."""
+    heads = {
+        "v_head.summary.weight": torch.ones(1, 16),
+        "v_head.summary.bias": torch.ones(1),
+        "score.weight": torch.ones(2, 16),
+    }
+    folder, config = model_folder(tmp_path, tied=tied, **heads)
+    with Checkpoint.open(folder) as checkpoint:
+        check_model(checkpoint, config)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("body", ["model.", ""])
+def test_names_that_mean_the_same_are_read_under_one(tmp_path: Path, body: str, tied: bool) -> None:
+    """Bug: tied embeddings that were stored as the head alone, or without "model.", were "missing"."""
+    _, config = model_folder(tmp_path, tied=tied)
+    tensors = {name: torch.full(shape, float(i)) for i, (name, shape) in enumerate(expected_tensors(config).items())}
+    stored = {name if name == HEAD else body + name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    if tied:
+        stored[HEAD] = stored.pop(EMBEDDINGS.removeprefix("model.") if not body else EMBEDDINGS)
+        stored |= {"embed_tokens.weight": stored[HEAD].clone()} if not body else {}
+    with Checkpoint.open(write_single(tmp_path, stored)) as checkpoint:
+        check_model(checkpoint, config)
+        for name, tensor in tensors.items():
+            read = torch.empty(tensor.shape)
+            checkpoint.read_into(name, read)
+            assert torch.equal(read, tensor), name
+
+
+def test_each_misfit_has_its_own_remedy(tmp_path: Path) -> None:
+    folder, config = model_folder(tmp_path, tied=True)
+    untied = replace(config, tie_embeddings=False)
+    for wrong, said in (
+        (untied, "set tie_word_embeddings to true"),
+        (replace(config, num_layers=3), "another model's"),
+        (replace(config, num_layers=1), "parts that this program does not know"),
+    ):
+        with Checkpoint.open(folder) as checkpoint, pytest.raises(ModelError, match=said):
+            check_model(checkpoint, wrong)
+
+
+def test_tensors_of_64_bits_are_rounded_to_what_is_wanted(tmp_path: Path) -> None:
+    tensor = torch.tensor([1 / 3, 1e-3], dtype=torch.float64)
+    with Checkpoint.open(write_single(tmp_path, {"a": tensor})) as checkpoint:
+        checkpoint.check({"a": (2,)})
+        read = torch.empty(2, dtype=torch.bfloat16)
+        checkpoint.read_into("a", read)
+    assert torch.equal(read, tensor.bfloat16())
 
 
 def test_stored_rotary_frequencies_are_ignored_and_a_foreign_tensor_is_not(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,9 @@ QWEN3 = QWEN25_7B | {"model_type": "qwen3", "head_dim": 128, "hidden_size": 1024
 YARN_LLAMA_2 = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "finetuned": True}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 LLAMA3 = LLAMA_31_8B["rope_scaling"]
+
+
+WINDOW: dict[str, object] = {"use_sliding_window": True, "sliding_window": 4096}
 
 
 def refusal(data: dict[str, object]) -> str:
@@ -176,7 +180,7 @@ def test_dtype_is_read_under_both_names(key: str | None, value: str) -> None:
 
 
 UNSUPPORTED = [
-    ("hidden_act", "gelu"), ("use_sliding_window", True), ("layer_types", ["full_attention", "sliding_attention"]),
+    ("hidden_act", "gelu"), ("layer_types", ["full_attention", "sliding_attention"]),
     ("partial_rotary_factor", 0.5), ("quantization_config", {"bits": 4}), ("attn_logit_softcapping", 50.0),
     ("final_logit_softcapping", 30.0), ("logit_scale", 0.0625), ("embedding_multiplier", 12.0),
     ("residual_multiplier", 0.2), ("logits_scaling", 8.0), ("attention_multiplier", 1.0), ("num_local_experts", 8),
@@ -202,7 +206,10 @@ def test_what_changes_the_arithmetic_is_refused_by_name_and_value(key: str, valu
     [("attn_logit_softcapping", None), ("logit_scale", 1), ("embedding_multiplier", 1.0), ("num_local_experts", 0),
      ("partial_rotary_factor", 1), ("layer_types", ["full_attention"] * 32), ("pretraining_tp", 4),
      ("pruned_heads", {}), ("use_sliding_window", False), ("rope_interleaved", False), ("some_property", "europe"),
-     ("use_cache", True)],
+     ("use_cache", True), ("hidden_act", "swish"), ("num_experts_per_tok", 0), ("moe_intermediate_size", 0),
+     ("final_logit_softcapping", 0.0), ("use_sliding_window", True), ("max_window_layers", 1), ("pruned_heads", []),
+     ("architectures", ["LlamaForCausalLMWithValueHead"]), ("architectures", ["LlamaModel"]), ("torch_dtype", "half"),
+     ("eos_token_id", [2]), ("num_key_value_heads", None), ("head_dim", 128), ("sliding_window", 4096)],
 )  # fmt: skip
 def test_what_leaves_the_arithmetic_alone_is_read_past(key: str, value: object) -> None:
     assert ModelConfig.from_dict(LLAMA_7B | {key: value}) == ModelConfig.from_dict(LLAMA_7B)
@@ -216,15 +223,53 @@ def test_a_neutral_number_of_another_type_is_not_neutral(value: object) -> None:
 @pytest.mark.parametrize(
     ("base", "change", "named"),
     [
-        (QWEN25_7B, {"attention_bias": False}, "attention_bias is False"),
-        (MISTRAL_7B, {"attention_bias": True}, "attention_bias is True"),
-        (MISTRAL_7B, {"mlp_bias": True}, "mlp_bias is True"),
+        (QWEN25_7B, {**WINDOW, "max_window_layers": 27}, "sliding_window is 4096"),
+        (QWEN25_7B, {"use_sliding_window": True, "max_window_layers": "28"}, "max_window_layers is '28'"),
+        (QWEN25_7B, {"layer_types": ["sliding_attention"] * 28}, "layer_types is"),
+        (QWEN3, {**WINDOW, "layer_types": ["sliding_attention"]}, "sliding_window is 4096"),
         (QWEN3, {"head_dim": None}, "head_dim is None"),
+        (LLAMA_7B, {"layer_types": ["linear_attention"]}, "layer_types is"),
+        (LLAMA_7B, {"num_attention_heads": 33, "num_key_value_heads": 33}, "head_dim is missing"),
     ],
-)
-def test_a_family_refuses_what_only_another_one_reads(base, change: dict[str, object], named: str) -> None:
+)  # fmt: skip
+def test_what_a_family_reads_it_refuses_by_name(base, change: dict[str, object], named: str) -> None:
     ModelConfig.from_dict(base)
     assert named in refusal(base | change)
+
+
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [
+        (QWEN25_7B, {"attention_bias": False}), (MISTRAL_7B, {"attention_bias": True}),
+        (MISTRAL_7B, {"mlp_bias": True}),
+        (MISTRAL_7B, {"use_sliding_window": False}), (QWEN25_7B, {**WINDOW, "max_window_layers": 28}),
+        (QWEN25_7B, {"use_sliding_window": True, "sliding_window": 32768, "max_window_layers": 0}),
+        (QWEN25_7B, {**WINDOW, "max_window_layers": 0, "layer_types": ["full_attention"] * 28}),
+        (QWEN25_7B, {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}),
+        (QWEN3, {**WINDOW, "max_window_layers": 28}), (QWEN25_7B, {"eos_token_id": -1, "bos_token_id": -1}),
+    ],
+)  # fmt: skip
+def test_what_a_family_does_not_read_or_no_layer_has_changes_nothing(base, change: dict[str, object]) -> None:
+    config, changed = ModelConfig.from_dict(base), ModelConfig.from_dict(base | change)
+    ids = {"eos_token_ids": (), "bos_token_id": None} if "eos_token_id" in change else {}
+    assert changed == replace(config, **ids)
+
+
+@pytest.mark.parametrize(
+    ("base", "reference"),
+    [(LLAMA_7B, LlamaConfig()), (MISTRAL_7B, MistralConfig()), (QWEN25_7B, Qwen2Config()), (QWEN3, Qwen3Config())],
+    ids=["llama", "mistral", "qwen2", "qwen3"],
+)  # fmt: skip
+def test_absent_fields_mean_what_transformers_takes_them_to_be(base, reference) -> None:
+    absent = ("max_position_embeddings", "rms_norm_eps", "num_key_value_heads", "rope_theta")
+    absent += ("head_dim",) if base is QWEN3 else ()
+    sizes = {"num_attention_heads": 32, "hidden_size": 4096, "num_key_value_heads": 32, "sliding_window": None}
+    config = ModelConfig.from_dict({key: value for key, value in (base | sizes).items() if key not in absent})
+    assert config.max_positions == reference.max_position_embeddings
+    assert config.rms_norm_eps == reference.rms_norm_eps
+    assert config.num_kv_heads == reference.num_key_value_heads
+    assert config.rope_theta == reference.rope_parameters["rope_theta"]
+    assert config.head_dim == reference.head_dim if base is QWEN3 else 128
 
 
 ROPE_REFUSALS = [
@@ -235,7 +280,6 @@ ROPE_REFUSALS = [
     ({"rope_type": "linear", "factor": 0.5}, "factor is 0.5"),
     ({"rope_type": "linear", "factor": "2"}, "factor is '2'"),
     ({"rope_type": "dynamic", "factor": True}, "factor is True"),
-    ({"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings is missing"),
     (YARN | {"factor": 0.5}, "factor is 0.5"),
     (YARN | {"beta_fast": 1, "beta_slow": 2}, "beta_slow is 2"),
     (YARN | {"truncate": "no"}, "truncate is 'no'"),
@@ -264,6 +308,22 @@ def test_settings_that_a_formula_cannot_take_are_refused() -> None:
     assert "dynamic with head_dim 2" in refusal(LLAMA_7B | two)
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ({**YARN, "mscale": 0, "mscale_all_dim": 1.0}, YARN), ({**YARN, "mscale": 1.0, "mscale_all_dim": 0.0}, YARN),
+        ({**YARN, "beta_fast": 0, "beta_slow": None}, YARN), ({**YARN, "unheard_of": None}, YARN),
+        ({"type": "yarn", "factor": 4}, {**YARN, "original_max_position_embeddings": 4096}),
+        ({**YARN, "truncate": None}, {**YARN, "truncate": False}), ({"rope_type": "default", "factor": 4.0}, {}),
+    ],
+)  # fmt: skip
+def test_one_scaling_may_be_written_in_several_ways(written: dict[str, object], meant: dict[str, object]) -> None:
+    one, other = (ModelConfig.from_dict(LLAMA_7B | {"rope_scaling": rope}) for rope in (written, meant))
+    assert one == other
+    both = {"rope_scaling": written, "rope_parameters": {**meant, "rope_theta": 10000.0}, "rope_theta": 10000}
+    assert ModelConfig.from_dict(LLAMA_7B | both) == other
+
+
 def test_two_rope_forms_or_lengths_must_agree() -> None:
     both = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"type": "linear", "factor": 4.0}}
     assert "rope_scaling is" in refusal(LLAMA_7B | both)
@@ -275,7 +335,7 @@ REQUIRED = ["model_type", "vocab_size", "hidden_size", "intermediate_size", "num
             "max_position_embeddings", "rms_norm_eps"]  # fmt: skip
 
 
-@pytest.mark.parametrize("key", REQUIRED)
+@pytest.mark.parametrize("key", REQUIRED[:6])
 def test_a_missing_key_is_named(key: str) -> None:
     data = {name: value for name, value in LLAMA_7B.items() if name != key}
     assert f"{key} is missing" in refusal(data)

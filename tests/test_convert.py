@@ -17,10 +17,12 @@ import gguf
 import pytest
 import torch
 from safetensors import safe_open
+from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models import Sizes, Stack, load, random_model, random_tokens, save
+from offload.decode.tokenizer import Tokenizer
 from offload.errors import ModelError
 from offload.hub import pickles
 from offload.hub.library import Origin, locate
@@ -252,8 +254,9 @@ def test_a_negative_zero_is_not_a_zero(tmp_path):
 # --- GGUF ---
 
 
-def write_gguf(path: Path, *, without: str = "nothing") -> dict[str, Tensor]:
-    """A tiny Llama with byte tokens in fp16. Returns its weights under transformers' names."""
+def write_gguf(path: Path, *, without: str = "nothing", pre: str = "", spaced: bool = True) -> dict[str, Tensor]:
+    """A tiny Llama with byte tokens in fp16. Returns its weights under transformers' names. pre: byte-level tokens that
+    are cut so, else SentencePiece's, with a space before a text or without."""
     state = {name: tensor.half().float() for name, tensor in random_model(vocab_size=258).state_dict().items()}
     writer = gguf.GGUFWriter(path, "llama")
     for add, value in (
@@ -263,11 +266,18 @@ def write_gguf(path: Path, *, without: str = "nothing") -> dict[str, Tensor]:
         (writer.add_rope_freq_base, 10000.0),
     ):  # fmt: skip
         add(value)
-    tokens = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    writer.add_tokenizer_model("llama")
+    if pre:
+        tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_merges([])
+    else:
+        tokens = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores([0.0] * len(tokens))
+        writer.add_add_space_prefix(spaced)
     writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * len(tokens))
-    writer.add_token_types([3, 3, *[6] * 256])
+    writer.add_token_types([3, 3, *[1 if pre else 6] * 256])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
@@ -300,6 +310,31 @@ def test_a_gguf_file_becomes_a_folder_with_the_same_weights(triforce, root, tmp_
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name].float(), tensor) for name, tensor in state.items())
     assert triforce("convert", str(tmp_path), "--output", str(tmp_path / "out"))[0] == 0
+
+
+def test_a_gguf_file_with_byte_level_tokens_keeps_their_ids_and_its_cuts(triforce, root, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", pre="smollm")
+    assert triforce("convert", str(tmp_path / "tiny.gguf"))[0] == 0
+    tokenizer = Tokenizer.from_folder(root / "local/tiny")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    assert tokenizer.encode("a 1</s>") == [*(2 + letters.index(letter) for letter in ("a", "Ġ", "1")), 1]
+    assert (tokenizer.eos_token_id, tokenizer.start_tokens()) == (1, [])
+
+
+def test_a_gguf_file_with_unknown_cuts_is_refused_by_their_name(triforce, root, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", pre="falcon")
+    code, _, err = triforce("convert", str(tmp_path / "tiny.gguf"))
+    assert (code, f"{tmp_path / 'tiny.gguf'}: its tokenizer cuts text as 'falcon'" in err) == (4, True)
+    assert not list(root.rglob("*tiny*"))
+
+
+@pytest.mark.parametrize("spaced", [True, False])
+def test_a_text_of_a_gguf_file_has_a_space_before_it_where_the_file_says_so(triforce, root, tmp_path, spaced):
+    write_gguf(tmp_path / "tiny.gguf", spaced=spaced)
+    assert triforce("convert", str(tmp_path / "tiny.gguf"))[0] == 0
+    tokenizer = Tokenizer.from_folder(root / "local/tiny")
+    space = [2 + byte for byte in "\u2581".encode()] if spaced else []
+    assert tokenizer.encode("a") == [0, *space, 2 + ord("a")]
 
 
 def test_a_gguf_file_without_some_weights_is_refused_and_none_are_made_up(triforce, root, tmp_path):

@@ -253,6 +253,8 @@ def test_remote_code_is_never_run(whole: Path, tmp_path: Path, generate: Generat
         add(folder / name, auto_map=auto_map)
     assert generate(folder) == (0, "")  # tokenizer.json says all, and the numbers of config.json are a model's
     add(folder / "tokenizer_config.json", tokenizer_class="Own")
+    assert generate(folder) == (0, "")
+    (folder / "tokenizer.json").unlink()
     assert generate(folder)[0] == 4
     assert not ran.exists()
 

@@ -12,7 +12,8 @@ import pytest
 
 from fuzzing import damaged_json, growth_under, outcomes, put
 from models import byte_tokenizer
-from offload.decode.tokenizer import MAX_FILE_BYTES, Detokenizer, Tokenizer
+from offload.decode.tokenizer import Detokenizer, Tokenizer
+from offload.decode.tokenizer_files import MAX_FILE_BYTES
 from offload.errors import ModelError
 from test_tokenizer import byte_fallback, byte_level
 
@@ -93,12 +94,16 @@ def test_tokenizer_files(
     assert min(counts["works"], counts["refused"]) > 0.1 * counts.total(), counts
 
 
-@pytest.mark.parametrize("class_name", ["LlamaTokenizer", "Qwen2Tokenizer"])
-def test_tokenizers_with_a_class_of_their_own(
+@pytest.mark.parametrize("class_name", ["GPT2Tokenizer", "Qwen2Tokenizer"])
+def test_older_files_without_a_tokenizer_json(
     tmp_path: Path, class_name: str, num_cases: Callable[[int], int], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (byte_fallback if class_name == "LlamaTokenizer" else byte_level)()._inner.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": class_name.removesuffix("Tokenizer").lower()}))
+    byte_level()._inner.save_pretrained(tmp_path)
+    model = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(" ".join(merge) for merge in model["merges"]))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"tokenizer_class": class_name}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     files = {path: json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))}

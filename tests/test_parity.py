@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -151,6 +153,76 @@ def test_another_token_or_another_scaling_is_far_outside_the_tolerance(folder: P
         runs.append(in_prefill(plain, full_cache(plain, SIZES), tokens, SIZES.prefill_block))
     for ours in runs:
         assert float((ours - theirs)[-1].abs().max()) > 20 * TOLERANCE * float(theirs.abs().max())
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": PRETRAINED, "rope_theta": THETA}
+ABSENT = object()
+# What a config says in another way than usual, and transformers runs. Contexts are shorter than 256 tokens.
+WRITTEN: list[tuple[str, dict[str, object]]] = [
+    ("llama-gqa", {"hidden_act": "swish", "num_experts_per_tok": 0, "use_sliding_window": True, "torch_dtype": "half"}),
+    ("llama-gqa", {"rms_norm_eps": ABSENT, "max_position_embeddings": ABSENT, "rope_parameters": ABSENT}),
+    ("llama-mha", {"num_key_value_heads": ABSENT, "head_dim": ABSENT, "eos_token_id": -1}),
+    ("mistral", {"attention_bias": True, "mlp_bias": True, "sliding_window": 256}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2, "layer_types": ABSENT}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 256, "max_window_layers": 0, "layer_types": ABSENT}),
+    ("qwen2", {"attention_bias": False, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2, "layer_types": ABSENT}),
+    ("llama-gqa", {"rope_parameters": {**YARN, "mscale": 0, "mscale_all_dim": 0.7}}),
+    ("llama-gqa", {"rope_parameters": {**YARN, "mscale": 2.0, "mscale_all_dim": 0.7}}),
+    ("llama-gqa", {"rope_parameters": {**YARN, "beta_fast": 0, "beta_slow": 0, "truncate": None}}),
+    ("llama-gqa", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": THETA}}),
+    ("llama-gqa", {"rope_parameters": {**YARN, "factor": None}}),
+    ("llama-gqa", {"rope_scaling": {**YARN, "type": "yarn"}, "rope_parameters": YARN}),
+]  # fmt: skip
+
+
+def written(folder: Path, family: str, changes: dict[str, object]) -> Path:
+    """A random model with another config.json."""
+    save(random_model(family), folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    content = {key: value for key, value in config.items() if value is not ABSENT}
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def assert_runs_as_in_transformers(folder: Path) -> None:
+    tokens = random_tokens(LENGTH)
+    theirs, decoder = reference(folder, tokens), load(folder)
+    assert_same_logits(in_prefill(decoder, full_cache(decoder, SIZES), tokens, SIZES.prefill_block), theirs)
+
+
+@pytest.mark.parametrize(("family", "changes"), WRITTEN, ids=[f"{name}-{'-'.join(more)}" for name, more in WRITTEN])
+def test_configs_mean_what_they_mean_to_transformers(tmp_path: Path, family: str, changes: dict[str, object]) -> None:
+    """Bug: these were refused, as if they changed the arithmetic."""
+    assert_runs_as_in_transformers(written(tmp_path, family, changes))
+
+
+def test_kv_heads_that_mistral_does_not_name_are_eight(tmp_path: Path) -> None:
+    model = random_model("mistral", num_attention_heads=8, num_key_value_heads=8)
+    save(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "num_key_value_heads"}))
+    assert_runs_as_in_transformers(tmp_path)
+
+
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+STORED: dict[str, tuple[str, Callable[[str], str]]] = {
+    "the head alone": ("llama-tied", lambda name: HEAD if name == EMBEDDINGS else name),
+    "without the body's prefix": ("qwen3-tied", lambda name: name.removeprefix("model.")),
+    "with a value head": ("llama-gqa", lambda name: name),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("stored", STORED)
+def test_weights_mean_what_they_mean_to_transformers(tmp_path: Path, stored: str, dtype: torch.dtype) -> None:
+    family, name_of = STORED[stored]
+    save(random_model(family), tmp_path)
+    tensors = {name_of(name): tensor.to(dtype) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    if stored == "with a value head":
+        tensors |= {"v_head.summary.weight": torch.ones(1, 32), "v_head.summary.bias": torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_runs_as_in_transformers(tmp_path)
 
 
 def test_a_real_model_gives_the_logits_of_transformers() -> None:

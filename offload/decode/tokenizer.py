@@ -4,47 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+from offload.decode import tokenizer_files
 from offload.errors import ModelError
-from offload.plan.fields import read_json
 
-MAX_FILE_BYTES = 1 << 26  # of a tokenizer's file; the largest published ones are half as large
-_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # tokenizer.json as it is, under two names
 _REPLACEMENT = "\ufffd"
 _BEFORE = ("\n", "0")  # what a piece is encoded behind, so that it does not count as the beginning of a text
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer from local files. Never runs remote code, never downloads."""
+    """A Hugging Face tokenizer from local files: the ids are those of its tokenizer.json.
 
-    def __init__(self, inner: Any) -> None:
+    A special token that stands in a text, by its name, becomes its id there, as every added token of tokenizer.json.
+    """
+
+    def __init__(self, inner: Any, pipeline: Any = None) -> None:
+        """inner: transformers' tokenizer, for special tokens and chat templates. pipeline: from text to ids and back, a
+        `tokenizers.Tokenizer`; None: the one of `inner`."""
         self._inner = inner
+        self._pipeline = inner.backend_tokenizer if pipeline is None else pipeline
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
         """Raises ModelError where the folder has no tokenizer that loads. Costs memory in proportion to its files."""
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            if (folder / name).is_file() and (folder / name).stat().st_size > MAX_FILE_BYTES:
-                raise ModelError(f"{folder / name} is over the limit of {MAX_FILE_BYTES} bytes; is it really a {name}?")
         with _refusing(f"{folder}: no usable tokenizer", "tokenizer.json is needed, whole; download it again"):
-            return cls(_class_for(folder).from_pretrained(str(folder), local_files_only=True, trust_remote_code=False))
+            return cls(*tokenizer_files.load(folder))
 
     def __len__(self) -> int:
-        return len(self._inner)
+        """One more than the highest id. Not every id below it need be a token."""
+        return self._num_ids
+
+    @cached_property
+    def _num_ids(self) -> int:
+        return 1 + max(self.vocabulary().values(), default=-1)
 
     @property
     def eos_token_id(self) -> int | None:
-        return cast("int | None", self._inner.eos_token_id)
+        token = self._inner.eos_token
+        return None if token is None else cast("int | None", self._pipeline.token_to_id(str(token)))
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of `text`, with the special tokens that the model wants at the start. Raises ModelError where the
+        """Tokens of `text`, with the special tokens that tokenizer.json puts at the start. Raises ModelError where the
         tokenizer turns out to be damaged."""
-        tokens = self._encode(text, add_special_tokens=True)
-        eos = self._inner.eos_token_id
-        # Some tokenizers also close the text; a prompt goes on.
-        return tokens[:-1] if len(tokens) > 1 and tokens[-1] == eos else tokens
+        with self._checked("encode"):
+            found = self._pipeline.encode(text)
+        tokens, was_put = cast("list[int]", found.ids), found.special_tokens_mask
+        # Some tokenizers also close the text; a prompt goes on. What a person wrote at its end stays.
+        return tokens[:-1] if len(tokens) > 1 and was_put[-1] and tokens[-1] == self.eos_token_id else tokens
 
     def start_tokens(self) -> list[int]:
         """The special tokens that the model wants at the start of a text."""
@@ -73,15 +82,12 @@ class Tokenizer:
         return whole[len(head) : end] if fits else None
 
     def _pieces(self, text: str) -> list[int]:
-        return self._encode(text, add_special_tokens=False)
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         with self._checked("encode"):
-            return cast("list[int]", self._inner.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+            return cast("list[int]", self._pipeline.encode(text, add_special_tokens=False).ids)
 
     def added_tokens(self, *, special: bool) -> dict[str, int]:
         """Strings that become one token wherever they stand in a text. special: only those that are no text."""
-        tokens = self._inner.added_tokens_decoder.items()
+        tokens = self._pipeline.get_added_tokens_decoder().items()
         return {token.content: i for i, token in tokens if token.special or not special}
 
     @property
@@ -107,33 +113,13 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of `tokens`, U+FFFD where their bytes are no character. Raises ModelError as `encode` does."""
         with self._checked("decode"):
-            return cast(str, self._inner.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+            return cast(str, self._pipeline.decode(tokens, skip_special_tokens=True))
 
     def vocabulary(self) -> dict[str, int]:
-        return cast("dict[str, int]", self._inner.get_vocab())
+        return cast("dict[str, int]", self._pipeline.get_vocab())
 
     def _checked(self, what: str) -> AbstractContextManager[None]:
         return _refusing(f"{self._inner.name_or_path}: the tokenizer cannot {what}", "download its files again")
-
-
-def _class_for(folder: Path) -> Any:
-    """The class that AutoTokenizer would choose. Where that is the plain one it is not asked: to find out it imports
-    half of transformers, which takes longer than all else up to the first token."""
-    if _is_plain(folder):
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
-
-
-def _is_plain(folder: Path) -> bool:
-    """Is tokenizer.json all there is to it?"""
-    config = folder / "tokenizer_config.json"
-    if not (config.is_file() and (folder / "tokenizer.json").is_file()):
-        return False
-    return read_json(config, max_bytes=MAX_FILE_BYTES).get("tokenizer_class") in _PLAIN_CLASSES
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import DoesNotFit, ModelError
+from offload.hub import gguf_tokenizer
 from offload.plan.machine import free_host_bytes
 
 _WEIGHT_BYTES = 4 + 2  # per weight while unpacking: fp32, and fp16 beside it
@@ -21,12 +22,14 @@ def dequantise(file: Path, folder: Path) -> None:
     Memory: 6 bytes per weight. Raises ModelError if transformers cannot read the file, DoesNotFit if memory is short.
     """
     _check_packages()
-    _check_memory(file)
+    reader = _open(file)
+    _check_memory(file, reader)
     try:
         with _quiet():
+            _write_tokenizer(reader, file, folder)
             _unpack(file, folder)
-    except ModelError:
-        raise
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from error
     except Exception as error:  # a damaged file can raise any kind of error in the library
         raise ModelError(
             f"{file} cannot be converted ({error}); look for a repository with safetensors, or a GGUF file of a Llama, "
@@ -34,13 +37,28 @@ def dequantise(file: Path, folder: Path) -> None:
         ) from error
 
 
+def _write_tokenizer(reader: Any, file: Path, folder: Path) -> None:
+    """Of a kind whose cuts are named in the file by our own table; transformers takes unknown names for GPT-2's."""
+    import transformers
+
+    kind = reader.fields.get("tokenizer.ggml.model")
+    if kind is not None and kind.contents() == gguf_tokenizer.BYTE_LEVEL:
+        gguf_tokenizer.write(reader, folder)
+    else:
+        transformers.AutoTokenizer.from_pretrained(str(file.parent), **_named(file)).save_pretrained(folder)
+        gguf_tokenizer.set_space(reader, folder)
+
+
+def _named(file: Path) -> dict[str, Any]:
+    return {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
+
+
 def _unpack(file: Path, folder: Path) -> None:
     """Raises ModelError if the file lacks a weight: transformers would initialise it at random."""
     import torch
     import transformers
 
-    named: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
-    transformers.AutoTokenizer.from_pretrained(str(file.parent), **named).save_pretrained(folder)
+    named = _named(file)
     if hasattr(transformers, "GgufConfig"):  # otherwise weights may stay packed, for kernels that are downloaded
         named["quantization_config"] = transformers.GgufConfig(dequantize=True)
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -49,7 +67,7 @@ def _unpack(file: Path, folder: Path) -> None:
     model, found = loaded
     wrong = sorted(name for key in ("missing_keys", "mismatched_keys") for name in map(str, found[key]))
     if wrong:
-        raise ModelError(f"{file} lacks {len(wrong)} weights of its model ({wrong[0]}, ...); fetch it again")
+        raise ModelError(f"it lacks {len(wrong)} weights of its model ({wrong[0]}, ...); fetch it again")
     model.save_pretrained(folder)
 
 
@@ -75,13 +93,17 @@ def _check_packages() -> None:
         raise ModelError(f"reading GGUF files needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
-def _check_memory(file: Path) -> None:
+def _open(file: Path) -> Any:
     from gguf import GGUFReader
 
     try:
-        num_weights = sum(int(tensor.n_elements) for tensor in GGUFReader(file).tensors)
+        return GGUFReader(file)
     except Exception as error:  # struct and numpy errors of every kind
         raise ModelError(f"{file} is not a complete GGUF file ({error}); fetch it again") from error
+
+
+def _check_memory(file: Path, reader: Any) -> None:
+    num_weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
     needed, free = _WEIGHT_BYTES * num_weights, free_host_bytes()
     if needed > free:
         raise DoesNotFit(

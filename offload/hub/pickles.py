@@ -20,10 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offload.errors import ModelError, TriforceError
-from offload.transfer.checkpoint import COMPUTES_NOTHING
+from offload.transfer.checkpoint import COMPUTES_NOTHING, EMBEDDINGS, HEAD
 
 SOURCE_KEY = "triforce_source"  # metadata key: digest or name of the converted file
-_HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def convert_shard(shard: Path, target: Path, *, source: str, tied: bool) -> None:
@@ -90,8 +89,8 @@ def _wanted(tensors: Mapping[str, Tensor], *, tied: bool) -> dict[str, Tensor]:
         for name, tensor in tensors.items()
         if not any(fnmatchcase(name, pattern) for pattern in COMPUTES_NOTHING)
     }
-    if tied and _HEAD in kept and _EMBEDDINGS in kept and _address(kept[_HEAD]) == _address(kept[_EMBEDDINGS]):
-        del kept[_HEAD]
+    if tied and HEAD in kept and EMBEDDINGS in kept and _address(kept[HEAD]) == _address(kept[EMBEDDINGS]):
+        del kept[HEAD]
     return kept
 
 

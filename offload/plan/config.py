@@ -25,8 +25,7 @@ ADAPTER_FILE = "adapter_config.json"
 
 # Fields that change the arithmetic, with the values that leave it alone. Absent and null always do.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "hidden_act": ("silu",),
-    "use_sliding_window": (False,),
+    "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (1.0,),
     "rotary_pct": (1.0,),
     "scale_attn_weights": (True,),
@@ -46,12 +45,21 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention_chunk_size": (),
     "query_pre_attn_scalar": (),
     "dual_chunk_attention_config": (),
-    "pruned_heads": ({},),
+    "pruned_heads": ({}, []),
 }
 # The same for fields that nobody has listed yet: a name like this with a value that says anything is refused.
 _SUSPECT = re.compile(r"softcap|multiplier|expert|moe|quant|alibi|rotary|sliding|sparse|qk_|(^|_)(m?rope|scal)")
-_SAYS_NOTHING: tuple[object, ...] = (False, [], {})
-_READ = {"sliding_window", "rope_theta", "rope_scaling", "rope_parameters"}  # judged where they are read
+_IS_FACTOR = re.compile(r"multiplier|scal")  # 1 may leave the arithmetic alone, 0 does not
+_SAYS_NOTHING: tuple[object, ...] = (False, 0, "", [], {})
+# Judged where they are read.
+_READ = {"sliding_window", "use_sliding_window", "rope_theta", "rope_scaling", "rope_parameters"}
+# What transformers takes where a config says nothing.
+_MAX_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
+_NUM_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+_WINDOW = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096}
+_FIRST_WINDOW_LAYER = 28
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_OTHER_DTYPES = {"float": "float32", "half": "float16"}  # torch's other names for these
 
 
 @dataclass(frozen=True)
@@ -104,9 +112,10 @@ class ModelConfig:
     def from_dict(cls, data: Mapping[str, object], *, name: str = "") -> ModelConfig:
         """The config that transformers (4 or 5) wrote as `data`. Messages of ModelError begin with `name`.
 
-        Absent fields mean what they mean to transformers: rope_theta 10000, hidden_act silu, no biases, no tying, in
-        llama as many KV heads as heads, head_dim = hidden_size / heads (qwen3 must name it), float32 without a dtype.
-        Token ids that are absent stay unknown.
+        Fields mean what they mean to transformers, and those that it does not read in this family mean nothing. Absent:
+        rope_theta 10000, hidden_act silu, no biases, no tying, rms_norm_eps 1e-6, head_dim = hidden_size / heads, in
+        qwen3 128, KV heads 8 in mistral, 32 in qwen, else as many as heads; float32 without a dtype. Token ids that are
+        absent stay unknown. The other sizes must be there.
         """
         return _read_config(Fields(data, name or "config"))
 
@@ -170,7 +179,7 @@ def _read_config(source: Fields) -> ModelConfig:
     family = source.choice("model_type", FAMILIES)
     _refuse_unsupported(source)
     hidden_size, vocab_size = source.integer("hidden_size", 1 << 20), source.integer("vocab_size", 1 << 24)
-    max_positions = source.integer("max_position_embeddings", 1 << 30)
+    max_positions = source.integer("max_position_embeddings", 1 << 30, default=_MAX_POSITIONS[family])
     num_heads, num_kv_heads, head_dim = _read_heads(source, family, hidden_size)
     qkv_bias, mlp_bias = _read_biases(source, family)
     rope_theta, rope = read_rope(source, max_positions=max_positions, head_dim=head_dim)
@@ -184,7 +193,7 @@ def _read_config(source: Fields) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_positions=max_positions,
-        rms_norm_eps=source.number("rms_norm_eps", most=1.0),
+        rms_norm_eps=source.number("rms_norm_eps", default=1e-6, most=1.0),
         rope_theta=rope_theta,
         rope=rope,
         tie_embeddings=source.flag("tie_word_embeddings", False),
@@ -194,24 +203,33 @@ def _read_config(source: Fields) -> ModelConfig:
         qk_norm=family == "qwen3",
         bos_token_id=source.token_id("bos_token_id", vocab_size),
         eos_token_ids=source.token_ids("eos_token_id", vocab_size),
-        dtype=source.choice("torch_dtype" if source.data.get("dtype") is None else "dtype", DTYPES, default="float32"),
+        dtype=_read_dtype(source),
     )
     _refuse_sliding_window(source, config)
     return config
 
 
+def _read_dtype(source: Fields) -> str:
+    key = "torch_dtype" if source.data.get("dtype") is None else "dtype"
+    name = source.choice(key, (*DTYPES, *_OTHER_DTYPES), default="float32")
+    return _OTHER_DTYPES.get(name, name)
+
+
 def _read_heads(source: Fields, family: str, hidden_size: int) -> tuple[int, int, int]:
     """(heads, KV heads, head_dim). head_dim times heads need not be hidden_size (Mistral-Nemo, Qwen3)."""
     num_heads = source.integer("num_attention_heads", 1 << 14)
-    if family != "llama" and "num_key_value_heads" not in source.data:
-        source.refuse("num_key_value_heads", f"named in a {family} config")
-    num_kv_heads = source.integer("num_key_value_heads", num_heads, default=num_heads)
+    unnamed = num_heads if "num_key_value_heads" in source.data else _NUM_KV_HEADS.get(family, num_heads)
+    num_kv_heads = source.integer("num_key_value_heads", num_heads, default=unnamed)
     if num_heads % num_kv_heads:
         source.refuse("num_key_value_heads", f"a divisor of num_attention_heads {num_heads}")
-    derived = None if family == "qwen3" or hidden_size % num_heads else hidden_size // num_heads
+    if family == "qwen3":
+        derived = None if "head_dim" in source.data else 128
+    else:
+        derived = None if family == "llama" and hidden_size % num_heads else hidden_size // num_heads
     if source.data.get("head_dim") is None and derived is None:
         source.refuse(
-            "head_dim", f"given where heads ({num_heads}) do not divide hidden_size ({hidden_size}), or in qwen3"
+            "head_dim",
+            f"given where heads ({num_heads}) do not divide hidden_size ({hidden_size}), and not null in qwen3",
         )
     head_dim = source.integer("head_dim", 1 << 12, default=derived)
     if head_dim % 2:
@@ -220,38 +238,49 @@ def _read_heads(source: Fields, family: str, hidden_size: int) -> tuple[int, int
 
 
 def _read_biases(source: Fields, family: str) -> tuple[bool, bool]:
-    """(q/k/v bias, mlp bias). qwen2 always has the former, mistral neither; only llama reads `mlp_bias`."""
-    qkv_bias, mlp_bias = source.flag("attention_bias", family == "qwen2"), source.flag("mlp_bias", False)
-    if family in ("mistral", "qwen2") and qkv_bias != (family == "qwen2"):
-        source.refuse("attention_bias", f"absent: every {family} model has the same biases")
-    if mlp_bias and family != "llama":
-        source.refuse("mlp_bias", f"false in a {family} model")
-    return qkv_bias, mlp_bias
+    """(q/k/v bias, mlp bias). qwen2 always has the former, mistral neither; only llama reads `mlp_bias`. Tensors of a
+    checkpoint that say otherwise are found when it is checked."""
+    qkv_bias = source.flag("attention_bias", False) if family in ("llama", "qwen3") else family == "qwen2"
+    return qkv_bias, family == "llama" and source.flag("mlp_bias", False)
 
 
 def _refuse_unsupported(source: Fields) -> None:
     for key, value in source.data.items():
         if key in _NEUTRAL or (key not in _READ and _SUSPECT.search(key)):
-            allowed = _NEUTRAL.get(key, _SAYS_NOTHING)
+            allowed = _NEUTRAL.get(key, (False, [], {}) if _IS_FACTOR.search(key) else _SAYS_NOTHING)
             if not is_neutral(value, allowed):
                 neutral = " or ".join(["absent", *map(json.dumps, allowed)])
                 source.refuse(key, f"{neutral}: it changes the arithmetic, and this program does not implement it")
-    architectures, layer_types = source.data.get("architectures") or [], source.data.get("layer_types") or []
-    if not isinstance(architectures, list) or not isinstance(layer_types, list):
-        source.refuse("layer_types" if isinstance(architectures, list) else "architectures", "a list")
-    if architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
+    architectures = source.data.get("architectures") or []
+    if not isinstance(architectures, list):
+        source.refuse("architectures", "a list")
+    if architectures and not any("ForCausalLM" in str(name) or str(name).endswith("Model") for name in architectures):
         source.refuse("architectures", "a causal language model, ...ForCausalLM")
-    if any(kind != "full_attention" for kind in layer_types):
-        source.refuse("layer_types", "full_attention in every layer")
 
 
 def _refuse_sliding_window(source: Fields, config: ModelConfig) -> None:
-    """A window that no context outgrows changes nothing. A Mistral config without the field means 4096 (transformers).
+    """A window that no context outgrows changes nothing, nor one that no layer has.
 
-    Qwen reads it only under `use_sliding_window`, which has been refused by now.
+    Qwen reads it under `use_sliding_window` alone, for the layers from `max_window_layers` on; the others always.
     """
-    window = source.data.get("sliding_window", 4096 if config.family == "mistral" else None)
-    if window is None or config.family in ("qwen2", "qwen3"):
-        return
-    if type(window) is not int or window < config.context_limit:
-        source.refuse("sliding_window", f"null, or at least the context of {config.context_limit} tokens")
+    key, family = "sliding_window", config.family
+    window = source.data.get(key, _WINDOW.get(family))
+    if family in ("qwen2", "qwen3"):
+        window = window if source.flag("use_sliding_window", False) else None
+        first = source.data.get("max_window_layers", _FIRST_WINDOW_LAYER)
+        if type(first) is not int:
+            source.refuse("max_window_layers", "an integer")
+        windowed = window is not None and first < config.num_layers
+    else:
+        windowed = window is not None
+    layer_types = source.data.get("layer_types")
+    if layer_types:
+        if not isinstance(layer_types, list) or any(kind not in _LAYER_TYPES for kind in layer_types):
+            source.refuse("layer_types", f"a list of {' and '.join(_LAYER_TYPES)}")
+        if "sliding_attention" in layer_types and window is None:
+            source.refuse("layer_types", f"full_attention in every layer where there is no {key}")
+        windowed = "sliding_attention" in layer_types if family in ("qwen2", "qwen3") else windowed
+    if windowed and (type(window) is not int or window < config.context_limit):
+        source.refuse(
+            key, f"null, or at least the context of {config.context_limit} tokens, as layers attend within it"
+        )

@@ -75,6 +75,10 @@ class Fields:
         """A number over 0, or None where the field is absent."""
         return None if self.data.get(key) is None else self.number(key)
 
+    def is_zero(self, key: str) -> bool:
+        """Is the field there, and 0? Where a formula has `value or default` that reads as absent."""
+        return is_neutral(self.data.get(key), (0,)) and self.data.get(key) is not None
+
     def flag(self, key: str, default: bool) -> bool:
         """true or false."""
         value = self._value(key, default)
@@ -95,12 +99,15 @@ class Fields:
         return ids[0] if ids else None
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """No id, one id or a list of ids, each from 0 to `vocab_size` - 1; repeats are dropped."""
+        """No id, one id or a list of ids, each from 0 to `vocab_size` - 1; repeats are dropped. -1 alone is no id."""
         value = self.data.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        ids = value if isinstance(value, list) else [] if value is None or self._is_minus_one(key) else [value]
         if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
             self.refuse(key, f"a token id or a list of ids from 0 to {vocab_size - 1}")
         return tuple(dict.fromkeys(ids))
+
+    def _is_minus_one(self, key: str) -> bool:
+        return type(self.data.get(key)) is int and self.data[key] == -1
 
     def _value(self, key: str, default: object) -> object:
         value = self.data.get(key)

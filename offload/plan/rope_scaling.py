@@ -35,33 +35,47 @@ class RopeScaling:
 def read_rope(source: Fields, *, max_positions: int, head_dim: int) -> tuple[float, RopeScaling]:
     """(theta, scaling) from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before).
 
-    Theta is 10000 where no form names it, as in transformers. Where two places name one thing they must agree.
+    Theta is 10000 where no form names it, as in transformers. Where two places name one thing they must mean the same.
+    What transformers computes is taken, also where it is written in another way, except for numbers of which it warns.
     """
-    given = [key for key in ("rope_parameters", "rope_scaling") if source.data.get(key) not in (None, {})]
-    if len(given) == 2 and source.data["rope_parameters"] != source.data["rope_scaling"]:
+    forms = [
+        _form(source, key) for key in ("rope_parameters", "rope_scaling") if source.data.get(key) not in (None, {})
+    ]
+    owners = [owner for owner in (*forms, source) if owner.data.get("rope_theta") is not None]
+    thetas = [owner.number("rope_theta") for owner in owners]
+    theta = thetas[0] if thetas else 10000.0
+    for owner, other in zip(owners, thetas, strict=True):
+        if other != theta:
+            owner.refuse("rope_theta", f"the same as elsewhere, {theta:g}")
+    forms = forms or [Fields({}, source.where)]
+    scaling, *others = (_read_form(source, form, theta, max_positions, head_dim) for form in forms)
+    if any(other != scaling for other in others):
         source.refuse("rope_scaling", "equal to rope_parameters, or absent")
-    values = source.data[given[0]] if given else {}
+    return theta, scaling
+
+
+def _form(source: Fields, key: str) -> Fields:
+    values = source.data[key]
     if not isinstance(values, Mapping):
-        source.refuse(given[0], "a JSON object")
-    rope = Fields(values, f"{source.where}: {given[0]}" if given else source.where)
-    for key in values:
-        if key not in _KNOWN_KEYS:
+        source.refuse(key, "a JSON object")
+    return Fields(values, f"{source.where}: {key}")
+
+
+def _read_form(source: Fields, rope: Fields, theta: float, max_positions: int, head_dim: int) -> RopeScaling:
+    for key, value in rope.data.items():
+        if key not in _KNOWN_KEYS and value is not None:
             rope.refuse(key, "absent: no supported rope type reads it")
-    if not is_neutral(values.get("partial_rotary_factor"), (1.0,)):
+    if not is_neutral(rope.data.get("partial_rotary_factor"), (1.0,)):
         rope.refuse("partial_rotary_factor", "absent or 1.0")
-    kind_key = "type" if values.get("rope_type") is None else "rope_type"
+    kind_key = "type" if rope.data.get("rope_type") is None else "rope_type"
     kind = rope.choice(kind_key, ROPE_KINDS, default="default")
-    if values.get("type") not in (None, kind):
+    if rope.data.get("type") not in (None, kind):
         rope.refuse("type", f"the same as rope_type {kind}")
-    theta_owner = source if values.get("rope_theta") is None else rope
-    theta = theta_owner.number("rope_theta", default=10000.0)
-    if source.data.get("rope_theta") not in (None, theta):
-        source.refuse("rope_theta", f"the same as in {given[0]}, {theta:g}")
     if kind == "yarn" and theta <= 1:
-        theta_owner.refuse("rope_theta", "over 1 for yarn")
+        (source if rope.data.get("rope_theta") is None else rope).refuse("rope_theta", "over 1 for yarn")
     if kind == "dynamic" and head_dim <= 2:
         rope.refuse(kind_key, f"another than dynamic with head_dim {head_dim}")
-    return theta, _read_scaling(source, rope, kind, max_positions)
+    return _read_scaling(source, rope, kind, max_positions)
 
 
 def _read_scaling(source: Fields, rope: Fields, kind: str, max_positions: int) -> RopeScaling:
@@ -69,7 +83,7 @@ def _read_scaling(source: Fields, rope: Fields, kind: str, max_positions: int) -
         return RopeScaling()
     if kind in ("linear", "dynamic"):
         return RopeScaling(kind, rope.number("factor", least=1.0))
-    original = _read_original(source, rope)
+    original = _read_original(source, rope, max_positions)
     if kind == "llama3":
         low = rope.number("low_freq_factor")
         high = rope.number("high_freq_factor")
@@ -77,7 +91,10 @@ def _read_scaling(source: Fields, rope: Fields, kind: str, max_positions: int) -
             rope.refuse("high_freq_factor", f"over low_freq_factor {low:g}")
         factor = rope.number("factor", least=1.0)
         return RopeScaling(kind, factor, original, low_freq_factor=low, high_freq_factor=high)
-    beta_fast = rope.number("beta_fast", default=32.0)
+    beta_fast = 32.0 if rope.is_zero("beta_fast") else rope.number("beta_fast", default=32.0)
+    temperatures = ("mscale", "mscale_all_dim")
+    one_is_zero = any(rope.is_zero(key) for key in temperatures)
+    mscale, mscale_all_dim = (None if one_is_zero else rope.optional_number(key) for key in temperatures)
     return RopeScaling(
         kind,
         # "factor": null leaves it to the two lengths; transformers 5 does the same
@@ -85,17 +102,17 @@ def _read_scaling(source: Fields, rope: Fields, kind: str, max_positions: int) -
         original,
         attention_factor=rope.optional_number("attention_factor"),
         beta_fast=beta_fast,
-        beta_slow=rope.number("beta_slow", default=1.0, most=beta_fast),
-        mscale=rope.optional_number("mscale"),
-        mscale_all_dim=rope.optional_number("mscale_all_dim"),
-        truncate=rope.flag("truncate", True),
+        beta_slow=1.0 if rope.is_zero("beta_slow") else rope.number("beta_slow", default=1.0, most=beta_fast),
+        mscale=mscale,
+        mscale_all_dim=mscale_all_dim,
+        truncate=rope.flag("truncate", "truncate" not in rope.data),  # null is false to transformers
     )
 
 
-def _read_original(source: Fields, rope: Fields) -> int:
-    """The pretrained length. transformers takes `max_position_embeddings` where it is absent; that guess is refused."""
+def _read_original(source: Fields, rope: Fields, max_positions: int) -> int:
+    """The pretrained length: `max_position_embeddings` where none is named, as in transformers."""
     key = "original_max_position_embeddings"
-    original = (source if rope.data.get(key) is None else rope).integer(key, 1 << 30)
+    original = (source if rope.data.get(key) is None else rope).integer(key, 1 << 30, default=max_positions)
     if source.data.get(key) not in (None, original):
         source.refuse(key, f"the same as in the rope settings, {original}")
     return original

@@ -8,7 +8,7 @@ The format itself (offsets in range, no overlap, no hole, known dtypes) is check
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -28,8 +28,11 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 1 << 24  # of one file; all tensors of a 405B model take a hundredth of it
 MAX_INDEX_BYTES = 1 << 24
-COMPUTES_NOTHING = ("*.rotary_emb.inv_freq",)  # tensors that old checkpoints keep and that follow from config.json
-STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Tensors that old checkpoints keep and that follow from config.json.
+COMPUTES_NOTHING = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached")
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+_BODY, _BODY_PARTS = "model.", ("embed_tokens.", "layers.", "norm.")
 _PIECE_BYTES = 64 << 20  # of a tensor, read at once
 _NUM_NAMED = 3  # tensors of each sort that a message names
 # A name is a plain name: no separator, so no way out of the folder. A plain name may be a symbolic link that leads out
@@ -43,6 +46,7 @@ class _Entry:
 
     file: Any  # an open safe_open, untyped in the library
     path: Path
+    stored_name: str
     shape: tuple[int, ...]
     dtype: str
 
@@ -82,7 +86,7 @@ class Checkpoint:
         return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that `name` is stored in. ModelError unless float32, float16 or bfloat16."""
+        """The dtype that `name` is stored in. ModelError unless it is a float of 16, 32 or 64 bits."""
         entry = self._entry(name)
         if entry.dtype not in STORED_DTYPES:
             raise ModelError(
@@ -110,18 +114,25 @@ class Checkpoint:
         for piece, place in zip(source.split(num_rows), dst.split(num_rows), strict=True):
             place.copy_(piece)
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call tensors otherwise than the files do: stored name -> the name that they have from now on."""
+        self._entries = {names.get(name, name): entry for name, entry in self._entries.items()}
+
     def equal(self, first: str, second: str) -> bool:
         """True where two tensors hold the same values in the same shape."""
         same = self.shape(first) == self.shape(second)
         return same and torch.equal(self._mapped(first), self._mapped(second))
 
-    def check(self, expected: Mapping[str, tuple[int, ...]], *, ignore: Sequence[str] = ()) -> None:
+    def check(
+        self, expected: Mapping[str, tuple[int, ...]], *, ignore: Sequence[str] = (), beside: Set[str] = frozenset()
+    ) -> None:
         """ModelError unless the checkpoint holds exactly `expected` (name -> shape), in dtypes that can be read.
 
-        Further tensors are allowed where their name matches a pattern of `ignore` (`*.rotary_emb.inv_freq`).
+        Further tensors are allowed where their name matches a pattern of `ignore` (`*.rotary_emb.inv_freq`) or is in
+        `beside`.
         """
         missing = sorted(expected.keys() - self._entries.keys())
-        further = self._entries.keys() - expected.keys()
+        further = self._entries.keys() - expected.keys() - beside
         unexpected = sorted(name for name in further if not any(fnmatchcase(name, pattern) for pattern in ignore))
         misshapen = [
             f"{name} {list(self.shape(name))}, not {list(shape)}"
@@ -131,7 +142,9 @@ class Checkpoint:
         found = {"missing": missing, "unexpected": unexpected, "of the wrong shape": misshapen}
         if any(found.values()):
             problems = "; ".join(f"{len(names)} {what} ({_first(names)})" for what, names in found.items() if names)
-            raise ModelError(f"{self.folder}: the tensors do not fit config.json: {problems}; download both again")
+            raise ModelError(
+                f"{self.folder}: the tensors do not fit config.json: {problems}; {_remedy(missing, unexpected)}"
+            )
         for name in expected:
             self.dtype(name)
 
@@ -157,26 +170,41 @@ class Checkpoint:
         entry = self._entry(name)
         self.dtype(name)
         try:
-            tensor: Tensor = entry.file.get_tensor(name)
+            tensor: Tensor = entry.file.get_tensor(entry.stored_name)
         except SafetensorError as error:
             raise ModelError(f"{entry.path}: {name} cannot be read ({error})") from error
         return tensor
 
 
 def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """ModelError unless `checkpoint` holds exactly the weights of `config`; buffers that compute nothing may be there.
+    """ModelError unless `checkpoint` holds exactly the weights of `config`, which then have the names of
+    `expected_tensors`. As in transformers a base model's may lack "model." before theirs, tied embeddings may be stored
+    as the head alone, and what stands beside body and head (a trainer's value head, say) is no part of the model.
 
-    With tied embeddings an `lm_head.weight` is ignored only if it equals the embeddings: transformers 5 unties them
-    where they differ, version 4 does not, so such a folder has no one meaning. Comparing reads both once.
+    With tied embeddings a head is ignored only if it equals the embeddings: transformers 5 unties them where they
+    differ, version 4 does not, so such a folder has no one meaning. Comparing reads both once.
     """
-    head, embeddings = "lm_head.weight", "model.embed_tokens.weight"
-    tied_head = (head,) if config.tie_embeddings else ()
-    checkpoint.check(expected_tensors(config), ignore=(*COMPUTES_NOTHING, *tied_head))
-    if tied_head and head in checkpoint.names() and not checkpoint.equal(head, embeddings):
+    checkpoint.rename(_other_names(checkpoint.names(), config))
+    expected, names = expected_tensors(config), checkpoint.names()
+    is_whole = expected.keys() <= set(names)  # otherwise what is left over may say what is wrong
+    beside = {name for name in names if is_whole and not name.startswith((_BODY, "lm_head."))}
+    tied_head = (HEAD,) if config.tie_embeddings else ()
+    checkpoint.check(expected, ignore=(*COMPUTES_NOTHING, *tied_head), beside=beside)
+    if tied_head and HEAD in checkpoint.names() and not checkpoint.equal(HEAD, EMBEDDINGS):
         raise ModelError(
-            f"{checkpoint.folder}: tie_word_embeddings is true, but {head} differs from {embeddings}; "
+            f"{checkpoint.folder}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDINGS}; "
             "set it to false in config.json if the model has its own head"
         )
+
+
+def _other_names(names: Sequence[str], config: ModelConfig) -> dict[str, str]:
+    """Stored name -> expected name, where these differ and mean the same."""
+    found = {name: name for name in names}
+    if EMBEDDINGS not in found and EMBEDDINGS.removeprefix(_BODY) in found:
+        found |= {name: _BODY + name for name in names if name.startswith(_BODY_PARTS)}
+    if config.tie_embeddings and HEAD in found and EMBEDDINGS not in found.values():
+        found[HEAD] = EMBEDDINGS
+    return {name: expected for name, expected in found.items() if name != expected}
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -201,11 +229,18 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         layer |= {f"{name}.bias": (num_out,)} if bias else {}
     if config.qk_norm:
         layer |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
-    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    tensors: dict[str, tuple[int, ...]] = {EMBEDDINGS: (config.vocab_size, hidden)}
     for index in range(config.num_layers):
         tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     tensors["model.norm.weight"] = (hidden,)
-    return tensors if config.tie_embeddings else tensors | {"lm_head.weight": (config.vocab_size, hidden)}
+    return tensors if config.tie_embeddings else tensors | {HEAD: (config.vocab_size, hidden)}
+
+
+def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    if missing == [HEAD]:
+        return "set tie_word_embeddings to true if the model's embeddings are its head, or fetch the one with a head"
+    what = "of a model with parts that this program does not know" if unexpected and not missing else "another model's"
+    return f"the weights or config.json are {what}; fetch both together, of one version of a supported model"
 
 
 def _first(names: Sequence[str]) -> str:
@@ -213,19 +248,25 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _read_entries(folder: Path, files: ExitStack) -> dict[str, _Entry]:
-    """Open every file of the checkpoint into `files` and list its tensors. The shards' own headers are the truth; the
-    index says which shards there are and must agree with them."""
+    """Open every file of the checkpoint into `files` and list its tensors. The index says which shards there are, and
+    their own headers what is in them."""
     index = _read_index(folder)
     entries: dict[str, _Entry] = {}
     for path in [folder / SINGLE_FILE] if index is None else _shard_paths(folder, set(index.values())):
         for name, entry in _open_file(path, files).items():
-            if name in entries:
-                raise ModelError(f"{path}: {name} is in {entries[name].path.name} as well; remove one of the two")
+            if name in entries and not _same(entries[name], entry):
+                raise ModelError(
+                    f"{path}: {name} is in {entries[name].path.name} as well, with other values; remove the older one"
+                )
             entries[name] = entry
-    for name, shard in (index or {}).items():
-        if name not in entries or entries[name].path.name != shard:
-            raise ModelError(f"{folder / INDEX_FILE}: {name} is not in {shard} as the index says; download both again")
     return entries
+
+
+def _same(one: _Entry, other: _Entry) -> bool:
+    """Two shards may hold one tensor, as when tied weights were saved apart."""
+    if one.dtype != other.dtype or one.dtype not in STORED_DTYPES:
+        return False
+    return torch.equal(*(entry.file.get_tensor(entry.stored_name) for entry in (one, other)))
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
@@ -266,7 +307,8 @@ def _open_file(path: Path, files: ExitStack) -> dict[str, _Entry]:
         file = files.enter_context(safe_open(str(path), framework="pt", device="cpu"))
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         return {
-            name: _Entry(file, path, tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()
+            name: _Entry(file, path, name, tuple(part.get_shape()), str(part.get_dtype()))
+            for name, part in slices.items()
         }
     except SafetensorError as error:
         raise ModelError(f"{path} is not a whole safetensors file ({error}); download it again") from error

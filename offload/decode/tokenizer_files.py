@@ -1,0 +1,121 @@
+"""The tokenizer that a model folder's files describe. Never runs remote code, never downloads.
+
+Where there is a tokenizer.json it decides which ids a text has: its normalizer, pre-tokenizer, model, added tokens and
+post-processor, whatever class tokenizer_config.json names. From there come the names of special tokens and the chat
+template. transformers' classes are not asked: those of version 5 rebuild parts of the pipeline by their name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import tokenizers
+
+from offload.errors import ModelError
+from offload.plan.fields import read_json
+
+MAX_FILE_BYTES = 1 << 26  # of a tokenizer's file; the largest published ones are half as large
+FILE, CONFIG_FILE, ADDED_FILE = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
+# Special tokens that a class has where tokenizer_config.json names none.
+_CLASS_TOKENS = {
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>"},
+    "GPT2Tokenizer": {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
+    "Qwen2Tokenizer": {"eos_token": "<|endoftext|>"},
+}
+
+
+def load(folder: Path) -> tuple[Any, tokenizers.Tokenizer]:
+    """(transformers' tokenizer, good for special tokens and chat templates; the pipeline from text to ids and back).
+
+    Raises ModelError, and whatever the libraries raise for a damaged file.
+    """
+    for name in (FILE, CONFIG_FILE):
+        if (folder / name).is_file() and (folder / name).stat().st_size > MAX_FILE_BYTES:
+            raise ModelError(f"{folder / name} is over the limit of {MAX_FILE_BYTES} bytes; is it really a {name}?")
+    return _from_file(folder) if (folder / FILE).is_file() else _from_older_files(folder)
+
+
+def _from_file(folder: Path) -> tuple[Any, tokenizers.Tokenizer]:
+    from transformers import PreTrainedTokenizerFast
+
+    pipeline = tokenizers.Tokenizer.from_file(str(folder / FILE))
+    pipeline.no_truncation()
+    pipeline.no_padding()
+    settings = read_json(folder / CONFIG_FILE, max_bytes=MAX_FILE_BYTES) if (folder / CONFIG_FILE).is_file() else {}
+    _check_ids(pipeline, folder / FILE)
+    _add_declared(pipeline, settings, folder)
+    # A pipeline of its own keeps transformers from changing the added tokens of ours.
+    empty = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner = PreTrainedTokenizerFast.from_pretrained(
+        str(folder), tokenizer_object=empty, local_files_only=True, trust_remote_code=False
+    )
+    for name, token in _CLASS_TOKENS.get(str(settings.get("tokenizer_class")).removesuffix("Fast"), {}).items():
+        if name not in settings and getattr(inner, name) is None and pipeline.token_to_id(token) is not None:
+            setattr(inner, name, token)
+    return inner, pipeline
+
+
+def _from_older_files(folder: Path) -> tuple[Any, tokenizers.Tokenizer]:
+    """vocab.json and merges.txt, or tokenizer.model, of which the class knows how text is cut: transformers' makes a
+    pipeline of them."""
+    from transformers import AutoTokenizer
+
+    inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    pipeline = getattr(inner, "backend_tokenizer", None)
+    if pipeline is None:
+        raise ModelError(
+            f"{folder}: a {type(inner).__name__} has no {FILE}, which is needed; get one from whoever made the model, "
+            "or from another version of it"
+        )
+    added = {str(token) for token in pipeline.get_added_tokens_decoder().values()}
+    if pipeline.get_vocab().keys() <= added:  # a class that found none of its files begins with special tokens alone
+        raise ModelError(f"{folder}: no file that a {type(inner).__name__} reads has tokens; {FILE} is needed")
+    return inner, pipeline
+
+
+def _check_ids(pipeline: tokenizers.Tokenizer, path: Path) -> None:
+    """ModelError where an added token has not the id that the file gives it: the library counts on from the highest id
+    of the vocabulary, and leaves no gap."""
+    for token in _added_tokens(path):
+        text, number = token["content"], token["id"]
+        if pipeline.token_to_id(text) != number:
+            raise ModelError(
+                f"{path}: added token {text!r} has id {number}, but the tokenizers library makes it "
+                f"{pipeline.token_to_id(text)}, as ids of added tokens follow each other; put {text!r} into the "
+                "vocabulary of the file's model as well"
+            )
+
+
+def _add_declared(pipeline: tokenizers.Tokenizer, settings: Mapping[str, object], folder: Path) -> None:
+    """Tokens that tokenizer_config.json, or else added_tokens.json, has with their ids and tokenizer.json has not.
+
+    Raises ModelError where they cannot have those ids. Of others tokenizer.json decides all."""
+    declared, where = settings.get("added_tokens_decoder"), folder / CONFIG_FILE
+    if declared is None and (folder / ADDED_FILE).is_file():
+        where = folder / ADDED_FILE
+        declared = {number: {"content": text, "normalized": False} for text, number in read_json(where).items()}
+    tokens: list[tuple[int, dict[str, Any]]] = [(int(i), token) for i, token in cast(Any, declared or {}).items()]
+    for number, token in sorted(tokens, key=lambda numbered: numbered[0]):
+        text = token["content"]
+        if pipeline.token_to_id(text) is not None:
+            continue
+        taken = pipeline.id_to_token(number)
+        if taken is None:
+            pipeline.add_tokens([tokenizers.AddedToken(**token)])
+        if taken is not None or pipeline.token_to_id(text) != number:
+            there = "no room there" if taken is None else f"{taken!r} there"
+            raise ModelError(
+                f"{where}: token {text!r} has id {number}, {FILE} does not know it and has {there}; save both files "
+                "together again"
+            )
+
+
+def _added_tokens(path: Path) -> list[dict[str, Any]]:
+    """The list in a tokenizer.json, of which the rest is not parsed: it is large, and the library has read it."""
+    text = path.read_text(encoding="utf-8")
+    start = re.search(r'"added_tokens"\s*:\s*(?=\[)', text)
+    return cast("list[dict[str, Any]]", json.JSONDecoder().raw_decode(text, start.end())[0]) if start else []

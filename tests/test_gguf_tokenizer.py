@@ -1,0 +1,104 @@
+"""A GGUF file's tokenizer cuts text as the model's own tokenizer.json does, or is refused by the name of its cuts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import pre_tokenizers
+
+from offload.decode.tokenizer import Tokenizer
+from offload.errors import ModelError
+from offload.hub import gguf_tokenizer
+
+TEXT = "It'S 12345 Ab9 x.\n\n  y"
+# What pieces a text is in before merges, by the names of some cuts, each of another kind.
+PIECES = {
+    "gpt-2": ["It", "'", "S", "Ġ12345", "ĠAb", "9", "Ġx", ".", "ĊĊĠ", "Ġy"],
+    "smollm": ["It", "'", "S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".", "ĊĊĠ", "Ġy"],
+    "llama-bpe": ["It", "'S", "Ġ", "123", "45", "ĠAb", "9", "Ġx", ".ĊĊ", "Ġ", "Ġy"],
+    "qwen2": ["It", "'S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".ĊĊ", "Ġ", "Ġy"],
+    "seed-coder": ["It", "'S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".", "ĊĊ", "Ġ", "Ġy"],
+    "tekken": ["It", "'S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".ĊĊ", "Ġ", "Ġy"],
+    "gpt-4o": ["It'S", "Ġ", "123", "45", "ĠAb", "9", "Ġx", ".ĊĊ", "Ġ", "Ġy"],
+    "deepseek-v3": ["It", "'S", "Ġ", "123", "45", "ĠAb", "9", "Ġx", ".ĊĊ", "Ġ", "Ġy"],
+    "deepseek-coder": ["It", "'", "S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".", "Ċ", "Ċ", "Ġ", "Ġy"],
+}
+ALIKE = [("refact", "smollm"), ("starcoder", "smollm"), ("command-r", "smollm"), ("exaone", "smollm"),
+         ("olmo", "gpt-2"), ("deepseek-r1-qwen", "qwen2"), ("smaug-bpe", "llama-bpe")]  # fmt: skip
+UNKNOWN = ["falcon", "deepseek-llm", "bloom", "viking", "superbpe", "an unheard-of one", "default", None]
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+SPECIAL = ["<\uff5cbegin\uff5c>", "<|end|>", "<tool>"]
+
+
+def reader(pre: str | None, **more: object) -> Any:
+    """As the library reads a file: two letters that merge, a whole word that no merge makes, three added tokens."""
+    tokens = [*LETTERS, "ab", "abc", "12", *SPECIAL]
+    values = {
+        "pre": pre, "tokens": tokens, "merges": ["a b", "1 2"], "token_type": [1] * 259 + [3, 3, 4],
+        "bos_token_id": 259, "eos_token_id": 260, **more,
+    }  # fmt: skip
+    fields = {f"tokenizer.ggml.{key}": value for key, value in values.items()} | {"tokenizer.chat_template": "{{ x }}"}
+    return SimpleNamespace(
+        fields={
+            key: SimpleNamespace(contents=lambda value=value: value)
+            for key, value in fields.items()
+            if value is not None
+        }
+    )
+
+
+def made(folder: Path, pre: str | None, **more: object) -> Tokenizer:
+    gguf_tokenizer.write(reader(pre, **more), folder)
+    return Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("pre", PIECES)
+def test_text_is_cut_as_the_name_says(pre: str) -> None:
+    assert [piece for piece, _ in gguf_tokenizer.CUTS[pre]().pre_tokenize_str(TEXT)] == PIECES[pre]
+
+
+@pytest.mark.parametrize(("name", "like"), ALIKE)
+def test_several_names_stand_for_the_same_cuts(name: str, like: str) -> None:
+    assert [piece for piece, _ in gguf_tokenizer.CUTS[name]().pre_tokenize_str(TEXT)] == PIECES[like]
+
+
+@pytest.mark.parametrize("pre", UNKNOWN)
+def test_unknown_cuts_are_refused_by_name(tmp_path: Path, pre: str | None) -> None:
+    """Bug: they were taken for GPT-2's, so all digits of a number could be one token."""
+    named = "names no way to cut text" if pre in (None, "default") else f"cuts text as {pre!r}"
+    with pytest.raises(ModelError, match=rf"its tokenizer {named}.*known are .*smollm.*Pull the model's safetensors"):
+        gguf_tokenizer.write(reader(pre), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ids_are_those_of_the_file_and_special_tokens_are_one_each(tmp_path: Path) -> None:
+    """Bug: transformers spells special tokens outside of ASCII in bytes and adds them again, after all weights."""
+    tokenizer = made(tmp_path, "smollm")
+    assert tokenizer.encode("ab12<\uff5cbegin\uff5c>a<tool><|end|>") == [
+        256, LETTERS.index("1"), LETTERS.index("2"), 259, LETTERS.index("a"), 261, 260,
+    ]  # fmt: skip
+    assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.chat_template) == (262, 260, "{{ x }}")
+    assert tokenizer.added_tokens(special=True) == {SPECIAL[0]: 259, SPECIAL[1]: 260}
+
+
+def test_a_text_begins_as_the_file_or_else_the_kind_says(tmp_path: Path) -> None:
+    for pre, said, begins in (
+        ("smollm", None, []),
+        ("smollm", True, [259]),
+        ("llama-bpe", None, [259]),
+        ("qwen2", False, []),
+    ):
+        assert made(tmp_path, pre, add_bos_token=said).encode("a") == [*begins, LETTERS.index("a")]
+
+
+def test_words_that_are_tokens_are_whole_where_the_kind_takes_them_so(tmp_path: Path) -> None:
+    assert made(tmp_path, "llama-bpe").encode("abc")[1:] == [257]
+    assert made(tmp_path, "qwen2").encode("abc") == [256, LETTERS.index("c")]
+
+
+def test_characters_are_composed_where_the_models_own_tokenizer_does(tmp_path: Path) -> None:
+    for pre, count in (("qwen2", 2), ("llama-bpe", 4)):
+        assert len(made(tmp_path, pre).encode("e\u0301")) == count

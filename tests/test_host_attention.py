@@ -350,6 +350,18 @@ def test_the_host_attends_to_nothing_where_that_gains_less_than_a_twentieth() ->
     assert paced(0.1, host_gbps=0.004, host_attention=1 / 32).placement.host_tiles == 1  # as the user says
 
 
+def test_a_share_that_does_not_fit_is_not_taken() -> None:
+    """Tiles that the processor attends to are as they are, those that stream are packed and smaller."""
+    options = Options(offload=KV, link_gbps=0.1, host_gbps=0.2, speculation=False)
+    alone, both = (found.placement for found in (plan(replace(options, host_attention=0.0)), plan(options)))
+    needed, more = (each.total_device_bytes + each.total_host_bytes for each in (alone, both))
+    assert both.host_tiles
+    assert needed < more
+    tight = plan(options, hardware=replace(CPU, host_free_bytes=(needed + more) // 2)).placement
+    assert tight.host_tiles == 0
+    assert plan(options, hardware=replace(CPU, host_free_bytes=more)).placement == both
+
+
 def test_auto_needs_both_rates_and_off_is_off() -> None:
     off = paced(0.1)
     assert off.placement.host_tiles == 0

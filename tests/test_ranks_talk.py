@@ -35,6 +35,7 @@ def pair() -> Iterator[tuple[Channel, socket.socket]]:
     """A channel and the other end."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
+        ours.settimeout(PATIENCE_SECONDS)
         yield Channel(ours), theirs
 
 
@@ -106,13 +107,13 @@ def ordered(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Orders, Channel]]
 
 def test_what_is_told_in_place_of_go_gives_a_forward_up_and_is_obeyed_next(monkeypatch: pytest.MonkeyPatch) -> None:
     with ordered(monkeypatch) as (ours, rank_0):
-        told = [{"verb": "go"}, {"verb": "truncate", "number": 3}, {"verb": "stats", "number": 4}]
+        told = [{"verb": verb, "number": number} for number, verb in enumerate(("go", "truncate", "stats", "build"))]
         for message in told:
             rank_0.send(message)
         ours.wait_to_go()
         with pytest.raises(GivenUp):
             ours.wait_to_go()
-        assert [ours.next(), ours.next()] == told[1:]
+        assert [ours.next(), ours.next()] == told[1:3]
 
 
 def test_answers_have_the_number_of_what_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +138,8 @@ def team(size: int) -> Iterator[tuple[Team, list[Channel], list[str]]]:
     called = list[str]()
     ends = [socket.socketpair() for _ in range(1, size)]
     channels = {rank: Channel(ours) for rank, (ours, _) in enumerate(ends, 1)}
+    for _, theirs in ends:
+        theirs.settimeout(PATIENCE_SECONDS)
     made = Team(Met(channels, (), lambda: None), lambda: called.append("failed"))  # type: ignore[arg-type,return-value]
     try:
         yield made, [Channel(theirs) for _, theirs in ends], called
@@ -220,6 +223,9 @@ def test_a_record_is_of_the_tokens_that_are_there() -> None:
         theirs.compare(4, ours.digest(4))
     with pytest.raises(RankFailed, match="5 tokens were to be there, and 4 are"):
         theirs.append(5, [6])
+    theirs.append(1, [2])
+    with pytest.raises(RankFailed, match="3 tokens were to be there, and 2 are"):
+        theirs.append(3, [4])
 
 
 def test_rows_from_elsewhere_are_of_tokens_that_nobody_knows() -> None:

@@ -798,6 +798,27 @@ def test_a_published_selection_stays_while_its_tail_outgrows_its_room() -> None:
     assert retrieval.nbytes() > before
 
 
+def test_a_tail_that_stays_gets_the_rows_that_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those after the last refresh, and those that came in the place of forgotten ones."""
+    tape = Tape()
+    full = make_full(tape, mass=False)
+    retrieval = make_retrieval(full, budget=4 * CHUNK, rule="published")
+    target = Driver(full, tape, padding=ROWS)
+    target.extend([0] * 20)
+    retrieval.refresh(20)
+    fill, fetched = retrieval._chosen.fill, list[tuple[int, int]]()
+    monkeypatch.setattr(
+        retrieval._chosen, "fill", lambda tail, wanted: fetched.append((tail.start, tail.stop)) or fill(tail, wanted)
+    )
+    for kept, token in ((20, 1), (27, 1), (23, 2)):
+        target.truncate(kept)
+        retrieval.truncate(kept)
+        target.extend([token] * 7)
+        retrieval.refresh(7)
+        assert_holds_exactly(retrieval, full, budget=4 * CHUNK)
+    assert fetched == [(20, 27), (27, 34), (23, 30)]
+
+
 def test_a_buffer_makes_way_for_a_larger_one_only_when_its_tail_is_full() -> None:
     """A recorded pass knows its place. What is outgrown is given back."""
     cache = refreshed(Tape(), [0] * 20, budget=4 * CHUNK).cache

@@ -20,9 +20,21 @@ Asking = Callable[[int | None, int], int]
 
 
 @dataclass(frozen=True)
+class Asked:
+    num_sequences: int = 1
+    turns: bool = False
+
+
+@dataclass(frozen=True)
+class Sized:
+    num_sequences: int = 1
+
+
+@dataclass(frozen=True)
 class Planned:
     request: Any
     notes: tuple[str, ...] = ()
+    placement: str = ""
 
 
 @pytest.fixture
@@ -31,7 +43,7 @@ def asking(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asking]:
 
     def made(rates: Mapping[int, float], problems: Mapping[int, str] | None = None) -> Asking:
         def found(plan: object, sizing: object, times: object, number: int) -> _Found:
-            planned = Planned(SimpleNamespace(num_sequences=number, turns=False))
+            planned = Planned(Asked(number))
             return _Found(planned, rates[number], (problems or {}).get(number, ""))  # type: ignore[arg-type]
 
         monkeypatch.setattr(together, "_found", found)
@@ -62,6 +74,19 @@ def test_what_does_not_fit_is_passed_over_or_refused_with_the_number_that_does(a
     assert alone(None, 8) == 1
     with pytest.raises(DoesNotFit, match="try --batch 1,"):
         alone(2, 8)
+
+
+@pytest.mark.parametrize(("seconds", "turns"), [(0.97, True), (0.99, False), (1.5, False)])
+def test_turns_have_to_promise_as_much_more(monkeypatch: pytest.MonkeyPatch, seconds: float, turns: bool) -> None:
+    """Of a second a token without them."""
+    in_turns = SimpleNamespace(per_token=seconds, cost=SimpleNamespace(placement="in turns"))
+    monkeypatch.setattr(together, "_placed", lambda *_: SimpleNamespace(per_token=1.0, placement="together"))
+    monkeypatch.setattr(together, "_best_turns", lambda *_: in_turns)
+    monkeypatch.setattr(together, "_problems", lambda *_: iter(()))
+    found = together._found(Planned(Asked()), Sized(), None, 4)  # type: ignore[arg-type]
+    assert found.plan.request == Asked(4, turns)  # type: ignore[comparison-overlap]
+    assert found.plan.placement == ("in turns" if turns else "together")  # type: ignore[comparison-overlap]
+    assert found.rate == pytest.approx(4 / (seconds if turns else 1.0))
 
 
 @pytest.mark.parametrize(

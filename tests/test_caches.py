@@ -619,6 +619,20 @@ def test_decoding_without_a_refresh_keeps_every_row() -> None:
         assert torch.equal(away.extend([0]), here.extend([0]))
 
 
+@pytest.mark.parametrize("late", ["theirs", "own"])
+def test_rows_are_copied_once_all_are_home(late: str) -> None:
+    """Those of the other cache are read there, and its own would come home over them."""
+    tape, count = Tape(), TILE + 3
+    link = LateLink(late_in=True, late_out=True)
+    own, other = (make_full(tape, link=link if name == late else None) for name in ("own", "theirs"))
+    Driver(own, tape, padding=ROWS).extend([1] * count)
+    Driver(other, tape, padding=ROWS).extend([0] * count)
+    own.copy_from(other)
+    for cache in (own, other):
+        cache.wait_home()
+    assert torch.equal(own.reader.tokens(0, count), other.reader.tokens(0, count))
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc's alone")
 def test_memory_of_freed_tensors_is_kept_for_the_next_ones() -> None:
     """Temporaries of a prefill would cost a page fault for every 4 KiB each time."""

@@ -18,6 +18,7 @@ from offload.engine import Engine
 from offload.errors import DoesNotFit
 from offload.model import decoder, level
 from offload.sequences import Sequences
+from offload.worker import Worker
 from processor import OPERATORS, best, process_uses
 
 TWO = Sizes(gamma=7, draft_gamma=3, lookup=True, adaptive=True)
@@ -144,6 +145,21 @@ def test_what_prompts_begin_with_alike_is_read_once(folders):
     assert [each.reused_tokens for each in stats] == [0, *[100 // block * block] * 3]
     with made(folders, TWO, 1) as engine:
         assert found == [alone(engine, each) for each in requests]
+
+
+def test_a_request_goes_to_the_sequence_that_has_most_of_its_prompt(folders, monkeypatch):
+    """Then nothing has to be copied."""
+    prompts, copied, copy_rows = [random_tokens(40, seed=seed) for seed in (1, 2)], [], Worker.copy_rows
+    with made(folders, PLAIN, 3) as engine, Sequences[int](engine) as sequences:
+        for key, prompt in enumerate(prompts):
+            sequences.join(key, prompt, GREEDY, max_tokens=2)
+        for key in range(2):
+            sequences.leave(key)
+        monkeypatch.setattr(Worker, "copy_rows", lambda *args: copied.append(args) or copy_rows(*args))
+        for key in (1, 0):
+            sequences.join(key, prompts[key], GREEDY, max_tokens=2)
+            assert sequences.leave(key).reused_tokens > 30
+    assert copied == []
 
 
 @pytest.mark.parametrize("offload", [(), ("kv",)])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,6 +112,15 @@ def test_passes_are_shared_and_counted_for_each(folders, monkeypatch):
     assert {each.levels[0].passes for each in stats} == {target.passes}
     assert {each.levels[0].rows for each in stats} == {target.rows}
     assert {each.output_tokens for each in stats} == {20}
+
+
+def test_of_those_who_draft_the_cheapest_level_comes_first():
+    """Then whoever drafts is there when the target's turn comes."""
+    sequences = Sequences.__new__(Sequences)
+    sequences._levels = ["draft", "retrieval", "target"]
+    waiting = [SimpleNamespace(level_name=name) for name in ("retrieval", "draft", "target", "draft")]
+    assert sequences._cheapest(waiting) == waiting[1::2]
+    assert sequences._divided(waiting) == ([*waiting[:2], waiting[3]], [waiting[2]])
 
 
 def test_streamed_weights_cross_the_link_once_for_all(folders, monkeypatch):

@@ -619,14 +619,27 @@ def test_decoding_without_a_refresh_keeps_every_row() -> None:
         assert torch.equal(away.extend([0]), here.extend([0]))
 
 
+def test_going_back_in_what_is_drafted_leaves_the_tokens_before_it() -> None:
+    """However far back: the next drafted row comes after them, not over them."""
+    cache, left = make_full(Tape()), []
+    Driver(cache, Tape(), padding=ROWS).extend([0] * 10)
+    cache.advance(5, ahead=True)
+    for length in (20, 13, 7):
+        cache.truncate_ahead(length)
+        left.append((cache.length, cache.num_ahead))
+    assert left == [(10, 5), (10, 3), (10, 0)]
+
+
 @pytest.mark.parametrize("late", ["theirs", "own"])
 def test_rows_are_copied_once_all_are_home(late: str) -> None:
     """Those of the other cache are read there, and its own would come home over them."""
     tape, count = Tape(), TILE + 3
     link = LateLink(late_in=True, late_out=True)
     own, other = (make_full(tape, link=link if name == late else None) for name in ("own", "theirs"))
-    Driver(own, tape, padding=ROWS).extend([1] * count)
-    Driver(other, tape, padding=ROWS).extend([0] * count)
+    for cache, variant in ((own, 1), (other, 0)):
+        driver = Driver(cache, tape, padding=ROWS)
+        driver.extend([variant] * count)
+    Driver(own, tape, padding=ROWS, history=[1] * count).break_off([1], phase="decode", num_layers=1, num_blocks=1)
     own.copy_from(other)
     for cache in (own, other):
         cache.wait_home()

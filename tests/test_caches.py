@@ -619,6 +619,33 @@ def test_decoding_without_a_refresh_keeps_every_row() -> None:
         assert torch.equal(away.extend([0]), here.extend([0]))
 
 
+def test_going_back_in_what_is_drafted_leaves_the_tokens_before_it() -> None:
+    """However far back: the next drafted row comes after them, not over them."""
+    cache, left = make_full(Tape()), []
+    Driver(cache, Tape(), padding=ROWS).extend([0] * 10)
+    cache.advance(5, ahead=True)
+    for length in (20, 13, 7):
+        cache.truncate_ahead(length)
+        left.append((cache.length, cache.num_ahead))
+    assert left == [(10, 5), (10, 3), (10, 0)]
+
+
+@pytest.mark.parametrize("late", ["theirs", "own"])
+def test_rows_are_copied_once_all_are_home(late: str) -> None:
+    """Those of the other cache are read there, and its own would come home over them."""
+    tape, count = Tape(), TILE + 3
+    link = LateLink(late_in=True, late_out=True)
+    own, other = (make_full(tape, link=link if name == late else None) for name in ("own", "theirs"))
+    for cache, variant in ((own, 1), (other, 0)):
+        driver = Driver(cache, tape, padding=ROWS)
+        driver.extend([variant] * count)
+    Driver(own, tape, padding=ROWS, history=[1] * count).break_off([1], phase="decode", num_layers=1, num_blocks=1)
+    own.copy_from(other)
+    for cache in (own, other):
+        cache.wait_home()
+    assert torch.equal(own.reader.tokens(0, count), other.reader.tokens(0, count))
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc's alone")
 def test_memory_of_freed_tensors_is_kept_for_the_next_ones() -> None:
     """Temporaries of a prefill would cost a page fault for every 4 KiB each time."""
@@ -796,6 +823,27 @@ def test_a_published_selection_stays_while_its_tail_outgrows_its_room() -> None:
         assert_holds_exactly(retrieval, full, budget=budget)
     assert retrieval.chunks is chunks
     assert retrieval.nbytes() > before
+
+
+def test_a_tail_that_stays_gets_the_rows_that_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those after the last refresh, and those that came in the place of forgotten ones."""
+    tape = Tape()
+    full = make_full(tape, mass=False)
+    retrieval = make_retrieval(full, budget=4 * CHUNK, rule="published")
+    target = Driver(full, tape, padding=ROWS)
+    target.extend([0] * 20)
+    retrieval.refresh(20)
+    fill, fetched = retrieval._chosen.fill, list[tuple[int, int]]()
+    monkeypatch.setattr(
+        retrieval._chosen, "fill", lambda tail, wanted: fetched.append((tail.start, tail.stop)) or fill(tail, wanted)
+    )
+    for kept, token in ((20, 1), (27, 1), (23, 2)):
+        target.truncate(kept)
+        retrieval.truncate(kept)
+        target.extend([token] * 7)
+        retrieval.refresh(7)
+        assert_holds_exactly(retrieval, full, budget=4 * CHUNK)
+    assert fetched == [(20, 27), (27, 34), (23, 30)]
 
 
 def test_a_buffer_makes_way_for_a_larger_one_only_when_its_tail_is_full() -> None:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from models import LateLink, Sizes, full_cache, load, random_model, random_tokens, save
+from models import LateLink, Sizes, full_cache, load, random_model, random_tokens, save, streaming_cache
 from offload.kernels.native import FEW_ROWS
 from offload.model.decoder import Decoder
 from offload.model.few_rows import FewRows
-from offload.model.level import Level
+from offload.model.level import Level, StreamingLevel, run_together
 from offload.transfer.link import Link
 from processor import best, threads
 
@@ -100,6 +100,27 @@ def test_a_pass_runs_on_the_kernels_where_that_is_asked_for(
     layers.clear()
     run(load(folders["qwen3"]), [90])
     assert not layers
+
+
+@pytest.mark.parametrize("count", [1, FEW_ROWS, FEW_ROWS + 6])
+def test_sequences_share_passes_of_as_many_rows_as_have_the_bits_that_they_have_alone(
+    folders: dict[str, Path], count: int
+) -> None:
+    """Of more rows than the kernels take, a draft's are run by torch, all of a sequence together."""
+    decoder = load(folders["llama-gqa"], kernels=best())
+
+    def levels() -> list[Level]:
+        caches = [streaming_cache(decoder, replace(SIZES, window=96)) for _ in "12"]
+        return [StreamingLevel("draft", decoder, cache, vocab_size=decoder.config.vocab_size) for cache in caches]
+
+    texts = [random_tokens(count, seed=seed) for seed in (1, 2)]
+    alone = [level.forward(text, count) for level, text in zip(levels(), texts, strict=True)]
+    ready = levels()
+    assert [level.shares(count) for level in ready] == [count <= FEW_ROWS] * 2
+    asked = [level.asked(text, count, None, ()) for level, text in zip(ready, texts, strict=True)]
+    shared = [logits for [logits] in run_together(ready, asked)]
+    same = all(torch.equal(*each) for each in zip(shared, alone, strict=True))
+    assert same == (count <= FEW_ROWS)
 
 
 def test_a_pass_that_is_broken_off_changes_nothing_of_the_next(

@@ -13,11 +13,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 import test_caches as caches
 from models import LateLink, changed
 from offload.cache.full import FullCache
+from offload.cache.host_side import HostSide
 from offload.cache.residence import StreamedTiles
+from offload.cache.tile_attention import TileAttention
 from offload.cache.tiles import TileShape, TileStore
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, load_tokenizer, plan_request
@@ -25,6 +28,7 @@ from offload.errors import UsageError
 from offload.kernels import native
 from offload.kernels.native import NONE, Kernels
 from offload.kernels.rows import Blocks
+from offload.kernels.spans import Rows
 from offload.metrics import HostStats
 from offload.plan.expectations import LLAMA2_7B as LLAMA_7B
 from offload.plan.hardware import Hardware
@@ -152,6 +156,54 @@ def test_rows_of_another_cache_are_taken_into_tiles_on_the_host() -> None:
         away.copy_from(here)
         other = Driver(away, tape, padding=ROWS, history=driver.history)
         assert torch.equal(other.extend([0] * 5), driver.extend([0] * 5))
+
+
+def attended_beside(cache: FullCache, kernels: Kernels, link: Link) -> HostSide:
+    """Have a cache's tiles on the host attended to as beside a card, in memory that says that it is one's."""
+    host = TileAttention(cache.shape, cache.rope, Blocks((ROWS,)), kernels, CHUNK)
+    side = HostSide(cache._memory, cache.store, link, card=cache._attention, host=host, chunk=CHUNK)
+    cache._host_side = side
+    return side
+
+
+@pytest.mark.parametrize("path", ["kernels", "torch"])
+@pytest.mark.parametrize(("num_resident", "num_host"), [(0, 1), (0, 4), (3, 3), (5, 2), (0, 99)])
+def test_beside_a_card_rows_and_masses_are_those_of_a_cache_of_its_own(
+    path: str, num_resident: int, num_host: int
+) -> None:
+    """Wherever the tiles are that the host attends to, and whatever is added to them meanwhile. But for rounding: tiles
+    are merged in another order. In the end all memory is given back.
+
+    Without kernels the masses of rows before the only tile that the host attends to were not numbers.
+    """
+    kernels, tape, link = found_kernels(path), Tape(), LateLink(late_in=True, late_out=True)
+    away = make_cache(tape, kernels, link=link, num_resident=num_resident, num_host=num_host)
+    here, side = make_cache(tape, kernels), attended_beside(away, kernels, link)
+    drivers = [Driver(cache, tape, padding=ROWS) for cache in (away, here)]
+    for driver in drivers:
+        driver.extend([0] * (3 * TILE - 2), phase="prefill", blocks=9)
+    for count in (1, 5, ROWS, 2):
+        assert_close(*(driver.extend([0] * count) for driver in drivers), atol=1e-5, rtol=1e-5)
+        mass, beyond = away.mass(count).split([num := here.mass(count).shape[-1], away.mass(count).shape[-1] - num], -1)
+        assert_close(mass, here.mass(count), atol=1e-5, rtol=1e-2)  # of bf16
+        assert not beyond.any()  # of tiles that are not full
+    away.release()
+    assert away._memory.allocated() == {"host": {}, "device": {}}
+    assert side._sent is None
+
+
+def test_rows_that_a_broken_forward_sent_to_the_host_are_waited_for_before_others_are() -> None:
+    tape, link = Tape(), LateLink(late_in=True, late_out=True)
+    cache = make_cache(tape, NONE, link=link, num_host=3)
+    side = attended_beside(cache, NONE, link)
+    rows = Rows(*tape.rows(0, 0, [0] * 3), 0, 0)
+    side._send(rows)
+    assert side._sent is not None
+    first = side._sent.arrived
+    side._send(rows)
+    assert first.happened()
+    assert not side._sent.arrived.happened()
+    assert torch.equal(side._received(rows).k, rows.k)
 
 
 def test_tiles_on_the_host_are_attended_to_first_and_not_waited_for_before_the_others(
@@ -348,6 +400,18 @@ def test_the_host_attends_to_nothing_where_that_gains_less_than_a_twentieth() ->
     assert paced(0.1, host_gbps=0.004, **plain).placement.host_tiles == 0
     assert paced(100.0, host_gbps=240.0, **plain).placement.host_tiles == 0  # computing takes longer than the link
     assert paced(0.1, host_gbps=0.004, host_attention=1 / 32).placement.host_tiles == 1  # as the user says
+
+
+def test_a_share_that_does_not_fit_is_not_taken() -> None:
+    """Tiles that the processor attends to are as they are, those that stream are packed and smaller."""
+    options = Options(offload=KV, link_gbps=0.1, host_gbps=0.2, speculation=False)
+    alone, both = (found.placement for found in (plan(replace(options, host_attention=0.0)), plan(options)))
+    needed, more = (each.total_device_bytes + each.total_host_bytes for each in (alone, both))
+    assert both.host_tiles
+    assert needed < more
+    tight = plan(options, hardware=replace(CPU, host_free_bytes=(needed + more) // 2)).placement
+    assert tight.host_tiles == 0
+    assert plan(options, hardware=replace(CPU, host_free_bytes=more)).placement == both
 
 
 def test_auto_needs_both_rates_and_off_is_off() -> None:

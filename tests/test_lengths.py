@@ -269,6 +269,24 @@ def test_of_a_lookup_that_is_unsure_a_part_is_drafted() -> None:
     assert lengths.next([Offer(40, 1)]) == Draft(0, 2)
 
 
+def test_a_lookup_after_unsure_tokens_is_as_likely_as_all_of_them_together() -> None:
+    """At first it is worth its rows, and so is a model after it; after three tokens that are seldom kept neither is."""
+    offers = [Offer(40, 0), ANY]
+    lengths = Adaptive(63, PassSeconds(1.0, 0.02), [lookup(), Estimate(0.6, 0.02)])
+    lengths.start(63)
+    assert lengths.next(offers)
+    lengths.drafted(0, [0, 0, 0], 0.0)
+    assert lengths.next(offers) is None
+
+
+def test_what_goes_on_after_a_part_of_a_lookup_is_a_model() -> None:
+    """A lookup costs no seconds: taken for one, its own rest would go on after any part of it."""
+    lengths = Adaptive(63, PassSeconds(1.0, 0.02), [lookup(), Estimate(0.6, 0.1)])
+    lengths.start(63)
+    lengths.drafted(0, [0], 0.0)
+    assert lengths.next([Offer(40, 1), ANY]) == Draft(0, 2)
+
+
 def test_a_long_match_that_was_right_goes_straight_to_a_verification() -> None:
     """As long as the block may be, past a model that would check it for a little: nothing is left to check."""
     offers = [Offer(63, 7), ANY]
@@ -317,6 +335,18 @@ def test_getting_ready_is_wanted_while_it_pays() -> None:
     cheap, dear = (Adaptive(31, PassSeconds(1.0, 0.0), [Estimate(0.9, 0.01, prepare_seconds=s)]) for s in (0.1, 50.0))
     assert cheap.wants(0)
     assert not dear.wants(0)
+
+
+def test_getting_ready_is_compared_with_models_and_not_with_lookups() -> None:
+    """Those come at their own times: one that was always right is no reason to let a model rest."""
+    lengths = Adaptive(31, PassSeconds(1.0, 0.0), [lookup(), Estimate(0.9, 0.01, prepare_seconds=0.1)])
+    for _ in range(100):
+        lengths.start(31)
+        lengths.drafted(0, [5], 0.0)
+        lengths.verified(Verdict(1, 0, [1.0]), 2, 1.0)
+    assert lengths.wants(1)
+    better = Estimate(0.9, 0.001)
+    assert not Adaptive(31, PassSeconds(1.0, 0.0), [better, Estimate(0.9, 0.01, prepare_seconds=0.1)]).wants(1)
 
 
 def test_what_getting_ready_took_counts_from_then_on() -> None:

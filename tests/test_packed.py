@@ -67,6 +67,13 @@ def with_escapes(count: int, share: float, *, seed: int = 0) -> Tensor:
     return torch.where(torch.rand(count, generator=generator) < share, escapes, 1 + torch.rand(count).bfloat16())
 
 
+def at_the_least(count: int) -> Tensor:
+    """Numbers whose largest exponent is 15, and some of exponent 0: those alone escape, and in some blocks too many."""
+    generator = torch.Generator().manual_seed(3)
+    exponents = torch.where(torch.rand(count, generator=generator) < 0.045, 0, 15)
+    return ((exponents << 7) + torch.randint(128, (count,), generator=generator)).to(torch.int16).view(torch.bfloat16)
+
+
 BLOCKS = {
     "normal": (normal(6 * 4096), Packing.of(4096, 1024, 1 / 64)),
     "every number": (ALL, Packing.of(4096, 1024, 1 / 64)),
@@ -75,6 +82,7 @@ BLOCKS = {
     "many escapes": (with_escapes(8 * 4096, 0.3), Packing.of(4096, 128, 0.4)),
     "about as many as fit": (with_escapes(64 * 1024, 0.055), Packing.of(1024, 128, 0.05)),
     "zeros": (torch.zeros(2048).bfloat16(), Packing.of(1024, 64, 0.0)),
+    "as small as escapes": (at_the_least(8 * 1024), Packing.of(1024, 64, 0.05)),
     "small ones": (ALL[(ALL.abs() < 1e-37).nonzero().flatten()[:1024]], Packing.of(512, 64, 0.0)),
 }  # fmt: skip
 
@@ -111,6 +119,7 @@ def test_the_blocks_are_of_all_sorts() -> None:
     assert all(shares[name] == 1 for name in ("normal", "some escapes", "many escapes", "zeros", "small ones"))
     assert shares["every number, scattered"] == 0
     assert 0 < shares["about as many as fit"] < 1
+    assert 0 < shares["as small as escapes"] < 1
 
 
 @pytest.mark.parametrize("instructions", on_this_machine())

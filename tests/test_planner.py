@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from math import hypot, log
+from math import hypot, inf, log
 
 import pytest
 
 from models import PASS_TIMES
 from offload.errors import DoesNotFit, UsageError
 from offload.plan import cost
+from offload.plan.acceptance import LOOKUP_TOKENS
 from offload.plan.choice import WORTH_TRYING
 from offload.plan.composition import PLAIN, Composition
 from offload.plan.config import ModelConfig
@@ -241,6 +242,8 @@ def test_all_rows_of_a_pass_are_summed_at_once() -> None:
         assert more == pytest.approx(found.full_sums(block) - latency)
         if hardware is PAIR:  # whole blocks
             assert found.full_sums(block + 1) == found.full_sums(2 * block)
+        three = replace(found, sizing=replace(sizing, num_sequences=3))
+        assert three.full_sums(block) == found.full_sums(3 * block)
 
 
 def seconds_with(sums: SumCosts, monkeypatch: pytest.MonkeyPatch, options: Options, hardware: Hardware) -> Prediction:
@@ -416,6 +419,39 @@ def test_a_prefills_hidden_rows_cross_the_link_each_way_between_two_layers() -> 
     )
     there, back = streams.streamed_weights, 2000 * 12288
     assert streams.prefill(2000) == pytest.approx((max(there, back) + 2000 * 7 * 384 * 2) / 1e6)
+
+
+def test_rows_go_home_as_fast_as_a_card_writes_to_the_host() -> None:
+    """Which may be slower than its link brings anything."""
+    rates = replace(GPU.rates, to_device=20e9, to_host=1e7, measured=True)
+    sizing = Sizing(
+        DEMO, None, Options(offload=frozenset({"kv"}), device_memory=0.2), replace(GPU, rates=rates), "bf16"
+    )
+    found = Cost(sizing, place(sizing, 32000, PLAIN), 32000, PLAIN)
+    assert found.link_rate == 20e9
+    back = 30000 * 12288 * (1 - found.placement.resident_tiles / found.num_tiles) + 7 * sizing.hidden_bytes(30000)
+    assert found.prefill(30000) == pytest.approx(back / 1e7)
+
+
+def test_several_cards_share_the_computing_of_a_prefill() -> None:
+    """And add their sums."""
+    one, two = (
+        Cost(sizing, place(sizing, 4000, PLAIN), 4000, PLAIN)
+        for sizing in (
+            Sizing(DEMO, None, Options(), hardware, "bf16") for hardware in (replace(GPU, rates=RTX_4090), PAIR)
+        )
+    )
+    assert two.prefill(4000) - two.sums(4000, 8) == pytest.approx(one.prefill(4000) / 2)
+
+
+def test_a_looked_up_token_takes_a_row_more() -> None:
+    sizing, found = Sizing(DEMO, None, Options(), CPU, "bf16"), Composition(lookup=True)
+    priced = Cost(sizing, place(sizing, 32000, found), 32000, found, Times(PASS_TIMES))
+    one, two = (priced.full_pass(rows) / LOOKUP_TOKENS for rows in (1, 2))
+    assert one < priced.per_looked_up_token == two
+    given = replace(priced, sizing=replace(sizing, options=Options(gamma=3)))
+    without = replace(priced, composition=Composition(lookup=False))
+    assert given.per_looked_up_token == without.per_looked_up_token == inf
 
 
 def test_ranks_share_what_was_measured_of_a_processor_and_its_models() -> None:

@@ -153,4 +153,17 @@ def test_going_back_past_the_last_refresh_forgets_earlier_masses(verified: tuple
     kept = selector.scores(full, 4, CHUNK, 10)
     cache.truncate(40)
     assert_close(selector.scores(full, 4, CHUNK, 10), full.mass(4)[..., :10])
-    assert not torch.allclose(kept, full.mass(4)[..., :10])
+    assert_close(kept, (1 + 0.9 + 0.9**2) * full.mass(4)[..., :10])  # of each time that it was asked, none forgotten
+
+
+def test_a_refresh_waits_for_a_verification_that_recorded_masses(verified: tuple[FullCache, Level]) -> None:
+    """They cost the full pass time: they are recorded where the cache is wanted, and nowhere else."""
+    full, _ = verified
+    cache, recorded = retrieval_cache(full, SIZES), []
+    for wanted in (False, True, True, False):
+        ready = cache.prepare(4, wanted=wanted)
+        recorded.append((ready, cache.length, full.record_mass))
+    assert recorded == [(False, 0, False), (False, 0, True), (True, 41, True), (False, 41, False)]
+    cache.start_over(ByMeanKey(), budget=8, chunk=CHUNK)
+    assert cache.prepare(4, wanted=True)
+    assert full.record_mass

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from offload.engine import Engine
 from offload.errors import DoesNotFit
 from offload.model import decoder, level
 from offload.sequences import Sequences
+from offload.worker import Worker
 from processor import OPERATORS, best, process_uses
 
 TWO = Sizes(gamma=7, draft_gamma=3, lookup=True, adaptive=True)
@@ -112,6 +114,31 @@ def test_passes_are_shared_and_counted_for_each(folders, monkeypatch):
     assert {each.output_tokens for each in stats} == {20}
 
 
+def test_of_those_who_draft_the_cheapest_level_comes_first():
+    """Then whoever drafts is there when the target's turn comes."""
+    sequences = Sequences.__new__(Sequences)
+    sequences._levels = ["draft", "retrieval", "target"]
+    waiting = [SimpleNamespace(level_name=name) for name in ("retrieval", "draft", "target", "draft")]
+    assert sequences._cheapest(waiting) == waiting[1::2]
+    assert sequences._divided(waiting) == ([*waiting[:2], waiting[3]], [waiting[2]])
+
+
+def test_after_a_pass_nobody_drafts_in_the_middle_of_the_next():
+    """Also after one that was broken off."""
+    sequences, used = Sequences.__new__(Sequences), []
+    cache = SimpleNamespace(use_waits=used.append)
+    part = [SimpleNamespace(engine=SimpleNamespace(worker=SimpleNamespace(full=cache)), level="target")]
+
+    def broken_off() -> None:
+        with sequences._others_draft(part):
+            assert callable(used[-1])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        broken_off()
+    assert used[1:] == [None]
+
+
 def test_streamed_weights_cross_the_link_once_for_all(folders, monkeypatch):
     """Twenty more tokens of four texts take as many bytes as of one."""
     prompts = [random_tokens(50, seed=number) for number in range(4)]
@@ -144,6 +171,21 @@ def test_what_prompts_begin_with_alike_is_read_once(folders):
     assert [each.reused_tokens for each in stats] == [0, *[100 // block * block] * 3]
     with made(folders, TWO, 1) as engine:
         assert found == [alone(engine, each) for each in requests]
+
+
+def test_a_request_goes_to_the_sequence_that_has_most_of_its_prompt(folders, monkeypatch):
+    """Then nothing has to be copied."""
+    prompts, copied, copy_rows = [random_tokens(40, seed=seed) for seed in (1, 2)], [], Worker.copy_rows
+    with made(folders, PLAIN, 3) as engine, Sequences[int](engine) as sequences:
+        for key, prompt in enumerate(prompts):
+            sequences.join(key, prompt, GREEDY, max_tokens=2)
+        for key in range(2):
+            sequences.leave(key)
+        monkeypatch.setattr(Worker, "copy_rows", lambda *args: copied.append(args) or copy_rows(*args))
+        for key in (1, 0):
+            sequences.join(key, prompts[key], GREEDY, max_tokens=2)
+            assert sequences.leave(key).reused_tokens > 30
+    assert copied == []
 
 
 @pytest.mark.parametrize("offload", [(), ("kv",)])

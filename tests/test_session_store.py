@@ -50,6 +50,37 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "chat"
 
 
+class Noted(Rows):
+    """Rows that note what is asked of them."""
+
+    asked: tuple[str, ...] = ()
+
+    def wait_home(self) -> None:
+        self.asked += ("wait",)
+
+    def page_of_all(self, number: int) -> list[torch.Tensor]:
+        self.asked += ("page",)
+        return super().page_of_all(number)
+
+    page_to_fill = page_of_all
+
+    def restored(self, length: int) -> None:
+        self.asked += (f"hold {length}",)
+        super().restored(length)
+
+
+def test_pages_are_read_and_filled_once_all_rows_are_home(path: Path) -> None:
+    """A forward that was broken off may still be copying rows to the pages."""
+    tokens = list(range(6))
+    rows = Noted(tokens)
+    with Store.open(path, IDENTITY) as store:
+        store.save(rows, tokens, capacity=77, extra={}, unchanged=0)
+        assert rows.asked == ("wait", "page", "page")
+        rows.asked = ()
+        store.load(rows, 6)
+        assert rows.asked == ("hold 0", "wait", "page", "page", "hold 6")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 4, 5, 8, 11])
 def test_what_is_loaded_is_what_was_saved(path: Path, dtype: str, num_tokens: int) -> None:

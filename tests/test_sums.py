@@ -4,6 +4,8 @@ part. What the sums are is tested with real ranks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +93,53 @@ def test_a_process_is_in_one_group_at_a_time(group: dict[str, Any]) -> None:
         on_card(2)
 
 
+class AtOnce:
+    """A thread that has ended when it has started, or does not for as long as anybody should look."""
+
+    def __init__(self, target: Callable[[], None], daemon: bool, *, ends: bool = True) -> None:
+        assert daemon
+        self.target, self.ends, self.looks = target, ends, iter(range(99))
+
+    def start(self) -> None:
+        if self.ends:
+            self.target()
+
+    def is_alive(self) -> bool:
+        return not self.ends and next(self.looks, None) is not None
+
+    def join(self, timeout: float) -> None: ...
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_who_dies_on_the_way_to_the_others_is_named(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """Whether torch says that a connection was lost or waits for ever."""
+    looks = iter(range(9))
+
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection reset")
+
+    def lost() -> None:
+        if next(looks) > 1:
+            raise RankFailed("rank 1 ended")
+
+    monkeypatch.setattr(dist, "init_process_group", refused)
+    monkeypatch.setattr("offload.ranks.sums.threading", SimpleNamespace(Thread=partial(AtOnce, ends=ends)))
+    with pytest.raises(RankFailed, match="rank 1 ended"):
+        Sums(0, 2, torch.device("cpu"), check=lost, go=nothing).connect(FakeStore())
+
+
+def test_a_group_is_left_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append(1))
+    sums = Sums(0, 2, torch.device("cpu"), check=nothing, go=nothing)
+    sums.close()
+    sums.connect(FakeStore())
+    sums.close()
+    sums.close()
+    assert left == [1]
+
+
 def test_on_a_failure_a_cards_group_is_aborted(group: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's kernels wait for a dead rank for ever."""
     aborted: list[int] = []
@@ -138,7 +187,7 @@ def on_processor(check: Callable[[], None] = nothing, go: Callable[[], None] = n
 
 
 DUE = [(2, 4), (2, 4), (1, 4)]
-PART = torch.ones(2, 4)
+PART = torch.ones(2, 4, dtype=torch.bfloat16)
 
 
 def test_whoever_breaks_off_takes_part_in_the_sums_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +203,7 @@ def test_whoever_breaks_off_takes_part_in_the_sums_that_are_left(monkeypatch: py
     assert [(tuple(part.shape), part.any().item()) for part in others.gathered] == [
         ((2, 4), True), ((2, 4), False), ((1, 4), False),
     ]  # fmt: skip
+    assert {part.dtype for part in others.gathered} == {PART.dtype}
     with sums.due(DUE[:1], PART):  # and is in step
         sums.total(PART)
 

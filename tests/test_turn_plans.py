@@ -75,6 +75,14 @@ def test_turns_are_possible_where_what_drafts_uses_no_slots_of_the_pass_under_wa
     assert not Turns(replace(price(SLOW, 2, 2).cost, composition=lookups)).possible
 
 
+def test_several_ranks_take_no_turns_whether_or_not_they_pay() -> None:
+    """The others would be told of a pass in the middle of another, whose sums are due."""
+    alone = price(SLOW, 2, 2)
+    two = replace(alone.cost.sizing, hardware=replace(CPU, num_devices=2))
+    assert alone.possible
+    assert not Turns(replace(alone.cost, sizing=two)).possible
+
+
 def test_one_sequence_takes_no_turns() -> None:
     assert not planned(SLOW, 1).request.turns
 

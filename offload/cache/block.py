@@ -72,9 +72,11 @@ class Block:
         return Part(out, lse, pad(mass, (0, num_chunks - mass.shape[-1])))
 
     def _joined_mass(self) -> Tensor:
-        """[H_kv, R, C] fp32 of all tiles so far, relative to all of them."""
+        """[H_kv, R, C] fp32 of all tiles so far, relative to all of them; zeros of a row that sees nothing of them."""
         assert self.part is not None
-        return torch.cat([mass * (lse - self.part.lse).exp()[..., None] for mass, lse in self.masses], -1)
+        unseen = self.part.lse == -torch.inf
+        shares = [(lse - self.part.lse).masked_fill(unseen, -torch.inf).exp() for _, lse in self.masses]
+        return torch.cat([mass * share[..., None] for (mass, _), share in zip(self.masses, shares, strict=True)], -1)
 
     def _nothing(self) -> Part:
         """Of rows that see no key."""

@@ -37,8 +37,12 @@ class Forked:
     def __init__(
         self, command: Sequence[str], fault: Fault, *, stderr: IO[bytes], pass_fds: Sequence[int], **_: object
     ) -> None:
-        with socket.socket(fileno=os.dup(pass_fds[0])) as channel, Connection(os.dup(stderr.fileno())) as words:
-            arguments = (channel, words, command[-3:], dict(os.environ), fault)
+        with (
+            socket.socket(fileno=os.dup(pass_fds[0])) as channel,
+            Connection(os.dup(pass_fds[1])) as file,
+            Connection(os.dup(stderr.fileno())) as words,
+        ):
+            arguments = (channel, file, words, command[-3:], dict(os.environ), fault)
             self._process = PROCESSES.Process(target=_follow, args=arguments, daemon=True)
             self._process.start()
         self._waiting = threading.Lock()
@@ -56,14 +60,19 @@ class Forked:
 
 
 def _follow(
-    channel: socket.socket, words: Connection, arguments: Sequence[str], variables: Mapping[str, str], fault: Fault
+    channel: socket.socket,
+    file: Connection,
+    words: Connection,
+    arguments: Sequence[str],
+    variables: Mapping[str, str],
+    fault: Fault,
 ) -> None:
     from offload.follower import main
 
     os.environ.update(variables)
     os.dup2(words.fileno(), 2)
-    fault(int(arguments[0]))
-    main([str(channel.detach()), *arguments])
+    fault(int(arguments[1]))
+    main([str(channel.detach()), str(file.fileno()), *arguments])
 
 
 @contextmanager

@@ -6,13 +6,17 @@ far enough apart for another order of sums to choose no other.
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +32,7 @@ from offload.engine import Engine
 from offload.errors import DoesNotFit, RankFailed, SessionError, UsageError
 from offload.leader import COMPARED_FORWARDS, LeadingWorker
 from offload.plan.sizing import MAX_ROWS
+from offload.ranks import watch
 from offload.ranks.sums import Sums
 from offload.session.catalogue import inspect
 from offload.session.fingerprints import identity_of
@@ -551,6 +556,36 @@ def test_of_four_ranks_the_one_that_died_is_named(folders: Folders, killed: int)
             started[killed - 1].kill()
             with pytest.raises(RankFailed, match=rf"rank {killed} ended \(killed by signal 9\); the other ranks are"):
                 list(steps)
+
+
+def stops_itself(rank: int) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_rank_that_is_stopped_before_it_was_heard_is_named(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the run after 121 seconds with the words "for 7 seconds"."""
+    monkeypatch.setattr(watch, "START_SECONDS", 1.0)
+    message = "rank 1 has not been heard of since its start, for 1 seconds; the other ranks are ended"
+    with forked_ranks(stops_itself), pytest.raises(RankFailed, match=message):
+        make(folders, 2)
+
+
+# Strangers
+
+
+def test_nobody_elses_connections_reach_the_ranks(folders: Folders, forked: list[Forked]) -> None:
+    """Their store listened on every interface. What listens now does to this machine alone, and goes on whoever
+    connects."""
+    with make(folders, 2) as engine, ExitStack() as held:
+        wanted = say(engine)
+        processes = [psutil.Process(), *(psutil.Process(rank.pid) for rank in forked)]
+        sockets = [each for process in processes for each in process.net_connections("tcp")]
+        doors = {each.laddr for each in sockets if each.status == psutil.CONN_LISTEN}
+        assert {door.ip for door in doors} <= {"127.0.0.1"}
+        for door in doors:
+            for said in [b""] * 50 + [b"\0" * 8, b"\1" + b"\0" * 7, random.Random(1).randbytes(99)]:
+                held.enter_context(socket.create_connection(door)).sendall(said)
+        assert say(engine) == wanted
 
 
 # Numbers

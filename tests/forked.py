@@ -13,7 +13,9 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
@@ -22,7 +24,8 @@ import pytest
 from offload.ranks import rendezvous
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "xxhash", "hypothesis", "transformers", "offload.follower"])
+PROCESSES.set_forkserver_preload(["torch", "xxhash", "transformers", "offload.follower", "forked", "faults"])
+TESTS = Path(__file__).parent
 PATIENCE_SECONDS = 300.0  # a loaded machine is slow
 Fault = Callable[[int], None]  # called with its number in the process of a rank, before it follows
 
@@ -84,6 +87,9 @@ def forked_ranks(fault: Fault = sound) -> Iterator[list[Forked]]:
         started.append(Forked(command, fault, **settings))
         return started[-1]
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)  # where the server looks for what it loads before
+        forkserver.ensure_running()
     with pytest.MonkeyPatch.context() as patch:
         names = ("DEVNULL", "TimeoutExpired")
         stand_in = SimpleNamespace(Popen=start, **{name: getattr(subprocess, name) for name in names})

@@ -6,9 +6,7 @@ far enough apart for another order of sums to choose no other.
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -23,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asked import Asked, alone, check, some, together
+from faults import fails_later, has_less_memory, in_pieces, stops_itself, sum_in_pieces
 from forked import Forked, forked_ranks
 from models import GREEDY, Sizes, changed, perturbed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.cache.full import FullCache
@@ -31,7 +30,6 @@ from offload.decode.sampling import SamplingParams
 from offload.engine import Engine
 from offload.errors import DoesNotFit, RankFailed, SessionError, UsageError
 from offload.leader import COMPARED_FORWARDS, LeadingWorker
-from offload.plan.sizing import MAX_ROWS
 from offload.ranks import watch
 from offload.ranks.sums import Sums
 from offload.session.catalogue import inspect
@@ -226,21 +224,6 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(folders: Folders, dtype
         assert differing(rows_by_block(engine)) == []
 
 
-def in_pieces(sums: Sums, part: Tensor) -> Tensor:
-    """As a library does it: each rank sums a piece of the tensor, beginning with its own, and sends that to all."""
-    sums._due.popleft()
-    pieces = [part.flatten().tensor_split(sums.size) for part in sums._gather(part)]
-    summed = []
-    for number in range(sums.size):
-        first, *others = [pieces[(number + i) % sums.size][number] for i in range(sums.size)]
-        summed.append(sum(others, first))
-    return torch.cat(summed).view(part.shape)
-
-
-def sum_in_pieces(rank: int) -> None:
-    Sums.total = in_pieces  # type: ignore[method-assign]
-
-
 def test_with_a_librarys_sums_they_would(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sums, "total", in_pieces)
     with forked_ranks(sum_in_pieces), make(folders, 4, PLAIN) as engine:
@@ -325,18 +308,6 @@ def test_ranks_go_on_under_another_plan(folders: Folders) -> None:
         engine.replan(plan)
         assert say(engine, text, reuse=True) == wanted
         assert engine.stats.reused_tokens >= len(text) - SIZES.rows
-
-
-def has_less_memory(rank: int) -> None:
-    """Rank 1 has none for caches of 250 tokens."""
-    reserve = FullCache.reserve
-
-    def reserve_a_little(cache: FullCache, num_tokens: int) -> None:
-        if rank == 1 and num_tokens >= 250 + MAX_ROWS:
-            raise DoesNotFit("this rank has no memory")
-        reserve(cache, num_tokens)
-
-    FullCache.reserve = reserve_a_little  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -521,18 +492,6 @@ def test_tokens_that_differ_between_ranks_are_found(folders: Folders) -> None:
             list(steps)
 
 
-def fails_later(rank: int) -> None:
-    attend, calls = FullCache.attend, []
-
-    def attend_for_a_while(*args: object) -> Tensor:
-        calls.append(rank)
-        assert rank == 1 or len(calls) < 40
-        return attend(*args)  # type: ignore[arg-type]
-
-    if rank == 2:
-        FullCache.attend = attend_for_a_while  # type: ignore[method-assign,assignment]
-
-
 def say_for_ever(engine: Engine) -> None:
     while True:
         say(engine)
@@ -556,10 +515,6 @@ def test_of_four_ranks_the_one_that_died_is_named(folders: Folders, killed: int)
             started[killed - 1].kill()
             with pytest.raises(RankFailed, match=rf"rank {killed} ended \(killed by signal 9\); the other ranks are"):
                 list(steps)
-
-
-def stops_itself(rank: int) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def test_a_rank_that_is_stopped_before_it_was_heard_is_named(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:

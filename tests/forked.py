@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -24,7 +25,8 @@ import pytest
 from offload.ranks import rendezvous
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "xxhash", "transformers", "offload.follower", "forked", "faults"])
+LIBRARIES = ["torch", "xxhash", "hypothesis", "transformers", "offload.follower", "offload.engine", "forked", "faults"]
+PROCESSES.set_forkserver_preload(LIBRARIES)
 TESTS = Path(__file__).parent
 PATIENCE_SECONDS = 300.0  # a loaded machine is slow
 Fault = Callable[[int], None]  # called with its number in the process of a rank, before it follows
@@ -32,6 +34,16 @@ Fault = Callable[[int], None]  # called with its number in the process of a rank
 
 def sound(rank: int) -> None:
     """No fault."""
+
+
+def forked(target: Callable[..., None], *args: Any, daemon: bool = True) -> BaseProcess:
+    """A process that runs `target`, started by a server that has loaded the libraries."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)  # where it looks for modules of the tests
+        forkserver.ensure_running()
+    process = PROCESSES.Process(target=target, args=args, daemon=daemon)
+    process.start()
+    return process
 
 
 class Forked:
@@ -46,8 +58,7 @@ class Forked:
             Connection(os.dup(stderr.fileno())) as words,
         ):
             arguments = (channel, file, words, command[-3:], dict(os.environ), fault)
-            self._process = PROCESSES.Process(target=_follow, args=arguments, daemon=True)
-            self._process.start()
+            self._process = forked(_follow, *arguments)
         self._waiting = threading.Lock()
         self.pid = self._process.pid
 
@@ -87,9 +98,6 @@ def forked_ranks(fault: Fault = sound) -> Iterator[list[Forked]]:
         started.append(Forked(command, fault, **settings))
         return started[-1]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)  # where the server looks for what it loads before
-        forkserver.ensure_running()
     with pytest.MonkeyPatch.context() as patch:
         names = ("DEVNULL", "TimeoutExpired")
         stand_in = SimpleNamespace(Popen=start, **{name: getattr(subprocess, name) for name in names})

@@ -131,6 +131,7 @@ def test_ranks_say_what_one_says(folders: Folders, family: str, num_ranks: int) 
         assert [token for step in plainly for token in step.tokens] == wanted
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("offload", OFFLOADS, ids=",".join)
 def test_ranks_that_offload_say_the_same(folders: Folders, offload: tuple[str, ...]) -> None:
@@ -186,6 +187,7 @@ def spoken(engine: Engine) -> tuple[list[int], Tensor]:
     return tokens, torch.stack([heard.logits[first + i] for i in range(len(tokens))])
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_speculation_changes_no_bit(folders: Folders, num_ranks: int) -> None:
@@ -237,7 +239,7 @@ def keep(engine: Engine, folders: Folders, path: Path, *, read_only: bool = Fals
     return Store.open(path, identity_of(folders["llama-gqa"][0], engine.plan), read_only=read_only)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("forked", "unsynced")
 @pytest.mark.parametrize("offload", [(), ("kv", "weights")], ids=["resident", "offloaded"])
 @pytest.mark.parametrize(("saving", "opening"), [(1, 2), (2, 1), (4, 2), (2, 4)])
@@ -265,6 +267,7 @@ def test_a_session_of_one_layout_opens_in_another(
         assert torch.equal(rows_of(alone, len(tokens)), rows)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("forked", "unsynced")
 @pytest.mark.parametrize(("saving", "opening"), [(1, 2), (2, 1)])
 def test_packed_pages_are_of_all_heads(folders: Folders, tmp_path: Path, saving: int, opening: int) -> None:
@@ -310,6 +313,7 @@ def test_ranks_go_on_under_another_plan(folders: Folders) -> None:
         assert engine.stats.reused_tokens >= len(text) - SIZES.rows
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_plan_that_one_rank_has_no_memory_for_changes_nothing(folders: Folders, num_ranks: int) -> None:
     with forked_ranks(has_less_memory), make(folders, num_ranks) as engine:
@@ -362,6 +366,7 @@ def texts(folders: Folders) -> list[list[int]]:
         return [say(alone, PROMPT[:30]), say(alone)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_forward_that_rank_0_breaks_off_leaves_all_ranks_in_step(
@@ -385,6 +390,7 @@ def test_a_forward_that_rank_0_breaks_off_leaves_all_ranks_in_step(
     assert num_broken > num_trials / 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("offload", [(), ("kv", "weights")], ids=["resident", "offloaded"])
 def test_a_request_that_is_given_up_leaves_all_ranks_in_step(
@@ -414,12 +420,13 @@ def ragged(seed: int) -> list[Asked]:
     return some(6, seed=seed, most=140, output=40)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("num_ranks", "offload", "operators"),
     [
-        *[(2, (), "kernels"), (2, (), "torch"), (4, (), "kernels")],
-        *[(2, ("kv",), "kernels"), (2, ("kv", "weights"), "kernels")],
+        *[(2, ("kv",), "kernels"), (2, ("kv", "weights"), "kernels"), (2, (), "kernels")],
+        *[(2, (), "torch"), (4, (), "kernels")],
     ],
 )
 def test_sequences_of_ranks_say_what_each_says_alone(
@@ -453,6 +460,7 @@ def test_sequences_of_ranks_share_passes_and_what_they_begin_with(folders: Folde
     assert [each.reused_tokens for each in stats] == [0, *[100 // block * block] * 2]
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("offload", [(), ("kv", "weights")], ids=["resident", "offloaded"])
 def test_a_shared_pass_that_rank_0_breaks_off_leaves_all_ranks_in_step(
@@ -503,7 +511,7 @@ def test_an_error_of_a_rank_ends_all_and_is_shown(folders: Folders) -> None:
         say_for_ever(engine)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("killed", [1, 2, 3])
 def test_of_four_ranks_the_one_that_died_is_named(folders: Folders, killed: int) -> None:
     """Its neighbours lose their connections to it at the same moment, and rank 0 does."""

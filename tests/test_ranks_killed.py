@@ -17,16 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from torch import Tensor
 
 from forked import PATIENCE_SECONDS, forked
 from hearing import hear_signals
 from models import save_pair
-from offload.cache.full import FullCache
 from offload.session.catalogue import inspect
 from triforce_cli.__main__ import run
 from triforce_cli.app import main
@@ -35,6 +32,19 @@ ROOT = Path(__file__).parents[1]
 TEXT = "".join(chr(97 + random.Random(i).randrange(26)) for i in range(3000))
 NUM_OLD = 1500  # characters, which are tokens, of the session that there is before
 GONE_SECONDS = 10.0 + 20.0  # and what a busy machine may add
+HOLD, PREFILLS = "hold", "prefills"  # files
+SLOWLY = f"""
+import os, time
+from offload.cache.full import FullCache
+sync, attend = os.fsync, FullCache.attend
+def attend_slowly(cache, *rows):
+    if cache._phase == "prefill":
+        (folder / "{PREFILLS}").touch()
+        while (folder / "{HOLD}").exists():
+            time.sleep(0.01)
+    return attend(cache, *rows)
+os.fsync, FullCache.attend = lambda file: (time.sleep(0.3), sync(file)), attend_slowly
+"""
 STAGES = ("load", "prefill", "decode", "save")
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 Triforce = Callable[..., tuple[int, str, str]]
@@ -78,24 +88,17 @@ def once(*args: str) -> None:
 
 
 def generate_slowly(folder: Path, variables: Mapping[str, str], args: Sequence[str]) -> None:
-    """`triforce generate` in a process of its own, with a slow disk, and a slow prefill that other ranks wait for."""
+    """`triforce generate` in a process of its own, with a slow disk, whose prefill the other ranks wait for while there
+    is a file "hold"."""
     os.environ.update(variables)
     os.chdir(ROOT)
     os.setsid()
     hear_signals()
     for number, name in ((1, "said"), (2, "noted")):
         os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY), number)
-    sync, attend = os.fsync, FullCache.attend
-
-    def sync_slowly(file: int) -> None:
-        time.sleep(0.3)
-        sync(file)
-
-    def attend_slowly(cache: FullCache, *rows: Any) -> Tensor:
-        time.sleep(0.1 if cache._phase == "prefill" else 0.0)
-        return attend(cache, *rows)
-
-    os.fsync, FullCache.attend = sync_slowly, attend_slowly  # type: ignore[assignment,method-assign]
+    exec(
+        SLOWLY, {"__name__": "__main__", "folder": folder}
+    )  # code of the program's own, as which it can be interrupted
     sys.argv = ["triforce", "generate", *args]
     sys.exit(run())
 
@@ -108,7 +111,7 @@ class Run:
         self.folder, self.session, self.num_ranks = folder, folder / "session", num_ranks
         shutil.copytree(given.session, self.session)
         paced = ("--gpus", str(num_ranks), "--offload", "kv", "--link-gbps", str(gbps))
-        for name in ("said", "noted"):
+        for name in ("said", "noted", HOLD):
             (folder / name).touch()
         command = (*given.asks(self.session), *paced, *args)
         self.process = forked(generate_slowly, folder, dict(os.environ), command, daemon=False)
@@ -124,20 +127,26 @@ class Run:
         return (self.folder / "noted").read_text()
 
     def until(self, stage: str) -> None:
-        """Wait until it is in that stage, by what it shows; "ranks": all were started."""
+        """Wait until it is in that stage, by what it shows; "ranks": all were started. It stays in a prefill until it
+        may `go_on`."""
         signs: dict[str, Callable[[], object]] = {
             "ranks": self.started,
             "load": lambda: "load:" in self.noted,
-            "prefill": lambda: "prefill:" in self.noted,
+            "prefill": (self.folder / PREFILLS).exists,
             "decode": lambda: len(self.said) > 2,
             "save": lambda: len(list(self.session.glob("page-*"))) > NUM_OLD // 512 + 2,
         }
+        if stage in ("decode", "save"):
+            self.go_on()
         latest = time.monotonic() + PATIENCE_SECONDS
         for sign in (signs["ranks"], signs[stage]):
             while not sign():
                 assert self.process.exitcode is None, (stage, self.said, self.noted)
                 assert time.monotonic() < latest, (stage, self.said, self.noted)
                 time.sleep(0.01)
+
+    def go_on(self) -> None:
+        (self.folder / HOLD).unlink(missing_ok=True)
 
     def started(self) -> bool:
         self.ranks = [self.ranks[0], *sorted(self.ranks[0].children(), key=lambda child: child.pid)]
@@ -202,6 +211,7 @@ def test_a_rank_that_is_killed_ends_all_and_what_came_is_kept(
     with running(given, tmp_path / "run", 2, "--max-tokens", "3" if stage == "save" else "80") as run:
         run.until(stage)
         run.ranks[rank].kill()
+        run.go_on()
         code = run.end()
         assert code == (1 if rank else -signal.SIGKILL)
         if rank:
@@ -222,6 +232,7 @@ def test_a_file_keeps_what_came_beside_its_place(given: Given, tmp_path: Path, n
     with running(given, tmp_path / "run", num_ranks, "--max-tokens", "80", "-o", str(out)) as run:
         partial = tmp_path / "out.txt.partial"
         run.until("prefill")
+        run.go_on()
         while not partial.exists() or partial.stat().st_size < 2:
             assert run.process.exitcode is None, run.noted
             time.sleep(0.01)
@@ -279,6 +290,8 @@ def test_runs_side_by_side_do_not_meet(given: Given, tmp_path: Path) -> None:
             for i in range(2)
         ]
         for run in runs:
+            run.go_on()
+        for run in runs:
             assert run.end(PATIENCE_SECONDS) == 0, run.noted
             assert given.begins_with(run.said)
             assert len(run.said) > 2
@@ -291,6 +304,7 @@ def test_whoever_is_killed_at_any_moment(given: Given, tmp_path: Path, triforce:
     chance = random.Random(trial)
     with running(given, tmp_path / "run", 2, "--max-tokens", "10", gbps=0.01) as run:
         run.until(chance.choice(["ranks", *STAGES]))
+        run.go_on()
         time.sleep(chance.uniform(0.0, 0.6))
         rank = chance.randrange(2)
         if is_running(run.ranks[rank]):

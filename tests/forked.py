@@ -25,7 +25,10 @@ import pytest
 from offload.ranks import rendezvous
 
 PROCESSES = multiprocessing.get_context("forkserver")
-LIBRARIES = ["torch", "xxhash", "hypothesis", "transformers", "offload.follower", "offload.engine", "forked", "faults"]
+LIBRARIES = [
+    *("torch", "xxhash", "hypothesis", "transformers", "transformers.tokenization_utils_tokenizers"),
+    *("offload.follower", "offload.engine", "triforce_cli.commands.generate", "forked", "faults"),
+]
 PROCESSES.set_forkserver_preload(LIBRARIES)
 TESTS = Path(__file__).parent
 PATIENCE_SECONDS = 300.0  # a loaded machine is slow

@@ -6,6 +6,7 @@ far enough apart for another order of sums to choose no other.
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from offload.decode.sampling import SamplingParams
 from offload.engine import Engine
 from offload.errors import DoesNotFit, RankFailed, SessionError, UsageError
 from offload.leader import COMPARED_FORWARDS, LeadingWorker
-from offload.ranks import watch
+from offload.ranks import rendezvous, watch
 from offload.ranks.sums import Sums
 from offload.session.catalogue import inspect
 from offload.session.fingerprints import identity_of
@@ -549,6 +550,12 @@ def test_nobody_elses_connections_reach_the_ranks(folders: Folders, forked: list
             for said in [b""] * 50 + [b"\0" * 8, b"\1" + b"\0" * 7, random.Random(1).randbytes(99)]:
                 held.enter_context(socket.create_connection(door)).sendall(said)
         assert say(engine) == wanted
+
+
+def test_a_system_without_files_to_meet_by_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(UsageError, match="2 ranks on one machine need Linux"):
+        rendezvous.start(2)
 
 
 # Numbers

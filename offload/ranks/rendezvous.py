@@ -20,7 +20,7 @@ from typing import IO
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from offload.errors import RankFailed
+from offload.errors import RankFailed, UsageError
 from offload.plan.torchrun import Launched
 from offload.ranks.channel import Channel
 from offload.ranks.door import SECRET_BYTES, Door, knock
@@ -67,7 +67,9 @@ class Met:
 
 def start(size: int) -> Met:
     """Start ranks 1 to size - 1 on this machine. Each has an end of a pair of sockets, and all of them the open file
-    that they meet by: nobody else can reach either."""
+    that they meet by: nobody else can reach either. Raises UsageError where a system has no such files."""
+    if not hasattr(os, "memfd_create"):
+        raise UsageError(f"{size} ranks on one machine need Linux; leave out --gpus")
     os.environ.update(_LOOPBACK_ONLY)
     file, number, channels, processes = _meeting_file(), next(_starts), {}, []
     for rank in range(1, size):

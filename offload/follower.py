@@ -1,7 +1,7 @@
 """A rank other than 0: it does to its part of the model and the caches what rank 0 tells it.
 
-Started by rank 0 as `python -m offload.follower DESCRIPTOR RANK SIZE PORT`, or by torchrun as what rank 0 runs. It says
-nothing: what fails is told to rank 0, and when rank 0 is gone or hangs, it ends.
+Started by rank 0 as `python -m offload.follower DESCRIPTOR FILE START RANK SIZE`, or by torchrun as what rank 0 runs.
+It says nothing: what fails is told to rank 0, and when rank 0 is gone or hangs, it ends.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ def follow_torchrun(launched: Launched) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    descriptor, rank, size, port = map(int, arguments)
-    follow(Shard(rank, size), rank, rendezvous.started(descriptor, port))
+    descriptor, file, number, rank, size = map(int, arguments)
+    follow(Shard(rank, size), rank, rendezvous.started(descriptor, file, number))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
@@ -22,7 +25,12 @@ import pytest
 from offload.ranks import rendezvous
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "xxhash", "hypothesis", "transformers", "offload.follower"])
+LIBRARIES = [
+    *("torch", "xxhash", "hypothesis", "transformers", "transformers.tokenization_utils_tokenizers"),
+    *("offload.follower", "offload.engine", "triforce_cli.commands.generate", "forked", "faults"),
+]
+PROCESSES.set_forkserver_preload(LIBRARIES)
+TESTS = Path(__file__).parent
 PATIENCE_SECONDS = 300.0  # a loaded machine is slow
 Fault = Callable[[int], None]  # called with its number in the process of a rank, before it follows
 
@@ -31,16 +39,29 @@ def sound(rank: int) -> None:
     """No fault."""
 
 
+def forked(target: Callable[..., None], *args: Any, daemon: bool = True) -> BaseProcess:
+    """A process that runs `target`, started by a server that has loaded the libraries."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)  # where it looks for modules of the tests
+        forkserver.ensure_running()
+    process = PROCESSES.Process(target=target, args=args, daemon=daemon)
+    process.start()
+    return process
+
+
 class Forked:
     """As much of `subprocess.Popen` as rank 0 uses."""
 
     def __init__(
         self, command: Sequence[str], fault: Fault, *, stderr: IO[bytes], pass_fds: Sequence[int], **_: object
     ) -> None:
-        with socket.socket(fileno=os.dup(pass_fds[0])) as channel, Connection(os.dup(stderr.fileno())) as words:
-            arguments = (channel, words, command[-3:], dict(os.environ), fault)
-            self._process = PROCESSES.Process(target=_follow, args=arguments, daemon=True)
-            self._process.start()
+        with (
+            socket.socket(fileno=os.dup(pass_fds[0])) as channel,
+            Connection(os.dup(pass_fds[1])) as file,
+            Connection(os.dup(stderr.fileno())) as words,
+        ):
+            arguments = (channel, file, words, command[-3:], dict(os.environ), fault)
+            self._process = forked(_follow, *arguments)
         self._waiting = threading.Lock()
         self.pid = self._process.pid
 
@@ -56,14 +77,19 @@ class Forked:
 
 
 def _follow(
-    channel: socket.socket, words: Connection, arguments: Sequence[str], variables: Mapping[str, str], fault: Fault
+    channel: socket.socket,
+    file: Connection,
+    words: Connection,
+    arguments: Sequence[str],
+    variables: Mapping[str, str],
+    fault: Fault,
 ) -> None:
     from offload.follower import main
 
     os.environ.update(variables)
     os.dup2(words.fileno(), 2)
-    fault(int(arguments[0]))
-    main([str(channel.detach()), *arguments])
+    fault(int(arguments[1]))
+    main([str(channel.detach()), str(file.fileno()), *arguments])
 
 
 @contextmanager

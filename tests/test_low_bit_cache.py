@@ -156,6 +156,21 @@ def test_codes_of_tokens_that_were_replaced_are_made_anew(decoder: Decoder) -> N
     assert_follows(cache)
 
 
+@pytest.mark.parametrize("length", [1, EXACT - 1, EXACT, EXACT + 1, 200])
+def test_cut_to_the_length_that_it_has_it_holds_the_same(decoder: Decoder, length: int) -> None:
+    """As each rank cuts it before a forward. Texts shorter than a group were forgotten, and several ranks ended."""
+    full = full_cache(decoder, SIZES)
+    cache = low_bit_cache(full)
+    Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks).forward(PROMPT[:length], 1)
+    cache.refresh()
+    own = Level("", decoder, cache, vocab_size=264)
+    wanted = own.forward([5, 6, 7], 3)
+    for _ in range(2):
+        own.truncate(length)
+        assert_follows(cache)
+    assert torch.equal(own.forward([5, 6, 7], 3), wanted)
+
+
 def test_a_prefill_leaves_codes(folders: tuple[Path, Path]) -> None:
     """So the first draft need not wait for them."""
     with make(folders, replace(SIZES, draft_gamma=0)) as engine:

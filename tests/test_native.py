@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import platform
 import re
@@ -165,9 +166,8 @@ def _sums_in_a_rank(answer: Connection) -> None:
 def test_a_forked_rank_has_threads_of_its_own(here: Kernels) -> None:
     """OpenMP's threads do not survive a fork; ranks are forked from a process that has not used them."""
     sums(here, torch.arange(8.0), 2)
-    ours, theirs = forked.PROCESSES.Pipe()
-    rank = forked.PROCESSES.Process(target=_sums_in_a_rank, args=(theirs,), daemon=True)
-    rank.start()
+    ours, theirs = multiprocessing.Pipe()
+    rank = forked.forked(_sums_in_a_rank, theirs)
     theirs.close()
     assert ours.poll(forked.PATIENCE_SECONDS), "the rank hangs"
     assert ours.recv() == [6, 22]

@@ -6,19 +6,23 @@ far enough apart for another order of sums to choose no other.
 
 from __future__ import annotations
 
+import os
 import random
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from asked import Asked, alone, check, some, together
+from faults import fails_later, has_less_memory, in_pieces, stops_itself, sum_in_pieces
 from forked import Forked, forked_ranks
 from models import GREEDY, Sizes, changed, perturbed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.cache.full import FullCache
@@ -27,7 +31,7 @@ from offload.decode.sampling import SamplingParams
 from offload.engine import Engine
 from offload.errors import DoesNotFit, RankFailed, SessionError, UsageError
 from offload.leader import COMPARED_FORWARDS, LeadingWorker
-from offload.plan.sizing import MAX_ROWS
+from offload.ranks import rendezvous, watch
 from offload.ranks.sums import Sums
 from offload.session.catalogue import inspect
 from offload.session.fingerprints import identity_of
@@ -128,6 +132,7 @@ def test_ranks_say_what_one_says(folders: Folders, family: str, num_ranks: int) 
         assert [token for step in plainly for token in step.tokens] == wanted
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("offload", OFFLOADS, ids=",".join)
 def test_ranks_that_offload_say_the_same(folders: Folders, offload: tuple[str, ...]) -> None:
@@ -183,6 +188,7 @@ def spoken(engine: Engine) -> tuple[list[int], Tensor]:
     return tokens, torch.stack([heard.logits[first + i] for i in range(len(tokens))])
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_speculation_changes_no_bit(folders: Folders, num_ranks: int) -> None:
@@ -221,21 +227,6 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(folders: Folders, dtype
         assert differing(rows_by_block(engine)) == []
 
 
-def in_pieces(sums: Sums, part: Tensor) -> Tensor:
-    """As a library does it: each rank sums a piece of the tensor, beginning with its own, and sends that to all."""
-    sums._due.popleft()
-    pieces = [part.flatten().tensor_split(sums.size) for part in sums._gather(part)]
-    summed = []
-    for number in range(sums.size):
-        first, *others = [pieces[(number + i) % sums.size][number] for i in range(sums.size)]
-        summed.append(sum(others, first))
-    return torch.cat(summed).view(part.shape)
-
-
-def sum_in_pieces(rank: int) -> None:
-    Sums.total = in_pieces  # type: ignore[method-assign]
-
-
 def test_with_a_librarys_sums_they_would(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sums, "total", in_pieces)
     with forked_ranks(sum_in_pieces), make(folders, 4, PLAIN) as engine:
@@ -249,7 +240,7 @@ def keep(engine: Engine, folders: Folders, path: Path, *, read_only: bool = Fals
     return Store.open(path, identity_of(folders["llama-gqa"][0], engine.plan), read_only=read_only)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("forked", "unsynced")
 @pytest.mark.parametrize("offload", [(), ("kv", "weights")], ids=["resident", "offloaded"])
 @pytest.mark.parametrize(("saving", "opening"), [(1, 2), (2, 1), (4, 2), (2, 4)])
@@ -277,6 +268,7 @@ def test_a_session_of_one_layout_opens_in_another(
         assert torch.equal(rows_of(alone, len(tokens)), rows)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("forked", "unsynced")
 @pytest.mark.parametrize(("saving", "opening"), [(1, 2), (2, 1)])
 def test_packed_pages_are_of_all_heads(folders: Folders, tmp_path: Path, saving: int, opening: int) -> None:
@@ -322,18 +314,7 @@ def test_ranks_go_on_under_another_plan(folders: Folders) -> None:
         assert engine.stats.reused_tokens >= len(text) - SIZES.rows
 
 
-def has_less_memory(rank: int) -> None:
-    """Rank 1 has none for caches of 250 tokens."""
-    reserve = FullCache.reserve
-
-    def reserve_a_little(cache: FullCache, num_tokens: int) -> None:
-        if rank == 1 and num_tokens >= 250 + MAX_ROWS:
-            raise DoesNotFit("this rank has no memory")
-        reserve(cache, num_tokens)
-
-    FullCache.reserve = reserve_a_little  # type: ignore[method-assign]
-
-
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_plan_that_one_rank_has_no_memory_for_changes_nothing(folders: Folders, num_ranks: int) -> None:
     with forked_ranks(has_less_memory), make(folders, num_ranks) as engine:
@@ -386,6 +367,7 @@ def texts(folders: Folders) -> list[list[int]]:
         return [say(alone, PROMPT[:30]), say(alone)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_forward_that_rank_0_breaks_off_leaves_all_ranks_in_step(
@@ -409,6 +391,7 @@ def test_a_forward_that_rank_0_breaks_off_leaves_all_ranks_in_step(
     assert num_broken > num_trials / 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("offload", [(), ("kv", "weights")], ids=["resident", "offloaded"])
 def test_a_request_that_is_given_up_leaves_all_ranks_in_step(
@@ -438,12 +421,13 @@ def ragged(seed: int) -> list[Asked]:
     return some(6, seed=seed, most=140, output=40)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("num_ranks", "offload", "operators"),
     [
-        *[(2, (), "kernels"), (2, (), "torch"), (4, (), "kernels")],
-        *[(2, ("kv",), "kernels"), (2, ("kv", "weights"), "kernels")],
+        *[(2, ("kv",), "kernels"), (2, ("kv", "weights"), "kernels"), (2, (), "kernels")],
+        *[(2, (), "torch"), (4, (), "kernels")],
     ],
 )
 def test_sequences_of_ranks_say_what_each_says_alone(
@@ -477,6 +461,7 @@ def test_sequences_of_ranks_share_passes_and_what_they_begin_with(folders: Folde
     assert [each.reused_tokens for each in stats] == [0, *[100 // block * block] * 2]
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("offload", [(), ("kv", "weights")], ids=["resident", "offloaded"])
 def test_a_shared_pass_that_rank_0_breaks_off_leaves_all_ranks_in_step(
@@ -516,18 +501,6 @@ def test_tokens_that_differ_between_ranks_are_found(folders: Folders) -> None:
             list(steps)
 
 
-def fails_later(rank: int) -> None:
-    attend, calls = FullCache.attend, []
-
-    def attend_for_a_while(*args: object) -> Tensor:
-        calls.append(rank)
-        assert rank == 1 or len(calls) < 40
-        return attend(*args)  # type: ignore[arg-type]
-
-    if rank == 2:
-        FullCache.attend = attend_for_a_while  # type: ignore[method-assign,assignment]
-
-
 def say_for_ever(engine: Engine) -> None:
     while True:
         say(engine)
@@ -539,7 +512,7 @@ def test_an_error_of_a_rank_ends_all_and_is_shown(folders: Folders) -> None:
         say_for_ever(engine)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("killed", [1, 2, 3])
 def test_of_four_ranks_the_one_that_died_is_named(folders: Folders, killed: int) -> None:
     """Its neighbours lose their connections to it at the same moment, and rank 0 does."""
@@ -551,6 +524,38 @@ def test_of_four_ranks_the_one_that_died_is_named(folders: Folders, killed: int)
             started[killed - 1].kill()
             with pytest.raises(RankFailed, match=rf"rank {killed} ended \(killed by signal 9\); the other ranks are"):
                 list(steps)
+
+
+def test_a_rank_that_is_stopped_before_it_was_heard_is_named(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the run after 121 seconds with the words "for 7 seconds"."""
+    monkeypatch.setattr(watch, "START_SECONDS", 1.0)
+    message = "rank 1 has not been heard of since its start, for 1 seconds; the other ranks are ended"
+    with forked_ranks(stops_itself), pytest.raises(RankFailed, match=message):
+        make(folders, 2)
+
+
+# Strangers
+
+
+def test_nobody_elses_connections_reach_the_ranks(folders: Folders, forked: list[Forked]) -> None:
+    """Their store listened on every interface. What listens now does to this machine alone, and goes on whoever
+    connects."""
+    with make(folders, 2) as engine, ExitStack() as held:
+        wanted = say(engine)
+        processes = [psutil.Process(), *(psutil.Process(rank.pid) for rank in forked)]
+        sockets = [each for process in processes for each in process.net_connections("tcp")]
+        doors = {each.laddr for each in sockets if each.status == psutil.CONN_LISTEN}
+        assert {door.ip for door in doors} <= {"127.0.0.1"}
+        for door in doors:
+            for said in [b""] * 50 + [b"\0" * 8, b"\1" + b"\0" * 7, random.Random(1).randbytes(99)]:
+                held.enter_context(socket.create_connection(door)).sendall(said)
+        assert say(engine) == wanted
+
+
+def test_a_system_without_files_to_meet_by_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(UsageError, match="2 ranks on one machine need Linux"):
+        rendezvous.start(2)
 
 
 # Numbers

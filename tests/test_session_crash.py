@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from forked import forked
 from offload.errors import DoesNotFit, SessionError
 from offload.session.catalogue import remove, summaries
 from offload.session.folder import READERS, WRITER, Folder, Lock
@@ -30,8 +31,6 @@ from sessions import IDENTITY, Rows, bits, page_files, restore, save, saved
 
 OLD, NEW = tuple(range(6)), (*range(4), *range(40, 45))
 UNCHANGED = 4
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "xxhash", "hypothesis", "transformers"])
 pytestmark = pytest.mark.usefixtures("unsynced")
 
 
@@ -245,7 +244,7 @@ def save_within(limit: int, path: Path, answers: Connection) -> None:
 @pytest.mark.parametrize("limit", [100, IDENTITY.page_format.nbytes - 1, IDENTITY.page_format.nbytes])
 def test_a_limit_on_file_sizes_leaves_the_old_session(path: Path, limit: int) -> None:
     save(path, OLD)
-    ours, theirs = PROCESSES.Pipe()
+    ours, theirs = multiprocessing.Pipe()
     with running(save_within, limit, path, theirs) as process:
         process.join()
         assert ours.poll()
@@ -259,8 +258,7 @@ def test_a_limit_on_file_sizes_leaves_the_old_session(path: Path, limit: int) ->
 
 @contextmanager
 def running(target: Callable[..., None], *args: object) -> Iterator[BaseProcess]:
-    process = PROCESSES.Process(target=target, args=args, daemon=True)
-    process.start()
+    process = forked(target, *args)
     try:
         yield process
     finally:
@@ -281,7 +279,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_session(path: Path) -> Non
     chance, seen, litter, seconds = random.Random(5), set(), 0, 0.01
     save(path, OLD)
     for _ in range(30):
-        ours, theirs = PROCESSES.Pipe()
+        ours, theirs = multiprocessing.Pipe()
         with running(save_for_ever, path, theirs):
             for _ in range(chance.randint(1, 4)):
                 start = time.perf_counter()
@@ -329,7 +327,7 @@ def hold(path: Path, answers: Connection, read_only: bool) -> None:
 
 def test_a_second_writer_is_told_who_writes(path: Path) -> None:
     save(path, OLD)
-    ours, theirs = PROCESSES.Pipe()
+    ours, theirs = multiprocessing.Pipe()
     with running(hold, path, theirs, False):
         pid = ours.recv()
         with pytest.raises(SessionError, match=f"in use by process {pid}; .*--read-only, or take another name"):
@@ -344,7 +342,7 @@ def test_a_second_writer_is_told_who_writes(path: Path) -> None:
 def test_a_reader_has_its_pages_until_it_closes_whatever_a_writer_saves(path: Path) -> None:
     save(path, OLD)
     before = page_files(path)
-    ours, theirs = PROCESSES.Pipe()
+    ours, theirs = multiprocessing.Pipe()
     with running(hold, path, theirs, True):
         ours.recv()
         with Store.open(path, IDENTITY) as store:
@@ -385,10 +383,8 @@ def compete(path: Path, seed: int, answers: Connection) -> None:
 
 
 def test_writers_readers_and_removers_do_not_mix(path: Path) -> None:
-    pipes = [PROCESSES.Pipe() for _ in range(4)]
-    processes = [PROCESSES.Process(target=compete, args=(path, i, pipe[1])) for i, pipe in enumerate(pipes)]
-    for process in processes:
-        process.start()
+    pipes = [multiprocessing.Pipe() for _ in range(4)]
+    processes = [forked(compete, path, i, pipe[1]) for i, pipe in enumerate(pipes)]
     for process in processes:
         process.join()
         assert process.exitcode == 0
@@ -418,7 +414,7 @@ def test_a_session_that_may_not_be_written_can_be_read() -> None:
         save(path, OLD)
         for file in (Path(folder), path, *path.iterdir()):
             file.chmod(0o555 if file.is_dir() else 0o444)
-        ours, theirs = PROCESSES.Pipe()
+        ours, theirs = multiprocessing.Pipe()
         with running(visit, path, theirs) as process:
             process.join()
             assert ours.poll()

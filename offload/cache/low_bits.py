@@ -96,7 +96,8 @@ class LowBitCache:
         """Codes stay: the next `refresh` drops those that the full cache has no longer. Below them the cache is empty
         until then."""
         self._taken = [0] * self.full.num_layers
-        self.length = min(self.length, length) if length >= self.coded else 0
+        has_codes = self.coded > EXACT
+        self.length = 0 if has_codes and length < self.coded else min(self.length, length)
         self._exact = min(self._exact, length)
 
     def release(self) -> None:

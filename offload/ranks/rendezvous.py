@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import os
 import secrets
 import signal
@@ -14,20 +13,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from itertools import count
 from typing import IO
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from offload.errors import RankFailed
+from offload.errors import RankFailed, UsageError
 from offload.plan.torchrun import Launched
 from offload.ranks.channel import Channel
+from offload.ranks.door import SECRET_BYTES, Door, knock
 
 FOLLOWER = "offload.follower"  # the module that a rank's process runs
 MEET_SECONDS = 60.0  # for ranks that torchrun started, once rank 0 needs them
 _FOR_EVER = timedelta(days=1)
 _LOOPBACK = "127.0.0.1"
-_SECRET_BYTES = 32
+_LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # keep torch.distributed on this machine
+_DOOR = "triforce/door"  # where rank 0's door is, in torchrun's store
+_starts = count()
 _WORDS = 400  # characters of what a rank that died wrote last
 
 
@@ -62,25 +66,34 @@ class Met:
 
 
 def start(size: int) -> Met:
-    """Start ranks 1 to size - 1 on this machine. Each has an end of a pair of sockets, which nobody else can reach."""
-    os.environ.update(_loopback())
-    store = TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    channels, processes = {}, []
+    """Start ranks 1 to size - 1 on this machine. Each has an end of a pair of sockets, and all of them the open file
+    that they meet by: nobody else can reach either. Raises UsageError where a system has no such files."""
+    if not hasattr(os, "memfd_create"):
+        raise UsageError(f"{size} ranks on one machine need Linux; leave out --gpus")
+    os.environ.update(_LOOPBACK_ONLY)
+    file, number, channels, processes = _meeting_file(), next(_starts), {}, []
     for rank in range(1, size):
         ours, theirs = socket.socketpair()
         words = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
         with theirs, _signals_later():
-            arguments = map(str, (theirs.fileno(), rank, size, store.port))
+            arguments = map(str, (theirs.fileno(), file, number, rank, size))
             process = subprocess.Popen(
                 [sys.executable, "-m", FOLLOWER, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=words,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), file),
             )
         channels[rank] = Channel(ours)
         processes.append(Process(process, words))
-    return Met(channels, tuple(processes), lambda: store)
+    return Met(channels, tuple(processes), lambda: _store_in(file, number))
+
+
+@cache
+def _meeting_file() -> int:
+    """An open file without a name, for all starts. It is never closed: a store writes to it when it goes, and by then
+    its number could be another file's."""
+    return os.memfd_create("ranks")
 
 
 @contextmanager
@@ -94,56 +107,45 @@ def _signals_later() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def started(descriptor: int, port: int) -> Met:
+def started(descriptor: int, file: int, number: int) -> Met:
     """The same, seen by a rank that was started."""
-    channel = Channel(socket.socket(fileno=descriptor))
-    return Met({0: channel}, (), lambda: TCPStore(_LOOPBACK, port, is_master=False))
+    return Met({0: Channel(socket.socket(fileno=descriptor))}, (), lambda: _store_in(file, number))
+
+
+def _store_in(file: int, number: int) -> Store:
+    """The store of that start in an open file, which it opens anew, and locks, for every access."""
+    return PrefixStore(str(number), FileStore(f"/proc/self/fd/{file}"))
 
 
 def meet(launched: Launched) -> Met:
     """Meet the ranks that torchrun started, by its store. Whoever connects has to know a secret from there."""
+    if launched.num_hosts == 1:
+        os.environ.update(_LOOPBACK_ONLY)
     store, _, _ = next(rendezvous("env://", launched.rank, launched.size))
     store.set_timeout(_FOR_EVER)  # rank 0 may wait for a person; torchrun ends all when one fails
-    channels = _wait_for_others(launched, store) if launched.rank == 0 else {0: _connect(launched, store)}
-    return Met(channels, (), lambda: store)
+    connections = _wait_for_others(launched, store) if launched.rank == 0 else {0: _connect(launched, store)}
+    for connection in connections.values():
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Met({rank: Channel(connection) for rank, connection in sorted(connections.items())}, (), lambda: store)
 
 
-def _wait_for_others(launched: Launched, store: Store) -> dict[int, Channel]:
-    secret = secrets.token_bytes(_SECRET_BYTES)
-    channels: dict[int, Channel] = {}
-    with socket.create_server(("", 0), backlog=launched.size) as server:
-        server.settimeout(MEET_SECONDS)
-        store.set("triforce/door", f"{server.getsockname()[1]} {secret.hex()}")
-        while len(channels) < launched.size - 1:
-            try:
-                connection, _ = server.accept()
-            except TimeoutError as error:
-                missing = sorted(set(range(1, launched.size)) - set(channels))
-                raise RankFailed(
-                    f"rank {missing[0]} did not come within {MEET_SECONDS:.0f} seconds; start as many as torchrun says"
-                ) from error
-            connection.settimeout(MEET_SECONDS)
-            said = connection.recv(_SECRET_BYTES + 1, socket.MSG_WAITALL)
-            if len(said) == _SECRET_BYTES + 1 and hmac.compare_digest(said[:-1], secret):
-                connection.settimeout(None)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                channels[said[-1]] = Channel(connection)
-            else:
-                connection.close()
-    return dict(sorted(channels.items()))
+def _wait_for_others(launched: Launched, store: Store) -> dict[int, socket.socket]:
+    secret, others = secrets.token_bytes(SECRET_BYTES), range(1, launched.size)
+    come: dict[int, socket.socket] = {}
+    with Door(_LOOPBACK if launched.num_hosts == 1 else "", secret) as door:
+        store.set(_DOOR, f"{door.port} {secret.hex()}")
+        try:
+            come.update(door.admit(others, MEET_SECONDS))
+        except TimeoutError as error:
+            missing = min(set(others) - set(come))
+            raise RankFailed(
+                f"rank {missing} did not come within {MEET_SECONDS:.0f} seconds; start as many as torchrun says"
+            ) from error
+    return come
 
 
-def _connect(launched: Launched, store: Store) -> Channel:
+def _connect(launched: Launched, store: Store) -> socket.socket:
     """Rank 0 is on the machine that torchrun's rendezvous names as master."""
-    port, secret = store.get("triforce/door").decode().split()
-    connection = socket.create_connection((os.environ["MASTER_ADDR"], int(port)), MEET_SECONDS)
-    connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(bytes.fromhex(secret) + bytes([launched.rank]))
-    return Channel(connection)
-
-
-def _loopback() -> dict[str, str]:
-    """Variables that keep torch.distributed on this machine."""
-    name = "lo" if sys.platform.startswith("linux") else "lo0"
-    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    port, secret = store.get(_DOOR).decode().split()
+    host = _LOOPBACK if launched.num_hosts == 1 else os.environ["MASTER_ADDR"]
+    return knock(host, int(port), bytes.fromhex(secret), launched.rank, seconds=MEET_SECONDS)

@@ -5,18 +5,44 @@ from __future__ import annotations
 import selectors
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from offload.ranks.channel import Channel
 
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 7.0  # after which a rank counts as hung: with what has to be ended then, ten seconds are kept
-START_SECONDS = 120.0  # the same of one that has not been heard yet: it reads libraries from a disk, perhaps a slow one
+START_SECONDS = 120.0  # the same of one that has not been heard at all: it reads libraries, perhaps from a slow disk
 _STOPPED_SECONDS = 2.0  # between two looks: this process did not run itself (Ctrl-Z), so silence says nothing
 
 OnMessage = Callable[[int, dict[str, Any]], None]  # rank, message
 OnLost = Callable[[int, str], None]  # rank, what is known of it
+
+
+class Hearing:
+    """When each rank was last heard, in seconds of the caller's clock, and which of them are silent for too long."""
+
+    def __init__(self, ranks: Collection[int], now: float) -> None:
+        self._since = dict.fromkeys(ranks, now)
+        self._begun: set[int] = set()
+        self._looked = now
+
+    def heard(self, ranks: Collection[int], now: float) -> None:
+        """These since the last look. Where this process did not run meanwhile, nobody is to blame for silence."""
+        self._since |= dict.fromkeys(self._since if now - self._looked > _STOPPED_SECONDS else ranks, now)
+        self._begun.update(ranks)
+        self._looked = now
+
+    def silent(self, ranks: Collection[int], now: float) -> dict[int, str]:
+        """Of these, with words that say so, those that count as hung."""
+        return {rank: self._words(rank, now - self._since[rank]) for rank in ranks if self._is_silent(rank, now)}
+
+    def _is_silent(self, rank: int, now: float) -> bool:
+        return now - self._since[rank] > (SILENCE_SECONDS if rank in self._begun else START_SECONDS)
+
+    def _words(self, rank: int, seconds: float) -> str:
+        since = "" if rank in self._begun else " since its start,"
+        return f"has not been heard of{since} for {seconds:.0f} seconds"
 
 
 class Watch(threading.Thread):
@@ -36,21 +62,16 @@ class Watch(threading.Thread):
         with selectors.DefaultSelector() as selector:
             for rank, channel in self._channels.items():
                 selector.register(channel, selectors.EVENT_READ, rank)
-            looked = beaten = time.monotonic()
-            heard = dict.fromkeys(self._channels, looked + START_SECONDS - SILENCE_SECONDS)
+            hearing, beaten = Hearing(self._channels, time.monotonic()), -BEAT_SECONDS
             while self._channels and not self._ending.is_set():
                 ready = [key.data for key, _ in selector.select(BEAT_SECONDS / 2)]
                 now = time.monotonic()
-                if now - looked > _STOPPED_SECONDS:
-                    heard = {rank: max(moment, now) for rank, moment in heard.items()}
-                looked = now
-                heard |= dict.fromkeys(ready, now)
+                hearing.heard(ready, now)
                 lost = {rank: "ended" for rank in ready if not self._take(rank)}
                 if now - beaten >= BEAT_SECONDS:
                     lost |= {rank: "ended" for rank in self._channels if not self._beat(rank)}
                     beaten = now
-                silent = f"has not been heard of for {SILENCE_SECONDS:.0f} seconds"
-                lost |= {rank: silent for rank in self._channels if now - heard[rank] > SILENCE_SECONDS}
+                lost |= hearing.silent(self._channels, now)
                 for rank, what in lost.items():
                     selector.unregister(self._channels.pop(rank))
                     if not self._ending.is_set():

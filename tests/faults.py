@@ -1,0 +1,57 @@
+"""Faults that a rank's process has from its start, see `forked`. No tests in here."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+from torch import Tensor
+
+from offload.cache.full import FullCache
+from offload.errors import DoesNotFit
+from offload.plan.sizing import MAX_ROWS
+from offload.ranks.sums import Sums
+
+
+def in_pieces(sums: Sums, part: Tensor) -> Tensor:
+    """As a library does it: each rank sums a piece of the tensor, beginning with its own, and sends that to all."""
+    sums._due.popleft()
+    pieces = [part.flatten().tensor_split(sums.size) for part in sums._gather(part)]
+    summed = []
+    for number in range(sums.size):
+        first, *others = [pieces[(number + i) % sums.size][number] for i in range(sums.size)]
+        summed.append(sum(others, first))
+    return torch.cat(summed).view(part.shape)
+
+
+def sum_in_pieces(rank: int) -> None:
+    Sums.total = in_pieces  # type: ignore[method-assign]
+
+
+def has_less_memory(rank: int) -> None:
+    """Rank 1 has none for caches of 250 tokens."""
+    reserve = FullCache.reserve
+
+    def reserve_a_little(cache: FullCache, num_tokens: int) -> None:
+        if rank == 1 and num_tokens >= 250 + MAX_ROWS:
+            raise DoesNotFit("this rank has no memory")
+        reserve(cache, num_tokens)
+
+    FullCache.reserve = reserve_a_little  # type: ignore[method-assign]
+
+
+def fails_later(rank: int) -> None:
+    attend, calls = FullCache.attend, []
+
+    def attend_for_a_while(*args: object) -> Tensor:
+        calls.append(rank)
+        assert rank == 1 or len(calls) < 40
+        return attend(*args)  # type: ignore[arg-type]
+
+    if rank == 2:
+        FullCache.attend = attend_for_a_while  # type: ignore[method-assign,assignment]
+
+
+def stops_itself(rank: int) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)

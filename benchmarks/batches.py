@@ -88,7 +88,7 @@ class Case:
             raise self.file
         if not self.tried:
             program = llama_cpp_program("bf16", self._start)
-            self.tried += find_setting(program, self.prompts[0], on_trial=show)
+            self.tried.extend(find_setting(program, self.prompts[0], on_trial=show))
         context = len(self.prompts[0]) + self.max_tokens + SLACK
         return self._start(fastest(self.tried).setting, context, slots=len(self.prompts))
 

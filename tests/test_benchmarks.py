@@ -120,6 +120,7 @@ def test_batches_has_a_row_for_each_number_of_prompts_and_way(
     assert [row["tokens_per_second"] for row in rows if row["way"] == "llama.cpp"] == [
         [pytest.approx(number * 6 / 1.75)] for number in (1, 2)
     ]
+    assert [len(row["tried"]) for row in rows if "flash attention off" in row.get("setting", "")] == [7, 7]
     assert all(row["tokens_per_second"][0] > 0 for row in rows)
     assert [row["plan"]["request"]["num_sequences"] for row in rows if "plan" in row] == [1, 1, 2, 2]
     assert "2.00x" in table

@@ -66,8 +66,9 @@ Against = Annotated[
     Literal["none", "transformers", "llama.cpp"],
     option(
         "--against",
-        "Measure another program too, on the same weights and dtype: transformers' own generate, or llama.cpp, which "
-        "needs the package xllamacpp here or in a virtual environment that TRIFORCE_LLAMA_CPP names.",
+        "Measure another program too, in its fastest setting, which short trials find, on the same weights and dtype: "
+        "transformers' own generate, or llama.cpp, which needs the package xllamacpp here or in a virtual environment "
+        "that TRIFORCE_LLAMA_CPP names.",
         BENCH,
     ),
 ]

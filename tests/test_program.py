@@ -112,7 +112,9 @@ class TestSearch:
         def times(setting: Setting, num_tokens: int) -> tuple[float, float]:
             price = {"off": 10.0, "on": 30.0}[str(setting["flash"])]
             wide = setting["cache"] == "f32"
-            return 1.0, price + (1.0 if wide and num_tokens == SHORT_PROMPT else -1.0 if wide else 0.0)
+            if num_tokens == SHORT_PROMPT:
+                return 1.0, price + wide
+            return 4.0, 2 * price - wide
 
         tried = Fake(times).find(LONG)
         whole = [trial for trial in tried if trial.num_prompt_tokens == len(LONG)]

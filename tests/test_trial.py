@@ -165,8 +165,10 @@ class TestReference:
         monkeypatch.setattr(modeling_llama, "eager_attention_forward", spy)
         for attention in ("sdpa", "eager"):
             reference = Reference(folder / "target", dtype="fp32", device="cpu", attention=attention)
-            for _ in range(2):
-                texts[attention], moments = reference.generate(prompt, GREEDY, max_tokens=8, end_tokens=())
+            texts[attention] = []
+            for asked in (prompt, prompt, prompt[::-1]):
+                text, moments = reference.generate(asked, GREEDY, max_tokens=8, end_tokens=())
+                texts[attention] += text
                 assert len(moments) == 8
         assert texts["sdpa"] == texts["eager"]
         assert rows == {1}

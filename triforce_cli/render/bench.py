@@ -166,14 +166,15 @@ def _settings(comparison: Comparison) -> Iterator[str]:
     yield f"At {comparison.plan.request.capacity:,} tokens {way} ran with {name_of(best.setting)}."
     for length in dict.fromkeys(trial.num_prompt_tokens for trial in comparison.tried):
         level = [trial for trial in comparison.tried if trial.num_prompt_tokens == length]
-        found = "; ".join(f"{name_of(trial.setting, best.setting) or 'this'} {_took(trial)}" for trial in level)
-        yield f"  Tried after {length:,}, ms/token and seconds to the first: {found}."
+        yield f"Tried after {length:,} tokens, ms/token and seconds to the first:"
+        yield from (f"{_took(trial)}  {name_of(trial.setting, best.setting) or 'this setting'}" for trial in level)
 
 
 def _took(trial: Tried) -> str:
+    """Two columns."""
     if trial.error is not None:
-        return f"failed ({trial.error})"
-    return f"{significant(trial.milliseconds_per_token)} and {significant(trial.first_token_seconds)}"
+        return f"{'failed':>16}"
+    return f"{significant(trial.milliseconds_per_token):>8}{significant(trial.first_token_seconds):>8}"
 
 
 def _texts(comparisons: Sequence[Comparison], way: str) -> Iterator[str]:

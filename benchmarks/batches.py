@@ -9,9 +9,10 @@ everybody has as many threads as torch takes, and each way is a process of its o
 timed is from then to the end of the last text, and tokens/s are those of all texts together. Turns are those of one
 number of prompts, way by way; every other turn is backwards. transformers reads its prompts in each turn anew.
 
-"alone" is tokens/s beside those of the same way with one prompt. llama.cpp is as in peers.py, with a bf16 cache and
-flash attention, and a slot with a cache of its own for each prompt. --link-gbps is for ours alone: the caches lie
-behind a link of that speed, and "link idle" is the share of the time in which nothing crosses it.
+"alone" is tokens/s beside those of the same way with one prompt. llama.cpp has a slot with a cache of its own for each
+prompt, and the setting that is the fastest for the first prompt alone, found as in peers.py (`setting` and `tried` in
+the JSON); transformers attends with sdpa. --link-gbps is for ours alone: the caches lie behind a link of that speed,
+and "link idle" is the share of the time in which nothing crosses it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ from decode import demo_models
 from peers import GREEDY, LLAMA_CPP, PLAIN, PROCESS, SLACK, wheel_python
 from report import about, emit, say
 
-from offload.bench.peer import Peer, model_files, open_llama_cpp
+from offload.bench.peer import Peer, llama_cpp_program, model_files, open_llama_cpp
+from offload.bench.program import find_setting
+from offload.bench.setting import Setting, Tried, fastest, name_of
 from offload.decode.tokenizer import Tokenizer
 from offload.engine import load_tokenizer
 from offload.errors import TriforceError
@@ -43,7 +46,7 @@ Way = tuple[str, Callable[[], Peer]]
 @dataclass(frozen=True)
 class Case:
     """Prompts that run at a time, of about `asked` tokens. file: llama.cpp's, or why there is none; python: that has
-    its wheel."""
+    its wheel; tried: its settings after a prompt of that length."""
 
     asked: int
     model: Path
@@ -54,6 +57,7 @@ class Case:
     python: str
     file: Path | TriforceError
     link_gbps: float | None
+    tried: list[Tried] = field(default_factory=list)
 
     def ways(self) -> list[Way]:
         link: Document = {"link_gbps": self.link_gbps}
@@ -82,9 +86,15 @@ class Case:
     def _llama_cpp(self) -> Peer:
         if isinstance(self.file, TriforceError):
             raise self.file
+        if not self.tried:
+            program = llama_cpp_program("bf16", self._start)
+            self.tried.extend(find_setting(program, self.prompts[0], on_trial=show))
         context = len(self.prompts[0]) + self.max_tokens + SLACK
-        options: Document = {"context": context, "slots": len(self.prompts), "threads": self.threads, "cache": "bf16"}
-        return open_llama_cpp(self.python, self.file, **options)
+        return self._start(fastest(self.tried).setting, context, slots=len(self.prompts))
+
+    def _start(self, setting: Setting, context: int, slots: int = 1) -> Peer:
+        assert isinstance(self.file, Path)
+        return open_llama_cpp(self.python, self.file, setting, context=context, slots=slots)
 
 
 def prompts_of(tokenizer: Tokenizer, count: int, num_tokens: int) -> list[list[int]]:
@@ -118,12 +128,21 @@ def measure(case: Case, names: Sequence[str], num_turns: int) -> list[Document]:
             shared
             | {"way": name}
             | ({"absent": absent[name]} if name in absent else measured(peers[name], rates[name]))
+            | (setting_of(case.tried) if name == LLAMA_CPP and case.tried else {})
             for name in rates
         ]
 
 
 def measured(peer: Peer, rates: list[float]) -> Document:
     return {"tokens_per_second": rates, "peak_bytes": peer.peak_bytes, **peer.about}
+
+
+def show(setting: Setting) -> None:
+    say(f"  trying {name_of(setting)}")
+
+
+def setting_of(tried: list[Tried]) -> Document:
+    return {"setting": name_of(fastest(tried).setting), "tried": [asdict(trial) for trial in tried]}
 
 
 def row_of(found: Document, alone: Document | None) -> list[str]:
@@ -140,7 +159,7 @@ def row_of(found: Document, alone: Document | None) -> list[str]:
         "" if gain is None else f"{gain:.2f}x",
         "" if found.get("link_idle") is None else f"{found['link_idle']:.2f}",
         f"{found['peak_bytes'] / 1e9:.2f}",
-        "",
+        found.get("setting", ""),
     ]
 
 
@@ -167,13 +186,14 @@ def main() -> None:
         no_wheel = isinstance(python, TriforceError)
         file = python if isinstance(python, TriforceError) else write(model, "bf16")
         for length in map(int, args.lengths.split(",")):
+            tried = list[Tried]()
             for count in map(int, args.batches.split(",")):
                 prompts = prompts_of(tokenizer, count, length)
                 wheel = "" if no_wheel else str(python)
-                case = Case(length, model, draft, prompts, args.max_tokens, threads, wheel, file, args.link_gbps)
+                case = Case(length, model, draft, prompts, args.max_tokens, threads, wheel, file, args.link_gbps, tried)
                 found += measure(case, names, args.turns)
     alone = {(row["asked"], row["way"]): row for row in found if row["prompts"] == 1}
-    columns = ["prompt", "prompts", "way", "tokens/s", "range", "for each", "alone", "link idle", "peak GB", ""]
+    columns = ["prompt", "prompts", "way", "tokens/s", "range", "for each", "alone", "link idle", "peak GB", "setting"]
     link = "" if args.link_gbps is None else f", caches over {args.link_gbps:g} GB/s"
     title = f"{model.name}, bf16, {threads} threads, {args.max_tokens} tokens of each prompt{link}"
     emit(columns, [row_of(row, alone.get((row["asked"], row["way"]))) for row in found], about(title, 0), found)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from offload.bench.llama_cpp import Way, serve
-from offload.bench.reference import Reference
+from offload.bench.reference import SDPA, Reference
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine, load_tokenizer, timed
 from offload.metrics import Stats
@@ -65,7 +65,8 @@ class Transformers:
     def __init__(self, options: dict[str, Any]) -> None:
         model, draft = folders(options)
         lookup = LOOKUP_TOKENS if options["lookup"] else None
-        self._reference = Reference(model, dtype="bf16", device="cpu", draft=draft, lookup=lookup)
+        attention = options.get("attention", SDPA)
+        self._reference = Reference(model, dtype="bf16", device="cpu", attention=attention, draft=draft, lookup=lookup)
         self.about: dict[str, Any] = {}
 
     def generate(self, request: dict[str, Any]) -> tuple[list[int], list[float]]:

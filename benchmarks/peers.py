@@ -1,7 +1,7 @@
 """Peers: this program, transformers and llama.cpp on the same weights, prompts and machine, in one run.
 
 usage: python benchmarks/peers.py [--model DIR --draft DIR] [--lengths 2048,8192,16384,30720] [--max-tokens 128]
-                                  [--turns 3] [--ways "ours, plain;llama.cpp"] [--caches f16,bf16] [--peers-env DIR]
+                                  [--turns 3] [--ways "ours, plain;llama.cpp"] [--peers-env DIR]
 
 All weights are bf16, prompts are the same token ids, texts are greedy, everybody has as many threads as torch takes,
 and each way is a process of its own, so that peak memory (files that it maps included) is its own: together they need
@@ -13,9 +13,11 @@ Q4_K_M, which the wheel cannot make.
 
 llama.cpp is the wheel xllamacpp in an environment of its own, `--peers-env` (made if it does not exist; by default in
 the user's cache folder; "none": without llama.cpp). It reads a GGUF file that is written from the same safetensors.
-Before the turns each cache (f16, bf16) and flash attention on and off is tried, and the fastest stays; so does the
-fastest of its n-gram lookups. Those remember what was written before, so each of their turns is a new process, which
-takes the prompt's rows over from plain llama.cpp. transformers reads the prompt anew in each turn with speculation.
+llama.cpp and transformers run in their fastest settings, found by short trials before the turns
+(offload/bench/program.py), which are in the JSON, `tried`. llama.cpp's is that of its draft and lookups too, and the
+fastest of its n-gram lookups is found in the same way. Those remember what was written before, so each of their turns
+is a new process, which takes the prompt's rows over from plain llama.cpp. transformers reads the prompt anew in each
+turn with speculation.
 "parts" is the first token, from 1, that is not plain decoding's: others round otherwise. llama.cpp computes its rows in
 fp32. "predicted" is our plan's ms/token and its share of the measured median. A way that cannot run is a row that says
 why.
@@ -24,14 +26,13 @@ why.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,19 @@ from decode import demo_models
 from report import about, beside, emit, say
 
 from offload.bench.comparison import first_difference
-from offload.bench.peer import ENVIRONMENT_VARIABLE, LOOKUPS, Peer, llama_cpp_python, model_files, open_llama_cpp
+from offload.bench.peer import (
+    ENVIRONMENT_VARIABLE,
+    LOOKUPS,
+    Peer,
+    llama_cpp_choices,
+    llama_cpp_program,
+    llama_cpp_python,
+    model_files,
+    open_llama_cpp,
+)
+from offload.bench.program import Program, find_setting
+from offload.bench.reference import CHOICES, SDPA
+from offload.bench.setting import Setting, fastest, name_of
 from offload.bench.trial import milliseconds_after_first
 from offload.decode.sampling import SamplingParams
 from offload.engine import load_tokenizer
@@ -51,10 +64,11 @@ from offload.plan.config import ModelConfig
 from offload.plan.files import user_folder
 
 GREEDY = SamplingParams(temperature=0.0)
-PLAIN, LLAMA_CPP, LLAMA_CPP_LOOKUPS = "ours, plain", "llama.cpp", "llama.cpp, n-grams"
+PLAIN, TRANSFORMERS = "ours, plain", "transformers"
+LLAMA_CPP, LLAMA_CPP_LOOKUPS = "llama.cpp", "llama.cpp, n-grams"
 FOUR_BITS = "llama.cpp, Q4_0"
-TRIAL_TOKENS = 24
-TRIALS = 2  # of each setting; the faster one counts
+FIRST_TOKENS = 24  # of the run that reads the prompt
+TRIALS = 2  # of each kind of lookups; the faster one counts
 SLACK = 64  # tokens of context beyond prompt and output, for what is drafted
 PROCESS = Path(__file__).parent / "peer_process.py"
 ABSENT = {
@@ -67,7 +81,7 @@ Document = dict[str, Any]
 @dataclass(frozen=True)
 class Case:
     """One prompt. files: GGUF by "target" and "draft"; python: that has the wheel, or why there is none; rows: where
-    llama.cpp leaves the rows of the prompt; caches: its types that are tried."""
+    llama.cpp leaves the rows of the prompt."""
 
     model: Path
     draft: Path | None
@@ -78,7 +92,6 @@ class Case:
     files: dict[str, Path]
     python: str | TriforceError
     rows: Path
-    caches: tuple[str, ...]
 
     def measure(self, peer: Peer, max_tokens: int = sys.maxsize) -> Document:
         """At most the case's own tokens."""
@@ -93,19 +106,29 @@ class Case:
         lengths = {"prompt_tokens": len(self.prompt), "max_tokens": self.max_tokens}
         return self._process({"speculation": speculation, **lengths}, self.draft)
 
-    def transformers(self, draft: bool = False, lookup: bool = False) -> Peer:
-        return self._process({"lookup": lookup}, self._known_draft() if draft else None)
+    def transformers(self, draft: bool = False, lookup: bool = False, attention: str = SDPA) -> Peer:
+        options = {"lookup": lookup, "attention": attention}
+        return self._process(options, self._known_draft() if draft else None)
 
-    def llama_cpp(self, setting: Document, draft: bool = False, file: str = "target", **options: Any) -> Peer:
+    def llama_cpp(self, setting: Setting, draft: bool = False, file: str = "target", **options: Any) -> Peer:
         if isinstance(self.python, TriforceError):
             raise self.python
         if draft:
             self._known_draft()
             options["draft"] = self.files["draft"]
         context = len(self.prompt) + self.max_tokens + SLACK
-        return open_llama_cpp(
-            self.python, self.files[file], context=context, threads=self.threads, **setting, **options
-        )
+        return open_llama_cpp(self.python, self.files[file], setting, context=context, **options)
+
+    def find(self, way: Way, program: Program) -> Setting:
+        """The fastest setting of `way`, and there what was tried; a way whose program does not run is absent."""
+        try:
+            tried = find_setting(program, self.prompt, on_trial=lambda setting: say(f"  trying {name_of(setting)}"))
+        except TriforceError as error:
+            way.absent = str(error)
+            return {}
+        best = fastest(tried).setting
+        way.tried, way.setting = [asdict(trial) for trial in tried], name_of(best)
+        return best
 
     def _process(self, options: Document, draft: Path | None) -> Peer:
         models = {"model": str(self.model), "draft": None if draft is None else str(draft), "threads": self.threads}
@@ -140,7 +163,7 @@ class Way:
             return
         try:
             self.peer = self.open_peer()
-            self.first_seconds = case.measure(self.peer, TRIAL_TOKENS)["first_seconds"]
+            self.first_seconds = case.measure(self.peer, FIRST_TOKENS)["first_seconds"]
         except TriforceError as error:
             self.end(str(error))
 
@@ -188,6 +211,8 @@ def ways_of(case: Case, names: list[str]) -> Iterator[Way]:
     wanted = {way.name: way for way in simple_ways(case)}
     if any(name.startswith(LLAMA_CPP) and name != FOUR_BITS for name in names or [LLAMA_CPP]):
         wanted |= {way.name: way for way in llama_cpp_ways(case, lookups=not names or LLAMA_CPP_LOOKUPS in names)}
+    if TRANSFORMERS in (names or [TRANSFORMERS]):
+        wanted[TRANSFORMERS] = transformers_way(case)
     wanted |= {name: Way(name, lambda: case.ours(False), absent=reason) for name, reason in ABSENT.items()}
     unknown = set(names) - wanted.keys()
     if unknown:
@@ -196,23 +221,36 @@ def ways_of(case: Case, names: list[str]) -> Iterator[Way]:
 
 
 def simple_ways(case: Case) -> list[Way]:
+    plain = {part: values[0] for part, values in llama_cpp_choices("bf16").items()}
     return [
         Way(PLAIN, lambda: case.ours(False)),
         Way("ours, default", lambda: case.ours(True)),
-        Way("transformers", lambda: case.transformers()),
         Way("transformers, draft", lambda: case.transformers(draft=True)),
         Way("transformers, lookups", lambda: case.transformers(lookup=True)),
-        Way(FOUR_BITS, lambda: case.llama_cpp({"cache": "f16"}, file="4 bits"), setting="another output"),
+        Way(FOUR_BITS, lambda: case.llama_cpp(plain, file="4 bits"), setting="another output"),
     ]
 
 
+def transformers_way(case: Case) -> Way:
+    way = Way(TRANSFORMERS, lambda: case.transformers(attention=str(setting["attention"])))
+    setting = case.find(
+        way,
+        Program(
+            name=TRANSFORMERS,
+            choices=CHOICES,
+            by_length=frozenset(CHOICES),
+            start=lambda setting, context: case.transformers(attention=str(setting["attention"])),
+        ),
+    )
+    return way
+
+
 def llama_cpp_ways(case: Case, *, lookups: bool) -> list[Way]:
-    """Plain with its best setting, whose process stays; then draft and lookups with the same. lookups: try them."""
-    plain = Way(LLAMA_CPP, lambda: case.llama_cpp({}))
-    setting: Document = {}
-    for cache, flash in itertools.product(case.caches, (True, False)):
-        try_setting(case, plain, setting, {"cache": cache, "flash": flash})
-    rows = rows_file(case, setting)
+    """Plain with its best setting, which reads the prompt; then draft and lookups with the same. lookups: try them."""
+    rows = case.rows / str(len(case.prompt))
+    plain = Way(LLAMA_CPP, lambda: case.llama_cpp(setting, rows=rows))
+    setting = case.find(plain, llama_cpp_program("bf16", lambda setting, context: case.llama_cpp(setting)))
+    plain.begin(case)
     n_grams = Way(LLAMA_CPP_LOOKUPS, lambda: case.llama_cpp(setting, lookup=n_grams.setting, rows=rows), fresh=True)
     n_grams.absent = plain.absent
     for lookup in LOOKUPS if lookups and not plain.absent else ():
@@ -225,28 +263,7 @@ def llama_cpp_ways(case: Case, *, lookups: bool) -> list[Way]:
     return [plain, draft, n_grams]
 
 
-def try_setting(case: Case, way: Way, best: Document, setting: Document) -> None:
-    """Keep the process of the faster of two settings, `best`, which is empty at first, and the other."""
-    try:
-        peer = case.llama_cpp(setting, rows=rows_file(case, setting))
-    except TriforceError as error:
-        way.absent = str(error)
-        return
-    first_seconds = case.measure(peer, TRIAL_TOKENS)["first_seconds"]
-    milliseconds = min(case.measure(peer, TRIAL_TOKENS)["ms"] for _ in range(TRIALS))
-    fastest = min((tried["ms"] for tried in way.tried), default=float("inf"))
-    way.tried.append(setting | {"first_token_seconds": first_seconds, "ms": milliseconds})
-    say(f"  llama.cpp, {setting}: {first_seconds:.1f} s, {milliseconds:.2f} ms/token")
-    if milliseconds >= fastest:
-        peer.close()
-        return
-    way.end()
-    best |= setting
-    way.peer, way.first_seconds = peer, first_seconds
-    way.setting = f"{setting['cache']} cache, flash attention {'on' if setting['flash'] else 'off'}"
-
-
-def try_lookup(case: Case, setting: Document, lookup: str, rows: Path) -> Document:
+def try_lookup(case: Case, setting: Setting, lookup: str, rows: Path) -> Document:
     milliseconds = []
     try:
         for _ in range(TRIALS):
@@ -255,10 +272,6 @@ def try_lookup(case: Case, setting: Document, lookup: str, rows: Path) -> Docume
     except TriforceError as error:
         return {"absent": str(error)}
     return {"ms": min(milliseconds)}
-
-
-def rows_file(case: Case, setting: Document) -> Path:
-    return case.rows / f"{len(case.prompt)}-{setting.get('cache')}-{setting.get('flash')}"
 
 
 def measure(case: Case, names: list[str], num_turns: int) -> list[Document]:
@@ -324,7 +337,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--ways", default="", help="names of rows, with ; between them (default: all)")
-    parser.add_argument("--caches", default="f16,bf16", help="llama.cpp's caches to try")
     parser.add_argument("--peers-env", default="", metavar="DIR")
     return parser.parse_args()
 
@@ -343,8 +355,7 @@ def main() -> None:
             prompt = texts.prompt(args.task, tokenizer, length)
             ends = frozenset(ModelConfig.from_folder(model).eos_token_ids)
             threads = torch.get_num_threads()
-            caches = tuple(args.caches.split(","))
-            case = Case(model, draft, prompt, args.max_tokens, ends, threads, files, python, Path(rows), caches)
+            case = Case(model, draft, prompt, args.max_tokens, ends, threads, files, python, Path(rows))
             found += measure(case, names, args.turns)
             for file in Path(rows).iterdir():
                 file.unlink()

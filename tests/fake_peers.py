@@ -8,7 +8,7 @@ from pathlib import Path
 from offload.bench.llama_cpp import __file__ as program
 
 SOURCE = f"""
-import sys
+import os, sys
 sys.path.insert(0, {str(Path(program).parent)!r})
 from llama_cpp import serve
 
@@ -17,13 +17,21 @@ class Fake:
         print("a line of the library's own")
         if options["lookup"] == "mod":
             sys.exit("no room for lookups")
-        self.about = dict(options)
+        if options["cache"] == "f32":
+            sys.exit("no room for wide rows")
+        self.held = []
+        self.about = options | dict(wait_policy=os.environ.get("OMP_WAIT_POLICY"))
     def generate(self, request):
         print("another line")
         if not request["prompt"]:
             raise ValueError("an empty prompt")
         tokens = [sum(request["prompt"]) % 256 + i for i in range(request["max_tokens"])]
-        return tokens, [0.5 + 0.25 * i for i in range(len(tokens))]
+        first = 0.5 if self.about["ubatch"] == 2048 else 0.75
+        held, self.held = self.held, request["prompt"]
+        if held and held == self.held[: len(held)] != self.held:
+            first = 0.1
+        later = 0.75 if self.about["flash"] else 0.25
+        return tokens, [first + later * i for i in range(len(tokens))]
     def generate_all(self, request):
         all = [self.generate(request | dict(prompt=prompt)) for prompt in request["prompts"]]
         return [tokens for tokens, _ in all], all[0][1][-1]
@@ -34,7 +42,9 @@ serve(Fake)
 
 def fake_environment(folder: Path) -> Path:
     """Make `folder` look like a virtual environment, whose Python runs a llama.cpp that counts upwards from the sum of
-    the prompt, a quarter of a second a token, and that has no n-gram lookups called mod."""
+    the prompt. A token takes it a quarter of a second, with flash attention three quarters; the first one half a second
+    with a ubatch of 2,048, else three quarters, or a tenth for a prompt that begins with the whole last one. It
+    has no n-gram lookups called mod, and no room for a cache in f32."""
     (folder / "bin").mkdir(parents=True)
     (folder / "fake.py").write_text(SOURCE)
     python = folder / "bin" / "python"

@@ -93,10 +93,12 @@ def test_peers_has_a_row_for_each_way_and_says_why_one_is_absent(
     assert ours["plan"]["composition"]["gamma"] > plain["plan"]["composition"]["gamma"] == 0
     assert ours["peak_bytes"] > 50e6
     assert theirs["milliseconds_per_token"] == [250]
+    assert not theirs["flash"]
     assert theirs["prefill_tokens_per_second"] == pytest.approx(2 * theirs["length"])
-    assert [(tried["cache"], tried["flash"]) for tried in theirs["tried"]] == [
-        (cache, flash) for cache in ("f16", "bf16") for flash in (True, False)
-    ]
+    assert theirs["setting"].startswith("wait policy default, flash attention off, cache f16")
+    assert theirs["setting"].endswith("ubatch 2048")
+    times = {(tried["setting"]["flash_attention"], tried["milliseconds_per_token"]) for tried in theirs["tried"]}
+    assert times == {("off", 250), ("on", 750), ("off", None)}
     assert theirs["cache"] == draft["cache"] == lookups["cache"] == "f16"
     assert draft["draft"].endswith("demo-draft-bf16.gguf")
     assert lookups["rows"]
@@ -118,6 +120,7 @@ def test_batches_has_a_row_for_each_number_of_prompts_and_way(
     assert [row["tokens_per_second"] for row in rows if row["way"] == "llama.cpp"] == [
         [pytest.approx(number * 6 / 1.75)] for number in (1, 2)
     ]
+    assert [len(row["tried"]) for row in rows if "flash attention off" in row.get("setting", "")] == [7, 7]
     assert all(row["tokens_per_second"][0] > 0 for row in rows)
     assert [row["plan"]["request"]["num_sequences"] for row in rows if "plan" in row] == [1, 1, 2, 2]
     assert "2.00x" in table

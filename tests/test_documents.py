@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import figure
 import module_docs
+import peer_tables
+
+from offload.bench.setting import Tried
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -66,6 +70,27 @@ def test_the_readmes_table_and_plot_are_what_was_measured(tmp_path: Path) -> Non
     drawn = ratios.findall((tmp_path / "plot.svg").read_text(encoding="utf-8"))
     assert len(drawn) == sum(map(len, panels.values()))
     assert drawn == ratios.findall((ROOT / "docs" / "results.svg").read_text(encoding="utf-8"))
+
+
+def test_the_tables_beside_other_programs_are_what_was_measured() -> None:
+    text = peer_tables.PAGE.read_text(encoding="utf-8")
+    assert peer_tables.page(text) == text, "run python benchmarks/peer_tables.py"
+    assert "| llama.cpp | 1.59 s | 2.11 ms | 0.15 GB | 17.59 s |" in text
+
+
+def test_settings_that_were_tried_stand_in_the_tables() -> None:
+    setting = {"flash_attention": "off", "cache": "f16"}
+    short = Tried(setting=setting, num_prompt_tokens=100, first_token_seconds=1.5, milliseconds_per_token=3.0)
+    slow = replace(short, setting=setting | {"flash_attention": "on"}, milliseconds_per_token=9.0)
+    none = Tried(setting=setting | {"cache": "f32"}, num_prompt_tokens=100, error="no room")
+    whole = replace(short, num_prompt_tokens=900, milliseconds_per_token=7.0)
+    lines = list(peer_tables.tried("llama.cpp", [{"tried": [asdict(trial) for trial in (short, slow, none, whole)]}]))
+    assert lines[0].split() == ["|", "llama.cpp,", "tried", "|", "100", "tokens", "|", "900", "tokens", "|"]
+    assert lines[2:] == [
+        "| flash attention off, cache f16 | 1.50 s, 3.00 ms | **1.50 s, 7.00 ms** |",
+        "| flash attention on, cache f16 | 1.50 s, 9.00 ms |  |",
+        "| flash attention off, cache f32 | does not run |  |",
+    ]
 
 
 def test_the_page_of_modules_is_made_from_their_docstrings() -> None:

@@ -37,8 +37,11 @@ from offload.bench.peer import (
     llama_cpp_python,
     model_files,
     open_llama_cpp,
+    without_openmp,
 )  # fmt: skip
+from offload.bench.program import Program
 from offload.bench.reference import Reference
+from offload.bench.setting import Setting
 from offload.bench.trial import milliseconds_after_first
 from offload.errors import DoesNotFit, ModelError, TriforceError, UsageError
 from offload.plan.rates import FOLDER_VARIABLE
@@ -57,11 +60,16 @@ CASES = [
     ("llama-gqa", {"rope_parameters": YARN}), ("llama-gqa", {"rope_parameters": LLAMA3}),
     ("qwen2", {"rope_parameters": LINEAR}),
 ]  # fmt: skip
+SETTING = {"wait_policy": "default", "flash_attention": "off", "cache": "f16", "threads": 1, "ubatch": 2048}
 REAL = "TRIFORCE_TEST_LLAMA_CPP"  # the folder of an environment that has xllamacpp
 
 
 def model_folder(folder: Path, family: str = "llama-gqa", **fields: object) -> Path:
     return save(random_model(family, **fields), folder / "model", tokenizer=True)
+
+
+def first_of(program: Program) -> Setting:
+    return {part: values[0] for part, values in program.choices.items()}
 
 
 def written(folder: Path, *, dtype: str) -> GGUFReader:
@@ -183,14 +191,15 @@ class TestProcess:
     @pytest.fixture
     def fake(self, tmp_path: Path) -> Iterator[Peer]:
         python = str(fake_environment(tmp_path / "env") / "bin" / "python")
-        with open_llama_cpp(python, tmp_path / "model.gguf", context=100, threads=3, cache="bf16") as fake:
+        with open_llama_cpp(python, tmp_path / "model.gguf", SETTING | {"threads": 3}, context=100) as fake:
             yield fake
 
     def test_it_is_told_its_options_and_answers_with_tokens_and_seconds(self, fake, tmp_path):
         """What the library prints is no answer."""
         assert fake.about == {
-            "model": str(tmp_path / "model.gguf"), "context": 100, "slots": 1, "threads": 3, "cache": "bf16",
-            "flash": True, "draft": None, "lookup": None, "rows": None,
+            "model": str(tmp_path / "model.gguf"), "context": 100, "slots": 1, "threads": 3,
+            "prompt_threads": torch.get_num_threads(), "cache": "f16", "flash": False, "ubatch": 2048, "draft": None,
+            "lookup": None, "rows": None, "wait_policy": None,
         }  # fmt: skip
         for prompt in ([1, 2], [3]):
             tokens, seconds = fake.generate(prompt, GREEDY, max_tokens=3, end_tokens=())
@@ -208,14 +217,23 @@ class TestProcess:
     def test_it_ends_with_whoever_asked(self, tmp_path):
         python = str(fake_environment(tmp_path / "env") / "bin" / "python")
         before = set(psutil.Process().children())
-        with open_llama_cpp(python, tmp_path, context=100, threads=1):
+        with open_llama_cpp(python, tmp_path, SETTING, context=100):
             assert set(psutil.Process().children()) - before
         assert not set(psutil.Process().children()) - before
 
     def test_one_that_does_not_start_says_why(self, tmp_path):
         python = str(fake_environment(tmp_path / "env") / "bin" / "python")
         with pytest.raises(TriforceError, match="no room for lookups"):
-            open_llama_cpp(python, tmp_path, context=100, threads=1, lookup="mod")
+            open_llama_cpp(python, tmp_path, SETTING, context=100, lookup="mod")
+
+    def test_how_its_threads_wait_is_its_setting_and_nothing_of_ours(self, tmp_path, monkeypatch):
+        """What OpenMP reads is chosen for this program, and may slow another one."""
+        monkeypatch.setenv("OMP_WAIT_POLICY", "1")
+        assert without_openmp({"OMP_X": "1", "GOMP_X": "1", "KMP_X": "1", "PATH": "/bin"}) == {"PATH": "/bin"}
+        python = str(fake_environment(tmp_path / "env") / "bin" / "python")
+        for policy, found in (("default", None), ("passive", "passive")):
+            with open_llama_cpp(python, tmp_path, SETTING | {"wait_policy": policy}, context=100) as fake:
+                assert fake.about["wait_policy"] == found
 
     def test_tokens_that_come_together_are_timed_after_the_first_moment(self):
         assert milliseconds_after_first([1.0, 1.5, 1.5, 2.0]) == pytest.approx(1000 / 3)
@@ -224,6 +242,11 @@ class TestProcess:
 
 
 class TestWheel:
+    def test_it_is_not_run_beside_threads_that_wait_awake_for_ever(self, monkeypatch):
+        monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+        with pytest.raises(UsageError, match=r"OMP_WAIT_POLICY is ACTIVE.*unset it"):
+            llama_cpp_python()
+
     def test_where_it_is_absent_the_error_says_what_to_do(self, monkeypatch):
         monkeypatch.setattr(peer, "find_spec", lambda name: None)
         with pytest.raises(UsageError, match=f"pip install xllamacpp.*{ENVIRONMENT_VARIABLE}"):
@@ -249,7 +272,7 @@ class TestWheel:
         plan = tiny_plan(model, None, replace(Sizes(), capacity=200), num_prompt_tokens=150, max_tokens=20)
         with tiny_engine(plan, model) as engine:
             ours = [token for step in engine.generate(prompt, GREEDY, max_tokens=20) for token in step.tokens]
-        with llama_cpp_of(model, dtype="fp32", context=200) as llama_cpp:
+        with llama_cpp_of(model, dtype="fp32") as program, program.start(first_of(program), 200) as llama_cpp:
             for _ in range(2):
                 theirs, seconds = llama_cpp.generate(prompt, GREEDY, max_tokens=20, end_tokens=[TOKENIZER_SIZE - 1])
                 assert theirs == ours
@@ -273,23 +296,37 @@ class TestTransformers:
 
 
 def test_bench_measures_llama_cpp_beside_us(tmp_path, triforce, monkeypatch):
-    """A llama.cpp that counts upwards, a quarter of a second a token."""
+    """A llama.cpp that counts upwards, a quarter of a second a token. Bug: one process for all contexts had read the
+    beginning of the second prompt with the first, so that it seemed to read it faster."""
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(fake_environment(tmp_path / "env")))
+    fewer = {part: (value,) for part, value in SETTING.items()}
+    fewer |= {"flash_attention": ("on", "off"), "cache": ("f16", "f32")}
+    monkeypatch.setattr(peer, "llama_cpp_choices", lambda dtype: fewer)
     model = model_folder(tmp_path, vocab_size=TOKENIZER_SIZE)
     (tmp_path / "text.txt").write_text("A line of text. " * 20)
-    args = ("--model", str(model), "--prompt-file", str(tmp_path / "text.txt"), "--contexts", "100,200", "--device")
-    args = ("bench", *args, "cpu", "--max-tokens", "8", "--repeats", "1", "--against", "llama.cpp", "--quiet")
-    code, out, err = triforce(*args, "--json")
+    args = ("bench", "--model", str(model), "--prompt-file", str(tmp_path / "text.txt"), "--device", "cpu", "--quiet")
+    args = (*args, "--dtype", "bf16", "--max-tokens", "8", "--repeats", "1", "--against", "llama.cpp", "--contexts")
+    code, out, err = triforce(*args, "100,200", "--json")
     assert (code, err) == (0, "")
     for context in json.loads(out)["contexts"]:
         assert context["milliseconds_per_token"]["llama.cpp"]["median"] == pytest.approx(250)
         assert context["prefill_tokens_per_second"]["llama.cpp"] == pytest.approx((context["context"] - 8) / 0.5)
         assert context["first_difference_from_plain"]["llama.cpp"] is not None
+        found, tried = context["other"]["setting"], context["other"]["tried"]
+        assert found == SETTING
+        assert {(trial["setting"]["flash_attention"], trial["milliseconds_per_token"]) for trial in tried} == {
+            ("off", 250), ("on", 750), ("off", None),
+        }  # fmt: skip
+        assert [trial["setting"]["cache"] for trial in tried if trial["error"]] == ["f32"]
         assert {"plain", "llama.cpp"} == context["ratios"].keys()
-    code, out, _ = triforce(*args)
+    code, out, _ = triforce(*args, "100")
     assert code == 0
-    assert "llama.cpp, ms/token               250          250" in out
+    assert "llama.cpp, ms/token               250" in out
     assert "llama.cpp wrote other tokens (from token" in out
+    said = " ".join(out.split())
+    assert "At 100 tokens llama.cpp ran with wait policy default, flash attention off, cache f16" in said
+    table = ["Tried after 92 tokens, ms/token and seconds to the first:", "750 0.50 flash attention on"]
+    assert " ".join([*table, "250 0.50 this setting", "failed cache f32"]) in said
 
 
 def test_bench_without_the_wheel_says_what_to_do(triforce, monkeypatch):

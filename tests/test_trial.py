@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor
+from torch.nn import Module
+from transformers.models.llama import modeling_llama
 
 from models import GREEDY, TOKENIZER_SIZE, Sizes, random_tokens, save_pair, tiny_engine, tiny_plan
 from offload.bench.comparison import PLAIN, TRANSFORMERS, TRIFORCE, Comparison, Run
@@ -150,6 +153,25 @@ class TestReference:
         assert len(moments) == 6
         stopped, _ = reference.generate(other, GREEDY, max_tokens=6, end_tokens={fresh[2]})
         assert stopped == fresh[: fresh.index(fresh[2]) + 1]
+
+    def test_eager_attention_decodes_what_sdpa_has_read(self, folder, prompt, monkeypatch):
+        """All of the prompt at once in eager attention is a matrix of the prompt with itself."""
+        texts, rows, eager = dict[str, list[int]](), set[int](), modeling_llama.eager_attention_forward
+
+        def spy(layer: Module, query: Tensor, *others: object, **named: object) -> object:
+            rows.add(query.shape[2])
+            return eager(layer, query, *others, **named)
+
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", spy)
+        for attention in ("sdpa", "eager"):
+            reference = Reference(folder / "target", dtype="fp32", device="cpu", attention=attention)
+            texts[attention] = []
+            for asked in (prompt, prompt, prompt[::-1]):
+                text, moments = reference.generate(asked, GREEDY, max_tokens=8, end_tokens=())
+                texts[attention] += text
+                assert len(moments) == 8
+        assert texts["sdpa"] == texts["eager"]
+        assert rows == {1}
 
     def test_settings_that_a_folder_brings_do_not_count(self, folder, tmp_path, prompt):
         """Bug: a repetition penalty in generation_config.json made transformers sample from another distribution."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from offload.metrics import LevelStats, Spread, Stats
 
 if TYPE_CHECKING:
+    from offload.bench.setting import Tried
     from offload.plan.planner import Plan
 
 WAYS = PLAIN, TRIFORCE, TRANSFORMERS, LLAMA_CPP = "plain", "triforce", "transformers", "llama.cpp"
@@ -35,12 +36,14 @@ class Run:
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Of one prompt. prefill_rates: prompt tokens per second by way, each measured once; plain decoding and TriForce
-    share theirs. runs: every way in every turn. greedy: all are to write the same text."""
+    share theirs. runs: every way in every turn. greedy: all are to write the same text. tried: settings of the other
+    program, of which it ran in the fastest."""
 
     plan: Plan
     greedy: bool
     prefill_rates: dict[str, float]
     runs: tuple[Run, ...]
+    tried: tuple[Tried, ...] = ()
 
     @property
     def predicted_milliseconds(self) -> dict[str, float]:

@@ -67,10 +67,11 @@ class LlamaCpp:
     """A server inside this process. Each of its slots keeps the rows of its last prompt for the next."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        """options: `model`, a GGUF file of ours; `context`, tokens of each of `slots`; `threads`; `cache`, "f16" or
-        "bf16"; `flash`, whether to use flash attention; `draft`, a GGUF file or null; `lookup`, a kind of n-gram
-        lookups or null; `rows`, a file or null: the rows of the first prompt are written there, or read from there if
-        it exists."""
+        """options: `model`, a GGUF file of ours; `context`, tokens of each of `slots`; `threads` that decode,
+        `prompt_threads` that read prompts; `cache`, "f16", "bf16" or "f32"; `flash`, whether to use flash attention;
+        `ubatch`, tokens of a prompt that are computed at a time; `draft`, a GGUF file or null; `lookup`, a kind of
+        n-gram lookups or null; `rows`, a file or null: the rows of the first prompt are written there, or read from
+        there if it exists."""
         import xllamacpp
 
         params = xllamacpp.CommonParams()
@@ -79,7 +80,9 @@ class LlamaCpp:
         params.kv_unified, params.n_gpu_layers = False, 0  # no sequence attends beside another's rows
         params.cache_ram_mib = params.n_ctx_checkpoints = 0  # copies of prompts, which are not asked for again
         params.verbosity = 1  # errors and warnings
-        _set_threads(params, options["threads"])
+        params.n_ubatch = options["ubatch"]
+        params.n_batch = max(params.n_batch, params.n_ubatch)
+        _set_threads(params, options)
         cache = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{options['cache'].upper()}")
         params.cache_type_k = params.cache_type_v = cache
         flash = "ENABLED" if options["flash"] else "DISABLED"
@@ -89,7 +92,7 @@ class LlamaCpp:
             kind, draft = "DRAFT_SIMPLE", params.speculative.draft
             draft.mparams.path, draft.n_gpu_layers = options["draft"], 0
             draft.cache_type_k, draft.cache_type_v = params.cache_type_k, params.cache_type_v
-            _set_threads(draft, options["threads"])
+            _set_threads(draft, options)
         if kind:
             types = xllamacpp.common_speculative_type
             params.speculative.types = [getattr(types, f"COMMON_SPECULATIVE_TYPE_{kind}")]
@@ -149,8 +152,8 @@ class LlamaCpp:
         urllib.request.urlopen(urllib.request.Request(place, body, {"Content-Type": "application/json"})).close()
 
 
-def _set_threads(params: Any, threads: int) -> None:
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+def _set_threads(params: Any, options: dict[str, Any]) -> None:
+    params.cpuparams.n_threads, params.cpuparams_batch.n_threads = options["threads"], options["prompt_threads"]
 
 
 def _completion(request: dict[str, Any]) -> dict[str, Any]:
@@ -160,6 +163,7 @@ def _completion(request: dict[str, Any]) -> dict[str, Any]:
         "prompt": request["prompt"],
         "max_tokens": request["max_tokens"],
         "samplers": ["temperature", "top_k", "top_p", "min_p"],
+        "ignore_eos": not request["end_tokens"],
         "cache_prompt": True,
         "stream": True,
     }

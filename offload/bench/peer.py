@@ -12,20 +12,21 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import torch
 
 from offload.bench import llama_cpp
 from offload.bench.gguf_file import write_gguf
+from offload.bench.program import Program
+from offload.bench.setting import Setting
 from offload.decode.sampling import SamplingParams
 from offload.errors import TriforceError, UsageError
 from offload.plan.files import user_folder
 from offload.plan.rates import FOLDER_VARIABLE
 
 ENVIRONMENT_VARIABLE = "TRIFORCE_LLAMA_CPP"
-Cache = Literal["f16", "bf16", "f32"]
 LOOKUPS = ("simple", "map_k", "map_k4v", "mod", "cache")  # n-gram lookups that the wheel has
 
 
@@ -35,12 +36,24 @@ class Peer:
     about: what it last said of itself. An error of the process is a TriforceError with its last words.
     """
 
-    def __init__(self, name: str, command: Sequence[str], options: Mapping[str, Any]) -> None:
-        """Start it and wait until it is loaded. name: for messages."""
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        options: Mapping[str, Any],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start it and wait until it is loaded. name: for messages; environment: in place of ours."""
         self.name = name
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
+            env=environment,
         )
         try:
             self._ask(options)
@@ -130,7 +143,12 @@ def _request(sampling: SamplingParams, max_tokens: int, end_tokens: Collection[i
 
 def llama_cpp_python() -> str:
     """The Python that has the xllamacpp wheel: of the environment whose folder TRIFORCE_LLAMA_CPP names, or else this
-    one. Raises UsageError where there is none."""
+    one. Raises UsageError where there is none, and where our idle threads would take its cores."""
+    policy = os.environ.get("OMP_WAIT_POLICY", "")
+    if policy.lower() == "active":
+        raise UsageError(
+            f"OMP_WAIT_POLICY is {policy}: between its turns this program would keep the cores from llama.cpp; unset it"
+        )
     if folder := os.environ.get(ENVIRONMENT_VARIABLE):
         python = Path(folder).expanduser() / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
         if not python.exists():
@@ -144,48 +162,73 @@ def llama_cpp_python() -> str:
     return sys.executable
 
 
+def llama_cpp_choices(dtype: str) -> dict[str, Sequence[str | int]]:
+    """What `open_llama_cpp` can set, for weights in `dtype`. Caches round no more than weights do. wait_policy first:
+    beside other work a token takes many times as long where threads wait awake, which hides all else."""
+    threads = torch.get_num_threads()
+    return {
+        "wait_policy": ("default", "passive"),
+        "flash_attention": ("off", "on"),
+        "cache": {"bf16": ("f16", "bf16", "f32"), "fp16": ("f16", "f32"), "fp32": ("f32",)}[dtype],
+        "threads": tuple(dict.fromkeys((threads, (threads + 1) // 2))),
+        "ubatch": (512, 128, 2048),
+    }
+
+
 def open_llama_cpp(
     python: str,
     model: Path,
+    setting: Setting,
     *,
     context: int,
     slots: int = 1,
-    threads: int,
-    cache: Cache = "f16",
-    flash: bool = True,
     draft: Path | None = None,
     lookup: str | None = None,
     rows: Path | None = None,
 ) -> Peer:
-    """llama.cpp with a GGUF file that `gguf_file` wrote. context: tokens of prompt and output, of each of
-    `slots` prompts that run at a time. lookup: of LOOKUPS; what
-    they look up they keep, so a text that is written again is found in the first. rows: a file that the rows of the
-    first prompt are written to, or read from if it is there, with the same cache and flash. Raises TriforceError."""
+    """llama.cpp with a GGUF file that `gguf_file` wrote. setting: a value of each of `llama_cpp_choices`; a prompt is
+    read by as many threads as torch has. context: tokens of prompt and output, of each of `slots` prompts that run at a
+    time. lookup: of LOOKUPS; what they look up they keep, so a text that is written again is found in the first. rows:
+    a file that the rows of the first prompt are written to, or read from if it is there, with the same cache and flash
+    attention. Raises TriforceError."""
     options = {
         "model": str(model),
         "context": context,
         "slots": slots,
-        "threads": threads,
-        "cache": cache,
-        "flash": flash,
+        "threads": setting["threads"],
+        "prompt_threads": torch.get_num_threads(),
+        "cache": setting["cache"],
+        "flash": setting["flash_attention"] == "on",
+        "ubatch": setting["ubatch"],
         "draft": None if draft is None else str(draft),
         "lookup": lookup,
         "rows": None if rows is None else str(rows),
     }
-    return Peer("llama.cpp", [python, llama_cpp.__file__], options)
+    environment = without_openmp(os.environ)
+    if setting["wait_policy"] == "passive":
+        environment["OMP_WAIT_POLICY"] = "passive"
+    return Peer("llama.cpp", [python, llama_cpp.__file__], options, environment)
+
+
+def without_openmp(environment: Mapping[str, str]) -> dict[str, str]:
+    """It without what OpenMP's runtimes read: that is chosen for this program, not for another one."""
+    return {name: value for name, value in environment.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
 
 
 @contextmanager
-def llama_cpp_of(folder: Path, *, dtype: str, context: int) -> Iterator[Peer]:
-    """llama.cpp with the model in `folder`, its weights in `dtype` (bf16, fp16 or fp32), its cache in fp16 (in fp32 for
-    fp32 weights), flash attention, and as many threads as torch has. Raises UsageError, ModelError, DoesNotFit,
-    TriforceError."""
+def llama_cpp_of(folder: Path, *, dtype: str) -> Iterator[Program]:
+    """llama.cpp with the model in `folder`, its weights in `dtype` (bf16, fp16 or fp32). Raises UsageError, ModelError,
+    DoesNotFit."""
     python = llama_cpp_python()
     with model_files() as write:
         file = write(folder, dtype)
-        cache: Cache = "f32" if dtype == "fp32" else "f16"
-        with open_llama_cpp(python, file, context=context, threads=torch.get_num_threads(), cache=cache) as peer:
-            yield peer
+        yield llama_cpp_program(dtype, lambda setting, context: open_llama_cpp(python, file, setting, context=context))
+
+
+def llama_cpp_program(dtype: str, start: Callable[[Setting, int], Peer]) -> Program:
+    """start: as `Program` says. dtype: of its weights."""
+    by_length = frozenset({"flash_attention", "cache"})
+    return Program(name="llama.cpp", choices=llama_cpp_choices(dtype), by_length=by_length, start=start)
 
 
 @contextmanager

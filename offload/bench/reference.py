@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +14,33 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, L
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from offload.bench.program import Program
+from offload.bench.setting import Setting
 from offload.decode.sampling import SamplingParams
 from offload.errors import DoesNotFit, TriforceError
 from offload.model.loading import DTYPES
+
+SDPA, EAGER = "sdpa", "eager"
+CHOICES = {"attention": (SDPA, EAGER)}
 
 
 class Reference:
     """A model folder. Its cache is transformers' usual one, all of it on the device, as are the weights."""
 
     def __init__(
-        self, model: Path, *, dtype: str, device: str, draft: Path | None = None, lookup: int | None = None
+        self,
+        model: Path,
+        *,
+        dtype: str,
+        device: str,
+        attention: str = SDPA,
+        draft: Path | None = None,
+        lookup: int | None = None,
     ) -> None:
-        """dtype: bf16, fp16 or fp32. draft, lookup: speculate with this model, or with so many tokens that followed the
-        last ones in the prompt. Raises DoesNotFit, TriforceError."""
+        """dtype: bf16, fp16 or fp32. attention: "sdpa" or "eager", of decoding; prompts are read with sdpa, since eager
+        attention makes a matrix of the prompt with itself. draft, lookup: speculate with this model, or with so many
+        tokens that followed the last ones in the prompt; with sdpa alone. Raises DoesNotFit, TriforceError."""
+        assert attention == SDPA or (draft is None and lookup is None)
         logging.disable_progress_bar()  # the command line shows its own
         logging.set_verbosity_error()
         try:
@@ -36,7 +52,7 @@ class Reference:
             raise _too_large(device) from error
         except (OSError, ValueError, ImportError) as error:
             raise TriforceError(f"transformers cannot load {model}: {error}; leave out --against") from error
-        self._device = device
+        self._device, self._attention = device, attention
         self._prompt: list[int] = []
         self._cache: Any = None
 
@@ -54,6 +70,8 @@ class Reference:
         torch.manual_seed(sampling.seed or 0)
         start = time.perf_counter()
         try:
+            if self._attention != SDPA:
+                self._read(ids[:, self._cache.get_seq_length() : -1])
             output = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -68,6 +86,14 @@ class Reference:
         except torch.OutOfMemoryError as error:
             raise _too_large(self._device) from error
         return output[0, len(prompt) :].tolist(), [moment - start for moment in clock.moments[len(prompt) :]]
+
+    def _read(self, ids: torch.Tensor) -> None:
+        """All of a new prompt but its last token, of one that is held nothing. Then switch to the attention asked."""
+        if ids.shape[1] > 0:
+            self._model.set_attn_implementation(SDPA)
+            with torch.inference_mode():
+                self._model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        self._model.set_attn_implementation(self._attention)
 
     def generate_all(
         self, prompts: Sequence[Sequence[int]], *, max_tokens: int, end_tokens: Collection[int]
@@ -85,6 +111,17 @@ class Reference:
             do_sample=False,
         )
         return output[:, ids.shape[1] + 1 :].tolist(), time.perf_counter() - read.end
+
+
+def transformers_of(folder: Path, *, dtype: str, device: str) -> Program:
+    """transformers with the model in `folder`, in this process."""
+
+    @contextmanager
+    def start(setting: Setting, context: int) -> Iterator[Reference]:
+        yield Reference(folder, dtype=dtype, device=device, attention=str(setting["attention"]))
+        gc.collect()
+
+    return Program(name="transformers", choices=CHOICES, by_length=frozenset({"attention"}), start=start)
 
 
 class _FirstPass(LogitsProcessor):

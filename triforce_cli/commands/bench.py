@@ -6,7 +6,7 @@ import gc
 import hashlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -25,10 +25,12 @@ from triforce_cli.signals import Terminated, deferred
 
 if TYPE_CHECKING:
     from offload.bench.comparison import Comparison
+    from offload.bench.program import Program
+    from offload.bench.setting import Setting, Tried
     from offload.bench.trial import Other, Step, Trial
     from offload.decode.sampling import SamplingParams
     from offload.plan.options import Options
-    from offload.plan.planner import Plan
+    from offload.plan.planner import PlannedRequest
     from offload.plan.request import Request
 
 USUAL_CONTEXTS = (4096, 8192, 16384)
@@ -64,8 +66,9 @@ Against = Annotated[
     Literal["none", "transformers", "llama.cpp"],
     option(
         "--against",
-        "Measure another program too, on the same weights and dtype: transformers' own generate, or llama.cpp, which "
-        "needs the package xllamacpp here or in a virtual environment that TRIFORCE_LLAMA_CPP names.",
+        "Measure another program too, in its fastest setting, which short trials find, on the same weights and dtype: "
+        "transformers' own generate, or llama.cpp, which needs the package xllamacpp here or in a virtual environment "
+        "that TRIFORCE_LLAMA_CPP names.",
         BENCH,
     ),
 ]
@@ -157,9 +160,9 @@ class Bench:
         output.planned(*(trial.plan for trial in trials))
         findings.begin(self._about(text, environment()))
         left = TimeLeft([trial.predicted_seconds(step) for trial in trials for step in trial.steps])
-        with self._other(trials[-1].plan, output) as other:
+        with self._program(trials[-1].plan.request, output) as program:
             for trial in trials:
-                comparison = self._compare(trial, prepared, other, left, output)
+                comparison = self._compare(trial, prepared, program, left, output)
                 findings.add(comparison)
                 output.note(render_bench.summary_line(comparison))
 
@@ -185,18 +188,32 @@ class Bench:
         return trials
 
     def _compare(
-        self, trial: Trial, prepared: Prepared, other: Other | None, left: TimeLeft, output: Output
+        self, trial: Trial, prepared: Prepared, program: Program | None, left: TimeLeft, output: Output
     ) -> Comparison:
-        """Run one trial on an engine of its own, whose memory is freed afterwards."""
+        """Run one trial on an engine of its own, whose memory is freed afterwards. The other program's setting is found
+        before, while nothing else is loaded."""
 
         def show(step: Step) -> None:
             output.wait(render_bench.step_line(trial, step, left.next_step()))
 
-        with open_engine(prepared, trial.plan, on_progress=output.progress) as engine:
-            comparison = trial.run(engine, other, on_step=show, on_progress=output.progress)
-        del engine
+        with self._at_its_best(program, trial, output) as (other, tried):
+            with open_engine(prepared, trial.plan, on_progress=output.progress) as engine:
+                comparison = trial.run(engine, other, on_step=show, on_progress=output.progress)
+            del engine
         gc.collect()
-        return comparison
+        return replace(comparison, tried=tuple(tried))
+
+    def _at_its_best(
+        self, program: Program | None, trial: Trial, output: Output
+    ) -> AbstractContextManager[tuple[Other | None, Sequence[Tried]]]:
+        if program is None:
+            return nullcontext((None, ()))
+        from offload.bench.program import at_its_best
+
+        def show(setting: Setting) -> None:
+            output.wait(render_bench.trial_line(trial, program.name, setting))
+
+        return at_its_best(program, trial.prompt, context=trial.plan.request.capacity, on_trial=show)
 
     def _context_lengths(self, num_tokens: int, limit: int) -> list[int]:
         """The contexts asked for, or the usual ones. num_tokens: of the text. Raises UsageError, DoesNotFit."""
@@ -221,19 +238,18 @@ class Bench:
         output.note(f"no --prompt-file given: the prompts are {LIBRARY}")
         return library_text()
 
-    def _other(self, plan: Plan, output: Output) -> AbstractContextManager[Other | None]:
-        """The program to measure against, loaded. plan: of the longest context."""
-        request = plan.request
+    def _program(self, planned: PlannedRequest, output: Output) -> AbstractContextManager[Program | None]:
+        """The program to measure against."""
         if self.against is None:
             return nullcontext()
         output.wait(f"loading {self.against}")
         if self.against == "llama.cpp":
             with deferred():
                 from offload.bench.peer import llama_cpp_of
-            return llama_cpp_of(self.models.target, dtype=request.dtype, context=request.capacity)
+            return llama_cpp_of(self.models.target, dtype=planned.dtype)
         with deferred():
-            from offload.bench.reference import Reference
-        return nullcontext(Reference(self.models.target, dtype=request.dtype, device=request.device))
+            from offload.bench.reference import transformers_of
+        return nullcontext(transformers_of(self.models.target, dtype=planned.dtype, device=planned.device))
 
     def _about(self, text: str, environment: dict[str, object]) -> dict[str, object]:
         """The part of the JSON that all contexts share."""

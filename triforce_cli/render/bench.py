@@ -8,10 +8,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from offload.bench.comparison import LLAMA_CPP, OTHERS, PLAIN, TRANSFORMERS, TRIFORCE
+from offload.bench.setting import fastest, name_of
 from triforce_cli.render.text import duration, levels_of, significant
 
 if TYPE_CHECKING:
     from offload.bench.comparison import Comparison
+    from offload.bench.setting import Setting, Tried
     from offload.bench.trial import Step, Trial
     from offload.metrics import Spread
 
@@ -34,7 +36,8 @@ def report(comparisons: Sequence[Comparison], *, width: int) -> str:
 
 def document(comparison: Comparison) -> dict[str, Any]:
     """The JSON of one context. ratios: the time of each way over that of TriForce.
-    first_difference_from_plain: the token, from 0, or null where all are the same; null for all of a sampled text."""
+    first_difference_from_plain: the token, from 0, or null where all are the same; null for all of a sampled text.
+    other: the other program's setting, and all that were tried; null where there is none."""
     others = [way for way in comparison.ways if way != TRIFORCE]
     return {
         "context": comparison.plan.request.capacity,
@@ -45,6 +48,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "acceptance": comparison.acceptance,
         "tokens_per_pass": comparison.tokens_per_pass,
         "first_difference_from_plain": _differences(comparison) if comparison.greedy else None,
+        "other": _other(comparison.tried),
         "plan": comparison.plan.as_dict(),
         "runs": [
             {
@@ -59,6 +63,12 @@ def document(comparison: Comparison) -> dict[str, Any]:
     }
 
 
+def _other(tried: Sequence[Tried]) -> dict[str, Any] | None:
+    if not tried:
+        return None
+    return {"setting": dict(fastest(tried).setting), "tried": [asdict(trial) for trial in tried]}
+
+
 def _differences(comparison: Comparison) -> dict[str, int | None]:
     return {way: comparison.first_difference(way) for way in comparison.ways if way != PLAIN}
 
@@ -68,6 +78,11 @@ def step_line(trial: Trial, step: Step, seconds_left: float | None) -> str:
     turn = f"{step.turn} of {trial.repeats}" if step.turn else "warm-up"
     left = "" if seconds_left is None else f", {duration(seconds_left)} left"
     return f"{trial.plan.request.capacity:,} tokens: {NAMES[step.way]}, {turn}{left}"
+
+
+def trial_line(trial: Trial, program: str, tried: Setting) -> str:
+    """The setting that is being tried: "8,192 tokens: trying llama.cpp with flash attention off, cache f16" """
+    return f"{trial.plan.request.capacity:,} tokens: trying {program} with {name_of(tried)}"
 
 
 def summary_line(comparison: Comparison) -> str:
@@ -134,10 +149,32 @@ def _remarks(comparisons: Sequence[Comparison]) -> Iterator[str]:
         if composition.levels == ("target",):
             how = f"drafts come from {levels_of(composition)}" if composition.gamma else "nothing is drafted"
             yield f"At {comparison.plan.request.capacity:,} tokens {how}: the plan sees nothing to gain from more."
+    for comparison in comparisons:
+        yield from _settings(comparison)
     if first.greedy:
         yield from (line for way in first.ways if way != PLAIN for line in _texts(comparisons, way))
     else:
         yield "Texts were sampled: each way drew its own, so ratios compare what was drawn, too (--temperature 0)."
+
+
+def _settings(comparison: Comparison) -> Iterator[str]:
+    """The other program's setting, and beside it what the others would have taken: a reader can check the choice."""
+    if not comparison.tried:
+        return
+    way = next(NAMES[way] for way in comparison.ways if way in OTHERS)
+    best = fastest(comparison.tried)
+    yield f"At {comparison.plan.request.capacity:,} tokens {way} ran with {name_of(best.setting)}."
+    for length in dict.fromkeys(trial.num_prompt_tokens for trial in comparison.tried):
+        level = [trial for trial in comparison.tried if trial.num_prompt_tokens == length]
+        yield f"Tried after {length:,} tokens, ms/token and seconds to the first:"
+        yield from (f"{_took(trial)}  {name_of(trial.setting, best.setting) or 'this setting'}" for trial in level)
+
+
+def _took(trial: Tried) -> str:
+    """Two columns."""
+    if trial.error is not None:
+        return f"{'failed':>16}"
+    return f"{significant(trial.milliseconds_per_token):>8}{significant(trial.first_token_seconds):>8}"
 
 
 def _texts(comparisons: Sequence[Comparison], way: str) -> Iterator[str]:

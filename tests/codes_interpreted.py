@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-import interpreter
+from interpreter import without_idle_work
 from offload.kernels.card.codes import GROUPS, ROWS, TILES, product, split_groups
 from offload.kernels.card.remainders import restore
 from offload.kernels.codes import GROUP, TILE, Codes, encode_with_torch
@@ -23,7 +23,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
 SHAPES = [(144, 11 * 64), (48, 192), (16, 27 * 64), (16, 64)]  # of 2, 1, 4 and 1 splits
 
-interpreter.without_idle_work()
+without_idle_work()
 
 
 @pytest.fixture(params=[4, 6])

@@ -6,6 +6,7 @@ Only in a process that was started with TRITON_INTERPRET=1.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ def products_by_row(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
+@cache
 def without_idle_work() -> None:
     """Leave out what takes the interpreter most of its time and changes nothing: it replaces Triton's operators at
     every call of a function, sums up what could overflow and looks at it only when debugging, and makes a table of

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from interpreter import without_idle_work
 from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.cache.chosen import ChosenCodes
 from offload.cache.fetch import CardFetch
@@ -30,6 +31,8 @@ PROMPT = random_tokens(200, seed=7)  # a few groups, and a tail
 OTHER = PROMPT[:130] + random_tokens(50, seed=8)
 SIZES = Sizes(gamma=4, budget=0, kv_bits=4, page=32, pages=4, capacity=256, rows=8, prefill_block=64)
 PLAIN = replace(SIZES, gamma=0, kv_bits=16)
+
+without_idle_work()
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from interpreter import without_idle_work
 from offload.kernels.card.codes import GROUPS, ROWS, TILES, product, split_groups
 from offload.kernels.card.remainders import restore
 from offload.kernels.codes import GROUP, TILE, Codes, encode_with_torch
@@ -20,7 +21,9 @@ from offload.kernels.remainders import split_off_with_torch
 DTYPES = [torch.bfloat16, torch.float16]
 # Against fp64 with the same rounded weights. The interpreter cuts bf16 off where a card rounds.
 TOLERANCE = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
-SHAPES = [(16, 64), (48, 192), (144, 19 * 64), (272, 24 * 64), (16, 43 * 64)]
+SHAPES = [(144, 11 * 64), (48, 192), (16, 27 * 64), (16, 64)]  # of 2, 1, 4 and 1 splits
+
+without_idle_work()
 
 
 @pytest.fixture(params=[4, 6])
@@ -63,14 +66,16 @@ def _memory_is_written_before_it_is_read_and_no_further(monkeypatch: pytest.Monk
     assert all(bool((rest == 7.0).all()) for rest in behind)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_one_number_find_every_weight(bits: int, dtype: torch.dtype) -> None:
     """At its place, with the step and the least number of its group: the matrix itself comes out."""
-    codes = made_up(48, 5 * GROUP, bits, seed=1)
-    out = product(torch.eye(5 * GROUP, dtype=dtype), codes, None)
+    codes = made_up(48, 3 * GROUP, bits, seed=1)
+    out = product(torch.eye(3 * GROUP, dtype=dtype), codes, None)
     assert torch.equal(out, codes.matrix(dtype).T)
 
 
+@pytest.mark.deep
 def test_weights_are_rounded_as_those_of_the_matrix(bits: int) -> None:
     """Encoded ones, which are no few bits long."""
     codes = Codes(torch.zeros(Codes.shape_of_blocks((37, 2 * GROUP), bits), dtype=torch.uint8))
@@ -80,14 +85,14 @@ def test_weights_are_rounded_as_those_of_the_matrix(bits: int) -> None:
     assert not torch.equal(out.float(), codes.matrix(torch.float32).T)
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_products_are_those_of_fp64(bits: int, outputs: int, inputs: int, dtype: torch.dtype, bias: bool) -> None:
+def test_products_are_those_of_fp64(bits: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
     """Outputs are no multiple of a program's, groups none of a split's or of those at a time."""
     codes = made_up(outputs, inputs, bits, seed=3)
-    added = normal(outputs, seed=4).to(dtype) if bias else None
-    for num_rows in (1, 3, ROWS, 2 * ROWS + 1):
+    bias = normal(outputs, seed=4).to(dtype)
+    for num_rows, added in ((1, None), (3, bias), (ROWS, bias), (ROWS + 1, None)):
         x = normal(num_rows, inputs, seed=num_rows).to(dtype)
         wanted = in_fp64(x, codes, added)
         out = product(x, codes, added)
@@ -95,20 +100,22 @@ def test_products_are_those_of_fp64(bits: int, outputs: int, inputs: int, dtype:
         assert_close(out.double(), wanted, rtol=TOLERANCE[dtype], atol=1e-5 * float(wanted.abs().max()))
 
 
+@pytest.mark.deep
 def test_rows_may_lie_apart(bits: int) -> None:
     codes, x = made_up(32, 128, bits, seed=5), normal(5, 256, seed=6).half()
     assert torch.equal(product(x[::2, 64:192], codes, None), product(x[::2, 64:192].contiguous(), codes, None))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_rows_bits_are_those_of_the_row_alone(bits: int, dtype: torch.dtype) -> None:
-    """Among 1 to 40 rows, wherever it is among them; one of these is NaN."""
-    most, inputs = 40, 11 * GROUP
-    codes, x = made_up(144, inputs, bits, seed=7), normal(most, inputs, seed=8).to(dtype)
+    """Among 1 to 24 rows, wherever it is among them, over two splits; one of these is NaN."""
+    most, inputs = ROWS + 8, 11 * GROUP
+    codes, x = made_up(32, inputs, bits, seed=7), normal(most, inputs, seed=8).to(dtype)
     x[5] = torch.nan
     alone = torch.cat([product(row[None], codes, None) for row in x])
     assert alone[5].isnan().all()
-    for first, count in ((0, most), (4, 3), (5, ROWS + 1), (17, 20)):
+    for first, count in ((0, most), (4, 3), (5, ROWS + 1), (ROWS + 1, 7)):
         out = product(x[first : first + count], codes, None)
         assert torch.equal(out.view(torch.int16), alone[first : first + count].view(torch.int16))
 
@@ -143,8 +150,9 @@ def escaping(*size: int, share: float, seed: int) -> Tensor:
     return torch.where(torch.rand(size, generator=generator) < share, some, normal(*size, seed=seed).bfloat16())
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(16, 64), (48, 192), (32, 5 * 64)])
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.4])
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 192), (32, 5 * 64), (16, 64)])
+@pytest.mark.parametrize("share", [0.4, 0.02, 0.0])
 def test_weights_come_back_from_their_codes_and_their_remainders(
     bits: int, outputs: int, inputs: int, share: float
 ) -> None:

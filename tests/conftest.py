@@ -70,10 +70,11 @@ def triforce(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test marked few(n), leave n of its cases unless all are wanted. Skip what is marked `cuda` where there is no
-    such device."""
+    """Of a test marked few(n), leave n of its cases unless all are wanted, and none of a test marked `deep`. Skip what
+    is marked `cuda` where there is no such device."""
     if not config.getoption("deep"):
-        kept = set(items) - set(_beyond_a_few(items))
+        kept = {item for item in items if not item.get_closest_marker("deep")}
+        kept -= set(_beyond_a_few([item for item in items if item in kept]))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     marked = [item for item in items if item.get_closest_marker("cuda")]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from card_interpreted import KV_HEADS, TOLERANCE, Unwritten, assert_near, normal, turning, unmoving
-from interpreter import products_by_row
+from interpreter import products_by_row, without_idle_work
 from models import LateLink
 from offload.cache import fetch, low_bits
 from offload.cache.fetch import CardFetch
@@ -25,6 +25,8 @@ from offload.transfer.memory import Memory
 
 COUNTS = (1, 3, 16)  # rows
 LAYERS = 2
+
+without_idle_work()
 
 
 @pytest.fixture(autouse=True)
@@ -53,15 +55,16 @@ def exact_rows(codes: KVCodes, num_tokens: int, dtype: torch.dtype, layer: int =
 def attended(
     codes: KVCodes, num_tokens: int, q: Tensor, *, exact: Tensor | None = None, span: int = SPAN, layer: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, H, D], lse [T, H]) of rows q [T, H, D] over codes, and before that over tokens `exact` [2, H_kv, n, D],
-    the last of which are the rows'."""
+    """(out [T, H, D], lse [T, H]) of rows q [T, H, D] over codes, and before that over tokens `exact` [2, H_kv, n, D], the last
+    of which are the rows'. These are more than a span."""
     attention = Unwritten(unmoving(q.shape[2], q.dtype), dtype=q.dtype, span=span)
     new = torch.zeros(len(q), KV_HEADS, q.shape[2], dtype=q.dtype)
     num_exact = 0 if exact is None else exact.shape[2]
     slots = -(-num_exact // span)
     attention.begin(Rows(q, new, new, 0, num_exact - len(q)), slots - (-num_tokens // span))
-    if exact is not None:
-        attention.attend(attention.run(exact, first=0, tokens=num_exact, slot=0))
+    if exact is not None:  # in two runs: the launch over codes folds the second of them
+        attention.attend(attention.run(exact[:, :, :span], first=0, tokens=span, slot=0))
+        attention.attend(attention.run(exact[:, :, span:], first=span, tokens=num_exact - span, slot=1))
     attention.attend(attention.coded_run(codes, layer, tokens=num_tokens, slot=slots))
     part = attention.part()
     return part.out, part.lse
@@ -85,10 +88,11 @@ def assert_rounded(actual: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor],
     assert_close(actual[1].double(), wanted[1], rtol=0, atol=10 * TOLERANCE[dtype])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize(
     ("dim", "group", "num_tokens"),
-    [(64, 1, SPAN + 3 * GROUP), (128, 4, 5 * GROUP), (64, 6, 2 * GROUP), (128, 8, GROUP), (80, 2, 96), (16, 3, 64)],
+    [(64, 6, 3 * GROUP), (80, 2, 96), (128, 4, 5 * GROUP), (16, 3, 64), (128, 8, GROUP), (64, 1, SPAN + 3 * GROUP)],
 )
 def test_attention_to_codes_equals_fp64(dtype: torch.dtype, dim: int, group: int, num_tokens: int) -> None:
     """Whole and partial spans, one and two groups at a time."""
@@ -99,7 +103,8 @@ def test_attention_to_codes_equals_fp64(dtype: torch.dtype, dim: int, group: int
         assert_rounded(attended(codes, num_tokens, q), in_fp64(kv, q), dtype)
 
 
-@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("layer", [1, 0])
 def test_codes_and_exact_rows_are_one_attention(layer: int) -> None:
     """Several spans of both; rows see exact ones up to their own."""
     dtype, num_tokens, num_exact = torch.float32, 9 * GROUP, 150
@@ -109,17 +114,18 @@ def test_codes_and_exact_rows_are_one_attention(layer: int) -> None:
     assert_rounded(attended(codes, num_tokens, q, exact=exact, span=64, layer=layer), wanted, dtype)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_has_the_same_bits_beside_any_rows(dtype: torch.dtype) -> None:
-    """At every place among up to 64 rows, one of which is not a number."""
-    num_tokens, most = 6 * GROUP, 64
+    """At every place among up to 24 rows, one of which is not a number."""
+    num_tokens, most = 5 * GROUP, 24
     codes = kept(num_tokens, 64, dtype)
     q = normal(most, 3 * KV_HEADS, 64, seed=5, dtype=dtype)
     q[4] = torch.nan
     out, lse = attended(codes, num_tokens, q, span=64)
     assert bool(out[4].isnan().all())
     assert bool(out[torch.arange(most) != 4].isfinite().all())
-    for first, count in ((0, 1), (13, 1), (63, 1), (3, 2), (5, 17), (20, 40)):
+    for first, count in ((0, 1), (13, 1), (23, 1), (3, 2), (5, 17), (9, 15)):
         own = slice(first, first + count)
         some, some_lse = attended(codes, num_tokens, q[own], span=64)
         assert torch.equal(some.view(torch.int32), out[own].view(torch.int32))
@@ -143,14 +149,16 @@ def fed(cache: FullCache | LowBitCache, count: int, seed: int) -> Tensor:
     return out
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("dim", [16, 48, 64, 80, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 16, 48, 128, 256])
 def test_codes_are_those_that_torch_finds(dtype: torch.dtype, dim: int) -> None:
     """Bit for bit: of all groups, of those that are wanted, and of a part of longer rows."""
     rows = normal(2, 2, KV_HEADS, 3 * GROUP, dim, seed=dim)
     rows[:, 0] = rows[:, 0] * normal(dim, seed=1).exp() + normal(dim, seed=2)
     rows[:, 1] *= normal(3 * GROUP, 1, seed=3).exp()
     rows[0, :, 1, :, 3], rows[1, 1, 0, 5], rows[0, 0, 0, :, 1] = 0.25, -2.0, -0.0
+    rows[0, 0, 1, :, 5] *= 1e-33  # too close to one another for a step
     rows = rows.to(dtype)
     rows[1, 0, 1, 7, 4] = torch.finfo(dtype).max
     shape = KVCodes.shape_of_blocks(2, KV_HEADS, 3 * GROUP, dim)
@@ -168,6 +176,7 @@ def test_codes_are_those_that_torch_finds(dtype: torch.dtype, dim: int) -> None:
     assert torch.equal(ours.blocks, wanted.blocks.where(some[..., None] >= 0, 0xA5))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("encoded_bytes", [1, 2**20], ids=["a group at a time", "all at once"])
 @pytest.mark.parametrize("streams", [False, True])
 def test_the_cache_on_a_card_follows_the_full_one(

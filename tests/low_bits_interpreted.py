@@ -7,11 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+from interpreter import without_idle_work
 from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.cache.chosen import ChosenCodes
 from offload.cache.fetch import CardFetch
@@ -28,8 +30,10 @@ from paper.programs import programs_by_interpreter
 
 PROMPT = random_tokens(200, seed=7)  # a few groups, and a tail
 OTHER = PROMPT[:130] + random_tokens(50, seed=8)
-SIZES = Sizes(gamma=4, budget=0, kv_bits=4, page=32, pages=4, capacity=256, rows=8, prefill_block=64)
+SIZES = Sizes(gamma=4, budget=0, kv_bits=4, page=64, pages=2, capacity=256, rows=8, prefill_block=64)
 PLAIN = replace(SIZES, gamma=0, kv_bits=16)
+
+without_idle_work()
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +58,21 @@ def on_card(
 
 
 def said(engine: Engine, prompt: list[int], *, reuse: bool = False) -> list[int]:
-    steps = engine.generate(prompt, GREEDY, max_tokens=8, reuse=reuse)
+    steps = engine.generate(prompt, GREEDY, max_tokens=6, reuse=reuse)
     return [token for step in steps for token in step.tokens]
+
+
+@cache
+def plainly(folder: Path, dtype: str) -> list[list[int]]:
+    with on_card(folder, PLAIN, "kv", dtype=dtype) as (engine, card):
+        expected = [said(engine, PROMPT), said(engine, OTHER)]
+    assert card.problems == []
+    return expected
 
 
 @pytest.mark.parametrize("by_kernel", [True, False], ids=["by kernel", "by host"])
 def test_the_text_is_the_targets_and_all_is_ordered(folder: Path, by_kernel: bool) -> None:
-    with on_card(folder, PLAIN, "kv") as (engine, card):
-        wanted = [said(engine, PROMPT), said(engine, OTHER)]
-        assert card.problems == []
+    wanted = plainly(folder, "fp32")
     with on_card(folder, SIZES, "kv", by_kernel=by_kernel) as (engine, card):
         cache = engine.worker._copies
         assert isinstance(cache, LowBitCache)
@@ -113,9 +123,7 @@ def test_retrieved_chunks_in_4_bits_change_no_text_and_all_is_ordered(
     """Encoded from pages as they are, and packed; again after a prefill took their memory."""
     monkeypatch.setenv(GRAPHS, "off")  # which programs in the interpreter cannot be part of
     part = replace(SIZES, budget=64, chunk=kv_codes.GROUP)
-    with on_card(folder, PLAIN, "kv", dtype="bf16") as (engine, card):
-        wanted = [said(engine, PROMPT), said(engine, OTHER)]
-        assert card.problems == []
+    wanted = plainly(folder, "bf16")
     with on_card(folder, part, "kv", by_kernel=by_kernel, dtype="bf16", link_bits=link_bits) as (engine, card):
         cache = engine.worker.retrieval
         assert cache is not None

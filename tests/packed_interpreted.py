@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from interpreter import without_idle_work
 from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.cache.traffic import Traffic
 from offload.engine import Engine
@@ -31,7 +32,9 @@ from paper.programs import programs_by_interpreter
 from processor import best
 
 LAYERS, KV_HEADS, PAGE, PAGES = 2, 3, 64, 2
-DIMS = [16, 48, 64, 128]
+DIMS = [48, 16, 64, 128]
+
+without_idle_work()
 
 
 def numbers(size: tuple[int, ...], *, seed: int) -> Tensor:
@@ -69,8 +72,9 @@ def bits(rows: Tensor) -> Tensor:
     return rows.contiguous().view(torch.int16)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.5, 1.0, 0.0])
 def test_pages_are_unpacked_bit_for_bit(dim: int, share: float) -> None:
     packing = Packing.of(KV_HEADS * PAGE * dim, 16 * dim, 0.05)
     exact = numbers((2, 4, KV_HEADS, PAGE, dim), seed=dim)
@@ -97,8 +101,9 @@ def test_remainders_are_left_alone() -> None:
     assert torch.equal(bits(tile[:, [0, 2]]), bits(exact[:, [0, 2]]))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("chunk", [16, 32, 64])
+@pytest.mark.parametrize("chunk", [32, 16, 64])
 def test_chunks_and_ranges_come_from_packed_homes(dim: int, chunk: int) -> None:
     packing = Packing.of(KV_HEADS * PAGE * dim, 16 * dim, 0.05)
     exact = numbers((LAYERS, 2 * PAGES, 2, KV_HEADS, PAGE, dim), seed=dim + chunk)
@@ -188,6 +193,7 @@ def all_said(engine: Engine) -> list[list[int]]:
     return [said(engine, PROMPT), said(engine, OTHER), said(engine, OTHER[:90], reuse=True)]
 
 
+@pytest.mark.deep
 def test_the_text_is_the_same_and_all_is_ordered(folder: Path) -> None:
     with on_card(folder, 16) as (engine, card):
         wanted = all_said(engine)
@@ -202,6 +208,7 @@ def test_the_text_is_the_same_and_all_is_ordered(folder: Path) -> None:
     assert card.problems == []
 
 
+@pytest.mark.deep
 def test_pages_that_are_packed_before_they_are_home_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Traffic, "settle", lambda traffic, tiles: None)
     with on_card(folder, 12) as (engine, card), torch.inference_mode():
@@ -211,6 +218,7 @@ def test_pages_that_are_packed_before_they_are_home_are_reported(folder: Path, m
     assert any("race: read by host (pack)" in problem for problem in problems)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("planted", [False, True])
 def test_pages_that_are_packed_over_what_a_copy_reads_are_reported(
     planted: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -237,7 +245,8 @@ def test_pages_that_are_packed_over_what_a_copy_reads_are_reported(
 # Weights.
 
 
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("share", [0.4, 0.0, 1.0])
 def test_numbers_are_unpacked_bit_for_bit(share: float) -> None:
     """Blocks that do not pack are among them."""
     packing, exact = Packing.roomiest(1 << 11, 1 << 10), numbers((5 << 11,), seed=3)
@@ -260,6 +269,7 @@ def square(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(model, tmp_path_factory.mktemp("square") / "target", tokenizer=True)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("weight_bits", "link_bits", "launched"),
     [(4, 9, "restore_weights"), (6, 8, "restore_weights"), (16, 12, "unpack_blocks")],
@@ -279,6 +289,7 @@ def test_the_text_is_the_same_however_weights_cross(
     assert card.problems == []
 
 
+@pytest.mark.deep
 def test_a_layer_that_is_opened_before_it_has_come_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaEvent, "wait", lambda event: None)
     with on_card(folder, weight_link_bits=12, resident_layers=0) as (engine, card), torch.inference_mode():
@@ -288,6 +299,7 @@ def test_a_layer_that_is_opened_before_it_has_come_is_reported(folder: Path, mon
     assert any("not ordered after read by compute" in problem for problem in problems)
 
 
+@pytest.mark.deep
 def test_a_layer_that_comes_where_another_is_opened_from_is_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,7 +322,8 @@ def test_a_layer_that_comes_where_another_is_opened_from_is_reported(
 # The embedding.
 
 
-@pytest.mark.parametrize("width", [2, 62, 2048, 5120])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("width", [62, 5120, 2, 2048])
 def test_rows_of_a_table_are_copied(width: int) -> None:
     table, tokens = numbers((50, width), seed=width), torch.tensor([49, 0, 7, 7, 31])
     out = torch.full((5, width), 7.0).bfloat16()
@@ -318,6 +331,7 @@ def test_rows_of_a_table_are_copied(width: int) -> None:
     assert torch.equal(bits(out), bits(table[tokens]))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("reads_host", [True, False])
 def test_the_text_is_the_same_wherever_the_embedding_is(folder: Path, reads_host: bool) -> None:
     with on_card(folder, sizes=SIZES) as (engine, card):

@@ -50,13 +50,24 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 CAPABILITIES = [89, 90]
 SHARED_BYTES = 99 * 2**10  # that a program may have on compute capability 8.9
 SCRATCH = ("partials", "sums", "earlier_partials", "earlier_sums", "running", "tops", "totals")
+INTERPRETED = ["card", "codes", "kv_codes", "kv_remainders", "packed"]
+ENGINES = ["low_bits"]  # which run kernels that have small cases of their own
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
 
-@pytest.mark.parametrize("name", ["card", "codes", "kv_codes", "kv_remainders", "low_bits", "packed"])
-def test_every_kernel_runs_in_the_interpreter(name: str) -> None:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A small case of each kernel in one process, or all of each file in a process of its own, side by side."""
+    if "names" in metafunc.fixturenames:
+        apart = [[name] for name in (*INTERPRETED, *ENGINES)]
+        groups = apart if metafunc.config.getoption("deep") else [INTERPRETED]
+        metafunc.parametrize("names", groups, ids=" ".join)
+
+
+def test_every_kernel_runs_in_the_interpreter(names: list[str], pytestconfig: pytest.Config) -> None:
     """In a process of its own, as Triton decides on import whether it compiles."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{name}_interpreted.py"]
+    files = [f"tests/{name}_interpreted.py" for name in names]
+    deep = ["--deep"] if pytestconfig.getoption("deep") else []
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, *deep]
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -46,6 +46,7 @@ def plainly(case: Case, pair: Pair) -> list[list[int]]:
     return expected
 
 
+@pytest.mark.few(4)
 @EVERY
 def test_tokens_are_those_of_plain_decoding_and_every_access_is_ordered(case: Case, pair: Pair) -> None:
     """Three requests: a prompt, another that begins like it, and the first again with the rows of the second."""
@@ -60,6 +61,7 @@ def test_tokens_are_those_of_plain_decoding_and_every_access_is_ordered(case: Ca
     assert card.problems == []
 
 
+@pytest.mark.few(2)
 @EVERY
 def test_several_sequences_say_what_each_says_alone_and_every_access_is_ordered(case: Case, pair: Pair) -> None:
     """Three of four requests at a time, one of which leaves before its end."""
@@ -75,6 +77,7 @@ def test_several_sequences_say_what_each_says_alone_and_every_access_is_ordered(
     assert card.problems == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sizes", [DRAFTED, replace(DRAFTED, kv_staging=4)], ids=["two slots", "four"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_sequences_draft_while_a_full_pass_waits_and_every_access_is_ordered(
@@ -115,6 +118,7 @@ def test_an_event_of_a_card_has_happened_when_the_card_says_so(answer: bool, mon
 HOST_CASES = ["host attention, kv streamed", "host attention, nothing streamed"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", [BUSIEST, *(CASES[name] for name in HOST_CASES)], ids=["busiest", *HOST_CASES])
 def test_a_card_says_what_the_processor_says(case: Case, pair: Pair) -> None:
     """fp32: other kernels, and so other sums, but no tokens that are nearly tied."""
@@ -126,6 +130,7 @@ def test_a_card_says_what_the_processor_says(case: Case, pair: Pair) -> None:
     assert card.problems == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("path", ["kernels", "torch"])
 @pytest.mark.parametrize("name", HOST_CASES)
 def test_beside_a_card_the_host_changes_nothing_by_drafts(
@@ -157,7 +162,8 @@ def test_new_rows_that_the_host_forgets_are_missed(pair: Pair, monkeypatch: pyte
         assert said(engine) != expected
 
 
-@pytest.mark.parametrize("name", ["plain, kv streamed", "draft, both streamed"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["draft, both streamed", "plain, kv streamed"])
 def test_rows_are_not_copied_over_tiles_that_still_cross_the_link(name: str, pair: Pair) -> None:
     """A text ends with the first tiles of the next pass on their way; then another engine's prefill takes their
     place."""
@@ -179,6 +185,7 @@ def test_a_seed_repeats_its_text(pair: Pair) -> None:
     assert card.problems == []
 
 
+@pytest.mark.deep
 def test_a_request_that_is_broken_off_leaves_nothing_under_way(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:

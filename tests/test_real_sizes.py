@@ -74,6 +74,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_every_kind_of_pass_keeps_its_budget_and_the_plan_its_bytes(case: Case) -> None:
     plan = planned(case.target, LLAMA_68M, case.num_cards, **case.bits)
@@ -106,9 +107,10 @@ def test_every_kind_of_pass_keeps_its_budget_and_the_plan_its_bytes(case: Case) 
     assert not over
 
 
+@pytest.mark.deep
 def test_hidden_rows_cross_the_link_without_a_wait_of_the_host() -> None:
-    """In five blocks as often as where they are on the device: it waits for other things."""
-    case, num_tokens = CASES["13B"], 5 * NUM_PREFILLED
+    """In four blocks as often as where they are on the device: it waits for other things."""
+    case, num_tokens = CASES["13B"], 4 * NUM_PREFILLED
     plan = planned(case.target, LLAMA_68M, case.num_cards)
     with worker_without_bytes(plan, case.target, LLAMA_68M, with_flash=True) as (worker, card):
         streamed, dtype = worker._hidden_rows, worker.full.shape.dtype
@@ -128,6 +130,7 @@ def test_hidden_rows_cross_the_link_without_a_wait_of_the_host() -> None:
     assert waits[2] == waits[1]
 
 
+@pytest.mark.deep
 def test_a_cache_in_4_bits_keeps_the_plans_bytes() -> None:
     """On a card of 48 GB: what its passes and the encoding of new tokens take, and that nothing waits in a pass."""
     hardware = replace(GPU, device_free_bytes=46 * 10**9)
@@ -164,6 +167,7 @@ def test_a_cache_in_4_bits_keeps_the_plans_bytes() -> None:
         assert waits == 0
 
 
+@pytest.mark.deep
 def test_a_triton_program_that_does_not_wait_for_its_keys_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["7B"]
     plan = planned(case.target, LLAMA_68M, case.num_cards)
@@ -175,6 +179,7 @@ def test_a_triton_program_that_does_not_wait_for_its_keys_is_reported(monkeypatc
     assert any("race: read" in problem and "unpack_pages" in problem for problem in problems)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("name", "launches"), [("7B", 4070), ("7B, exact weights", 3887), ("13B", 5100)])
 def test_flash_attn_takes_a_fourth_of_the_launches_of_a_prefill(name: str, launches: int) -> None:
     case = CASES[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 import weakref
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ class Card:
         self.num_graphs = 0
         self.bytes_now = self.bytes_peak = 0
         self._pinned: dict[int, Block] = {}  # by its first address
+        self._addresses: list[int] = []  # these, rising
         self._default = Stream(self, "compute")
         self._of_thread = threading.local()
         self._streams = 0
@@ -115,12 +117,12 @@ class Card:
 
     def pin(self, address: int, num_bytes: int, flags: int) -> int:
         """cudaHostRegister."""
-        self._pinned[address] = Block("pinned", self.host, num_bytes)
+        self._add(address, Block("pinned", self.host, num_bytes))
         return 0
 
     def unpin(self, address: int) -> int:
         """cudaHostUnregister, after which the memory is the system's."""
-        block = self._pinned.pop(address)
+        block = self._remove(address)
         if users := block.users(self.host):
             self.problem(f"{block.num_bytes} pinned bytes given back while {', '.join(users)} may use them")
         return 0
@@ -129,8 +131,8 @@ class Card:
         """torch's own pinned memory, which it gives to nobody else while a stream may use it."""
         copied = tensor.clone()
         if copied.numel():
-            self._pinned[copied.data_ptr()] = Block("pinned", self.host, copied.nbytes)
-            weakref.finalize(copied, self._pinned.pop, copied.data_ptr())
+            self._add(copied.data_ptr(), Block("pinned", self.host, copied.nbytes))
+            weakref.finalize(copied, self._remove, copied.data_ptr())
         return copied
 
     def reset_peak(self, *_: object) -> None:
@@ -149,10 +151,18 @@ class Card:
 
     def _range(self, address: int) -> tuple[int, Block] | None:
         """The pinned block that an address of the host is in, and where that begins."""
-        for first, block in self._pinned.items():
-            if first <= address < first + block.num_bytes:
-                return first, block
+        before = bisect_right(self._addresses, address)
+        if before and address < (first := self._addresses[before - 1]) + self._pinned[first].num_bytes:
+            return first, self._pinned[first]
         return None
+
+    def _add(self, address: int, block: Block) -> None:
+        self._pinned[address] = block
+        insort(self._addresses, address)
+
+    def _remove(self, address: int) -> Block:
+        del self._addresses[bisect_left(self._addresses, address)]
+        return self._pinned.pop(address)
 
 
 def _extent(tensor: Tensor) -> int:

@@ -67,11 +67,12 @@ class Block:
         words."""
         found, kept = [], []
         for each in self._accesses:
-            conflict = each.first < stop and first < each.stop and (write or each.write)
-            if conflict and not actor.knows(each.name, each.seq):
-                found.append(f"{'write' if each.write else 'read'} by {each.name}")
-            inside = first <= each.first and each.stop <= stop
-            if not (inside and (write or (not each.write and each.name == actor.name))):
+            name, seq, begun, end, written = each
+            conflict = begun < stop and first < end and (write or written)
+            if conflict and not actor.knows(name, seq):
+                found.append(f"{'write' if written else 'read'} by {name}")
+            inside = first <= begun and end <= stop
+            if not (inside and (write or (not written and name == actor.name))):
                 kept.append(each)
         self._accesses = [*kept, _Access(actor.name, actor.seq, first, stop, write)]
         return found

@@ -5,8 +5,6 @@ Only in a process that was started with TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from offload.kernels import card as card_kernels
 from offload.kernels.card import attention
 from paper.card import Card
-from paper.tensors import PaperTensor, launch
+from paper.tensors import PaperTensor, launch, stored
 
 
 def programs_by_interpreter(card: Card, patch: pytest.MonkeyPatch) -> None:
@@ -24,12 +22,10 @@ def programs_by_interpreter(card: Card, patch: pytest.MonkeyPatch) -> None:
 
     def run(program: Any, grid: tuple[int, ...], arguments: Sequence[object], **constants: object) -> None:
         assert card.recording is None
-        names = list(inspect.signature(program.fn).parameters)
-        stored = set(re.findall(r"tl\.store\(\s*(\w+)", inspect.getsource(program.fn)))
-        assert stored
-        assert stored <= set(names)
-        tensors = {name: each for name, each in zip(names, arguments, strict=False) if isinstance(each, PaperTensor)}
-        launch(card, program.__name__, [*tensors.values()], {id(tensors[name]) for name in stored & tensors.keys()})
+        given = dict(zip(program.arg_names, arguments, strict=False))
+        tensors = {name: each for name, each in given.items() if isinstance(each, PaperTensor)}
+        written = {id(tensors[name]) for name in stored(program.fn) & tensors.keys()}
+        launch(card, program.__name__, [*tensors.values()], written)
         with _disable_current_modes():  # it is not the host that reads
             raw = [each.raw if isinstance(each, PaperTensor) else each for each in arguments]
             widened = {"WIDEN": True} if "WIDEN" in constants else {}

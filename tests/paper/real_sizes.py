@@ -6,7 +6,6 @@ a pass issues, in which order, and where the host waits. One of two cards has a 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,7 +46,7 @@ from offload.transfer.memory import Memory, sent
 from offload.transfer.weights import load_weights
 from offload.worker import Worker
 from paper.card import ADDRESS, Card, on_paper
-from paper.tensors import PaperTensor, launch
+from paper.tensors import PaperTensor, launch, stored
 
 NUM_PROMPT = 120_000  # tokens
 GPU = Hardware("cuda:0", "a card on paper", 23 * 10**9, 256 * 10**9, True, RTX_4090)
@@ -167,10 +166,10 @@ def _fill(retrieval: RetrievalCache | None) -> None:
 def _launched(card: Card, program: Any, *args: object, **more: object) -> None:
     """A Triton program goes to the current stream. It writes what its source stores to."""
     given = dict(zip(program.arg_names, args, strict=False)) | more
-    stored = set(re.findall(r"tl\.store\(\s*(\w+)", program.src))
-    assert stored <= set(program.arg_names)
     tensors = {name: each for name, each in given.items() if isinstance(each, PaperTensor)}
-    launch(card, program.__name__, [*tensors.values()], {id(tensors[name]) for name in stored & tensors.keys()})
+    launch(
+        card, program.__name__, [*tensors.values()], {id(tensors[name]) for name in stored(program.fn) & tensors.keys()}
+    )
 
 
 def _gathered(card: Card, parts: Sequence[Tensor], part: Tensor) -> None:

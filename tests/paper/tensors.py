@@ -6,14 +6,16 @@ not and which only a compiler could add. Python code, which reads `device` and `
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from inspect import getsource, signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from paper.clocks import Actor, Block
 
@@ -101,6 +103,11 @@ class Mode(TorchDispatchMode):
     def __init__(self, card: Card) -> None:
         super().__init__()
         self._card = card
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, so torch's compiler, which takes seconds to import, need not be told of this."""
+        return False
 
     def __torch_dispatch__(self, func: Func, types: object, args: Any = (), kwargs: Any = None) -> Any:
         return run(self._card, func, args, kwargs or {})
@@ -258,6 +265,15 @@ def _check_devices(card: Card, call: Call) -> None:
             card.problem(f"{call.name} of tensors on the card and on the host, {tuple(each.shape)}")
 
 
+@cache
+def stored(program: Callable[..., object]) -> set[str]:
+    """Names of the parameters of a Triton program, as it is in Python, that it stores to."""
+    names = set(re.findall(r"tl\.store\(\s*(\w+)", getsource(program)))
+    assert names
+    assert names <= set(signature(program).parameters)
+    return names
+
+
 def launch(card: Card, name: str, tensors: Sequence[PaperTensor], written: Collection[int]) -> Actor:
     """A kernel or a copy goes to the current stream, which is returned. written: ids of those of `tensors` that it
     writes."""
@@ -322,7 +338,8 @@ def _to(
     kwargs: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if device.type != tensor.device.type:
         kwargs |= {"device": device, "non_blocking": non_blocking}
-    return run(card, torch.ops.aten._to_copy.default, (tensor,), kwargs)  # type: ignore[no-any-return]
+    with _disable_current_modes():  # as in an operator that is called
+        return run(card, torch.ops.aten._to_copy.default, (tensor,), kwargs)  # type: ignore[no-any-return]
 
 
 def _flash(query: Tensor, keys: Tensor, values: Tensor, *, scale: float | None) -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import platform
@@ -172,13 +171,6 @@ def test_a_forked_rank_has_threads_of_its_own(here: Kernels) -> None:
     assert ours.poll(forked.PATIENCE_SECONDS), "the rank hangs"
     assert ours.recv() == [6, 22]
     rank.join()
-
-
-def test_the_functions_of_openmp_are_those_of_their_names(here: Kernels) -> None:
-    addresses = native._threads()
-    assert addresses is not None
-    _, _, number = (ctypes.CFUNCTYPE(ctypes.c_int)(address.value) for address in addresses)
-    assert number() == 0  # outside of a parallel region
 
 
 @pytest.mark.parametrize(

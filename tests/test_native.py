@@ -1,22 +1,21 @@
-"""The libraries of the processor's kernels: found, checked, bound to torch's threads; without them, the reason."""
+"""The libraries of the processor's kernels: found, checked, their team of threads; without them, the reason."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 
-import forked
 from offload.engine import kernels_problem
 from offload.errors import UsageError
 from offload.kernels import native
@@ -158,19 +157,49 @@ def test_two_threads_that_call_at_once_get_right_results(here: Kernels) -> None:
     assert wrong == []
 
 
-def _sums_in_a_rank(answer: Connection) -> None:
-    answer.send(sums(native.kernels(), torch.arange(8.0), 2))
+OUTPUTS = 100  # several items for the team
 
 
-def test_a_forked_rank_has_threads_of_its_own(here: Kernels) -> None:
-    """OpenMP's threads do not survive a fork; ranks are forked from a process that has not used them."""
-    sums(here, torch.arange(8.0), 2)
-    ours, theirs = multiprocessing.Pipe()
-    rank = forked.forked(_sums_in_a_rank, theirs)
-    theirs.close()
-    assert ours.poll(forked.PATIENCE_SECONDS), "the rank hangs"
-    assert ours.recv() == [6, 22]
-    rank.join()
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def right(here: Kernels, value: int) -> bool:
+    return sums(here, torch.full((OUTPUTS, 64), float(value)).flatten(), OUTPUTS) == [64.0 * value] * OUTPUTS
+
+
+def test_every_item_is_summed_once_by_any_number_of_threads_for_several_callers(
+    here: Kernels, threads: Callable[[int], None]
+) -> None:
+    """One caller at a time has the team, the others work alone."""
+    wrong = []
+
+    def call(value: int) -> None:
+        for turn in range(300):
+            threads(turn % 5 + 1)
+            if not right(here, value + turn):
+                wrong.append((value, turn))
+
+    callers = [threading.Thread(target=call, args=(value,)) for value in (1, 2, 3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert wrong == []
+
+
+def test_nobody_waits_for_a_helper_that_draws_no_item(here: Kernels, threads: Callable[[int], None]) -> None:
+    """A child has none of its parent's helpers, though the library counts them: as if the system never ran them."""
+    threads(3)
+    assert right(here, 1)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        os._exit(0 if right(here, 2) else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,9 @@ def prepare(models: Models, options: Options, output: Output, *, sampling: Sampl
     output.note(models.note)
     output.wait("starting")
     with deferred():
+        from offload.plan.busy import BUSY_SHARE, OtherPrograms
+
+        others = OtherPrograms()  # while torch is imported and the first passes are timed
         from offload.engine import kernels_problem, load_tokenizer, prefill_problem, timed
         from offload.plan.request import Request
 
@@ -53,6 +56,8 @@ def prepare(models: Models, options: Options, output: Output, *, sampling: Sampl
             output.note(f"slower than need be, on torch's operators: {problem}")
         if problem := prefill_problem(device):
             output.note(f"prompts are read by torch's fused kernel: {problem}")
+        if device == "cpu" and (share := others.share()) > BUSY_SHARE:
+            output.note(f"other programs use {share:.0%} of the processor: passes take longer than planned")
         return Prepared(models, tokenizer, request)
 
 

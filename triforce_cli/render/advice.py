@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from offload.plan.busy import BUSY_SHARE
 from offload.units import size
 from triforce_cli.render.text import gigabytes
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 REAL_SHARE = 0.6  # of what a PCIe link carries on paper, good copies reach more than this
 TOGETHER_SHARE = 0.8  # of the sum of the GPUs alone; less than this, and they share something
 MEMORY_SHARE = 0.8  # of what the processor reads; all links together reach more than this where memory is the limit
-BUSY_SHARE = 0.2  # of the processor; more than this by others, and it measures slower than it is
 FREE_SHARE = 0.85  # of a card's memory; less is free when others use it, too
 
 

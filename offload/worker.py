@@ -60,12 +60,13 @@ class Worker:
         self._copies: RetrievalCache | LowBitCache | None = None  # see `Composition.keeps_copies`
         self._caches: list[Arena | FullCache | RetrievalCache | LowBitCache | StreamingCache] = []
         self._has_coded_target = False
-        try:
-            self._make_levels()
-            self._reserve()
-        except BaseException:
-            self.release()
-            raise
+        with self.memory.all_or_nothing():
+            try:
+                self._make_levels()
+                self._reserve()
+            except BaseException:
+                self.release()
+                raise
 
     @classmethod
     def load(

@@ -218,6 +218,37 @@ def test_graphs_are_recorded_anew_for_other_memory(card_on_paper: Card) -> None:
     assert card_on_paper.problems == []
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_after_a_first_pass_that_was_broken_off_the_next_one_is_launched_one_by_one(
+    error: type[BaseException], card_on_paper: Card
+) -> None:
+    """It was recorded, though kernels were still to be compiled."""
+    graphs, tokens = Graphs(), torch.zeros(2, device="cuda:0")
+
+    def broken_off(rows: Tensor) -> Tensors:
+        raise error
+
+    with pytest.raises(error):
+        graphs.run(0, 2, [tokens], broken_off)
+    for replays in (0, 1):
+        assert graphs.run(0, 2, [tokens], lambda rows: (rows + 1,))[0].tolist() == [1, 1]
+        assert card_on_paper.launches["graph"] == replays
+    assert card_on_paper.problems == []
+
+
+@torch.inference_mode()
+def test_what_is_given_in_another_shape_is_another_graph(card_on_paper: Card) -> None:
+    """Copied to where the graph reads, one row would be taken for all."""
+    graphs, tokens = Graphs(), torch.zeros(2, device="cuda:0")
+    for _ in range(3):
+        for rows in (1, 2):
+            given = torch.ones(rows, 2, device="cuda:0")
+            [made] = graphs.run(0, 2, [tokens, given], lambda tokens, given: (tokens + given,))
+            assert made.tolist() == [[1.0, 1.0]] * rows
+    assert card_on_paper.num_graphs == 2
+
+
 def test_a_wrong_value_of_the_variable_is_an_error(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "no")
     with pytest.raises(UsageError, match="TRIFORCE_GRAPHS is 'no'; on and off are known"), engine_on_paper(CASE, pair):

@@ -88,8 +88,8 @@ class TileStore:
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of each layer that are allocated."""
-        return len(self._homes[0])
+        """Tiles that are allocated in each layer."""
+        return len(self._homes[-1])  # the last that gets one
 
     def num_resident(self, layer: int) -> int:
         """Tiles of `layer` on the device: the first so many."""
@@ -115,11 +115,13 @@ class TileStore:
         return [(layer, index) for layer, first in enumerate(self._first_streamed) for index in range(first, count)]
 
     def grow(self, num_tokens: int) -> None:
-        """Allocate tiles until `num_tokens` tokens have room."""
+        """Allocate tiles until `num_tokens` tokens have room. After an error it can be asked again."""
         if self.num_tiles < self.shape.count(num_tokens):
             self._addresses = None
         for index in range(self.num_tiles, self.shape.count(num_tokens)):
             for layer, homes in enumerate(self._homes):
+                if index < len(homes):
+                    continue
                 shape, dtype = self.form(layer, index)
                 tier = self._tier(layer, index)
                 homes.append(self._memory.allocate(shape, dtype, tier=tier, purpose="kv cache"))

@@ -18,7 +18,7 @@ VARIABLE = "TRIFORCE_GRAPHS"
 
 Tensors = tuple[Tensor, ...]
 Compute = Callable[..., Tensors]
-Kind = tuple[Hashable, Hashable]  # of the pass, and what follows
+Kind = tuple[Hashable, Hashable, tuple[torch.Size, ...]]  # of the pass, what follows, and what is given
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,22 @@ class Graphs:
         """`compute(*given)`, launched one by one the first time, which compiles kernels, and later as a graph.
 
         memory: of the caches that it uses; where it changes, graphs are recorded anew. kind: of the pass, such as its
-        number of rows. given: tokens, and what else may differ in its values. follows: what `compute` does after the
+        number of rows. given: tokens, and what else may differ in its values; other shapes are another graph. follows: what `compute` does after the
         pass, None for nothing; graphs of one such thing are kept. `compute` must not wait for the card, and may differ
         between calls of one kind in what is in memory only. Raises TriforceError where the card does not record it,
         with the remedy.
         """
         if memory != self._memory:
-            self._memory = memory
             self.forget()
+            self._memory = memory
         if follows is not None and follows != self._follows:
             self._forget_followed()
             self._follows = follows
-        key = kind, follows
+        key = kind, follows, tuple(tensor.shape for tensor in given)
         if key not in self._seen:
-            self._seen.add(key)
-            return compute(*given)
+            made = compute(*given)
+            self._seen.add(key)  # not before: a pass that was broken off has not compiled all of its kernels
+            return made
         if key not in self._recorded:
             self._recorded[key] = self._record(tuple(tensor.clone() for tensor in given), compute)
         found = self._recorded[key]

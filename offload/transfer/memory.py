@@ -11,8 +11,9 @@ import ctypes
 import math
 import mmap
 import platform
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -77,6 +78,7 @@ class Memory:
         self.device = device
         self._node = _numa_node(device)
         self._ledger: Counter[tuple[Tier, str]] = Counter()
+        self._lock = threading.Lock()  # of the ledger: the thread that pins ahead reads it for its errors
         self._ahead: Ahead | None = None
         if device.type == "cpu":
             keep_freed_memory()
@@ -91,8 +93,20 @@ class Memory:
             block = self._device_block(shape, dtype)
         else:
             block = self._host_block(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-        self._ledger[tier, purpose] += block.nbytes
+        self._count(tier, purpose, block.nbytes)
         return block
+
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Where the body raises, whatever it allocated counts no longer: its owner was not made, and drops it."""
+        with self._lock:
+            before = self._ledger.copy()
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._ledger = before
+            raise
 
     def pin_ahead(self, sizes: Sequence[int]) -> None:
         """Begin to make and pin host blocks of so many bytes each, on a thread and in this order. Those that `allocate`
@@ -112,24 +126,31 @@ class Memory:
 
     def released(self, block: Tensor, *, tier: Tier, purpose: str) -> None:
         """The owner of `block` drops it."""
-        self._ledger[tier, purpose] -= block.nbytes
+        self._count(tier, purpose, -block.nbytes)
 
     def allocated(self) -> dict[Tier, dict[str, int]]:
         """Bytes in use now, by tier and purpose."""
         tiers: dict[Tier, dict[str, int]] = {"host": {}, "device": {}}
-        for (tier, purpose), num_bytes in self._ledger.items():
-            if num_bytes:
-                tiers[tier][purpose] = num_bytes
+        with self._lock:
+            for (tier, purpose), num_bytes in self._ledger.items():
+                if num_bytes:
+                    tiers[tier][purpose] = num_bytes
         return tiers
+
+    def _count(self, tier: Tier, purpose: str, num_bytes: int) -> None:
+        with self._lock:
+            self._ledger[tier, purpose] += num_bytes
+
+    def _held(self, tier: Tier) -> int:
+        return sum(self.allocated()[tier].values())
 
     def _device_block(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         try:
             return torch.zeros(shape, dtype=dtype, device=self.device)
         except torch.OutOfMemoryError as error:
-            held = sum(count for (tier, _), count in self._ledger.items() if tier == "device")
             raise DoesNotFit(
                 f"{size(math.prod(shape) * dtype.itemsize)} of device memory could not be had after "
-                f"{size(held)}; another program may use the device: lower --device-memory or --context"
+                f"{size(self._held('device'))}; another program may use the device: lower --device-memory or --context"
             ) from error
 
     def _host_block(self, num_bytes: int) -> Tensor:
@@ -168,8 +189,7 @@ class Memory:
             mapping.madvise(mmap.MADV_DONTFORK)
 
     def _refused(self, num_bytes: int, what: str, reason: str) -> str:
-        held = sum(count for (tier, _), count in self._ledger.items() if tier == "host")
-        held += 0 if self._ahead is None else self._ahead.held
+        held = self._held("host") + (0 if self._ahead is None else self._ahead.held)
         return (
             f"{size(num_bytes)} of host memory could not be {what} ({reason}) after {size(held)}; "
             "the system limits what one process may pin (ulimit -l, a container's or WSL's memory limit): "

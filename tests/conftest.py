@@ -15,9 +15,13 @@ from offload.plan.busy import OtherPrograms
 from offload.plan.rates import FOLDER_VARIABLE
 from triforce_cli import configuration
 
+FEW = 20  # cases of a matrix, a test that is parametrized more than once, without --deep
+Values = tuple[tuple[str, int], ...]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--deep", action="store_true", help="try every case, instead of a few of each kind (far slower)")
+    parser.addoption("--examples", type=int, help="of Hypothesis, for each test (default: 30, or 300 with --deep)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     ignored = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-    num_examples = 1000 if config.getoption("deep") else 100
+    num_examples = config.getoption("examples") or (300 if config.getoption("deep") else 30)
     settings.register_profile("tests", deadline=None, suppress_health_check=ignored, max_examples=num_examples)
     settings.load_profile("tests")
     for name in list(os.environ):
@@ -72,8 +76,8 @@ def triforce(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test marked few(n), leave n of its cases unless all are wanted, and none of a test marked `deep`. Skip what
-    is marked `cuda` where there is no such device."""
+    """Unless all are wanted, leave FEW cases of a matrix, n of a test marked few(n), and none of one marked `deep`. Skip
+    what is marked `cuda` where there is no such device."""
     if not config.getoption("deep"):
         kept = {item for item in items if not item.get_closest_marker("deep")}
         kept -= set(_beyond_a_few([item for item in items if item in kept]))
@@ -93,17 +97,29 @@ def _beyond_a_few(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """All but those that together have every value of every parameter, and every two of them, about equally often."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("few"):
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
-        met: Counter[tuple[int, ...]] = Counter()
-        for _ in range(min(cases[0].get_closest_marker("few").args[0], len(cases))):
+        met: Counter[Values] = Counter()
+        for _ in range(_num_kept(cases)):
             best = min(cases, key=lambda case: sum(met[values] for values in _values(case)))
             met.update(_values(best))
             cases.remove(best)
         yield from cases
 
 
-def _values(case: pytest.Function) -> list[tuple[int, ...]]:
-    ids = [id(value) for value in case.callspec.params.values()]
-    return [*combinations(ids, 1), *combinations(ids, 2)]
+def _num_kept(cases: list[pytest.Function]) -> int:
+    """n of few(n); of a matrix FEW, or as many as a parameter has values; else all."""
+    marker = cases[0].get_closest_marker("few")
+    if marker:
+        return min(marker.args[0], len(cases))
+    if sum(1 for _ in cases[0].iter_markers("parametrize")) < 2:
+        return len(cases)
+    columns = zip(*(case.callspec.params.values() for case in cases), strict=True)
+    return min(max(FEW, *(len({id(value) for value in column}) for column in columns)), len(cases))
+
+
+def _values(case: pytest.Function) -> list[Values]:
+    """Each parameter's, and every two of them."""
+    values = [(name, id(value)) for name, value in case.callspec.params.items()]
+    return [*combinations(values, 1), *combinations(values, 2)]

@@ -56,7 +56,7 @@ def attended(
     codes: KVCodes, num_tokens: int, q: Tensor, *, exact: Tensor | None = None, span: int = SPAN, layer: int = 0
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, D], lse [T, H]) of rows q [T, H, D] over codes, and before that over tokens `exact` [2, H_kv, n, D],
-    the last of which are the rows'. These are more than a span."""
+    more than a span, the last of which are the rows'."""
     attention = Unwritten(unmoving(q.shape[2], q.dtype), dtype=q.dtype, span=span)
     new = torch.zeros(len(q), KV_HEADS, q.shape[2], dtype=q.dtype)
     num_exact = 0 if exact is None else exact.shape[2]

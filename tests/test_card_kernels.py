@@ -170,6 +170,7 @@ def read(ptx: str, shared_bytes: int) -> Compiled:
     return Compiled(ptx, int(used[1]), sum(map(int, spilled)), shared_bytes)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
     ("dtype", "dim", "group", "chunk", "window"),
@@ -203,6 +204,7 @@ def test_attention_compiles_to_wide_loads_and_spills_nothing(
     assert "tf32" not in found.ptx
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
     ("dtype", "dim", "group"),
@@ -239,6 +241,7 @@ def test_attention_to_codes_compiles_to_wide_loads_and_spills_nothing(
     assert "tf32" not in found.ptx
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("dtype", "dim"), [("bf16", 128), ("bf16", 64), ("fp16", 80), ("bf16", 256), ("fp32", 128)])
 @pytest.mark.parametrize("chosen", [False, True])
@@ -257,6 +260,7 @@ MERGED = dict.fromkeys(("partials", "sums", "running", "tops", "totals", "logs")
 MERGED_AS = {"GROUP": 1, "DIM": 128, "DIM_PADDED": 128, "ROWS": ROWS}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_merges_compile_to_wide_loads_and_spill_nothing(capability: int) -> None:
     merged = compiled(programs.merge_spans, capability, MERGED, MERGED_AS)
@@ -268,6 +272,7 @@ def test_the_merges_compile_to_wide_loads_and_spill_nothing(capability: int) -> 
     assert "ld.global.v4" in merged.ptx or "cp.async.cg" in merged.ptx
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("dtype", "dim"), [("bf16", 128), ("bf16", 64), ("fp16", 80), ("bf16", 256), ("fp32", 128)])
 @pytest.mark.parametrize("chunk", [8, 32, 64])
@@ -286,6 +291,7 @@ def test_chunks_are_copied_by_loads_and_stores_of_16_bytes(capability: int, dtyp
     assert all(".v4.b32" in op for op in moved), moved
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_packed_pages_are_unpacked_by_loads_of_8_and_stores_of_16_bytes(capability: int, dim: int) -> None:
@@ -313,6 +319,7 @@ def test_packed_pages_are_unpacked_by_loads_of_8_and_stores_of_16_bytes(capabili
         assert not loads.keys() - {f"ld.global.{kind}" for kind in ("v4.b32", "v2.b32", "b64", "b32", "b8")}, loads
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("bits", [4, 6])
@@ -338,6 +345,7 @@ def test_codes_come_in_wide_loads_and_become_weights_in_registers(capability: in
     assert all(".v4.b32" in op for op in stored)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_splits_are_joined_by_wide_loads(capability: int, bias: bool) -> None:
@@ -349,6 +357,7 @@ def test_splits_are_joined_by_wide_loads(capability: int, bias: bool) -> None:
     assert "ld.global.v4" in found.ptx
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("bits", [4, 6])
 def test_weights_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capability: int, bits: int) -> None:
@@ -364,6 +373,7 @@ def test_weights_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capa
     assert loads["ld.global.v2.b32"] + 2 * loads["ld.global.v4.b32"] >= 1024 // (32 * remainders.WARPS) // 8, loads
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dim", [16, 48, 64, 80, 96, 128, 256])
 def test_pages_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capability: int, dim: int) -> None:
@@ -383,6 +393,7 @@ def test_pages_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capabi
     assert loads["ld.global.b8"] == 2 * 8 + 1, loads
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_rows_of_a_table_on_the_host_are_copied_16_bytes_at_a_time(capability: int) -> None:
     pointers = {"address": "*i64", "tokens": "*i64", "out": "*i32", "width": "i32"}

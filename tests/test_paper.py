@@ -257,9 +257,17 @@ BITS = test_cuda.test_a_row_of_a_product_with_weights_in_few_bits_does_not_depen
 FEWER_BITS = test_cuda.test_tokens_are_the_same_in_whatever_bits_weights_and_pages_cross_the_link
 APART = (OF_ROWS, BITS, FEWER_BITS)
 CARD_TESTS = {name: test for name, test in vars(test_cuda).items() if name.startswith("test_") and test not in APART}
+QUICK = ("test_a_host_block", "test_a_block_can", "test_copies_arrive", "test_a_copy_home")  # without a model
 
 
-@pytest.mark.parametrize("test", CARD_TESTS.values(), ids=CARD_TESTS)
+@pytest.mark.parametrize(
+    "test",
+    [
+        pytest.param(test, marks=[] if name.startswith(QUICK) else [pytest.mark.deep])
+        for name, test in CARD_TESTS.items()
+    ],
+    ids=CARD_TESTS,
+)
 def test_the_tests_for_a_card_pass_on_paper(
     test: Callable[[], None], monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:

@@ -76,8 +76,8 @@ def triforce(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Unless all are wanted, leave FEW cases of a matrix, n of a test marked few(n), and none of one marked `deep`. Skip
-    what is marked `cuda` where there is no such device."""
+    """Unless all are wanted, leave FEW cases of a matrix, n of a test marked few(n), and none of one marked `deep`.
+    Skip what is marked `cuda` where there is no such device."""
     if not config.getoption("deep"):
         kept = {item for item in items if not item.get_closest_marker("deep")}
         kept -= set(_beyond_a_few([item for item in items if item in kept]))

@@ -46,10 +46,10 @@ class Graphs:
         """`compute(*given)`, launched one by one the first time, which compiles kernels, and later as a graph.
 
         memory: of the caches that it uses; where it changes, graphs are recorded anew. kind: of the pass, such as its
-        number of rows. given: tokens, and what else may differ in its values; other shapes are another graph. follows: what `compute` does after the
-        pass, None for nothing; graphs of one such thing are kept. `compute` must not wait for the card, and may differ
-        between calls of one kind in what is in memory only. Raises TriforceError where the card does not record it,
-        with the remedy.
+        number of rows. given: tokens, and what else may differ in its values; other shapes are another graph. follows:
+        what `compute` does after the pass, None for nothing; graphs of one such thing are kept. `compute` must not wait
+        for the card, and may differ between calls of one kind in what is in memory only. Raises TriforceError where the
+        card does not record it, with the remedy.
         """
         if memory != self._memory:
             self.forget()

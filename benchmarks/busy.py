@@ -1,0 +1,132 @@
+"""A busy machine: what a token takes while other programs compute, too, in one run.
+
+usage: python benchmarks/busy.py [--length 2048] [--max-tokens 128] [--loops 0,1,2,4] [--turns 3]
+                                 [--peers-env DIR|none]
+
+Beside 0, 1, 2 and 4 endless loops, which are started and ended here and end by themselves after some minutes, this
+program continues a prompt greedily with the demo pair, each time as `generate --json` in a process of its own, by
+default and without speculation; so does llama.cpp in the setting that is its fastest beside these loops
+(offload/bench/program.py). All are processes of one terminal: where Linux groups by terminal, they are one group.
+"times quiet" is the median beside no loops. The goal: beside two loops on two cores at most 3 times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import texts
+from decode import demo_models
+from peers import llama_cpp_of, wheel_python
+from report import about, emit, say
+
+from offload.bench.program import GREEDY, at_its_best
+from offload.bench.setting import fastest, name_of
+from offload.bench.trial import milliseconds_after_first
+from offload.engine import load_tokenizer
+from offload.metrics import Spread
+
+LOOP_SECONDS = 600  # after which a loop ends by itself, whatever became of this program
+LOOP = "import sys, time; end = time.time() + float(sys.argv[1])\nwhile time.time() < end: sum(range(100_000))"
+WAYS: Mapping[str, Sequence[str]] = {"ours, default": (), "ours, plain": ("--no-speculation",)}
+LLAMA_CPP = "llama.cpp"
+
+
+@contextmanager
+def loops(number: int) -> Iterator[None]:
+    """In the body, so many other programs compute."""
+    running = [subprocess.Popen([sys.executable, "-c", LOOP, str(LOOP_SECONDS)]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for loop in running:
+            loop.kill()
+            loop.wait()
+
+
+def ours(prompt_file: Path, max_tokens: int, options: Sequence[str]) -> dict[str, Any]:
+    """One text, as a user has it."""
+    command = [sys.executable, "-m", "triforce_cli", "generate", "--prompt-file", str(prompt_file), "--json", "--quiet"]
+    command += ["--max-tokens", str(max_tokens), "--temperature", "0", *options]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True)
+    stats = json.loads(done.stdout)["stats"]
+    return {name: stats[name] for name in ("milliseconds_per_token", "first_token_seconds", "prefill_seconds")}
+
+
+def llama_cpp(python: str, model: Path, prompt: list[int], max_tokens: int, turns: int) -> Iterator[dict[str, Any]]:
+    """So many texts of llama.cpp at its best; each new process reads the prompt."""
+    with llama_cpp_of(model, python) as program:
+        on_trial = lambda setting: say(f"  llama.cpp, trying {name_of(setting)}")  # noqa: E731
+        for turn in range(turns):
+            if turn == 0:
+                with at_its_best(program, prompt, context=len(prompt) + max_tokens, on_trial=on_trial) as (other, tried):
+                    setting = fastest(tried).setting
+                    yield _timed(other, prompt, max_tokens) | {"setting": dict(setting)}
+            else:
+                with program.start(setting, len(prompt) + max_tokens) as other:
+                    yield _timed(other, prompt, max_tokens) | {"setting": dict(setting)}
+
+
+def _timed(other: Any, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    _, times = other.generate(prompt, GREEDY, max_tokens=max_tokens, end_tokens=())
+    return {"milliseconds_per_token": milliseconds_after_first(times), "first_token_seconds": times[0]}
+
+
+def rows_of(runs: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """A line for each way and number of loops."""
+    medians: dict[tuple[str, int], float] = {}
+    for way, number in dict.fromkeys((run["way"], run["loops"]) for run in runs):
+        some = [run for run in runs if (run["way"], run["loops"]) == (way, number)]
+        spread = Spread.of([run["milliseconds_per_token"] for run in some])
+        medians[way, number] = spread.median
+        quiet = medians.get((way, 0))
+        yield [
+            way,
+            f"{number}",
+            f"{spread.median:.2f}",
+            f"{spread.least:.2f} to {spread.most:.2f}",
+            f"{spread.median / quiet:.2f}" if quiet else "",
+            f"{Spread.of([run['first_token_seconds'] for run in some]).median:.2f}",
+            name_of(some[0]["setting"]) if "setting" in some[0] else "",
+        ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--loops", default="0,1,2,4")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--peers-env", default="none", help="environment with xllamacpp; none: without llama.cpp")
+    args = parser.parse_args()
+    model, draft = demo_models(None, None)
+    tokenizer, python = load_tokenizer(model, draft), wheel_python(args.peers_env)
+    prompt = texts.prompt("continue", tokenizer, args.length)
+    runs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        prompt_file = Path(folder) / "prompt.txt"
+        prompt_file.write_text(tokenizer.decode(prompt), encoding="utf-8")
+        for number in map(int, args.loops.split(",")):
+            with loops(number):
+                for turn in range(args.turns):
+                    for way, options in WAYS.items():
+                        runs.append({"way": way, "loops": number} | ours(prompt_file, args.max_tokens, options))
+                        say(f"{number} loops, {way}, turn {turn + 1}: {runs[-1]['milliseconds_per_token']:.2f} ms/token")
+                if python:
+                    for run in llama_cpp(python, model, prompt, args.max_tokens, args.turns):
+                        runs.append({"way": LLAMA_CPP, "loops": number} | run)
+                        say(f"{number} loops, {LLAMA_CPP}: {run['milliseconds_per_token']:.2f} ms/token")
+    runs.sort(key=lambda run: ([*WAYS, LLAMA_CPP].index(run["way"]), run["loops"]))
+    columns = ["way", "loops", "ms/token", "range", "times quiet", "first s", "setting"]
+    emit(columns, list(rows_of(runs)), about("demo pair on a busy machine", 0, length=len(prompt)), runs)
+
+
+if __name__ == "__main__":
+    main()

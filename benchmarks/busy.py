@@ -18,18 +18,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import texts
 from decode import demo_models
-from peers import llama_cpp_of, wheel_python
+from peers import wheel_python
 from report import about, emit, say
 
-from offload.bench.program import GREEDY, at_its_best
+from offload.bench.peer import llama_cpp_of
+from offload.bench.program import GREEDY, Program, find_setting
 from offload.bench.setting import fastest, name_of
-from offload.bench.trial import milliseconds_after_first
+from offload.bench.trial import Other, milliseconds_after_first
 from offload.engine import load_tokenizer
 from offload.metrics import Spread
 
@@ -60,21 +61,16 @@ def ours(prompt_file: Path, max_tokens: int, options: Sequence[str]) -> dict[str
     return {name: stats[name] for name in ("milliseconds_per_token", "first_token_seconds", "prefill_seconds")}
 
 
-def llama_cpp(python: str, model: Path, prompt: list[int], max_tokens: int, turns: int) -> Iterator[dict[str, Any]]:
+def llama_cpp(program: Program, prompt: list[int], max_tokens: int, turns: int) -> Iterator[dict[str, Any]]:
     """So many texts of llama.cpp at its best; each new process reads the prompt."""
-    with llama_cpp_of(model, python) as program:
-        on_trial = lambda setting: say(f"  llama.cpp, trying {name_of(setting)}")  # noqa: E731
-        for turn in range(turns):
-            if turn == 0:
-                with at_its_best(program, prompt, context=len(prompt) + max_tokens, on_trial=on_trial) as (other, tried):
-                    setting = fastest(tried).setting
-                    yield _timed(other, prompt, max_tokens) | {"setting": dict(setting)}
-            else:
-                with program.start(setting, len(prompt) + max_tokens) as other:
-                    yield _timed(other, prompt, max_tokens) | {"setting": dict(setting)}
+    tried = find_setting(program, prompt, on_trial=lambda setting: say(f"  trying {name_of(setting)}"))
+    setting = fastest(tried).setting
+    for _ in range(turns):
+        with program.start(setting, len(prompt) + max_tokens) as other:
+            yield _timed(other, prompt, max_tokens) | {"setting": dict(setting)}
 
 
-def _timed(other: Any, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+def _timed(other: Other, prompt: list[int], max_tokens: int) -> dict[str, Any]:
     _, times = other.generate(prompt, GREEDY, max_tokens=max_tokens, end_tokens=())
     return {"milliseconds_per_token": milliseconds_after_first(times), "first_token_seconds": times[0]}
 
@@ -110,19 +106,18 @@ def main() -> None:
     tokenizer, python = load_tokenizer(model, draft), wheel_python(args.peers_env)
     prompt = texts.prompt("continue", tokenizer, args.length)
     runs: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        prompt_file = Path(folder) / "prompt.txt"
+    with ExitStack() as stack:
+        prompt_file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "prompt.txt"
         prompt_file.write_text(tokenizer.decode(prompt), encoding="utf-8")
+        program = stack.enter_context(llama_cpp_of(model, dtype="bf16")) if isinstance(python, str) else None
         for number in map(int, args.loops.split(",")):
             with loops(number):
-                for turn in range(args.turns):
-                    for way, options in WAYS.items():
-                        runs.append({"way": way, "loops": number} | ours(prompt_file, args.max_tokens, options))
-                        say(f"{number} loops, {way}, turn {turn + 1}: {runs[-1]['milliseconds_per_token']:.2f} ms/token")
-                if python:
-                    for run in llama_cpp(python, model, prompt, args.max_tokens, args.turns):
-                        runs.append({"way": LLAMA_CPP, "loops": number} | run)
-                        say(f"{number} loops, {LLAMA_CPP}: {run['milliseconds_per_token']:.2f} ms/token")
+                for way, options in [*WAYS.items()] * args.turns:
+                    runs.append({"way": way, "loops": number} | ours(prompt_file, args.max_tokens, options))
+                    say(f"{number} loops, {way}: {runs[-1]['milliseconds_per_token']:.2f} ms/token")
+                for run in llama_cpp(program, prompt, args.max_tokens, args.turns) if program else ():
+                    runs.append({"way": LLAMA_CPP, "loops": number} | run)
+                    say(f"{number} loops, {LLAMA_CPP}: {run['milliseconds_per_token']:.2f} ms/token")
     runs.sort(key=lambda run: ([*WAYS, LLAMA_CPP].index(run["way"]), run["loops"]))
     columns = ["way", "loops", "ms/token", "range", "times quiet", "first s", "setting"]
     emit(columns, list(rows_of(runs)), about("demo pair on a busy machine", 0, length=len(prompt)), runs)

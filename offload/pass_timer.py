@@ -81,7 +81,7 @@ def time_again(target: Path, draft: Path | None) -> None:
     they are used: the machine may have changed. Where nothing can be kept, nothing happens."""
     request = Request.on_this_machine(target, draft, Options(device="cpu"))
     with suppress(OSError):
-        _remember(_models(request), request.dtype, alone=True)
+        _remember(_models(request), request.dtype, anew=True)
 
 
 def _models(request: Request) -> list[Model]:
@@ -99,12 +99,12 @@ def _code_bits(request: Request) -> Sequence[int]:
     return [bits for bits in CODE_BITS if options.weight_bits in (None, bits)]
 
 
-def _remember(models: Sequence[Model], dtype: str, *, alone: bool = False) -> None:
-    """Time the passes of `models` and keep what was measured. alone: and forget other models. OSError."""
+def _remember(models: Sequence[Model], dtype: str, *, anew: bool = False) -> None:
+    """Time the passes of `models` and keep what was measured. anew: see `save_times`. OSError."""
     found = {key_of(config, dtype, bits): time_passes(config, dtype, bits) for config, bits in models}
     measured = {key: times for key, times in found.items() if times is not None}
     if measured:
-        save_times(machine_name(), rates_key("cpu"), measured, alone=alone)
+        save_times(machine_name(), rates_key("cpu"), measured, anew=anew)
 
 
 @torch.inference_mode()

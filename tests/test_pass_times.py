@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from offload import pass_timer
 from offload.engine import plan_request
 from offload.kernels import native
 from offload.pass_timer import time_again, time_passes, timed
-from offload.plan import pass_times
+from offload.plan import pass_times, rates
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import TWO_CORES, rates_key
 from offload.plan.machine import machine_name
@@ -125,9 +126,34 @@ class TestTheFile:
         assert load_times("here", "CPU", "one") == PASS_TIMES
         assert load_times("here", "CPU", "two") == replace(PASS_TIMES, mass_share=0.25)
         assert load_rates("here", "CPU") == replace(TWO_CORES, measured=True)
-        save_times("here", "CPU", {"two": PASS_TIMES}, alone=True)
+        save_times("here", "CPU", {"two": PASS_TIMES}, anew=True)
         assert load_times("here", "CPU", "one") is None
         assert load_times("here", "CPU", "two") == PASS_TIMES
+
+    def test_loses_nothing_of_what_two_write_at_the_same_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Both had read the file before either wrote it: two first starts lost what one had measured."""
+        read, others = rates._read, list[threading.Thread]()
+
+        def read_slowly(path: Path) -> dict[str, Any]:
+            found = read(path)
+            if not others:
+                others.append(threading.Thread(target=save_times, args=("here", "CPU", {"two": PASS_TIMES})))
+                others[0].start()
+                others[0].join(0.05)
+            return found
+
+        monkeypatch.setattr(rates, "_read", read_slowly)
+        save_times("here", "CPU", {"one": PASS_TIMES})
+        others[0].join()
+        assert load_times("here", "CPU", "one") == load_times("here", "CPU", "two") == PASS_TIMES
+
+    def test_keeps_what_another_has_measured_of_the_same_kernels(self) -> None:
+        other, third = replace(PASS_TIMES, mass_share=0.25), replace(PASS_TIMES, kernels="others")
+        for times, expected in ((PASS_TIMES, PASS_TIMES), (other, PASS_TIMES), (third, third)):
+            save_times("here", "CPU", {"one": times})
+            assert load_times("here", "CPU", "one") == expected
+        save_times("here", "CPU", {"one": replace(other, kernels="others")}, anew=True)
+        assert load_times("here", "CPU", "one") == replace(other, kernels="others")
 
     @pytest.mark.parametrize(
         "damage",
@@ -203,6 +229,24 @@ class TestMeasuring:
         assert measurements == measured(dtype)
         assert load_times(machine_name(), rates_key("cpu"), "another") is None
         assert load_times(machine_name(), rates_key("cpu"), key_of(TARGET, dtype)) is not None
+
+    def test_at_two_first_starts_gives_both_one_plan(
+        self, measurements: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A seed's text at the start that had written first was another at all later ones."""
+        request, time_none = on_this_machine(), pass_timer.time_passes
+
+        def time_slowly(*model: Any) -> PassTimes | None:
+            key, times = key_of(*model), time_none(*model)
+            assert times is not None
+            save_times(machine_name(), rates_key("cpu"), {key: replace(times, mass_share=0.25)})  # the other start
+            return times
+
+        monkeypatch.setattr(pass_timer, "time_passes", time_slowly)
+        found = timed(request).times
+        assert found.target is not None
+        assert found.target.mass_share == 0.25
+        assert found == on_this_machine().times
 
     def test_only_of_the_models_that_run(self, measurements: list[str]) -> None:
         request = timed(on_this_machine(speculation=False))

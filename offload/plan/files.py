@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +18,15 @@ def user_folder(kind: Literal["data", "cache", "config", "state"], name: str = "
     import platformdirs
 
     return Path(getattr(platformdirs, f"user_{kind}_dir")("triforce", appauthor=False)) / name
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock on the file `path`, which is made where it is not there and stays. Whoever else wants it waits. The
+    system releases it when the process ends. OSError."""
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from offload.plan.config import ModelConfig
 from offload.plan.machine import KERNELS
-from offload.plan.rates import Rates, read_records, write_records
+from offload.plan.rates import Rates, change_records, read_records
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 _SHAPES = (
@@ -146,16 +146,30 @@ def load_times(machine: str, device: str, key: str) -> PassTimes | None:
     return _times(record) if isinstance(record, dict) else None
 
 
-def save_times(machine: str, device: str, measured: Mapping[str, PassTimes], *, alone: bool = False) -> Path:
-    """Add what was `measured`, by `key_of`, to the file of rates, and return its path. alone: forget the other models
-    of this device, since the machine may have changed. OSError."""
-    known = {} if alone else read_records(machine).get(_passes(device))
-    records = {key: asdict(times) for key, times in measured.items()}
-    return write_records(machine, {_passes(device): (known if isinstance(known, dict) else {}) | records})
+def save_times(machine: str, device: str, measured: Mapping[str, PassTimes], *, anew: bool = False) -> Path:
+    """Add what was `measured`, by `key_of`, to the file of rates, and return its path. What another process has
+    measured of the same kernels meanwhile stays, since plans follow from it by now. OSError.
+
+    anew: replace it, and forget the other models of this device, since the machine may have changed.
+    """
+
+    def change(records: dict[str, Any]) -> dict[str, Any]:
+        known = records.get(_passes(device))
+        models = known if isinstance(known, dict) and not anew else {}
+        missing = {key: asdict(times) for key, times in measured.items() if not _is_of(models.get(key), times.kernels)}
+        return records | {_passes(device): models | missing}
+
+    return change_records(machine, change)
 
 
 def _passes(device: str) -> str:
     return f"{device}, passes"
+
+
+def _is_of(record: object, kernels: str) -> bool:
+    """Whether it has times of these kernels."""
+    times = _times(record) if isinstance(record, dict) else None
+    return times is not None and times.kernels == kernels
 
 
 def _times(record: Mapping[str, Any]) -> PassTimes | None:

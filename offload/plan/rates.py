@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from offload.errors import ModelError
 from offload.plan.fields import read_json
-from offload.plan.files import user_folder, write_whole
+from offload.plan.files import locked, user_folder, write_whole
 
 FOLDER_VARIABLE = "TRIFORCE_CACHE_DIR"
 
@@ -75,7 +75,8 @@ def load_rates(machine: str, device: str) -> Rates | None:
 
 def save_rates(machine: str, measured: Mapping[str, Rates]) -> Path:
     """Add what was `measured`, by device, to the file, and return its path. OSError."""
-    return write_records(machine, {device: asdict(rates) for device, rates in measured.items()})
+    added = {device: asdict(rates) for device, rates in measured.items()}
+    return change_records(machine, lambda records: records | added)
 
 
 def read_records(machine: str) -> dict[str, Any]:
@@ -84,18 +85,19 @@ def read_records(machine: str) -> dict[str, Any]:
     return records if isinstance(records, dict) else {}
 
 
-def write_records(machine: str, records: Mapping[str, Any]) -> Path:
-    """Add `records`, by key, to the file, and return its path. OSError.
+def change_records(machine: str, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Path:
+    """Have the file hold `change` of what it holds of `machine`, by key, and return its path. OSError.
 
-    A home folder may be shared: records of other machines stay. Who reads at the same time sees the old file or the
-    new one, never a part.
+    A home folder may be shared: records of other machines stay. Who changes it at the same time waits; who reads it
+    sees the old file or the new one, never a part.
     """
     path = rates_file()
-    known = _read(path)
-    devices = known.get(machine)
-    known[machine] = (devices if isinstance(devices, dict) else {}) | dict(records)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(known, indent=1))
+    with locked(path.with_suffix(".lock")):
+        known = _read(path)
+        records = known.get(machine)
+        known[machine] = dict(change(records if isinstance(records, dict) else {}))
+        write_whole(path, json.dumps(known, indent=1))
     return path
 
 

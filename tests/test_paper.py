@@ -268,16 +268,13 @@ QUICK = ("test_a_host_block", "test_a_block_can", "test_copies_arrive", "test_a_
     ],
     ids=CARD_TESTS,
 )
-def test_the_tests_for_a_card_pass_on_paper(
-    test: Callable[[], None], monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
-) -> None:
-    """With smaller products and shorter prompts, unless --deep is given."""
-    if not pytestconfig.getoption("deep"):
-        monkeypatch.setattr(test_cuda, "SIDE", 256)
-        monkeypatch.setattr(test_cuda, "LONG", 1100)
-        monkeypatch.setattr(test_cuda, "LONGER", 600)
-        monkeypatch.setattr(test_cuda, "MAX_TOKENS", 4)
-        monkeypatch.setattr(test_cuda, "DTYPES", ("bf16",))
+def test_the_tests_for_a_card_pass_on_paper(test: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With smaller products and shorter prompts, of two tiles a layer."""
+    monkeypatch.setattr(test_cuda, "SIDE", 256)
+    monkeypatch.setattr(test_cuda, "LONG", 1100)
+    monkeypatch.setattr(test_cuda, "LONGER", 1100)
+    monkeypatch.setattr(test_cuda, "MAX_TOKENS", 4)
+    monkeypatch.setattr(test_cuda, "DTYPES", ("bf16",))
     # Products with weights in few bits have twins here; attention to a cache in 4 bits and packed pages have none: see
     # low_bits_interpreted.py and packed_interpreted.py.
     monkeypatch.setattr(hardware, "_has_kernels", lambda new_enough: new_enough)

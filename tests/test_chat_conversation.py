@@ -207,6 +207,12 @@ def test_text_that_is_no_conversation_is_refused_and_never_crashes(text):
         Conversation.from_json(text, "chat.json")
 
 
+def test_a_field_that_occurs_twice_is_refused_by_name():
+    text = json.dumps(BOTH.to_data())
+    with pytest.raises(UsageError, match="a field occurs twice: 'system'"):
+        Conversation.from_json(f'{{"system": "", {text[1:]}', "chat.json")
+
+
 def test_half_a_character_in_a_file_is_refused():
     with pytest.raises(UsageError, match=r"chat.json: turns\[1\].reply has bytes that are not UTF-8"):
         Conversation.from_json(json.dumps(turn(reply=HALF)), "chat.json")

@@ -66,7 +66,23 @@ class TestRecords:
             ('{"prompt": "x", "max_tokens": 0}', "max_tokens is 0, it must be a whole number from 1"),
             ('{"prompt": "x", "max_tokens": true}', "max_tokens is true"),
             ('{"prompt": "x", "temperature": "hot"}', 'temperature is "hot", it must be a number'),
-            ('{"prompt": "x", "temperature": NaN}', "temperature is NaN"),
+            ('{"prompt": "x", "temperature": NaN}', "line 2 is not JSON that can be answered (NaN is not"),
+            ('{"prompt": "x", "temperature": 1' + "0" * 400 + "}", "temperature is 1000"),
+            ('{"prompt": "x", "temperature": 1e400}', "1e400 is not a JSON number"),
+            ('{"prompt": "x", "seed": 1' + "0" * 5000 + "}", "a number has 5001 digits, 4300 is the limit"),
+            ('{"prompt": "x", "seed": 1' + "0" * 400 + "}", "line 2: seed is 1000"),
+            ('{"prompt": "x", "meta": {"k": [1, NaN]}}', "NaN is not a JSON number"),
+            ('{"prompt": "x", "meta": {"k": -Infinity}}', "-Infinity is not a JSON number"),
+            ('{"prompt": "x", "meta": {"k": 1e999}}', "1e999 is not a JSON number"),
+            ('{"prompt": "x", "meta": {"k": ["\\ud800"]}}', "without halves of surrogate pairs"),
+            ('{"prompt": "x", "meta": {"\\udc00": 1}}', "without halves of surrogate pairs"),
+            ('{"prompt": "x", "meta": {"k": ' + "[" * 99 + "]" * 99 + "}}", "it is nested deeper than 64"),
+            ('{"prompt": ' + "[" * 900 + "]" * 900 + "}", "it is nested deeper than 64"),
+            (
+                '{"prompt": "x", "prompt": "y"}',
+                "line 2 is not JSON that can be answered (a field occurs twice: 'prompt')",
+            ),
+            ('{"prompt": "x", "meta": {"a": {"b": 1, "b": 1}}}', "a field occurs twice: 'b'"),
             ('{"prompt": "x", "temperature": -1}', "line 2: temperature is -1"),
             ('{"prompt": "x", "top_k": 1.5}', "top_k is 1.5, it must be a whole number"),
             ('{"prompt": "x", "seed": "1"}', 'seed is "1", it must be a whole number or null'),
@@ -81,6 +97,22 @@ class TestRecords:
             read('{"prompt": "fine"}', line)
         assert "in.jsonl" in str(error.value)
         assert message in str(error.value)
+
+    @pytest.mark.parametrize(
+        "meta",
+        [
+            '{"k": 1' + "0" * 4299 + "}",
+            '{"k": -1.7e308, "": 5e-324}',
+            '{"k": "\\u0000\\u2028\\ud83d\\ude00"}',
+            '{"k": ' + "[" * 62 + "]" * 62 + "}",
+        ],
+    )
+    def test_what_is_accepted_can_be_written(self, meta, tmp_path):
+        """A NaN in meta was found out when the result was written, after the work, and again by every next run."""
+        (record,) = read(f'{{"prompt": "x", "meta": {meta}}}')
+        with ResultFile(tmp_path / "out") as results:
+            results.add({"id": record.id, "text": "", "meta": record.meta})
+        assert json.loads((tmp_path / "out").read_bytes())["meta"] == json.loads(meta)
 
     def test_nothing_is_refused(self):
         with pytest.raises(UsageError, match="holds no line"):

@@ -228,7 +228,7 @@ def test_a_made_up_field_is_refused_by_name(path: Path, change: Callable[[dict[s
         ('"capacity":100', '"capacity":NaN', "NaN is not a JSON number"),
         ('"capacity":100', '"capacity":1e999', "1e999 is not a JSON number"),
         ('"capacity":100', '"capacity":-Infinity', "-Infinity is not a JSON number"),
-        ('"capacity":100', '"capacity":100,"capacity":101', "a field occurs twice"),
+        ('"capacity":100', '"capacity":100,"capacity":101', "a field occurs twice: 'capacity'"),
         ('"capacity":100', '"capacity":' + "9" * 5000, "4300"),
         ('"role":"user"', '"role":' + "[" * 100_000 + "]" * 100_000, "recursion"),
         ('"role":"user"', '"role":"\u00e9"', "'ascii' codec"),

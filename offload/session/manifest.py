@@ -7,15 +7,14 @@ the parser. A forged file may have a valid checksum, so the reader also checks e
 from __future__ import annotations
 
 import json
-import math
 import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import NoReturn
 
 import xxhash
 
+from offload import strict_json
 from offload.errors import SessionError
 from offload.session.folder import Folder
 from offload.session.identity import Identity
@@ -118,8 +117,7 @@ def decode(content: bytes) -> Manifest:
     if checksum(body).encode("ascii") != seal[1]:
         raise ValueError("its checksum is wrong: it was cut off or changed")
     text = "{" + body.decode("ascii")
-    record = json.loads(text, parse_float=_float, parse_constant=_refuse, object_pairs_hook=_object)
-    return _manifest(record)
+    return _manifest(strict_json.parse(text))
 
 
 def _manifest(record: dict[str, object]) -> Manifest:
@@ -136,7 +134,7 @@ def _manifest(record: dict[str, object]) -> Manifest:
     extra = record["extra"]
     if not isinstance(extra, dict):
         raise ValueError("extra is not an object")
-    _check_depth(extra)
+    strict_json.check_depth(extra, MAX_DEPTH, "extra")
     return Manifest(
         identity=identity,
         tokens=tuple(tokens),  # type: ignore[arg-type]
@@ -209,30 +207,3 @@ def _text(value: object, name: str) -> str:
     if not isinstance(value, str) or len(value) > _MOST_TEXT or not value.isprintable():
         raise ValueError(f"{name} is {reprlib.repr(value)}, not a line of at most {_MOST_TEXT} characters")
     return value
-
-
-def _check_depth(extra: object) -> None:
-    """Raises ValueError if `extra` is nested too deep for recursive functions."""
-    level = [extra]
-    for _ in range(MAX_DEPTH):
-        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
-        level = [child for children in inner for child in children]
-        if not level:
-            return
-    raise ValueError(f"extra is nested deeper than {MAX_DEPTH}")
-
-
-def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        raise ValueError("a field occurs twice")
-    return record
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _refuse(text)
-
-
-def _refuse(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a JSON number")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from offload import strict_json
 from offload.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 FIELDS = ("id", "prompt", "max_tokens", *SAMPLING, "stop", "meta")
 MOST_TOKENS = 2**24
+MAX_DEPTH = 64  # of a line
 
 Id = str | int
 
@@ -88,7 +90,7 @@ def _read(line: str, number: int, place: str, defaults: Defaults) -> Record:
         ),
         sampling=sampling | {key: _number(fields, key) for key in SAMPLING if key in data},
         stops=_stops(fields, defaults.stops),
-        meta=fields.get("meta", lambda value: isinstance(value, dict), "an object", {}),
+        meta=fields.get("meta", _is_meta, "an object without halves of surrogate pairs", {}),
     )
     try:
         record.params()
@@ -99,9 +101,10 @@ def _read(line: str, number: int, place: str, defaults: Defaults) -> Record:
 
 def _object(line: str, place: str) -> dict[str, Any]:
     try:
-        data = json.loads(line)
+        data = strict_json.parse(line)
+        strict_json.check_depth(data, MAX_DEPTH, "it")
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{place} is not JSON ({error})") from error
+        raise UsageError(f"{place} is not JSON that can be answered ({error})") from error
     if not isinstance(data, dict):
         raise UsageError(f"{place} is {type(data).__name__} in JSON, it must be an object")
     return data
@@ -141,8 +144,20 @@ def _is_id(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """True for a string that UTF-8 can encode: JSON escapes can contain half of a surrogate pair."""
-    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+    return isinstance(value, str) and _is_unicode(value)
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, dict) and _is_unicode(json.dumps(value, ensure_ascii=False))
+
+
+def _is_unicode(text: str) -> bool:
+    """True if UTF-8 can encode it: JSON escapes can contain half of a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_whole(value: Any) -> bool:
@@ -150,7 +165,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _short(value: Any) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import NoReturn, TypeVar
 
+from offload import strict_json
 from offload.errors import UsageError
 
 VERSION = 1
@@ -144,7 +145,7 @@ class Conversation:
     def from_json(cls, text: str, source: str) -> Conversation:
         """The conversation in `text`. Raises UsageError, also for invalid JSON."""
         try:
-            data = json.loads(text)
+            data = strict_json.parse(text)
         except (ValueError, RecursionError) as error:
             reason = "it is nested too deep" if isinstance(error, RecursionError) else error
             raise UsageError(f"{source} is not a saved conversation: not valid JSON ({reason})") from error

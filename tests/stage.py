@@ -134,7 +134,7 @@ def _fix_the_machine() -> None:
     at it."""
     from offload import engine
     from offload.bench import diagnosis, environment
-    from offload.plan import hardware, nvml, request
+    from offload.plan import busy, hardware, nvml, request
     from offload.session import store
     from test_doctor import LAPTOP
     from triforce_cli import choice, deadline, progress
@@ -145,6 +145,7 @@ def _fix_the_machine() -> None:
     card = hardware.Hardware("cuda:0", "NVIDIA GeForce RTX 4090", 24 * 10**9, 128 * 10**9, True, hardware.RTX_4090)
     for module in (hardware, request, diagnosis):
         module.probe = lambda device, gpus=1: card if device.startswith("cuda") else laptop
+    busy.OtherPrograms.share = lambda self: 0.0
     engine.timed = lambda request: request
     engine.time_again = lambda target, draft: None
     engine.kernels_problem = lambda device, model: ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import psutil
 
 BUSY_SHARE = 0.2  # of the processor by others: more than this is felt
@@ -21,7 +23,7 @@ class OtherPrograms:
 
 def _seconds() -> tuple[float, float, float]:
     """(all cores used, all cores idle, used by this process), in seconds since they began."""
-    cores, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    cores, own = psutil.cpu_times(), os.times()
     idle = cores.idle + getattr(cores, "iowait", 0.0)
     twice = getattr(cores, "guest", 0.0) + getattr(cores, "guest_nice", 0.0)  # counted as user and nice, too
     return sum(cores) - twice - idle, idle, own.user + own.system

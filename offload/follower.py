@@ -1,7 +1,7 @@
 """A rank other than 0: it does to its part of the model and the caches what rank 0 tells it.
 
-Started by rank 0 as `python -m offload.follower DESCRIPTOR FILE START RANK SIZE`, or by torchrun as what rank 0 runs.
-It says nothing: what fails is told to rank 0, and when rank 0 is gone or hangs, it ends.
+Started by rank 0 as `python -m offload.follower DESCRIPTOR FILE MEMORY START RANK SIZE`, or by torchrun as what rank 0
+runs. It says nothing: what fails is told to rank 0, and when rank 0 is gone or hangs, it ends.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Follower:
 
     def __init__(self, shard: Shard, local_rank: int, met: Met) -> None:
         self._shard, self._local_rank, self._store = shard, local_rank, met.store
+        self._memory = met.memory
         self._orders = Orders(met.channels[0])
         self._parts: Parts | None = None
         self._sums: Sums | None = None
@@ -75,12 +76,13 @@ class Follower:
         torch.set_num_threads(threads)
         own = self._own(plan)
         device = torch.device(own.request.device)
-        self._sums = Sums(self._shard.rank, self._shard.size, device, check=lambda: None, go=self._orders.wait_to_go)
+        rank, size, memory = self._shard.rank, self._shard.size, self._memory
+        self._sums = Sums(rank, size, device, check=lambda: None, go=self._orders.wait_to_go, memory=memory)
         self._parts = Parts.load(own, {"target": Path(target)}, ignore, shard=self._shard, sums=self._sums)
 
     def _connect(self) -> None:
         assert self._sums is not None
-        self._sums.connect(self._store())
+        self._sums.connect(self._store)
 
     def _try_sizes(self, plan: Mapping[str, Any]) -> list[int]:
         assert self._parts is not None
@@ -189,8 +191,8 @@ def follow_torchrun(launched: Launched) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    descriptor, file, number, rank, size = map(int, arguments)
-    follow(Shard(rank, size), rank, rendezvous.started(descriptor, file, number))
+    descriptor, file, memory, number, rank, size = map(int, arguments)
+    follow(Shard(rank, size), rank, rendezvous.started(descriptor, file, memory, number))
 
 
 if __name__ == "__main__":

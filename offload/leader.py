@@ -54,7 +54,8 @@ class Lead:
         self._threads = torch.get_num_threads()
         torch.set_num_threads(max(self._threads // (launched.local_size if launched else size), 1))
         met = rendezvous.start(size) if launched is None else rendezvous.meet(launched)
-        self.sums = Sums(0, size, torch.device(plan.request.device), check=self._check, go=self._go)
+        device = torch.device(plan.request.device)
+        self.sums = Sums(0, size, device, check=self._check, go=self._go, memory=met.memory)
         self.team, self._store = Team(met, self.sums.abort), met.store
         self._num_workers = 0
 
@@ -66,7 +67,7 @@ class Lead:
         try:
             self.team.replies(told)
             self.team.tell("connect")
-            self.sums.connect(self._store())
+            self.sums.connect(self._store)
         except BaseException:
             parts.close()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 
@@ -17,7 +18,10 @@ from offload.ranks.sums import Sums
 def in_pieces(sums: Sums, part: Tensor) -> Tensor:
     """As a library does it: each rank sums a piece of the tensor, beginning with its own, and sends that to all."""
     sums._due.popleft()
-    pieces = [part.flatten().tensor_split(sums.size) for part in sums._gather(part)]
+    assert sums._shared is not None
+    [(_, num_bytes, slots)] = sums._shared._pieces(part)
+    parts = [torch.frombuffer(bytearray(ctypes.string_at(slot, num_bytes)), dtype=part.dtype) for slot in slots]
+    pieces = [each.tensor_split(sums.size) for each in parts]
     summed = []
     for number in range(sums.size):
         first, *others = [pieces[(number + i) % sums.size][number] for i in range(sums.size)]

@@ -58,9 +58,10 @@ class Forked:
         with (
             socket.socket(fileno=os.dup(pass_fds[0])) as channel,
             Connection(os.dup(pass_fds[1])) as file,
+            Connection(os.dup(pass_fds[2])) as memory,
             Connection(os.dup(stderr.fileno())) as words,
         ):
-            arguments = (channel, file, words, command[-3:], dict(os.environ), fault)
+            arguments = (channel, file, memory, words, command[-3:], dict(os.environ), fault)
             self._process = forked(_follow, *arguments)
         self._waiting = threading.Lock()
         self.pid = self._process.pid
@@ -79,6 +80,7 @@ class Forked:
 def _follow(
     channel: socket.socket,
     file: Connection,
+    memory: Connection,
     words: Connection,
     arguments: Sequence[str],
     variables: Mapping[str, str],
@@ -89,7 +91,7 @@ def _follow(
     os.environ.update(variables)
     os.dup2(words.fileno(), 2)
     fault(int(arguments[1]))
-    main([str(channel.detach()), str(file.fileno()), *arguments])
+    main([str(channel.detach()), str(file.fileno()), str(os.dup(memory.fileno())), *arguments])
 
 
 @contextmanager

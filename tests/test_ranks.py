@@ -30,6 +30,7 @@ from offload.cache.retrieval import RetrievalCache
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine
 from offload.errors import DoesNotFit, RankFailed, SessionError, UsageError
+from offload.kernels.native import VARIABLE, kernels
 from offload.leader import COMPARED_FORWARDS, LeadingWorker
 from offload.ranks import rendezvous, watch
 from offload.ranks.sums import Sums
@@ -336,12 +337,30 @@ def test_a_model_that_one_rank_has_no_memory_for_leaves_nothing(folders: Folders
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_process_has_one_engine_of_several_ranks(folders: Folders) -> None:
-    with make(folders, 2) as engine:
-        wanted = say(engine)
-        with pytest.raises(UsageError, match="close that engine"):
-            make(folders, 2)
-        assert say(engine) == wanted
+def test_a_process_may_have_two_engines_of_several_ranks(folders: Folders) -> None:
+    """Each has a memory of its own for its sums."""
+    with make(folders, 2) as engine, make(folders, 3) as other:
+        assert say(engine) == say(other) == say(engine)
+
+
+@pytest.mark.usefixtures("forked")
+def test_without_kernels_ranks_say_the_same_over_torch_distributed(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with torchrun: there a process has one such engine."""
+    monkeypatch.setenv(VARIABLE, "off")
+    kernels.cache_clear()
+    try:
+        with make(folders, 1, PLAIN) as alone:
+            wanted = say(alone)
+        with make(folders, 2, PLAIN) as engine:
+            assert dist.is_initialized()
+            assert say(engine) == wanted
+            with pytest.raises(UsageError, match="close that engine"):
+                make(folders, 2)
+            assert say(engine) == wanted
+    finally:
+        kernels.cache_clear()
 
 
 # Broken off

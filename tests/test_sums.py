@@ -57,7 +57,7 @@ def nothing() -> None: ...
 
 def on_card(size: int, check: Callable[[], None] = nothing) -> Sums:
     sums = Sums(0, size, CARD, check=check, go=nothing)
-    sums.connect(FakeStore())
+    sums.connect(FakeStore)
     return sums
 
 
@@ -125,7 +125,7 @@ def test_who_dies_on_the_way_to_the_others_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dist, "init_process_group", refused)
     monkeypatch.setattr("offload.ranks.sums.threading", SimpleNamespace(Thread=partial(AtOnce, ends=ends)))
     with pytest.raises(RankFailed, match="rank 1 ended"):
-        Sums(0, 2, torch.device("cpu"), check=lost, go=nothing).connect(FakeStore())
+        Sums(0, 2, torch.device("cpu"), check=lost, go=nothing).connect(FakeStore)
 
 
 def test_a_group_is_left_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_a_group_is_left_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append(1))
     sums = Sums(0, 2, torch.device("cpu"), check=nothing, go=nothing)
     sums.close()
-    sums.connect(FakeStore())
+    sums.connect(FakeStore)
     sums.close()
     sums.close()
     assert left == [1]

@@ -17,7 +17,7 @@ class Sums(Protocol):
         ...
 
     def total(self, part: Tensor) -> Tensor:
-        """part [n, hidden] of this rank -> the sum over all, the same bits on each."""
+        """part [n, hidden] of this rank -> the sum over all, the same bits on each. `part` may be used for it."""
         ...
 
 

@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from offload.errors import RankFailed, UsageError
 from offload.plan.torchrun import Launched
+from offload.ranks import shared
 from offload.ranks.channel import Channel
 from offload.ranks.door import SECRET_BYTES, Door, knock
 
@@ -58,35 +59,38 @@ class Process:
 class Met:
     """The other ranks: channels to them by rank, their processes if they are rank 0's, and the store that
     torch.distributed meets by, once it is wanted: who waits for it in vain has to be watching already. Of rank 0 there
-    is one channel, of the others one to rank 0."""
+    is one channel, of the others one to rank 0. memory: the file of a memory for their sums, if they share one; for
+    this process alone to close."""
 
     channels: Mapping[int, Channel]
     processes: tuple[Process, ...]
     store: Callable[[], Store]
+    memory: int | None = None
 
 
 def start(size: int) -> Met:
     """Start ranks 1 to size - 1 on this machine. Each has an end of a pair of sockets, and all of them the open file
-    that they meet by: nobody else can reach either. Raises UsageError where a system has no such files."""
+    that they meet by and the memory that they share: nobody else can reach these. Raises UsageError where a system has
+    no such files."""
     if not hasattr(os, "memfd_create"):
         raise UsageError(f"{size} ranks on one machine need Linux; leave out --gpus")
     os.environ.update(_LOOPBACK_ONLY)
-    file, number, channels, processes = _meeting_file(), next(_starts), {}, []
+    file, memory, number, channels, processes = _meeting_file(), shared.create(size), next(_starts), {}, []
     for rank in range(1, size):
         ours, theirs = socket.socketpair()
         words = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
         with theirs, _signals_later():
-            arguments = map(str, (theirs.fileno(), file, number, rank, size))
+            arguments = map(str, (theirs.fileno(), file, memory, number, rank, size))
             process = subprocess.Popen(
                 [sys.executable, "-m", FOLLOWER, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=words,
-                pass_fds=(theirs.fileno(), file),
+                pass_fds=(theirs.fileno(), file, memory),
             )
         channels[rank] = Channel(ours)
         processes.append(Process(process, words))
-    return Met(channels, tuple(processes), lambda: _store_in(file, number))
+    return Met(channels, tuple(processes), lambda: _store_in(file, number), memory)
 
 
 @cache
@@ -107,9 +111,9 @@ def _signals_later() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def started(descriptor: int, file: int, number: int) -> Met:
+def started(descriptor: int, file: int, memory: int, number: int) -> Met:
     """The same, seen by a rank that was started."""
-    return Met({0: Channel(socket.socket(fileno=descriptor))}, (), lambda: _store_in(file, number))
+    return Met({0: Channel(socket.socket(fileno=descriptor))}, (), lambda: _store_in(file, number), memory)
 
 
 def _store_in(file: int, number: int) -> Store:

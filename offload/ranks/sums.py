@@ -1,4 +1,5 @@
-"""Sums over ranks of what each has computed of the same rows, on torch.distributed: NCCL on GPUs, gloo on CPUs.
+"""Sums over ranks of what each has computed of the same rows: on CPUs of one machine in memory that they share, on
+others over torch.distributed, NCCL on GPUs and gloo on CPUs.
 
 Every rank gathers all parts and adds them in fp32 in the order of the ranks. So all have the same bits, and a row's
 bits do not depend on the rows beside it, as they would where a library cuts a tensor into pieces and sums each in
@@ -7,6 +8,7 @@ another order.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -20,6 +22,8 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from offload.errors import RankFailed, UsageError
+from offload.kernels.native import kernels
+from offload.ranks.shared import SharedMemory
 
 UNINTERRUPTED = True  # all ranks take part in a sum, or none
 
@@ -29,17 +33,27 @@ _FOR_EVER = timedelta(days=1)  # whether somebody hangs is for the watch to say:
 
 
 class Sums:
-    """The sums of one rank of `size`. A context for the whole process: torch.distributed has one default group.
+    """The sums of one rank of `size`. Over torch.distributed a context for the whole process, as that has one default
+    group.
 
     check: called now and then by who waits for the others; raises what has become of them. go: called before each part
     of a forward, whose sums rank 0 then takes part in whatever happens: tells the others so, or waits to be told.
+    memory: the file of a memory that the ranks share, which is this object's from now on; for CPUs that have kernels.
     seconds: in sums, with the wait for slower ranks, since the process began.
     """
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, *, check: Callable[[], None], go: Callable[[], None]
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        check: Callable[[], None],
+        go: Callable[[], None],
+        memory: int | None = None,
     ) -> None:
         self.rank, self.size, self._device, self._check, self._go = rank, size, device, check, go
+        self._shared = None if memory is None else _shared(memory, rank, size, device, check)
         self._due: deque[tuple[int, int]] = deque()
         self._running: dist.Work | None = None
         self._template: Tensor | None = None
@@ -47,8 +61,11 @@ class Sums:
         self._seconds = 0.0
         self._connected = self._out_of_step = False
 
-    def connect(self, store: Store) -> None:
-        """Meet the other ranks, each of which calls this. Raises UsageError if this process is in a group already."""
+    def connect(self, store: Callable[[], Store]) -> None:
+        """Meet the other ranks, each of which calls this, by a store that all have. Raises UsageError if this process
+        is in a group already."""
+        if self._shared is not None:
+            return
         if dist.is_initialized():
             raise UsageError("this process is one of several ranks already; close that engine before it loads another")
         on_gpu = self._device.type == "cuda"
@@ -58,7 +75,7 @@ class Sums:
             try:
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-                    store=store,
+                    store=store(),
                     rank=self.rank,
                     world_size=self.size,
                     timeout=_FOR_EVER,
@@ -99,17 +116,22 @@ class Sums:
             raise RuntimeError(f"{len(self._due)} sums over the ranks were due and not made")
 
     def total(self, part: Tensor) -> Tensor:
-        """part [n, hidden] of this rank -> the sum over all ranks, the same bits on each."""
+        """part [n, hidden] of this rank -> the sum over all ranks, the same bits on each. `part` may be used for it."""
         shape = self._due.popleft()
         if part.shape != shape:
             raise RuntimeError(f"a sum of {tuple(part.shape)} where {shape} is due")
+        if self._shared is not None:
+            began = time.perf_counter()
+            total = self._shared.total(part.contiguous())
+            self._seconds += time.perf_counter() - began
+            return total
         parts = self._gather(part)
         if self.size == 2:  # one addition rounds once
             return parts[0].add_(parts[1])
-        total = parts[0].float()
+        added = parts[0].float()
         for other in parts[1:]:
-            total += other
-        return total.to(part.dtype)
+            added += other
+        return added.to(part.dtype)
 
     @property
     def seconds(self) -> float:
@@ -120,13 +142,18 @@ class Sums:
 
     def gather(self, part: Tensor) -> list[Tensor]:
         """part, on the CPU and of one shape on all ranks -> all ranks' on rank 0, nothing on the others."""
+        if self._shared is not None:
+            return self._shared.gather(part)
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else []
         self._wait(dist.gather(part, parts or None, async_op=True))
         return parts
 
     def scatter(self, parts: Sequence[Tensor], own: Tensor) -> None:
         """The reverse: `own` is filled with this rank's of the `parts` on rank 0."""
-        self._wait(dist.scatter(own, list(parts) or None, async_op=True))
+        if self._shared is not None:
+            self._shared.scatter(parts, own)
+        else:
+            self._wait(dist.scatter(own, list(parts) or None, async_op=True))
 
     def abort(self) -> None:
         """End what a GPU waits for in sums that will never be: NCCL's kernels would wait for a dead rank for ever.
@@ -179,7 +206,17 @@ class Sums:
 
     def _take_part(self) -> None:
         assert self._template is not None
-        if self._running is not None:  # an interrupt that waited for too long
+        if self._shared is not None:  # an interrupt may have waited for too long
+            self._shared.finish()
+        if self._running is not None:
             self._wait(self._running)
         while self._due:
             self.total(self._template.new_zeros(self._due[0]))
+
+
+def _shared(file: int, rank: int, size: int, device: torch.device, check: Callable[[], None]) -> SharedMemory | None:
+    try:
+        library = kernels().library if device.type == "cpu" else None
+        return SharedMemory(file, rank, size, library, check) if library is not None else None
+    finally:
+        os.close(file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_double, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_int64, c_size_t, c_uint64, c_void_p
 
 import torch
 
@@ -92,6 +92,9 @@ class Rotation(ctypes.Structure):
 
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "wait_by": (None, [ctypes.c_int]),
+    "post": (None, [c_void_p, c_uint64]),
+    "await_count": (ctypes.c_int, [c_void_p, c_uint64, c_int64]),
+    "add_parts": (None, [c_int64, POINTER(c_size_t), c_int64, c_void_p, c_int64]),
     "run_products": (None, [c_int64, POINTER(Product), c_int64, c_int64, c_int64]),
     "encode": (None, [c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64]),
     "encode_kv": (None, [c_int64, POINTER(Encoding), c_int64]),

@@ -20,12 +20,44 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Changes with every change of a structure or a function below.
-KERNEL int abi() { return 15; }
+KERNEL int abi() { return 16; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
 
 KERNEL void wait_by(threads::Waiting waiting) { threads::waiting = waiting; }
+
+// A count in memory that processes share is now `value`: wakes those that wait for it.
+KERNEL void post(threads::Shared* count, uint64_t value) {
+    threads::write(count->word, value);
+    count->wake();
+}
+
+// Whether a count is at least `value`, within so many nanoseconds, and before the system has a signal for this thread.
+KERNEL int await_count(threads::Shared* count, uint64_t value, int64_t nanoseconds) {
+    const auto reached = [&](uint64_t seen) { return seen >= value; };
+    return reached(count->wait(reached, nanoseconds));
+}
+
+// out: the sum of `count` parts of as many numbers, added in fp32 in their order and rounded once.
+KERNEL void add_parts(Dtype dtype, const void* const* parts, int64_t count, void* out, int64_t numbers) {
+    with(dtype, [&]<class E>() {
+        using Element = typename E::element;
+        const auto at = [&](int64_t part, int64_t i) { return static_cast<const Element*>(parts[part]) + i; };
+        Element* const to = static_cast<Element*>(out);
+        int64_t i = 0;
+        for (; i + W <= numbers; i += W) {
+            f32 total = E::read(at(0, i));
+            for (int64_t part = 1; part < count; part++) total += E::read(at(part, i));
+            E::write(to + i, E::rounded(total));
+        }
+        for (; i < numbers; i++) {
+            float total = E::widen_one(*at(0, i));
+            for (int64_t part = 1; part < count; part++) total += E::widen_one(*at(part, i));
+            to[i] = E::round_one(total);
+        }
+    });
+}
 
 KERNEL void run_products(Dtype dtype, const Product* steps, int64_t count, int64_t rows, int64_t how_many) {
     with(dtype, [&]<class E>() { products::run<E>(steps, count, rows, how_many); });

@@ -5,6 +5,7 @@
 // sleeps follows how long it was kept from running lately: on an idle machine it spins, since waking takes longer than
 // most waits; on a busy one a spinning thread takes the time of the thread that it waits for.
 #pragma once
+#include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <linux/futex.h>
@@ -26,6 +27,7 @@ constexpr int MOST_PHASES = 32;
 constexpr int64_t SPIN_NS = 2'000'000;    // on an idle machine: longer than what Python does between two calls
 constexpr int64_t LOOK_NS = 10'000'000;   // how often a thread looks how long it was kept from running
 constexpr int64_t CROWDED_NS = 100'000'000;  // for so long it then does not spin
+constexpr int64_t FOREVER = INT64_MAX;
 constexpr int64_t CROWDED_SHARE = 50;     // of the time since it looked, one part in so many
 
 inline Waiting waiting = Waiting::adaptive;
@@ -73,14 +75,19 @@ inline void relax() {
 #endif
 }
 
+// Whose threads wait for a word: this process's, or those of every process that has mapped its memory.
+enum class Reach : int { process = FUTEX_PRIVATE_FLAG, machine = 0 };
+
 // A word that threads wait for: they spin, then sleep until who changes it wakes them.
+template <Reach reach>
 struct Signal {
     uint64_t word = 0;
     int32_t sleepers = 0;
 
-    // Until done(word). The low half of the word is what changes.
+    // Until done(word); with a limit also until so many nanoseconds have passed or the system has a signal for this
+    // thread. The low half of the word is what changes.
     template <class Done>
-    uint64_t wait(Done&& done) {
+    uint64_t wait(Done&& done, int64_t limit = 0) {
         uint64_t seen = read(word);
         if (done(seen)) return seen;
         const int64_t start = now(), end = start + patience(start);
@@ -90,21 +97,31 @@ struct Signal {
         }
         __atomic_fetch_add(&sleepers, 1, __ATOMIC_SEQ_CST);
         while (!done(seen = read(word)))
-            syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, uint32_t(seen), nullptr, nullptr, 0);
+            if (!sleep(uint32_t(seen), limit ? start + limit - now() : FOREVER) && limit) break;
         __atomic_fetch_sub(&sleepers, 1, __ATOMIC_SEQ_CST);
         return seen;
     }
 
     void wake() {
-        if (read(sleepers)) syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+        if (read(sleepers)) syscall(SYS_futex, &word, FUTEX_WAKE | int(reach), INT_MAX, nullptr, nullptr, 0);
+    }
+
+  private:
+    // Until the low half is no longer what was seen. False if the time was over, or a signal of the system came first.
+    bool sleep(uint32_t seen, int64_t left) {
+        if (left <= 0) return false;
+        const timespec time{left / 1'000'000'000, left % 1'000'000'000};
+        return !syscall(SYS_futex, &word, FUTEX_WAIT | int(reach), seen, &time, nullptr, 0) || errno == EAGAIN;
     }
 };
+using Own = Signal<Reach::process>;
+using Shared = Signal<Reach::machine>;
 
 // Items of one part of a call: in the upper half of each word the number of the call, in the lower one how many are
 // left, to be drawn and to be done.
 struct Phase {
     alignas(64) uint64_t undrawn = 0;
-    alignas(64) Signal undone;
+    alignas(64) Own undone;
 
     void open(uint32_t call, int64_t count) {
         write(undone.word, uint64_t(call) << 32 | uint64_t(count));
@@ -141,7 +158,7 @@ struct Team {
     int64_t counts[MOST_PHASES] = {};
     Drive drive = nullptr;
     const void* body = nullptr;
-    alignas(64) Signal calls;  // in the upper half how many threads may take part, in the lower one the call's number
+    alignas(64) Own calls;  // in the upper half how many threads may take part, in the lower one the call's number
     int busy = 0;              // a thread is calling
     int num_helpers = 0;
 };

@@ -372,7 +372,6 @@ class Engine:
             self.plan if speculation else replace(self.plan, composition=PLAIN),
             levels,
             sampling,
-            vocab_size=self.worker.vocab_size,
             device=self.worker.memory.device,
             prepare_copies=self._prepare_copies,
             block=self.levels["target"].block,

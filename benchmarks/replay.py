@@ -134,9 +134,7 @@ def play(recording: Recording, plan: Plan, start: int, num_tokens: int) -> float
             levels["retrieval"].tokens = text[: levels["target"].length]
         return ready
 
-    speculator = build_speculator(
-        plan, levels, PRICED, vocab_size=vocab_size, device=torch.device("cpu"), prepare_copies=prepare
-    )
+    speculator = build_speculator(plan, levels, PRICED, device=torch.device("cpu"), prepare_copies=prepare)
     sequence = text[: recording.num_prompt + start]
     levels["target"].tokens = sequence[: -plan.placement.rows]
     sequence += speculator.round(sequence, 1).tokens

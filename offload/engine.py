@@ -304,11 +304,20 @@ class Engine:
     def _check(self, prompt: Sequence[int], max_tokens: int) -> None:
         if not prompt:
             raise UsageError("the prompt is empty; give at least one token")
-        if max(prompt) >= self.worker.num_embedded:
-            raise ModelError(
-                f"the tokenizer gives token {max(prompt)}, the weights are for {self.worker.num_embedded}; they do not "
-                "belong together, download the model again"
-            )
+        if max_tokens < 0:
+            raise UsageError(f"max_tokens is {max_tokens}, it must be 0 or more")
+        vocab_size = self.worker.vocab_size
+        for token in (min(prompt), max(prompt)):
+            if vocab_size <= token < len(self.tokenizer):
+                raise ModelError(
+                    f"the tokenizer gives token {token}, the weights are for {vocab_size}; they do not belong "
+                    "together, download the model again"
+                )
+            if not 0 <= token < vocab_size:
+                raise UsageError(
+                    f"the prompt has token {token}, it must be from 0 to {vocab_size - 1}: take the ids of the "
+                    "model's own tokenizer"
+                )
         capacity = self.plan.request.capacity
         if len(prompt) + max_tokens > capacity:
             raise DoesNotFit(
@@ -363,7 +372,6 @@ class Engine:
             self.plan if speculation else replace(self.plan, composition=PLAIN),
             levels,
             sampling,
-            vocab_size=self.worker.vocab_size,
             device=self.worker.memory.device,
             prepare_copies=self._prepare_copies,
             block=self.levels["target"].block,

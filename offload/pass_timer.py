@@ -218,7 +218,7 @@ class _Trial:
 
         def draw(logits: Tensor) -> None:
             probs = warp(logits, sampling)
-            verify([0] * (len(probs) - 1), probs[1:], probs, random)
+            verify([0] * (len(probs) - 1), probs[1:].unbind(), probs, random)
 
         points: dict[Point, Run] = {}
         for rows in ROWS:

@@ -71,7 +71,9 @@ class Sequences(Generic[Key]):
         """Run passes until there are steps, at least one, in the order in which the sequences joined. Who has had the
         last step leaves before the next call."""
         while self._running:
-            came = [(key, step) for key, running in self._running.items() if (step := running.go_on()) is not None]
+            for running in self._running.values():
+                running.go_on()
+            came = [(key, step) for key, running in self._running.items() if (step := running.taken()) is not None]
             if came:
                 return came
             self._run_passes()
@@ -134,8 +136,9 @@ class Sequences(Generic[Key]):
             _run_as_one([each.waits_for for each in part])
             exposed = time.perf_counter() - start if all(cache.link_rests for cache in caches) else 0.0
             self._charge(part, exposed)
-            steps = [each.go_on() for each in part]
-            assert not any(steps), "a step comes after a full pass"
+            for each in part:
+                each.go_on()
+            assert not any(each.step for each in part), "a step comes after a full pass"
         self._exposed_seconds += exposed
         return True
 
@@ -167,10 +170,12 @@ class Sequences(Generic[Key]):
 
 
 class _Running:
-    """A request on its engine. asked: the pass that it waits for; since: when it began to."""
+    """A request on its engine. step: what came last and was not taken yet, else asked: the pass that it waits for;
+    since: when it began to."""
 
     def __init__(self, engine: Engine, work: Work[Step]) -> None:
         self.engine, self.work = engine, work
+        self.step: Step | None = None
         self.asked: Pass | None = None
         self.since = self._own = 0.0
         self._answered: Pass | None = None
@@ -189,18 +194,23 @@ class _Running:
     def level_name(self) -> str:
         return self.level.stats.name
 
-    def go_on(self) -> Step | None:
-        """Up to the next step, or None: to the next pass, for which it waits from now on."""
-        if self.asked is not None:
-            return None
+    def go_on(self) -> None:
+        """Up to the next step, or to the next pass, for which it waits from now on."""
+        if self.step is not None or self.asked is not None:
+            return
         if (answered := self._answered) is not None:
             answered.waited = max(time.perf_counter() - self.since - self._own, 0.0)
             self._answered = None
         item = next(self.work)
-        if not isinstance(item, Pass):
-            return item
-        self.asked, self.since = item, time.perf_counter()
-        return None
+        if isinstance(item, Pass):
+            self.asked, self.since = item, time.perf_counter()
+        else:
+            self.step = item
+
+    def taken(self) -> Step | None:
+        """The step that came, once."""
+        step, self.step = self.step, None
+        return step
 
     def ran(self, seconds: float) -> None:
         """Its pass has run. seconds: of it that are its own."""

@@ -116,11 +116,6 @@ class Worker:
         return self.full
 
     @property
-    def num_embedded(self) -> int:
-        """Tokens that every model knows."""
-        return min(decoder.config.vocab_size for decoder in self.parts.decoders.values())
-
-    @property
     def link_stats(self) -> LinkStats:
         """Totals since the worker was loaded; zeros where there is no link."""
         return self.link.stats if self.link is not None else LinkStats()

@@ -292,6 +292,14 @@ class TurnLengths(Fixed):
         return Draft(models[self._left % len(models)], min(self._left, 2))
 
 
+class MixedLengths(Fixed):
+    """Asks all proposers in turns, a token at a time: in one round lookups come before and after drafted tokens."""
+
+    def next(self, offers: Sequence[Offer]) -> Draft | None:
+        able = [index for index, offer in enumerate(offers) if offer.num_tokens != 0]
+        return Draft(able[self._left % len(able)], 1) if able and self._left > 0 else None
+
+
 CHEAP, DEAR = 0.01, 0.45  # a drafted token; a verification takes 1
 
 
@@ -386,7 +394,7 @@ def build(
         return adaptive(len(proposers), gamma, lookup=case.lookup, dear="dear" in case.adapt)
 
     def lookups() -> list[Any]:
-        return [decode.lookup.LookupProposer(case.vocabulary, least=1)] if case.lookup else []
+        return [decode.lookup.LookupProposer(least=1)] if case.lookup else []
 
     def speculator(over: TableLevel, gamma: int, proposers: Sequence[Any], seconds: float, prepare: Any = None) -> Any:
         return spec.Speculator(
@@ -549,7 +557,7 @@ def _one_proposal(case: Case, decode: Decode, source: Branching) -> tuple[Tokens
     while len(tokens) < case.gamma:
         step = proposer.propose(case.prompt + tokens, case.gamma - len(tokens))
         require(1 <= len(step.tokens) <= case.gamma - len(tokens), f"{len(step.tokens)} tokens in one step")
-        require(len(step.tokens) == len(step.probs) == len(step.grades), "tokens, rows and grades do not match")
+        require(len(step.tokens) == len(step.rows) == len(step.grades), "tokens, rows and grades do not match")
         tokens += tuple(step.tokens)
-        rows += step.probs.tolist()
+        rows += [row.tolist() for row in step.rows]
     return tokens, rows

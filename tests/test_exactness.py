@@ -16,6 +16,7 @@ from enumeration import (
     Case,
     ConfidentLengths,
     Distribution,
+    MixedLengths,
     ShortLengths,
     Tokens,
     TurnLengths,
@@ -119,6 +120,8 @@ CASES: dict[str, Case] = {
     "lookups": one_level(4, 3, 4, draft=None, lookup=True),
     "lookups, zeros in the target": one_level(4, 3, 4, target=sparse(4, "target"), draft=None, lookup=True),
     "lookups beside a draft": one_level(3, 3, 4, lookup=True, prompt=(0, 1, 2, 0, 1)),
+    "lookups among drafted tokens": one_level(3, 3, 3, lookup=True, adapt=MixedLengths, prompt=(0, 1, 0)),
+    "lookups among drafted tokens, two levels": two_levels(3, 3, 3, lookup=True, adapt=MixedLengths, prompt=(0, 1, 0)),
     "lookups at two levels": two_levels(3, 3, 2, lookup=True, prompt=(0, 1, 2, 0, 1)),
     "lookups at two levels, greedy": two_levels(4, 3, 2, 4, lookup=True, params=GREEDY, prompt=(0, 1, 2, 3, 0, 1)),
     **{
@@ -149,6 +152,12 @@ CASES: dict[str, Case] = {
     "on a card, gamma 2": one_level(3, 2, 2, target=fixed(1 / 4, 1 / 4, 1 / 2), draft=by_turns, cells=4, on_card=True),
     "on a card, lookups": one_level(
         3, 2, 2, target=fixed(1 / 4, 0, 3 / 4), draft=None, lookup=True, prompt=(0, 2, 0), cells=4, on_card=True
+    ),
+    "on a card, lookups among drafted tokens": replace(
+        one_level(3, 3, 2, target=fixed(1 / 2, 0, 1 / 2), draft=fixed(1 / 2, 1 / 2, 0), cells=2, on_card=True),
+        lookup=True,
+        adapt=MixedLengths,
+        prompt=(0, 2, 0),
     ),
 }
 
@@ -186,6 +195,7 @@ PROPOSERS: dict[str, Case] = {
     "retrieval, zeros": two_levels(5, 3, 2, **all_distributions(partial(sparse, 5))),
     "retrieval, one-hot drafts": two_levels(4, 3, 2, draft=sparse(4, "draft", 1)),
     "retrieval, n-grams": two_levels(4, 3, 2, draft=None, ngram=True),
+    "retrieval, lookups": two_levels(4, 3, 2, draft=None, lookup=True, prompt=(0, 1, 2, 0, 1)),
 }
 
 CHECKS: dict[str, Callable[..., float]] = {  # to be called with `decode`

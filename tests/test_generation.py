@@ -153,6 +153,14 @@ def test_one_token_is_one_round_without_drafts() -> None:
     assert (setup.target.stats.rounds, setup.target.stats.drafted, setup.draft_level.stats.rounds) == (1, 0, 0)
 
 
+def test_a_text_without_tokens_has_its_last_run() -> None:
+    """There was none, and who waited for it got StopIteration."""
+    setup = Setup()
+    assert list(setup.start(0, prompt=[4, 5])) == [Run([], "length")]
+    assert setup.prefilled == [4]
+    assert setup.stats.as_dict()["output_tokens"] == setup.target.stats.rounds == 0
+
+
 def test_runs_come_as_soon_as_they_are_known() -> None:
     setup = Setup()
     runs = setup.start(100)

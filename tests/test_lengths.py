@@ -405,7 +405,6 @@ def built(plan: Plan, *, seed: int | None = 0, block: int | None = None, ready: 
         plan,
         levels,
         sampling,
-        vocab_size=3,
         device=torch.device("cpu"),
         prepare_copies=lambda num_rows, wanted: wanted and ready,
         block=block,

@@ -77,6 +77,7 @@ def in_speculation(old: str, new: str) -> list[Edit]:
 
 
 VERDICT = "verdict = verify(drafted, draft_probs, probs, self._random)\n"
+RESIDUAL = "residual(target_probs[i], draft_probs[i], drafted[i])"
 OWN_PROBS = "Round(emitted, probs, grades"
 DRAFTS_PROBS = "torch.cat([*(each.probs for each in proposals), probs[-1:]])[: len(emitted)]"
 COMMIT = "self._commit(len(sequence) + verdict.num_accepted, names, verdict)"
@@ -96,10 +97,12 @@ ONE, TWO = "emits: one level, V 3, gamma 2", "emits: two levels, V 3, gamma 2, d
 WARPED, TWO_WARPED = "emits: one level, warped", "emits: two levels, warped"
 GREEDY = "emits: one level, greedy, V 3"
 SEEDED = "emits: seeded source"
+LOOKUPS_ON_CARD, MIXED_ON_CARD = "emits: on a card, lookups", "emits: on a card, lookups among drafted tokens"
 ON_CARD, TWO_ON_CARD = "emits: on a card, gamma 1", "emits: on a card, gamma 2"
 MIDDLE, DRAFT = "proposes: retrieval, 3 tokens, draft_gamma 2", "proposes: draft, warped"
 CONFIDENT = "emits: one level, length by the distribution"
-LOOKUPS, LOOKUPS_BESIDE = "emits: lookups", "emits: lookups beside a draft"
+LOOKUPS, MIXED = "emits: lookups", "emits: lookups among drafted tokens"
+MIDDLE_LOOKUPS = "proposes: retrieval, lookups"
 TEXT = "generates: one level, ends at token 2, 1 pending"
 
 MUTANTS = [
@@ -121,19 +124,19 @@ MUTANTS = [
     Mutant(
         "the published bug with one level",
         ONE,
-        in_verify("residual(target_probs[i], draft_probs[i])", "target_probs[i]"),
+        in_verify(RESIDUAL, "target_probs[i]"),
     ),
     Mutant("everything is accepted", ONE, in_verify("if not random.accepts(ratio):", "if False:")),
     Mutant("nothing is accepted, as if all were rejected", ONE, in_verify("random.accepts(ratio)", "False")),
     Mutant(
         "acceptance by the target's probability alone",
         ONE,
-        in_verify("(target.double() / draft.double())", "target.double()"),
+        in_verify("(target.double() / draft)", "target.double()"),
     ),
     Mutant(
         "target and draft swapped in the ratio",
         ONE,
-        in_verify("(target.double() / draft.double())", "(draft.double() / target.double())"),
+        in_verify("(target.double() / draft)", "(draft / target.double())"),
     ),
     Mutant(
         "target and draft swapped in the residual",
@@ -148,7 +151,7 @@ MUTANTS = [
     Mutant(
         "the residual of the place before",
         ONE,
-        in_verify("residual(target_probs[i], draft_probs[i])", "residual(target_probs[i], draft_probs[max(i - 1, 0)])"),
+        in_verify(RESIDUAL, RESIDUAL.replace("draft_probs[i]", "draft_probs[max(i - 1, 0)]")),
     ),
     Mutant(
         "the residual not normalised",
@@ -249,13 +252,18 @@ MUTANTS = [
         for description, check, old, new in [
             ("after a rejection the distribution itself", ON_CARD, "(accepted < n) & (total > 0)", "(accepted < 0)"),
             ("the residual after full acceptance too", ON_CARD, "(accepted < n) & (total > 0)", "total > 0"),
-            ("target and draft swapped in the residual", ON_CARD, "(target - draft_probs", "-(target - draft_probs"),
+            ("target and draft swapped in the residual", ON_CARD, "(target - draft[0])", "(draft[0] - target)"),
             ("acceptance by the target's probability alone", ON_CARD, " / draft_probs.gather(-1, tokens).double()", ""),
+            ("lookups are kept always", LOOKUPS_ON_CARD, "(uniforms[:n] <", "(uniforms[:n] * len(draft_probs) <"),
+            ("a lookup's residual keeps it", LOOKUPS_ON_CARD, "_point_masses(drafted", "0 * _point_masses(drafted"),
+            ("the point mass of the first lookup", LOOKUPS_ON_CARD, "drafted.index_select(0, at)", "drafted[:1]"),
+            ("lookups are other tokens' point masses", MIXED_ON_CARD, "masses(at, like)", "masses((at + 1) % 3, like)"),
+
             ("a token after a rejected one is kept", TWO_ON_CARD, ".cumprod(0).sum(0", ".sum(0"),
             ("the uniform that decided draws too", ON_CARD, "accepted), uniforms[n:])", "accepted), uniforms[:1])"),
             ("a uniform equal to the ratio accepts", ON_CARD, "(uniforms[:n] < ratios", "(uniforms[:n] <= ratios"),
             ("a draw at a threshold takes the token before", ON_CARD, "right=True", "right=False"),
-            ("the residual of the place before", TWO_ON_CARD, ".clamp(max=n - 1))", ".sub(1).clamp(min=0))"),
+            ("the residual of the place before", TWO_ON_CARD, ".clamp(max=n - 1)", ".sub(1).clamp(min=0)"),
         ]
     ),
     Mutant(
@@ -336,16 +344,15 @@ MUTANTS = [
         ),
         breaks="protocol",
     ),
-    Mutant(
-        "lookups hand up the distribution of a sure draft, spread over all tokens",
-        LOOKUPS,
-        [Edit("lookup", "scatter_(1, sent(torch.tensor(tokens), self._device).unsqueeze(1), 1.0)",
-              "add_(1.0 / self._vocab_size)")],
-    ),
-    Mutant(
-        "lookups hand up the point masses of other tokens",
-        LOOKUPS,
-        [Edit("lookup", "self._point_masses(tokens)", "self._point_masses(tokens).roll(1, 1)")],
+    *(
+        Mutant(f"{description}{where}", check, in_verify(old, new))
+        for description, old, new in [
+            ("lookups are kept always", "random.accepts(ratio)", "(draft_probs[i] is None or random.accepts(ratio))"),
+            ("the residual of a lookup keeps it", "rest[token] = 0.0", "pass"),
+            ("the residual of a lookup is without another token", "rest[token] = 0.0", "rest[token - 1] = 0.0"),
+            ("a lookup is taken for a token that was drawn with a half", "1.0 if row is None", "0.5 if row is None"),
+        ]
+        for where, check in [("", LOOKUPS), (" among drafted tokens", MIXED), (" at the middle level", MIDDLE_LOOKUPS)]
     ),
     Mutant(
         "greedy decided by soft probabilities, at all levels",

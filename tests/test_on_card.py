@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offload.decode.on_card import Beforehand, Draw, Judge, judged, seen
-from offload.decode.proposal import grades_of
+from offload.decode.on_card import Beforehand, Draw, Judge, judged, seen, stacked
+from offload.decode.proposal import Proposal, grades_of
 from offload.decode.sampling import SamplingParams, SeededSource, Warping, warp
-from offload.decode.verify import verify
+from offload.decode.verify import residual, verify
 from offload.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -43,6 +43,10 @@ def themselves(probs: Tensor) -> Tensor:
     return probs
 
 
+def one_hot(token: int, row: Tensor | None, vocab_size: int) -> Tensor:
+    return torch.eye(vocab_size)[token] if row is None else row
+
+
 def logits(seed: int, rows: int, vocab_size: int) -> Tensor:
     random = torch.Generator().manual_seed(seed)
     return torch.randn(rows, vocab_size, generator=random).mul_(3).bfloat16()
@@ -58,21 +62,27 @@ def logits(seed: int, rows: int, vocab_size: int) -> Tensor:
 def test_the_verdict_is_the_hosts(
     seed: int, n: int, vocab_size: int, params: SamplingParams, data: st.DataObject
 ) -> None:
-    """Bit for bit: the tokens, the chances and the grades."""
+    """Bit for bit: the tokens, the chances and the grades; also of point masses, written out as rows or not."""
     ours, theirs = logits(seed, n + 1, vocab_size), logits(seed + 1, n, vocab_size)
     target, draft = warp(ours, params), warp(theirs, params)
-    drafted = [data.draw(st.sampled_from(row.nonzero().flatten().tolist())) for row in draft]
+    proposals = []
+    for row, is_point in zip(draft, data.draw(st.lists(st.booleans(), min_size=n, max_size=n)), strict=True):
+        tokens = range(vocab_size) if is_point else row.nonzero().flatten().tolist()
+        proposals.append(Proposal([data.draw(st.sampled_from(tokens))], None if is_point else row[None], [0], 0.0))
+    drafted, rows = [each.tokens[0] for each in proposals], [row for each in proposals for row in each.rows]
+    dense = torch.stack([*(one_hot(*each, vocab_size) for each in zip(drafted, rows, strict=True)), target[n]])[:n]
     uniforms = data.draw(st.lists(st.floats(0, 1, exclude_max=True), min_size=n + 1, max_size=n + 1))
-    random = Beforehand(Listed(uniforms), CPU)
-    probs, numbers = Judge(Warping(params))(
-        ours, random.uniforms(n + 1), torch.tensor(drafted, dtype=torch.long), draft
-    )
-    verdict, grades = judged(numbers, n)
-    expected = verify(drafted, draft, target, Listed(uniforms))
+    expected = verify(drafted, rows, target, Listed(uniforms))
     num_emitted = expected.num_accepted + 1
-    assert probs.equal(target)
-    assert verdict == expected
-    assert grades == grades_of(ours[:num_emitted], target[:num_emitted])
+    assert verify(drafted, list(dense), target, Listed(uniforms)) == expected
+    for i, token in enumerate(drafted):
+        assert residual(target[i], rows[i], token).equal(residual(target[i], dense[i], token))
+    tokens = torch.tensor(drafted, dtype=torch.long)
+    for draft_probs in (stacked(proposals, tokens), dense):
+        random = Beforehand(Listed(uniforms), CPU)
+        probs, numbers = Judge(Warping(params))(ours, random.uniforms(n + 1), tokens, draft_probs)
+        assert probs.equal(target)
+        assert judged(numbers, n) == (expected, grades_of(ours[:num_emitted], target[:num_emitted]))
 
 
 @given(seed=st.integers(0, 10**6), vocab_size=st.integers(1, 2000), uniform=st.floats(0, 1, exclude_max=True))

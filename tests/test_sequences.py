@@ -15,8 +15,8 @@ import pytest
 import asked
 from asked import NEVER, Asked, alone, check, together
 from models import GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
-from offload.engine import Engine
-from offload.errors import DoesNotFit
+from offload.engine import Engine, Step
+from offload.errors import DoesNotFit, UsageError
 from offload.model import decoder, level
 from offload.sequences import Sequences
 from offload.worker import Worker
@@ -234,6 +234,60 @@ def test_an_error_of_a_shared_pass_reaches_who_runs_it_and_all_can_be_asked_agai
         with pytest.raises(KeyboardInterrupt):
             together(engine, [replace(each, leaves=NEVER, max_tokens=OUTPUT) for each in requests])
         assert [alone(engine, each) for each in requests] == expected
+
+
+def test_a_request_for_no_tokens_ends_like_any_other(folders):
+    """It ended in StopIteration."""
+    nothing, other = Asked(random_tokens(50), GREEDY, 0), Asked(random_tokens(60, seed=1), GREEDY, 20)
+    with made(folders, TWO, 2) as engine:
+        assert list(engine.generate(nothing.prompt, GREEDY, max_tokens=0)) == [Step("", [], "length")]
+        expected = alone(engine, other)
+        for requests in ([nothing], [nothing, other], [other, nothing, other, nothing, nothing]):
+            found, stats = together(engine, requests)
+            assert found == [expected if each is other else [] for each in requests]
+            assert [each.output_tokens for each in stats] == [len(tokens) for tokens in found]
+
+
+def test_no_requests_have_no_steps(folders):
+    with made(folders, PLAIN, 2) as engine:
+        with Sequences[int](engine) as sequences:
+            assert sequences.steps() == []
+        assert together(engine, []) == ([], [])
+
+
+def test_a_request_may_take_all_the_room_that_is_planned(folders):
+    """One more token does not fit."""
+    with made(folders, TWO, 1) as engine:
+        capacity = engine.plan.request.capacity
+        for length in (1, capacity - 1, capacity):
+            prompt = random_tokens(length)
+            assert len(alone(engine, Asked(prompt, GREEDY, capacity - length))) == capacity - length
+            with pytest.raises(DoesNotFit, match=f"are more than the planned {capacity}"):
+                alone(engine, Asked(prompt, GREEDY, capacity - length + 1))
+
+
+def test_a_request_that_cannot_be_is_refused_and_the_others_go_on(folders):
+    """Lookups failed by ids that no token has, and a negative one was another token; with fewer than no tokens there
+    was no answer."""
+    good = Asked(random_tokens(50), GREEDY, 20)
+    wrong = [
+        ([], 5, "the prompt is empty"),
+        ([3, 4], -1, "max_tokens is -1, it must be 0 or more"),
+        ([3, -1, 4], 5, "the prompt has token -1, it must be from 0 to 257"),
+        ([3, 258, 4, 258], 5, "the prompt has token 258, it must be from 0 to 257"),
+        ([3, 2**40], 5, f"the prompt has token {2**40}"),
+    ]
+    with made(folders, TWO, 2) as engine, Sequences[int](engine) as sequences:
+        expected = alone(engine, good)
+        sequences.join(0, good.prompt, GREEDY, max_tokens=20)
+        for prompt, max_tokens, message in wrong:
+            with pytest.raises(UsageError, match=message):
+                sequences.join(1, prompt, GREEDY, max_tokens=max_tokens)
+            assert sequences.leave(1).output_tokens == 0
+        said: list[int] = []
+        while len(said) < 20:
+            said += [token for _, step in sequences.steps() for token in step.tokens]
+        assert said == expected
 
 
 def test_an_error_of_one_prefill_leaves_the_others_as_they_are(folders):

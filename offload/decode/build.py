@@ -29,7 +29,6 @@ def build_speculator(
     levels: Mapping[str, Level],
     sampling: SamplingParams,
     *,
-    vocab_size: int,
     device: torch.device,
     prepare_copies: Prepare,
     block: int | None = None,
@@ -47,7 +46,7 @@ def build_speculator(
     distribution = Warping(replace(sampling, seed=None))
 
     def lookups() -> list[Proposer]:
-        return [LookupProposer(vocab_size, device)] if plan.composition.lookup else []
+        return [LookupProposer()] if plan.composition.lookup else []
 
     def speculator(name: LevelName, proposers: Sequence[Proposer], most: int, *, prepare: Prepare | None) -> Speculator:
         return Speculator(

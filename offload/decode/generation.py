@@ -60,7 +60,7 @@ def in_passes(
 
     prompt: at least one token. `prefill(tokens)` puts all but the last `num_pending` (1 or more) of them into the
     caches; these are pending in the first round, which runs without drafts, so that the first token comes as early as
-    it can.
+    it can. A run is the last of every text, also of one without tokens.
     The caller may stop at any yield and truncate the speculator to what it kept. Rounds never draft past
     `max_tokens`.
     """
@@ -69,6 +69,8 @@ def in_passes(
     sequence = list(prompt)
     stats.prefill_seconds = time.perf_counter() - start
     remaining = max_tokens
+    if remaining == 0:
+        yield Run([], "length")
     while remaining > 0:
         first = len(sequence) == len(prompt)
         tokens = (yield from speculator.rounding(sequence, 1 if first else remaining)).tokens

@@ -1,7 +1,7 @@
 """Prompt lookup: what followed the last tokens when they stood in the sequence before.
 
-Proposals are point masses, which the one rule of verification takes like any other distribution. The idea is prompt
-lookup decoding (Saxena, 2023) with the longest match instead of a fixed n-gram.
+Proposals are point masses: the one rule of verification holds for them as for any other distribution. The idea is
+prompt lookup decoding (Saxena, 2023) with the longest match instead of a fixed n-gram.
 """
 
 from __future__ import annotations
@@ -9,28 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from offload.decode.proposal import Offer, Proposal
-from offload.transfer.memory import sent
 
-CPU = torch.device("cpu")
 COMPARED = 32  # longer matches than this are not preferred to later ones
 LONGEST = 128  # and no match is measured further
 
 
 class LookupProposer:
-    """Goes on as the sequence did after the latest of its longest earlier matches of `least` tokens and more.
-
-    vocab_size, device: of the distributions that are handed up.
-    """
+    """Goes on as the sequence did after the latest of its longest earlier matches of `least` tokens and more."""
 
     name = "lookup"
 
-    def __init__(self, vocab_size: int, device: torch.device = CPU, *, least: int = 2) -> None:
-        self._vocab_size, self._device, self._least = vocab_size, device, least
+    def __init__(self, *, least: int = 2) -> None:
+        self._least = least
         self._tokens: NDArray[np.int32] = np.empty(1024, np.int32)
         self._length = 0
         self._match: tuple[int, int] | None = None  # of the sequence that is held
@@ -45,7 +38,7 @@ class LookupProposer:
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
         start, length = self._find(sequence)
         tokens = self._tokens[start : min(start + num_tokens, self._length)].tolist()
-        return Proposal(tokens, self._point_masses(tokens), [match_grade(length)] * len(tokens), 0.0)
+        return Proposal(tokens, None, [match_grade(length)] * len(tokens), 0.0)
 
     def truncate(self, length: int) -> None:
         self._length = min(self._length, length)
@@ -67,10 +60,6 @@ class LookupProposer:
             self._tokens = np.resize(self._tokens, 2 * len(sequence))
         self._tokens[self._length : len(sequence)] = sequence[self._length :]
         self._length = len(sequence)
-
-    def _point_masses(self, tokens: Sequence[int]) -> Tensor:
-        probs = torch.zeros(len(tokens), self._vocab_size, device=self._device)
-        return probs.scatter_(1, sent(torch.tensor(tokens), self._device).unsqueeze(1), 1.0)
 
 
 def longest_match(tokens: NDArray[np.int32]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.decode.proposal import grade, sureness
+from offload.decode.proposal import Proposal, grade, sureness
 from offload.decode.sampling import SeededSource, Warp, check_mass
 from offload.decode.verify import Verdict
 from offload.transfer.memory import sent
@@ -61,15 +61,27 @@ class Judge:
     warp: Warp
 
     def __call__(self, logits: Tensor, uniforms: Tensor, drafted: Tensor, draft_probs: Tensor) -> tuple[Tensor, ...]:
-        """n drafted tokens, int64 [n], from draft_probs [n, V], logits [n + 1, V], uniforms [n + 1] -> (probs
+        """n drafted tokens, int64 [n], from draft_probs, see `stacked`, logits [n + 1, V], uniforms [n + 1] -> (probs
         [n + 1, V], numbers fp64 [4 + 3 n], which `judged` takes)."""
         target_probs, n = self.warp(logits), len(drafted)
         tokens = drafted.unsqueeze(-1)
-        ratios = target_probs[:n].gather(-1, tokens).double() / draft_probs.gather(-1, tokens).double()
+        ratios = target_probs[:n].gather(-1, tokens).double()
+        if len(draft_probs):
+            ratios = ratios / draft_probs.gather(-1, tokens).double()
         accepted = (uniforms[:n] < ratios.squeeze(-1)).cumprod(0).sum(0, keepdim=True)
-        token, mass = _draw(_last_row(draft_probs, target_probs, accepted), uniforms[n:])
+        token, mass = _draw(_last_row(drafted, draft_probs, target_probs, accepted), uniforms[n:])
         numbers = accepted, token, mass, ratios, sureness(logits, target_probs)
         return target_probs, torch.cat([each.double().flatten() for each in numbers])
+
+
+def stacked(proposals: Sequence[Proposal], tokens: Tensor) -> Tensor:
+    """What `Judge` is given of the distributions that `tokens` [n] of `proposals` were drawn from: no rows where all
+    are point masses, else [n, V], so that there are two graphs at most for each number of tokens."""
+    like = next((each.probs for each in proposals if each.probs is not None), None)
+    if like is None:
+        return tokens.new_empty((0, 1))
+    parts = zip(proposals, tokens.split([len(each.tokens) for each in proposals]), strict=True)
+    return torch.cat([_point_masses(at, like) if each.probs is None else each.probs for each, at in parts])
 
 
 def judged(numbers: Tensor, num_drafted: int) -> tuple[Verdict, list[int]]:
@@ -83,15 +95,22 @@ def judged(numbers: Tensor, num_drafted: int) -> tuple[Verdict, list[int]]:
     return Verdict(num_accepted, next_token, chances[: num_accepted + 1]), grades[: num_accepted + 1]
 
 
-def _last_row(draft_probs: Tensor, target_probs: Tensor, accepted: Tensor) -> Tensor:
+def _last_row(drafted: Tensor, draft_probs: Tensor, target_probs: Tensor, accepted: Tensor) -> Tensor:
     """[V], of the token after the `accepted` ones [1]: the residual at a rejection, the target's own after the last."""
-    n = len(draft_probs)
+    n = len(drafted)
     target = target_probs.index_select(0, accepted)[0]
     if not n:
         return target
-    rest = (target - draft_probs.index_select(0, accepted.clamp(max=n - 1))[0]).clamp_(min=0.0)
+    at = accepted.clamp(max=n - 1)
+    draft = draft_probs.index_select(0, at) if len(draft_probs) else _point_masses(drafted.index_select(0, at), target)
+    rest = (target - draft[0]).clamp_(min=0.0)
     total = rest.sum()
     return torch.where((accepted < n) & (total > 0), rest / total, target)
+
+
+def _point_masses(tokens: Tensor, like: Tensor) -> Tensor:
+    """At tokens [n] -> [n, V], where `like` is [.., V]."""
+    return like.new_zeros(len(tokens), like.shape[-1]).scatter_(1, tokens.unsqueeze(1), 1.0)
 
 
 def _draw(probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,16 +46,22 @@ class Offer:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens and, row by row, exactly the distribution that each was drawn from ([n, V]).
+    """Drafted tokens and, row by row, exactly the distribution that each was drawn from: [n, V], or None for point
+    masses, of which the tokens say all.
 
     grades: how sure each distribution was, known before the draw: acceptance is estimated by grade. seconds: charged
     for the step.
     """
 
     tokens: list[int]
-    probs: Tensor
+    probs: Tensor | None
     grades: list[int]
     seconds: float
+
+    @property
+    def rows(self) -> Sequence[Tensor | None]:
+        """The distribution of each token, [V]; None: its point mass."""
+        return [None] * len(self.tokens) if self.probs is None else self.probs.unbind()
 
 
 class Proposer(Protocol):

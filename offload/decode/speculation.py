@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.decode.on_card import Beforehand, Draw, Judge, judged, seen
+from offload.decode.on_card import Beforehand, Draw, Judge, judged, seen, stacked
 from offload.decode.passes import Pass, Passes, result_of
 from offload.decode.proposal import Offer, Proposal, Proposer, grades_of
 from offload.decode.sampling import RandomSource, Warp
@@ -254,8 +254,7 @@ class Speculator:
             return Pass(self._level, pending + drafted, len(drafted) + 1)
         uniforms = self._random.uniforms(len(drafted) + 1)
         tokens = sent(torch.tensor(drafted, dtype=torch.long), uniforms.device)
-        draft_probs = torch.cat([each.probs for each in proposals]) if proposals else uniforms.new_empty((0, 1))
-        given = uniforms, tokens, draft_probs
+        given = uniforms, tokens, stacked(proposals, tokens)
         return Pass(self._level, pending + drafted, len(drafted) + 1, Judge(self._warp), given)
 
     def _verify(
@@ -267,7 +266,7 @@ class Speculator:
             return probs, *judged(numbers, len(drafted))
         [logits] = asked.made
         probs = self._warp(logits)
-        draft_probs = torch.cat([proposal.probs for proposal in proposals]) if proposals else probs[:0]
+        draft_probs = [row for proposal in proposals for row in proposal.rows]
         verdict = verify(drafted, draft_probs, probs, self._random)
         num_emitted = verdict.num_accepted + 1
         return probs, verdict, grades_of(logits[:num_emitted], probs[:num_emitted])

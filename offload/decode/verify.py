@@ -27,42 +27,50 @@ class Verdict:
     chances: list[float] = field(default_factory=list)
 
 
-def verify(drafted: Sequence[int], draft_probs: Tensor, target_probs: Tensor, random: RandomSource) -> Verdict:
+def verify(
+    drafted: Sequence[int], draft_probs: Sequence[Tensor | None], target_probs: Tensor, random: RandomSource
+) -> Verdict:
     """Keep a prefix of `drafted` and draw one more token, so that each emitted token follows `target_probs`.
 
-    drafted: n tokens; draft_probs [n, V]: the distribution that each was drawn from, exactly; target_probs [n + 1, V]:
-    the target's distribution at each place and after the last. Both warped already, in fp32 or better.
+    drafted: n tokens; draft_probs: the distribution [V] that each was drawn from, exactly, or None for a point mass;
+    target_probs [n + 1, V]: the target's distribution at each place and after the last. Both warped already, in fp32 or
+    better.
     Left to right a token x is kept with probability min(1, target[x] / draft[x]); at the first rejection the correction
     comes from the residual max(target - draft, 0), renormalised and never warped again; after full acceptance the bonus
     comes from the last row of `target_probs`.
     """
     n = len(drafted)
-    if draft_probs.shape[0] != n or target_probs.shape[0] != n + 1 or draft_probs.shape[1:] != target_probs.shape[1:]:
-        raise ValueError(f"{n} drafted tokens, draft_probs {draft_probs.shape}, target_probs {target_probs.shape}")
+    if len(draft_probs) != n or len(target_probs) != n + 1:
+        raise ValueError(f"{n} drafted tokens, {len(draft_probs)} draft_probs, {len(target_probs)} target_probs")
     ratios = _ratios(drafted, draft_probs, target_probs)
     chances = [min(ratio, 1.0) for ratio in ratios]
     for i, ratio in enumerate(ratios):
         if not random.accepts(ratio):
-            return Verdict(i, random.draw(residual(target_probs[i], draft_probs[i])), chances[: i + 1])
+            rest = residual(target_probs[i], draft_probs[i], drafted[i])
+            return Verdict(i, random.draw(rest), chances[: i + 1])
     return Verdict(n, random.draw(target_probs[n]), chances)
 
 
-def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """The distribution of the correction, [V]: normalise(max(target - draft, 0)).
+def residual(target_probs: Tensor, draft_probs: Tensor | None, token: int) -> Tensor:
+    """The distribution of the correction, [V]: normalise(max(target - draft, 0)). Of a point mass, which is at `token`,
+    that is the target's without it.
 
     Where rounding leaves nothing of it (target and draft are equal, so a rejection has probability zero), the target's
     own distribution.
     """
-    rest = (target_probs - draft_probs).clamp_(min=0.0)
+    if draft_probs is None:
+        rest = target_probs.clone()
+        rest[token] = 0.0
+    else:
+        rest = (target_probs - draft_probs).clamp_(min=0.0)
     total = rest.sum()
     return rest / total if total > 0 else target_probs
 
 
-def _ratios(drafted: Sequence[int], draft_probs: Tensor, target_probs: Tensor) -> list[float]:
-    """target / draft at each drafted token, all in one transfer to the host."""
-    if not drafted:
-        return []
-    tokens = torch.tensor(drafted, device=target_probs.device).unsqueeze(-1)
+def _ratios(drafted: Sequence[int], draft_probs: Sequence[Tensor | None], target_probs: Tensor) -> list[float]:
+    """target / draft at each drafted token."""
+    tokens = torch.tensor(drafted, dtype=torch.long).unsqueeze(-1)
     target = target_probs[:-1].gather(-1, tokens).squeeze(-1)
-    draft = draft_probs.gather(-1, tokens).squeeze(-1)
-    return (target.double() / draft.double()).tolist()
+    chances = [1.0 if row is None else row[token] for token, row in zip(drafted, draft_probs, strict=True)]
+    draft = torch.tensor(chances, dtype=torch.float64)
+    return (target.double() / draft).tolist()

@@ -100,10 +100,16 @@ class Tokenizer:
         template = self._inner.chat_template
         return cast("str | None", template.get("default") if isinstance(template, Mapping) else template)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], template: str, **variables: str) -> str:
-        """Text of `messages` (role, content), up to where the next reply begins. Special tokens have their names.
+    @property
+    def named_templates(self) -> tuple[str, ...]:
+        """Where there are several templates, their names."""
+        template = self._inner.chat_template
+        return tuple(template) if isinstance(template, Mapping) else ()
 
-        template: Jinja, run in a sandbox. Raises whatever the template raises.
+    def render_chat(self, messages: Sequence[Mapping[str, object]], template: str, **variables: str) -> str:
+        """Text of `messages` (role; content: text or a list of parts), up to where the next reply begins.
+
+        Special tokens have their names. template: Jinja, run in a sandbox. Raises whatever the template raises.
         """
         rendered = self._inner.apply_chat_template(
             [dict(message) for message in messages],

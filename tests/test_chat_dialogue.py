@@ -413,6 +413,22 @@ def test_a_conversation_that_the_template_refuses_is_not_loaded(
     assert dialogue.conversation == before
 
 
+def test_a_template_that_takes_no_other_message_says_so_when_there_is_one(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the work ahead was refused before anybody could type, again and again without end."""
+    dialogue = make(interactive=True)
+    refusing = "{% if messages | length > 1 %}{{ raise_exception('one message') }}{% endif %}"
+    monkeypatch.setattr(dialogue.format, "_template", refusing + dialogue.format._template)
+    dialogue.say("hello")
+    finish_ahead(dialogue)
+    with pytest.raises(UsageError, match=r"\(one message\); begin a new conversation \(/clear\), or choose another"):
+        dialogue.say("and then?")
+    slash.run(dialogue, "/clear")
+    dialogue.say(dialogue.taken_draft())
+    assert [turn.user for turn in dialogue.conversation.turns] == ["and then?"]
+
+
 @pytest.mark.parametrize("line", ["/file ~nobody-at-all/x", "/save ~nobody-at-all/x", "/load ~nobody-at-all/x"])
 def test_a_home_that_there_is_not_is_an_error_of_the_user(make: Make, line: str) -> None:
     with pytest.raises(UsageError, match="nobody-at-all"):

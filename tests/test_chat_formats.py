@@ -356,10 +356,8 @@ BENT = {
     "shouted": DEFAULT_SYSTEM.replace("message['content']", "message['content'] | upper"),
     "repeated": DEFAULT_SYSTEM.replace("message['content']", "message['content'] + message['content']"),
     "filtered": DEFAULT_SYSTEM.replace("message['content']", "message['content'] | replace('\ud800', '')"),
-    "truncated": DEFAULT_SYSTEM.replace("message['content']", "message['content'][:3]"),
     "counted": DEFAULT_SYSTEM.replace("message['content']", "message['content'] ~ (message['content'] | length)"),
     "backwards": DEFAULT_SYSTEM.replace("in messages", "in messages | reverse").replace("loop.first", "false"),
-    "last only": DEFAULT_SYSTEM.replace("in messages", "in messages[-1:]"),
 }
 
 
@@ -419,11 +417,71 @@ def test_a_template_without_a_system_role_says_so():
         format.prompt_tokens(Conversation(system="be brief", question="hello"))
 
 
-def test_a_template_that_drops_the_system_message_is_not_silent():
+# A message that a template leaves out is noticed
+
+
+@pytest.mark.parametrize("system", ["be brief", "good", "user"])
+def test_a_template_that_drops_the_system_message_is_not_silent(system):
+    """Bug: the message was looked for in the rendered text, where the template itself may write the same words."""
     format = ChatFormat(BYTES(DEFAULT_SYSTEM.replace("in messages", "in messages if message.role != 'system'")))
     format.prompt_tokens(Conversation(question="hello"))
     with pytest.raises(UsageError, match=r"leaves the system message out; clear it \(/system\)"):
-        format.prompt_tokens(Conversation(system="be brief", question="hello"))
+        format.prompt_tokens(Conversation(system=system, question="hello"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "lost"),
+    [
+        ("in messages", "in messages[-1:]", "leaves message 1 out"),
+        ("in messages", "in messages if message.role == 'user'", "leaves the reply to message 1 out"),
+        (
+            "message['content']",
+            "(message['content'] if loop.last else message['content'][:-3])",
+            "leaves message 1 out",
+        ),
+    ],
+)
+def test_a_template_that_drops_what_was_said_is_refused_once_it_matters(old, new, lost):
+    format = ChatFormat(BYTES(DEFAULT_SYSTEM.replace(old, new)))
+    conversation = Conversation(question="It").answered("It", [], complete=True)
+    assert format.prompt_tokens(Conversation(question="It"))
+    assert format.closing_tokens(conversation)
+    with pytest.raises(UsageError, match=lost + r", or a part of it; /clear begins a new .* \(--template\)"):
+        format.prompt_tokens(conversation.asked("It"))
+
+
+@pytest.mark.parametrize(
+    "content", ["''", "message['content'][:3]", "message['content'][2:]", "message['content'].split('1')[0]", "'A'"]
+)
+def test_a_template_that_drops_or_cuts_every_message_is_refused_at_the_start(content):
+    with pytest.raises(UsageError, match="leaves the message out, or a part of it; choose another template"):
+        ChatFormat(BYTES(DEFAULT_SYSTEM.replace("message['content']", content)))
+
+
+PARTS = {
+    "loop": "{% for part in message['content'] %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}",
+    "filter": "{% for p in message['content'] | selectattr('type', 'equalto', 'text') %}{{ p['text'] }}{% endfor %}",
+    "first": "{{ message['content'][0]['text'] }}",
+    "refusing": "{% if message['content'] is string %}{{ raise_exception('a list') }}{% endif %}"
+    "{{ message['content'][0].text }}",
+    "either": "{% if message['content'] is string %}{{ message['content'] }}{% else %}{{ 1 / 0 }}{% endif %}",
+    "the user's": "{{ message['content'][0].text if message.role == 'user' else message['content'] }}",
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_template_gets_texts_as_the_parts_that_it_looks_for(part):
+    """Bug: a template that goes through a list of parts found none in a text, and the model read empty messages."""
+    template = DEFAULT_SYSTEM.replace("+\nmessage['content'] +", "}}" + PARTS[part] + "{{")
+    assert template != DEFAULT_SYSTEM
+    format, expected = ChatFormat(BYTES(template)), make("bytes-default-system", "auto")
+    conversation = (
+        Conversation(system="be good").asked("hello").answered("It is", tokens_of(format, "It is"), complete=True)
+    )
+    for said in (conversation.asked("what <|im_end|>?"), Conversation(question="1 + 1")):
+        assert format.prompt_tokens(said) == expected.prompt_tokens(said)
+    assert format.parts(conversation) == expected.parts(conversation)
+    assert format.end_tokens == expected.end_tokens
 
 
 @pytest.mark.parametrize(
@@ -481,7 +539,9 @@ def test_a_model_without_a_template_gets_the_plain_format_and_a_notice():
 def test_one_of_several_templates_is_the_default_one():
     format = ChatFormat(byte_level({"default": TRIMMED, "rag": "x"}))  # type: ignore[arg-type]
     assert format.prompt_tokens(TWO_TURNS) == make("bytes-trimmed", "auto").prompt_tokens(TWO_TURNS)
-    assert ChatFormat(byte_level({"rag": "x"})).name == "plain"  # type: ignore[arg-type]
+    other = ChatFormat(byte_level({"rag": "x", "tool_use": "y"}))  # type: ignore[arg-type]
+    assert other.name == "plain"
+    assert other.notice.startswith("the model has no default chat template, only others (rag, tool_use): messages are")
 
 
 def test_an_unknown_format_is_refused_with_those_there_are():

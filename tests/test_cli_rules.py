@@ -35,6 +35,7 @@ GOING_ON = (
     "chat/background.py",
     "chat/dialogue.py",
     "chat/reader.py",
+    "chat/script.py",
     "commands/chat.py",
     "commands/sessions.py",
 )
@@ -42,6 +43,7 @@ GONE_ON_AFTER = {
     "TimedOut",
     "SessionError",
     "TriforceError",
+    "UsageError",
     "DoesNotFit",
     "Stopped",
     "Over",

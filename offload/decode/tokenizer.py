@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from itertools import dropwhile, islice
 from pathlib import Path
 from typing import Any, cast
 
 from offload.decode import tokenizer_files
+from offload.decode.characters import Characters, characters_of
 from offload.errors import ModelError
 
-_REPLACEMENT = "\ufffd"
 _BEFORE = ("\n", "0")  # what a piece is encoded behind, so that it does not count as the beginning of a text
+_NUM_BEFORE = 8  # tokens of a context that are looked at, special ones apart
+_INSIDE = re.compile("<0x[89ABab].>")  # a byte in the middle of a character, where there is a token for each byte
 
 
 class Tokenizer:
@@ -96,10 +100,16 @@ class Tokenizer:
         template = self._inner.chat_template
         return cast("str | None", template.get("default") if isinstance(template, Mapping) else template)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], template: str, **variables: str) -> str:
-        """Text of `messages` (role, content), up to where the next reply begins. Special tokens have their names.
+    @property
+    def named_templates(self) -> tuple[str, ...]:
+        """Where there are several templates, their names."""
+        template = self._inner.chat_template
+        return tuple(template) if isinstance(template, Mapping) else ()
 
-        template: Jinja, run in a sandbox. Raises whatever the template raises.
+    def render_chat(self, messages: Sequence[Mapping[str, object]], template: str, **variables: str) -> str:
+        """Text of `messages` (role; content: text or a list of parts), up to where the next reply begins.
+
+        Special tokens have their names. template: Jinja, run in a sandbox. Raises whatever the template raises.
         """
         rendered = self._inner.apply_chat_template(
             [dict(message) for message in messages],
@@ -114,6 +124,25 @@ class Tokenizer:
         """Text of `tokens`, U+FFFD where their bytes are no character. Raises ModelError as `encode` does."""
         with self._checked("decode"):
             return cast(str, self._pipeline.decode(tokens, skip_special_tokens=True))
+
+    def written(self, token: int) -> str | None:
+        """A token as the vocabulary has it, None for special ones and ids without one: they are no text."""
+        return None if token in self._special_ids else cast("str | None", self._pipeline.id_to_token(token))
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(self.added_tokens(special=True).values())
+
+    def characters(self) -> Characters:
+        """What makes whole characters of tokens as written, before `join`."""
+        with self._checked("decode"):
+            return characters_of(self._pipeline.decoder)
+
+    def join(self, strings: Sequence[str]) -> str:
+        """Text of tokens as written. Raises ModelError as `encode` does."""
+        decoder = self._pipeline.decoder
+        with self._checked("decode"):
+            return " ".join(strings) if decoder is None else cast(str, decoder.decode(strings))
 
     def vocabulary(self) -> dict[str, int]:
         return cast("dict[str, int]", self._pipeline.get_vocab())
@@ -140,34 +169,38 @@ def _is_theirs(error: BaseException) -> bool:
 class Detokenizer:
     """Text of a growing sequence, in pieces that never split a character.
 
-    Decoding a token alone is wrong (leading spaces, bytes of one character spread over tokens), so each piece is the
-    difference of two decodings that start at the same earlier token. Text that ends inside a character waits.
+    Decoding a token alone is wrong (leading spaces), so each piece is the difference of two decodings that begin with
+    the same earlier text. Of a sequence that ends inside a character, that character waits, and nothing else. The work
+    for a token does not grow with the sequence.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
         """context: the prompt; only its end is looked at."""
-        self._tokenizer = tokenizer
-        self._tokens = list(context[-8:])
-        while self._tokens and tokenizer.decode(self._tokens).startswith(_REPLACEMENT):
-            self._tokens.pop(0)  # the cut went through a character
-        self._start, self._end = 0, len(self._tokens)
+        self._tokenizer, self._characters = tokenizer, tokenizer.characters()
+        self._before: list[str] = []
+        last = list(islice(filter(None, map(tokenizer.written, reversed(context))), _NUM_BEFORE))
+        for token in dropwhile(_INSIDE.fullmatch, reversed(last)):
+            self._before += self._characters.push(token)
 
     def push(self, token: int) -> str:
         """The text that is complete with this token, maybe none."""
-        self._tokens.append(token)
-        before = self._tokenizer.decode(self._tokens[self._start : self._end])
-        after = self._tokenizer.decode(self._tokens[self._start :])
-        if after.endswith(_REPLACEMENT) or len(after) <= len(before):
-            return ""
-        self._start, self._end = self._end, len(self._tokens)
-        return after[len(before) :]
+        written = self._tokenizer.written(token)
+        return self._text(self._characters.push(written)) if written else ""
 
     def flush(self) -> str:
         """What is left at the end, an unfinished character as the replacement character."""
-        before = self._tokenizer.decode(self._tokens[self._start : self._end])
-        after = self._tokenizer.decode(self._tokens[self._start :])
-        self._start = self._end = len(self._tokens)
-        return after[len(before) :]
+        return self._text(self._characters.flush())
+
+    def _text(self, strings: list[str]) -> str:
+        if not strings:
+            return ""
+        before = self._tokenizer.join(self._before)
+        text = self._tokenizer.join([*self._before, *strings])[len(before) :]
+        if text:
+            self._before = strings
+        elif not before:  # the beginning of a text; it may matter to what comes next
+            self._before += strings
+        return text
 
 
 class StopStrings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 FIELDS = ("id", "prompt", "max_tokens", *SAMPLING, "stop", "meta")
 MOST_TOKENS = 2**24
 MAX_DEPTH = 64  # of a line
+_HALF = re.compile("[\ud800-\udfff]")
 
 Id = str | int
 
@@ -153,11 +155,7 @@ def _is_meta(value: Any) -> bool:
 
 def _is_unicode(text: str) -> bool:
     """True if UTF-8 can encode it: JSON escapes can contain half of a surrogate pair."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    return _HALF.search(text) is None
 
 
 def _is_whole(value: Any) -> bool:

@@ -88,7 +88,7 @@ class Dialogue:
 
     def change(self, conversation: Conversation) -> None:
         """Replace the conversation."""
-        if not self._follows(self.format.closing_tokens(conversation)):
+        if not self._follows(self._certain(conversation)):
             with self.output:
                 self._background.break_off(self._show)
         self.conversation = conversation
@@ -108,12 +108,12 @@ class Dialogue:
     def num_used(self) -> int:
         """Tokens of the conversation up to the next message."""
         if self._closing is None or self._closing[0] is not self.conversation:
-            self._closing = self.conversation, self.format.closing_tokens(self.conversation)
+            self._closing = self.conversation, self._certain(self.conversation)
         return len(self._closing[1])
 
     def work_ahead(self) -> None:
         """Start the background work for the next message."""
-        conversation, tokens = self.conversation, self.format.closing_tokens(self.conversation)
+        conversation, tokens = self.conversation, self._certain(self.conversation)
 
         def work(on_progress: OnProgress) -> None:
             self.engine.precompute(tokens, on_progress)
@@ -121,6 +121,13 @@ class Dialogue:
 
         self._background.start(work, conversation, follows=self._follows(tokens))
         self._precomputed = tokens
+
+    def _certain(self, conversation: Conversation) -> list[int]:
+        """What the next prompt begins with: nothing where the template takes no other message, as it will say then."""
+        try:
+            return self.format.closing_tokens(conversation)
+        except TriforceError:
+            return []
 
     def _follows(self, tokens: list[int]) -> bool:
         """True if `tokens` begin with those that the background work computes."""
@@ -140,7 +147,7 @@ class Dialogue:
         """Save the conversation and the rows computed so far, without computing more: there may be no time for it."""
         with self.output:
             self._background.break_off(self._show)
-            self.engine.restore(self.format.closing_tokens(self.conversation), self._show)
+            self.engine.restore(self._certain(self.conversation), self._show)
             self.engine.keep(_session_data(self.conversation), self._show)
 
     def status(self) -> str:

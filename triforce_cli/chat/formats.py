@@ -55,7 +55,7 @@ class ChatFormat:
             raise UsageError(f"there is no chat template {name!r}; choose one of {', '.join(NAMES)}")
         own = tokenizer.chat_template if name == AUTO else None
         self.name = AUTO if own is not None else name if name != AUTO else "plain"
-        self.notice = _NO_TEMPLATE if name == AUTO and own is None else ""
+        self.notice = _no_template(tokenizer.named_templates) if name == AUTO and own is None else ""
         self._tokenizer = tokenizer
         self._template = own if own is not None else OWN[self.name]
         self._start = tokenizer.start_tokens() if own is None else []
@@ -115,7 +115,7 @@ class ChatFormat:
         return tuple(parts)
 
     def _script(self, conversation: Conversation) -> Script:
-        def render(messages: Sequence[Mapping[str, str]]) -> str:
+        def render(messages: Sequence[Mapping[str, object]]) -> str:
             variables = {"date_string": conversation.date} if conversation.date else {}
             try:
                 with limited_steps():
@@ -174,17 +174,20 @@ class ChatFormat:
         return frozenset(), (line_break + text.splitlines()[0].rstrip(),) if text else ()
 
 
-_NO_TEMPLATE = (
-    "the model has no chat template: messages are written as a plain dialogue (User: ... Assistant: ...); "
-    f"--template {'|'.join(OWN)} chooses another format"
-)
-
-
 _REMEDY = f"choose another template (--template {'|'.join(OWN)})"
 
 
+def _no_template(named: Sequence[str]) -> str:
+    found = f"no default chat template, only others ({', '.join(named)})" if named else "no chat template"
+    return (
+        f"the model has {found}: messages are written as a plain dialogue (User: ... Assistant: ...); "
+        f"--template {'|'.join(OWN)} chooses another format"
+    )
+
+
 def _refusal(error: Exception, conversation: Conversation) -> str:
-    remedy = _REMEDY
+    again = conversation.turns and conversation.question is not None
+    remedy = f"begin a new conversation (/clear), or {_REMEDY}" if again else _REMEDY
     if conversation.system:
         remedy = f"it may have no place for a system message: clear it (/system), or {remedy}"
     return f"the model's chat template refuses this conversation ({error}); {remedy}"

@@ -4,13 +4,15 @@ The template is rendered with marks in place of what people and model said, and 
 text what it likes, so the marks have to come through once each and in order, and putting the text in their place has
 to give what the template makes of the text itself. Where that fails for a reply (some templates leave earlier thoughts
 out), this reply is the template's text; where it fails for more, all up to the last question is one piece.
+A message that the template leaves out, or cuts, is an error.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 
 from offload.errors import UsageError
 from triforce_cli.chat.conversation import Conversation, Document
@@ -21,7 +23,7 @@ _ANY = "A"  # a question that is not known yet, for templates that leave empty m
 _MARKS = re.compile(f"{MARK}([0-9]+){MARK}")
 _EDITS: tuple[Callable[[str], str], ...] = (str, str.strip, str.lstrip, str.rstrip)  # of a reply, by a template
 
-Render = Callable[[Sequence[Mapping[str, str]]], str]
+Render = Callable[[Sequence[Mapping[str, object]]], str]
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,31 @@ def _close(tokens: tuple[int, ...], literal: str, special: Mapping[str, int]) ->
 def write(conversation: Conversation, render: Render, guards: Guards) -> Script:
     """The script of `conversation`, up to where the reply to its question begins. Without a question: to any question.
 
-    Raises what `render` raises, and UsageError where the system message is missing from it.
+    Raises what `render` raises, and UsageError where a message is missing from it. Earlier turns may be missing where
+    there is no question: it depends on what will be asked whether that matters.
     """
-    return _Writer(tuple(_messages(conversation, guards)), render).script()
+    writer = _Writer(tuple(_messages(conversation, guards)), render)
+    lost = writer.lost()
+    if lost:
+        in_parts = replace(writer, in_parts=frozenset(message.role for message in lost))
+        writer, lost = min((writer, lost), (in_parts, in_parts.lost()), key=lambda found: len(found[1]))
+    script = writer.script()
+    for message in lost:
+        _check_written(message, conversation)
+    return script
+
+
+def _check_written(lost: _Message, conversation: Conversation) -> None:
+    remedy = "choose another template (--template)"
+    if lost.role == "system":
+        remedy = f"clear it (/system), say it in the first message, or {remedy}"
+        raise UsageError(f"the chat template leaves the system message out; {remedy}")
+    if lost.turn == len(conversation.turns):
+        raise UsageError(f"the chat template leaves the message out, or a part of it; {remedy}")
+    if conversation.question is not None:
+        what = "the reply to message" if lost.role == "assistant" else "message"
+        remedy = f"/clear begins a new conversation, or {remedy}"
+        raise UsageError(f"the chat template leaves {what} {lost.turn + 1} out, or a part of it; {remedy}")
 
 
 def block(document: Document) -> str:
@@ -133,14 +157,36 @@ def _messages(conversation: Conversation, guards: Guards) -> Iterator[_Message]:
 
 @dataclass(frozen=True)
 class _Writer:
-    """Renders the same messages with marks for some of them."""
+    """Renders the same messages with marks for some of them.
+
+    in_parts: roles whose text the template gets as a list of parts, as those do that also take images.
+    """
 
     messages: tuple[_Message, ...]
     render: Render
+    in_parts: frozenset[str] = frozenset()
+
+    def lost(self) -> tuple[_Message, ...]:
+        """Messages that do not come through, all where the template refuses them.
+
+        A template may change a text, and strip white space from it, but not drop its ends, which numbers stand for.
+        Only of a reply the beginning may go: thoughts are no part of the conversation.
+        """
+        texts = [message.lead + message.text for message in self.messages]
+        number = next(n for n in map(str, count(10**9)) if not any(n in text for text in texts))
+        begins, ends = ([f"{number}{side}{i:06}" for i in range(len(texts))] for side in (1, 2))
+        try:
+            written = self._write(map("".join, zip(begins, texts, ends, strict=True)))
+        except UsageError:
+            return self.messages
+        return tuple(
+            message
+            for message, begin, text, end in zip(self.messages, begins, texts, ends, strict=True)
+            if text.strip() and not (end in written and (begin in written or message.role == "assistant"))
+        )
 
     def script(self) -> Script:
         real = self._render(())
-        self._check_system(real)
         said = [i for i, message in enumerate(self.messages) if message.role != "system" and not message.is_text]
         literals = self._cut(said, real)
         if literals is None:
@@ -165,20 +211,22 @@ class _Writer:
         return literals if real in candidates else None
 
     def _render(self, marked: Collection[int]) -> str:
-        return self.render(
-            [
-                {"role": message.role, "content": message.lead + (f"{MARK}{i}{MARK}" if i in marked else message.text)}
-                for i, message in enumerate(self.messages)
-            ]
+        return self._write(
+            message.lead + (f"{MARK}{i}{MARK}" if i in marked else message.text)
+            for i, message in enumerate(self.messages)
         )
 
-    def _check_system(self, real: str) -> None:
-        first = self.messages[0]
-        if first.role == "system" and first.text not in real:
-            raise UsageError(
-                "the chat template leaves the system message out; clear it (/system), say it in the first message, or "
-                "choose another template (--template)"
-            )
+    def _write(self, texts: Iterable[str]) -> str:
+        """What the template makes of these texts in place of the messages'."""
+        return self.render(
+            [
+                {
+                    "role": message.role,
+                    "content": [{"type": "text", "text": text}] if message.role in self.in_parts else text,
+                }
+                for message, text in zip(self.messages, texts, strict=True)
+            ]
+        )
 
 
 def _alternating(literals: Sequence[str], texts: Iterator[str]) -> Iterator[str]:

@@ -100,6 +100,7 @@ class Chat:
                 interactive=interactive,
             )
             stack.enter_context(closing(dialogue))
+            chat_format.closing_tokens(dialogue.conversation.clear())  # is there a place for the system message?
             self._greet(output, chat_format, interactive)
             if interactive and (last := render_chat.last_turn(dialogue.conversation)):
                 output.note(last)

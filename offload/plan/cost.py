@@ -39,7 +39,7 @@ class Cost:
     composition: Composition
     times: Times = UNKNOWN
 
-    @property
+    @cached_property
     def acceptance(self) -> float:
         """The chance that the target accepts a token of the level below it, or of the draft."""
         composition = self.composition
@@ -138,7 +138,7 @@ class Cost:
         computed = self._full_on_cpu(rows, masses) if self._on_cpu else self._full_on_gpu(rows, masses)
         return max(computed + self._unpacking + self._restoring, self._host_seconds(rows))
 
-    @property
+    @cached_property
     def full_link_seconds(self) -> float:
         """Seconds in which what a pass over the full cache needs crosses each device's link."""
         return self.full_link_bytes / self.link_rate
@@ -153,7 +153,7 @@ class Cost:
         """Whether any tile crosses it."""
         return self._share_on_host > self.placement.host_tiles / self.num_tiles
 
-    @property
+    @cached_property
     def full_link_bytes(self) -> float:
         """Bytes over each device's link in a pass over the full cache."""
         streamed = self._share_on_host - self.placement.host_tiles / self.num_tiles
@@ -169,12 +169,12 @@ class Cost:
         """Bytes that the processor attends to on the host in a pass over the full cache, for each device."""
         return self.cache_bytes * self.placement.host_tiles / self.num_tiles
 
-    @property
+    @cached_property
     def num_tiles(self) -> int:
         """Tiles of all layers."""
         return self.sizing.target.num_layers * self.sizing.num_tiles(self.capacity)
 
-    @property
+    @cached_property
     def cache_bytes(self) -> int:
         """Keys and values of all sequences' full caches."""
         return self.num_sequences * self.capacity * self.sizing.kv_bytes_per_token
@@ -218,7 +218,7 @@ class Cost:
         """Per round with `gamma` drafted ones."""
         return expected_tokens(self.acceptance, gamma)
 
-    @property
+    @cached_property
     def refresh(self) -> float:
         """Seconds of choosing chunks and fetching them; those on the host cross the link."""
         if not self.composition.budget:
@@ -274,7 +274,7 @@ class Cost:
         """Seconds of `rows` rows in `blocks` blocks. seconds: of the first row of a block."""
         return seconds * (blocks + GPU.row_share * (rows - blocks))
 
-    @property
+    @cached_property
     def _unpacking(self) -> float:
         """Seconds of unpacking what streams of the cache: bytes are read once and written once."""
         if self.placement.link_bits == 16:
@@ -285,7 +285,7 @@ class Cost:
         read = self.link_share + (self.sizing.kv_code_share if self.placement.link_bits == 9 else 0.0)
         return self.cache_bytes * streamed * (read + 1) / self._rate
 
-    @property
+    @cached_property
     def _restoring(self) -> float:
         """Seconds in which weights that crossed the link in few bits become what they are: what came is read, and their
         codes where these are needed, and they are written."""
@@ -361,7 +361,7 @@ class Cost:
     def _calls(self) -> float:
         return self.num_sequences * (GPU.pass_seconds + self.sizing.target.num_layers * GPU.layer_seconds)
 
-    @property
+    @cached_property
     def _rate(self) -> float:
         """Bytes per second over weights and caches on a GPU."""
         return GPU.read_share * self.sizing.hardware.rates.device_read
@@ -370,12 +370,12 @@ class Cost:
     def link_rate(self) -> float:
         return self.sizing.link_rate
 
-    @property
+    @cached_property
     def _weights_seconds(self) -> float:
         """Of reading, on a GPU, the exact weights for a block of rows."""
         return (self.sizing.embedding_bytes + self.sizing.target.num_layers * self.sizing.layer_bytes) / self._rate
 
-    @property
+    @cached_property
     def _own_weights_seconds(self) -> float:
         """Of reading, on a GPU, the weights with which the target proposes to itself."""
         if not self._proposes_coded:
@@ -390,7 +390,7 @@ class Cost:
             return self.num_sequences * self.sizing.low_bit_cache_bytes(self.capacity, self.composition)
         return self.num_sequences * self.composition.budget * self.sizing.kv_bytes_per_token
 
-    @property
+    @cached_property
     def streamed_weights(self) -> int:
         """Bytes over each device's link for the layers that cross it in a pass."""
         return self._streamed_layers * self.sizing.home_bytes(self.placement.weight_link_bits)

@@ -71,9 +71,11 @@ def place(sizing: Sizing, capacity: int, composition: Composition) -> Placement:
     choices = [frozenset[str](), frozenset({"kv"}), frozenset({"weights", "kv"})]
     if sizing.hardware.is_cpu and sizing.options.device_memory is None:
         choices = choices[:1]  # one memory: moving things within it makes no room
-    placements = [_fill(sizing, capacity, composition, offload) for offload in choices]
-    fitting = (placement for placement in placements if shortage(sizing, placement) is None)
-    return next(fitting, placements[-1])
+    for offload in choices:
+        placement = _fill(sizing, capacity, composition, offload)
+        if shortage(sizing, placement) is None:
+            break
+    return placement
 
 
 def shortage(sizing: Sizing, placement: Placement) -> str | None:

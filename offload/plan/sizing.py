@@ -125,10 +125,9 @@ class Sizing:
 
     def of_all(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Bytes by purpose for all sequences. sizes: for one."""
-        times = {name: self.num_sequences if name in OF_EACH_SEQUENCE else 1 for name in sizes}
-        return {name: size * times[name] for name, size in sizes.items()}
+        return {name: size * self.num_sequences if name in OF_EACH_SEQUENCE else size for name, size in sizes.items()}
 
-    @property
+    @cached_property
     def num_devices(self) -> int:
         return self.hardware.num_devices
 
@@ -143,23 +142,23 @@ class Sizing:
         """The target as each device has it."""
         return Shard(0, self.num_devices).config(self.target)
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Query heads for each KV head."""
         return self.shard.num_heads // self.shard.num_kv_heads
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """The prompt's last rows, left to the first pass over the full cache; on a GPU also the rows of a block, since
         its matrix units take 16 at the price of one. It follows from the device alone: a token's bits depend on it.
         """
         return 8 if self.hardware.is_cpu else 16
 
-    @property
+    @cached_property
     def most_rows(self) -> int:
         """The most rows of a block. A CPU pays for each row and has several block sizes (kernels/rows.py)."""
         return max(CPU_BLOCKS) if self.hardware.is_cpu else self.rows
@@ -217,12 +216,12 @@ class Sizing:
         start = numbers + numbers // 2 + 4 * (PAGE_TOKENS // PACKED_TOKENS) * self.shard.num_kv_heads
         return 2 * (start + int(numbers * PACKED_ESCAPES) // 16 * 16 + -start % 16)
 
-    @property
+    @cached_property
     def kv_bytes_per_token(self) -> int:
         """Bytes that a token adds to all layers, on each device."""
         return self.shard.kv_bytes_per_token(self.itemsize)
 
-    @property
+    @cached_property
     def layer_bytes(self) -> int:
         """Weights of one layer, on each device."""
         return self.shard.layer_weight_bytes(self.itemsize)
@@ -231,24 +230,24 @@ class Sizing:
         """The same at home on the host, in so many bits, and over the link."""
         return home_bytes(self.layer_bytes, self.shard.layer_matrix_elements(), bits)
 
-    @property
+    @cached_property
     def embedding_bytes(self) -> int:
         """Bytes outside the layers, on the first device: embeddings, head, last norm."""
         layers = self.target.num_layers * self.target.layer_weight_bytes(self.itemsize)
         return self.target.weight_bytes(self.itemsize) - layers
 
-    @property
+    @cached_property
     def table_bytes(self) -> int:
         """Bytes of the embedding's table, on each device or for it on the host."""
         return self.target.vocab_size * self.target.hidden_size * self.itemsize
 
-    @property
+    @cached_property
     def may_embed_on_host(self) -> bool:
         """Whether that table may be on the host: a card's kernel reads rows of it there, and the head is another."""
         hardware = self.hardware
         return not (hardware.is_cpu or self.target.tie_embeddings) and hardware.has_kernels and hardware.fast_bf16
 
-    @property
+    @cached_property
     def head_bytes(self) -> int:
         """Bytes of a head that is a tensor of its own, on the first device."""
         target = self.target

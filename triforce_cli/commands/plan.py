@@ -17,6 +17,7 @@ from triforce_cli.signals import deferred
 if TYPE_CHECKING:
     from offload.plan.hardware import Hardware
     from offload.plan.options import Options
+    from offload.plan.planner import Plan
     from offload.plan.request import Request
     from offload.plan.whatif import WhatIf
     from triforce_cli.render.plan import Planned
@@ -155,7 +156,7 @@ class Planning:
             link_given=self.machine.link_gbps is not None,
             host_given=self.machine.host_gbps is not None,
             longest_context=longest,
-            what_if=self._what_if(request, sizes),
+            what_if=self._what_if(request, plan, sizes),
             in_16_bits=in_16_bits(request, plan, **sizes),
         )
 
@@ -173,13 +174,13 @@ class Planning:
             raise UsageError(f"max-tokens is {self.max_tokens}, it must be less than the context of {context}")
         return {"num_prompt_tokens": context - self.max_tokens, "max_tokens": self.max_tokens}
 
-    def _what_if(self, request: Request, sizes: Mapping[str, int]) -> WhatIf | None:
+    def _what_if(self, request: Request, plan: Plan, sizes: Mapping[str, int]) -> WhatIf | None:
         if self.machine.baseline is None:
             return None
         from offload.plan.whatif import Case, WhatIf
 
         name, before = self.machine.baseline
-        return WhatIf(name, Case.of(self._request(before), sizes), Case.of(request, sizes))
+        return WhatIf(name, Case.of(self._request(before), sizes), Case(plan, request.longest_context()))
 
 
 @spread

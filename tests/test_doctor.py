@@ -266,7 +266,7 @@ class TestRates:
         with pytest.raises(OSError, match="disk full"):
             save_rates("M", {"D": replace(MEASURED, flops=1.0)})
         assert load_rates("M", "D") == MEASURED
-        assert [file.name for file in rates_folder.iterdir()] == ["hardware.json"]
+        assert sorted(file.name for file in rates_folder.iterdir()) == ["hardware.json", "hardware.lock"]
 
     def test_serve_the_probe_of_the_same_machine_with_the_same_threads(self, rates_folder):
         save_rates("another machine", {rates_key("cpu"): MEASURED})

@@ -74,9 +74,8 @@ class Block:
     def _joined_mass(self) -> Tensor:
         """[H_kv, R, C] fp32 of all tiles so far, relative to all of them; zeros of a row that sees nothing of them."""
         assert self.part is not None
-        unseen = self.part.lse == -torch.inf
-        shares = [(lse - self.part.lse).masked_fill(unseen, -torch.inf).exp() for _, lse in self.masses]
-        return torch.cat([mass * share[..., None] for (mass, _), share in zip(self.masses, shares, strict=True)], -1)
+        whole = self.part.lse.clamp(min=torch.finfo(torch.float32).min)  # from which -inf may be taken
+        return torch.cat([mass * (lse - whole).exp()[..., None] for mass, lse in self.masses], -1)
 
     def _nothing(self) -> Part:
         """Of rows that see no key."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from fake_peers import fake_environment
 from models import TOKENIZER_SIZE, random_model, save
@@ -214,6 +215,7 @@ def test_the_gpu_benchmark_rehearses_on_a_cpu(run: Run, tmp_path: Path, monkeypa
     out = tmp_path / "gpu.json"
     args = ("--device", "cpu", "--like", "tiny", "--lengths", "600", "--max-tokens", "6", "--device-memory", "0.066")
     monkeypatch.setattr("offload.bench.checks.MODELS", {})  # they have tests of their own
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)  # the plan is of bf16 anywhere
     _, table = run("gpu.py", *args, "--work", str(tmp_path), "--out", str(out))
     found = json.loads(out.read_text())
     rows = found["runs"]

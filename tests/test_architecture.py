@@ -21,7 +21,7 @@ STOREYS = (
 )
 _ROOF = ("engine", "sequences", "prefix", "worker", "parts", "leader", "follower", "all_rows", "pass_timer")
 ROOF = tuple(f"offload.{name}" for name in _ROOF)
-GROUND = ("offload.errors", "offload.metrics", "offload.progress", "offload.strict_json", "offload.units")
+GROUND = tuple(f"offload.{name}" for name in ("errors", "metrics", "progress", "seeds", "strict_json", "units"))
 CLI_MAY_IMPORT = (
     *("offload.engine", "offload.sequences", "offload.follower", "offload.plan", "offload.session", "offload.bench"),
     "offload.hub",

@@ -413,6 +413,19 @@ def test_a_conversation_that_the_template_refuses_is_not_loaded(
     assert dialogue.conversation == before
 
 
+def test_the_highest_seed_answers_more_than_one_message(make: Make) -> None:
+    """Bug: the seed of the second reply was past the highest, and the chat ended there."""
+    dialogue = make()
+    slash.run(dialogue, f"/set seed {2**63 - 1}")
+    assert [dialogue.settings.params(count).seed for count in range(3)] == [2**63 - 1, 0, 1]
+
+
+@pytest.mark.parametrize("number", ["²", "9" * 5000])
+def test_a_number_of_turns_that_is_none_names_no_document(make: Make, number: str) -> None:
+    with pytest.raises(UsageError, match="there is no document"):
+        slash.run(make(), f"/drop {number}")
+
+
 def test_a_template_that_takes_no_other_message_says_so_when_there_is_one(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,11 @@ class TestRecords:
         defaults = Defaults(max_tokens=7, sampling=SAMPLING | {"seed": 10}, stops=())
         records = read('{"prompt": "x"}', "", '{"prompt": "x"}', '{"prompt": "x", "seed": 5}', defaults=defaults)
         assert [(r.number, r.sampling["seed"]) for r in records] == [(1, 10), (3, 12), (4, 5)]
+        highest = Defaults(max_tokens=7, sampling=SAMPLING | {"seed": 2**63 - 1}, stops=())
+        assert [r.sampling["seed"] for r in read('{"prompt": "x"}', '{"prompt": "x"}', defaults=highest)] == [
+            2**63 - 1,
+            0,
+        ]
 
     def test_a_line_may_hold_other_line_separators(self):
         assert read('{"prompt": "a\u2028b\x85c"}')[0].prompt == "a\u2028b\x85c"

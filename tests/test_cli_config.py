@@ -97,6 +97,7 @@ def test_the_users_own_file_lies_where_such_files_do(monkeypatch, tmp_path):
         ("[sessions.lss]\nquiet = true", "sessions.lss is no command; did you mean ls?"),
         ("seed = true", "seed is True, it must be a text or a number"),
         ("quiet = 1", "quiet is 1, it must be true or false"),
+        ("seed = 0x" + "f" * 5000, "is not TOML: Exceeds the limit"),
         ("seed = [1]", "seed is a list, it must be one value"),
         ("stop = [[1]]", "stop is [1], it must be a text, a number, true or false"),
         ("stop = 1979-05-27", "it must be a text, a number, true or false"),

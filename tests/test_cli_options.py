@@ -235,6 +235,9 @@ def test_offload_takes_any_order(text, expected):
         (["--offload", "kv", "--host-gbps", "2"], ["host-gbps", "--link-gbps"]),
         (["--offload", "kv", "--link-gbps", "1", "--host-gbps", "0"], ["host-gbps", "0", "GB/s"]),
         (["--stop", ""], ["stop", "empty"]),
+        (["--stop", "\udcff"], ["--stop", "not valid UTF-8"]),
+        (["--batch", "9" * 5000], ["batch", "auto or a whole number from 1 to"]),
+        (["--batch", "²"], ["batch", "'²'", "auto or a whole number from 1 to"]),
         (["--no-such-option"], ["--no-such-option"]),
         (["--gamma"], ["--gamma", "requires an argument"]),
         (["book.txt"], ["book.txt", "unexpected"]),
@@ -259,13 +262,16 @@ def test_bad_argument_is_named_and_ends_with_2(args, named, model, capfd):
         (["--top-k", "-1"], "top-k is -1"),
         (["--min-p", "1"], "min-p is 1"),
         (["--seed", "-1"], "seed is -1"),
+        (["--seed", str(2**63)], f"seed is {2**63}"),
     ],
 )
 def test_silly_sampling_is_named_and_ends_with_2(args, named, model, tmp_path, capfd):
+    """Before anything is loaded: the folder holds no model. A chat loaded the model and read the first message."""
     file = tmp_path / "prompt.txt"
     file.write_text("Once upon a time")
-    assert main(["generate", "--model", model, "--prompt-file", str(file), *args]) == 2
-    assert named in capfd.readouterr().err
+    for command in (["generate", "--prompt-file", str(file)], ["verify", "--prompt-file", str(file)], ["chat"]):
+        assert main([*command, "--model", model, *args]) == 2
+        assert named in capfd.readouterr().err
 
 
 def test_bad_variable_is_named(model, capfd, monkeypatch):

@@ -109,6 +109,7 @@ def _parsed(file: Path) -> dict[str, Any]:
         if len(data) > MAX_BYTES:
             raise UsageError(f"{file} is over {MAX_BYTES:,} bytes; is it a configuration file?")
         values: dict[str, Any] = tomllib.loads(data.decode("utf-8"))
+        repr(values)  # a number too long to be written is refused as one too long to be read
         return values
     except OSError as error:
         raise UsageError(f"the configuration file {file} cannot be read: {error.strerror}") from error

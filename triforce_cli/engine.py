@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from offload.plan.request import Request
     from offload.progress import OnProgress
     from offload.session.store import Store
+    from triforce_cli.chat.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ class Prepared:
     request: Request
 
 
-def prepare(models: Models, options: Options, output: Output, *, sampling: SamplingFlags | None = None) -> Prepared:
+def prepare(
+    models: Models, options: Options, output: Output, *, sampling: SamplingFlags | Settings | None = None
+) -> Prepared:
     """Say which models are used, load the tokenizer and look at the machine; on a CPU a model's passes are timed when
     it is used for the first time. Raises ModelError, UsageError: first of
     all for `sampling` out of range."""

@@ -39,6 +39,12 @@ def whole(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is not a whole number") from error
 
 
+def whole_up_to(most: int, text: str) -> int | None:
+    """The whole number from 1 to `most` that `text` is, None if it is none."""
+    found = int(text) if text.isdecimal() and len(text) <= len(str(most)) else 0
+    return found if 1 <= found <= most else None
+
+
 def number(text: str) -> float:
     try:
         return float(text)

@@ -12,6 +12,7 @@ from offload.errors import DoesNotFit, TriforceError
 from offload.plan.options import DTYPE_BYTES
 from offload.plan.planner import Plan
 from offload.plan.request import Request
+from offload.seeds import seed_after
 
 if TYPE_CHECKING:
     from offload.engine import Engine
@@ -122,9 +123,7 @@ class Trial:
         return Run(way=step.way, turn=step.turn, tokens=tuple(tokens), milliseconds_per_token=milliseconds, stats=stats)
 
     def _sampling(self, step: Step) -> SamplingParams:
-        if self.sampling.seed is None:
-            return self.sampling
-        return replace(self.sampling, seed=self.sampling.seed + max(step.turn - 1, 0))
+        return replace(self.sampling, seed=seed_after(self.sampling.seed, max(step.turn - 1, 0)))
 
 
 def milliseconds_after_first(moments: Sequence[float]) -> float | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import ModelError, UsageError
+from offload.seeds import NUM_SEEDS
 
 Warp = Callable[[Tensor], Tensor]  # logits [T, V] -> probabilities [T, V]
 
@@ -40,7 +41,7 @@ class SamplingParams:
             raise UsageError(f"top-p is {self.top_p}, it must be above 0 and at most 1 (off)")
         if not 0.0 <= self.min_p < 1.0:
             raise UsageError(f"min-p is {self.min_p}, it must be from 0 (off) to below 1")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
+        if self.seed is not None and not 0 <= self.seed < NUM_SEEDS:
             raise UsageError(f"seed is {self.seed}, it must be from 0 to 2^63 - 1")
 
 

@@ -163,7 +163,7 @@ def _resolve(device: str) -> str:
     if device == "cpu":
         return device
     kind, _, number = device.partition(":")
-    if kind != "cuda" or (number and not number.isdigit()):
+    if kind != "cuda" or (number and not (number.isdecimal() and len(number) <= 9)):
         raise UsageError(f"device is {device!r}, it must be auto, cpu, cuda or cuda:N")
     if int(number or 0) >= count:
         raise UsageError(f"device {device} is asked for and torch sees {count} CUDA devices; try --device cpu")

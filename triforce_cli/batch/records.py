@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload import strict_json
 from offload.errors import UsageError
+from offload.seeds import seed_after
 
 if TYPE_CHECKING:
     from offload.decode.sampling import SamplingParams
@@ -78,8 +79,7 @@ def _read(line: str, number: int, place: str, defaults: Defaults) -> Record:
     if "prompt" not in data:
         raise UsageError(f'{place} has no "prompt"')
     fields = _Fields(data, place)
-    seed = defaults.sampling["seed"]
-    sampling = {**defaults.sampling, "seed": None if seed is None else seed + number - 1}
+    sampling = {**defaults.sampling, "seed": seed_after(defaults.sampling["seed"], number - 1)}
     record = Record(
         number=number,
         id=fields.get("id", _is_id, "a text or a whole number", number),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from offload.errors import UsageError
+from offload.seeds import seed_after
 
 if TYPE_CHECKING:
     from offload.decode.sampling import SamplingParams
@@ -30,19 +31,18 @@ class Settings:
         field = name.replace("-", "_")
         value: Any = _parse(name, text)
         changed = replace(self, **{field: value})
-        changed.params(0)
+        changed.params()
         if changed.max_tokens < 1:
             raise UsageError(f"max-tokens is {changed.max_tokens}, it must be 1 or more")
         return changed
 
-    def params(self, num_replies: int) -> SamplingParams:
+    def params(self, num_replies: int = 0) -> SamplingParams:
         """Sampling parameters of the reply after `num_replies` others. With a seed each reply has its own, so that a
         second try differs."""
         from offload.decode.sampling import SamplingParams
 
-        seed = None if self.seed is None else self.seed + num_replies
         chosen: dict[str, Any] = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        return SamplingParams(**chosen, seed=seed)
+        return SamplingParams(**chosen, seed=seed_after(self.seed, num_replies))
 
     def __str__(self) -> str:
         values = ((name, getattr(self, name.replace("-", "_"))) for name in names())

@@ -81,7 +81,7 @@ class Chat:
         output = Output(quiet=self.quiet)
         with ExitStack() as stack:
             with output:
-                prepared = prepare(self.models, self.options, output)
+                prepared = prepare(self.models, self.options, output, sampling=self.settings)
                 from triforce_cli.chat.dialogue import Dialogue
                 from triforce_cli.chat.engine import ChatEngine
                 from triforce_cli.chat.formats import ChatFormat

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from offload.plan.planner import Options, Plan
     from offload.session.store import Store
 
+_MOST_TOGETHER = 2**24
+
 Stop = Annotated[
     list[str] | None,
     option(
@@ -328,9 +330,10 @@ def _number_at_a_time(text: str) -> int | None:
     """None: auto."""
     if text == AUTO:
         return None
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"batch is {text!r}, it must be {AUTO} or a whole number from 1")
-    return int(text)
+    found = options.whole_up_to(_MOST_TOGETHER, text)
+    if found is None:
+        raise UsageError(f"batch is {text[:40]!r}, it must be {AUTO} or a whole number from 1 to {_MOST_TOGETHER}")
+    return found
 
 
 def _check_timeout(timeout: float | None) -> None:

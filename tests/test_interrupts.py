@@ -187,6 +187,82 @@ def test_nothing_of_it_stays() -> None:
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+# More than one signal
+
+KEEPS = """
+def run():
+    try:
+        interrupt()
+        time.sleep(60)
+    finally:
+        {more}
+        time.sleep(0.03)
+        kept.append(1)
+"""
+
+
+@pytest.mark.parametrize(
+    "more", ["interrupt()", "interrupt(); interrupt()", "interrupt(15)", "interrupt(1); interrupt()"]
+)
+def test_another_does_not_break_off_what_the_first_left_to_be_kept(more: str) -> None:
+    """What had come was lost, or half of it written, when Ctrl-C was pressed twice."""
+    kept: list[int] = []
+    error = interrupted(code_of("offload.engine", KEEPS.format(more=more), interrupt=interrupt, kept=kept))
+    assert (type(error), kept) == (KeyboardInterrupt, [1])
+
+
+def test_another_that_comes_while_the_first_is_raised_is_the_same_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    exception_of = signals.exception_of
+    monkeypatch.setattr(signals, "exception_of", lambda number: (interrupt(), exception_of(number))[1])
+    kept: list[int] = []
+    error = interrupted(code_of("offload.engine", KEEPS.format(more="pass"), interrupt=interrupt, kept=kept))
+    assert (type(error), kept) == (KeyboardInterrupt, [1])
+
+
+def test_an_end_that_takes_too_long_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where nobody reads what is written there."""
+    monkeypatch.setattr(signals, "GRACE_SECONDS", 0.0)
+    kept: list[int] = []
+    error = interrupted(code_of("offload.engine", KEEPS.format(more="interrupt(15)"), interrupt=interrupt, kept=kept))
+    assert (type(error), kept) == (Terminated, [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_after_an_interrupt_that_a_conversation_goes_on_after_the_next_is_heard(number: signal.Signals) -> None:
+    source = "def run():\n    try:\n        interrupt()\n    except KeyboardInterrupt:\n        pass\n"
+    source += "    interrupt(number)\n    time.sleep(60)"
+    assert type(interrupted(code_of("triforce_cli.chat", source, interrupt=interrupt, number=number))) is RAISED[number]
+
+
+def test_handlers_are_changed_all_or_none() -> None:
+    """A signal between two of them left the first for good with what was meant for a while."""
+
+    class Handlers(dict[signal.Signals, Any]):
+        __getitem__ = code_of(
+            "triforce_cli.engine",
+            "def run(self, number):\n    number != 15 or os.kill(os.getpid(), 15)\n    return lambda *_: None",
+        )
+
+    after: list[Any] = []
+    source = "def run():\n    try:\n        with handled(handlers):\n            time.sleep(60)\n    finally:\n"
+    source += "        after.append(signal.getsignal(2))"
+    names = {"handled": signals.handled, "handlers": Handlers({signal.SIGINT: 0, signal.SIGTERM: 0})}
+    assert type(interrupted(code_of("triforce_cli.engine", source, **names, after=after, signal=signal))) is Terminated
+    assert after[0].__name__ == "on_signal"
+
+
+def test_a_timer_that_comes_late_is_heard_to_the_end() -> None:
+    """Python wrote "Signal 14 ignored due to race condition", or the process died of it."""
+    library = code_of("torch.storage", "def run():\n    interrupt()\n    time.sleep(0.03)", interrupt=interrupt)
+    source = "def run():\n    try:\n        library()\n        time.sleep(60)\n    finally:\n"
+    source += "        os.kill(os.getpid(), 14)\n        kept.append(1)"
+    kept: list[int] = []
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    error = interrupted(code_of("offload.engine", source, library=library, kept=kept))
+    signal.signal(signal.SIGALRM, before)
+    assert (type(error), kept) == (KeyboardInterrupt, [1])
+
+
 # Stages of a real run, interrupted at many moments
 
 STAGES = {

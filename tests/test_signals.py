@@ -126,6 +126,23 @@ def test_a_terminal_gets_its_cursor_and_its_line_back(args, number: signal.Signa
     assert screen.text.rindex(SHOW_CURSOR) > screen.text.rindex(HIDE_CURSOR)
 
 
+def test_more_signals_at_any_distance_change_nothing(args) -> None:
+    """Ctrl-C twice ended in a traceback or in death by the signal, with half of the answer."""
+    script = {"pieces": ["partial"], "hang": True}
+    moments = ((0.0, signal.SIGINT), (0.02, signal.SIGTERM), (0.1, signal.SIGINT))
+    processes = [start(*args, "--json", script=script, **PIPES) for _ in moments]
+    for process, (seconds, second) in zip(processes, moments, strict=True):
+        assert process.stderr is not None
+        while not process.stderr.readline().startswith(b"decode"):
+            pass
+        for number in (signal.SIGINT, second, signal.SIGINT):
+            process.send_signal(number)
+            time.sleep(seconds)
+    for process in processes:
+        out, err = process.communicate()
+        assert (process.returncode, json.loads(out)["finish_reason"], err) == (130, "interrupted", b"")
+
+
 # While it starts
 
 

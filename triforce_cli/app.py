@@ -83,13 +83,13 @@ triforce.__doc__ = flowing(triforce.__doc__)
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run one command line (default: that of the process) and return its exit code."""
+    """Run one command line and return its exit code. Default: that of the process, which ends with it."""
     launched = Launched.look()
     if launched is not None and launched.rank > 0:
         return _follow(launched)
     command: Command | None = None
     try:
-        with interruptible(main.__code__):
+        with interruptible(main.__code__, last=args is None):
             parsed: int | Command = app(args=args, prog_name="triforce", standalone_mode=False)
             if isinstance(parsed, int):  # --help or --version: all is done
                 return parsed

@@ -6,7 +6,7 @@ import signal
 from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
 
-from triforce_cli.signals import ENDING, Terminated, handled
+from triforce_cli.signals import ENDING, exception_of, handled, is_under_way
 
 _IMPATIENT = 5  # times Ctrl-C
 
@@ -37,7 +37,7 @@ class Interrupts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._handled.__exit__(None, None, None)
         if self._ending is not None:
-            raise Terminated(self._ending)
+            raise exception_of(self._ending)
 
     def check(self) -> None:
         """Raise Stopped if it was requested: where work can be broken off."""
@@ -46,10 +46,10 @@ class Interrupts:
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         self._num_pressed += 1
-        if self._num_pressed >= _IMPATIENT:
-            raise KeyboardInterrupt
+        if self._num_pressed % _IMPATIENT == 0:
+            raise exception_of(number)
 
     def _on_ending(self, number: int, frame: FrameType | None) -> None:
-        if self._ending is not None:
-            raise Terminated(number)
+        if self._ending is not None and not is_under_way():
+            raise exception_of(number)
         self._ending = number

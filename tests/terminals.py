@@ -40,9 +40,13 @@ class Terminal:
         self._screen = pyte.HistoryScreen(columns, rows, history=2000)
         self._stream = pyte.ByteStream(self._screen)
         program, *args = command
-        self._child = pexpect.spawn(program, args, dimensions=(rows, columns), env=dict(env), preexec_fn=begin)
+
+        def prepare() -> None:
+            _keep_output(0)
+            begin()
+
+        self._child = pexpect.spawn(program, args, dimensions=(rows, columns), env=dict(env), preexec_fn=prepare)
         self._child.delaybeforesend = None
-        _keep_output(self._child.child_fd)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     @property

@@ -30,6 +30,7 @@ from hearing import hear_signals  # noqa: E402
 from offload import errors  # noqa: E402
 from offload.metrics import LevelStats, Stats  # noqa: E402
 from offload.plan import request  # noqa: E402
+from offload.plan.busy import OtherPrograms  # noqa: E402
 from offload.plan.composition import Composition  # noqa: E402
 from offload.plan.placement import Placement  # noqa: E402
 from offload.plan.planner import Options, Plan, PlannedRequest  # noqa: E402
@@ -280,6 +281,7 @@ def install() -> None:
     stand_ins = {"offload.engine": engine, "offload.decode.sampling": sampling, "offload.sequences": together}
     sys.modules.update(stand_ins)
     request.Request = Request
+    OtherPrograms.share = lambda self: 0.0  # no note of what else this machine does
 
 
 def environment(script: Mapping[str, Any] | None = None, **variables: str) -> dict[str, str]:

@@ -24,7 +24,7 @@ from offload.plan.planner import Options, Plan, has_room, largest_context, make_
 from offload.plan.prediction import Prediction
 from offload.plan.request import Request
 from offload.plan.sizing import CACHED_SHARE, Sizing, tail_tokens
-from offload.plan.sum_costs import GLOO, NCCL, NETWORK, SumCosts
+from offload.plan.sum_costs import NCCL, NETWORK, SHARED, SumCosts
 from offload.plan.whatif import remedies
 
 GIB = 2**30
@@ -236,7 +236,7 @@ def test_all_rows_of_a_pass_are_summed_at_once() -> None:
     for hardware, block in ((PAIR, 16), (replace(CPU, num_devices=2), 32)):
         sizing = Sizing(DEMO, None, Options(), hardware, "bf16")
         found = Cost(sizing, place(sizing, 4000, PLAIN), 4000, PLAIN)
-        latency = 2 * DEMO.num_layers * (NCCL if hardware is PAIR else GLOO).seconds
+        latency = 2 * DEMO.num_layers * (NCCL if hardware is PAIR else SHARED).seconds
         assert found.full_sums(block) - found.sums(block) == 0.0
         more = found.full_sums(2 * block) - found.full_sums(block)
         assert more == pytest.approx(found.full_sums(block) - latency)
@@ -270,10 +270,10 @@ def test_with_one_device_nothing_is_summed_whatever_it_costs(monkeypatch: pytest
     assert seconds_with(slow, monkeypatch, LONG, GPU) == seconds_with(NCCL, monkeypatch, LONG, GPU)
 
 
-def test_more_processes_than_two_share_the_cores_of_a_cpu() -> None:
+def test_sums_of_processes_on_a_cpu_take_longer_the_more_there_are() -> None:
     sums = [plan(hardware=replace(CPU, num_devices=number)).predicted.full_sum_seconds for number in (2, 6)]
-    assert sums[0] == pytest.approx(16 * 3.5e-4, rel=0.02)
-    assert sums[1] > 20 * sums[0]
+    assert sums[0] == pytest.approx(16 * 2e-5, rel=0.1)
+    assert sums[1] > 4 * sums[0]
 
 
 def test_head_and_draft_are_on_the_first_device_alone() -> None:

@@ -18,7 +18,7 @@ from offload.plan.link_bits import CPU_RESTORED
 from offload.plan.pass_times import UNKNOWN, PassTimes, Times, estimated
 from offload.plan.placement import Placement
 from offload.plan.sizing import CACHED_SHARE, NUM_ROW_SLOTS, PREFILL_BLOCK, Sizing, host_slowdown
-from offload.plan.sum_costs import GLOO, NCCL, NETWORK
+from offload.plan.sum_costs import NCCL, NETWORK, SHARED
 
 _HARDNESS = (0.25, 1.0, 2.0, 3.0)  # times the mean text's share of refused tokens: texts differ as much (docs/log.md)
 _CHANGED_CHUNKS = 0.3  # of those held, in a round, times the share of the cache that is not held
@@ -191,7 +191,7 @@ class Cost:
     def sums(self, rows: int, blocks: int = 1) -> float:
         """Seconds of the sums over the ranks in a pass: two a layer and block, of its part of [rows, hidden]."""
         hardware, target = self.sizing.hardware, self.sizing.target
-        sums = NETWORK if hardware.num_hosts > 1 else GLOO if self._on_cpu else NCCL
+        sums = NETWORK if hardware.num_hosts > 1 else SHARED if self._on_cpu else NCCL
         row_bytes = target.hidden_size * self.sizing.itemsize
         return sums.total(
             2 * target.num_layers * blocks, 2 * target.num_layers * rows * row_bytes, hardware.num_devices - 1

@@ -19,6 +19,6 @@ class SumCosts:
         return number * self.seconds * others**self.power + others * num_bytes / self.rate if others else 0.0
 
 
-GLOO = SumCosts(3.5e-4, 2, 1e9)  # of two and of four ranks on two cores: the more, the longer one waits for a core
+SHARED = SumCosts(2e-5, 1, 4e9)  # of two and of four ranks on two cores, in memory that they share
 NCCL = SumCosts(4e-5, 0, 3e9)  # published, of cards that reach each other through host memory alone (docs/memory.md)
 NETWORK = SumCosts(1e-4, 1, 1.1e9)  # between hosts, over 10 Gbit/s: estimated

@@ -339,7 +339,7 @@ def test_a_model_that_one_rank_has_no_memory_for_leaves_nothing(folders: Folders
 @pytest.mark.usefixtures("forked")
 def test_a_process_may_have_two_engines_of_several_ranks(folders: Folders) -> None:
     """Each has a memory of its own for its sums."""
-    with make(folders, 2) as engine, make(folders, 3) as other:
+    with make(folders, 2) as engine, make(folders, 4) as other:
         assert say(engine) == say(other) == say(engine)
 
 

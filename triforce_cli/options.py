@@ -26,6 +26,9 @@ def option(name: str, help_text: str, panel: str, *, short: str | None = None, *
     return typer.Option(*names, envvar=variable, help=help_text, rich_help_panel=panel, **settings)
 
 
+MOST = 2**24  # of anything that is counted on the command line
+
+
 def switch(name: str, help_text: str, panel: str, **settings: Any) -> Any:
     """An option without a value: off unless given. Its variable takes 1 or 0."""
     return option(name, help_text, panel, metavar="", **settings)
@@ -39,10 +42,10 @@ def whole(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is not a whole number") from error
 
 
-def whole_up_to(most: int, text: str) -> int | None:
-    """The whole number from 1 to `most` that `text` is, None if it is none."""
-    found = int(text) if text.isdecimal() and len(text) <= len(str(most)) else 0
-    return found if 1 <= found <= most else None
+def count(text: str) -> int | None:
+    """The whole number from 1 to MOST that `text` is, None if it is none."""
+    found = int(text) if text.isdecimal() and len(text) <= len(str(MOST)) else 0
+    return found if 1 <= found <= MOST else None
 
 
 def number(text: str) -> float:

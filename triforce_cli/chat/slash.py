@@ -11,12 +11,11 @@ from offload.errors import UsageError
 from offload.plan.files import write_whole
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.dialogue import Dialogue
-from triforce_cli.options import whole_up_to
+from triforce_cli.options import count
 from triforce_cli.prompt import read_text, user_path
 from triforce_cli.render import chat as render_chat
 from triforce_cli.render.stats import stats_table
 
-_MOST_TURNS = 2**24  # that /drop can name
 ESCAPED = "//"  # a message that begins with one slash
 
 
@@ -100,9 +99,9 @@ def _drop(dialogue: Dialogue, argument: str) -> None:
     if not argument:
         raise UsageError("name what to drop: /drop NAME for a document, /drop N for the N oldest turns")
     named = {document.name for document in dialogue.conversation.documents}
-    count = whole_up_to(_MOST_TURNS, argument)
-    if count is not None and argument not in named:
-        dialogue.change(dialogue.conversation.drop_turns(count))
+    num_turns = count(argument)
+    if num_turns is not None and argument not in named:
+        dialogue.change(dialogue.conversation.drop_turns(num_turns))
     else:
         dialogue.change(dialogue.conversation.drop_document(argument))
     dialogue.output.note(render_chat.room(dialogue.num_used, dialogue.engine.limit))

@@ -314,7 +314,7 @@ def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
-    wrong = next((part for part in parts if options.whole_up_to(2**24, part) is None), None)
+    wrong = next((part for part in parts if options.count(part) is None), None)
     if wrong is not None:
-        raise UsageError(f"{name} has {wrong!r}, it must be whole numbers from 1 to {2**24}, like 4096,8192")
+        raise UsageError(f"{name} has {wrong!r}, it must be whole numbers from 1 to {options.MOST}, like 4096,8192")
     return tuple(map(int, parts))

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from offload.plan.planner import Options, Plan
     from offload.session.store import Store
 
-_MOST_TOGETHER = 2**24
-
 Stop = Annotated[
     list[str] | None,
     option(
@@ -330,9 +328,9 @@ def _number_at_a_time(text: str) -> int | None:
     """None: auto."""
     if text == AUTO:
         return None
-    found = options.whole_up_to(_MOST_TOGETHER, text)
+    found = options.count(text)
     if found is None:
-        raise UsageError(f"batch is {text[:40]!r}, it must be {AUTO} or a whole number from 1 to {_MOST_TOGETHER}")
+        raise UsageError(f"batch is {text[:40]!r}, it must be {AUTO} or a whole number from 1 to {options.MOST}")
     return found
 
 

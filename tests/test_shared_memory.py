@@ -130,6 +130,21 @@ def test_who_waits_hears_what_has_become_of_the_others(file: int, monkeypatch: p
         seen_by(file, 0, 2, lost).total(torch.ones(8))
 
 
+def test_who_breaks_off_after_his_last_piece_still_waits_for_the_others(
+    file: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be reading the slot that he writes next."""
+    monkeypatch.setattr(shared, "_LOOK_NANOSECONDS", 1_000_000)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    memory = seen_by(file, 0, 2, interrupted)
+    for call in (lambda: memory.total(torch.ones(8)), memory.finish):
+        with pytest.raises(KeyboardInterrupt):
+            call()
+
+
 def test_a_signal_of_the_system_is_handled_at_once(file: int) -> None:
     """Not when the next look is due."""
     handled: list[float] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class TriforceError(Exception):
     """A failure while running. The base of all errors whose message is shown to the user."""
@@ -29,6 +31,14 @@ class ModelError(TriforceError):
 
     exit_code = 4
     kind = "model"
+
+
+def unreadable(path: Path, error: OSError) -> ModelError:
+    """The error of a model's file or folder that the system does not hand out. error: what it said, best with the file
+    it said it of."""
+    foreign = "whoever owns it can let you read it: chmod -R a+rX, and a+x for the folders above it"
+    remedy = foreign if isinstance(error, PermissionError) else "try again, and if that fails, download it again"
+    return ModelError(f"{error.filename or path} cannot be read ({error.strerror or error}); {remedy}")
 
 
 class RankFailed(TriforceError):

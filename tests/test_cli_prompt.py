@@ -112,7 +112,7 @@ def test_empty_prompt_is_refused_and_says_where_it_looked(text, book):
 
 @pytest.mark.parametrize(
     ("data", "offset"),
-    [(b"abc\xff", 3), (b"\xef\xbb\xbfabc\xff", 6), (b"\xff\xfeH\0i\0", 0), (b"ab\xc3", 2), (b"\xed\xa0\x80", 0)],
+    [(b"abc\xff", 3), (b"\xef\xbb\xbfabc\xff", 6), (b"\xff\xfeH\0\xfe\1", 0), (b"ab\xc3", 2), (b"\xed\xa0\x80", 0)],
 )
 def test_invalid_utf8_names_file_byte_and_offset(data, offset, book):
     book.write_bytes(data)

@@ -48,8 +48,11 @@ class Configuration:
         root: the group of all commands; what none of them has is refused.
         """
         file = user_path(str(named)) if named is not None else default_file()
-        if named is None and not file.exists():
-            return cls()
+        try:
+            if named is None and not file.exists():
+                return cls()
+        except OSError as error:  # a folder above it that may not be entered
+            raise _not_readable(file, error) from error
         configuration = cls(file, _parsed(file))
         configuration._check(configuration.values, (), tree.commands(root))
         return configuration
@@ -112,9 +115,13 @@ def _parsed(file: Path) -> dict[str, Any]:
         repr(values)  # a number too long to be written is refused as one too long to be read
         return values
     except OSError as error:
-        raise UsageError(f"the configuration file {file} cannot be read: {error.strerror}") from error
+        raise _not_readable(file, error) from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{file} is not TOML: {error}") from error
+
+
+def _not_readable(file: Path, error: OSError) -> UsageError:
+    return UsageError(f"the configuration file {file} cannot be read: {error.strerror}")
 
 
 def _check_kind(place: str, option: Any, value: Any) -> None:

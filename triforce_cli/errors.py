@@ -56,6 +56,8 @@ def _describe(error: Exception) -> Failure:
         return Failure(str(error), error.exit_code, error.kind)
     if isinstance(error, typer.TyperException):
         return Failure(_usage_message(error), error.exit_code, UsageError.kind)
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return Failure(f"{os.fsdecode(error.filename)}: {error.strerror}", TriforceError.exit_code)
     first_line = (str(error).strip().splitlines() or ["no message"])[0]
     remedy = f"set {DEBUG_VARIABLE}=1 for the traceback"
     return Failure(f"unexpected {type(error).__name__}: {first_line} ({remedy})", TriforceError.exit_code)

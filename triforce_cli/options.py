@@ -110,6 +110,7 @@ Model = Annotated[
         "The target model: a folder, or the name of a pulled model. Without it, the demo pair.",
         MODELS,
         metavar="MODEL",
+        readable=False,  # a model's own error says what to do
     ),
 ]
 Draft = Annotated[

@@ -135,12 +135,12 @@ class Output:
         """The same of what nothing but its number is known of."""
         self._display.update(stage, done, total, unit)
 
-    def note(self, line: str) -> None:
-        """One line to standard error, unless quiet; "" says nothing."""
+    def note(self, line: str, *, urgent: bool = False) -> None:
+        """One line to standard error, unless quiet; "" says nothing. urgent: even if quiet."""
         if not line:
             return
         log.event(line)
-        if not self._quiet:
+        if urgent or not self._quiet:
             self._print(line, wrap=True)
 
     def planned(self, *plans: Plan) -> None:

@@ -5,22 +5,38 @@ The text is what the bytes say in UTF-8: a byte order mark at the start is dropp
 
 from __future__ import annotations
 
+import codecs
 import os
 import select
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Protocol
 
 from offload.errors import UsageError
+from offload.plan.files import expanded
 
 STDIN = Path("-")
 UTF8_BOM = b"\xef\xbb\xbf"
+_OTHER_FILES = {  # by their first bytes, the longer ones before those that they begin with
+    codecs.BOM_UTF32_LE: "it begins as UTF-32 text does; convert it with iconv -f UTF-32 -t UTF-8",
+    codecs.BOM_UTF16_LE: "it begins as UTF-16 text does; convert it with iconv -f UTF-16 -t UTF-8",
+    codecs.BOM_UTF16_BE: "it begins as UTF-16 text does; convert it with iconv -f UTF-16 -t UTF-8",
+    b"%PDF": "it is a PDF; pdftotext makes text of it",
+    b"PK\x03\x04": "it is a ZIP archive, as .docx and .epub files are; pandoc -t plain makes text of those",
+    b"\x1f\x8b": "it is compressed; gunzip it first",
+}
+_HEAD_BYTES = 4096  # that tell an encoding
 TEXT_MODULES = ("argparse", "typing", "inspect", "doctest", "tarfile", "pathlib", "subprocess", "ast", "configparser")
 LIBRARY = "sources of Python's standard library"
 PATIENCE_SECONDS = 2.0  # a silent pipe is waited for, but not without a word
+LONG_SECONDS = 8.0  # and after so many more not even --quiet is silent
 
-Note = Callable[[str], None]
+
+class Note(Protocol):
+    """Says a line to the person; urgent: even if they wanted no notes."""
+
+    def __call__(self, line: str, *, urgent: bool = False) -> None: ...
 
 
 def read_prompt(file: Path | None, text: str | None, *, note: Note) -> str:
@@ -56,10 +72,7 @@ def user_path(text: str) -> Path:
     """The path that a person typed, "~" being their home."""
     if "\0" in text:
         raise UsageError(f"{text!r} is no path: it has a zero byte")
-    try:
-        return Path(text).expanduser()
-    except RuntimeError as error:
-        raise UsageError(f"{text}: there is no such home folder") from error
+    return expanded(text)
 
 
 def decode_argument(option: str, value: str) -> str:
@@ -81,19 +94,47 @@ def _decode_text(data: bytes, file: Path) -> str:
 def _read_stdin(what: str, note: Note) -> bytes:
     if sys.stdin is None:  # closed by the caller
         return b""
-    if not select.select([sys.stdin], [], [], PATIENCE_SECONDS)[0]:
+    if not _comes(PATIENCE_SECONDS):
         note(f"waiting for {what} on standard input (Ctrl-D ends it)")
+        if not _comes(LONG_SECONDS):
+            note(
+                f"still waiting for {what}: standard input is open, and nothing comes; </dev/null where there is none",
+                urgent=True,
+            )
     return sys.stdin.buffer.read()
 
 
+def _comes(seconds: float) -> bool:
+    """Is there something to read, or the end, within so many seconds?"""
+    return bool(select.select([sys.stdin], [], [], seconds)[0])
+
+
 def _decode(data: bytes, name: str, *, offset: int = 0) -> str:
+    if _is_utf16(data):  # zero bytes are UTF-8, too
+        raise UsageError(f"{name} is UTF-16 text: every other byte is zero; convert it with {_from_utf16(data)}")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{name} is not valid UTF-8: byte 0x{data[error.start]:02x} at offset {error.start + offset}; "
-            "convert it, for example with iconv -f LATIN1 -t UTF-8"
-        ) from error
+        byte = f"byte 0x{data[error.start]:02x} at offset {error.start + offset}"
+        raise UsageError(f"{name} is not valid UTF-8: {byte}; {_remedy(data)}") from error
+
+
+def _remedy(data: bytes) -> str:
+    """What makes UTF-8 text of `data`, which is something else."""
+    remedies = (remedy for start, remedy in _OTHER_FILES.items() if data.startswith(start))
+    return next(remedies, "convert it, for example with iconv -f LATIN1 -t UTF-8")
+
+
+def _is_utf16(data: bytes) -> bool:
+    """True for text in a Western language: nearly half of its bytes are zero, all at even or all at odd places."""
+    even, odd = (data[start:_HEAD_BYTES:2] for start in (0, 1))
+    fewer, more = sorted((even.count(0), odd.count(0)))
+    return len(odd) > 1 and fewer == 0 and more > 0.8 * len(odd)
+
+
+def _from_utf16(data: bytes) -> str:
+    order = "" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "BE" if data[0] == 0 else "LE"
+    return f"iconv -f UTF-16{order} -t UTF-8"
 
 
 def _join(before: str, after: str) -> str:

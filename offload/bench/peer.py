@@ -23,7 +23,7 @@ from offload.bench.program import Program
 from offload.bench.setting import Setting
 from offload.decode.sampling import SamplingParams
 from offload.errors import TriforceError, UsageError
-from offload.plan.files import user_folder
+from offload.plan.files import expanded, user_folder
 from offload.plan.rates import FOLDER_VARIABLE
 
 ENVIRONMENT_VARIABLE = "TRIFORCE_LLAMA_CPP"
@@ -150,7 +150,7 @@ def llama_cpp_python() -> str:
             f"OMP_WAIT_POLICY is {policy}: between its turns this program would keep the cores from llama.cpp; unset it"
         )
     if folder := os.environ.get(ENVIRONMENT_VARIABLE):
-        python = Path(folder).expanduser() / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+        python = expanded(folder) / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
         if not python.exists():
             raise UsageError(f"{ENVIRONMENT_VARIABLE} is {folder}, without {python}; name a virtual environment")
         return str(python)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from offload.decode import tokenizer_files
 from offload.decode.characters import Characters, characters_of
-from offload.errors import ModelError
+from offload.errors import ModelError, unreadable
 
 _BEFORE = ("\n", "0")  # what a piece is encoded behind, so that it does not count as the beginning of a text
 _NUM_BEFORE = 8  # tokens of a context that are looked at, special ones apart
@@ -156,6 +156,8 @@ def _refusing(what: str, remedy: str) -> Iterator[None]:
     """The libraries raise whatever a damaged file makes them raise; their panics are not even an Exception."""
     try:
         yield
+    except PermissionError as error:
+        raise unreadable(Path(what), error) from error
     except BaseException as error:
         if isinstance(error, ModelError) or not _is_theirs(error):
             raise

@@ -8,6 +8,7 @@ template. transformers' classes are not asked: those of version 5 rebuild parts 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from offload.plan.fields import read_json
 
 MAX_FILE_BYTES = 1 << 26  # of a tokenizer's file; the largest published ones are half as large
 FILE, CONFIG_FILE, ADDED_FILE = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
+_ALL_FILES = (FILE, CONFIG_FILE, ADDED_FILE, "vocab.json", "merges.txt", "tokenizer.model")
 # Special tokens that a class has where tokenizer_config.json names none.
 _CLASS_TOKENS = {
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>"},
@@ -33,10 +35,17 @@ def load(folder: Path) -> tuple[Any, tokenizers.Tokenizer]:
 
     Raises ModelError, and whatever the libraries raise for a damaged file.
     """
-    for name in (FILE, CONFIG_FILE):
-        if (folder / name).is_file() and (folder / name).stat().st_size > MAX_FILE_BYTES:
-            raise ModelError(f"{folder / name} is over the limit of {MAX_FILE_BYTES} bytes; is it really a {name}?")
+    for path in (folder / name for name in _ALL_FILES):
+        if path.is_file():
+            _check_file(path)
     return _from_file(folder) if (folder / FILE).is_file() else _from_older_files(folder)
+
+
+def _check_file(path: Path) -> None:
+    """The libraries would say neither which file they may not read, PermissionError here, nor that it is too large."""
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size > MAX_FILE_BYTES:
+            raise ModelError(f"{path} is over the limit of {MAX_FILE_BYTES} bytes; is it really a {path.name}?")
 
 
 def _from_file(folder: Path) -> tuple[Any, tokenizers.Tokenizer]:

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from offload.errors import ModelError
+from offload.errors import ModelError, unreadable
+from offload.hub.advice import advice
 from offload.hub.names import (
     ALIASES,
     LOCAL,
@@ -23,7 +24,7 @@ from offload.hub.names import (
 )
 from offload.plan.config import ModelConfig
 from offload.plan.fields import Fields, read_json
-from offload.plan.files import write_whole
+from offload.plan.files import expanded, write_whole
 from offload.plan.hardware import Hardware
 from offload.plan.options import Options
 from offload.plan.request import Request
@@ -85,7 +86,14 @@ class Entry:
 
 
 def state_of(folder: Path) -> State:
-    """The state of a model's folder. Files of an interrupted pull do not count."""
+    """The state of a model's folder. Files of an interrupted pull do not count. Raises ModelError."""
+    try:
+        return _state_of(folder)
+    except OSError as error:
+        raise unreadable(folder, error) from error
+
+
+def _state_of(folder: Path) -> State:
     if (folder / STAGING / MOVING).exists():
         return "broken off"
     if any(folder.glob("*.safetensors")):
@@ -100,7 +108,13 @@ def locate(name: str, *, weights: bool = True) -> Path:
 
     weights: config.json alone is not enough. Raises ModelError, which says what to run.
     """
-    folder = Path(name).expanduser()
+    folder = expanded(name)
+    try:
+        instead = advice(folder)
+    except OSError as error:
+        raise unreadable(folder, error) from error
+    if instead:
+        raise ModelError(instead)
     if folder.is_dir():
         return folder
     model_id = id_of(name)
@@ -172,8 +186,13 @@ def longest_context(entry: Entry, hardware: Hardware) -> int:
 
 
 def _stored_ids() -> list[str]:
-    """OWNER/NAME of every folder in the folder of models, sorted; folders with other names are skipped."""
-    found = (f"{folder.parent.name}/{folder.name}" for folder in models_folder().glob("*/*") if folder.is_dir())
+    """OWNER/NAME of every folder in the folder of models, sorted; folders with other names are skipped. Raises
+    ModelError."""
+    kept = models_folder()
+    try:
+        found = [f"{folder.parent.name}/{folder.name}" for folder in kept.glob("*/*") if folder.is_dir()]
+    except OSError as error:
+        raise unreadable(kept, error) from error
     return sorted(filter(is_id, found))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from offload.errors import ModelError
+from offload.errors import ModelError, unreadable
 
 MAX_JSON_BYTES = 1 << 20
 
@@ -26,7 +26,9 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, objec
         if len(text) > max_bytes:
             raise ModelError(f"{path} is over the limit of {max_bytes} bytes; is it really a {path.name}?")
         data = json.loads(text.decode("utf-8"), parse_constant=_refuse_constant)
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, a number without end
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, a number without end
         raise ModelError(f"{path} cannot be read as JSON ({error}); download it again") from error
     if not isinstance(data, dict):
         raise ModelError(f"{path} holds a JSON {type(data).__name__}, not an object; download it again")

@@ -1,4 +1,4 @@
-"""The program's folders among the user's, and small files that are written atomically."""
+"""Paths that a person names, the program's folders among the user's, and small files that are written atomically."""
 
 from __future__ import annotations
 
@@ -10,14 +10,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from offload.errors import UsageError
+
 
 def user_folder(kind: Literal["data", "cache", "config", "state"], name: str = "", *, variable: str = "") -> Path:
-    """The folder that the environment variable names, or else `name` in the user's folder of that kind."""
+    """The folder that the environment variable names, or else `name` in the user's folder of that kind. Raises
+    UsageError where the user has none."""
     if variable and (folder := os.environ.get(variable)):
-        return Path(os.path.expanduser(folder))
+        return expanded(folder)
     import platformdirs
 
-    return Path(getattr(platformdirs, f"user_{kind}_dir")("triforce", appauthor=False)) / name
+    try:
+        return Path(getattr(platformdirs, f"user_{kind}_dir")("triforce", appauthor=False)) / name
+    except RuntimeError as error:  # a container may run as a user that it does not know
+        raise UsageError(
+            f"there is no home folder: HOME is not set, and this system knows no user {os.getuid()}; set HOME to a "
+            "folder that you can write to"
+        ) from error
+
+
+def expanded(text: str) -> Path:
+    """The path that a person wrote, "~" being their home. Raises UsageError where there is no such home."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"{text}: there is no such home folder") from error
 
 
 @contextmanager

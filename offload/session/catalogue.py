@@ -49,8 +49,10 @@ def inspect(path: Path) -> Manifest:
     try:
         with Folder(path) as folder:
             manifest = manifests.read(folder)
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise _none_in(path) from error
+    except OSError as error:
+        raise SessionError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
     if manifest is None:
         raise _none_in(path)
     return manifest
@@ -61,9 +63,9 @@ def remove(path: Path) -> int:
 
     Raises SessionError if it is in use, is not a session, holds other files, or the system refuses.
     """
-    if not path.is_dir():
-        raise _none_in(path)
     try:
+        if not path.is_dir():
+            raise _none_in(path)
         with ExitStack() as held:
             folder = held.enter_context(Folder(path))
             if path.is_symlink() or foreign(folder):

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from offload.errors import ModelError
+from offload.errors import ModelError, unreadable
 from offload.plan.config import ModelConfig
 from offload.plan.fields import read_json
 
@@ -69,7 +69,9 @@ class Checkpoint:
         with ExitStack() as files:
             try:
                 entries = _read_entries(folder, files)
-            except (OSError, SafetensorError) as error:
+            except OSError as error:
+                raise unreadable(folder, error) from error
+            except SafetensorError as error:
                 raise ModelError(f"{folder} cannot be read ({error}); download it again") from error
             return cls(folder, entries, files.pop_all())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from triforce_cli import options
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.options import number, option, switch, whole
 from triforce_cli.output import Output
+from triforce_cli.prompt import user_path
 from triforce_cli.render import sessions as render_sessions
 
 SECONDS_PER_DAY = 86400
@@ -213,7 +213,7 @@ def prune(
 
 def _located(name: str) -> Path:
     """The folder that a session's name, or a path with a slash, stands for. Raises UsageError."""
-    return Path(os.path.expanduser(name)) if "/" in name else session_folder(name)
+    return user_path(name) if "/" in name else session_folder(name)
 
 
 def _label(path: Path) -> str:
@@ -223,7 +223,11 @@ def _label(path: Path) -> str:
 
 def _check_there(path: Path) -> None:
     """Raises SessionError, which says what there is, where there is no such folder."""
-    if not path.is_dir():
+    try:
+        found = path.is_dir()
+    except OSError as error:
+        raise SessionError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
+    if not found:
         there = render_sessions.named([session.name for session in summaries(path.parent)])
         raise SessionError(f"there is no session {path.name!r} in {path.parent}; there are: {there}")
 

@@ -1,0 +1,60 @@
+"""What to give instead of a path that holds no model as this program reads it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from offload.hub.names import MAIN
+
+_GGUF, _GGUF_MAGIC = ".gguf", b"GGUF"
+_IN_A_MODEL = (".safetensors", ".bin", "config.json")  # ends of names of files, one of which any folder of a model has
+_VERSIONS = "snapshots"  # in the folder models--OWNER--NAME of the hub's cache
+_MAX_REVISION_BYTES = 100
+
+
+def advice(given: Path) -> str:
+    """ "" where `given` may be a model's folder, or is nothing that exists. Reads names, and the first bytes of a file.
+    OSError."""
+    if given.is_file():
+        return _about_file(given)
+    if not given.is_dir():
+        return ""
+    if not _is_utf8(given):
+        return (
+            f"{given} has bytes in its name that are not UTF-8, which the libraries that read models cannot open; "
+            "rename it, or make a link to it that has another name"
+        )
+    names = sorted(os.listdir(given))
+    if any(name.endswith(_IN_A_MODEL) for name in names):
+        return ""
+    if _VERSIONS in names and (version := _version(given)):
+        return f"{given} is a folder of the hub's cache, with versions of a model in it; give {version}"
+    return next((_about_file(given / name) for name in names if name.endswith(_GGUF)), "")
+
+
+def _about_file(file: Path) -> str:
+    with file.open("rb") as opened:
+        is_gguf = file.suffix == _GGUF or opened.read(len(_GGUF_MAGIC)) == _GGUF_MAGIC
+    if is_gguf:
+        return f"{file} is a GGUF file; 'triforce convert {file}' makes a folder of it, and says what to give then"
+    return f"{file} is a file; give the folder of the model, which holds config.json and the weights"
+
+
+def _version(cached: Path) -> Path | None:
+    """The folder of the version that the branch main is at, or else of the newest."""
+    versions = [path for path in (cached / _VERSIONS).iterdir() if path.is_dir()]
+    main = cached / "refs" / MAIN
+    if main.is_file():
+        with main.open("rb") as file:
+            named = os.fsdecode(file.read(_MAX_REVISION_BYTES).strip())
+        versions = [path for path in versions if path.name == named] or versions
+    return max(versions, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        os.fsencode(path).decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

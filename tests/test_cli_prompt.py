@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from offload.errors import UsageError
-from test_cli_fake import command, environment, run
+from test_cli_fake import command, environment, run, start
 from triforce_cli import prompt
 from triforce_cli.prompt import decode_argument, read_prompt
 
@@ -180,7 +180,9 @@ def test_no_prompt_at_all_ends_with_2(redirection, tmp_path):
 
 def test_utf8_prompt_arrives_whole_in_a_c_locale(tmp_path):
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = run("--model", str(tmp_path), "--prompt", "naïve", "--stop", "Ende…", stdin="Äpfel".encode(), env=locale)
+    done = run(
+        "--model", str(tmp_path), "--prompt", "naïve", "--stop", "Ende…", stdin="Äpfel".encode(), env=locale, how=start
+    )
     assert done.returncode == 0
     asked = done.stdout.decode("utf-8")
     assert '"prompt": "\\u00c4pfel\\nna\\u00efve"' in asked

@@ -160,6 +160,7 @@ def test_silent_pipe_is_waited_for_but_not_without_a_word(monkeypatch):
     assert notes == ["waiting for the prompt on standard input (Ctrl-D ends it)"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("redirection", ["<&-", "</dev/null"])
 def test_prompt_text_alone_works_without_a_standard_input(redirection, tmp_path):
     line = '"$0" "$@" ' + redirection
@@ -168,6 +169,7 @@ def test_prompt_text_alone_works_without_a_standard_input(redirection, tmp_path)
     assert (done.returncode, done.stdout) == (0, b"there")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("redirection", ["<&-", "</dev/null"])
 def test_no_prompt_at_all_ends_with_2(redirection, tmp_path):
     line = '"$0" "$@" ' + redirection

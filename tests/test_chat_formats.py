@@ -629,7 +629,7 @@ def test_replies_of_another_model_are_read_as_text():
 
 def test_parts_are_what_dropping_them_frees():
     format = make("bytes-default-system", "auto")
-    book, note = Document("book.txt", "hello there\n" * 20), Document("note.txt", "It is")
+    book, note = Document("book.txt", "hello there\n" * 20), Document("note.txt", "It is" + 3 * "<|im_end|>")
     conversation = Conversation(system="be good").with_document(book).asked("what is it?")
     conversation = conversation.answered("It is 42.", tokens_of(format, "It is 42."), complete=True).with_document(note)
     parts = format.parts(conversation)

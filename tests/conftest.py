@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import combinations
 
 import pytest
+import typer
 from hypothesis import HealthCheck, settings
 
 from offload.hub.names import FOLDER_VARIABLE as MODELS_VARIABLE
@@ -48,6 +50,7 @@ def _folders_and_configuration_of_their_own(tmp_path_factory: pytest.TempPathFac
         patch.setenv(MODELS_VARIABLE, str(tmp_path_factory.mktemp("models")))
         patch.setenv(configuration.VARIABLE, os.devnull)
         patch.setattr(OtherPrograms, "share", lambda self: 0.0)  # no note of what else this machine does
+        patch.setattr(typer.main, "get_command", cache(typer.main.get_command))  # all options again for each run
         yield
 
 

@@ -28,6 +28,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 LIBRARIES = [
     *("torch", "xxhash", "hypothesis", "transformers", "transformers.tokenization_utils_tokenizers"),
     *("offload.follower", "offload.engine", "triforce_cli.commands.generate", "forked", "faults"),
+    *("triforce_cli.app", "prompt_toolkit.shortcuts", "programs"),
 ]
 PROCESSES.set_forkserver_preload(LIBRARIES)
 TESTS = Path(__file__).parent

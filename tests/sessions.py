@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -42,11 +43,10 @@ class Rows:
         """Cache `tokens`, with garbage behind them as after a rejection."""
         self.reserve(len(tokens) + 3)
         for position, token in enumerate([*tokens, 9991, 9992, 9993]):
-            generator = torch.Generator().manual_seed(10_000 * position + token)
-            rows = torch.randn(LAYERS, 2, HEADS, self.shape.head_dim, generator=generator)
+            rows = _computed(position, token, self.shape.head_dim)
             number, within = divmod(position, self.shape.page_tokens)
             for layer in range(LAYERS):
-                self.page(layer, number)[:, :, within] = rows[layer].to(self.shape.dtype)
+                self.page(layer, number)[:, :, within] = rows[layer]
         self.length = len(tokens)
 
     def reserve(self, num_tokens: int) -> None:
@@ -67,6 +67,13 @@ class Rows:
 
     def restored(self, length: int) -> None:
         self.length = length
+
+
+@cache
+def _computed(position: int, token: int, dim: int) -> Tensor:
+    """A row of every layer, [LAYERS, 2, HEADS, dim]."""
+    generator = torch.Generator().manual_seed(10_000 * position + token)
+    return torch.randn(LAYERS, 2, HEADS, dim, generator=generator)
 
 
 def bits(rows: PagedRows) -> bytes:

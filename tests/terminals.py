@@ -10,6 +10,7 @@ import select
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pexpect
 import pyte
@@ -39,15 +40,20 @@ class Terminal:
         self.written = ""
         self._screen = pyte.HistoryScreen(columns, rows, history=2000)
         self._stream = pyte.ByteStream(self._screen)
+        self._begin = begin
+        self._child = self._start(command, env, rows, columns)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def _start(self, command: Sequence[str], env: Mapping[str, str], rows: int, columns: int) -> Any:
         program, *args = command
 
         def prepare() -> None:
-            _keep_output(0)
-            begin()
+            keep_output(0)
+            self._begin()
 
-        self._child = pexpect.spawn(program, args, dimensions=(rows, columns), env=dict(env), preexec_fn=prepare)
-        self._child.delaybeforesend = None
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        child = pexpect.spawn(program, args, dimensions=(rows, columns), env=dict(env), preexec_fn=prepare)
+        child.delaybeforesend, child.ptyproc.delayafterclose = None, 0
+        return child
 
     @property
     def lines(self) -> list[str]:
@@ -160,7 +166,7 @@ def plain(written: str) -> str:
     return _CONTROL.sub("", written)
 
 
-def _keep_output(terminal: int) -> None:
+def keep_output(terminal: int) -> None:
     """Else the kernel drops what is written and not read yet when Ctrl-C comes, and a loaded machine reads late."""
     modes = termios.tcgetattr(terminal)
     modes[3] |= termios.NOFLSH

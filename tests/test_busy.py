@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from models import random_model, save
 from offload.plan import busy
 from offload.plan.busy import OtherPrograms
 
@@ -46,8 +47,8 @@ def test_a_command_says_at_its_start_that_others_compute(
 ) -> None:
     (tmp_path / "prompt.txt").write_text("Anne")
     monkeypatch.setattr(OtherPrograms, "share", lambda self: share)
-    code, _, err = triforce(
-        "generate", "--prompt-file", str(tmp_path / "prompt.txt"), "--max-tokens", "1", "--device", "cpu"
-    )
+    model = save(random_model(vocab_size=264), tmp_path / "model", tokenizer=True)
+    asked = ("--model", str(model), "--prompt-file", str(tmp_path / "prompt.txt"), "--max-tokens", "1")
+    code, _, err = triforce("generate", *asked, "--device", "cpu")
     assert code == 0
     assert ("other programs use 50% of the processor: passes take longer than planned" in err) == said

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from models import byte_tokenizer, random_model, save
+from programs import ProgramTerminal, run
 from terminals import ALT_ENTER, CTRL_C, CTRL_D, CTRL_U, ENTER, TAB, UP, Terminal, plain
 from triforce_cli.chat.conversation import Conversation
 
@@ -39,7 +40,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(model: Path, *args: str) -> list[str]:
-    return [sys.executable, "-m", "triforce_cli", "chat", "--model", str(model), *SETTINGS, *args]
+    return [sys.executable, "-m", "triforce_cli", *arguments(model, *args)]
+
+
+def arguments(model: Path, *args: str) -> list[str]:
+    return ["chat", "--model", str(model), *SETTINGS, *args]
 
 
 def environment(state: Path, **more: str) -> dict[str, str]:
@@ -57,7 +62,8 @@ def start(model: Path, tmp_path: Path) -> Iterator[Open]:
     opened = []
 
     def open_chat(*args: str, rows: int = 24, columns: int = 80, **more: str) -> Terminal:
-        terminal = Terminal(command(model, *args), env=environment(tmp_path, **more), rows=rows, columns=columns)
+        env = environment(tmp_path, **more)
+        terminal = ProgramTerminal(arguments(model, *args), env=env, rows=rows, columns=columns)
         opened.append(terminal)
         terminal.until_prompt(1)
         return terminal
@@ -75,7 +81,7 @@ def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[li
 
     def at_prompt() -> list[Terminal]:
         if not running or not running[0].is_alive:
-            running[:] = [Terminal(command(model, "--max-tokens", "40"), env=environment(folder))]
+            running[:] = [ProgramTerminal(arguments(model, "--max-tokens", "40"), env=environment(folder))]
             running[0].until_prompt(1)
         return running
 
@@ -467,7 +473,7 @@ def test_what_was_typed_comes_back_in_the_next_run_and_is_for_its_owner_only(sta
 
 
 def test_a_dumb_terminal_gets_no_control_sequences(model: Path, tmp_path: Path) -> None:
-    terminal = Terminal(command(model, "--max-tokens", "40"), env=environment(tmp_path, TERM="dumb"))
+    terminal = ProgramTerminal(arguments(model, "--max-tokens", "40"), env=environment(tmp_path, TERM="dumb"))
     try:
         terminal.until(lambda: terminal.shown.endswith("\n>"), "the prompt")
         terminal.send("one" + ENTER)
@@ -484,13 +490,7 @@ def test_a_dumb_terminal_gets_no_control_sequences(model: Path, tmp_path: Path) 
 
 
 def piped(model: Path, folder: Path, lines: str, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(model, "--max-tokens", "40", *args),
-        input=lines,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-    )
+    return run(arguments(model, "--max-tokens", "40", *args), env=environment(folder), stdin=lines)
 
 
 def test_a_pipe_gets_a_reply_per_line_and_nothing_else(model: Path, tmp_path: Path) -> None:

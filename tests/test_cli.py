@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from test_cli_fake import ROOT, command, environment, run, start
+from test_cli_fake import ROOT, command, environment, fork, run, start
 from triforce_cli import __version__
 
 PIPES = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -44,7 +44,7 @@ def read_until(process: subprocess.Popen[bytes], text: bytes) -> bytes:
 
 class TestText:
     def test_is_all_there_is_on_standard_output(self, model):
-        done = run("--model", model, "--prompt", "x", script={"pieces": ["One", " two", ".\n"]})
+        done = run("--model", model, "--prompt", "x", script={"pieces": ["One", " two", ".\n"]}, how=start)
         assert (done.returncode, done.stdout) == (0, b"One two.\n")
 
     def test_gets_no_newline_in_a_pipe(self, model):
@@ -52,7 +52,7 @@ class TestText:
         assert done.stdout == b"no newline"
 
     def test_appears_as_it_is_accepted(self, model):
-        with start("--model", model, "--prompt", "x", script={"pieces": ["first"], "hang": True}, **PIPES) as process:
+        with fork("--model", model, "--prompt", "x", script={"pieces": ["first"], "hang": True}, **PIPES) as process:
             assert read_until(process, b"first") == b"first"
             assert process.poll() is None
             process.kill()
@@ -62,7 +62,7 @@ class TestText:
     )
     def test_is_utf8_in_any_locale(self, locale, model):
         script = {"pieces": ["naïve ", "€ 😀"], "notes": ["a note: é"]}
-        done = run("--model", model, "--prompt", "x", "--stats", script=script, env=locale)
+        done = run("--model", model, "--prompt", "x", "--stats", script=script, env=locale, how=start)
         assert (done.returncode, done.stdout) == (0, "naïve € 😀".encode())
 
     def test_reaches_a_full_disk_with_a_plain_message(self, model):
@@ -114,7 +114,7 @@ class TestInterrupt:
 
     def test_of_json_gives_the_object_with_what_came(self, model):
         script = {"pieces": ["partial"], "hang": True, "notes": ["ready"]}
-        with start("--model", model, "--prompt", "x", "--json", script=script, **PIPES) as process:
+        with fork("--model", model, "--prompt", "x", "--json", script=script, **PIPES) as process:
             self.wait_for(process, b"decode")
             out, _ = self.interrupted(process)
         document = json.loads(out)
@@ -124,7 +124,7 @@ class TestInterrupt:
 
     def test_before_the_first_token_gives_json_too(self, model):
         script = {"ticks": 2000, "tick_seconds": 0.1}
-        with start("--model", model, "--prompt", "x", "--json", script=script, **PIPES) as process:
+        with fork("--model", model, "--prompt", "x", "--json", script=script, **PIPES) as process:
             self.wait_for(process, b"load: ")
             out, err = self.interrupted(process)
         assert b"Traceback" not in err
@@ -133,14 +133,14 @@ class TestInterrupt:
 
     def test_prints_the_stats_asked_for(self, model):
         script = {"pieces": ["partial"], "hang": True}
-        with start("--model", model, "--prompt", "x", "--stats", "--quiet", script=script, **PIPES) as process:
+        with fork("--model", model, "--prompt", "x", "--stats", "--quiet", script=script, **PIPES) as process:
             read_until(process, b"partial")
             _, err = self.interrupted(process)
         assert b"acceptance" in err
 
     def test_before_the_first_token_prints_no_empty_table(self, model):
         script = {"pieces": [], "hang": True}
-        with start("--model", model, "--prompt", "x", "--stats", script=script, **PIPES) as process:
+        with fork("--model", model, "--prompt", "x", "--stats", script=script, **PIPES) as process:
             self.wait_for(process, b"prefill: 1 tokens in")
             _, err = self.interrupted(process)
         assert err == b""
@@ -248,11 +248,10 @@ class TestStandardError:
         assert run(*args, "--temperature", "1", script=script).returncode == 0
 
     def test_has_no_escape_sequences_in_a_pipe(self, model):
-        done = run(
-            "--model", model, "--prompt", "x", "--stats", env={"FORCE_COLOR": "1"}, script={"fail": "ModelError"}
-        )
+        args, script = ("--model", model, "--prompt", "x", "--stats"), {"fail": "ModelError"}
+        done = run(*args, env={"FORCE_COLOR": "1"}, script=script, how=start)
         assert b"\x1b[?25l" not in done.stderr  # the bar would hide the cursor
-        assert b"\x1b" not in run("--model", model, "--prompt", "x", "--stats").stderr
+        assert b"\x1b" not in run(*args).stderr
 
 
 class TestExitCode:

@@ -14,7 +14,7 @@ import pytest
 
 from models import random_model, save
 from offload.errors import TriforceError, UsageError
-from test_cli_fake import run, start
+from test_cli_fake import fork, run
 from triforce_cli.app import main
 from triforce_cli.batch.records import Defaults, Record, after, read_records
 from triforce_cli.batch.results import ResultFile
@@ -286,7 +286,7 @@ class TestOnTheStandIn:
         run(*args)
         whole = out.read_text().splitlines(keepends=True)
         out.write_text(whole[0])
-        with start(*args, script={"pieces": ["half"], "hang": True}, stderr=subprocess.PIPE) as process:
+        with fork(*args, script={"pieces": ["half"], "hang": True}, stderr=subprocess.PIPE) as process:
             assert process.stderr is not None
             until(process, b"1 of 3 results are in")
             until(process, b"tokens in")  # the prefill is done
@@ -311,7 +311,7 @@ class TestOnTheStandIn:
 
     def test_time_is_for_each_prompt(self, model, source):
         args = ("--model", model, "--input-jsonl", str(source), "--timeout", "0.3")
-        done = run(*args, script={"pieces": ["a", "b"], "ticks": 4, "tick_seconds": 0.1})
+        done = run(*args, script={"pieces": ["a", "b"], "ticks": 4, "tick_seconds": 0.1, "pretended": True})
         results = [json.loads(line) for line in done.stdout.splitlines()]
         assert done.returncode == 0
         assert [(r["finish_reason"], r["text"]) for r in results] == [("timeout", "")] * 3
@@ -320,7 +320,7 @@ class TestOnTheStandIn:
         """The first one's deadline passes while the second one's prompt is read."""
         source.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
         args = ("--model", model, "--input-jsonl", str(source), "--timeout", "2", "--batch", "2")
-        done = run(*args, script={"pieces": ["a", "b"], "prefill_ticks": 3, "tick_seconds": 0.4})
+        done = run(*args, script={"pieces": ["a", "b"], "prefill_ticks": 3, "tick_seconds": 0.4, "pretended": True})
         results = [json.loads(line) for line in done.stdout.splitlines()]
         assert done.returncode == 0
         assert [(r["id"], r["finish_reason"]) for r in results] == [(1, "timeout"), (2, "length")]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import struct
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 
-from hearing import hear_signals
 from models import byte_tokenizer, save_pair
+from programs import begin
 from test_cli_fake import ROOT, environment
 from triforce_cli import choice
 
@@ -237,18 +239,19 @@ def test_pipe_in_and_head_out(folder):
 
 
 def test_interrupt_keeps_the_text_so_far(folder):
-    command = program(folder, "--prompt-file", str(folder / "prompt.txt"), "--max-tokens", "400")
-    with subprocess.Popen(
-        [*command, "--temperature", "0", "--offload", "kv", "--link-gbps", "0.01"],
-        env=environment(),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=hear_signals,
-    ) as process:
-        assert process.stdout is not None
-        first = process.stdout.read(1)
-        process.send_signal(signal.SIGINT)
-        rest, err = process.communicate()
-    assert (process.returncode, err) == (130, b"")
-    assert len(first + rest) > 0
+    args = program(folder, "--prompt-file", str(folder / "prompt.txt"), "--max-tokens", "400")[3:]
+    reading, writing = os.pipe()
+    with open(reading, "rb", buffering=0) as out, open(os.devnull) as nothing, TemporaryFile() as errors:
+        process = begin(
+            [*args, "--temperature", "0", "--offload", "kv", "--link-gbps", "0.01"],
+            env=environment(),
+            streams=(nothing.fileno(), writing, errors.fileno()),
+        )
+        os.close(writing)
+        first = out.read(1)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGINT)
+        out.readall()
+        process.join()
+        assert (process.exitcode, os.pread(errors.fileno(), 1 << 16, 0)) == (130, b"")
+    assert first

@@ -1,11 +1,12 @@
 """A stand-in for the engine, so that the command line is tested in fractions of a second and at will.
 
-`python tests/test_cli_fake.py generate ...` is `triforce generate ...` on it. FAKE holds a JSON object:
+`python tests/test_cli_fake.py generate ...` is `triforce generate ...` on it, and so is a fork of the tests' process,
+which has loaded the libraries. FAKE holds a JSON object:
 pieces: the text, one piece a step; plain_pieces: the same without speculation; piece_seconds: after each; finish: of
 the last step; hang: after the pieces, sleep until killed; endless: repeat the last piece very often; fail: raise this
 error ("DoesNotFit", ...) after the pieces;
 load_fail: raise it at load; ticks: progress calls of each stage, load_ticks and prefill_ticks of one; tick_seconds:
-between two of them.
+between two of them; pretended: time passes in these pauses alone, and they take none (in a fork).
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -36,8 +41,10 @@ from offload.plan.placement import Placement  # noqa: E402
 from offload.plan.planner import Options, Plan, PlannedRequest  # noqa: E402
 from offload.plan.prediction import Prediction  # noqa: E402
 from offload.progress import Progress  # noqa: E402
+from triforce_cli.deadline import Deadline  # noqa: E402
 
 Key = TypeVar("Key")
+_MOMENT = [0.0]  # of pretended time
 SCRIPT: dict[str, Any] = json.loads(os.environ.get("FAKE", "{}"))
 
 
@@ -188,7 +195,7 @@ class Engine:
         last = len(pieces) - 1 if not {"hang", "endless", "fail"} & SCRIPT.keys() else None
         for index, piece in enumerate(pieces):
             yield Step(piece, list(piece.encode()), SCRIPT.get("finish", "length") if index == last else None)
-            time.sleep(SCRIPT.get("piece_seconds", 0.0))
+            _pause(SCRIPT.get("piece_seconds", 0.0))
         for _ in range(100_000 if "endless" in SCRIPT else 0):
             yield Step(pieces[-1], list(pieces[-1].encode()), None)
         if "fail" in SCRIPT:
@@ -255,7 +262,14 @@ def _tick(stage: str, total: int, unit: str, on_progress: Callable[[Progress], N
     for tick in range(ticks + 1 if ticks else 0):
         on_progress(Progress(stage, total * tick // ticks, total, unit))
         if tick < ticks:
-            time.sleep(SCRIPT.get("tick_seconds", 0.0))
+            _pause(SCRIPT.get("tick_seconds", 0.0))
+
+
+def _pause(seconds: float) -> None:
+    if SCRIPT.get("pretended"):
+        _MOMENT[0] += seconds
+    else:
+        time.sleep(seconds)
 
 
 def _error(name: str) -> Exception:
@@ -307,14 +321,73 @@ def start(
     )
 
 
+def fork(
+    *args: str, script: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None, **settings: Any
+) -> subprocess.Popen[bytes]:
+    """The same in a fork of this process, which has its own standard streams and loads nothing. Not for how the
+    interpreter begins and ends: its locale, a stream that is closed."""
+    load()
+    variables = environment(script, **(env or {}))
+    return subprocess.Popen(["true"], preexec_fn=lambda: play(["generate", *args], variables), **settings)
+
+
+@cache
+def load() -> None:
+    """What every run imports, parsing included."""
+    from triforce_cli.app import app
+
+    app(["generate", "--prompt", "x"], standalone_mode=False)
+
+
+def play(args: Sequence[str], variables: Mapping[str, str], *, stand_in: bool = True) -> None:
+    """In a fork: be `triforce ARGS`, and end."""
+    code = 1
+    try:
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # who waits for an exec is told that there was one
+        os.environ.clear()
+        os.environ.update(variables)
+        forget_the_tests()
+        SCRIPT.clear()
+        SCRIPT.update(json.loads(variables["FAKE"]))
+        if stand_in:
+            install()
+        if SCRIPT.get("pretended"):
+            Deadline.__init__.__defaults__ = (lambda: _MOMENT[0],)
+        from triforce_cli.app import main
+
+        sys.argv = ["triforce", *args]
+        code = main()
+        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def forget_the_tests() -> None:
+    """Streams, hooks and signals are those of a program that was just started."""
+    sys.stdin, sys.stdout, sys.stderr = (
+        os.fdopen(fd, "rw"[fd > 0], encoding="utf-8", closefd=False) for fd in range(3)
+    )
+    sys.excepthook, sys.unraisablehook, threading.excepthook = (
+        sys.__excepthook__,
+        sys.__unraisablehook__,
+        threading.__excepthook__,
+    )
+    hear_signals()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    globals()["__name__"] = "__main__"  # the program's own code may be interrupted anywhere
+
+
 def run(
     *args: str,
     stdin: bytes = b"",
     script: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
+    how: Callable[..., subprocess.Popen[bytes]] = fork,
 ) -> subprocess.CompletedProcess[bytes]:
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with start(*args, script=script, env=env, **pipes) as process:
+    with how(*args, script=script, env=env, **pipes) as process:
         out, err = process.communicate(stdin)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from offload.errors import UsageError
-from test_cli_fake import command, environment, run
+from test_cli_fake import command, environment, run, start
 from triforce_cli import prompt
 from triforce_cli.prompt import decode_argument, read_prompt
 
@@ -160,6 +160,7 @@ def test_silent_pipe_is_waited_for_but_not_without_a_word(monkeypatch):
     assert notes == ["waiting for the prompt on standard input (Ctrl-D ends it)"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("redirection", ["<&-", "</dev/null"])
 def test_prompt_text_alone_works_without_a_standard_input(redirection, tmp_path):
     line = '"$0" "$@" ' + redirection
@@ -168,6 +169,7 @@ def test_prompt_text_alone_works_without_a_standard_input(redirection, tmp_path)
     assert (done.returncode, done.stdout) == (0, b"there")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("redirection", ["<&-", "</dev/null"])
 def test_no_prompt_at_all_ends_with_2(redirection, tmp_path):
     line = '"$0" "$@" ' + redirection
@@ -180,7 +182,9 @@ def test_no_prompt_at_all_ends_with_2(redirection, tmp_path):
 
 def test_utf8_prompt_arrives_whole_in_a_c_locale(tmp_path):
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = run("--model", str(tmp_path), "--prompt", "naïve", "--stop", "Ende…", stdin="Äpfel".encode(), env=locale)
+    done = run(
+        "--model", str(tmp_path), "--prompt", "naïve", "--stop", "Ende…", stdin="Äpfel".encode(), env=locale, how=start
+    )
     assert done.returncode == 0
     asked = done.stdout.decode("utf-8")
     assert '"prompt": "\\u00c4pfel\\nna\\u00efve"' in asked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -18,14 +19,13 @@ import pexpect
 import pytest
 import typer
 
-from hearing import hear_signals
 from offload.session import manifest as manifests
 from offload.session.catalogue import Summary, inspect
 from offload.session.manifest import MANIFEST_FILE
 from offload.session.names import FOLDER_VARIABLE
 from offload.session.store import Store
-from sessions import IDENTITY, Rows, restore, save, saved
-from test_cli_fake import environment
+from sessions import IDENTITY, PAGE, Rows, restore, save, saved
+from test_cli_fake import environment, load, play
 from triforce_cli import __version__
 from triforce_cli.app import app
 from triforce_cli.render import sessions as render_sessions
@@ -53,10 +53,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "sessions"
 
 
-def put(path: Path, *, tokens: int = 5, updated: float = NOW, model: str = "tiny", **extra: object) -> None:
+def put(
+    path: Path, *, tokens: int = 5, updated: float = NOW, model: str = "tiny", page: int = PAGE, **extra: object
+) -> None:
     """A session as it would be had it been saved then."""
-    save(path, range(tokens), **extra)
-    change(path, updated=updated, identity=replace(IDENTITY, model_name=model))
+    identity = replace(IDENTITY, model_name=model, page_tokens=page)
+    save(path, range(tokens), identity=identity, **extra)
+    change(path, updated=updated)
 
 
 def change(path: Path, **fields: Any) -> None:
@@ -326,13 +329,20 @@ def test_files_of_others_are_not_removed(root, run):
 # --- prune ---
 
 
-@pytest.fixture
-def ages(root: Path) -> Path:
-    """Sessions of 1, 2 and 40 days, of about 100, 200 and 300 kB, and one of 3 days that is damaged."""
+@pytest.fixture(scope="module")
+def aged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sessions of 1, 2 and 40 days, of about 70, 130 and 200 kB, and one of 3 days that is damaged."""
+    root = tmp_path_factory.mktemp("aged")
     for name, tokens, days in (("one", 500, 1), ("two", 1000, 2), ("bad", 5, 3), ("old", 1500, 40)):
-        put(root / name, tokens=tokens, updated=time.time() - days * DAY)
+        put(root / name, tokens=tokens, updated=time.time() - days * DAY, page=64)
     damage(root / "bad")
     return root
+
+
+@pytest.fixture
+def ages(aged: Path, root: Path) -> Path:
+    """These sessions, to be removed."""
+    return Path(shutil.copytree(aged, root))
 
 
 @pytest.mark.parametrize(
@@ -398,17 +408,16 @@ def test_prune_where_nothing_is_says_so(root, run):
 
 @contextmanager
 def terminal(root: Path, *args: str) -> Iterator[pexpect.spawn]:
-    """`triforce sessions ARGS` with somebody at the keyboard."""
-    variables = environment(None, **{FOLDER_VARIABLE: str(root), "TZ": "UTC", "PYTHONPATH": str(ROOT)})
-    command = ["-m", "triforce_cli", "sessions", *args]
+    """`triforce sessions ARGS` with somebody at the keyboard, in a fork of this process."""
+    variables = environment(None, **{FOLDER_VARIABLE: str(root), "TZ": "UTC"})
+    load()
     child = pexpect.spawn(
-        sys.executable,
-        command,
-        env=variables,
+        "true",
         encoding="utf-8",
         dimensions=(24, 80),
-        preexec_fn=hear_signals,
+        preexec_fn=lambda: play(["sessions", *args], variables, stand_in=False),
     )
+    child.delaybeforesend, child.ptyproc.delayafterclose = None, 0
     try:
         yield child
     finally:
@@ -418,6 +427,7 @@ def terminal(root: Path, *args: str) -> Iterator[pexpect.spawn]:
 def ended(child: pexpect.spawn) -> tuple[str, int]:
     """The output since the last call, and the exit code."""
     child.expect(pexpect.EOF)
+    child.wait()
     child.close()
     return child.before, child.exitstatus
 

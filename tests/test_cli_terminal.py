@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from test_cli_fake import start
+from test_cli_fake import fork
 from triforce_cli.output import Output
 
-SLOW = {"ticks": 10, "tick_seconds": 0.05, "pieces": ["Hello", " there"]}
+HELLO = {"pieces": ["Hello", " there"]}
+SLOW = HELLO | {"ticks": 10, "tick_seconds": 0.05}  # bars are drawn ten times a second
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
@@ -34,7 +35,7 @@ class Screen:
         self._ours, terminal = pty.openpty()
         at_terminal = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
         size = {"COLUMNS": "80", "LINES": "24"}
-        self.process = start(*args, script=script, env=size | (env or {}), **(at_terminal | streams))
+        self.process = fork(*args, script=script, env=size | (env or {}), **(at_terminal | streams))
         os.close(terminal)
 
     def wait_for(self, condition: Callable[[str], object]) -> None:
@@ -119,7 +120,7 @@ def test_bar_is_gone_when_its_stage_is_done_also_before_there_is_text(args):
 
 
 def test_text_ends_its_line_and_the_table_stands_apart(args):
-    screen = Screen(*args, "--stats", script=SLOW)
+    screen = Screen(*args, "--stats", script=HELLO)
     assert screen.finish() == 0
     assert shown_at_the_end(screen.text).startswith("Hello there\n\nload ")
 
@@ -131,7 +132,7 @@ def test_text_that_ends_its_line_gets_no_second_newline(args):
 
 
 def test_progress_stays_at_the_terminal_when_the_text_goes_to_a_pipe(args):
-    screen = Screen(*args, script=SLOW, stdout=subprocess.PIPE)
+    screen = Screen(*args, script=HELLO, stdout=subprocess.PIPE)
     assert screen.finish() == 0
     assert screen.process.stdout is not None
     assert screen.process.stdout.read() == b"Hello there"
@@ -140,13 +141,13 @@ def test_progress_stays_at_the_terminal_when_the_text_goes_to_a_pipe(args):
 
 
 def test_quiet_shows_the_text_alone(args):
-    screen = Screen(*args, "--quiet", script=SLOW)
+    screen = Screen(*args, "--quiet", script=HELLO)
     assert screen.finish() == 0
     assert screen.text == "Hello there\r\n"
 
 
 def test_dumb_terminal_gets_plain_lines(args):
-    screen = Screen(*args, script=SLOW, env={"TERM": "dumb"})
+    screen = Screen(*args, script=HELLO, env={"TERM": "dumb"})
     assert screen.finish() == 0
     assert "\x1b" not in screen.text
     assert "prefill: 1,000 tokens in" in screen.text
@@ -154,10 +155,10 @@ def test_dumb_terminal_gets_plain_lines(args):
 
 def test_no_color_is_respected(args):
     colour = re.compile(r"\x1b\[[0-9;]*3[0-9][0-9;]*m")
-    coloured = Screen(*args, script=SLOW | {"fail": "ModelError"})
+    coloured = Screen(*args, script=HELLO | {"fail": "ModelError"})
     assert coloured.finish() == 4
     assert colour.search(coloured.text)
-    plain = Screen(*args, script=SLOW | {"fail": "ModelError"}, env={"NO_COLOR": "1"})
+    plain = Screen(*args, script=HELLO | {"fail": "ModelError"}, env={"NO_COLOR": "1"})
     assert plain.finish() == 4
     assert not colour.search(plain.text)
     assert "error: " in plain.text
@@ -177,7 +178,7 @@ def test_error_amid_the_text_starts_its_own_line(args):
 
 
 def test_interrupt_amid_the_text_keeps_it_and_ends_the_line(args):
-    screen = Screen(*args, script=SLOW | {"hang": True})
+    screen = Screen(*args, script=HELLO | {"hang": True})
     screen.wait_for(lambda text: "there" in text)
     screen.process.send_signal(signal.SIGINT)
     assert screen.finish() == 130
@@ -197,7 +198,7 @@ def test_control_characters_of_a_text_are_visible_and_change_nothing(args):
 def test_control_characters_of_a_note_an_echo_and_an_error_are_visible(args, tmp_path):
     (tmp_path / "prompt").write_text(HOSTILE)
     with_file = ("--prompt-file", str(tmp_path / "prompt"), "--echo")
-    screen = Screen(*args[:2], *with_file, script=SLOW | {"notes": [f"note {HOSTILE}"], "fail": "ModelError"})
+    screen = Screen(*args[:2], *with_file, script=HELLO | {"notes": [f"note {HOSTILE}"], "fail": "ModelError"})
     assert screen.finish() == 4
     assert f"note {HARMLESS}\r\n" in screen.text
     assert f"{HARMLESS}Hello" in screen.text

@@ -66,6 +66,7 @@ def test_kernels_are_compared_with_torch_and_a_sum(run: Run) -> None:
     assert "of a sum" in table
 
 
+@pytest.mark.deep
 def test_ranks_compares_one_with_several(run: Run) -> None:
     written, table = run("ranks.py", "--length", "600", "--max-tokens", "4", "--turns", "1", "--link-gbps", "10")
     shared, runs = read(written)
@@ -78,6 +79,7 @@ def test_ranks_compares_one_with_several(run: Run) -> None:
     assert "1.00x" in table
 
 
+@pytest.mark.deep
 def test_peers_has_a_row_for_each_way_and_says_why_one_is_absent(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +110,7 @@ def test_peers_has_a_row_for_each_way_and_says_why_one_is_absent(
     assert "absent: " in table
 
 
+@pytest.mark.deep
 def test_batches_has_a_row_for_each_number_of_prompts_and_way(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +136,7 @@ def test_batches_has_a_row_for_each_number_of_prompts_and_way(
     assert "caches over 1 GB/s" in table
 
 
+@pytest.mark.deep
 def test_decode_attends_on_the_host_where_its_pace_is_given(run: Run) -> None:
     args = (
         "--lengths",
@@ -166,6 +170,7 @@ def test_decode_measures_every_setting_on_one_prompt(run: Run) -> None:
     assert "vs plain" in table
 
 
+@pytest.mark.deep
 def test_a_replay_plays_settings_on_stretches_of_recorded_texts(run: Run) -> None:
     """That each setting writes the recorded text is checked by the replay itself. What passes take is timed on this
     machine, so a depth that is forced may lose against plain decoding, but not by much."""
@@ -181,6 +186,7 @@ def test_a_replay_plays_settings_on_stretches_of_recorded_texts(run: Run) -> Non
     assert "best" in table
 
 
+@pytest.mark.deep
 def test_prefill_compares_offloaded_with_resident(run: Run) -> None:
     written, table = run("prefill.py", "--length", "300", "--repeats", "1", "--link-gbps", "1")
     placements = [measured["placement"] for measured in read(written)[1]]
@@ -188,6 +194,7 @@ def test_prefill_compares_offloaded_with_resident(run: Run) -> None:
     assert "vs resident" in table
 
 
+@pytest.mark.deep
 def test_acceptance_compares_rules_on_the_same_texts_and_trees_reads_it(run: Run, tmp_path: Path) -> None:
     """All of the cache drafts like the target itself, and an oracle knows better than mean keys do."""
     sizes = {"vocab_size": TOKENIZER_SIZE, "max_position_embeddings": 1024, "eos_token_id": None}
@@ -210,6 +217,7 @@ def test_acceptance_compares_rules_on_the_same_texts_and_trees_reads_it(run: Run
     assert "siblings" in table
 
 
+@pytest.mark.deep
 def test_the_gpu_benchmark_rehearses_on_a_cpu(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A widened model, decoding under a cap that makes it stream and on chip, bits, and transformers beside it."""
     out = tmp_path / "gpu.json"
@@ -262,6 +270,7 @@ def test_all_results_together_are_less_than_a_megabyte() -> None:
     assert sum(path.stat().st_size for path in (ROOT / "benchmarks" / "results").iterdir()) < 1_000_000
 
 
+@pytest.mark.deep
 def test_a_long_text_has_a_row_for_each_window(run: Run) -> None:
     """That the text is that of plain decoding, it checks itself."""
     written, table = run("soak.py", "text", "--length", "300", "--max-tokens", "90", "--window", "4")
@@ -272,6 +281,7 @@ def test_a_long_text_has_a_row_for_each_window(run: Run) -> None:
     assert "ms/token" in table
 
 
+@pytest.mark.deep
 def test_a_batch_that_is_killed_has_a_row_for_each_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """That each result is there once, and is that of a prompt alone, it checks itself."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -171,7 +171,7 @@ def test_pages_beside_codes_change_no_text_and_all_is_ordered(folder: Path, by_k
             crossed[link_bits] = engine.worker.link_stats.bytes_to_device
             packed = engine.worker.full.packed
             assert packed is None or (packed.table.flags == REMAINDER).any()
-            assert (card.launches["restore_pages"] > 10) == (link_bits == 9)
+            assert (card.launches["restore_pages"] > 0) == (link_bits == 9)
         assert card.problems == []
     assert texts[9] == texts[16]
     assert crossed[9] < crossed[16]

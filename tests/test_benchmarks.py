@@ -67,6 +67,17 @@ def test_kernels_are_compared_with_torch_and_a_sum(run: Run) -> None:
 
 
 @pytest.mark.deep
+def test_busy_compares_a_quiet_machine_with_a_busy_one(run: Run) -> None:
+    written, table = run("busy.py", "--length", "100", "--max-tokens", "4", "--turns", "1", "--loops", "0,1")
+    _, runs = read(written)
+    assert [(measured["way"], measured["loops"]) for measured in runs] == [
+        (way, loops) for way in ("ours, default", "ours, plain") for loops in (0, 1)
+    ]
+    assert all(measured["milliseconds_per_token"] > 0 for measured in runs)
+    assert "times quiet" in table
+
+
+@pytest.mark.deep
 def test_ranks_compares_one_with_several(run: Run) -> None:
     written, table = run("ranks.py", "--length", "600", "--max-tokens", "4", "--turns", "1", "--link-gbps", "10")
     shared, runs = read(written)

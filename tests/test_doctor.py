@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from offload.plan.nvml import Driver, Pcie
 from offload.plan.rates import FOLDER_VARIABLE, load_rates, rates_file, save_rates, typical
 from offload.transfer.link import PacedLink
 from triforce_cli.app import main
+from triforce_cli.choice import embedded_model
 from triforce_cli.output import Output
 from triforce_cli.render import doctor as render_doctor
 from triforce_cli.render.advice import advice
@@ -109,15 +111,18 @@ def rates_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch, rates_folder: Path) -> None:
-    """Measures little, in a fraction of a second."""
+def quick(monkeypatch: pytest.MonkeyPatch, rates_folder: Path) -> Mock:
+    """Measures little, in a fraction of a second. Returns what times passes of models."""
     monkeypatch.setattr(checks, "check_device", lambda hardware, target, draft, on_step: [])
+    timed = Mock()  # what it stands for has tests of its own
+    monkeypatch.setattr("offload.engine.time_again", timed)
     monkeypatch.setattr(roof, "READ_BYTES", 4 << 20)
     monkeypatch.setattr(roof, "COPY_BYTES", 1 << 20)
     monkeypatch.setattr(roof, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(measure, "MAX_PRODUCT_SIZE", 256)
     for name in ("READ_SECONDS", "COPY_SECONDS", "PRODUCT_SECONDS"):
         monkeypatch.setattr(measure, name, 0.0)
+    return timed
 
 
 class TestCommand:
@@ -136,6 +141,7 @@ class TestCommand:
         assert found["rates"]["cpu"]["host_read"] == found["processor"]["read"] > 1e6
         assert len(found["expected"]) == len(MODELS) * len(CONTEXTS)
         assert "rates kept for the planner in " + found["record"]["path"] in err
+        quick.assert_called_once_with(embedded_model("demo-target"), embedded_model("demo-draft"))
 
     def test_the_planner_sees_what_was_measured(self, quick, capfd):
         assert probe("cpu").rates == TWO_CORES

@@ -23,7 +23,7 @@ def begin(file: Path) -> None:
     """Append to `file` from here on. Raises UsageError."""
     end()
     try:
-        handler = _File(file, encoding="utf-8", errors="backslashreplace")
+        handler = _File(file, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"the log file {file} cannot be written: {error.strerror}") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(message)s"))
@@ -49,7 +49,7 @@ def failure(text: str) -> None:
 
 def _write(level: int, text: str) -> None:
     if _LOGGER.hasHandlers():  # else logging would write to standard error
-        _LOGGER.log(level, "%s", text)
+        _LOGGER.log(level, "%s", text.encode("utf-8", "backslashreplace").decode("utf-8"))  # a path may be no UTF-8
 
 
 class _File(logging.FileHandler):

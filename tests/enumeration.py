@@ -81,13 +81,11 @@ class Branching:
         return self.choose([kept, 1.0 - kept]) == 0
 
     def draw(self, probs: Tensor) -> int:
-        weights = probs.double()
-        total = float(weights.sum())
-        require(
-            bool((weights >= 0).all()) and abs(total - 1.0) < 1e-6,
-            f"a draw from {probs.tolist()}, which is no distribution",
-        )
-        return self.choose((weights / total).tolist())
+        weights: list[float] = probs.tolist()
+        total = math.fsum(weights)
+        is_one = all(weight >= 0.0 for weight in weights) and abs(total - 1.0) < 1e-6
+        require(is_one, f"a draw from {weights}, which is no distribution")
+        return self.choose([weight / total for weight in weights])
 
     def choose(self, weights: Sequence[float]) -> int:
         branches = [i for i, weight in enumerate(weights) if weight > 0.0]
@@ -435,7 +433,7 @@ def emitted_distribution(case: Case, decode: Decode = REAL) -> dict[Tokens, floa
     """The probability of every emitted prefix of 1 to `case.num_tokens` tokens, over as many rounds as it takes.
 
     What a round does depends on the sequence and on what the caches hold, nothing else: equal states are merged, so
-    each is expanded once.
+    each is expanded once. No round goes further than one token past what is looked at.
     """
     distribution: dict[Tokens, float] = defaultdict(float)
     Caches = tuple[Tokens, ...]
@@ -460,8 +458,10 @@ def _one_round(
     stack = build(case, decode, source)
     for level, tokens in zip(stack.levels, caches, strict=True):
         level.tokens = list(tokens)
-    emitted = tuple(stack.speculator.round(sequence, case.gamma + 1).tokens)
-    require(1 <= len(emitted) <= case.gamma + 1, f"a round emitted {len(emitted)} tokens")
+    num_wanted = len(case.prompt) + case.num_tokens - len(sequence)
+    limit = min(num_wanted, case.gamma) + 1  # one more than is looked at: drafted tokens that come after those
+    emitted = tuple(stack.speculator.round(sequence, limit).tokens)
+    require(1 <= len(emitted) <= limit, f"a round emitted {len(emitted)} tokens")
     check_caches(case, stack.levels, sequence + emitted)
     return emitted, tuple(tuple(level.tokens) for level in stack.levels)
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from models import TOKENIZER_SIZE, perturbed, random_model, save
+from offload import pass_timer
 from offload.bench import checks, text_checks
 from offload.bench.checks import Check, check_device
 from offload.cache import unpacked
@@ -24,36 +26,52 @@ from offload.transfer import homes
 from offload.transfer.link import PacedLink
 from processor import best
 
-MODELS = Path(__file__).parents[1] / "triforce_cli" / "models"
+EMBEDDED = Path(__file__).parents[1] / "triforce_cli" / "models"
 SMALL = replace(LLAMA31_8B, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16)
 Patch = pytest.MonkeyPatch
+Failed = Callable[[], set[str]]
 
 
-PROMPT = text_checks.PROMPT  # with whole pages that have codes
+PROMPT = [token % TOKENIZER_SIZE for token in text_checks.PROMPT[:1100]]  # with a whole page that has codes
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a target and a draft that write a text, with whole groups of codes."""
+    folder = tmp_path_factory.mktemp("models")
+    sizes = {"vocab_size": TOKENIZER_SIZE, "max_position_embeddings": 2048, "hidden_size": 64, "intermediate_size": 128}
+    fields: dict[str, Any] = {**sizes, "head_dim": 16}
+    save(random_model(**fields), folder / "demo-target", tokenizer=True)
+    save(perturbed(random_model(**fields), 0.1), folder / "demo-draft", tokenizer=True)
+    return folder
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: Patch) -> None:
     monkeypatch.setattr(checks, "MODELS", {"small": SMALL})
     monkeypatch.setattr(checks, "COPY_BYTES", 1 << 20)
-    monkeypatch.setattr(text_checks, "PROMPT", text_checks.PROMPT[:300])
+    monkeypatch.setattr(text_checks, "PROMPT", PROMPT[:150])
 
 
-def run(device: str = "cpu") -> list[Check]:
-    return check_device(probe(device), MODELS / "demo-target", MODELS / "demo-draft", lambda step: None)
+def run(models: Path, device: str = "cpu") -> list[Check]:
+    return check_device(probe(device), models / "demo-target", models / "demo-draft", lambda step: None)
 
 
-def failed() -> set[str]:
+@pytest.fixture
+def failed(tiny: Path) -> Failed:
     """Kinds of checks that fail."""
-    return {check.name.partition(",")[0] for check in run() if not check.passed}
+    return lambda: {check.name.partition(",")[0] for check in run(tiny) if not check.passed}
 
 
+@pytest.mark.parametrize("models", ["tiny", pytest.param("embedded", marks=pytest.mark.deep)])
 @pytest.mark.parametrize("kernels", ["on", "off"])
-def test_all_hold_here_with_kernels_and_without(kernels: str, monkeypatch: Patch) -> None:
+def test_all_hold_here_with_kernels_and_without(kernels: str, models: str, tiny: Path, monkeypatch: Patch) -> None:
+    if kernels == "off":  # then passes of the embedded models are timed in vain, for that long
+        monkeypatch.setattr(pass_timer, "LIMIT_SECONDS", 0.5)
     monkeypatch.setenv("TRIFORCE_KERNELS", kernels)
     checks.fitting.__globals__["kernels"].cache_clear()
     try:
-        found = run()
+        found = run(tiny if models == "tiny" else EMBEDDED)
     finally:
         checks.fitting.__globals__["kernels"].cache_clear()
     assert [check for check in found if not check.passed] == []
@@ -74,27 +92,27 @@ def of_output(monkeypatch: Patch, change: Callable[[Tensor, FullCache], Tensor],
     monkeypatch.setattr(FullCache, "attend", attend)
 
 
-def test_attention_of_a_pass_that_is_a_little_off_is_found(monkeypatch: Patch) -> None:
+def test_attention_of_a_pass_that_is_a_little_off_is_found(failed: Failed, monkeypatch: Patch) -> None:
     of_output(monkeypatch, lambda out, cache: out * 1.05, "decode")
     assert "attention" in failed()
 
 
-def test_attention_of_a_prefill_that_is_a_little_off_is_found(monkeypatch: Patch) -> None:
+def test_attention_of_a_prefill_that_is_a_little_off_is_found(failed: Failed, monkeypatch: Patch) -> None:
     of_output(monkeypatch, lambda out, cache: out * 1.05, "prefill")
     assert "attention" in failed()
 
 
-def test_a_number_that_is_none_is_found(monkeypatch: Patch) -> None:
+def test_a_number_that_is_none_is_found(failed: Failed, monkeypatch: Patch) -> None:
     of_output(monkeypatch, lambda out, cache: out.index_fill(1, torch.tensor([3]), torch.nan), "decode")
     assert "attention" in failed()
 
 
-def test_rows_whose_bits_depend_on_others_are_found(monkeypatch: Patch) -> None:
+def test_rows_whose_bits_depend_on_others_are_found(failed: Failed, monkeypatch: Patch) -> None:
     of_output(monkeypatch, lambda out, cache: out * (1 + 2**-20) if len(out) > 8 else out, "decode")
     assert failed() == {"rows of attention"}
 
 
-def test_a_cache_that_streams_and_computes_otherwise_is_found(monkeypatch: Patch) -> None:
+def test_a_cache_that_streams_and_computes_otherwise_is_found(failed: Failed, monkeypatch: Patch) -> None:
     def change(out: Tensor, cache: FullCache) -> Tensor:
         return out * (1 + 2**-7) if cache._traffic is not None else out
 
@@ -103,7 +121,7 @@ def test_a_cache_that_streams_and_computes_otherwise_is_found(monkeypatch: Patch
 
 
 @pytest.mark.skipif(not probe("cpu").fast_bf16, reason="bf16 alone is packed, and slow here")
-def test_pages_that_are_unpacked_wrongly_are_found(monkeypatch: Patch) -> None:
+def test_pages_that_are_unpacked_wrongly_are_found(failed: Failed, monkeypatch: Patch) -> None:
     best()
     real = unpacked.unpack_tile
 
@@ -117,7 +135,7 @@ def test_pages_that_are_unpacked_wrongly_are_found(monkeypatch: Patch) -> None:
 
 @pytest.mark.skipif(not probe("cpu").fast_bf16, reason="bf16 alone is packed, and slow here")
 @pytest.mark.parametrize("function", ["unpack_numbers", "restore"])
-def test_weights_that_arrive_with_another_bit_are_found(monkeypatch: Patch, function: str) -> None:
+def test_weights_that_arrive_with_another_bit_are_found(failed: Failed, monkeypatch: Patch, function: str) -> None:
     best()
     real = getattr(homes, function)
 
@@ -131,7 +149,7 @@ def test_weights_that_arrive_with_another_bit_are_found(monkeypatch: Patch, func
 
 
 @pytest.mark.skipif(not probe("cpu").fast_bf16, reason="bf16 alone is packed, and slow here")
-def test_another_text_of_pages_beside_codes_is_found(monkeypatch: Patch) -> None:
+def test_another_text_of_pages_beside_codes_is_found(failed: Failed, monkeypatch: Patch) -> None:
     best()
     monkeypatch.setattr(text_checks, "PROMPT", PROMPT)
     real = unpacked.restore_tile
@@ -144,7 +162,7 @@ def test_another_text_of_pages_beside_codes_is_found(monkeypatch: Patch) -> None
     assert failed() == {"text"}
 
 
-def test_products_that_are_a_little_off_are_found(monkeypatch: Patch) -> None:
+def test_products_that_are_a_little_off_are_found(failed: Failed, monkeypatch: Patch) -> None:
     real, plain = Steps.run, checks.linear
 
     def off(self: Steps, num_rows: int) -> None:
@@ -156,7 +174,7 @@ def test_products_that_are_a_little_off_are_found(monkeypatch: Patch) -> None:
     assert "products" in failed()
 
 
-def test_products_whose_bits_depend_on_the_number_of_rows_are_found(monkeypatch: Patch) -> None:
+def test_products_whose_bits_depend_on_the_number_of_rows_are_found(failed: Failed, monkeypatch: Patch) -> None:
     real = checks.Trial._product
 
     def product(self: checks.Trial, x: Tensor, weight: Tensor) -> Tensor:
@@ -167,7 +185,7 @@ def test_products_whose_bits_depend_on_the_number_of_rows_are_found(monkeypatch:
     assert failed() == {"products"}
 
 
-def test_a_byte_that_changes_on_its_way_is_found(monkeypatch: Patch) -> None:
+def test_a_byte_that_changes_on_its_way_is_found(failed: Failed, monkeypatch: Patch) -> None:
     real = PacedLink.to_host
 
     def to_host(self: PacedLink, dst: Tensor, src: Tensor, after: object = ()) -> object:
@@ -181,7 +199,7 @@ def test_a_byte_that_changes_on_its_way_is_found(monkeypatch: Patch) -> None:
     assert failed() == {"copies"}
 
 
-def test_a_text_that_is_not_the_targets_is_found(monkeypatch: Patch) -> None:
+def test_a_text_that_is_not_the_targets_is_found(failed: Failed, monkeypatch: Patch) -> None:
     real = Level.forward
 
     def forward(self: Level, tokens: Sequence[int], num_logits: int) -> Tensor:
@@ -192,19 +210,19 @@ def test_a_text_that_is_not_the_targets_is_found(monkeypatch: Patch) -> None:
     assert failed() == {"text"}
 
 
-def test_a_check_that_cannot_run_fails_with_the_reason_and_the_others_run(monkeypatch: Patch) -> None:
+def test_a_check_that_cannot_run_fails_with_the_reason_and_the_others_run(tiny: Path, monkeypatch: Patch) -> None:
     def refuse(*args: object, **options: object) -> object:
         raise DoesNotFit("no memory for this")
 
     monkeypatch.setattr(checks, "full_cache", refuse)
-    found = {check.name.partition(",")[0]: check for check in run()}
+    found = {check.name.partition(",")[0]: check for check in run(tiny)}
     assert found["attention"].found == "no memory for this"
     assert not found["attention"].passed
     assert found["copies"].passed
 
 
-def test_the_remedy_names_the_other_path(monkeypatch: Patch) -> None:
+def test_the_remedy_names_the_other_path(tiny: Path, monkeypatch: Patch) -> None:
     of_output(monkeypatch, lambda out, cache: out * 1.05, "decode")
-    [problem] = {check.problem for check in run() if check.name.startswith("attention")}
+    [problem] = {check.problem for check in run(tiny) if check.name.startswith("attention")}
     assert "TRIFORCE_KERNELS=off" in problem
     assert "--report" in problem

@@ -140,14 +140,14 @@ CASES: dict[str, Case] = {
         for adapt in ("adaptive", "adaptive, dear")
         for lookup in (False, True)
     },
-    # All thresholds are multiples of 1/8: the real SeededSource runs on a grid of uniforms.
+    # All thresholds are multiples of 1/4: the real SeededSource runs on a grid of uniforms.
     "seeded source": one_level(
-        4, 1, 2, target=fixed(1 / 4, 0, 1 / 8, 5 / 8), draft=fixed(1 / 2, 1 / 4, 0, 1 / 4), cells=8
+        4, 1, 2, target=fixed(1 / 4, 0, 1 / 4, 1 / 2), draft=fixed(1 / 2, 1 / 4, 0, 1 / 4), cells=4
     ),
     # The same of a card's decisions, whose uniforms are drawn beforehand.
-    "on a card, plain": Case(vocabulary=4, target=fixed(1 / 4, 0, 1 / 8, 5 / 8), cells=8, on_card=True),
+    "on a card, plain": Case(vocabulary=4, target=fixed(1 / 4, 0, 1 / 4, 1 / 2), cells=4, on_card=True),
     "on a card, gamma 1": one_level(
-        4, 1, 2, target=fixed(1 / 4, 0, 1 / 8, 5 / 8), draft=fixed(1 / 2, 1 / 4, 0, 1 / 4), cells=8, on_card=True
+        4, 1, 2, target=fixed(1 / 4, 0, 1 / 4, 1 / 2), draft=fixed(1 / 2, 1 / 4, 0, 1 / 4), cells=4, on_card=True
     ),
     "on a card, gamma 2": one_level(3, 2, 2, target=fixed(1 / 4, 1 / 4, 1 / 2), draft=by_turns, cells=4, on_card=True),
     "on a card, lookups": one_level(
@@ -222,9 +222,7 @@ def test_the_middle_level_hands_up_its_own_distribution(warp: Callable[[torch.Te
     own = replace(case, target=case.retrieval)
     for proposal, _ in branches(lambda source: build(case, REAL, source).proposer.propose(case.prompt, 3)):
         for i, row in enumerate(proposal.probs):
-            torch.testing.assert_close(
-                row, own.target_distribution(case.prompt + tuple(proposal.tokens[:i])), rtol=0, atol=0
-            )
+            assert row.equal(own.target_distribution(case.prompt + tuple(proposal.tokens[:i])))
 
 
 @pytest.mark.parametrize("check", GENERATIONS.values(), ids=GENERATIONS)

@@ -110,4 +110,7 @@ def forked_ranks(fault: Fault = sound) -> Iterator[list[Forked]]:
         patch.setattr(rendezvous, "subprocess", stand_in)
         yield started
     for process in started:
-        process.wait(PATIENCE_SECONDS)
+        try:
+            process.wait(PATIENCE_SECONDS)
+        finally:
+            process.kill()

@@ -1,6 +1,6 @@
 """Ranks that are killed, stopped or interrupted: all others end soon, nothing stays behind, and what came is kept.
 
-Real processes: `triforce generate --gpus N`, over links that are slow enough for every stage to last.
+`triforce generate --gpus N`, over links that are slow enough for every stage to last.
 """
 
 from __future__ import annotations
@@ -11,40 +11,28 @@ import random
 import re
 import shutil
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from forked import PATIENCE_SECONDS, forked
-from hearing import hear_signals
 from models import save_pair
+from offload.ranks.watch import SILENCE_SECONDS
 from offload.session.catalogue import inspect
-from triforce_cli.__main__ import run
+from slow_ranks import HOLD_DECODE, HOLD_PREFILL, HOLD_SAVE, PREFILLS, generate_slowly
 from triforce_cli.app import main
 
-ROOT = Path(__file__).parents[1]
-TEXT = "".join(chr(97 + random.Random(i).randrange(26)) for i in range(3000))
-NUM_OLD = 1500  # characters, which are tokens, of the session that there is before
+TEXT = "".join(chr(97 + random.Random(i).randrange(26)) for i in range(1600))
+NUM_OLD = 600  # characters, which are tokens, of the session that there is before
+NUM_PAGES = NUM_OLD // 512 + 2  # files of the session when the second new one is about to be written
 GONE_SECONDS = 10.0 + 20.0  # and what a busy machine may add
-HOLD, PREFILLS = "hold", "prefills"  # files
-SLOWLY = f"""
-import os, time
-from offload.cache.full import FullCache
-sync, attend = os.fsync, FullCache.attend
-def attend_slowly(cache, *rows):
-    if cache._phase == "prefill":
-        (folder / "{PREFILLS}").touch()
-        while (folder / "{HOLD}").exists():
-            time.sleep(0.01)
-    return attend(cache, *rows)
-os.fsync, FullCache.attend = lambda file: (time.sleep(0.3), sync(file)), attend_slowly
-"""
+SILENCE = 4.0  # seconds after which a rank is hung, where that is waited for
 STAGES = ("load", "prefill", "decode", "save")
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 Triforce = Callable[..., tuple[int, str, str]]
@@ -61,7 +49,7 @@ class Given:
 
     def asks(self, session: Path) -> tuple[str, ...]:
         """Options of a run that goes on with `session`."""
-        return (*self.models, "--prompt-file", str(self.text), "--context", "3100", "--cache", str(session))
+        return (*self.models, "--prompt-file", str(self.text), "--context", "1700", "--cache", str(session))
 
     def begins_with(self, said: str) -> bool:
         """The end may be a newline, or stand for a part of a letter."""
@@ -76,7 +64,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
     text, old, said = (root / name for name in ("text", "old", "said"))
     text.write_text(TEXT)
     old.write_text(TEXT[:NUM_OLD])
-    asks = ("--context", "3100", "--prompt-file")
+    asks = ("--context", "1700", "--prompt-file")
     once(*models, *asks, str(old), "--max-tokens", "1", "--cache", str(root / "kept"))
     once(*models, *asks, str(text), "--max-tokens", "80", "-o", str(said))
     return Given(models, text, root / "kept", said.read_text())
@@ -87,34 +75,28 @@ def once(*args: str) -> None:
     assert main(["generate", *args, "--quiet"]) == 0
 
 
-def generate_slowly(folder: Path, variables: Mapping[str, str], args: Sequence[str]) -> None:
-    """`triforce generate` in a process of its own, with a slow disk, whose prefill the other ranks wait for while there
-    is a file "hold"."""
-    os.environ.update(variables)
-    os.chdir(ROOT)
-    os.setsid()
-    hear_signals()
-    for number, name in ((1, "said"), (2, "noted")):
-        os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY), number)
-    exec(
-        SLOWLY, {"__name__": "__main__", "folder": folder}
-    )  # code of the program's own, as which it can be interrupted
-    sys.argv = ["triforce", "generate", *args]
-    sys.exit(run())
-
-
 class Run:
-    """`triforce generate` with several ranks, of which rank 0 is forked from a process that has its libraries. said,
-    noted: standard output and standard error so far."""
+    """`triforce generate` with several ranks, of which rank 0 is forked from a process that has its libraries, and the
+    others from rank 0 unless they are `started`. said, noted: standard output and standard error so far."""
 
-    def __init__(self, given: Given, folder: Path, num_ranks: int = 2, *args: str, gbps: float = 0.002) -> None:
+    def __init__(
+        self,
+        given: Given,
+        folder: Path,
+        num_ranks: int = 2,
+        *args: str,
+        gbps: float = 0.002,
+        silence: float = SILENCE_SECONDS,
+        started: bool = False,
+    ) -> None:
         self.folder, self.session, self.num_ranks = folder, folder / "session", num_ranks
         shutil.copytree(given.session, self.session)
         paced = ("--gpus", str(num_ranks), "--offload", "kv", "--link-gbps", str(gbps))
-        for name in ("said", "noted", HOLD):
+        for name in ("said", "noted", HOLD_PREFILL):
             (folder / name).touch()
         command = (*given.asks(self.session), *paced, *args)
-        self.process = forked(generate_slowly, folder, dict(os.environ), command, daemon=False)
+        settings = (NUM_PAGES, silence, not started)
+        self.process = forked(generate_slowly, folder, dict(os.environ), command, *settings, daemon=False)
         assert self.process.pid is not None
         self.ranks = [psutil.Process(self.process.pid)]
 
@@ -127,17 +109,18 @@ class Run:
         return (self.folder / "noted").read_text()
 
     def until(self, stage: str) -> None:
-        """Wait until it is in that stage, by what it shows; "ranks": all were started. It stays in a prefill until it
-        may `go_on`."""
+        """Wait until it is in that stage, by what it shows; "ranks": all were started. It stays in a prefill, and in
+        what was waited for, until it may `go_on`."""
         signs: dict[str, Callable[[], object]] = {
             "ranks": self.started,
             "load": lambda: "load:" in self.noted,
             "prefill": (self.folder / PREFILLS).exists,
             "decode": lambda: len(self.said) > 2,
-            "save": lambda: len(list(self.session.glob("page-*"))) > NUM_OLD // 512 + 2,
+            "save": lambda: len(list(self.session.glob("page-*"))) > NUM_PAGES,
         }
         if stage in ("decode", "save"):
             self.go_on()
+            (self.folder / (HOLD_DECODE if stage == "decode" else HOLD_SAVE)).touch()
         latest = time.monotonic() + PATIENCE_SECONDS
         for sign in (signs["ranks"], signs[stage]):
             while not sign():
@@ -146,7 +129,8 @@ class Run:
                 time.sleep(0.01)
 
     def go_on(self) -> None:
-        (self.folder / HOLD).unlink(missing_ok=True)
+        for name in (HOLD_PREFILL, HOLD_DECODE, HOLD_SAVE):
+            (self.folder / name).unlink(missing_ok=True)
 
     def started(self) -> bool:
         self.ranks = [self.ranks[0], *sorted(self.ranks[0].children(), key=lambda child: child.pid)]
@@ -181,7 +165,7 @@ def is_running(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def running(given: Given, folder: Path, *args: object, **settings: float) -> Iterator[Run]:
+def running(given: Given, folder: Path, *args: object, **settings: Any) -> Iterator[Run]:
     folder.mkdir(exist_ok=True)
     run = Run(given, folder, *args, **settings)  # type: ignore[arg-type]
     try:
@@ -202,7 +186,7 @@ def assert_opens(given: Given, run: Run, triforce: Triforce) -> None:
     assert document["stats"]["reused_tokens"] >= NUM_OLD - 8
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("rank", [1, 0])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_that_is_killed_ends_all_and_what_came_is_kept(
@@ -248,10 +232,11 @@ def test_ranks_that_are_stopped(given: Given, tmp_path: Path) -> None:
     with ExitStack() as stack:
         runs = []
         for number, stopped in enumerate(([0], [1], [0, 1])):
-            run = stack.enter_context(running(given, tmp_path / str(number), 2, "--max-tokens", "80"))
+            run = stack.enter_context(running(given, tmp_path / str(number), 2, "--max-tokens", "80", silence=SILENCE))
             run.until("decode")
             for rank in stopped:
                 run.ranks[rank].suspend()
+            run.go_on()
             runs.append(run)
         first, second, both = runs
         assert second.end() == 1
@@ -266,7 +251,7 @@ def test_ranks_that_are_stopped(given: Given, tmp_path: Path) -> None:
         assert len(both.said) > 10
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
 @pytest.mark.parametrize("stage", ["ranks", "prefill", "decode"])
 def test_a_terminals_signal_ends_all_ranks_and_the_session_is_saved(
@@ -286,7 +271,9 @@ def test_a_terminals_signal_ends_all_ranks_and_the_session_is_saved(
 def test_runs_side_by_side_do_not_meet(given: Given, tmp_path: Path) -> None:
     with ExitStack() as stack:
         runs = [
-            stack.enter_context(running(given, tmp_path / str(i), 2, "--max-tokens", "6", "--quiet", gbps=1.0))
+            stack.enter_context(
+                running(given, tmp_path / str(i), 2, "--max-tokens", "6", "--quiet", gbps=1.0, started=True)
+            )
             for i in range(2)
         ]
         for run in runs:
@@ -305,7 +292,7 @@ def test_whoever_is_killed_at_any_moment(given: Given, tmp_path: Path, triforce:
     with running(given, tmp_path / "run", 2, "--max-tokens", "10", gbps=0.01) as run:
         run.until(chance.choice(["ranks", *STAGES]))
         run.go_on()
-        time.sleep(chance.uniform(0.0, 0.6))
+        time.sleep(chance.uniform(0.0, 0.4))
         rank = chance.randrange(2)
         if is_running(run.ranks[rank]):
             run.ranks[rank].kill()

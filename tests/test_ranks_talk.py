@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import queue
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from forked import PATIENCE_SECONDS
+from forked import PATIENCE_SECONDS, forked
 from offload.errors import DoesNotFit, RankFailed
 from offload.ranks import orders, watch
 from offload.ranks.channel import Channel
@@ -21,6 +24,7 @@ from offload.ranks.rendezvous import Met
 from offload.ranks.team import Team
 
 BEAT = bytes(4)
+GONE_SECONDS = 30.0  # in which a process that ends has ended, on a loaded machine, too
 
 
 @pytest.fixture(autouse=True)
@@ -211,6 +215,38 @@ def test_what_is_told_to_a_rank_that_has_gone_names_it() -> None:
 
 
 # Records
+
+
+def end_without_closing() -> None:
+    """In a process of its own: what an interpreter does at its end, which terminates children, and waits for them."""
+    ours, theirs = socket.socketpair()
+    rank = multiprocessing.get_context("fork").Process(target=follow_for_ever, args=(theirs,), daemon=True)
+    rank.start()
+    Team(Met({1: Channel(ours)}, (), lambda: pytest.fail("no store is wanted")), lambda: None)
+    atexit._run_exitfuncs()
+
+
+def follow_for_ever(connection: socket.socket) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Orders(Channel(connection)).next()
+
+
+def test_a_team_that_nobody_closed_does_not_keep_its_process_alive() -> None:
+    """After a failed test with an engine of ranks, pytest never ended: it waited for a rank, to which it went on
+    beating."""
+    process = forked(end_without_closing, daemon=False)
+    process.join(GONE_SECONDS)
+    process.kill()
+    assert process.exitcode == 0
+
+
+def test_a_team_that_was_closed_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[object] = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    monkeypatch.setattr(atexit, "unregister", registered.remove)
+    with team(2) as (ours, _, _):
+        assert registered == [ours.close]
+    assert registered == []
 
 
 def test_a_record_is_of_the_tokens_that_are_there() -> None:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import pytest
 
 from hearing import hear_signals
 from models import TOKENIZER_SIZE, random_model, save
 from offload.session.catalogue import inspect
+from programs import ProgramTerminal, begin
 from terminals import ENTER, Terminal
-from test_chat_terminal import command as chat_command
+from test_chat_terminal import arguments
 from test_chat_terminal import environment as chat_environment
-from test_cli import PIPES, read_until, shell
-from test_cli_fake import ROOT, environment, start
+from test_cli import PIPES, read_until
+from test_cli_fake import ROOT, command, environment, fork, start
 from test_cli_terminal import HIDE_CURSOR, SHOW_CURSOR, SLOW, Screen, shown_at_the_end
-from triforce_cli import app
+from triforce_cli import app, prompt, signals
 from triforce_cli.signals import Terminated, deferred, interruptible
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -41,7 +46,7 @@ def args(tmp_path: Path) -> tuple[str, ...]:
 
 @ASKED
 def test_text_so_far_is_kept(args, number: signal.Signals) -> None:
-    with start(*args, "--quiet", script={"pieces": ["partial"], "hang": True}, **PIPES) as process:
+    with fork(*args, "--quiet", script={"pieces": ["partial"], "hang": True}, **PIPES) as process:
         read_until(process, b"partial")
         process.send_signal(number)
         out, err = process.communicate()
@@ -51,7 +56,7 @@ def test_text_so_far_is_kept(args, number: signal.Signals) -> None:
 @ASKED
 def test_json_holds_what_came(args, number: signal.Signals) -> None:
     script = {"pieces": ["partial"], "hang": True}
-    with start(*args, "--json", "--stats", script=script, **PIPES) as process:
+    with fork(*args, "--json", "--stats", script=script, **PIPES) as process:
         assert process.stderr is not None
         while not process.stderr.readline().startswith(b"decode"):
             pass
@@ -65,7 +70,7 @@ def test_json_holds_what_came(args, number: signal.Signals) -> None:
 @EVERY
 @pytest.mark.parametrize("stage", ["load", "prefill"])
 def test_a_stage_is_broken_off_without_a_word(args, number: signal.Signals, stage: str) -> None:
-    with start(*args, script={f"{stage}_ticks": 2000, "tick_seconds": 0.1}, **PIPES) as process:
+    with fork(*args, script={f"{stage}_ticks": 2000, "tick_seconds": 0.1}, **PIPES) as process:
         assert process.stderr is not None
         while not process.stderr.readline().startswith(stage.encode()):
             pass
@@ -75,8 +80,9 @@ def test_a_stage_is_broken_off_without_a_word(args, number: signal.Signals, stag
 
 
 @EVERY
-def test_waiting_for_a_prompt_ends(tmp_path: Path, number: signal.Signals) -> None:
-    with start("--model", str(tmp_path), **PIPES | {"stdin": subprocess.PIPE}) as process:
+def test_waiting_for_a_prompt_ends(tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt, "PATIENCE_SECONDS", 0.01)
+    with fork("--model", str(tmp_path), **PIPES | {"stdin": subprocess.PIPE}) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith(b"waiting for the prompt")
         process.send_signal(number)
@@ -84,6 +90,11 @@ def test_waiting_for_a_prompt_ends(tmp_path: Path, number: signal.Signals) -> No
     assert (process.returncode, out, err) == (CODES[number], b"", b"")
 
 
+def num_unread(pipe: IO[bytes]) -> int:
+    return int(struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0])
+
+
+@pytest.mark.few(2)
 @EVERY
 @pytest.mark.parametrize(
     ("mode", "script"),
@@ -96,20 +107,27 @@ def test_a_reader_that_does_not_read_holds_nobody_up(
     """Bug: buffered output was written at exit, which waited until the reader read or left."""
     with start(*args, mode, script=script, **PIPES) as process:
         assert process.stdout is not None
-        assert process.stdout.read(1) != b""  # it writes, and more than a pipe takes
-        time.sleep(0.5)
+        assert process.stdout.read(1) != b""
+        while num_unread(process.stdout) < 60_000:  # it writes more than a pipe takes
+            time.sleep(0.01)
         process.send_signal(number)
         assert process.wait() == CODES[number]
         assert process.stderr is not None
         assert b"rror" not in process.stderr.read()
 
 
+@pytest.mark.few(1)
 @ASKED
 def test_who_has_it_ignored_goes_on(args, number: signal.Signals) -> None:
     """As nohup does."""
-    line = f"trap '' {number.name.removeprefix('SIG')}; \"$@\" & sleep 1; kill -{number.name} $!; wait $!"
-    done = shell(line, *args, "--quiet", script={"pieces": ["all of it"], "ticks": 20, "tick_seconds": 0.05})
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"all of it", b"")
+    line = f"trap '' {number.name.removeprefix('SIG')}; exec \"$@\""
+    script = {"pieces": ["all", " of it"], "piece_seconds": 0.2}
+    shell = ["bash", "-c", line, "bash", *command(*args, "--quiet")]
+    with subprocess.Popen(shell, env=environment(script), **PIPES) as process:
+        read_until(process, b"all")
+        process.send_signal(number)
+        out, err = process.communicate()
+    assert (process.returncode, out, err) == (0, b" of it", b"")
 
 
 @ASKED
@@ -130,7 +148,7 @@ def test_more_signals_at_any_distance_change_nothing(args) -> None:
     """Ctrl-C twice ended in a traceback or in death by the signal, with half of the answer."""
     script = {"pieces": ["partial"], "hang": True}
     moments = ((0.0, signal.SIGINT), (0.02, signal.SIGTERM), (0.1, signal.SIGINT))
-    processes = [start(*args, "--json", script=script, **PIPES) for _ in moments]
+    processes = [fork(*args, "--json", script=script, **PIPES) for _ in moments]
     for process, (seconds, second) in zip(processes, moments, strict=True):
         assert process.stderr is not None
         while not process.stderr.readline().startswith(b"decode"):
@@ -184,7 +202,8 @@ def test_libraries_are_imported_to_their_end(tmp_path: Path, number: signal.Sign
 
 
 @EVERY
-def test_what_is_deferred_comes_at_the_end_of_it(number: signal.Signals) -> None:
+def test_what_is_deferred_comes_at_the_end_of_it(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "GRACE_SECONDS", 0.0)  # for the test, whose code is not the program's own
     signal.signal(number, signal.default_int_handler)  # the tests may run where it is ignored
     done = []
 
@@ -224,7 +243,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def talk(model: Path, tmp_path: Path) -> Iterator[Terminal]:
     args = ("--cache", str(tmp_path / "kept"), "--max-tokens", "9000")
-    terminal = Terminal(chat_command(model, *args), env=chat_environment(tmp_path))
+    terminal = ProgramTerminal(arguments(model, *args), env=chat_environment(tmp_path))
     terminal.until_prompt(1)
     yield terminal
     terminal.close()
@@ -272,17 +291,19 @@ def test_a_prefill_is_not_waited_for(talk: Terminal, tmp_path: Path) -> None:
 
 def test_a_chat_in_a_pipe_keeps_the_turns_before(model: Path, tmp_path: Path) -> None:
     args = ("--cache", str(tmp_path / "kept"), "--max-tokens", "20", "--quiet")
-    with subprocess.Popen(
-        chat_command(model, *args), env=chat_environment(tmp_path), **PIPES | {"stdin": -1}
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(b"first\n")
-        process.stdin.flush()
-        assert process.stdout.readline() != b""
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate()
-    assert (process.returncode, err) == (143, b"")
+    (reading, asks), (reads, writing) = os.pipe(), os.pipe()
+    with TemporaryFile() as errors:
+        streams = (reading, writing, errors.fileno())
+        process = begin(arguments(model, *args), env=chat_environment(tmp_path), streams=streams)
+        os.write(asks, b"first\n")
+        with open(reads, "rb") as reply:
+            assert reply.readline() != b""
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGTERM)
+            process.join()
+        for end in (reading, asks, writing):
+            os.close(end)
+        assert (process.exitcode, os.pread(errors.fileno(), 1000, 0)) == (143, b"")
     assert [turn["user"] for turn in kept(tmp_path)] == ["first"]
 
 
@@ -291,7 +312,10 @@ def test_a_chat_in_a_pipe_keeps_the_turns_before(model: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("mode", ["--quiet", "--json"])
 def test_a_reader_that_left_before_the_first_byte_is_no_error(args, mode: str) -> None:
-    line = 'set -o pipefail; "$@" | true'
-    done = shell(line, *args, mode, script={"pieces": ["text"], "ticks": 10, "tick_seconds": 0.05})
-    assert done.returncode == 0
-    assert b"rror" not in done.stderr
+    reading, writing = os.pipe()
+    os.close(reading)
+    with start(*args, mode, script={"pieces": ["text"]}, **PIPES | {"stdout": writing}) as process:
+        os.close(writing)
+        _, err = process.communicate()
+    assert process.returncode == 0
+    assert b"rror" not in err

@@ -21,7 +21,7 @@ UNINTERRUPTED = True  # all ranks show a piece, or none
 
 SLOT_BYTES = 1 << 18  # what a core's own cache holds beside what is read
 _COUNT_BYTES = 64  # a cache line
-_LOOK_NANOSECONDS = 500_000_000  # how often a rank that waits looks whether the others are still there
+_LOOK_NANOSECONDS = 100_000_000  # how often a rank that waits looks whether the others are still there
 
 
 def create(size: int) -> int:

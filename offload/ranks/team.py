@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import subprocess
 import threading
@@ -28,7 +29,8 @@ class Team:
     is one that is answered.
 
     A rank that is lost ends the others: from then on whatever is asked of the team raises RankFailed, which names it.
-    on_failure: called then, on the watch's thread.
+    on_failure: called then, on the watch's thread. A team that nobody closed ends with the interpreter, which may wait
+    for the ranks, as they wait for what it tells them.
     """
 
     def __init__(self, met: Met, on_failure: Callable[[], None]) -> None:
@@ -43,6 +45,7 @@ class Team:
         self._failed = threading.Event()
         self._watch = Watch(self._channels, self._on_message, self._on_lost)
         self._watch.start()
+        atexit.register(self.close)
 
     def tell(self, verb: str, **arguments: Any) -> int:
         """Send a message. Returns its number, for `replies`."""
@@ -74,6 +77,7 @@ class Team:
 
     def close(self) -> None:
         """Let the others end, and end those that do not."""
+        atexit.unregister(self.close)
         self._watch.end()
         for channel in self._channels.values():
             try:

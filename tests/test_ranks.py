@@ -433,6 +433,17 @@ def test_a_request_that_is_given_up_leaves_all_ranks_in_step(
             assert say(engine, PROMPT[:30]) == texts[0]
 
 
+@pytest.mark.usefixtures("forked")
+def test_a_text_may_be_given_up_after_its_engine_was_closed(folders: Folders) -> None:
+    """As where a signal comes between two steps: five seconds later a BrokenPipeError was written."""
+    with make(folders, 2) as engine:
+        steps = engine.generate(PROMPT, GREEDY, max_tokens=24)
+        next(steps)
+    steps.close()
+    with pytest.raises(RankFailed, match="the ranks were ended"):
+        say(engine)
+
+
 # Several sequences
 
 

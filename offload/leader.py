@@ -223,7 +223,8 @@ class LeadingLevel(Level):
         self._worker, self._record, self._name, self._num_forwards = worker, record, name, 0
 
     def truncate(self, length: int) -> None:
-        self._worker.tell("truncate", level=self._name, length=length)
+        with suppress(RankFailed):  # then they are gone, and their rows with them: a text may end after its engine
+            self._worker.tell("truncate", level=self._name, length=length)
         super().truncate(length)
 
     def _run(

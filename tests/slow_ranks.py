@@ -35,18 +35,6 @@ def sync_slowly(file):
     time.sleep(0.05)
     wait_while("{HOLD_SAVE}", lambda: len(list((folder / "session").glob("page-*"))) > num_pages)
     sync(file)
-os.fsync, FullCache.attend
-def attend_slowly(cache, *rows):
-    if cache._phase == "prefill" and os.getpid() == rank_0:
-        (folder / "{PREFILLS}").touch()
-        while (folder / "{HOLD_PREFILL}").exists():
-            time.sleep(0.01)
-    return attend(cache, *rows)
-def sync_slowly(file):
-    time.sleep(0.05)
-    while (folder / "{HOLD_SAVE}").exists() and len(list((folder / "session").glob("page-*"))) > num_pages:
-        time.sleep(0.01)
-    sync(file)
 os.fsync, FullCache.attend = sync_slowly, attend_slowly
 """
 

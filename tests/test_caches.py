@@ -298,6 +298,7 @@ def sinks_and_window(sinks: int, window: int) -> Callable[[int], list[int]]:
     return seen
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
 @settings(max_examples=10)
 @given(before=st.integers(0, 40), counts=st.lists(st.integers(1, 11), min_size=1, max_size=4), seed=st.integers(0, 99))
@@ -397,6 +398,7 @@ def play(driver: Driver, rounds: Rounds, *, floor: int) -> None:
         driver.truncate(max(before + min(kept, count) - back, floor))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FULL)
 @settings(max_examples=12)
@@ -419,6 +421,7 @@ def test_rejected_rows_leave_no_bit_in_the_full_cache(
     assert torch.equal(driver.cache.reader.tokens(0, length), clean.cache.reader.tokens(0, length))
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 @settings(max_examples=10)
 @given(before=st.integers(0, 30), rounds=ROUNDS, probe=st.integers(1, 9))
@@ -432,6 +435,7 @@ def test_after_any_rejections_a_cache_answers_like_one_that_never_held_them(
     assert_within(driver.extend([0] * probe), clean.extend([0] * probe), NEAR)
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 @settings(max_examples=8)
@@ -452,6 +456,7 @@ def test_truncate_then_extend_equals_never_having_gone_past(
         assert torch.equal(driver.extend([0] * count), clean.extend([0] * count))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
 @settings(max_examples=10)
 @given(before=st.integers(1, 40), data=st.data())
@@ -489,6 +494,7 @@ def test_streaming_undoes_up_to_its_slack_without_asking_again(before: int, back
     assert driver.cache.length == max(before - back, SINKS)
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 @settings(max_examples=8)
 @given(before=st.integers(0, 20), count=st.integers(1, 20), blocks=st.integers(1, 20))
@@ -500,6 +506,7 @@ def test_chunked_prefill_equals_whole_prefill(make: Make, before: int, count: in
     assert_within(parts.extend([0] * 3), whole.extend([0] * 3), NEAR)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", FULL)
 @pytest.mark.parametrize("blocks", [3, 5, 13, 29])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "products"])
@@ -513,6 +520,7 @@ def test_prefill_in_blocks_that_attend_one_after_another_equals_plain_attention(
     assert_within(out, expected(tape, driver.history, 10, everything, False), NEAR)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FULL)
 @settings(max_examples=10)
@@ -529,6 +537,7 @@ def test_however_the_prompt_was_cut_decoding_goes_on_with_the_same_bits(
     assert torch.equal(parts.extend([0] * 6), whole.extend([0] * 6))
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 @settings(max_examples=8)
@@ -596,6 +605,7 @@ def assert_same_bits_throughout(
     assert torch.equal(away.reader.tokens(0, away.length), here.reader.tokens(0, here.length))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("num_resident", [0, 1, 3])
 @pytest.mark.parametrize("num_staging", [2, 3])
 @settings(max_examples=8)
@@ -646,6 +656,7 @@ def test_rows_are_copied_once_all_are_home(late: str) -> None:
     assert torch.equal(own.reader.tokens(0, count), other.reader.tokens(0, count))
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc's alone")
 def test_memory_of_freed_tensors_is_kept_for_the_next_ones() -> None:
     """Temporaries of a prefill would cost a page fault for every 4 KiB each time."""
@@ -739,6 +750,7 @@ def test_retrieval_attends_its_chunks_its_tail_and_its_drafts(before: int, draft
                 assert_within(answer, weights @ v[held, head], NEAR)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("rule", ["mass", "published"])
 @settings(max_examples=12)

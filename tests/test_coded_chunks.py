@@ -241,17 +241,28 @@ def test_with_room_for_all_chunks_logits_are_those_of_the_whole_cache_in_4_bits(
 # The text.
 
 
+@pytest.fixture(scope="module")
+def plainly(folders: tuple[Path, Path]) -> tuple[list[int], list[int], list[int]]:
+    """What the target says alone, a prompt that goes on after that, and what it says then."""
+    with make(folders, PLAIN) as engine:
+        wanted = say(engine)
+        longer = [*PROMPT, *wanted, 3]
+        return wanted, longer, say(engine, longer)
+
+
+@pytest.mark.few(5)
 @pytest.mark.parametrize("draft_gamma", [0, 3])
 @pytest.mark.parametrize("weight_bits", [16, 6])
 @pytest.mark.parametrize("offload", [(), ("kv",), ("kv", "weights")], ids=["resident", "kv", "both"])
 def test_the_text_is_the_targets(
-    folders: tuple[Path, Path], offload: tuple[str, ...], weight_bits: int, draft_gamma: int
+    folders: tuple[Path, Path],
+    plainly: tuple[list[int], list[int], list[int]],
+    offload: tuple[str, ...],
+    weight_bits: int,
+    draft_gamma: int,
 ) -> None:
     """With its own proposals alone, and with a draft's below them; in the next request, too."""
-    with make(folders, PLAIN) as engine:
-        wanted = say(engine)
-        longer = [*PROMPT, *wanted, 3]
-        wanted_then = say(engine, longer)
+    wanted, longer, wanted_then = plainly
     sizes = replace(SIZES, weight_bits=weight_bits, draft_gamma=draft_gamma)
     with make(folders, sizes, offload=frozenset(offload)) as engine:
         assert engine.plan.composition.levels == (*(["draft"] if draft_gamma else []), "retrieval", "target")
@@ -271,9 +282,10 @@ def test_a_seeded_text_repeats(folders: tuple[Path, Path]) -> None:
     assert said[0] == said[2] != said[1]
 
 
-def test_what_was_precomputed_is_gone_on_with(folders: tuple[Path, Path]) -> None:
-    with make(folders, PLAIN) as engine:
-        wanted = say(engine)
+def test_what_was_precomputed_is_gone_on_with(
+    folders: tuple[Path, Path], plainly: tuple[list[int], list[int], list[int]]
+) -> None:
+    wanted, *_ = plainly
     with make(folders, replace(SIZES, draft_gamma=0)) as engine:
         engine.precompute(PROMPT[:220])
         assert say(engine, reuse=True) == wanted

@@ -25,12 +25,12 @@ BLOCK, SLOTS = 8, 3
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 3, 3 * BLOCK, 3 * BLOCK + 1, 4 * BLOCK, 9 * BLOCK - 1]
 LINKS: dict[str, Callable[[], Link]] = {
     "one after the other": lambda: PacedLink(None, overlap=False),
-    "in threads": lambda: PacedLink(None),
+    "late": lambda: LateLink(late_in=True, late_out=True),
     "in threads with delays": lambda: PacedLink(None, delay=jitter(1)),
     "with other delays": lambda: PacedLink(None, delay=jitter(2)),
+    "in threads": lambda: PacedLink(None),
     "late in": lambda: LateLink(late_in=True, late_out=False),
     "late out": lambda: LateLink(late_in=False, late_out=True),
-    "late": lambda: LateLink(late_in=True, late_out=True),
 }
 EVERY_LINK = pytest.mark.parametrize("make", LINKS.values(), ids=LINKS)
 SIZES = Sizes(prefill_block=BLOCK, capacity=192)
@@ -166,6 +166,7 @@ def said(engine: Engine, prompt: list[int]) -> list[int]:
     return [token for step in engine.generate(prompt, SAMPLED, max_tokens=NUM_NEW) for token in step.tokens]
 
 
+@pytest.mark.few(4)
 @EVERY_LINK
 @pytest.mark.parametrize("offload", [("kv",), ("kv", "weights")], ids=" and ".join)
 def test_a_prompts_cache_and_text_have_the_bits_that_they_have_with_rows_on_the_device(
@@ -179,6 +180,7 @@ def test_a_prompts_cache_and_text_have_the_bits_that_they_have_with_rows_on_the_
         assert said(on_host, tokens) == said(on_device, tokens), length
 
 
+@pytest.mark.few(3)
 @EVERY_LINK
 def test_a_prefill_after_others_adds_the_bits_that_it_adds_with_rows_on_the_device(
     make: Callable[[], Link], engines: Callable[..., Engine]
@@ -193,6 +195,7 @@ def test_a_prefill_after_others_adds_the_bits_that_it_adds_with_rows_on_the_devi
         assert torch.equal(*added), (start, stop)
 
 
+@pytest.mark.few(3)
 @EVERY_LINK
 def test_an_interrupted_prefill_changes_nothing_in_the_next(
     make: Callable[[], Link], engines: Callable[..., Engine]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import test_caches as caches
-from models import LateLink, changed
+from models import LateLink, Sizes, changed, random_tokens, save_pair, tiny_engine, tiny_plan
 from offload.cache.full import FullCache
 from offload.cache.host_side import HostSide
 from offload.cache.residence import StreamedTiles
@@ -30,6 +30,7 @@ from offload.kernels.native import NONE, Kernels
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
 from offload.metrics import HostStats
+from offload.plan.config import ModelConfig
 from offload.plan.expectations import LLAMA2_7B as LLAMA_7B
 from offload.plan.hardware import Hardware
 from offload.plan.options import Options
@@ -314,10 +315,9 @@ def request(**options: object) -> Plan:
     )  # type: ignore[arg-type]
 
 
-def tokens_of(plan: Plan, *, speculation: bool = True) -> tuple[list[int], Engine]:
-    with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
-        steps = engine.generate(PROMPT, GREEDY, max_tokens=16, speculation=speculation)
-        return [token for step in steps for token in step.tokens], engine
+def tokens_of(engine: Engine, prompt: list[int], *, speculation: bool = True) -> list[int]:
+    steps = engine.generate(prompt, GREEDY, max_tokens=16, speculation=speculation)
+    return [token for step in steps for token in step.tokens]
 
 
 @contextmanager
@@ -329,23 +329,32 @@ def running_on(path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("path", ["kernels", "torch"])
-def test_greedy_tokens_are_the_same_wherever_tiles_are_attended_to(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_tokens_are_the_same_wherever_tiles_are_attended_to(
+    path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    target, draft = save_pair(tmp_path, context=512)
+    prompt, sizes = random_tokens(90), Sizes(gamma=7, draft_gamma=3, budget=48)
+    resident, streamed = (
+        tiny_plan(target, draft, sizes, num_prompt_tokens=90, max_tokens=16, offload=offload)
+        for offload in (frozenset[str](), KV)
+    )
+    num_tiles = -(-(90 + 16) // (sizes.page * sizes.pages)) * ModelConfig.from_folder(target).num_layers
     with running_on(path, monkeypatch):
-        expected, _ = tokens_of(changed(request(gamma=7, budget=256), tile_tokens=512))
+        with tiny_engine(resident, target, draft) as engine:
+            expected = tokens_of(engine, prompt)
         for share in (0.0, 0.4, 1.0):
-            made = changed(request(gamma=7, budget=256, offload=KV, host_attention=share), tile_tokens=512)
-            made = changed(made, host_tiles=round(share * 3 * DEMO.num_layers))
-            for speculation in (True, False):
-                tokens, engine = tokens_of(made, speculation=speculation)
-                assert tokens == expected
-                assert (engine.stats.host_attention.bytes_read > 0) == (share > 0)
-                if not speculation:
-                    assert (engine.stats.decode_link.bytes_to_device > 0) == (share < 1)
+            with tiny_engine(changed(streamed, host_tiles=round(share * num_tiles)), target, draft) as engine:
+                for speculation in (True, False):
+                    assert tokens_of(engine, prompt, speculation=speculation) == expected
+                    assert (engine.stats.host_attention.bytes_read > 0) == (share > 0)
+                    if not speculation:
+                        assert (engine.stats.decode_link.bytes_to_device > 0) == (share < 1)
 
 
 def test_a_pass_reads_on_the_host_what_was_planned() -> None:
     made = request(gamma=0, offload=KV, link_gbps=0.2, host_attention=0.5)
-    _, engine = tokens_of(made)
+    with Engine.load(made, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
+        tokens_of(engine, PROMPT)
     host, passes = engine.stats.host_attention, engine.stats.levels[0].passes
     assert host.bytes_read == pytest.approx(passes * made.predicted.full_host_bytes, rel=0.4)  # whole pages are read
     assert host.bytes_per_second == pytest.approx(0.2e9 * 60 / 25, rel=0.3)

@@ -312,8 +312,8 @@ def repeat(model: Path, stage: str, number: int, seconds: float) -> None:
 def test_a_stage_ends_wherever_it_is_interrupted(model: Path, stage: str, num_cases: Callable[[int], int]) -> None:
     """Reading weights ended in an error of torch's or of the progress bar's, with exit code 1."""
     moments = random.Random(stage)
-    for trial in range(num_cases(40)):
-        number, seconds = (signal.SIGINT, signal.SIGTERM)[trial % 2], moments.uniform(0.0, 0.3)
+    for trial in range(num_cases(30)):
+        number, seconds = (signal.SIGINT, signal.SIGTERM)[trial % 2], moments.uniform(0.0, 0.1)
         terminal = Terminal(["true"], env={}, begin=lambda n=number, s=seconds: repeat(model, stage, n, s))
         assert terminal.finish() == 128 + number, (seconds, terminal.shown)
         assert "rror" not in terminal.shown

@@ -186,18 +186,24 @@ def test_a_level_below_forgets_drafts_only(pair: tuple[Decoder, Decoder]) -> Non
 # The text.
 
 
+@pytest.fixture(scope="module")
+def wanted(folders: tuple[Path, Path]) -> list[int]:
+    """What the target says alone."""
+    with make(folders, PLAIN) as engine:
+        return say(engine)
+
+
+@pytest.mark.few(8)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("draft_gamma", [0, 3])
 @pytest.mark.parametrize("budget", [0, 48])
 @pytest.mark.parametrize("offload", [(), ("weights",), ("kv", "weights")], ids=["resident", "weights", "both"])
 def test_the_text_is_the_targets(
-    folders: tuple[Path, Path], offload: tuple[str, ...], budget: int, draft_gamma: int, bits: int
+    folders: tuple[Path, Path], wanted: list[int], offload: tuple[str, ...], budget: int, draft_gamma: int, bits: int
 ) -> None:
     """With its own proposals alone, and with a draft's below them."""
     if "kv" in offload and not budget:
         pytest.skip("a pass over the whole cache would cross the link to propose")
-    with make(folders, PLAIN) as engine:
-        wanted = say(engine)
     sizes = replace(SIZES, budget=budget, draft_gamma=draft_gamma, weight_bits=bits)
     with make(folders, sizes, offload=frozenset(offload)) as engine:
         name = "retrieval" if budget else "self"

@@ -395,7 +395,7 @@ def test_a_forward_that_rank_0_breaks_off_leaves_all_ranks_in_step(
     """Wherever that is: in a prefill, a verification or a draft, between any two sums. With rows that are kept."""
     chance = random.Random(num_ranks)
     layers, num_broken, num_trials = {FullCache: 60, RetrievalCache: 30}, 0, num_cases(80 // num_ranks)
-    with make(folders, num_ranks) as engine:
+    with make(folders, num_ranks, FIXED) as engine:
         for _ in range(num_trials):
             cache = chance.choice(list(layers))
             broken = Once(cache.attend, chance.randrange(1, layers[cache]))
@@ -431,6 +431,17 @@ def test_a_request_that_is_given_up_leaves_all_ranks_in_step(
             with pytest.raises(KeyboardInterrupt):
                 engine.precompute([*PROMPT, *PROMPT[:20]], on_progress=stop)
             assert say(engine, PROMPT[:30]) == texts[0]
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_text_may_be_given_up_after_its_engine_was_closed(folders: Folders) -> None:
+    """As where a signal comes between two steps: five seconds later a BrokenPipeError was written."""
+    with make(folders, 2) as engine:
+        steps = engine.generate(PROMPT, GREEDY, max_tokens=24)
+        next(steps)
+    steps.close()
+    with pytest.raises(RankFailed, match="the ranks were ended"):
+        say(engine)
 
 
 # Several sequences

@@ -91,7 +91,7 @@ class Run:
     ) -> None:
         self.folder, self.session, self.num_ranks = folder, folder / "session", num_ranks
         shutil.copytree(given.session, self.session)
-        paced = ("--gpus", str(num_ranks), "--offload", "kv", "--link-gbps", str(gbps))
+        paced = ("--gpus", str(num_ranks), "--offload", "kv", "--link-gbps", str(gbps), "--gamma", "8")
         for name in ("said", "noted", HOLD_PREFILL):
             (folder / name).touch()
         command = (*given.asks(self.session), *paced, *args)
@@ -262,7 +262,7 @@ def test_a_terminals_signal_ends_all_ranks_and_the_session_is_saved(
         run.until(stage)
         os.killpg(run.process.pid, number)
         assert run.end() == CODES[number]
-        assert "rror" not in run.noted
+        assert "rror" not in run.noted, run.noted
         num_tokens = len(inspect(run.session).tokens)
         assert num_tokens == NUM_OLD if stage != "decode" else num_tokens > len(TEXT), num_tokens
         assert_opens(given, run, triforce)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asked import Asked, alone, together
 from models import CPU, LateLink
-from offload.cache import full
+from offload.cache import Phase, full
 from offload.cache.full import FullCache
 from offload.cache.packed import PackedPages
 from offload.cache.raw_pages import PURPOSE
@@ -228,31 +228,41 @@ def interrupted_at(number: int) -> Iterator[list[str]]:
         yield calls
 
 
-def grow(drivers: tuple[Driver, Driver], source: FullCache, number: int) -> list[str]:
-    """A text of which a part is taken back, broken off at a step and gone on with."""
-    (away, here), plan = drivers, [(2 * TILE, "prefill", 0), (3, "decode", 0), (PAGE, "decode", 2 * PAGE + 3)]
-    plan += [(TILE + 1, "prefill", 1), (2, "decode", TILE), (PAGE + 2, "decode", 0)]
+# Of a text: tokens that come, in which phase, and how many are taken back before.
+GROWTH: list[tuple[int, Phase, int]] = [
+    (2 * TILE, "prefill", 0), (3, "decode", 0), (PAGE, "decode", 2 * PAGE + 3), (TILE + 1, "prefill", 1),
+    (2, "decode", TILE), (PAGE + 2, "decode", 0),
+]  # fmt: skip
+
+
+def grown(driver: Driver, count: int, phase: Phase, kept: int) -> Tensor:
+    """Tokens after the first `kept`."""
+    driver.truncate(kept)
+    return driver.extend([0] * count, phase=phase, blocks=9 if phase == "prefill" else None)
+
+
+def grow(driver: Driver, expected: Sequence[Tensor], source: FullCache, number: int) -> list[str]:
+    """A text of which a part is taken back, broken off at a step and gone on with; the steps."""
+    cache = driver.cache
+    assert isinstance(cache, FullCache)
     with interrupted_at(number) as calls:
-        for count, phase, back in plan:
-            kept = len(here.history) - back
-            here.truncate(kept)
-            blocks = 9 if phase == "prefill" else None
-            expected = here.extend([0] * count, phase=phase, blocks=blocks)  # type: ignore[arg-type]
+        for (count, phase, back), wanted in zip(GROWTH, expected, strict=True):
+            kept = len(driver.history) - back
             for _ in range(2):
                 with suppress(KeyboardInterrupt):
-                    away.truncate(kept)
-                    assert torch.equal(away.extend([0] * count, phase=phase, blocks=blocks), expected)  # type: ignore[arg-type]
+                    assert torch.equal(grown(driver, count, phase, kept), wanted)
                     break
-                del away.history[kept:]
-            lie_where_the_table_says(away.cache)  # type: ignore[arg-type]
+                del driver.history[kept:]
+            lie_where_the_table_says(cache)
         for _ in range(2):
             with suppress(KeyboardInterrupt):
-                away.cache.copy_from(source)  # type: ignore[attr-defined]
+                cache.copy_from(source)
                 break
-        assert torch.equal(away.cache.reader.tokens(0, source.length), source.reader.tokens(0, source.length))  # type: ignore[attr-defined]
+        assert torch.equal(cache.reader.tokens(0, source.length), source.reader.tokens(0, source.length))
     return calls
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("lateness", [(True, True), (True, False), (False, True)], ids=str)
 def test_interrupts_at_every_step_leave_pages_where_the_table_says(
     lateness: tuple[bool, bool], pytestconfig: pytest.Config
@@ -261,17 +271,19 @@ def test_interrupts_at_every_step_leave_pages_where_the_table_says(
     spread(tape, slice(PAGE, 2 * PAGE), layer=1)
     source = make(other)
     Driver(source, other, padding=ROWS).extend([0] * (TILE + PAGE + 5), phase="prefill", blocks=9)
+    here = Driver(make(tape), tape, padding=ROWS)
+    expected = [grown(here, count, phase, len(here.history) - back) for count, phase, back in GROWTH]
 
-    def drivers() -> tuple[Driver, Driver]:
+    def away() -> Driver:
         link = LateLink(late_in=lateness[0], late_out=lateness[1])
-        away, here = make(tape, link=link, packs=True, raw_pages=FEWEST), make(tape)
-        away.reserve(0)
-        return Driver(away, tape, padding=ROWS), Driver(here, tape, padding=ROWS)
+        cache = make(tape, link=link, packs=True, raw_pages=FEWEST)
+        cache.reserve(0)
+        return Driver(cache, tape, padding=ROWS)
 
-    calls = grow(drivers(), source, 0)
+    calls = grow(away(), expected, source, 0)
     assert set(calls) == {name for _, name in STEPS}
-    for number in range(1, len(calls) + 1, 1 if pytestconfig.getoption("deep") else 5):
-        grow(drivers(), source, number)
+    for number in range(1, len(calls) + 1, 1 if pytestconfig.getoption("deep") else 7):
+        grow(away(), expected, source, number)
 
 
 def test_tiles_that_were_fetched_ahead_are_forgotten_where_others_come_in_their_place(

@@ -39,6 +39,7 @@ def tokens_of(engine: Engine, prompt: list[int]) -> list[int]:
     return [token for step in engine.generate(prompt, GREEDY, max_tokens=30) for token in step.tokens]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_two_engines_in_two_threads_say_what_each_says_alone(folder: Path, dtype: str, number: int) -> None:

@@ -76,7 +76,7 @@ class Team:
             raise RankFailed(str(self._failure)) from self._failure.__cause__  # each time with a trace of its own
 
     def close(self) -> None:
-        """Let the others end, and end those that do not."""
+        """Let the others end, and end those that do not. From then on, too, whatever is asked raises RankFailed."""
         atexit.unregister(self.close)
         self._watch.end()
         for channel in self._channels.values():
@@ -96,6 +96,9 @@ class Team:
             each.words.close()
         for channel in self._channels.values():
             channel.close()
+        if not self._failed.is_set():
+            self._failure = RankFailed("the ranks were ended; start again")
+            self._failed.set()
 
     def _reply(self, rank: int, told: int) -> dict[str, Any]:
         """Answers to earlier messages, for which nobody waited in the end, are dropped."""

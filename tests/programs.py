@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -51,6 +52,8 @@ def _be(streams: Sequence[Connection], args: Sequence[str], variables: Mapping[s
     from triforce_cli.__main__ import run
 
     os.chdir(ROOT)
+    for number in (signal.SIGHUP, signal.SIGTERM):  # the server has what the test ignored that it was started in
+        signal.signal(number, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(variables)
     if session:

@@ -52,8 +52,7 @@ def _be(streams: Sequence[Connection], args: Sequence[str], variables: Mapping[s
     from triforce_cli.__main__ import run
 
     os.chdir(ROOT)
-    for number in (signal.SIGHUP, signal.SIGTERM):  # the server has what the test ignored that it was started in
-        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the server may have been started where signals wait
     os.environ.clear()
     os.environ.update(variables)
     if session:

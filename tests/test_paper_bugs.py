@@ -266,8 +266,8 @@ BUGS = [
     Bug(
         "a verification looks at what it accepts while it is recorded",
         "offload.decode.on_card",
-        "token, mass = _draw(_last_row(draft_probs, target_probs, accepted), uniforms[n:])",
-        "token, mass = _draw(_last_row(draft_probs, target_probs, accepted), uniforms[n:]); accepted.item()",
+        "token, mass = _draw(_last_row(drafted, draft_probs, target_probs, accepted), uniforms[n:])",
+        "token, mass = _draw(_last_row(drafted, draft_probs, target_probs, accepted), uniforms[n:]); accepted.item()",
         "draft, kv streamed",
         "the host waits in a graph",
     ),

@@ -1,4 +1,4 @@
-"""The build of the processor's kernels: offload/kernels/native/kernels.cpp becomes a shared library for each
+"""The build of the CPU's kernels: offload/kernels/native/kernels.cpp becomes a shared library for each
 instruction set, beside its source in an editable installation. The rest about the package is in pyproject.toml.
 
 The compiler is zig's clang, which the wheel `ziglang` brings along. Without it, on another platform, or where it
@@ -42,7 +42,7 @@ class BuildKernels(build_ext):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.parallel = self.parallel or True  # as many as there are processors
+        self.parallel = self.parallel or True  # as many as there are CPUs
 
     def get_ext_filename(self, fullname: str) -> str:
         """A library for ctypes has no Python version in its name."""
@@ -60,7 +60,7 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         if reason := compile_kernels(Path(self.get_ext_fullpath(ext.name)).absolute()):
             (self.folder / REASON).write_text(reason + "\n", encoding="utf-8")
-            raise CompileError(f"the processor's kernels were not built, torch's operators will run instead: {reason}")
+            raise CompileError(f"the CPU's kernels were not built, torch's operators will run instead: {reason}")
 
 
 class PlatformWheel(bdist_wheel):

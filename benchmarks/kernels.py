@@ -1,10 +1,10 @@
-"""The processor's kernels beside torch's operators and a plain sum, by rows: GB/s of cache and of weights, in one run.
+"""The CPU's kernels beside torch's operators and a plain sum, by rows: GB/s of cache and of weights, in one run.
 
 usage: python benchmarks/kernels.py [--tokens 30000] [--rows 1,2,4,8,16,32] [--layers 8] [--megabytes 64]
 
 Attention of rows at the end of a full cache of the demo target's shape (or --heads, --kv-heads, --head-dim), bf16, and
 products with bf16 weights of the demo target's and of a larger model's shape, each over enough bytes to leave the
-processor's caches. "of a sum" is the share of what `torch.sum` over fp32 reads in the same time.
+CPU's caches. "of a sum" is the share of what `torch.sum` over fp32 reads in the same time.
 """
 
 from __future__ import annotations

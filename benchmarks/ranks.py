@@ -5,7 +5,7 @@ usage: python benchmarks/ranks.py [--model DIR --draft DIR] [--ranks 1,2] [--len
 
 In each turn every number of ranks loads the models, prefills the same prompt and continues it greedily, plainly and as
 `generate` does by itself. A full pass of plain decoding is one row over all weights and the whole cache: what several
-links are for. The ranks share the processor's cores.
+links are for. The ranks share the CPU's cores.
 """
 
 from __future__ import annotations

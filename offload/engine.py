@@ -19,8 +19,8 @@ from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
 from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
 from offload.errors import DoesNotFit, ModelError, UsageError
-from offload.kernels import card
-from offload.kernels.card.flash import flash
+from offload.kernels import gpu
+from offload.kernels.gpu.flash import flash
 from offload.kernels.native import OFF, fitting
 from offload.leader import load_worker
 from offload.metrics import HostStats, LevelStats, LinkStats, RankStats, Stats
@@ -66,7 +66,7 @@ def kernels_problem(device: str, model: ModelConfig) -> str:
     should be. Raises UsageError for a wrong TRIFORCE_KERNELS."""
     place = torch.device(device)
     on_cpu = place.type == "cpu"
-    found = fitting(place, model.head_dim, model.layer_products()) if on_cpu else card.fitting(place, model.head_dim)
+    found = fitting(place, model.head_dim, model.layer_products()) if on_cpu else gpu.fitting(place, model.head_dim)
     return "" if found.reason == OFF else found.reason
 
 

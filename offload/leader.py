@@ -74,11 +74,11 @@ class Lead:
         return parts
 
     def block_sizes(self, plan: Plan, config: ModelConfig) -> Blocks:
-        """Sizes that every rank's processor computes alike. Raises RankFailed where there are none."""
+        """Sizes that every rank's CPU computes alike. Raises RankFailed where there are none."""
         told = self.team.tell("try_sizes", plan=plan.as_dict())
         alike = set(equal_sizes(plan, config).sizes).intersection(*self.team.replies(told))
         if not alike:
-            raise RankFailed("the ranks' processors have no size of blocks in common that they compute alike")
+            raise RankFailed("the ranks' CPUs have no size of blocks in common that they compute alike")
         return fast_sizes(plan, config, Blocks(tuple(sorted(alike))))
 
     def build(self, plan: Plan, blocks: Blocks) -> tuple[int, int]:

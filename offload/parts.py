@@ -11,7 +11,7 @@ import torch
 
 from offload.cache.tiles import TileShape, TileStore
 from offload.errors import ModelError
-from offload.kernels.card import card
+from offload.kernels.gpu import gpu_kernels
 from offload.kernels.native import fitting
 from offload.model.decoder import Decoder
 from offload.model.loading import DTYPES, load_decoders
@@ -81,7 +81,7 @@ class Parts:
         if bits not in self._low_bits:
             config, device = self.target.config, self.memory.device
             on_cpu = device.type == "cpu"
-            kernels = fitting(device, config.head_dim, config.layer_products()) if on_cpu else card(device)
+            kernels = fitting(device, config.head_dim, config.layer_products()) if on_cpu else gpu_kernels(device)
             self._low_bits[bits] = low_bits(self.target.weights, config, bits, self.memory, kernels)
         self._users[bits] += 1
         return self.target.over(self._low_bits[bits].weights)

@@ -1,6 +1,6 @@
 """Measures the seconds of a model's passes on this CPU, over made-up weights of its shapes: see `PassTimes`.
 
-As many layers are made as leave the processor's caches, none of which a pass uses twice: a large model is measured by
+As many layers are made as leave the CPU's caches, none of which a pass uses twice: a large model is measured by
 a layer or two, and its runs take turns, so that none finds its memory in these caches. A small model is measured whole,
 in runs that follow each other as passes do. It takes less than a second.
 """
@@ -44,14 +44,14 @@ from offload.transfer.memory import Memory
 from offload.transfer.weights import ResidentLayers, Weights
 
 LAYER_BYTES = 32 * 2**20  # of weights, as far as a model has so many
-CACHE_BYTES = 128 * 2**20  # of keys and values: more than the processor's caches hold
+CACHE_BYTES = 128 * 2**20  # of keys and values: more than the CPU's caches hold
 NEAR_BYTES = 32 * 2**20  # of keys and values that they keep beside a small model's weights
 MAX_TOKENS = 16384
 MASS_ROWS, MASS_CHUNK = 8, 16
 CODED_ROWS = ROWS[:5]  # more of them take as much more time
 PREFILL_FLOPS = 2e10  # of the products of a measured prefill
 MAX_TURNS, ENOUGH_SECONDS = 4, 0.25  # of all measurements
-LIMIT_SECONDS, LIMIT_RATE = 2.0, 1e8  # past them, and a layer's bytes by the rate, others have the processor
+LIMIT_SECONDS, LIMIT_RATE = 2.0, 1e8  # past them, and a layer's bytes by the rate, others have the CPU
 _VALUE = 0.01  # of all weights: how long a product takes does not depend on it
 _LEAST = 1e-13  # seconds: below what a clock tells
 
@@ -109,7 +109,7 @@ def _remember(models: Sequence[Model], dtype: str, *, anew: bool = False) -> Non
 
 @torch.inference_mode()
 def time_passes(config: ModelConfig, dtype: str, weight_bits: int = 16) -> PassTimes | None:
-    """None where the processor is too busy. dtype: bf16, fp16 or fp32. Temporary memory: LAYER_BYTES of weights (at
+    """None where the CPU is too busy. dtype: bf16, fp16 or fp32. Temporary memory: LAYER_BYTES of weights (at
     least a layer), as much for logits and CACHE_BYTES. weight_bits: fewer than 16 without a prefill."""
     return _Trial(config, DTYPES[dtype], weight_bits).times()
 

@@ -15,8 +15,8 @@ from offload.cache.retrieval import RetrievalCache
 from offload.cache.selection import Selection
 from offload.cache.streaming import StreamingCache
 from offload.errors import DoesNotFit, UsageError
-from offload.kernels import card
-from offload.kernels.card.flash import PAGE_STEP, FlashTiles, flash
+from offload.kernels import gpu
+from offload.kernels.gpu.flash import PAGE_STEP, FlashTiles, flash
 from offload.kernels.native import FEW_ROWS, Kernels, fitting
 from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
@@ -292,7 +292,7 @@ def _packs(plan: Plan, config: ModelConfig) -> bool:
 
 
 def _host_reads(plan: Plan, config: ModelConfig) -> HostReads:
-    """Paced on a CPU alone: beside a card the processor is what it is."""
+    """Paced on a CPU alone: beside a GPU the CPU is what it is."""
     rate = plan.placement.host_bytes_per_second if plan.request.device == "cpu" else None
     return HostReads(rate, group=config.num_heads // config.num_kv_heads)
 
@@ -325,13 +325,13 @@ def _low_bit_cache(plan: Plan, config: ModelConfig, full: FullCache, memory: Mem
     )
 
 
-def _coding_kernels(plan: Plan, config: ModelConfig) -> Kernels | card.Card:
+def _coding_kernels(plan: Plan, config: ModelConfig) -> Kernels | gpu.GpuKernels:
     """The device's, which alone attend to a cache in 4 bits. Raises UsageError where they do not run."""
     kernels = _attention_kernels(plan, config)
-    if isinstance(kernels, card.Card):
-        usable, whose = kernels.usable, "card"
+    if isinstance(kernels, gpu.GpuKernels):
+        usable, whose = kernels.usable, "GPU"
     else:
-        usable, whose = kernels.library is not None, "processor"
+        usable, whose = kernels.library is not None, "CPU"
     if not usable:
         raise UsageError(f"a cache in 4 bits needs the {whose}'s kernels, which do not run: {kernels.reason}")
     return kernels
@@ -371,14 +371,14 @@ def fast_sizes(plan: Plan, config: ModelConfig, blocks: Blocks) -> Blocks:
     return fast_blocks(_shapes(plan, config), blocks, DTYPES[plan.request.dtype], torch.get_num_threads())
 
 
-def _attention_kernels(plan: Plan, config: ModelConfig) -> Kernels | card.Card:
+def _attention_kernels(plan: Plan, config: ModelConfig) -> Kernels | gpu.GpuKernels:
     """Those of the plan's device, for attention of few rows."""
     device = torch.device(plan.request.device)
-    return _kernels(plan, config) if device.type == "cpu" else card.fitting(device, config.head_dim)
+    return _kernels(plan, config) if device.type == "cpu" else gpu.fitting(device, config.head_dim)
 
 
 def _flash_tiles(plan: Plan) -> FlashTiles | None:
-    """For a prefill on a card that torch's fused kernel would serve, too."""
+    """For a prefill on a GPU that torch's fused kernel would serve, too."""
     found, placement = flash(torch.device(plan.request.device)), plan.placement
     if found.call is None or not placement.fused_prefill or placement.page_tokens % PAGE_STEP:
         return None
@@ -386,7 +386,7 @@ def _flash_tiles(plan: Plan) -> FlashTiles | None:
 
 
 def _kernels(plan: Plan, config: ModelConfig) -> Kernels:
-    """The processor's kernels that the model's passes run on; none on a GPU."""
+    """The CPU's kernels that the model's passes run on; none on a GPU."""
     return fitting(torch.device(plan.request.device), config.head_dim, config.layer_products())
 
 

@@ -51,7 +51,7 @@ if is_older; then
     "$venv/bin/python" -c "import torch; assert torch.__version__.startswith('$torch_version')" 2>/dev/null || install_torch
     "$venv/bin/python" -m pip install --quiet -c constraints.txt -e "$([ "$purpose" = dev ] && echo ".[dev]" || echo .)"
     if [ -e offload/kernels/native/unbuilt.txt ]; then
-        echo "note: the processor's kernels were not built: $(cat offload/kernels/native/unbuilt.txt)" >&2
+        echo "note: the CPU's kernels were not built: $(cat offload/kernels/native/unbuilt.txt)" >&2
     fi
     touch "$stamp"
 fi

@@ -1,4 +1,4 @@
-"""A card's products with weights in 4 and 6 bits in Triton's interpreter, on a CPU: run as card_interpreted.py is."""
+"""A GPU's products with weights in 4 and 6 bits in Triton's interpreter, on a CPU: run as gpu_interpreted.py is."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from interpreter import without_idle_work
-from offload.kernels.card.codes import GROUPS, ROWS, TILES, product, split_groups
-from offload.kernels.card.remainders import restore
 from offload.kernels.codes import GROUP, TILE, Codes, encode_with_torch
+from offload.kernels.gpu.codes import GROUPS, ROWS, TILES, product, split_groups
+from offload.kernels.gpu.remainders import restore
 from offload.kernels.remainders import split_off_with_torch
 
 DTYPES = [torch.bfloat16, torch.float16]
-# Against fp64 with the same rounded weights. The interpreter cuts bf16 off where a card rounds.
+# Against fp64 with the same rounded weights. The interpreter cuts bf16 off where a GPU rounds.
 TOLERANCE = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
 SHAPES = [(144, 11 * 64), (48, 192), (16, 27 * 64), (16, 64)]  # of 2, 1, 4 and 1 splits
 
@@ -121,7 +121,7 @@ def test_a_rows_bits_are_those_of_the_row_alone(bits: int, dtype: torch.dtype) -
 
 
 def test_other_dtypes_are_refused() -> None:
-    with pytest.raises(ValueError, match="float32; a card multiplies weights in few bits with bf16 and fp16"):
+    with pytest.raises(ValueError, match="float32; a GPU multiplies weights in few bits with bf16 and fp16"):
         product(torch.ones(1, 64), made_up(16, 64, 4, seed=9), None)
 
 

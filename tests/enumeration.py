@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
-from offload.decode import generation, lookup, on_card, proposal, sampling, speculation, verify
+from offload.decode import generation, lookup, on_gpu, proposal, sampling, speculation, verify
 from offload.decode.lengths import LOOKUP_CHANCES, Adaptive, Estimate, Fixed, PassSeconds
 from offload.decode.proposal import Offer, Proposal
 from offload.decode.sampling import RandomSource, SamplingParams
@@ -50,7 +50,7 @@ class Decode:
     sampling: Any
     verify: Any
     proposal: Any
-    on_card: Any
+    on_gpu: Any
     speculation: Any
     lookup: Any
     generation: Any
@@ -60,7 +60,7 @@ class Decode:
         return cls(**modules)
 
 
-REAL = Decode(sampling, verify, proposal, on_card, speculation, lookup, generation)
+REAL = Decode(sampling, verify, proposal, on_gpu, speculation, lookup, generation)
 
 
 # Randomness
@@ -138,10 +138,10 @@ def on_grid(source: Branching, decode: Decode, num_cells: int) -> RandomSource:
 
 
 def beforehand_on_grid(source: Branching, decode: Decode, num_cells: int) -> RandomSource:
-    """The same of a card's source, whose uniforms are drawn before they are wanted."""
+    """The same of a GPU's source, whose uniforms are drawn before they are wanted."""
     one_by_one: Any = on_grid(source, decode, num_cells)
     one_by_one.uniforms = lambda count: torch.tensor([one_by_one._uniform() for _ in range(count)], dtype=torch.float64)
-    return cast(RandomSource, decode.on_card.Beforehand(one_by_one, torch.device("cpu")))
+    return cast(RandomSource, decode.on_gpu.Beforehand(one_by_one, torch.device("cpu")))
 
 
 # Table language models
@@ -330,7 +330,7 @@ class Case:
 
     `draft` alone is one level; with `retrieval` it is two; with neither it is plain decoding. `params` warps by the
     real `warp` (fp32, on logarithms) instead of `warp`. `cells` drives the real `SeededSource` on a grid of uniforms,
-    with `on_card` a card's source.
+    with `on_gpu` a GPU's source.
     """
 
     vocabulary: int
@@ -346,7 +346,7 @@ class Case:
     warp: Warp = identity
     params: SamplingParams | None = None
     cells: int | None = None
-    on_card: bool = False
+    on_gpu: bool = False
     prompt: Tokens = (0, 1)
     num_tokens: int = 3
 
@@ -376,7 +376,7 @@ def build(
     capacity: int = 10_000,
     on_prepare: Callable[[int], None] = lambda num_rows: None,
 ) -> Stack:
-    grid = beforehand_on_grid if case.on_card else on_grid
+    grid = beforehand_on_grid if case.on_gpu else on_grid
     rng = source if case.cells is None else grid(source, decode, case.cells)
     spec, warp = decode.speculation, case.warp_of(decode)
     levels: list[TableLevel] = []

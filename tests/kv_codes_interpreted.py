@@ -1,4 +1,4 @@
-"""A card's attention to keys and values in 4 bits in Triton's interpreter, on a CPU: see card_interpreted.py."""
+"""A GPU's attention to keys and values in 4 bits in Triton's interpreter, on a CPU: see gpu_interpreted.py."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from card_interpreted import KV_HEADS, TOLERANCE, Unwritten, assert_near, normal, turning, unmoving
+from gpu_interpreted import KV_HEADS, TOLERANCE, Unwritten, assert_near, normal, turning, unmoving
 from interpreter import products_by_row, without_idle_work
 from models import LateLink
 from offload.cache import fetch, low_bits
-from offload.cache.fetch import CardFetch
+from offload.cache.fetch import GpuFetch
 from offload.cache.full import FullCache
 from offload.cache.low_bits import EXACT, LowBitCache
 from offload.cache.tiles import TileShape
-from offload.kernels.card import Card
-from offload.kernels.card.tiling import SPAN
+from offload.kernels.gpu import GpuKernels
+from offload.kernels.gpu.tiling import SPAN
 from offload.kernels.kv_codes import GROUP, KVCodes, encode, encode_with_torch
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
@@ -164,25 +164,25 @@ def test_codes_are_those_that_torch_finds(dtype: torch.dtype, dim: int) -> None:
     shape = KVCodes.shape_of_blocks(2, KV_HEADS, 3 * GROUP, dim)
     wanted, ours = (KVCodes(torch.full(shape, 0xA5, dtype=torch.uint8), dim, "matrices") for _ in range(2))
     encode_with_torch(rows, wanted)
-    encode(rows, ours, Card("interpreted"))
+    encode(rows, ours, GpuKernels("interpreted"))
     assert torch.equal(ours.blocks, wanted.blocks)
     ours.blocks.fill_(0xA5)
-    encode(rows[:, :, :, GROUP : 2 * GROUP], ours.groups(2, 3), Card("interpreted"))
+    encode(rows[:, :, :, GROUP : 2 * GROUP], ours.groups(2, 3), GpuKernels("interpreted"))
     assert torch.equal(ours.blocks[:, :, 2], wanted.blocks[:, :, 1])
     ours.blocks.fill_(0xA5)
     some = torch.tensor([5, -1, 0]).expand(2, KV_HEADS, 3).clone()
     some[1, 1, 1] = 7
-    encode(rows, ours, Card("interpreted"), some)
+    encode(rows, ours, GpuKernels("interpreted"), some)
     assert torch.equal(ours.blocks, wanted.blocks.where(some[..., None] >= 0, 0xA5))
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("encoded_bytes", [1, 2**20], ids=["a group at a time", "all at once"])
 @pytest.mark.parametrize("streams", [False, True])
-def test_the_cache_on_a_card_follows_the_full_one(
+def test_the_cache_on_a_gpu_follows_the_full_one(
     streams: bool, encoded_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows come by the card's own kernel, with copies home as late as may be; outputs are those of torch's attention
+    """Rows come by the GPU's own kernel, with copies home as late as may be; outputs are those of torch's attention
     over the same numbers, after drafts, refusals and a text that begins otherwise, too."""
     monkeypatch.setattr(fetch, "kernels_read_host", lambda device: True)
     monkeypatch.setattr(low_bits, "FETCH_BYTES", encoded_bytes)
@@ -191,8 +191,8 @@ def test_the_cache_on_a_card_follows_the_full_one(
         memory, TileShape(KV_HEADS, 32, 32, 2, torch.float32), num_layers=LAYERS, rope=rope, blocks=Blocks((1, 5, 10)),
         link=LateLink(late_in=True, late_out=True) if streams else None, num_resident=1,
     )  # fmt: skip
-    cache = LowBitCache(full, memory, num_tokens=400, drafted=20, kernels=Card("interpreted"))
-    assert isinstance(cache._fetch, CardFetch)
+    cache = LowBitCache(full, memory, num_tokens=400, drafted=20, kernels=GpuKernels("interpreted"))
+    assert isinstance(cache._fetch, GpuFetch)
     most = 0
     for number, (kept, count) in enumerate([(0, 5), (5, 30), (35, 80), (115, 90), (205, 1), (150, 20), (170, 70)]):
         for each in (cache, full):

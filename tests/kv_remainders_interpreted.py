@@ -1,4 +1,4 @@
-"""A card's program of pages that are remainders in Triton's interpreter, on a CPU: see packed_interpreted.py."""
+"""A GPU's program of pages that are remainders in Triton's interpreter, on a CPU: see packed_interpreted.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from interpreter import without_idle_work
-from offload.kernels.card.kv_remainders import restore_pages
+from offload.kernels.gpu.kv_remainders import restore_pages
 from offload.kernels.kv_codes import GROUP, KVCodes, encode_with_torch
 from offload.kernels.kv_remainders import PageShape, split_off_with_torch
 from offload.kernels.packing import REMAINDER

@@ -1,5 +1,5 @@
-"""An engine on a card on paper whose target proposes to itself over its cache in 4 bits, its kernels in Triton's
-interpreter. test_card_kernels.py runs this in a process of its own.
+"""An engine on a GPU on paper whose target proposes to itself over its cache in 4 bits, its kernels in Triton's
+interpreter. test_gpu_kernels.py runs this in a process of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from interpreter import without_idle_work
 from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.cache.chosen import ChosenCodes
-from offload.cache.fetch import CardFetch
+from offload.cache.fetch import GpuFetch
 from offload.cache.full import FullCache
 from offload.cache.low_bits import EXACT, LowBitCache
 from offload.engine import Engine
@@ -24,7 +24,7 @@ from offload.kernels import kv_codes
 from offload.kernels.packing import REMAINDER
 from offload.model.graphs import VARIABLE as GRAPHS
 from offload.plan.sizing import KV_TAIL
-from paper import Card, on_paper
+from paper import GpuKernels, on_paper
 from paper.kernels import chunks_by_kernel, pages_by_host
 from paper.programs import programs_by_interpreter
 
@@ -43,18 +43,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def on_card(
+def on_gpu(
     folder: Path, sizes: Sizes, *offload: str, by_kernel: bool = True, dtype: str = "fp32", link_bits: int = 16
-) -> Iterator[tuple[Engine, Card]]:
-    """by_kernel: the card fetches rows itself."""
+) -> Iterator[tuple[Engine, GpuKernels]]:
+    """by_kernel: the GPU fetches rows itself."""
     offloaded = frozenset(offload)
     plan = tiny_plan(folder, None, sizes, num_prompt_tokens=220, max_tokens=20, dtype=dtype, offload=offloaded)
     plan = changed(plan, device="cuda:0", resident_tiles=1, fused_prefill=False, link_bits=link_bits)
-    with on_paper() as card, pytest.MonkeyPatch.context() as patch:
-        programs_by_interpreter(card, patch)
-        (chunks_by_kernel if by_kernel else pages_by_host)(card, patch)
+    with on_paper() as gpu, pytest.MonkeyPatch.context() as patch:
+        programs_by_interpreter(gpu, patch)
+        (chunks_by_kernel if by_kernel else pages_by_host)(gpu, patch)
         with tiny_engine(plan, folder) as engine:
-            yield engine, card
+            yield engine, gpu
 
 
 def said(engine: Engine, prompt: list[int], *, reuse: bool = False) -> list[int]:
@@ -64,50 +64,50 @@ def said(engine: Engine, prompt: list[int], *, reuse: bool = False) -> list[int]
 
 @cache
 def plainly(folder: Path, dtype: str) -> list[list[int]]:
-    with on_card(folder, PLAIN, "kv", dtype=dtype) as (engine, card):
+    with on_gpu(folder, PLAIN, "kv", dtype=dtype) as (engine, gpu):
         expected = [said(engine, PROMPT), said(engine, OTHER)]
-    assert card.problems == []
+    assert gpu.problems == []
     return expected
 
 
 @pytest.mark.parametrize("by_kernel", [True, False], ids=["by kernel", "by host"])
 def test_the_text_is_the_targets_and_all_is_ordered(folder: Path, by_kernel: bool) -> None:
     wanted = plainly(folder, "fp32")
-    with on_card(folder, SIZES, "kv", by_kernel=by_kernel) as (engine, card):
+    with on_gpu(folder, SIZES, "kv", by_kernel=by_kernel) as (engine, gpu):
         cache = engine.worker._copies
         assert isinstance(cache, LowBitCache)
-        assert isinstance(cache._fetch, CardFetch) == by_kernel
+        assert isinstance(cache._fetch, GpuFetch) == by_kernel
         assert [said(engine, PROMPT), said(engine, OTHER)] == wanted
         assert cache.coded > EXACT + kv_codes.GROUP
         [target] = [level for level in engine.stats.levels if level.name == "target"]
         assert target.accepted_by["self"] > target.drafted_by["self"] / 2 > 0
         assert said(engine, PROMPT, reuse=True) == wanted[0]
-        assert card.launches["attend_codes"] > 10
-        assert (card.launches["copy_chunks"] > 0) == by_kernel
-    assert card.problems == []
+        assert gpu.launches["attend_codes"] > 10
+        assert (gpu.launches["copy_chunks"] > 0) == by_kernel
+    assert gpu.problems == []
 
 
 def test_the_host_does_not_wait_for_rows_to_encode(folder: Path) -> None:
     """They are in the tail."""
-    with on_card(folder, SIZES, "kv") as (engine, card):
+    with on_gpu(folder, SIZES, "kv") as (engine, gpu):
         said(engine, PROMPT)
         cache = engine.worker._copies
         assert isinstance(cache, LowBitCache)
         before = cache.coded
         while cache.coded == before:
             engine.levels["target"].forward([1] * 8, 1)
-            waits = card.syncs.total()
+            waits = gpu.syncs.total()
             engine.worker.refresh(8)
-            assert card.syncs.total() == waits
+            assert gpu.syncs.total() == waits
         assert before + KV_TAIL <= cache.length
-    assert card.problems == []
+    assert gpu.problems == []
 
 
 def test_rows_that_are_fetched_before_they_are_home_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FullCache, "follow_home", lambda cache: None)
-    with on_card(folder, SIZES, "kv") as (engine, card), torch.inference_mode():
+    with on_gpu(folder, SIZES, "kv") as (engine, gpu), torch.inference_mode():
         said(engine, PROMPT)
-        problems = list(card.problems)
+        problems = list(gpu.problems)
         monkeypatch.undo()
     assert any("race: read" in problem and "(copy_chunks)" in problem and "pinned" in problem for problem in problems)
 
@@ -124,7 +124,7 @@ def test_retrieved_chunks_in_4_bits_change_no_text_and_all_is_ordered(
     monkeypatch.setenv(GRAPHS, "off")  # which programs in the interpreter cannot be part of
     part = replace(SIZES, budget=64, chunk=kv_codes.GROUP)
     wanted = plainly(folder, "bf16")
-    with on_card(folder, part, "kv", by_kernel=by_kernel, dtype="bf16", link_bits=link_bits) as (engine, card):
+    with on_gpu(folder, part, "kv", by_kernel=by_kernel, dtype="bf16", link_bits=link_bits) as (engine, gpu):
         cache = engine.worker.retrieval
         assert cache is not None
         assert isinstance(cache._chosen, ChosenCodes)
@@ -133,25 +133,25 @@ def test_retrieved_chunks_in_4_bits_change_no_text_and_all_is_ordered(
         [target] = [level for level in engine.stats.levels if level.name == "target"]
         assert target.accepted_by["retrieval"] > 0
         assert said(engine, PROMPT, reuse=True) == wanted[0]
-        assert card.launches["encode_groups"] > 3
-        assert card.launches["attend_codes"] > 10
+        assert gpu.launches["encode_groups"] > 3
+        assert gpu.launches["attend_codes"] > 10
         name = "copy_chunks" if link_bits == 16 else "copy_packed_chunks"
-        assert (card.launches[name] > 0) == by_kernel
-    assert card.problems == []
+        assert (gpu.launches[name] > 0) == by_kernel
+    assert gpu.problems == []
 
 
 def test_the_host_does_not_wait_for_chunks_to_encode(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GRAPHS, "off")
-    with on_card(folder, replace(SIZES, budget=64, chunk=kv_codes.GROUP), "kv") as (engine, card):
+    with on_gpu(folder, replace(SIZES, budget=64, chunk=kv_codes.GROUP), "kv") as (engine, gpu):
         said(engine, PROMPT)
         engine.worker.record_mass(True)
         for token in range(3):
             engine.levels["target"].forward([token] * 8, 1)
-            waits, encoded = card.syncs.total(), card.launches["encode_groups"]
+            waits, encoded = gpu.syncs.total(), gpu.launches["encode_groups"]
             engine.worker.refresh(8)
-            assert card.syncs.total() == waits
-            assert card.launches["encode_groups"] > encoded
-    assert card.problems == []
+            assert gpu.syncs.total() == waits
+            assert gpu.launches["encode_groups"] > encoded
+    assert gpu.problems == []
 
 
 # Pages beside codes.
@@ -166,12 +166,12 @@ def all_said(engine: Engine) -> list[list[int]]:
 def test_pages_beside_codes_change_no_text_and_all_is_ordered(folder: Path, by_kernel: bool) -> None:
     crossed, texts = {}, {}
     for link_bits in (16, 9):
-        with on_card(folder, SIZES, "kv", by_kernel=by_kernel, dtype="bf16", link_bits=link_bits) as (engine, card):
+        with on_gpu(folder, SIZES, "kv", by_kernel=by_kernel, dtype="bf16", link_bits=link_bits) as (engine, gpu):
             texts[link_bits] = all_said(engine)
             crossed[link_bits] = engine.worker.link_stats.bytes_to_device
             packed = engine.worker.full.packed
             assert packed is None or (packed.table.flags == REMAINDER).any()
-            assert (card.launches["restore_pages"] > 0) == (link_bits == 9)
-        assert card.problems == []
+            assert (gpu.launches["restore_pages"] > 0) == (link_bits == 9)
+        assert gpu.problems == []
     assert texts[9] == texts[16]
     assert crossed[9] < crossed[16]

@@ -1,5 +1,5 @@
-"""A card's programs of packed pages in Triton's interpreter, and an engine on a card on paper whose pages cross its
-link packed. test_card_kernels.py runs this in a process of its own.
+"""A GPU's programs of packed pages in Triton's interpreter, and an engine on a GPU on paper whose pages cross its
+link packed. test_gpu_kernels.py runs this in a process of its own.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from interpreter import without_idle_work
 from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.cache.traffic import Traffic
 from offload.engine import Engine
-from offload.kernels.card.packed import PackedChunkCopy, unpack_numbers, unpack_pages
-from offload.kernels.card.rows import copy_rows
+from offload.kernels.gpu.packed import PackedChunkCopy, unpack_numbers, unpack_pages
+from offload.kernels.gpu.rows import copy_rows
 from offload.kernels.packed import pack_numbers, pack_with_torch
 from offload.kernels.packing import REMAINDER, Packing
 from offload.model.graphs import VARIABLE
 from offload.transfer import embedding, homes
 from offload.transfer.link import CudaEvent
 from offload.transfer.weights import StreamedLayers
-from paper import Card, on_paper
-from paper.codes import codes_by_card
+from paper import GpuKernels, on_paper
+from paper.codes import codes_by_gpu
 from paper.kernels import chunks_by_kernel
 from paper.programs import programs_by_interpreter
 from processor import best
@@ -154,7 +154,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def on_card(
+def on_gpu(
     folder: Path,
     link_bits: int = 16,
     *,
@@ -163,8 +163,8 @@ def on_card(
     resident_layers: int = 1,
     embeds_on_host: bool = False,
     reads_host: bool = True,
-) -> Iterator[tuple[Engine, Card]]:
-    """weight_link_bits: None where no weights stream; else all but `resident_layers` do. reads_host: the card's kernels
+) -> Iterator[tuple[Engine, GpuKernels]]:
+    """weight_link_bits: None where no weights stream; else all but `resident_layers` do. reads_host: the GPU's kernels
     read memory of the host."""
     offload = frozenset({"kv"} if weight_link_bits is None else {"kv", "weights"})
     plan = tiny_plan(folder, None, sizes, num_prompt_tokens=110, max_tokens=10, offload=offload, dtype="bf16")
@@ -172,15 +172,15 @@ def on_card(
     if weight_link_bits is not None:
         plan = changed(plan, weight_link_bits=weight_link_bits, resident_layers=resident_layers)
     plan = changed(plan, embeds_on_host=embeds_on_host)
-    with on_paper() as card, pytest.MonkeyPatch.context() as patch:
+    with on_paper() as gpu, pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "off")
         patch.setattr(embedding, "kernels_read_host", lambda device: reads_host)
-        programs_by_interpreter(card, patch)
-        chunks_by_kernel(card, patch)
-        codes_by_card(patch, without_values=False)
+        programs_by_interpreter(gpu, patch)
+        chunks_by_kernel(gpu, patch)
+        codes_by_gpu(patch, without_values=False)
         patch.setattr(homes, "PACKING", Packing.roomiest(1 << 11, 1 << 10))
         with tiny_engine(plan, folder) as engine:
-            yield engine, card
+            yield engine, gpu
 
 
 def said(engine: Engine, prompt: list[int], *, reuse: bool = False) -> list[int]:
@@ -195,25 +195,25 @@ def all_said(engine: Engine) -> list[list[int]]:
 
 @pytest.mark.deep
 def test_the_text_is_the_same_and_all_is_ordered(folder: Path) -> None:
-    with on_card(folder, 16) as (engine, card):
+    with on_gpu(folder, 16) as (engine, gpu):
         wanted = all_said(engine)
-        assert card.problems == []
-    with on_card(folder, 12) as (engine, card):
+        assert gpu.problems == []
+    with on_gpu(folder, 12) as (engine, gpu):
         assert all_said(engine) == wanted
         packed = engine.worker.full.packed
         assert packed is not None
         assert packed.table.flags.any()
-        assert card.launches["unpack_pages"] > 10
-        assert card.launches["copy_packed_chunks"] > 3
-    assert card.problems == []
+        assert gpu.launches["unpack_pages"] > 10
+        assert gpu.launches["copy_packed_chunks"] > 3
+    assert gpu.problems == []
 
 
 @pytest.mark.deep
 def test_pages_that_are_packed_before_they_are_home_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Traffic, "settle", lambda traffic, tiles: None)
-    with on_card(folder, 12) as (engine, card), torch.inference_mode():
+    with on_gpu(folder, 12) as (engine, gpu), torch.inference_mode():
         said(engine, PROMPT)
-        problems = list(card.problems)
+        problems = list(gpu.problems)
         monkeypatch.undo()
     assert any("race: read by host (pack)" in problem for problem in problems)
 
@@ -226,7 +226,7 @@ def test_pages_that_are_packed_over_what_a_copy_reads_are_reported(
     """A session is read after tiles were fetched ahead."""
     if planted:
         monkeypatch.setattr(Traffic, "reads", lambda traffic, tile, event: None)
-    with on_card(folder, 12) as (engine, card), torch.inference_mode():
+    with on_gpu(folder, 12) as (engine, gpu), torch.inference_mode():
         said(engine, PROMPT)
         full = engine.worker.full
         full.fetch_ahead()
@@ -237,7 +237,7 @@ def test_pages_that_are_packed_over_what_a_copy_reads_are_reported(
             for layer in layers:
                 layer.zero_()
             full.filled(number, layers)
-        problems = list(card.problems)
+        problems = list(gpu.problems)
         monkeypatch.undo()
     assert any("race: write by host" in problem for problem in problems) == planted
 
@@ -278,23 +278,23 @@ def test_the_text_is_the_same_however_weights_cross(
     square: Path, weight_bits: int, link_bits: int, launched: str
 ) -> None:
     sizes = replace(SIZES, weight_bits=weight_bits)
-    with on_card(square, sizes=sizes, weight_link_bits=16) as (engine, card):
+    with on_gpu(square, sizes=sizes, weight_link_bits=16) as (engine, gpu):
         wanted, crossed = all_said(engine), engine.worker.link_stats.bytes_to_device
-        assert card.problems == []
-        assert card.launches[launched] == 0
-    with on_card(square, sizes=sizes, weight_link_bits=link_bits) as (engine, card):
+        assert gpu.problems == []
+        assert gpu.launches[launched] == 0
+    with on_gpu(square, sizes=sizes, weight_link_bits=link_bits) as (engine, gpu):
         assert all_said(engine) == wanted
         assert engine.worker.link_stats.bytes_to_device < crossed
-        assert card.launches[launched] > 10
-    assert card.problems == []
+        assert gpu.launches[launched] > 10
+    assert gpu.problems == []
 
 
 @pytest.mark.deep
 def test_a_layer_that_is_opened_before_it_has_come_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaEvent, "wait", lambda event: None)
-    with on_card(folder, weight_link_bits=12, resident_layers=0) as (engine, card), torch.inference_mode():
+    with on_gpu(folder, weight_link_bits=12, resident_layers=0) as (engine, gpu), torch.inference_mode():
         said(engine, PROMPT)
-        problems = list(card.problems)
+        problems = list(gpu.problems)
         monkeypatch.undo()
     assert any("not ordered after read by compute" in problem for problem in problems)
 
@@ -312,9 +312,9 @@ def test_a_layer_that_comes_where_another_is_opened_from_is_reported(
         layers._held[slot] = number
 
     monkeypatch.setattr(StreamedLayers, "_fetch", fetch)
-    with on_card(folder, weight_link_bits=12, resident_layers=0) as (engine, card), torch.inference_mode():
+    with on_gpu(folder, weight_link_bits=12, resident_layers=0) as (engine, gpu), torch.inference_mode():
         said(engine, PROMPT)
-        problems = list(card.problems)
+        problems = list(gpu.problems)
         monkeypatch.undo()
     assert any("not ordered after read by compute" in problem for problem in problems)
 
@@ -334,15 +334,15 @@ def test_rows_of_a_table_are_copied(width: int) -> None:
 @pytest.mark.deep
 @pytest.mark.parametrize("reads_host", [True, False])
 def test_the_text_is_the_same_wherever_the_embedding_is(folder: Path, reads_host: bool) -> None:
-    with on_card(folder, sizes=SIZES) as (engine, card):
-        wanted, waits = all_said(engine), card.syncs.total()
+    with on_gpu(folder, sizes=SIZES) as (engine, gpu):
+        wanted, waits = all_said(engine), gpu.syncs.total()
         assert not engine.worker.target.weights.embedding.waits
-    with on_card(folder, embeds_on_host=True, reads_host=reads_host) as (engine, card):
+    with on_gpu(folder, embeds_on_host=True, reads_host=reads_host) as (engine, gpu):
         table = engine.worker.target.weights.embedding
         assert table.table.device.type == "cpu"
-        assert card.is_pinned(table.table)
+        assert gpu.is_pinned(table.table)
         assert table.waits != reads_host
         assert all_said(engine) == wanted
-        assert (card.launches["copy_rows"] > 10) == reads_host
-        assert (card.syncs.total() > waits) != reads_host
-    assert card.problems == []
+        assert (gpu.launches["copy_rows"] > 10) == reads_host
+        assert (gpu.syncs.total() > waits) != reads_host
+    assert gpu.problems == []

@@ -1,4 +1,4 @@
-"""The libraries of the processor's kernels that can run on the machine of the tests. No tests in here."""
+"""The libraries of the CPU's kernels that can run on the machine of the tests. No tests in here."""
 
 from __future__ import annotations
 

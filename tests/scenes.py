@@ -143,13 +143,13 @@ SCENES: dict[str, Scene] = {
     "verify": Scene(f"verify {ASKED}", a_verification(holds=True)),
     "bench": Scene("bench --prompt-file book.txt --contexts 512,1024 --repeats 3", a_comparison),
     "plan": Scene("plan"),
-    "plan-two-cards": Scene(f"plan {PAIR} --context 120000 --gpus 2", some_configs),
+    "plan-two-gpus": Scene(f"plan {PAIR} --context 120000 --gpus 2", some_configs),
     "plan-what-if": Scene(
         f"plan {PAIR} --gpus 1 --gpu-memory 48 --link-gbps 50 --context 60000", some_configs, modes="terminal"
     ),
     "plan-fit": Scene(f"plan {PAIR} --fit --gpus 1", some_configs, modes="terminal json"),
     "doctor": Scene("doctor", a_diagnosis("LAPTOP"), modes="terminal"),
-    "doctor-two-cards": Scene("doctor", a_diagnosis("TWO_ON_X8")),
+    "doctor-two-gpus": Scene("doctor", a_diagnosis("TWO_ON_X8")),
     "pull": Scene("pull owner/model", a_hub),
     "convert": Scene("convert old-llama", pickled_weights, modes=OUTPUT_MODES),
     "models": Scene("models", some_models),

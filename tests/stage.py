@@ -141,10 +141,10 @@ def _fix_the_machine() -> None:
     from triforce_cli.chat import background
     from triforce_cli.commands import models, sessions
 
-    laptop = hardware.Hardware("cpu", "Some laptop's processor", 32 * GIB, 32 * GIB, True)
-    card = hardware.Hardware("cuda:0", "NVIDIA GeForce RTX 4090", 24 * 10**9, 128 * 10**9, True, hardware.RTX_4090)
+    laptop = hardware.Hardware("cpu", "Some laptop's CPU", 32 * GIB, 32 * GIB, True)
+    gpu = hardware.Hardware("cuda:0", "NVIDIA GeForce RTX 4090", 24 * 10**9, 128 * 10**9, True, hardware.RTX_4090)
     for module in (hardware, request, diagnosis):
-        module.probe = lambda device, gpus=1: card if device.startswith("cuda") else laptop
+        module.probe = lambda device, gpus=1: gpu if device.startswith("cuda") else laptop
     busy.OtherPrograms.share = lambda self: 0.0
     engine.timed = lambda request: request
     engine.time_again = lambda target, draft: None

@@ -16,7 +16,7 @@ from offload.errors import DoesNotFit
 from offload.plan.sizing import FETCH_BYTES
 from offload.progress import OnProgress, Progress, ignore
 from offload.transfer.ahead import Ahead
-from paper import Card, on_paper
+from paper import GpuKernels, on_paper
 from paper.engines import CASES, Case, Pair
 
 
@@ -114,27 +114,27 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 class Pins:
-    """The card's cudaHostRegister, which goes on after its first block when it is let, and may fail."""
+    """The GPU's cudaHostRegister, which goes on after its first block when it is let, and may fail."""
 
-    def __init__(self, card: Card) -> None:
-        self.card, self.let, self.fails = card, threading.Event(), False
+    def __init__(self, gpu: GpuKernels) -> None:
+        self.gpu, self.let, self.fails = gpu, threading.Event(), False
 
     def __call__(self, address: int, num_bytes: int, flags: int) -> int:
-        if self.card.has_pinned:
+        if self.gpu.has_pinned:
             assert self.let.wait(20)
-        return 2 if self.fails and self.card.has_pinned else self.card.pin(address, num_bytes, flags)
+        return 2 if self.fails and self.gpu.has_pinned else self.gpu.pin(address, num_bytes, flags)
 
 
 @pytest.fixture
 def pins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pins]:
-    with on_paper() as card:
-        pins, runtime = Pins(card), torch.cuda.cudart()
+    with on_paper() as gpu:
+        pins, runtime = Pins(gpu), torch.cuda.cudart()
         runtime.cudaHostRegister = pins  # type: ignore[method-assign]
         monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
         yield pins
         gc.collect()
-        assert card.problems == []
-        assert not card.has_pinned
+        assert gpu.problems == []
+        assert not gpu.has_pinned
         assert not [thread for thread in threading.enumerate() if thread.name == "pin"]
 
 

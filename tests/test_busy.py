@@ -1,4 +1,4 @@
-"""How much of the processor others use, from counters of the system and of this process."""
+"""How much of the CPU others use, from counters of the system and of this process."""
 
 from __future__ import annotations
 
@@ -51,4 +51,4 @@ def test_a_command_says_at_its_start_that_others_compute(
     asked = ("--model", str(model), "--prompt-file", str(tmp_path / "prompt.txt"), "--max-tokens", "1")
     code, _, err = triforce("generate", *asked, "--device", "cpu")
     assert code == 0
-    assert ("other programs use 50% of the processor: passes take longer than planned" in err) == said
+    assert ("other programs use 50% of the CPU: passes take longer than planned" in err) == said

@@ -3,7 +3,7 @@
 Rows come from a `Tape`, in variants: variant 0 is what stays, the others are drafts that are rejected, or padding. A
 `Driver` feeds a cache and remembers what it ought to hold. Slow references are in fp64.
 
-All of it runs on torch's operators and on the processor's kernels.
+All of it runs on torch's operators and on the CPU's kernels.
 
 Bits: the full cache in phase "decode", fixed rows, gives the same bits whatever was rejected and however the rows were
 cut. Retrieval and streaming run as many rows as there are: same bits where the same rows ran, else a tolerance.

@@ -1,4 +1,4 @@
-"""`triforce plan`: known models on assumed cards, what does not fit, and JSON; from config.json alone."""
+"""`triforce plan`: known models on assumed GPUs, what does not fit, and JSON; from config.json alone."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def plan(models: Path, triforce: Callable[..., tuple[int, str, str]]) -> Plan:
     return Plan(models, triforce)
 
 
-def test_a_13b_model_at_120k_on_two_cards_and_on_one(plan: Plan) -> None:
-    """Two cards hold copies in few bits of weights and cache, one of weights alone; the exact ones stream."""
+def test_a_13b_model_at_120k_on_two_gpus_and_on_one(plan: Plan) -> None:
+    """Two GPUs hold copies in few bits of weights and cache, one of weights alone; the exact ones stream."""
     two = plan.planned("--context", "120000", "--gpus", "2")
     assert two["placement"]["offload"] == ["kv", "weights"]
     assert (two["composition"]["weight_bits"], two["composition"]["kv_bits"]) == (6, 4)
@@ -150,7 +150,7 @@ def test_what_does_not_fit_exits_3_with_the_nearest_changes_that_would(plan: Pla
     assert plan.run("--context", "120000", "--gpus", "1", "--host-memory", less).returncode == 3
 
 
-def test_a_card_named_by_its_memory_and_its_link_is_planned_for(plan: Plan) -> None:
+def test_a_gpu_named_by_its_memory_and_its_link_is_planned_for(plan: Plan) -> None:
     large = plan.planned("--context", "32000", "--gpus", "1", "--gpu-memory", "80")
     assert large["placement"]["offload"] == []
     slow = plan.planned("--context", "120000", "--gpus", "2", "--link-gbps", "12.5", "--no-speculation")
@@ -168,10 +168,10 @@ def test_a_card_named_by_its_memory_and_its_link_is_planned_for(plan: Plan) -> N
         (("--gpus", "1", "--context", "100", "--max-tokens", "100"), "max-tokens is 100"),
         (("--gpus", "1", "--context", "100", "--fit"), "--fit looks for the longest context and --context says 100"),
         pytest.param(("--gpu-memory", "24"), "this machine has none; add --gpus 1", marks=WITHOUT_GPU),
-        pytest.param(("--host-gbps", "24"), "host-gbps is about cards and this machine has none", marks=WITHOUT_GPU),
+        pytest.param(("--host-gbps", "24"), "host-gbps is about GPUs and this machine has none", marks=WITHOUT_GPU),
         (("--gpus", "2", "--host-gbps", "0"), "host-gbps is 0.0"),
-        (("--gpus", "2", "--host-gbps", "42", "--device", "cpu"), "host-gbps is about cards and --device is cpu"),
-        (("--gpus", "1", "--gpu-memory", "24", "--device", "cpu"), "gpu-memory is about cards and --device is cpu"),
+        (("--gpus", "2", "--host-gbps", "42", "--device", "cpu"), "host-gbps is about GPUs and --device is cpu"),
+        (("--gpus", "1", "--gpu-memory", "24", "--device", "cpu"), "gpu-memory is about GPUs and --device is cpu"),
     ],
 )
 def test_silly_machines_are_refused_by_name(plan: Plan, args: tuple[str, ...], named: str) -> None:
@@ -180,7 +180,7 @@ def test_silly_machines_are_refused_by_name(plan: Plan, args: tuple[str, ...], n
     assert named in done.stderr
 
 
-def test_cards_that_cannot_share_a_model_are_refused(plan: Plan) -> None:
+def test_gpus_that_cannot_share_a_model_are_refused(plan: Plan) -> None:
     """As `generate` refuses them: 12 heads, in eight parts."""
     done = plan.run("--model", str(plan.models / "68m"), "--gpus", "8", "--context", "1000")
     assert (done.returncode, done.stdout) == (2, "")
@@ -225,7 +225,7 @@ class TestReport:
         assert "the same" in next(line for line in done.stdout.splitlines() if line.startswith("free"))
 
     def test_what_the_host_attends_to_is_not_streamed(self, plan: Plan) -> None:
-        """The same plan as that of a request with these rates; --host-gbps of cards is something else."""
+        """The same plan as that of a request with these rates; --host-gbps of GPUs is something else."""
         here = ("--model", str(plan.models / "68m"), "--context", "2000", "--device", "cpu", "--offload", "kv")
         rates = ("--link-gbps", "0.1", "--host-gbps", "0.3", "--host-attention", "1")
         found = plan.document(*here, *rates)["plan"]
@@ -247,7 +247,7 @@ class TestReport:
         assert any(line.startswith("host attention") for line in plan.report("--gpus", "1", "--host-attention", "0.5"))
         refused = plan.run("--gpus", "2", "--host-attention", "0.5")
         assert refused.returncode == 2
-        assert "host-attention is 0.5 and there are 2 cards" in refused.stderr
+        assert "host-attention is 0.5 and there are 2 GPUs" in refused.stderr
 
     def test_rates_are_called_typical_given_or_measured(self, plan: Plan, tmp_path: Path, monkeypatch: Any) -> None:
         """A link that was only assumed was called measured, and one that the user gave was called typical."""
@@ -307,7 +307,7 @@ class TestReport:
         assert (fast["rates"]["to_device"], fast["link_rate"]) == (50e9, 36e9)
 
     @pytest.mark.parametrize("args", [(), ("--link-gbps", "12.5"), ("--host-gbps", "42")])
-    def test_what_the_documents_say_of_two_cards_is_what_it_says(self, plan: Plan, args: tuple[str, ...]) -> None:
+    def test_what_the_documents_say_of_two_gpus_is_what_it_says(self, plan: Plan, args: tuple[str, ...]) -> None:
         found = plan.document("--context", "120000", "--gpus", "2", *args)
         predicted, link = found["plan"]["predicted"], found["hardware"]["link_rate"] / 1e9
         moved = f"{found['ranks'][0]['full_link_bytes'] / 1e9:.1f} GB"
@@ -319,7 +319,7 @@ class TestReport:
         own, plain = times.split(" | ")[1:]
         assert any(f"| {duration(predicted['first_token_seconds'])} | {own}" in row and plain in row for row in rows)
 
-    def test_cards_of_this_machine_are_planned_for_as_they_were_measured(
+    def test_gpus_of_this_machine_are_planned_for_as_they_were_measured(
         self, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         pretend_gpus(monkeypatch, 2)
@@ -373,14 +373,14 @@ class TestFit:
 
 
 class TestWhatIf:
-    """Should I buy the second card?"""
+    """Should I buy the second GPU?"""
 
-    def test_several_cards_are_held_against_one(self, plan: Plan) -> None:
+    def test_several_gpus_are_held_against_one(self, plan: Plan) -> None:
         args = ("--context", "120000", "--host-memory", "120")
         found = plan.document(*args, "--gpus", "2")
         one, two = plan.planned(*args, "--gpus", "1"), found["plan"]
         what_if = found["what_if"]
-        assert what_if["name"] == "one such card"
+        assert what_if["name"] == "one such GPU"
         assert what_if["before"]["plan"] == one
         ratio = one["predicted"]["seconds_per_token"] / two["predicted"]["seconds_per_token"]
         assert what_if["token_ratio"] == pytest.approx(ratio)
@@ -398,7 +398,7 @@ class TestWhatIf:
         ratio = plan.document("--context", "131072", "--gpus", "2", "--host-memory", "84")["what_if"]["context_ratio"]
         assert ratio > 1
 
-    def test_a_changed_card_is_held_against_the_usual_one(self, plan: Plan) -> None:
+    def test_a_changed_gpu_is_held_against_the_usual_one(self, plan: Plan) -> None:
         found = plan.document("--context", "32000", "--gpus", "1", "--gpu-memory", "80")["what_if"]
         assert found["name"] == "RTX 4090"
         assert found["before"]["plan"] == plan.planned("--context", "32000", "--gpus", "1")

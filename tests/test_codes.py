@@ -102,7 +102,7 @@ class Divisions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_card_divides_as_the_processor_does(bits: int) -> None:
+def test_a_gpu_divides_as_the_processor_does(bits: int) -> None:
     """For a number that is no tensor torch's operator multiplies there by its inverse, which is rounded."""
     weight = normal(16, GROUP)
     with Divisions() as seen:

@@ -40,7 +40,7 @@ MODELS = ROOT / "triforce_cli" / "models"
 TARGET, DRAFT = MODELS / "demo-target", MODELS / "demo-draft"
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 DEVICE = "cuda:0"
-SIDE = 4096  # of a square matrix whose product takes a card a while
+SIDE = 4096  # of a square matrix whose product takes a GPU a while
 LONG = 5000  # tokens of a prompt of several tiles
 LONGER = 16_000  # of one whose caches are large
 MAX_TOKENS = 48
@@ -60,7 +60,7 @@ def planned(tokens: list[int], **options: object) -> Plan:
 
 def placed(plan: Plan, offload: str = "", *, layers: int = 8, tiles: int = 0, host: int = 0) -> Plan:
     """The plan with tiles of 1024 tokens, and that many layers and tiles on the device where `offload` lets others go:
-    small models fit any card by themselves. host: tiles that the processor attends to."""
+    small models fit any GPU by themselves. host: tiles that the CPU attends to."""
     moved = tuple(sorted(filter(None, offload.split(","))))
     return replace(
         plan,
@@ -182,8 +182,8 @@ def test_tokens_are_the_same_in_whatever_bits_weights_and_pages_cross_the_link()
         assert said(tokens, placed(plan, "weights,kv", layers=2, tiles=5)) == expected, plan
 
 
-def test_the_processor_attends_beside_the_card() -> None:
-    """A third of the tiles are on the card and some more on the host, the rest streams; one plan, with drafts and
+def test_the_processor_attends_beside_the_gpu() -> None:
+    """A third of the tiles are on the GPU and some more on the host, the rest streams; one plan, with drafts and
     without."""
     tokens = prompt(LONG)
     num_tiles = 8 * -(-LONG // 1024)
@@ -229,7 +229,7 @@ def test_a_row_of_a_product_does_not_depend_on_its_place_among_the_rows() -> Non
 
 
 def coded(outputs: int, inputs: int, dtype: torch.dtype, bits: int) -> tuple[Codes, Codes]:
-    """The same weights in few bits, made by the processor and by the card."""
+    """The same weights in few bits, made by the CPU and by the GPU."""
     weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
     made = []
     for device in ("cpu", DEVICE):

@@ -48,7 +48,7 @@ def test_partial_sums_are_left_alone_for_a_cpu_and_kept_in_fp32_on_a_gpu() -> No
 def test_an_engine_makes_its_device_current_in_every_thread_that_asks_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread begins with cuda:0: the work ahead of a chat on cuda:1 launched kernels on the wrong card."""
+    """A thread begins with cuda:0: the work ahead of a chat on cuda:1 launched kernels on the wrong GPU."""
     used: list[tuple[int, str]] = []
     folder = save(random_model(vocab_size=264, seed=11), tmp_path, tokenizer=True)
     plan = tiny_plan(folder, folder, Sizes(gamma=3, draft_gamma=1), num_prompt_tokens=40, max_tokens=20)
@@ -78,7 +78,7 @@ class Runtime:
         return 0
 
 
-def test_host_blocks_are_pinned_for_all_cards_and_for_kernels_that_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_blocks_are_pinned_for_all_gpus_and_for_kernels_that_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr("offload.transfer.memory._numa_node", lambda device: None)

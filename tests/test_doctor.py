@@ -43,7 +43,7 @@ MEASURED = Rates(1e9, 2e9, 3e9, 4e9, 5e9, measured=True)
 LAPTOP = Diagnosis(
     machine=Machine(
         system="Linux-6.8",
-        processor="Some laptop's processor",
+        processor="Some laptop's CPU",
         features=("avx2",),
         num_cores=8,
         host_bytes=16 * GIB,
@@ -73,7 +73,7 @@ CHECKS = [
 ]
 WRONG = Check("cpu", "attention, 13B, fp32", "errors of 2e-01, at most 2e-05", "use another path", 0.5)
 X16 = Pcie("0000:01:00.0", generation=4, width=16, max_generation=4, max_width=16, numa_node=0)
-CARD = Gpu(
+GPU = Gpu(
     device="cuda:0",
     name="NVIDIA GeForce RTX 4090",
     compute_capability="8.9",
@@ -83,24 +83,24 @@ CARD = Gpu(
     peers=(),
     rates=GpuRates(read=0.95e12, weights_read=0.9e12, link=LinkRates(25e9, 26e9, 45e9), flops=160e12),
 )
-DRIVER = Driver("570.86", "12.8", (CARD.name,))
+DRIVER = Driver("570.86", "12.8", (GPU.name,))
 BOX = replace(
     LAPTOP,
     machine=replace(LAPTOP.machine, memlock_bytes=None, host_bytes=128 * GIB, host_free_bytes=120 * GIB),
     processor=replace(LAPTOP.processor, fast_bf16=True, bf16_flops=900e9),
-    gpus=(CARD,),
+    gpus=(GPU,),
     driver=DRIVER,
     software=replace(LAPTOP.software, torch="2.13.0", torch_cuda="12.8"),
 )
 X8 = replace(X16, width=8)
-SLOW = replace(CARD, pcie=X8, rates=GpuRates(0.95e12, 0.9e12, LinkRates(13e9, 13e9, 24e9), 160e12))
+SLOW = replace(GPU, pcie=X8, rates=GpuRates(0.95e12, 0.9e12, LinkRates(13e9, 13e9, 24e9), 160e12))
 TWO_ON_X8 = replace(
     BOX, gpus=(SLOW, replace(SLOW, device="cuda:1", peers=("cuda:0",))), together=LinkRates(25e9, 25.5e9, 46e9)
 )
 
 
-def with_card(**changes: Any) -> Diagnosis:
-    return replace(BOX, gpus=(replace(CARD, **changes),))
+def with_gpu(**changes: Any) -> Diagnosis:
+    return replace(BOX, gpus=(replace(GPU, **changes),))
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ class TestCommand:
         out, err = capfd.readouterr()
         assert max(map(len, out.splitlines())) <= int(columns or 80)
         assert "\x1b" not in out + err
-        for title in ("machine", "processor, measured", "software", "to expect on", "advice"):
+        for title in ("machine", "CPU, measured", "software", "to expect on", "advice"):
             assert f"\n{title}" in "\n" + out
         assert [line for line in err.splitlines() if not line.startswith("rates kept")] == []
 
@@ -221,8 +221,8 @@ class TestRates:
         assert load_rates("this machine", "CPU, 2 threads") == MEASURED
         assert rates_file().parent == rates_folder
         together = replace(MEASURED, links=6e9)
-        save_rates("this machine", {"card 1": together})
-        assert load_rates("this machine", "card 1") == together
+        save_rates("this machine", {"GPU 1": together})
+        assert load_rates("this machine", "GPU 1") == together
 
     @pytest.mark.parametrize("links", [None, "absent", "fast", 0, True])
     def test_of_an_older_program_come_back_without_what_it_did_not_measure(self, links, rates_folder):
@@ -236,13 +236,13 @@ class TestRates:
 
     def test_of_another_machine_or_device_are_not_taken_and_stay(self, rates_folder):
         save_rates("another machine", {"CPU, 2 threads": MEASURED})
-        save_rates("this machine", {"card 1": MEASURED})
+        save_rates("this machine", {"GPU 1": MEASURED})
         assert load_rates("this machine", "CPU, 2 threads") is None
-        assert load_rates("this machine", "card 2") is None
+        assert load_rates("this machine", "GPU 2") is None
         faster = replace(MEASURED, to_device=9e9)
-        save_rates("this machine", {"card 2": faster})
-        assert load_rates("this machine", "card 1") == MEASURED
-        assert load_rates("this machine", "card 2") == faster
+        save_rates("this machine", {"GPU 2": faster})
+        assert load_rates("this machine", "GPU 1") == MEASURED
+        assert load_rates("this machine", "GPU 2") == faster
         assert load_rates("another machine", "CPU, 2 threads") == MEASURED
 
     @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ class NvmlError(Exception):
 
 
 def fake_nvml(**answers: Any) -> SimpleNamespace:
-    """The library with two cards; a question without an answer is not supported."""
+    """The library with two GPUs; a question without an answer is not supported."""
 
     def answer(name: str) -> Callable[..., Any]:
         def ask(*args: object) -> Any:
@@ -366,7 +366,7 @@ def fake_nvml(**answers: Any) -> SimpleNamespace:
     return SimpleNamespace(NVMLError=NvmlError, **{name: answer(name) for name in names})
 
 
-CARDS = {
+GPUS = {
     "nvmlInit": None,
     "nvmlShutdown": None,
     "nvmlSystemGetCudaDriverVersion_v2": 12080,
@@ -390,12 +390,12 @@ class TestDriver:
     def use(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[SimpleNamespace], None]:
         return lambda library: monkeypatch.setitem(sys.modules, "pynvml", library)
 
-    def test_tells_its_version_and_cards(self, use):
-        use(fake_nvml(**CARDS))
+    def test_tells_its_version_and_gpus(self, use):
+        use(fake_nvml(**GPUS))
         assert nvml.driver() == Driver("570.86", "12.8", ("RTX", "RTX"))
 
-    def test_and_the_kernel_tell_what_the_link_is_and_what_the_card_could_do(self, use, tmp_path):
-        use(fake_nvml(**CARDS))
+    def test_and_the_kernel_tell_what_the_link_is_and_what_the_gpu_could_do(self, use, tmp_path):
+        use(fake_nvml(**GPUS))
         folder = "sys__bus__pci__devices__0000:41:00.0__"
         written(tmp_path, **{folder + "max_link_width": "16\n", folder + "numa_node": "1\n"})
         assert nvml.pcie("ab-cd", tmp_path) == Pcie("0000:41:00.0", 3, 8, 5, 16, 1, 4)
@@ -403,15 +403,15 @@ class TestDriver:
         assert nvml.pcie("ab-cd", tmp_path) == Pcie("0000:41:00.0", 3, 8, 5, 8, None, 4)
 
     def test_tells_what_an_idle_link_will_carry(self):
-        """An idle card slows its link down; while bytes cross it, it is as fast as card and slot together."""
+        """An idle GPU slows its link down; while bytes cross it, it is as fast as GPU and slot together."""
         idle = replace(X16, generation=1, width=8, max_generation=5)
         assert idle.bytes_per_second == 8 * 0.25e9
         assert replace(idle, slot_generation=4).busy_bytes_per_second == 8 * 1.969e9
         assert idle.busy_bytes_per_second == 8 * 3.938e9
         assert replace(idle, generation=9).busy_bytes_per_second is None
 
-    def test_tells_the_free_memory_of_a_card(self, use):
-        use(fake_nvml(**CARDS))
+    def test_tells_the_free_memory_of_a_gpu(self, use):
+        use(fake_nvml(**GPUS))
         assert nvml.free_bytes("ab-cd") == 20 * GIB
         use(fake_nvml(nvmlInit=None, nvmlShutdown=None))
         assert nvml.free_bytes("ab-cd") is None
@@ -421,7 +421,7 @@ class TestDriver:
         assert nvml.driver() is None
         assert nvml.pcie("ab-cd") is None
         assert nvml.free_bytes("ab-cd") is None
-        use(fake_nvml(**{name: answer for name, answer in CARDS.items() if "LinkWidth" not in name}))
+        use(fake_nvml(**{name: answer for name, answer in GPUS.items() if "LinkWidth" not in name}))
         assert nvml.pcie("ab-cd", tmp_path) is None
 
     @WITHOUT_GPU
@@ -430,7 +430,7 @@ class TestDriver:
 
 
 def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int, free: Callable[[int], int] = lambda _: 23 * GIB) -> None:
-    """`count` cards that torch sees; their memory and arithmetic are the CPU's."""
+    """`count` GPUs that torch sees; their memory and arithmetic are the CPU's."""
     properties = SimpleNamespace(name="RTX", major=8, minor=9, total_memory=24 * GIB, uuid="ab-cd")
     fakes = {
         "device_count": lambda: count,
@@ -441,14 +441,14 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int, free: Callable[[in
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(roof, "_device", lambda index: torch.device("cpu"))
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(**CARDS))
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(**GPUS))
 
 
 AT_X8 = 25e9 / 31.5e9 * 8 * 1.969e9  # bytes per second of a PCIe 4.0 link with eight lanes
 
 
 class TestSeveral:
-    """The hardware of cards that wait for one another."""
+    """The hardware of GPUs that wait for one another."""
 
     def test_have_the_links_of_their_slots(self, rates_folder, monkeypatch):
         pretend_gpus(monkeypatch, 2)
@@ -507,9 +507,9 @@ class TestSeveral:
     )  # fmt: skip
     def test_share_what_the_memory_of_their_host_gives(self, number, hosts, links, rate):
         rates = replace(RTX_4090, host_read=42e9, links=links)
-        cards = Hardware("cuda:0", "card", GIB, GIB, True, rates, number, hosts)
-        assert cards.link_rate == rate
-        assert replace(cards, device="cpu").link_rate == 25e9  # the ranks of a CPU have their shares already
+        gpus = Hardware("cuda:0", "gpu", GIB, GIB, True, rates, number, hosts)
+        assert gpus.link_rate == rate
+        assert replace(gpus, device="cpu").link_rate == 25e9  # the ranks of a CPU have their shares already
 
     def test_are_more_than_two_in_a_server_alone(self):
         assert [typical(number).host_read for number in (1, 2, 4)] == [72e9, 72e9, 165e9]
@@ -553,12 +553,10 @@ class TestGpus:
         monkeypatch.setattr(measure, "link_copies", opened)
         monkeypatch.setattr(measure, "copy_rate", timed)
         roof.diagnose(lambda step: None)
-        both = [
-            (end, way) for end in (3, 4) for way in ("to_device", "to_host")
-        ]  # after the processor's and each GPU's
+        both = [(end, way) for end in (3, 4) for way in ("to_device", "to_host")]  # after the CPU's and each GPU's
         assert under_way[-3:] == [both[::2], both[1::2], both]
 
-    def test_rates_serve_the_probe_of_the_card_wherever_it_is_in_the_list(self, quick, monkeypatch):
+    def test_rates_serve_the_probe_of_the_gpu_wherever_it_is_in_the_list(self, quick, monkeypatch):
         pretend_gpus(monkeypatch, 1)
         assert probe("auto").rates == replace(RTX_4090, to_device=AT_X8, to_host=AT_X8)
         found = roof.diagnose(lambda step: None)
@@ -608,9 +606,9 @@ class TestDiagnosis:
         assert diagnosis.rates["cpu"] == Rates(9e9, 10e9, 30e9, 40e9, flops, measured=True)
 
     def test_names_the_first_gpu_that_works_else_the_cpu(self):
-        broken = replace(CARD, rates=None, problem="lost")
+        broken = replace(GPU, rates=None, problem="lost")
         assert [LAPTOP.device, BOX.device, replace(BOX, gpus=(broken,)).device] == ["cpu", "cuda:0", "cpu"]
-        assert replace(BOX, gpus=(broken, replace(CARD, device="cuda:1"))).device == "cuda:1"
+        assert replace(BOX, gpus=(broken, replace(GPU, device="cuda:1"))).device == "cuda:1"
 
     def test_measures_each_direction_by_itself_and_both(self, monkeypatch):
         monkeypatch.setattr(measure, "copy_rate", lambda copies, num_bytes: num_bytes * sum(copy() for copy in copies))
@@ -704,9 +702,9 @@ class TestReport:
         text = render_doctor.report(diagnosis, [], some_expectations(), width=width)
         assert max(map(len, text.splitlines())) <= min(max(width, 40), 100)
 
-    def test_of_two_cards_shows_each_and_both(self):
+    def test_of_two_gpus_shows_each_and_both(self):
         text = render_doctor.report(TWO_ON_X8, [], some_expectations(), width=100)
-        assert text.count("PCIe      4.0 x8, the card can do 4.0 x16") == 2
+        assert text.count("PCIe      4.0 x8, the GPU can do 4.0 x16") == 2
         assert "copies       25.0 GB/s to device, 25.5 to host, 46.0 both at once, added up" in text
         assert "peer access  cuda:1 to cuda:0" in text
         assert "to expect on cuda:0, predicted" in text
@@ -725,7 +723,7 @@ class TestReport:
         assert "cuda:0, checked\n  copies  right, 1 of 1\n" in text
 
     def test_names_the_processors_kernels_or_why_there_are_none(self):
-        assert "kernels    avx2, for the processor" in render_doctor.report(LAPTOP, [], [], width=100)
+        assert "kernels    avx2, for the CPU" in render_doctor.report(LAPTOP, [], [], width=100)
         without = replace(LAPTOP.software, kernels=None, kernels_problem="TRIFORCE_KERNELS is off")
         text = render_doctor.report(replace(LAPTOP, software=without), [], [], width=100)
         assert "kernels    none: TRIFORCE_KERNELS is off" in text
@@ -753,21 +751,21 @@ ADVICE: list[tuple[str, Diagnosis, str]] = [
     (
         "eight lanes",
         TWO_ON_X8,
-        "cuda:1: PCIe 4.0 x8: the slot gives half of what the card can do; move it to an x16 slot",
+        "cuda:1: PCIe 4.0 x8: the slot gives half of what the GPU can do; move it to an x16 slot",
     ),
-    ("four lanes", with_card(pcie=replace(X16, width=4)), "gives a quarter of what the card can do"),
-    ("an old slot", with_card(pcie=replace(X16, generation=3)), "cuda:0: PCIe 3.0 and the card can do 4.0"),
+    ("four lanes", with_gpu(pcie=replace(X16, width=4)), "gives a quarter of what the GPU can do"),
+    ("an old slot", with_gpu(pcie=replace(X16, generation=3)), "cuda:0: PCIe 3.0 and the GPU can do 4.0"),
     (
         "slow copies",
-        with_card(rates=GpuRates(1e12, 1e12, LinkRates(10e9, 25e9, 30e9), 1e14)),
+        with_gpu(rates=GpuRates(1e12, 1e12, LinkRates(10e9, 25e9, 30e9), 1e14)),
         "reach 10.0 GB/s of the 31.5 GB/s",
     ),
-    ("a full card", with_card(free_bytes=12 * GIB), "12.9 GB of its 25.8 GB are in use"),
+    ("a full GPU", with_gpu(free_bytes=12 * GIB), "12.9 GB of its 25.8 GB are in use"),
     ("a shared way", replace(TWO_ON_X8, together=LinkRates(15e9, 15e9, 30e9)), "15.0 GB/s together, 26.0 GB/s alone"),
     (
         "slow memory",
         replace(TWO_ON_X8, together=LinkRates(20e9, 20e9, 30e9), processor=replace(BOX.processor, read=24e9)),
-        "the GPUs get all that host memory gives: 20.0 GB/s together, 26.0 GB/s alone and added up, and the processor "
+        "the GPUs get all that host memory gives: 20.0 GB/s together, 26.0 GB/s alone and added up, and the CPU "
         "reads 24.0 GB/s",
     ),
     (
@@ -802,5 +800,5 @@ class TestAdvice:
         bound = replace(BOX, machine=replace(BOX.machine, numa_nodes=(0, 1), usable_numa_nodes=(0,)))
         assert advice(bound) == []
 
-    def test_of_two_cards_on_half_the_lanes_is_one_line_each(self):
+    def test_of_two_gpus_on_half_the_lanes_is_one_line_each(self):
         assert [line[:19] for line in advice(TWO_ON_X8)] == ["cuda:0: PCIe 4.0 x8", "cuda:1: PCIe 4.0 x8"]

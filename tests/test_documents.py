@@ -105,5 +105,5 @@ def test_the_plan_that_is_shown_is_the_plan() -> None:
     text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     shown = re.search(r"^\$ triforce plan [^\n]*--gpus 2\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert shown is not None
-    lines = iter((ROOT / "tests" / "golden" / "plan-two-cards.txt").read_text(encoding="utf-8").splitlines())
+    lines = iter((ROOT / "tests" / "golden" / "plan-two-gpus.txt").read_text(encoding="utf-8").splitlines())
     assert not [line for line in shown[1].splitlines() if line not in lines]

@@ -144,17 +144,17 @@ CASES: dict[str, Case] = {
     "seeded source": one_level(
         4, 1, 2, target=fixed(1 / 4, 0, 1 / 4, 1 / 2), draft=fixed(1 / 2, 1 / 4, 0, 1 / 4), cells=4
     ),
-    # The same of a card's decisions, whose uniforms are drawn beforehand.
-    "on a card, plain": Case(vocabulary=4, target=fixed(1 / 4, 0, 1 / 4, 1 / 2), cells=4, on_card=True),
-    "on a card, gamma 1": one_level(
-        4, 1, 2, target=fixed(1 / 4, 0, 1 / 4, 1 / 2), draft=fixed(1 / 2, 1 / 4, 0, 1 / 4), cells=4, on_card=True
+    # The same of a GPU's decisions, whose uniforms are drawn beforehand.
+    "on a GPU, plain": Case(vocabulary=4, target=fixed(1 / 4, 0, 1 / 4, 1 / 2), cells=4, on_gpu=True),
+    "on a GPU, gamma 1": one_level(
+        4, 1, 2, target=fixed(1 / 4, 0, 1 / 4, 1 / 2), draft=fixed(1 / 2, 1 / 4, 0, 1 / 4), cells=4, on_gpu=True
     ),
-    "on a card, gamma 2": one_level(3, 2, 2, target=fixed(1 / 4, 1 / 4, 1 / 2), draft=by_turns, cells=4, on_card=True),
-    "on a card, lookups": one_level(
-        3, 2, 2, target=fixed(1 / 4, 0, 3 / 4), draft=None, lookup=True, prompt=(0, 2, 0), cells=4, on_card=True
+    "on a GPU, gamma 2": one_level(3, 2, 2, target=fixed(1 / 4, 1 / 4, 1 / 2), draft=by_turns, cells=4, on_gpu=True),
+    "on a GPU, lookups": one_level(
+        3, 2, 2, target=fixed(1 / 4, 0, 3 / 4), draft=None, lookup=True, prompt=(0, 2, 0), cells=4, on_gpu=True
     ),
-    "on a card, lookups among drafted tokens": replace(
-        one_level(3, 3, 2, target=fixed(1 / 2, 0, 1 / 2), draft=fixed(1 / 2, 1 / 2, 0), cells=2, on_card=True),
+    "on a GPU, lookups among drafted tokens": replace(
+        one_level(3, 3, 2, target=fixed(1 / 2, 0, 1 / 2), draft=fixed(1 / 2, 1 / 2, 0), cells=2, on_gpu=True),
         lookup=True,
         adapt=MixedLengths,
         prompt=(0, 2, 0),

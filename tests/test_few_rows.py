@@ -1,4 +1,4 @@
-"""Passes of few rows on the processor's kernels, through whole models: a row's bits depend on the tokens up to it."""
+"""Passes of few rows on the CPU's kernels, through whole models: a row's bits depend on the tokens up to it."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from offload.cache.full import FullCache
 from offload.cache.tiles import TileShape
 from offload.engine import prefill_problem
 from offload.kernels.attention import attend, fold, unfold
-from offload.kernels.card import flash as module
-from offload.kernels.card.flash import Flash, FlashTiles
+from offload.kernels.gpu import flash as module
+from offload.kernels.gpu.flash import Flash, FlashTiles
 from offload.kernels.rope import rope_table
 from offload.kernels.rows import Blocks
 from offload.model.level import prefill
@@ -101,7 +101,7 @@ def test_a_prefill_fills_the_cache_with_the_rows_that_torchs_kernel_gives(
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """One that knows bf16."""
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
@@ -110,17 +110,17 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     module.flash.cache_clear()
 
 
-def test_it_is_used_where_it_is_installed(card: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_used_where_it_is_installed(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     package = ModuleType("flash_attn")
     package.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setattr(module, "installed_version", lambda name: "2.8.3")
-    assert module.flash(card) == Flash("2.8.3", call=flash_attn_with_kvcache)
+    assert module.flash(gpu) == Flash("2.8.3", call=flash_attn_with_kvcache)
     assert prefill_problem("cuda:0") == ""
 
 
 def test_one_that_is_missing_or_does_not_load_is_named_with_the_remedy(
-    card: torch.device, monkeypatch: pytest.MonkeyPatch
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "installed_version", lambda name: None)
     assert "pip install 'triforce[flash]'" in prefill_problem("cuda:0")
@@ -130,10 +130,10 @@ def test_one_that_is_missing_or_does_not_load_is_named_with_the_remedy(
     assert "flash-attn 2.8.3 cannot be loaded" in prefill_problem("cuda:0")
 
 
-def test_nothing_is_said_where_it_could_not_be_used(card: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_said_where_it_could_not_be_used(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     assert prefill_problem("cpu") == ""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert not module.flash(card).usable
+    assert not module.flash(gpu).usable
     assert prefill_problem("cuda:0") == ""
     module.flash.cache_clear()
     monkeypatch.setenv("TRIFORCE_KERNELS", "off")

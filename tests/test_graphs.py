@@ -13,20 +13,20 @@ from torch import Tensor
 from models import GREEDY, random_tokens, save_pair
 from offload.bench import text_checks
 from offload.cache.retrieval import RetrievalCache
-from offload.decode.on_card import Beforehand, Draw, Judge
+from offload.decode.on_gpu import Beforehand, Draw, Judge
 from offload.decode.sampling import SamplingParams, SeededSource, Warping
 from offload.decode.speculation import ModelProposer
 from offload.engine import Engine
 from offload.errors import TriforceError, UsageError
 from offload.model.graphs import VARIABLE, Compute, Graphs, Tensors
 from offload.plan.hardware import RTX_4090, Hardware
-from paper import Card, on_paper
+from paper import GpuKernels, on_paper
 from paper.engines import CASES, OTHER, PROMPT, Pair, engine_on_paper, loaded, said
 from paper.graphs import Graph
 from test_paper_bugs import Bug, plant
 
 CASE = CASES["draft, kv streamed"]
-GPU = Hardware("cuda:0", "a card on paper", 2**34, 2**34, True, RTX_4090)
+GPU = Hardware("cuda:0", "a GPU on paper", 2**34, 2**34, True, RTX_4090)
 TOKENS = random_tokens(400, seed=7)
 
 
@@ -61,7 +61,7 @@ def retrieval_passes(engine: Engine) -> list[Tensor]:
 def one_by_one(
     graphs: Graphs, memory: object, kind: object, given: Sequence[Tensor], compute: Compute, **_: object
 ) -> Tensors:
-    """In place of `Graphs.run`: with the same padding, since a processor's sums may depend on the number of rows."""
+    """In place of `Graphs.run`: with the same padding, since a CPU's sums may depend on the number of rows."""
     return compute(*given)
 
 
@@ -73,12 +73,12 @@ def test_logits_are_those_of_passes_launched_one_by_one(
     found, replays = [], []
     for run in (Graphs.run, one_by_one):
         monkeypatch.setattr(Graphs, "run", run)
-        with engine_on_paper(CASE, pair) as (engine, card):
+        with engine_on_paper(CASE, pair) as (engine, gpu):
             engine.precompute(PROMPT)
-            card.launches.clear()
+            gpu.launches.clear()
             found.append([logits.cpu() for logits in passes(engine)])
-            replays.append(card.launches["graph"])
-        assert card.problems == []
+            replays.append(gpu.launches["graph"])
+        assert gpu.problems == []
     assert replays[0] > len(found[0]) // 2
     assert replays[1] == 0
     assert all(ours.equal(theirs) for ours, theirs in zip(*found, strict=True))
@@ -125,17 +125,17 @@ def test_a_graph_is_kept_while_the_retrieval_caches_buffer_is_had_at_the_same_pl
     monkeypatch.setattr(RetrievalCache, "_give_up", lambda cache: (given_up.append(cache), give_up(cache)))
     for run in (Graphs.run, one_by_one):
         monkeypatch.setattr(Graphs, "run", run)
-        with engine_on_paper(CASE, pair) as (engine, card), pytest.MonkeyPatch.context() as patch:
+        with engine_on_paper(CASE, pair) as (engine, gpu), pytest.MonkeyPatch.context() as patch:
             cache = engine.worker.retrieval
             assert cache is not None
             logits = after_prefills(engine, 1, 2)
-            recorded = card.num_graphs
+            recorded = gpu.num_graphs
             change(cache, patch)
             found.append([*logits, *after_prefills(engine, 3, 4)])
-        assert card.problems == []
+        assert gpu.problems == []
         if run is not one_by_one:
             assert recorded == 1
-            assert (card.num_graphs == recorded) == is_kept
+            assert (gpu.num_graphs == recorded) == is_kept
             assert len(given_up) >= 3
     assert all(ours.equal(theirs) for ours, theirs in zip(*found, strict=True))
 
@@ -145,28 +145,28 @@ def test_later_requests_replay_the_graphs_of_the_first(pair: Pair, monkeypatch: 
     texts, replayed = [], []
     for value in ("on", "off"):
         monkeypatch.setenv(VARIABLE, value)
-        with engine_on_paper(CASE, pair) as (engine, card):
+        with engine_on_paper(CASE, pair) as (engine, gpu):
             for prompt in (PROMPT, OTHER, PROMPT, OTHER):
-                replays = card.launches["graph"]
+                replays = gpu.launches["graph"]
                 texts.append(said(engine, prompt))
-                replayed.append(card.launches["graph"] - replays)
+                replayed.append(gpu.launches["graph"] - replays)
             kept = [graphs for level in engine.levels.values() if (graphs := level._graphs) is not None]
-            assert card.num_graphs == sum(len(graphs._recorded) for graphs in kept)
-        assert card.problems == []
+            assert gpu.num_graphs == sum(len(graphs._recorded) for graphs in kept)
+        assert gpu.problems == []
     assert texts[:4] == texts[4:]
     assert min(replayed[:4]) > 5
     assert replayed[4:] == [0] * 4
 
 
 def test_a_replay_is_a_few_launches(pair: Pair) -> None:
-    with engine_on_paper(CASE, pair) as (engine, card):
+    with engine_on_paper(CASE, pair) as (engine, gpu):
         said(engine)
         for level, most in (("draft", 8), ("retrieval", 8)):
             for _ in range(3):
-                card.launches.clear()
+                gpu.launches.clear()
                 engine.levels[level].forward([1], 1)
-            assert card.launches["graph"] == 1
-            assert card.launches.total() <= most
+            assert gpu.launches["graph"] == 1
+            assert gpu.launches.total() <= most
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -184,13 +184,13 @@ def test_the_doctor_compares_them(wrong: bool, pair: Pair, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def card_on_paper() -> Iterator[Card]:
-    with on_paper() as card:
-        yield card
+def gpu_on_paper() -> Iterator[GpuKernels]:
+    with on_paper() as gpu:
+        yield gpu
 
 
-def test_a_card_that_records_nothing_is_an_error_with_a_remedy(
-    card_on_paper: Card, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_that_records_nothing_is_an_error_with_a_remedy(
+    gpu_on_paper: GpuKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
     def fails(*_: object, **__: object) -> object:
@@ -206,7 +206,7 @@ def test_a_card_that_records_nothing_is_an_error_with_a_remedy(
 
 
 @torch.inference_mode()
-def test_graphs_are_recorded_anew_for_other_memory(card_on_paper: Card) -> None:
+def test_graphs_are_recorded_anew_for_other_memory(gpu_on_paper: GpuKernels) -> None:
 
     graphs, tokens = Graphs(), torch.zeros(2, device="cuda:0")
     for memory in (0, 1):
@@ -214,14 +214,14 @@ def test_graphs_are_recorded_anew_for_other_memory(card_on_paper: Card) -> None:
         for _ in range(3):
             [made] = graphs.run(memory, 2, [tokens], lambda rows, added=added: (rows + added,))
             assert made.tolist() == [memory + 1.0] * 2
-    assert card_on_paper.launches["graph"] == 4
-    assert card_on_paper.problems == []
+    assert gpu_on_paper.launches["graph"] == 4
+    assert gpu_on_paper.problems == []
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_after_a_first_pass_that_was_broken_off_the_next_one_is_launched_one_by_one(
-    error: type[BaseException], card_on_paper: Card
+    error: type[BaseException], gpu_on_paper: GpuKernels
 ) -> None:
     """It was recorded, though kernels were still to be compiled."""
     graphs, tokens = Graphs(), torch.zeros(2, device="cuda:0")
@@ -233,12 +233,12 @@ def test_after_a_first_pass_that_was_broken_off_the_next_one_is_launched_one_by_
         graphs.run(0, 2, [tokens], broken_off)
     for replays in (0, 1):
         assert graphs.run(0, 2, [tokens], lambda rows: (rows + 1,))[0].tolist() == [1, 1]
-        assert card_on_paper.launches["graph"] == replays
-    assert card_on_paper.problems == []
+        assert gpu_on_paper.launches["graph"] == replays
+    assert gpu_on_paper.problems == []
 
 
 @torch.inference_mode()
-def test_what_is_given_in_another_shape_is_another_graph(card_on_paper: Card) -> None:
+def test_what_is_given_in_another_shape_is_another_graph(gpu_on_paper: GpuKernels) -> None:
     """Copied to where the graph reads, one row would be taken for all."""
     graphs, tokens = Graphs(), torch.zeros(2, device="cuda:0")
     for _ in range(3):
@@ -246,7 +246,7 @@ def test_what_is_given_in_another_shape_is_another_graph(card_on_paper: Card) ->
             given = torch.ones(rows, 2, device="cuda:0")
             [made] = graphs.run(0, 2, [tokens, given], lambda tokens, given: (tokens + given,))
             assert made.tolist() == [[1.0, 1.0]] * rows
-    assert card_on_paper.num_graphs == 2
+    assert gpu_on_paper.num_graphs == 2
 
 
 def test_a_wrong_value_of_the_variable_is_an_error(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,12 +279,12 @@ def test_draws_in_a_graph_are_those_of_passes_launched_one_by_one(pair: Pair, mo
     found, replays = [], []
     for value in ("on", "off"):
         monkeypatch.setenv(VARIABLE, value)
-        with engine_on_paper(CASE, pair) as (engine, card):
+        with engine_on_paper(CASE, pair) as (engine, gpu):
             engine.precompute(PROMPT)
-            card.launches.clear()
+            gpu.launches.clear()
             found.append(drawn(engine, params))
-            replays.append(card.launches["graph"])
-        assert card.problems == []
+            replays.append(gpu.launches["graph"])
+        assert gpu.problems == []
     assert replays[0] > 3 * 8 * len(params)
     assert replays[1] == 0
     assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[1]]
@@ -293,7 +293,7 @@ def test_draws_in_a_graph_are_those_of_passes_launched_one_by_one(pair: Pair, mo
 
 
 @torch.inference_mode()
-def test_graphs_of_what_follows_a_pass_are_kept_for_one_such_thing(card_on_paper: Card) -> None:
+def test_graphs_of_what_follows_a_pass_are_kept_for_one_such_thing(gpu_on_paper: GpuKernels) -> None:
     """A request's parameters may be those of no other; what follows nothing stays."""
     graphs, tokens, given = Graphs(), torch.zeros(2, device="cuda:0"), torch.ones(1, device="cuda:0")
 
@@ -308,9 +308,9 @@ def test_graphs_of_what_follows_a_pass_are_kept_for_one_such_thing(card_on_paper
         for _ in range(3):
             assert run(follows, factor) == [factor] * 2
     assert len(graphs._recorded) == 2
-    assert card_on_paper.launches["graph"] == 2 + 3 * 2
+    assert gpu_on_paper.launches["graph"] == 2 + 3 * 2
     assert run(None, 1.0) == [1.0, 1.0]
-    assert card_on_paper.launches["graph"] == 9
+    assert gpu_on_paper.launches["graph"] == 9
 
 
 def test_parameters_but_for_the_seed_tell_graphs_apart() -> None:
@@ -338,10 +338,10 @@ REQUESTS = [SAMPLED, replace(SAMPLED, seed=6), replace(SAMPLED, temperature=2.0)
 def texts(pair: Pair, value: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int]], int]:
     """What is said to each of REQUESTS, one after the other, and how often a graph was replayed."""
     monkeypatch.setenv(VARIABLE, value)
-    with engine_on_paper(CASE, pair) as (engine, card):
+    with engine_on_paper(CASE, pair) as (engine, gpu):
         found = [said(engine, PROMPT, sampling) for sampling in REQUESTS for _ in range(3)]
-        replays = card.launches["graph"]
-    assert card.problems == []
+        replays = gpu.launches["graph"]
+    assert gpu.problems == []
     return found, replays
 
 

@@ -1,4 +1,4 @@
-"""Tiles that the processor attends to where they live, while others stream: which ones, in what order, at what pace,
+"""Tiles that the CPU attends to where they live, while others stream: which ones, in what order, at what pace,
 how many the plan chooses, and that no bit depends on it."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ KV = frozenset({"kv"})
 
 
 def found_kernels(name: str) -> Kernels:
-    """The processor's own, or torch's operators in their place."""
+    """The CPU's own, or torch's operators in their place."""
     kernels = native.kernels() if name == "kernels" else NONE
     if name == "kernels" and kernels.library is None:
         pytest.skip(kernels.reason)
@@ -160,16 +160,16 @@ def test_rows_of_another_cache_are_taken_into_tiles_on_the_host() -> None:
 
 
 def attended_beside(cache: FullCache, kernels: Kernels, link: Link) -> HostSide:
-    """Have a cache's tiles on the host attended to as beside a card, in memory that says that it is one's."""
+    """Have a cache's tiles on the host attended to as beside a GPU, in memory that says that it is one's."""
     host = TileAttention(cache.shape, cache.rope, Blocks((ROWS,)), kernels, CHUNK)
-    side = HostSide(cache._memory, cache.store, link, card=cache._attention, host=host, chunk=CHUNK)
+    side = HostSide(cache._memory, cache.store, link, gpu=cache._attention, host=host, chunk=CHUNK)
     cache._host_side = side
     return side
 
 
 @pytest.mark.parametrize("path", ["kernels", "torch"])
 @pytest.mark.parametrize(("num_resident", "num_host"), [(0, 1), (0, 4), (3, 3), (5, 2), (0, 99)])
-def test_beside_a_card_rows_and_masses_are_those_of_a_cache_of_its_own(
+def test_beside_a_gpu_rows_and_masses_are_those_of_a_cache_of_its_own(
     path: str, num_resident: int, num_host: int
 ) -> None:
     """Wherever the tiles are that the host attends to, and whatever is added to them meanwhile. But for rounding: tiles
@@ -247,7 +247,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 
 def read(reads: HostReads, clock: Clock, num_bytes: int, seconds: float, *, rows: int = 1) -> None:
-    """Attend to `num_bytes`, which takes this processor `seconds`."""
+    """Attend to `num_bytes`, which takes this CPU `seconds`."""
     reads.begin()
     clock.now += seconds
     reads.end(num_bytes, rows=rows)
@@ -384,7 +384,7 @@ def test_link_and_host_end_a_pass_together() -> None:
 
 
 def test_what_many_rows_and_query_heads_take_is_left_to_the_link() -> None:
-    """A pass of 48 rows, or one of 8 rows of 6 query heads each, costs the processor three times its bytes."""
+    """A pass of 48 rows, or one of 8 rows of 6 query heads each, costs the CPU three times its bytes."""
     grouped = replace(DEMO, num_heads=6, num_kv_heads=1)
     options = {"offload": KV, "link_gbps": 0.1, "host_gbps": 0.2, "lookup": False, "link_bits": 16}
     few, many = (plan(Options(**options, gamma=gamma), draft=DRAFT_CONFIG).placement for gamma in (15, 47))  # type: ignore[arg-type]
@@ -412,7 +412,7 @@ def test_the_host_attends_to_nothing_where_that_gains_less_than_a_twentieth() ->
 
 
 def test_a_share_that_does_not_fit_is_not_taken() -> None:
-    """Tiles that the processor attends to are as they are, those that stream are packed and smaller."""
+    """Tiles that the CPU attends to are as they are, those that stream are packed and smaller."""
     options = Options(offload=KV, link_gbps=0.1, host_gbps=0.2, speculation=False)
     alone, both = (found.placement for found in (plan(replace(options, host_attention=0.0)), plan(options)))
     needed, more = (each.total_device_bytes + each.total_host_bytes for each in (alone, both))
@@ -444,7 +444,7 @@ def test_ranks_of_one_host_share_its_memory() -> None:
     assert two.attended_bytes == 16 * two.tile_tokens * 12288 // DEMO.num_layers  # of both ranks
 
 
-# Beside a card: a link of 24 GB/s and 60 GB/s of memory, of which the link leaves 36.
+# Beside a GPU: a link of 24 GB/s and 60 GB/s of memory, of which the link leaves 36.
 MEASURED = replace(
     GPU, rates=replace(GPU.rates, to_device=24e9, to_host=24e9, device_read=900e9, host_read=60e9, measured=True)
 )
@@ -458,7 +458,7 @@ def beside(hardware: Hardware = MEASURED, **options: object) -> Plan:
     return plan(asked, target=llama, draft=None, hardware=hardware, prompt=50000)
 
 
-def test_beside_a_card_the_share_is_the_users_and_the_best_one_is_advised() -> None:
+def test_beside_a_gpu_the_share_is_the_users_and_the_best_one_is_advised() -> None:
     alone = beside()
     assert alone.placement.host_tiles == 0
     (advice,) = [note for note in alone.notes if "host-attention" in note]
@@ -486,8 +486,8 @@ def test_nothing_is_advised_where_rates_are_not_measured_or_there_is_nothing_to_
     assert not [note for note in beside(host_attention=0.0).notes if "host-attention" in note]
 
 
-def test_a_full_pass_beside_a_card_takes_as_long_as_link_and_memory_do() -> None:
-    """The processor has what the link leaves of the memory's rate, and waits for queries and for tiles on the link."""
+def test_a_full_pass_beside_a_gpu_takes_as_long_as_link_and_memory_do() -> None:
+    """The CPU has what the link leaves of the memory's rate, and waits for queries and for tiles on the link."""
     found = beside(host_attention=1.0)
     placement, predicted = found.placement, found.predicted
     assert placement.host_bytes_per_second == pytest.approx(36e9)
@@ -501,18 +501,16 @@ def test_a_full_pass_beside_a_card_takes_as_long_as_link_and_memory_do() -> None
     assert given.placement.host_bytes_per_second == pytest.approx(26e9)
 
 
-def test_memory_for_rows_and_results_is_planned_beside_a_card() -> None:
+def test_memory_for_rows_and_results_is_planned_beside_a_gpu() -> None:
     assert "host attention" not in beside().placement.host_bytes
     assert beside(host_attention=0.5).placement.host_bytes["host attention"] < 20e6
 
 
-def test_several_cards_refuse_a_share() -> None:
+def test_several_gpus_refuse_a_share() -> None:
     two = replace(GPU, num_devices=2)
     assert plan(Options(offload=KV), hardware=two).placement.host_tiles == 0
     assert plan(Options(offload=KV, host_attention=0.0), hardware=two).placement.host_tiles == 0
-    with pytest.raises(
-        UsageError, match=r"host-attention is 0\.5 and there are 2 cards: the processor attends for one"
-    ):
+    with pytest.raises(UsageError, match=r"host-attention is 0\.5 and there are 2 GPUs: the CPU attends for one"):
         plan(Options(offload=KV, host_attention=0.5), hardware=two)
 
 

@@ -1,4 +1,4 @@
-"""The processor's kernels against fp64, and the claim that a row's bits depend on nothing beside it.
+"""The CPU's kernels against fp64, and the claim that a row's bits depend on nothing beside it.
 
 Every instruction set of this machine, every dtype. Where a rounding to 16 bits is part of the result, the kernels may
 not be further from fp64 than torch's operators are.

@@ -102,7 +102,7 @@ def assert_within(error: Tensor, numbers: Tensor, shared: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_in_a_cards_order_codes_stand_for_the_same_numbers(dtype: torch.dtype) -> None:
+def test_in_a_gpus_order_codes_stand_for_the_same_numbers(dtype: torch.dtype) -> None:
     """Bit for bit, and of each number at its place; scales are where they are in the other order."""
     for dim in (16, 48, 64, 80, 128, 256):
         rows = held(2, 3, 3 * GROUP, dim, dtype)

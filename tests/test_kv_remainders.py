@@ -1,5 +1,5 @@
 """What cached keys and values have beside their codes in 4 bits: that both together give every number back, and that
-kernels and twins agree to the bit. The card's program is in kv_remainders_interpreted.py."""
+kernels and twins agree to the bit. The GPU's program is in kv_remainders_interpreted.py."""
 
 from __future__ import annotations
 

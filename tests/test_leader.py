@@ -191,7 +191,7 @@ class Planned:
 
 
 @pytest.mark.parametrize(("device", "own"), [("cuda:0", "cuda:2"), ("cuda:3", "cuda:5"), ("cpu", "cpu")])
-def test_each_rank_of_a_machine_has_a_card_of_its_own(device: str, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_of_a_machine_has_a_gpu_of_its_own(device: str, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Plan, "from_dict", lambda data: Planned(Asked(data["device"])))
     follower = following(None)
     follower._local_rank = 2

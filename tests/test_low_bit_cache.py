@@ -353,6 +353,6 @@ def test_it_takes_the_bytes_of_the_plan(folders: tuple[Path, Path]) -> None:
 def test_without_kernels_it_is_refused(folders: tuple[Path, Path]) -> None:
     with (
         process_uses("torch"),
-        pytest.raises(UsageError, match="a cache in 4 bits needs the processor's kernels, which do not run"),
+        pytest.raises(UsageError, match="a cache in 4 bits needs the CPU's kernels, which do not run"),
     ):
         make(folders, SIZES)

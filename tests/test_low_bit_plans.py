@@ -1,4 +1,4 @@
-"""Plans for cards on which the target proposes to itself with its weights in 4 bits."""
+"""Plans for GPUs on which the target proposes to itself with its weights in 4 bits."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from offload.plan.options import Options
 from offload.plan.planner import Plan, make_plan
 from offload.plan.sizing import code_bytes, low_bit_tail
 
-CARD = Hardware("cuda:0", "a card", 24 * 10**9, 128 * 10**9, True, RTX_4090)
+GPU = Hardware("cuda:0", "a GPU", 24 * 10**9, 128 * 10**9, True, RTX_4090)
 EXACT = Options(weight_bits=16)
 
 
 def plan(
-    options: Options | None = None, target: ModelConfig = LLAMA2_13B, hardware: Hardware = CARD, tokens: int = 119_744
+    options: Options | None = None, target: ModelConfig = LLAMA2_13B, hardware: Hardware = GPU, tokens: int = 119_744
 ) -> Plan:
     return make_plan(target, LLAMA_68M, options or Options(), hardware, num_prompt_tokens=tokens, max_tokens=256)
 
 
 def test_where_weights_stream_a_copy_in_few_bits_proposes() -> None:
-    """13B at 120,000 tokens on one card of 24 GB: nothing that the retrieval level needs crosses the link."""
+    """13B at 120,000 tokens on one GPU of 24 GB: nothing that the retrieval level needs crosses the link."""
     made, exact = plan(), plan(EXACT)
     assert made.composition.weight_bits == 6
     assert made.composition.levels == ("draft", "retrieval", "target")
     assert made.placement.offload == ("kv", "weights")
-    assert made.placement.total_device_bytes <= CARD.device_free_bytes
+    assert made.placement.total_device_bytes <= GPU.device_free_bytes
     assert made.placement.resident_layers < exact.placement.resident_layers
     assert made.predicted.retrieval_pass_seconds < 0.1 * exact.predicted.retrieval_pass_seconds
     unread = 0.031 * log(made.request.capacity / made.composition.budget)
@@ -49,7 +49,7 @@ def test_6_bits_are_believed_more_and_4_leave_more_room() -> None:
     assert six.composition.budget < four.composition.budget
     assert (six.placement.weight_link_bits, four.placement.weight_link_bits) == (8, 9)
     assert six.predicted.seconds_per_token < 0.85 * four.predicted.seconds_per_token
-    short_of_room = plan(hardware=replace(CARD, device_free_bytes=16 * 10**9))
+    short_of_room = plan(hardware=replace(GPU, device_free_bytes=16 * 10**9))
     assert short_of_room.composition.weight_bits == 4
 
 
@@ -86,8 +86,8 @@ def test_where_a_part_of_it_has_room_weights_in_few_bits_leave_room_for_more() -
 def test_a_retrieval_level_does_not_take_the_place_of_a_draft_that_pays() -> None:
     """A large draft leaves less room for chunks: without it more of them would be predicted to be a little faster."""
     wide = {"num_layers": 8, "hidden_size": 2048, "intermediate_size": 5504, "num_heads": 16, "num_kv_heads": 16}
-    draft, card = replace(LLAMA_68M, head_dim=128, **wide), replace(CARD, device_free_bytes=14 * 10**9)
-    made = make_plan(LLAMA2_13B, draft, Options(), card, num_prompt_tokens=60_000, max_tokens=200)
+    draft, gpu = replace(LLAMA_68M, head_dim=128, **wide), replace(GPU, device_free_bytes=14 * 10**9)
+    made = make_plan(LLAMA2_13B, draft, Options(), gpu, num_prompt_tokens=60_000, max_tokens=200)
     assert made.composition.levels == ("draft", "retrieval", "target")
 
 
@@ -99,9 +99,9 @@ def test_the_copy_has_the_bytes_of_its_blocks() -> None:
     assert "low-bit weights" not in plan(EXACT).placement.device_bytes
 
 
-def test_each_of_two_cards_has_a_copy_of_its_shard() -> None:
+def test_each_of_two_gpus_has_a_copy_of_its_shard() -> None:
     wanted = Options(weight_bits=4)
-    placement = plan(wanted, hardware=replace(CARD, num_devices=2)).placement
+    placement = plan(wanted, hardware=replace(GPU, num_devices=2)).placement
     whole = plan(wanted).placement.device_bytes["low-bit weights"]
     ours, theirs = (sizes["low-bit weights"] for sizes in (placement.device_bytes, placement.other_device_bytes))
     assert ours - theirs == code_bytes(32_000, 5120, 4)
@@ -118,9 +118,9 @@ def test_a_pass_to_propose_reads_the_copy_and_what_was_retrieved() -> None:
 
 
 def test_over_the_whole_cache_a_pass_to_propose_reads_all_of_it() -> None:
-    """Where everything is on the card: no budget, no refresh; blocks are padded to 16 rows as the target's."""
+    """Where everything is on the GPU: no budget, no refresh; blocks are padded to 16 rows as the target's."""
     slow = replace(RTX_4090, device_read=1e11)
-    hardware = replace(CARD, device_free_bytes=48 * 10**9, rates=slow)
+    hardware = replace(GPU, device_free_bytes=48 * 10**9, rates=slow)
     made = plan(Options(weight_bits=4, kv_bits=16, gamma=3), LLAMA2_7B, hardware, 500)
     assert made.composition.levels == ("draft", "self", "target")
     copy = made.placement.device_bytes["low-bit weights"] / COSTS.coded_share
@@ -133,13 +133,13 @@ def test_over_the_whole_cache_a_pass_to_propose_reads_all_of_it() -> None:
 
 @pytest.mark.parametrize("changes", [{"has_kernels": False}, {"fast_bf16": False}])
 def test_it_is_chosen_where_its_kernels_run(changes: dict[str, bool]) -> None:
-    assert plan(hardware=replace(CARD, **changes)).composition.weight_bits == 16
+    assert plan(hardware=replace(GPU, **changes)).composition.weight_bits == 16
 
 
 def test_it_is_for_rows_of_16_bits() -> None:
     assert plan(Options(dtype="fp32"), tokens=10_000).composition.weight_bits == 16
     with pytest.raises(UsageError, match=r"weight-bits is 4: on cuda:0 rows of 16 bits alone .* try --dtype bf16"):
         plan(Options(dtype="fp32", weight_bits=4), tokens=10_000)
-    refused = replace(CARD, has_kernels=False)
+    refused = replace(GPU, has_kernels=False)
     with pytest.raises(UsageError, match="weight-bits is 4: cuda:0 multiplies them by kernels in Triton"):
         plan(Options(weight_bits=4), hardware=refused)

@@ -27,8 +27,8 @@ from offload.cache.ahead import AheadCache
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine
 from offload.errors import UsageError
-from offload.kernels.card import Card
 from offload.kernels.codes import Codes
+from offload.kernels.gpu import GpuKernels
 from offload.kernels.native import NONE
 from offload.model.decoder import Decoder
 from offload.model.level import Level
@@ -116,10 +116,10 @@ def test_another_number_of_bits_takes_the_place_of_the_first(folders: tuple[Path
 def test_without_kernels_they_are_refused(pair: tuple[Decoder, Decoder]) -> None:
     exact, _ = pair
     memory = Memory(torch.device("cpu"))
-    with pytest.raises(UsageError, match="weights in 4 bits need the processor's kernels"):
+    with pytest.raises(UsageError, match="weights in 4 bits need the CPU's kernels"):
         low_bits(exact.weights, exact.config, 4, memory, replace(NONE, reason="none"))
-    with pytest.raises(UsageError, match="weights in 6 bits need the card's kernels, which do not run: no Triton"):
-        low_bits(exact.weights, exact.config, 6, memory, Card(reason="no Triton"))
+    with pytest.raises(UsageError, match="weights in 6 bits need the GPU's kernels, which do not run: no Triton"):
+        low_bits(exact.weights, exact.config, 6, memory, GpuKernels(reason="no Triton"))
 
 
 # The cache that both levels write to.

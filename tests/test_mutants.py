@@ -23,7 +23,7 @@ MODULES = (
     "sampling",
     "verify",
     "proposal",
-    "on_card",
+    "on_gpu",
     "speculation",
     "lookup",
     "generation",
@@ -68,8 +68,8 @@ def in_verify(old: str, new: str) -> list[Edit]:
     return [Edit("verify", old, new)]
 
 
-def in_on_card(old: str, new: str) -> list[Edit]:
-    return [Edit("on_card", old, new)]
+def in_on_gpu(old: str, new: str) -> list[Edit]:
+    return [Edit("on_gpu", old, new)]
 
 
 def in_speculation(old: str, new: str) -> list[Edit]:
@@ -97,8 +97,8 @@ ONE, TWO = "emits: one level, V 3, gamma 2", "emits: two levels, V 3, gamma 2, d
 WARPED, TWO_WARPED = "emits: one level, warped", "emits: two levels, warped"
 GREEDY = "emits: one level, greedy, V 3"
 SEEDED = "emits: seeded source"
-LOOKUPS_ON_CARD, MIXED_ON_CARD = "emits: on a card, lookups", "emits: on a card, lookups among drafted tokens"
-ON_CARD, TWO_ON_CARD = "emits: on a card, gamma 1", "emits: on a card, gamma 2"
+LOOKUPS_ON_GPU, MIXED_ON_GPU = "emits: on a GPU, lookups", "emits: on a GPU, lookups among drafted tokens"
+ON_GPU, TWO_ON_GPU = "emits: on a GPU, gamma 1", "emits: on a GPU, gamma 2"
 MIDDLE, DRAFT = "proposes: retrieval, 3 tokens, draft_gamma 2", "proposes: draft, warped"
 CONFIDENT = "emits: one level, length by the distribution"
 LOOKUPS, MIXED = "emits: lookups", "emits: lookups among drafted tokens"
@@ -248,27 +248,27 @@ MUTANTS = [
         [Edit("sampling", "self._uniform() * total, right=True", "self._uniform() * total, right=False")],
     ),
     *(
-        Mutant(f"on a card: {description}", check, in_on_card(old, new))
+        Mutant(f"on a GPU: {description}", check, in_on_gpu(old, new))
         for description, check, old, new in [
-            ("after a rejection the distribution itself", ON_CARD, "(accepted < n) & (total > 0)", "(accepted < 0)"),
-            ("the residual after full acceptance too", ON_CARD, "(accepted < n) & (total > 0)", "total > 0"),
-            ("target and draft swapped in the residual", ON_CARD, "(target - draft[0])", "(draft[0] - target)"),
-            ("acceptance by the target's probability alone", ON_CARD, " / draft_probs.gather(-1, tokens).double()", ""),
-            ("lookups are kept always", LOOKUPS_ON_CARD, "(uniforms[:n] <", "(uniforms[:n] * len(draft_probs) <"),
-            ("a lookup's residual keeps it", LOOKUPS_ON_CARD, "_point_masses(drafted", "0 * _point_masses(drafted"),
-            ("the point mass of the first lookup", LOOKUPS_ON_CARD, "drafted.index_select(0, at)", "drafted[:1]"),
-            ("lookups are other tokens' point masses", MIXED_ON_CARD, "masses(at, like)", "masses((at + 1) % 3, like)"),
+            ("after a rejection the distribution itself", ON_GPU, "(accepted < n) & (total > 0)", "(accepted < 0)"),
+            ("the residual after full acceptance too", ON_GPU, "(accepted < n) & (total > 0)", "total > 0"),
+            ("target and draft swapped in the residual", ON_GPU, "(target - draft[0])", "(draft[0] - target)"),
+            ("acceptance by the target's probability alone", ON_GPU, " / draft_probs.gather(-1, tokens).double()", ""),
+            ("lookups are kept always", LOOKUPS_ON_GPU, "(uniforms[:n] <", "(uniforms[:n] * len(draft_probs) <"),
+            ("a lookup's residual keeps it", LOOKUPS_ON_GPU, "_point_masses(drafted", "0 * _point_masses(drafted"),
+            ("the point mass of the first lookup", LOOKUPS_ON_GPU, "drafted.index_select(0, at)", "drafted[:1]"),
+            ("lookups are other tokens' point masses", MIXED_ON_GPU, "masses(at, like)", "masses((at + 1) % 3, like)"),
 
-            ("a token after a rejected one is kept", TWO_ON_CARD, ".cumprod(0).sum(0", ".sum(0"),
-            ("the uniform that decided draws too", ON_CARD, "accepted), uniforms[n:])", "accepted), uniforms[:1])"),
-            ("a uniform equal to the ratio accepts", ON_CARD, "(uniforms[:n] < ratios", "(uniforms[:n] <= ratios"),
-            ("a draw at a threshold takes the token before", ON_CARD, "right=True", "right=False"),
-            ("the residual of the place before", TWO_ON_CARD, ".clamp(max=n - 1)", ".sub(1).clamp(min=0)"),
+            ("a token after a rejected one is kept", TWO_ON_GPU, ".cumprod(0).sum(0", ".sum(0"),
+            ("the uniform that decided draws too", ON_GPU, "accepted), uniforms[n:])", "accepted), uniforms[:1])"),
+            ("a uniform equal to the ratio accepts", ON_GPU, "(uniforms[:n] < ratios", "(uniforms[:n] <= ratios"),
+            ("a draw at a threshold takes the token before", ON_GPU, "right=True", "right=False"),
+            ("the residual of the place before", TWO_ON_GPU, ".clamp(max=n - 1)", ".sub(1).clamp(min=0)"),
         ]
     ),
     Mutant(
-        "on a card: all drafted tokens are drawn by one uniform",
-        TWO_ON_CARD,
+        "on a GPU: all drafted tokens are drawn by one uniform",
+        TWO_ON_GPU,
         in_speculation("tokens, 1, draw, (uniform,))", "tokens, 1, draw, (uniforms[:1],))"),
     ),
     Mutant(

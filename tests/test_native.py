@@ -1,4 +1,4 @@
-"""The libraries of the processor's kernels: found, checked, their team of threads; without them, the reason."""
+"""The libraries of the CPU's kernels: found, checked, their team of threads; without them, the reason."""
 
 from __future__ import annotations
 

@@ -358,15 +358,15 @@ def test_the_engine_says_the_same_however_pages_cross(options: dict[str, object]
 # Plans.
 
 
-CARD = Hardware("cuda:0", "card", 24 * 10**9, 200 * 10**9, True, RTX_4090)
+GPU = Hardware("cuda:0", "gpu", 24 * 10**9, 200 * 10**9, True, RTX_4090)
 
 
-def planned(hardware: Hardware = CARD, **options: object) -> Plan:
+def planned(hardware: Hardware = GPU, **options: object) -> Plan:
     wanted = Options(**{"kv_bits": 16, **options})  # type: ignore[arg-type]
     return make_plan(LLAMA2_13B, LLAMA_68M, wanted, hardware, num_prompt_tokens=119_744, max_tokens=256)
 
 
-def test_a_card_has_pages_cross_packed_and_the_plan_counts_the_bytes() -> None:
+def test_a_gpu_has_pages_cross_packed_and_the_plan_counts_the_bytes() -> None:
     packed, plain = planned(budget=8192, weight_bits=16), planned(budget=8192, weight_bits=16, link_bits=16)
     assert (packed.placement.link_bits, packed.placement.weight_link_bits) == (12, 12)
     assert (plain.placement.link_bits, plain.placement.weight_link_bits) == (16, 16)
@@ -381,12 +381,12 @@ def test_a_card_has_pages_cross_packed_and_the_plan_counts_the_bytes() -> None:
 @pytest.mark.parametrize(
     ("hardware", "options", "reason"),
     [
-        (CARD, {"dtype": "fp16"}, "fp16 is not packed"),
-        (CARD, {"selection": "published"}, "mean keys"),
-        (CARD, {"budget": 4096, "chunk": 8}, "chunk is 8, and 16 tokens are packed together; try --chunk 16"),
-        (replace(CARD, packs=False), {}, "the processor's kernels pack, and are not there"),
-        (replace(CARD, has_kernels=False), {"weight_bits": 16}, "pip install triton"),
-        (replace(CARD, fast_bf16=False), {"dtype": "bf16", "weight_bits": 16}, "compute capability 8.0"),
+        (GPU, {"dtype": "fp16"}, "fp16 is not packed"),
+        (GPU, {"selection": "published"}, "mean keys"),
+        (GPU, {"budget": 4096, "chunk": 8}, "chunk is 8, and 16 tokens are packed together; try --chunk 16"),
+        (replace(GPU, packs=False), {}, "the CPU's kernels pack, and are not there"),
+        (replace(GPU, has_kernels=False), {"weight_bits": 16}, "pip install triton"),
+        (replace(GPU, fast_bf16=False), {"dtype": "bf16", "weight_bits": 16}, "compute capability 8.0"),
     ],
 )
 def test_what_cannot_cross_packed_is_said_and_otherwise_crosses_as_it_is(

@@ -1,4 +1,4 @@
-"""The whole engine on a card on paper: nothing races, nothing is mixed up, and the tokens are plain decoding's."""
+"""The whole engine on a GPU on paper: nothing races, nothing is mixed up, and the tokens are plain decoding's."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @cache
 def plainly(case: Case, pair: Pair) -> list[list[int]]:
-    with engine_on_paper(case, pair) as (engine, card):
+    with engine_on_paper(case, pair) as (engine, gpu):
         expected = [said(engine, prompt) for prompt in (PROMPT, OTHER)]
-    assert card.problems == []
+    assert gpu.problems == []
     return expected
 
 
@@ -51,14 +51,14 @@ def plainly(case: Case, pair: Pair) -> list[list[int]]:
 def test_tokens_are_those_of_plain_decoding_and_every_access_is_ordered(case: Case, pair: Pair) -> None:
     """Three requests: a prompt, another that begins like it, and the first again with the rows of the second."""
     expected = plainly(case.plain(), pair)
-    with engine_on_paper(case, pair) as (engine, card):
+    with engine_on_paper(case, pair) as (engine, gpu):
         got = [said(engine, PROMPT), said(engine, OTHER)]
         again = said(engine, PROMPT, reuse=True)
         moved = engine.stats.decode_link.bytes_to_device
     assert got == expected
     assert again == expected[0]
     assert bool(moved) == bool(case.offload)
-    assert card.problems == []
+    assert gpu.problems == []
 
 
 @pytest.mark.few(2)
@@ -68,13 +68,13 @@ def test_several_sequences_say_what_each_says_alone_and_every_access_is_ordered(
     expected = plainly(case.plain(), pair)
     requests = [Asked(prompt, GREEDY, NUM_NEW) for prompt in (PROMPT, OTHER, PROMPT, OTHER)]
     requests[1] = replace(requests[1], leaves=1)
-    with engine_on_paper(replace(case, num_sequences=3), pair) as (engine, card):
+    with engine_on_paper(replace(case, num_sequences=3), pair) as (engine, gpu):
         found, _ = together(engine, requests)
     first, left, again, last = found
     assert [first, again, last] == [expected[0], expected[0], expected[1]]
     assert left == expected[1][: len(left)]
     assert 0 < len(left) <= NUM_NEW
-    assert card.problems == []
+    assert gpu.problems == []
 
 
 @pytest.mark.few(1)
@@ -96,20 +96,20 @@ def test_sequences_draft_while_a_full_pass_waits_and_every_access_is_ordered(
     monkeypatch.setattr(Sequences, "_draft", counted)
     requests = [Asked(prompt, GREEDY, NUM_NEW) for prompt in (PROMPT, OTHER, PROMPT, OTHER)]
     requests[1] = replace(requests[1], leaves=1)
-    with engine_on_paper(case, pair) as (engine, card):
+    with engine_on_paper(case, pair) as (engine, gpu):
         found, stats = together(engine, requests)
         for level in engine.levels.values():
             level.settle()
     assert [found[0], found[2], found[3]] == [expected[0], expected[0], expected[1]]
     assert found[1] == expected[1][: len(found[1])]
     assert sum(drafts) > 10
-    assert card.num_graphs
+    assert gpu.num_graphs
     assert any(level.meanwhile_seconds for each in stats for level in each.levels if level.name == "target")
-    assert card.problems == []
+    assert gpu.problems == []
 
 
 @pytest.mark.parametrize("answer", [False, True])
-def test_an_event_of_a_card_has_happened_when_the_card_says_so(answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_of_a_gpu_has_happened_when_the_gpu_says_so(answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paper.streams.Event.query", lambda event: answer)
     with on_paper():
         assert CudaLink(torch.device("cuda:0")).record().happened() is answer
@@ -120,28 +120,28 @@ HOST_CASES = ["host attention, kv streamed", "host attention, nothing streamed"]
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("case", [BUSIEST, *(CASES[name] for name in HOST_CASES)], ids=["busiest", *HOST_CASES])
-def test_a_card_says_what_the_processor_says(case: Case, pair: Pair) -> None:
+def test_a_gpu_says_what_the_processor_says(case: Case, pair: Pair) -> None:
     """fp32: other kernels, and so other sums, but no tokens that are nearly tied."""
     with loaded(case.plain(), pair, device="cpu") as engine:
         expected = said(engine)
-    with engine_on_paper(case, pair) as (engine, card):
+    with engine_on_paper(case, pair) as (engine, gpu):
         assert said(engine) == expected
         assert bool(engine.stats.host_attention.bytes_read) == bool(case.host_tiles)
-    assert card.problems == []
+    assert gpu.problems == []
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("path", ["kernels", "torch"])
 @pytest.mark.parametrize("name", HOST_CASES)
-def test_beside_a_card_the_host_changes_nothing_by_drafts(
+def test_beside_a_gpu_the_host_changes_nothing_by_drafts(
     name: str, path: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the processor's kernels, and by torch's operators where there are none: one plan, with and without drafts."""
+    """By the CPU's kernels, and by torch's operators where there are none: one plan, with and without drafts."""
     if path == "torch":
         monkeypatch.setattr("offload.worker.fitting", lambda *_: native.NONE)
     elif native.kernels().library is None:
         pytest.skip(native.kernels().reason)
-    with engine_on_paper(CASES[name], pair) as (engine, card):
+    with engine_on_paper(CASES[name], pair) as (engine, gpu):
         expected = said(engine)
         plain = [
             token
@@ -150,7 +150,7 @@ def test_beside_a_card_the_host_changes_nothing_by_drafts(
         ]
         assert plain == expected
         assert engine.stats.host_attention.bytes_read > 0
-    assert card.problems == []
+    assert gpu.problems == []
 
 
 def test_new_rows_that_the_host_forgets_are_missed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,21 +168,21 @@ def test_rows_are_not_copied_over_tiles_that_still_cross_the_link(name: str, pai
     """A text ends with the first tiles of the next pass on their way; then another engine's prefill takes their
     place."""
     expected = plainly(CASES[name].plain(), pair)
-    with on_paper() as card, loaded(CASES[name], pair) as first, loaded(CASES[name], pair) as other:
+    with on_paper() as gpu, loaded(CASES[name], pair) as first, loaded(CASES[name], pair) as other:
         said(first, PROMPT)
         said(other, OTHER)
         other.worker.fetch_ahead()
         other.take_prompt(first)
         assert said(other, PROMPT) == expected[0]
         assert other.stats.reused_tokens > 0
-    assert card.problems == []
+    assert gpu.problems == []
 
 
 def test_a_seed_repeats_its_text(pair: Pair) -> None:
     sampling = SamplingParams(temperature=1.0, seed=5)
-    with engine_on_paper(BUSIEST, pair) as (engine, card):
+    with engine_on_paper(BUSIEST, pair) as (engine, gpu):
         assert said(engine, PROMPT, sampling) == said(engine, PROMPT, sampling)
-    assert card.problems == []
+    assert gpu.problems == []
 
 
 @pytest.mark.deep
@@ -192,7 +192,7 @@ def test_a_request_that_is_broken_off_leaves_nothing_under_way(
     """Ctrl-C in a layer's attention, after so many of them: in the prefill, a draft, a retrieval, a verification. What
     runs as a graph has none."""
     expected, attend = plainly(BUSIEST.plain(), pair)[0], Decoder._attend
-    with engine_on_paper(BUSIEST, pair) as (engine, card):
+    with engine_on_paper(BUSIEST, pair) as (engine, gpu):
         calls: list[object] = []
         with monkeypatch.context() as patch:
             patch.setattr(Decoder, "_attend", lambda *args: (calls.append(args), attend(*args))[1])
@@ -213,11 +213,11 @@ def test_a_request_that_is_broken_off_leaves_nothing_under_way(
                 with pytest.raises(KeyboardInterrupt):
                     said(engine, OTHER)
             assert said(engine) == expected
-    assert card.problems == []
+    assert gpu.problems == []
 
 
 def test_a_session_is_saved_and_restored(pair: Pair, tmp_path: Path) -> None:
-    with engine_on_paper(BUSIEST, pair) as (engine, card):
+    with engine_on_paper(BUSIEST, pair) as (engine, gpu):
         shape = engine.worker.full.shape
         identity = Identity("", "", "", "fp32", 2, shape.num_kv_heads, shape.head_dim, shape.page_tokens)
         longer = [*PROMPT, *said(engine), 1, 2, 3, 4, 5]
@@ -229,34 +229,34 @@ def test_a_session_is_saved_and_restored(pair: Pair, tmp_path: Path) -> None:
         with Store.open(tmp_path / "session", identity) as store:
             assert engine.restore(store, longer) == len(longer)
         assert said(engine, longer, reuse=True) == following
-    assert card.problems == []
+    assert gpu.problems == []
 
 
 def test_chat_works_ahead_on_a_thread_of_its_own(pair: Pair) -> None:
     """The next message's beginning is computed there; a message that comes meanwhile waits for it."""
     background = BackgroundWork()
-    with engine_on_paper(BUSIEST, pair) as (engine, card), closing(background):
+    with engine_on_paper(BUSIEST, pair) as (engine, gpu), closing(background):
         expected = said(engine)
         said(engine, OTHER)
-        launched = card.launches.total()
+        launched = gpu.launches.total()
         background.start(lambda on_progress: engine.precompute(PROMPT[:-3], on_progress=on_progress), "next")
         background.wait(ignore)
-        assert card.launches.total() > launched
+        assert gpu.launches.total() > launched
         assert engine.num_cached == len(PROMPT) - 3
         assert said(engine, PROMPT, reuse=True) == expected
         background.start(lambda on_progress: engine.precompute(OTHER, on_progress=on_progress), "another")
         background.break_off()
         assert said(engine) == expected
-    assert card.problems == []
+    assert gpu.problems == []
 
 
 OF_ROWS = test_cuda.test_a_row_of_a_product_does_not_depend_on_its_place_among_the_rows  # tried further below
-# A product's bits in Triton are those of a card, and this card computes on a CPU.
+# A product's bits in Triton are those of a GPU, and this GPU computes on a CPU.
 BITS = test_cuda.test_a_row_of_a_product_with_weights_in_few_bits_does_not_depend_on_the_rows_beside_it
 # So are programs of what crosses the link in fewer bits: see packed_interpreted.py and low_bits_interpreted.py.
 FEWER_BITS = test_cuda.test_tokens_are_the_same_in_whatever_bits_weights_and_pages_cross_the_link
 APART = (OF_ROWS, BITS, FEWER_BITS)
-CARD_TESTS = {name: test for name, test in vars(test_cuda).items() if name.startswith("test_") and test not in APART}
+GPU_TESTS = {name: test for name, test in vars(test_cuda).items() if name.startswith("test_") and test not in APART}
 QUICK = ("test_a_host_block", "test_a_block_can", "test_copies_arrive", "test_a_copy_home")  # without a model
 
 
@@ -264,11 +264,11 @@ QUICK = ("test_a_host_block", "test_a_block_can", "test_copies_arrive", "test_a_
     "test",
     [
         pytest.param(test, marks=[] if name.startswith(QUICK) else [pytest.mark.deep])
-        for name, test in CARD_TESTS.items()
+        for name, test in GPU_TESTS.items()
     ],
-    ids=CARD_TESTS,
+    ids=GPU_TESTS,
 )
-def test_the_tests_for_a_card_pass_on_paper(test: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tests_for_a_gpu_pass_on_paper(test: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """With smaller products and shorter prompts, of two tiles a layer."""
     monkeypatch.setattr(test_cuda, "SIDE", 256)
     monkeypatch.setattr(test_cuda, "LONG", 1100)
@@ -280,25 +280,25 @@ def test_the_tests_for_a_card_pass_on_paper(test: Callable[[], None], monkeypatc
     monkeypatch.setattr(hardware, "_has_kernels", lambda new_enough: new_enough)
     monkeypatch.setattr(choice, "cache_problem", lambda sizing: "on paper")
     monkeypatch.setattr(link_bits, "_problem", lambda sizing: "on paper")
-    with on_paper() as card:
+    with on_paper() as gpu:
         test()
-    assert card.problems == []
+    assert gpu.problems == []
 
 
 @pytest.mark.parametrize("planted", ["mm", "bmm", None])
-def test_the_test_of_a_rows_place_passes_on_a_card_without_that_and_fails_on_one_with_it(
+def test_the_test_of_a_rows_place_passes_on_a_gpu_without_that_and_fails_on_one_with_it(
     planted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a card's library does nobody knows here, and what a CPU's does says nothing of it: so the test itself is
-    tried, on a card that takes each row by itself and on two that split a row's sum by its place."""
+    """What a GPU's library does nobody knows here, and what a CPU's does says nothing of it: so the test itself is
+    tried, on a GPU that takes each row by itself and on two that split a row's sum by its place."""
     monkeypatch.setattr(test_cuda, "WIDTHS", ((256, 704),))
-    with on_paper() as card:
-        products_by_row(card, monkeypatch, split=planted)
+    with on_paper() as gpu:
+        products_by_row(gpu, monkeypatch, split=planted)
         if planted is None:
             OF_ROWS()
         else:
             with pytest.raises(AssertionError):
                 OF_ROWS()
-    assert card.launches["mm"] > 0
-    assert (card.launches["bmm"] > 0) == (planted != "mm")
-    assert card.problems == []
+    assert gpu.launches["mm"] > 0
+    assert (gpu.launches["bmm"] > 0) == (planted != "mm")
+    assert gpu.problems == []

@@ -25,7 +25,7 @@ SAMPLED = SamplingParams(seed=1)
 
 @dataclass(frozen=True)
 class Budget:
-    """Of one pass. launches: kernels and copies. waits: of the host for the card."""
+    """Of one pass. launches: kernels and copies. waits: of the host for the GPU."""
 
     launches: int
     waits: int
@@ -74,17 +74,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def counted(pair: Pair) -> dict[str, Budget]:
     """What each pass took, one after the other on one engine."""
     counted = {}
-    with engine_on_paper(CASE, pair) as (engine, card):
+    with engine_on_paper(CASE, pair) as (engine, gpu):
         for name, (run, _) in PASSES.items():
             said(engine, PROMPT)
             for _ in range(3):  # launched one by one, recorded as a graph, and as a graph
                 engine.precompute(PROMPT)
                 engine.levels["draft"].truncate(0)
                 engine.levels["draft"].forward(PROMPT, 1)
-                launches, waits = card.launches.total(), card.syncs.total()
+                launches, waits = gpu.launches.total(), gpu.syncs.total()
                 run(engine)
-            counted[name] = Budget(card.launches.total() - launches, card.syncs.total() - waits)
-    assert card.problems == []
+            counted[name] = Budget(gpu.launches.total() - launches, gpu.syncs.total() - waits)
+    assert gpu.problems == []
     return counted
 
 

@@ -1,6 +1,6 @@
-"""The card on paper has teeth: each of these mistakes in a schedule, planted in the real source, is reported.
+"""The GPU on paper has teeth: each of these mistakes in a schedule, planted in the real source, is reported.
 
-Values are right with all of them, since the card on paper computes at once; on a real card they would be wrong now and
+Values are right with all of them, since the GPU on paper computes at once; on a real GPU they would be wrong now and
 then. Left out, because nothing goes wrong without them today: copies on the stream that computes (they only take
 longer), the wait for what an abandoned slot still gets before another copy into it (both are in one stream), the same
 at the start of the streamed layers, and the host's wait until gathered chunks have left (a copy that blocks follows,
@@ -23,11 +23,11 @@ import pytest
 
 from models import save_pair
 from offload.model.decoder import Decoder
-from paper.card import Card
 from paper.engines import CASES, OTHER, PROMPT, Pair, engine_on_paper, said
+from paper.gpu import GpuKernels
 
 GONE = "in a graph uses memory that was given back"
-RACE, DROPPED, MIXED, UNPINNED = "race: ", "given back while", "on the card and on the host", "not pinned"
+RACE, DROPPED, MIXED, UNPINNED = "race: ", "given back while", "on the GPU and on the host", "not pinned"
 LINK, MEMORY, WEIGHTS = "offload.transfer.link", "offload.transfer.memory", "offload.transfer.weights"
 RESIDENCE, READER, FETCH = "offload.cache.residence", "offload.cache.reader", "offload.cache.fetch"
 HIDDEN_ROWS = "offload.transfer.hidden_rows"
@@ -257,7 +257,7 @@ BUGS = [
     ),
     Bug(
         "a draft looks at its token while it is recorded",
-        "offload.decode.on_card",
+        "offload.decode.on_gpu",
         "token, mass = _draw(probs[0], uniform)",
         "token, mass = _draw(probs[0], uniform); token.item()",
         "draft, kv streamed",
@@ -265,7 +265,7 @@ BUGS = [
     ),
     Bug(
         "a verification looks at what it accepts while it is recorded",
-        "offload.decode.on_card",
+        "offload.decode.on_gpu",
         "token, mass = _draw(_last_row(drafted, draft_probs, target_probs, accepted), uniforms[n:])",
         "token, mass = _draw(_last_row(drafted, draft_probs, target_probs, accepted), uniforms[n:]); accepted.item()",
         "draft, kv streamed",
@@ -321,12 +321,12 @@ def _changed(real: Any, edited: Any) -> Iterator[tuple[object, str, object]]:
             yield from _changed(own, value)
 
 
-def rehearse(case: str, pair: Pair) -> Iterator[Card]:
-    """The card after each of some requests, one of which is broken off."""
-    with engine_on_paper(CASES[case], pair) as (engine, card):
+def rehearse(case: str, pair: Pair) -> Iterator[GpuKernels]:
+    """The GPU after each of some requests, one of which is broken off."""
+    with engine_on_paper(CASES[case], pair) as (engine, gpu):
         for request, prompt in ((said, PROMPT), (said, OTHER), (_broken_off, PROMPT), (said, OTHER)):
             request(engine, prompt)
-            yield card
+            yield gpu
 
 
 def _broken_off(engine: Any, prompt: Sequence[int]) -> None:
@@ -353,8 +353,8 @@ FIRST = {(bug.module, bug.reported): bug for bug in reversed(BUGS)}  # of each m
 def test_a_planted_bug_is_reported(bug: Bug, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(bug, monkeypatch)
     problems: list[str] = []
-    for card in rehearse(bug.case, pair):
-        problems = card.problems  # it goes on when the engine is closed
+    for gpu in rehearse(bug.case, pair):
+        problems = gpu.problems  # it goes on when the engine is closed
         if any(bug.reported in problem for problem in problems):
             break
     assert any(bug.reported in problem for problem in problems), problems
@@ -363,4 +363,4 @@ def test_a_planted_bug_is_reported(bug: Bug, pair: Pair, monkeypatch: pytest.Mon
 @pytest.mark.few(2)
 @pytest.mark.parametrize("case", sorted({bug.case for bug in BUGS}))
 def test_without_a_bug_nothing_is_reported(case: str, pair: Pair) -> None:
-    assert [card.problems for card in rehearse(case, pair)] == [[]] * 4
+    assert [gpu.problems for gpu in rehearse(case, pair)] == [[]] * 4

@@ -1,4 +1,4 @@
-"""The target proposes to itself over weights in 4 bits on a card on paper: made there, resident where the exact ones
+"""The target proposes to itself over weights in 4 bits on a GPU on paper: made there, resident where the exact ones
 stream, and of no consequence for the text."""
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ RETRIEVED = replace(SIZES, budget=64)
 CASES = {  # the busiest first, which are tried by default
     "retrieved, both streamed": Case(RETRIEVED, ("kv", "weights"), dtype="bf16"),
     "6 bits, both streamed": Case(replace(RETRIEVED, weight_bits=6), ("kv", "weights"), dtype="bf16"),
-    "all on the card": Case(SIZES, dtype="bf16"),
-    "all on the card, no draft": Case(ALONE, dtype="bf16"),
+    "all on the GPU": Case(SIZES, dtype="bf16"),
+    "all on the GPU, no draft": Case(ALONE, dtype="bf16"),
     "6 bits": Case(replace(SIZES, weight_bits=6), dtype="bf16"),
     "fp16": Case(ALONE, dtype="fp16"),
     "weights streamed": Case(SIZES, ("weights",), resident_layers=1, dtype="bf16"),
-    "retrieved, all on the card": Case(RETRIEVED, dtype="bf16"),
+    "retrieved, all on the GPU": Case(RETRIEVED, dtype="bf16"),
     "retrieved, kv streamed": Case(RETRIEVED, ("kv",), resident_tiles=1, dtype="bf16"),
     "adaptive, both streamed": Case(replace(RETRIEVED, adaptive=True, lookup=True), ("kv", "weights"), dtype="bf16"),
 }
@@ -53,9 +53,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @cache
 def plainly(case: Case, pair: Pair) -> list[list[int]]:
-    with engine_on_paper(case, pair) as (engine, card):
+    with engine_on_paper(case, pair) as (engine, gpu):
         expected = [said(engine, prompt) for prompt in (PROMPT, OTHER)]
-    assert card.problems == []
+    assert gpu.problems == []
     return expected
 
 
@@ -68,7 +68,7 @@ def stats_of(engine: Engine, *names: str) -> LevelStats:
 def test_tokens_are_those_of_plain_decoding_and_every_access_is_ordered(case: Case, pair: Pair) -> None:
     expected = plainly(case.plain(), pair)
     drafted = accepted = 0
-    with engine_on_paper(case, pair) as (engine, card):
+    with engine_on_paper(case, pair) as (engine, gpu):
         for prompt, wanted in zip((PROMPT, OTHER), expected, strict=True):
             assert said(engine, prompt) == wanted
             target = stats_of(engine, "target")
@@ -78,24 +78,24 @@ def test_tokens_are_those_of_plain_decoding_and_every_access_is_ordered(case: Ca
         assert said(engine, PROMPT, reuse=True) == expected[0]
         again = engine.generate(PROMPT, GREEDY, max_tokens=NUM_NEW, speculation=False)
         assert [token for step in again for token in step.tokens] == expected[0]
-    assert card.problems == []
+    assert gpu.problems == []
 
 
 def test_a_seed_repeats_its_text(pair: Pair) -> None:
     sampling = SamplingParams(temperature=1.0, seed=5)
-    with engine_on_paper(BUSIEST, pair) as (engine, card):
+    with engine_on_paper(BUSIEST, pair) as (engine, gpu):
         assert said(engine, PROMPT, sampling) == said(engine, PROMPT, sampling)
-    assert card.problems == []
+    assert gpu.problems == []
 
 
 @pytest.mark.few(2)
 @EVERY
-def test_the_copy_is_of_the_layers_weights_and_on_the_card(case: Case, pair: Pair) -> None:
+def test_the_copy_is_of_the_layers_weights_and_on_the_gpu(case: Case, pair: Pair) -> None:
     with on_paper(), loaded(replace(case, offload=()), pair) as engine:
         exact = list(engine.worker.target.weights.layers)
         bits = case.sizes.weight_bits
         wanted = [{name: _codes_of(getattr(layer, name).weight, bits) for name in OPERATORS} for layer in exact]
-    with engine_on_paper(case, pair) as (engine, card):
+    with engine_on_paper(case, pair) as (engine, gpu):
         weights = engine.worker.parts._low_bits[bits].weights
         assert isinstance(weights.layers, ResidentLayers)
         for layer, codes in zip(weights.layers, wanted, strict=True):
@@ -104,7 +104,7 @@ def test_the_copy_is_of_the_layers_weights_and_on_the_card(case: Case, pair: Pai
                 assert isinstance(ours, Codes)
                 assert isinstance(ours.blocks, PaperTensor)
                 assert torch.equal(ours.blocks.raw, codes[name])
-    assert card.problems == []
+    assert gpu.problems == []
 
 
 def _codes_of(weight: PaperTensor, bits: int) -> torch.Tensor:
@@ -116,21 +116,21 @@ def _codes_of(weight: PaperTensor, bits: int) -> torch.Tensor:
 
 def test_codes_of_weights_that_have_not_arrived_are_reported(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["weights streamed"]
-    with on_paper() as card, monkeypatch.context() as patch:
+    with on_paper() as gpu, monkeypatch.context() as patch:
         patch.setattr(CudaEvent, "wait", lambda event: None)
         with loaded(case, pair):
-            assert any("race: read" in problem and "low_bits" in problem for problem in card.problems)
+            assert any("race: read" in problem and "low_bits" in problem for problem in gpu.problems)
 
 
 def test_a_pass_to_propose_moves_nothing_and_runs_as_a_graph_while_weights_stream(pair: Pair) -> None:
-    with engine_on_paper(BUSIEST, pair) as (engine, card):
+    with engine_on_paper(BUSIEST, pair) as (engine, gpu):
         said(engine)
         level, link = engine.levels["retrieval"], engine.worker.link
         assert link is not None
         for _ in range(3):
-            launches, waits, moved = card.launches.total(), card.syncs.total(), link.stats.bytes_to_device
+            launches, waits, moved = gpu.launches.total(), gpu.syncs.total(), link.stats.bytes_to_device
             level.forward([1], 1)
-        assert card.launches.total() - launches == 5
-        assert card.syncs.total() == waits
+        assert gpu.launches.total() - launches == 5
+        assert gpu.syncs.total() == waits
         assert link.stats.bytes_to_device == moved
-    assert card.problems == []
+    assert gpu.problems == []

@@ -1,4 +1,4 @@
-"""Chunks that a card's kernel fetches from the host by itself, on paper: what it waits for, and who waits for it."""
+"""Chunks that a GPU's kernel fetches from the host by itself, on paper: what it waits for, and who waits for it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from models import save_pair
-from offload.cache.fetch import CardFetch
+from offload.cache.fetch import GpuFetch
 from offload.cache.full import FullCache
 from offload.cache.traffic import Traffic
 from offload.engine import Engine
 
 pytest.importorskip("triton")
 
-from paper.card import Card, on_paper
 from paper.engines import CASES, OTHER, PROMPT, Pair, engine_on_paper, loaded, said
+from paper.gpu import GpuKernels, on_paper
 from paper.kernels import chunks_by_kernel
 from paper.streams import MILLISECONDS
 
@@ -30,24 +30,24 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @contextmanager
-def by_kernel(name: str, pair: Pair) -> Iterator[tuple[Engine, Card]]:
-    with on_paper() as card, pytest.MonkeyPatch.context() as patch:
-        chunks_by_kernel(card, patch)
+def by_kernel(name: str, pair: Pair) -> Iterator[tuple[Engine, GpuKernels]]:
+    with on_paper() as gpu, pytest.MonkeyPatch.context() as patch:
+        chunks_by_kernel(gpu, patch)
         with loaded(CASES[name], pair) as engine:
             assert engine.worker.retrieval is not None
-            assert isinstance(engine.worker.retrieval._chosen._fetch, CardFetch)
-            yield engine, card
+            assert isinstance(engine.worker.retrieval._chosen._fetch, GpuFetch)
+            yield engine, gpu
 
 
-def refreshes(engine: Engine, card: Card) -> list[tuple[int, int]]:
+def refreshes(engine: Engine, gpu: GpuKernels) -> list[tuple[int, int]]:
     """Launches and waits of one after each of some passes."""
     said(engine, PROMPT)
     counted = []
     for count in (1, 3, 4):
         engine.levels["target"].forward([1] * count, count)
-        launches, waits = card.launches.total(), card.syncs.total()
+        launches, waits = gpu.launches.total(), gpu.syncs.total()
         engine.worker.refresh(count)
-        counted.append((card.launches.total() - launches, card.syncs.total() - waits))
+        counted.append((gpu.launches.total() - launches, gpu.syncs.total() - waits))
     return counted
 
 
@@ -56,28 +56,28 @@ def refreshes(engine: Engine, card: Card) -> list[tuple[int, int]]:
 def test_text_is_the_same_and_all_is_ordered(name: str, pair: Pair) -> None:
     texts = []
     for engines in (by_kernel, lambda name, pair: engine_on_paper(CASES[name], pair)):
-        with engines(name, pair) as (engine, card):
+        with engines(name, pair) as (engine, gpu):
             texts.append([said(engine, PROMPT), said(engine, OTHER), said(engine, PROMPT, reuse=True)])
-        assert card.problems == []
+        assert gpu.problems == []
     assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("name", ["retrieval, kv streamed", "retrieval"])
 def test_the_host_does_not_wait_for_a_refresh(name: str, pair: Pair) -> None:
     held = []
-    with by_kernel(name, pair) as (engine, card):
-        for launches, waits in refreshes(engine, card):
+    with by_kernel(name, pair) as (engine, gpu):
+        for launches, waits in refreshes(engine, gpu):
             assert waits == 0
             assert launches <= 42
-        assert card.launches["copy_chunks"] > 3
+        assert gpu.launches["copy_chunks"] > 3
         held.append(engine.worker.retrieval)
     with engine_on_paper(CASES[name], pair) as (engine, other):
         assert all(waits > 0 for _, waits in refreshes(engine, other))
         held.append(engine.worker.retrieval)
-    assert card.problems == other.problems == []
+    assert gpu.problems == other.problems == []
 
 
-def test_the_seconds_of_refreshes_are_the_cards(pair: Pair) -> None:
+def test_the_seconds_of_refreshes_are_the_gpus(pair: Pair) -> None:
     """The host waits for none of them: by its clock they would take next to nothing."""
     with by_kernel("retrieval, kv streamed", pair) as (engine, _):
         for prompt in (PROMPT, OTHER):
@@ -89,9 +89,9 @@ def test_the_seconds_of_refreshes_are_the_cards(pair: Pair) -> None:
 
 def test_a_kernel_that_does_not_wait_for_new_rows_is_reported(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FullCache, "follow_home", lambda cache: None)
-    with by_kernel("retrieval, kv streamed", pair) as (engine, card):
-        refreshes(engine, card)
-        problems = list(card.problems)
+    with by_kernel("retrieval, kv streamed", pair) as (engine, gpu):
+        refreshes(engine, gpu)
+        problems = list(gpu.problems)
         monkeypatch.undo()
     assert any("race: read" in problem and "(copy_chunks)" in problem and "pinned" in problem for problem in problems)
 
@@ -99,13 +99,13 @@ def test_a_kernel_that_does_not_wait_for_new_rows_is_reported(pair: Pair, monkey
 def test_a_host_that_does_not_wait_for_the_kernel_is_reported(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes to the homes, as when a session is opened."""
     for waits in (True, False):
-        with by_kernel("retrieval, kv streamed", pair) as (engine, card), torch.inference_mode():
+        with by_kernel("retrieval, kv streamed", pair) as (engine, gpu), torch.inference_mode():
             if not waits:
                 monkeypatch.setattr(Traffic, "read_by_kernel", lambda traffic: None)
-            refreshes(engine, card)
+            refreshes(engine, gpu)
             full = engine.worker.full
             full.wait_home()
             full.page(0, 0).zero_()
-            reported = [problem for problem in card.problems if "race: write by host" in problem]
+            reported = [problem for problem in gpu.problems if "race: write by host" in problem]
             monkeypatch.undo()
         assert bool(reported) != waits

@@ -1,4 +1,4 @@
-"""The card on paper reports each kind of mistake, and none where there is none."""
+"""The GPU on paper reports each kind of mistake, and none where there is none."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from offload.transfer.link import CudaLink
 from offload.transfer.memory import Memory
-from paper import Card, on_paper
+from paper import GpuKernels, on_paper
 
 DEVICE = torch.device("cuda:0")
 
 
 @pytest.fixture
-def card() -> Iterator[Card]:
-    with on_paper() as card:
-        yield card
+def gpu() -> Iterator[GpuKernels]:
+    with on_paper() as gpu:
+        yield gpu
 
 
 def pinned(size: int = 64) -> Tensor:
@@ -40,30 +40,30 @@ def test_torch_is_as_it_was_afterwards() -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_tensors_compute_and_say_that_they_are_on_the_card(inference: bool, card: Card) -> None:
+def test_tensors_compute_and_say_that_they_are_on_the_gpu(inference: bool, gpu: GpuKernels) -> None:
     rows = torch.randn(4, 6)
     with torch.inference_mode(inference):
-        on_card = rows.to(DEVICE)
-        assert on_card.device == DEVICE
-        assert on_card.is_cuda
-        made = [torch.empty_like(rows, device=DEVICE), torch.arange(3, device=on_card.device), on_card.new_zeros(2)]
-        views = [on_card[1:], on_card.view(-1), on_card.t(), on_card.split(2)[1], on_card[0]]
-        results = [torch.nn.functional.rms_norm(on_card, (6,)), on_card @ on_card.t(), on_card.softmax(-1)]
+        on_gpu = rows.to(DEVICE)
+        assert on_gpu.device == DEVICE
+        assert on_gpu.is_cuda
+        made = [torch.empty_like(rows, device=DEVICE), torch.arange(3, device=on_gpu.device), on_gpu.new_zeros(2)]
+        views = [on_gpu[1:], on_gpu.view(-1), on_gpu.t(), on_gpu.split(2)[1], on_gpu[0]]
+        results = [torch.nn.functional.rms_norm(on_gpu, (6,)), on_gpu @ on_gpu.t(), on_gpu.softmax(-1)]
         assert {each.device for each in [*made, *views, *results]} == {DEVICE}
-        on_card[1, 2:] = 7.0
-        on_card[2:] += on_card[:2]
+        on_gpu[1, 2:] = 7.0
+        on_gpu[2:] += on_gpu[:2]
         rows[1, 2:] = 7.0
         rows[2:] += rows[:2]
-        assert on_card.cpu().equal(rows)
-        assert on_card.tolist() == rows.tolist()
-        assert float(on_card.sum()) == float(rows.sum())
-        assert on_card.to(DEVICE) is on_card
-        assert on_card.float() is on_card
-        assert on_card.to(torch.float64).cpu().equal(rows.double())
-    assert card.problems == []
+        assert on_gpu.cpu().equal(rows)
+        assert on_gpu.tolist() == rows.tolist()
+        assert float(on_gpu.sum()) == float(rows.sum())
+        assert on_gpu.to(DEVICE) is on_gpu
+        assert on_gpu.float() is on_gpu
+        assert on_gpu.to(torch.float64).cpu().equal(rows.double())
+    assert gpu.problems == []
 
 
-def test_a_schedule_with_its_events_is_right(card: Card) -> None:
+def test_a_schedule_with_its_events_is_right(gpu: GpuKernels) -> None:
     link, home, back, slot = CudaLink(DEVICE), pinned(), pinned(), there()
     for value in range(4):
         home.fill_(value)
@@ -72,19 +72,19 @@ def test_a_schedule_with_its_events_is_right(card: Card) -> None:
         slot += 1
         link.to_host(back, slot, (link.record(),)).synchronize()
         assert back.eq(value + 1).all()
-    assert card.problems == []
-    assert card.syncs["event"] == 4
+    assert gpu.problems == []
+    assert gpu.syncs["event"] == 4
 
 
-def test_parts_of_a_block_need_no_order(card: Card) -> None:
+def test_parts_of_a_block_need_no_order(gpu: GpuKernels) -> None:
     link, home, slot = CudaLink(DEVICE), pinned(), there()
     event = link.to_device(slot[:32], home[:32], (link.record(),))
     slot[32:].sum()
     home[32:].fill_(1)
-    assert card.problems == []
+    assert gpu.problems == []
     slot[31:].sum()
     home[31:].fill_(1)
-    assert len(card.problems) == 2
+    assert len(gpu.problems) == 2
     event.synchronize()
 
 
@@ -181,17 +181,17 @@ MISTAKES: dict[Callable[[CudaLink], None], str] = {
     gives_pinned_memory_back_too_early: "256 pinned bytes given back while stream 1 may use them",
     copies_what_is_not_pinned: "a copy of 256 bytes that does not block, of memory that is not pinned",
     copies_what_is_not_in_one_piece: "a copy over the link of memory that is not in one piece",
-    adds_what_is_on_the_host: "add of tensors on the card and on the host, (64,)",
+    adds_what_is_on_the_host: "add of tensors on the GPU and on the host, (64,)",
     waits_for_an_event_of_nothing: "an event is waited for and was never recorded",
     times_events_without_timing: "time is asked of an event that was made without timing",
 }
 
 
 @pytest.mark.parametrize(("mistake", "words"), MISTAKES.items(), ids=[mistake.__name__ for mistake in MISTAKES])
-def test_a_mistake_is_reported_with_its_place(mistake: Callable[[CudaLink], None], words: str, card: Card) -> None:
+def test_a_mistake_is_reported_with_its_place(mistake: Callable[[CudaLink], None], words: str, gpu: GpuKernels) -> None:
     mistake(CudaLink(DEVICE))
-    found = [problem for problem in card.problems if words in problem]
-    assert found, card.problems
+    found = [problem for problem in gpu.problems if words in problem]
+    assert found, gpu.problems
     assert "test_paper_rig.py:" in found[0]
 
 
@@ -209,21 +209,21 @@ def test_a_mistake_is_reported_with_its_place(mistake: Callable[[CudaLink], None
         (lambda rows: torch.cuda.synchronize(), "device"),
     ],
 )
-def test_a_wait_of_the_host_is_counted(ask: Callable[[Tensor], object], kind: str, card: Card) -> None:
+def test_a_wait_of_the_host_is_counted(ask: Callable[[Tensor], object], kind: str, gpu: GpuKernels) -> None:
     rows = there()
-    assert card.syncs.total() == 0
+    assert gpu.syncs.total() == 0
     ask(rows)
-    assert card.syncs == {kind: 1}
+    assert gpu.syncs == {kind: 1}
 
 
-def test_kernels_are_counted_and_views_are_not(card: Card) -> None:
+def test_kernels_are_counted_and_views_are_not(gpu: GpuKernels) -> None:
     rows = there().view(8, 8)[2:].t()
-    assert card.launches == {"zeros": 1}
+    assert gpu.launches == {"zeros": 1}
     torch.nn.functional.linear(rows, rows) + 1
-    assert card.launches == {"zeros": 1, "mm": 1, "add": 1}
+    assert gpu.launches == {"zeros": 1, "mm": 1, "add": 1}
 
 
-def test_memory_is_counted_while_a_view_of_it_lives(card: Card) -> None:
+def test_memory_is_counted_while_a_view_of_it_lives(gpu: GpuKernels) -> None:
     rows = there(1000)
     view = rows[:10]
     del rows
@@ -233,7 +233,7 @@ def test_memory_is_counted_while_a_view_of_it_lives(card: Card) -> None:
     assert torch.cuda.max_memory_allocated() == 4000
 
 
-def test_addresses_tell_places_apart_and_are_no_numbers(card: Card) -> None:
+def test_addresses_tell_places_apart_and_are_no_numbers(gpu: GpuKernels) -> None:
     rows, other = there(), there()
     assert rows[16:].data_ptr() == rows.view(8, 8)[2].data_ptr() == rows.view(torch.uint8)[64:].data_ptr()
     assert rows.data_ptr() not in (rows[1:].data_ptr(), other.data_ptr())

@@ -122,7 +122,7 @@ class TestTheFile:
         save_rates("here", {"CPU": replace(TWO_CORES, measured=True)})
         save_times("here", "CPU", {"one": PASS_TIMES})
         save_times("here", "CPU", {"two": replace(PASS_TIMES, mass_share=0.25)})
-        save_rates("here", {"card": replace(TWO_CORES, measured=True)})
+        save_rates("here", {"gpu": replace(TWO_CORES, measured=True)})
         assert load_times("here", "CPU", "one") == PASS_TIMES
         assert load_times("here", "CPU", "two") == replace(PASS_TIMES, mass_share=0.25)
         assert load_rates("here", "CPU") == replace(TWO_CORES, measured=True)

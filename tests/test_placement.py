@@ -160,11 +160,11 @@ def test_a_cache_that_the_system_refuses_names_the_context_that_fits(monkeypatch
 
 # The embedding.
 
-CARD = Hardware("cuda:0", "card", 24 * 10**9, 128 * 10**9, True, RTX_4090)
+GPU = Hardware("cuda:0", "gpu", 24 * 10**9, 128 * 10**9, True, RTX_4090)
 LARGE = replace(LLAMA2_13B, vocab_size=152_064, max_positions=131_072)
 
 
-def on_a_card(hardware: Hardware = CARD, target: ModelConfig = LARGE, **options: object) -> Plan:
+def on_a_gpu(hardware: Hardware = GPU, target: ModelConfig = LARGE, **options: object) -> Plan:
     asked = Options(**options)  # type: ignore[arg-type]
     return make_plan(target, None, asked, hardware, num_prompt_tokens=30_000, max_tokens=200)
 
@@ -173,12 +173,12 @@ def test_where_something_is_offloaded_the_embedding_is_on_the_host() -> None:
     """A pass reads a few rows of it; each rank has its own."""
     table = 152_064 * 5120 * 2
     for number in (1, 2):
-        placement = on_a_card(replace(CARD, num_devices=number)).placement
+        placement = on_a_gpu(replace(GPU, num_devices=number)).placement
         assert placement.embeds_on_host
         assert placement.host_bytes["target embeddings"] == number * table
         assert placement.device_bytes["target embeddings"] == table + 5120 * 2  # the head, the last norm
         assert number == 1 or placement.other_device_bytes["target embeddings"] == 5120 * 2
-    resident = on_a_card(replace(CARD, device_free_bytes=200 * 10**9)).placement
+    resident = on_a_gpu(replace(GPU, device_free_bytes=200 * 10**9)).placement
     assert not resident.embeds_on_host
     assert resident.device_bytes["target embeddings"] == 2 * table + 5120 * 2
 
@@ -186,23 +186,23 @@ def test_where_something_is_offloaded_the_embedding_is_on_the_host() -> None:
 @pytest.mark.parametrize(
     ("hardware", "target"),
     [
-        (CARD, replace(LARGE, tie_embeddings=True)),
-        (replace(CARD, has_kernels=False), LARGE),
-        (replace(CARD, device="cpu", device_free_bytes=300 * 10**9, host_free_bytes=300 * 10**9), LARGE),
+        (GPU, replace(LARGE, tie_embeddings=True)),
+        (replace(GPU, has_kernels=False), LARGE),
+        (replace(GPU, device="cpu", device_free_bytes=300 * 10**9, host_free_bytes=300 * 10**9), LARGE),
     ],
     ids=["the head is the same", "no kernel reads it there", "a CPU has one memory"],
 )
 def test_the_embedding_stays_where_it_has_to(hardware: Hardware, target: ModelConfig) -> None:
-    placement = on_a_card(hardware, target, offload=frozenset({"kv", "weights"})).placement
+    placement = on_a_gpu(hardware, target, offload=frozenset({"kv", "weights"})).placement
     assert not placement.embeds_on_host
     assert "target embeddings" not in placement.host_bytes
 
 
-def test_a_32b_model_in_16_bits_drafts_for_itself_on_one_card_of_24_gb() -> None:
-    """With its embedding on the card a copy in 4 bits had no room there, and a token took over a second."""
+def test_a_32b_model_in_16_bits_drafts_for_itself_on_one_gpu_of_24_gb() -> None:
+    """With its embedding on the GPU a copy in 4 bits had no room there, and a token took over a second."""
     large = replace(
         LARGE, hidden_size=5120, intermediate_size=27_648, num_layers=64, num_heads=40, num_kv_heads=8, head_dim=128
     )
-    made = on_a_card(target=large)
+    made = on_a_gpu(target=large)
     assert made.composition.weight_bits == 4
     assert made.predicted.seconds_per_token < 0.3

@@ -105,8 +105,8 @@ def test_device_memory_is_filled_with_weights_first_then_tiles() -> None:
 
 
 def test_prefill_has_room_for_all_tiles_of_the_layer_that_keeps_the_fewest() -> None:
-    card = replace(GPU, device_free_bytes=24 * GIB - 200 * 10**6)
-    made = plan(Options(speculation=False), target=LLAMA_7B, draft=None, hardware=card, prompt=120_000).placement
+    gpu = replace(GPU, device_free_bytes=24 * GIB - 200 * 10**6)
+    made = plan(Options(speculation=False), target=LLAMA_7B, draft=None, hardware=gpu, prompt=120_000).placement
     count = -(-120_200 // 8192)
     assert made.resident_tiles % 32 > 0  # layers keep unlike numbers
     streamed = -(-(32 * count - made.resident_tiles) // 32)
@@ -116,7 +116,7 @@ def test_prefill_has_room_for_all_tiles_of_the_layer_that_keeps_the_fewest() -> 
 @pytest.mark.parametrize("budget", [512, 4096, 16_384])
 @pytest.mark.parametrize("hardware", [CPU, GPU])
 def test_a_prefill_and_the_retrieval_cache_have_the_same_bytes(hardware: Hardware, budget: int) -> None:
-    """Both were counted: 3 GB of a card went unused by 7B at 120,000 tokens, 3.7 GB by 13B."""
+    """Both were counted: 3 GB of a GPU went unused by 7B at 120,000 tokens, 3.7 GB by 13B."""
     made = plan(Options(budget=budget, chunk=16), target=LLAMA_7B, hardware=hardware, prompt=60_000).placement
     hidden, retrieved = 60_200 * 4096 * 2, (budget + 128) * 524288
     moved = (8 - made.resident_tiles // 32) * made.tile_tokens * 524288 // 32
@@ -126,7 +126,7 @@ def test_a_prefill_and_the_retrieval_cache_have_the_same_bytes(hardware: Hardwar
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_where_the_cache_streams_hidden_rows_are_on_the_host_of_each_rank(number: int) -> None:
-    """In the arena they were 1 GB of a card that decoding had no use for."""
+    """In the arena they were 1 GB of a GPU that decoding had no use for."""
     hardware = replace(GPU, num_devices=number, device_free_bytes=48 * GIB)
 
     def placed(*offload: str) -> Placement:
@@ -421,7 +421,7 @@ def test_a_prefills_hidden_rows_cross_the_link_each_way_between_two_layers() -> 
     assert streams.prefill(2000) == pytest.approx((max(there, back) + 2000 * 7 * 384 * 2) / 1e6)
 
 
-def test_rows_go_home_as_fast_as_a_card_writes_to_the_host() -> None:
+def test_rows_go_home_as_fast_as_a_gpu_writes_to_the_host() -> None:
     """Which may be slower than its link brings anything."""
     rates = replace(GPU.rates, to_device=20e9, to_host=1e7, measured=True)
     sizing = Sizing(
@@ -433,7 +433,7 @@ def test_rows_go_home_as_fast_as_a_card_writes_to_the_host() -> None:
     assert found.prefill(30000) == pytest.approx(back / 1e7)
 
 
-def test_several_cards_share_the_computing_of_a_prefill() -> None:
+def test_several_gpus_share_the_computing_of_a_prefill() -> None:
     """And add their sums."""
     one, two = (
         Cost(sizing, place(sizing, 4000, PLAIN), 4000, PLAIN)
@@ -455,7 +455,7 @@ def test_a_looked_up_token_takes_a_row_more() -> None:
 
 
 def test_ranks_share_what_was_measured_of_a_processor_and_its_models() -> None:
-    """Half of the model by half of the processor takes as long as the whole."""
+    """Half of the model by half of the CPU takes as long as the whole."""
     options = Options(speculation=False)
     passes = [
         make_plan(
@@ -513,7 +513,7 @@ def test_a_slow_link_is_worth_a_larger_budget_and_longer_drafts() -> None:
     assert budgets[-1] == 32200 // 2 // 16 * 16
 
 
-def test_on_a_card_a_budget_is_found_to_an_eighth_of_an_octave() -> None:
+def test_on_a_gpu_a_budget_is_found_to_an_eighth_of_an_octave() -> None:
     """There it takes the place of tiles and layers: with powers of two, 7B at 120,000 tokens took 292 ms a token. By a
     hundredth others may be better for the mean text: hard ones are weighed, too."""
     hardware = replace(GPU, rates=RTX_4090)
@@ -712,10 +712,10 @@ def test_the_bytes_of_a_cache_in_4_bits_are_counted() -> None:
     assert "low-bit cache" not in without.device_bytes
 
 
-def test_on_a_card_the_cache_has_4_bits_where_that_is_predicted_to_pay() -> None:
+def test_on_a_gpu_the_cache_has_4_bits_where_that_is_predicted_to_pay() -> None:
     """A pass over it reads its bytes, and those of the weights. Where they have no room, a part of it has 4 bits."""
-    card = replace(GPU, device_free_bytes=48 * GIB, rates=RTX_4090)
-    made = plan(target=LLAMA_7B, draft=None, hardware=card, prompt=120_000)
+    gpu = replace(GPU, device_free_bytes=48 * GIB, rates=RTX_4090)
+    made = plan(target=LLAMA_7B, draft=None, hardware=gpu, prompt=120_000)
     assert made.composition.levels == ("self", "target")
     assert made.composition.kv_bits == 4
     assert made.placement.offload == ("kv",)
@@ -726,7 +726,7 @@ def test_on_a_card_the_cache_has_4_bits_where_that_is_predicted_to_pay() -> None
         (weights + held) / (0.9 * RTX_4090.device_read), rel=0.01
     )
     assert made.predicted.full_pass_seconds > 10 * made.predicted.retrieval_pass_seconds
-    small = plan(target=LLAMA_7B, draft=None, hardware=replace(card, device_free_bytes=24 * GIB), prompt=120_000)
+    small = plan(target=LLAMA_7B, draft=None, hardware=replace(gpu, device_free_bytes=24 * GIB), prompt=120_000)
     part = small.composition
     assert (part.kv_bits, part.levels) == (4, ("retrieval", "target"))
     assert part.budget % part.chunk == 0 < part.budget < 120_000
@@ -735,8 +735,8 @@ def test_on_a_card_the_cache_has_4_bits_where_that_is_predicted_to_pay() -> None
     assert "low-bit cache" not in small.placement.device_bytes
     codes = part.budget * LLAMA_7B.kv_bytes_per_token(2) * 4.75 / 16
     assert codes < small.placement.device_bytes["arena"] < 1.02 * codes
-    card = replace(card, device_free_bytes=24 * GIB)
-    exact = plan(Options(kv_bits=16), target=LLAMA_7B, draft=None, hardware=card, prompt=120_000)
+    gpu = replace(gpu, device_free_bytes=24 * GIB)
+    exact = plan(Options(kv_bits=16), target=LLAMA_7B, draft=None, hardware=gpu, prompt=120_000)
     assert part.budget > 2 * exact.composition.budget
     assert small.predicted.acceptance > exact.predicted.acceptance
     assert small.predicted.seconds_per_token < exact.predicted.seconds_per_token
@@ -792,9 +792,9 @@ def test_a_retrieval_level_comes_along_where_it_is_not_far_from_the_best() -> No
     assert plan(prompt=1000).predicted.refresh_seconds == 0.0
 
 
-@pytest.mark.parametrize(("hardware", "share"), [(CPU, 1.0), (GPU, CACHED_SHARE[12])], ids=["CPU", "card"])
+@pytest.mark.parametrize(("hardware", "share"), [(CPU, 1.0), (GPU, CACHED_SHARE[12])], ids=["CPU", "gpu"])
 def test_in_a_refresh_what_was_not_held_crosses_the_link(hardware: Hardware, share: float) -> None:
-    """As it is packed, to a card; a CPU unpacks it as it gathers it. What is resident does not cross."""
+    """As it is packed, to a GPU; a CPU unpacks it as it gathers it. What is resident does not cross."""
     options = Options(offload=frozenset({"kv"}), budget=4096, chunk=16, kv_bits=16)
     made = plan(options, hardware=hardware)
     capacity, composition = made.request.capacity, made.composition

@@ -188,8 +188,8 @@ def test_an_error_is_raised_as_what_it_is_with_its_rank() -> None:
 def test_a_rank_that_is_lost_ends_all_others_and_stays_the_one_that_is_named() -> None:
     with team(4) as (made, others, called):
         told = made.tell("stats")
-        others[1].send({"failed": "out of cards", "traceback": "line 7"})
-        with pytest.raises(RankFailed, match="rank 2 failed: out of cards; the other ranks are ended") as failed:
+        others[1].send({"failed": "out of GPUs", "traceback": "line 7"})
+        with pytest.raises(RankFailed, match="rank 2 failed: out of GPUs; the other ranks are ended") as failed:
             made.replies(told)
         assert "line 7" in str(failed.value.__cause__)
         for other in others:

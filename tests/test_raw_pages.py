@@ -38,7 +38,7 @@ from offload.transfer.memory import Memory
 from processor import best
 from test_caches import LAYERS, ROWS, Driver, Rounds, Tape, assert_same_bits_throughout
 from test_caches import ROUNDS as SOME_ROUNDS
-from test_packed import CARD, PAGE, PAGES, TILE, flags_of, make
+from test_packed import GPU, PAGE, PAGES, TILE, flags_of, make
 from test_placement import DRAFT, PROMPT, TARGET, request
 
 FEWEST = 2 * LAYERS + PAGES  # slots: the last pages of each layer, and what a prefill writes at a time
@@ -428,9 +428,9 @@ def test_the_plan_counts_the_blocks_that_are_pinned(
     model: ModelConfig, tokens: int, host_attention: float | None, num_devices: int
 ) -> None:
     if host_attention and (num_devices > 1 or tokens < 100_000):
-        pytest.skip("several cards refuse it, and no tile might stream")
+        pytest.skip("several GPUs refuse it, and no tile might stream")
     options = Options(offload=frozenset({"kv", "weights"}), host_attention=host_attention, weight_bits=16, kv_bits=16)
-    hardware = replace(CARD, num_devices=num_devices)
+    hardware = replace(GPU, num_devices=num_devices)
     plan = make_plan(model, LLAMA_68M, options, hardware, num_prompt_tokens=tokens, max_tokens=256)
     assert plan.placement.link_bits == 12
     assert bool(plan.placement.host_tiles) == bool(host_attention)
@@ -445,8 +445,8 @@ def test_the_plan_counts_the_blocks_that_are_pinned(
 
 def test_tiles_that_the_host_attends_to_lie_as_they_are() -> None:
     options = Options(kv_bits=16, weight_bits=16, budget=8192)
-    plan = make_plan(LLAMA2_7B, LLAMA_68M, options, CARD, num_prompt_tokens=119_744, max_tokens=256)
-    sizing = Sizing(LLAMA2_7B, LLAMA_68M, options, CARD, "bf16")
+    plan = make_plan(LLAMA2_7B, LLAMA_68M, options, GPU, num_prompt_tokens=119_744, max_tokens=256)
+    sizing = Sizing(LLAMA2_7B, LLAMA_68M, options, GPU, "bf16")
     some = with_host_tiles(sizing, plan.request.capacity, plan.placement, 100)
     more = some.host_bytes["kv cache"] - plan.placement.host_bytes["kv cache"]
     assert more == pytest.approx(0.241 * 100 * sizing.tile_bytes(plan.request.capacity), rel=0.01)
@@ -455,6 +455,6 @@ def test_tiles_that_the_host_attends_to_lie_as_they_are() -> None:
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(8, 128), (40, 128), (2, 48), (1, 64), (3, 16)])
 def test_a_packed_page_has_the_bytes_that_are_planned(num_kv_heads: int, head_dim: int) -> None:
     model = replace(LLAMA2_7B, num_heads=num_kv_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    sizing = Sizing(model, None, Options(), CARD, "bf16")
+    sizing = Sizing(model, None, Options(), GPU, "bf16")
     packing = TileShape(num_kv_heads, head_dim, PAGE_TOKENS, 16, torch.bfloat16).packing
     assert sizing._packed_page_bytes == 2 * packing.nbytes

@@ -1,7 +1,7 @@
-"""Models of 7B and 13B parameters at 120,000 tokens, as planned for cards of 24 GB, on paper and without their bytes:
+"""Models of 7B and 13B parameters at 120,000 tokens, as planned for GPUs of 24 GB, on paper and without their bytes:
 every kind of pass keeps its budget of launches and waits, orders all that it does, and allocates what is planned.
 
-Attention of few rows is launched as on a card, by the Triton programs, which are not run. Budgets may only go down.
+Attention of few rows is launched as on a GPU, by the Triton programs, which are not run. Budgets may only go down.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Case:
     any more: their slots are for others then."""
 
     target: ModelConfig
-    num_cards: int
+    num_gpus: int
     offload: tuple[str, ...]
     budgets: tuple[tuple[int, int], ...]
     bits: dict[str, int] = field(default_factory=dict)
@@ -68,34 +68,32 @@ CASES = {
         LLAMA2_7B, 1, ("kv",), ((2181, 0), (2181, 0), (5, 0), (5, 0), (1155, 0), (14253, 6)), EXACT_WEIGHTS
     ),
     "13B": Case(LLAMA2_13B, 1, ("kv", "weights"), ((2967, 0), (2967, 0), (5, 0), (5, 0), (1487, 0), (18057, 6))),
-    "13B, two cards": Case(
-        LLAMA2_13B, 2, ("kv",), ((2887, 0), (2887, 0), (927, 0), (5, 0), (80, 0), (17977, 6)), EXACT
-    ),
+    "13B, two GPUs": Case(LLAMA2_13B, 2, ("kv",), ((2887, 0), (2887, 0), (927, 0), (5, 0), (80, 0), (17977, 6)), EXACT),
 }
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_every_kind_of_pass_keeps_its_budget_and_the_plan_its_bytes(case: Case) -> None:
-    plan = planned(case.target, LLAMA_68M, case.num_cards, **case.bits)
+    plan = planned(case.target, LLAMA_68M, case.num_gpus, **case.bits)
     assert plan.placement.offload == case.offload
     counted = {}
-    with worker_without_bytes(plan, case.target, LLAMA_68M) as (worker, card):
+    with worker_without_bytes(plan, case.target, LLAMA_68M) as (worker, gpu):
         for level, num_rows in (("target", 16), ("retrieval", 16), ("draft", 300)):
             worker.levels[level].forward([1] * num_rows, 1)  # the first pass makes and fetches more
         worker.refresh(1)  # likewise
         for level in ("retrieval", "draft"):
-            for _ in range(2):  # the second one records a graph, where all weights are on the card
+            for _ in range(2):  # the second one records a graph, where all weights are on the GPU
                 worker.levels[level].forward([1], 1)
         for name, run in PASSES.items():
-            launches, waits = card.launches.total(), card.syncs.total()
+            launches, waits = gpu.launches.total(), gpu.syncs.total()
             run(worker)
-            counted[name] = (card.launches.total() - launches, card.syncs.total() - waits)
+            counted[name] = (gpu.launches.total() - launches, gpu.syncs.total() - waits)
         ledger = worker.memory.allocated()["host"]
-    assert card.problems == []
-    assert bool(card.launches["multiply_codes"]) == (plan.composition.weight_bits < 16) == (not case.bits)
-    assert card.bytes_peak <= plan.placement.total_device_bytes
-    planned_there = {name: size // case.num_cards for name, size in plan.placement.host_bytes.items()}
+    assert gpu.problems == []
+    assert bool(gpu.launches["multiply_codes"]) == (plan.composition.weight_bits < 16) == (not case.bits)
+    assert gpu.bytes_peak <= plan.placement.total_device_bytes
+    planned_there = {name: size // case.num_gpus for name, size in plan.placement.host_bytes.items()}
     assert all(size <= planned_there[name] for name, size in ledger.items())
     assert ledger["kv cache"] == planned_there["kv cache"]
     assert ledger["raw pages"] == planned_there["raw pages"]
@@ -111,19 +109,19 @@ def test_every_kind_of_pass_keeps_its_budget_and_the_plan_its_bytes(case: Case) 
 def test_hidden_rows_cross_the_link_without_a_wait_of_the_host() -> None:
     """In four blocks as often as where they are on the device: it waits for other things."""
     case, num_tokens = CASES["13B"], 4 * NUM_PREFILLED
-    plan = planned(case.target, LLAMA_68M, case.num_cards)
-    with worker_without_bytes(plan, case.target, LLAMA_68M, with_flash=True) as (worker, card):
+    plan = planned(case.target, LLAMA_68M, case.num_gpus)
+    with worker_without_bytes(plan, case.target, LLAMA_68M, with_flash=True) as (worker, gpu):
         streamed, dtype = worker._hidden_rows, worker.full.shape.dtype
         resident = ResidentRows(worker.full.arena, case.target.hidden_size, dtype, block=NUM_PREFILLED)
         moved, waits = [], []
         for rows in (resident, resident, streamed):  # the first one sends other pages home, too
-            before, waited = worker.link_stats, card.syncs.total()
+            before, waited = worker.link_stats, gpu.syncs.total()
             worker._hidden_rows = rows
             _prefill(worker, num_tokens)
             moved.append(worker.link_stats - before)
-            waits.append(card.syncs.total() - waited)
-    assert card.problems == []
-    assert card.bytes_peak <= plan.placement.total_device_bytes
+            waits.append(gpu.syncs.total() - waited)
+    assert gpu.problems == []
+    assert gpu.bytes_peak <= plan.placement.total_device_bytes
     crossed = (case.target.num_layers - 1) * num_tokens * case.target.hidden_size * 2
     assert moved[2].bytes_to_device - moved[1].bytes_to_device == crossed
     assert moved[2].bytes_to_host - moved[1].bytes_to_host == crossed
@@ -132,36 +130,36 @@ def test_hidden_rows_cross_the_link_without_a_wait_of_the_host() -> None:
 
 @pytest.mark.deep
 def test_a_cache_in_4_bits_keeps_the_plans_bytes() -> None:
-    """On a card of 48 GB: what its passes and the encoding of new tokens take, and that nothing waits in a pass."""
+    """On a GPU of 48 GB: what its passes and the encoding of new tokens take, and that nothing waits in a pass."""
     hardware = replace(GPU, device_free_bytes=46 * 10**9)
     options = Options(kv_bits=4, gamma=7)
     plan = make_plan(LLAMA2_7B, LLAMA_68M, options, hardware, num_prompt_tokens=NUM_PROMPT, max_tokens=200)
     assert plan.placement.offload == ("kv",)
-    with worker_without_bytes(plan, LLAMA2_7B, LLAMA_68M) as (worker, card):
+    with worker_without_bytes(plan, LLAMA2_7B, LLAMA_68M) as (worker, gpu):
         cache = worker._copies
         assert isinstance(cache, LowBitCache)
         cache.coded = cache._exact = NUM_PROMPT - 1024  # tokens that were encoded before
         worker.full.kept = NUM_PROMPT
-        card.reset_peak()
-        before = card.bytes_now
+        gpu.reset_peak()
+        before = gpu.bytes_now
         worker.refresh(1)
-        assert 60e6 < card.bytes_peak - before <= plan.placement.device_bytes["fetched chunks"]
+        assert 60e6 < gpu.bytes_peak - before <= plan.placement.device_bytes["fetched chunks"]
         assert cache.coded == (NUM_PROMPT - KV_TAIL) // GROUP * GROUP
         counted = []
         for num_rows in (1, 16, 40):
-            launches, waits = card.launches.total(), card.syncs.total()
-            card.reset_peak()
-            before = card.bytes_now
+            launches, waits = gpu.launches.total(), gpu.syncs.total()
+            gpu.reset_peak()
+            before = gpu.bytes_now
             worker.levels["self"].forward([1] * num_rows, num_rows)
-            assert card.bytes_peak - before <= plan.placement.device_bytes["attention scratch"]
+            assert gpu.bytes_peak - before <= plan.placement.device_bytes["attention scratch"]
             worker.levels["self"].truncate(NUM_PROMPT)
-            counted.append((card.launches.total() - launches, card.syncs.total() - waits))
+            counted.append((gpu.launches.total() - launches, gpu.syncs.total() - waits))
         worker.levels["target"].forward([1] * 16, 1)
-        launches, waits = card.launches.total(), card.syncs.total()
+        launches, waits = gpu.launches.total(), gpu.syncs.total()
         worker.refresh(1)
-        counted.append((card.launches.total() - launches, card.syncs.total() - waits))
-    assert card.problems == []
-    assert card.bytes_peak <= plan.placement.total_device_bytes
+        counted.append((gpu.launches.total() - launches, gpu.syncs.total() - waits))
+    assert gpu.problems == []
+    assert gpu.bytes_peak <= plan.placement.total_device_bytes
     for (launches, waits), most in zip(counted, (647, 647, 1893, 4), strict=True):
         assert launches <= most
         assert waits == 0
@@ -170,11 +168,11 @@ def test_a_cache_in_4_bits_keeps_the_plans_bytes() -> None:
 @pytest.mark.deep
 def test_a_triton_program_that_does_not_wait_for_its_keys_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["7B"]
-    plan = planned(case.target, LLAMA_68M, case.num_cards)
-    with worker_without_bytes(plan, case.target, LLAMA_68M) as (worker, card):
+    plan = planned(case.target, LLAMA_68M, case.num_gpus)
+    with worker_without_bytes(plan, case.target, LLAMA_68M) as (worker, gpu):
         monkeypatch.setattr(CudaEvent, "wait", lambda event: None)
         worker.levels["target"].forward([1], 1)
-        problems = card.problems
+        problems = gpu.problems
         monkeypatch.undo()
     assert any("race: read" in problem and "unpack_pages" in problem for problem in problems)
 
@@ -183,13 +181,13 @@ def test_a_triton_program_that_does_not_wait_for_its_keys_is_reported(monkeypatc
 @pytest.mark.parametrize(("name", "launches"), [("7B", 4070), ("7B, exact weights", 3887), ("13B", 5100)])
 def test_flash_attn_takes_a_fourth_of_the_launches_of_a_prefill(name: str, launches: int) -> None:
     case = CASES[name]
-    plan = planned(case.target, LLAMA_68M, case.num_cards, **case.bits)
-    with worker_without_bytes(plan, case.target, LLAMA_68M, with_flash=True) as (worker, card):
-        before, waits = card.launches.total(), card.syncs.total()
+    plan = planned(case.target, LLAMA_68M, case.num_gpus, **case.bits)
+    with worker_without_bytes(plan, case.target, LLAMA_68M, with_flash=True) as (worker, gpu):
+        before, waits = gpu.launches.total(), gpu.syncs.total()
         _prefill(worker)
-        taken, waited = card.launches.total() - before, card.syncs.total() - waits
-    assert card.problems == []
-    assert card.launches["flash_attn_with_kvcache"] == case.target.num_layers * 15  # tiles
-    assert card.bytes_peak <= plan.placement.total_device_bytes
+        taken, waited = gpu.launches.total() - before, gpu.syncs.total() - waits
+    assert gpu.problems == []
+    assert gpu.launches["flash_attn_with_kvcache"] == case.target.num_layers * 15  # tiles
+    assert gpu.bytes_peak <= plan.placement.total_device_bytes
     assert taken <= launches
     assert waited <= case.budgets[-1][1]

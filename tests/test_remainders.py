@@ -1,5 +1,5 @@
 """What bf16 weights have beside their codes in 4 or 6 bits: that both together give every weight back, and that kernels
-and twins agree to the bit. The card's program is in codes_interpreted.py."""
+and twins agree to the bit. The GPU's program is in codes_interpreted.py."""
 
 from __future__ import annotations
 

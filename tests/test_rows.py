@@ -96,7 +96,7 @@ def test_of_sizes_that_round_in_two_ways_the_larger_class_is_found(monkeypatch: 
 
 
 def test_a_machine_that_errs_once_costs_a_size_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen once in about a hundred starts on one processor: the first block of a trial differed from all later ones."""
+    """Seen once in about a hundred starts on one CPU: the first block of a trial differed from all later ones."""
     usual, attend, errors = probe(torch.bfloat16).sizes, rows_module.attend, iter([1.0])
 
     def erring(*args: Any) -> Part:

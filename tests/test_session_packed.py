@@ -1,6 +1,6 @@
 """Sessions whose pages are packed: what comes back, what lies on the disk, what of before is read, what is refused.
 
-Without the processor's kernels pages are written as they are, and packed ones are read all the same.
+Without the CPU's kernels pages are written as they are, and packed ones are read all the same.
 """
 
 from __future__ import annotations

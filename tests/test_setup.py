@@ -1,4 +1,4 @@
-"""The build of the processor's kernels (setup.py), with a stand-in for the compiler: what is installed when it works,
+"""The build of the CPU's kernels (setup.py), with a stand-in for the compiler: what is installed when it works,
 and when it does not.
 """
 
@@ -73,7 +73,7 @@ def test_a_compiler_that_fails_leaves_the_reason_and_no_older_library(source: Pa
     folder = source / NATIVE if arguments == ("--inplace",) else source / "out" / NATIVE
     build(source, WORKS, *arguments)
     said = build(source, FAILS, *arguments)
-    assert "the processor's kernels were not built, torch's operators will run instead: kernels.cpp:1:2: error:" in said
+    assert "the CPU's kernels were not built, torch's operators will run instead: kernels.cpp:1:2: error:" in said
     assert made(folder) == {"unbuilt.txt"}
     assert (folder / "unbuilt.txt").read_text() == "kernels.cpp:1:2: error: no such thing\n"
     build(source, WORKS, *arguments)

@@ -32,7 +32,7 @@ def test_each_sequence_gets_its_rows_back_and_padding_that_is_its_own(sizes: tup
 
 
 def test_as_many_sequences_share_a_block_as_fit() -> None:
-    """A card's blocks have 16 rows: 16 sequences of one row each, or two that verify 8, read every weight once."""
+    """A GPU's blocks have 16 rows: 16 sequences of one row each, or two that verify 8, read every weight once."""
     blocks = Blocks((16,))
     assert SharedBlocks.of([1] * 16, blocks, CPU).sizes == [16]
     assert SharedBlocks.of([8, 8], blocks, CPU).sizes == [16]

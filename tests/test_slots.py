@@ -71,7 +71,7 @@ class _Counted(TorchDispatchMode):
 
 
 def test_no_operator_is_as_large_as_the_context_or_looks_at_numbers() -> None:
-    """Of shapes that depend on no value: on a card the host would wait for it."""
+    """Of shapes that depend on no value: on a GPU the host would wait for it."""
     before = choose(torch.rand(1, 2, 40), 6)
     chosen = choose(torch.rand(1, 2, 4000), 6)
     with _Counted() as counted:

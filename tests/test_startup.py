@@ -1,4 +1,4 @@
-"""The cost of starting, in loaded modules and in processor seconds, which a busy machine hardly changes."""
+"""The cost of starting, in loaded modules and in CPU seconds, which a busy machine hardly changes."""
 
 from __future__ import annotations
 

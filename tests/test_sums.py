@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from offload.errors import RankFailed, UsageError
 from offload.ranks.sums import Sums
 
-CARD = torch.device("cuda:0")
+GPU = torch.device("cuda:0")
 
 
 class Instant:
@@ -55,14 +55,14 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 def nothing() -> None: ...
 
 
-def on_card(size: int, check: Callable[[], None] = nothing) -> Sums:
-    sums = Sums(0, size, CARD, check=check, go=nothing)
+def on_gpu(size: int, check: Callable[[], None] = nothing) -> Sums:
+    sums = Sums(0, size, GPU, check=check, go=nothing)
     sums.connect(FakeStore)
     return sums
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_on_a_card_a_sum_is_gathered_there_and_nothing_waits(
+def test_on_a_gpu_a_sum_is_gathered_there_and_nothing_waits(
     group: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors without bytes raise where the host would have to wait for one."""
@@ -75,22 +75,22 @@ def test_on_a_card_a_sum_is_gathered_there_and_nothing_waits(
 
     monkeypatch.setattr(dist, "all_gather", noted)
     with FakeTensorMode():
-        sums = on_card(size)
-        part = torch.empty(16, 5120, dtype=torch.bfloat16, device=CARD)
+        sums = on_gpu(size)
+        part = torch.empty(16, 5120, dtype=torch.bfloat16, device=GPU)
         with sums.due([(16, 5120)] * 80, part):
             totals = [sums.total(part) for _ in range(80)]
         assert {(total.device, total.dtype, tuple(total.shape)) for total in totals} == {
-            (CARD, torch.bfloat16, (16, 5120))
+            (GPU, torch.bfloat16, (16, 5120))
         }
-    assert gathered == [{CARD}] * 80
+    assert gathered == [{GPU}] * 80
     assert sums.seconds == 80.0
-    assert (group["backend"], group["device_id"]) == ("cpu:gloo,cuda:nccl", CARD)
+    assert (group["backend"], group["device_id"]) == ("cpu:gloo,cuda:nccl", GPU)
 
 
 def test_a_process_is_in_one_group_at_a_time(group: dict[str, Any]) -> None:
-    on_card(2)
+    on_gpu(2)
     with pytest.raises(UsageError, match="close that engine"):
-        on_card(2)
+        on_gpu(2)
 
 
 class AtOnce:
@@ -140,10 +140,10 @@ def test_a_group_is_left_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left == [1]
 
 
-def test_on_a_failure_a_cards_group_is_aborted(group: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_failure_a_gpus_group_is_aborted(group: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's kernels wait for a dead rank for ever."""
     aborted: list[int] = []
-    sums = on_card(2)
+    sums = on_gpu(2)
     monkeypatch.setattr(type(dist.group.WORLD), "abort", lambda self: aborted.append(1))
     sums.abort()
     assert aborted == [1]

@@ -99,7 +99,7 @@ def test_turns_have_to_promise_as_much_more(monkeypatch: pytest.MonkeyPatch, sec
         (True, 2, (3, 2), ""),  # on a CPU they have the same bits wherever they are
     ],
 )
-def test_beside_a_card_a_text_does_not_depend_on_the_tiles_that_the_host_attends_to(
+def test_beside_a_gpu_a_text_does_not_depend_on_the_tiles_that_the_host_attends_to(
     monkeypatch: pytest.MonkeyPatch, is_cpu: bool, number: int, host_tiles: tuple[int, int], problem: str
 ) -> None:
     monkeypatch.setattr(together, "shortage", lambda sizing, placement: None)

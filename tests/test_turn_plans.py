@@ -18,7 +18,7 @@ from offload.plan.together import plan_together
 from offload.plan.turns import Turns
 from test_planner import CPU, DEMO, DRAFT
 
-CARD = Hardware("cuda:0", "a card", 23 * 10**9, 128 * 10**9, True, rates=RTX_4090)
+GPU = Hardware("cuda:0", "a GPU", 23 * 10**9, 128 * 10**9, True, rates=RTX_4090)
 KV, BOTH = frozenset({"kv"}), frozenset({"kv", "weights"})
 SLOW = Options(offload=KV, link_gbps=1.0)
 PROMPT, NEW = 8000, 128
@@ -53,8 +53,8 @@ def price(options: Options, number: int, staged: int, hardware: Hardware = CPU) 
         (replace(SLOW, offload=frozenset({"weights"})), CPU, False),
         (SLOW, replace(CPU, num_devices=2), False),
         (replace(SLOW, link_gbps=1000.0), CPU, False),  # the link takes no time
-        (Options(device_memory=12.0, weight_bits=4), CARD, True),
-        (Options(device_memory=10.0, weight_bits=4), CARD, False),  # so many weights stream that twice is too often
+        (Options(device_memory=12.0, weight_bits=4), GPU, True),
+        (Options(device_memory=10.0, weight_bits=4), GPU, False),  # so many weights stream that twice is too often
     ],
 )
 def test_turns_are_planned_where_they_are_possible_and_pay(options: Options, hardware: Hardware, turns: bool) -> None:
@@ -69,7 +69,7 @@ def test_turns_are_possible_where_what_drafts_uses_no_slots_of_the_pass_under_wa
     streamed = price(replace(SLOW, offload=BOTH), 2, 2)
     assert not streamed.possible
     assert Turns(replace(streamed.cost, composition=replace(streamed.cost.composition, budget=0))).possible
-    assert price(Options(device_memory=10.0, weight_bits=4), 2, 2, CARD).possible
+    assert price(Options(device_memory=10.0, weight_bits=4), 2, 2, GPU).possible
     lookups = replace(price(SLOW, 2, 2).cost.composition, budget=0, draft=False)
     assert price(SLOW, 2, 2).possible
     assert not Turns(replace(price(SLOW, 2, 2).cost, composition=lookups)).possible
@@ -111,16 +111,16 @@ def test_groups_of_an_odd_number_are_a_half_rounded_up_and_the_rest() -> None:
 
 def test_with_few_staged_tiles_the_link_waits_for_passes_that_propose() -> None:
     options = Options(device_memory=12.0, weight_bits=4)
-    wanted, *fewer = price(options, 2, 2, CARD).staging
-    one = price(options, 1, 2, CARD).cost
+    wanted, *fewer = price(options, 2, 2, GPU).staging
+    one = price(options, 1, 2, GPU).cost
     assert wanted == 1 + ceil(one.retrieval_pass(1) / one.tile_link_seconds)
     assert fewer[-1] == 2
-    rates = [price(options, 2, staged, CARD).per_token for staged in (2, wanted, wanted + 1)]
+    rates = [price(options, 2, staged, GPU).per_token for staged in (2, wanted, wanted + 1)]
     assert rates[0] > rates[1] == rates[2]
 
 
 def test_staged_tiles_are_counted_where_there_is_room_for_them() -> None:
-    made = planned(Options(device_memory=12.0, weight_bits=4), 2, CARD).placement
+    made = planned(Options(device_memory=12.0, weight_bits=4), 2, GPU).placement
     tile = made.tile_tokens * LLAMA2_7B.kv_bytes_per_token(2) // LLAMA2_7B.num_layers
     assert made.staging_tiles > 2
     assert made.device_bytes["kv staging"] == 2 * (made.staging_tiles + (made.link_bits < 16)) * tile

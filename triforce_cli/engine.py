@@ -60,7 +60,7 @@ def prepare(
         if problem := prefill_problem(device):
             output.note(f"prompts are read by torch's fused kernel: {problem}")
         if device == "cpu" and (share := others.share()) > BUSY_SHARE:
-            output.note(f"other programs use {share:.0%} of the processor: passes take longer than planned")
+            output.note(f"other programs use {share:.0%} of the CPU: passes take longer than planned")
         return Prepared(models, tokenizer, request)
 
 

@@ -312,7 +312,7 @@ Gpus = Annotated[
     str,
     option(
         "--gpus",
-        'Cards that share the model, or processes on a CPU; "auto": all cards.',
+        'GPUs that share the model, or processes on a CPU; "auto": all GPUs.',
         PLACEMENT,
         metavar="N",
     ),

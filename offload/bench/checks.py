@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from offload.bench.findings import REPORT, TOLERANCES, Named, Shown, error_of
 from offload.bench.text_checks import text_checks
 from offload.errors import TriforceError
-from offload.kernels import card
+from offload.kernels import gpu
 from offload.kernels.attention import fold, unfold
 from offload.kernels.native import fitting
 from offload.kernels.products import Step, Steps, room_to_widen
@@ -81,7 +81,7 @@ def check_device(hardware: Hardware, target: Path, draft: Path | None, on_step: 
 
 def _checks(hardware: Hardware) -> Iterator[Named]:
     broken = f"{OTHER_PATH}; {REPORT}"
-    yield "copies", partial(_copies, hardware), "the memory, the card or its slot changes bytes: test them"
+    yield "copies", partial(_copies, hardware), "the memory, the GPU or its slot changes bytes: test them"
     for model, config in MODELS.items():
         for dtype in _dtypes(hardware):
             trial = Trial(replace(config, num_layers=1), hardware, dtype)
@@ -96,7 +96,7 @@ def _checks(hardware: Hardware) -> Iterator[Named]:
 
 
 def _dtypes(hardware: Hardware) -> list[str]:
-    """Those that the device is fast at, and fp32; a card is asked about fp16 too."""
+    """Those that the device is fast at, and fp32; a GPU is asked about fp16 too."""
     half = ["bf16"] if hardware.fast_bf16 else []
     return [*half, *([] if hardware.is_cpu else ["fp16"]), "fp32"]
 
@@ -148,7 +148,7 @@ class Trial:
     def packs(self) -> bool:
         """Whether pages of this dtype may cross a link packed."""
         device = torch.device(self.hardware.device)
-        unpacks = self.hardware.is_cpu or card.fitting(device, self.config.head_dim).usable
+        unpacks = self.hardware.is_cpu or gpu.fitting(device, self.config.head_dim).usable
         return self.dtype == "bf16" and self.hardware.packs and unpacks
 
     def packed(self) -> Shown:

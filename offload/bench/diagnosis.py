@@ -16,8 +16,8 @@ from offload.bench import measure
 from offload.bench.measure import Copies
 from offload.errors import TriforceError
 from offload.kernels import native
-from offload.kernels.card import card
-from offload.kernels.card.flash import flash
+from offload.kernels.gpu import gpu_kernels
+from offload.kernels.gpu.flash import flash
 from offload.plan import machine, nvml
 from offload.plan.hardware import Hardware, Rates, probe, rates_key
 from offload.plan.machine import Machine
@@ -27,7 +27,7 @@ from offload.transfer.link import make_link
 
 READ_BYTES = 1 << 30  # far more than caches hold
 COPY_BYTES = 256 << 20
-LEAST_BYTES = 256 << 20  # of a card's free memory; with less, there is nothing to measure with
+LEAST_BYTES = 256 << 20  # of a GPU's free memory; with less, there is nothing to measure with
 LOOK_SECONDS = 0.3  # to see what else runs
 SHARE = 8  # at most one part in so many of the free memory is taken for measuring
 
@@ -91,7 +91,7 @@ class Software:
     transformers: str
     attention: str  # what runs
     flash_attn: str | None  # its version, where it is installed
-    kernels: str | None  # the processor's, by their instruction set; None: torch's operators run
+    kernels: str | None  # the CPU's, by their instruction set; None: torch's operators run
     kernels_problem: str = ""  # why
 
 
@@ -211,8 +211,8 @@ def _link_rates(ends: Sequence[Copies]) -> LinkRates:
 
 
 def _gpu(index: int, copy_bytes: int) -> Gpu:
-    """A card that does not work (others have its memory, its driver is another) is part of the diagnosis."""
-    gpu = Gpu(f"cuda:{index}", "unknown card", "", 0, 0, None, (), None)
+    """A GPU that does not work (others have its memory, its driver is another) is part of the diagnosis."""
+    gpu = Gpu(f"cuda:{index}", "unknown GPU", "", 0, 0, None, (), None)
     try:
         properties = torch.cuda.get_device_properties(index)
         free_bytes, _ = torch.cuda.mem_get_info(index)
@@ -240,7 +240,7 @@ def _device(index: int) -> torch.device:
 
 
 def _busy_link(copies: Copies, uuid: str) -> Pcie | None:
-    """The link while bytes cross it: an idle card slows it down."""
+    """The link while bytes cross it: an idle GPU slows it down."""
     waits = [copies.to_device() for _ in range(2 * measure.COPIES_PER_RUN)]
     link = nvml.pcie(uuid)
     waits[-1]()
@@ -253,7 +253,7 @@ def _gpu_rates(device: torch.device, link: LinkRates, free_bytes: int, *, half: 
 
 
 def _half(major: int) -> torch.dtype:
-    """The 16-bit type that cards of this compute capability are fast at."""
+    """The 16-bit type that GPUs of this compute capability are fast at."""
     return torch.bfloat16 if major >= 8 else torch.float16
 
 
@@ -295,7 +295,7 @@ def _attention() -> str:
     if not torch.cuda.is_available():
         return "torch products"
     device = torch.device("cuda")
-    found, prefill = card(device), flash(device)
+    found, prefill = gpu_kernels(device), flash(device)
     few = f"kernels by Triton {found.triton} for few rows" if found.usable else f"torch products ({found.reason})"
     if prefill.usable:
         return f"{few}, and flash-attn {prefill.version} for 16-bit prefill"

@@ -44,7 +44,7 @@ class Cache(Protocol):
 
     @property
     def graph_memory(self) -> Hashable:
-        """Of the forward that began: on a card its rows find all that differs from the last one's in memory, which is
+        """Of the forward that began: on a GPU its rows find all that differs from the last one's in memory, which is
         where it was as long as this is equal. None: they do not."""
         ...
 

@@ -17,8 +17,8 @@ from offload.cache.fetch import Tail, make_fetch
 from offload.cache.full import FullCache
 from offload.cache.places import Places
 from offload.kernels.attention import attend, fold, unfold
-from offload.kernels.card import Card
 from offload.kernels.decode_attention import decode_attention
+from offload.kernels.gpu import GpuKernels
 from offload.kernels.kv_codes import GROUP, KVCodes, order_for
 from offload.kernels.native import FEW_ROWS, Kernels
 from offload.kernels.rope import rotate
@@ -134,7 +134,7 @@ class ChosenRows(_InArena):
     leading = latest = 0
 
     def __init__(
-        self, full: FullCache, *, num_slots: int, chunk: int, tail: int, kernels: Kernels | Card, places: Places
+        self, full: FullCache, *, num_slots: int, chunk: int, tail: int, kernels: Kernels | GpuKernels, places: Places
     ) -> None:
         super().__init__(full, before=num_slots * chunk, tail=tail, step=max(TAIL_TOKENS, chunk))  # whole chunks
         self._chunk, self._places = chunk, places
@@ -158,7 +158,7 @@ class ChosenRows(_InArena):
         (q, k, v), num_rows = qkv, len(qkv[0])
         if self._spans is not None and num_rows <= FEW_ROWS:
             position, row = self._position + taken, self._row + taken
-            return self._attend_spans(layer, Rows(q, k, v, position, row, places=self._places.on_card()))
+            return self._attend_spans(layer, Rows(q, k, v, position, row, places=self._places.on_gpu()))
         places = self._places.rows(taken, num_rows)
         table = places.table()
         places.write((rotate(k, *table), v), self._held[layer])
@@ -194,7 +194,9 @@ class ChosenCodes(_InArena):
 
     leading, latest = EXACT, KV_TAIL
 
-    def __init__(self, full: FullCache, *, num_slots: int, tail: int, kernels: Kernels | Card, places: Places) -> None:
+    def __init__(
+        self, full: FullCache, *, num_slots: int, tail: int, kernels: Kernels | GpuKernels, places: Places
+    ) -> None:
         super().__init__(full, before=EXACT, tail=tail, step=GROUP)
         self._attention = CodedAttention(kernels, full.rope, full.shape.dtype, places)
         self._order, self._num_slots = order_for(kernels), num_slots

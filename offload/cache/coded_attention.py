@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from offload.cache.places import Places
-from offload.kernels.card import Card
 from offload.kernels.decode_attention import decode_attention
+from offload.kernels.gpu import GpuKernels
 from offload.kernels.kv_codes import GROUP, KVCodes
 from offload.kernels.native import Kernels
 from offload.kernels.rope import RopeTable
@@ -21,7 +21,7 @@ class CodedAttention:
     """One layer at a time. kernels: that attend; there have to be some. rope: rounded to `dtype`. places: of the rows,
     of the caller's."""
 
-    def __init__(self, kernels: Kernels | Card, rope: RopeTable, dtype: torch.dtype, places: Places) -> None:
+    def __init__(self, kernels: Kernels | GpuKernels, rope: RopeTable, dtype: torch.dtype, places: Places) -> None:
         spans = decode_attention(kernels, rope, dtype=dtype)
         assert spans is not None
         self._spans, self._places = spans, places
@@ -40,7 +40,7 @@ class CodedAttention:
         taken: rows of the forward before these. qkv: as of `Cache.attend`.
         """
         attended = []
-        for q, k, v in zip(*(x.split(KV_ROWS) for x in qkv), strict=True):  # on a card each takes scratch for all spans
+        for q, k, v in zip(*(x.split(KV_ROWS) for x in qkv), strict=True):  # on a GPU each takes scratch for all spans
             attended.append(self._attend(layer, taken, (q, k, v), exact, codes, num_coded))
             taken += len(q)
         return attended[0] if len(attended) == 1 else torch.cat(attended)
@@ -49,11 +49,11 @@ class CodedAttention:
         self, layer: int, taken: int, qkv: tuple[Tensor, Tensor, Tensor], exact: Tensor, codes: KVCodes, num_coded: int
     ) -> Tensor:
         num_rows, spans, (position, row) = len(qkv[0]), self._spans, self._first
-        on_card = self._places.on_card() is not None
-        places = self._places.rows(taken, num_rows) if on_card else None
+        on_gpu = self._places.on_gpu() is not None
+        places = self._places.rows(taken, num_rows) if on_gpu else None
         rows = Rows(*qkv, position + taken, row + taken, places=places)
-        # A graph is used when there are more; a card hides what is after a row's own.
-        num_exact = exact.shape[2] if on_card else row + taken + num_rows
+        # A graph is used when there are more; a GPU hides what is after a row's own.
+        num_exact = exact.shape[2] if on_gpu else row + taken + num_rows
         slots = -(-num_exact // spans.span)
         run = spans.run(exact, first=0, tokens=num_exact, slot=0)
         spans.begin(rows, slots - (-num_coded // spans.span))

@@ -1,4 +1,4 @@
-"""Chunks and the tail of the retrieval cache, brought from the full cache: by the host, or by a card's own kernel."""
+"""Chunks and the tail of the retrieval cache, brought from the full cache: by the host, or by a GPU's own kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.cache.full import FullCache
-from offload.kernels.card import Card
+from offload.kernels.gpu import GpuKernels
 from offload.kernels.kv_codes import KVCodes, encode
 from offload.kernels.native import Kernels
 from offload.plan.sizing import FETCH_BYTES
@@ -53,7 +53,7 @@ class Fetch(Protocol):
 class HostFetch:
     """The host looks which chunks are wanted, gathers them in pinned memory and copies that over the link."""
 
-    def __init__(self, full: FullCache, chunk: int, kernels: Kernels | Card, num_bytes: int) -> None:
+    def __init__(self, full: FullCache, chunk: int, kernels: Kernels | GpuKernels, num_bytes: int) -> None:
         """num_bytes: of the buffer. kernels: that encode."""
         self._full, self._chunk, self._kernels = full, chunk, kernels
         full.reader.reserve(min(FETCH_BYTES, num_bytes))
@@ -64,7 +64,7 @@ class HostFetch:
             self._full.wait_home()
         else:
             self._full.follow_home()
-            self._fetch_chunks(held, wanted.cpu())  # on a card the host waits here, for the homes too
+            self._fetch_chunks(held, wanted.cpu())  # on a GPU the host waits here, for the homes too
         self._fetch_tail(held, tail)
 
     def tokens(self, start: int, stop: int) -> Tensor:
@@ -112,16 +112,16 @@ class HostFetch:
             held[:, :, :, at : at + stop - start] = self._full.reader.tokens(start, stop)
 
 
-class CardFetch:
+class GpuFetch:
     """A kernel reads the homes itself, those in pinned memory of the host too, and skips the slots whose chunk stays:
     a launch for chunks and one for the tail, of all layers. The host looks at nothing and waits for nothing.
 
     They run on the stream that computes: a retrieval pass, which is next but for a short draft, needs them all.
     """
 
-    def __init__(self, full: FullCache, chunk: int, kernels: Card) -> None:
-        from offload.kernels.card.fetch import ChunkCopy  # it imports Triton, which not every machine has
-        from offload.kernels.card.packed import PackedChunkCopy
+    def __init__(self, full: FullCache, chunk: int, kernels: GpuKernels) -> None:
+        from offload.kernels.gpu.fetch import ChunkCopy  # it imports Triton, which not every machine has
+        from offload.kernels.gpu.packed import PackedChunkCopy
 
         self._full, self._chunk, self._kernels = full, chunk, kernels
         page, packed = full.shape.page_tokens, full.packed
@@ -171,8 +171,8 @@ class CardFetch:
         return torch.empty(size, dtype=shape.dtype, device=full.device)
 
 
-def make_fetch(full: FullCache, chunk: int, kernels: Kernels | Card, num_bytes: int) -> Fetch:
-    """By the card's kernel where it has one and reaches all homes. num_bytes: of the buffer."""
-    if isinstance(kernels, Card) and kernels.usable and (full.all_on_device or kernels_read_host(full.device)):
-        return CardFetch(full, chunk, kernels)
+def make_fetch(full: FullCache, chunk: int, kernels: Kernels | GpuKernels, num_bytes: int) -> Fetch:
+    """By the GPU's kernel where it has one and reaches all homes. num_bytes: of the buffer."""
+    if isinstance(kernels, GpuKernels) and kernels.usable and (full.all_on_device or kernels_read_host(full.device)):
+        return GpuFetch(full, chunk, kernels)
     return HostFetch(full, chunk, kernels, num_bytes)

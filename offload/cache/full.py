@@ -20,8 +20,8 @@ from offload.cache.traffic import Traffic
 from offload.cache.unpacked import Unpacked
 from offload.cache.write_back import WriteBack
 from offload.kernels.attention import fold
-from offload.kernels.card import Card
-from offload.kernels.card.flash import FlashBlock, FlashTiles
+from offload.kernels.gpu import GpuKernels
+from offload.kernels.gpu.flash import FlashBlock, FlashTiles
 from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks
@@ -42,7 +42,7 @@ class FullCache:
     while `record_mass` is set.
     num_resident, num_host: see `TileStore`; in phase "prefill" all tiles are attended to on the device. host_reads: of
     tiles that are attended to on the host. fused_prefill: phase "prefill" attends by torch's fused kernel; flash: by
-    this instead. kernels: the device's own, for phase "decode"; host_kernels: the processor's beside a card.
+    this instead. kernels: the device's own, for phase "decode"; host_kernels: the CPU's beside a GPU.
     packs: pages that stream are packed at home, by `host_kernels`, and unpacked by `kernels`; `link` and bf16 alone.
     raw_pages: `reserve` allocates room for so many that are not packed yet.
     keep_queries: False where `mean_key_scores` is not asked for. arena: phase "prefill" has its turn of it, from
@@ -65,7 +65,7 @@ class FullCache:
         mass_chunk: int | None = None,
         fused_prefill: bool = True,
         flash: FlashTiles | None = None,
-        kernels: Kernels | Card = NONE,
+        kernels: Kernels | GpuKernels = NONE,
         host_kernels: Kernels = NONE,
         packs: bool = False,
         raw_pages: int = 0,
@@ -106,7 +106,7 @@ class FullCache:
         if link is not None and num_host and memory.device.type == "cuda":
             on_host = RopeTable(rope.cos.cpu(), rope.sin.cpu())
             host = TileAttention(shape, on_host, blocks, host_kernels, mass_chunk)
-            self._host_side = HostSide(memory, self.store, link, card=self._attention, host=host, chunk=mass_chunk)
+            self._host_side = HostSide(memory, self.store, link, gpu=self._attention, host=host, chunk=mass_chunk)
         self.record_mass = mass_chunk is not None  # from the next decode forward on
         self.keep_queries = keep_queries  # likewise
         self.length = 0
@@ -150,7 +150,7 @@ class FullCache:
         num_rows = q.shape[0]
         self._taken[layer] += num_rows
         if self._phase == "decode":
-            return self._decode(layer, Rows(q, k, v, start, start, places=self._places.on_card()))
+            return self._decode(layer, Rows(q, k, v, start, start, places=self._places.on_gpu()))
         table = self.rope.rows(start, start + num_rows)
         q, k = rotate(q, *table), rotate(k, *table)
         block = self._prefill_block(q, start)
@@ -308,7 +308,7 @@ class FullCache:
             self._traffic.wait()
 
     def follow_home(self) -> None:
-        """What the device computes from now on comes after that: on a card the host does not wait."""
+        """What the device computes from now on comes after that: on a GPU the host does not wait."""
         if self._traffic is not None:
             self._traffic.order()
 
@@ -349,7 +349,7 @@ class FullCache:
         return Block(fold(q, self.shape.num_kv_heads), start, len(q))
 
     def _decode(self, layer: int, rows: Rows) -> Tensor:
-        """Tiles on the host come first on a CPU: on a card they would take their time beside the others, and so they do
+        """Tiles on the host come first on a CPU: on a GPU they would take their time beside the others, and so they do
         in a rehearsal, since only `end_layer` waits for it."""
         start, stop = rows.index, rows.index + len(rows.q)
         masses = self.mass_chunk is not None and self.record_mass

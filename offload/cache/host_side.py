@@ -1,7 +1,7 @@
-"""Attention beside a card: the processor attends to tiles on the host while the card attends to the others.
+"""Attention beside a GPU: the CPU attends to tiles on the host while the GPU attends to the others.
 
-In a layer the rows leave for the host first, then the card's work is launched; the host waits for the rows, attends,
-and sends what it has to the card, where both are joined: the card's tiles first, whenever either was ready.
+In a layer the rows leave for the host first, then the GPU's work is launched; the host waits for the rows, attends,
+and sends what it has to the GPU, where both are joined: the GPU's tiles first, whenever either was ready.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offload.transfer.memory import Memory
 
 
 class HostSide:
-    """Attends for `card` to tiles whose place is "host", by `host`, whose rotary table is the processor's."""
+    """Attends for `GPU` to tiles whose place is "host", by `host`, whose rotary table is the CPU's."""
 
     def __init__(
         self,
@@ -33,11 +33,11 @@ class HostSide:
         store: TileStore,
         link: Link,
         *,
-        card: TileAttention,
+        gpu: TileAttention,
         host: TileAttention,
         chunk: int | None,
     ) -> None:
-        self._store, self._link, self._card, self._host, self._chunk = store, link, card, host, chunk
+        self._store, self._link, self._gpu, self._host, self._chunk = store, link, gpu, host, chunk
         self._here, self._result = _Pinned(memory), _Pinned(memory)
         self._sent: _Sent | None = None
 
@@ -50,8 +50,8 @@ class HostSide:
         if held:
             self._send(rows)
         if others:
-            self._card.run(residence, layer, rows, others, masses=masses)
-        out, mass = self._joined(residence, layer, rows, held, others, masses) if held else self._card.merge()
+            self._gpu.run(residence, layer, rows, others, masses=masses)
+        out, mass = self._joined(residence, layer, rows, held, others, masses) if held else self._gpu.merge()
         residence.end_layer()
         if mass is None or self._chunk is None:
             return out, None
@@ -71,7 +71,7 @@ class HostSide:
         part = self._returned(self._host.part(), rows.q.device)
         if others:
             before = sum(index < held[0] for index in others) * self._store.shape.tokens
-            part = join(self._card.part(), part, before // self._chunk if self._chunk else 0)
+            part = join(self._gpu.part(), part, before // self._chunk if self._chunk else 0)
         out = part.out.flatten(1).to(rows.q.dtype)
         if part.mass is None:
             return out, None
@@ -99,8 +99,8 @@ class HostSide:
             self._sent = None
 
     def _returned(self, part: Part, device: torch.device) -> Part:
-        """`part` on the card. By the stream that computes and not by the link, where tiles of later layers wait for
-        their turn. The card has read what was sent for the layer before: this layer's rows came after it."""
+        """`part` on the GPU. By the stream that computes and not by the link, where tiles of later layers wait for
+        their turn. The GPU has read what was sent for the layer before: this layer's rows came after it."""
         tensors = [tensor for tensor in (part.out, part.lse, part.mass) if tensor is not None]
         packed = self._result.tensor((sum(tensor.numel() for tensor in tensors),), torch.float32)
         torch.cat([tensor.flatten() for tensor in tensors], out=packed)
@@ -111,7 +111,7 @@ class HostSide:
 
 @dataclass(frozen=True)
 class _Sent:
-    """Rows on their way: `packed` on the card stays until they have `arrived` at `there`."""
+    """Rows on their way: `packed` on the GPU stays until they have `arrived` at `there`."""
 
     packed: Tensor
     there: Tensor

@@ -17,7 +17,7 @@ from offload.cache.coded_attention import EXACT, CodedAttention
 from offload.cache.fetch import Tail, make_fetch
 from offload.cache.full import FullCache
 from offload.cache.places import Places
-from offload.kernels.card import Card
+from offload.kernels.gpu import GpuKernels
 from offload.kernels.kv_codes import GROUP, KVCodes, Order, encode, order_for
 from offload.kernels.native import Kernels
 from offload.plan.sizing import FETCH_BYTES, KV_TAIL, low_bit_tail
@@ -40,7 +40,7 @@ class LowBitCache:
         *,
         num_tokens: int,
         drafted: int,
-        kernels: Kernels | Card,
+        kernels: Kernels | GpuKernels,
         beside: bool = False,
     ) -> None:
         """num_tokens: room for them. drafted: rows, at most, after the full cache's tokens. kernels: that attend; there

@@ -47,7 +47,7 @@ class PackedPages:
     numbers have beside them; was it packed without them before, it is packed anew. One that would take too many escapes
     stays raw. Where nothing that is raw can be packed, there are more slots from then on.
 
-    kernels: the processor's.
+    kernels: the CPU's.
     """
 
     def __init__(self, store: TileStore, memory: Memory, kernels: Kernels, link: Link, traffic: Traffic) -> None:

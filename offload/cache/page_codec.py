@@ -46,7 +46,7 @@ class PageCodes(Protocol):
 
 
 class PageCodec:
-    """Of the pages in `table`. kernels: the processor's. codes: of these pages' tokens, if there are any."""
+    """Of the pages in `table`. kernels: the CPU's. codes: of these pages' tokens, if there are any."""
 
     def __init__(self, shape: TileShape, table: PageTable, kernels: Kernels) -> None:
         assert shape.dtype == torch.bfloat16

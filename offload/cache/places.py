@@ -12,7 +12,7 @@ MAX_ROWS = 64  # of a pass whose places stay where they are
 
 
 class Places:
-    """Those of the forward under way. On a card forwards of as many rows, up to MAX_ROWS, have them at the same
+    """Those of the forward under way. On a GPU forwards of as many rows, up to MAX_ROWS, have them at the same
     addresses; elsewhere they are made when they are asked for."""
 
     def __init__(self, rope: RopeTable) -> None:
@@ -39,8 +39,8 @@ class Places:
         own = slice(first, first + count)
         return RowPlaces(self._all.positions[own], self._all.slots[own], self._rope)
 
-    def on_card(self) -> RowPlaces | None:
-        """Of all rows; None where the device is no card, and a kernel takes numbers instead."""
+    def on_gpu(self) -> RowPlaces | None:
+        """Of all rows; None where the device is no GPU, and a kernel takes numbers instead."""
         return self._all if self._device.type == "cuda" else None
 
     def _numbers(self) -> torch.Tensor:

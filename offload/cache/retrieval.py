@@ -20,7 +20,7 @@ from offload.cache.full import FullCache
 from offload.cache.places import Places
 from offload.cache.selection import Selection, Selector, choose
 from offload.cache.slots import Assignment, assign
-from offload.kernels.card import Card
+from offload.kernels.gpu import GpuKernels
 from offload.kernels.kv_codes import GROUP
 from offload.kernels.native import NONE, Kernels
 from offload.plan.sizing import TAIL_TOKENS
@@ -41,7 +41,7 @@ class RetrievalCache:
         budget: int,
         chunk: int,
         selection: Selection,
-        kernels: Kernels | Card = NONE,
+        kernels: Kernels | GpuKernels = NONE,
         tail: int = TAIL_TOKENS,
         drafted: int = 0,
         bits: int = 16,
@@ -77,7 +77,7 @@ class RetrievalCache:
 
     @property
     def num_fetched(self) -> int:
-        """Chunks that crossed from the full cache, of all layers and heads. On a card the host waits for this."""
+        """Chunks that crossed from the full cache, of all layers and heads. On a GPU the host waits for this."""
         return int(self._num_fetched)
 
     def begin(self, phase: Phase, num_rows: int) -> None:

@@ -1,6 +1,6 @@
 """Which chunk of the full cache each slot of the retrieval cache holds, from one refresh to the next.
 
-Computed where the numbers are, by operators of fixed shapes: on a card the host does not look at them.
+Computed where the numbers are, by operators of fixed shapes: on a GPU the host does not look at them.
 """
 
 from __future__ import annotations

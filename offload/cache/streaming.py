@@ -11,8 +11,8 @@ from torch import Tensor
 from offload.cache import Phase
 from offload.cache.places import Places
 from offload.kernels.attention import Part, attend, count_up, fold, merge, unfold
-from offload.kernels.card import Card
 from offload.kernels.decode_attention import DecodeAttention, decode_attention
+from offload.kernels.gpu import GpuKernels
 from offload.kernels.native import FEW_ROWS, NONE, Kernels
 from offload.kernels.places import RowPlaces
 from offload.kernels.rope import RopeTable, rotate
@@ -43,7 +43,7 @@ class StreamingCache:
         sinks: int,
         window: int,
         slack: int,
-        kernels: Kernels | Card = NONE,
+        kernels: Kernels | GpuKernels = NONE,
     ) -> None:
         self.sinks, self.window, self._rope, self._memory = sinks, window, rope, memory
         self._num_slots = 2 * (window + slack)
@@ -95,7 +95,7 @@ class StreamingCache:
         start, num_rows, num_kv_heads = self.length + self._taken[layer], q.shape[0], k.shape[1]
         self._taken[layer] += num_rows
         if self._spans is not None and num_rows <= FEW_ROWS:
-            index, places = start - self._first, self._places.on_card()
+            index, places = start - self._first, self._places.on_gpu()
             return self._attend_spans(self._spans, layer, Rows(q, k, v, start, index, self.window, places))
         places = self._places.rows(start - self.length, num_rows)
         table = places.table()

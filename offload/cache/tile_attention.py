@@ -12,8 +12,8 @@ from offload.cache.block import Block
 from offload.cache.residence import Residence
 from offload.cache.tiles import TileShape, write_rows
 from offload.kernels.attention import Part, fold
-from offload.kernels.card import Card
 from offload.kernels.decode_attention import MASS_DTYPE, DecodeAttention, decode_attention
+from offload.kernels.gpu import GpuKernels
 from offload.kernels.native import Kernels
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks
@@ -28,7 +28,7 @@ class TileAttention:
     """
 
     def __init__(
-        self, shape: TileShape, rope: RopeTable, blocks: Blocks, kernels: Kernels | Card, chunk: int | None
+        self, shape: TileShape, rope: RopeTable, blocks: Blocks, kernels: Kernels | GpuKernels, chunk: int | None
     ) -> None:
         self._shape, self._rope, self._block_sizes, self._chunk = shape, rope, blocks, chunk
         self._spans = decode_attention(kernels, rope, dtype=shape.dtype, page=shape.page_tokens, chunk=chunk)

@@ -19,7 +19,7 @@ from offload.plan.sizing import PACKED_ESCAPES, PACKED_TOKENS
 from offload.transfer.memory import Memory, Tier, sent
 
 # How a tile is attended to. "device": it lives there. "stream": it lives on the host and crosses the link into a
-# staging slot. "host": it lives on the host, and the processor attends to it there.
+# staging slot. "host": it lives on the host, and the CPU attends to it there.
 Place = Literal["device", "stream", "host"]
 
 

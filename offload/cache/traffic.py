@@ -59,7 +59,7 @@ class Traffic:
         self._settle_kernel()
 
     def order(self) -> None:
-        """What the device computes from now on comes after all rows are home. On a card the host does not wait."""
+        """What the device computes from now on comes after all rows are home. On a GPU the host does not wait."""
         if self._last is not None:
             self._last.wait()
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from offload.cache.packed import Came, PackedPages
 from offload.cache.write_back import WriteBack
-from offload.kernels.card import Card
+from offload.kernels.gpu import GpuKernels
 from offload.kernels.kv_remainders import restore_tile
 from offload.kernels.native import Kernels
 from offload.kernels.packed import unpack_tile
@@ -19,7 +19,7 @@ UNINTERRUPTED = True  # what leaves it is known
 class Unpacked:
     """`tile`, [2, P, H_kv, S, D]. kernels: the device's."""
 
-    def __init__(self, pages: PackedPages, tile: Tensor, link: Link, kernels: Kernels | Card) -> None:
+    def __init__(self, pages: PackedPages, tile: Tensor, link: Link, kernels: Kernels | GpuKernels) -> None:
         self.pages, self.tile, self._kernels = pages, tile, kernels
         self._left: Event = link.record()
 

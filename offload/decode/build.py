@@ -10,7 +10,7 @@ import torch
 
 from offload.decode.lengths import LOOKUP_CHANCES, Adaptive, Estimate, Fixed, PassSeconds
 from offload.decode.lookup import LookupProposer
-from offload.decode.on_card import Beforehand
+from offload.decode.on_gpu import Beforehand
 from offload.decode.proposal import Proposer
 from offload.decode.sampling import SamplingParams, SeededSource, Warping
 from offload.decode.speculation import Charge, Lengths, Level, ModelProposer, Speculator, measured

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from offload.decode.on_card import Draw, Judge
+    from offload.decode.on_gpu import Draw, Judge
     from offload.decode.speculation import Level
 
 T = TypeVar("T")

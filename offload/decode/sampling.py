@@ -47,7 +47,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Warping:
-    """`warp` by these: equal for equal ones, which graphs of a card are told apart by."""
+    """`warp` by these: equal for equal ones, which graphs of a GPU are told apart by."""
 
     params: SamplingParams
 
@@ -83,7 +83,7 @@ def _keep_top_p(probs: Tensor, top_p: float) -> Tensor:
     Of equally likely tokens the first ones. Sorting a whole vocabulary takes longer than a pass of a small model, so
     the likeliest few are tried first.
     """
-    waits = not probs.is_cuda  # to look at a number: a card computes all cases instead
+    waits = not probs.is_cuda  # to look at a number: a GPU computes all cases instead
     for count in dict.fromkeys((min(_LIKELIEST, probs.shape[-1]), probs.shape[-1]) if waits else (probs.shape[-1],)):
         likeliest = probs.topk(count, -1).values
         mass_before = likeliest.double().cumsum(-1) - likeliest  # fp64: how a GPU splits the sum decides nothing

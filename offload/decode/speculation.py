@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.decode.on_card import Beforehand, Draw, Judge, judged, seen, stacked
+from offload.decode.on_gpu import Beforehand, Draw, Judge, judged, seen, stacked
 from offload.decode.passes import Pass, Passes, result_of
 from offload.decode.proposal import Offer, Proposal, Proposer, grades_of
 from offload.decode.sampling import RandomSource, Warp
@@ -50,7 +50,7 @@ class Level(Protocol):
     def then(
         self, tokens: Sequence[int] | Tensor, num_logits: int, compute: Draw | Judge, *given: Tensor
     ) -> tuple[Tensor, ...]:
-        """As `forward`, of tokens on a card too, int64 [n]; `compute` of the logits and of `given`."""
+        """As `forward`, of tokens on a GPU too, int64 [n]; `compute` of the logits and of `given`."""
         ...
 
     def truncate(self, length: int) -> None:
@@ -59,7 +59,7 @@ class Level(Protocol):
 
 
 class ModelProposer:
-    """Draws from a level's own distribution, one token at a time, or on a card as many as are asked for. charge: of
+    """Draws from a level's own distribution, one token at a time, or on a GPU as many as are asked for. charge: of
     each step."""
 
     def __init__(
@@ -78,7 +78,7 @@ class ModelProposer:
         """`propose`, in passes."""
         start, pending = time.perf_counter(), sequence[self._level.length :]
         if isinstance(self._random, Beforehand):
-            return (yield from self._propose_on_card(self._random, pending, num_tokens))
+            return (yield from self._propose_on_gpu(self._random, pending, num_tokens))
         asked = Pass(self._level, pending, 1)
         yield asked
         [logits] = asked.made
@@ -93,7 +93,7 @@ class ModelProposer:
     def prepare(self, num_rows: int, *, wanted: bool) -> float | None:
         return 0.0
 
-    def _propose_on_card(self, random: Beforehand, pending: Sequence[int], num_tokens: int) -> Passes[Proposal]:
+    def _propose_on_gpu(self, random: Beforehand, pending: Sequence[int], num_tokens: int) -> Passes[Proposal]:
         """`num_tokens` tokens: each goes into the next pass before the host has seen it."""
         start, uniforms, waited = time.perf_counter(), random.uniforms(num_tokens), 0.0
         tokens: Sequence[int] | Tensor = pending

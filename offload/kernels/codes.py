@@ -1,4 +1,4 @@
-"""Weights in 4 or 6 bits: made from exact ones by the processor's kernels, multiplied with rows in `kernels.products`.
+"""Weights in 4 or 6 bits: made from exact ones by the CPU's kernels, multiplied with rows in `kernels.products`.
 
 By groups of `GROUP` inputs of a row a weight is low + step * code, both bf16, low no larger than the least of the group
 and step no smaller than its range asks for, so that no code is cut off. The rule needs no text to calibrate on.
@@ -79,7 +79,7 @@ def encode(weight: Tensor, into: Codes, kernels: Kernels) -> None:
 
 
 def encode_in_parts(weight: Tensor, into: Codes) -> None:
-    """The same by torch's operators, on a card. Temporary memory: 64 MB, or that of 16 outputs where it is more."""
+    """The same by torch's operators, on a GPU. Temporary memory: 64 MB, or that of 16 outputs where it is more."""
     outputs, inputs = weight.shape
     at_a_time = max(_ENCODED // inputs // TILE, 1) * TILE
     for first in range(0, outputs, at_a_time):
@@ -104,7 +104,7 @@ def group_codes(numbers: Tensor, bits: int = 4) -> tuple[Tensor, Tensor]:
     most = 2.0**bits - 1.0
     half = 0.5 * numbers.float()  # the range of the largest numbers is above them
     low = _below(2 * half.amin(-1))
-    step = _above((half.amax(-1) - 0.5 * low) / low.new_full((), 0.5 * most))  # torch's cards multiply for a number
+    step = _above((half.amax(-1) - 0.5 * low) / low.new_full((), 0.5 * most))  # torch's GPUs multiply for a number
     step = torch.where(step < _TINY, 0.0, step)
     inverse = torch.where(step > 0, 2.0 / step, 0.0)
     codes = ((half - 0.5 * low[..., None]) * inverse[..., None]).clamp(0, most).round().to(torch.uint8)

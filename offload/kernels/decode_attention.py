@@ -1,4 +1,4 @@
-"""The choice of who attends for few rows: the processor's kernels, a card's, or neither."""
+"""The choice of who attends for few rows: the CPU's kernels, a GPU's, or neither."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from offload.kernels.attention import Part
-from offload.kernels.card import Card
-from offload.kernels.card.tiling import SPAN as CARD_SPAN
+from offload.kernels.gpu import GpuKernels
+from offload.kernels.gpu.tiling import SPAN as GPU_SPAN
 from offload.kernels.kv_codes import KVCodes
 from offload.kernels.native import Kernels
 from offload.kernels.rope import RopeTable
 from offload.kernels.spans import SPAN, Rows, SpanAttention
 
-MASS_DTYPE = torch.bfloat16  # that a card keeps masses in, row by row: they only rank chunks
+MASS_DTYPE = torch.bfloat16  # that a GPU keeps masses in, row by row: they only rank chunks
 
 
 class DecodeAttention(Protocol):
@@ -48,17 +48,22 @@ class DecodeAttention(Protocol):
 
 
 def decode_attention(
-    kernels: Kernels | Card, rope: RopeTable, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None
+    kernels: Kernels | GpuKernels,
+    rope: RopeTable,
+    *,
+    dtype: torch.dtype,
+    page: int | None = None,
+    chunk: int | None = None,
 ) -> DecodeAttention | None:
     """Attention by these kernels over pages of `page` tokens, None: over single pages of any length. None where there
     are no kernels: torch's operators attend then. rope: rounded to `dtype`. chunk: tokens that a mass is of."""
-    if isinstance(kernels, Card):
+    if isinstance(kernels, GpuKernels):
         if not kernels.usable:
             return None
-        from offload.kernels.card.attention import CardAttention  # it imports Triton, which not every machine has
+        from offload.kernels.gpu.attention import GpuAttention  # it imports Triton, which not every machine has
 
-        span = CARD_SPAN if page is None else gcd(CARD_SPAN, page)
-        return CardAttention(rope, dtype=dtype, span=span, chunk=chunk, mass_dtype=MASS_DTYPE)
+        span = GPU_SPAN if page is None else gcd(GPU_SPAN, page)
+        return GpuAttention(rope, dtype=dtype, span=span, chunk=chunk, mass_dtype=MASS_DTYPE)
     if kernels.library is None:
         return None
     return SpanAttention(kernels, rope, dtype=dtype, span=SPAN if page is None else gcd(SPAN, page), chunk=chunk)

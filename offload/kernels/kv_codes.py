@@ -1,5 +1,5 @@
 """Keys and values in 4 bits: made from exact ones by the device's kernels, and attended to in `kernels.spans` or
-`kernels.card.attention`.
+`kernels.gpu.attention`.
 
 By groups of `GROUP` tokens a key is low + step * code of its channel, and by `CHANNELS` a value of its token;
 step and low are bf16. Channels of keys have magnitudes of their own, tokens of values (KIVI, Liu et al. 2024, § 3).
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.kernels.card import Card
 from offload.kernels.codes import group_codes
+from offload.kernels.gpu import GpuKernels
 from offload.kernels.native import Kernels
 from offload.kernels.native.interface import DTYPES, Encoding
 from offload.plan.sizing import KV_CODE_GROUP, KV_CODE_LANES, KV_VALUE_GROUP, kv_code_bytes
@@ -32,8 +32,8 @@ class KVCodes:
     """Whole groups of tokens of layers.
 
     blocks: uint8 [L, H_kv, groups, bytes]: steps and lows of keys, their codes, and the same of values; see
-    native/kv_codes.h. head_dim: channels D. order: of the codes: "lanes", as there, for a processor's vectors, or
-    "matrices", for a card, D a multiple of 16: keys [16 tokens, D] and values [D, 16 tokens], as tensor cores take
+    native/kv_codes.h. head_dim: channels D. order: of the codes: "lanes", as there, for a CPU's vectors, or
+    "matrices", for a GPU, D a multiple of 16: keys [16 tokens, D] and values [D, 16 tokens], as tensor cores take
     them, the last 16 tokens in the high halves.
     """
 
@@ -83,24 +83,24 @@ class KVCodes:
         return [4 * dim, _HALF * dim, 4 * GROUP * -(-dim // CHANNELS), _HALF * lanes]
 
 
-def order_for(kernels: Kernels | Card) -> Order:
+def order_for(kernels: Kernels | GpuKernels) -> Order:
     """Of codes that these kernels attend to."""
-    return "matrices" if isinstance(kernels, Card) else "lanes"
+    return "matrices" if isinstance(kernels, GpuKernels) else "lanes"
 
 
-def encode(rows: Tensor, into: KVCodes, kernels: Kernels | Card, wanted: Tensor | None = None) -> None:
+def encode(rows: Tensor, into: KVCodes, kernels: Kernels | GpuKernels, wanted: Tensor | None = None) -> None:
     """Fill `into` with the codes of rows, [L, 2, H_kv, tokens, D] with each head's [tokens, D] contiguous: on all
-    threads or, on a card, by one launch. wanted: there, int64 [L, H_kv, groups] contiguous, the groups that are
+    threads or, on a GPU, by one launch. wanted: there, int64 [L, H_kv, groups] contiguous, the groups that are
     negative stay as they are."""
     assert into.order == order_for(kernels)
     num_layers, _, num_kv_heads, num_tokens, dim = rows.shape
     assert rows.stride()[3:] == (dim, 1)
     assert into.blocks.shape == KVCodes.shape_of_blocks(num_layers, num_kv_heads, num_tokens, dim)
     assert into.blocks.stride()[2:] == (into.blocks.shape[3], 1)
-    if isinstance(kernels, Card):
-        from offload.kernels.card.kv_codes import encode as encode_on_card  # it imports Triton
+    if isinstance(kernels, GpuKernels):
+        from offload.kernels.gpu.kv_codes import encode as encode_on_gpu  # it imports Triton
 
-        return encode_on_card(rows, into.blocks, wanted)
+        return encode_on_gpu(rows, into.blocks, wanted)
     assert kernels.library is not None
     assert wanted is None
     at = rows.data_ptr()
@@ -114,7 +114,7 @@ def encode(rows: Tensor, into: KVCodes, kernels: Kernels | Card, wanted: Tensor 
 
 
 def encode_with_torch(rows: Tensor, into: KVCodes) -> None:
-    """The same by torch's operators, bit for bit, in either order: what the processor's kernel is tested against."""
+    """The same by torch's operators, bit for bit, in either order: what the CPU's kernel is tested against."""
     keys, values = rows.unflatten(3, (-1, GROUP)).unbind(1)  # [L, H, groups, GROUP, D]
     key_scales, keys = group_codes(keys.transpose(3, 4))  # [L, H, groups, D, 2], [..., D, GROUP]
     dim = rows.shape[4]

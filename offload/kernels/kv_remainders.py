@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.kernels.card import Card
+from offload.kernels.gpu import GpuKernels
 from offload.kernels.intervals import HEAD_BYTES, Intervals, join, split
 from offload.kernels.kv_codes import GROUP, KVCodes, Order
 from offload.kernels.native import Kernels
@@ -86,14 +86,14 @@ def restore_tile(
     codes: Tensor,
     first_group: int,
     shape: PageShape,
-    kernels: Kernels | Card,
+    kernels: Kernels | GpuKernels,
 ) -> None:
     """Those pages of `tile`, bf16 [2, P, H_kv, S, D], whose remainders are in `slot`; of the others nothing is touched.
     flags, starts: as of `unpack_tile`. codes: uint8 [H_kv, groups, bytes] of that layer, in the kernels' order; page 0
     begins with a head's group number `first_group`, less than 0 where its first tokens have none. All are on the
     kernels' device."""
-    if isinstance(kernels, Card):
-        from offload.kernels.card.kv_remainders import restore_pages  # it imports Triton
+    if isinstance(kernels, GpuKernels):
+        from offload.kernels.gpu.kv_remainders import restore_pages  # it imports Triton
 
         return restore_pages(tile, slot, flags, starts, codes, first_group, shape)
     kinds, pages = torch.where((flags == REMAINDER).expand(2, -1))

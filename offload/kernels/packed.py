@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.kernels.card import Card
+from offload.kernels.gpu import GpuKernels
 from offload.kernels.native import Kernels
 from offload.kernels.native.interface import PackedShape
 from offload.kernels.packing import REMAINDER, Packing
@@ -56,12 +56,14 @@ def pack_numbers(numbers: Tensor, packing: Packing, kernels: Kernels) -> tuple[T
     return torch.cat([block[:size] for block, size in parts]), pad(sizes.cumsum(0), (1, 0))
 
 
-def unpack_numbers(content: Tensor, starts: Tensor, out: Tensor, packing: Packing, kernels: Kernels | Card) -> None:
+def unpack_numbers(
+    content: Tensor, starts: Tensor, out: Tensor, packing: Packing, kernels: Kernels | GpuKernels
+) -> None:
     """Fill out, bf16 [n], from what `pack_numbers` gave; all are on the kernels' device."""
-    if isinstance(kernels, Card):
-        from offload.kernels.card.packed import unpack_numbers as unpack_on_card
+    if isinstance(kernels, GpuKernels):
+        from offload.kernels.gpu.packed import unpack_numbers as unpack_on_gpu
 
-        return unpack_on_card(content, starts, out, packing)
+        return unpack_on_gpu(content, starts, out, packing)
     sizes, number = starts.diff(), torch.arange(len(starts) - 1)
     same = torch.ones_like(number)
     parts = [content.data_ptr() + starts[:-1], out.data_ptr() + number * 2 * packing.numbers, 0 * same]
@@ -71,13 +73,13 @@ def unpack_numbers(content: Tensor, starts: Tensor, out: Tensor, packing: Packin
 
 
 def unpack_tile(
-    tile: Tensor, slot: Tensor, flags: Tensor, starts: Tensor, packing: Packing, kernels: Kernels | Card
+    tile: Tensor, slot: Tensor, flags: Tensor, starts: Tensor, packing: Packing, kernels: Kernels | GpuKernels
 ) -> None:
     """The first pages of `tile`, bf16 [2, P, H_kv, S, D], as many as `flags`, uint8 [num_pages], has: those that are
     PACKED, or RAW, in `slot`, of the same size, where each page's keys, a block, and its values begin at these bytes,
     int64 [2, num_pages], multiples of 16. Of REMAINDER nothing is touched. All are on the kernels' device."""
-    if isinstance(kernels, Card):
-        from offload.kernels.card.packed import unpack_pages  # it imports Triton, which not every machine has
+    if isinstance(kernels, GpuKernels):
+        from offload.kernels.gpu.packed import unpack_pages  # it imports Triton, which not every machine has
 
         return unpack_pages(tile, slot, flags, starts, packing)
     kinds, pages = torch.where((flags != REMAINDER).expand(2, -1))

@@ -1,4 +1,4 @@
-"""Products of rows with weights: of any rows, or of a few by the processor's kernels, with the norms before and the
+"""Products of rows with weights: of any rows, or of a few by the CPU's kernels, with the norms before and the
 sums after them."""
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _TILE = 16  # rows: what one of AMX's tiles holds; as bf16 they take half of the
 
 def product(x: Tensor, weight: Tensor | Codes, bias: Tensor | None) -> Tensor:
     """x [T, inputs] times weight [outputs, inputs], transposed, plus bias [outputs], in the dtype of x. By torch's
-    operators; with codes on a card by its own kernel, which unpacks them on the way."""
+    operators; with codes on a GPU by its own kernel, which unpacks them on the way."""
     if not isinstance(weight, Codes):
         return linear(x, weight, bias)
     if not x.is_cuda:
         return linear(x, weight.matrix(x.dtype), bias)
-    from offload.kernels.card import codes  # it imports Triton, which not every machine has
+    from offload.kernels.gpu import codes  # it imports Triton, which not every machine has
 
     return codes.product(x, weight, bias)
 

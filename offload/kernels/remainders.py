@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.kernels.card import Card
 from offload.kernels.codes import GROUP, TILE, Codes
+from offload.kernels.gpu import GpuKernels
 from offload.kernels.intervals import HEAD_BYTES, Intervals, join, split
 from offload.kernels.native import Kernels
 from offload.kernels.native.interface import Remainder as Struct
@@ -47,14 +47,14 @@ def split_off(weight: Tensor, codes: Codes, kernels: Kernels) -> Remainder | Non
     return Remainder(content, escapes)
 
 
-def restore(content: Tensor, escapes: int, codes: Codes, out: Tensor, kernels: Kernels | Card) -> None:
+def restore(content: Tensor, escapes: int, codes: Codes, out: Tensor, kernels: Kernels | GpuKernels) -> None:
     """Fill out, bf16 [outputs, inputs] contiguous, from a remainder's content; all are on the kernels' device."""
     assert out.is_contiguous()
     assert codes.shape == out.shape
-    if isinstance(kernels, Card):
-        from offload.kernels.card.remainders import restore as restore_on_card  # it imports Triton
+    if isinstance(kernels, GpuKernels):
+        from offload.kernels.gpu.remainders import restore as restore_on_gpu  # it imports Triton
 
-        return restore_on_card(content, escapes, codes, out)
+        return restore_on_gpu(content, escapes, codes, out)
     assert kernels.library is not None
     struct = _struct_over(content, escapes, out, codes)
     kernels.library.restore_remainder(ctypes.byref(struct), torch.get_num_threads())

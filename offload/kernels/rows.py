@@ -60,7 +60,7 @@ class Shapes:
 
 @cache
 def equal_blocks(shapes: Shapes, candidates: tuple[int, ...], dtype: torch.dtype, threads: int) -> Blocks:
-    """The largest set of `candidates`, ascending, that round alike on this processor with `threads` threads.
+    """The largest set of `candidates`, ascending, that round alike on this CPU with `threads` threads.
 
     Of several sets of that size, the one with the largest number of rows. The trial's inputs make every exact sum zero,
     so outputs are rounding errors only, and another order of summation shows in nearly all of them. Temporary memory:

@@ -1,4 +1,4 @@
-"""Attention of new rows over spans of keys and values in the processor's memory, by its kernels, and their merge.
+"""Attention of new rows over spans of keys and values in the CPU's memory, by its kernels, and their merge.
 
 Every span is attended to by itself, whenever its keys are at hand; at the end a row's spans are merged, first to last.
 So a row's bits depend on the keys that it sees alone. Letters are those of kernels/attention: T rows, G query heads for
@@ -55,7 +55,7 @@ def coded_run(codes: KVCodes, layer: int, *, tokens: int, slot: int, span: int) 
 class Rows:
     """New rows of a forward: q [T, H, D], k and v [T, H_kv, D], not rotated, each row contiguous. position: of the
     first one in the rotary table; index: of the first one among the runs' positions. window: tokens that rows see of
-    windowed runs. places: both in the memory of a card, `slots` for the index."""
+    windowed runs. places: both in the memory of a GPU, `slots` for the index."""
 
     q: Tensor
     k: Tensor

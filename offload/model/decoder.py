@@ -37,7 +37,7 @@ class Decoder:
     """The layer loop. Knows no concrete cache and no sampling.
 
     config, weights: of the model, or of the shard of it that this rank runs. sums: over the ranks that have the others.
-    kernels: the processor's, for few rows; without them torch's operators run.
+    kernels: the CPU's, for few rows; without them torch's operators run.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Decoder:
 
     @property
     def stays_in_place(self) -> bool:
-        """True on a card where all that a pass uses is there, at addresses that do not change, and on no other."""
+        """True on a GPU where all that a pass uses is there, at addresses that do not change, and on no other."""
         alone = isinstance(self.weights.layers, ResidentLayers) and isinstance(self._sums, OneRank)
         return self.device.type == "cuda" and alone and not self.weights.embedding.waits
 

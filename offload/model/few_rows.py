@@ -1,4 +1,4 @@
-"""A few rows through a model's layers, by the processor's kernels: one call before and one after each attention."""
+"""A few rows through a model's layers, by the CPU's kernels: one call before and one after each attention."""
 
 from __future__ import annotations
 

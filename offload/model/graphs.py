@@ -1,4 +1,4 @@
-"""Passes as CUDA graphs: a launch in place of many, where all that a pass uses stays where it is on the card.
+"""Passes as CUDA graphs: a launch in place of many, where all that a pass uses stays where it is on the GPU.
 
 What follows a pass may be part of its graph, such as a draw from its logits.
 """
@@ -48,8 +48,8 @@ class Graphs:
         memory: of the caches that it uses; where it changes, graphs are recorded anew. kind: of the pass, such as its
         number of rows. given: tokens, and what else may differ in its values; other shapes are another graph. follows:
         what `compute` does after the pass, None for nothing; graphs of one such thing are kept. `compute` must not wait
-        for the card, and may differ between calls of one kind in what is in memory only. Raises TriforceError where the
-        card does not record it, with the remedy.
+        for the GPU, and may differ between calls of one kind in what is in memory only. Raises TriforceError where the
+        GPU does not record it, with the remedy.
         """
         if memory != self._memory:
             self.forget()
@@ -91,6 +91,6 @@ class Graphs:
         except RuntimeError as error:
             said = str(error).strip().partition("\n")[0]
             raise TriforceError(
-                f"the card does not record a pass as a graph ({said}); {VARIABLE}=off in the environment launches its "
+                f"the GPU does not record a pass as a graph ({said}); {VARIABLE}=off in the environment launches its "
                 "kernels one by one"
             ) from error

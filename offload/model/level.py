@@ -86,7 +86,7 @@ class Level:
 
     def forward(self, tokens: Sequence[int] | Tensor, num_logits: int) -> Tensor:
         """Append `tokens` (1 or more) to the cache; the logits after each of the last `num_logits`: [num_logits, V]. On
-        a card they are computed after the call returned."""
+        a GPU they are computed after the call returned."""
         [logits] = self.forward_all([Continuation(self._cache, tokens, num_logits)])
         if self.listener is not None:
             self.listener(self.length - len(tokens), self.length, logits)

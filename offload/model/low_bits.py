@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import UsageError
-from offload.kernels.card import Card
+from offload.kernels.gpu import GpuKernels
 from offload.kernels.native import Kernels
 from offload.plan.config import ModelConfig
 from offload.transfer.coded import LOW_BIT_WEIGHTS, fill_coded, fill_codes
@@ -33,14 +33,16 @@ class LowBits:
             memory.released(block, tier="device", purpose=LOW_BIT_WEIGHTS)
 
 
-def low_bits(weights: Weights, config: ModelConfig, bits: int, memory: Memory, kernels: Kernels | Card) -> LowBits:
+def low_bits(
+    weights: Weights, config: ModelConfig, bits: int, memory: Memory, kernels: Kernels | GpuKernels
+) -> LowBits:
     """In `bits` bits, 4 or 6. config: of the shard that `weights` are of. Weights that stream cross the link for it
-    once, unless their codes are there already. kernels: the processor's or the card's.
+    once, unless their codes are there already. kernels: the CPU's or the GPU's.
 
     Raises UsageError where the kernels, which passes over them need, do not run; DoesNotFit.
     """
     if not kernels.usable:
-        whose = "card" if isinstance(kernels, Card) else "processor"
+        whose = "GPU" if isinstance(kernels, GpuKernels) else "CPU"
         raise UsageError(f"weights in {bits} bits need the {whose}'s kernels, which do not run: {kernels.reason}")
     blocks = list[Tensor]()
 

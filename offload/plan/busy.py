@@ -1,4 +1,4 @@
-"""How much of the processor other programs use."""
+"""How much of the CPU other programs use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import psutil
 
-BUSY_SHARE = 0.2  # of the processor by others: more than this is felt
+BUSY_SHARE = 0.2  # of the CPU by others: more than this is felt
 
 
 class OtherPrograms:

@@ -30,7 +30,7 @@ class Cost:
     passes on a CPU, as far as they were measured.
 
     Where several sequences run at a time, passes are those that they share, each with so many rows and such a cache,
-    and seconds per token are those that each of them takes. On a card every sequence's rows are blocks of their own,
+    and seconds per token are those that each of them takes. On a GPU every sequence's rows are blocks of their own,
     which read the weights again: only what crosses the link does so once."""
 
     sizing: Sizing
@@ -166,7 +166,7 @@ class Cost:
 
     @property
     def full_host_bytes(self) -> float:
-        """Bytes that the processor attends to on the host in a pass over the full cache, for each device."""
+        """Bytes that the CPU attends to on the host in a pass over the full cache, for each device."""
         return self.cache_bytes * self.placement.host_tiles / self.num_tiles
 
     @cached_property
@@ -227,7 +227,7 @@ class Cost:
         held = self.num_sequences * self.composition.budget * self.sizing.kv_bytes_per_token  # in 16 bits
         changed = _CHANGED_CHUNKS * (1.0 - self._held_share)
         crossing = changed * held * self._share_on_host * share / self.link_rate
-        costs = CPU_REFRESH if self._on_cpu else self._card_refresh
+        costs = CPU_REFRESH if self._on_cpu else self._gpu_refresh
         rate = costs.share * self.sizing.hardware.rates.device_read
         calls = self.num_sequences * self.sizing.target.num_layers * costs.layer_seconds
         return calls + held / rate + crossing
@@ -238,7 +238,7 @@ class Cost:
         return min(self.composition.budget / self.capacity, 1.0) or 1.0
 
     @property
-    def _card_refresh(self) -> RefreshCosts:
+    def _gpu_refresh(self) -> RefreshCosts:
         return GPU_REFRESH if self.sizing.hardware.has_kernels else GATHERED_REFRESH
 
     def prefill(self, num_tokens: int) -> float:
@@ -308,12 +308,12 @@ class Cost:
         return seconds * (1.0 + GPU.mass_share * masses)
 
     def _ahead_on_gpu(self, rows: int) -> float:
-        """Of a pass over weights in few bits and the whole exact cache, on the card."""
+        """Of a pass over weights in few bits and the whole exact cache, on the GPU."""
         return self._over_blocks(rows, self._own_weights_seconds, self.cache_bytes, self.num_tiles)
 
     def _over_blocks(self, rows: int, weights: float, cache_bytes: float, tiles: int) -> float:
-        """Of a pass on a card in blocks that the sequences share; each one's cache is read by blocks of its own.
-        weights: seconds of reading them for a block. tiles: of each sequence that the card attends to."""
+        """Of a pass on a GPU in blocks that the sequences share; each one's cache is read by blocks of its own.
+        weights: seconds of reading them for a block. tiles: of each sequence that the GPU attends to."""
         number, blocks = self.num_sequences, self._blocks(rows)
         read = self._by_rows(weights, self._padded(number * rows), self._blocks(number * rows))
         read += self._by_rows(cache_bytes / self._rate, self._padded(rows), blocks)
@@ -405,7 +405,7 @@ class Cost:
         return 1 - self.placement.resident_tiles / self.num_tiles
 
     def besides_attention(self, rows: int) -> float:
-        """Seconds of a pass, with its sums, in which it attends to nothing: then the host has no query. On a card also
+        """Seconds of a pass, with its sums, in which it attends to nothing: then the host has no query. On a GPU also
         those in which what the host has for a layer waits for the tile that is just crossing the link."""
         if self._on_cpu:
             return self._on_this_cpu(0, rows) + self.full_sums(rows)

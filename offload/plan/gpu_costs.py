@@ -32,5 +32,5 @@ class RefreshCosts:
 
 GPU = GpuCosts()
 CPU_REFRESH = RefreshCosts(0.32, 1.6e-4)
-GPU_REFRESH = RefreshCosts(0.5, 0.0)  # by a kernel of the card: what crosses the link is counted by itself
-GATHERED_REFRESH = RefreshCosts(0.02, 0.0)  # by the host, which gathers chunks for a card without kernels
+GPU_REFRESH = RefreshCosts(0.5, 0.0)  # by a kernel of the GPU: what crosses the link is counted by itself
+GATHERED_REFRESH = RefreshCosts(0.02, 0.0)  # by the host, which gathers chunks for a GPU without kernels

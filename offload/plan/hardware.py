@@ -14,14 +14,14 @@ from offload.plan.torchrun import Launched
 __all__ = ["RTX_4090", "TWO_CORES", "Hardware", "Rates", "probe", "rates_key"]
 
 _COPY_SHARE = 25 / 31.5  # of what a PCIe link carries on paper, that copies reach
-_CONTEXT_BYTES = 512 * 2**20  # of a card's memory, that CUDA takes for each process
+_CONTEXT_BYTES = 512 * 2**20  # of a GPU's memory, that CUDA takes for each process
 
 
 @dataclass(frozen=True)
 class Hardware:
     """device: "cpu" or "cuda:N". Bytes are free ones, now. On a CPU the device's memory is the host's. has_kernels: of
-    a card, whether its own kernels can be compiled here; the processor's are not meant.
-    packs: whether the processor's kernels were built."""
+    a GPU, whether its own kernels can be compiled here; the CPU's are not meant.
+    packs: whether the CPU's kernels were built."""
 
     device: str
     device_name: str
@@ -45,7 +45,7 @@ class Hardware:
 
     @property
     def link_rate(self) -> float:
-        """Bytes per second to each device while all are busy: cards of one host share what its memory gives. The ranks
+        """Bytes per second to each device while all are busy: GPUs of one host share what its memory gives. The ranks
         of a CPU share it in their `rates` already."""
         each, number = self.rates.to_device, self.ranks_per_host
         together = self.rates.links
@@ -97,22 +97,22 @@ def _cpu() -> Hardware:
 
 
 def _gpus(first: int, number: int) -> Hardware:
-    """Cards that wait for one another: of each number the least."""
+    """GPUs that wait for one another: of each number the least."""
     import torch
 
     names = [f"cuda:{first + position}" for position in range(number)]
     properties = [torch.cuda.get_device_properties(name) for name in names]
     free, _ = torch.cuda.mem_get_info(names[0])
-    others = [nvml.free_bytes(str(card.uuid)) for card in properties[1:]]
+    others = [nvml.free_bytes(str(gpu.uuid)) for gpu in properties[1:]]
     return Hardware(
         names[0],
         properties[0].name,
         min([free, *(max(other - _CONTEXT_BYTES, 0) for other in others if other is not None)]),
         free_host_bytes(),
-        all(card.major >= 8 for card in properties),
+        all(gpu.major >= 8 for gpu in properties),
         Rates.slowest([_gpu_rates(name, number) for name in names]),
         packs=has_native_kernels(),
-        has_kernels=_has_kernels(all(card.major >= 8 for card in properties)),
+        has_kernels=_has_kernels(all(gpu.major >= 8 for gpu in properties)),
     )
 
 
@@ -125,7 +125,7 @@ def _has_kernels(new_enough: bool) -> bool:
 
 
 def _gpu_rates(name: str, number: int) -> Rates:
-    """Of one of `number` cards: measured, or typical ones with the link that its slot gives."""
+    """Of one of `number` GPUs: measured, or typical ones with the link that its slot gives."""
     import torch
 
     if (measured := load_rates(machine_name(), rates_key(name))) is not None:
@@ -138,7 +138,7 @@ def _gpu_rates(name: str, number: int) -> Rates:
 def rates_key(device: str) -> str:
     """The key under which the rates of "cpu" or "cuda:N" are stored.
 
-    A card by its own number: N depends on which are visible, and two alike may sit in unlike slots.
+    A GPU by its own number: N depends on which are visible, and two alike may sit in unlike slots.
     """
     import torch
 

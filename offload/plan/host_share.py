@@ -1,4 +1,4 @@
-"""The share of streamed tiles that the processor attends to on the host instead, so that link and processor end a pass
+"""The share of streamed tiles that the CPU attends to on the host instead, so that link and CPU end a pass
 over the full cache at the same time."""
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from offload.plan.placement import shortage, with_host_tiles
 from offload.plan.sizing import host_slowdown
 
 _WORTH_IT = 0.95  # times the full pass without it
-_DESKTOP = 60 / 25  # what a desktop's memory gives the processor beside a link, as a multiple of the link's rate
-_LEAST = 0.1  # of what memory gives, that the processor has even where links could take all
+_DESKTOP = 60 / 25  # what a desktop's memory gives the CPU beside a link, as a multiple of the link's rate
+_LEAST = 0.1  # of what memory gives, that the CPU has even where links could take all
 
 
 def shared(cost: Cost) -> Cost:
     """`cost` with tiles attended to on the host: as many as the user says, or on a CPU, where both rates are given, as
-    many as are best for passes over what it drafts, if that is worth it. On a card nobody but the user chooses: there
-    the processor's last bits are not the card's (docs/exactness.md)."""
+    many as are best for passes over what it drafts, if that is worth it. On a GPU nobody but the user chooses: there
+    the CPU's last bits are not the GPU's (docs/exactness.md)."""
     options, hardware = cost.sizing.options, cost.sizing.hardware
     if "kv" not in cost.placement.offload:
         return cost
@@ -30,12 +30,12 @@ def shared(cost: Cost) -> Cost:
 
 
 def worth_a_share(cost: Cost) -> tuple[float, float] | None:
-    """(share, times as fast): what `--host-attention` would make of a full pass on a card whose rates were measured,
+    """(share, times as fast): what `--host-attention` would make of a full pass on a GPU whose rates were measured,
     at best. None: nothing to speak of, or it was said already."""
     options, hardware = cost.sizing.options, cost.sizing.hardware
-    one_card = hardware.num_devices == 1 and not hardware.is_cpu
+    one_gpu = hardware.num_devices == 1 and not hardware.is_cpu
     spare = hardware.rates.measured and _memory_rate(hardware) > hardware.link_rate
-    possible = one_card and spare and options.host_attention is None and "kv" in cost.placement.offload
+    possible = one_gpu and spare and options.host_attention is None and "kv" in cost.placement.offload
     better = _better(cost) if possible else None
     if better is None:
         return None
@@ -78,7 +78,7 @@ def _best_number(cost: Cost) -> int:
         return 0
     host = rate / host_slowdown(rows, cost.sizing.group)
     # What the link would take for all, in tiles, less what it moves while the host has nothing to attend to: at the sum
-    # of both rates, of which the host has its part. On a card that host waits for a tile a layer.
+    # of both rates, of which the host has its part. On a GPU that host waits for a tile a layer.
     attending = replace(cost, placement=replace(cost.placement, host_tiles=num_streamed))
     total = (
         num_streamed + (cost.streamed_weights / cost.link_share - link * attending.besides_attention(rows)) / tile_bytes
@@ -92,7 +92,7 @@ def _num_streamed(cost: Cost) -> int:
 
 
 def _host_rate(cost: Cost) -> float | None:
-    """Bytes per second of its memory that each rank's processor has beside the links. On a CPU None: as fast as it
+    """Bytes per second of its memory that each rank's CPU has beside the links. On a CPU None: as fast as it
     goes."""
     options, hardware = cost.sizing.options, cost.sizing.hardware
     if not hardware.is_cpu:
@@ -103,5 +103,5 @@ def _host_rate(cost: Cost) -> float | None:
 
 
 def _memory_rate(hardware: Hardware) -> float:
-    """Bytes per second that a card's host memory gives processor and links together."""
+    """Bytes per second that a GPU's host memory gives CPU and links together."""
     return hardware.rates.host_read if hardware.rates.links is None else hardware.rates.links

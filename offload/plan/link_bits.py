@@ -7,7 +7,7 @@ from __future__ import annotations
 from offload.errors import UsageError
 from offload.plan.composition import Composition
 from offload.plan.machine import KERNELS
-from offload.plan.sizing import BESIDE_CODES, PACKED_TOKENS, WIDEST_CARD_HEAD, Sizing
+from offload.plan.sizing import BESIDE_CODES, PACKED_TOKENS, WIDEST_GPU_HEAD, Sizing
 
 CPU_RESTORED = 2.7e9  # bytes a second of bf16 that two cores make of codes and the rest in a pass; packed ones 20e9
 _SLOWER = 8.0  # than the device's memory is a link at least that packing is worth: unpacking moves 3.5 bytes a number
@@ -54,7 +54,7 @@ def _cache_problem(sizing: Sizing, chunk: int) -> str:
     if sizing.options.selection == "published":
         return "chunks are chosen by mean keys of pages as they are; leave out --selection published"
     groups = 4 if hardware.is_cpu else 16
-    if head_dim % groups or (head_dim > WIDEST_CARD_HEAD and not hardware.is_cpu):
+    if head_dim % groups or (head_dim > WIDEST_GPU_HEAD and not hardware.is_cpu):
         return f"heads of {head_dim} numbers are not whole groups of {groups}, or too wide"
     if chunk % PACKED_TOKENS:
         return f"chunk is {chunk}, and {PACKED_TOKENS} tokens are packed together; try --chunk {PACKED_TOKENS}"
@@ -67,7 +67,7 @@ def _problem(sizing: Sizing) -> str:
     if sizing.dtype != "bf16":
         return f"{sizing.dtype} is not packed, bf16 alone is"
     if not hardware.packs:
-        return f"the processor's kernels pack, and are not there; triforce version says why, without {KERNELS}=off"
+        return f"the CPU's kernels pack, and are not there; triforce version says why, without {KERNELS}=off"
     if not hardware.is_cpu and not hardware.has_kernels:
         return f"{hardware.device} unpacks by kernels in Triton; pip install triton, without {KERNELS}=off"
     if not hardware.is_cpu and not hardware.fast_bf16:

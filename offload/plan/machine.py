@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path("/")
 KERNELS = "TRIFORCE_KERNELS"  # in the environment: off, torch's operators run
-# Of a processor's many features, those that decide how fast products are. x86, then ARM.
+# Of a CPU's many features, those that decide how fast products are. x86, then ARM.
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 
 
@@ -49,7 +49,7 @@ def look(root: Path = ROOT) -> Machine:
 
 
 def has_native_kernels(root: Path = ROOT) -> bool:
-    """Whether the processor's kernels were built for this processor, and are wanted."""
+    """Whether the CPU's kernels were built for this CPU, and are wanted."""
     built = {path.stem for path in (Path(__file__).parents[1] / "kernels" / "native").glob("*.so")}
     own = {"avx2": "avx2", "asimd": "neon"}
     return os.environ.get(KERNELS) != "off" and any(own.get(name) in built for name in _features(root))

@@ -23,8 +23,8 @@ class Driver:
 
 @dataclass(frozen=True)
 class Pcie:
-    """A card's PCIe link: its current speed (an idle card slows it down) and the card's maximum. slot_generation: the
-    most that card and slot do together; None: unknown."""
+    """A GPU's PCIe link: its current speed (an idle GPU slows it down) and the GPU's maximum. slot_generation: the
+    most that GPU and slot do together; None: unknown."""
 
     address: str
     generation: int
@@ -62,7 +62,7 @@ def driver() -> Driver | None:
 
 
 def pcie(uuid: str, root: Path = ROOT) -> Pcie | None:
-    """`uuid`: as torch gives it. None also where the card is virtual and says nothing."""
+    """`uuid`: as torch gives it. None also where the GPU is virtual and says nothing."""
     with _library() as nvml:
         handle = nvml and _ask(nvml, nvml.nvmlDeviceGetHandleByUUID, f"GPU-{uuid}")
         place = handle and _ask(nvml, nvml.nvmlDeviceGetPciInfo, handle)
@@ -79,21 +79,21 @@ def pcie(uuid: str, root: Path = ROOT) -> Pcie | None:
         if not width or not generation:
             return None
         node = number_in(folder / "numa_node")
-        # NVML's largest width is that of card and slot together; the kernel knows the card's own.
-        card_width = max(number(nvml.nvmlDeviceGetMaxPcieLinkWidth), number_in(folder / "max_link_width") or 0, width)
+        # NVML's largest width is that of GPU and slot together; the kernel knows the GPU's own.
+        gpu_width = max(number(nvml.nvmlDeviceGetMaxPcieLinkWidth), number_in(folder / "max_link_width") or 0, width)
         return Pcie(
             address=address,
             generation=generation,
             width=width,
             max_generation=max(number(nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration), generation),
-            max_width=card_width if card_width <= 32 else width,  # 255: the kernel does not know
+            max_width=gpu_width if gpu_width <= 32 else width,  # 255: the kernel does not know
             numa_node=None if node is None or node < 0 else node,
             slot_generation=number(nvml.nvmlDeviceGetMaxPcieLinkGeneration) or None,
         )
 
 
 def free_bytes(uuid: str) -> int | None:
-    """Of a card's memory, without a CUDA context there, which would take some."""
+    """Of a GPU's memory, without a CUDA context there, which would take some."""
     with _library() as nvml:
         handle = nvml and _ask(nvml, nvml.nvmlDeviceGetHandleByUUID, f"GPU-{uuid}")
         memory = handle and _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
@@ -117,7 +117,7 @@ def _library() -> Iterator[Any]:
 
 
 def _ask(nvml: Any, function: Callable[..., Any], *args: object) -> Any:
-    """None where this card or driver does not answer the question."""
+    """None where this GPU or driver does not answer the question."""
     try:
         return function(*args)
     except nvml.NVMLError:

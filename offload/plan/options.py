@@ -20,7 +20,7 @@ class Options:
     gamma, draft_gamma: a number is kept to; None adapts to the text.
     offload: what may be kept on the host; on a CPU, where device and host are one memory, all of it is, unless
     device_memory says how much of it may be on the "device".
-    link_gbps: of a CPU's link. host_gbps: beside it, what the processor reads of tiles that it attends to on the host.
+    link_gbps: of a CPU's link. host_gbps: beside it, what the CPU reads of tiles that it attends to on the host.
     host_attention: the share of tiles that it attends to there, of those that would cross the link; None: the plan's
     choice.
     weight_bits, kv_bits: of the weights and of the keys and values with which the target proposes to itself: 16, 4, and
@@ -82,7 +82,7 @@ class Options:
         if self.host_gbps is not None and not 0.001 <= self.host_gbps <= 10_000:
             raise UsageError(f"host-gbps is {self.host_gbps}, it must be from 0.001 to 10000 GB/s")
         if self.host_gbps is not None and self.link_gbps is None:
-            raise UsageError("host-gbps paces the processor beside a paced link; add --link-gbps")
+            raise UsageError("host-gbps paces the CPU beside a paced link; add --link-gbps")
         if self.selection not in ("mass", "published"):
             raise UsageError(f"selection is {self.selection!r}, it must be mass or published")
 

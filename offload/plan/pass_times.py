@@ -41,7 +41,7 @@ class PassTimes:
 
     fixed: outside the layers: embedding, logits, draw, Python. layer: of one layer, all but its attention to cached
     tokens. token: of one layer, of the attention to each of `num_tokens` cached tokens and more; near_token: to each of
-    `num_near` and fewer, which the processor's caches keep from one pass to the next; coded_token: to each token with 4
+    `num_near` and fewer, which the CPU's caches keep from one pass to the next; coded_token: to each token with 4
     bits a number, () where no kernel attends to these. mass_share: of the seconds of
     attention, what keeping its masses adds. prefill_row: of one layer and each row of a prefill; prefill_pair: of one
     layer and each pair of a row and a token that it sees. kernels: those that ran; "" for times that were not measured.
@@ -84,7 +84,7 @@ class PassTimes:
         return fixed + num_layers * (layer + sequences * attended)
 
     def _token(self, num_tokens: int, rows: int) -> float:
-        """Of one layer and each of `num_tokens` tokens: the fewer of them the processor's caches keep, the longer."""
+        """Of one layer and each of `num_tokens` tokens: the fewer of them the CPU's caches keep, the longer."""
         near, far = _at(self.near_token, rows), _at(self.token, rows)
         between = (num_tokens - self.num_near) / max(self.num_tokens - self.num_near, 1)
         return near + (far - near) * min(max(between, 0.0), 1.0)

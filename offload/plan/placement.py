@@ -20,7 +20,7 @@ class Placement:
 
     offload: of "weights" and "kv", what may be on the host. resident_layers, resident_tiles: how many layers' weights,
     and how many tiles of all layers together, are on the device. The rest crosses the link, but for `host_tiles` more,
-    which the processor attends to on the host: `attended_bytes` of the hosts' cache, at `host_bytes_per_second` for
+    which the CPU attends to on the host: `attended_bytes` of the hosts' cache, at `host_bytes_per_second` for
     each rank if that is paced. Bytes are by purpose: those of the first device, of each other one where there are
     several, and of all ranks on the hosts; of all sequences that run at a time, each of which has so many tiles.
     Sizes of pages and tiles in tokens.
@@ -182,7 +182,7 @@ def with_host_tiles(sizing: Sizing, capacity: int, placement: Placement, number:
 
 
 def _link_rate(sizing: Sizing) -> float | None:
-    """Bytes per second that the user sets or that were measured of a card's link; None: not known."""
+    """Bytes per second that the user sets or that were measured of a GPU's link; None: not known."""
     hardware = sizing.hardware
     if sizing.options.link_gbps is not None:
         return sizing.options.link_gbps * 1e9

@@ -161,11 +161,11 @@ def _sized(
     sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware), max_tokens)
     check_low_bits(sizing)
     if options.link_gbps is not None and not hardware.is_cpu:
-        raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the card's own")
+        raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the GPU's own")
     if options.host_attention and hardware.num_devices > 1 and not hardware.is_cpu:
         raise UsageError(
-            f"host-attention is {options.host_attention} and there are {hardware.num_devices} cards: the processor "
-            "attends for one card only so far; leave out --host-attention, or add --gpus 1"
+            f"host-attention is {options.host_attention} and there are {hardware.num_devices} GPUs: the CPU "
+            "attends for one GPU only so far; leave out --host-attention, or add --gpus 1"
         )
     return capacity, sizing
 

@@ -18,7 +18,7 @@ class Prediction:
     seconds that recording masses for the retrieval level adds. retrieval: of the level at which the target proposes to
     itself, over retrieved tokens or all; retrieval_token_seconds: for a token that it proposes.
     sum_seconds: of a pass, in sums over the ranks; full_link_bytes: over each device's link in a full pass;
-    full_host_bytes: that the processor attends to on the host meanwhile, for each device.
+    full_host_bytes: that the CPU attends to on the host meanwhile, for each device.
     """
 
     prefill_seconds: float

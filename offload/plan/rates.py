@@ -33,7 +33,7 @@ class Rates:
     links: float | None = None
 
     def shared(self, number: int) -> Rates:
-        """What each of `number` processes has that share one processor and its memory."""
+        """What each of `number` processes has that share one CPU and its memory."""
         return replace(self, **{name: getattr(self, name) / number for name in _NUMBERS})
 
     @classmethod
@@ -53,7 +53,7 @@ _NUMBERS = tuple(field.name for field in fields(Rates) if field.name not in ("me
 
 
 def typical(num_devices: int) -> Rates:
-    """The rates of cards in a machine that has room for so many."""
+    """The rates of GPUs in a machine that has room for so many."""
     return RTX_4090 if num_devices <= _DESKTOP_DEVICES else replace(RTX_4090, host_read=_SERVER_READ)
 
 

@@ -20,8 +20,8 @@ MAX_ROWS = 256  # beyond the sequence that a pass may write: the longest verific
 NUM_ROW_SLOTS = 3  # blocks of a prefill that are on the device, where its hidden rows are on the host
 NUM_STAGING = 2  # buffers through which layers, and tiles, cross the link
 TAIL_TOKENS = 128  # steps of the room after the chosen chunks of the retrieval cache, at least one chunk
-FEW_ROWS = 64  # that a card's own kernel attends for at most at the lower levels (kernels/native)
-MASS_TOKENS = 32  # of which a card sums masses before they are joined by chunks
+FEW_ROWS = 64  # that a GPU's own kernel attends for at most at the lower levels (kernels/native)
+MASS_TOKENS = 32  # of which a GPU sums masses before they are joined by chunks
 CODE_GROUP = 64  # inputs of a weight in few bits that share a step and a least value, of 2 bytes each
 CODE_TILE = 16  # outputs of it that lie beside each other
 CODE_BITS = (4, 6)  # of a weight in few bits
@@ -31,7 +31,7 @@ KV_VALUE_GROUP = 64  # channels of a token's values that do
 KV_CODE_LANES = 16  # its channels are filled up to so many
 KV_TAIL = 64  # last tokens of that cache, and up to a group more, that stay as they are
 KV_ROWS = 16  # that attend to that cache at a time
-WIDEST_CARD_HEAD = 256  # numbers of a head that a card's kernels know at most
+WIDEST_GPU_HEAD = 256  # numbers of a head that a GPU's kernels know at most
 PACKED_TOKENS = 16  # of a head, that are packed as one group (kernels/packed.py)
 PACKED_ESCAPES = 1 / 64  # of the numbers of a page's keys or values, that have room where it is packed
 PACKED_SHARE = 0.75 + PACKED_ESCAPES / 2 + 0.001  # of the bytes of a page, that it has packed
@@ -44,7 +44,7 @@ WEIGHT_BYTES = {  # of a number of a layer's matrices, at home and over the link
     8: 1.0 + 8 / 1024 + 0.08 / 2 + 1 / 256,  # there are fewer in shorter intervals
 }
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
-HOST_ROWS = 16  # of a KV head, that a desktop's processor attends to as fast as its memory is read (computed)
+HOST_ROWS = 16  # of a KV head, that a desktop's CPU attends to as fast as its memory is read (computed)
 # What each sequence has of its own; models, staging of weights and workspaces serve all of them.
 OF_EACH_SEQUENCE = frozenset(
     (
@@ -56,7 +56,7 @@ _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and what an allocat
 
 
 def host_slowdown(rows: int, group: int) -> float:
-    """The time that a desktop's processor attends to keys for `rows` rows of `group` query heads for each KV head, as a
+    """The time that a desktop's CPU attends to keys for `rows` rows of `group` query heads for each KV head, as a
     multiple of the time in which its memory is read: 1 while it has nothing to wait for but that."""
     return max(rows * group / HOST_ROWS, 1.0)
 
@@ -74,7 +74,7 @@ def takes_codes(products: Sequence[tuple[int, int, bool]]) -> bool:
 
 def takes_kv_codes(head_dim: int, on_cpu: bool = True) -> bool:
     """Whether keys and values of such heads can be had in 4 bits (kernels.kv_codes)."""
-    return head_dim % 8 == 0 if on_cpu else head_dim % 16 == 0 and head_dim <= WIDEST_CARD_HEAD
+    return head_dim % 8 == 0 if on_cpu else head_dim % 16 == 0 and head_dim <= WIDEST_GPU_HEAD
 
 
 def code_bytes(outputs: int, inputs: int, bits: int) -> int:
@@ -165,7 +165,7 @@ class Sizing:
 
     @property
     def fused_prefill(self) -> bool:
-        """Whether torch's fused kernel serves: on a GPU it is for 16 bits on cards that also know bf16."""
+        """Whether torch's fused kernel serves: on a GPU it is for 16 bits on GPUs that also know bf16."""
         head_dim = self.target.head_dim
         large = self.itemsize == 2 and self.hardware.fast_bf16 and head_dim % 8 == 0 and head_dim <= 256
         return self.hardware.is_cpu or large
@@ -243,7 +243,7 @@ class Sizing:
 
     @cached_property
     def may_embed_on_host(self) -> bool:
-        """Whether that table may be on the host: a card's kernel reads rows of it there, and the head is another."""
+        """Whether that table may be on the host: a GPU's kernel reads rows of it there, and the head is another."""
         hardware = self.hardware
         return not (hardware.is_cpu or self.target.tie_embeddings) and hardware.has_kernels and hardware.fast_bf16
 
@@ -318,7 +318,7 @@ class Sizing:
         return min(FETCH_BYTES, tokens * self.kv_bytes_per_token)
 
     def host_attention_bytes(self, capacity: int, composition: Composition, num_tiles: int) -> int:
-        """On the host beside a card: the rows of a pass as they come, and what attention to `num_tiles` tiles of a
+        """On the host beside a GPU: the rows of a pass as they come, and what attention to `num_tiles` tiles of a
         layer there makes of them, in fp32, with masses."""
         target, rows = self.shard, self._padded(composition.gamma + 1)
         heads, dim = target.num_heads, target.head_dim
@@ -353,14 +353,14 @@ class Sizing:
         return max(block + scores, tile, logits)
 
     def _selection_bytes(self, capacity: int, composition: Composition) -> int:
-        """The masses of the last verification, for each row, KV head and chunk of each layer, in fp32 or, on a card, in
+        """The masses of the last verification, for each row, KV head and chunk of each layer, in fp32 or, on a GPU, in
         bf16, and the temporaries of choosing by them."""
         chunks = self._all_tokens(capacity) // composition.chunk
         heads, item = self.shard.num_kv_heads, 4 if self.hardware.is_cpu else 2
         return (item * self._padded(composition.gamma + 1) + 24) * heads * chunks * self.target.num_layers
 
     def _attention_bytes(self, capacity: int, composition: Composition, *, first: bool) -> int:
-        """Scratch of a card's own attention at each level: in fp32 what each span of two runs gives, or of one where
+        """Scratch of a GPU's own attention at each level: in fp32 what each span of two runs gives, or of one where
         there is no other, and all together; and the masses of one layer, with room to grow by a half."""
         rows, target = self._padded(composition.gamma + 1), self.shard
         size = _partial_bytes(target, rows, 2 * self.tile_tokens(capacity) // PAGE_TOKENS)

@@ -20,5 +20,5 @@ class SumCosts:
 
 
 SHARED = SumCosts(2e-5, 1, 4e9)  # of two and of four ranks on two cores, in memory that they share
-NCCL = SumCosts(4e-5, 0, 3e9)  # published, of cards that reach each other through host memory alone (docs/memory.md)
+NCCL = SumCosts(4e-5, 0, 3e9)  # published, of GPUs that reach each other through host memory alone (docs/memory.md)
 NETWORK = SumCosts(1e-4, 1, 1.1e9)  # between hosts, over 10 Gbit/s: estimated

@@ -102,8 +102,8 @@ def _best_turns(plan: Plan, cost: Cost) -> Turns | None:
 def _problems(plan: Plan, cost: Cost) -> Iterator[str]:
     if (short := shortage(cost.sizing, cost.placement)) is not None:
         yield f"need {short}"
-    on_card = not cost.sizing.hardware.is_cpu
-    if on_card and cost.sizing.num_sequences > 1 and (plan.placement.host_tiles or cost.placement.host_tiles):
+    on_gpu = not cost.sizing.hardware.is_cpu
+    if on_gpu and cost.sizing.num_sequences > 1 and (plan.placement.host_tiles or cost.placement.host_tiles):
         yield "would attend to other tiles on the host, whose last bits differ"
     proposes_over_it = cost.composition.inner == "self" and not cost.composition.keeps_copies
     if proposes_over_it and "kv" in cost.placement.offload:

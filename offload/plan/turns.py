@@ -64,7 +64,7 @@ class Turns:
 
     @property
     def _proposing_pass(self) -> float:
-        """Seconds of the longest pass that proposes: on a card each sequence has its own, as a graph."""
+        """Seconds of the longest pass that proposes: on a GPU each sequence has its own, as a graph."""
         cost = self._groups[0] if self.cost.sizing.hardware.is_cpu else self._of(1)
         rows = 1 + (cost.composition.draft_gamma if cost.composition.draft else 0)
         return max(cost.retrieval_pass(rows), cost.draft_pass)

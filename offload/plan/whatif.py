@@ -13,7 +13,7 @@ from offload.plan.planner import Plan
 from offload.plan.prediction import Prediction
 from offload.plan.request import Request
 
-_CARDS = (16, 24, 32, 48, 80, 96, 141)  # GB that cards are sold with
+_GPUS = (16, 24, 32, 48, 80, 96, 141)  # GB that GPUs are sold with
 _MOST_HOST = 2**14  # GB
 
 
@@ -101,7 +101,7 @@ def _remedies(hardware: Hardware, fits: Callable[..., bool]) -> Iterator[str]:
             if count > hardware.num_devices and fits(num_devices=count):
                 yield f"{count} such GPUs"
                 break
-        for size in _CARDS:
+        for size in _GPUS:
             if size * 1e9 > hardware.device_free_bytes and fits(device_free_bytes=int(size * 1e9)):
                 yield f"{'a GPU' if hardware.num_devices == 1 else 'GPUs'} of {size} GB"
                 break

@@ -13,7 +13,7 @@ from offload.session.layout import PageFile, PageFormat
 
 
 def packed_page(form: PageFormat, layers: Sequence[Tensor], used: int) -> tuple[PageFile, list[Tensor]] | None:
-    """A copy of `layers`, [2, H_kv, S, D] each, with zeros after the first `used` tokens, packed by the processor's
+    """A copy of `layers`, [2, H_kv, S, D] each, with zeros after the first `used` tokens, packed by the CPU's
     kernels -> what the file holds, and its blocks as bytes on the host. None: the page has to be written as it is,
     since no block can be packed here, or its file would not be smaller."""
     packing, found = form.packing, kernels()

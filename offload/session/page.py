@@ -124,7 +124,7 @@ def read_page(folder: Folder, page: Page, page_format: PageFormat, layers: Seque
 
 def _fill(fd: int, file: PageFile, homes: Sequence[Tensor], on_bytes: OnBytes) -> str:
     """Read the file's blocks into `homes`, each where it belongs, and return the checksum. Nothing is parsed: size and
-    header must be exactly the expected ones. Each piece is hashed while it is still in the processor's caches."""
+    header must be exactly the expected ones. Each piece is hashed while it is still in the CPU's caches."""
     num_bytes = os.fstat(fd).st_size
     if num_bytes != file.nbytes:
         raise ValueError(f"it has {num_bytes} bytes, this page has {file.nbytes}: it was cut off or changed")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from offload.kernels.card import Card
 from offload.kernels.codes import Codes, encode, encode_in_parts
+from offload.kernels.gpu import GpuKernels
 from offload.kernels.native import Kernels
 from offload.transfer.layout import OPERATORS, LayerWeights, Linear
 
 LOW_BIT_WEIGHTS = "low-bit weights"  # in the ledger
 
 
-def fill_coded(layer: LayerWeights, exact: LayerWeights, kernels: Kernels | Card) -> None:
+def fill_coded(layer: LayerWeights, exact: LayerWeights, kernels: Kernels | GpuKernels) -> None:
     """Fill `layer`, whose matrices are codes, by the kernels of the device that both are on; norms and biases are
     copied."""
     for name in OPERATORS:
@@ -25,11 +25,11 @@ def fill_coded(layer: LayerWeights, exact: LayerWeights, kernels: Kernels | Card
             norm.copy_(getattr(exact, name))
 
 
-def fill_codes(coded: Linear, exact: Linear, kernels: Kernels | Card) -> None:
+def fill_codes(coded: Linear, exact: Linear, kernels: Kernels | GpuKernels) -> None:
     """The matrix alone."""
     assert isinstance(exact.weight, Tensor)
     assert isinstance(coded.weight, Codes)
-    if isinstance(kernels, Card):
+    if isinstance(kernels, GpuKernels):
         encode_in_parts(exact.weight, coded.weight)
     else:
         encode(exact.weight, coded.weight, kernels)

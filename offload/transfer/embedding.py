@@ -1,6 +1,6 @@
 """The embedding: a row of a table for each token, from the device's memory or the host's.
 
-A pass reads a few rows of it, so where memory of a card is short the table is on the host and keeps room free there.
+A pass reads a few rows of it, so where memory of a GPU is short the table is on the host and keeps room free there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from offload.kernels import card
+from offload.kernels import gpu
 from offload.transfer.memory import kernels_read_host, sent
 
 
@@ -40,7 +40,7 @@ class Embedding:
             out = torch.empty((len(tokens), self.table.shape[1]), dtype=self.dtype, device=self.device)
         if self._address is None:
             return out.copy_(self.table[tokens.cpu()])
-        from offload.kernels.card.rows import copy_rows  # it imports Triton, which not every machine has
+        from offload.kernels.gpu.rows import copy_rows  # it imports Triton, which not every machine has
 
         copy_rows(self._address, tokens, out)
         return out
@@ -48,6 +48,10 @@ class Embedding:
     @cached_property
     def _address(self) -> Tensor | None:
         """Of the table on the host, int64 [1] on the device, for a kernel that reads it there; None without one."""
-        if self.table.device == self.device or not card.card(self.device).usable or not kernels_read_host(self.device):
+        if (
+            self.table.device == self.device
+            or not gpu.gpu_kernels(self.device).usable
+            or not kernels_read_host(self.device)
+        ):
             return None
         return sent(torch.tensor([self.table.data_ptr()]), self.device)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import UsageError
-from offload.kernels import card, native
+from offload.kernels import gpu, native
 from offload.kernels.native import Kernels
 from offload.kernels.packed import pack_numbers, unpack_numbers
 from offload.kernels.packing import Packing
@@ -57,7 +57,7 @@ class Packed:
 
     content: Tensor
     starts: Tensor
-    kernels: Kernels | card.Card
+    kernels: Kernels | gpu.GpuKernels
 
     def open(self, arrived: Tensor, layer: Tensor) -> None:
         whole = 2 * PACKING.numbers * (len(self.starts) - 1)
@@ -76,7 +76,7 @@ class BesideCodes:
     remainders: tuple[tuple[slice, int], ...]
     coded: LayerWeights
     layout: LayerLayout
-    kernels: Kernels | card.Card
+    kernels: Kernels | gpu.GpuKernels
 
     def open(self, arrived: Tensor, layer: Tensor) -> None:
         exact = self.layout.bind(layer)
@@ -101,8 +101,8 @@ class HomeMaker:
         few = bits in code_bits
         self._coded_layout = LayerLayout.of(config, torch.bfloat16, code_bits[bits]) if few else None
         self._planned = home_bytes(layout.num_bytes, config.layer_matrix_elements(), bits)
-        self._host, on_card = native.kernels(), memory.device.type == "cuda"
-        self._device: Kernels | card.Card = card.card(memory.device) if on_card else self._host
+        self._host, on_gpu = native.kernels(), memory.device.type == "cuda"
+        self._device: Kernels | gpu.GpuKernels = gpu.gpu_kernels(memory.device) if on_gpu else self._host
         self.coded: list[LayerWeights] = []
         for kernels in (self._host, self._device):
             if not kernels.usable:

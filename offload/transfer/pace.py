@@ -33,10 +33,10 @@ def sleep_until(end: float) -> None:
 
 
 class HostReads:
-    """What the processor reads of tiles that it attends to where they live, while the link brings others.
+    """What the CPU reads of tiles that it attends to where they live, while the link brings others.
 
     On a CPU that computes what a device would, paced to what the host's memory is said to give besides, and to what a
-    desktop's processor computes meanwhile.
+    desktop's CPU computes meanwhile.
     """
 
     def __init__(self, bytes_per_second: float | None = None, *, group: int = 1) -> None:

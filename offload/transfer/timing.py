@@ -1,4 +1,4 @@
-"""Seconds of passes: by the clock, or on a card by its own events, so that the host need not wait for a pass to end."""
+"""Seconds of passes: by the clock, or on a GPU by its own events, so that the host need not wait for a pass to end."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Timing:
     """Of the passes of one level on `device`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_card = device.type == "cuda"
+        self._is_gpu = device.type == "cuda"
         self._under_way: _Measured | None = None
         # Seconds of the stats that are not counted yet: so large a part of what was measured.
         self._open: list[tuple[LevelStats, _Measured, float]] = []
 
     @contextmanager
     def measure(self, stats: LevelStats, rows: int) -> Iterator[None]:
-        """Count one pass of `rows` rows (without padding) and the seconds that the body takes, or on a card those of
+        """Count one pass of `rows` rows (without padding) and the seconds that the body takes, or on a GPU those of
         what it launches, from `settle` on."""
         with measured_together([self], [(stats, rows)]):
             yield
@@ -32,7 +32,7 @@ class Timing:
     def left_out(self) -> Iterator[None]:
         """What the body takes, in the middle of a pass that is measured, is no part of it: others' passes."""
         assert self._under_way is not None
-        stretch = _Stretch(self._is_card)
+        stretch = _Stretch(self._is_gpu)
         yield
         stretch.end()
         self._under_way.left_out.append(stretch)
@@ -53,7 +53,7 @@ class Timing:
 @contextmanager
 def measured_together(timings: Sequence[Timing], counted: Sequence[tuple[LevelStats, int]]) -> Iterator[None]:
     """The same of a pass that several levels share, each with its rows: each has an equal part of the seconds."""
-    measured = _Measured(_Stretch(timings[0]._is_card))
+    measured = _Measured(_Stretch(timings[0]._is_gpu))
     for timing in timings:
         timing._under_way = measured
     try:
@@ -65,17 +65,17 @@ def measured_together(timings: Sequence[Timing], counted: Sequence[tuple[LevelSt
     for timing, (stats, rows) in zip(timings, counted, strict=True):
         stats.count_pass(rows, 0.0)
         timing._open.append((stats, measured, 1 / len(counted)))
-        if not timing._is_card:
+        if not timing._is_gpu:
             timing.settle()
 
 
 class _Stretch:
-    """Time from its making to its end, which on a card are points of the stream that computes."""
+    """Time from its making to its end, which on a GPU are points of the stream that computes."""
 
-    def __init__(self, on_card: bool) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_card else []
+    def __init__(self, on_gpu: bool) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else []
         self._seconds = 0.0
-        if on_card:
+        if on_gpu:
             self._events[0].record()
         self._began = time.perf_counter()
 

@@ -1,4 +1,4 @@
-"""Weights in 4 bits on a card on paper. No tests in here."""
+"""Weights in 4 bits on a GPU on paper. No tests in here."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from offload import parts
-from offload.kernels.card import Card
 from offload.kernels.codes import Codes
+from offload.kernels.gpu import GpuKernels
 from offload.transfer import layout
 
 
-def codes_by_card(patch: pytest.MonkeyPatch, *, without_values: bool) -> None:
-    """Rows are multiplied with them by the card: by torch's operators, or where tensors have no values by its kernels,
+def codes_by_gpu(patch: pytest.MonkeyPatch, *, without_values: bool) -> None:
+    """Rows are multiplied with them by the GPU: by torch's operators, or where tensors have no values by its kernels,
     which are launched."""
-    patch.setattr(parts, "card", lambda device: Card("on paper"))
+    patch.setattr(parts, "gpu", lambda device: GpuKernels("on paper"))
     if not without_values:
         patch.setattr(layout, "product", _product)
 

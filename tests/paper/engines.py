@@ -1,4 +1,4 @@
-"""Engines of tiny random models on a card on paper. No tests in here."""
+"""Engines of tiny random models on a GPU on paper. No tests in here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from models import GREEDY, Sizes, changed, random_tokens, tiny_engine, tiny_plan
 from offload.decode.sampling import SamplingParams
 from offload.engine import Engine
 from offload.plan.planner import Plan
-from paper.card import Card, on_paper
+from paper.gpu import GpuKernels, on_paper
 
 Pair = tuple[Path, Path]  # the folders of target and draft
 NUM_PROMPT, NUM_NEW = 75, 6  # tokens
@@ -89,6 +89,6 @@ def said(
 
 
 @contextmanager
-def engine_on_paper(case: Case, pair: Pair) -> Iterator[tuple[Engine, Card]]:
-    with on_paper() as card, loaded(case, pair) as engine:
-        yield engine, card
+def engine_on_paper(case: Case, pair: Pair) -> Iterator[tuple[Engine, GpuKernels]]:
+    with on_paper() as gpu, loaded(case, pair) as engine:
+        yield engine, gpu

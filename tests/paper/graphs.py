@@ -1,7 +1,7 @@
-"""CUDA graphs of a card on paper, in place of torch.cuda's: kernels are recorded, and a replay computes them again. No
+"""CUDA graphs of a GPU on paper, in place of torch.cuda's: kernels are recorded, and a replay computes them again. No
 tests in here.
 
-A graph knows tensors and numbers as they were when it was recorded. On a real card nothing is computed while it is, so
+A graph knows tensors and numbers as they were when it was recorded. On a real GPU nothing is computed while it is, so
 what was written meanwhile is put back afterwards.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from paper.clocks import Block
 
 if TYPE_CHECKING:
-    from paper.card import Card
+    from paper.gpu import GpuKernels
 
 Access = tuple["weakref.ref[Block]", Tensor, bool, str]  # the memory, the values, whether it is written, by what
 
@@ -26,8 +26,8 @@ Access = tuple["weakref.ref[Block]", Tensor, bool, str]  # the memory, the value
 class Graph:
     """`torch.cuda.CUDAGraph`."""
 
-    def __init__(self, card: Card) -> None:
-        self._card = card
+    def __init__(self, gpu: GpuKernels) -> None:
+        self._gpu = gpu
         self._accesses: list[Access] = []
         self._computed: list[Callable[[], object]] = []
         self._before: list[tuple[Tensor, Tensor]] = []
@@ -38,7 +38,7 @@ class Graph:
         self._own.add(id(block))
 
     def launched(self, name: str, tensors: Sequence[Any], written: Collection[int]) -> None:
-        """A kernel on tensors of the card. written: ids of those that it writes."""
+        """A kernel on tensors of the GPU. written: ids of those that it writes."""
         for each in tensors:
             is_own = id(each.block) in self._own
             self._accesses.append((weakref.ref(each.block), each.raw, id(each) in written, "" if is_own else name))
@@ -60,16 +60,16 @@ class Graph:
     def replay(self) -> None:
         """One launch, on the current stream."""
         if not self._is_recorded:
-            self._card.problem("a graph is replayed that was not recorded")
-        actor = self._card.stream.actor
-        actor.learn(self._card.host.clock)
+            self._gpu.problem("a graph is replayed that was not recorded")
+        actor = self._gpu.stream.actor
+        actor.learn(self._gpu.host.clock)
         actor.step()
-        self._card.launches["graph"] += 1
+        self._gpu.launches["graph"] += 1
         for reference, raw, write, name in self._accesses:
             if (block := reference()) is not None:
-                self._card.access(block, raw, actor, write=write, what=f"{name} in a graph")
+                self._gpu.access(block, raw, actor, write=write, what=f"{name} in a graph")
             elif name:
-                self._card.problem(f"{name} in a graph uses memory that was given back")
+                self._gpu.problem(f"{name} in a graph uses memory that was given back")
         for compute in self._computed:
             compute()
 
@@ -83,14 +83,14 @@ def _again(compute: Callable[[], Any], out: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def recording(card: Card, graph: Graph, *_: object, **__: object) -> Iterator[None]:
-    """`torch.cuda.graph`, which waits for the card first."""
-    card.synchronize()
-    card.recording = graph
-    card.num_graphs += 1
+def recording(gpu: GpuKernels, graph: Graph, *_: object, **__: object) -> Iterator[None]:
+    """`torch.cuda.graph`, which waits for the GPU first."""
+    gpu.synchronize()
+    gpu.recording = graph
+    gpu.num_graphs += 1
     try:
         with torch.inference_mode():
             yield
     finally:
-        card.recording = None
+        gpu.recording = None
         graph.finish()

@@ -13,27 +13,27 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from offload.cache import chosen, low_bits, page_codec
-from offload.cache.fetch import CardFetch
+from offload.cache.fetch import GpuFetch
 from offload.cache.page_codec import move
 from offload.cache.tiles import TileStore
-from offload.kernels.card.fetch import ChunkCopy
-from offload.kernels.card.packed import PackedChunkCopy
+from offload.kernels.gpu.fetch import ChunkCopy
+from offload.kernels.gpu.packed import PackedChunkCopy
 from offload.kernels.kv_codes import Order
 from offload.kernels.kv_remainders import PageShape, restore, split_off
 from offload.kernels.native import Kernels
 from offload.kernels.packed import pack, unpack, unpack_with_torch
 from offload.kernels.packing import Packing
-from paper.card import ADDRESS, Card
 from paper.clocks import Actor
+from paper.gpu import ADDRESS, GpuKernels
 from paper.tensors import PaperTensor, launch
 
 Homes = list[list[Tensor]]
 
 
-def chunks_by_kernel(card: Card, patch: pytest.MonkeyPatch) -> None:
-    """Copies of the full cache that are made from now on are filled by the card itself. Homes stand for addresses,
+def chunks_by_kernel(gpu: GpuKernels, patch: pytest.MonkeyPatch) -> None:
+    """Copies of the full cache that are made from now on are filled by the GPU itself. Homes stand for addresses,
     where nothing is packed."""
-    there = pages_by_host(card, patch)
+    there = pages_by_host(gpu, patch)
 
     def run(
         copy: ChunkCopy, homes: Homes, wanted: Tensor, held: Tensor, *, slot: int = 0, tokens: range = range(2**31)
@@ -43,7 +43,7 @@ def chunks_by_kernel(card: Card, patch: pytest.MonkeyPatch) -> None:
             page, offset = divmod(within, copy._page)
             return _raw(homes[layer][index])[:, page, head, offset]
 
-        _launch(card, "copy_chunks", homes, wanted, held)
+        _launch(gpu, "copy_chunks", homes, wanted, held)
         with _disable_current_modes():  # it is not the host that reads
             _copy_chunks(copy._chunk, rows, _raw(wanted), _raw(held), slot, tokens)
 
@@ -54,20 +54,20 @@ def chunks_by_kernel(card: Card, patch: pytest.MonkeyPatch) -> None:
         tensors = [cast(PaperTensor, each) for each in (blocks, flags, wanted, held)]
         found = _raw(blocks).unique().tolist()
         homes = [home for first, home in there.items() if any(first <= at < first + home.raw.nbytes for at in found)]
-        actor = launch(card, "copy_packed_chunks", [*tensors, *homes], {id(held)})
+        actor = launch(gpu, "copy_packed_chunks", [*tensors, *homes], {id(held)})
         with _disable_current_modes():
-            pages = _Pages(card, actor, copy, _raw(blocks), _raw(flags), held.shape[2])
+            pages = _Pages(gpu, actor, copy, _raw(blocks), _raw(flags), held.shape[2])
             _copy_chunks(copy._chunk, pages.row, _raw(wanted), _raw(held), slot, tokens)
 
     patch.setattr(TileStore, "addresses", lambda store: store._homes)
     patch.setattr(ChunkCopy, "run", run)
     patch.setattr(PackedChunkCopy, "run", run_packed)
     for copies in (chosen, low_bits):
-        patch.setattr(copies, "make_fetch", lambda full, chunk, kernels, num_bytes: CardFetch(full, chunk, kernels))
+        patch.setattr(copies, "make_fetch", lambda full, chunk, kernels, num_bytes: GpuFetch(full, chunk, kernels))
 
 
-def pages_by_host(card: Card, patch: pytest.MonkeyPatch) -> dict[int, PaperTensor]:
-    """What the processor packs and unpacks it reads and writes by addresses. -> Homes on the card, by theirs, as far as
+def pages_by_host(gpu: GpuKernels, patch: pytest.MonkeyPatch) -> dict[int, PaperTensor]:
+    """What the CPU packs and unpacks it reads and writes by addresses. -> Homes on the GPU, by theirs, as far as
     somebody asked for them."""
     there: dict[int, PaperTensor] = {}
 
@@ -79,38 +79,38 @@ def pages_by_host(card: Card, patch: pytest.MonkeyPatch) -> dict[int, PaperTenso
         return found
 
     def pack_on_paper(addresses: Tensor, packing: Packing, kernels: Kernels, *, to: Tensor) -> Tensor:
-        card.host.step()
+        gpu.host.step()
         for each in addresses.tolist():
-            card.access_address(each, 2 * packing.numbers, card.host, write=False, what="pack")
+            gpu.access_address(each, 2 * packing.numbers, gpu.host, write=False, what="pack")
         for each in to.tolist():
-            card.access_address(each, packing.nbytes, card.host, write=True, what="pack")
+            gpu.access_address(each, packing.nbytes, gpu.host, write=True, what="pack")
         return pack(addresses, packing, kernels, to=to)
 
     def unpack_on_paper(parts: Tensor, packing: Packing, kernels: Kernels) -> None:
-        card.host.step()
+        gpu.host.step()
         for start, _, _, _, is_packed in parts.tolist():
             size = packing.nbytes if is_packed else 2 * packing.numbers
-            card.access_address(start, size, card.host, write=False, what="unpack")
+            gpu.access_address(start, size, gpu.host, write=False, what="unpack")
         unpack(parts, packing, kernels)
 
     def split_off_on_paper(parts: Tensor, shape: PageShape, order: Order, kernels: Kernels, *, most: int) -> Tensor:
-        card.host.step()
+        gpu.host.step()
         for start, to, _, _, _ in parts.tolist():
-            card.access_address(start, 2 * shape.numbers, card.host, write=False, what="split_off")
-            card.access_address(to, most, card.host, write=True, what="split_off")
+            gpu.access_address(start, 2 * shape.numbers, gpu.host, write=False, what="split_off")
+            gpu.access_address(to, most, gpu.host, write=True, what="split_off")
         return split_off(parts, shape, order, kernels, most=most)
 
     def restore_on_paper(parts: Tensor, shape: PageShape, order: Order, kernels: Kernels) -> None:
-        card.host.step()
+        gpu.host.step()
         for start in parts[:, 0].tolist():
-            card.access_address(start, shape.numbers, card.host, write=False, what="restore")
+            gpu.access_address(start, shape.numbers, gpu.host, write=False, what="restore")
         restore(parts, shape, order, kernels)
 
     def move_on_paper(to: int, at: int, size: int) -> None:
         if to != at:
-            card.host.step()
-            card.access_address(at, size, card.host, write=False, what="move")
-            card.access_address(to, size, card.host, write=True, what="move")
+            gpu.host.step()
+            gpu.access_address(at, size, gpu.host, write=False, what="move")
+            gpu.access_address(to, size, gpu.host, write=True, what="move")
         move(to, at, size)
 
     patch.setattr(page_codec, "split_off", split_off_on_paper)
@@ -124,9 +124,9 @@ def pages_by_host(card: Card, patch: pytest.MonkeyPatch) -> dict[int, PaperTenso
 
 @dataclass(frozen=True)
 class _Pages:
-    """Pages as the card's kernel finds them by the table that it is given."""
+    """Pages as the GPU's kernel finds them by the table that it is given."""
 
-    card: Card
+    gpu: GpuKernels
     actor: Actor
     copy: PackedChunkCopy
     blocks: Tensor
@@ -143,21 +143,21 @@ class _Pages:
         packing, address = self.copy._packing, int(self.blocks[layer, half, number])
         is_packed = bool(self.flags[layer, number])
         size = packing.nbytes if is_packed else 2 * packing.numbers
-        self.card.access_address(address, size, self.actor, write=False, what="copy_packed_chunks")
+        self.gpu.access_address(address, size, self.actor, write=False, what="copy_packed_chunks")
         content = torch.frombuffer(bytearray(ctypes.string_at(address, size)), dtype=torch.uint8)
         found = unpack_with_torch(content, packing) if is_packed else content.view(torch.bfloat16)
         return found.view(self.num_heads, self.copy._page, -1)
 
 
-def _launch(card: Card, name: str, homes: Homes, wanted: Tensor, held: Tensor) -> None:
-    """It may read any home, of the card or of the host."""
+def _launch(gpu: GpuKernels, name: str, homes: Homes, wanted: Tensor, held: Tensor) -> None:
+    """It may read any home, of the GPU or of the host."""
     tiles = [home for layer in homes for home in layer]
     there = [home for home in tiles if isinstance(home, PaperTensor)]
-    actor = launch(card, name, [cast(PaperTensor, wanted), cast(PaperTensor, held), *there], {id(held)})
+    actor = launch(gpu, name, [cast(PaperTensor, wanted), cast(PaperTensor, held), *there], {id(held)})
     for home in tiles:
         if not isinstance(home, PaperTensor):
-            assert card.is_pinned(home)
-            card.access_host(home, actor, write=False, what=name)
+            assert gpu.is_pinned(home)
+            gpu.access_host(home, actor, write=False, what=name)
 
 
 def _copy_chunks(

@@ -1,4 +1,4 @@
-"""Products of a card on paper whose rows are computed one by one, so that their bits are known whatever the processor's
+"""Products of a GPU on paper whose rows are computed one by one, so that their bits are known whatever the CPU's
 library does. No tests in here."""
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from paper.card import Card
+from paper.gpu import GpuKernels
 from paper.tensors import Call
 
 
-def products_by_row(card: Card, patch: pytest.MonkeyPatch, *, split: str | None = None) -> None:
+def products_by_row(gpu: GpuKernels, patch: pytest.MonkeyPatch, *, split: str | None = None) -> None:
     """A row's bits do not depend on its place; in products of the kind `split`, "mm" or "bmm", they do."""
-    result = card.result
+    result = gpu.result
 
     def computed(call: Call) -> Any:
         if call.name not in ("mm", "bmm"):
             return result(call)
-        rows, matrix = (each.raw for each in call.on_card)
+        rows, matrix = (each.raw for each in call.on_gpu)
         parts = rows.shape[-2] if call.name == split else 1
         return torch.cat([_row(rows, matrix, place, parts) for place in range(rows.shape[-2])], -2)
 
-    patch.setattr(card, "result", computed)
+    patch.setattr(gpu, "result", computed)
 
 
 def _row(rows: Tensor, matrix: Tensor, place: int, parts: int) -> Tensor:

@@ -11,25 +11,25 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 
-from offload.kernels import card as card_kernels
-from offload.kernels.card import attention
-from paper.card import Card
+from offload.kernels import gpu as gpu_kernels
+from offload.kernels.gpu import attention
+from paper.gpu import GpuKernels
 from paper.tensors import PaperTensor, launch, stored
 
 
-def programs_by_interpreter(card: Card, patch: pytest.MonkeyPatch) -> None:
-    """The card has kernels from now on, and they run. Graphs cannot have them."""
+def programs_by_interpreter(gpu: GpuKernels, patch: pytest.MonkeyPatch) -> None:
+    """The GPU has kernels from now on, and they run. Graphs cannot have them."""
 
     def run(program: Any, grid: tuple[int, ...], arguments: Sequence[object], **constants: object) -> None:
-        assert card.recording is None
+        assert gpu.recording is None
         given = dict(zip(program.arg_names, arguments, strict=False))
         tensors = {name: each for name, each in given.items() if isinstance(each, PaperTensor)}
         written = {id(tensors[name]) for name in stored(program.fn) & tensors.keys()}
-        launch(card, program.__name__, [*tensors.values()], written)
+        launch(gpu, program.__name__, [*tensors.values()], written)
         with _disable_current_modes():  # it is not the host that reads
             raw = [each.raw if isinstance(each, PaperTensor) else each for each in arguments]
             widened = {"WIDEN": True} if "WIDEN" in constants else {}
             program[grid](*raw, **constants | widened)
 
-    patch.setattr(card_kernels, "card", lambda device: card_kernels.Card("interpreted"))
+    patch.setattr(gpu_kernels, "gpu", lambda device: gpu_kernels.GpuKernels("interpreted"))
     patch.setattr(attention, "launch", run)

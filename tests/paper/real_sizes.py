@@ -1,7 +1,7 @@
-"""A worker of a model at its real size, on a card on paper and without its bytes. No tests in here.
+"""A worker of a model at its real size, on a GPU on paper and without its bytes. No tests in here.
 
 Only shapes are computed, and Triton's programs are launched without being run: what is left is which kernels and copies
-a pass issues, in which order, and where the host waits. One of two cards has a shard; the other is not there.
+a pass issues, in which order, and where the host waits. One of two GPUs has a shard; the other is not there.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from offload.cache import fetch, page_codec
 from offload.cache.full import FullCache
 from offload.cache.retrieval import RetrievalCache
 from offload.cache.tiles import TileStore
-from offload.kernels import card as card_kernels
-from offload.kernels.card.flash import Flash
+from offload.kernels import gpu as gpu_kernels
+from offload.kernels.gpu.flash import Flash
 from offload.kernels.kv_remainders import PageShape
 from offload.model.decoder import Decoder
 from offload.model.loading import DTYPES
@@ -45,16 +45,16 @@ from offload.transfer.link import make_link
 from offload.transfer.memory import Memory, sent
 from offload.transfer.weights import load_weights
 from offload.worker import Worker
-from paper.card import ADDRESS, Card, on_paper
+from paper.gpu import ADDRESS, GpuKernels, on_paper
 from paper.tensors import PaperTensor, launch, stored
 
 NUM_PROMPT = 120_000  # tokens
-GPU = Hardware("cuda:0", "a card on paper", 23 * 10**9, 256 * 10**9, True, RTX_4090)
+GPU = Hardware("cuda:0", "a GPU on paper", 23 * 10**9, 256 * 10**9, True, RTX_4090)
 
 
-def planned(target: ModelConfig, draft: ModelConfig, num_cards: int, **bits: int) -> Plan:
+def planned(target: ModelConfig, draft: ModelConfig, num_gpus: int, **bits: int) -> Plan:
     """bits: `weight_bits` and `kv_bits` with which the target proposes to itself, where not the fastest are wanted."""
-    hardware, options = replace(GPU, num_devices=num_cards), Options(**bits)  # type: ignore[arg-type]
+    hardware, options = replace(GPU, num_devices=num_gpus), Options(**bits)  # type: ignore[arg-type]
     return make_plan(target, draft, options, hardware, num_prompt_tokens=NUM_PROMPT, max_tokens=200)
 
 
@@ -69,11 +69,11 @@ class _Unread(Checkpoint):
 @contextmanager
 def worker_without_bytes(
     plan: Plan, target: ModelConfig, draft: ModelConfig, *, with_flash: bool = False
-) -> Iterator[tuple[Worker, Card]]:
-    """The worker of the first card, with a cache that holds the prompt. with_flash: flash-attn is installed."""
-    with on_paper(without_values=True) as card, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(card_kernels, "card", lambda device: card_kernels.Card("on paper"))
-        patch.setattr(JITFunction, "run", lambda program, *args, **more: _launched(card, program, *args, **more))
+) -> Iterator[tuple[Worker, GpuKernels]]:
+    """The worker of the first GPU, with a cache that holds the prompt. with_flash: flash-attn is installed."""
+    with on_paper(without_values=True) as gpu, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_kernels, "gpu", lambda device: gpu_kernels.GpuKernels("on paper"))
+        patch.setattr(JITFunction, "run", lambda program, *args, **more: _launched(gpu, program, *args, **more))
         for reader in (fetch, embedding):
             patch.setattr(reader, "kernels_read_host", lambda device: True)
         patch.setattr(page_codec, "pack", lambda addresses, *_, to: torch.ones(len(addresses), dtype=torch.long))
@@ -82,16 +82,16 @@ def worker_without_bytes(
             patch.setattr(page_codec, name, lambda *_: None)
         patch.setattr(weights_module, "HomeMaker", _HomeMaker)
         patch.setattr(TileStore, "address", lambda store, layer, index: _address(store.home(layer, index)))
-        patch.setattr(dist, "all_gather", partial(_gathered, card))
+        patch.setattr(dist, "all_gather", partial(_gathered, gpu))
         if with_flash:
-            found = Flash("on paper", call=partial(_flash_attended, card))
+            found = Flash("on paper", call=partial(_flash_attended, gpu))
             patch.setattr(worker_module, "flash", lambda device: found)
         parts = _parts(plan, {"target": target, "draft": draft})
         worker = Worker(plan, parts, vocab_size=target.vocab_size)
         _hold_prompt(worker.full)
         _fill(worker.retrieval)
         try:
-            yield worker, card
+            yield worker, gpu
         finally:
             worker.release()
             worker.close()
@@ -99,13 +99,13 @@ def worker_without_bytes(
 
 def _parts(plan: Plan, models: dict[str, ModelConfig]) -> Parts:
     """As `load_decoders` places them."""
-    placement, num_cards = plan.placement, plan.request.num_devices
+    placement, num_gpus = plan.placement, plan.request.num_devices
     memory = Memory(torch.device(plan.request.device))
     link = make_link(memory.device) if placement.offload else None
     decoders = {}
     for name in ("target", "draft") if plan.composition.draft else ("target",):
-        is_shard = name == "target" and num_cards > 1
-        shard = Shard(0, num_cards) if is_shard else ALONE
+        is_shard = name == "target" and num_gpus > 1
+        shard = Shard(0, num_gpus) if is_shard else ALONE
         weights = load_weights(
             _Unread(),
             models[name],
@@ -118,7 +118,7 @@ def _parts(plan: Plan, models: dict[str, ModelConfig]) -> Parts:
             embeds_on_host=placement.embeds_on_host and name == "target",
             shard=shard,
         )
-        sums = Sums(0, num_cards, memory.device, check=lambda: None, go=lambda: None) if is_shard else None
+        sums = Sums(0, num_gpus, memory.device, check=lambda: None, go=lambda: None) if is_shard else None
         decoders[name] = Decoder(shard.config(models[name]), weights, sums)
     return Parts(decoders, memory, link, streamed_rows(plan, decoders["target"].config, memory, link))
 
@@ -163,31 +163,31 @@ def _fill(retrieval: RetrievalCache | None) -> None:
         retrieval._exact = retrieval.length = NUM_PROMPT
 
 
-def _launched(card: Card, program: Any, *args: object, **more: object) -> None:
+def _launched(gpu: GpuKernels, program: Any, *args: object, **more: object) -> None:
     """A Triton program goes to the current stream. It writes what its source stores to."""
     given = dict(zip(program.arg_names, args, strict=False)) | more
     tensors = {name: each for name, each in given.items() if isinstance(each, PaperTensor)}
     launch(
-        card, program.__name__, [*tensors.values()], {id(tensors[name]) for name in stored(program.fn) & tensors.keys()}
+        gpu, program.__name__, [*tensors.values()], {id(tensors[name]) for name in stored(program.fn) & tensors.keys()}
     )
 
 
-def _gathered(card: Card, parts: Sequence[Tensor], part: Tensor) -> None:
-    """Every card's part, over NCCL's own links."""
+def _gathered(gpu: GpuKernels, parts: Sequence[Tensor], part: Tensor) -> None:
+    """Every GPU's part, over NCCL's own links."""
     tensors = [cast(PaperTensor, each) for each in (*parts, part)]
-    launch(card, "all_gather", tensors, {id(each) for each in parts})
+    launch(gpu, "all_gather", tensors, {id(each) for each in parts})
 
 
-def _flash_attended(card: Card, q: Tensor, k_cache: Tensor, v_cache: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+def _flash_attended(gpu: GpuKernels, q: Tensor, k_cache: Tensor, v_cache: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
     tables = more["cache_seqlens"], more["block_table"]
     check(q, k_cache, v_cache, *tables)
     out = torch.empty_like(q)
     lse = torch.empty((1, q.shape[2], q.shape[1]), device=q.device)
     tensors = [cast(PaperTensor, each) for each in (q, k_cache, v_cache, *tables, out, lse)]
-    launch(card, "flash_attn_with_kvcache", tensors, {id(out), id(lse)})
+    launch(gpu, "flash_attn_with_kvcache", tensors, {id(out), id(lse)})
     return out, lse
 
 
 def _address(home: Tensor) -> int:
-    """No read by the host, as others of addresses: only a card's kernel is told them. Tensors on paper have none."""
+    """No read by the host, as others of addresses: only a GPU's kernel is told them. Tensors on paper have none."""
     return 0 if isinstance(home, PaperTensor) else ADDRESS(home)

@@ -15,7 +15,7 @@ _known: dict[Hashable, Any] = {}  # results of calls, but for those that share m
 
 def without_values(call: Call) -> Any:
     """A result of the right shape and strides; values that reach the host are zeros."""
-    if call.leaves_card:
+    if call.leaves_gpu:
         return torch.zeros(call.args[0].shape, dtype=call.named.get("dtype") or call.args[0].dtype)
     if call.name == "_local_scalar_dense":
         return 0
@@ -27,7 +27,7 @@ def without_values(call: Call) -> Any:
     if key not in _known:
         out = call.elsewhere(_on_meta, "meta")
         ours = [each for each in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(each, Tensor)]
-        theirs = {each.raw.untyped_storage()._cdata for each in call.on_card}
+        theirs = {each.raw.untyped_storage()._cdata for each in call.on_gpu}
         if any(each.untyped_storage()._cdata in theirs for each in ours):
             return out
         _known[key] = out

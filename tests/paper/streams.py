@@ -1,4 +1,4 @@
-"""Streams and events of a card on paper, in place of torch.cuda's. No tests in here."""
+"""Streams and events of a GPU on paper, in place of torch.cuda's. No tests in here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from paper.clocks import Actor, Clock
 
 if TYPE_CHECKING:
-    from paper.card import Card
+    from paper.gpu import GpuKernels
 
 MILLISECONDS = 0.01  # between any two events
 
@@ -19,8 +19,8 @@ MILLISECONDS = 0.01  # between any two events
 class Stream:
     """A queue of work, done in its order."""
 
-    def __init__(self, card: Card, name: str) -> None:
-        self._card, self.device = card, torch.device("cuda:0")
+    def __init__(self, gpu: GpuKernels, name: str) -> None:
+        self._gpu, self.device = gpu, torch.device("cuda:0")
         self.actor = Actor(name)
 
     def wait_event(self, event: Event) -> None:
@@ -30,10 +30,10 @@ class Stream:
         self.actor.learn(stream.actor.clock)
 
     def synchronize(self) -> None:
-        self._card.synced("stream", self.actor.clock)
+        self._gpu.synced("stream", self.actor.clock)
 
     def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self._card)
+        event = event or Event(self._gpu)
         event.record(self)
         return event
 
@@ -44,26 +44,26 @@ class Stream:
 class Event:
     """What a stream knew when it was recorded; the host knew it too when it asked for that."""
 
-    def __init__(self, card: Card, enable_timing: bool = False) -> None:
-        self._card, self._timing = card, enable_timing
+    def __init__(self, gpu: GpuKernels, enable_timing: bool = False) -> None:
+        self._gpu, self._timing = gpu, enable_timing
         self._clock: Clock | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        actor = (stream or self._card.stream).actor
-        actor.learn(self._card.host.clock)
+        actor = (stream or self._gpu.stream).actor
+        actor.learn(self._gpu.host.clock)
         self._clock = dict(actor.clock)
 
     def known(self, use: str) -> Clock:
         """CUDA takes an event that was never recorded for one that has happened."""
         if self._clock is None:
-            self._card.problem(f"an event is {use} and was never recorded")
+            self._gpu.problem(f"an event is {use} and was never recorded")
         return self._clock or {}
 
     def wait(self, stream: Stream | None = None) -> None:
-        (stream or self._card.stream).wait_event(self)
+        (stream or self._gpu.stream).wait_event(self)
 
     def synchronize(self) -> None:
-        self._card.synced("event", self.known("synchronized"))
+        self._gpu.synced("event", self.known("synchronized"))
 
     def query(self) -> bool:
         """True says nothing of the order: a program must not rely on it."""
@@ -71,17 +71,17 @@ class Event:
 
     def elapsed_time(self, end: Event) -> float:
         if not (self._timing and end._timing):
-            self._card.problem("time is asked of an event that was made without timing")
+            self._gpu.problem("time is asked of an event that was made without timing")
         self.known("timed")
         end.known("timed")
         return MILLISECONDS
 
 
 @contextmanager
-def current(card: Card, stream: Stream) -> Iterator[None]:
+def current(gpu: GpuKernels, stream: Stream) -> Iterator[None]:
     """`torch.cuda.stream`: what this thread issues goes there."""
-    before, card.stream = card.stream, stream
+    before, gpu.stream = gpu.stream, stream
     try:
         yield
     finally:
-        card.stream = before
+        gpu.stream = before

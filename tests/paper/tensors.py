@@ -1,7 +1,7 @@
-"""Tensors that say they are on a card and compute on the CPU. No tests in here.
+"""Tensors that say they are on a GPU and compute on the CPU. No tests in here.
 
-For torch's own C++ code they are on device "meta": of a card it would want a device guard, which a build for CPUs has
-not and which only a compiler could add. Python code, which reads `device` and `is_cuda`, sees a card's.
+For torch's own C++ code they are on device "meta": of a GPU it would want a device guard, which a build for CPUs has
+not and which only a compiler could add. Python code, which reads `device` and `is_cuda`, sees a GPU's.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from paper.clocks import Actor, Block
 
 if TYPE_CHECKING:
-    from paper.card import Card
+    from paper.gpu import GpuKernels
 
 DEVICE = torch.device("cuda:0")
-CARD = ("cuda", "meta")  # how Python code and torch's own call it
+GPU = ("cuda", "meta")  # how Python code and torch's own call it
 Func = Any  # an overload of an operator
 
 # Operators whose result's size or value the host has to know.
 WAITING = {"nonzero", "_local_scalar_dense", "unique_consecutive", "unique_dim", "_unique2", "equal", "masked_select"}
 MOVING = {"copy_", "_to_copy"}
-WHOLE = {"rms_norm"}  # one kernel on a card, several operators elsewhere
+WHOLE = {"rms_norm"}  # one kernel on a GPU, several operators elsewhere
 WITHOUT_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 INDEXING = {"index", "index_put_", "_index_put_impl_"}  # by tensors of the host too, which then cross
 
@@ -48,7 +48,7 @@ class PaperTensor(Tensor):
 
     raw: Tensor
     block: Block
-    card: Card
+    gpu: GpuKernels
     device = property(lambda self: DEVICE)  # type: ignore[assignment]
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
     is_cpu = property(lambda self: False)  # type: ignore[assignment]
@@ -56,30 +56,30 @@ class PaperTensor(Tensor):
 
     @staticmethod
     @torch.inference_mode(False)  # what torch does to views of tensors from outside of it would fail otherwise
-    def __new__(cls, card: Card, raw: Tensor, block: Block) -> PaperTensor:
+    def __new__(cls, gpu: GpuKernels, raw: Tensor, block: Block) -> PaperTensor:
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, device="meta"
         )
-        made.card, made.raw, made.block = card, raw, block
+        made.gpu, made.raw, made.block = gpu, raw, block
         return made  # type: ignore[no-any-return]
 
-    def __init__(self, card: Card, raw: Tensor, block: Block) -> None: ...
+    def __init__(self, gpu: GpuKernels, raw: Tensor, block: Block) -> None: ...
 
     @classmethod
     def __torch_dispatch__(cls, func: Func, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        card = next(each for each in _leaves([*args, *kwargs.values()]) if isinstance(each, PaperTensor)).card
-        return run(card, func, args, kwargs)
+        gpu = next(each for each in _leaves([*args, *kwargs.values()]) if isinstance(each, PaperTensor)).gpu
+        return run(gpu, func, args, kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PaperTensor({self.raw})"
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-        return _to(self.card, self, device, dtype, non_blocking)
+        return _to(self.gpu, self, device, dtype, non_blocking)
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
-        return _to(self.card, self, torch.device("cpu"), None, False)
+        return _to(self.gpu, self, torch.device("cpu"), None, False)
 
     def cuda(self, *args: Any, **kwargs: Any) -> Tensor:
         return self
@@ -98,11 +98,11 @@ class PaperTensor(Tensor):
 
 
 class Mode(TorchDispatchMode):
-    """Sees what no tensor on paper takes part in: what is made on the card, and what the host does."""
+    """Sees what no tensor on paper takes part in: what is made on the GPU, and what the host does."""
 
-    def __init__(self, card: Card) -> None:
+    def __init__(self, gpu: GpuKernels) -> None:
         super().__init__()
-        self._card = card
+        self._gpu = gpu
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -110,7 +110,7 @@ class Mode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Func, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        return run(self._card, func, args, kwargs or {})
+        return run(self._gpu, func, args, kwargs or {})
 
 
 class Call:
@@ -120,7 +120,7 @@ class Call:
         self.func, self.name = func, name_of(func)
         self.args, self.kwargs = args, kwargs
         tensors = [each for each in _leaves([*args, *kwargs.values()]) if isinstance(each, Tensor)]
-        self.on_card = [each for each in tensors if isinstance(each, PaperTensor)]
+        self.on_gpu = [each for each in tensors if isinstance(each, PaperTensor)]
         self.on_host = [each for each in tensors if not isinstance(each, PaperTensor)]
         self.named: dict[str, Any] = dict(zip(_names(func), args, strict=False)) | kwargs
         self.written: set[int] = set()
@@ -131,11 +131,11 @@ class Call:
         self.device = torch.device(device) if device is not None else None
 
     @property
-    def is_of_card(self) -> bool:
-        return bool(self.on_card) or (self.device is not None and self.device.type in CARD)
+    def is_of_gpu(self) -> bool:
+        return bool(self.on_gpu) or (self.device is not None and self.device.type in GPU)
 
     @property
-    def leaves_card(self) -> bool:
+    def leaves_gpu(self) -> bool:
         return self.name == "_to_copy" and self.device is not None and self.device.type == "cpu"
 
     def on_cpu(self) -> Any:
@@ -199,70 +199,70 @@ def _is_composite(func: Func) -> bool:
     return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
-def run(card: Card, func: Func, args: Any, kwargs: Any) -> Any:
+def run(gpu: GpuKernels, func: Func, args: Any, kwargs: Any) -> Any:
     call = Call(func, args, kwargs)
-    if not call.is_of_card:
-        return _on_host(card, call, args, kwargs)
+    if not call.is_of_gpu:
+        return _on_host(gpu, call, args, kwargs)
     if call.name == "to":
-        return _to(card, args[0], call.device, call.named.get("dtype"), bool(call.named.get("non_blocking")))
+        return _to(gpu, args[0], call.device, call.named.get("dtype"), bool(call.named.get("non_blocking")))
     if _is_composite(func) and call.name not in WHOLE:
-        with Mode(card):
+        with Mode(gpu):
             return func.decompose(*args, **kwargs)
-    graph = card.recording
-    for each in call.on_card if graph is not None else ():
+    graph = gpu.recording
+    for each in call.on_gpu if graph is not None else ():
         if id(each) in call.written and graph is not None:
             graph.writes(each.raw)
-    out = card.result(call)
+    out = gpu.result(call)
     made = [each for each in _leaves((out,)) if isinstance(each, Tensor)]
-    blocks = {_storage(each.raw): each.block for each in call.on_card}
+    blocks = {_storage(each.raw): each.block for each in call.on_gpu}
     is_view = not call.written and bool(made) and all(_storage(each) in blocks for each in made)
     if not is_view and call.name not in WITHOUT_KERNEL:
-        _check_devices(card, call)
-        _launch(card, call)
-        if graph is not None and not card.without_values:
+        _check_devices(gpu, call)
+        _launch(gpu, call)
+        if graph is not None and not gpu.without_values:
             graph.computed(call.prepared(_on_cpu, "cpu"), made)
-    wrappers = {id(each.raw): each for each in call.on_card}
+    wrappers = {id(each.raw): each for each in call.on_gpu}
 
     def wrapped(each: Any) -> Any:
-        if not isinstance(each, Tensor) or call.leaves_card:
+        if not isinstance(each, Tensor) or call.leaves_gpu:
             return each
         if id(each) in wrappers:
             return wrappers[id(each)]
         if (block := blocks.get(_storage(each))) is None:
-            if any(each is other for other in call.on_host):  # written by a copy from the card
+            if any(each is other for other in call.on_host):  # written by a copy from the GPU
                 return each
-            block = card.allocated(each.untyped_storage().nbytes())
+            block = gpu.allocated(each.untyped_storage().nbytes())
             if graph is not None:
                 graph.allocated(block)
             else:
-                card.access(block, each, card.stream.actor, write=True, what=call.name)
-        return PaperTensor(card, each, block)
+                gpu.access(block, each, gpu.stream.actor, write=True, what=call.name)
+        return PaperTensor(gpu, each, block)
 
     return _mapped(wrapped, out)
 
 
-def _on_host(card: Card, call: Call, args: Any, kwargs: Any) -> Any:
+def _on_host(gpu: GpuKernels, call: Call, args: Any, kwargs: Any) -> Any:
     """What the host does by itself: pinned memory that a stream may use is the only thing to check."""
-    untouched = card.without_values and call.name == "zero_"  # the system's pages are zero, and take no memory yet
+    untouched = gpu.without_values and call.name == "zero_"  # the system's pages are zero, and take no memory yet
     out = args[0] if untouched else call.func(*args, **kwargs)
-    if card.has_pinned and call.on_host:
+    if gpu.has_pinned and call.on_host:
         storages = {_storage(each) for each in call.on_host}
         made = [each for each in _leaves((out,)) if isinstance(each, Tensor)]
         if call.written or not made or not all(_storage(each) in storages for each in made):
-            card.host.step()
+            gpu.host.step()
             for each in call.on_host:
-                card.access_host(each, card.host, write=id(each) in call.written, what=call.name)
+                gpu.access_host(each, gpu.host, write=id(each) in call.written, what=call.name)
     return out
 
 
-def _check_devices(card: Card, call: Call) -> None:
-    if not call.on_card or call.name in MOVING:
+def _check_devices(gpu: GpuKernels, call: Call) -> None:
+    if not call.on_gpu or call.name in MOVING:
         return
     for each in call.on_host:
         if each.dim() and call.name in INDEXING and not each.is_floating_point():
-            card.synced("copy to device", card.stream.actor.clock)
+            gpu.synced("copy to device", gpu.stream.actor.clock)
         elif each.dim():
-            card.problem(f"{call.name} of tensors on the card and on the host, {tuple(each.shape)}")
+            gpu.problem(f"{call.name} of tensors on the GPU and on the host, {tuple(each.shape)}")
 
 
 @cache
@@ -274,54 +274,54 @@ def stored(program: Callable[..., object]) -> set[str]:
     return names
 
 
-def launch(card: Card, name: str, tensors: Sequence[PaperTensor], written: Collection[int]) -> Actor:
+def launch(gpu: GpuKernels, name: str, tensors: Sequence[PaperTensor], written: Collection[int]) -> Actor:
     """A kernel or a copy goes to the current stream, which is returned. written: ids of those of `tensors` that it
     writes."""
-    actor = card.stream.actor
-    if card.recording is not None:
-        card.recording.launched(name, tensors, written)
+    actor = gpu.stream.actor
+    if gpu.recording is not None:
+        gpu.recording.launched(name, tensors, written)
         return actor
-    actor.learn(card.host.clock)
+    actor.learn(gpu.host.clock)
     actor.step()
-    card.launches[name] += 1
+    gpu.launches[name] += 1
     for each in tensors:
-        card.access(each.block, each.raw, actor, write=id(each) in written, what=name)
+        gpu.access(each.block, each.raw, actor, write=id(each) in written, what=name)
     return actor
 
 
-def _launch(card: Card, call: Call) -> None:
+def _launch(gpu: GpuKernels, call: Call) -> None:
     """The host waits for it where it has to."""
-    actor = launch(card, call.name, call.on_card, call.written)
-    if call.name in MOVING and (call.on_host or call.leaves_card):
-        _cross(card, call)
+    actor = launch(gpu, call.name, call.on_gpu, call.written)
+    if call.name in MOVING and (call.on_host or call.leaves_gpu):
+        _cross(gpu, call)
     elif call.name in WAITING or (call.name in INDEXING and any(each.dtype == torch.bool for each in _indices(call))):
-        card.synced(call.name, actor.clock)
+        gpu.synced(call.name, actor.clock)
 
 
 def _indices(call: Call) -> list[Tensor]:
     return [each for each in call.named.get("indices") or () if isinstance(each, Tensor)]
 
 
-def _cross(card: Card, call: Call) -> None:
-    """A copy between the card and the host. One that does not block needs pinned memory, in one piece on both sides."""
-    actor, asynchronous = card.stream.actor, bool(call.named.get("non_blocking"))
-    if card.recording is not None:
-        card.problem("a copy over the link in a graph, of memory of the host that may change")
+def _cross(gpu: GpuKernels, call: Call) -> None:
+    """A copy between the GPU and the host. One that does not block needs pinned memory, in one piece on both sides."""
+    actor, asynchronous = gpu.stream.actor, bool(call.named.get("non_blocking"))
+    if gpu.recording is not None:
+        gpu.problem("a copy over the link in a graph, of memory of the host that may change")
     for each in call.on_host:
-        card.access_host(each, actor, write=id(each) in call.written, what=call.name)
-        if asynchronous and each.nbytes and not card.is_pinned(each):
-            card.problem(f"a copy of {each.nbytes} bytes that does not block, of memory that is not pinned")
+        gpu.access_host(each, actor, write=id(each) in call.written, what=call.name)
+        if asynchronous and each.nbytes and not gpu.is_pinned(each):
+            gpu.problem(f"a copy of {each.nbytes} bytes that does not block, of memory that is not pinned")
     if (
         asynchronous
         and call.name == "copy_"
         and not all(_raw(call.named[name]).is_contiguous() for name in ("self", "src"))
     ):
-        card.problem("a copy over the link of memory that is not in one piece")
-    if asynchronous and call.leaves_card:
-        card.problem("a copy to the host that does not block, into memory that is not pinned")
+        gpu.problem("a copy over the link of memory that is not in one piece")
+    if asynchronous and call.leaves_gpu:
+        gpu.problem("a copy to the host that does not block, into memory that is not pinned")
     if not asynchronous:
-        leaves = call.leaves_card or any(id(each) in call.written for each in call.on_host)
-        card.synced("copy to host" if leaves else "copy to device", actor.clock)
+        leaves = call.leaves_gpu or any(id(each) in call.written for each in call.on_host)
+        gpu.synced("copy to host" if leaves else "copy to device", actor.clock)
 
 
 def _raw(tensor: Tensor) -> Tensor:
@@ -329,21 +329,21 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def _to(
-    card: Card, tensor: Tensor, device: torch.device | None, dtype: torch.dtype | None, non_blocking: bool
+    gpu: GpuKernels, tensor: Tensor, device: torch.device | None, dtype: torch.dtype | None, non_blocking: bool
 ) -> Tensor:
     """`Tensor.to`: itself where nothing changes."""
-    device = tensor.device if device is None else DEVICE if device.type in CARD else device
+    device = tensor.device if device is None else DEVICE if device.type in GPU else device
     if device.type == tensor.device.type and dtype in (None, tensor.dtype):
         return tensor
     kwargs: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if device.type != tensor.device.type:
         kwargs |= {"device": device, "non_blocking": non_blocking}
     with _disable_current_modes():  # as in an operator that is called
-        return run(card, torch.ops.aten._to_copy.default, (tensor,), kwargs)  # type: ignore[no-any-return]
+        return run(gpu, torch.ops.aten._to_copy.default, (tensor,), kwargs)  # type: ignore[no-any-return]
 
 
 def _flash(query: Tensor, keys: Tensor, values: Tensor, *, scale: float | None) -> tuple[Any, ...]:
-    """A card's fused attention takes 16-bit numbers only. What is not used of its results is empty."""
+    """A GPU's fused attention takes 16-bit numbers only. What is not used of its results is empty."""
     if query.element_size() != 2:
         raise RuntimeError(f"fused attention of {query.dtype}")
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, scale=scale)

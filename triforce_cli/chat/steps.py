@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 MAX_STEPS = 10_000_000  # a template for one turn takes some 20
-MAX_SECONDS = 60.0  # of processor time: filters loop without steps
+MAX_SECONDS = 60.0  # of CPU time: filters loop without steps
 _TEMPLATE = "<template>"  # what Jinja calls the code that it makes
 _STEPS_PER_LOOK = 256  # at the time
 

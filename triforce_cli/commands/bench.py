@@ -155,7 +155,7 @@ class Bench:
         with deferred():
             from offload.bench.environment import environment
         if self.against == "llama.cpp" and not prepared.request.hardware.is_cpu:
-            raise UsageError("llama.cpp is measured on the processor only; add --device cpu")
+            raise UsageError("llama.cpp is measured on the CPU only; add --device cpu")
         trials = self._trials(prepared.request, prepared.tokenizer.encode(text), self.sampling.params())
         output.planned(*(trial.plan for trial in trials))
         findings.begin(self._about(text, environment()))

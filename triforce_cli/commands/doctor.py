@@ -82,7 +82,7 @@ def doctor(
 ) -> Doctor:
     """Look at this machine, measure it, check that it computes right, and say what to expect and what to improve.
 
-    The measured rates are kept for the planner, and how long passes of the demo models take on the processor: run it
+    The measured rates are kept for the planner, and how long passes of the demo models take on the CPU: run it
     once, and again when the machine changes. Exit code 5: a check failed.
 
     Example: triforce doctor --json

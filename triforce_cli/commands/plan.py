@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 MACHINE = "Machine (what is not given is taken from here, or assumed with --gpus)"
 
 Fit = Annotated[bool, switch("--fit", "Plan the longest context that fits.", MACHINE)]
-Gpus = Annotated[int | None, option("--gpus", "Plan for this many cards.", MACHINE, metavar="N", parser=whole)]
+Gpus = Annotated[int | None, option("--gpus", "Plan for this many GPUs.", MACHINE, metavar="N", parser=whole)]
 GpuMemory = Annotated[
     float | None,
-    option("--gpu-memory", "Free memory of each card, in 10^9 bytes.", MACHINE, metavar="GB", parser=number),
+    option("--gpu-memory", "Free memory of each GPU, in 10^9 bytes.", MACHINE, metavar="GB", parser=number),
 ]
 HostMemory = Annotated[
     float | None,
@@ -38,7 +38,7 @@ PlannedLink = Annotated[
     float | None,
     option(
         "--link-gbps",
-        "Bandwidth between host and each card, in 10^9 bytes per second: 25 for PCIe 4.0 x16, 12.5 for x8.",
+        "Bandwidth between host and each GPU, in 10^9 bytes per second: 25 for PCIe 4.0 x16, 12.5 for x8.",
         MACHINE,
         metavar="GB/S",
         parser=number,
@@ -59,7 +59,7 @@ HostGbps = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine to plan for: the named cards, or, without `gpus` or with a device of its own, this machine. GB are
+    """The machine to plan for: the named GPUs, or, without `gpus` or with a device of its own, this machine. GB are
     10^9 bytes."""
 
     gpus: int | None
@@ -81,23 +81,23 @@ class Machine:
         here = probe(self.device, number)
         for name, given in (("gpu-memory", self.gpu_memory), ("host-gbps", self.host_gbps)):
             if here.is_cpu and given is not None and (name == "gpu-memory" or self.link_gbps is None):
-                raise UsageError(f"{name} is about cards and {_without_cards(self.device)}")
+                raise UsageError(f"{name} is about GPUs and {_without_gpus(self.device)}")
         return self._changed(here)
 
     @property
     def baseline(self) -> tuple[str, Machine] | None:
-        """The machine to compare with, and its name: one card for several cards, else the machine without the user's
+        """The machine to compare with, and its name: one GPU for several GPUs, else the machine without the user's
         changes. None if there are none."""
         as_it_is = replace(self, gpu_memory=None, host_memory=None, link_gbps=None, host_gbps=None)
         if self.gpus is not None and self.gpus > 1:
-            return "one process" if self.device == "cpu" else "one such card", replace(self, gpus=1)
+            return "one process" if self.device == "cpu" else "one such GPU", replace(self, gpus=1)
         if self == as_it_is:
             return None
         return ("RTX 4090" if self.assumed else "this machine"), as_it_is
 
     @property
     def assumed(self) -> bool:
-        """The cards need not be there."""
+        """The GPUs need not be there."""
         return self.gpus is not None and self.device == "auto"
 
     def _changed(self, hardware: Hardware) -> Hardware:
@@ -206,9 +206,9 @@ def plan(
     """Show the memory that a context needs on device and host, the traffic over the link, and the predicted speed.
 
     Reads config.json alone; nothing is loaded and nothing is measured. Without --gpus it plans for this machine; with
-    it, for that many cards of 24 GB on links of 25 GB/s with 128 GB of host memory at 72 GB/s (165 for more than two
-    cards), unless you say otherwise; with --device cuda as well, for that many cards of this machine, with --device cpu
-    for that many processes here. Several cards are compared with one, and a changed machine with the one that is there.
+    it, for that many GPUs of 24 GB on links of 25 GB/s with 128 GB of host memory at 72 GB/s (165 for more than two
+    GPUs), unless you say otherwise; with --device cuda as well, for that many GPUs of this machine, with --device cpu
+    for that many processes here. Several GPUs are compared with one, and a changed machine with the one that is there.
     Exit code 3 when the context does not fit; the message names the nearest changes that would make it fit.
 
     Example: triforce plan --model yarn-llama-2-13b-128k --draft llama-68m --context 120000 --gpus 2
@@ -241,9 +241,9 @@ def _with_remedies(message: str, request: Request, sizes: Mapping[str, int]) -> 
     return f"{message}; it would fit with {', or with '.join(found)}" if found else message
 
 
-def _without_cards(device: str) -> str:
+def _without_gpus(device: str) -> str:
     if device == "cpu":
-        return "--device is cpu; leave that out to plan for cards"
+        return "--device is cpu; leave that out to plan for GPUs"
     return "this machine has none; add --gpus 1 to plan for one"
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 REAL_SHARE = 0.6  # of what a PCIe link carries on paper, good copies reach more than this
 TOGETHER_SHARE = 0.8  # of the sum of the GPUs alone; less than this, and they share something
-MEMORY_SHARE = 0.8  # of what the processor reads; all links together reach more than this where memory is the limit
-FREE_SHARE = 0.85  # of a card's memory; less is free when others use it, too
+MEMORY_SHARE = 0.8  # of what the CPU reads; all links together reach more than this where memory is the limit
+FREE_SHARE = 0.85  # of a GPU's memory; less is free when others use it, too
 
 
 def advice(diagnosis: Diagnosis) -> list[str]:
@@ -54,7 +54,7 @@ def _gpu(gpu: Gpu) -> Iterator[str]:
     if gpu.free_bytes < FREE_SHARE * gpu.total_bytes:
         yield (
             f"{gigabytes(gpu.total_bytes - gpu.free_bytes)} of its {gigabytes(gpu.total_bytes)} are in use: "
-            "end other programs on it (nvidia-smi lists them), or let the display use another card"
+            "end other programs on it (nvidia-smi lists them), or let the display use another GPU"
         )
     if gpu.pcie is not None:
         yield from _pcie(gpu, gpu.pcie)
@@ -64,12 +64,12 @@ def _pcie(gpu: Gpu, pcie: Pcie) -> Iterator[str]:
     if pcie.width < pcie.max_width:
         share = {2: "half", 4: "a quarter", 8: "an eighth"}.get(pcie.max_width // pcie.width, "a part")
         yield (
-            f"PCIe {pcie.generation}.0 x{pcie.width}: the slot gives {share} of what the card can do; "
+            f"PCIe {pcie.generation}.0 x{pcie.width}: the slot gives {share} of what the GPU can do; "
             f"move it to an x{pcie.max_width} slot, or take out what shares its lanes"
         )
     if pcie.generation < pcie.max_generation:
         yield (
-            f"PCIe {pcie.generation}.0 and the card can do {pcie.max_generation}.0: set the slot's speed in the "
+            f"PCIe {pcie.generation}.0 and the GPU can do {pcie.max_generation}.0: set the slot's speed in the "
             "firmware (BIOS), and try without a riser cable; the board may not do more"
         )
     on_paper, real = pcie.bytes_per_second, gpu.rates.link.to_device if gpu.rates else None
@@ -90,7 +90,7 @@ def _several(diagnosis: Diagnosis) -> Iterator[str]:
         return
     if together.to_device >= MEMORY_SHARE * read:
         yield (
-            f"the GPUs get all that host memory gives: {found}, and the processor reads {gigabytes(read)}/s; fill all "
+            f"the GPUs get all that host memory gives: {found}, and the CPU reads {gigabytes(read)}/s; fill all "
             "of its channels, with the fastest modules that the board takes"
         )
     else:
@@ -122,7 +122,7 @@ def _processor(diagnosis: Diagnosis) -> Iterator[str]:
     cpu = diagnosis.processor
     if cpu.busy_share > BUSY_SHARE:
         yield (
-            f"other programs use {cpu.busy_share:.0%} of the processor, so it measures slower than it is: "
+            f"other programs use {cpu.busy_share:.0%} of the CPU, so it measures slower than it is: "
             "end them and run triforce doctor again"
         )
     if not cpu.fast_bf16:

@@ -89,7 +89,7 @@ def _machine(diagnosis: Diagnosis) -> list[Row]:
     gpus = [f"{gpu.device} {gpu.name}" for gpu in diagnosis.gpus]
     return [
         ("system", host.system),
-        ("processor", f"{host.processor}, {host.num_cores} cores, {diagnosis.processor.num_threads} threads used"),
+        ("CPU", f"{host.processor}, {host.num_cores} cores, {diagnosis.processor.num_threads} threads used"),
         ("bf16", f"{bf16}; {', '.join(host.features) or 'features unknown'}"),
         ("memory", f"{gigabytes(host.host_bytes)}, {gigabytes(host.host_free_bytes)} free"),
         ("NUMA", numa),
@@ -109,7 +109,7 @@ def _processor(diagnosis: Diagnosis) -> list[Row]:
 
 
 def _gpu(gpu: Gpu) -> Iterator[Row]:
-    yield "card", f"{gpu.name}, compute capability {gpu.compute_capability}" if gpu.compute_capability else gpu.name
+    yield "GPU", f"{gpu.name}, compute capability {gpu.compute_capability}" if gpu.compute_capability else gpu.name
     yield "memory", f"{gigabytes(gpu.total_bytes)}, {gigabytes(gpu.free_bytes)} free"
     if gpu.pcie is None:
         yield "PCIe", "unknown: the driver does not tell"
@@ -117,7 +117,7 @@ def _gpu(gpu: Gpu) -> Iterator[Row]:
         link = gpu.pcie
         node = "" if link.numa_node is None else f", NUMA node {link.numa_node}"
         best = f"{link.max_generation}.0 x{link.max_width}"
-        yield "PCIe", f"{link.generation}.0 x{link.width}, the card can do {best}; at {link.address}{node}"
+        yield "PCIe", f"{link.generation}.0 x{link.width}, the GPU can do {best}; at {link.address}{node}"
     if gpu.rates is None:
         yield "measured", f"nothing: {gpu.problem}"
         return

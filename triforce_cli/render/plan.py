@@ -108,9 +108,9 @@ def _ranks(plan: Plan) -> list[dict[str, int]]:
 
 def _head(planned: Planned) -> Iterator[str]:
     request, hardware = planned.plan.request, planned.request.hardware
-    cards = f"{hardware.num_devices} x {hardware.device_name}" if hardware.num_devices > 1 else hardware.device_name
+    gpus = f"{hardware.num_devices} x {hardware.device_name}" if hardware.num_devices > 1 else hardware.device_name
     tokens = f"{request.capacity:,} tokens ({request.max_tokens:,} of them new)"
-    yield f"{planned.model.name}, {tokens}, {request.dtype}, on {cards}"
+    yield f"{planned.model.name}, {tokens}, {request.dtype}, on {gpus}"
     if planned.longest_context is not None:
         limit = planned.request.target.context_limit
         why = "as long as the model knows" if planned.longest_context == limit else f"the model knows {limit:,}"
@@ -246,7 +246,7 @@ def _packed(plan: Plan) -> Iterator[str]:
 
 
 def _host_attention(plan: Plan) -> Iterator[str]:
-    """What the processor attends to where it lives, if anything."""
+    """What the CPU attends to where it lives, if anything."""
     placement = plan.placement
     if placement.host_tiles:
         rate = placement.host_bytes_per_second

@@ -132,7 +132,7 @@ def _wider(stats: Stats) -> Iterator[str]:
 
 
 def _host_attention(stats: Stats) -> Iterator[str]:
-    """What the processor attended to where it lives, while decoding, if anything."""
+    """What the CPU attended to where it lives, while decoding, if anything."""
     host = stats.host_attention
     if host.bytes_read:
         rate = gigabytes(host.bytes_per_second or 0.0)

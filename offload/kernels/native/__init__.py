@@ -53,7 +53,7 @@ def kernels() -> Kernels:
     """This process's kernels. Errors: UsageError if TRIFORCE_KERNELS is neither on nor off."""
     if not wanted(VARIABLE):
         return Kernels(reason=OFF)
-    found = Kernels(reason="there are no kernels for this processor; they need Linux and AVX2 or 64-bit ARM")
+    found = Kernels(reason="there are no kernels for this CPU; they need Linux and AVX2 or 64-bit ARM")
     for name in instruction_sets(sys.platform, platform.machine(), torch.backends.cpu.get_cpu_capability(), _has_amx()):
         found = load(FOLDER, name)
         if found.library is not None:
@@ -102,7 +102,7 @@ def load(folder: Path, name: str) -> Kernels:
 
 
 def _has_amx() -> bool:
-    """Whether the processor multiplies bf16 tiles, and nobody asked torch for less than all of it."""
+    """Whether the CPU multiplies bf16 tiles, and nobody asked torch for less than all of it."""
     if CAPABILITY in os.environ:
         return False
     try:

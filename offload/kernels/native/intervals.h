@@ -119,7 +119,7 @@ struct Intervals {
     }
 };
 
-// put(of(i), i), two at a time: the processor then has both in work at once.
+// put(of(i), i), two at a time: the CPU then has both in work at once.
 template <class Of, class Put>
 INLINE void by_two(int count, Of&& of, Put&& put) {
     for (int i = 0; i < count; i += 2) {

@@ -1,7 +1,7 @@
 // A team of threads that share the items of one call at a time.
 //
 // Nobody waits for a thread that has no item in hand: what one thread does not draw another does, so a thread that the
-// system does not run, because other programs want the processor, delays nothing. How long a thread spins before it
+// system does not run, because other programs want the CPU, delays nothing. How long a thread spins before it
 // sleeps follows how long it was kept from running lately: on an idle machine it spins, since waking takes longer than
 // most waits; on a busy one a spinning thread takes the time of the thread that it waits for.
 #pragma once
@@ -44,7 +44,7 @@ inline T read(const T& word) { return __atomic_load_n(&word, __ATOMIC_SEQ_CST); 
 template <class T>
 inline void write(T& word, T value) { __atomic_store_n(&word, value, __ATOMIC_SEQ_CST); }
 
-// Nanoseconds in which this thread was ready to run and no processor ran it; -1 where the system does not say.
+// Nanoseconds in which this thread was ready to run and no CPU ran it; -1 where the system does not say.
 inline int64_t kept_waiting() {
     const int file = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
     if (file < 0) return -1;
@@ -92,7 +92,7 @@ struct Signal {
         if (done(seen)) return seen;
         const int64_t start = now(), end = start + patience(start);
         for (int i = 1; start < end && (i % 32 || now() < end); i++) {
-            i % 32 ? relax() : (void)sched_yield();  // whoever else is ready on this processor goes first
+            i % 32 ? relax() : (void)sched_yield();  // whoever else is ready on this CPU goes first
             if (done(seen = read(word))) return seen;
         }
         __atomic_fetch_add(&sleepers, 1, __ATOMIC_SEQ_CST);

@@ -1,4 +1,4 @@
-"""Packed numbers on a card: pages and weights are unpacked where they came, chunks read from packed homes. See
+"""Packed numbers on a GPU: pages and weights are unpacked where they came, chunks read from packed homes. See
 `offload.kernels.packed`."""
 
 from __future__ import annotations
@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offload.kernels.card import attention, packed_programs
-from offload.kernels.card.fetch import NO_TOKENS_LEFT_OUT
+from offload.kernels.gpu import attention, packed_programs
+from offload.kernels.gpu.fetch import NO_TOKENS_LEFT_OUT
 from offload.kernels.packing import Packing
 from offload.plan.sizing import PACKED_TOKENS
 
@@ -52,7 +52,7 @@ class PackedChunkCopy:
         tokens: range = NO_TOKENS_LEFT_OUT,
     ) -> None:
         """See `ChunkCopy.run`. blocks: int64 [L, 2, pages of the sequence], the addresses of each page's keys and
-        values as the card reads them, multiples of 16. flags: uint8 [L, pages], how each lies: no chunk of a remainder
+        values as the GPU reads them, multiples of 16. flags: uint8 [L, pages], how each lies: no chunk of a remainder
         is wanted."""
         assert blocks.is_contiguous()
         assert flags.is_contiguous()

@@ -143,7 +143,7 @@ class FlashBlock:
             block_table=numbers[None, : -(-piece.tokens // tile.shape[3])],
             softmax_scale=rows.shape[-1] ** -0.5,
             causal=piece.causal,
-            num_splits=1,  # sums in one order, whatever the card
+            num_splits=1,  # sums in one order, whatever the GPU
             return_softmax_lse=True,
         )
         return out[0], lse[0]

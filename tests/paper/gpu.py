@@ -1,4 +1,4 @@
-"""The card on paper: its record of problems, launches and waits, and its place in torch. No tests in here."""
+"""The GPU on paper: its record of problems, launches and waits, and its place in torch. No tests in here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paper.clocks import Actor, Block, Clock
-from paper.codes import codes_by_card
+from paper.codes import codes_by_gpu
 from paper.graphs import Graph, recording
 from paper.shapes import without_values
 from paper.streams import Event, Stream, current
@@ -29,11 +29,11 @@ ADDRESS = Tensor.data_ptr
 WHERE = ("/offload/", "/triforce_cli/", "/tests/test_")
 
 
-class Card:
-    """One card and the host beside it, whose threads count as one.
+class GpuKernels:
+    """One GPU and the host beside it, whose threads count as one.
 
-    problems: what would be wrong on a real card, and where. launches: kernels and copies, by operator. syncs: where the
-    host waits for the card, by kind. num_graphs: recorded so far. without_values: tensors have sizes and no bytes, on
+    problems: what would be wrong on a real GPU, and where. launches: kernels and copies, by operator. syncs: where the
+    host waits for the GPU, by kind. num_graphs: recorded so far. without_values: tensors have sizes and no bytes, on
     the host too until somebody writes to them.
     """
 
@@ -92,7 +92,7 @@ class Card:
         return Block("device", self.stream.actor, num_bytes, self._freed)
 
     def result(self, call: Call) -> Any:
-        """Of an operator on the card."""
+        """Of an operator on the GPU."""
         return without_values(call) if self.without_values else call.on_cpu()
 
     def access(self, block: Block, raw: Tensor, actor: Actor, *, write: bool, what: str) -> None:
@@ -176,27 +176,27 @@ def _extent(tensor: Tensor) -> int:
 
 
 @contextmanager
-def on_paper(*, without_values: bool = False) -> Iterator[Card]:
-    """Within it torch has a card "cuda:0", in this thread and in those that are started."""
-    card = Card(without_values=without_values)
-    with pytest.MonkeyPatch.context() as patch, Mode(card):
-        for name, value in _cuda(card).items():
+def on_paper(*, without_values: bool = False) -> Iterator[GpuKernels]:
+    """Within it torch has a GPU "cuda:0", in this thread and in those that are started."""
+    gpu = GpuKernels(without_values=without_values)
+    with pytest.MonkeyPatch.context() as patch, Mode(gpu):
+        for name, value in _cuda(gpu).items():
             patch.setattr(torch.cuda, name, value, raising=False)
         patch.setattr(torch.backends.cuda, "matmul", SimpleNamespace())  # the program sets how it sums
         patch.setattr(torch, "tensor", partial(_tensor, torch.tensor))
-        patch.setattr(Tensor, "is_pinned", lambda tensor, *_: card.is_pinned(tensor))
-        patch.setattr(Tensor, "pin_memory", lambda tensor: card.pinned_copy(tensor))
-        patch.setattr(Tensor, "numpy", _seen(card, Tensor.numpy, "numpy"))
-        patch.setattr(Tensor, "data_ptr", _seen(card, ADDRESS, "by its address"))
-        patch.setattr(threading.Thread, "run", _started(card, threading.Thread.run))
-        codes_by_card(patch, without_values=without_values)
-        yield card
+        patch.setattr(Tensor, "is_pinned", lambda tensor, *_: gpu.is_pinned(tensor))
+        patch.setattr(Tensor, "pin_memory", lambda tensor: gpu.pinned_copy(tensor))
+        patch.setattr(Tensor, "numpy", _seen(gpu, Tensor.numpy, "numpy"))
+        patch.setattr(Tensor, "data_ptr", _seen(gpu, ADDRESS, "by its address"))
+        patch.setattr(threading.Thread, "run", _started(gpu, threading.Thread.run))
+        codes_by_gpu(patch, without_values=without_values)
+        yield gpu
 
 
-def _cuda(card: Card) -> dict[str, object]:
+def _cuda(gpu: GpuKernels) -> dict[str, object]:
     """What stands in torch.cuda instead."""
     properties = SimpleNamespace(
-        name="a card on paper", major=8, minor=9, total_memory=TOTAL_BYTES, uuid="0", multi_processor_count=128
+        name="a GPU on paper", major=8, minor=9, total_memory=TOTAL_BYTES, uuid="0", multi_processor_count=128
     )
     return {
         "_lazy_init": lambda: None,
@@ -209,17 +209,17 @@ def _cuda(card: Card) -> dict[str, object]:
         "get_device_properties": lambda device=None: properties,
         "mem_get_info": lambda device=None: (TOTAL_BYTES - 10**9, TOTAL_BYTES),
         "empty_cache": lambda: None,
-        "memory_allocated": lambda device=None: card.bytes_now,
-        "max_memory_allocated": lambda device=None: card.bytes_peak,
-        "reset_peak_memory_stats": card.reset_peak,
-        "synchronize": card.synchronize,
-        "cudart": lambda: SimpleNamespace(cudaHostRegister=card.pin, cudaHostUnregister=card.unpin),
-        "Stream": card.new_stream,
-        "Event": partial(Event, card),
-        "current_stream": lambda device=None: card.stream,
-        "stream": partial(current, card),
-        "CUDAGraph": partial(Graph, card),
-        "graph": partial(recording, card),
+        "memory_allocated": lambda device=None: gpu.bytes_now,
+        "max_memory_allocated": lambda device=None: gpu.bytes_peak,
+        "reset_peak_memory_stats": gpu.reset_peak,
+        "synchronize": gpu.synchronize,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=gpu.pin, cudaHostUnregister=gpu.unpin),
+        "Stream": gpu.new_stream,
+        "Event": partial(Event, gpu),
+        "current_stream": lambda device=None: gpu.stream,
+        "stream": partial(current, gpu),
+        "CUDAGraph": partial(Graph, gpu),
+        "graph": partial(recording, gpu),
         "graph_pool_handle": lambda: (0, 0),
     }
 
@@ -230,20 +230,20 @@ def _tensor(made: Any, data: object, *, device: object = None, **kwargs: Any) ->
     return tensor if device is None else tensor.to(torch.device(device))  # type: ignore[call-overload]
 
 
-def _seen(card: Card, method: Any, what: str) -> Any:
+def _seen(gpu: GpuKernels, method: Any, what: str) -> Any:
     def seen(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What numpy or a library will do with the memory is not known: it reads, at least, and now."""
-        card.host.step()
-        card.access_host(tensor, card.host, write=False, what=what)
+        gpu.host.step()
+        gpu.access_host(tensor, gpu.host, write=False, what=what)
         return method(tensor, *args, **kwargs)
 
     return seen
 
 
-def _started(card: Card, run: Any) -> Any:
+def _started(gpu: GpuKernels, run: Any) -> Any:
     def run_on_paper(thread: threading.Thread) -> None:
         """Modes are a thread's own."""
-        with Mode(card):
+        with Mode(gpu):
             run(thread)
 
     return run_on_paper

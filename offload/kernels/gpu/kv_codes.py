@@ -1,11 +1,11 @@
-"""The making of keys and values in 4 bits on a card."""
+"""The making of keys and values in 4 bits on a GPU."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from offload.kernels.card import attention, kv_programs
+from offload.kernels.gpu import attention, kv_programs
 
 _WARPS = 4
 

@@ -1,7 +1,7 @@
 """The program that gives weights back from their codes and their remainders, in Triton, and what it shares with that of
 keys and values.
 
-`offload.kernels.card.remainders` launches it. The rule is in native/intervals.h, the order of the parts in
+`offload.kernels.gpu.remainders` launches it. The rule is in native/intervals.h, the order of the parts in
 native/remainders.h, that of codes in native/codes.h.
 """
 

@@ -1,4 +1,4 @@
-"""Attention of new rows over spans of keys and values in a card's memory, and the merge of the spans.
+"""Attention of new rows over spans of keys and values in a GPU's memory, and the merge of the spans.
 
 Every span is attended to by itself. The spans of a run are folded into a running result by the launch of the run after
 it, one after the other: a row's bits depend on the order of the spans that it sees, which is that in which runs come,
@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 
 from offload.errors import TriforceError
 from offload.kernels.attention import Part
-from offload.kernels.card import kv_programs, programs
-from offload.kernels.card.tiling import ROWS, STAGES, Tiling
+from offload.kernels.gpu import kv_programs, programs
+from offload.kernels.gpu.tiling import ROWS, STAGES, Tiling
 from offload.kernels.kv_codes import GROUP, KVCodes
 from offload.kernels.native import VARIABLE
 from offload.kernels.places import RowPlaces
@@ -32,7 +32,7 @@ _COLUMNS = 256  # of masses that are joined at a time
 
 @dataclass(frozen=True)
 class Run:
-    """Spans of one tensor. pages [2, P, H_kv, S, D]; see `one_run` of the processor's for the rest."""
+    """Spans of one tensor. pages [2, P, H_kv, S, D]; see `one_run` of the CPU's for the rest."""
 
     pages: Tensor
     first: int
@@ -58,7 +58,7 @@ class _Partials:
     sums: Tensor
 
 
-class CardAttention:
+class GpuAttention:
     """See `SpanAttention`: the same in a launch for each run and one or two to merge. Runs are folded in the order in
     which they come. Scratch, from `begin` to `merge`: the results of two runs, since one is folded while the next is
     made, and of all runs. It is not kept: a graph has memory of its own."""
@@ -72,7 +72,7 @@ class CardAttention:
         chunk: int | None = None,
         mass_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """rope: rounded to `dtype`, on the card. span: tokens of a span, a power of two. chunk: tokens of a chunk.
+        """rope: rounded to `dtype`, on the GPU. span: tokens of a span, a power of two. chunk: tokens of a chunk.
         mass_dtype: in which `merge` gives masses."""
         self.span, self._rope, self._dtype, self._mass_dtype = span, rope, dtype, mass_dtype
         self._chunk = chunk or 0
@@ -80,7 +80,7 @@ class CardAttention:
         self._rows: Rows | None = None
 
     def run(self, tensor: Tensor, *, first: int, tokens: int, slot: int, query: int = 0, windowed: bool = False) -> Run:
-        """Tensor [2, P, H_kv, S, D] or, as one page, [2, H_kv, S, D]: as `one_run` of the processor's. Of `tokens`
+        """Tensor [2, P, H_kv, S, D] or, as one page, [2, H_kv, S, D]: as `one_run` of the CPU's. Of `tokens`
         those after the last of the rows do not count."""
         return Run(tensor if tensor.dim() == 5 else tensor[:, None], first, tokens, slot, query, windowed)
 
@@ -269,12 +269,12 @@ def launch(program: Any, grid: tuple[int, ...], arguments: Sequence[object], **c
     except Exception as error:
         said = str(error).strip().partition("\n")[0]
         raise TriforceError(
-            f"the card's kernel {program.__name__} does not run here ({type(error).__name__}: {said}); "
+            f"the GPU's kernel {program.__name__} does not run here ({type(error).__name__}: {said}); "
             f"{VARIABLE}=off in the environment runs torch's operators instead"
         ) from error
 
 
 def _places_of(rows: Rows, rope: RopeTable) -> RowPlaces:
-    """Of rows whose caller does not keep them on the card."""
+    """Of rows whose caller does not keep them on the GPU."""
     steps = torch.arange(len(rows.q), device=rows.q.device)
     return RowPlaces(steps + rows.position, steps + rows.index, rope)

@@ -1,12 +1,12 @@
-"""Copies of chunks by a card's kernel, which reads their homes itself: device memory, and pinned memory of the host."""
+"""Copies of chunks by a GPU's kernel, which reads their homes itself: device memory, and pinned memory of the host."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from offload.kernels.card import programs
-from offload.kernels.card.attention import launch
+from offload.kernels.gpu import programs
+from offload.kernels.gpu.attention import launch
 
 _BLOCK_WORDS = 2048  # of four bytes: four 16-byte loads of each thread are under way together
 _WARP_WORDS = 128  # by one 16-byte load of each thread
@@ -31,7 +31,7 @@ class ChunkCopy:
     ) -> None:
         """Copy chunks' keys and values into `held` [L, 2, H_kv, rows, D], contiguous, by one launch.
 
-        homes: int64 [L, number of tiles], addresses of the tiles as the card reads them, multiples of 16. wanted: int64
+        homes: int64 [L, number of tiles], addresses of the tiles as the GPU reads them, multiples of 16. wanted: int64
         [L, H_kv, n] or, for all layers and heads, [n]: the chunk for each slot from `slot` on, negative for none.
         tokens: of the sequence; others of the chunks are left out.
         """

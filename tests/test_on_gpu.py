@@ -1,4 +1,4 @@
-"""A card's draws and verifications against the host's, decision by decision, and what they do with nothing to draw."""
+"""A GPU's draws and verifications against the host's, decision by decision, and what they do with nothing to draw."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offload.decode.on_card import Beforehand, Draw, Judge, judged, seen, stacked
+from offload.decode.on_gpu import Beforehand, Draw, Judge, judged, seen, stacked
 from offload.decode.proposal import Proposal, grades_of
 from offload.decode.sampling import SamplingParams, SeededSource, Warping, warp
 from offload.decode.verify import residual, verify

@@ -1,13 +1,13 @@
-"""Products of rows with weights in 4 or 6 bits on a card."""
+"""Products of rows with weights in 4 or 6 bits on a GPU."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from offload.kernels.card import code_programs as programs
-from offload.kernels.card.attention import launch
 from offload.kernels.codes import GROUP, TILE, Codes
+from offload.kernels.gpu import code_programs as programs
+from offload.kernels.gpu.attention import launch
 
 ROWS = 16  # of a program: the least that tensor cores take
 TILES = 8  # of a program: the more, the less often rows are read
@@ -15,7 +15,7 @@ GROUPS = 2  # at a time: a word of each input is one of 16, the least that tenso
 STAGES = 3  # two of which are on their way
 WARPS = 4
 COLUMNS = 256  # outputs that are joined at a time
-_PROGRAMS = 512  # of a product: four for each multiprocessor of a large card, so that all of its memory is asked
+_PROGRAMS = 512  # of a product: four for each multiprocessor of a large GPU, so that all of its memory is asked
 _LEAST_GROUPS = 8  # of a split: below that more is written than saved
 
 
@@ -25,7 +25,7 @@ def product(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
     not depend on the rows beside it. Scratch: fp32 [splits, T, outputs]."""
     (outputs, inputs), num_rows = codes.shape, len(x)
     if x.dtype.itemsize != 2:
-        raise ValueError(f"rows are {x.dtype}; a card multiplies weights in few bits with bf16 and fp16")
+        raise ValueError(f"rows are {x.dtype}; a GPU multiplies weights in few bits with bf16 and fp16")
     x, num_groups = x.contiguous(), inputs // GROUP
     groups_each = split_groups(outputs, inputs)
     num_splits = -(-num_groups // groups_each)
@@ -56,7 +56,7 @@ def product(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
 
 def split_groups(outputs: int, inputs: int) -> int:
     """Groups of inputs that a program sums up: with few outputs the inputs are split, so that there are programs enough
-    for a card. A multiple of GROUPS; the last split may have fewer. Of the shape alone: the order of sums depends on
+    for a GPU. A multiple of GROUPS; the last split may have fewer. Of the shape alone: the order of sums depends on
     it."""
     num_groups, columns = inputs // GROUP, -(-outputs // (TILES * TILE))
     most = max(num_groups * columns // _PROGRAMS, _LEAST_GROUPS)

@@ -1,6 +1,6 @@
 """The program that gives pages of keys and values back from their codes and their remainders, in Triton.
 
-`offload.kernels.card.kv_remainders` launches it. The rule is in native/intervals.h, the order of the parts in
+`offload.kernels.gpu.kv_remainders` launches it. The rule is in native/intervals.h, the order of the parts in
 native/kv_remainders.h, that of codes in `offload.kernels.kv_codes`, "matrices".
 """
 
@@ -8,7 +8,7 @@ native/kv_remainders.h, that of codes in `offload.kernels.kv_codes`, "matrices".
 import triton
 import triton.language as tl
 
-from offload.kernels.card.remainder_programs import restored
+from offload.kernels.gpu.remainder_programs import restored
 
 
 @triton.jit(do_not_specialize=["flags", "starts", "starts_stride", "num_pages", "head_stride", "first_group"])

@@ -1,4 +1,4 @@
-"""The program that copies rows of a table on the host, in Triton. `offload.kernels.card.rows` launches it."""
+"""The program that copies rows of a table on the host, in Triton. `offload.kernels.gpu.rows` launches it."""
 
 # Triton reads the annotations: they are not postponed.
 import triton

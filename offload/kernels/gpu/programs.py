@@ -1,4 +1,4 @@
-"""The programs of a card's attention, in Triton. `offload.kernels.card.attention` launches them and owns their memory.
+"""The programs of a GPU's attention, in Triton. `offload.kernels.gpu.attention` launches them and owns their memory.
 
 Letters: T rows, G query heads for each of H_kv KV heads, R = T * G folded rows (row t * G + g), D head dimension.
 All scores, weights, sums and partial results are fp32.
@@ -241,7 +241,7 @@ def join_masses(
 
 @triton.jit(do_not_specialize=["num_tiles", "wanted_stride", "num_rows", "slot", "start", "stop"])
 def copy_chunks(
-    homes,  # [L, num_tiles] int64: address of each tile [2, P, H_kv, S, D], in memory of the card or pinned
+    homes,  # [L, num_tiles] int64: address of each tile [2, P, H_kv, S, D], in memory of the GPU or pinned
     wanted,  # [L * H_kv, n] by the stride, int64: the chunk for each slot, negative: none
     held,  # [L, 2, H_kv, num_rows, WORDS] int32, contiguous
     num_tiles,

@@ -1,4 +1,4 @@
-"""The programs of packed pages, in Triton. `offload.kernels.card.packed` launches them; what a packed block is, is in
+"""The programs of packed pages, in Triton. `offload.kernels.gpu.packed` launches them; what a packed block is, is in
 `offload.kernels.packed`.
 
 A program takes one group of a block, HALF numbers and as many more.

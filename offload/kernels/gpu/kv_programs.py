@@ -1,4 +1,4 @@
-"""The programs of keys and values in 4 bits on a card, in Triton: their making, and attention to them.
+"""The programs of keys and values in 4 bits on a GPU, in Triton: their making, and attention to them.
 
 Letters as there. A block is a KV head's codes of 32 tokens, `kernels.kv_codes` in order "matrices": step and low of the
 keys' channels, codes of the keys, step and low of the values' tokens by 64 channels, codes of the values. A byte has
@@ -10,7 +10,7 @@ code has to change its place among the registers.
 import triton
 import triton.language as tl
 
-from offload.kernels.card.programs import with_run
+from offload.kernels.gpu.programs import with_run
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The card's kernels without a card: run in Triton's interpreter, and compiled for the cards that they are for."""
+"""The GPU's kernels without a GPU: run in Triton's interpreter, and compiled for the GPUs that they are for."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="triton is not installed: nothing of the card's kernels is tested")
+triton = pytest.importorskip("triton", reason="triton is not installed: nothing of the GPU's kernels is tested")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from offload.bench.diagnosis import software  # noqa: E402
 from offload.engine import kernels_problem  # noqa: E402
-from offload.kernels.card import (  # noqa: E402
-    Card,
-    card,
+from offload.kernels.gpu import (  # noqa: E402
+    GpuKernels,
     code_programs,
     codes,
     fitting,
+    gpu_kernels,
     kv_programs,
     kv_remainder_programs,
     kv_remainders,
@@ -37,9 +37,9 @@ from offload.kernels.card import (  # noqa: E402
     remainders,
     row_programs,
 )
-from offload.kernels.card.fetch import rows_at_once, warps  # noqa: E402
-from offload.kernels.card.packed import warps as warps_of  # noqa: E402
-from offload.kernels.card.tiling import ROWS, SPAN, STAGES, Tiling  # noqa: E402
+from offload.kernels.gpu.fetch import rows_at_once, warps  # noqa: E402
+from offload.kernels.gpu.packed import warps as warps_of  # noqa: E402
+from offload.kernels.gpu.tiling import ROWS, SPAN, STAGES, Tiling  # noqa: E402
 from offload.kernels.native import VARIABLE  # noqa: E402
 from offload.kernels.packing import Packing  # noqa: E402
 from offload.plan.expectations import LLAMA2_7B  # noqa: E402
@@ -50,7 +50,7 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 CAPABILITIES = [89, 90]
 SHARED_BYTES = 99 * 2**10  # that a program may have on compute capability 8.9
 SCRATCH = ("partials", "sums", "earlier_partials", "earlier_sums", "running", "tops", "totals")
-INTERPRETED = ["card", "codes", "kv_codes", "kv_remainders", "packed"]
+INTERPRETED = ["gpu", "codes", "kv_codes", "kv_remainders", "packed"]
 ENGINES = ["low_bits"]  # which run kernels that have small cases of their own
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
@@ -75,47 +75,47 @@ def test_every_kernel_runs_in_the_interpreter(names: list[str], pytestconfig: py
 
 
 @pytest.fixture
-def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """As far as `card` asks, this machine has one. What a process found is forgotten before and afterwards."""
-    card.cache_clear()
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """As far as `GPU` asks, this machine has one. What a process found is forgotten before and afterwards."""
+    gpu_kernels.cache_clear()
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     yield monkeypatch
     monkeypatch.undo()
-    card.cache_clear()
+    gpu_kernels.cache_clear()
 
 
-def test_a_card_has_kernels_and_they_are_named(on_a_card: pytest.MonkeyPatch) -> None:
-    assert card(CUDA) == fitting(CUDA, 128) == Card(triton.__version__)
+def test_a_gpu_has_kernels_and_they_are_named(on_a_gpu: pytest.MonkeyPatch) -> None:
+    assert gpu_kernels(CUDA) == fitting(CUDA, 128) == GpuKernels(triton.__version__)
     assert kernels_problem("cuda", LLAMA2_7B) == ""
     assert f"kernels by Triton {triton.__version__} for few rows, and torch's fused" in software().attention
 
 
-def test_the_reason_for_none_is_said(on_a_card: pytest.MonkeyPatch) -> None:
+def test_the_reason_for_none_is_said(on_a_gpu: pytest.MonkeyPatch) -> None:
     assert fitting(CUDA, 40).reason == "they know heads of 16, 32, ... 256 numbers, not of 40"
     assert fitting(CUDA, 512).reason
     assert kernels_problem("cuda", replace(LLAMA2_7B, head_dim=40)) == fitting(CUDA, 40).reason
     for change, reason in (
-        (lambda: on_a_card.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5)), "capability 8.0"),
+        (lambda: on_a_gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5)), "capability 8.0"),
         (
-            lambda: on_a_card.setattr("offload.kernels.card.installed_version", lambda package: None),
+            lambda: on_a_gpu.setattr("offload.kernels.gpu.installed_version", lambda package: None),
             "pip install triton",
         ),
-        (lambda: on_a_card.setattr(torch.version, "cuda", None), "built without CUDA"),
+        (lambda: on_a_gpu.setattr(torch.version, "cuda", None), "built without CUDA"),
     ):
         change()
-        card.cache_clear()
-        assert reason in card(CUDA).reason
-        assert kernels_problem("cuda", LLAMA2_7B) == card(torch.device("cuda")).reason
-        assert f"torch products ({card(CUDA).reason})" in software().attention
+        gpu_kernels.cache_clear()
+        assert reason in gpu_kernels(CUDA).reason
+        assert kernels_problem("cuda", LLAMA2_7B) == gpu_kernels(torch.device("cuda")).reason
+        assert f"torch products ({gpu_kernels(CUDA).reason})" in software().attention
 
 
-def test_the_user_may_turn_them_off(on_a_card: pytest.MonkeyPatch) -> None:
-    on_a_card.setenv(VARIABLE, "off")
-    assert card(CUDA) == Card(reason="TRIFORCE_KERNELS is off")
-    assert not card(CUDA).usable
+def test_the_user_may_turn_them_off(on_a_gpu: pytest.MonkeyPatch) -> None:
+    on_a_gpu.setenv(VARIABLE, "off")
+    assert gpu_kernels(CUDA) == GpuKernels(reason="TRIFORCE_KERNELS is off")
+    assert not gpu_kernels(CUDA).usable
     assert kernels_problem("cuda", LLAMA2_7B) == ""
 
 

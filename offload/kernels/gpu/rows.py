@@ -1,18 +1,18 @@
-"""Copies of a table's rows by a card's kernel, which reads them from pinned memory of the host itself."""
+"""Copies of a table's rows by a GPU's kernel, which reads them from pinned memory of the host itself."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from offload.kernels.card import attention, row_programs
+from offload.kernels.gpu import attention, row_programs
 
 _WORDS = 1024  # of a program: of four bytes, two 16-byte loads of each of its threads
 _WARPS = 4
 
 
 def copy_rows(address: Tensor, tokens: Tensor, out: Tensor) -> None:
-    """Row tokens[t] of the table at `address`, int64 [1] on the card, to row t of out [T, width], contiguous, whose
+    """Row tokens[t] of the table at `address`, int64 [1] on the GPU, to row t of out [T, width], contiguous, whose
     rows are whole words of four bytes: one launch. tokens: int64 [T]."""
     words = out.view(torch.int32)
     attention.launch(

@@ -1,6 +1,6 @@
-"""Draws and verifications on a card: the decisions of `SeededSource` and `verify`, made where the distributions are.
+"""Draws and verifications on a GPU: the decisions of `SeededSource` and `verify`, made where the distributions are.
 
-A look at a number makes the host wait for all that the card has to do before. So the uniforms of several decisions are
+A look at a number makes the host wait for all that the GPU has to do before. So the uniforms of several decisions are
 drawn beforehand, and the host looks once at what came of them. `Draw` and `Judge` come after a pass, and are a part of
 its graph where it runs as one. Nothing here depends on the device: tests run it on a CPU, where `verify` is the
 reference.
@@ -115,7 +115,7 @@ def _point_masses(tokens: Tensor, like: Tensor) -> Tensor:
 
 def _draw(probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """(token int64 [1], sum of `probs` fp64 [1]). A token of probability zero is never drawn: only others reach a new
-    sum, and however a card adds up, sums do not fall."""
+    sum, and however a GPU adds up, sums do not fall."""
     reached = torch.where(probs > 0, probs.double().cumsum(0), -1.0).cummax(0).values
     total = reached[-1:]
     below = torch.nextafter(total, torch.zeros_like(total))

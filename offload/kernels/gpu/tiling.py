@@ -1,4 +1,4 @@
-"""How a card's attention is cut into programs and steps."""
+"""How a GPU's attention is cut into programs and steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from offload.kernels.kv_codes import GROUP
 SPAN = 512  # tokens at most: one program's, and of one partial result (plan/sizing.py counts with it)
 ROWS = 16  # of a block: the least that tensor cores take
 STAGES = 2
-_STAGE_BYTES = 32 * 2**10  # of keys and values at a time: two stages fit into every card's shared memory
+_STAGE_BYTES = 32 * 2**10  # of keys and values at a time: two stages fit into every GPU's shared memory
 
 
 @dataclass(frozen=True)

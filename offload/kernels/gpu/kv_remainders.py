@@ -1,11 +1,11 @@
-"""Pages of keys and values on a card from their codes and their remainders. See `offload.kernels.kv_remainders`."""
+"""Pages of keys and values on a GPU from their codes and their remainders. See `offload.kernels.kv_remainders`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from offload.kernels.card import attention, kv_remainder_programs
+from offload.kernels.gpu import attention, kv_remainder_programs
 from offload.kernels.kv_codes import GROUP
 from offload.kernels.kv_remainders import PageShape
 from offload.plan.sizing import kv_code_bytes

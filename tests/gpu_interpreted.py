@@ -1,4 +1,4 @@
-"""The card's kernels in Triton's interpreter, on a CPU. test_card_kernels.py runs this with TRITON_INTERPRET=1, in a
+"""The GPU's kernels in Triton's interpreter, on a CPU. test_gpu_kernels.py runs this with TRITON_INTERPRET=1, in a
 process of its own, since Triton decides on import.
 """
 
@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from interpreter import products_by_row, without_idle_work
 from models import LateLink
 from offload.cache import fetch
-from offload.cache.fetch import CardFetch
+from offload.cache.fetch import GpuFetch
 from offload.cache.full import FullCache
 from offload.cache.retrieval import RetrievalCache
 from offload.cache.selection import Selection
@@ -24,10 +24,10 @@ from offload.cache.tiles import TileShape
 from offload.errors import TriforceError
 from offload.kernels import decode_attention, native
 from offload.kernels.attention import join
-from offload.kernels.card import Card, programs
-from offload.kernels.card.attention import CardAttention, launch
-from offload.kernels.card.fetch import ChunkCopy
-from offload.kernels.card.tiling import ROWS
+from offload.kernels.gpu import GpuKernels, programs
+from offload.kernels.gpu.attention import GpuAttention, launch
+from offload.kernels.gpu.fetch import ChunkCopy
+from offload.kernels.gpu.tiling import ROWS
 from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks
@@ -85,7 +85,7 @@ def hold(
     return Held(tile, first, tokens, windowed)
 
 
-class Unwritten(CardAttention):
+class Unwritten(GpuAttention):
     """Gets memory that a launch must write before it is read."""
 
     def _floats(self, number: int) -> Tensor:
@@ -115,7 +115,7 @@ def attending(
     chunk: int | None = None,
     window: int = 0,
     mass_dtype: torch.dtype = torch.float32,
-) -> CardAttention:
+) -> GpuAttention:
     """As `attended`, before the last run is folded."""
     attention = Unwritten(unmoving(q.shape[2], q.dtype), dtype=q.dtype, span=span, chunk=chunk, mass_dtype=mass_dtype)
     new = torch.zeros(len(q), KV_HEADS, q.shape[2], dtype=q.dtype)
@@ -227,15 +227,15 @@ def test_scores_of_any_size_are_weighed_right() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize(("group", "num_rows"), [(1, 4), (3, 11)])
-def test_what_the_host_attended_to_is_joined_as_if_the_card_had(dtype: torch.dtype, group: int, num_rows: int) -> None:
-    """The middle one of three tiles is attended to by the processor: out and masses against fp64."""
+def test_what_the_host_attended_to_is_joined_as_if_the_gpu_had(dtype: torch.dtype, group: int, num_rows: int) -> None:
+    """The middle one of three tiles is attended to by the CPU: out and masses against fp64."""
     tiles = [
         hold(page=64, pages=2, tokens=tokens, dim=32, dtype=dtype, first=first)
         for first, tokens in ((0, 128), (128, 128), (256, 90))
     ]
     q = (2 * normal(num_rows, KV_HEADS * group, 32, seed=14)).to(dtype)
     index = 346 - num_rows
-    card = attending([tiles[0], tiles[2]], q, index, span=64, chunk=16).part()
+    gpu = attending([tiles[0], tiles[2]], q, index, span=64, chunk=16).part()
     library = native.kernels()
     if library.library is None:
         pytest.skip(library.reason)
@@ -243,7 +243,7 @@ def test_what_the_host_attended_to_is_joined_as_if_the_card_had(dtype: torch.dty
     new = torch.zeros(num_rows, KV_HEADS, 32, dtype=dtype)
     host.begin(Rows(q, new, new, 0, index), 2, masses=True)
     host.attend(host.run(tiles[1].pages, first=128, tokens=128, slot=0))
-    both = join(card, host.part(), 128 // 16)
+    both = join(gpu, host.part(), 128 // 16)
     wanted, weights = in_fp64(tiles, q, index)
     assert_near(both.out.flatten(1), wanted, dtype)
     assert both.mass is not None
@@ -348,7 +348,7 @@ def test_rows_are_rotated_and_taken_in_where_they_belong() -> None:
     k, v = normal(9, KV_HEADS, 32, seed=10), normal(9, KV_HEADS, 32, seed=11)
     held = [hold(page=4, pages=2, tokens=8, dim=32, dtype=torch.float32, first=first) for first in (0, 8)]
     before = [each.pages.clone() for each in held]
-    attention = CardAttention(rope, dtype=q.dtype, span=4)
+    attention = GpuAttention(rope, dtype=q.dtype, span=4)
     attention.begin(Rows(q, k, v, position=103, index=3), 3)
     for each in held:
         attention.take_in(attention.run(each.pages, first=each.first, tokens=8, slot=0))
@@ -362,7 +362,7 @@ def test_rows_are_rotated_and_taken_in_where_they_belong() -> None:
 @pytest.mark.parametrize("first", [10, 40])
 def test_queries_for_sinks_stop_at_their_last_position(first: int) -> None:
     rope, q = turning(32, torch.float32), normal(6, 4, 32, seed=12)
-    attention = CardAttention(rope, dtype=q.dtype, span=64)
+    attention = GpuAttention(rope, dtype=q.dtype, span=64)
     k = q[:, :KV_HEADS]
     attention.begin(Rows(q, k, k, position=first, index=first), 1, lasts=(first + 6, 12))
     positions = (first + torch.arange(6)).clamp(max=12)
@@ -370,7 +370,7 @@ def test_queries_for_sinks_stop_at_their_last_position(first: int) -> None:
     assert torch.equal(attention._queries[1], rotate(q, rope.cos[positions], rope.sin[positions]))
 
 
-def caches(kernels: Kernels | Card) -> tuple[FullCache, StreamingCache]:
+def caches(kernels: Kernels | GpuKernels) -> tuple[FullCache, StreamingCache]:
     """One layer; tiles of 2 pages of 16 tokens, masses of chunks of 8."""
     memory, rope = Memory(torch.device("cpu")), turning(32, torch.float32)
     shape = TileShape(KV_HEADS, 32, 16, 2, torch.float32)
@@ -395,11 +395,11 @@ def fed(cache: FullCache | RetrievalCache | StreamingCache, first: int, count: i
 def test_every_cache_attends_as_with_torchs_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over several tiles, past the window, and after a refresh, from chunks, tail and drafts."""
     launched = []
-    attend = CardAttention.attend
+    attend = GpuAttention.attend
     monkeypatch.setattr(decode_attention, "MASS_DTYPE", torch.float32)
-    monkeypatch.setattr(CardAttention, "attend", lambda self, run: (launched.append(run), attend(self, run)))
+    monkeypatch.setattr(GpuAttention, "attend", lambda self, run: (launched.append(run), attend(self, run)))
     results = []
-    for kernels in (Card("interpreted"), NONE):
+    for kernels in (GpuKernels("interpreted"), NONE):
         assert len(launched) == 0
         found = []
         full, streaming = caches(kernels)
@@ -411,7 +411,7 @@ def test_every_cache_attends_as_with_torchs_operators(monkeypatch: pytest.Monkey
         found += [fed(retrieval, 69, 2), fed(retrieval, 71, 1)]
         assert not mass[..., 10:].any()  # past 80 tokens' spans; torch's operators attend over whole tiles
         results.append([*found, mass[..., :10]])
-        assert bool(launched) == isinstance(kernels, Card)
+        assert bool(launched) == isinstance(kernels, GpuKernels)
         launched.clear()
     for ours, theirs in zip(*results, strict=True):
         assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
@@ -484,13 +484,13 @@ def test_a_refresh_by_the_kernel_holds_what_one_by_the_host_does(
     memory, rope = Memory(torch.device("cpu")), turning(32, torch.float32)
     shape, blocks = TileShape(KV_HEADS, 32, 16, 2, torch.float32), Blocks((1, 8, 12))
     caches = []
-    for kernels in (Card("interpreted"), NONE):
+    for kernels in (GpuKernels("interpreted"), NONE):
         link = LateLink(late_in=True, late_out=True) if streams else None
         full = FullCache(memory, shape, num_layers=1, rope=rope, blocks=blocks, mass_chunk=8, link=link, num_resident=1)
         selection = Selection(rule="mass", reach=2)
         caches.append(RetrievalCache(full, budget=32, chunk=8, selection=selection, kernels=kernels, tail=40))
-    assert isinstance(caches[0]._chosen._fetch, CardFetch)
-    assert not isinstance(caches[1]._chosen._fetch, CardFetch)
+    assert isinstance(caches[0]._chosen._fetch, GpuFetch)
+    assert not isinstance(caches[1]._chosen._fetch, GpuFetch)
     for first, count in ((0, 8), (8, 12), (20, 12), (32, 12), (44, 1), (45, 12), (57, 12), (69, 8)):
         for cache in caches:
             fed(cache.full, first, count)

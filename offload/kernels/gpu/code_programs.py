@@ -1,4 +1,4 @@
-"""The programs of a card's products with weights in 4 or 6 bits, in Triton. `offload.kernels.card.codes` launches them.
+"""The programs of a GPU's products with weights in 4 or 6 bits, in Triton. `offload.kernels.gpu.codes` launches them.
 
 A block of such weights, of 16 outputs and a group of 64 inputs, is words of four bytes (native/codes.h): a word of step
 and low for each output, then [8, 16 outputs] words of the upper 4 bits of eight codes. Bits 8 * i and on of word j hold

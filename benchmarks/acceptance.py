@@ -34,7 +34,7 @@ from offload.cache.full import FullCache
 from offload.cache.retrieval import RetrievalCache
 from offload.cache.selection import Seen
 from offload.decode.sampling import SamplingParams, SeededSource, warp
-from offload.engine import Engine, load_tokenizer, plan_request
+from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.plan.planner import Options
 
 SEEN_ROWS = 8  # last rows of the prompt that the first refresh uses

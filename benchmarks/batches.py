@@ -35,7 +35,7 @@ from offload.bench.peer import Peer, llama_cpp_program, model_files, open_llama_
 from offload.bench.program import find_setting
 from offload.bench.setting import Setting, Tried, fastest, name_of
 from offload.decode.tokenizer import Tokenizer
-from offload.engine import load_tokenizer
+from offload.engine.engine import load_tokenizer
 from offload.errors import TriforceError
 from offload.metrics import Spread
 

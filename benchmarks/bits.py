@@ -20,7 +20,7 @@ import torch
 from report import about, emit, say
 
 from offload.decode.sampling import SamplingParams, warp
-from offload.engine import Engine, load_tokenizer, plan_request
+from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.plan.planner import Options, Plan
 
 BLOCK = 16  # tokens

@@ -31,7 +31,7 @@ from offload.bench.peer import llama_cpp_of
 from offload.bench.program import GREEDY, Program, find_setting
 from offload.bench.setting import fastest, name_of
 from offload.bench.trial import Other, milliseconds_after_first
-from offload.engine import load_tokenizer
+from offload.engine.engine import load_tokenizer
 from offload.metrics import Spread
 
 LOOP_SECONDS = 600  # after which a loop ends by itself, whatever became of this program

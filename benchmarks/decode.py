@@ -29,7 +29,7 @@ from report import about, beside, emit, say
 
 from offload.bench.reference import Reference
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine, load_tokenizer, plan_request
+from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.metrics import Spread
 from offload.plan.planner import Options, Plan
 

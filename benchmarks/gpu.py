@@ -37,7 +37,7 @@ import widen
 from offload.bench.checks import check_device
 from offload.bench.measure import copy_rate, link_copies, product_rate, read_rates
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine, load_tokenizer, plan_request
+from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.errors import DoesNotFit
 from offload.plan.hardware import probe, rates_key
 from offload.plan.machine import machine_name

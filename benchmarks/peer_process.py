@@ -15,11 +15,11 @@ import torch
 from offload.bench.llama_cpp import Way, serve
 from offload.bench.reference import SDPA, Reference
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine, load_tokenizer, timed
+from offload.engine.engine import Engine, load_tokenizer, timed
+from offload.engine.sequences import Sequences
 from offload.metrics import Stats
 from offload.plan.planner import Options
 from offload.plan.request import Request
-from offload.sequences import Sequences
 
 LOOKUP_TOKENS = 10  # as in transformers' own examples
 

@@ -57,7 +57,7 @@ from offload.bench.reference import CHOICES, SDPA
 from offload.bench.setting import Setting, fastest, name_of
 from offload.bench.trial import milliseconds_after_first
 from offload.decode.sampling import SamplingParams
-from offload.engine import load_tokenizer
+from offload.engine.engine import load_tokenizer
 from offload.errors import TriforceError
 from offload.metrics import Spread
 from offload.plan.config import ModelConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 from report import about, emit, say
 
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine, load_tokenizer, plan_request
+from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.metrics import Spread
 from offload.plan.planner import Options
 

@@ -20,7 +20,7 @@ import texts
 from report import about, emit, say
 
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine, load_tokenizer, plan_request
+from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.metrics import Spread, Stats
 from offload.plan.planner import Options
 

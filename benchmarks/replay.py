@@ -29,7 +29,7 @@ from torch import Tensor
 
 from offload.decode.build import build_speculator
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine, load_tokenizer, plan_request
+from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.metrics import LevelStats
 from offload.plan.planner import Options, Plan
 

@@ -31,7 +31,7 @@ from decode import demo_models, without_link
 from report import about, emit, say
 
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine, Step, load_tokenizer, plan_request
+from offload.engine.engine import Engine, Step, load_tokenizer, plan_request
 from offload.metrics import LevelStats
 from offload.plan.planner import Options, Plan
 
@@ -91,7 +91,7 @@ def long_text(length: int, max_tokens: int, window: int, link_gbps: float) -> li
 
 
 def questions(count: int) -> list[Document]:
-    """Parts of a novel, of some 200 to 1,000 tokens, each from another place."""
+    """LoadedModels of a novel, of some 200 to 1,000 tokens, each from another place."""
     tokenizer, found = load_tokenizer(MODEL, DRAFT), []
     novel = tokenizer.encode(texts.NOVEL.read_text(encoding="utf-8"))
     for number in range(count):

@@ -9,9 +9,9 @@ from typing import Any
 
 from models import random_tokens
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine
+from offload.engine.engine import Engine
+from offload.engine.sequences import Sequences
 from offload.metrics import Stats
-from offload.sequences import Sequences
 
 NEVER = 1000
 

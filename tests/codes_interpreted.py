@@ -15,8 +15,8 @@ from torch.testing import assert_close
 from interpreter import without_idle_work
 from offload.kernels.codes import GROUP, TILE, Codes, encode_with_torch
 from offload.kernels.gpu.codes import GROUPS, ROWS, TILES, product, split_groups
-from offload.kernels.gpu.remainders import restore
-from offload.kernels.remainders import split_off_with_torch
+from offload.kernels.gpu.residuals import restore
+from offload.kernels.residuals import split_off_with_torch
 
 DTYPES = [torch.bfloat16, torch.float16]
 # Against fp64 with the same rounded weights. The interpreter cuts bf16 off where a GPU rounds.
@@ -121,7 +121,7 @@ def test_a_rows_bits_are_those_of_the_row_alone(bits: int, dtype: torch.dtype) -
 
 
 def test_other_dtypes_are_refused() -> None:
-    with pytest.raises(ValueError, match="float32; a GPU multiplies weights in few bits with bf16 and fp16"):
+    with pytest.raises(ValueError, match="float32; a GPU multiplies quantised weights with bf16 and fp16"):
         product(torch.ones(1, 64), made_up(16, 64, 4, seed=9), None)
 
 
@@ -153,7 +153,7 @@ def escaping(*size: int, share: float, seed: int) -> Tensor:
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("outputs", "inputs"), [(48, 192), (32, 5 * 64), (16, 64)])
 @pytest.mark.parametrize("share", [0.4, 0.02, 0.0])
-def test_weights_come_back_from_their_codes_and_their_remainders(
+def test_weights_come_back_from_their_codes_and_their_residuals(
     bits: int, outputs: int, inputs: int, share: float
 ) -> None:
     weight = escaping(outputs, inputs, share=share, seed=outputs + inputs)

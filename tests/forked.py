@@ -27,7 +27,7 @@ from offload.ranks import rendezvous
 PROCESSES = multiprocessing.get_context("forkserver")
 LIBRARIES = [
     *("torch", "xxhash", "hypothesis", "transformers", "transformers.tokenization_utils_tokenizers"),
-    *("offload.follower", "offload.engine", "triforce_cli.commands.generate", "forked", "faults"),
+    *("offload.ranks.follower", "offload.engine.engine", "triforce_cli.commands.generate", "forked", "faults"),
     *("triforce_cli.app", "prompt_toolkit.shortcuts", "programs"),
 ]
 PROCESSES.set_forkserver_preload(LIBRARIES)
@@ -87,7 +87,7 @@ def _follow(
     variables: Mapping[str, str],
     fault: Fault,
 ) -> None:
-    from offload.follower import main
+    from offload.ranks.follower import main
 
     os.environ.update(variables)
     os.dup2(words.fileno(), 2)

@@ -351,7 +351,7 @@ def test_rows_are_rotated_and_taken_in_where_they_belong() -> None:
     attention = GpuAttention(rope, dtype=q.dtype, span=4)
     attention.begin(Rows(q, k, v, position=103, index=3), 3)
     for each in held:
-        attention.take_in(attention.run(each.pages, first=each.first, tokens=8, slot=0))
+        attention.append_rows(attention.run(each.pages, first=each.first, tokens=8, slot=0))
     after = torch.cat([each.flat() for each in held], 2).float()
     wanted = torch.cat([Held(pages, 0, 8).flat() for pages in before], 2).float()
     wanted[0, :, 3:12] = rotate(k, *rope.rows(103, 112)).transpose(0, 1)

@@ -10,10 +10,10 @@ from torch.testing import assert_close
 from gpu_interpreted import KV_HEADS, TOLERANCE, Unwritten, assert_near, normal, turning, unmoving
 from interpreter import products_by_row, without_idle_work
 from models import LateLink
-from offload.cache import fetch, low_bits
+from offload.cache import fetch, quantised
 from offload.cache.fetch import GpuFetch
 from offload.cache.full import FullCache
-from offload.cache.low_bits import EXACT, LowBitCache
+from offload.cache.quantised import EXACT, QuantisedCache
 from offload.cache.tiles import TileShape
 from offload.kernels.gpu import GpuKernels
 from offload.kernels.gpu.tiling import SPAN
@@ -139,7 +139,7 @@ def test_scores_of_any_size_are_weighed_right() -> None:
     assert_near(out, in_fp64(exact_rows(codes, 4 * GROUP, torch.float32), q)[0], torch.float32)
 
 
-def fed(cache: FullCache | LowBitCache, count: int, seed: int) -> Tensor:
+def fed(cache: FullCache | QuantisedCache, count: int, seed: int) -> Tensor:
     """Outputs of all layers to random rows."""
     q = normal(LAYERS, count, 3 * KV_HEADS, 32, seed=seed)
     k, v = normal(2, LAYERS, count, KV_HEADS, 32, seed=seed + 1)
@@ -185,13 +185,13 @@ def test_the_cache_on_a_gpu_follows_the_full_one(
     """Rows come by the GPU's own kernel, with copies home as late as may be; outputs are those of torch's attention
     over the same numbers, after drafts, refusals and a text that begins otherwise, too."""
     monkeypatch.setattr(fetch, "kernels_read_host", lambda device: True)
-    monkeypatch.setattr(low_bits, "FETCH_BYTES", encoded_bytes)
+    monkeypatch.setattr(quantised, "FETCH_BYTES", encoded_bytes)
     memory, rope = Memory(torch.device("cpu")), turning(32, torch.float32)
     full = FullCache(
         memory, TileShape(KV_HEADS, 32, 32, 2, torch.float32), num_layers=LAYERS, rope=rope, blocks=Blocks((1, 5, 10)),
         link=LateLink(late_in=True, late_out=True) if streams else None, num_resident=1,
     )  # fmt: skip
-    cache = LowBitCache(full, memory, num_tokens=400, drafted=20, kernels=GpuKernels("interpreted"))
+    cache = QuantisedCache(full, memory, num_tokens=400, drafted=20, kernels=GpuKernels("interpreted"))
     assert isinstance(cache._fetch, GpuFetch)
     most = 0
     for number, (kept, count) in enumerate([(0, 5), (5, 30), (35, 80), (115, 90), (205, 1), (150, 20), (170, 70)]):
@@ -208,7 +208,7 @@ def test_the_cache_on_a_gpu_follows_the_full_one(
     assert most > EXACT + 3 * GROUP
 
 
-def assert_attends(cache: LowBitCache, *, drafts: int, seed: int) -> None:
+def assert_attends(cache: QuantisedCache, *, drafts: int, seed: int) -> None:
     """To the full cache's rows, rounded where they are codes."""
     full, length, coded = cache.full, cache.length, cache.coded
     full.wait_home()

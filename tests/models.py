@@ -36,7 +36,7 @@ from offload.decode import generation
 from offload.decode.lengths import Fixed
 from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.decode.speculation import ModelProposer, Proposer, Speculator
-from offload.engine import Engine, load_tokenizer
+from offload.engine.engine import Engine, load_tokenizer
 from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks

@@ -16,16 +16,16 @@ from torch import Tensor
 from interpreter import without_idle_work
 from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.cache.traffic import Traffic
-from offload.engine import Engine
+from offload.engine.engine import Engine
 from offload.kernels.gpu.packed import PackedChunkCopy, unpack_numbers, unpack_pages
 from offload.kernels.gpu.rows import copy_rows
 from offload.kernels.packed import pack_numbers, pack_with_torch
-from offload.kernels.packing import REMAINDER, Packing
+from offload.kernels.packing import RESIDUAL, Packing
 from offload.model.graphs import VARIABLE
 from offload.transfer import embedding, homes
 from offload.transfer.link import CudaEvent
 from offload.transfer.weights import StreamedLayers
-from paper import GpuKernels, on_paper
+from paper import PaperGpu, on_paper
 from paper.codes import codes_by_gpu
 from paper.kernels import chunks_by_kernel
 from paper.programs import programs_by_interpreter
@@ -89,13 +89,13 @@ def test_pages_are_unpacked_bit_for_bit(dim: int, share: float) -> None:
     assert flags.sum() == 0 if share == 0.0 else flags[:3].any()
 
 
-def test_remainders_are_left_alone() -> None:
+def test_residuals_are_left_alone() -> None:
     packing = Packing.of(KV_HEADS * PAGE * 16, 16 * 16, 0.05)
     exact = numbers((2, 3, KV_HEADS, PAGE, 16), seed=1)
     pages, flags = packed(exact.transpose(0, 1), packing, 1.0, seed=1)
     slot, tile = torch.zeros_like(exact), torch.full_like(exact, 7.0)
     slot.view(-1).view(torch.uint8)[: sum(map(len, pages))] = torch.cat(pages)
-    flags[1] = REMAINDER
+    flags[1] = RESIDUAL
     unpack_pages(tile, slot, flags, starts_of(pages), packing)
     assert (tile[:, 1] == 7.0).all()
     assert torch.equal(bits(tile[:, [0, 2]]), bits(exact[:, [0, 2]]))
@@ -163,7 +163,7 @@ def on_gpu(
     resident_layers: int = 1,
     embeds_on_host: bool = False,
     reads_host: bool = True,
-) -> Iterator[tuple[Engine, GpuKernels]]:
+) -> Iterator[tuple[Engine, PaperGpu]]:
     """weight_link_bits: None where no weights stream; else all but `resident_layers` do. reads_host: the GPU's kernels
     read memory of the host."""
     offload = frozenset({"kv"} if weight_link_bits is None else {"kv", "weights"})
@@ -263,7 +263,7 @@ def test_numbers_are_unpacked_bit_for_bit(share: float) -> None:
 
 @pytest.fixture(scope="module")
 def square(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose weights can be had in few bits."""
+    """A model whose weights can be had quantised."""
     sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "intermediate_size": 128}
     model = random_model("qwen2", vocab_size=264, max_position_embeddings=512, seed=11, **sizes)
     return save(model, tmp_path_factory.mktemp("square") / "target", tokenizer=True)

@@ -71,7 +71,7 @@ def _fork(
     command: Sequence[str], *, stderr: IO[bytes], pass_fds: Sequence[int], **settings: Any
 ) -> subprocess.Popen[bytes]:
     """A rank of that command, which loads nothing anew."""
-    from offload.follower import main
+    from offload.ranks.follower import main
 
     def follow() -> None:
         for before, after in zip((2, *sorted(pass_fds)), (*sorted(pass_fds), os.sysconf("SC_OPEN_MAX")), strict=True):

@@ -37,7 +37,14 @@ PIECES = ["The hallway smelt", " of boiled cabbage", " and old rag mats.\n", "At
 Prepare = Callable[[], None]
 HEAVY = (
     *("torch", "huggingface_hub", "prompt_toolkit.shortcuts", "rich.progress", "hub", "test_cli_bench"),
-    *("test_cli_models", "test_cli_plan", "test_cli_sessions", "test_doctor", "offload.engine", "offload.hub.convert"),
+    *(
+        "test_cli_models",
+        "test_cli_plan",
+        "test_cli_sessions",
+        "test_doctor",
+        "offload.engine.engine",
+        "offload.hub.convert",
+    ),
     *("offload.hub.pull", "offload.bench.exactness", "offload.bench.trial", "triforce_cli.app"),
     "triforce_cli.chat.engine",
 )
@@ -132,8 +139,8 @@ def rehearse() -> None:
 def _fix_the_machine() -> None:
     """Two cores, 32 GiB, passes of typical times, a clock that goes on by a quarter of a second whenever somebody looks
     at it."""
-    from offload import engine
     from offload.bench import diagnosis, environment
+    from offload.engine import engine
     from offload.plan import busy, hardware, nvml, request
     from offload.session import store
     from test_doctor import LAPTOP
@@ -196,7 +203,7 @@ def fake_engine(*, plans: bool = True, **script: Any) -> Prepare:
 
     def prepare() -> None:
         import test_cli_fake as fake
-        from offload import engine, sequences
+        from offload.engine import engine, sequences
         from offload.plan import request
 
         class Actor(fake.Engine):

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from models import save_pair
-from offload.engine import Engine, load_tokenizer
+from offload.engine.engine import Engine, load_tokenizer
 from offload.errors import DoesNotFit
 from offload.plan.sizing import FETCH_BYTES
 from offload.progress import OnProgress, Progress, ignore
 from offload.transfer.ahead import Ahead
-from paper import GpuKernels, on_paper
+from paper import PaperGpu, on_paper
 from paper.engines import CASES, Case, Pair
 
 
@@ -116,7 +116,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 class Pins:
     """The GPU's cudaHostRegister, which goes on after its first block when it is let, and may fail."""
 
-    def __init__(self, gpu: GpuKernels) -> None:
+    def __init__(self, gpu: PaperGpu) -> None:
         self.gpu, self.let, self.fails = gpu, threading.Event(), False
 
     def __call__(self, address: int, num_bytes: int, flags: int) -> int:

@@ -16,14 +16,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Ground to roof: a storey imports from itself and from those before it.
 STOREYS = (
-    *("ground", "plan", "kernels", "ranks", "transfer", "cache", "model", "decode", "session"),
-    *("roof", "bench", "hub"),
+    *("ground", "plan", "kernels", "transfer", "cache", "model", "decode", "session"),
+    *("worker", "ranks", "engine", "bench", "hub"),
 )
-_ROOF = ("engine", "sequences", "prefix", "worker", "parts", "leader", "follower", "all_rows", "pass_timer")
-ROOF = tuple(f"offload.{name}" for name in _ROOF)
 GROUND = tuple(f"offload.{name}" for name in ("errors", "metrics", "progress", "seeds", "strict_json", "units"))
 CLI_MAY_IMPORT = (
-    *("offload.engine", "offload.sequences", "offload.follower", "offload.plan", "offload.session", "offload.bench"),
+    *("offload.engine", "offload.ranks.follower", "offload.plan", "offload.session", "offload.bench"),
     "offload.hub",
     *GROUND,
     *("offload.decode.sampling", "offload.decode.tokenizer"),
@@ -69,8 +67,6 @@ def dotted(node: ast.AST) -> str:
 def storey(module: str) -> int:
     if within(module, *GROUND):
         return 0
-    if within(module, *ROOF):
-        return STOREYS.index("roof")
     return STOREYS.index(module.split(".")[1])
 
 
@@ -145,7 +141,7 @@ def only_output_writes(module: str, source: str) -> list[str]:
 def only_app_catches_broadly(module: str, source: str) -> list[str]:
     """A handler that always raises again, as an error that says more, catches nothing; nor do the link's worker,
     the thread that pins and the other ranks, as their errors are raised in whoever waits."""
-    waited_for = ("offload.transfer.link", "offload.transfer.ahead", "offload.ranks.sums", "offload.follower")
+    waited_for = ("offload.transfer.link", "offload.transfer.ahead", "offload.ranks.sums", "offload.ranks.follower")
     if module in ("triforce_cli.app", *waited_for):
         return []
     found = []
@@ -192,33 +188,33 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
     (imports_downwards, "offload.plan.config", "from offload.kernels import rope"),
     (imports_downwards, "offload.transfer.weights", "from offload.cache import Cache"),
     (imports_downwards, "offload.errors", "from offload.plan.config import ModelConfig"),
-    (imports_downwards, "offload.engine", "from triforce_cli.output import Output"),
-    (imports_downwards, "offload.engine", "from offload.hub.library import locate"),
-    (imports_downwards, "offload.engine", "from offload.bench.trial import Trial"),
+    (imports_downwards, "offload.engine.engine", "from triforce_cli.output import Output"),
+    (imports_downwards, "offload.engine.engine", "from offload.hub.library import locate"),
+    (imports_downwards, "offload.engine.engine", "from offload.bench.trial import Trial"),
     (imports_downwards, "offload.bench.trial", "from offload.hub.library import locate"),
-    (imports_downwards, "offload", "from offload.engine import Engine"),
+    (imports_downwards, "offload", "from offload.engine.engine import Engine"),
     (imports_downwards, "triforce_cli.commands.generate", "from offload.model.decoder import Decoder"),
     (imports_downwards, "triforce_cli.commands.generate", "from offload.decode.verify import verify"),
     (only_memory_pins, "offload.cache.tiles", "x = torch.zeros(4, pin_memory=True)"),
     (only_memory_pins, "offload.transfer.weights", "x = x.pin_memory()"),
-    (only_link_makes_threads_and_streams, "offload.engine", "import threading"),
-    (only_link_makes_threads_and_streams, "offload.engine", "from concurrent.futures import ThreadPoolExecutor"),
+    (only_link_makes_threads_and_streams, "offload.engine.engine", "import threading"),
+    (only_link_makes_threads_and_streams, "offload.engine.engine", "from concurrent.futures import ThreadPoolExecutor"),
     (only_link_makes_threads_and_streams, "offload.cache.tiles", "s = torch.cuda.Stream()"),
     (only_link_makes_threads_and_streams, "offload.cache.tiles", "from torch import cuda\ne = cuda.Event()"),
     (only_link_makes_threads_and_streams, "offload.cache.tiles", "from torch.cuda import Event"),
-    (only_output_writes, "offload.engine", "print('loading')"),
-    (only_output_writes, "offload.engine", "import sys\nsys.stderr.write('x')"),
-    (only_output_writes, "offload.engine", "from sys import stdout"),
+    (only_output_writes, "offload.engine.engine", "print('loading')"),
+    (only_output_writes, "offload.engine.engine", "import sys\nsys.stderr.write('x')"),
+    (only_output_writes, "offload.engine.engine", "from sys import stdout"),
     (only_output_writes, "triforce_cli.render.text", "import typer\ntyper.echo('x')"),
     (only_output_writes, "triforce_cli.render.text", "from rich.console import Console\nc = Console()"),
     (only_output_writes, "triforce_cli.render.text", "from rich import print"),
-    (only_app_catches_broadly, "offload.engine", "try:\n    f()\nexcept Exception:\n    pass"),
-    (only_app_catches_broadly, "offload.engine", "try:\n    f()\nexcept:\n    pass"),
-    (only_app_catches_broadly, "offload.engine", "try:\n    f()\nexcept (OSError, BaseException):\n    pass"),
+    (only_app_catches_broadly, "offload.engine.engine", "try:\n    f()\nexcept Exception:\n    pass"),
+    (only_app_catches_broadly, "offload.engine.engine", "try:\n    f()\nexcept:\n    pass"),
+    (only_app_catches_broadly, "offload.engine.engine", "try:\n    f()\nexcept (OSError, BaseException):\n    pass"),
     (only_app_catches_broadly, "triforce_cli.output", "with suppress(Exception):\n    f()"),
     (
         only_app_catches_broadly,
-        "offload.engine",
+        "offload.engine.engine",
         "def g():\n    try:\n        f()\n    except Exception:\n        if x:\n            return 1\n        raise",
     ),
     (plans_without_torch, "offload.plan.config", "import torch"),
@@ -235,10 +231,14 @@ INNOCENT: list[tuple[Rule, str, str]] = [
     (only_link_makes_threads_and_streams, "offload.cache.tiles", "from offload.transfer.link import Event, Link"),
     (only_output_writes, "triforce_cli.progress", "from rich.console import Console\ndef f(c: Console): ..."),
     (only_output_writes, "triforce_cli.prompt", "import sys\nsys.stdin.read()"),
-    (only_app_catches_broadly, "offload.engine", "try:\n    f()\nexcept Exception as e:\n    raise Mine() from e"),
-    (only_app_catches_broadly, "offload.engine", "try:\n    f()\nexcept OSError:\n    pass"),
+    (
+        only_app_catches_broadly,
+        "offload.engine.engine",
+        "try:\n    f()\nexcept Exception as e:\n    raise Mine() from e",
+    ),
+    (only_app_catches_broadly, "offload.engine.engine", "try:\n    f()\nexcept OSError:\n    pass"),
     (plans_without_torch, "offload.plan.hardware", "def probe():\n    import torch"),
-    (plans_without_torch, "offload.engine", "import torch"),
+    (plans_without_torch, "offload.engine.engine", "import torch"),
 ]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from offload.cache.retrieval import RetrievalCache
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine, load_tokenizer, plan_request
+from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.plan.options import Options
 from offload.plan.planner import Plan
 from offload.transfer.arena import Arena

@@ -17,7 +17,7 @@ from offload.bench.exactness import ExactnessReport, Recorder
 from offload.decode import speculation
 from offload.decode.sampling import RandomSource, SamplingParams
 from offload.decode.verify import Verdict, verify
-from offload.engine import Engine
+from offload.engine.engine import Engine
 from offload.model.level import Continuation, Level
 from offload.plan.composition import PLAIN
 from triforce_cli.app import main

@@ -46,7 +46,7 @@ from offload.cache.retrieval import RetrievalCache
 from offload.cache.selection import Rule
 from offload.decode.lengths import Adaptive
 from offload.decode.sampling import SamplingParams, SeededSource
-from offload.engine import Engine, Step
+from offload.engine.engine import Engine, Step
 from offload.kernels.rows import Blocks
 from offload.model.decoder import Decoder
 from offload.model.few_rows import FewRows

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import DYNAMIC_ROPE, GREEDY, random_model, save
-from offload.engine import Engine, Step
+from offload.engine.engine import Engine, Step
 from offload.errors import DoesNotFit, ModelError, SessionError, UsageError
 from offload.plan.planner import Options
 from offload.progress import OnProgress, Progress, Stage, ignore

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from models import TOKENIZER_SIZE, perturbed, random_model, save
-from offload import pass_timer
 from offload.bench import checks, text_checks
 from offload.bench.checks import Check, check_device
 from offload.cache import unpacked
@@ -24,6 +23,7 @@ from offload.plan.expectations import LLAMA31_8B
 from offload.plan.hardware import probe
 from offload.transfer import homes
 from offload.transfer.link import PacedLink
+from offload.worker import pass_timer
 from processor import best
 
 EMBEDDED = Path(__file__).parents[1] / "triforce_cli" / "models"

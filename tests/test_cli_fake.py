@@ -280,7 +280,7 @@ def _error(name: str) -> Exception:
 
 def install() -> None:
     """Put the stand-ins where the command line imports from."""
-    engine = types.ModuleType("offload.engine")
+    engine = types.ModuleType("offload.engine.engine")
     engine.__dict__.update(
         Engine=Engine,
         load_tokenizer=load_tokenizer,
@@ -290,9 +290,13 @@ def install() -> None:
     )
     sampling = types.ModuleType("offload.decode.sampling")
     sampling.__dict__.update(SamplingParams=SamplingParams)
-    together = types.ModuleType("offload.sequences")
+    together = types.ModuleType("offload.engine.sequences")
     together.__dict__.update(Sequences=Sequences)
-    stand_ins = {"offload.engine": engine, "offload.decode.sampling": sampling, "offload.sequences": together}
+    stand_ins = {
+        "offload.engine.engine": engine,
+        "offload.decode.sampling": sampling,
+        "offload.engine.sequences": together,
+    }
     sys.modules.update(stand_ins)
     request.Request = Request
     OtherPrograms.share = lambda self: 0.0  # no note of what else this machine does
@@ -393,9 +397,9 @@ def run(
 
 
 def test_stand_in_has_the_names_and_signatures_of_the_engine():
-    from offload import engine as real_engine
-    from offload import sequences as real_sequences
     from offload.decode import sampling as real_sampling
+    from offload.engine import engine as real_engine
+    from offload.engine import sequences as real_sequences
 
     for ours, real in (
         (load_tokenizer, real_engine.load_tokenizer),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from models import TOKENIZER_SIZE, random_model, save
-from offload.engine import Engine
+from offload.engine.engine import Engine
 from offload.session import catalogue
 from offload.session.names import FOLDER_VARIABLE, session_folder
 from triforce_cli.app import main

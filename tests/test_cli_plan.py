@@ -100,7 +100,7 @@ def plan(models: Path, triforce: Callable[..., tuple[int, str, str]]) -> Plan:
 
 
 def test_a_13b_model_at_120k_on_two_gpus_and_on_one(plan: Plan) -> None:
-    """Two GPUs hold copies in few bits of weights and cache, one of weights alone; the exact ones stream."""
+    """Two GPUs hold quantised copies of weights and cache, one of weights alone; the exact ones stream."""
     two = plan.planned("--context", "120000", "--gpus", "2")
     assert two["placement"]["offload"] == ["kv", "weights"]
     assert (two["composition"]["weight_bits"], two["composition"]["kv_bits"]) == (6, 4)

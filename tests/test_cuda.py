@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from asked import Asked, alone, together  # noqa: E402
 from offload.decode.sampling import SamplingParams  # noqa: E402
-from offload.engine import Engine, load_tokenizer, plan_request, timed  # noqa: E402
+from offload.engine.engine import Engine, load_tokenizer, plan_request, timed  # noqa: E402
 from offload.kernels.codes import Codes, encode_in_parts  # noqa: E402
 from offload.plan.options import Options  # noqa: E402
 from offload.plan.planner import Plan  # noqa: E402
@@ -167,7 +167,7 @@ def test_tokens_are_the_same_with_and_without_speculation_wherever_bytes_are() -
 
 
 def test_tokens_are_the_same_in_whatever_bits_weights_and_pages_cross_the_link() -> None:
-    """Packed, and beside codes in few bits."""
+    """Packed, and beside codes quantised."""
     tokens = prompt(LONG)
     expected = said(tokens, placed(planned(tokens, dtype="bf16", speculation=False)))
     for few, bits in (
@@ -229,7 +229,7 @@ def test_a_row_of_a_product_does_not_depend_on_its_place_among_the_rows() -> Non
 
 
 def coded(outputs: int, inputs: int, dtype: torch.dtype, bits: int) -> tuple[Codes, Codes]:
-    """The same weights in few bits, made by the CPU and by the GPU."""
+    """The same quantised weights, made by the CPU and by the GPU."""
     weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
     made = []
     for device in ("cpu", DEVICE):

@@ -54,7 +54,7 @@ def test_an_engine_makes_its_device_current_in_every_thread_that_asks_it(
     plan = tiny_plan(folder, folder, Sizes(gamma=3, draft_gamma=1), num_prompt_tokens=40, max_tokens=20)
     with tiny_engine(plan, folder, folder) as engine:
         monkeypatch.setattr(
-            "offload.engine.use_device", lambda device: used.append((threading.get_ident(), device.type))
+            "offload.engine.engine.use_device", lambda device: used.append((threading.get_ident(), device.type))
         )
         prompt = [5 + i % 200 for i in range(40)]
         ahead = threading.Thread(target=engine.precompute, args=(prompt[:30],))

@@ -115,7 +115,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, rates_folder: Path) -> Mock:
     """Measures little, in a fraction of a second. Returns what times passes of models."""
     monkeypatch.setattr(checks, "check_device", lambda hardware, target, draft, on_step: [])
     timed = Mock()  # what it stands for has tests of its own
-    monkeypatch.setattr("offload.engine.time_again", timed)
+    monkeypatch.setattr("offload.engine.engine.time_again", timed)
     monkeypatch.setattr(roof, "READ_BYTES", 4 << 20)
     monkeypatch.setattr(roof, "COPY_BYTES", 1 << 20)
     monkeypatch.setattr(roof, "LOOK_SECONDS", 0.01)

@@ -14,7 +14,7 @@ from fake_flash import flash_attn_with_kvcache
 from models import load, random_model, random_tokens, resident_rows, save
 from offload.cache.full import FullCache
 from offload.cache.tiles import TileShape
-from offload.engine import prefill_problem
+from offload.engine.engine import prefill_problem
 from offload.kernels.attention import attend, fold, unfold
 from offload.kernels.gpu import flash as module
 from offload.kernels.gpu.flash import Flash, FlashTiles
@@ -143,7 +143,7 @@ def test_nothing_is_said_where_it_could_not_be_used(gpu: torch.device, monkeypat
 def test_a_run_says_once_that_it_is_missing(
     triforce: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.engine.prefill_problem", lambda device: "flash-attn is not here")
+    monkeypatch.setattr("offload.engine.engine.prefill_problem", lambda device: "flash-attn is not here")
     with open(os.devnull, encoding="utf-8") as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
         code, _, err = triforce("generate", "--prompt", "Once", "--max-tokens", "1")

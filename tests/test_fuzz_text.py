@@ -189,5 +189,5 @@ def test_invalid_bytes_in_a_pipe_end_with_2(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     install()
-    vars(sys.modules["offload.engine"]).update(Engine=Echo, load_tokenizer=lambda model, draft: embedded())
+    vars(sys.modules["offload.engine.engine"]).update(Engine=Echo, load_tokenizer=lambda model, draft: embedded())
     sys.exit(main())

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from offload.bench.diagnosis import software  # noqa: E402
-from offload.engine import kernels_problem  # noqa: E402
+from offload.engine.engine import kernels_problem  # noqa: E402
 from offload.kernels.gpu import (  # noqa: E402
     GpuKernels,
     code_programs,
@@ -29,12 +29,12 @@ from offload.kernels.gpu import (  # noqa: E402
     fitting,
     gpu_kernels,
     kv_programs,
-    kv_remainder_programs,
-    kv_remainders,
+    kv_residual_programs,
+    kv_residuals,
     packed_programs,
     programs,
-    remainder_programs,
-    remainders,
+    residual_programs,
+    residuals,
     row_programs,
 )
 from offload.kernels.gpu.fetch import rows_at_once, warps  # noqa: E402
@@ -50,8 +50,8 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 CAPABILITIES = [89, 90]
 SHARED_BYTES = 99 * 2**10  # that a program may have on compute capability 8.9
 SCRATCH = ("partials", "sums", "earlier_partials", "earlier_sums", "running", "tops", "totals")
-INTERPRETED = ["gpu", "codes", "kv_codes", "kv_remainders", "packed"]
-ENGINES = ["low_bits"]  # which run kernels that have small cases of their own
+INTERPRETED = ["gpu", "codes", "kv_codes", "kv_residuals", "packed"]
+ENGINES = ["quantised"]  # which run kernels that have small cases of their own
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
 
@@ -362,7 +362,7 @@ def test_splits_are_joined_by_wide_loads(capability: int, bias: bool) -> None:
 @pytest.mark.parametrize("bits", [4, 6])
 def test_weights_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capability: int, bits: int) -> None:
     pointers = {"content": "*u8", "blocks": "*u8", "out": "*i16"}
-    found = compiled(remainder_programs.restore_weights, capability, pointers, {"BITS": bits}, warps=remainders.WARPS)
+    found = compiled(residual_programs.restore_weights, capability, pointers, {"BITS": bits}, warps=residuals.WARPS)
     assert found.spilled_bytes == 0
     assert found.registers <= 80
     assert found.shared_bytes <= 8 * 2**10
@@ -370,7 +370,7 @@ def test_weights_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capa
     assert stores
     assert all(".v4.b32" in op for op in stores), stores
     loads = Counter(re.findall(r"ld\.global[.\w:]*", found.ptx))
-    assert loads["ld.global.v2.b32"] + 2 * loads["ld.global.v4.b32"] >= 1024 // (32 * remainders.WARPS) // 8, loads
+    assert loads["ld.global.v2.b32"] + 2 * loads["ld.global.v4.b32"] >= 1024 // (32 * residuals.WARPS) // 8, loads
 
 
 @pytest.mark.deep
@@ -379,9 +379,9 @@ def test_weights_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capa
 def test_pages_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capability: int, dim: int) -> None:
     """Each thread has the scales, codes and low bytes of 8 numbers: only 4 bits and escapes come byte by byte."""
     pointers = {"slot": "*u8", "tile": "*i16", "flags": "*u8", "starts": "*i64", "codes": "*u8"}
-    shape = {"PAGE": 512} | kv_remainders.constants(dim)
+    shape = {"PAGE": 512} | kv_residuals.constants(dim)
     num_warps = shape.pop("num_warps")
-    found = compiled(kv_remainder_programs.restore_pages, capability, pointers, shape, warps=num_warps)
+    found = compiled(kv_residual_programs.restore_pages, capability, pointers, shape, warps=num_warps)
     assert found.spilled_bytes == 0
     assert found.registers <= 128
     assert found.shared_bytes <= 8 * 2**10

@@ -16,11 +16,11 @@ from offload.cache.retrieval import RetrievalCache
 from offload.decode.on_gpu import Beforehand, Draw, Judge
 from offload.decode.sampling import SamplingParams, SeededSource, Warping
 from offload.decode.speculation import ModelProposer
-from offload.engine import Engine
+from offload.engine.engine import Engine
 from offload.errors import TriforceError, UsageError
 from offload.model.graphs import VARIABLE, Compute, Graphs, Tensors
 from offload.plan.hardware import RTX_4090, Hardware
-from paper import GpuKernels, on_paper
+from paper import PaperGpu, on_paper
 from paper.engines import CASES, OTHER, PROMPT, Pair, engine_on_paper, loaded, said
 from paper.graphs import Graph
 from test_paper_bugs import Bug, plant
@@ -184,13 +184,13 @@ def test_the_doctor_compares_them(wrong: bool, pair: Pair, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def gpu_on_paper() -> Iterator[GpuKernels]:
+def gpu_on_paper() -> Iterator[PaperGpu]:
     with on_paper() as gpu:
         yield gpu
 
 
 def test_a_gpu_that_records_nothing_is_an_error_with_a_remedy(
-    gpu_on_paper: GpuKernels, monkeypatch: pytest.MonkeyPatch
+    gpu_on_paper: PaperGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
     def fails(*_: object, **__: object) -> object:
@@ -206,7 +206,7 @@ def test_a_gpu_that_records_nothing_is_an_error_with_a_remedy(
 
 
 @torch.inference_mode()
-def test_graphs_are_recorded_anew_for_other_memory(gpu_on_paper: GpuKernels) -> None:
+def test_graphs_are_recorded_anew_for_other_memory(gpu_on_paper: PaperGpu) -> None:
 
     graphs, tokens = Graphs(), torch.zeros(2, device="cuda:0")
     for memory in (0, 1):
@@ -221,7 +221,7 @@ def test_graphs_are_recorded_anew_for_other_memory(gpu_on_paper: GpuKernels) -> 
 @torch.inference_mode()
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_after_a_first_pass_that_was_broken_off_the_next_one_is_launched_one_by_one(
-    error: type[BaseException], gpu_on_paper: GpuKernels
+    error: type[BaseException], gpu_on_paper: PaperGpu
 ) -> None:
     """It was recorded, though kernels were still to be compiled."""
     graphs, tokens = Graphs(), torch.zeros(2, device="cuda:0")
@@ -238,7 +238,7 @@ def test_after_a_first_pass_that_was_broken_off_the_next_one_is_launched_one_by_
 
 
 @torch.inference_mode()
-def test_what_is_given_in_another_shape_is_another_graph(gpu_on_paper: GpuKernels) -> None:
+def test_what_is_given_in_another_shape_is_another_graph(gpu_on_paper: PaperGpu) -> None:
     """Copied to where the graph reads, one row would be taken for all."""
     graphs, tokens = Graphs(), torch.zeros(2, device="cuda:0")
     for _ in range(3):
@@ -293,7 +293,7 @@ def test_draws_in_a_graph_are_those_of_passes_launched_one_by_one(pair: Pair, mo
 
 
 @torch.inference_mode()
-def test_graphs_of_what_follows_a_pass_are_kept_for_one_such_thing(gpu_on_paper: GpuKernels) -> None:
+def test_graphs_of_what_follows_a_pass_are_kept_for_one_such_thing(gpu_on_paper: PaperGpu) -> None:
     """A request's parameters may be those of no other; what follows nothing stays."""
     graphs, tokens, given = Graphs(), torch.zeros(2, device="cuda:0"), torch.ones(1, device="cuda:0")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from asked import Asked, together
 from models import LateLink, Sizes, random_tokens, save_pair, tiny_engine, tiny_plan
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine
+from offload.engine.engine import Engine
 from offload.plan.planner import Plan
 from offload.transfer.arena import Arena
 from offload.transfer.hidden_rows import HiddenRows, ResidentRows, StreamedRows
@@ -145,7 +145,7 @@ def engines(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Iterato
 
     def engine(make: Callable[[], Link], *offload: str, **more: int) -> Engine:
         with monkeypatch.context() as patch:
-            patch.setattr("offload.parts.make_link", lambda *_: make())
+            patch.setattr("offload.worker.models.make_link", lambda *_: make())
             made.append(tiny_engine(planned(pair, *offload, **more), pair[0]))
         return made[-1]
 
@@ -173,7 +173,7 @@ def test_a_prompts_cache_and_text_have_the_bits_that_they_have_with_rows_on_the_
     offload: tuple[str, ...], make: Callable[[], Link], engines: Callable[..., Engine]
 ) -> None:
     on_device, on_host = engines(make), engines(make, *offload)
-    assert (on_device.worker.parts.rows, type(on_host.worker.parts.rows)) == (None, StreamedRows)
+    assert (on_device.worker.models.rows, type(on_host.worker.models.rows)) == (None, StreamedRows)
     for length in (*LENGTHS, 150):
         tokens = random_tokens(length, seed=length)
         assert torch.equal(cached(on_host, tokens), cached(on_device, tokens)), length

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from models import LateLink
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine, load_tokenizer
+from offload.engine.engine import Engine, load_tokenizer
 from offload.errors import UsageError
 from offload.kernels import native
 from offload.kernels.packing import Packing
-from offload.kernels.remainders import Remainder, split_off
+from offload.kernels.residuals import Residual, split_off
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.plan.sizing import WEIGHT_BYTES, home_bytes
@@ -148,7 +148,7 @@ def test_the_engine_says_the_same_however_weights_cross(temperature: float) -> N
         plan = planned(bits, gamma=5, budget=256, weight_bits=weight_bits, draft_gamma=2)
         with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
             texts.append(said(engine, params))
-            num_coded = len(engine.worker.parts.target.weights.layers.coded)
+            num_coded = len(engine.worker.models.target.weights.layers.coded)
             assert num_coded == (engine.worker.target.config.num_layers if bits < 12 else 0)
     assert texts[0] == texts[1]
     assert texts[2] == texts[3]
@@ -163,7 +163,7 @@ def test_a_layer_that_would_not_come_back_is_counted_and_says_the_same(monkeypat
     for refused in (0, 2):
         left = iter(range(refused))
 
-        def refuse(*args: Any) -> Remainder | None:
+        def refuse(*args: Any) -> Residual | None:
             return split_off(*args) if next(left, None) is None else None  # noqa: B023
 
         monkeypatch.setattr(homes, "split_off", refuse)

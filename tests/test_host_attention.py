@@ -18,12 +18,12 @@ from torch.testing import assert_close
 import test_caches as caches
 from models import LateLink, Sizes, changed, random_tokens, save_pair, tiny_engine, tiny_plan
 from offload.cache.full import FullCache
-from offload.cache.host_side import HostSide
-from offload.cache.residence import StreamedTiles
+from offload.cache.host_attention import HostAttention
+from offload.cache.tile_access import StreamedTiles
 from offload.cache.tile_attention import TileAttention
 from offload.cache.tiles import TileShape, TileStore
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine, load_tokenizer, plan_request
+from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.errors import UsageError
 from offload.kernels import native
 from offload.kernels.native import NONE, Kernels
@@ -159,11 +159,11 @@ def test_rows_of_another_cache_are_taken_into_tiles_on_the_host() -> None:
         assert torch.equal(other.extend([0] * 5), driver.extend([0] * 5))
 
 
-def attended_beside(cache: FullCache, kernels: Kernels, link: Link) -> HostSide:
+def attended_beside(cache: FullCache, kernels: Kernels, link: Link) -> HostAttention:
     """Have a cache's tiles on the host attended to as beside a GPU, in memory that says that it is one's."""
     host = TileAttention(cache.shape, cache.rope, Blocks((ROWS,)), kernels, CHUNK)
-    side = HostSide(cache._memory, cache.store, link, gpu=cache._attention, host=host, chunk=CHUNK)
-    cache._host_side = side
+    side = HostAttention(cache._memory, cache.store, link, gpu=cache._attention, host=host, chunk=CHUNK)
+    cache._host_attention = side
     return side
 
 

@@ -125,7 +125,7 @@ def test_what_says_so_is_done_whole() -> None:
         done=done,
     )
     source = "def run():\n    tells()\n    time.sleep(60)\n    done.append(3)"
-    error = interrupted(code_of("offload.leader", source, tells=tells, done=done))
+    error = interrupted(code_of("offload.ranks.leader", source, tells=tells, done=done))
     assert (type(error), done) == (KeyboardInterrupt, [1, 2])
 
 
@@ -170,7 +170,7 @@ def test_another_error_of_a_finaliser_is_shown_as_ever(monkeypatch: pytest.Monke
 
 
 def test_an_error_of_its_own_stays_one() -> None:
-    assert type(interrupted(code_of("offload.engine", "def run():\n    raise ValueError"))) is ValueError
+    assert type(interrupted(code_of("offload.engine.engine", "def run():\n    raise ValueError"))) is ValueError
 
 
 def test_a_signal_that_still_waits_at_the_end_is_raised_there() -> None:
@@ -207,7 +207,7 @@ def run():
 def test_another_does_not_break_off_what_the_first_left_to_be_kept(more: str) -> None:
     """What had come was lost, or half of it written, when Ctrl-C was pressed twice."""
     kept: list[int] = []
-    error = interrupted(code_of("offload.engine", KEEPS.format(more=more), interrupt=interrupt, kept=kept))
+    error = interrupted(code_of("offload.engine.engine", KEEPS.format(more=more), interrupt=interrupt, kept=kept))
     assert (type(error), kept) == (KeyboardInterrupt, [1])
 
 
@@ -215,7 +215,7 @@ def test_another_that_comes_while_the_first_is_raised_is_the_same_wish(monkeypat
     exception_of = signals.exception_of
     monkeypatch.setattr(signals, "exception_of", lambda number: (interrupt(), exception_of(number))[1])
     kept: list[int] = []
-    error = interrupted(code_of("offload.engine", KEEPS.format(more="pass"), interrupt=interrupt, kept=kept))
+    error = interrupted(code_of("offload.engine.engine", KEEPS.format(more="pass"), interrupt=interrupt, kept=kept))
     assert (type(error), kept) == (KeyboardInterrupt, [1])
 
 
@@ -223,7 +223,9 @@ def test_an_end_that_takes_too_long_is_interrupted(monkeypatch: pytest.MonkeyPat
     """As where nobody reads what is written there."""
     monkeypatch.setattr(signals, "GRACE_SECONDS", 0.0)
     kept: list[int] = []
-    error = interrupted(code_of("offload.engine", KEEPS.format(more="interrupt(15)"), interrupt=interrupt, kept=kept))
+    error = interrupted(
+        code_of("offload.engine.engine", KEEPS.format(more="interrupt(15)"), interrupt=interrupt, kept=kept)
+    )
     assert (type(error), kept) == (Terminated, [])
 
 
@@ -258,7 +260,7 @@ def test_a_timer_that_comes_late_is_heard_to_the_end() -> None:
     source += "        os.kill(os.getpid(), 14)\n        kept.append(1)"
     kept: list[int] = []
     before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    error = interrupted(code_of("offload.engine", source, library=library, kept=kept))
+    error = interrupted(code_of("offload.engine.engine", source, library=library, kept=kept))
     signal.signal(signal.SIGALRM, before)
     assert (type(error), kept) == (KeyboardInterrupt, [1])
 
@@ -289,14 +291,14 @@ def repeat(model: Path, stage: str, number: int, seconds: float) -> None:
             os.fdopen(fd, "rw"[fd > 0], encoding="utf-8", closefd=False) for fd in range(3)
         )
         os.environ["TERM"] = "xterm-256color"
-        from offload.engine import Engine
+        from offload.engine.engine import Engine
         from triforce_cli.app import main
 
         def begin() -> None:
             threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
 
         source = f"def run(*args, **settings):\n    begin()\n    while True:\n        {STAGES[stage]}"
-        setattr(Engine, stage, code_of("offload.engine", source, work=getattr(Engine, stage), begin=begin))
+        setattr(Engine, stage, code_of("offload.engine.engine", source, work=getattr(Engine, stage), begin=begin))
         signals.GRACE_SECONDS = math.inf  # nothing is interrupted by force
         args = ("--draft", "none", "--prompt", "x" * 300, "--max-tokens", "8", "--cache", str(model / "session"))
         code = main(["generate", "--model", str(model), *args])

@@ -253,7 +253,7 @@ def test_rows_are_rotated_and_written_as_torch_does_to_the_bit(
             wanted[0, number, :, offset], wanted[1, number, :, offset] = key, value
     spans = SpanAttention(found, rope, dtype=dtype, span=page)
     spans.begin(Rows(q, k, v, position, index), 3)
-    spans.take_in(one_run(tile, first=first, tokens=0, slot=0, span=page), 1)
+    spans.append_rows(one_run(tile, first=first, tokens=0, slot=0, span=page), 1)
     assert_same_bits(tile, wanted)
     queries = spans._queries[: q.numel()].view(heads.kv, num_rows, heads.group, dim).transpose(0, 1).reshape(q.shape)
     assert_same_bits(queries, rotate(q, *table).float())

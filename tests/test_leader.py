@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from offload import leader
 from offload.errors import RankFailed
-from offload.follower import Follower
 from offload.kernels.rows import Blocks
-from offload.leader import Lead, LeadingLevel, LeadingWorker
 from offload.model.level import Level
 from offload.plan.planner import Plan
+from offload.ranks import leader
+from offload.ranks.follower import Follower
+from offload.ranks.leader import Lead, LeadingLevel, LeadingWorker
 from offload.ranks.record import TokenRecord
-from offload.worker import Worker
+from offload.worker.worker import Worker
 
 NUMBER, GONE = 7, RankFailed("rank 1 ended")
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]

@@ -426,7 +426,7 @@ def test_no_schedule_changes_what_is_said(
     ]
     for make in makes:
         with monkeypatch.context() as patch:
-            patch.setattr("offload.parts.make_link", lambda *_, make=make: make())
+            patch.setattr("offload.worker.models.make_link", lambda *_, make=make: make())
             tokens, _ = generation(folders, sizes, sampling, offload=("weights", "kv"))
         assert tokens == wanted
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from few_bits import SHAPES
 from models import Sizes, random_model, save, tiny_engine, tiny_plan
 from offload.cache.tiles import TileShape, TileStore
 from offload.errors import DoesNotFit
 from offload.transfer.memory import Memory
 from processor import best
+from quantised import SHAPES
 
 CPU = torch.device("cpu")
 RETRIEVAL = Sizes(gamma=5, draft_gamma=2, lookup=True)
@@ -61,7 +61,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     [
         (RETRIEVAL, (), 6),  # arena, tiles, chosen rows, and two of the draft
         (RETRIEVAL, ("kv",), 8),  # and staging slots
-        (FEW_BITS, (), 7),  # weights and keys in few bits
+        (FEW_BITS, (), 7),  # weights and keys quantised
         (replace(FEW_BITS, page=512, pages=1), ("kv", "weights"), 9),  # pages that lie packed
     ],
     ids=["retrieval", "retrieval, kv streamed", "few bits", "few bits, all streamed"],

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.engine import kernels_problem
+from offload.engine.engine import kernels_problem
 from offload.errors import UsageError
 from offload.kernels import native
 from offload.kernels.native import Kernels, instruction_sets, load

@@ -17,11 +17,11 @@ from models import CPU, LateLink
 from offload.cache.full import FullCache
 from offload.cache.tiles import TileShape
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine, load_tokenizer, plan_request
+from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.errors import UsageError
 from offload.kernels.native import Kernels
 from offload.kernels.packed import check, pack, pack_with_torch, unpack, unpack_tile, unpack_with_torch
-from offload.kernels.packing import REMAINDER, Packing
+from offload.kernels.packing import RESIDUAL, Packing
 from offload.kernels.rows import Blocks
 from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 from offload.plan.hardware import Hardware
@@ -176,7 +176,7 @@ def test_a_tile_is_unpacked_page_by_page() -> None:
     exact = torch.randn(2, 4, 2, 16, 8, generator=torch.Generator().manual_seed(2)).bfloat16()
     slot, tile = torch.zeros_like(exact), torch.zeros_like(exact)
     there, at = slot.view(-1).view(torch.uint8), 32
-    flags, starts = torch.tensor([1, 0, REMAINDER, 1], dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.long)
+    flags, starts = torch.tensor([1, 0, RESIDUAL, 1], dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.long)
     for number, flag in enumerate(flags.tolist()[:3]):
         for kind in range(2):
             content = pack_with_torch(exact[kind, number].flatten(), packing) if flag else exact[kind, number]

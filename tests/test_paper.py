@@ -16,12 +16,12 @@ import test_cuda
 from asked import Asked, together
 from models import GREEDY, Sizes, save_pair
 from offload.decode.sampling import SamplingParams
+from offload.engine.sequences import Sequences
 from offload.kernels import native
 from offload.kernels.spans import SpanAttention
 from offload.model.decoder import Decoder
 from offload.plan import choice, hardware, link_bits
 from offload.progress import ignore
-from offload.sequences import Sequences
 from offload.session.identity import Identity
 from offload.session.store import Store
 from offload.transfer.link import CudaEvent, CudaLink
@@ -138,7 +138,7 @@ def test_beside_a_gpu_the_host_changes_nothing_by_drafts(
 ) -> None:
     """By the CPU's kernels, and by torch's operators where there are none: one plan, with and without drafts."""
     if path == "torch":
-        monkeypatch.setattr("offload.worker.fitting", lambda *_: native.NONE)
+        monkeypatch.setattr("offload.worker.worker.fitting", lambda *_: native.NONE)
     elif native.kernels().library is None:
         pytest.skip(native.kernels().reason)
     with engine_on_paper(CASES[name], pair) as (engine, gpu):
@@ -158,7 +158,7 @@ def test_new_rows_that_the_host_forgets_are_missed(pair: Pair, monkeypatch: pyte
     case = CASES["host attention, nothing streamed"]
     expected = plainly(case.plain(), pair)[0]
     with engine_on_paper(case, pair) as (engine, _):
-        monkeypatch.setattr(SpanAttention, "take_in", lambda *_: None)
+        monkeypatch.setattr(SpanAttention, "append_rows", lambda *_: None)
         assert said(engine) != expected
 
 
@@ -253,7 +253,7 @@ def test_chat_works_ahead_on_a_thread_of_its_own(pair: Pair) -> None:
 OF_ROWS = test_cuda.test_a_row_of_a_product_does_not_depend_on_its_place_among_the_rows  # tried further below
 # A product's bits in Triton are those of a GPU, and this GPU computes on a CPU.
 BITS = test_cuda.test_a_row_of_a_product_with_weights_in_few_bits_does_not_depend_on_the_rows_beside_it
-# So are programs of what crosses the link in fewer bits: see packed_interpreted.py and low_bits_interpreted.py.
+# So are programs of what crosses the link in fewer bits: see packed_interpreted.py and quantised_interpreted.py.
 FEWER_BITS = test_cuda.test_tokens_are_the_same_in_whatever_bits_weights_and_pages_cross_the_link
 APART = (OF_ROWS, BITS, FEWER_BITS)
 GPU_TESTS = {name: test for name, test in vars(test_cuda).items() if name.startswith("test_") and test not in APART}
@@ -275,8 +275,8 @@ def test_the_tests_for_a_gpu_pass_on_paper(test: Callable[[], None], monkeypatch
     monkeypatch.setattr(test_cuda, "LONGER", 1100)
     monkeypatch.setattr(test_cuda, "MAX_TOKENS", 4)
     monkeypatch.setattr(test_cuda, "DTYPES", ("bf16",))
-    # Products with weights in few bits have twins here; attention to a cache in 4 bits and packed pages have none: see
-    # low_bits_interpreted.py and packed_interpreted.py.
+    # Products with quantised weights have twins here; attention to a cache in 4 bits and packed pages have none: see
+    # quantised_interpreted.py and packed_interpreted.py.
     monkeypatch.setattr(hardware, "_has_kernels", lambda new_enough: new_enough)
     monkeypatch.setattr(choice, "cache_problem", lambda sizing: "on paper")
     monkeypatch.setattr(link_bits, "_problem", lambda sizing: "on paper")

@@ -15,7 +15,7 @@ from models import save_pair
 from offload.decode.proposal import Proposer
 from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
-from offload.engine import Engine
+from offload.engine.engine import Engine
 from paper.engines import CASES, PROMPT, Pair, engine_on_paper, said
 
 CASE = CASES["draft, kv streamed"]

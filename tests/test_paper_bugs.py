@@ -24,14 +24,14 @@ import pytest
 from models import save_pair
 from offload.model.decoder import Decoder
 from paper.engines import CASES, OTHER, PROMPT, Pair, engine_on_paper, said
-from paper.gpu import GpuKernels
+from paper.gpu import PaperGpu
 
 GONE = "in a graph uses memory that was given back"
 RACE, DROPPED, MIXED, UNPINNED = "race: ", "given back while", "on the GPU and on the host", "not pinned"
 LINK, MEMORY, WEIGHTS = "offload.transfer.link", "offload.transfer.memory", "offload.transfer.weights"
-RESIDENCE, READER, FETCH = "offload.cache.residence", "offload.cache.reader", "offload.cache.fetch"
+RESIDENCE, READER, FETCH = "offload.cache.tile_access", "offload.cache.reader", "offload.cache.fetch"
 HIDDEN_ROWS = "offload.transfer.hidden_rows"
-HOST_SIDE, TRAFFIC, WRITE_BACK = "offload.cache.host_side", "offload.cache.traffic", "offload.cache.write_back"
+HOST_SIDE, TRAFFIC, WRITE_BACK = "offload.cache.host_attention", "offload.cache.traffic", "offload.cache.write_back"
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ def _changed(real: Any, edited: Any) -> Iterator[tuple[object, str, object]]:
             yield from _changed(own, value)
 
 
-def rehearse(case: str, pair: Pair) -> Iterator[GpuKernels]:
+def rehearse(case: str, pair: Pair) -> Iterator[PaperGpu]:
     """The GPU after each of some requests, one of which is broken off."""
     with engine_on_paper(CASES[case], pair) as (engine, gpu):
         for request, prompt in ((said, PROMPT), (said, OTHER), (_broken_off, PROMPT), (said, OTHER)):

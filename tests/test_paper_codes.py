@@ -11,7 +11,7 @@ import torch
 
 from models import GREEDY, Sizes, perturbed, random_model, save
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine
+from offload.engine.engine import Engine
 from offload.kernels.codes import Codes, encode_with_torch
 from offload.metrics import LevelStats
 from offload.transfer.layout import OPERATORS
@@ -96,7 +96,7 @@ def test_the_copy_is_of_the_layers_weights_and_on_the_gpu(case: Case, pair: Pair
         bits = case.sizes.weight_bits
         wanted = [{name: _codes_of(getattr(layer, name).weight, bits) for name in OPERATORS} for layer in exact]
     with engine_on_paper(case, pair) as (engine, gpu):
-        weights = engine.worker.parts._low_bits[bits].weights
+        weights = engine.worker.models._quantised[bits].weights
         assert isinstance(weights.layers, ResidentLayers)
         for layer, codes in zip(weights.layers, wanted, strict=True):
             for name in OPERATORS:
@@ -119,7 +119,7 @@ def test_codes_of_weights_that_have_not_arrived_are_reported(pair: Pair, monkeyp
     with on_paper() as gpu, monkeypatch.context() as patch:
         patch.setattr(CudaEvent, "wait", lambda event: None)
         with loaded(case, pair):
-            assert any("race: read" in problem and "low_bits" in problem for problem in gpu.problems)
+            assert any("race: read" in problem and "quantised" in problem for problem in gpu.problems)
 
 
 def test_a_pass_to_propose_moves_nothing_and_runs_as_a_graph_while_weights_stream(pair: Pair) -> None:

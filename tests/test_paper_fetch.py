@@ -12,12 +12,12 @@ from models import save_pair
 from offload.cache.fetch import GpuFetch
 from offload.cache.full import FullCache
 from offload.cache.traffic import Traffic
-from offload.engine import Engine
+from offload.engine.engine import Engine
 
 pytest.importorskip("triton")
 
 from paper.engines import CASES, OTHER, PROMPT, Pair, engine_on_paper, loaded, said
-from paper.gpu import GpuKernels, on_paper
+from paper.gpu import PaperGpu, on_paper
 from paper.kernels import chunks_by_kernel
 from paper.streams import MILLISECONDS
 
@@ -30,7 +30,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @contextmanager
-def by_kernel(name: str, pair: Pair) -> Iterator[tuple[Engine, GpuKernels]]:
+def by_kernel(name: str, pair: Pair) -> Iterator[tuple[Engine, PaperGpu]]:
     with on_paper() as gpu, pytest.MonkeyPatch.context() as patch:
         chunks_by_kernel(gpu, patch)
         with loaded(CASES[name], pair) as engine:
@@ -39,7 +39,7 @@ def by_kernel(name: str, pair: Pair) -> Iterator[tuple[Engine, GpuKernels]]:
             yield engine, gpu
 
 
-def refreshes(engine: Engine, gpu: GpuKernels) -> list[tuple[int, int]]:
+def refreshes(engine: Engine, gpu: PaperGpu) -> list[tuple[int, int]]:
     """Launches and waits of one after each of some passes."""
     said(engine, PROMPT)
     counted = []

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from offload.transfer.link import CudaLink
 from offload.transfer.memory import Memory
-from paper import GpuKernels, on_paper
+from paper import PaperGpu, on_paper
 
 DEVICE = torch.device("cuda:0")
 
 
 @pytest.fixture
-def gpu() -> Iterator[GpuKernels]:
+def gpu() -> Iterator[PaperGpu]:
     with on_paper() as gpu:
         yield gpu
 
@@ -40,7 +40,7 @@ def test_torch_is_as_it_was_afterwards() -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_tensors_compute_and_say_that_they_are_on_the_gpu(inference: bool, gpu: GpuKernels) -> None:
+def test_tensors_compute_and_say_that_they_are_on_the_gpu(inference: bool, gpu: PaperGpu) -> None:
     rows = torch.randn(4, 6)
     with torch.inference_mode(inference):
         on_gpu = rows.to(DEVICE)
@@ -63,7 +63,7 @@ def test_tensors_compute_and_say_that_they_are_on_the_gpu(inference: bool, gpu: 
     assert gpu.problems == []
 
 
-def test_a_schedule_with_its_events_is_right(gpu: GpuKernels) -> None:
+def test_a_schedule_with_its_events_is_right(gpu: PaperGpu) -> None:
     link, home, back, slot = CudaLink(DEVICE), pinned(), pinned(), there()
     for value in range(4):
         home.fill_(value)
@@ -76,7 +76,7 @@ def test_a_schedule_with_its_events_is_right(gpu: GpuKernels) -> None:
     assert gpu.syncs["event"] == 4
 
 
-def test_parts_of_a_block_need_no_order(gpu: GpuKernels) -> None:
+def test_parts_of_a_block_need_no_order(gpu: PaperGpu) -> None:
     link, home, slot = CudaLink(DEVICE), pinned(), there()
     event = link.to_device(slot[:32], home[:32], (link.record(),))
     slot[32:].sum()
@@ -188,7 +188,7 @@ MISTAKES: dict[Callable[[CudaLink], None], str] = {
 
 
 @pytest.mark.parametrize(("mistake", "words"), MISTAKES.items(), ids=[mistake.__name__ for mistake in MISTAKES])
-def test_a_mistake_is_reported_with_its_place(mistake: Callable[[CudaLink], None], words: str, gpu: GpuKernels) -> None:
+def test_a_mistake_is_reported_with_its_place(mistake: Callable[[CudaLink], None], words: str, gpu: PaperGpu) -> None:
     mistake(CudaLink(DEVICE))
     found = [problem for problem in gpu.problems if words in problem]
     assert found, gpu.problems
@@ -209,21 +209,21 @@ def test_a_mistake_is_reported_with_its_place(mistake: Callable[[CudaLink], None
         (lambda rows: torch.cuda.synchronize(), "device"),
     ],
 )
-def test_a_wait_of_the_host_is_counted(ask: Callable[[Tensor], object], kind: str, gpu: GpuKernels) -> None:
+def test_a_wait_of_the_host_is_counted(ask: Callable[[Tensor], object], kind: str, gpu: PaperGpu) -> None:
     rows = there()
     assert gpu.syncs.total() == 0
     ask(rows)
     assert gpu.syncs == {kind: 1}
 
 
-def test_kernels_are_counted_and_views_are_not(gpu: GpuKernels) -> None:
+def test_kernels_are_counted_and_views_are_not(gpu: PaperGpu) -> None:
     rows = there().view(8, 8)[2:].t()
     assert gpu.launches == {"zeros": 1}
     torch.nn.functional.linear(rows, rows) + 1
     assert gpu.launches == {"zeros": 1, "mm": 1, "add": 1}
 
 
-def test_memory_is_counted_while_a_view_of_it_lives(gpu: GpuKernels) -> None:
+def test_memory_is_counted_while_a_view_of_it_lives(gpu: PaperGpu) -> None:
     rows = there(1000)
     view = rows[:10]
     del rows
@@ -233,7 +233,7 @@ def test_memory_is_counted_while_a_view_of_it_lives(gpu: GpuKernels) -> None:
     assert torch.cuda.max_memory_allocated() == 4000
 
 
-def test_addresses_tell_places_apart_and_are_no_numbers(gpu: GpuKernels) -> None:
+def test_addresses_tell_places_apart_and_are_no_numbers(gpu: PaperGpu) -> None:
     rows, other = there(), there()
     assert rows[16:].data_ptr() == rows.view(8, 8)[2].data_ptr() == rows.view(torch.uint8)[64:].data_ptr()
     assert rows.data_ptr() not in (rows[1:].data_ptr(), other.data_ptr())

@@ -15,10 +15,8 @@ from typing import Any
 import pytest
 
 from models import PASS_TIMES
-from offload import pass_timer
-from offload.engine import plan_request
+from offload.engine.engine import plan_request
 from offload.kernels import native
-from offload.pass_timer import time_again, time_passes, timed
 from offload.plan import pass_times, rates
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import TWO_CORES, rates_key
@@ -27,6 +25,8 @@ from offload.plan.options import Options
 from offload.plan.pass_times import ROWS, PassTimes, estimated, key_of, load_times, save_times
 from offload.plan.rates import FOLDER_VARIABLE, load_rates, rates_file, save_rates
 from offload.plan.request import Request
+from offload.worker import pass_timer
+from offload.worker.pass_timer import time_again, time_passes, timed
 from triforce_cli.choice import choose_models
 
 MODELS = choose_models(None, None)

@@ -10,7 +10,7 @@ import torch
 
 from models import changed
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine, load_tokenizer, plan_request
+from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.errors import DoesNotFit
 from offload.plan.config import ModelConfig
 from offload.plan.expectations import LLAMA2_13B

@@ -651,9 +651,9 @@ def test_a_pass_to_propose_brings_no_cache_over_the_link() -> None:
 def test_the_bytes_of_weights_in_4_bits_are_counted() -> None:
     with_them, without = (heavy_plan(Options(weight_bits=bits, gamma=7)).placement for bits in (4, 16))
     matrices = 8 * DEMO.layer_matrix_elements() + DEMO.vocab_size * DEMO.hidden_size
-    planned = with_them.device_bytes["low-bit weights"]
+    planned = with_them.device_bytes["quantised weights"]
     assert planned == pytest.approx(matrices * 4.5 / 8, rel=0.01)
-    assert "low-bit weights" not in without.device_bytes
+    assert "quantised weights" not in without.device_bytes
 
 
 # Attention of twice the layers' seconds, a third of them to tokens in 4 bits.
@@ -708,8 +708,10 @@ def test_a_pass_over_the_cache_in_4_bits_takes_the_seconds_that_were_measured_of
 
 def test_the_bytes_of_a_cache_in_4_bits_are_counted() -> None:
     with_it, without = (heavy_plan(Options(kv_bits=bits, gamma=7)).placement for bits in (4, 16))
-    assert with_it.device_bytes["low-bit cache"] == pytest.approx(8200 * DEMO.kv_bytes_per_token(2) * 5 / 16, rel=0.08)
-    assert "low-bit cache" not in without.device_bytes
+    assert with_it.device_bytes["quantised cache"] == pytest.approx(
+        8200 * DEMO.kv_bytes_per_token(2) * 5 / 16, rel=0.08
+    )
+    assert "quantised cache" not in without.device_bytes
 
 
 def test_on_a_gpu_the_cache_has_4_bits_where_that_is_predicted_to_pay() -> None:
@@ -719,7 +721,7 @@ def test_on_a_gpu_the_cache_has_4_bits_where_that_is_predicted_to_pay() -> None:
     assert made.composition.levels == ("self", "target")
     assert made.composition.kv_bits == 4
     assert made.placement.offload == ("kv",)
-    held = made.placement.device_bytes["low-bit cache"]
+    held = made.placement.device_bytes["quantised cache"]
     assert held == pytest.approx(120_200 * LLAMA_7B.kv_bytes_per_token(2) * 4.75 / 16, rel=0.01)
     weights = LLAMA_7B.weight_bytes(2)
     assert made.predicted.retrieval_pass_seconds == pytest.approx(
@@ -732,7 +734,7 @@ def test_on_a_gpu_the_cache_has_4_bits_where_that_is_predicted_to_pay() -> None:
     assert part.budget % part.chunk == 0 < part.budget < 120_000
     assert part.chunk == 32
     assert small.placement.link_bits == 12  # pages are not beside codes of all tokens
-    assert "low-bit cache" not in small.placement.device_bytes
+    assert "quantised cache" not in small.placement.device_bytes
     codes = part.budget * LLAMA_7B.kv_bytes_per_token(2) * 4.75 / 16
     assert codes < small.placement.device_bytes["arena"] < 1.02 * codes
     gpu = replace(gpu, device_free_bytes=24 * GIB)
@@ -756,7 +758,7 @@ def test_on_a_cpu_a_part_of_the_cache_has_4_bits_where_that_is_asked_for() -> No
     ("hardware", "shapes", "options", "reason"),
     [
         (GPU, {"head_dim": 40}, {}, "heads of 40 numbers are not whole groups of 16"),
-        (GPU, {}, {"budget": 512, "chunk": 16}, "budget is 512, and chunks in so few bits have 32 tokens"),
+        (GPU, {}, {"budget": 512, "chunk": 16}, "budget is 512, and quantised chunks have 32 tokens"),
         (CPU, {"head_dim": 12}, {}, "heads of 12 numbers are not whole groups of 8"),
         (CPU, {}, {"budget": 512, "selection": "published"}, "budget is 512, and chunks .* are chosen by mass"),
     ],

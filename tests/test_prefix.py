@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from models import DYNAMIC_ROPE, GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.cache.full import FullCache
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine
+from offload.engine.engine import Engine
+from offload.engine.prefix import PrefixCache, num_common
 from offload.errors import DoesNotFit, UsageError
-from offload.prefix import PrefixCache, num_common
 from offload.progress import Progress, ignore
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
-from offload.worker import Worker
+from offload.worker.worker import Worker
 from processor import OPERATORS, process_uses
 
 SIZES = Sizes(gamma=7, draft_gamma=3, lookup=True, adaptive=True)

@@ -28,11 +28,11 @@ from models import GREEDY, Sizes, changed, perturbed, random_model, random_token
 from offload.cache.full import FullCache
 from offload.cache.retrieval import RetrievalCache
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine
+from offload.engine.engine import Engine
 from offload.errors import DoesNotFit, RankFailed, SessionError, UsageError
 from offload.kernels.native import VARIABLE, kernels
-from offload.leader import COMPARED_FORWARDS, LeadingWorker
 from offload.ranks import rendezvous, watch
+from offload.ranks.leader import COMPARED_FORWARDS, LeadingWorker
 from offload.ranks.sums import Sums
 from offload.session.catalogue import inspect
 from offload.session.fingerprints import identity_of

@@ -19,14 +19,13 @@ from offload.cache import Phase, full
 from offload.cache.full import FullCache
 from offload.cache.packed import PackedPages
 from offload.cache.raw_pages import PURPOSE
-from offload.cache.residence import StreamedTiles
+from offload.cache.tile_access import StreamedTiles
 from offload.cache.tiles import TileShape
 from offload.cache.unpacked import Unpacked
 from offload.cache.write_back import WriteBack
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine, Request, load_tokenizer
+from offload.engine.engine import Engine, Request, load_tokenizer
 from offload.errors import DoesNotFit
-from offload.parts import _host_blocks
 from offload.plan.config import ModelConfig
 from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 from offload.plan.options import PAGE_TOKENS
@@ -35,6 +34,7 @@ from offload.plan.planner import Options, make_plan
 from offload.plan.shards import Shard
 from offload.plan.sizing import Sizing
 from offload.transfer.memory import Memory
+from offload.worker.models import _host_blocks
 from processor import best
 from test_caches import LAYERS, ROWS, Driver, Rounds, Tape, assert_same_bits_throughout
 from test_caches import ROUNDS as SOME_ROUNDS
@@ -132,7 +132,7 @@ def test_pages_of_a_tile_that_is_new_are_known() -> None:
     assert cache.packed is not None
     for num_tiles in (1, 2, 3):
         cache.store.grow(num_tiles * TILE)
-        assert cache.packed.table.there().blocks.shape == (LAYERS, 2, num_tiles * PAGES)
+        assert cache.packed.table.on_device().blocks.shape == (LAYERS, 2, num_tiles * PAGES)
 
 
 def spread(tape: Tape, positions: slice, layer: int | slice = slice(None)) -> None:

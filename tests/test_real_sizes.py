@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from offload.cache.low_bits import LowBitCache
+from offload.cache.quantised import QuantisedCache
 from offload.kernels.kv_codes import GROUP
 from offload.plan.config import ModelConfig
 from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 from offload.transfer.hidden_rows import ResidentRows
 from offload.transfer.link import CudaEvent
-from offload.worker import Worker
+from offload.worker.worker import Worker
 from paper.real_sizes import GPU, NUM_PROMPT, planned, worker_without_bytes
 
 NUM_PREFILLED = 512  # tokens, after all others of the prompt: a block
@@ -137,9 +137,9 @@ def test_a_cache_in_4_bits_keeps_the_plans_bytes() -> None:
     assert plan.placement.offload == ("kv",)
     with worker_without_bytes(plan, LLAMA2_7B, LLAMA_68M) as (worker, gpu):
         cache = worker._copies
-        assert isinstance(cache, LowBitCache)
+        assert isinstance(cache, QuantisedCache)
         cache.coded = cache._exact = NUM_PROMPT - 1024  # tokens that were encoded before
-        worker.full.kept = NUM_PROMPT
+        worker.full.stable_length = NUM_PROMPT
         gpu.reset_peak()
         before = gpu.bytes_now
         worker.refresh(1)

@@ -15,11 +15,11 @@ import pytest
 import asked
 from asked import NEVER, Asked, alone, check, together
 from models import GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
-from offload.engine import Engine, Step
+from offload.engine.engine import Engine, Step
+from offload.engine.sequences import Sequences
 from offload.errors import DoesNotFit, UsageError
 from offload.model import decoder, level
-from offload.sequences import Sequences
-from offload.worker import Worker
+from offload.worker.worker import Worker
 from processor import OPERATORS, best, process_uses
 
 TWO = Sizes(gamma=7, draft_gamma=3, lookup=True, adaptive=True)
@@ -79,7 +79,7 @@ def test_so_it_is_with_any_levels_and_any_operators(folders, sizes, dtype, opera
         check(engine, some(6, seed=20))
 
 
-def test_so_it_is_with_weights_and_caches_in_few_bits(folders):
+def test_so_it_is_with_weights_and_caches_quantised(folders):
     best()  # skips where there are no kernels
     with made(folders, IN_FEW_BITS, 3, dtype="bf16") as engine:
         check(engine, some(6, seed=30))
@@ -104,7 +104,7 @@ def test_passes_are_shared_and_counted_for_each(folders, monkeypatch):
     shared = []
     run_together = level.run_together
     monkeypatch.setattr(
-        "offload.sequences.run_together", lambda *args: shared.append(len(args[0])) or run_together(*args)
+        "offload.engine.sequences.run_together", lambda *args: shared.append(len(args[0])) or run_together(*args)
     )
     requests = [Asked(random_tokens(50, seed=number), GREEDY, 20) for number in range(4)]
     with made(folders, PLAIN, 4) as engine:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from models import GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
-from offload.engine import Engine
+from offload.engine.engine import Engine
 from processor import process_uses, threads
 
 SIZES = Sizes(gamma=5, draft_gamma=2)

@@ -15,7 +15,7 @@ from models import GREEDY, TOKENIZER_SIZE, Sizes, random_tokens, save_pair, tiny
 from offload.bench.comparison import PLAIN, TRANSFORMERS, TRIFORCE, Comparison, Run
 from offload.bench.reference import Reference
 from offload.bench.trial import WARM_UP, Step, Trial, check_other_fits
-from offload.engine import Engine
+from offload.engine.engine import Engine
 from offload.errors import DoesNotFit, TriforceError
 from offload.metrics import LevelStats, Spread, Stats
 from offload.plan.options import Options

@@ -18,9 +18,9 @@ import torch
 import asked
 from asked import NEVER, Asked, alone, check, together
 from models import GREEDY, LateLink, Sizes, _Late, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
-from offload import sequences
 from offload.cache.full import FullCache
-from offload.engine import Engine
+from offload.engine import sequences
+from offload.engine.engine import Engine
 from offload.metrics import LinkStats
 from offload.transfer.link import Link, PacedLink
 from processor import OPERATORS, best, process_uses
@@ -67,7 +67,7 @@ def made(
     )
     plan = changed(plan, turns=turns, **fields)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("offload.parts.make_link", lambda *_: link or LateLink(late_in=True, late_out=True))
+        patch.setattr("offload.worker.models.make_link", lambda *_: link or LateLink(late_in=True, late_out=True))
         engine = tiny_engine(plan, target, draft)
     with engine:
         yield engine
@@ -131,7 +131,7 @@ def test_so_it_is_with_any_levels_and_any_operators(folders, sizes, dtype, opera
 
 
 @pytest.mark.parametrize("offload", [("kv",), ("kv", "weights")])
-def test_so_it_is_with_weights_and_caches_in_few_bits(folders, passes, offload):
+def test_so_it_is_with_weights_and_caches_quantised(folders, passes, offload):
     """Also while the exact weights stream, too."""
     best()  # skips where there are no kernels
     with made(folders, IN_FEW_BITS, 3, offload=offload) as engine:
@@ -237,7 +237,7 @@ def test_an_error_in_the_middle_breaks_off_both_and_all_can_be_asked_again(folde
                 patch.setattr(sequences._Running, "go_on", fails)
             with pytest.raises(KeyboardInterrupt):
                 together(engine, requests)
-        assert engine.worker.full._residences["decode"].meanwhile is None
+        assert engine.worker.full._access["decode"].meanwhile is None
         assert [alone(engine, each) for each in requests] == expected
         found, _ = together(engine, requests)
         assert found == expected
@@ -276,7 +276,7 @@ def test_what_is_drafted_in_the_middle_of_a_pass_costs_nothing_while_tiles_are_o
         monkeypatch.setattr(sequences._Running, "go_on", noted)
         monkeypatch.setattr(sequences, "time", clock)
         monkeypatch.setattr("offload.transfer.timing.time", clock)
-        monkeypatch.setattr(FullCache, "link_rests", property(lambda _: rests))
+        monkeypatch.setattr(FullCache, "link_idle", property(lambda _: rests))
         _, stats = together(engine, requests)
     drafted = sum(seconds for name, seconds in charged.items() if name != "target")
     assert now[0] > 0
@@ -307,7 +307,7 @@ def test_a_link_does_not_rest_while_tiles_of_one_of_two_are_on_their_way(folders
         monkeypatch.setattr(sequences, "_run_as_one", watched)
         monkeypatch.setattr(sequences.Sequences, "_draft", noted)
         monkeypatch.setattr(sequences, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-        monkeypatch.setattr(FullCache, "link_rests", property(lambda cache: cache in resting))
+        monkeypatch.setattr(FullCache, "link_idle", property(lambda cache: cache in resting))
         together(engine, alike(4))
     assert found & {((True, False), False), ((False, True), False)}
     assert all(exposed == all(rests) for rests, exposed in found)
@@ -318,12 +318,12 @@ def test_a_link_rests_once_all_tiles_have_come(folders):
         alone(engine, *alike(1))
         full = engine.worker.full
         full.fetch_ahead()
-        under_way = [slot.full for slot in full._residences["decode"]._slots]
+        under_way = [slot.full for slot in full._access["decode"]._slots]
         assert len(under_way) > 1
         for each in under_way:
-            assert not full.link_rests
+            assert not full.link_idle
             each.wait()
-        assert full.link_rests
+        assert full.link_idle
 
 
 def test_only_what_streams_has_bytes_that_cross_the_link(folders, monkeypatch):

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models import FAMILIES, SMALL, Sizes, full_cache, load, random_model, random_tokens, resident_rows, save
-from offload.engine import load_tokenizer
+from offload.engine.engine import load_tokenizer
 from offload.errors import DoesNotFit, ModelError, TriforceError, UsageError
 from offload.model.decoder import Segment
 from offload.plan.config import ModelConfig

@@ -14,7 +14,7 @@ from triforce_cli.render.stats import answer_document, stats_table
 from triforce_cli.signals import Terminated
 
 if TYPE_CHECKING:
-    from offload.engine import Engine, Step
+    from offload.engine.engine import Engine, Step
     from offload.metrics import Stats
     from offload.plan.planner import Plan
 

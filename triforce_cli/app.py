@@ -111,7 +111,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _follow(launched: Launched) -> int:
     """Run as one of torchrun's ranks other than 0, for the command that rank 0 runs."""
-    from offload.follower import follow_torchrun
+    from offload.ranks.follower import follow_torchrun
 
     follow_torchrun(launched)
     return 0

@@ -16,7 +16,7 @@ from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
     from offload.decode.tokenizer import Tokenizer
-    from offload.engine import Engine
+    from offload.engine.engine import Engine
     from offload.plan.options import Options
     from offload.plan.planner import Plan
     from offload.plan.request import Request
@@ -46,7 +46,7 @@ def prepare(
         from offload.plan.busy import BUSY_SHARE, OtherPrograms
 
         others = OtherPrograms()  # while torch is imported and the first passes are timed
-        from offload.engine import kernels_problem, load_tokenizer, prefill_problem, timed
+        from offload.engine.engine import kernels_problem, load_tokenizer, prefill_problem, timed
         from offload.plan.request import Request
 
         if sampling is not None:
@@ -67,7 +67,7 @@ def prepare(
 @contextmanager
 def open_engine(prepared: Prepared, plan: Plan, *, on_progress: OnProgress) -> Iterator[Engine]:
     """The engine for `plan`, with weights loaded; closed at the end. Raises ModelError, DoesNotFit."""
-    from offload.engine import Engine
+    from offload.engine.engine import Engine
 
     models = prepared.models
     with Engine.load(plan, models.target, models.draft, prepared.tokenizer, on_progress=on_progress) as engine:

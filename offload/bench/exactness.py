@@ -18,7 +18,7 @@ from offload.decode.sampling import SamplingParams, warp
 from offload.progress import OnProgress, Progress, ignore
 
 if TYPE_CHECKING:
-    from offload.engine import Engine
+    from offload.engine.engine import Engine
 
 # Largest difference of a logit from a fresh prefill's, in standard deviations of the row's logits (docs/exactness.md).
 TOLERANCES = {"fp32": 1e-4, "fp16": 0.05, "bf16": 0.25}

@@ -13,7 +13,7 @@ from torch import Tensor
 from offload.bench.exactness import check_exactness
 from offload.bench.findings import REPORT, TOLERANCES, Named, Shown, error_of
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine, load_tokenizer, plan_request
+from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.model.graphs import VARIABLE
 from offload.model.level import Level
 from offload.plan.hardware import Hardware
@@ -31,7 +31,7 @@ def text_checks(hardware: Hardware, target: Path, draft: Path | None) -> Iterato
         where = f"with {offload} offloaded" if offload else "with nothing offloaded"
         yield f"text, {where}", partial(_text, hardware, target, draft, offload), REPORT
     if hardware.packs and hardware.fast_bf16 and hardware.has_kernels:
-        yield "text, in few bits", partial(_in_few_bits, hardware, target, draft), f"add --link-bits 16; {REPORT}"
+        yield "text, quantised", partial(_quantised, hardware, target, draft), f"add --link-bits 16; {REPORT}"
     if not hardware.is_cpu:
         yield (
             "graphs",
@@ -49,8 +49,8 @@ def _text(hardware: Hardware, target: Path, draft: Path | None, offload: str) ->
     return False, f"{len(found.inexact)} of {len(found.tokens)} tokens ARE NOT the target's own"
 
 
-def _in_few_bits(hardware: Hardware, target: Path, draft: Path | None) -> Shown:
-    """Texts by copies in few bits of weights and cache, beside which both cross the link, and that of the target alone
+def _quantised(hardware: Hardware, target: Path, draft: Path | None) -> Shown:
+    """Texts by quantised copies of weights and cache, beside which both cross the link, and that of the target alone
     with nothing offloaded."""
 
     def text(offload: str, **options: Any) -> list[int]:

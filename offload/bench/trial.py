@@ -15,7 +15,7 @@ from offload.plan.request import Request
 from offload.seeds import seed_after
 
 if TYPE_CHECKING:
-    from offload.engine import Engine
+    from offload.engine.engine import Engine
     from offload.metrics import Stats
     from offload.progress import OnProgress
 

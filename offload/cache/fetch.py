@@ -129,7 +129,7 @@ class GpuFetch:
             copy = ChunkCopy(chunk=chunk, page=page, tile=full.shape.tokens)
             self._run: Callable[..., None] = lambda *args, **more: copy.run(full.store.addresses(), *args, **more)
         else:
-            there, of_packed = packed.table.there, PackedChunkCopy(packed.codec.packing, chunk=chunk, page=page)
+            there, of_packed = packed.table.on_device, PackedChunkCopy(packed.codec.packing, chunk=chunk, page=page)
             self._run = lambda *args, **more: of_packed.run(there().blocks, there().flags, *args, **more)
 
     def fetch(self, held: Tensor, tail: Tail, wanted: Tensor | None = None) -> None:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from offload.cache import Phase
 from offload.cache.block import Block
-from offload.cache.host_side import HostSide
+from offload.cache.host_attention import HostAttention
 from offload.cache.packed import PackedPages
 from offload.cache.places import Places
 from offload.cache.reader import RowReader
-from offload.cache.residence import PrefillTiles, Residence, StreamedTiles
+from offload.cache.tile_access import PrefillTiles, StreamedTiles, TileAccess
 from offload.cache.tile_attention import TileAttention
 from offload.cache.tiles import TileShape, TileStore, write_rows
 from offload.cache.traffic import Traffic
@@ -79,8 +79,8 @@ class FullCache:
         self.store = TileStore(memory, shape, num_layers, resident, num_host, packs=packs, most_tokens=most)
         self.host_reads = host_reads or HostReads()
         self.arena = arena or Arena(memory)
-        here = Residence(self.store)
-        self._residences: dict[Phase, Residence] = {"prefill": here, "decode": here}
+        here = TileAccess(self.store)
+        self._access: dict[Phase, TileAccess] = {"prefill": here, "decode": here}
         self._traffic = None if link is None else Traffic(link)
         self.packed: PackedPages | None = None
         self._raw_pages = raw_pages
@@ -94,7 +94,7 @@ class FullCache:
                 self.packed = PackedPages(self.store, memory, host_kernels, link, self._traffic)
                 unpacked = Unpacked(self.packed, self._staging[-1], link, kernels)
             staging, back = self._staging[:num_staging], WriteBack(self.store, link, self._traffic, self.packed)
-            self._residences = {
+            self._access = {
                 "prefill": PrefillTiles(self.store, link, self.arena, back, self._traffic, unpacked),
                 "decode": StreamedTiles(self.store, link, staging, back, self._traffic, self.host_reads, unpacked),
             }
@@ -102,17 +102,19 @@ class FullCache:
         self.reader = RowReader(self.store, memory, link, self.packed)
         self._fused_prefill, self._flash = fused_prefill, flash
         self._attention = TileAttention(shape, rope, blocks, kernels, mass_chunk)
-        self._host_side: HostSide | None = None
+        self._host_attention: HostAttention | None = None
         if link is not None and num_host and memory.device.type == "cuda":
             on_host = RopeTable(rope.cos.cpu(), rope.sin.cpu())
             host = TileAttention(shape, on_host, blocks, host_kernels, mass_chunk)
-            self._host_side = HostSide(memory, self.store, link, gpu=self._attention, host=host, chunk=mass_chunk)
+            self._host_attention = HostAttention(
+                memory, self.store, link, gpu=self._attention, host=host, chunk=mass_chunk
+            )
         self.record_mass = mass_chunk is not None  # from the next decode forward on
         self.keep_queries = keep_queries  # likewise
         self.length = 0
         self.num_ahead = 0  # drafted rows after these, see `AheadCache`
         self._last_row = self._start = 0
-        self.kept = 0  # tokens that it has had ever since `noted`, for the one cache that asks
+        self.stable_length = 0  # tokens that it has had ever since `mark_synced`, for the one cache that asks
         self._phase: Phase | None = None  # of the forward under way
         self._taken = [0] * num_layers
         self._mass: list[Tensor] = []
@@ -134,9 +136,9 @@ class FullCache:
         if phase == "prefill":
             self.arena.begin(self._end)
         self._phase = phase
-        for other in self._residences.keys() - {phase}:
-            self._residences[other].forget()
-        self._residences[phase].begin(self._start, num_rows)
+        for other in self._access.keys() - {phase}:
+            self._access[other].forget()
+        self._access[phase].begin(self._start, num_rows)
         self._mass.clear()
         self.last_query.clear()
         if phase == "decode" and self._attention.by_kernels:
@@ -154,7 +156,7 @@ class FullCache:
         table = self.rope.rows(start, start + num_rows)
         q, k = rotate(q, *table), rotate(k, *table)
         block = self._prefill_block(q, start)
-        residence, tokens = self._residences["prefill"], self.shape.tokens
+        residence, tokens = self._access["prefill"], self.shape.tokens
         for index in range(self.shape.count(start + num_rows)):
             tile = residence.open(layer, index)
             first, stop = write_rows(tile, index * tokens, start, k, v)
@@ -182,9 +184,9 @@ class FullCache:
         if self.packed is not None:
             self.packed.keep(self.length + MAX_ROWS)
 
-    def noted(self) -> None:
-        """From now on `kept` counts anew."""
-        self.kept = self.length
+    def mark_synced(self) -> None:
+        """From now on `stable_length` counts anew."""
+        self.stable_length = self.length
 
     def truncate_ahead(self, length: int) -> None:
         """Of what is drafted after the tokens, keep no more than `length` tokens in all leave room for."""
@@ -193,21 +195,21 @@ class FullCache:
 
     def fetch_ahead(self) -> None:
         """Start what the next decode forward needs first. Worth it when nothing more urgent waits for the link."""
-        residence = self._residences["decode"]
+        residence = self._access["decode"]
         if isinstance(residence, StreamedTiles):
             residence.fetch_ahead(self.length)
 
     def use_waits(self, meanwhile: Callable[[], bool] | None) -> None:
         """From now on, while a decode forward waits for a tile, call `meanwhile`: see `StreamedTiles`."""
-        residence = self._residences["decode"]
+        residence = self._access["decode"]
         if isinstance(residence, StreamedTiles):
             residence.meanwhile = meanwhile
 
     @property
-    def link_rests(self) -> bool:
+    def link_idle(self) -> bool:
         """Whether no tile of a decode forward is on its way."""
-        residence = self._residences["decode"]
-        return not isinstance(residence, StreamedTiles) or residence.link_rests
+        residence = self._access["decode"]
+        return not isinstance(residence, StreamedTiles) or residence.link_idle
 
     def page(self, layer: int, number: int) -> Tensor:
         """Page `number` of the sequence in `layer`, of a tile that lies as it is: a view of its home, [2, H_kv, S, D],
@@ -223,7 +225,7 @@ class FullCache:
         """See `PagedRows`: the homes themselves, or slots for raw pages. Tiles that were fetched ahead may still cross
         the link: the host waits for them, or for what a slot has to."""
         if self.packed is None:
-            for residence in self._residences.values():
+            for residence in self._access.values():
                 residence.settle()
         raw = {} if self.packed is None else self.packed.to_fill(number)
         return [raw[layer] if layer in raw else self.page(layer, number) for layer in range(self.num_layers)]
@@ -236,7 +238,7 @@ class FullCache:
     def restored(self, length: int) -> None:
         """The pages of the first `length` tokens were written from outside: these tokens count, no others."""
         self._cut(0)
-        for residence in self._residences.values():
+        for residence in self._access.values():
             residence.forget()
         if self.packed is not None:
             self.packed.keep(length)
@@ -260,10 +262,10 @@ class FullCache:
     def release(self) -> None:
         """Give the tiles back; the cache is not used again."""
         self.truncate(0)
-        if self._host_side is not None:
-            self._host_side.release()
+        if self._host_attention is not None:
+            self._host_attention.release()
         self.wait_home()
-        for residence in self._residences.values():
+        for residence in self._access.values():
             residence.settle()
         self.store.release()
         if self.packed is not None:
@@ -312,13 +314,13 @@ class FullCache:
         if self._traffic is not None:
             self._traffic.order()
 
-    def lose_codes(self, num_tokens: int) -> None:
+    def drop_residuals(self, num_tokens: int) -> None:
         """The codes of tokens from `num_tokens` on, beside which pages may lie at home, are about to go."""
         if self.packed is None or self.packed.codec.codes is None:
             return
-        for residence in self._residences.values():
+        for residence in self._access.values():
             residence.forget()
-        self.packed.lose_codes(num_tokens, self.length)
+        self.packed.drop_residuals(num_tokens, self.length)
 
     def read_home(self) -> None:
         """What the device computes by now reads homes itself: see `wait_home`."""
@@ -334,11 +336,11 @@ class FullCache:
         """No forward is under way, and there are no more than `length` tokens."""
         self._end()
         self.length, self.num_ahead = min(self.length, length), 0
-        self.kept = min(self.kept, self.length)
+        self.stable_length = min(self.stable_length, self.length)
 
     def _end(self) -> None:
         if self._phase is not None:
-            self._residences[self._phase].end()
+            self._access[self._phase].end()
             self._phase = None
         self._taken = [0] * self.num_layers
 
@@ -353,9 +355,9 @@ class FullCache:
         in a rehearsal, since only `end_layer` waits for it."""
         start, stop = rows.index, rows.index + len(rows.q)
         masses = self.mass_chunk is not None and self.record_mass
-        residence, tiles = self._residences["decode"], self.store.order(layer, self.shape.count(stop))
-        if self._host_side is not None:
-            out, mass = self._host_side.attend(residence, layer, rows, tiles, masses=masses)
+        residence, tiles = self._access["decode"], self.store.order(layer, self.shape.count(stop))
+        if self._host_attention is not None:
+            out, mass = self._host_attention.attend(residence, layer, rows, tiles, masses=masses)
         else:
             self._attention.run(residence, layer, rows, tiles, masses=masses)
             residence.end_layer()

@@ -17,7 +17,7 @@ from offload.cache.page_table import Page, PageTable
 from offload.cache.tiles import TileStore
 from offload.cache.traffic import All, Traffic
 from offload.kernels.native import Kernels
-from offload.kernels.packing import RAW, REMAINDER
+from offload.kernels.packing import RAW, RESIDUAL
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory
 
@@ -27,7 +27,7 @@ _AT_A_TIME = 32  # pages that are packed between two moments in which an interru
 
 
 @dataclass(frozen=True)
-class Came:
+class StagedPages:
     """The first pages of tile `index` of a layer in a staging slot, as they lay at home: of each how it lay, uint8
     [pages], and where its keys and its values begin, int64 [2, pages] bytes, both on the device. kinds: all that there
     are of the former."""
@@ -73,14 +73,14 @@ class PackedPages:
             for half in range(2):
                 event = self._link.to_host(raw[half], tile[half, own], (ready,))
         self._traffic.writes((layer, index), event)
-        self._lie_raw(pages, slots)
+        self._set_raw(pages, slots)
         for page, number in zip(pages, numbers, strict=True):
             self._new[page] = (number + 1) * size <= stop
         return event
 
     def fetch(
         self, slot: Tensor, layer: int, index: int, num_pages: int, after: tuple[Event, ...]
-    ) -> tuple[Event, Came]:
+    ) -> tuple[Event, StagedPages]:
         """Bring the first pages of a tile to `slot`, of the tile's shape, one after the other as they lie, and no more
         than they fill -> (when they came, what did)."""
         there = slot.view(-1).view(torch.uint8)
@@ -92,17 +92,17 @@ class PackedPages:
                 event = self._link.to_device(to, half, after)
         if num_pages:
             self._traffic.reads((layer, index), event)
-        first, entries = index * self._store.shape.num_pages, self.table.there()
+        first, entries = index * self._store.shape.num_pages, self.table.on_device()
         pages = slice(first, first + num_pages)
         kinds = frozenset(self.table.flags[layer, pages].tolist())
-        return event, Came(layer, index, entries.flags[layer, pages], entries.starts[layer, :, pages], kinds)
+        return event, StagedPages(layer, index, entries.flags[layer, pages], entries.starts[layer, :, pages], kinds)
 
     def pack_some(self, num_tokens: int) -> int:
         """Pack some raw whole pages of `num_tokens` tokens, those that were written first. The host waits until they
         are home and nobody reads them. -> How many, 0 where none are left."""
         stop = num_tokens // self._store.shape.page_tokens
         whole = [page for page, is_whole in self._new.items() if is_whole and page[1] < stop]
-        ready = [page for page in whole if self.codec.has_codes(page) or self.codec.never_has_codes(page)]
+        ready = [page for page in whole if self.codec.has_codes(page) or self.codec.outside_code_range(page)]
         self._pack(ready[:_AT_A_TIME])
         return len(ready[:_AT_A_TIME])
 
@@ -119,12 +119,12 @@ class PackedPages:
         self._pack([page for page in some if page in self.table.slots])
         return pages[len(some) :]
 
-    def lose_codes(self, num_tokens: int, length: int) -> None:
+    def drop_residuals(self, num_tokens: int, length: int) -> None:
         """The codes of tokens from `num_tokens` on are about to go: their pages, of a cache of `length` tokens, are
         packed without."""
         size = self._store.shape.page_tokens
         for number in reversed(range(num_tokens // size, -(-length // size))):  # each makes room for those before it
-            pages = [page for page in self.table.streaming(number) if self.table.flags[page] == REMAINDER]
+            pages = [page for page in self.table.streaming(number) if self.table.flags[page] == RESIDUAL]
             for start in range(0, len(pages), step := max(self.table.raw.num_free, 1)):
                 some = pages[start : start + step]
                 self._lift(some, beside=False)
@@ -135,7 +135,7 @@ class PackedPages:
         has to follow. Raises DoesNotFit."""
         pages = self.table.streaming(number)
         slots = self._slots_for(pages)
-        self._lie_raw(pages, slots)
+        self._set_raw(pages, slots)
         return {layer: self.table.raw.page(slot) for (layer, _), slot in zip(pages, slots, strict=True)}
 
     def filled(self, number: int) -> None:
@@ -147,7 +147,7 @@ class PackedPages:
         first = -(-num_tokens // self._store.shape.page_tokens)
         if dropped := [page for page in self.table.slots if page[1] >= first]:
             self._settle(dropped)
-            self.table.lie_packed(dropped)
+            self.table.set_packed(dropped)
             self._forget(dropped)
 
     def nbytes(self) -> int:
@@ -196,7 +196,7 @@ class PackedPages:
             return
         slots = self._slots_for(pages, beside=beside)
         self.codec.read(pages, [self.table.raw.page(slot) for slot in slots])
-        self._lie_raw(pages, slots)
+        self._set_raw(pages, slots)
         self._new |= dict.fromkeys(pages, True)
 
     def _pack(self, pages: Sequence[Page], *, beside: bool = True) -> None:
@@ -209,10 +209,10 @@ class PackedPages:
         rest = [page for page in pages if page not in done]
         self.codec.pack(rest)
         self._forget(pages)
-        self._without |= {page: None for page in rest if page not in coded and not self.codec.never_has_codes(page)}
+        self._without |= {page: None for page in rest if page not in coded and not self.codec.outside_code_range(page)}
 
-    def _lie_raw(self, pages: Sequence[Page], slots: Sequence[int]) -> None:
-        self.table.lie_raw(pages, slots)
+    def _set_raw(self, pages: Sequence[Page], slots: Sequence[int]) -> None:
+        self.table.set_raw(pages, slots)
         self._forget(pages)
 
     def _forget(self, pages: Sequence[Page]) -> None:

@@ -12,10 +12,10 @@ from torch import Tensor
 from offload.cache.page_table import Page, PageTable
 from offload.cache.tiles import TileShape
 from offload.kernels.kv_codes import GROUP, Order
-from offload.kernels.kv_remainders import PageShape, restore, split_off
+from offload.kernels.kv_residuals import PageShape, restore, split_off
 from offload.kernels.native import Kernels
 from offload.kernels.packed import pack, unpack
-from offload.kernels.packing import REMAINDER
+from offload.kernels.packing import RESIDUAL
 from offload.plan.sizing import PACKED_TOKENS
 
 UNINTERRUPTED = True  # a page lies where the table says
@@ -54,13 +54,13 @@ class PageCodec:
         self.packing, self.page_shape = shape.packing, PageShape(shape.num_kv_heads, shape.page_tokens, shape.head_dim)
         self.codes: PageCodes | None = None
 
-    def never_has_codes(self, page: Page) -> bool:
+    def outside_code_range(self, page: Page) -> bool:
         """Nor would it if all tokens that may have codes had theirs."""
         return self.codes is None or self.codes.first_group(page[1]) < 0
 
     def has_codes(self, page: Page) -> bool:
         """Whether all of its tokens have theirs now."""
-        if self.codes is None or self.never_has_codes(page):
+        if self.codes is None or self.outside_code_range(page):
             return False
         return (page[1] + 1) * self._shape.page_tokens <= self.codes.covered
 
@@ -71,10 +71,10 @@ class PageCodec:
         numbers = self._table.raw.addresses([self._table.slots[page] for page in pages])
         to = self._table.places(pages)
         sizes = pack(numbers.flatten(), self.packing, self._kernels, to=to.flatten()).view(-1, 2)
-        self._table.lie_packed([page for page, fits in zip(pages, (sizes > 0).all(1).tolist(), strict=True) if fits])
+        self._table.set_packed([page for page, fits in zip(pages, (sizes > 0).all(1).tolist(), strict=True) if fits])
 
     def split_off(self, pages: Sequence[Page]) -> set[Page]:
-        """Have these raw pages lie as remainders beside their codes. -> Those that do now."""
+        """Have these raw pages lie as residuals beside their codes. -> Those that do now."""
         if self.codes is None or not pages:
             return set()
         numbers = self._table.raw.addresses([self._table.slots[page] for page in pages]).tolist()
@@ -88,26 +88,26 @@ class PageCodec:
         sizes = split_off(torch.tensor(parts), self.page_shape, order, self._kernels, most=most).view(-1, 2).tolist()
         done = {page: i for i, page in enumerate(pages) if all(sizes[i])}
         for page, i in sorted(done.items()):
-            start = self._table.place_of_remainder(page)
+            start = self._table.place_of_residual(page)
             move(start, places[i][0], sizes[i][0])
             move(start + sizes[i][0], places[i][1], sizes[i][1])
-            self._table.lie_as_remainder(page, start, sizes[i])
+            self._table.set_residual(page, start, sizes[i])
         return {*done}
 
     def read(self, pages: Sequence[Page], outs: Sequence[Tensor], first: int = 0) -> None:
         """Pages in outs, bf16 [2, H_kv, tokens, D] each: of each head from that group on, of PACKED_TOKENS, or of GROUP
-        where a page is a remainder."""
+        where a page is a residual."""
         packed, beside, kept = [], [], []
         for (layer, number), out in zip(pages, outs, strict=True):
             flag, blocks = int(self._table.flags[layer, number]), self._table.blocks[layer, :, number].tolist()
-            step = GROUP if flag == REMAINDER else PACKED_TOKENS
+            step = GROUP if flag == RESIDUAL else PACKED_TOKENS
             per_head, count = self._shape.page_tokens // step, out.shape[2] // step
             heads = [
                 (blocks[half], rows.data_ptr(), head * per_head + first, half)
                 for half in range(2)
                 for head, rows in enumerate(out[half])
             ]
-            if flag != REMAINDER:
+            if flag != RESIDUAL:
                 packed += [(at, to, group, count, flag) for at, to, group, _ in heads]
                 continue
             assert self.codes is not None
@@ -124,7 +124,7 @@ class PageCodec:
         """Tokens `start` to `stop` of a page as bf16 [2, H_kv, stop - start, D] on the host, in memory of their own."""
         shape = self._shape
         stop = shape.page_tokens if stop is None else stop
-        step = GROUP if self._table.flags[layer, number] == REMAINDER else PACKED_TOKENS
+        step = GROUP if self._table.flags[layer, number] == RESIDUAL else PACKED_TOKENS
         first, last = start // step, -(-stop // step)
         out = torch.empty((2, shape.num_kv_heads, (last - first) * step, shape.head_dim), dtype=shape.dtype)
         self.read([(layer, number)], [out], first)

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from offload.cache.raw_pages import RawPages
 from offload.cache.tiles import TileStore
-from offload.kernels.packing import PACKED, RAW, REMAINDER
+from offload.kernels.packing import PACKED, RAW, RESIDUAL
 from offload.transfer.memory import Memory, sent
 
 UNINTERRUPTED = True  # a page lies where the table says
@@ -21,7 +21,7 @@ Page = tuple[int, int]  # its layer, and its number in the sequence
 
 @dataclass(frozen=True)
 class Entries:
-    """Of all pages, in one memory. flags: uint8 [L, pages]: RAW, PACKED or REMAINDER. blocks: int64 [L, 2, pages], the
+    """Of all pages, in one memory. flags: uint8 [L, pages]: RAW, PACKED or RESIDUAL. blocks: int64 [L, 2, pages], the
     addresses of keys and of values. starts: likewise, the bytes of a staging slot at which each comes to lie with its
     tile: page after page, the keys of each before its values."""
 
@@ -31,11 +31,11 @@ class Entries:
 
 
 class PageTable:
-    """Of a page its keys are a block, its values another. Both lie packed at home, or both as remainders, or both as
+    """Of a page its keys are a block, its values another. Both lie packed at home, or both as residuals, or both as
     they are: at home in tiles that do not stream, else in a slot of `raw`.
 
-    Each page has a *place* of its own at home, which fits it packed. A remainder takes less and lies there, or where
-    the page before it ends, if that is one as well: so a tile's remainders cross the link in one piece.
+    Each page has a *place* of its own at home, which fits it packed. A residual takes less and lies there, or where
+    the page before it ends, if that is one as well: so a tile's residuals cross the link in one piece.
 
     Nobody has written to what lies packed at home at first: zeros.
     """
@@ -66,7 +66,7 @@ class PageTable:
         self._follow_store()
         return self._sizes
 
-    def there(self) -> Entries:
+    def on_device(self) -> Entries:
         """On the device, as they are now: what was given stays so."""
         self._follow_store()
         if self._there is None:
@@ -80,10 +80,10 @@ class PageTable:
         layers, numbers = torch.tensor(pages).unbind(1)
         return self._places[layers, :, numbers]
 
-    def place_of_remainder(self, page: Page) -> int:
+    def place_of_residual(self, page: Page) -> int:
         """Where one begins."""
         layer, number = page
-        if number % self._store.shape.num_pages and self.flags[layer, number - 1] == REMAINDER:
+        if number % self._store.shape.num_pages and self.flags[layer, number - 1] == RESIDUAL:
             return int(self._blocks[layer, 1, number - 1] + self._sizes[layer, 1, number - 1])
         return int(self._places[layer, 0, number])
 
@@ -96,7 +96,7 @@ class PageTable:
         """Its layer, and its number there."""
         return page[0], page[1] // self._store.shape.num_pages
 
-    def lie_raw(self, pages: Sequence[Page], slots: Sequence[int]) -> None:
+    def set_raw(self, pages: Sequence[Page], slots: Sequence[int]) -> None:
         """These pages lie in these slots from now on."""
         moved = {page: slot for page, slot in zip(pages, slots, strict=True) if self.slots.get(page) != slot}
         if not moved:
@@ -104,16 +104,16 @@ class PageTable:
         self._enter([*moved], RAW, self.raw.addresses([*moved.values()]), torch.tensor(2 * self._packing.numbers))
         self.slots |= moved
 
-    def lie_packed(self, pages: Sequence[Page]) -> None:
+    def set_packed(self, pages: Sequence[Page]) -> None:
         """These raw pages are what their places have from now on, and their slots are free."""
         if not pages:
             return
         self._enter(pages, PACKED, self.places(pages), torch.tensor(self._packing.nbytes))
         self._give_back(pages)
 
-    def lie_as_remainder(self, page: Page, start: int, sizes: Sequence[int]) -> None:
-        """This raw page is the remainder at home from address `start` on, of keys and values of so many bytes."""
-        self._enter([page], REMAINDER, torch.tensor([[start, start + sizes[0]]]), torch.tensor([sizes]))
+    def set_residual(self, page: Page, start: int, sizes: Sequence[int]) -> None:
+        """This raw page is the residual at home from address `start` on, of keys and values of so many bytes."""
+        self._enter([page], RESIDUAL, torch.tensor([[start, start + sizes[0]]]), torch.tensor([sizes]))
         self._give_back([page])
 
     def _enter(self, pages: Sequence[Page], flag: int, blocks: Tensor, sizes: Tensor) -> None:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from offload.cache import Phase
-from offload.cache.chosen import Chosen, ChosenCodes, ChosenRows
 from offload.cache.fetch import Tail
 from offload.cache.full import FullCache
 from offload.cache.places import Places
+from offload.cache.retrieved import QuantisedChunks, RetrievedRows, RetrievedStore
 from offload.cache.selection import Selection, Selector, choose
 from offload.cache.slots import Assignment, assign
 from offload.kernels.gpu import GpuKernels
@@ -213,9 +213,9 @@ class RetrievalCache:
         self.budget, self.chunk = budget, chunk
         sizes: dict[str, Any] = {"num_slots": budget // chunk, "tail": self._tail, "kernels": self._kernels}
         sizes["places"] = self._places
-        self._chosen: Chosen
+        self._chosen: RetrievedStore
         if self._bits == 16:
-            self._chosen = ChosenRows(self.full, chunk=chunk, **sizes)
+            self._chosen = RetrievedRows(self.full, chunk=chunk, **sizes)
         else:
             assert chunk == GROUP
-            self._chosen = ChosenCodes(self.full, **sizes)
+            self._chosen = QuantisedChunks(self.full, **sizes)

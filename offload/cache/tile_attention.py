@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.cache.block import Block
-from offload.cache.residence import Residence
+from offload.cache.tile_access import TileAccess
 from offload.cache.tiles import TileShape, write_rows
 from offload.kernels.attention import Part, fold
 from offload.kernels.decode_attention import MASS_DTYPE, DecodeAttention, decode_attention
@@ -40,7 +40,7 @@ class TileAttention:
     def by_kernels(self) -> bool:
         return self._spans is not None
 
-    def run(self, residence: Residence, layer: int, rows: Rows, tiles: Sequence[int], *, masses: bool) -> None:
+    def run(self, residence: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], *, masses: bool) -> None:
         """Attend to `tiles`, not empty. Kernels take them in the order given."""
         self._rows = rows
         if self._spans is not None:
@@ -70,7 +70,7 @@ class TileAttention:
         return Part(out, lse, joined(masses) if masses else None)
 
     def _by_kernels(
-        self, spans: DecodeAttention, residence: Residence, layer: int, rows: Rows, tiles: Sequence[int], masses: bool
+        self, spans: DecodeAttention, residence: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], masses: bool
     ) -> None:
         """Tile by tile as they come."""
         start, stop, tokens = rows.index, rows.index + len(rows.q), self._shape.tokens
@@ -81,13 +81,13 @@ class TileAttention:
             base = index * tokens
             run = spans.run(residence.open(layer, index), first=base, tokens=used[index], slot=slots[index])
             if base + tokens > start:
-                spans.take_in(run)
+                spans.append_rows(run)
                 residence.wrote(layer, index, max(start - base, 0), used[index])
             spans.attend(run)
             residence.close(layer, index)
 
     def _by_operators(
-        self, residence: Residence, layer: int, rows: Rows, tiles: Sequence[int], chunk: int | None
+        self, residence: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], chunk: int | None
     ) -> None:
         start, num_rows = rows.index, len(rows.q)
         table = self._rope.rows(start, start + num_rows)

@@ -21,7 +21,7 @@ MASS_DTYPE = torch.bfloat16  # that a GPU keeps masses in, row by row: they only
 
 
 class DecodeAttention(Protocol):
-    """One attention at a time: `begin`, `take_in` and `attend` as tiles come, then `merge` or `part`.
+    """One attention at a time: `begin`, `append_rows` and `attend` as tiles come, then `merge` or `part`.
     See `SpanAttention`.
 
     span: tokens of a span; a run's first slot is the number of spans before it.
@@ -38,7 +38,7 @@ class DecodeAttention(Protocol):
 
     def begin(self, rows: Rows, num_slots: int, *, masses: bool = False, lasts: Sequence[int] = ()) -> None: ...
 
-    def take_in(self, run: Any) -> None: ...
+    def append_rows(self, run: Any) -> None: ...
 
     def attend(self, run: Any) -> None: ...
 

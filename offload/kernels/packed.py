@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from offload.kernels.gpu import GpuKernels
 from offload.kernels.native import Kernels
 from offload.kernels.native.interface import PackedShape
-from offload.kernels.packing import REMAINDER, Packing
+from offload.kernels.packing import RESIDUAL, Packing
 
 ESCAPE = 15  # the distance of a number whose exponent is an escape
 
@@ -77,12 +77,12 @@ def unpack_tile(
 ) -> None:
     """The first pages of `tile`, bf16 [2, P, H_kv, S, D], as many as `flags`, uint8 [num_pages], has: those that are
     PACKED, or RAW, in `slot`, of the same size, where each page's keys, a block, and its values begin at these bytes,
-    int64 [2, num_pages], multiples of 16. Of REMAINDER nothing is touched. All are on the kernels' device."""
+    int64 [2, num_pages], multiples of 16. Of RESIDUAL nothing is touched. All are on the kernels' device."""
     if isinstance(kernels, GpuKernels):
         from offload.kernels.gpu.packed import unpack_pages  # it imports Triton, which not every machine has
 
         return unpack_pages(tile, slot, flags, starts, packing)
-    kinds, pages = torch.where((flags != REMAINDER).expand(2, -1))
+    kinds, pages = torch.where((flags != RESIDUAL).expand(2, -1))
     same = torch.ones_like(pages)
     to = tile.data_ptr() + (kinds * tile.shape[1] + pages) * 2 * packing.numbers
     parts = [slot.data_ptr() + starts[kinds, pages], to, 0 * same, packing.num_groups * same, flags[pages].long()]

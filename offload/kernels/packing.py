@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-RAW, PACKED, REMAINDER = range(3)  # how a page lies: as it is, as below, or as what it has beside codes in 4 bits
+RAW, PACKED, RESIDUAL = range(3)  # how a page lies: as it is, as below, or as what it has beside codes in 4 bits
 _HEAD_BYTES = 4  # of a group: its largest exponent and, above 8 bits, the number of escapes before its own
 
 

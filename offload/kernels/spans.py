@@ -67,7 +67,7 @@ class Rows:
 
 
 class SpanAttention:
-    """One attention at a time: `begin`, `take_in` and `attend` as tiles come, then `merge`. Keeps its scratch."""
+    """One attention at a time: `begin`, `append_rows` and `attend` as tiles come, then `merge`. Keeps its scratch."""
 
     def __init__(
         self, kernels: Kernels, rope: RopeTable, *, dtype: torch.dtype, span: int, chunk: int | None = None
@@ -110,7 +110,7 @@ class SpanAttention:
         r.position, r.index, r.count = rows.position, rows.index, 0
         for number, last in enumerate(lasts):
             r.queries, r.last = self._queries.data_ptr() + number * folded * dim * 4, last
-            library.take_in_rows(self._code, ctypes.byref(r))
+            library.append_rows(self._code, ctypes.byref(r))
         r.queries, r.k, r.last = None, rows.k.data_ptr(), rows.position + num_rows
         self._rows = rows
 
@@ -124,10 +124,10 @@ class SpanAttention:
         """See `coded_run`."""
         return coded_run(codes, layer, tokens=tokens, slot=slot, span=self.span)
 
-    def take_in(self, runs: ctypes.Array[Run], count: int = 1) -> None:
+    def append_rows(self, runs: ctypes.Array[Run], count: int = 1) -> None:
         """Write the rows' keys, rotated, and values to those of the first `count` runs that have room for them."""
         self._rotation.runs, self._rotation.count = ctypes.addressof(runs), count
-        self._library.take_in_rows(self._code, ctypes.byref(self._rotation))
+        self._library.append_rows(self._code, ctypes.byref(self._rotation))
 
     def attend(self, runs: ctypes.Array[Run], count: int = 1) -> None:
         """Attend to the first `count` runs. Each slot comes once between `begin` and `merge`."""

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from offload.plan.composition import Composition, compositions, finer
 from offload.plan.cost import Cost
 from offload.plan.host_share import shared
-from offload.plan.low_bits import cache_problem, weights_problem
 from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import place, shortage
+from offload.plan.quantised import cache_problem, weights_problem
 from offload.plan.sizing import CODE_BITS, Sizing
 
 WORTH_TRYING = 1.1  # times the best prediction: no text is like the average one, and no machine
@@ -57,7 +57,7 @@ def _fastest(fitting: Sequence[Cost]) -> tuple[Cost, Cost]:
 
 
 def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterator[Composition]:
-    """Weights and a cache in few bits are among them where they can be, on a CPU where they were measured."""
+    """Weights and a quantised cache are among them where they can be, on a CPU where they were measured."""
     is_cpu, measured = sizing.hardware.is_cpu, times.target is not None and times.target.coded_token
     known = [bits for bits in CODE_BITS if bits in times.coded or not is_cpu]
     asked = sizing.options.budget is not None and sizing.options.kv_bits is not None

@@ -92,7 +92,7 @@ class Cost:
         )
 
     def retrieval_pass(self, rows: int) -> float:
-        """Seconds of a pass at the level where the target proposes to itself: over all weights, those in few bits or
+        """Seconds of a pass at the level where the target proposes to itself: over all weights, those quantised or
         the exact ones, and the retrieved tokens or all."""
         composition = self.composition
         if composition.inner is None:
@@ -287,7 +287,7 @@ class Cost:
 
     @cached_property
     def _restoring(self) -> float:
-        """Seconds in which weights that crossed the link in few bits become what they are: what came is read, and their
+        """Seconds in which weights that crossed the link quantised become what they are: what came is read, and their
         codes where these are needed, and they are written."""
         bits, sizing = self.placement.weight_link_bits, self.sizing
         if bits == 16:
@@ -308,7 +308,7 @@ class Cost:
         return seconds * (1.0 + GPU.mass_share * masses)
 
     def _ahead_on_gpu(self, rows: int) -> float:
-        """Of a pass over weights in few bits and the whole exact cache, on the GPU."""
+        """Of a pass over quantised weights and the whole exact cache, on the GPU."""
         return self._over_blocks(rows, self._own_weights_seconds, self.cache_bytes, self.num_tiles)
 
     def _over_blocks(self, rows: int, weights: float, cache_bytes: float, tiles: int) -> float:
@@ -343,7 +343,7 @@ class Cost:
 
     @cached_property
     def _coded_times(self) -> PassTimes:
-        """Of the target with weights in few bits; where they were not measured, in proportion to the bits."""
+        """Of the target with quantised weights; where they were not measured, in proportion to the bits."""
         exact, bits = self._target_times, self.composition.weight_bits
         return self.times.coded.get(bits) or replace(exact, layer=tuple(each * bits / 16 for each in exact.layer))
 
@@ -387,7 +387,7 @@ class Cost:
     def _kept(self) -> int:
         """Bytes of what the target proposes to itself over in place of its cache, of all sequences."""
         if self._attends_coded:
-            return self.num_sequences * self.sizing.low_bit_cache_bytes(self.capacity, self.composition)
+            return self.num_sequences * self.sizing.quantised_cache_bytes(self.capacity, self.composition)
         return self.num_sequences * self.composition.budget * self.sizing.kv_bytes_per_token
 
     @cached_property

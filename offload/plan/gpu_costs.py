@@ -15,7 +15,7 @@ class GpuCosts:
     sequence_seconds: float = 1e-4  # of one layer, for each further sequence: to take rows in and attend
     tile_seconds: float = 2.3e-4  # calls of one block over one tile
     read_share: float = 0.9  # of the rate of reading, at which one row runs over weights and cache
-    coded_share: float = 0.75  # the same over weights in few bits: two short launches for each product
+    coded_share: float = 0.75  # the same over quantised weights: two short launches for each product
     row_share: float = 0.01  # of the seconds of one row, what each further row of a block adds
     mass_share: float = 0.05  # of the seconds of a pass, what keeping its masses adds
     prefill_share: float = 0.5  # of the rate of large products

@@ -1,6 +1,6 @@
 """In how many of their 16 bits cached keys and values, and weights, cross a link: 12 where they are packed
 (kernels/packed.py), of weights 9 where their codes in 4 bits are on the device, 8 beside 6 bits
-(kernels/remainders.py). None is lost."""
+(kernels/residuals.py). None is lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def weight_link_bits(sizing: Sizing, composition: Composition) -> int:
 
 def _restores(sizing: Sizing) -> bool:
     """Whether numbers are made of their codes and the rest faster than a link brings what is packed: on a CPU by a
-    slow link alone, unless the user wants few bits."""
+    slow link alone, unless the user wants them quantised."""
     options, hardware = sizing.options, sizing.hardware
     if not hardware.is_cpu or options.link_bits is not None:
         return True

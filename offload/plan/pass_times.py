@@ -97,7 +97,7 @@ class PassTimes:
 
 @dataclass(frozen=True)
 class Times:
-    """Of the models of a request; None: not measured. coded: of the target with weights in few bits, by their number,
+    """Of the models of a request; None: not measured. coded: of the target with quantised weights, by their number,
     as far as that was measured."""
 
     target: PassTimes | None = None

@@ -17,11 +17,11 @@ from offload.plan.config import ModelConfig
 from offload.plan.cost import Cost
 from offload.plan.hardware import Hardware
 from offload.plan.host_share import worth_a_share
-from offload.plan.low_bits import check_low_bits
 from offload.plan.options import Options
 from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import Placement, largest
 from offload.plan.prediction import Prediction, predict
+from offload.plan.quantised import check_quantised
 from offload.plan.sizing import Sizing
 
 __all__ = ["Options", "Plan", "PlannedRequest", "has_room", "largest_context", "make_plan"]
@@ -159,7 +159,7 @@ def _sized(
     """The capacity in tokens, and what the sizes follow from. notes: gets what the user should know."""
     capacity, max_tokens = _fit_context(target, options, num_prompt_tokens, max_tokens, notes)
     sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware), max_tokens)
-    check_low_bits(sizing)
+    check_quantised(sizing)
     if options.link_gbps is not None and not hardware.is_cpu:
         raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the GPU's own")
     if options.host_attention and hardware.num_devices > 1 and not hardware.is_cpu:

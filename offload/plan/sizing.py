@@ -22,11 +22,11 @@ NUM_STAGING = 2  # buffers through which layers, and tiles, cross the link
 TAIL_TOKENS = 128  # steps of the room after the chosen chunks of the retrieval cache, at least one chunk
 FEW_ROWS = 64  # that a GPU's own kernel attends for at most at the lower levels (kernels/native)
 MASS_TOKENS = 32  # of which a GPU sums masses before they are joined by chunks
-CODE_GROUP = 64  # inputs of a weight in few bits that share a step and a least value, of 2 bytes each
+CODE_GROUP = 64  # inputs of a quantised weight that share a step and a least value, of 2 bytes each
 CODE_TILE = 16  # outputs of it that lie beside each other
-CODE_BITS = (4, 6)  # of a weight in few bits
+CODE_BITS = (4, 6)  # of a quantised weight
 BESIDE_CODES = {4: 9, 6: 8}  # bits of a weight that crosses the link beside its code, by those of the code
-KV_CODE_GROUP = 32  # tokens of the cache in few bits whose keys share a step and a least value by channel
+KV_CODE_GROUP = 32  # tokens of the quantised cache whose keys share a step and a least value by channel
 KV_VALUE_GROUP = 64  # channels of a token's values that do
 KV_CODE_LANES = 16  # its channels are filled up to so many
 KV_TAIL = 64  # last tokens of that cache, and up to a group more, that stay as they are
@@ -35,7 +35,7 @@ WIDEST_GPU_HEAD = 256  # numbers of a head that a GPU's kernels know at most
 PACKED_TOKENS = 16  # of a head, that are packed as one group (kernels/packed.py)
 PACKED_ESCAPES = 1 / 64  # of the numbers of a page's keys or values, that have room where it is packed
 PACKED_SHARE = 0.75 + PACKED_ESCAPES / 2 + 0.001  # of the bytes of a page, that it has packed
-CACHED_SHARE = {16: 1.0, 12: PACKED_SHARE, 9: 0.5 + 1 / 1024 + 0.2 / 4}  # of a page's bytes, by bits (kv_remainders.py)
+CACHED_SHARE = {16: 1.0, 12: PACKED_SHARE, 9: 0.5 + 1 / 1024 + 0.2 / 4}  # of a page's bytes, by bits (kv_residuals.py)
 RAW_TILES = 3  # whose pages are on their way home in a prefill, at most, before some are packed
 WEIGHT_BYTES = {  # of a number of a layer's matrices, at home and over the link, by its bits; see transfer/homes.py
     16: 2.0,
@@ -48,7 +48,7 @@ HOST_ROWS = 16  # of a KV head, that a desktop's CPU attends to as fast as its m
 # What each sequence has of its own; models, staging of weights and workspaces serve all of them.
 OF_EACH_SEQUENCE = frozenset(
     (
-        *("rope tables", "low-bit cache", "selection", "fetched chunks", "draft cache", "attention scratch"),
+        *("rope tables", "quantised cache", "selection", "fetched chunks", "draft cache", "attention scratch"),
         *("kv staging", "arena", "kv cache", "raw pages", "gathered chunks", "host attention"),
     )
 )
@@ -68,7 +68,7 @@ def home_bytes(layer_bytes: int, numbers: int, bits: int) -> int:
 
 
 def takes_codes(products: Sequence[tuple[int, int, bool]]) -> bool:
-    """Whether the matrices of those (outputs, inputs, has a bias) can be had in few bits (kernels.codes)."""
+    """Whether the matrices of those (outputs, inputs, has a bias) can be had quantised (kernels.codes)."""
     return all(outputs % CODE_TILE == inputs % CODE_GROUP == 0 for outputs, inputs, _ in products)
 
 
@@ -91,7 +91,7 @@ def kv_code_bytes(head_dim: int) -> int:
 
 
 def low_bit_tail(drafted: int) -> int:
-    """Exact rows after the tokens in few bits: the last ones of the sequence and `drafted` more."""
+    """Exact rows after the quantised tokens: the last ones of the sequence and `drafted` more."""
     return -(-(KV_TAIL + KV_CODE_GROUP + drafted) // KV_CODE_GROUP) * KV_CODE_GROUP
 
 
@@ -262,9 +262,9 @@ class Sizing:
             "workspace": self._workspace(capacity, composition.gamma if first else None),
         }
         if composition.weight_bits < 16:
-            sizes["low-bit weights"] = self.low_bit_bytes(composition.weight_bits, first=first)
+            sizes["quantised weights"] = self.low_bit_bytes(composition.weight_bits, first=first)
         if composition.keeps_all_codes:
-            sizes["low-bit cache"] = self.low_bit_cache_bytes(capacity, composition)
+            sizes["quantised cache"] = self.quantised_cache_bytes(capacity, composition)
         if composition.budget:
             sizes["selection"] = self._selection_bytes(capacity, composition)
         if composition.keeps_copies:
@@ -286,7 +286,7 @@ class Sizing:
         head = code_bytes(self.target.vocab_size, self.target.hidden_size, bits) if first else 0
         return self.target.num_layers * layer + head
 
-    def low_bit_cache_bytes(self, capacity: int, composition: Composition) -> int:
+    def quantised_cache_bytes(self, capacity: int, composition: Composition) -> int:
         """Whole groups of all tokens, or of the retrieved ones, with 4 bits a number, and the first and the last tokens
         as they are."""
         heads = self.target.num_layers * self.shard.num_kv_heads
@@ -327,7 +327,7 @@ class Sizing:
 
     def retrieval_bytes(self, capacity: int, composition: Composition) -> int:
         if composition.kv_bits < 16:
-            return self.low_bit_cache_bytes(capacity, composition)
+            return self.quantised_cache_bytes(capacity, composition)
         return (composition.budget + tail_tokens(composition, self.max_tokens)) * self.kv_bytes_per_token
 
     def _workspace(self, capacity: int, gamma: int | None) -> int:

@@ -26,7 +26,7 @@ from offload.ranks import shared
 from offload.ranks.channel import Channel
 from offload.ranks.door import SECRET_BYTES, Door, knock
 
-FOLLOWER = "offload.follower"  # the module that a rank's process runs
+FOLLOWER = "offload.ranks.follower"  # the module that a rank's process runs
 MEET_SECONDS = 60.0  # for ranks that torchrun started, once rank 0 needs them
 _FOR_EVER = timedelta(days=1)
 _LOOPBACK = "127.0.0.1"

@@ -19,12 +19,12 @@ from offload.kernels import gpu, native
 from offload.kernels.native import Kernels
 from offload.kernels.packed import pack_numbers, unpack_numbers
 from offload.kernels.packing import Packing
-from offload.kernels.remainders import Remainder, restore, split_off
+from offload.kernels.residuals import Residual, restore, split_off
 from offload.plan.config import ModelConfig
 from offload.plan.sizing import BESIDE_CODES, home_bytes
-from offload.transfer.coded import LOW_BIT_WEIGHTS, fill_coded
 from offload.transfer.layout import OPERATORS, LayerLayout, LayerWeights
 from offload.transfer.memory import Memory, sent
+from offload.transfer.quantised import LOW_BIT_WEIGHTS, fill_coded
 
 PACKING = Packing.roomiest(1 << 14, 1 << 10)
 _HOME = "target layers"
@@ -67,20 +67,20 @@ class Packed:
 
 @dataclass(frozen=True)
 class BesideCodes:
-    """The remainders of the layer's matrices, one after the other, and then the rest of the buffer as it is.
+    """The residuals of the layer's matrices, one after the other, and then the rest of the buffer as it is.
 
-    remainders: of OPERATORS, each one's place, and where in it the escapes begin. coded: on the device.
+    residuals: of OPERATORS, each one's place, and where in it the escapes begin. coded: on the device.
     """
 
     content: Tensor
-    remainders: tuple[tuple[slice, int], ...]
+    residuals: tuple[tuple[slice, int], ...]
     coded: LayerWeights
     layout: LayerLayout
     kernels: Kernels | gpu.GpuKernels
 
     def open(self, arrived: Tensor, layer: Tensor) -> None:
         exact = self.layout.bind(layer)
-        for name, (place, escapes) in zip(OPERATORS, self.remainders, strict=True):
+        for name, (place, escapes) in zip(OPERATORS, self.residuals, strict=True):
             codes, weight = getattr(self.coded, name).weight, getattr(exact, name).weight
             restore(arrived[place], escapes, codes, weight, self.kernels)
         first = self.layout.end_of_matrices
@@ -90,7 +90,7 @@ class BesideCodes:
 class HomeMaker:
     """Makes homes of fewer than 16 bits a weight for layers of one layout.
 
-    coded: the layers so far in few bits, on the device, where that is what homes lie beside.
+    coded: the layers so far quantised, on the device, where that is what homes lie beside.
     """
 
     def __init__(self, memory: Memory, layout: LayerLayout, config: ModelConfig, bits: int) -> None:
@@ -122,7 +122,7 @@ class HomeMaker:
         coded = layout.bind(buffer)
         fill_coded(coded, exact, self._host)
         self.coded.append(layout.bind(self._on_device(buffer)))
-        parts = list[Remainder]()
+        parts = list[Residual]()
         for name in OPERATORS:
             codes, weight = (getattr(each, name).weight for each in (coded, exact))
             if (part := split_off(weight, codes, self._host)) is None:
@@ -130,9 +130,9 @@ class HomeMaker:
             parts.append(part)
         ends = list(accumulate(len(part.content) for part in parts))
         places = [slice(end - len(part.content), end) for end, part in zip(ends, parts, strict=True)]
-        remainders = tuple((place, part.escapes) for place, part in zip(places, parts, strict=True))
+        residuals = tuple((place, part.escapes) for place, part in zip(places, parts, strict=True))
         content = self._home([part.content for part in parts], layer[self._layout.end_of_matrices :])
-        return BesideCodes(content, remainders, self.coded[-1], self._layout, self._device)
+        return BesideCodes(content, residuals, self.coded[-1], self._layout, self._device)
 
     def _packed(self, layer: Tensor) -> Home:
         numbers = self._layout.end_of_matrices // 2 // PACKING.numbers * PACKING.numbers

@@ -4,6 +4,6 @@
 clocks, so whatever is not ordered by them is reported, however it would have come out on a real GPU.
 """
 
-from paper.gpu import GpuKernels, on_paper
+from paper.gpu import PaperGpu, on_paper
 
-__all__ = ["GpuKernels", "on_paper"]
+__all__ = ["PaperGpu", "on_paper"]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from models import GREEDY, Sizes, changed, random_tokens, tiny_engine, tiny_plan
 from offload.decode.sampling import SamplingParams
-from offload.engine import Engine
+from offload.engine.engine import Engine
 from offload.plan.planner import Plan
-from paper.gpu import GpuKernels, on_paper
+from paper.gpu import PaperGpu, on_paper
 
 Pair = tuple[Path, Path]  # the folders of target and draft
 NUM_PROMPT, NUM_NEW = 75, 6  # tokens
@@ -89,6 +89,6 @@ def said(
 
 
 @contextmanager
-def engine_on_paper(case: Case, pair: Pair) -> Iterator[tuple[Engine, GpuKernels]]:
+def engine_on_paper(case: Case, pair: Pair) -> Iterator[tuple[Engine, PaperGpu]]:
     with on_paper() as gpu, loaded(case, pair) as engine:
         yield engine, gpu

@@ -29,7 +29,7 @@ ADDRESS = Tensor.data_ptr
 WHERE = ("/offload/", "/triforce_cli/", "/tests/test_")
 
 
-class GpuKernels:
+class PaperGpu:
     """One GPU and the host beside it, whose threads count as one.
 
     problems: what would be wrong on a real GPU, and where. launches: kernels and copies, by operator. syncs: where the
@@ -176,9 +176,9 @@ def _extent(tensor: Tensor) -> int:
 
 
 @contextmanager
-def on_paper(*, without_values: bool = False) -> Iterator[GpuKernels]:
+def on_paper(*, without_values: bool = False) -> Iterator[PaperGpu]:
     """Within it torch has a GPU "cuda:0", in this thread and in those that are started."""
-    gpu = GpuKernels(without_values=without_values)
+    gpu = PaperGpu(without_values=without_values)
     with pytest.MonkeyPatch.context() as patch, Mode(gpu):
         for name, value in _cuda(gpu).items():
             patch.setattr(torch.cuda, name, value, raising=False)
@@ -193,7 +193,7 @@ def on_paper(*, without_values: bool = False) -> Iterator[GpuKernels]:
         yield gpu
 
 
-def _cuda(gpu: GpuKernels) -> dict[str, object]:
+def _cuda(gpu: PaperGpu) -> dict[str, object]:
     """What stands in torch.cuda instead."""
     properties = SimpleNamespace(
         name="a GPU on paper", major=8, minor=9, total_memory=TOTAL_BYTES, uuid="0", multi_processor_count=128
@@ -230,7 +230,7 @@ def _tensor(made: Any, data: object, *, device: object = None, **kwargs: Any) ->
     return tensor if device is None else tensor.to(torch.device(device))  # type: ignore[call-overload]
 
 
-def _seen(gpu: GpuKernels, method: Any, what: str) -> Any:
+def _seen(gpu: PaperGpu, method: Any, what: str) -> Any:
     def seen(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What numpy or a library will do with the memory is not known: it reads, at least, and now."""
         gpu.host.step()
@@ -240,7 +240,7 @@ def _seen(gpu: GpuKernels, method: Any, what: str) -> Any:
     return seen
 
 
-def _started(gpu: GpuKernels, run: Any) -> Any:
+def _started(gpu: PaperGpu, run: Any) -> Any:
     def run_on_paper(thread: threading.Thread) -> None:
         """Modes are a thread's own."""
         with Mode(gpu):

@@ -18,7 +18,7 @@ from torch import Tensor
 from paper.clocks import Block
 
 if TYPE_CHECKING:
-    from paper.gpu import GpuKernels
+    from paper.gpu import PaperGpu
 
 Access = tuple["weakref.ref[Block]", Tensor, bool, str]  # the memory, the values, whether it is written, by what
 
@@ -26,7 +26,7 @@ Access = tuple["weakref.ref[Block]", Tensor, bool, str]  # the memory, the value
 class Graph:
     """`torch.cuda.CUDAGraph`."""
 
-    def __init__(self, gpu: GpuKernels) -> None:
+    def __init__(self, gpu: PaperGpu) -> None:
         self._gpu = gpu
         self._accesses: list[Access] = []
         self._computed: list[Callable[[], object]] = []
@@ -83,7 +83,7 @@ def _again(compute: Callable[[], Any], out: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def recording(gpu: GpuKernels, graph: Graph, *_: object, **__: object) -> Iterator[None]:
+def recording(gpu: PaperGpu, graph: Graph, *_: object, **__: object) -> Iterator[None]:
     """`torch.cuda.graph`, which waits for the GPU first."""
     gpu.synchronize()
     gpu.recording = graph

@@ -12,25 +12,25 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from offload.cache import chosen, low_bits, page_codec
+from offload.cache import page_codec, quantised, retrieved
 from offload.cache.fetch import GpuFetch
 from offload.cache.page_codec import move
 from offload.cache.tiles import TileStore
 from offload.kernels.gpu.fetch import ChunkCopy
 from offload.kernels.gpu.packed import PackedChunkCopy
 from offload.kernels.kv_codes import Order
-from offload.kernels.kv_remainders import PageShape, restore, split_off
+from offload.kernels.kv_residuals import PageShape, restore, split_off
 from offload.kernels.native import Kernels
 from offload.kernels.packed import pack, unpack, unpack_with_torch
 from offload.kernels.packing import Packing
 from paper.clocks import Actor
-from paper.gpu import ADDRESS, GpuKernels
+from paper.gpu import ADDRESS, PaperGpu
 from paper.tensors import PaperTensor, launch
 
 Homes = list[list[Tensor]]
 
 
-def chunks_by_kernel(gpu: GpuKernels, patch: pytest.MonkeyPatch) -> None:
+def chunks_by_kernel(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
     """Copies of the full cache that are made from now on are filled by the GPU itself. Homes stand for addresses,
     where nothing is packed."""
     there = pages_by_host(gpu, patch)
@@ -62,11 +62,11 @@ def chunks_by_kernel(gpu: GpuKernels, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TileStore, "addresses", lambda store: store._homes)
     patch.setattr(ChunkCopy, "run", run)
     patch.setattr(PackedChunkCopy, "run", run_packed)
-    for copies in (chosen, low_bits):
+    for copies in (retrieved, quantised):
         patch.setattr(copies, "make_fetch", lambda full, chunk, kernels, num_bytes: GpuFetch(full, chunk, kernels))
 
 
-def pages_by_host(gpu: GpuKernels, patch: pytest.MonkeyPatch) -> dict[int, PaperTensor]:
+def pages_by_host(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> dict[int, PaperTensor]:
     """What the CPU packs and unpacks it reads and writes by addresses. -> Homes on the GPU, by theirs, as far as
     somebody asked for them."""
     there: dict[int, PaperTensor] = {}
@@ -126,7 +126,7 @@ def pages_by_host(gpu: GpuKernels, patch: pytest.MonkeyPatch) -> dict[int, Paper
 class _Pages:
     """Pages as the GPU's kernel finds them by the table that it is given."""
 
-    gpu: GpuKernels
+    gpu: PaperGpu
     actor: Actor
     copy: PackedChunkCopy
     blocks: Tensor
@@ -149,7 +149,7 @@ class _Pages:
         return found.view(self.num_heads, self.copy._page, -1)
 
 
-def _launch(gpu: GpuKernels, name: str, homes: Homes, wanted: Tensor, held: Tensor) -> None:
+def _launch(gpu: PaperGpu, name: str, homes: Homes, wanted: Tensor, held: Tensor) -> None:
     """It may read any home, of the GPU or of the host."""
     tiles = [home for layer in homes for home in layer]
     there = [home for home in tiles if isinstance(home, PaperTensor)]

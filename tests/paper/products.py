@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from paper.gpu import GpuKernels
+from paper.gpu import PaperGpu
 from paper.tensors import Call
 
 
-def products_by_row(gpu: GpuKernels, patch: pytest.MonkeyPatch, *, split: str | None = None) -> None:
+def products_by_row(gpu: PaperGpu, patch: pytest.MonkeyPatch, *, split: str | None = None) -> None:
     """A row's bits do not depend on its place; in products of the kind `split`, "mm" or "bmm", they do."""
     result = gpu.result
 

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from offload.kernels import gpu as gpu_kernels
 from offload.kernels.gpu import attention
-from paper.gpu import GpuKernels
+from paper.gpu import PaperGpu
 from paper.tensors import PaperTensor, launch, stored
 
 
-def programs_by_interpreter(gpu: GpuKernels, patch: pytest.MonkeyPatch) -> None:
+def programs_by_interpreter(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
     """The GPU has kernels from now on, and they run. Graphs cannot have them."""
 
     def run(program: Any, grid: tuple[int, ...], arguments: Sequence[object], **constants: object) -> None:
@@ -31,5 +31,5 @@ def programs_by_interpreter(gpu: GpuKernels, patch: pytest.MonkeyPatch) -> None:
             widened = {"WIDEN": True} if "WIDEN" in constants else {}
             program[grid](*raw, **constants | widened)
 
-    patch.setattr(gpu_kernels, "gpu", lambda device: gpu_kernels.GpuKernels("interpreted"))
+    patch.setattr(gpu_kernels, "gpu_kernels", lambda device: gpu_kernels.GpuKernels("interpreted"))
     patch.setattr(attention, "launch", run)

@@ -19,17 +19,15 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from fake_flash import check
-from offload import worker as worker_module
 from offload.cache import fetch, page_codec
 from offload.cache.full import FullCache
 from offload.cache.retrieval import RetrievalCache
 from offload.cache.tiles import TileStore
 from offload.kernels import gpu as gpu_kernels
 from offload.kernels.gpu.flash import Flash
-from offload.kernels.kv_remainders import PageShape
+from offload.kernels.kv_residuals import PageShape
 from offload.model.decoder import Decoder
 from offload.model.loading import DTYPES
-from offload.parts import Parts, streamed_rows
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.options import Options
@@ -44,8 +42,10 @@ from offload.transfer.layout import OPERATORS
 from offload.transfer.link import make_link
 from offload.transfer.memory import Memory, sent
 from offload.transfer.weights import load_weights
-from offload.worker import Worker
-from paper.gpu import ADDRESS, GpuKernels, on_paper
+from offload.worker import worker as worker_module
+from offload.worker.models import LoadedModels, streamed_rows
+from offload.worker.worker import Worker
+from paper.gpu import ADDRESS, PaperGpu, on_paper
 from paper.tensors import PaperTensor, launch, stored
 
 NUM_PROMPT = 120_000  # tokens
@@ -69,10 +69,10 @@ class _Unread(Checkpoint):
 @contextmanager
 def worker_without_bytes(
     plan: Plan, target: ModelConfig, draft: ModelConfig, *, with_flash: bool = False
-) -> Iterator[tuple[Worker, GpuKernels]]:
+) -> Iterator[tuple[Worker, PaperGpu]]:
     """The worker of the first GPU, with a cache that holds the prompt. with_flash: flash-attn is installed."""
     with on_paper(without_values=True) as gpu, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_kernels, "gpu", lambda device: gpu_kernels.GpuKernels("on paper"))
+        patch.setattr(gpu_kernels, "gpu_kernels", lambda device: gpu_kernels.GpuKernels("on paper"))
         patch.setattr(JITFunction, "run", lambda program, *args, **more: _launched(gpu, program, *args, **more))
         for reader in (fetch, embedding):
             patch.setattr(reader, "kernels_read_host", lambda device: True)
@@ -97,7 +97,7 @@ def worker_without_bytes(
             worker.close()
 
 
-def _parts(plan: Plan, models: dict[str, ModelConfig]) -> Parts:
+def _parts(plan: Plan, models: dict[str, ModelConfig]) -> LoadedModels:
     """As `load_decoders` places them."""
     placement, num_gpus = plan.placement, plan.request.num_devices
     memory = Memory(torch.device(plan.request.device))
@@ -120,7 +120,7 @@ def _parts(plan: Plan, models: dict[str, ModelConfig]) -> Parts:
         )
         sums = Sums(0, num_gpus, memory.device, check=lambda: None, go=lambda: None) if is_shard else None
         decoders[name] = Decoder(shard.config(models[name]), weights, sums)
-    return Parts(decoders, memory, link, streamed_rows(plan, decoders["target"].config, memory, link))
+    return LoadedModels(decoders, memory, link, streamed_rows(plan, decoders["target"].config, memory, link))
 
 
 class _HomeMaker(HomeMaker):
@@ -163,7 +163,7 @@ def _fill(retrieval: RetrievalCache | None) -> None:
         retrieval._exact = retrieval.length = NUM_PROMPT
 
 
-def _launched(gpu: GpuKernels, program: Any, *args: object, **more: object) -> None:
+def _launched(gpu: PaperGpu, program: Any, *args: object, **more: object) -> None:
     """A Triton program goes to the current stream. It writes what its source stores to."""
     given = dict(zip(program.arg_names, args, strict=False)) | more
     tensors = {name: each for name, each in given.items() if isinstance(each, PaperTensor)}
@@ -172,13 +172,13 @@ def _launched(gpu: GpuKernels, program: Any, *args: object, **more: object) -> N
     )
 
 
-def _gathered(gpu: GpuKernels, parts: Sequence[Tensor], part: Tensor) -> None:
+def _gathered(gpu: PaperGpu, parts: Sequence[Tensor], part: Tensor) -> None:
     """Every GPU's part, over NCCL's own links."""
     tensors = [cast(PaperTensor, each) for each in (*parts, part)]
     launch(gpu, "all_gather", tensors, {id(each) for each in parts})
 
 
-def _flash_attended(gpu: GpuKernels, q: Tensor, k_cache: Tensor, v_cache: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+def _flash_attended(gpu: PaperGpu, q: Tensor, k_cache: Tensor, v_cache: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
     tables = more["cache_seqlens"], more["block_table"]
     check(q, k_cache, v_cache, *tables)
     out = torch.empty_like(q)

@@ -11,7 +11,7 @@ import torch
 from paper.clocks import Actor, Clock
 
 if TYPE_CHECKING:
-    from paper.gpu import GpuKernels
+    from paper.gpu import PaperGpu
 
 MILLISECONDS = 0.01  # between any two events
 
@@ -19,7 +19,7 @@ MILLISECONDS = 0.01  # between any two events
 class Stream:
     """A queue of work, done in its order."""
 
-    def __init__(self, gpu: GpuKernels, name: str) -> None:
+    def __init__(self, gpu: PaperGpu, name: str) -> None:
         self._gpu, self.device = gpu, torch.device("cuda:0")
         self.actor = Actor(name)
 
@@ -44,7 +44,7 @@ class Stream:
 class Event:
     """What a stream knew when it was recorded; the host knew it too when it asked for that."""
 
-    def __init__(self, gpu: GpuKernels, enable_timing: bool = False) -> None:
+    def __init__(self, gpu: PaperGpu, enable_timing: bool = False) -> None:
         self._gpu, self._timing = gpu, enable_timing
         self._clock: Clock | None = None
 
@@ -78,7 +78,7 @@ class Event:
 
 
 @contextmanager
-def current(gpu: GpuKernels, stream: Stream) -> Iterator[None]:
+def current(gpu: PaperGpu, stream: Stream) -> Iterator[None]:
     """`torch.cuda.stream`: what this thread issues goes there."""
     before, gpu.stream = gpu.stream, stream
     try:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from paper.clocks import Actor, Block
 
 if TYPE_CHECKING:
-    from paper.gpu import GpuKernels
+    from paper.gpu import PaperGpu
 
 DEVICE = torch.device("cuda:0")
 GPU = ("cuda", "meta")  # how Python code and torch's own call it
@@ -48,7 +48,7 @@ class PaperTensor(Tensor):
 
     raw: Tensor
     block: Block
-    gpu: GpuKernels
+    gpu: PaperGpu
     device = property(lambda self: DEVICE)  # type: ignore[assignment]
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
     is_cpu = property(lambda self: False)  # type: ignore[assignment]
@@ -56,14 +56,14 @@ class PaperTensor(Tensor):
 
     @staticmethod
     @torch.inference_mode(False)  # what torch does to views of tensors from outside of it would fail otherwise
-    def __new__(cls, gpu: GpuKernels, raw: Tensor, block: Block) -> PaperTensor:
+    def __new__(cls, gpu: PaperGpu, raw: Tensor, block: Block) -> PaperTensor:
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, device="meta"
         )
         made.gpu, made.raw, made.block = gpu, raw, block
         return made  # type: ignore[no-any-return]
 
-    def __init__(self, gpu: GpuKernels, raw: Tensor, block: Block) -> None: ...
+    def __init__(self, gpu: PaperGpu, raw: Tensor, block: Block) -> None: ...
 
     @classmethod
     def __torch_dispatch__(cls, func: Func, types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,7 +100,7 @@ class PaperTensor(Tensor):
 class Mode(TorchDispatchMode):
     """Sees what no tensor on paper takes part in: what is made on the GPU, and what the host does."""
 
-    def __init__(self, gpu: GpuKernels) -> None:
+    def __init__(self, gpu: PaperGpu) -> None:
         super().__init__()
         self._gpu = gpu
 
@@ -199,7 +199,7 @@ def _is_composite(func: Func) -> bool:
     return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
-def run(gpu: GpuKernels, func: Func, args: Any, kwargs: Any) -> Any:
+def run(gpu: PaperGpu, func: Func, args: Any, kwargs: Any) -> Any:
     call = Call(func, args, kwargs)
     if not call.is_of_gpu:
         return _on_host(gpu, call, args, kwargs)
@@ -241,7 +241,7 @@ def run(gpu: GpuKernels, func: Func, args: Any, kwargs: Any) -> Any:
     return _mapped(wrapped, out)
 
 
-def _on_host(gpu: GpuKernels, call: Call, args: Any, kwargs: Any) -> Any:
+def _on_host(gpu: PaperGpu, call: Call, args: Any, kwargs: Any) -> Any:
     """What the host does by itself: pinned memory that a stream may use is the only thing to check."""
     untouched = gpu.without_values and call.name == "zero_"  # the system's pages are zero, and take no memory yet
     out = args[0] if untouched else call.func(*args, **kwargs)
@@ -255,7 +255,7 @@ def _on_host(gpu: GpuKernels, call: Call, args: Any, kwargs: Any) -> Any:
     return out
 
 
-def _check_devices(gpu: GpuKernels, call: Call) -> None:
+def _check_devices(gpu: PaperGpu, call: Call) -> None:
     if not call.on_gpu or call.name in MOVING:
         return
     for each in call.on_host:
@@ -274,7 +274,7 @@ def stored(program: Callable[..., object]) -> set[str]:
     return names
 
 
-def launch(gpu: GpuKernels, name: str, tensors: Sequence[PaperTensor], written: Collection[int]) -> Actor:
+def launch(gpu: PaperGpu, name: str, tensors: Sequence[PaperTensor], written: Collection[int]) -> Actor:
     """A kernel or a copy goes to the current stream, which is returned. written: ids of those of `tensors` that it
     writes."""
     actor = gpu.stream.actor
@@ -289,7 +289,7 @@ def launch(gpu: GpuKernels, name: str, tensors: Sequence[PaperTensor], written: 
     return actor
 
 
-def _launch(gpu: GpuKernels, call: Call) -> None:
+def _launch(gpu: PaperGpu, call: Call) -> None:
     """The host waits for it where it has to."""
     actor = launch(gpu, call.name, call.on_gpu, call.written)
     if call.name in MOVING and (call.on_host or call.leaves_gpu):
@@ -302,7 +302,7 @@ def _indices(call: Call) -> list[Tensor]:
     return [each for each in call.named.get("indices") or () if isinstance(each, Tensor)]
 
 
-def _cross(gpu: GpuKernels, call: Call) -> None:
+def _cross(gpu: PaperGpu, call: Call) -> None:
     """A copy between the GPU and the host. One that does not block needs pinned memory, in one piece on both sides."""
     actor, asynchronous = gpu.stream.actor, bool(call.named.get("non_blocking"))
     if gpu.recording is not None:
@@ -329,7 +329,7 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def _to(
-    gpu: GpuKernels, tensor: Tensor, device: torch.device | None, dtype: torch.dtype | None, non_blocking: bool
+    gpu: PaperGpu, tensor: Tensor, device: torch.device | None, dtype: torch.dtype | None, non_blocking: bool
 ) -> Tensor:
     """`Tensor.to`: itself where nothing changes."""
     device = tensor.device if device is None else DEVICE if device.type in GPU else device

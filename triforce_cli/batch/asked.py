@@ -12,10 +12,10 @@ from triforce_cli.batch.records import Record
 from triforce_cli.deadline import Deadline, TimedOut
 
 if TYPE_CHECKING:
-    from offload.engine import Engine, Step
+    from offload.engine.engine import Engine, Step
+    from offload.engine.sequences import Sequences
     from offload.metrics import Stats
     from offload.progress import Progress
-    from offload.sequences import Sequences
 
 
 @dataclass
@@ -48,7 +48,7 @@ def answered(
     prompts: tokens, by the records' numbers. timeout: seconds for each from its prefill on. on_progress: of prefills.
     Raises DoesNotFit where there is no memory for so many sequences as are planned.
     """
-    from offload.sequences import Sequences
+    from offload.engine.sequences import Sequences
 
     waiting, under_way = deque(records), dict[int, Asked]()
     with Sequences[int](engine) as sequences:

@@ -13,7 +13,7 @@ from triforce_cli.chat.interrupts import Interrupts, Stopped
 from triforce_cli.render import chat as render_chat
 
 if TYPE_CHECKING:
-    from offload.engine import Step
+    from offload.engine.engine import Step
     from offload.progress import OnProgress, Progress
     from triforce_cli.chat.engine import ChatEngine
     from triforce_cli.chat.formats import ChatFormat, Part

@@ -13,7 +13,7 @@ from triforce_cli.engine import Prepared, open_engine, open_session
 
 if TYPE_CHECKING:
     from offload.decode.sampling import SamplingParams
-    from offload.engine import Engine, Step
+    from offload.engine.engine import Engine, Step
     from offload.metrics import Stats
     from offload.plan.planner import Plan
     from offload.progress import OnProgress

@@ -44,7 +44,7 @@ class Doctor:
             with deferred():
                 from offload.bench.checks import check_device
                 from offload.bench.diagnosis import diagnose, remember, usable_hardware
-                from offload.engine import time_again
+                from offload.engine.engine import time_again
                 from offload.plan.expectations import expectations
                 from offload.plan.hardware import probe
             from triforce_cli.render import doctor as render_doctor

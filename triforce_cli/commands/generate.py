@@ -34,7 +34,7 @@ from triforce_cli.prompt import STDIN, decode_argument, read_prompt, user_path
 from triforce_cli.render.stats import compared
 
 if TYPE_CHECKING:
-    from offload.engine import Engine, Step
+    from offload.engine.engine import Engine, Step
     from offload.metrics import Stats
     from offload.plan.planner import Options, Plan
     from offload.session.store import Store

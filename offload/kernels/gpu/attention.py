@@ -105,7 +105,7 @@ class GpuAttention:
         self._num_runs = self._num_left = 0
         self._rows = rows
 
-    def take_in(self, run: Run) -> None:
+    def append_rows(self, run: Run) -> None:
         """Write the rows' keys, rotated, and values to those of the run's places that are theirs."""
         assert self._rows is not None
         page, index, stop = run.pages.shape[3], self._rows.index, self._rows.index + len(self._keys)

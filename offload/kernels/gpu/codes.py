@@ -25,7 +25,7 @@ def product(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
     not depend on the rows beside it. Scratch: fp32 [splits, T, outputs]."""
     (outputs, inputs), num_rows = codes.shape, len(x)
     if x.dtype.itemsize != 2:
-        raise ValueError(f"rows are {x.dtype}; a GPU multiplies weights in few bits with bf16 and fp16")
+        raise ValueError(f"rows are {x.dtype}; a GPU multiplies quantised weights with bf16 and fp16")
     x, num_groups = x.contiguous(), inputs // GROUP
     groups_each = split_groups(outputs, inputs)
     num_splits = -(-num_groups // groups_each)

@@ -52,7 +52,7 @@ class PackedChunkCopy:
         tokens: range = NO_TOKENS_LEFT_OUT,
     ) -> None:
         """See `ChunkCopy.run`. blocks: int64 [L, 2, pages of the sequence], the addresses of each page's keys and
-        values as the GPU reads them, multiples of 16. flags: uint8 [L, pages], how each lies: no chunk of a remainder
+        values as the GPU reads them, multiples of 16. flags: uint8 [L, pages], how each lies: no chunk of a residual
         is wanted."""
         assert blocks.is_contiguous()
         assert flags.is_contiguous()

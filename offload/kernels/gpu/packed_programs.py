@@ -61,7 +61,7 @@ def unpack_pages(
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
 ):
-    """Program (g, p, k): group g of the keys, k = 0, or values of page p, unless that is a remainder."""
+    """Program (g, p, k): group g of the keys, k = 0, or values of page p, unless that is a residual."""
     group, page, kind = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     flag = tl.load(flags + page)
     if flag == 2:

@@ -54,8 +54,8 @@ class PackedShape(ctypes.Structure):
     _fields_ = [*_integers("numbers", "group", "room")]
 
 
-class Remainder(ctypes.Structure):
-    """remainders.h"""
+class Residual(ctypes.Structure):
+    """residuals.h"""
 
     _fields_ = [
         *_pointers("weight", "blocks", "low", "heads", "fours", "escapes"),
@@ -64,7 +64,7 @@ class Remainder(ctypes.Structure):
 
 
 class PageShape(ctypes.Structure):
-    """kv_remainders.h"""
+    """kv_residuals.h"""
 
     _fields_ = [*_integers("kv_heads", "page_tokens", "head_dim")]
 
@@ -100,13 +100,13 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "encode_kv": (None, [c_int64, POINTER(Encoding), c_int64]),
     "pack": (None, [c_void_p, c_void_p, c_int64, c_void_p, POINTER(PackedShape), c_int64]),
     "unpack": (None, [c_void_p, c_int64, POINTER(PackedShape), c_int64]),
-    "count_remainder": (ctypes.c_int, [POINTER(Remainder), c_int64]),
-    "split_remainder": (None, [POINTER(Remainder), c_int64]),
-    "restore_remainder": (None, [POINTER(Remainder), c_int64]),
+    "count_residual": (ctypes.c_int, [POINTER(Residual), c_int64]),
+    "split_residual": (None, [POINTER(Residual), c_int64]),
+    "restore_residual": (None, [POINTER(Residual), c_int64]),
     "split_off_kv": (None, [c_void_p, c_int64, c_void_p, POINTER(PageShape), c_int64, c_int64, c_int64]),
     "restore_kv": (None, [c_void_p, c_int64, POINTER(PageShape), c_int64, c_int64]),
     "widened_room": (c_int64, [c_int64, c_int64]),
-    "take_in_rows": (None, [c_int64, POINTER(Rotation)]),
+    "append_rows": (None, [c_int64, POINTER(Rotation)]),
     "norm_heads": (None, [c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_double]),
     "scratch_room": (c_int64, [c_int64, c_int64, c_int64]),
     "attend_runs": (None, [c_int64, POINTER(Attention), POINTER(Run), c_int64, c_void_p, c_int64, c_int64]),

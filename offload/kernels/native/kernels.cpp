@@ -1,8 +1,8 @@
 #include "attention.h"
-#include "kv_remainders.h"
+#include "kv_residuals.h"
 #include "packed.h"
 #include "products.h"
-#include "remainders.h"
+#include "residuals.h"
 #include "rotation.h"
 
 #define KERNEL extern "C" __attribute__((visibility("default")))
@@ -20,7 +20,7 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Changes with every change of a structure or a function below.
-KERNEL int abi() { return 16; }
+KERNEL int abi() { return 17; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -83,25 +83,25 @@ KERNEL void unpack(const packed::Part* parts, int64_t count, const packed::Shape
     packed::unpack_all(parts, count, *shape, how_many);
 }
 
-KERNEL int count_remainder(const Remainder* r, int64_t how_many) { return remainders::count_all(*r, how_many); }
+KERNEL int count_residual(const Residual* r, int64_t how_many) { return residuals::count_all(*r, how_many); }
 
-KERNEL void split_remainder(const Remainder* r, int64_t how_many) {
-    remainders::by_group(*r, how_many, [&](int64_t group) { remainders::split(*r, group); });
+KERNEL void split_residual(const Residual* r, int64_t how_many) {
+    residuals::by_group(*r, how_many, [&](int64_t group) { residuals::split(*r, group); });
 }
 
-KERNEL void restore_remainder(const Remainder* r, int64_t how_many) {
-    remainders::by_group(*r, how_many, [&](int64_t group) { remainders::restore(*r, group); });
+KERNEL void restore_residual(const Residual* r, int64_t how_many) {
+    residuals::by_group(*r, how_many, [&](int64_t group) { residuals::restore(*r, group); });
 }
 
-KERNEL void split_off_kv(const kv_remainders::Block* blocks, int64_t count, int64_t* sizes,
-                         const kv_remainders::Shape* shape, kv_remainders::Order order, int64_t most,
+KERNEL void split_off_kv(const kv_residuals::Block* blocks, int64_t count, int64_t* sizes,
+                         const kv_residuals::Shape* shape, kv_residuals::Order order, int64_t most,
                          int64_t how_many) {
-    kv_remainders::split_off_all(blocks, count, sizes, *shape, order, most, how_many);
+    kv_residuals::split_off_all(blocks, count, sizes, *shape, order, most, how_many);
 }
 
-KERNEL void restore_kv(const kv_remainders::Part* parts, int64_t count, const kv_remainders::Shape* shape,
-                       kv_remainders::Order order, int64_t how_many) {
-    kv_remainders::restore_all(parts, count, *shape, order, how_many);
+KERNEL void restore_kv(const kv_residuals::Part* parts, int64_t count, const kv_residuals::Shape* shape,
+                       kv_residuals::Order order, int64_t how_many) {
+    kv_residuals::restore_all(parts, count, *shape, order, how_many);
 }
 
 KERNEL int64_t widened_room(Dtype dtype, int64_t inputs) {
@@ -123,8 +123,8 @@ KERNEL void merge_runs(Dtype dtype, const Attention* a, int64_t how_many) {
     with(dtype, [&]<class E>() { attention::merge<E>(*a, how_many); });
 }
 
-KERNEL void take_in_rows(Dtype dtype, const Rotation* r) {
-    with(dtype, [&]<class E>() { rotation::take_in<E>(*r); });
+KERNEL void append_rows(Dtype dtype, const Rotation* r) {
+    with(dtype, [&]<class E>() { rotation::append_rows<E>(*r); });
 }
 
 KERNEL void norm_heads(Dtype dtype, void* x, const void* norm, int64_t rows, int64_t heads, int64_t dim, int64_t stride,

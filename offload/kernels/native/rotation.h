@@ -52,7 +52,7 @@ void write_row(const Rotation& r, int64_t t, const typename E::element* cos, con
 }
 
 template <class E>
-void take_in(const Rotation& r) {
+void append_rows(const Rotation& r) {
     using element = typename E::element;
     const int dim = int(r.head_dim);
     const int64_t folded = r.rows * r.group;

@@ -1,0 +1,257 @@
+"""What the retrieval cache holds on the device: chosen chunks, as they are or in 4 bits, and the exact rows after them.
+
+All of it is in the arena's bytes, which a prefill takes: then it is opened again, empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from offload.cache.fetch import Tail, make_fetch
+from offload.cache.full import FullCache
+from offload.cache.places import Places
+from offload.cache.quantised_attention import EXACT, QuantisedAttention
+from offload.kernels.attention import attend, fold, unfold
+from offload.kernels.decode_attention import decode_attention
+from offload.kernels.gpu import GpuKernels
+from offload.kernels.kv_codes import GROUP, KVCodes, order_for
+from offload.kernels.native import FEW_ROWS, Kernels
+from offload.kernels.rope import rotate
+from offload.kernels.spans import Rows
+from offload.plan.sizing import KV_TAIL, TAIL_TOKENS
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+class RetrievedStore(Protocol):
+    """Chunks of the full cache in slots, and a tail: exact rows from some chunk's first token on.
+
+    places: of the rows of a forward, kept by the caller, since graphs have them.
+    leading: tokens that a sequence begins with, whole chunks, which are held whatever is chosen. latest: its last ones,
+    which are in the tail.
+    """
+
+    leading: int
+    latest: int
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def open(self) -> None:
+        """Take memory from the arena, whose turn is the caller's. Nothing is held."""
+        ...
+
+    def close(self) -> None:
+        """The memory is somebody else's."""
+        ...
+
+    def reserve(self, tail: int) -> None:
+        """Have room for a tail of so many tokens."""
+        ...
+
+    def has_room(self, tail: int) -> bool: ...
+
+    def tail_at(self, num_filled: int) -> int:
+        """Row of the tail's first token among the exact ones, where so many slots are filled."""
+        ...
+
+    def fill(self, tail: Tail, wanted: Tensor | None) -> None:
+        """Fetch the tail, with `wanted` chunks, see `Fetch.fetch`, and the first tokens where they are missing."""
+        ...
+
+    def forget_leading(self) -> None:
+        """The sequence may begin otherwise."""
+        ...
+
+    def begin(self, position: int, row: int, num_filled: int, num_rows: int) -> None:
+        """A forward of `num_rows` rows starts: the first one's position, its row among the exact ones, and the number
+        of slots filled."""
+        ...
+
+    def attend(self, layer: int, taken: int, qkv: QKV) -> Tensor:
+        """See `Cache.attend`. taken: rows of the forward before these."""
+        ...
+
+    @property
+    def graph_memory(self) -> Hashable: ...
+
+    def nbytes(self) -> int: ...
+
+
+class _InArena:
+    """Exact rows of all layers, [L, 2, H_kv, before | tail, D]; what is before the tail is the subclass's."""
+
+    def __init__(self, full: FullCache, *, before: int, tail: int, step: int) -> None:
+        """tail: room for so many tokens, in steps of so many."""
+        self.full, self._before, self._step = full, before, step
+        self._room = -(-tail // step) * step
+        self._rows: Tensor | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._rows is not None
+
+    def open(self) -> None:
+        self._rows = self.full.arena.take(self._size, self.full.shape.dtype)
+
+    def close(self) -> None:
+        self._rows = None
+
+    def has_room(self, tail: int) -> bool:
+        return tail <= self._room
+
+    def reserve(self, tail: int) -> None:
+        if self.has_room(tail):
+            return
+        old = self._held
+        self._room = -(-tail // self._step) * self._step
+        self.open()
+        self._held[:, :, :, : old.shape[3]] = old
+        self.full.arena.put_back(old)
+
+    def nbytes(self) -> int:
+        return math.prod(self._size) * self.full.shape.dtype.itemsize
+
+    @property
+    def _held(self) -> Tensor:
+        assert self._rows is not None
+        return self._rows
+
+    @property
+    def _size(self) -> tuple[int, ...]:
+        shape = self.full.shape
+        return self.full.num_layers, 2, shape.num_kv_heads, self._before + self._room, shape.head_dim
+
+
+class RetrievedRows(_InArena):
+    """Chunks as they are, before the tail: [L, 2, H_kv, chosen | tail, D]. It follows the slots that are filled."""
+
+    leading = latest = 0
+
+    def __init__(
+        self, full: FullCache, *, num_slots: int, chunk: int, tail: int, kernels: Kernels | GpuKernels, places: Places
+    ) -> None:
+        super().__init__(full, before=num_slots * chunk, tail=tail, step=max(TAIL_TOKENS, chunk))  # whole chunks
+        self._chunk, self._places = chunk, places
+        self._spans = decode_attention(kernels, full.rope, dtype=full.shape.dtype)
+        self._fetch = make_fetch(full, chunk, kernels, self.nbytes())
+        self._position = self._row = 0
+
+    def tail_at(self, num_filled: int) -> int:
+        return num_filled * self._chunk
+
+    def fill(self, tail: Tail, wanted: Tensor | None) -> None:
+        self._fetch.fetch(self._held, tail, wanted)
+
+    def forget_leading(self) -> None: ...
+
+    def begin(self, position: int, row: int, num_filled: int, num_rows: int) -> None:
+        self._position, self._row = position, row
+        self._places.set(position, row, num_rows)
+
+    def attend(self, layer: int, taken: int, qkv: QKV) -> Tensor:
+        (q, k, v), num_rows = qkv, len(qkv[0])
+        if self._spans is not None and num_rows <= FEW_ROWS:
+            position, row = self._position + taken, self._row + taken
+            return self._attend_spans(layer, Rows(q, k, v, position, row, places=self._places.on_gpu()))
+        places = self._places.rows(taken, num_rows)
+        table = places.table()
+        places.write((rotate(k, *table), v), self._held[layer])
+        query = fold(rotate(q, *table), k.shape[1])
+        # All slots, the empty ones hidden: a slice of the buffer would be copied by the matrix product, every pass.
+        keys, values = self._held[layer, :, None]
+        return unfold(attend(query, keys, values, places.up_to_own(query.shape[1] // num_rows)).out, num_rows).to(
+            q.dtype
+        )
+
+    @property
+    def graph_memory(self) -> Hashable:
+        """The buffer's place and size. It is given up to every prefill, and had again at the same place as a rule;
+        whatever else a pass uses is had once, or made anew in each."""
+        return self._held.data_ptr(), self._held.shape
+
+    def _attend_spans(self, layer: int, rows: Rows) -> Tensor:
+        spans = self._spans
+        assert spans is not None
+        stop = rows.index + rows.q.shape[0]
+        if rows.places is not None:
+            stop = self._held.shape[3]  # a graph is used when there are more
+        run = spans.run(self._held[layer], first=0, tokens=stop, slot=0)
+        spans.begin(rows, -(-stop // spans.span))
+        spans.append_rows(run)
+        spans.attend(run)
+        return spans.merge()[0]
+
+
+class QuantisedChunks(_InArena):
+    """Chunks in 4 bits, encoded as they are fetched, and exact rows of the first tokens and the tail:
+    [L, 2, H_kv, first | tail, D]. Chunks are the tokens that share a step: `GROUP`."""
+
+    leading, latest = EXACT, KV_TAIL
+
+    def __init__(
+        self, full: FullCache, *, num_slots: int, tail: int, kernels: Kernels | GpuKernels, places: Places
+    ) -> None:
+        super().__init__(full, before=EXACT, tail=tail, step=GROUP)
+        self._attention = QuantisedAttention(kernels, full.rope, full.shape.dtype, places)
+        self._order, self._num_slots = order_for(kernels), num_slots
+        token_bytes = super().nbytes() // self._size[3]
+        self._fetch = make_fetch(full, GROUP, kernels, (num_slots * GROUP + self._room) * token_bytes)
+        self._codes: KVCodes | None = None
+        self._num_coded = 0
+        self._has_leading = False
+
+    def open(self) -> None:
+        super().open()
+        if self._codes is None:
+            self._codes = KVCodes(
+                self.full.arena.take(self._code_size, torch.uint8), self.full.shape.head_dim, self._order
+            )
+            self._has_leading = False
+
+    def close(self) -> None:
+        super().close()
+        self._codes = None
+
+    def tail_at(self, num_filled: int) -> int:
+        return EXACT
+
+    def fill(self, tail: Tail, wanted: Tensor | None) -> None:
+        if not self._has_leading:
+            self._fetch.fetch(self._held, Tail(0, 0, min(tail.stop, EXACT), 0))
+            self._has_leading = tail.stop >= EXACT
+        if wanted is not None:
+            assert self._codes is not None
+            self._fetch.encode(self._codes, wanted)
+        self._fetch.fetch(self._held, tail)
+
+    def forget_leading(self) -> None:
+        self._has_leading = False
+
+    def begin(self, position: int, row: int, num_filled: int, num_rows: int) -> None:
+        self._num_coded = num_filled * GROUP
+        self._attention.begin(position, row, num_rows)
+
+    def attend(self, layer: int, taken: int, qkv: QKV) -> Tensor:
+        assert self._codes is not None
+        return self._attention.attend(layer, taken, qkv, self._held[layer], self._codes, self._num_coded)
+
+    @property
+    def graph_memory(self) -> Hashable:
+        assert self._codes is not None
+        return self._held.data_ptr(), self._held.shape, self._codes.blocks.data_ptr(), self._num_coded
+
+    def nbytes(self) -> int:
+        return super().nbytes() + math.prod(self._code_size)
+
+    @property
+    def _code_size(self) -> tuple[int, ...]:
+        shape = self.full.shape
+        return KVCodes.shape_of_blocks(
+            self.full.num_layers, shape.num_kv_heads, self._num_slots * GROUP, shape.head_dim
+        )

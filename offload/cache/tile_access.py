@@ -1,0 +1,323 @@
+"""The three ways to have a tile at hand during a forward.
+
+`TileAccess` uses tiles at home; `StreamedTiles` cross the link into staging slots, tile after tile, but for those that
+the host attends to; `PrefillTiles` stay on the device while their layer is worked on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from torch import Tensor
+
+from offload.cache.packed import StagedPages
+from offload.cache.tiles import TileStore
+from offload.cache.traffic import All, Traffic
+from offload.cache.unpacked import Unpacked
+from offload.cache.write_back import WriteBack
+from offload.transfer.arena import Arena
+from offload.transfer.link import Event, Link
+from offload.transfer.pace import HostReads
+
+_AGAIN_SHARE, _AGAIN_SECONDS = 0.25, 1.0  # of a round, and of any time: for packing pages anew, at most
+
+
+class TileAccess:
+    """Access to tiles during one forward. Tiles are opened layer by layer, in the order of their places or in that of
+    `TileStore.order`, and closed after use.
+
+    Here every tile is on the device: its home is where it is used, and nothing moves.
+    """
+
+    def __init__(self, store: TileStore) -> None:
+        self._store = store
+
+    def begin(self, length: int, num_rows: int) -> None:
+        """A forward of `num_rows` rows starts, with `length` tokens in the cache."""
+        self._store.grow(length + num_rows)
+
+    def open(self, layer: int, index: int) -> Tensor:
+        """The tile on the device. The caller may write new rows into it, and says so with `wrote`."""
+        return self._store.home(layer, index)
+
+    def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
+        """Tokens start to stop of the opened tile are new."""
+
+    def close(self, layer: int, index: int) -> None:
+        """The tile was used."""
+
+    def end_layer(self) -> None:
+        """All tiles of a layer were closed: return when all that was read of them would have been."""
+
+    def end(self) -> None:
+        """The forward is over or was broken off: nothing of it is under way any more but copies home."""
+
+    def forget(self) -> None:
+        """Homes change by a forward of another residence: what was fetched ahead for the next one is stale."""
+
+    def settle(self) -> None:
+        """Return when no copy reads the homes, also none that was fetched ahead: they are given back next."""
+
+
+@dataclass
+class _Slot:
+    tile: Tensor
+    full: Event
+    free: Event
+    left: Event  # its last new rows are home, in whichever forward that was
+    came: StagedPages | None = None  # pages as they lay at home, to be unpacked
+
+
+class StreamedTiles(TileAccess):
+    """Decode with the cache on the host: tiles flow through staging slots in the order in which layers want them.
+
+    While one tile is attended the next is on its way, across layer boundaries and, with `fetch_ahead`, across forwards:
+    rows that are in the cache stay as they are. Only pages in use are copied. New rows are written into the staged tile
+    and copied home from there. Tiles that the host attends to are used at home, and `reads` counts and paces that.
+    With `unpacked` pages cross as they lie at home and are unpacked here; whole ones are packed between passes.
+    meanwhile: called again and again while a tile that is wanted has not come, until it does nothing any more and
+    returns False; None: the forward waits. It may run passes over other caches. It costs the forward nothing but time.
+    """
+
+    def __init__(
+        self,
+        store: TileStore,
+        link: Link,
+        staging: Sequence[Tensor],
+        write_back: WriteBack,
+        traffic: Traffic,
+        reads: HostReads,
+        unpacked: Unpacked | None = None,
+    ) -> None:
+        super().__init__(store)
+        self._link, self._write_back, self._traffic = link, write_back, traffic
+        self._reads, self._unpacked = reads, unpacked
+        self._slots = [_Slot(tile, link.record(), link.record(), link.record()) for tile in staging]
+        self._order: list[tuple[int, int]] = []
+        self._position: dict[tuple[int, int], int] = {}
+        self._length = self._stop = 0  # tokens in the cache as the forward began, and with all of its rows
+        self._finished = False  # the last tile of the forward was closed
+        self._ahead: list[tuple[int, int]] = []  # in the slots for the next forward
+        self._packed = perf_counter()  # when pages were packed last
+        self.meanwhile: Callable[[], bool] | None = None
+
+    def begin(self, length: int, num_rows: int) -> None:
+        super().begin(length, num_rows)
+        self._length, self._stop, self._finished = length, length + num_rows, False
+        self._order = self._store.streamed(self._stop)
+        self._position = {key: i for i, key in enumerate(self._order)}
+        first, ahead = self._order[: len(self._slots)], self._ahead
+        self._ahead = []  # also where what follows is broken off
+        if first != ahead:
+            self._pack(length)
+            self._fetch_first(length)
+
+    def open(self, layer: int, index: int) -> Tensor:
+        place = self._store.place(layer, index)
+        if place == "host":
+            self._reads.begin()
+        if place != "stream":
+            return super().open(layer, index)
+        slot = self._slot(layer, index)
+        self._use_the_wait(slot)
+        slot.full.wait()
+        if self._unpacked is None or slot.came is None:
+            return slot.tile
+        return self._unpacked.take(slot.tile, slot.came)
+
+    def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
+        if self._store.place(layer, index) != "stream":
+            return
+        if self._unpacked is not None:
+            self._unpacked.send(self._write_back, layer, index, start, stop)
+        else:
+            slot = self._slot(layer, index)
+            slot.left = self._write_back.write(layer, index, slot.tile, start, stop)
+
+    def close(self, layer: int, index: int) -> None:
+        place, shape = self._store.place(layer, index), self._store.shape
+        if place == "host":
+            num_bytes = shape.used_pages(index, self._stop) * shape.nbytes // shape.num_pages
+            self._reads.end(num_bytes, rows=self._stop - self._length)
+        if place != "stream":
+            return
+        self._slot(layer, index).free = self._link.record()
+        following = self._position[layer, index] + len(self._slots)
+        if following < len(self._order):
+            self._fetch(following, self._length)
+        self._finished = self._position[layer, index] + 1 == len(self._order)
+
+    def end_layer(self) -> None:
+        self._reads.wait()
+
+    def end(self) -> None:
+        if not self._finished:  # the forward broke off: it closed none of what it had opened
+            for slot in self._slots:
+                slot.full.wait()
+                slot.free = self._link.record()
+
+    def fetch_ahead(self, length: int) -> None:
+        """After a forward, with `length` tokens in the cache: fill the slots with the first tiles again."""
+        if self._finished and not self._ahead:
+            self._pack(length)
+            self._fetch_first(length)
+            self._ahead = self._order[: len(self._slots)]  # now they are, even if the next step is broken off
+
+    def forget(self) -> None:
+        for slot in self._slots:
+            slot.full.wait()  # homes that it is read from must not be written meanwhile
+        self._ahead = []
+
+    def settle(self) -> None:
+        for slot in self._slots:
+            slot.full.synchronize()
+
+    @property
+    def link_idle(self) -> bool:
+        """Whether all tiles that were asked for have come."""
+        return all(slot.full.happened() for slot in self._slots)
+
+    def _pack(self, length: int) -> None:
+        """Pack the whole pages of `length` tokens, and anew those that have codes since, for at most a share of the
+        time since the last pass: a short text should not wait for all. An interrupt comes between some and others."""
+        if self._unpacked is None:
+            return
+        pages, now = self._unpacked.pages, perf_counter()
+        most = min(_AGAIN_SHARE * (now - self._packed), _AGAIN_SECONDS)
+        while pages.pack_some(length):
+            pass
+        again, began = pages.due_again(), perf_counter()
+        while again and perf_counter() - began < most:
+            again = pages.pack_again(again)
+        self._packed = perf_counter()
+
+    def _use_the_wait(self, slot: _Slot) -> None:
+        while self.meanwhile is not None and not slot.full.happened():
+            if not self.meanwhile():
+                return
+
+    def _slot(self, layer: int, index: int) -> _Slot:
+        return self._slots[self._position[layer, index] % len(self._slots)]
+
+    def _fetch_first(self, length: int) -> None:
+        for position in range(min(len(self._slots), len(self._order))):
+            self._fetch(position, length)
+
+    def _fetch(self, position: int, length: int) -> None:
+        """The pages that `length` tokens use."""
+        layer, index = self._order[position]
+        slot = self._slots[position % len(self._slots)]
+        pages = self._store.shape.used_pages(index, length)
+        # What was fetched ahead and is not wanted must have come before the slot is anybody else's.
+        after = (slot.full, slot.free, slot.left, *self._traffic.before((layer, index)))
+        if self._unpacked is not None:
+            slot.full, slot.came = self._unpacked.pages.fetch(slot.tile, layer, index, pages, after)
+        else:
+            slot.full = _fetch_pages(self._link, slot.tile, self._store.home(layer, index), pages, after)
+
+
+class PrefillTiles(TileAccess):
+    """Prefill with the cache on the host: one layer's tiles stay on the device while its rows are worked on.
+
+    Each row crosses the link once, to its home, behind the computation; tiles that had tokens before come over once.
+    """
+
+    def __init__(
+        self,
+        store: TileStore,
+        link: Link,
+        arena: Arena,
+        write_back: WriteBack,
+        traffic: Traffic,
+        unpacked: Unpacked | None = None,
+    ) -> None:
+        super().__init__(store)
+        self._link, self._arena, self._write_back, self._traffic = link, arena, write_back, traffic
+        self._unpacked = unpacked
+        self._tiles: list[Tensor] = []
+        self._full: dict[int, tuple[Event, StagedPages | None]] = {}  # see `_Slot`
+        self._unsent: dict[int, tuple[int, int]] = {}  # tile index -> rows written and not yet sent home
+        self._layer = -1
+        self._length = self._num_tiles = 0
+
+    def begin(self, length: int, num_rows: int) -> None:
+        super().begin(length, num_rows)
+        shape = self._store.shape
+        fewest = min(self._store.num_resident(layer) for layer in range(self._store.num_layers))
+        for _ in range(len(self._tiles), shape.count(length + num_rows) - fewest):
+            self._tiles.append(self._arena.take(shape.shape, shape.dtype))
+        self._num_tiles = shape.count(length + num_rows)
+        self._length, self._layer = length, -1
+
+    def open(self, layer: int, index: int) -> Tensor:
+        if layer != self._layer:
+            self._enter(layer)
+        if self._store.place(layer, index) == "device":
+            return super().open(layer, index)
+        tile = self._tile(index)
+        if index in self._full:
+            full, came = self._full.pop(index)
+            full.wait()
+            if self._unpacked is not None and came is not None:
+                self._unpacked.in_place(tile, came)
+        return tile
+
+    def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
+        if self._store.place(layer, index) == "device":
+            return
+        first, _ = self._unsent.get(index, (start, stop))
+        self._unsent[index] = (first, stop)
+        if stop == self._store.shape.tokens:
+            self._send(index)
+
+    def end(self) -> None:
+        """Send the last layer home. Returns when no copy of the device memory is under way."""
+        self._leave()
+        self._traffic.wait()
+        for full, _ in self._full.values():
+            full.synchronize()
+        self._full.clear()
+        for tile in self._tiles:
+            self._arena.put_back(tile)
+        self._tiles.clear()
+
+    def _tile(self, index: int) -> Tensor:
+        return self._tiles[index - self._store.num_resident(self._layer)]
+
+    def _enter(self, layer: int) -> None:
+        """Start to fetch what `layer` has; a tile is overwritten only after the last layer's copy of it left."""
+        self._leave()
+        previous, self._layer = self._layer, layer
+        shape, free = self._store.shape, self._link.record()
+        for offset, tile in enumerate(self._tiles):
+            index = offset + self._store.num_resident(layer)
+            if index >= self._num_tiles:
+                break
+            before = offset + self._store.num_resident(previous) if previous >= 0 else 0
+            left = () if previous < 0 else self._traffic.before((previous, before))
+            pages = shape.used_pages(index, self._length)
+            after = (free, *left, *self._traffic.before((layer, index)))
+            if self._unpacked is not None and self._store.place(layer, index) == "stream":
+                self._full[index] = self._unpacked.pages.fetch(tile, layer, index, pages, after)
+            else:
+                self._full[index] = _fetch_pages(self._link, tile, self._store.home(layer, index), pages, after), None
+
+    def _leave(self) -> None:
+        for index in list(self._unsent):
+            self._send(index)
+
+    def _send(self, index: int) -> None:
+        start, stop = self._unsent.pop(index)
+        self._write_back.write(self._layer, index, self._tile(index), start, stop)
+
+
+def _fetch_pages(link: Link, tile: Tensor, home: Tensor, num_pages: int, after: tuple[Event, ...]) -> Event:
+    """The tile's first `num_pages` pages, keys and values. None: all its rows will be new, it only has to be ours."""
+    if num_pages == tile.shape[1]:
+        return link.to_device(tile, home, after)
+    if not num_pages:
+        return All(after)
+    link.to_device(tile[0, :num_pages], home[0, :num_pages], after)
+    return link.to_device(tile[1, :num_pages], home[1, :num_pages], after)

@@ -1,0 +1,399 @@
+"""The engine: requests in, text out, on a worker that a `Plan` describes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from offload.cache.retrieval import RetrievalCache
+from offload.decode import generation
+from offload.decode.build import build_speculator
+from offload.decode.generation import FinishReason
+from offload.decode.passes import Pass, Work, alone
+from offload.decode.sampling import SamplingParams
+from offload.decode.speculation import Speculator
+from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
+from offload.engine.prefix import PrefixCache
+from offload.errors import DoesNotFit, ModelError, UsageError
+from offload.kernels import gpu
+from offload.kernels.gpu.flash import flash
+from offload.kernels.native import OFF, fitting
+from offload.metrics import HostStats, LevelStats, LinkStats, RankStats, Stats
+from offload.model.level import Level
+from offload.plan.composition import PLAIN
+from offload.plan.config import ModelConfig
+from offload.plan.planner import Options, Plan
+from offload.plan.request import Request
+from offload.progress import OnProgress, ignore
+from offload.ranks.leader import load_worker
+from offload.transfer.device import use_device
+from offload.transfer.timing import Timing
+from offload.worker.pass_timer import time_again, timed
+from offload.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from offload.session.store import Store
+
+
+__all__ = [
+    "Engine",
+    "Step",
+    "kernels_problem",
+    "load_tokenizer",
+    "plan_request",
+    "prefill_problem",
+    "time_again",
+    "timed",
+]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Accepted tokens and the text that is complete with them. `finish` is set on the last step only."""
+
+    text: str
+    tokens: list[int]
+    finish: FinishReason | None
+
+
+def kernels_problem(device: str, model: ModelConfig) -> str:
+    """Why a pass of `model` on `device` runs on torch's operators though there should be kernels, "" where it is as it
+    should be. Raises UsageError for a wrong TRIFORCE_KERNELS."""
+    place = torch.device(device)
+    on_cpu = place.type == "cpu"
+    found = fitting(place, model.head_dim, model.layer_products()) if on_cpu else gpu.fitting(place, model.head_dim)
+    return "" if found.reason == OFF else found.reason
+
+
+def prefill_problem(device: str) -> str:
+    """Why a 16-bit prefill on `device` runs on torch's fused kernel though flash-attn could be there, else ""."""
+    found = flash(torch.device(device))
+    return found.reason if found.avoidable else ""
+
+
+def load_tokenizer(model: Path, draft: Path | None) -> Tokenizer:
+    """The target's tokenizer. Raises ModelError where a folder has none or the draft's vocabulary is another."""
+    for folder in (model,) if draft is None else (model, draft):
+        ModelConfig.from_folder(folder)  # some tokenizers read it too, and say less of what is wrong with it
+    tokenizer = Tokenizer.from_folder(model)
+    if draft is not None:
+        ours, theirs = tokenizer.vocabulary(), Tokenizer.from_folder(draft).vocabulary()
+        if ours != theirs:
+            raise ModelError(
+                f"the draft {draft} has another vocabulary ({len(theirs)} tokens) than the target {model} "
+                f"({len(ours)} tokens); name a draft with the target's tokenizer, or --draft none"
+            )
+    return tokenizer
+
+
+def plan_request(model: Path, draft: Path | None, options: Options, *, num_prompt_tokens: int, max_tokens: int) -> Plan:
+    """The plan for one request on this machine. Raises ModelError, UsageError, DoesNotFit."""
+    request = timed(Request.on_this_machine(model, draft, options))
+    return request.plan(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
+
+
+class Engine:
+    """Answers requests on a worker. A context manager: `close` ends the link's threads.
+
+    worker: models and caches. prefix: what its full cache keeps from one request to the next. stats: of the latest
+    request.
+    """
+
+    def __init__(self, worker: Worker, tokenizer: Tokenizer, *, load_seconds: float = 0.0) -> None:
+        self.worker, self.tokenizer, self.prefix, self.stats = worker, tokenizer, PrefixCache(worker), Stats()
+        self._load_seconds = load_seconds
+        self._refreshes, self._refresh_timing = LevelStats("refresh"), Timing(worker.memory.device)
+        self._link_at_start = self._link_at_decode = LinkStats()
+        self._host_at_decode = HostStats()
+        self._ranks_at_decode: list[RankStats] = []
+
+    @classmethod
+    def load(
+        cls, plan: Plan, model: Path, draft: Path | None, tokenizer: Tokenizer, *, on_progress: OnProgress = ignore
+    ) -> Engine:
+        """Read the weights to where the plan wants them, on each of its devices. Raises ModelError, DoesNotFit,
+        RankFailed."""
+        start = time.perf_counter()
+        folders = {"target": model}
+        if draft is not None and "draft" in plan.composition.levels:
+            folders["draft"] = draft
+        worker = load_worker(plan, folders, num_tokens=len(tokenizer), on_progress=on_progress)
+        return cls(worker, tokenizer, load_seconds=time.perf_counter() - start)
+
+    @property
+    def plan(self) -> Plan:
+        return self.worker.plan
+
+    @property
+    def levels(self) -> Mapping[str, Level]:
+        return self.worker.levels
+
+    @property
+    def retrieval(self) -> RetrievalCache | None:
+        return self.worker.retrieval
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        end_tokens: Collection[int] = (),
+        reuse: bool = False,
+        speculation: bool = True,
+        on_progress: OnProgress = ignore,
+    ) -> Iterator[Step]:
+        """Yield text as it is accepted. After the last step the caches hold the prompt and the kept tokens, no more.
+
+        A stop string ends the text before it; tokens after the one that completes it are dropped, inside an accepted
+        run too. end_tokens: more of them, besides the model's own. Stopping early (closing the iterator, Ctrl-C) leaves
+        the caches consistent.
+        reuse: reuse the cached rows of the longest common prefix, whichever passes computed them: the same rows but for
+        rounding. Otherwise only rows that a prefill of this prompt would give bit for bit are taken over
+        (whole blocks that prompts begin with alike), and the text does not depend on what the engine was asked before.
+        speculation: off, this request is decoded plainly, whatever the plan has; what lies where stays as planned.
+        """
+        return alone(
+            self.in_passes(
+                prompt,
+                sampling,
+                max_tokens=max_tokens,
+                stop=stop,
+                end_tokens=end_tokens,
+                reuse=reuse,
+                speculation=speculation,
+                on_progress=on_progress,
+            )
+        )
+
+    def in_passes(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        end_tokens: Collection[int] = (),
+        reuse: bool = False,
+        speculation: bool = True,
+        on_progress: OnProgress = ignore,
+    ) -> Work[Step]:
+        """`generate` for whoever runs the passes: each that is asked for after the prefill comes before the step that
+        needs it. Closing it leaves the caches consistent, too."""
+        self._check(prompt, max_tokens)
+        self._start(prompt, reuse=reuse, record_mass=speculation)
+        speculator = self._make_speculator(sampling, speculation=speculation)
+        text_tokens, end_tokens = list(prompt), self.end_tokens | frozenset(end_tokens)
+        detokenizer, stops = Detokenizer(self.tokenizer, prompt), StopStrings(stop)
+        runs = generation.in_passes(
+            prompt,
+            speculator,
+            prefill=lambda tokens: self._prefill(tokens, on_progress),
+            num_pending=len(prompt) - self.prefix.num_prefilled(prompt),
+            max_tokens=max_tokens,
+            end_tokens=end_tokens,
+            stats=self.stats,
+        )
+        try:
+            for run in runs:
+                if isinstance(run, Pass):
+                    yield run
+                    continue
+                self.worker.fetch_ahead()
+                step = _show(run, detokenizer, stops, end_tokens)
+                self.stats.output_tokens -= len(run.tokens) - len(step.tokens)
+                text_tokens += step.tokens
+                self._measure(run)
+                yield step
+                if step.finish is not None:
+                    return
+        finally:
+            speculator.truncate(len(text_tokens))
+            self.prefix.generated(text_tokens)
+
+    def precompute(self, tokens: Sequence[int], *, on_progress: OnProgress = ignore) -> None:
+        """Run `tokens`, with which the next prompt is certain to begin, and get the levels below ready for it.
+
+        A later `generate(..., reuse=True)` then runs only what comes after them.
+        """
+        self._check(tokens, 0)
+        worker, prefix = self.worker, self.prefix
+        prefix.num_precomputed = 0
+        self._start(tokens, reuse=True, record_mass=True)
+        self._prefill(tokens[: prefix.num_prefilled(tokens)], on_progress)
+        target = worker.levels["target"]
+        num_rows = len(tokens) - target.length
+        target.forward(tokens[-num_rows:], 1)
+        worker.refresh(num_rows)
+        worker.fetch_ahead()
+        prefix.precomputed(tokens)
+
+    def replan(self, plan: Plan) -> None:
+        """Go on under another plan, with the rows that are cached. Only where neither plan offloads.
+
+        Needs the memory of both plans' caches for a moment. Where that fails (DoesNotFit), or anything else does, the
+        engine is as it was. Where positions are rotated otherwise in a context of the new size (RoPE scaling
+        "dynamic"), no row can be used again.
+        """
+        worker = self.worker.replanned(plan)
+        prefix = PrefixCache(worker)
+        try:
+            prefix.take(self.prefix)
+        except BaseException:
+            worker.release()
+            raise
+        outgrown, self.worker, self.prefix = self.worker, worker, prefix
+        outgrown.release()
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose rows the full cache holds."""
+        return len(self.prefix.tokens)
+
+    def restore(self, store: Store, tokens: Sequence[int], *, on_progress: OnProgress = ignore) -> int:
+        """Read the rows that `store` has of its longest common prefix with `tokens`, where that is more than is cached.
+        Returns how many tokens that prefix has.
+
+        Raises SessionError where a page is damaged; then nothing is cached.
+        """
+        return self.prefix.restore(store, tokens, on_progress)
+
+    def save(self, store: Store, extra: Mapping[str, object], *, on_progress: OnProgress = ignore) -> None:
+        """Write the rows that are cached to `store`; pages that it has already are not written again.
+
+        `store`: the same from one save to the next, and the one that was restored from. Raises SessionError,
+        DoesNotFit; what was saved before stays.
+        """
+        self.prefix.save(store, extra, on_progress)
+
+    def beside(self) -> Engine:
+        """Another one of the same plan, for another sequence: with caches of its own, over the same models. Raises
+        DoesNotFit."""
+        return Engine(self.worker.beside(), self.tokenizer, load_seconds=self._load_seconds)
+
+    def borrow(self, others: Sequence[Engine], prompt: Sequence[int]) -> None:
+        """Have what is cached here or in one of `others`, made by `beside`, of the rows that a prefill of `prompt`
+        would give bit for bit. `others` may be in the middle of a text."""
+        self.prefix.borrow([other.prefix for other in others], prompt)
+
+    def take_prompt(self, other: Engine) -> None:
+        """Copy the prefill that `other` has cached, of the same model, instead of running it again."""
+        self.prefix.take_prefill(other.prefix)
+
+    def close(self) -> None:
+        self.worker.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """The model's own."""
+        own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
+        return frozenset((*self.worker.target.config.eos_token_ids, *own))
+
+    def _check(self, prompt: Sequence[int], max_tokens: int) -> None:
+        if not prompt:
+            raise UsageError("the prompt is empty; give at least one token")
+        if max_tokens < 0:
+            raise UsageError(f"max_tokens is {max_tokens}, it must be 0 or more")
+        vocab_size = self.worker.vocab_size
+        for token in (min(prompt), max(prompt)):
+            if vocab_size <= token < len(self.tokenizer):
+                raise ModelError(
+                    f"the tokenizer gives token {token}, the weights are for {vocab_size}; they do not belong "
+                    "together, download the model again"
+                )
+            if not 0 <= token < vocab_size:
+                raise UsageError(
+                    f"the prompt has token {token}, it must be from 0 to {vocab_size - 1}: take the ids of the "
+                    "model's own tokenizer"
+                )
+        capacity = self.plan.request.capacity
+        if len(prompt) + max_tokens > capacity:
+            raise DoesNotFit(
+                f"{len(prompt)} prompt tokens and {max_tokens} new ones are more than the planned {capacity}"
+            )
+
+    def _start(self, prompt: Sequence[int], *, reuse: bool, record_mass: bool) -> None:
+        """Fresh counters. The full cache keeps the rows that are reused; the levels below start afresh, so that text
+        does not depend on what earlier requests drafted. Only what was precomputed stays in the retrieval cache."""
+        use_device(self.worker.memory.device)
+        reused = self.prefix.begin(prompt, reuse=reuse)
+        if "draft" in self.levels:
+            self.levels["draft"].truncate(0)
+        if (inner := self.plan.composition.inner) is not None and not self.prefix.num_precomputed:
+            self.levels[inner].truncate(0)
+        self.worker.record_mass(record_mass)
+        self.stats = Stats(
+            prompt_tokens=len(prompt),
+            reused_tokens=reused,
+            load_seconds=self._load_seconds,
+            wider_layers=self.worker.target.weights.layers.num_wider,
+        )
+        for level in self.levels.values():
+            level.stats = LevelStats(level.stats.name)
+        self._refreshes = LevelStats("refresh")
+        self.stats.levels = [level.stats for level in self.levels.values()]
+        self._link_at_start = self._link_at_decode = self.worker.link_stats
+        self._host_at_decode = self.worker.host_stats
+
+    def _prefill(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
+        self.prefix.prefill(tokens, on_progress)
+        self._link_at_decode, self._ranks_at_decode = self.worker.link_stats, self.worker.rank_stats()
+        self._host_at_decode = self.worker.host_stats
+
+    def _measure(self, run: generation.Run) -> None:
+        """What crossed the links; of the other ranks at the end only, since they have to be asked."""
+        self.stats.prefill_link = self._link_at_decode - self._link_at_start
+        self.stats.decode_link = self.worker.link_stats - self._link_at_decode
+        self.stats.host_attention = self.worker.host_stats - self._host_at_decode
+        for level in self.levels.values():
+            level.settle()
+        self._refresh_timing.settle()
+        self.stats.refresh_seconds = self._refreshes.seconds
+        if run.finish is not None:
+            now = zip(self.worker.rank_stats(), self._ranks_at_decode, strict=True)
+            self.stats.ranks = [rank.since(earlier) for rank, earlier in now]
+
+    def _make_speculator(self, sampling: SamplingParams, *, speculation: bool) -> Speculator:
+        """Without speculation: one that drafts nothing, while the levels below rest."""
+        levels = self.levels if speculation else {"target": self.levels["target"]}
+        return build_speculator(
+            self.plan if speculation else replace(self.plan, composition=PLAIN),
+            levels,
+            sampling,
+            device=self.worker.memory.device,
+            prepare_copies=self._prepare_copies,
+            block=self.levels["target"].block,
+        )
+
+    def _prepare_copies(self, num_rows: int, wanted: bool) -> bool:
+        with self._refresh_timing.measure(self._refreshes, num_rows):
+            return self.worker.prepare_copies(num_rows, wanted=wanted)
+
+
+def _show(run: generation.Run, detokenizer: Detokenizer, stops: StopStrings, end_tokens: frozenset[int]) -> Step:
+    """The run's text, cut after the token that completes a stop string. End tokens print nothing."""
+    text, tokens = "", []
+    for token in run.tokens:
+        tokens.append(token)
+        if token not in end_tokens:
+            text += stops.push(detokenizer.push(token))
+        if stops.found:
+            return Step(text, tokens, "stop")
+    if run.finish is not None:
+        text += stops.push(detokenizer.flush())
+        if stops.found:
+            return Step(text, tokens, "stop")
+        text += stops.flush()
+    return Step(text, tokens, run.finish)

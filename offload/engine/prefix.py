@@ -1,0 +1,144 @@
+"""The prefix cache: rows that the full cache keeps from one request to the next, and which of them the next reuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from offload.progress import OnProgress, Progress, bytes_of
+from offload.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from offload.session.store import Store
+
+
+class PrefixCache:
+    """Tokens whose rows a worker's full cache holds. A request reuses the longest common prefix of them and its prompt.
+
+    The last `plan.placement.rows` tokens of a prompt are left to the first pass of the target level, which appends to
+    the same cache; tokens that were precomputed are not, but at least one always is.
+    tokens: one for each row. num_precomputed: the first so many were run before the prompt that begins with them was
+    known, and the levels below are ready for it; 0: they are not.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.tokens: list[int] = []
+        self.num_precomputed = 0
+        self._worker, self._target = worker, worker.levels["target"]
+        self._num_own = 0  # the first so many have the bits that one prefill of just these tokens would give
+        self._num_saved = 0  # the first so many are on the disk, bit for bit, as a session has them
+
+    def begin(self, prompt: Sequence[int], *, reuse: bool) -> int:
+        """Keep the rows that `prompt` reuses and forget the rest. Returns how many they are.
+
+        reuse: rows of the longest common prefix, whichever passes computed them; else only those that a prefill of
+        `prompt` would give bit for bit.
+        """
+        kept = self._num_reusable(prompt) if reuse else self.num_alike(prompt)
+        if not reuse:
+            self.num_precomputed = 0
+        self.truncate(kept)
+        return kept
+
+    def num_prefilled(self, prompt: Sequence[int]) -> int:
+        """Tokens of `prompt` that no pass of the target level runs."""
+        return max(len(prompt) - self._worker.plan.placement.rows, self._target.length)
+
+    def prefill(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
+        """Add what is missing of `tokens`, which begin with those that are cached. Broken off, it adds nothing."""
+        worker, start = self._worker, self._target.length
+        if len(tokens) == start:
+            return
+
+        def report(num_tokens: int) -> None:
+            on_progress(Progress("prefill", num_tokens, len(tokens) - start, "tokens"))
+
+        worker.prefill(tokens[start:], report)
+        if len(self.tokens) == self._num_own and self._num_own % worker.plan.placement.prefill_block == 0:
+            self._num_own = len(tokens)
+        self.tokens = list(tokens)
+
+    def generated(self, tokens: Sequence[int]) -> None:
+        """The full cache has rows of the first of `tokens` now, all but those that are pending."""
+        self.tokens, self.num_precomputed = list(tokens[: self._target.length]), 0
+
+    def precomputed(self, tokens: Sequence[int]) -> None:
+        """The full cache has rows of all `tokens`, and the levels below are ready for what begins with them."""
+        self.tokens, self.num_precomputed = list(tokens), len(tokens)
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` rows at most."""
+        self.tokens = self.tokens[:length]
+        self._num_own = min(self._num_own, length)
+        self._num_saved = min(self._num_saved, length)
+        if length < self.num_precomputed:
+            self.num_precomputed = 0
+        self._target.truncate(length)
+
+    def take(self, other: PrefixCache) -> None:
+        """Copy the rows of `other`, of the same model, if positions are rotated as there; else nothing is cached."""
+        if self._worker.copy_rows(other._worker):
+            self.tokens, self.num_precomputed = list(other.tokens), 0
+            self._num_own, self._num_saved = other._num_own, other._num_saved
+
+    def take_prefill(self, other: PrefixCache) -> None:
+        """The same of the rows that one prefill gave; `other` keeps no others either."""
+        other.truncate(other._num_own)
+        self.take(other)
+
+    def num_alike(self, prompt: Sequence[int]) -> int:
+        """Rows that a prefill of `prompt` would give bit for bit: all of its prefill, or the whole blocks that both
+        prompts begin with."""
+        placement = self._worker.plan.placement
+        wanted = max(len(prompt) - placement.rows, 0)
+        common = min(num_common(self.tokens, prompt), self._num_own, wanted)
+        return (
+            common if common == wanted == self._num_own else common // placement.prefill_block * placement.prefill_block
+        )
+
+    def borrow(self, others: Sequence[PrefixCache], prompt: Sequence[int]) -> None:
+        """Copy those rows from the one of `others`, whose workers have the same plan, that holds the most of them, if
+        that are more than there are here. `others` stay as they are, also where their sequences are running."""
+        counts = [(other.num_alike(prompt), other) for other in others]
+        count, best = max(counts, key=lambda pair: pair[0], default=(0, self))
+        if count > self.num_alike(prompt) and self._worker.copy_rows(best._worker, count):
+            self.tokens, self.num_precomputed = list(prompt[:count]), 0
+            self._num_own, self._num_saved = count, 0
+
+    def restore(self, store: Store, tokens: Sequence[int], on_progress: OnProgress) -> int:
+        """See `Engine.restore`."""
+        common = min(num_common(store.tokens, tokens), self._worker.plan.request.capacity)
+        if common <= num_common(self.tokens, tokens):
+            return common
+        self.truncate(0)
+        total = store.bytes_to_read(common)
+        report = bytes_of("restore", total, on_progress)
+        store.load(self._worker.rows, common, on_bytes=report)
+        report(total)
+        self.tokens, self._num_saved = list(tokens[:common]), common
+        return common
+
+    def save(self, store: Store, extra: Mapping[str, object], on_progress: OnProgress) -> None:
+        """See `Engine.save`."""
+        total = store.bytes_to_write(len(self.tokens), self._num_saved)
+        report = bytes_of("save", total, on_progress)
+        store.save(
+            self._worker.rows,
+            self.tokens,
+            capacity=self._worker.plan.request.capacity,
+            extra=extra,
+            unchanged=self._num_saved,
+            on_bytes=report,
+        )
+        report(total)
+        self._num_saved = len(self.tokens)
+
+    def _num_reusable(self, prompt: Sequence[int]) -> int:
+        precomputed = min(self.num_precomputed, len(prompt) - 1)
+        return min(num_common(self.tokens, prompt), max(len(prompt) - self._worker.plan.placement.rows, precomputed))
+
+
+def num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -1,0 +1,243 @@
+"""Sequences that run at a time and share passes: each layer's weights are read, or cross the link, once for all.
+
+Each sequence has an engine of its own and is decoded as it would be alone; only its passes wait until others want one
+of the same level. Where the plan has them take turns, half of them have a full pass, and while that waits for a tile
+the others draft, in the middle of it. Everything happens on the caller's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from offload.cache.full import FullCache
+from offload.decode.build import pass_seconds
+from offload.decode.passes import Pass, Work
+from offload.decode.sampling import SamplingParams
+from offload.engine.engine import Engine, Step
+from offload.metrics import Stats
+from offload.model.level import Level, run_together
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Sequences(Generic[Key]):
+    """Requests under way, by keys of the caller's. engine: the first sequence's, and whose plan and models all use; it
+    stays the caller's. A context manager: at the end all are broken off and the other engines' memory is given back.
+
+    An error of a pass is raised where passes are run, and so is an error of one sequence; all stay consistent and can
+    only be left then.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Raises DoesNotFit where there is no memory for all sequences of the plan; then nothing stays allocated."""
+        self._engines = [engine]
+        self._running: dict[Key, _Running] = {}
+        self._levels = list(engine.levels)[::-1]  # the cheapest first
+        self._turns = engine.plan.request.turns
+        self._exposed_seconds = 0.0  # in which others drafted in the middle of full passes and the link rested, so far
+        try:
+            for _ in range(engine.plan.request.num_sequences - 1):
+                self._engines.append(engine.beside())
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._running) < len(self._engines)
+
+    def __len__(self) -> int:
+        """That are running."""
+        return len(self._running)
+
+    def join(self, key: Key, prompt: Sequence[int], sampling: SamplingParams, **settings: Any) -> None:
+        """Begin a request, see `Engine.generate`, where there is room: its prompt is read, while the others wait, and
+        its first pass waits for theirs. What its prompt and those of others begin with alike is not read again. After
+        an error, such as one that `on_progress` raises, it can only leave."""
+        taken = [running.engine for running in self._running.values()]
+        idle = [engine for engine in self._engines if engine not in taken]
+        engine = max(idle, key=lambda each: each.prefix.num_alike(prompt))
+        engine.borrow([each for each in self._engines if each is not engine], prompt)
+        self._running[key] = _Running(engine, engine.in_passes(prompt, sampling, **settings))
+        self._running[key].go_on()
+
+    def steps(self) -> list[tuple[Key, Step]]:
+        """Run passes until there are steps, at least one, in the order in which the sequences joined. Who has had the
+        last step leaves before the next call."""
+        while self._running:
+            for running in self._running.values():
+                running.go_on()
+            came = [(key, step) for key, running in self._running.items() if (step := running.taken()) is not None]
+            if came:
+                return came
+            self._run_passes()
+        return []
+
+    def leave(self, key: Key) -> Stats:
+        """End a request, whether or not it has come to its end. Returns its statistics; the seconds are those that went
+        by, the link's bytes those of all who ran meanwhile."""
+        running = self._running.pop(key)
+        running.work.close()
+        return running.engine.stats
+
+    def close(self) -> None:
+        for key in list(self._running):
+            self.leave(key)
+        while len(self._engines) > 1:
+            self._engines.pop().worker.release()
+
+    def __enter__(self) -> Sequences[Key]:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _run_passes(self) -> None:
+        """One pass of the cheapest level that anybody waits for, so that whoever still drafts is there when the next
+        one's turn comes. With turns a full pass comes first, of those who have waited longest, once half of all wait
+        for it."""
+        everybody = list(self._running.values())
+        drafting, at_target = self._divided(everybody)
+        half = -(-len(everybody) // 2)
+        if self._turns and len(at_target) >= half:
+            for part in _parts(sorted(at_target, key=lambda each: each.since)[:half]):
+                with self._others_draft(part):
+                    self._run(part)
+        else:
+            for part in _parts(self._cheapest(drafting or at_target)):
+                self._run(part)
+
+    @contextmanager
+    def _others_draft(self, part: Sequence[_Running]) -> Iterator[None]:
+        """In the body `part` has a full pass; while that waits for a tile, the others draft."""
+        caches = [each.engine.worker.full for each in part]
+        for cache in caches:
+            cache.use_waits(partial(self._draft, part[0].level, caches))
+        try:
+            yield
+        finally:
+            for cache in caches:
+                cache.use_waits(None)
+
+    def _draft(self, under_way: Level, caches: Sequence[FullCache]) -> bool:
+        """Run one pass below the target, in the middle of a pass of `under_way` over `caches`. False where nobody waits
+        for any. It costs nothing while tiles are on their way: so far does it pay to draft."""
+        drafting, _ = self._divided(self._running.values())
+        if not drafting:
+            return False
+        start, [part, *_] = time.perf_counter(), _parts(self._cheapest(drafting))
+        with under_way.left_out(), torch.inference_mode(False):
+            _run_as_one([each.waits_for for each in part])
+            exposed = time.perf_counter() - start if all(cache.link_idle for cache in caches) else 0.0
+            self._charge(part, exposed)
+            for each in part:
+                each.go_on()
+            assert not any(each.step for each in part), "a step comes after a full pass"
+        self._exposed_seconds += exposed
+        return True
+
+    def _divided(self, some: Iterable[_Running]) -> tuple[list[_Running], list[_Running]]:
+        """(who waits for a pass below the target, who waits for one of the target)."""
+        drafting = [each for each in some if each.level_name != self._levels[-1]]
+        return drafting, [each for each in some if each.level_name == self._levels[-1]]
+
+    def _cheapest(self, some: Sequence[_Running]) -> list[_Running]:
+        """Those who wait for a pass of the cheapest level."""
+        name = min((each.level_name for each in some), key=self._levels.index)
+        return [each for each in some if each.level_name == name]
+
+    def _run(self, part: Sequence[_Running]) -> None:
+        """Their passes, as one. What others drafted in the middle of it while the link rested is not theirs."""
+        start, exposed = time.perf_counter(), self._exposed_seconds
+        _run_as_one([each.waits_for for each in part])
+        self._charge(part, time.perf_counter() - start - (self._exposed_seconds - exposed))
+
+    def _charge(self, part: Sequence[_Running], seconds: float) -> None:
+        for each, share in zip(part, self._shares(part), strict=True):
+            each.ran(seconds * share)
+
+    def _shares(self, part: Sequence[_Running]) -> list[float]:
+        """Each one's of a pass's seconds: an equal one of what it takes at any rate, and what the plan says of rows."""
+        planned = pass_seconds(self._engines[0].plan, part[0].level_name)
+        prices = [planned.fixed / len(part) + planned.slope * len(each.waits_for.tokens) for each in part]
+        return [price / sum(prices) for price in prices]
+
+
+class _Running:
+    """A request on its engine. step: what came last and was not taken yet, else asked: the pass that it waits for;
+    since: when it began to."""
+
+    def __init__(self, engine: Engine, work: Work[Step]) -> None:
+        self.engine, self.work = engine, work
+        self.step: Step | None = None
+        self.asked: Pass | None = None
+        self.since = self._own = 0.0
+        self._answered: Pass | None = None
+
+    @property
+    def waits_for(self) -> Pass:
+        assert self.asked is not None
+        return self.asked
+
+    @property
+    def level(self) -> Level:
+        """Of the pass that it waits for."""
+        return _level(self.waits_for)
+
+    @property
+    def level_name(self) -> str:
+        return self.level.stats.name
+
+    def go_on(self) -> None:
+        """Up to the next step, or to the next pass, for which it waits from now on."""
+        if self.step is not None or self.asked is not None:
+            return
+        if (answered := self._answered) is not None:
+            answered.waited = max(time.perf_counter() - self.since - self._own, 0.0)
+            self._answered = None
+        item = next(self.work)
+        if isinstance(item, Pass):
+            self.asked, self.since = item, time.perf_counter()
+        else:
+            self.step = item
+
+    def taken(self) -> Step | None:
+        """The step that came, once."""
+        step, self.step = self.step, None
+        return step
+
+    def ran(self, seconds: float) -> None:
+        """Its pass has run. seconds: of it that are its own."""
+        self.asked, self._answered, self._own = None, self.asked, seconds
+
+
+def _parts(group: Sequence[_Running]) -> list[list[_Running]]:
+    """Those whose passes, all of one level, can be shared, and each other one by itself."""
+    together = [each for each in group if each.level.shares(len(each.waits_for.tokens))]
+    apart = [[each] for each in group if each not in together]
+    return [together, *apart] if together else apart
+
+
+def _run_as_one(passes: Sequence[Pass]) -> None:
+    if len(passes) == 1:
+        passes[0].run()
+        return
+    levels = [_level(each) for each in passes]
+    continuations = [
+        level.asked(each.tokens, each.num_logits, each.compute, each.given)
+        for level, each in zip(levels, passes, strict=True)
+    ]
+    for each, made in zip(passes, run_together(levels, continuations), strict=True):
+        each.made = made
+
+
+def _level(asked: Pass) -> Level:
+    """The level of a worker."""
+    assert isinstance(asked.level, Level)
+    return asked.level

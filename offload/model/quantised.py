@@ -1,0 +1,68 @@
+"""A model's quantised weights, made from the exact ones: the target proposes to itself with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from offload.errors import UsageError
+from offload.kernels.gpu import GpuKernels
+from offload.kernels.native import Kernels
+from offload.plan.config import ModelConfig
+from offload.transfer.layout import LayerLayout, LayerWeights, Linear, in_codes, matrix_of
+from offload.transfer.memory import Memory
+from offload.transfer.quantised import LOW_BIT_WEIGHTS, fill_coded, fill_codes
+from offload.transfer.weights import ResidentLayers, Weights
+
+
+@dataclass(frozen=True)
+class QuantisedWeights:
+    """weights: the matrices of the layers and of the head quantised, resident; norms and biases as they are. blocks:
+    the memory that was allocated for them."""
+
+    weights: Weights
+    blocks: Sequence[Tensor]
+
+    def release(self, memory: Memory) -> None:
+        """They are not used again."""
+        for block in self.blocks:
+            memory.released(block, tier="device", purpose=LOW_BIT_WEIGHTS)
+
+
+def quantised_weights(
+    weights: Weights, config: ModelConfig, bits: int, memory: Memory, kernels: Kernels | GpuKernels
+) -> QuantisedWeights:
+    """In `bits` bits, 4 or 6. config: of the shard that `weights` are of. Weights that stream cross the link for it
+    once, unless their codes are there already. kernels: the CPU's or the GPU's.
+
+    Raises UsageError where the kernels, which passes over them need, do not run; DoesNotFit.
+    """
+    if not kernels.usable:
+        whose = "GPU" if isinstance(kernels, GpuKernels) else "CPU"
+        raise UsageError(f"weights in {bits} bits need the {whose}'s kernels, which do not run: {kernels.reason}")
+    blocks = list[Tensor]()
+
+    def allocate(layout: LayerLayout) -> Tensor:
+        blocks.append(memory.allocate((layout.num_bytes,), torch.uint8, tier="device", purpose=LOW_BIT_WEIGHTS))
+        return blocks[-1]
+
+    layout = LayerLayout.of(config, weights.final_norm.dtype, bits)
+    layers = list[LayerWeights]()
+    made = weights.layers.coded
+    for exact in islice(weights.layers, config.num_layers - len(made)) if made else weights.layers:
+        layers.append(layout.bind(allocate(layout)))
+        fill_coded(layers[-1], exact, kernels)
+    layers += made
+    head = weights.head
+    if head is not None:
+        packed = LayerLayout.pack(in_codes("head", tuple(head.weight.shape), bits))
+        coded = Linear(matrix_of(packed.tensors(allocate(packed)), "head"), head.bias)
+        fill_codes(coded, head, kernels)
+        head = coded
+    return QuantisedWeights(
+        replace(weights, layers=ResidentLayers(layers, len(layers) * layout.num_bytes), head=head), blocks
+    )

@@ -1,0 +1,199 @@
+"""A rank other than 0: it does to its part of the model and the caches what rank 0 tells it.
+
+Started by rank 0 as `python -m offload.ranks.follower DESCRIPTOR FILE MEMORY START RANK SIZE`, or by torchrun as what
+rank 0 runs. It says nothing: what fails is told to rank 0, and when rank 0 is gone or hangs, it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import TriforceError
+from offload.kernels.rows import Blocks
+from offload.model.level import run_together
+from offload.plan.planner import Plan
+from offload.plan.shards import Shard
+from offload.plan.torchrun import Launched
+from offload.progress import ignore
+from offload.ranks import rendezvous
+from offload.ranks.all_rows import empty_page, packed_page, unpack_page
+from offload.ranks.orders import LOST, GivenUp, Orders
+from offload.ranks.record import TokenRecord
+from offload.ranks.rendezvous import Met
+from offload.ranks.sums import Sums
+from offload.worker.models import LoadedModels
+from offload.worker.worker import Worker, equal_sizes, stats_of_rank
+
+_ANSWERED = ("load", "try_sizes", "build", "stats")
+
+
+class Follower:
+    """Obeys until the process is told to end. workers: by rank 0's numbers."""
+
+    def __init__(self, shard: Shard, local_rank: int, met: Met) -> None:
+        self._shard, self._local_rank, self._store = shard, local_rank, met.store
+        self._memory = met.memory
+        self._orders = Orders(met.channels[0])
+        self._parts: LoadedModels | None = None
+        self._sums: Sums | None = None
+        self._workers: dict[int, Worker] = {}
+        self._records: dict[int, TokenRecord] = {}
+
+    def run(self) -> None:
+        """Never returns. Any error that rank 0 does not wait to hear of ends this rank, and with it the others."""
+        try:
+            while True:
+                message = self._orders.next()
+                self._obey(message.pop("verb"), message.pop("number"), message)
+        except BaseException as error:
+            why = str(error) if isinstance(error, TriforceError) else f"{type(error).__name__}: {error}"
+            self._orders.fail(why, "".join(traceback.format_exception(error)))
+            os._exit(LOST)
+
+    def _obey(self, verb: str, number: int, arguments: Mapping[str, Any]) -> None:
+        try:
+            value = getattr(self, f"_{verb}")(**arguments)
+        except GivenUp:
+            return
+        except TriforceError as error:
+            if verb not in _ANSWERED:
+                raise
+            self._orders.refuse(number, error.kind, str(error))
+        else:
+            if verb in _ANSWERED:
+                self._orders.answer(number, value)
+
+    def _load(self, plan: Mapping[str, Any], target: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        own = self._own(plan)
+        device = torch.device(own.request.device)
+        rank, size, memory = self._shard.rank, self._shard.size, self._memory
+        self._sums = Sums(rank, size, device, check=lambda: None, go=self._orders.wait_to_go, memory=memory)
+        self._parts = LoadedModels.load(own, {"target": Path(target)}, ignore, shard=self._shard, sums=self._sums)
+
+    def _connect(self) -> None:
+        assert self._sums is not None
+        self._sums.connect(self._store)
+
+    def _try_sizes(self, plan: Mapping[str, Any]) -> list[int]:
+        assert self._parts is not None
+        return list(equal_sizes(self._own(plan), self._parts.target.config).sizes)
+
+    def _build(self, worker: int, plan: Mapping[str, Any], sizes: Sequence[int]) -> None:
+        assert self._parts is not None
+        vocab_size = self._parts.target.config.vocab_size
+        made = Worker(self._own(plan), self._parts, vocab_size=vocab_size, blocks=Blocks(tuple(sizes)))
+        self._workers[worker], self._records[worker] = made, TokenRecord()
+
+    def _go(self) -> None:
+        """Left over from a forward that rank 0 began, and this rank did not need to be told to go on with."""
+
+    def _prefill(self, worker: int, at: int, tokens: Sequence[int]) -> None:
+        self._begin(worker, "target", at, tokens, None)
+        self._workers[worker].prefill(tokens, lambda num_tokens: None)
+
+    def _forward(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        """One pass, of one sequence or of several, each a part of it."""
+        for part in parts:
+            self._begin(**part)
+        levels = [self._workers[part["worker"]].levels[part["level"]] for part in parts]
+        asked = [level.asked(part["tokens"], 0, None, ()) for level, part in zip(levels, parts, strict=True)]
+        run_together(levels, asked)
+
+    def _begin(self, worker: int, level: str, at: int, tokens: Sequence[int], digest: str | None) -> None:
+        """Forget what rank 0 has not got, and check that the rest is the same."""
+        cache = self._workers[worker].levels[level]
+        cache.truncate(at)
+        if cache.length != at:
+            raise RuntimeError(f"the {level} level has {cache.length} tokens, rank 0 has {at}")
+        if level == "target":
+            if digest is not None:
+                self._records[worker].compare(at, digest)
+            self._records[worker].append(at, tokens)
+
+    def _truncate(self, worker: int, level: str, length: int) -> None:
+        self._workers[worker].levels[level].truncate(length)
+
+    def _record_mass(self, worker: int, wanted: bool) -> None:
+        self._workers[worker].record_mass(wanted)
+
+    def _refresh(self, worker: int, num_rows: int) -> None:
+        self._workers[worker].refresh(num_rows)
+
+    def _prepare_copies(self, worker: int, num_rows: int, wanted: bool) -> None:
+        self._workers[worker].prepare_copies(num_rows, wanted=wanted)
+
+    def _fetch_ahead(self, worker: int) -> None:
+        self._workers[worker].fetch_ahead()
+
+    def _copy_rows(self, worker: int, other: int, num_tokens: int | None) -> None:
+        self._workers[worker].copy_rows(self._workers[other], num_tokens)
+        self._records[worker].take(self._records[other], num_tokens)
+
+    def _release(self, worker: int) -> None:
+        """Of a worker that could not be built here there is nothing."""
+        if (released := self._workers.pop(worker, None)) is not None:
+            released.release()
+
+    def _stats(self, worker: int) -> dict[str, Any]:
+        assert self._sums is not None
+        return asdict(stats_of_rank(self._shard.rank, self._workers[worker], self._sums.seconds))
+
+    def _reserve(self, worker: int, num_tokens: int) -> None:
+        self._workers[worker].full.reserve(num_tokens)
+
+    def _wait_home(self, worker: int) -> None:
+        self._workers[worker].full.wait_home()
+
+    def _gather_page(self, worker: int, page: int) -> None:
+        assert self._sums is not None
+        self._sums.gather(packed_page(self._workers[worker].full, page))
+
+    def _fill_page(self, worker: int, page: int) -> None:
+        assert self._sums is not None
+        full = self._workers[worker].full
+        own = empty_page(full.num_layers, full.shape)
+        self._sums.scatter([], own)
+        unpack_page(full, page, own)
+
+    def _restored(self, worker: int, length: int) -> None:
+        self._workers[worker].full.restored(length)
+        self._records[worker].forget(length)
+
+    def _own(self, data: Mapping[str, Any]) -> Plan:
+        """Rank 0's plan on this rank's device: of the same kind, further on by the rank within its machine."""
+        plan = Plan.from_dict(data)
+        kind, _, first = plan.request.device.partition(":")
+        if kind == "cpu":
+            return plan
+        return replace(plan, request=replace(plan.request, device=f"{kind}:{int(first) + self._local_rank}"))
+
+
+def follow(shard: Shard, local_rank: int, met: Met) -> None:
+    """Obey rank 0, and end with it. A terminal's signals are for rank 0, which ends the others as it has to."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    Follower(shard, local_rank, met).run()
+
+
+def follow_torchrun(launched: Launched) -> None:
+    """The same in a process that torchrun started."""
+    follow(Shard(launched.rank, launched.size), launched.local_rank, rendezvous.meet(launched))
+
+
+def main(arguments: Sequence[str]) -> None:
+    descriptor, file, memory, number, rank, size = map(int, arguments)
+    follow(Shard(rank, size), rank, rendezvous.started(descriptor, file, memory, number))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,255 @@
+"""Rank 0 of several: it decides, and tells the other ranks what it does before it does it.
+
+What is told is tokens, lengths and names. A forward says at which length it begins, so a rank that has run more of an
+earlier one, which rank 0 broke off, forgets that first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from offload.cache import Cache
+from offload.errors import RankFailed
+from offload.kernels.rows import Blocks
+from offload.metrics import RankStats
+from offload.model.decoder import Decoder
+from offload.model.level import Continuation, Level
+from offload.plan.config import ModelConfig
+from offload.plan.planner import Plan
+from offload.plan.shards import Shard
+from offload.plan.torchrun import Launched
+from offload.progress import OnProgress
+from offload.ranks import rendezvous
+from offload.ranks.all_rows import AllRows
+from offload.ranks.record import TokenRecord
+from offload.ranks.sums import Sums
+from offload.ranks.team import Team
+from offload.session.page import PagedRows
+from offload.worker.models import LoadedModels
+from offload.worker.worker import Worker, equal_sizes, fast_sizes, stats_of_rank
+
+COMPARED_FORWARDS = 16  # of the target, after which the ranks compare their tokens
+
+
+def load_worker(plan: Plan, folders: Mapping[str, Path], *, num_tokens: int, on_progress: OnProgress) -> Worker:
+    """The worker of `plan`, alone or, for several devices, leading one on each. See `Worker.load`; raises RankFailed,
+    too."""
+    if plan.request.num_devices == 1:
+        return Worker.load(plan, folders, num_tokens=num_tokens, on_progress=on_progress)
+    return LeadingWorker.load(plan, folders, num_tokens=num_tokens, on_progress=on_progress)
+
+
+class Lead:
+    """The other ranks, what is told to them, and the sums that this one takes part in with them."""
+
+    def __init__(self, plan: Plan) -> None:
+        size, launched = plan.request.num_devices, Launched.look()
+        self.whole: ModelConfig | None = None  # of which each rank has a shard
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(max(self._threads // (launched.local_size if launched else size), 1))
+        met = rendezvous.start(size) if launched is None else rendezvous.meet(launched)
+        device = torch.device(plan.request.device)
+        self.sums = Sums(0, size, device, check=self._check, go=self._go, memory=met.memory)
+        self.team, self._store = Team(met, self.sums.abort), met.store
+        self._num_workers = 0
+
+    def load(self, plan: Plan, folders: Mapping[str, Path], on_progress: OnProgress) -> LoadedModels:
+        """Every rank reads its shard at the same time."""
+        self.whole, target = ModelConfig.from_folder(folders["target"]), str(folders["target"].resolve())
+        told = self.team.tell("load", plan=plan.as_dict(), target=target, threads=torch.get_num_threads())
+        models = LoadedModels.load(plan, folders, on_progress, shard=Shard(0, self.team.size), sums=self.sums)
+        try:
+            self.team.replies(told)
+            self.team.tell("connect")
+            self.sums.connect(self._store)
+        except BaseException:
+            models.close()
+            raise
+        return models
+
+    def block_sizes(self, plan: Plan, config: ModelConfig) -> Blocks:
+        """Sizes that every rank's CPU computes alike. Raises RankFailed where there are none."""
+        told = self.team.tell("try_sizes", plan=plan.as_dict())
+        alike = set(equal_sizes(plan, config).sizes).intersection(*self.team.replies(told))
+        if not alike:
+            raise RankFailed("the ranks' CPUs have no size of blocks in common that they compute alike")
+        return fast_sizes(plan, config, Blocks(tuple(sorted(alike))))
+
+    def build(self, plan: Plan, blocks: Blocks) -> tuple[int, int]:
+        """The others begin to build workers. Returns the number that these have, and that of what they were told."""
+        self._num_workers += 1
+        number = self._num_workers
+        return number, self.team.tell("build", worker=number, plan=plan.as_dict(), sizes=blocks.sizes)
+
+    def close(self) -> None:
+        self.team.close()
+        self.sums.close()
+        torch.set_num_threads(self._threads)
+
+    def _check(self) -> None:
+        self.team.check()
+
+    def _go(self) -> None:
+        self.team.tell("go")
+
+
+class LeadingWorker(Worker):
+    """Rank 0's worker: what changes the caches is told to the workers of this number first."""
+
+    def __init__(
+        self, lead: Lead, number: int, plan: Plan, models: LoadedModels, *, vocab_size: int, blocks: Blocks
+    ) -> None:
+        self._lead, self.number, self._record = lead, number, TokenRecord()
+        super().__init__(plan, models, vocab_size=vocab_size, blocks=blocks)
+
+    @classmethod
+    def load(
+        cls, plan: Plan, folders: Mapping[str, Path], *, num_tokens: int, on_progress: OnProgress
+    ) -> LeadingWorker:
+        lead = Lead(plan)
+        try:
+            models = lead.load(plan, folders, on_progress)
+            try:
+                return cls.build(lead, plan, models, vocab_size=models.num_scored(num_tokens))
+            except BaseException:
+                models.close()
+                raise
+        except BaseException:
+            lead.close()
+            raise
+
+    @classmethod
+    def build(
+        cls, lead: Lead, plan: Plan, models: LoadedModels, *, vocab_size: int, blocks: Blocks | None = None
+    ) -> LeadingWorker:
+        """blocks: those of another worker of the same plan. Raises DoesNotFit where one rank has too little memory;
+        then none keeps any of it."""
+        if blocks is None:
+            blocks = lead.block_sizes(plan, models.target.config)
+        number, told = lead.build(plan, blocks)
+        worker = cls(lead, number, plan, models, vocab_size=vocab_size, blocks=blocks)
+        try:
+            lead.team.replies(told)
+        except BaseException:
+            worker.release()
+            raise
+        return worker
+
+    @property
+    def rows(self) -> PagedRows:
+        lead = self._lead
+        assert lead.whole is not None
+        shards = [Shard(rank, lead.team.size).kv_heads(lead.whole) for rank in range(lead.team.size)]
+        return AllRows(self.full, shards, lead.sums, self.tell, self._record)
+
+    def tell(self, verb: str, **arguments: Any) -> int:
+        """See `Team.tell`."""
+        return self._lead.team.tell(verb, worker=self.number, **arguments)
+
+    def tell_all(self, verb: str, **arguments: Any) -> int:
+        """The same of what is not for this worker alone."""
+        return self._lead.team.tell(verb, **arguments)
+
+    def check(self) -> None:
+        """Raises RankFailed where a rank is lost."""
+        self._lead.team.check()
+
+    def rank_stats(self) -> list[RankStats]:
+        told = self.tell("stats")
+        own = stats_of_rank(0, self, self._lead.sums.seconds)
+        return [own, *(RankStats(**found) for found in self._lead.team.replies(told))]
+
+    def prefill(self, tokens: Sequence[int], on_tokens: Callable[[int], None]) -> None:
+        if tokens:
+            self._record.append(self.full.length, tokens)
+            self.tell("prefill", at=self.full.length, tokens=list(tokens))
+            super().prefill(tokens, on_tokens)
+
+    def record_mass(self, wanted: bool) -> None:
+        self.tell("record_mass", wanted=wanted)
+        super().record_mass(wanted)
+
+    def refresh(self, num_rows: int) -> None:
+        self.tell("refresh", num_rows=num_rows)
+        super().refresh(num_rows)
+
+    def prepare_copies(self, num_rows: int, *, wanted: bool) -> bool:
+        self.tell("prepare_copies", num_rows=num_rows, wanted=wanted)
+        return super().prepare_copies(num_rows, wanted=wanted)
+
+    def fetch_ahead(self) -> None:
+        self.tell("fetch_ahead")
+        super().fetch_ahead()
+
+    def beside(self) -> Worker:
+        return LeadingWorker.build(self._lead, self.plan, self.models, vocab_size=self.vocab_size, blocks=self._blocks)
+
+    def copy_rows(self, other: Worker, num_tokens: int | None = None) -> bool:
+        """Of a worker of the same ranks; False for any other."""
+        if not isinstance(other, LeadingWorker) or other._lead is not self._lead:
+            return False
+        self.tell("copy_rows", other=other.number, num_tokens=num_tokens)
+        self._record.take(other._record, num_tokens)
+        return super().copy_rows(other, num_tokens)
+
+    def release(self) -> None:
+        super().release()
+        with suppress(RankFailed):  # then they are gone, and their memory with them
+            self.tell("release")
+
+    def close(self) -> None:
+        super().close()
+        self._lead.close()
+
+    def _another(self, plan: Plan) -> Worker:
+        return LeadingWorker.build(self._lead, plan, self.models, vocab_size=self.vocab_size)
+
+    def _level(self, name: str, decoder: Decoder, cache: Cache, blocks: Blocks | None) -> Level:
+        record = self._record if name == "target" else None
+        return LeadingLevel(
+            self, record, name, decoder, cache, vocab_size=self.vocab_size, blocks=blocks, link=self.link
+        )
+
+
+class LeadingLevel(Level):
+    """A level that all ranks run. record: of the target's tokens; now and then the others compare theirs with it."""
+
+    def __init__(self, worker: LeadingWorker, record: TokenRecord | None, name: str, *args: Any, **more: Any) -> None:
+        super().__init__(name, *args, **more)
+        self._worker, self._record, self._name, self._num_forwards = worker, record, name, 0
+
+    def truncate(self, length: int) -> None:
+        with suppress(RankFailed):  # then they are gone, and their rows with them: a text may end after its engine
+            self._worker.tell("truncate", level=self._name, length=length)
+        super().truncate(length)
+
+    def _run(
+        self, continuations: Sequence[Continuation], levels: Sequence[Level] | None = None
+    ) -> list[tuple[Tensor, ...]]:
+        parts = [
+            cast(LeadingLevel, level)._part(each.tokens)
+            for level, each in zip(levels or [self], continuations, strict=True)
+        ]
+        self._worker.tell_all("forward", parts=parts)
+        made = super()._run(continuations, levels)
+        self._decoder.finish()
+        self._worker.check()  # what a GPU computed beside a rank that died is not the model's
+        return made
+
+    def _part(self, tokens: Sequence[int] | Tensor) -> dict[str, Any]:
+        """Of a forward: what the other ranks have to know of this level's sequence."""
+        assert not isinstance(tokens, Tensor)  # the other ranks are told them
+        at, digest = self.length, None
+        if self._record is not None:
+            if self._num_forwards % COMPARED_FORWARDS == 0:
+                digest = self._record.digest(at)
+            self._num_forwards += 1
+            self._record.append(at, tokens)
+        named = {"worker": self._worker.number, "level": self._name}
+        return {**named, "at": at, "tokens": list(tokens), "digest": digest}

@@ -1,0 +1,35 @@
+"""A layer's quantised weights, made from the exact ones."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from offload.kernels.codes import Codes, encode, encode_in_parts
+from offload.kernels.gpu import GpuKernels
+from offload.kernels.native import Kernels
+from offload.transfer.layout import OPERATORS, LayerWeights, Linear
+
+LOW_BIT_WEIGHTS = "quantised weights"  # in the ledger
+
+
+def fill_coded(layer: LayerWeights, exact: LayerWeights, kernels: Kernels | GpuKernels) -> None:
+    """Fill `layer`, whose matrices are codes, by the kernels of the device that both are on; norms and biases are
+    copied."""
+    for name in OPERATORS:
+        ours, theirs = getattr(layer, name), getattr(exact, name)
+        fill_codes(ours, theirs, kernels)
+        if ours.bias is not None:
+            ours.bias.copy_(theirs.bias)
+    for name in ("input_norm", "post_norm", "q_norm", "k_norm"):
+        if (norm := getattr(layer, name)) is not None:
+            norm.copy_(getattr(exact, name))
+
+
+def fill_codes(coded: Linear, exact: Linear, kernels: Kernels | GpuKernels) -> None:
+    """The matrix alone."""
+    assert isinstance(exact.weight, Tensor)
+    assert isinstance(coded.weight, Codes)
+    if isinstance(kernels, GpuKernels):
+        encode_in_parts(exact.weight, coded.weight)
+    else:
+        encode(exact.weight, coded.weight, kernels)

@@ -1,0 +1,159 @@
+"""What outlives the plan of a worker: its models, the memory that they are in, and the link that some of them cross."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from offload.cache.tiles import TileShape, TileStore
+from offload.errors import ModelError
+from offload.kernels.gpu import gpu_kernels
+from offload.kernels.native import fitting
+from offload.model.decoder import Decoder
+from offload.model.loading import DTYPES, load_decoders
+from offload.model.quantised import QuantisedWeights, quantised_weights
+from offload.model.sums import Sums
+from offload.plan.config import ModelConfig
+from offload.plan.planner import Plan
+from offload.plan.shards import ALONE, Shard
+from offload.plan.sizing import MAX_ROWS, home_bytes
+from offload.progress import OnProgress, Progress, Stage
+from offload.transfer.device import sum_in_fp32, use_device
+from offload.transfer.hidden_rows import StreamedRows
+from offload.transfer.layout import LayerLayout
+from offload.transfer.link import Link, make_link
+from offload.transfer.memory import Memory
+
+
+@dataclass(frozen=True)
+class LoadedModels:
+    """What outlives a plan: models, the memory they are in, and the link that some of them cross. decoders: by name,
+    "target" and, where there is one, "draft". rows: a prefill's on the host, where the cache streams."""
+
+    decoders: Mapping[str, Decoder]
+    memory: Memory
+    link: Link | None
+    rows: StreamedRows | None = None
+    _quantised: dict[int, QuantisedWeights] = field(default_factory=dict)  # of the target, by the number of bits
+    _users: Counter[int] = field(default_factory=Counter)  # of these, likewise
+
+    @classmethod
+    def load(
+        cls,
+        plan: Plan,
+        folders: Mapping[str, Path],
+        on_progress: OnProgress,
+        *,
+        shard: Shard = ALONE,
+        sums: Sums | None = None,
+    ) -> LoadedModels:
+        """Read the models in `folders`, of "target" a shard, to where the plan wants them. Meanwhile host memory is
+        pinned for them, for hidden rows and for the cache's tiles; an error of that is raised where it is wanted.
+
+        Raises ModelError, DoesNotFit. On an error nothing stays allocated."""
+        memory = Memory(torch.device(plan.request.device))
+        use_device(memory.device)
+        sum_in_fp32(memory.device)
+        link = make_link(memory.device, plan.placement.link_bytes_per_second) if plan.placement.offload else None
+        try:
+            memory.pin_ahead(_host_blocks(plan, shard.config(ModelConfig.from_folder(folders["target"])), memory))
+            on_read, on_pinned = (_stage(name, on_progress) for name in ("load", "pin"))
+            decoders = load_decoders(folders, plan, memory, link, on_read, shard=shard, sums=sums)
+            memory.wait_pinned(on_pinned)
+            return cls(decoders, memory, link, streamed_rows(plan, decoders["target"].config, memory, link))
+        except BaseException:
+            memory.close()
+            if link is not None:
+                link.close()
+            raise
+
+    @property
+    def target(self) -> Decoder:
+        return self.decoders["target"]
+
+    def coded_target(self, bits: int) -> Decoder:
+        """The target over weights in so many bits, made when they are first wanted and kept until all who have asked
+        for them gave them up. Raises UsageError, DoesNotFit."""
+        if bits not in self._quantised:
+            config, device = self.target.config, self.memory.device
+            on_cpu = device.type == "cpu"
+            kernels = fitting(device, config.head_dim, config.layer_products()) if on_cpu else gpu_kernels(device)
+            self._quantised[bits] = quantised_weights(self.target.weights, config, bits, self.memory, kernels)
+        self._users[bits] += 1
+        return self.target.over(self._quantised[bits].weights)
+
+    def release_quantised_target(self, bits: int) -> None:
+        """One of those who have asked for it uses it no more."""
+        self._users[bits] -= 1
+        if not self._users[bits]:
+            self._quantised.pop(bits).release(self.memory)
+
+    def num_scored(self, num_tokens: int) -> int:
+        """Entries of the target's logits that are tokens: models may pad theirs. num_tokens: one more than the highest
+        id of the tokenizer; ids that end a text count too. Raises ModelError where a draft scores fewer."""
+        ends = self.target.config.eos_token_ids
+        width = min(max(num_tokens, *(1 + end for end in ends), 0), self.target.config.vocab_size)
+        if "draft" in self.decoders and (fewer := self.decoders["draft"].config.vocab_size) < width:
+            raise ModelError(f"the draft scores {fewer} tokens, the target {width}; --draft none")
+        return width
+
+    def close(self) -> None:
+        """End the link's threads."""
+        if self.link is not None:
+            self.link.close()
+
+
+def tile_shape(plan: Plan, config: ModelConfig) -> TileShape:
+    """Of the full cache. config: of the target, or of a shard of it."""
+    placement = plan.placement
+    pages = placement.tile_tokens // placement.page_tokens
+    return TileShape(config.num_kv_heads, config.head_dim, placement.page_tokens, pages, DTYPES[plan.request.dtype])
+
+
+def streamed_rows(plan: Plan, config: ModelConfig, memory: Memory, link: Link | None) -> StreamedRows | None:
+    """For prefills of all sequences, where the target's cache streams. Raises DoesNotFit."""
+    if link is None or "kv" not in plan.placement.offload:
+        return None
+    return StreamedRows(
+        memory,
+        link,
+        num_rows=plan.request.capacity,
+        hidden_size=config.hidden_size,
+        dtype=DTYPES[plan.request.dtype],
+        block=plan.placement.prefill_block,
+        num_layers=config.num_layers,
+    )
+
+
+def _host_blocks(plan: Plan, config: ModelConfig, memory: Memory) -> list[int]:
+    """Bytes of each layer, of the hidden rows, and then of each block of the full cache, that the plan has on the host,
+    in the order in which they are allocated."""
+    placement, blocks = plan.placement, list[int]()
+    itemsize = DTYPES[plan.request.dtype].itemsize
+    if "weights" in placement.offload:
+        layer = LayerLayout.of(config, DTYPES[plan.request.dtype]).num_bytes
+        home = home_bytes(layer, config.layer_matrix_elements(), placement.weight_link_bits)
+        blocks += [home] * (config.num_layers - placement.resident_layers)
+    if placement.embeds_on_host:
+        blocks.append(config.vocab_size * config.hidden_size * itemsize)
+    if "kv" in placement.offload:
+        blocks.append(plan.request.capacity * config.hidden_size * itemsize)
+        shape, num_tokens = tile_shape(plan, config), plan.request.capacity + MAX_ROWS
+        tiles = placement.resident_tiles, placement.host_tiles
+        store = TileStore(
+            memory, shape, config.num_layers, *tiles, packs=placement.link_bits < 16, most_tokens=num_tokens
+        )
+        if placement.raw_pages:
+            blocks += [placement.raw_pages * shape.nbytes // shape.num_pages] * plan.request.num_sequences
+        for index in range(shape.count(num_tokens)):
+            away = [layer for layer in range(config.num_layers) if store.place(layer, index) != "device"]
+            blocks += [store.home_bytes(layer, index) for layer in away] * plan.request.num_sequences
+    return blocks
+
+
+def _stage(stage: Stage, on_progress: OnProgress) -> Callable[[int, int], None]:
+    return lambda done, total: on_progress(Progress(stage, done, total, "bytes"))

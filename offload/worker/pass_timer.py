@@ -1,0 +1,343 @@
+"""Measures the seconds of a model's passes on this CPU, over made-up weights of its shapes: see `PassTimes`.
+
+As many layers are made as leave the CPU's caches, none of which a pass uses twice: a large model is measured by
+a layer or two, and its runs take turns, so that none finds its memory in these caches. A small model is measured whole,
+in runs that follow each other as passes do. It takes less than a second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from math import inf
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offload.cache.full import FullCache
+from offload.cache.quantised import QuantisedCache
+from offload.cache.tiles import TileShape
+from offload.decode.sampling import SamplingParams, SeededSource, warp
+from offload.decode.verify import verify
+from offload.kernels.native import ABI, Kernels, fitting
+from offload.kernels.rope import rope_table
+from offload.kernels.rows import Blocks
+from offload.model.decoder import Decoder, Segment
+from offload.model.level import Level
+from offload.model.loading import DTYPES
+from offload.model.quantised import quantised_weights
+from offload.plan.config import ModelConfig
+from offload.plan.hardware import rates_key
+from offload.plan.machine import machine_name
+from offload.plan.options import PAGE_TOKENS, Options
+from offload.plan.pass_times import ROWS, PassTimes, key_of, load_times, save_times
+from offload.plan.request import Request
+from offload.plan.sizing import CODE_BITS, takes_codes, takes_kv_codes
+from offload.transfer.embedding import Embedding
+from offload.transfer.hidden_rows import ResidentRows
+from offload.transfer.layout import LayerLayout, Linear
+from offload.transfer.memory import Memory
+from offload.transfer.weights import ResidentLayers, Weights
+
+LAYER_BYTES = 32 * 2**20  # of weights, as far as a model has so many
+CACHE_BYTES = 128 * 2**20  # of keys and values: more than the CPU's caches hold
+NEAR_BYTES = 32 * 2**20  # of keys and values that they keep beside a small model's weights
+MAX_TOKENS = 16384
+MASS_ROWS, MASS_CHUNK = 8, 16
+CODED_ROWS = ROWS[:5]  # more of them take as much more time
+PREFILL_FLOPS = 2e10  # of the products of a measured prefill
+MAX_TURNS, ENOUGH_SECONDS = 4, 0.25  # of all measurements
+LIMIT_SECONDS, LIMIT_RATE = 2.0, 1e8  # past them, and a layer's bytes by the rate, others have the CPU
+_VALUE = 0.01  # of all weights: how long a product takes does not depend on it
+_LEAST = 1e-13  # seconds: below what a clock tells
+
+Point = tuple[str, int]  # what is measured, and its rows or tokens
+Run = Callable[[], object]
+Model = tuple[ModelConfig, int]  # and the bits of its weights, 16 where they are as they are
+
+
+def timed(request: Request) -> Request:
+    """`request` with the times of its models' passes, the target's over quantised weights too. On a CPU those that no
+    file has yet are measured and kept; what cannot be kept is not used, since the next start would make another plan.
+    """
+    if not request.hardware.is_cpu or request.hardware.num_devices > 1:
+        return request
+    models = _models(request)
+    try:
+        _remember([model for model in models if not _is_timed(model, request.dtype)], request.dtype)
+    except OSError:
+        return request
+    known = request.with_known_times()
+    coded = {bits: each for bits, each in known.times.coded.items() if (request.target, bits) in models}
+    return replace(known, times=replace(known.times, coded=coded))  # kernels may be gone since they were timed
+
+
+def time_again(target: Path, draft: Path | None) -> None:
+    """Time the passes of two models on this CPU whatever is known, and forget those of others, which are timed when
+    they are used: the machine may have changed. Where nothing can be kept, nothing happens."""
+    request = Request.on_this_machine(target, draft, Options(device="cpu"))
+    with suppress(OSError):
+        _remember(_models(request), request.dtype, anew=True)
+
+
+def _models(request: Request) -> list[Model]:
+    """Those whose passes are timed."""
+    models = [(config, 16) for config in (request.target, request.draft) if config is not None]
+    return [*models, *((request.target, bits) for bits in _code_bits(request))]
+
+
+def _code_bits(request: Request) -> Sequence[int]:
+    """With which bits of its weights the target may propose to itself."""
+    options, products = request.options, request.target.layer_products()
+    wanted = options.speculation and options.gamma != 0
+    if not wanted or not takes_codes(products) or _kernels(request.target).library is None:
+        return ()
+    return [bits for bits in CODE_BITS if options.weight_bits in (None, bits)]
+
+
+def _remember(models: Sequence[Model], dtype: str, *, anew: bool = False) -> None:
+    """Time the passes of `models` and keep what was measured. anew: see `save_times`. OSError."""
+    found = {key_of(config, dtype, bits): time_passes(config, dtype, bits) for config, bits in models}
+    measured = {key: times for key, times in found.items() if times is not None}
+    if measured:
+        save_times(machine_name(), rates_key("cpu"), measured, anew=anew)
+
+
+@torch.inference_mode()
+def time_passes(config: ModelConfig, dtype: str, weight_bits: int = 16) -> PassTimes | None:
+    """None where the CPU is too busy. dtype: bf16, fp16 or fp32. Temporary memory: LAYER_BYTES of weights (at
+    least a layer), as much for logits and CACHE_BYTES. weight_bits: fewer than 16 without a prefill."""
+    return _Trial(config, DTYPES[dtype], weight_bits).times()
+
+
+def _is_timed(model: Model, dtype: str) -> bool:
+    """Whether there are times of the kernels that would run now."""
+    config, bits = model
+    known = load_times(machine_name(), rates_key("cpu"), key_of(config, dtype, bits))
+    return known is not None and known.kernels == _kernels_name(config)
+
+
+class _Trial:
+    """A model of a few layers and part of a vocabulary, and its full cache."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, weight_bits: int) -> None:
+        item = dtype.itemsize
+        self._config, self._kernels, self._coded = config, _kernels(config), weight_bits < 16
+        self._limit = LIMIT_SECONDS + config.layer_weight_bytes(item) / LIMIT_RATE
+        room = LAYER_BYTES * 4 if self._coded else LAYER_BYTES  # of the exact ones
+        self._num_layers = _between(1, room // config.layer_weight_bytes(item), config.num_layers)
+        self._vocab_size = _between(1, LAYER_BYTES // (config.hidden_size * item), config.vocab_size)
+        per_token = config.kv_bytes_per_token(item) // config.num_layers
+        most = min(config.context_limit - 2 * ROWS[-1], MAX_TOKENS)
+        self._num_tokens = _between(1, CACHE_BYTES // (self._num_layers * per_token), most)
+        self._is_whole = self._num_layers == config.num_layers
+        near = NEAR_BYTES // (self._num_layers * per_token) if self._is_whole else self._num_tokens
+        self._num_near = _between(1, near, self._num_tokens)
+        self._weights = _made_up(config, dtype, self._num_layers, self._vocab_size)
+        if self._coded:
+            memory = Memory(torch.device("cpu"))
+            self._weights = quantised_weights(self._weights, config, weight_bits, memory, self._kernels).weights
+        self._cache = self._full_cache(dtype)
+        self._quantised = self._quantised_cache() if not self._coded else None
+        self._prefill_rows = _between(64, int(PREFILL_FLOPS / (2 * config.layer_matrix_elements())), 512)
+        self._prefill_before = self._num_tokens
+
+    def times(self) -> PassTimes | None:
+        points = {**self._passes(), **self._logits_and_draws(), **self._prefills()}
+        if self._is_whole:  # runs of a kind follow each other, the one of a single row comes last
+            points = dict(sorted(points.items(), key=lambda point: (point[0][0], -point[0][1])))
+        if (taken := _least_seconds(points, self._limit)) is None:
+            return None
+
+        def of(part: str) -> list[float]:
+            return [taken[part, rows] for rows in ROWS]
+
+        def attended(part: str, num_tokens: int) -> tuple[float, ...]:
+            """Seconds of one layer and each of `num_tokens` tokens."""
+            more = [much - least for much, least in zip(of(part), of("short"), strict=True)]
+            return _rising([seconds / (self._num_layers * num_tokens) for seconds in more])
+
+        left_out = self._config.vocab_size / self._vocab_size - 1
+        fixed = [sum(each) for each in zip(of("fixed"), (left_out * s for s in of("logits")), of("draw"), strict=True)]
+        layers = [short - fixed for short, fixed in zip(of("short"), of("fixed"), strict=True)]
+        kept = max(taken["long", MASS_ROWS] - taken["short", MASS_ROWS], _LEAST)
+        masses = max(taken["masses", MASS_ROWS] - taken["long", MASS_ROWS], 0.0)
+        prefill_row, prefill_pair = self._prefill_seconds(taken)
+        for rows in ROWS[len(CODED_ROWS) :] if self._quantised is not None else ():
+            beyond = taken["coded", CODED_ROWS[-1]] - taken["short", CODED_ROWS[-1]]
+            taken["coded", rows] = taken["short", rows] + beyond * rows / CODED_ROWS[-1]
+        token = attended("long", self._num_tokens)
+        near_token = tuple(map(min, attended("near", self._num_near), token))
+        return PassTimes(
+            fixed=_rising(fixed),
+            layer=_rising([seconds / self._num_layers for seconds in layers]),
+            token=token,
+            near_token=near_token,
+            num_tokens=self._num_tokens,
+            num_near=self._num_near,
+            mass_share=min(masses / kept, 1.0),
+            prefill_row=prefill_row,
+            prefill_pair=prefill_pair,
+            kernels=_kernels_name(self._config),
+            coded_token=attended("coded", self._num_tokens) if self._quantised is not None else (),
+        )
+
+    def _passes(self) -> dict[Point, Run]:
+        """With logits of all rows: of no layer, of all over an empty cache, over some tokens, and over a full one."""
+        none, whole = self._with_layers(0), self._with_layers(self._num_layers)
+
+        def run(level: Level, rows: int, num_tokens: int, masses: bool = False) -> None:
+            self._cache.record_mass = masses
+            self._cache.restored(num_tokens)
+            level.forward([0] * rows, rows)
+
+        points: dict[Point, Run] = {("masses", MASS_ROWS): partial(run, whole, MASS_ROWS, self._num_tokens, True)}
+        for rows in ROWS:
+            points["fixed", rows] = partial(run, none, rows, 0)
+            points["short", rows] = partial(run, whole, rows, 0)
+            points["near", rows] = partial(run, whole, rows, self._num_near)
+            points["long", rows] = partial(run, whole, rows, self._num_tokens)
+        if self._quantised is not None:
+            points |= {("coded", rows): partial(self._run_coded, self._quantised, rows) for rows in CODED_ROWS}
+        return points
+
+    def _run_coded(self, quantised: QuantisedCache, rows: int) -> None:
+        """A pass over the tokens in 4 bits."""
+        quantised.truncate(self._num_tokens)
+        level = Level("self", self._decoder(self._num_layers), quantised, vocab_size=self._vocab_size)
+        level.forward([0] * rows, rows)
+
+    def _logits_and_draws(self) -> dict[Point, Run]:
+        """Logits of the part of the vocabulary, and a draw from all of it after `rows` - 1 drafted tokens."""
+        config, decoder = self._config, self._decoder(0)
+        dtype, random, sampling = self._weights.embedding.dtype, SeededSource(0), SamplingParams()
+
+        def draw(logits: Tensor) -> None:
+            probs = warp(logits, sampling)
+            verify([0] * (len(probs) - 1), probs[1:].unbind(), probs, random)
+
+        points: dict[Point, Run] = {}
+        for rows in ROWS:
+            hidden = torch.full((rows, config.hidden_size), _VALUE, dtype=dtype)
+            logits = torch.zeros(rows, config.vocab_size, dtype=dtype)
+            logits[:, 0] = 50.0  # as sure as most are
+            points["logits", rows] = partial(decoder.logits, hidden, blocks=[rows])
+            points["draw", rows] = partial(draw, logits)
+        return points
+
+    def _prefill_seconds(self, taken: Mapping[Point, float]) -> tuple[float, float]:
+        """Of a row, and of a pair of a row and a token that it sees. None over quantised weights: the least."""
+        if self._coded:
+            return _LEAST, _LEAST
+        rows, before = self._prefill_rows, self._prefill_before
+        pair = max((taken["prefill", before] - taken["prefill", 0]) / (rows * before), _LEAST)
+        return max(taken["prefill", 0] / rows - pair * rows / 2, _LEAST), pair
+
+    def _prefills(self) -> dict[Point, Run]:
+        """A block of one layer, after no tokens and after some. None over quantised weights."""
+        if self._coded:
+            return {}
+        decoder, tokens = self._decoder(1), torch.zeros(self._prefill_rows, dtype=torch.long)
+        dtype = self._weights.embedding.dtype
+        rows = ResidentRows(self._cache.arena, self._config.hidden_size, dtype, block=len(tokens))
+
+        def run(before: int) -> None:
+            self._cache.restored(before)
+            self._cache.begin("prefill", len(tokens))
+            decoder.prefill(Segment(self._cache, tokens), rows)
+
+        return {("prefill", before): partial(run, before) for before in (0, self._prefill_before)}
+
+    def _with_layers(self, count: int) -> Level:
+        """The first `count` layers; 0: what a pass does besides."""
+        return Level("target", self._decoder(count), self._cache, vocab_size=self._vocab_size, blocks=Blocks(ROWS))
+
+    def _quantised_cache(self) -> QuantisedCache | None:
+        """Of all tokens of the full cache; None where no kernel attends to it."""
+        if self._kernels.library is None or not takes_kv_codes(self._config.head_dim):
+            return None
+        memory, num_tokens = Memory(torch.device("cpu")), self._num_tokens
+        cache = QuantisedCache(self._cache, memory, num_tokens=num_tokens, drafted=ROWS[-1], kernels=self._kernels)
+        self._cache.restored(num_tokens)
+        cache.refresh()
+        return cache
+
+    def _decoder(self, num_layers: int) -> Decoder:
+        layers = ResidentLayers(list(self._weights.layers)[:num_layers], 0)
+        return Decoder(self._config, replace(self._weights, layers=layers), kernels=self._kernels)
+
+    def _full_cache(self, dtype: torch.dtype) -> FullCache:
+        config, room = self._config, self._num_tokens + 512 + ROWS[-1]
+        shape = TileShape(config.num_kv_heads, config.head_dim, PAGE_TOKENS, -(-room // PAGE_TOKENS), dtype)
+        cache = FullCache(
+            Memory(torch.device("cpu")),
+            shape,
+            num_layers=self._num_layers,
+            rope=rope_table(config, room, room, "cpu").to(dtype),
+            blocks=Blocks(ROWS),
+            mass_chunk=MASS_CHUNK,
+            kernels=self._kernels,
+            keep_queries=False,
+        )
+        cache.reserve(room)
+        for layer in range(self._num_layers):
+            cache.store.home(layer, 0).fill_(_VALUE)  # a page that was never written to is in no memory
+        return cache
+
+
+def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_size: int) -> Weights:
+    layout = LayerLayout.of(config, dtype)
+
+    layers = []
+    for _ in range(num_layers):
+        buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
+        for view in layout.views.values():
+            view.of(buffer).fill_(_VALUE)
+        layers.append(layout.bind(buffer))
+    embedding = torch.full((vocab_size, config.hidden_size), _VALUE, dtype=dtype)
+    norm = torch.ones(config.hidden_size, dtype=dtype)
+    table = Embedding(embedding, embedding.device)
+    return Weights(table, ResidentLayers(layers, 0), norm, Linear(embedding, None))
+
+
+def _kernels_name(config: ModelConfig) -> str:
+    """The kernels that the model's passes run on here, with the number of their interface, or torch's operators."""
+    found = _kernels(config)
+    return "torch" if found.library is None else f"{found.instruction_set} {ABI}"
+
+
+def _kernels(config: ModelConfig) -> Kernels:
+    return fitting(torch.device("cpu"), config.head_dim, config.layer_products())
+
+
+def _least_seconds(points: Mapping[Point, Run], limit: float) -> dict[Point, float] | None:
+    """The shortest run of each: other load only makes them longer. They take turns because a machine has pauses. None:
+    two turns took more than `limit` seconds."""
+    taken, start, num_turns = dict.fromkeys(points, inf), time.perf_counter(), 0
+    while num_turns < 2 or (num_turns < MAX_TURNS and time.perf_counter() - start < ENOUGH_SECONDS):
+        for point, run in points.items():
+            begun = time.perf_counter()
+            run()
+            end = time.perf_counter()
+            taken[point] = min(taken[point], end - begun)
+            if num_turns < 2 and end - start > limit:
+                return None
+        num_turns += 1
+    return taken
+
+
+def _rising(seconds: Sequence[float]) -> tuple[float, ...]:
+    """Positive, and for no number of rows more than for a larger one: what was more is what other load took."""
+    least, risen = inf, []
+    for value in reversed(seconds):
+        least = min(least, max(value, _LEAST))
+        risen.append(least)
+    return tuple(reversed(risen))
+
+
+def _between(least: int, value: int, most: int) -> int:
+    return max(least, min(value, most))

@@ -133,7 +133,7 @@ class TestWithoutTheLibraryTheReasonIsSaid:
     def test_the_processor_is_another(self, anew: pytest.MonkeyPatch) -> None:
         anew.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
         anew.setattr(platform, "machine", lambda: "x86_64")
-        assert native.kernels().reason.startswith("there are no kernels for this processor")
+        assert native.kernels().reason.startswith("there are no kernels for this CPU")
 
     def test_a_word_that_is_neither_on_nor_off_is_refused(self, anew: pytest.MonkeyPatch) -> None:
         anew.setenv(native.VARIABLE, "no")

@@ -285,7 +285,7 @@ class TestMeasuring:
         """In a process of its own: it has its kernels for good."""
         program = (
             "import json, dataclasses\n"
-            "from offload import pass_timer\n"
+            "from offload.worker import pass_timer\n"
             "from offload.plan.config import ModelConfig\n"
             "pass_timer.LIMIT_SECONDS = 1e3\n"
             f"found = pass_timer.time_passes(ModelConfig.from_folder({str(MODELS.draft)!r}), 'fp32')\n"

@@ -760,7 +760,12 @@ def test_on_a_cpu_a_part_of_the_cache_has_4_bits_where_that_is_asked_for() -> No
         (GPU, {"head_dim": 40}, {}, "heads of 40 numbers are not whole groups of 16"),
         (GPU, {}, {"budget": 512, "chunk": 16}, "budget is 512, and quantised chunks have 32 tokens"),
         (CPU, {"head_dim": 12}, {}, "heads of 12 numbers are not whole groups of 8"),
-        (CPU, {}, {"budget": 512, "selection": "published"}, "budget is 512, and chunks .* are chosen by mass"),
+        (
+            CPU,
+            {},
+            {"budget": 512, "selection": "published"},
+            "budget is 512, and quantised chunks .* are chosen by mass",
+        ),
     ],
 )
 def test_a_cache_in_4_bits_that_cannot_be_is_refused(

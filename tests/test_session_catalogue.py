@@ -271,9 +271,17 @@ def nudge(folder: Path, name: str, index: int) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def swap_names(folder: Path) -> None:
+    """A layer's keys and values have each other's names: the numbers of the file stay where they are."""
+    file = folder / "model.safetensors"
+    content, keys, values = file.read_bytes(), b"layers.1.self_attn.k_proj", b"layers.1.self_attn.v_proj"
+    file.write_bytes(content.replace(keys, bytes(len(keys))).replace(values, keys).replace(bytes(len(keys)), values, 1))
+
+
 @pytest.mark.parametrize(
     ("change", "fields"),
     [
+        (swap_names, ["model"]),
         (lambda folder: nudge(folder, "lm_head.weight", 0), ["model"]),
         (lambda folder: nudge(folder, "lm_head.weight", -1), ["model"]),
         (lambda folder: nudge(folder, "model.layers.1.mlp.down_proj.weight", 7), ["model"]),

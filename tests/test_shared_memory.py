@@ -21,7 +21,7 @@ from offload.ranks.shared import SLOT_BYTES, SharedMemory
 from offload.ranks.sums import Sums
 
 T = TypeVar("T")
-pytestmark = pytest.mark.skipif(not kernels().usable, reason="there are no kernels for this processor")
+pytestmark = pytest.mark.skipif(not kernels().usable, reason="there are no kernels for this CPU")
 
 
 def nothing() -> None: ...

@@ -94,7 +94,7 @@ def _several(diagnosis: Diagnosis) -> Iterator[str]:
             "of its channels, with the fastest modules that the board takes"
         )
     else:
-        yield f"the GPUs share a way to the host: {found}; put them in slots with lanes of their own to the processor"
+        yield f"the GPUs share a way to the host: {found}; put them in slots with lanes of their own to the CPU"
 
 
 def _pinning(diagnosis: Diagnosis) -> Iterator[str]:

@@ -28,7 +28,7 @@ def report(diagnosis: Diagnosis, checks: Sequence[Check], expected: Sequence[Exp
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
     sections = [
         ("machine", _machine(diagnosis)),
-        ("processor, measured", _processor(diagnosis)),
+        ("CPU, measured", _processor(diagnosis)),
         *((gpu.device, list(_gpu(gpu))) for gpu in diagnosis.gpus),
         ("GPUs together", list(_together(diagnosis))),
         ("software", software_rows(diagnosis.software, diagnosis.driver)),
@@ -153,7 +153,7 @@ def _held(checks: Sequence[Check]) -> str:
 def software_rows(software: Software, driver: Driver | None) -> list[Row]:
     """Rows of the installed libraries, and of those that run."""
     cuda = "no CUDA" if software.torch_cuda is None else f"CUDA {software.torch_cuda}"
-    kernels = f"{software.kernels}, for the processor" if software.kernels else f"none: {software.kernels_problem}"
+    kernels = f"{software.kernels}, for the CPU" if software.kernels else f"none: {software.kernels_problem}"
     unused = software.flash_attn and "flash-attn" not in software.attention
     flash = f"; flash-attn {software.flash_attn} found, for GPUs only" if unused else ""
     return [

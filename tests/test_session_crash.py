@@ -327,6 +327,7 @@ def hold(path: Path, answers: Connection, read_only: bool) -> None:
 
 def test_a_second_writer_is_told_who_writes(path: Path) -> None:
     save(path, OLD)
+    (path / WRITER).write_text("12345678901234567890\n")  # the last one's number was longer
     ours, theirs = multiprocessing.Pipe()
     with running(hold, path, theirs, False):
         pid = ours.recv()

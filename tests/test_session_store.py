@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,6 +65,9 @@ class Noted(Rows):
 
     page_to_fill = page_of_all
 
+    def filled(self, number: int, layers: Sequence[torch.Tensor]) -> None:
+        self.asked += (f"filled {number}",)
+
     def restored(self, length: int) -> None:
         self.asked += (f"hold {length}",)
         super().restored(length)
@@ -78,7 +82,7 @@ def test_pages_are_read_and_filled_once_all_rows_are_home(path: Path) -> None:
         assert rows.asked == ("wait", "page", "page")
         rows.asked = ()
         store.load(rows, 6)
-        assert rows.asked == ("hold 0", "wait", "page", "page", "hold 6")
+        assert rows.asked == ("hold 0", "wait", "page", "filled 0", "page", "filled 1", "hold 6")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -35,6 +35,7 @@ from offload.cache.retrieval import RetrievalCache
 from offload.cache.selection import Seen
 from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.engine.engine import Engine, load_tokenizer, plan_request
+from offload.engine.request import GenerationRequest
 from offload.plan.planner import Options
 
 SEEN_ROWS = 8  # last rows of the prompt that the first refresh uses
@@ -204,7 +205,7 @@ class Bench:
         common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         target = self.levels["target"]
         if len(tokens) - common > _MAX_DECODED:
-            for _ in self.engine.generate(tokens, SamplingParams(temperature=0.0), max_tokens=1):
+            for _ in self.engine.generate(GenerationRequest(tokens, SamplingParams(temperature=0.0), max_tokens=1)):
                 pass
             common = len(tokens)
         target.truncate(common)

@@ -21,6 +21,7 @@ from report import about, emit, say
 
 from offload.decode.sampling import SamplingParams, warp
 from offload.engine.engine import Engine, load_tokenizer, plan_request
+from offload.engine.request import GenerationRequest
 from offload.plan.planner import Options, Plan
 
 BLOCK = 16  # tokens
@@ -56,7 +57,9 @@ def measured(
     plan = plan_of(model, prompt, len(text), level)
     with Engine.load(plan, model, None, load_tokenizer(model, None)) as engine:
         engine.take_prompt(first)
-        [*_] = engine.generate(prompt, SamplingParams(temperature=0.0), max_tokens=1)  # and what it needs below
+        [*_] = engine.generate(
+            GenerationRequest(prompt, SamplingParams(temperature=0.0), max_tokens=1)
+        )  # and what it needs below
         worker, target = engine.worker, engine.levels["target"]
         target.truncate(len(prompt) - BLOCK)
         worker.record_mass(True)
@@ -87,7 +90,9 @@ def main() -> None:
         with Engine.load(plan_of(model, prompt, arguments.tokens, ""), model, None, tokenizer) as first:
             for temperature in map(float, arguments.temperatures.split(",")):
                 sampling = SamplingParams(temperature=temperature, top_p=TOP_P, seed=0)
-                steps = list(first.generate(prompt, sampling, max_tokens=arguments.tokens, reuse=True))
+                steps = list(
+                    first.generate(GenerationRequest(prompt, sampling, max_tokens=arguments.tokens, reuse=True))
+                )
                 text = [token for step in steps for token in step.tokens]
                 for level in arguments.levels.split(","):
                     mean, plan = measured(model, level, first, prompt, text, sampling)

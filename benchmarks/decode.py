@@ -30,6 +30,7 @@ from report import about, beside, emit, say
 from offload.bench.reference import Reference
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
+from offload.engine.request import GenerationRequest
 from offload.metrics import Spread
 from offload.plan.planner import Options, Plan
 
@@ -92,11 +93,11 @@ class Engines:
             engine.take_prompt(self._first)
         else:
             self._first = engine
-            for _ in engine.generate(case.prompt, case.sampling, max_tokens=1):
+            for _ in engine.generate(GenerationRequest(case.prompt, case.sampling, max_tokens=1)):
                 pass
 
         def run() -> Measurement:
-            steps = list(engine.generate(case.prompt, case.sampling, max_tokens=case.max_tokens))
+            steps = list(engine.generate(GenerationRequest(case.prompt, case.sampling, max_tokens=case.max_tokens)))
             stats = engine.stats.as_dict()
             return {
                 "milliseconds_per_token": stats["milliseconds_per_token"],

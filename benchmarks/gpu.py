@@ -38,6 +38,7 @@ from offload.bench.checks import check_device
 from offload.bench.measure import copy_rate, link_copies, product_rate, read_rates
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
+from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit
 from offload.plan.hardware import probe, rates_key
 from offload.plan.machine import machine_name
@@ -84,7 +85,7 @@ class Case:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         with Engine.load(plan, self.model, self.draft, load_tokenizer(self.model, self.draft)) as engine:
-            steps = engine.generate(self.prompt, sampling, max_tokens=self.max_tokens)
+            steps = engine.generate(GenerationRequest(self.prompt, sampling, max_tokens=self.max_tokens))
             tokens = [token for step in steps for token in step.tokens]
             stats, ledger = engine.stats, engine.worker.memory.allocated()
         target = stats.levels[0]

@@ -16,6 +16,7 @@ from offload.bench.llama_cpp import Way, serve
 from offload.bench.reference import SDPA, Reference
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, timed
+from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences
 from offload.metrics import Stats
 from offload.plan.planner import Options
@@ -40,14 +41,16 @@ class Ours:
 
     def generate(self, request: dict[str, Any]) -> tuple[list[int], list[float]]:
         tokens, seconds, start = list[int](), list[float](), time.perf_counter()
-        for step in self._engine.generate(request["prompt"], sampling_of(request), **ends_of(request)):
+        for step in self._engine.generate(
+            GenerationRequest(request["prompt"], sampling_of(request), **ends_of(request))
+        ):
             tokens += step.tokens
             seconds += [time.perf_counter() - start] * len(step.tokens)
         return tokens, seconds
 
     def generate_all(self, request: dict[str, Any]) -> tuple[list[list[int]], float]:
         for key, prompt in enumerate(request["prompts"]):
-            self._sequences.join(key, prompt, sampling_of(request), **ends_of(request))
+            self._sequences.join(key, GenerationRequest(prompt, sampling_of(request), **ends_of(request)))
         said: list[list[int]] = [[] for _ in request["prompts"]]
         start, before = time.perf_counter(), self._engine.worker.link_stats
         while len(self._sequences):

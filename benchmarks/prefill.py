@@ -13,6 +13,7 @@ from report import about, emit, say
 
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
+from offload.engine.request import GenerationRequest
 from offload.metrics import Spread
 from offload.plan.planner import Options
 
@@ -21,7 +22,7 @@ def prefill_seconds(model: Path, prompt: list[int], options: Options) -> dict[st
     """Seconds of prefill and to the first token of a new engine, and the bytes that crossed the link."""
     plan = plan_request(model, None, options, num_prompt_tokens=len(prompt), max_tokens=1)
     with Engine.load(plan, model, None, load_tokenizer(model, None)) as engine:
-        for _ in engine.generate(prompt, SamplingParams(temperature=0.0), max_tokens=1):
+        for _ in engine.generate(GenerationRequest(prompt, SamplingParams(temperature=0.0), max_tokens=1)):
             pass
         stats = engine.stats
         return {

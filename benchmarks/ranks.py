@@ -21,6 +21,7 @@ from report import about, emit, say
 
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
+from offload.engine.request import GenerationRequest
 from offload.metrics import Spread, Stats
 from offload.plan.planner import Options
 
@@ -33,11 +34,13 @@ def measure(model: Path, draft: Path | None, prompt: list[int], options: Options
     plan = plan_request(model, draft, options, num_prompt_tokens=len(prompt), max_tokens=max_tokens)
     measured: dict[str, Any] = {"ranks": options.gpus, "plan": plan.as_dict()}
     with Engine.load(plan, model, draft, load_tokenizer(model, draft)) as engine:
-        for _ in engine.generate(prompt, GREEDY, max_tokens=2):  # whatever is done once, is done now
+        for _ in engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=2)):  # whatever is done once, is done now
             pass
         measured["prefill_seconds"] = engine.stats.prefill_seconds
         for way, speculation in WAYS.items():
-            steps = list(engine.generate(prompt, GREEDY, max_tokens=max_tokens, speculation=speculation))
+            steps = list(
+                engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=max_tokens, speculation=speculation))
+            )
             measured[way] = _numbers(engine.stats) | {"tokens": [token for step in steps for token in step.tokens]}
     assert measured["plain"].pop("tokens") == measured["default"].pop("tokens"), "speculation changed the text"
     return measured

@@ -30,6 +30,7 @@ from torch import Tensor
 from offload.decode.build import build_speculator
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
+from offload.engine.request import GenerationRequest
 from offload.metrics import LevelStats
 from offload.plan.planner import Options, Plan
 
@@ -74,7 +75,11 @@ class Recorded:
 
 
 def record(engine: Engine, prompt: list[int], num_tokens: int, block: int) -> Recording:
-    said = [token for step in engine.generate(prompt, GREEDY, max_tokens=num_tokens) for token in step.tokens]
+    said = [
+        token
+        for step in engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=num_tokens))
+        for token in step.tokens
+    ]
     text, first = prompt + said, len(prompt) + 1
     says = {name: text.copy() for name in engine.levels}
     margins = {name: [1.0] * len(text) for name in engine.levels}

@@ -32,6 +32,7 @@ from report import about, emit, say
 
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, Step, load_tokenizer, plan_request
+from offload.engine.request import GenerationRequest
 from offload.metrics import LevelStats
 from offload.plan.planner import Options, Plan
 
@@ -48,7 +49,7 @@ def steps_of(
 ) -> Iterator[tuple[Step, Engine]]:
     with Engine.load(plan, MODEL, DRAFT, load_tokenizer(MODEL, DRAFT)) as engine:
         settings: Document = {"max_tokens": max_tokens, "end_tokens": (), "speculation": speculation}
-        for step in engine.generate(prompt, GREEDY, **settings):
+        for step in engine.generate(GenerationRequest(prompt, GREEDY, **settings)):
             yield step, engine
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from models import random_tokens
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
+from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences
 from offload.metrics import Stats
 
@@ -45,7 +46,7 @@ def some(count: int, *, seed: int, most: int, output: int) -> list[Asked]:
 
 
 def alone(engine: Engine, asked: Asked) -> list[int]:
-    steps = engine.generate(asked.prompt, asked.sampling, **asked.settings)
+    steps = engine.generate(GenerationRequest(asked.prompt, asked.sampling, **asked.settings))
     return [token for step in steps for token in step.tokens]
 
 
@@ -59,7 +60,7 @@ def together(engine: Engine, requests: Sequence[Asked]) -> tuple[list[list[int]]
             while waiting and sequences.has_room:
                 key, asked = waiting.pop(0)
                 said[key] = []
-                sequences.join(key, asked.prompt, asked.sampling, **asked.settings)
+                sequences.join(key, GenerationRequest(asked.prompt, asked.sampling, **asked.settings))
             for key, step in sequences.steps():
                 said[key] += step.tokens
                 if step.finish is not None or len(said[key]) >= requests[key].leaves:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from offload.decode import generation, lookup, on_gpu, proposal, sampling, speculation, verify
 from offload.decode.lengths import LOOKUP_CHANCES, Adaptive, Estimate, Fixed, PassSeconds
+from offload.decode.passes import alone
 from offload.decode.proposal import Offer, Proposal
 from offload.decode.sampling import RandomSource, SamplingParams
 from offload.decode.speculation import Draft, Lengths
@@ -503,14 +504,16 @@ def generated_distribution(
         stack = build(case, decode, source, capacity=len(case.prompt) + case.num_tokens - 1)
         target = stack.levels[0]
         runs = list(
-            decode.generation.generate(
-                case.prompt,
-                stack.speculator,
-                prefill=lambda tokens: target.tokens.extend(tokens),
-                num_pending=num_pending,
-                max_tokens=case.num_tokens,
-                end_tokens=end_tokens,
-                stats=Stats(),
+            alone(
+                decode.generation.in_passes(
+                    case.prompt,
+                    stack.speculator,
+                    prefill=lambda tokens: target.tokens.extend(tokens),
+                    num_pending=num_pending,
+                    max_tokens=case.num_tokens,
+                    end_tokens=end_tokens,
+                    stats=Stats(),
+                )
             )
         )
         require(all(step.finish is None for step in runs[:-1]), "a run came after the last")

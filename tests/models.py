@@ -34,6 +34,7 @@ from offload.cache.streaming import StreamingCache
 from offload.cache.tiles import TileShape
 from offload.decode import generation
 from offload.decode.lengths import Fixed
+from offload.decode.passes import alone
 from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.decode.speculation import ModelProposer, Proposer, Speculator
 from offload.engine.engine import Engine, load_tokenizer
@@ -337,7 +338,7 @@ class Generated:
 
 
 class Stack:
-    """Levels built by hand, so that every size can be chosen, and the loop of `generation.generate` over them."""
+    """Levels built by hand, so that every size can be chosen, and the loop of `generation` over them."""
 
     def __init__(
         self, target: Decoder, sizes: Sizes, *, draft: Decoder | None = None, link: Link | None = None
@@ -357,7 +358,7 @@ class Stack:
         speculator.truncate(0)
         drafted = self.full_level.stats.drafted
         accepted = self.full_level.stats.accepted
-        runs = generation.generate(
+        runs = generation.in_passes(
             prompt,
             speculator,
             prefill=lambda tokens: prefill(
@@ -372,7 +373,7 @@ class Stack:
             end_tokens=(),
             stats=Stats(),
         )
-        for run in runs:
+        for run in alone(runs):
             said.tokens += run.tokens
             said.logits.append(seen[-1][: len(run.tokens)])
         said.num_drafted = self.full_level.stats.drafted - drafted

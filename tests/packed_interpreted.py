@@ -17,6 +17,7 @@ from interpreter import without_idle_work
 from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.cache.traffic import Traffic
 from offload.engine.engine import Engine
+from offload.engine.request import GenerationRequest
 from offload.kernels.gpu.packed import PackedChunkCopy, unpack_numbers, unpack_pages
 from offload.kernels.gpu.rows import copy_rows
 from offload.kernels.packed import pack_numbers, pack_with_torch
@@ -184,7 +185,7 @@ def on_gpu(
 
 
 def said(engine: Engine, prompt: list[int], *, reuse: bool = False) -> list[int]:
-    steps = engine.generate(prompt, GREEDY, max_tokens=6, reuse=reuse)
+    steps = engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=6, reuse=reuse))
     return [token for step in steps for token in step.tokens]
 
 

@@ -20,6 +20,7 @@ from offload.cache.full import FullCache
 from offload.cache.quantised import EXACT, QuantisedCache
 from offload.cache.retrieved import QuantisedChunks
 from offload.engine.engine import Engine
+from offload.engine.request import GenerationRequest
 from offload.kernels import kv_codes
 from offload.kernels.packing import RESIDUAL
 from offload.model.graphs import VARIABLE as GRAPHS
@@ -58,7 +59,7 @@ def on_gpu(
 
 
 def said(engine: Engine, prompt: list[int], *, reuse: bool = False) -> list[int]:
-    steps = engine.generate(prompt, GREEDY, max_tokens=6, reuse=reuse)
+    steps = engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=6, reuse=reuse))
     return [token for step in steps for token in step.tokens]
 
 

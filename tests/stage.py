@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -204,11 +204,12 @@ def fake_engine(*, plans: bool = True, **script: Any) -> Prepare:
     def prepare() -> None:
         import test_cli_fake as fake
         from offload.engine import engine, sequences
+        from offload.engine.request import GenerationRequest
         from offload.plan import request
 
         class Actor(fake.Engine):
-            def generate(self, prompt: Sequence[int], *args: Any, **settings: Any) -> Any:
-                return super().generate([65] * len(prompt), *args, **settings)
+            def generate(self, request: GenerationRequest, **settings: Any) -> Any:
+                return super().generate(replace(request, prompt=[65] * len(request.prompt)), **settings)
 
             def precompute(self, tokens: Sequence[int], **settings: Any) -> None: ...
 

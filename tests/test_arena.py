@@ -12,6 +12,7 @@ import torch
 from offload.cache.retrieval import RetrievalCache
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
+from offload.engine.request import GenerationRequest
 from offload.plan.options import Options
 from offload.plan.planner import Plan
 from offload.transfer.arena import Arena
@@ -83,7 +84,7 @@ def two_turns(plan: Plan) -> tuple[list[int], list[int]]:
     """(tokens after work ahead and a long message, how many rows each level ran for them)."""
     with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
         engine.precompute(PROMPT[:FIRST])
-        steps = list(engine.generate(PROMPT, SAMPLED, max_tokens=24, reuse=True))
+        steps = list(engine.generate(GenerationRequest(PROMPT, SAMPLED, max_tokens=24, reuse=True)))
         return [token for step in steps for token in step.tokens], [level.rows for level in engine.stats.levels]
 
 
@@ -142,7 +143,7 @@ def test_the_published_rule_keeps_to_its_plan_over_300_tokens(
     most = noted(monkeypatch)
     prompt = PROMPT[:num_prompt_tokens]
     with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
-        steps = list(engine.generate(prompt, SAMPLED, max_tokens=300))
+        steps = list(engine.generate(GenerationRequest(prompt, SAMPLED, max_tokens=300)))
     assert sum(len(step.tokens) for step in steps) == 300
     assert most["arena"] <= plan.placement.device_bytes["arena"]
     assert len(chosen) == 1 if planned_for == 300 else len(chosen) > 1

@@ -18,6 +18,7 @@ from offload.decode import speculation
 from offload.decode.sampling import RandomSource, SamplingParams
 from offload.decode.verify import Verdict, verify
 from offload.engine.engine import Engine
+from offload.engine.request import GenerationRequest
 from offload.model.level import Continuation, Level
 from offload.plan.composition import PLAIN
 from triforce_cli.app import main
@@ -66,7 +67,9 @@ def test_what_the_engine_writes_holds(
 def test_its_tokens_are_those_of_generate(folders: tuple[Path, Path]) -> None:
     found = verified(make(folders), WARM)
     with make(folders) as engine:
-        assert found.tokens == [t for step in engine.generate(PROMPT, WARM, max_tokens=30) for t in step.tokens]
+        assert found.tokens == [
+            t for step in engine.generate(GenerationRequest(PROMPT, WARM, max_tokens=30)) for t in step.tokens
+        ]
 
 
 def test_tokens_that_were_kept_without_right_are_found(

@@ -47,6 +47,7 @@ from offload.cache.selection import Rule
 from offload.decode.lengths import Adaptive
 from offload.decode.sampling import SamplingParams, SeededSource
 from offload.engine.engine import Engine, Step
+from offload.engine.request import GenerationRequest
 from offload.kernels.rows import Blocks
 from offload.model.decoder import Decoder
 from offload.model.few_rows import FewRows
@@ -384,7 +385,7 @@ def test_the_engine_says_the_same_with_and_without_speculation(
     operators: str,
 ) -> None:
     def all_said(engine: Engine) -> list[tuple[list[int], str, str | None]]:
-        return [said(engine.generate(text_prompt(n), GREEDY, max_tokens=30)) for n in (1, 33, 100)]
+        return [said(engine.generate(GenerationRequest(text_prompt(n), GREEDY, max_tokens=30))) for n in (1, 33, 100)]
 
     if (operators, dtype) not in plainly:
         with engine(engine_folders, PLAIN, dtype=dtype) as plain:
@@ -403,13 +404,15 @@ def test_a_draft_or_lookups_alone_leave_the_text_as_it_is(
     target, draft = engine_folders
     sizes = replace(ADAPTIVE, adaptive=adaptive)
     with engine(engine_folders, PLAIN) as plain:
-        reference = [said(plain.generate(text_prompt(n), GREEDY, max_tokens=60)) for n in (1, 33, 100)]
+        reference = [
+            said(plain.generate(GenerationRequest(text_prompt(n), GREEDY, max_tokens=60))) for n in (1, 33, 100)
+        ]
     plan = tiny_plan(target, draft, sizes, num_prompt_tokens=120, max_tokens=72)
     with tiny_engine(changed(plan, draft="draft" in levels, budget=0), target, draft) as subject:
         for n, wanted in zip((1, 33, 100), reference, strict=True):
-            assert said(subject.generate(text_prompt(n), GREEDY, max_tokens=60)) == wanted
+            assert said(subject.generate(GenerationRequest(text_prompt(n), GREEDY, max_tokens=60))) == wanted
             assert [level.name for level in subject.stats.levels] == list(reversed(levels))
-        assert subject.stats.levels[0].drafted > 0
+        assert adaptive or subject.stats.levels[0].drafted > 0  # by measured seconds it may be that nothing pays
 
 
 @pytest.mark.parametrize("gamma", [0, 5])
@@ -418,17 +421,19 @@ def test_stopping_inside_an_accepted_run_leaves_an_engine_that_says_the_same_aga
 ) -> None:
     prompt = text_prompt(50)
     with engine(engine_folders, Sizes(gamma=gamma, budget=256)) as subject:
-        tokens, text, _ = said(subject.generate(prompt, GREEDY, max_tokens=40))
+        tokens, text, _ = said(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=40)))
         kept = [i for i, character in enumerate(text) if character.isprintable() and text.index(character) == i]
         stop = text[kept[len(kept) // 2]]
         for _ in range(2):
-            stopped, shown, finish = said(subject.generate(prompt, GREEDY, max_tokens=40, stop=[stop]))
+            stopped, shown, finish = said(
+                subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=40, stop=[stop]))
+            )
             assert finish == "stop"
             assert shown == text[: text.index(stop)]
             assert stopped == tokens[: len(stopped)]
             assert len(stopped) < len(tokens)
             assert subject.worker.full.length <= len(prompt) + len(stopped)
-            assert said(subject.generate(prompt, GREEDY, max_tokens=40)) == (tokens, text, "length")
+            assert said(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=40))) == (tokens, text, "length")
 
 
 @pytest.mark.parametrize("sizes", [PLAIN, SPECULATIVE], ids=["plain", "speculative"])
@@ -438,10 +443,10 @@ def test_an_engine_says_the_same_whatever_it_was_asked_before(engine_folders: tu
     wanted = {}
     for prompt in prompts:
         with engine(engine_folders, PLAIN) as fresh:
-            wanted[len(prompt)] = said(fresh.generate(prompt, GREEDY, max_tokens=30))
+            wanted[len(prompt)] = said(fresh.generate(GenerationRequest(prompt, GREEDY, max_tokens=30)))
     with engine(engine_folders, sizes, offload=("kv",)) as subject:
         for prompt in prompts:
-            assert said(subject.generate(prompt, GREEDY, max_tokens=30)) == wanted[len(prompt)]
+            assert said(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=30))) == wanted[len(prompt)]
 
 
 @pytest.mark.parametrize("offload", [(), ("kv",)], ids=str)
@@ -450,24 +455,24 @@ def test_a_prompt_taken_over_from_another_engine_is_as_good_as_prefilled(
 ) -> None:
     first, second = text_prompt(90), text_prompt(50)
     with engine(engine_folders, PLAIN) as one, engine(engine_folders, SPECULATIVE, offload=offload) as other:
-        said(other.generate(second, GREEDY, max_tokens=20))  # leaves tiles in its staging slots
-        wanted = said(one.generate(first, GREEDY, max_tokens=40))
+        said(other.generate(GenerationRequest(second, GREEDY, max_tokens=20)))  # leaves tiles in its staging slots
+        wanted = said(one.generate(GenerationRequest(first, GREEDY, max_tokens=40)))
         other.take_prompt(one)
-        assert said(other.generate(first, GREEDY, max_tokens=40)) == wanted
+        assert said(other.generate(GenerationRequest(first, GREEDY, max_tokens=40))) == wanted
         assert other.stats.prefill_seconds < one.stats.prefill_seconds
 
 
 def test_an_abandoned_generation_leaves_an_engine_that_says_the_same_again(engine_folders: tuple[Path, Path]) -> None:
     prompt = text_prompt(50)
     with engine(engine_folders, SPECULATIVE, offload=("kv", "weights")) as subject:
-        whole = said(subject.generate(prompt, GREEDY, max_tokens=30))
+        whole = said(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=30)))
         for num_steps in (0, 1, 3):
-            steps = subject.generate(prompt, GREEDY, max_tokens=30)
+            steps = subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=30))
             for _ in range(num_steps):
                 next(steps)
             assert isinstance(steps, Generator)
             steps.close()
-            assert said(subject.generate(prompt, GREEDY, max_tokens=30)) == whole
+            assert said(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=30))) == whole
 
 
 @pytest.mark.parametrize("operators", OPERATORS)
@@ -478,7 +483,7 @@ def test_a_generation_that_fails_in_a_layer_leaves_an_engine_that_says_the_same_
     """Whichever forward of whichever level it is, in prefill and in decoding."""
     prompt = text_prompt(50)
     with engine(engine_folders, SPECULATIVE, offload=("kv", "weights")) as subject:
-        whole = said(subject.generate(prompt, GREEDY, max_tokens=20))
+        whole = said(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=20)))
         layer, few = Decoder._layer, FewRows.layer
         for fatal in (0, 5, 13, 14, 15, 16, 17, 20, 33):
             calls = 0
@@ -494,8 +499,8 @@ def test_a_generation_that_fails_in_a_layer_leaves_an_engine_that_says_the_same_
                 patch.setattr(Decoder, "_layer", lambda *args: failing(layer, *args))
                 patch.setattr(FewRows, "layer", lambda *args: failing(few, *args))
                 with pytest.raises(KeyboardInterrupt):
-                    list(subject.generate(prompt, GREEDY, max_tokens=20))
-            assert said(subject.generate(prompt, GREEDY, max_tokens=20)) == whole
+                    list(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=20)))
+            assert said(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=20))) == whole
 
 
 class Unsteady:
@@ -520,7 +525,7 @@ def test_a_seed_fixes_what_is_sampled_on_a_machine_of_any_mood(
     for mood in range(3):
         monkeypatch.setattr(time, "perf_counter", Unsteady(mood))
         with engine(engine_folders, ADAPTIVE) as subject:
-            runs.append(said(subject.generate(prompt, sampling, max_tokens=40)))
+            runs.append(said(subject.generate(GenerationRequest(prompt, sampling, max_tokens=40))))
     assert runs[0] == runs[1] == runs[2]
 
 
@@ -529,12 +534,12 @@ def test_greedy_text_is_the_same_on_a_machine_of_any_mood(
 ) -> None:
     """Measured lengths follow the clock, the text does not."""
     with engine(engine_folders, PLAIN) as plain:
-        wanted = said(plain.generate(text_prompt(60), GREEDY, max_tokens=60))
+        wanted = said(plain.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=60)))
     drafted = set()
     for mood in range(4):
         monkeypatch.setattr(time, "perf_counter", Unsteady(mood))
         with engine(engine_folders, ADAPTIVE) as subject:
-            assert said(subject.generate(text_prompt(60), GREEDY, max_tokens=60)) == wanted
+            assert said(subject.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=60))) == wanted
             drafted.add(subject.stats.levels[0].drafted)
     assert len(drafted) > 1
 
@@ -546,7 +551,7 @@ def test_a_retrieval_level_may_rest_and_be_got_ready_again(
     """While it rests no masses are kept and no chunk moves; the pass before it is ready again keeps them."""
     sizes = replace(ADAPTIVE, selection=selection)
     with engine(engine_folders, PLAIN) as plain:
-        wanted = said(plain.generate(text_prompt(60), GREEDY, max_tokens=60))
+        wanted = said(plain.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=60)))
     rng = random.Random(0)
     wished: list[bool] = []
     kept: list[bool] = []
@@ -579,7 +584,7 @@ def test_a_retrieval_level_may_rest_and_be_got_ready_again(
     with engine(engine_folders, sizes, offload=("kv",)) as subject:
         for _ in range(4):
             wished.clear(), kept.clear(), ready.clear()
-            assert said(subject.generate(text_prompt(60), GREEDY, max_tokens=60)) == wanted
+            assert said(subject.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=60))) == wanted
             assert kept == wished
             before = (
                 [True, *kept[:-1]] if selection == "mass" else [True] * len(kept)
@@ -595,10 +600,12 @@ def test_a_retrieval_level_may_rest_and_be_got_ready_again(
 
 def test_an_end_token_that_is_text_is_not_part_of_the_text(engine_folders: tuple[Path, Path]) -> None:
     with engine(engine_folders, PLAIN) as subject:
-        tokens, *_ = said(subject.generate(text_prompt(60), GREEDY, max_tokens=20))
+        tokens, *_ = said(subject.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=20)))
         end = next(i for i, token in enumerate(tokens) if i and token not in tokens[:i])
-        before, text, _ = said(subject.generate(text_prompt(60), GREEDY, max_tokens=end))
-        stopped = said(subject.generate(text_prompt(60), GREEDY, max_tokens=20, end_tokens=[tokens[end]]))
+        before, text, _ = said(subject.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=end)))
+        stopped = said(
+            subject.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=20, end_tokens=[tokens[end]]))
+        )
     assert stopped == ([*before, tokens[end]], text, "stop")
 
 
@@ -621,7 +628,7 @@ def test_a_refresh_is_told_how_many_of_the_passes_rows_stayed(
     monkeypatch.setattr(FullCache, "begin", watched_begin)
     monkeypatch.setattr(RetrievalCache, "refresh", watched_refresh)
     with engine(engine_folders, SPECULATIVE) as subject:
-        said(subject.generate(text_prompt(60), GREEDY, max_tokens=40))
+        said(subject.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=40)))
     assert told == stayed
     assert len(set(told)) > 2
 
@@ -638,7 +645,9 @@ def test_no_random_number_of_a_request_is_used_twice(
 
     monkeypatch.setattr(SeededSource, "_uniform", watched)
     with engine(engine_folders, SPECULATIVE) as subject:
-        said(subject.generate(text_prompt(40), SamplingParams(temperature=1.5, seed=0), max_tokens=20))
+        said(
+            subject.generate(GenerationRequest(text_prompt(40), SamplingParams(temperature=1.5, seed=0), max_tokens=20))
+        )
     assert len(set(uniforms)) == len(uniforms) > 40
 
 
@@ -648,7 +657,10 @@ def test_a_seed_fixes_what_is_sampled(engine_folders: tuple[Path, Path], sizes: 
     with engine(engine_folders, sizes) as first, engine(engine_folders, sizes, offload=("kv",)) as second:
         for seed in (0, 1):
             sampling = SamplingParams(temperature=1.5, top_p=0.95, seed=seed)
-            runs = [said(subject.generate(prompt, sampling, max_tokens=30)) for subject in (first, second, first)]
+            runs = [
+                said(subject.generate(GenerationRequest(prompt, sampling, max_tokens=30)))
+                for subject in (first, second, first)
+            ]
             assert runs[0] == runs[1] == runs[2]
-        other = said(first.generate(prompt, SamplingParams(temperature=1.5, seed=2), max_tokens=30))
+        other = said(first.generate(GenerationRequest(prompt, SamplingParams(temperature=1.5, seed=2), max_tokens=30)))
         assert other != runs[0]

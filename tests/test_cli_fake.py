@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -33,6 +33,7 @@ if str(ROOT) not in sys.path:  # run as a script
 
 from hearing import hear_signals  # noqa: E402
 from offload import errors  # noqa: E402
+from offload.engine.request import GenerationRequest  # noqa: E402
 from offload.metrics import LevelStats, Stats  # noqa: E402
 from offload.plan import request  # noqa: E402
 from offload.plan.busy import OtherPrograms  # noqa: E402
@@ -177,20 +178,15 @@ class Engine:
 
     def generate(
         self,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
+        request: GenerationRequest,
         *,
-        max_tokens: int,
-        stop: Sequence[str] = (),
-        end_tokens: Collection[int] = (),
-        reuse: bool = False,
-        speculation: bool = True,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> Iterator[Step]:
+        prompt, sampling = request.prompt, request.sampling
         _tick("prefill", len(prompt), "tokens", on_progress)
-        asked = {"prompt": bytes(prompt).decode(), "sampling": asdict(sampling), "max_tokens": max_tokens}
-        name = "pieces" if speculation or "plain_pieces" not in SCRIPT else "plain_pieces"
-        pieces = SCRIPT.get(name, [json.dumps(self._echo | asked | {"stop": list(stop)})])
+        asked = {"prompt": bytes(prompt).decode(), "sampling": asdict(sampling), "max_tokens": request.max_tokens}
+        name = "pieces" if request.speculation or "plain_pieces" not in SCRIPT else "plain_pieces"
+        pieces = SCRIPT.get(name, [json.dumps(self._echo | asked | {"stop": list(request.stop)})])
         self.stats = make_stats(num_prompt_tokens=len(prompt), output_tokens=len(pieces))
         last = len(pieces) - 1 if not {"hang", "endless", "fail"} & SCRIPT.keys() else None
         for index, piece in enumerate(pieces):
@@ -221,9 +217,15 @@ class Sequences(Generic[Key]):
     def has_room(self) -> bool:
         return len(self._running) < self._engine.plan.request.num_sequences
 
-    def join(self, key: Key, prompt: Sequence[int], sampling: SamplingParams, **settings: Any) -> None:
+    def join(
+        self,
+        key: Key,
+        request: GenerationRequest,
+        *,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+    ) -> None:
         self._running[key] = ([], iter(()))
-        steps = self._engine.generate(prompt, sampling, **settings)
+        steps = self._engine.generate(request, on_progress=on_progress)
         self._running[key] = ([next(steps)], steps)  # the prefill comes before it
 
     def steps(self) -> list[tuple[Key, Step]]:

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 from asked import Asked, alone, together  # noqa: E402
 from offload.decode.sampling import SamplingParams  # noqa: E402
 from offload.engine.engine import Engine, load_tokenizer, plan_request, timed  # noqa: E402
+from offload.engine.request import GenerationRequest  # noqa: E402
 from offload.kernels.codes import Codes, encode_in_parts  # noqa: E402
 from offload.plan.options import Options  # noqa: E402
 from offload.plan.planner import Plan  # noqa: E402
@@ -77,7 +78,7 @@ def placed(plan: Plan, offload: str = "", *, layers: int = 8, tiles: int = 0, ho
 
 def said(tokens: list[int], plan: Plan, *, speculation: bool = True) -> list[int]:
     with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
-        steps = engine.generate(tokens, GREEDY, max_tokens=MAX_TOKENS, speculation=speculation)
+        steps = engine.generate(GenerationRequest(tokens, GREEDY, max_tokens=MAX_TOKENS, speculation=speculation))
         text = [token for step in steps for token in step.tokens]
         moved, read = engine.stats.decode_link.bytes_to_device, engine.stats.host_attention.bytes_read
     assert bool(moved) == bool(plan.placement.offload), (moved, plan.placement.offload)
@@ -137,7 +138,7 @@ def test_logits_are_those_of_the_cpu() -> None:
     for device in ("cpu", DEVICE):
         plan = planned(tokens, device=device, dtype="fp32", speculation=False)
         with Engine.load(plan, TARGET, None, load_tokenizer(TARGET, None)) as engine:
-            list(engine.generate(tokens, GREEDY, max_tokens=1))
+            list(engine.generate(GenerationRequest(tokens, GREEDY, max_tokens=1)))
             engine.worker.full.truncate(len(tokens) - 1)
             logits.append(engine.levels["target"].forward(tokens[-1:], 1).float().cpu())
     assert (logits[0] - logits[1]).abs().max() < 2e-3
@@ -268,7 +269,7 @@ def test_planned_device_bytes_hold() -> None:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
-            list(engine.generate(tokens, GREEDY, max_tokens=MAX_TOKENS))
+            list(engine.generate(GenerationRequest(tokens, GREEDY, max_tokens=MAX_TOKENS)))
         planned_bytes = plan.placement.total_device_bytes - plan.placement.device_bytes["reserve"]
         assert torch.cuda.max_memory_allocated() - before <= planned_bytes + 96e6
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from models import GREEDY, Sizes, random_model, save, tiny_engine, tiny_plan
+from offload.engine.request import GenerationRequest
 from offload.transfer.device import sum_in_fp32, use_device
 from offload.transfer.memory import Memory
 
@@ -60,7 +61,7 @@ def test_an_engine_makes_its_device_current_in_every_thread_that_asks_it(
         ahead = threading.Thread(target=engine.precompute, args=(prompt[:30],))
         ahead.start()
         ahead.join(60)
-        list(engine.generate(prompt, GREEDY, max_tokens=4, reuse=True))
+        list(engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=4, reuse=True)))
     assert used == [(ahead.ident, "cpu"), (threading.get_ident(), "cpu")]
 
 

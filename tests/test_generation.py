@@ -13,8 +13,9 @@ from torch import Tensor
 
 from enumeration import Distribution, TableLevel, Tokens, identity
 from offload.decode import generation
-from offload.decode.generation import Run, generate
+from offload.decode.generation import Run, in_passes
 from offload.decode.lengths import Fixed
+from offload.decode.passes import alone
 from offload.decode.sampling import SeededSource
 from offload.decode.speculation import ModelProposer, Proposer, Speculator
 from offload.metrics import LevelStats, LinkStats, Stats
@@ -69,14 +70,16 @@ class Setup:
     def start(
         self, max_tokens: int, end: Collection[int] = (), prompt: Sequence[int] = (0,), num_pending: int = 1
     ) -> Iterator[Run]:
-        return generate(
-            prompt,
-            self.speculator,
-            prefill=self.prefill,
-            num_pending=num_pending,
-            max_tokens=max_tokens,
-            end_tokens=end,
-            stats=self.stats,
+        return alone(
+            in_passes(
+                prompt,
+                self.speculator,
+                prefill=self.prefill,
+                num_pending=num_pending,
+                max_tokens=max_tokens,
+                end_tokens=end,
+                stats=self.stats,
+            )
         )
 
 

@@ -14,6 +14,7 @@ from asked import Asked, together
 from models import LateLink, Sizes, random_tokens, save_pair, tiny_engine, tiny_plan
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
+from offload.engine.request import GenerationRequest
 from offload.plan.planner import Plan
 from offload.transfer.arena import Arena
 from offload.transfer.hidden_rows import HiddenRows, ResidentRows, StreamedRows
@@ -163,7 +164,11 @@ def cached(engine: Engine, tokens: list[int], *, at: int = 0) -> Tensor:
 
 
 def said(engine: Engine, prompt: list[int]) -> list[int]:
-    return [token for step in engine.generate(prompt, SAMPLED, max_tokens=NUM_NEW) for token in step.tokens]
+    return [
+        token
+        for step in engine.generate(GenerationRequest(prompt, SAMPLED, max_tokens=NUM_NEW))
+        for token in step.tokens
+    ]
 
 
 @pytest.mark.few(4)

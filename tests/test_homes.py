@@ -11,6 +11,7 @@ from torch import Tensor
 from models import LateLink
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer
+from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.kernels import native
 from offload.kernels.packing import Packing
@@ -137,7 +138,11 @@ def planned(bits: int, **options: object) -> Plan:
 
 
 def said(engine: Engine, params: SamplingParams) -> list[int]:
-    return [token for step in engine.generate(PROMPT[:600], params, max_tokens=16) for token in step.tokens]
+    return [
+        token
+        for step in engine.generate(GenerationRequest(PROMPT[:600], params, max_tokens=16))
+        for token in step.tokens
+    ]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

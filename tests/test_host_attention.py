@@ -24,6 +24,7 @@ from offload.cache.tile_attention import TileAttention
 from offload.cache.tiles import TileShape, TileStore
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
+from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.kernels import native
 from offload.kernels.native import NONE, Kernels
@@ -316,7 +317,7 @@ def request(**options: object) -> Plan:
 
 
 def tokens_of(engine: Engine, prompt: list[int], *, speculation: bool = True) -> list[int]:
-    steps = engine.generate(prompt, GREEDY, max_tokens=16, speculation=speculation)
+    steps = engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=16, speculation=speculation))
     return [token for step in steps for token in step.tokens]
 
 

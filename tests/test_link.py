@@ -30,6 +30,7 @@ from models import (
 )
 from offload.cache.traffic import All
 from offload.decode.sampling import SamplingParams
+from offload.engine.request import GenerationRequest
 from offload.errors import ModelError
 from offload.metrics import LinkStats
 from offload.model.decoder import Decoder
@@ -401,7 +402,11 @@ def generation(
     wanted = draft if sizes.draft_gamma else None
     plan = tiny_plan(target, wanted, sizes, num_prompt_tokens=len(PROMPT), max_tokens=16, offload=frozenset(offload))
     with tiny_engine(plan, target, wanted) as engine:
-        tokens = [token for step in engine.generate(PROMPT, sampling, max_tokens=16) for token in step.tokens]
+        tokens = [
+            token
+            for step in engine.generate(GenerationRequest(PROMPT, sampling, max_tokens=16))
+            for token in step.tokens
+        ]
         stats = engine.worker.link.stats if engine.worker.link is not None else LinkStats()
         assert (engine.worker.link is None) == (not offload)
         assert engine.stats.prefill_link.bytes_to_device <= stats.bytes_to_device

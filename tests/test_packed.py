@@ -18,6 +18,7 @@ from offload.cache.full import FullCache
 from offload.cache.tiles import TileShape
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
+from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.kernels.native import Kernels
 from offload.kernels.packed import check, pack, pack_with_torch, unpack, unpack_tile, unpack_with_torch
@@ -334,7 +335,7 @@ def test_mean_keys_are_not_of_packed_pages(late: LateLink) -> None:
 
 
 def said(engine: Engine, prompt: list[int], **options: object) -> list[int]:
-    steps = engine.generate(prompt, GREEDY, max_tokens=12, **options)  # type: ignore[arg-type]
+    steps = engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=12, **options))  # type: ignore[arg-type]
     return [token for step in steps for token in step.tokens]
 
 

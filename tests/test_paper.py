@@ -16,6 +16,7 @@ import test_cuda
 from asked import Asked, together
 from models import GREEDY, Sizes, save_pair
 from offload.decode.sampling import SamplingParams
+from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences
 from offload.kernels import native
 from offload.kernels.spans import SpanAttention
@@ -138,14 +139,14 @@ def test_beside_a_gpu_the_host_changes_nothing_by_drafts(
 ) -> None:
     """By the CPU's kernels, and by torch's operators where there are none: one plan, with and without drafts."""
     if path == "torch":
-        monkeypatch.setattr("offload.worker.worker.fitting", lambda *_: native.NONE)
+        monkeypatch.setattr("offload.worker.assemble.fitting", lambda *_: native.NONE)
     elif native.kernels().library is None:
         pytest.skip(native.kernels().reason)
     with engine_on_paper(CASES[name], pair) as (engine, gpu):
         expected = said(engine)
         plain = [
             token
-            for step in engine.generate(PROMPT, GREEDY, max_tokens=NUM_NEW, speculation=False)
+            for step in engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=NUM_NEW, speculation=False))
             for token in step.tokens
         ]
         assert plain == expected

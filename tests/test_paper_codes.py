@@ -12,6 +12,7 @@ import torch
 from models import GREEDY, Sizes, perturbed, random_model, save
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
+from offload.engine.request import GenerationRequest
 from offload.kernels.codes import Codes, encode_with_torch
 from offload.metrics import LevelStats
 from offload.transfer.layout import OPERATORS
@@ -76,7 +77,7 @@ def test_tokens_are_those_of_plain_decoding_and_every_access_is_ordered(case: Ca
             assert stats_of(engine, *OWN).passes > 0
         assert 0 < accepted <= drafted or case.sizes.adaptive  # which may draft nothing
         assert said(engine, PROMPT, reuse=True) == expected[0]
-        again = engine.generate(PROMPT, GREEDY, max_tokens=NUM_NEW, speculation=False)
+        again = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=NUM_NEW, speculation=False))
         assert [token for step in again for token in step.tokens] == expected[0]
     assert gpu.problems == []
 

@@ -43,6 +43,7 @@ from offload.bench.program import Program
 from offload.bench.reference import Reference
 from offload.bench.setting import Setting
 from offload.bench.trial import milliseconds_after_first
+from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, ModelError, TriforceError, UsageError
 from offload.plan.rates import FOLDER_VARIABLE
 
@@ -271,7 +272,11 @@ class TestWheel:
         prompt = random_tokens(150, vocabulary=256)
         plan = tiny_plan(model, None, replace(Sizes(), capacity=200), num_prompt_tokens=150, max_tokens=20)
         with tiny_engine(plan, model) as engine:
-            ours = [token for step in engine.generate(prompt, GREEDY, max_tokens=20) for token in step.tokens]
+            ours = [
+                token
+                for step in engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=20))
+                for token in step.tokens
+            ]
         with llama_cpp_of(model, dtype="fp32") as program, program.start(first_of(program), 200) as llama_cpp:
             for _ in range(2):
                 theirs, seconds = llama_cpp.generate(prompt, GREEDY, max_tokens=20, end_tokens=[TOKENIZER_SIZE - 1])

@@ -11,6 +11,7 @@ import torch
 from models import changed
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
+from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit
 from offload.plan.config import ModelConfig
 from offload.plan.expectations import LLAMA2_13B
@@ -38,7 +39,9 @@ def request(**options: object) -> Plan:
 def run(plan: Plan) -> tuple[list[int], dict[str, dict[str, int]]]:
     """(tokens, ledger after the run)."""
     with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
-        tokens = [token for step in engine.generate(PROMPT, GREEDY, max_tokens=12) for token in step.tokens]
+        tokens = [
+            token for step in engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=12)) for token in step.tokens
+        ]
         return tokens, dict(engine.worker.memory.allocated())  # type: ignore[arg-type]
 
 
@@ -80,7 +83,7 @@ def test_planned_bytes_are_allocated_bytes_within_two_percent(options: dict[str,
 def test_each_of_two_ranks_allocates_what_was_planned_for_it(offload: frozenset[str]) -> None:
     plan = request(gamma=7, gpus=2, offload=offload)
     with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
-        list(engine.generate(PROMPT, GREEDY, max_tokens=12))
+        list(engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=12)))
         first, second = engine.worker.rank_stats()
         own = dict(engine.worker.memory.allocated()["device"])
     placement = plan.placement
@@ -111,7 +114,7 @@ def test_wherever_layers_and_tiles_are_the_tokens_are_the_same() -> None:
 def test_tiles_on_the_device_do_not_cross_the_link_when_decoding(num_resident: int) -> None:
     plan = changed(request(gamma=0, offload=frozenset({"kv"})), resident_tiles=num_resident, tile_tokens=1024)
     with Engine.load(plan, TARGET, None, load_tokenizer(TARGET, None)) as engine:
-        list(engine.generate(PROMPT, GREEDY, max_tokens=8))
+        list(engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=8)))
         passes = engine.stats.levels[0].passes
         moved = engine.stats.decode_link.bytes_to_device
     page = 512 * 12288 // 8  # a page of one layer; the first tile has two, the second is used up to its first one

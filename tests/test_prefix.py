@@ -19,6 +19,7 @@ from offload.cache.full import FullCache
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.prefix import PrefixCache, num_common
+from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, UsageError
 from offload.progress import Progress, ignore
 from offload.session.fingerprints import identity_of
@@ -60,7 +61,7 @@ def make(
 
 def say(engine: Engine, prompt: list[int], num_tokens: int = 12, *, seed: int | None = None) -> list[int]:
     sampling = GREEDY if seed is None else SamplingParams(temperature=1.5, seed=seed)
-    steps = engine.generate(prompt, sampling, max_tokens=num_tokens, reuse=True)
+    steps = engine.generate(GenerationRequest(prompt, sampling, max_tokens=num_tokens, reuse=True))
     return [token for step in steps for token in step.tokens]
 
 
@@ -243,7 +244,11 @@ def test_what_prompts_begin_with_alike_is_prefilled_once_and_changes_no_bit(
     sampling = SamplingParams(temperature=1.5, seed=5)
 
     def say_afresh(engine: Engine, prompt: list[int]) -> list[int]:
-        return [token for step in engine.generate(prompt, sampling, max_tokens=20) for token in step.tokens]
+        return [
+            token
+            for step in engine.generate(GenerationRequest(prompt, sampling, max_tokens=20))
+            for token in step.tokens
+        ]
 
     with make(folders, offload=offload) as engine, make(folders, offload=offload) as fresh:
         say_afresh(engine, first)
@@ -449,7 +454,7 @@ def test_a_prefill_that_was_broken_off_leaves_what_was_cached(folders: tuple[Pat
             with pytest.raises(KeyboardInterrupt):
                 engine.precompute(longer, on_progress=stop)
             with pytest.raises(KeyboardInterrupt):
-                next(engine.generate(longer, GREEDY, max_tokens=3, reuse=True, on_progress=stop))
+                next(engine.generate(GenerationRequest(longer, GREEDY, max_tokens=3, reuse=True), on_progress=stop))
             assert engine.worker.full.length == len(text_so_far) - 1
             assert say(engine, longer) == say(fresh, longer)
             assert engine.stats.reused_tokens == len(text_so_far) - 1

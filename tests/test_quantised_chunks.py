@@ -29,6 +29,7 @@ from offload.cache.retrieved import QuantisedChunks
 from offload.cache.selection import Selection
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
+from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.kernels.kv_codes import GROUP, KVCodes, encode_with_torch
 from offload.model.decoder import Decoder
@@ -61,7 +62,7 @@ def decoder(folders: tuple[Path, Path]) -> Decoder:
 
 def say(engine: Engine, prompt: list[int] = PROMPT, *, seed: int | None = None, reuse: bool = False) -> list[int]:
     sampling = GREEDY if seed is None else SamplingParams(temperature=0.8, seed=seed)
-    steps = engine.generate(prompt, sampling, max_tokens=40, end_tokens=(), reuse=reuse)
+    steps = engine.generate(GenerationRequest(prompt, sampling, max_tokens=40, end_tokens=(), reuse=reuse))
     return [token for step in steps for token in step.tokens]
 
 

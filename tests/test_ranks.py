@@ -29,6 +29,7 @@ from offload.cache.full import FullCache
 from offload.cache.retrieval import RetrievalCache
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
+from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, RankFailed, SessionError, UsageError
 from offload.kernels.native import VARIABLE, kernels
 from offload.ranks import rendezvous, watch
@@ -101,7 +102,7 @@ def say(
     engine: Engine, prompt: list[int] = PROMPT, num_tokens: int = 24, *, seed: int | None = None, reuse: bool = False
 ) -> list[int]:
     sampling = GREEDY if seed is None else SamplingParams(temperature=1.5, seed=seed)
-    steps = engine.generate(prompt, sampling, max_tokens=num_tokens, reuse=reuse)
+    steps = engine.generate(GenerationRequest(prompt, sampling, max_tokens=num_tokens, reuse=reuse))
     return [token for step in steps for token in step.tokens]
 
 
@@ -129,7 +130,7 @@ def test_ranks_say_what_one_says(folders: Folders, family: str, num_ranks: int) 
         assert engine.stats.levels[0].accepted > 0
         assert rows_of(engine, 80).shape == rows.shape
         assert (rows_of(engine, 80) - rows).abs().max() < TOLERANCE
-        plainly = engine.generate(PROMPT, GREEDY, max_tokens=24, speculation=False)
+        plainly = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=24, speculation=False))
         assert [token for step in plainly for token in step.tokens] == wanted
 
 
@@ -151,7 +152,7 @@ def test_ranks_attend_to_tiles_on_the_host_each_to_its_heads(folders: Folders) -
         with make(folders, 2, offload=("kv",), host_tiles=host_tiles) as engine:
             said.append(say(engine))
             assert (engine.stats.host_attention.bytes_read > 0) == (host_tiles > 0)
-            plainly = engine.generate(PROMPT, GREEDY, max_tokens=24, speculation=False)
+            plainly = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=24, speculation=False))
             assert [token for step in plainly for token in step.tokens] == said[0]
             moved.append([rank.bytes_to_device for rank in engine.worker.rank_stats()])
     assert said[0] == said[1] == said[2]
@@ -422,9 +423,9 @@ def test_a_request_that_is_given_up_leaves_all_ranks_in_step(
     with make(folders, 2, offload=offload) as engine:
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
-                next(engine.generate(PROMPT, GREEDY, max_tokens=24, on_progress=stop))
+                next(engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=24), on_progress=stop))
             assert say(engine) == texts[1]
-            steps = engine.generate(PROMPT[:30], GREEDY, max_tokens=24)
+            steps = engine.generate(GenerationRequest(PROMPT[:30], GREEDY, max_tokens=24))
             next(steps)
             steps.close()
             assert say(engine, reuse=True) == texts[1]
@@ -437,7 +438,7 @@ def test_a_request_that_is_given_up_leaves_all_ranks_in_step(
 def test_a_text_may_be_given_up_after_its_engine_was_closed(folders: Folders) -> None:
     """As where a signal comes between two steps: five seconds later a BrokenPipeError was written."""
     with make(folders, 2) as engine:
-        steps = engine.generate(PROMPT, GREEDY, max_tokens=24)
+        steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=24))
         next(steps)
     steps.close()
     with pytest.raises(RankFailed, match="the ranks were ended"):
@@ -523,7 +524,7 @@ def test_tokens_that_differ_between_ranks_are_found(folders: Folders) -> None:
     with make(folders, 2, PLAIN) as engine:
         worker = engine.worker
         assert isinstance(worker, LeadingWorker)
-        steps = engine.generate(PROMPT, GREEDY, max_tokens=2 * COMPARED_FORWARDS)
+        steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=2 * COMPARED_FORWARDS))
         for _ in range(3):
             next(steps)
         worker._record._tokens[5] += 1
@@ -548,7 +549,7 @@ def test_of_four_ranks_the_one_that_died_is_named(folders: Folders, killed: int)
     """Its neighbours lose their connections to it at the same moment, and rank 0 does."""
     for num_steps in range(2):
         with forked_ranks() as started, make(folders, 4) as engine:
-            steps = engine.generate(PROMPT, GREEDY, max_tokens=60)
+            steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=60))
             for _ in range(num_steps):
                 next(steps)
             started[killed - 1].kill()

@@ -25,6 +25,7 @@ from offload.cache.unpacked import Unpacked
 from offload.cache.write_back import WriteBack
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, Request, load_tokenizer
+from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit
 from offload.plan.config import ModelConfig
 from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
@@ -397,8 +398,8 @@ def test_a_request_takes_what_was_planned_of_the_host_from_its_beginning_to_its_
     cache = "kv cache"
     assert plan.placement.host_bytes[cache] < 0.77 * as_they_are.placement.host_bytes[cache]
     with most_of_host() as most, Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
-        list(engine.generate(PROMPT, SamplingParams(temperature=0.0), max_tokens=12))
-        list(engine.generate(PROMPT[300:], SamplingParams(temperature=0.0), max_tokens=12))
+        list(engine.generate(GenerationRequest(PROMPT, SamplingParams(temperature=0.0), max_tokens=12)))
+        list(engine.generate(GenerationRequest(PROMPT[300:], SamplingParams(temperature=0.0), max_tokens=12)))
     for name in (cache, PURPOSE):
         assert most[name] == plan.placement.host_bytes[name]
 

@@ -23,6 +23,7 @@ from offload.cache.page_table import Page
 from offload.cache.quantised import EXACT, QuantisedCache
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
+from offload.engine.request import GenerationRequest
 from offload.kernels.packing import PACKED, RAW, RESIDUAL
 from offload.model.decoder import Decoder
 from offload.model.level import Level
@@ -368,7 +369,7 @@ def made(folder: Path, link_bits: int, *, ranks: int = 1, sizes: Sizes = ALONE) 
 
 def said(engine: Engine, prompt: list[int], *, temperature: float = 0.0, reuse: bool = False) -> list[int]:
     sampling = SamplingParams(temperature=temperature, seed=3)
-    steps = engine.generate(prompt, sampling, max_tokens=40, reuse=reuse)
+    steps = engine.generate(GenerationRequest(prompt, sampling, max_tokens=40, reuse=reuse))
     return [token for step in steps for token in step.tokens]
 
 

@@ -16,6 +16,7 @@ import asked
 from asked import NEVER, Asked, alone, check, together
 from models import GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.engine.engine import Engine, Step
+from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences
 from offload.errors import DoesNotFit, UsageError
 from offload.model import decoder, level
@@ -181,12 +182,12 @@ def test_a_request_goes_to_the_sequence_that_has_most_of_its_prompt(folders, mon
     prompts, copied, copy_rows = [random_tokens(40, seed=seed) for seed in (1, 2)], [], Worker.copy_rows
     with made(folders, PLAIN, 3) as engine, Sequences[int](engine) as sequences:
         for key, prompt in enumerate(prompts):
-            sequences.join(key, prompt, GREEDY, max_tokens=2)
+            sequences.join(key, GenerationRequest(prompt, GREEDY, max_tokens=2))
         for key in range(2):
             sequences.leave(key)
         monkeypatch.setattr(Worker, "copy_rows", lambda *args: copied.append(args) or copy_rows(*args))
         for key in (1, 0):
-            sequences.join(key, prompts[key], GREEDY, max_tokens=2)
+            sequences.join(key, GenerationRequest(prompts[key], GREEDY, max_tokens=2))
             assert sequences.leave(key).reused_tokens > 30
     assert copied == []
 
@@ -197,8 +198,8 @@ def test_all_memory_is_given_back_and_the_engine_goes_on(folders, offload):
     with made(folders, TWO, 3, *offload) as engine:
         expected, before = alone(engine, request), engine.worker.memory.allocated()
         with Sequences[str](engine) as sequences:
-            sequences.join("a", request.prompt, GREEDY, max_tokens=20)
-            sequences.join("b", request.prompt, GREEDY, max_tokens=20)
+            sequences.join("a", GenerationRequest(request.prompt, GREEDY, max_tokens=20))
+            sequences.join("b", GenerationRequest(request.prompt, GREEDY, max_tokens=20))
             assert sequences.steps()
             assert engine.worker.memory.allocated() != before
         assert engine.worker.memory.allocated() == before
@@ -243,7 +244,9 @@ def test_a_request_for_no_tokens_ends_like_any_other(folders):
     """It ended in StopIteration."""
     nothing, other = Asked(random_tokens(50), GREEDY, 0), Asked(random_tokens(60, seed=1), GREEDY, 20)
     with made(folders, TWO, 2) as engine:
-        assert list(engine.generate(nothing.prompt, GREEDY, max_tokens=0)) == [Step("", [], "length")]
+        assert list(engine.generate(GenerationRequest(nothing.prompt, GREEDY, max_tokens=0))) == [
+            Step("", [], "length")
+        ]
         expected = alone(engine, other)
         for requests in ([nothing], [nothing, other], [other, nothing, other, nothing, nothing]):
             found, stats = together(engine, requests)
@@ -282,10 +285,10 @@ def test_a_request_that_cannot_be_is_refused_and_the_others_go_on(folders):
     ]
     with made(folders, TWO, 2) as engine, Sequences[int](engine) as sequences:
         expected = alone(engine, good)
-        sequences.join(0, good.prompt, GREEDY, max_tokens=20)
+        sequences.join(0, GenerationRequest(good.prompt, GREEDY, max_tokens=20))
         for prompt, max_tokens, message in wrong:
             with pytest.raises(UsageError, match=message):
-                sequences.join(1, prompt, GREEDY, max_tokens=max_tokens)
+                sequences.join(1, GenerationRequest(prompt, GREEDY, max_tokens=max_tokens))
             assert sequences.leave(1).output_tokens == 0
         said: list[int] = []
         while len(said) < 20:
@@ -301,11 +304,11 @@ def test_an_error_of_one_prefill_leaves_the_others_as_they_are(folders):
 
     with made(folders, TWO, 2) as engine:
         with Sequences[int](engine) as sequences:
-            sequences.join(0, first.prompt, GREEDY, max_tokens=20)
+            sequences.join(0, GenerationRequest(first.prompt, GREEDY, max_tokens=20))
             with pytest.raises(TimeoutError):
-                sequences.join(1, second.prompt, GREEDY, max_tokens=20, on_progress=fails)
+                sequences.join(1, GenerationRequest(second.prompt, GREEDY, max_tokens=20), on_progress=fails)
             assert sequences.leave(1).output_tokens == 0
-            sequences.join(2, second.prompt, GREEDY, max_tokens=20)
+            sequences.join(2, GenerationRequest(second.prompt, GREEDY, max_tokens=20))
             said: dict[int, list[int]] = {0: [], 2: []}
             while len(sequences):
                 for key, step in sequences.steps():

@@ -13,6 +13,7 @@ import torch
 
 from models import GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.engine.engine import Engine
+from offload.engine.request import GenerationRequest
 from processor import process_uses, threads
 
 SIZES = Sizes(gamma=5, draft_gamma=2)
@@ -36,7 +37,9 @@ def engine(folder: Path, sizes: Sizes, *, dtype: str, offload: frozenset[str]) -
 
 
 def tokens_of(engine: Engine, prompt: list[int]) -> list[int]:
-    return [token for step in engine.generate(prompt, GREEDY, max_tokens=30) for token in step.tokens]
+    return [
+        token for step in engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=30)) for token in step.tokens
+    ]
 
 
 @pytest.mark.few(2)

@@ -16,6 +16,7 @@ from offload.bench.comparison import PLAIN, TRANSFORMERS, TRIFORCE, Comparison, 
 from offload.bench.reference import Reference
 from offload.bench.trial import WARM_UP, Step, Trial, check_other_fits
 from offload.engine.engine import Engine
+from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, TriforceError
 from offload.metrics import LevelStats, Spread, Stats
 from offload.plan.options import Options
@@ -51,7 +52,7 @@ def engine(folder: Path, plan: Plan) -> Iterator[Engine]:
 
 
 def said(engine: Engine, prompt: list[int], *, speculation: bool) -> list[int]:
-    steps = engine.generate(prompt, GREEDY, max_tokens=NUM_TOKENS, speculation=speculation)
+    steps = engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=NUM_TOKENS, speculation=speculation))
     return [token for step in steps for token in step.tokens]
 
 

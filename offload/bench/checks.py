@@ -37,7 +37,7 @@ from offload.transfer.homes import HomeMaker
 from offload.transfer.layout import LayerLayout
 from offload.transfer.link import make_link
 from offload.transfer.memory import Memory
-from offload.worker.worker import equal_sizes, full_cache, rotary_table
+from offload.worker.assemble import equal_sizes, full_cache, rotary_table
 
 MODELS = {"Llama-2-13B": LLAMA2_13B, "Llama-3.1-8B": LLAMA31_8B}
 NUM_TOKENS, NUM_ROWS = 3 * PAGE_TOKENS + 100, 16  # prefilled, and decoded after them

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.decode.sampling import SamplingParams, warp
+from offload.engine.request import GenerationRequest
 from offload.progress import OnProgress, Progress, ignore
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def check_exactness(
     """
     recorder = Recorder()
     with _heard(engine, recorder):
-        steps = engine.generate(prompt, sampling, max_tokens=max_tokens, on_progress=on_progress)
+        steps = engine.generate(GenerationRequest(prompt, sampling, max_tokens=max_tokens), on_progress=on_progress)
         tokens = [token for step in steps for token in step.tokens]
     drawn_from = recorder.rows(len(prompt) - 1, len(prompt) + len(tokens) - 1)
     replayed = []

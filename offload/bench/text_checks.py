@@ -14,6 +14,7 @@ from offload.bench.exactness import check_exactness
 from offload.bench.findings import REPORT, TOLERANCES, Named, Shown, error_of
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
+from offload.engine.request import GenerationRequest
 from offload.model.graphs import VARIABLE
 from offload.model.level import Level
 from offload.plan.hardware import Hardware
@@ -55,7 +56,7 @@ def _quantised(hardware: Hardware, target: Path, draft: Path | None) -> Shown:
 
     def text(offload: str, **options: Any) -> list[int]:
         with _engine(hardware, target, draft, offload, dtype="bf16", **options) as engine:
-            steps = engine.generate(PROMPT, GREEDY, max_tokens=NUM_TOKENS)
+            steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=NUM_TOKENS))
             return [token for step in steps for token in step.tokens]
 
     few: dict[str, Any] = {"kv_bits": 4, "link_bits": 12, "gamma": 7}
@@ -70,7 +71,7 @@ def _graphs(hardware: Hardware, target: Path, draft: Path | None) -> Shown:
     errors, same = [0.0], True
     with _engine(hardware, target, draft, "") as engine:
         for sampling in (SamplingParams(seed=0), GREEDY):  # draws are a part of graphs
-            for _ in engine.generate(PROMPT, sampling, max_tokens=NUM_TOKENS):
+            for _ in engine.generate(GenerationRequest(PROMPT, sampling, max_tokens=NUM_TOKENS)):
                 pass
         for level in (level for name, level in engine.levels.items() if name != "target"):
             for num_rows in (1, 3):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from offload.bench.comparison import OTHERS, PLAIN, TRIFORCE, Comparison, Run
 from offload.decode.sampling import SamplingParams
+from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, TriforceError
 from offload.plan.options import DTYPE_BYTES
 from offload.plan.planner import Plan
@@ -96,10 +97,9 @@ class Trial:
     def _by_engine(self, step: Step, engine: Engine, on_progress: OnProgress) -> tuple[Run, float | None]:
         """(what was measured, prompt tokens per second if any were prefilled)"""
         said = engine.generate(
-            self.prompt,
-            self._sampling(step),
-            max_tokens=self.num_tokens(step),
-            speculation=step.way == TRIFORCE,
+            GenerationRequest(
+                self.prompt, self._sampling(step), max_tokens=self.num_tokens(step), speculation=step.way == TRIFORCE
+            ),
             on_progress=on_progress,
         )
         tokens = [token for part in said for token in part.tokens]

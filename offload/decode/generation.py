@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from offload.decode.passes import Work, alone
+from offload.decode.passes import Work
 from offload.decode.speculation import Speculator
 from offload.metrics import Stats
 
@@ -20,30 +20,6 @@ class Run:
 
     tokens: list[int]
     finish: FinishReason | None
-
-
-def generate(
-    prompt: Sequence[int],
-    speculator: Speculator,
-    *,
-    prefill: Callable[[Sequence[int]], None],
-    num_pending: int,
-    max_tokens: int,
-    end_tokens: Collection[int],
-    stats: Stats,
-) -> Iterator[Run]:
-    """What `in_passes` does, each pass run alone."""
-    return alone(
-        in_passes(
-            prompt,
-            speculator,
-            prefill=prefill,
-            num_pending=num_pending,
-            max_tokens=max_tokens,
-            end_tokens=end_tokens,
-            stats=stats,
-        )
-    )
 
 
 def in_passes(

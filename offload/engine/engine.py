@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
 from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
 from offload.engine.prefix import PrefixCache
+from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, ModelError, UsageError
 from offload.kernels import gpu
 from offload.kernels.gpu.flash import flash
@@ -137,66 +138,29 @@ class Engine:
     def retrieval(self) -> RetrievalCache | None:
         return self.worker.retrieval
 
-    def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        max_tokens: int,
-        stop: Sequence[str] = (),
-        end_tokens: Collection[int] = (),
-        reuse: bool = False,
-        speculation: bool = True,
-        on_progress: OnProgress = ignore,
-    ) -> Iterator[Step]:
+    def generate(self, request: GenerationRequest, *, on_progress: OnProgress = ignore) -> Iterator[Step]:
         """Yield text as it is accepted. After the last step the caches hold the prompt and the kept tokens, no more.
+        Stopping early (closing the iterator, Ctrl-C) leaves the caches consistent.
 
-        A stop string ends the text before it; tokens after the one that completes it are dropped, inside an accepted
-        run too. end_tokens: more of them, besides the model's own. Stopping early (closing the iterator, Ctrl-C) leaves
-        the caches consistent.
-        reuse: reuse the cached rows of the longest common prefix, whichever passes computed them: the same rows but for
-        rounding. Otherwise only rows that a prefill of this prompt would give bit for bit are taken over
-        (whole blocks that prompts begin with alike), and the text does not depend on what the engine was asked before.
-        speculation: off, this request is decoded plainly, whatever the plan has; what lies where stays as planned.
+        Raises UsageError, ModelError, DoesNotFit before anything is computed where the request cannot be answered.
         """
-        return alone(
-            self.in_passes(
-                prompt,
-                sampling,
-                max_tokens=max_tokens,
-                stop=stop,
-                end_tokens=end_tokens,
-                reuse=reuse,
-                speculation=speculation,
-                on_progress=on_progress,
-            )
-        )
+        return alone(self.in_passes(request, on_progress=on_progress))
 
-    def in_passes(
-        self,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        max_tokens: int,
-        stop: Sequence[str] = (),
-        end_tokens: Collection[int] = (),
-        reuse: bool = False,
-        speculation: bool = True,
-        on_progress: OnProgress = ignore,
-    ) -> Work[Step]:
+    def in_passes(self, request: GenerationRequest, *, on_progress: OnProgress = ignore) -> Work[Step]:
         """`generate` for whoever runs the passes: each that is asked for after the prefill comes before the step that
         needs it. Closing it leaves the caches consistent, too."""
-        self._check(prompt, max_tokens)
-        self._start(prompt, reuse=reuse, record_mass=speculation)
-        speculator = self._make_speculator(sampling, speculation=speculation)
-        text_tokens, end_tokens = list(prompt), self.end_tokens | frozenset(end_tokens)
-        detokenizer, stops = Detokenizer(self.tokenizer, prompt), StopStrings(stop)
+        prompt, speculation = request.prompt, request.speculation
+        self._check(prompt, request.max_tokens)
+        self._start(prompt, reuse=request.reuse, record_mass=speculation)
+        speculator = self._make_speculator(request.sampling, speculation=speculation)
+        text_tokens, end_tokens = list(prompt), self.end_tokens | frozenset(request.end_tokens)
+        detokenizer, stops = Detokenizer(self.tokenizer, prompt), StopStrings(request.stop)
         runs = generation.in_passes(
             prompt,
             speculator,
             prefill=lambda tokens: self._prefill(tokens, on_progress),
             num_pending=len(prompt) - self.prefix.num_prefilled(prompt),
-            max_tokens=max_tokens,
+            max_tokens=request.max_tokens,
             end_tokens=end_tokens,
             stats=self.stats,
         )

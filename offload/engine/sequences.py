@@ -11,17 +11,18 @@ import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from offload.cache.full import FullCache
 from offload.decode.build import pass_seconds
 from offload.decode.passes import Pass, Work
-from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, Step
+from offload.engine.request import GenerationRequest
 from offload.metrics import Stats
 from offload.model.level import Level, run_together
+from offload.progress import OnProgress, ignore
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -56,15 +57,15 @@ class Sequences(Generic[Key]):
         """That are running."""
         return len(self._running)
 
-    def join(self, key: Key, prompt: Sequence[int], sampling: SamplingParams, **settings: Any) -> None:
-        """Begin a request, see `Engine.generate`, where there is room: its prompt is read, while the others wait, and
-        its first pass waits for theirs. What its prompt and those of others begin with alike is not read again. After
-        an error, such as one that `on_progress` raises, it can only leave."""
+    def join(self, key: Key, request: GenerationRequest, *, on_progress: OnProgress = ignore) -> None:
+        """Begin a request where there is room: its prompt is read, while the others wait, and its first pass waits for
+        theirs. What its prompt and those of others begin with alike is not read again. After an error, such as one that
+        `on_progress` raises, it can only leave."""
         taken = [running.engine for running in self._running.values()]
         idle = [engine for engine in self._engines if engine not in taken]
-        engine = max(idle, key=lambda each: each.prefix.num_alike(prompt))
-        engine.borrow([each for each in self._engines if each is not engine], prompt)
-        self._running[key] = _Running(engine, engine.in_passes(prompt, sampling, **settings))
+        engine = max(idle, key=lambda each: each.prefix.num_alike(request.prompt))
+        engine.borrow([each for each in self._engines if each is not engine], request.prompt)
+        self._running[key] = _Running(engine, engine.in_passes(request, on_progress=on_progress))
         self._running[key].go_on()
 
     def steps(self) -> list[tuple[Key, Step]]:

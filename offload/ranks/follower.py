@@ -30,8 +30,9 @@ from offload.ranks.orders import LOST, GivenUp, Orders
 from offload.ranks.record import TokenRecord
 from offload.ranks.rendezvous import Met
 from offload.ranks.sums import Sums
+from offload.worker.assemble import equal_sizes
 from offload.worker.models import LoadedModels
-from offload.worker.worker import Worker, equal_sizes, stats_of_rank
+from offload.worker.worker import Worker, stats_of_rank
 
 _ANSWERED = ("load", "try_sizes", "build", "stats")
 

@@ -31,8 +31,9 @@ from offload.ranks.record import TokenRecord
 from offload.ranks.sums import Sums
 from offload.ranks.team import Team
 from offload.session.page import PagedRows
+from offload.worker.assemble import equal_sizes, fast_sizes
 from offload.worker.models import LoadedModels
-from offload.worker.worker import Worker, equal_sizes, fast_sizes, stats_of_rank
+from offload.worker.worker import Worker, stats_of_rank
 
 COMPARED_FORWARDS = 16  # of the target, after which the ranks compare their tokens
 

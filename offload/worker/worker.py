@@ -5,38 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from offload.cache import Cache
 from offload.cache.ahead import AheadCache
 from offload.cache.full import FullCache
 from offload.cache.quantised import QuantisedCache
 from offload.cache.retrieval import RetrievalCache
-from offload.cache.selection import Selection
 from offload.cache.streaming import StreamingCache
-from offload.errors import DoesNotFit, UsageError
-from offload.kernels import gpu
-from offload.kernels.gpu.flash import PAGE_STEP, FlashTiles, flash
-from offload.kernels.native import FEW_ROWS, Kernels, fitting
-from offload.kernels.rope import RopeTable, rope_table
-from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
+from offload.errors import DoesNotFit
+from offload.kernels.rows import Blocks
 from offload.metrics import HostStats, LinkStats, RankStats
 from offload.model.decoder import Decoder
 from offload.model.level import Level, StreamingLevel, prefill
 from offload.model.loading import DTYPES
-from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
-from offload.plan.sizing import CPU_BLOCKS, MAX_ROWS, tail_tokens
+from offload.plan.sizing import MAX_ROWS
 from offload.progress import OnProgress
 from offload.session.page import PagedRows
 from offload.transfer.arena import Arena
 from offload.transfer.hidden_rows import HiddenRows, ResidentRows
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
-from offload.transfer.pace import HostReads
-from offload.worker.models import LoadedModels, tile_shape
-
-MAX_REACH = 32  # tokens: dilation reaches as far as blocks usually go
+from offload.worker.assemble import (
+    equal_sizes,
+    fast_sizes,
+    full_cache,
+    quantised_cache,
+    retrieval_cache,
+    streaming_cache,
+)
+from offload.worker.models import LoadedModels
 
 
 class Worker:
@@ -192,12 +189,12 @@ class Worker:
         self.levels["target"] = self._level("target", self.target, self.full, self._blocks)
         own = self._own_target()
         if plan.composition.inner == "retrieval":
-            self.retrieval = _retrieval_cache(plan, self.target.config, self.full)
+            self.retrieval = retrieval_cache(plan, self.target.config, self.full)
             self._copies = self.retrieval
             self._caches.append(self.retrieval)
             self.levels["retrieval"] = self._level("retrieval", own, self.retrieval, None)
         elif plan.composition.keeps_all_codes:
-            quantised = _quantised_cache(plan, self.target.config, self.full, self.memory)
+            quantised = quantised_cache(plan, self.target.config, self.full, self.memory)
             self._copies = quantised
             self._caches.append(quantised)
             self.levels["self"] = self._level("self", own, quantised, None)
@@ -205,7 +202,7 @@ class Worker:
             self.levels["self"] = self._level("self", own, AheadCache(self.full), self._blocks)
         draft = self.models.decoders.get("draft")
         if "draft" in plan.composition.levels and draft is not None:
-            streaming = _streaming_cache(plan, draft.config, self.memory)
+            streaming = streaming_cache(plan, draft.config, self.memory)
             self._caches.append(streaming)
             self.levels["draft"] = StreamingLevel("draft", draft, streaming, vocab_size=self.vocab_size)
 
@@ -247,162 +244,3 @@ def stats_of_rank(rank: int, worker: Worker, sum_seconds: float) -> RankStats:
         device_bytes=sum(allocated["device"].values()),
         host_bytes=sum(allocated["host"].values()),
     )
-
-
-def full_cache(
-    plan: Plan, config: ModelConfig, memory: Memory, link: Link | None, blocks: Blocks, arena: Arena | None = None
-) -> FullCache:
-    """The cache of the plan's target, or of a shard of it."""
-    composition, placement = plan.composition, plan.placement
-    by_mass = composition.budget > 0 and composition.selection == "mass"
-    return FullCache(
-        memory,
-        tile_shape(plan, config),
-        num_layers=config.num_layers,
-        rope=rotary_table(plan, config),
-        blocks=blocks,
-        link=link if "kv" in placement.offload else None,
-        num_resident=placement.resident_tiles,
-        num_host=placement.host_tiles,
-        num_staging=placement.staging_tiles,
-        host_reads=_host_reads(plan, config),
-        mass_chunk=composition.chunk if by_mass else None,
-        fused_prefill=placement.fused_prefill,
-        flash=_flash_tiles(plan),
-        kernels=_attention_kernels(plan, config),
-        host_kernels=fitting(torch.device("cpu"), config.head_dim, ()),
-        packs=_packs(plan, config),
-        raw_pages=placement.raw_pages,
-        keep_queries=composition.budget > 0 and composition.selection == "published",
-        arena=arena,
-    )
-
-
-def _packs(plan: Plan, config: ModelConfig) -> bool:
-    """Whether pages cross the link packed. Raises UsageError where they should and the kernels do not run."""
-    if plan.placement.link_bits == 16:
-        return False
-    for kernels in (fitting(torch.device("cpu"), config.head_dim, ()), _attention_kernels(plan, config)):
-        if not kernels.usable:
-            raise UsageError(
-                f"pages that cross the link in {plan.placement.link_bits} bits need kernels, which do not run: "
-                f"{kernels.reason}; add --link-bits 16"
-            )
-    return True
-
-
-def _host_reads(plan: Plan, config: ModelConfig) -> HostReads:
-    """Paced on a CPU alone: beside a GPU the CPU is what it is."""
-    rate = plan.placement.host_bytes_per_second if plan.request.device == "cpu" else None
-    return HostReads(rate, group=config.num_heads // config.num_kv_heads)
-
-
-def _retrieval_cache(plan: Plan, config: ModelConfig, full: FullCache) -> RetrievalCache:
-    found = plan.composition
-    rule = Selection(rule="published" if found.selection == "published" else "mass", reach=min(found.gamma, MAX_REACH))
-    kernels = _attention_kernels(plan, config) if found.kv_bits == 16 else _coding_kernels(plan, config)
-    return RetrievalCache(
-        full,
-        budget=found.budget,
-        chunk=found.chunk,
-        selection=rule,
-        kernels=kernels,
-        tail=tail_tokens(found, plan.request.max_tokens),
-        drafted=found.drafted,
-        bits=found.kv_bits,
-    )
-
-
-def _quantised_cache(plan: Plan, config: ModelConfig, full: FullCache, memory: Memory) -> QuantisedCache:
-    """Raises UsageError, see `_coding_kernels`; DoesNotFit."""
-    return QuantisedCache(
-        full,
-        memory,
-        num_tokens=plan.request.capacity,
-        drafted=plan.composition.drafted,
-        kernels=_coding_kernels(plan, config),
-        beside=plan.placement.link_bits == 9,
-    )
-
-
-def _coding_kernels(plan: Plan, config: ModelConfig) -> Kernels | gpu.GpuKernels:
-    """The device's, which alone attend to a cache in 4 bits. Raises UsageError where they do not run."""
-    kernels = _attention_kernels(plan, config)
-    if isinstance(kernels, gpu.GpuKernels):
-        usable, whose = kernels.usable, "GPU"
-    else:
-        usable, whose = kernels.library is not None, "CPU"
-    if not usable:
-        raise UsageError(f"a cache in 4 bits needs the {whose}'s kernels, which do not run: {kernels.reason}")
-    return kernels
-
-
-def _streaming_cache(plan: Plan, config: ModelConfig, memory: Memory) -> StreamingCache:
-    composition = plan.composition
-    return StreamingCache(
-        memory,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=DTYPES[plan.request.dtype],
-        rope=rotary_table(plan, config),
-        sinks=composition.sinks,
-        window=composition.window,
-        slack=composition.gamma + composition.draft_gamma + 2 * plan.placement.rows,
-        kernels=_attention_kernels(plan, config),
-    )
-
-
-def equal_sizes(plan: Plan, config: ModelConfig) -> Blocks:
-    """The sizes of blocks that a pass may have on this machine, whatever is fast. config: of this rank's shard. A GPU's
-    blocks are all alike: fewer rows would not be faster there."""
-    if plan.request.device != "cpu":
-        return Blocks((plan.placement.rows,))
-    if _kernels(plan, config).library is not None:
-        return Blocks(tuple(range(1, FEW_ROWS + 1)))
-    return equal_blocks(_shapes(plan, config), CPU_BLOCKS, DTYPES[plan.request.dtype], torch.get_num_threads())
-
-
-def fast_sizes(plan: Plan, config: ModelConfig, blocks: Blocks) -> Blocks:
-    """Those of `blocks` that are worth their while on this machine. Other sizes never change what is computed, so they
-    may be chosen by time."""
-    if plan.request.device != "cpu" or _kernels(plan, config).library is not None:
-        return blocks
-    return fast_blocks(_shapes(plan, config), blocks, DTYPES[plan.request.dtype], torch.get_num_threads())
-
-
-def _attention_kernels(plan: Plan, config: ModelConfig) -> Kernels | gpu.GpuKernels:
-    """Those of the plan's device, for attention of few rows."""
-    device = torch.device(plan.request.device)
-    return _kernels(plan, config) if device.type == "cpu" else gpu.fitting(device, config.head_dim)
-
-
-def _flash_tiles(plan: Plan) -> FlashTiles | None:
-    """For a prefill on a GPU that torch's fused kernel would serve, too."""
-    found, placement = flash(torch.device(plan.request.device)), plan.placement
-    if found.call is None or not placement.fused_prefill or placement.page_tokens % PAGE_STEP:
-        return None
-    return FlashTiles(found.call)
-
-
-def _kernels(plan: Plan, config: ModelConfig) -> Kernels:
-    """The CPU's kernels that the model's passes run on; none on a GPU."""
-    return fitting(torch.device(plan.request.device), config.head_dim, config.layer_products())
-
-
-def _shapes(plan: Plan, config: ModelConfig) -> Shapes:
-    return Shapes(
-        config.layer_products(),
-        (config.vocab_size, config.hidden_size, False),
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        plan.placement.tile_tokens // plan.placement.page_tokens,
-        plan.placement.page_tokens,
-    )
-
-
-def rotary_table(plan: Plan, config: ModelConfig) -> RopeTable:
-    """The table of all positions that a pass may reach."""
-    request = plan.request
-    return rope_table(config, request.capacity + MAX_ROWS, request.capacity, request.device).to(DTYPES[request.dtype])

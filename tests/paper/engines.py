@@ -10,6 +10,7 @@ from pathlib import Path
 from models import GREEDY, Sizes, changed, random_tokens, tiny_engine, tiny_plan
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
+from offload.engine.request import GenerationRequest
 from offload.plan.planner import Plan
 from paper.gpu import PaperGpu, on_paper
 
@@ -84,7 +85,7 @@ def loaded(case: Case, pair: Pair, device: str = "cuda:0") -> Engine:
 def said(
     engine: Engine, prompt: Sequence[int] = PROMPT, sampling: SamplingParams = GREEDY, *, reuse: bool = False
 ) -> list[int]:
-    steps = engine.generate(prompt, sampling, max_tokens=NUM_NEW, reuse=reuse)
+    steps = engine.generate(GenerationRequest(prompt, sampling, max_tokens=NUM_NEW, reuse=reuse))
     return [token for step in steps for token in step.tokens]
 
 

@@ -42,7 +42,7 @@ from offload.transfer.layout import OPERATORS
 from offload.transfer.link import make_link
 from offload.transfer.memory import Memory, sent
 from offload.transfer.weights import load_weights
-from offload.worker import worker as worker_module
+from offload.worker import assemble
 from offload.worker.models import LoadedModels, streamed_rows
 from offload.worker.worker import Worker
 from paper.gpu import ADDRESS, PaperGpu, on_paper
@@ -85,7 +85,7 @@ def worker_without_bytes(
         patch.setattr(dist, "all_gather", partial(_gathered, gpu))
         if with_flash:
             found = Flash("on paper", call=partial(_flash_attended, gpu))
-            patch.setattr(worker_module, "flash", lambda device: found)
+            patch.setattr(assemble, "flash", lambda device: found)
         parts = _parts(plan, {"target": target, "draft": draft})
         worker = Worker(plan, parts, vocab_size=target.vocab_size)
         _hold_prompt(worker.full)

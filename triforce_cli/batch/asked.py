@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from offload.engine.request import GenerationRequest
 from triforce_cli.batch.records import Record
 from triforce_cli.deadline import Deadline, TimedOut
 
@@ -76,9 +77,8 @@ def _join(
     record = asked.record
     sequences.join(
         record.number,
-        list(prompt),
-        record.params(),
-        max_tokens=min(record.max_tokens, capacity - len(prompt)),
-        stop=record.stops,
+        GenerationRequest(
+            list(prompt), record.params(), max_tokens=min(record.max_tokens, capacity - len(prompt)), stop=record.stops
+        ),
         on_progress=asked.deadline.heard(on_progress),
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit
 from triforce_cli.engine import Prepared, open_engine, open_session
 
@@ -93,12 +94,9 @@ class ChatEngine:
         self._last_stats = None
         try:
             yield from engine.generate(
-                tokens,
-                sampling,
-                max_tokens=max_tokens,
-                stop=stop,
-                end_tokens=end_tokens,
-                reuse=True,
+                GenerationRequest(
+                    tokens, sampling, max_tokens=max_tokens, stop=stop, end_tokens=end_tokens, reuse=True
+                ),
                 on_progress=on_progress,
             )
         finally:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from offload.engine.request import GenerationRequest
 from offload.errors import Differs, UsageError
 from triforce_cli import options
 from triforce_cli.answer import Answer, FormName, make_form
@@ -154,11 +155,13 @@ class Generate:
             if store is not None:
                 stack.enter_context(self._kept(store, engine, tokens, output))
             steps = engine.generate(
-                tokens,
-                self.sampling.params(),
-                max_tokens=plan.request.max_tokens,
-                stop=self.stops,
-                reuse=store is not None,
+                GenerationRequest(
+                    tokens,
+                    self.sampling.params(),
+                    max_tokens=plan.request.max_tokens,
+                    stop=self.stops,
+                    reuse=store is not None,
+                ),
                 on_progress=on_progress,
             )
             for step in deadline.within(steps):
@@ -173,12 +176,14 @@ class Generate:
         """The same request without speculation."""
         output.end_shown_line()
         steps = engine.generate(
-            tokens,
-            self.sampling.params(),
-            max_tokens=plan.request.max_tokens,
-            stop=self.stops,
-            reuse=self.session is not None,
-            speculation=False,
+            GenerationRequest(
+                tokens,
+                self.sampling.params(),
+                max_tokens=plan.request.max_tokens,
+                stop=self.stops,
+                reuse=self.session is not None,
+                speculation=False,
+            ),
             on_progress=output.progress,
         )
         done = 0

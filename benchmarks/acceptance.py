@@ -30,12 +30,12 @@ from report import about, emit, say
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.cache.full import FullCache
-from offload.cache.retrieval import RetrievalCache
-from offload.cache.selection import Seen
 from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
+from offload.kv.full import FullCache
+from offload.kv.retrieval import RetrievalCache
+from offload.kv.selection import Seen
 from offload.plan.planner import Options
 
 SEEN_ROWS = 8  # last rows of the prompt that the first refresh uses

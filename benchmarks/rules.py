@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.cache.selection import ByMass, ByMeanKey, Seen, Selection, Selector, choose
+from offload.kv.selection import ByMass, ByMeanKey, Seen, Selection, Selector, choose
 
 DILATION = Selection().dilation
 KEYS = {"dilation", "reach", "decay", "last", "values"}  # of the rules by mass

@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 from report import about, emit, say
 
-from offload.cache.full import FullCache
-from offload.cache.tiles import TileShape
 from offload.kernels.rope import RopeTable
 from offload.kernels.rows import Blocks
+from offload.kv.full import FullCache
 from offload.metrics import Spread
+from offload.pages.tiles import TileShape
 from offload.session.identity import Identity
 from offload.session.store import Store
 from offload.transfer.link import make_link

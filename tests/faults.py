@@ -9,8 +9,8 @@ import signal
 import torch
 from torch import Tensor
 
-from offload.cache.full import FullCache
 from offload.errors import DoesNotFit
+from offload.kv.full import FullCache
 from offload.plan.sizing import MAX_ROWS
 from offload.ranks.sums import Sums
 

@@ -14,13 +14,6 @@ from torch.testing import assert_close
 
 from interpreter import products_by_row, without_idle_work
 from models import LateLink
-from offload.cache import fetch
-from offload.cache.fetch import GpuFetch
-from offload.cache.full import FullCache
-from offload.cache.retrieval import RetrievalCache
-from offload.cache.selection import Selection
-from offload.cache.streaming import StreamingCache
-from offload.cache.tiles import TileShape
 from offload.errors import TriforceError
 from offload.kernels import decode_attention, native
 from offload.kernels.attention import join
@@ -32,6 +25,13 @@ from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows, SpanAttention
+from offload.kv import fetch
+from offload.kv.fetch import GpuFetch
+from offload.kv.full import FullCache
+from offload.kv.retrieval import RetrievalCache
+from offload.kv.selection import Selection
+from offload.kv.streaming import StreamingCache
+from offload.pages.tiles import TileShape
 from offload.transfer.memory import Memory
 
 # Against fp64 with the same rounded inputs: `out` is rounded to the dtype, the weights too before they meet the values.

@@ -10,16 +10,16 @@ from torch.testing import assert_close
 from gpu_interpreted import KV_HEADS, TOLERANCE, Unwritten, assert_near, normal, turning, unmoving
 from interpreter import products_by_row, without_idle_work
 from models import LateLink
-from offload.cache import fetch, quantised
-from offload.cache.fetch import GpuFetch
-from offload.cache.full import FullCache
-from offload.cache.quantised import EXACT, QuantisedCache
-from offload.cache.tiles import TileShape
 from offload.kernels.gpu import GpuKernels
 from offload.kernels.gpu.tiling import SPAN
 from offload.kernels.kv_codes import GROUP, KVCodes, encode, encode_with_torch
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
+from offload.kv import fetch, quantised
+from offload.kv.fetch import GpuFetch
+from offload.kv.full import FullCache
+from offload.kv.quantised import EXACT, QuantisedCache
+from offload.pages.tiles import TileShape
 from offload.plan.sizing import KV_TAIL
 from offload.transfer.memory import Memory
 

@@ -27,11 +27,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from offload.cache.full import FullCache
-from offload.cache.retrieval import RetrievalCache
-from offload.cache.selection import Rule, Selection
-from offload.cache.streaming import StreamingCache
-from offload.cache.tiles import TileShape
 from offload.decode import generation
 from offload.decode.lengths import Fixed
 from offload.decode.passes import alone
@@ -41,9 +36,14 @@ from offload.engine.engine import Engine, load_tokenizer
 from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks
+from offload.kv.full import FullCache
+from offload.kv.retrieval import RetrievalCache
+from offload.kv.selection import Rule, Selection
+from offload.kv.streaming import StreamingCache
 from offload.metrics import LinkStats, Stats
 from offload.model.decoder import Decoder
 from offload.model.level import Level, StreamingLevel, prefill
+from offload.pages.tiles import TileShape
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import Hardware
 from offload.plan.pass_times import PassTimes

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from interpreter import without_idle_work
 from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
-from offload.cache.traffic import Traffic
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.kernels.gpu.packed import PackedChunkCopy, unpack_numbers, unpack_pages
@@ -23,6 +22,7 @@ from offload.kernels.gpu.rows import copy_rows
 from offload.kernels.packed import pack_numbers, pack_with_torch
 from offload.kernels.packing import RESIDUAL, Packing
 from offload.model.graphs import VARIABLE
+from offload.pages.traffic import Traffic
 from offload.transfer import embedding, homes
 from offload.transfer.link import CudaEvent
 from offload.transfer.weights import StreamedLayers

@@ -15,14 +15,14 @@ import torch
 
 from interpreter import without_idle_work
 from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
-from offload.cache.fetch import GpuFetch
-from offload.cache.full import FullCache
-from offload.cache.quantised import EXACT, QuantisedCache
-from offload.cache.retrieved import QuantisedChunks
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.kernels import kv_codes
 from offload.kernels.packing import RESIDUAL
+from offload.kv.fetch import GpuFetch
+from offload.kv.full import FullCache
+from offload.kv.quantised import EXACT, QuantisedCache
+from offload.kv.retrieved import QuantisedChunks
 from offload.model.graphs import VARIABLE as GRAPHS
 from offload.plan.sizing import KV_TAIL
 from paper import PaperGpu, on_paper

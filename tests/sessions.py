@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload.cache.tiles import TileShape, TileStore
 from offload.errors import SessionError
+from offload.pages.tiles import TileShape, TileStore
 from offload.session.identity import Identity
 from offload.session.page import PagedRows, format_of
 from offload.session.store import Store

@@ -19,7 +19,7 @@ HOLD_PREFILL, HOLD_DECODE, HOLD_SAVE, PREFILLS = "hold-prefill", "hold-decode", 
 # Code of the program's own, as which it can be interrupted.
 SLOWLY = f"""
 import os, time
-from offload.cache.full import FullCache
+from offload.kv.full import FullCache
 sync, attend = os.fsync, FullCache.attend
 def wait_while(name, is_so):
     while (folder / name).exists() and is_so():

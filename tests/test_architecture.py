@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Ground to roof: a storey imports from itself and from those before it.
 STOREYS = (
-    *("ground", "plan", "kernels", "transfer", "cache", "model", "decode", "session"),
+    *("ground", "plan", "kernels", "transfer", "pages", "kv", "model", "decode", "session"),
     *("worker", "ranks", "engine", "bench", "hub"),
 )
 GROUND = tuple(f"offload.{name}" for name in ("errors", "metrics", "progress", "seeds", "strict_json", "units"))
@@ -179,14 +179,14 @@ RULES: list[Rule] = [
     plans_without_torch,
 ]
 VIOLATIONS: list[tuple[Rule, str, str]] = [
-    (imports_downwards, "offload.cache.full", "from offload.model.decoder import Decoder"),
-    (imports_downwards, "offload.cache.full", "import offload.decode.sampling"),
+    (imports_downwards, "offload.kv.full", "from offload.model.decoder import Decoder"),
+    (imports_downwards, "offload.kv.full", "import offload.decode.sampling"),
     (imports_downwards, "offload.model.decoder", "def f():\n    from offload.decode import sampling"),
     (imports_downwards, "offload.decode.verify", "from offload import engine"),
     (imports_downwards, "offload.plan.hardware", "from offload.bench.diagnosis import diagnose"),
     (imports_downwards, "triforce_cli.commands.doctor", "from offload.transfer.link import PacedLink"),
     (imports_downwards, "offload.plan.config", "from offload.kernels import rope"),
-    (imports_downwards, "offload.transfer.weights", "from offload.cache import Cache"),
+    (imports_downwards, "offload.transfer.weights", "from offload.kv import Cache"),
     (imports_downwards, "offload.errors", "from offload.plan.config import ModelConfig"),
     (imports_downwards, "offload.engine.engine", "from triforce_cli.output import Output"),
     (imports_downwards, "offload.engine.engine", "from offload.hub.library import locate"),
@@ -195,13 +195,13 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
     (imports_downwards, "offload", "from offload.engine.engine import Engine"),
     (imports_downwards, "triforce_cli.commands.generate", "from offload.model.decoder import Decoder"),
     (imports_downwards, "triforce_cli.commands.generate", "from offload.decode.verify import verify"),
-    (only_memory_pins, "offload.cache.tiles", "x = torch.zeros(4, pin_memory=True)"),
+    (only_memory_pins, "offload.pages.tiles", "x = torch.zeros(4, pin_memory=True)"),
     (only_memory_pins, "offload.transfer.weights", "x = x.pin_memory()"),
     (only_link_makes_threads_and_streams, "offload.engine.engine", "import threading"),
     (only_link_makes_threads_and_streams, "offload.engine.engine", "from concurrent.futures import ThreadPoolExecutor"),
-    (only_link_makes_threads_and_streams, "offload.cache.tiles", "s = torch.cuda.Stream()"),
-    (only_link_makes_threads_and_streams, "offload.cache.tiles", "from torch import cuda\ne = cuda.Event()"),
-    (only_link_makes_threads_and_streams, "offload.cache.tiles", "from torch.cuda import Event"),
+    (only_link_makes_threads_and_streams, "offload.pages.tiles", "s = torch.cuda.Stream()"),
+    (only_link_makes_threads_and_streams, "offload.pages.tiles", "from torch import cuda\ne = cuda.Event()"),
+    (only_link_makes_threads_and_streams, "offload.pages.tiles", "from torch.cuda import Event"),
     (only_output_writes, "offload.engine.engine", "print('loading')"),
     (only_output_writes, "offload.engine.engine", "import sys\nsys.stderr.write('x')"),
     (only_output_writes, "offload.engine.engine", "from sys import stdout"),
@@ -223,12 +223,12 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
 ]
 INNOCENT: list[tuple[Rule, str, str]] = [
     (imports_downwards, "offload.kernels.rope", "from offload.plan.config import ModelConfig"),
-    (imports_downwards, "offload.cache.full", "from offload.cache.tiles import Tile\nfrom offload.errors import E"),
+    (imports_downwards, "offload.kv.full", "from offload.pages.tiles import Tile\nfrom offload.errors import E"),
     (imports_downwards, "offload.bench.diagnosis", "from offload.transfer.link import PacedLink"),
     (imports_downwards, "offload.hub.pull", "from offload.transfer.checkpoint import Checkpoint"),
     (imports_downwards, "triforce_cli.app", "from offload.decode.sampling import SamplingParams"),
     (only_memory_pins, "offload.transfer.memory", "x = torch.zeros(4, pin_memory=True)"),
-    (only_link_makes_threads_and_streams, "offload.cache.tiles", "from offload.transfer.link import Event, Link"),
+    (only_link_makes_threads_and_streams, "offload.pages.tiles", "from offload.transfer.link import Event, Link"),
     (only_output_writes, "triforce_cli.progress", "from rich.console import Console\ndef f(c: Console): ..."),
     (only_output_writes, "triforce_cli.prompt", "import sys\nsys.stdin.read()"),
     (

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.cache.retrieval import RetrievalCache
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
+from offload.kv.retrieval import RetrievalCache
 from offload.plan.options import Options
 from offload.plan.planner import Plan
 from offload.transfer.arena import Arena

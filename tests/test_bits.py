@@ -40,15 +40,15 @@ from models import (
     tiny_engine,
     tiny_plan,
 )
-from offload.cache import Phase
-from offload.cache.full import FullCache
-from offload.cache.retrieval import RetrievalCache
-from offload.cache.selection import Rule
 from offload.decode.lengths import Adaptive
 from offload.decode.sampling import SamplingParams, SeededSource
 from offload.engine.engine import Engine, Step
 from offload.engine.request import GenerationRequest
 from offload.kernels.rows import Blocks
+from offload.kv import Phase
+from offload.kv.full import FullCache
+from offload.kv.retrieval import RetrievalCache
+from offload.kv.selection import Rule
 from offload.model.decoder import Decoder
 from offload.model.few_rows import FewRows
 from offload.model.level import Continuation, Level, StreamingLevel, prefill

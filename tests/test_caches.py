@@ -29,16 +29,16 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from models import LateLink
-from offload.cache import Cache, Phase
-from offload.cache.full import FullCache
-from offload.cache.retrieval import RetrievalCache
-from offload.cache.selection import Rule, Selection, choose, dilate
-from offload.cache.streaming import StreamingCache
-from offload.cache.tiles import TileShape
 from offload.kernels.native import NONE
 from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import SpanAttention
+from offload.kv import Cache, Phase
+from offload.kv.full import FullCache
+from offload.kv.retrieval import RetrievalCache
+from offload.kv.selection import Rule, Selection, choose, dilate
+from offload.kv.streaming import StreamingCache
+from offload.pages.tiles import TileShape
 from offload.plan.config import ModelConfig
 from offload.plan.sizing import TAIL_TOKENS
 from offload.transfer.link import Link, PacedLink
@@ -576,9 +576,9 @@ def test_an_interrupt_within_attention_leaves_no_trace_and_no_copy_under_way(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("offload.cache.block.attend", interrupted)
-        patch.setattr("offload.cache.block.attend_joined", interrupted)
-        patch.setattr("offload.cache.block.attend_whole_pages", interrupted)
+        patch.setattr("offload.kv.block.attend", interrupted)
+        patch.setattr("offload.kv.block.attend_joined", interrupted)
+        patch.setattr("offload.kv.block.attend_whole_pages", interrupted)
         patch.setattr(SpanAttention, "attend", interrupted)
         with pytest.raises(KeyboardInterrupt):
             driver.extend([1] * 5, phase=phase)

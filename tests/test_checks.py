@@ -14,11 +14,11 @@ from torch import Tensor
 from models import TOKENIZER_SIZE, perturbed, random_model, save
 from offload.bench import checks, text_checks
 from offload.bench.checks import Check, check_device
-from offload.cache import unpacked
-from offload.cache.full import FullCache
 from offload.errors import DoesNotFit
 from offload.kernels.products import Steps
+from offload.kv.full import FullCache
 from offload.model.level import Level
+from offload.pages import mover
 from offload.plan.expectations import LLAMA31_8B
 from offload.plan.hardware import probe
 from offload.transfer import homes
@@ -123,13 +123,13 @@ def test_a_cache_that_streams_and_computes_otherwise_is_found(failed: Failed, mo
 @pytest.mark.skipif(not probe("cpu").fast_bf16, reason="bf16 alone is packed, and slow here")
 def test_pages_that_are_unpacked_wrongly_are_found(failed: Failed, monkeypatch: Patch) -> None:
     best()
-    real = unpacked.unpack_tile
+    real = mover.unpack_tile
 
     def unpack_tile(tile: Tensor, *others: Any) -> None:
         real(tile, *others)
         tile[0, 0, 0, 5, 3] += 1
 
-    monkeypatch.setattr(unpacked, "unpack_tile", unpack_tile)
+    monkeypatch.setattr(mover, "unpack_tile", unpack_tile)
     assert failed() - {"text"} == {"packed tiles"}  # whose text may be another, or not
 
 
@@ -152,13 +152,13 @@ def test_weights_that_arrive_with_another_bit_are_found(failed: Failed, monkeypa
 def test_another_text_of_pages_beside_codes_is_found(failed: Failed, monkeypatch: Patch) -> None:
     best()
     monkeypatch.setattr(text_checks, "PROMPT", PROMPT)
-    real = unpacked.restore_tile
+    real = mover.restore_tile
 
     def restore_tile(tile: Tensor, *others: Any) -> None:
         real(tile, *others)
         tile[1] = -20
 
-    monkeypatch.setattr(unpacked, "restore_tile", restore_tile)
+    monkeypatch.setattr(mover, "restore_tile", restore_tile)
     assert failed() == {"text"}
 
 

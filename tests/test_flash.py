@@ -12,15 +12,15 @@ import torch
 
 from fake_flash import flash_attn_with_kvcache
 from models import load, random_model, random_tokens, resident_rows, save
-from offload.cache.full import FullCache
-from offload.cache.tiles import TileShape
 from offload.engine.engine import prefill_problem
 from offload.kernels.attention import attend, fold, unfold
 from offload.kernels.gpu import flash as module
 from offload.kernels.gpu.flash import Flash, FlashTiles
 from offload.kernels.rope import rope_table
 from offload.kernels.rows import Blocks
+from offload.kv.full import FullCache
 from offload.model.level import prefill
+from offload.pages.tiles import TileShape
 from offload.transfer.memory import Memory
 
 PAGE, PAGES = 256, 2

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from models import GREEDY, random_tokens, save_pair
 from offload.bench import text_checks
-from offload.cache.retrieval import RetrievalCache
 from offload.decode.on_gpu import Beforehand, Draw, Judge
 from offload.decode.sampling import SamplingParams, SeededSource, Warping
 from offload.decode.speculation import ModelProposer
 from offload.engine.engine import Engine
 from offload.errors import TriforceError, UsageError
+from offload.kv.retrieval import RetrievalCache
 from offload.model.graphs import VARIABLE, Compute, Graphs, Tensors
 from offload.plan.hardware import RTX_4090, Hardware
 from paper import PaperGpu, on_paper
@@ -69,7 +69,7 @@ def one_by_one(
 def test_logits_are_those_of_passes_launched_one_by_one(
     passes: Callable[[Engine], list[Tensor]], pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.cache.retrieval.TAIL_TOKENS", 16)  # less than the tail will have
+    monkeypatch.setattr("offload.kv.retrieval.TAIL_TOKENS", 16)  # less than the tail will have
     found, replays = [], []
     for run in (Graphs.run, one_by_one):
         monkeypatch.setattr(Graphs, "run", run)

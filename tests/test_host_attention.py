@@ -17,11 +17,6 @@ from torch.testing import assert_close
 
 import test_caches as caches
 from models import LateLink, Sizes, changed, random_tokens, save_pair, tiny_engine, tiny_plan
-from offload.cache.full import FullCache
-from offload.cache.host_attention import HostAttention
-from offload.cache.tile_access import StreamedTiles
-from offload.cache.tile_attention import TileAttention
-from offload.cache.tiles import TileShape, TileStore
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
@@ -30,7 +25,12 @@ from offload.kernels import native
 from offload.kernels.native import NONE, Kernels
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
+from offload.kv.full import FullCache
+from offload.kv.host_attention import HostAttention
+from offload.kv.tile_attention import TileAttention
 from offload.metrics import HostStats
+from offload.pages.access import StreamedTiles
+from offload.pages.tiles import TileShape, TileStore
 from offload.plan.config import ModelConfig
 from offload.plan.expectations import LLAMA2_7B as LLAMA_7B
 from offload.plan.hardware import Hardware

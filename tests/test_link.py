@@ -28,13 +28,13 @@ from models import (
     tiny_engine,
     tiny_plan,
 )
-from offload.cache.traffic import All
 from offload.decode.sampling import SamplingParams
 from offload.engine.request import GenerationRequest
 from offload.errors import ModelError
 from offload.metrics import LinkStats
 from offload.model.decoder import Decoder
 from offload.model.level import Level, prefill
+from offload.pages.traffic import All
 from offload.plan.config import ModelConfig
 from offload.transfer.homes import AsTheyAre
 from offload.transfer.layout import LayerLayout, LayerWeights

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from models import Sizes, random_model, save, tiny_engine, tiny_plan
-from offload.cache.tiles import TileShape, TileStore
 from offload.errors import DoesNotFit
+from offload.pages.tiles import TileShape, TileStore
 from offload.transfer.memory import Memory
 from processor import best
 from quantised import SHAPES

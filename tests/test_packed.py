@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from models import CPU, LateLink
-from offload.cache.full import FullCache
-from offload.cache.tiles import TileShape
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
@@ -24,6 +22,8 @@ from offload.kernels.native import Kernels
 from offload.kernels.packed import check, pack, pack_with_torch, unpack, unpack_tile, unpack_with_torch
 from offload.kernels.packing import RESIDUAL, Packing
 from offload.kernels.rows import Blocks
+from offload.kv.full import FullCache
+from offload.pages.tiles import TileShape
 from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 from offload.plan.hardware import Hardware
 from offload.plan.planner import Options, Plan, make_plan

@@ -29,9 +29,9 @@ from paper.gpu import PaperGpu
 GONE = "in a graph uses memory that was given back"
 RACE, DROPPED, MIXED, UNPINNED = "race: ", "given back while", "on the GPU and on the host", "not pinned"
 LINK, MEMORY, WEIGHTS = "offload.transfer.link", "offload.transfer.memory", "offload.transfer.weights"
-RESIDENCE, READER, FETCH = "offload.cache.tile_access", "offload.cache.reader", "offload.cache.fetch"
+ACCESS, READER, FETCH = "offload.pages.access", "offload.pages.reader", "offload.kv.fetch"
 HIDDEN_ROWS = "offload.transfer.hidden_rows"
-HOST_SIDE, TRAFFIC, WRITE_BACK = "offload.cache.host_attention", "offload.cache.traffic", "offload.cache.write_back"
+HOST_SIDE, TRAFFIC, MOVER = "offload.kv.host_attention", "offload.pages.traffic", "offload.pages.mover"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ BUGS = [
     ),
     Bug(
         "new rows go home before they are computed",
-        WRITE_BACK, "home[0, pages], tile[0, pages], (ready,))", "home[0, pages], tile[0, pages], ())",
+        MOVER, "home[0, pages], tile[0, pages], (ready,))", "home[0, pages], tile[0, pages], ())",
     ),
     Bug(
         "a home is read before new rows are in it",
@@ -94,39 +94,39 @@ BUGS = [
     ),
     Bug(
         "a tile is attended to before it came",
-        RESIDENCE, "        slot.full.wait()\n        if self._unpacked", "        pass\n        if self._unpacked",
+        ACCESS, "        slot.full.wait()\n        slot.opened", "        pass\n        slot.opened",
     ),
     Bug(
         "a slot is taken while its tile is attended to",
-        RESIDENCE, "self._slot(layer, index).free = self._link.record()", "pass", "plain, kv streamed",
+        ACCESS, "self._slot(layer, index).free = self._link.record()", "pass", "plain, kv streamed",
     ),
     Bug(
         "a slot is taken while its new rows go home",
-        RESIDENCE, "slot.left = self._write_back.write(", "self._write_back.write(", "plain, kv streamed",
+        ACCESS, "            slot.left = event", "            pass", "plain, kv streamed",
     ),
     Bug(
         "a fetch waits for no free slot",
-        RESIDENCE, "(slot.full, slot.free, slot.left,", "(slot.full, slot.left,", "plain, kv streamed",
+        ACCESS, "(slot.full, slot.free, slot.left)", "(slot.full, slot.left)", "plain, kv streamed",
     ),
     Bug(
         "a fetch waits for no new rows to leave the slot",
-        RESIDENCE, "(slot.full, slot.free, slot.left,", "(slot.full, slot.free,", "plain, kv streamed",
+        ACCESS, "(slot.full, slot.free, slot.left)", "(slot.full, slot.free)", "plain, kv streamed",
     ),
     Bug(
         "a prefill writes homes that are being fetched ahead",
-        RESIDENCE, "            slot.full.wait()  # homes", "            pass  # homes", "adaptive, both streamed",
+        ACCESS, "            slot.full.wait()  # homes", "            pass  # homes", "adaptive, both streamed",
     ),
     Bug(
         "a prefill attends to tiles before they came",
-        RESIDENCE,
-        "            full.wait()\n            if self._unpacked",
-        "            pass\n            if self._unpacked",
+        ACCESS,
+        "            full.wait()\n            self._mover",
+        "            pass\n            self._mover",
     ),
-    Bug("a prefill's tiles are taken by the next layer at once", RESIDENCE, "(free, *left,", "(*left,"),
-    Bug("a prefill's tiles are taken while new rows leave them", RESIDENCE, "(free, *left,", "(free,"),
+    Bug("a prefill's tiles are taken by the next layer at once", ACCESS, "(free, *left)", "left"),
+    Bug("a prefill's tiles are taken while new rows leave them", ACCESS, "(free, *left)", "(free,)"),
     Bug(
         "an empty slot is written to at once",
-        RESIDENCE, "        return All(after)", "        return All(())", "plain, kv streamed",
+        MOVER, "            return All(after)", "            return All(())", "plain, kv streamed",
     ),
     Bug(
         "chunks are put in their places before they came",
@@ -241,7 +241,7 @@ BUGS = [
     ),
     Bug(
         "a graph reads the places of a forward that is over",
-        "offload.cache.places",
+        "offload.kv.places",
         "sent_to(kept, both) if num_rows <= MAX_ROWS else sent(both, self._device)",
         "sent(both, self._device)",
         "draft, kv streamed",

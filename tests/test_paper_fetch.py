@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from models import save_pair
-from offload.cache.fetch import GpuFetch
-from offload.cache.full import FullCache
-from offload.cache.traffic import Traffic
 from offload.engine.engine import Engine
+from offload.kv.fetch import GpuFetch
+from offload.kv.full import FullCache
+from offload.pages.traffic import Traffic
 
 pytest.importorskip("triton")
 

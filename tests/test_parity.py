@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models import FAMILIES, LateLink, Sizes, full_cache, load, random_model, random_tokens, resident_rows, save
-from offload.cache.full import FullCache
+from offload.kv.full import FullCache
 from offload.model.decoder import Decoder, Segment
 from offload.model.level import Continuation, Level, prefill
 from offload.plan.config import RopeScaling

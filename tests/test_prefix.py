@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import DYNAMIC_ROPE, GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
-from offload.cache.full import FullCache
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.prefix import PrefixCache, num_common
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, UsageError
+from offload.kv.full import FullCache
 from offload.progress import Progress, ignore
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store

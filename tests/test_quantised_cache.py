@@ -20,14 +20,14 @@ from models import (
     load,
     random_tokens,
 )
-from offload.cache import quantised
-from offload.cache.full import FullCache
-from offload.cache.quantised import EXACT, QuantisedCache
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.kernels.kv_codes import GROUP, KVCodes, encode_with_torch
+from offload.kv import quantised
+from offload.kv.full import FullCache
+from offload.kv.quantised import EXACT, QuantisedCache
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.plan.sizing import KV_TAIL

@@ -20,18 +20,18 @@ from models import (
     load,
     random_tokens,
 )
-from offload.cache import fetch
-from offload.cache.fetch import HostFetch
-from offload.cache.full import FullCache
-from offload.cache.quantised_attention import EXACT
-from offload.cache.retrieval import RetrievalCache
-from offload.cache.retrieved import QuantisedChunks
-from offload.cache.selection import Selection
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.kernels.kv_codes import GROUP, KVCodes, encode_with_torch
+from offload.kv import fetch
+from offload.kv.fetch import HostFetch
+from offload.kv.full import FullCache
+from offload.kv.quantised_attention import EXACT
+from offload.kv.retrieval import RetrievalCache
+from offload.kv.retrieved import QuantisedChunks
+from offload.kv.selection import Selection
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.plan.sizing import KV_TAIL
@@ -216,7 +216,7 @@ def test_a_refresh_that_is_broken_off_is_made_up_for(
 
 def test_with_room_for_all_chunks_logits_are_those_of_the_whole_cache_in_4_bits(decoder: Decoder) -> None:
     """Drafted rows are seen by those after them and forgotten; more than a block at a time."""
-    from offload.cache.quantised import QuantisedCache
+    from offload.kv.quantised import QuantisedCache
     from offload.transfer.memory import Memory
 
     full, drafts = full_cache(decoder, SIZES, mass=True), random_tokens(20, seed=3)

@@ -22,7 +22,6 @@ from models import (
     random_tokens,
     tiny_plan,
 )
-from offload.cache.ahead import AheadCache
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
@@ -30,6 +29,7 @@ from offload.errors import UsageError
 from offload.kernels.codes import Codes
 from offload.kernels.gpu import GpuKernels
 from offload.kernels.native import NONE
+from offload.kv.ahead import AheadCache
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.model.quantised import quantised_weights

@@ -25,13 +25,13 @@ from asked import Asked, alone, check, some, together
 from faults import fails_later, has_less_memory, in_pieces, stops_itself, sum_in_pieces
 from forked import Forked, forked_ranks
 from models import GREEDY, Sizes, changed, perturbed, random_model, random_tokens, save, tiny_engine, tiny_plan
-from offload.cache.full import FullCache
-from offload.cache.retrieval import RetrievalCache
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, RankFailed, SessionError, UsageError
 from offload.kernels.native import VARIABLE, kernels
+from offload.kv.full import FullCache
+from offload.kv.retrieval import RetrievalCache
 from offload.ranks import rendezvous, watch
 from offload.ranks.leader import COMPARED_FORWARDS, LeadingWorker
 from offload.ranks.sums import Sums

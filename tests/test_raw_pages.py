@@ -15,18 +15,18 @@ from torch import Tensor
 
 from asked import Asked, alone, together
 from models import CPU, LateLink
-from offload.cache import Phase, full
-from offload.cache.full import FullCache
-from offload.cache.packed import PackedPages
-from offload.cache.raw_pages import PURPOSE
-from offload.cache.tile_access import StreamedTiles
-from offload.cache.tiles import TileShape
-from offload.cache.unpacked import Unpacked
-from offload.cache.write_back import WriteBack
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, Request, load_tokenizer
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit
+from offload.kv import Phase, full
+from offload.kv.full import FullCache
+from offload.pages.access import StreamedTiles
+from offload.pages.mover import Mover
+from offload.pages.packed import PackedPages
+from offload.pages.raw import PURPOSE
+from offload.pages.tiles import TileShape
+from offload.pages.traffic import Traffic
 from offload.plan.config import ModelConfig
 from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 from offload.plan.options import PAGE_TOKENS
@@ -194,7 +194,7 @@ def test_where_there_is_no_memory_for_more_slots_a_pass_is_refused_and_the_rest_
 
 
 STEPS: tuple[tuple[type, str], ...] = (
-    *((Unpacked, "send"), (WriteBack, "write")),
+    (Mover, "write"),
     *((PackedPages, name) for name in ("fetch", "pack_some", "keep", "to_fill", "filled")),
 )
 
@@ -361,10 +361,11 @@ def test_packed_bytes_are_never_left_as_numbers() -> None:
     assert flags_of(cache) == [1, 1]
     assert cache.packed is not None
     apart = torch.zeros(cache.shape.shape, dtype=torch.bfloat16)
-    unpacked = Unpacked(cache.packed, apart, LateLink(late_in=False, late_out=False), best())
+    link = LateLink(late_in=False, late_out=False)
+    mover = Mover(cache.store, link, Traffic(link), cache.packed, apart, best())
     tile = torch.zeros_like(apart)
-    _, came = cache.packed.fetch(tile, 0, 0, 2, ())
-    unpacked.in_place(tile, came)
+    _, staged = cache.packed.fetch(tile, 0, 0, 2, ())
+    mover.open_in_place(tile, staged)
     pages = torch.stack([cache.packed.codec.tokens(0, number) for number in (0, 1)])
     assert torch.equal(tile[:, :2].transpose(0, 1), pages)
     assert not tile[:, 2:].any()

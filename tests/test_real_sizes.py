@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from offload.cache.quantised import QuantisedCache
 from offload.kernels.kv_codes import GROUP
+from offload.kv.quantised import QuantisedCache
 from offload.plan.config import ModelConfig
 from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 from offload.plan.options import Options

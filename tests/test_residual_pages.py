@@ -16,17 +16,17 @@ from torch import Tensor
 
 from forked import forked_ranks
 from models import LateLink, Sizes, changed, full_cache, load, random_model, random_tokens, save, tiny_engine, tiny_plan
-from offload.cache import tile_access
-from offload.cache.full import FullCache
-from offload.cache.packed import PackedPages
-from offload.cache.page_table import Page
-from offload.cache.quantised import EXACT, QuantisedCache
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.kernels.packing import PACKED, RAW, RESIDUAL
+from offload.kv.full import FullCache
+from offload.kv.quantised import EXACT, QuantisedCache
 from offload.model.decoder import Decoder
 from offload.model.level import Level
+from offload.pages import access
+from offload.pages.packed import PackedPages
+from offload.pages.table import Page
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
 from offload.transfer.memory import Memory
@@ -40,8 +40,8 @@ PAGE, PLENTY = SIZES.page, 64
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All pages that have codes since are packed anew between two passes, however long that takes."""
-    monkeypatch.setattr(tile_access, "_AGAIN_SHARE", inf)
-    monkeypatch.setattr(tile_access, "_AGAIN_SECONDS", inf)
+    monkeypatch.setattr(access, "_AGAIN_SHARE", inf)
+    monkeypatch.setattr(access, "_AGAIN_SECONDS", inf)
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +161,8 @@ def test_pages_that_were_packed_before_they_had_codes_are_packed_anew_a_few_each
         now += 1.5
         return pack_again(pages, again)
 
-    monkeypatch.setattr(tile_access, "_AGAIN_SHARE", 0.25)
-    monkeypatch.setattr(tile_access, "perf_counter", lambda: now)
+    monkeypatch.setattr(access, "_AGAIN_SHARE", 0.25)
+    monkeypatch.setattr(access, "perf_counter", lambda: now)
     monkeypatch.setattr(PackedPages, "pack_again", packed_again)
     pair, counts, times = Pair.of(decoder, raw_pages=6), list[int](), list[float]()
     pair.forward(400, 1)
@@ -338,7 +338,7 @@ def test_slots_of_rows_that_were_dropped_are_free_once_these_are_there(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages whose codes go are raw in slots to which copies were under way."""
-    monkeypatch.setattr("offload.cache.full.MAX_ROWS", 0)
+    monkeypatch.setattr("offload.kv.full.MAX_ROWS", 0)
     pair = Pair.of(decoder)
     fill_with_pages_that_do_not_pack(pair, decoder)
     pair.refresh()

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from models import Sizes, full_cache, load, random_model, random_tokens, retrieval_cache, save
-from offload.cache.full import FullCache
-from offload.cache.retrieval import RetrievalCache
-from offload.cache.selection import ByMass, ByMeanKey, Selection, Selector, choose
+from offload.kv.full import FullCache
+from offload.kv.retrieval import RetrievalCache
+from offload.kv.selection import ByMass, ByMeanKey, Selection, Selector, choose
 from offload.model.level import Level
 
 CHUNK = 4

@@ -16,8 +16,8 @@ from safetensors import safe_open
 
 import models
 from models import LateLink, Sizes
-from offload.cache.full import FullCache
 from offload.errors import DoesNotFit, SessionError
+from offload.kv.full import FullCache
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.session import manifest as manifests

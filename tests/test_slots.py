@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.cache.selection import choose
-from offload.cache.slots import assign
+from offload.kv.selection import choose
+from offload.kv.slots import assign
 
 LAYERS, KV_HEADS = 2, 3
 

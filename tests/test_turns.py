@@ -18,9 +18,9 @@ import torch
 import asked
 from asked import NEVER, Asked, alone, check, together
 from models import GREEDY, LateLink, Sizes, _Late, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
-from offload.cache.full import FullCache
 from offload.engine import sequences
 from offload.engine.engine import Engine
+from offload.kv.full import FullCache
 from offload.metrics import LinkStats
 from offload.transfer.link import Link, PacedLink
 from processor import OPERATORS, best, process_uses

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offload.cache.retrieval import RetrievalCache
 from offload.decode import generation
 from offload.decode.build import build_speculator
 from offload.decode.generation import FinishReason
@@ -24,6 +23,7 @@ from offload.errors import DoesNotFit, ModelError, UsageError
 from offload.kernels import gpu
 from offload.kernels.gpu.flash import flash
 from offload.kernels.native import OFF, fitting
+from offload.kv.retrieval import RetrievalCache
 from offload.metrics import HostStats, LevelStats, LinkStats, RankStats, Stats
 from offload.model.level import Level
 from offload.plan.composition import PLAIN

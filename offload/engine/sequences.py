@@ -15,11 +15,11 @@ from typing import Generic, TypeVar
 
 import torch
 
-from offload.cache.full import FullCache
 from offload.decode.build import pass_seconds
 from offload.decode.passes import Pass, Work
 from offload.engine.engine import Engine, Step
 from offload.engine.request import GenerationRequest
+from offload.kv.full import FullCache
 from offload.metrics import Stats
 from offload.model.level import Level, run_together
 from offload.progress import OnProgress, ignore

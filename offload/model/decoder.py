@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from offload.cache import Cache
 from offload.kernels.native import FEW_ROWS, NONE, Kernels
+from offload.kv import Cache
 from offload.model.few_rows import FewRows
 from offload.model.shared_blocks import SharedBlocks
 from offload.model.sums import OneRank, Sums

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.cache import Cache
-from offload.cache.places import MAX_ROWS
-from offload.cache.streaming import StreamingCache
 from offload.kernels.native import FEW_ROWS, wanted
 from offload.kernels.rows import Blocks
+from offload.kv import Cache
+from offload.kv.places import MAX_ROWS
+from offload.kv.streaming import StreamingCache
 from offload.metrics import LevelStats
 from offload.model.decoder import Decoder, Segment
 from offload.model.graphs import VARIABLE, Graphs

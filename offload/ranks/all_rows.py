@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from offload.cache.full import FullCache
-from offload.cache.tiles import TileShape
+from offload.kv.full import FullCache
+from offload.pages.tiles import TileShape
 from offload.ranks.record import TokenRecord
 from offload.ranks.sums import Sums
 

@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from offload.cache import Cache
 from offload.errors import RankFailed
 from offload.kernels.rows import Blocks
+from offload.kv import Cache
 from offload.metrics import RankStats
 from offload.model.decoder import Decoder
 from offload.model.level import Continuation, Level

@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from offload.cache.tiles import TileShape
+from offload.pages.tiles import TileShape
 from offload.progress import OnBytes
 from offload.session.blocks import packed_page, unpack_page
 from offload.session.folder import Folder, read_all, write_all

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from offload.cache.full import FullCache
-from offload.cache.quantised import QuantisedCache
-from offload.cache.retrieval import RetrievalCache
-from offload.cache.selection import Selection
-from offload.cache.streaming import StreamingCache
 from offload.errors import UsageError
 from offload.kernels import gpu
 from offload.kernels.gpu.flash import PAGE_STEP, FlashTiles, flash
 from offload.kernels.native import FEW_ROWS, Kernels, fitting
 from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
+from offload.kv.full import FullCache
+from offload.kv.quantised import QuantisedCache
+from offload.kv.retrieval import RetrievalCache
+from offload.kv.selection import Selection
+from offload.kv.streaming import StreamingCache
 from offload.model.loading import DTYPES
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan

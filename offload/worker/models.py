@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from offload.cache.tiles import TileShape, TileStore
 from offload.errors import ModelError
 from offload.kernels.gpu import gpu_kernels
 from offload.kernels.native import fitting
@@ -17,6 +16,7 @@ from offload.model.decoder import Decoder
 from offload.model.loading import DTYPES, load_decoders
 from offload.model.quantised import QuantisedWeights, quantised_weights
 from offload.model.sums import Sums
+from offload.pages.tiles import TileShape, TileStore
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.plan.shards import ALONE, Shard

@@ -18,18 +18,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload.cache.full import FullCache
-from offload.cache.quantised import QuantisedCache
-from offload.cache.tiles import TileShape
 from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.decode.verify import verify
 from offload.kernels.native import ABI, Kernels, fitting
 from offload.kernels.rope import rope_table
 from offload.kernels.rows import Blocks
+from offload.kv.full import FullCache
+from offload.kv.quantised import QuantisedCache
 from offload.model.decoder import Decoder, Segment
 from offload.model.level import Level
 from offload.model.loading import DTYPES
 from offload.model.quantised import quantised_weights
+from offload.pages.tiles import TileShape
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import rates_key
 from offload.plan.machine import machine_name

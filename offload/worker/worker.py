@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from offload.cache import Cache
-from offload.cache.ahead import AheadCache
-from offload.cache.full import FullCache
-from offload.cache.quantised import QuantisedCache
-from offload.cache.retrieval import RetrievalCache
-from offload.cache.streaming import StreamingCache
 from offload.errors import DoesNotFit
 from offload.kernels.rows import Blocks
+from offload.kv import Cache
+from offload.kv.ahead import AheadCache
+from offload.kv.full import FullCache
+from offload.kv.quantised import QuantisedCache
+from offload.kv.retrieval import RetrievalCache
+from offload.kv.streaming import StreamingCache
 from offload.metrics import HostStats, LinkStats, RankStats
 from offload.model.decoder import Decoder
 from offload.model.level import Level, StreamingLevel, prefill

@@ -12,10 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from offload.cache import page_codec, quantised, retrieved
-from offload.cache.fetch import GpuFetch
-from offload.cache.page_codec import move
-from offload.cache.tiles import TileStore
 from offload.kernels.gpu.fetch import ChunkCopy
 from offload.kernels.gpu.packed import PackedChunkCopy
 from offload.kernels.kv_codes import Order
@@ -23,6 +19,11 @@ from offload.kernels.kv_residuals import PageShape, restore, split_off
 from offload.kernels.native import Kernels
 from offload.kernels.packed import pack, unpack, unpack_with_torch
 from offload.kernels.packing import Packing
+from offload.kv import quantised, retrieved
+from offload.kv.fetch import GpuFetch
+from offload.pages import codec
+from offload.pages.codec import move
+from offload.pages.tiles import TileStore
 from paper.clocks import Actor
 from paper.gpu import ADDRESS, PaperGpu
 from paper.tensors import PaperTensor, launch
@@ -113,11 +114,11 @@ def pages_by_host(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> dict[int, PaperTe
             gpu.access_address(to, size, gpu.host, write=True, what="move")
         move(to, at, size)
 
-    patch.setattr(page_codec, "split_off", split_off_on_paper)
-    patch.setattr(page_codec, "restore", restore_on_paper)
-    patch.setattr(page_codec, "move", move_on_paper)
-    patch.setattr(page_codec, "pack", pack_on_paper)
-    patch.setattr(page_codec, "unpack", unpack_on_paper)
+    patch.setattr(codec, "split_off", split_off_on_paper)
+    patch.setattr(codec, "restore", restore_on_paper)
+    patch.setattr(codec, "move", move_on_paper)
+    patch.setattr(codec, "pack", pack_on_paper)
+    patch.setattr(codec, "unpack", unpack_on_paper)
     patch.setattr(TileStore, "address", address)
     return there
 

@@ -19,15 +19,16 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from fake_flash import check
-from offload.cache import fetch, page_codec
-from offload.cache.full import FullCache
-from offload.cache.retrieval import RetrievalCache
-from offload.cache.tiles import TileStore
 from offload.kernels import gpu as gpu_kernels
 from offload.kernels.gpu.flash import Flash
 from offload.kernels.kv_residuals import PageShape
+from offload.kv import fetch
+from offload.kv.full import FullCache
+from offload.kv.retrieval import RetrievalCache
 from offload.model.decoder import Decoder
 from offload.model.loading import DTYPES
+from offload.pages import codec
+from offload.pages.tiles import TileStore
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.options import Options
@@ -76,10 +77,10 @@ def worker_without_bytes(
         patch.setattr(JITFunction, "run", lambda program, *args, **more: _launched(gpu, program, *args, **more))
         for reader in (fetch, embedding):
             patch.setattr(reader, "kernels_read_host", lambda device: True)
-        patch.setattr(page_codec, "pack", lambda addresses, *_, to: torch.ones(len(addresses), dtype=torch.long))
-        patch.setattr(page_codec, "split_off", lambda parts, shape, *_, most: _nine_bits(parts, shape))
+        patch.setattr(codec, "pack", lambda addresses, *_, to: torch.ones(len(addresses), dtype=torch.long))
+        patch.setattr(codec, "split_off", lambda parts, shape, *_, most: _nine_bits(parts, shape))
         for name in ("unpack", "restore", "move"):
-            patch.setattr(page_codec, name, lambda *_: None)
+            patch.setattr(codec, name, lambda *_: None)
         patch.setattr(weights_module, "HomeMaker", _HomeMaker)
         patch.setattr(TileStore, "address", lambda store, layer, index: _address(store.home(layer, index)))
         patch.setattr(dist, "all_gather", partial(_gathered, gpu))

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.cache import Phase
-from offload.cache.fetch import Tail
-from offload.cache.full import FullCache
-from offload.cache.places import Places
-from offload.cache.retrieved import QuantisedChunks, RetrievedRows, RetrievedStore
-from offload.cache.selection import Selection, Selector, choose
-from offload.cache.slots import Assignment, assign
 from offload.kernels.gpu import GpuKernels
 from offload.kernels.kv_codes import GROUP
 from offload.kernels.native import NONE, Kernels
+from offload.kv import Phase
+from offload.kv.fetch import Tail
+from offload.kv.full import FullCache
+from offload.kv.places import Places
+from offload.kv.retrieved import QuantisedChunks, RetrievedRows, RetrievedStore
+from offload.kv.selection import Selection, Selector, choose
+from offload.kv.slots import Assignment, assign
 from offload.plan.sizing import TAIL_TOKENS
 
 

@@ -12,10 +12,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.cache.fetch import Tail, make_fetch
-from offload.cache.full import FullCache
-from offload.cache.places import Places
-from offload.cache.quantised_attention import EXACT, QuantisedAttention
 from offload.kernels.attention import attend, fold, unfold
 from offload.kernels.decode_attention import decode_attention
 from offload.kernels.gpu import GpuKernels
@@ -23,6 +19,10 @@ from offload.kernels.kv_codes import GROUP, KVCodes, order_for
 from offload.kernels.native import FEW_ROWS, Kernels
 from offload.kernels.rope import rotate
 from offload.kernels.spans import Rows
+from offload.kv.fetch import Tail, make_fetch
+from offload.kv.full import FullCache
+from offload.kv.places import Places
+from offload.kv.quantised_attention import EXACT, QuantisedAttention
 from offload.plan.sizing import KV_TAIL, TAIL_TOKENS
 
 QKV = tuple[Tensor, Tensor, Tensor]

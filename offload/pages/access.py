@@ -12,11 +12,9 @@ from time import perf_counter
 
 from torch import Tensor
 
-from offload.cache.packed import StagedPages
-from offload.cache.tiles import TileStore
-from offload.cache.traffic import All, Traffic
-from offload.cache.unpacked import Unpacked
-from offload.cache.write_back import WriteBack
+from offload.pages.mover import Mover
+from offload.pages.packed import StagedPages
+from offload.pages.tiles import TileStore
 from offload.transfer.arena import Arena
 from offload.transfer.link import Event, Link
 from offload.transfer.pace import HostReads
@@ -67,7 +65,8 @@ class _Slot:
     full: Event
     free: Event
     left: Event  # its last new rows are home, in whichever forward that was
-    came: StagedPages | None = None  # pages as they lay at home, to be unpacked
+    staged: StagedPages | None = None  # how its pages lie, if not as they are
+    opened: Tensor | None = None  # where it is used: here, or where it was unpacked
 
 
 class StreamedTiles(TileAccess):
@@ -76,7 +75,7 @@ class StreamedTiles(TileAccess):
     While one tile is attended the next is on its way, across layer boundaries and, with `fetch_ahead`, across forwards:
     rows that are in the cache stay as they are. Only pages in use are copied. New rows are written into the staged tile
     and copied home from there. Tiles that the host attends to are used at home, and `reads` counts and paces that.
-    With `unpacked` pages cross as they lie at home and are unpacked here; whole ones are packed between passes.
+    Whole pages that lie packed at home are packed between passes.
     meanwhile: called again and again while a tile that is wanted has not come, until it does nothing any more and
     returns False; None: the forward waits. It may run passes over other caches. It costs the forward nothing but time.
     """
@@ -86,14 +85,11 @@ class StreamedTiles(TileAccess):
         store: TileStore,
         link: Link,
         staging: Sequence[Tensor],
-        write_back: WriteBack,
-        traffic: Traffic,
+        mover: Mover,
         reads: HostReads,
-        unpacked: Unpacked | None = None,
     ) -> None:
         super().__init__(store)
-        self._link, self._write_back, self._traffic = link, write_back, traffic
-        self._reads, self._unpacked = reads, unpacked
+        self._link, self._mover, self._reads = link, mover, reads
         self._slots = [_Slot(tile, link.record(), link.record(), link.record()) for tile in staging]
         self._order: list[tuple[int, int]] = []
         self._position: dict[tuple[int, int], int] = {}
@@ -123,18 +119,17 @@ class StreamedTiles(TileAccess):
         slot = self._slot(layer, index)
         self._use_the_wait(slot)
         slot.full.wait()
-        if self._unpacked is None or slot.came is None:
-            return slot.tile
-        return self._unpacked.take(slot.tile, slot.came)
+        slot.opened = self._mover.opened(slot.tile, slot.staged)
+        return slot.opened
 
     def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
         if self._store.place(layer, index) != "stream":
             return
-        if self._unpacked is not None:
-            self._unpacked.send(self._write_back, layer, index, start, stop)
-        else:
-            slot = self._slot(layer, index)
-            slot.left = self._write_back.write(layer, index, slot.tile, start, stop)
+        slot = self._slot(layer, index)
+        assert slot.opened is not None
+        event = self._mover.write(layer, index, slot.opened, start, stop)
+        if slot.opened is slot.tile:
+            slot.left = event
 
     def close(self, layer: int, index: int) -> None:
         place, shape = self._store.place(layer, index), self._store.shape
@@ -182,9 +177,9 @@ class StreamedTiles(TileAccess):
     def _pack(self, length: int) -> None:
         """Pack the whole pages of `length` tokens, and anew those that have codes since, for at most a share of the
         time since the last pass: a short text should not wait for all. An interrupt comes between some and others."""
-        if self._unpacked is None:
+        if (pages := self._mover.packed) is None:
             return
-        pages, now = self._unpacked.pages, perf_counter()
+        now = perf_counter()
         most = min(_AGAIN_SHARE * (now - self._packed), _AGAIN_SECONDS)
         while pages.pack_some(length):
             pass
@@ -209,13 +204,9 @@ class StreamedTiles(TileAccess):
         """The pages that `length` tokens use."""
         layer, index = self._order[position]
         slot = self._slots[position % len(self._slots)]
-        pages = self._store.shape.used_pages(index, length)
         # What was fetched ahead and is not wanted must have come before the slot is anybody else's.
-        after = (slot.full, slot.free, slot.left, *self._traffic.before((layer, index)))
-        if self._unpacked is not None:
-            slot.full, slot.came = self._unpacked.pages.fetch(slot.tile, layer, index, pages, after)
-        else:
-            slot.full = _fetch_pages(self._link, slot.tile, self._store.home(layer, index), pages, after)
+        after = (slot.full, slot.free, slot.left)
+        slot.full, slot.staged = self._mover.fetch(slot.tile, layer, index, length, after)
 
 
 class PrefillTiles(TileAccess):
@@ -224,18 +215,9 @@ class PrefillTiles(TileAccess):
     Each row crosses the link once, to its home, behind the computation; tiles that had tokens before come over once.
     """
 
-    def __init__(
-        self,
-        store: TileStore,
-        link: Link,
-        arena: Arena,
-        write_back: WriteBack,
-        traffic: Traffic,
-        unpacked: Unpacked | None = None,
-    ) -> None:
+    def __init__(self, store: TileStore, link: Link, arena: Arena, mover: Mover) -> None:
         super().__init__(store)
-        self._link, self._arena, self._write_back, self._traffic = link, arena, write_back, traffic
-        self._unpacked = unpacked
+        self._link, self._arena, self._mover = link, arena, mover
         self._tiles: list[Tensor] = []
         self._full: dict[int, tuple[Event, StagedPages | None]] = {}  # see `_Slot`
         self._unsent: dict[int, tuple[int, int]] = {}  # tile index -> rows written and not yet sent home
@@ -258,10 +240,9 @@ class PrefillTiles(TileAccess):
             return super().open(layer, index)
         tile = self._tile(index)
         if index in self._full:
-            full, came = self._full.pop(index)
+            full, staged = self._full.pop(index)
             full.wait()
-            if self._unpacked is not None and came is not None:
-                self._unpacked.in_place(tile, came)
+            self._mover.open_in_place(tile, staged)
         return tile
 
     def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
@@ -275,7 +256,7 @@ class PrefillTiles(TileAccess):
     def end(self) -> None:
         """Send the last layer home. Returns when no copy of the device memory is under way."""
         self._leave()
-        self._traffic.wait()
+        self._mover.wait()
         for full, _ in self._full.values():
             full.synchronize()
         self._full.clear()
@@ -290,19 +271,14 @@ class PrefillTiles(TileAccess):
         """Start to fetch what `layer` has; a tile is overwritten only after the last layer's copy of it left."""
         self._leave()
         previous, self._layer = self._layer, layer
-        shape, free = self._store.shape, self._link.record()
+        free = self._link.record()
         for offset, tile in enumerate(self._tiles):
             index = offset + self._store.num_resident(layer)
             if index >= self._num_tiles:
                 break
             before = offset + self._store.num_resident(previous) if previous >= 0 else 0
-            left = () if previous < 0 else self._traffic.before((previous, before))
-            pages = shape.used_pages(index, self._length)
-            after = (free, *left, *self._traffic.before((layer, index)))
-            if self._unpacked is not None and self._store.place(layer, index) == "stream":
-                self._full[index] = self._unpacked.pages.fetch(tile, layer, index, pages, after)
-            else:
-                self._full[index] = _fetch_pages(self._link, tile, self._store.home(layer, index), pages, after), None
+            left = () if previous < 0 else self._mover.before(previous, before)
+            self._full[index] = self._mover.fetch(tile, layer, index, self._length, (free, *left))
 
     def _leave(self) -> None:
         for index in list(self._unsent):
@@ -310,14 +286,4 @@ class PrefillTiles(TileAccess):
 
     def _send(self, index: int) -> None:
         start, stop = self._unsent.pop(index)
-        self._write_back.write(self._layer, index, self._tile(index), start, stop)
-
-
-def _fetch_pages(link: Link, tile: Tensor, home: Tensor, num_pages: int, after: tuple[Event, ...]) -> Event:
-    """The tile's first `num_pages` pages, keys and values. None: all its rows will be new, it only has to be ours."""
-    if num_pages == tile.shape[1]:
-        return link.to_device(tile, home, after)
-    if not num_pages:
-        return All(after)
-    link.to_device(tile[0, :num_pages], home[0, :num_pages], after)
-    return link.to_device(tile[1, :num_pages], home[1, :num_pages], after)
+        self._mover.write(self._layer, index, self._tile(index), start, stop)

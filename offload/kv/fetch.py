@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.cache.full import FullCache
 from offload.kernels.gpu import GpuKernels
 from offload.kernels.kv_codes import KVCodes, encode
 from offload.kernels.native import Kernels
+from offload.kv.full import FullCache
 from offload.plan.sizing import FETCH_BYTES
 from offload.transfer.memory import kernels_read_host, sent
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.cache.tiles import TileShape
+from offload.pages.tiles import TileShape
 from offload.transfer.memory import Memory
 
 UNINTERRUPTED = True  # a slot is free, or somebody's

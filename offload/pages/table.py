@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.cache.raw_pages import RawPages
-from offload.cache.tiles import TileStore
 from offload.kernels.packing import PACKED, RAW, RESIDUAL
+from offload.pages.raw import RawPages
+from offload.pages.tiles import TileStore
 from offload.transfer.memory import Memory, sent
 
 UNINTERRUPTED = True  # a page lies where the table says

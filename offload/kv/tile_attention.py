@@ -8,9 +8,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from offload.cache.block import Block
-from offload.cache.tile_access import TileAccess
-from offload.cache.tiles import TileShape, write_rows
 from offload.kernels.attention import Part, fold
 from offload.kernels.decode_attention import MASS_DTYPE, DecodeAttention, decode_attention
 from offload.kernels.gpu import GpuKernels
@@ -18,6 +15,9 @@ from offload.kernels.native import Kernels
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
+from offload.kv.block import Block
+from offload.pages.access import TileAccess
+from offload.pages.tiles import TileShape, write_rows
 
 
 class TileAttention:

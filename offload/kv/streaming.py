@@ -8,8 +8,6 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from offload.cache import Phase
-from offload.cache.places import Places
 from offload.kernels.attention import Part, attend, count_up, fold, merge, unfold
 from offload.kernels.decode_attention import DecodeAttention, decode_attention
 from offload.kernels.gpu import GpuKernels
@@ -17,6 +15,8 @@ from offload.kernels.native import FEW_ROWS, NONE, Kernels
 from offload.kernels.places import RowPlaces
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.spans import Rows
+from offload.kv import Phase
+from offload.kv.places import Places
 from offload.transfer.memory import Memory
 
 

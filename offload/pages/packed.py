@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.cache.page_codec import PageCodec
-from offload.cache.page_table import Page, PageTable
-from offload.cache.tiles import TileStore
-from offload.cache.traffic import All, Traffic
 from offload.kernels.native import Kernels
 from offload.kernels.packing import RAW, RESIDUAL
+from offload.pages.codec import PageCodec
+from offload.pages.table import Page, PageTable
+from offload.pages.tiles import TileStore
+from offload.pages.traffic import All, Traffic
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory
 

@@ -12,14 +12,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from offload.cache import Phase
-from offload.cache.fetch import Tail, make_fetch
-from offload.cache.full import FullCache
-from offload.cache.places import Places
-from offload.cache.quantised_attention import EXACT, QuantisedAttention
 from offload.kernels.gpu import GpuKernels
 from offload.kernels.kv_codes import GROUP, KVCodes, Order, encode, order_for
 from offload.kernels.native import Kernels
+from offload.kv import Phase
+from offload.kv.fetch import Tail, make_fetch
+from offload.kv.full import FullCache
+from offload.kv.places import Places
+from offload.kv.quantised_attention import EXACT, QuantisedAttention
 from offload.plan.sizing import FETCH_BYTES, KV_TAIL, low_bit_tail
 from offload.transfer.memory import Memory
 
@@ -56,8 +56,8 @@ class QuantisedCache:
         self._exact = 0  # tokens up to here are the full cache's, not drafted
         self.length = 0
         self._taken = [0] * full.num_layers
-        if beside and full.packed is not None:
-            full.packed.codec.codes = self
+        if beside:
+            full.lie_beside(self)
 
     @property
     def order(self) -> Order:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.cache.tile_access import TileAccess
-from offload.cache.tile_attention import TileAttention
-from offload.cache.tiles import TileStore
 from offload.kernels.attention import Part, join
 from offload.kernels.decode_attention import MASS_DTYPE
 from offload.kernels.spans import Rows
+from offload.kv.tile_attention import TileAttention
+from offload.pages.access import TileAccess
+from offload.pages.tiles import TileStore
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory
 

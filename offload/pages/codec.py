@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.cache.page_table import Page, PageTable
-from offload.cache.tiles import TileShape
 from offload.kernels.kv_codes import GROUP, Order
 from offload.kernels.kv_residuals import PageShape, restore, split_off
 from offload.kernels.native import Kernels
 from offload.kernels.packed import pack, unpack
 from offload.kernels.packing import RESIDUAL
+from offload.pages.table import Page, PageTable
+from offload.pages.tiles import TileShape
 from offload.plan.sizing import PACKED_TOKENS
 
 UNINTERRUPTED = True  # a page lies where the table says

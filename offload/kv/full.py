@@ -7,18 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from offload.cache import Phase
-from offload.cache.block import Block
-from offload.cache.host_attention import HostAttention
-from offload.cache.packed import PackedPages
-from offload.cache.places import Places
-from offload.cache.reader import RowReader
-from offload.cache.tile_access import PrefillTiles, StreamedTiles, TileAccess
-from offload.cache.tile_attention import TileAttention
-from offload.cache.tiles import TileShape, TileStore, write_rows
-from offload.cache.traffic import Traffic
-from offload.cache.unpacked import Unpacked
-from offload.cache.write_back import WriteBack
 from offload.kernels.attention import fold
 from offload.kernels.gpu import GpuKernels
 from offload.kernels.gpu.flash import FlashBlock, FlashTiles
@@ -26,6 +14,18 @@ from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
+from offload.kv import Phase
+from offload.kv.block import Block
+from offload.kv.host_attention import HostAttention
+from offload.kv.places import Places
+from offload.kv.tile_attention import TileAttention
+from offload.pages.access import PrefillTiles, StreamedTiles, TileAccess
+from offload.pages.codec import PageCodes
+from offload.pages.mover import Mover
+from offload.pages.packed import PackedPages
+from offload.pages.reader import RowReader
+from offload.pages.tiles import TileShape, TileStore, write_rows
+from offload.pages.traffic import Traffic
 from offload.plan.sizing import MAX_ROWS
 from offload.transfer.arena import Arena
 from offload.transfer.link import Link
@@ -89,14 +89,13 @@ class FullCache:
             assert self._traffic is not None
             for _ in range(num_staging + packs):
                 self._staging.append(memory.allocate(shape.shape, shape.dtype, tier="device", purpose="kv staging"))
-            unpacked = None
             if packs:
                 self.packed = PackedPages(self.store, memory, host_kernels, link, self._traffic)
-                unpacked = Unpacked(self.packed, self._staging[-1], link, kernels)
-            staging, back = self._staging[:num_staging], WriteBack(self.store, link, self._traffic, self.packed)
+            unpacked = self._staging[-1] if packs else None
+            mover = Mover(self.store, link, self._traffic, self.packed, unpacked, kernels)
             self._access = {
-                "prefill": PrefillTiles(self.store, link, self.arena, back, self._traffic, unpacked),
-                "decode": StreamedTiles(self.store, link, staging, back, self._traffic, self.host_reads, unpacked),
+                "prefill": PrefillTiles(self.store, link, self.arena, mover),
+                "decode": StreamedTiles(self.store, link, self._staging[:num_staging], mover, self.host_reads),
             }
         self._places = Places(rope)
         self.reader = RowReader(self.store, memory, link, self.packed)
@@ -313,6 +312,11 @@ class FullCache:
         """What the device computes from now on comes after that: on a GPU the host does not wait."""
         if self._traffic is not None:
             self._traffic.order()
+
+    def lie_beside(self, codes: PageCodes) -> None:
+        """From now on pages that lie packed at home may lie there as what they have beside `codes`."""
+        if self.packed is not None:
+            self.packed.codec.codes = codes
 
     def drop_residuals(self, num_tokens: int) -> None:
         """The codes of tokens from `num_tokens` on, beside which pages may lie at home, are about to go."""

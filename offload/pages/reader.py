@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offload.cache.packed import PackedPages
-from offload.cache.page_codec import PageCodec
-from offload.cache.tiles import Place, TileStore
+from offload.pages.codec import PageCodec
+from offload.pages.packed import PackedPages
+from offload.pages.tiles import Place, TileStore
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory, sent
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offload.cache.places import Places
 from offload.kernels.decode_attention import decode_attention
 from offload.kernels.gpu import GpuKernels
 from offload.kernels.kv_codes import GROUP, KVCodes
 from offload.kernels.native import Kernels
 from offload.kernels.rope import RopeTable
 from offload.kernels.spans import Rows
+from offload.kv.places import Places
 from offload.plan.sizing import KV_ROWS
 
 EXACT = GROUP  # first tokens of a sequence, which attention needs most: they stay as they are

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from offload.cache import Phase
-from offload.cache.full import FullCache
+from offload.kv import Phase
+from offload.kv.full import FullCache
 
 
 class AheadCache:

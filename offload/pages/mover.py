@@ -1,0 +1,111 @@
+"""What moves the pages of tiles between their homes and the device: every copy of a decode pass and of a prefill."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from offload.kernels.gpu import GpuKernels
+from offload.kernels.kv_residuals import restore_tile
+from offload.kernels.native import NONE, Kernels
+from offload.kernels.packed import unpack_tile
+from offload.kernels.packing import RESIDUAL
+from offload.pages.packed import PackedPages, StagedPages
+from offload.pages.tiles import TileStore
+from offload.pages.traffic import All, Traffic
+from offload.transfer.link import Event, Link
+
+UNINTERRUPTED = True  # what was issued is known
+
+
+class Mover:
+    """Copies over `link`, each ordered after those of its tile's home that `traffic` knows.
+
+    packed: pages of streamed tiles, which lie packed at home and cross so. They are unpacked by `kernels`, the
+    device's, into `unpacked`, one tile of the device [2, P, H_kv, S, D] for all. None: tiles cross as they are.
+    """
+
+    def __init__(
+        self,
+        store: TileStore,
+        link: Link,
+        traffic: Traffic,
+        packed: PackedPages | None = None,
+        unpacked: Tensor | None = None,
+        kernels: Kernels | GpuKernels = NONE,
+    ) -> None:
+        assert (packed is None) == (unpacked is None)
+        self.packed, self._unpacked, self._kernels = packed, unpacked, kernels
+        self._store, self._link, self._traffic = store, link, traffic
+        self._left: Event = link.record()  # new rows of `unpacked`
+
+    def fetch(
+        self, slot: Tensor, layer: int, index: int, num_tokens: int, after: tuple[Event, ...]
+    ) -> tuple[Event, StagedPages | None]:
+        """Bring the pages of a tile that the first `num_tokens` tokens reach into to `slot`, after these
+        events -> (when they came, how they lie there; None: as they are)."""
+        num_pages = self._store.shape.used_pages(index, num_tokens)
+        after = (*after, *self._traffic.before((layer, index)))
+        if self._crosses_packed(layer, index):
+            assert self.packed is not None
+            return self.packed.fetch(slot, layer, index, num_pages, after)
+        home = self._store.home(layer, index)
+        if num_pages == slot.shape[1]:
+            return self._link.to_device(slot, home, after), None
+        if not num_pages:  # all its rows will be new, it only has to be ours
+            return All(after), None
+        self._link.to_device(slot[0, :num_pages], home[0, :num_pages], after)
+        return self._link.to_device(slot[1, :num_pages], home[1, :num_pages], after), None
+
+    def opened(self, slot: Tensor, staged: StagedPages | None) -> Tensor:
+        """The tile that came into `slot`, to be used before the next one is opened: the slot itself, or `unpacked`."""
+        if staged is None:
+            return slot
+        assert self._unpacked is not None
+        self._left.wait()
+        self._unpack(self._unpacked, slot, staged)
+        return self._unpacked
+
+    def open_in_place(self, tile: Tensor, staged: StagedPages | None) -> None:
+        """The same where it came. Packed bytes are no numbers, not even finite ones: none are left."""
+        if staged is None or not (num_pages := len(staged.flags)):
+            return
+        tile[:, :num_pages].copy_(self.opened(tile, staged)[:, :num_pages])
+        tile[:, num_pages:].zero_()
+
+    def write(self, layer: int, index: int, tile: Tensor, start: int, stop: int) -> Event:
+        """Send home the pages of `tile` that its tokens `start` to `stop`, new ones, lie in: whole pages are contiguous
+        in each half. Raises DoesNotFit where pages that lie packed find no slot to wait in."""
+        if self._crosses_packed(layer, index):
+            assert self.packed is not None
+            event = self.packed.write(layer, index, tile, start, stop)
+            if tile is self._unpacked:
+                self._left = event
+            return event
+        page = self._store.shape.page_tokens
+        pages = slice(start // page, -(-stop // page))
+        home, ready = self._store.home(layer, index), self._link.record()
+        self._link.to_host(home[0, pages], tile[0, pages], (ready,))
+        event = self._link.to_host(home[1, pages], tile[1, pages], (ready,))
+        self._traffic.writes((layer, index), event)
+        return event
+
+    def before(self, layer: int, index: int) -> tuple[Event, ...]:
+        """What a copy from its home has to wait for."""
+        return self._traffic.before((layer, index))
+
+    def wait(self) -> None:
+        """Return when every home is up to date."""
+        self._traffic.wait()
+
+    def _crosses_packed(self, layer: int, index: int) -> bool:
+        return self.packed is not None and self._store.place(layer, index) == "stream"
+
+    def _unpack(self, tile: Tensor, slot: Tensor, staged: StagedPages) -> None:
+        assert self.packed is not None
+        codec = self.packed.codec
+        if staged.kinds - {RESIDUAL}:
+            unpack_tile(tile, slot, staged.flags, staged.starts, codec.packing, self._kernels)
+        if RESIDUAL in staged.kinds:
+            assert codec.codes is not None
+            codes, group = codec.codes.of_layer(staged.layer), codec.codes.first_group(staged.index * tile.shape[1])
+            restore_tile(tile, slot, staged.flags, staged.starts, codes, group, codec.page_shape, self._kernels)

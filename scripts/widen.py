@@ -45,8 +45,8 @@ from offload.errors import DoesNotFit, ModelError, TriforceError, UsageError
 from offload.kernels.rope import inverse_frequencies
 from offload.plan.config import ModelConfig
 from offload.plan.fields import read_json
-from offload.transfer.checkpoint import INDEX_FILE, Checkpoint, check_model, expected_tensors
 from offload.units import size
+from offload.weights.checkpoint import INDEX_FILE, Checkpoint, check_model, expected_tensors
 
 # Fields of config.json. With the vocabulary they determine the bytes of the imitated model.
 FLAGS = {

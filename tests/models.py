@@ -50,11 +50,11 @@ from offload.plan.pass_times import PassTimes
 from offload.plan.planner import Options, Plan
 from offload.plan.request import Request
 from offload.transfer.arena import Arena
-from offload.transfer.checkpoint import Checkpoint, check_model
 from offload.transfer.hidden_rows import ResidentRows
 from offload.transfer.link import Done, Event, Link
 from offload.transfer.memory import Memory
-from offload.transfer.weights import load_weights
+from offload.weights.checkpoint import Checkpoint, check_model
+from offload.weights.layers import load_weights
 
 VOCABULARY = 96
 TOKENIZER_SIZE = 258  # 256 bytes, bos, eos

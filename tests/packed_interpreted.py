@@ -23,9 +23,9 @@ from offload.kernels.packed import pack_numbers, pack_with_torch
 from offload.kernels.packing import RESIDUAL, Packing
 from offload.model.graphs import VARIABLE
 from offload.pages.traffic import Traffic
-from offload.transfer import embedding, homes
 from offload.transfer.link import CudaEvent
-from offload.transfer.weights import StreamedLayers
+from offload.weights import embedding, homes
+from offload.weights.layers import StreamedLayers
 from paper import PaperGpu, on_paper
 from paper.codes import codes_by_gpu
 from paper.kernels import chunks_by_kernel

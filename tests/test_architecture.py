@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Ground to roof: a storey imports from itself and from those before it.
 STOREYS = (
-    *("ground", "plan", "kernels", "transfer", "pages", "kv", "model", "decode", "session"),
+    *("ground", "plan", "kernels", "transfer", "weights", "pages", "kv", "model", "decode", "session"),
     *("worker", "ranks", "engine", "bench", "hub"),
 )
 GROUND = tuple(f"offload.{name}" for name in ("errors", "metrics", "progress", "seeds", "strict_json", "units"))
@@ -186,7 +186,7 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
     (imports_downwards, "offload.plan.hardware", "from offload.bench.diagnosis import diagnose"),
     (imports_downwards, "triforce_cli.commands.doctor", "from offload.transfer.link import PacedLink"),
     (imports_downwards, "offload.plan.config", "from offload.kernels import rope"),
-    (imports_downwards, "offload.transfer.weights", "from offload.kv import Cache"),
+    (imports_downwards, "offload.weights.layers", "from offload.kv import Cache"),
     (imports_downwards, "offload.errors", "from offload.plan.config import ModelConfig"),
     (imports_downwards, "offload.engine.engine", "from triforce_cli.output import Output"),
     (imports_downwards, "offload.engine.engine", "from offload.hub.library import locate"),
@@ -196,7 +196,7 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
     (imports_downwards, "triforce_cli.commands.generate", "from offload.model.decoder import Decoder"),
     (imports_downwards, "triforce_cli.commands.generate", "from offload.decode.verify import verify"),
     (only_memory_pins, "offload.pages.tiles", "x = torch.zeros(4, pin_memory=True)"),
-    (only_memory_pins, "offload.transfer.weights", "x = x.pin_memory()"),
+    (only_memory_pins, "offload.weights.layers", "x = x.pin_memory()"),
     (only_link_makes_threads_and_streams, "offload.engine.engine", "import threading"),
     (only_link_makes_threads_and_streams, "offload.engine.engine", "from concurrent.futures import ThreadPoolExecutor"),
     (only_link_makes_threads_and_streams, "offload.pages.tiles", "s = torch.cuda.Stream()"),
@@ -225,7 +225,7 @@ INNOCENT: list[tuple[Rule, str, str]] = [
     (imports_downwards, "offload.kernels.rope", "from offload.plan.config import ModelConfig"),
     (imports_downwards, "offload.kv.full", "from offload.pages.tiles import Tile\nfrom offload.errors import E"),
     (imports_downwards, "offload.bench.diagnosis", "from offload.transfer.link import PacedLink"),
-    (imports_downwards, "offload.hub.pull", "from offload.transfer.checkpoint import Checkpoint"),
+    (imports_downwards, "offload.hub.pull", "from offload.weights.checkpoint import Checkpoint"),
     (imports_downwards, "triforce_cli.app", "from offload.decode.sampling import SamplingParams"),
     (only_memory_pins, "offload.transfer.memory", "x = torch.zeros(4, pin_memory=True)"),
     (only_link_makes_threads_and_streams, "offload.pages.tiles", "from offload.transfer.link import Event, Link"),

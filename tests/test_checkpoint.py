@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from offload.errors import ModelError
 from offload.plan.config import ModelConfig
-from offload.transfer.checkpoint import EMBEDDINGS, HEAD, Checkpoint, check_model, expected_tensors
-from offload.transfer.weights import all_finite
+from offload.weights.checkpoint import EMBEDDINGS, HEAD, Checkpoint, check_model, expected_tensors
+from offload.weights.layers import all_finite
 
 TINY = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -68,7 +68,7 @@ def refusal(folder: Path) -> str:
 @pytest.mark.parametrize("write", [write_single, write_sharded])
 @pytest.mark.parametrize("piece_bytes", [1, 33, 1 << 20])
 def test_every_tensor_arrives_as_it_was_saved(tmp_path: Path, write, piece_bytes: int, monkeypatch) -> None:
-    monkeypatch.setattr("offload.transfer.checkpoint._PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("offload.weights.checkpoint._PIECE_BYTES", piece_bytes)
     tensors = some_tensors()
     with Checkpoint.open(write(tmp_path)) as checkpoint:
         assert checkpoint.names() == ("a", "b", "c")

@@ -21,8 +21,8 @@ from offload.model.level import Level
 from offload.pages import mover
 from offload.plan.expectations import LLAMA31_8B
 from offload.plan.hardware import probe
-from offload.transfer import homes
 from offload.transfer.link import PacedLink
+from offload.weights import homes
 from offload.worker import pass_timer
 from processor import best
 

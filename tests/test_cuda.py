@@ -26,9 +26,9 @@ from offload.plan.options import Options  # noqa: E402
 from offload.plan.planner import Plan  # noqa: E402
 from offload.plan.request import Request  # noqa: E402
 from offload.plan.sizing import CODE_BITS  # noqa: E402
-from offload.transfer.layout import Linear  # noqa: E402
 from offload.transfer.link import CudaLink  # noqa: E402
 from offload.transfer.memory import Memory  # noqa: E402
+from offload.weights.layout import Linear  # noqa: E402
 
 try:
     import pytest

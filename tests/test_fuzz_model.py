@@ -23,7 +23,7 @@ from models import TOKENIZER_SIZE, byte_tokenizer, load, random_model, save
 from offload.errors import ModelError
 from offload.plan.config import ModelConfig
 from offload.plan.fields import MAX_JSON_BYTES
-from offload.transfer.checkpoint import INDEX_FILE, MAX_HEADER_BYTES, MAX_INDEX_BYTES, Checkpoint
+from offload.weights.checkpoint import INDEX_FILE, MAX_HEADER_BYTES, MAX_INDEX_BYTES, Checkpoint
 
 NUM_CONFIGS, NUM_GENERATION_CONFIGS, NUM_FILES, NUM_INDEXES, NUM_RUNS = 3000, 500, 3500, 1000, 500
 FEW_BYTES = 32 << 20  # for all cases of a test together, of models of 90 KB

@@ -19,11 +19,11 @@ from offload.kernels.residuals import Residual, split_off
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.plan.sizing import WEIGHT_BYTES, home_bytes
-from offload.transfer import homes
-from offload.transfer.homes import AsTheyAre, BesideCodes, Home, HomeMaker, Packed
-from offload.transfer.layout import LayerLayout
 from offload.transfer.memory import Memory
-from offload.transfer.weights import StreamedLayers
+from offload.weights import homes
+from offload.weights.homes import AsTheyAre, BesideCodes, Home, HomeMaker, Packed
+from offload.weights.layers import StreamedLayers
+from offload.weights.layout import LayerLayout
 from processor import best
 from test_placement import DRAFT, PROMPT, TARGET, request
 

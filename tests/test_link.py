@@ -36,10 +36,10 @@ from offload.model.decoder import Decoder
 from offload.model.level import Level, prefill
 from offload.pages.traffic import All
 from offload.plan.config import ModelConfig
-from offload.transfer.homes import AsTheyAre
-from offload.transfer.layout import LayerLayout, LayerWeights
 from offload.transfer.link import Link, PacedLink
-from offload.transfer.weights import StreamedLayers
+from offload.weights.homes import AsTheyAre
+from offload.weights.layers import StreamedLayers
+from offload.weights.layout import LayerLayout, LayerWeights
 
 WAIT_SECONDS = 10.0  # for what must happen; a failure, not a measurement
 

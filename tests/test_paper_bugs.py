@@ -28,7 +28,7 @@ from paper.gpu import PaperGpu
 
 GONE = "in a graph uses memory that was given back"
 RACE, DROPPED, MIXED, UNPINNED = "race: ", "given back while", "on the GPU and on the host", "not pinned"
-LINK, MEMORY, WEIGHTS = "offload.transfer.link", "offload.transfer.memory", "offload.transfer.weights"
+LINK, MEMORY, WEIGHTS = "offload.transfer.link", "offload.transfer.memory", "offload.weights.layers"
 ACCESS, READER, FETCH = "offload.pages.access", "offload.pages.reader", "offload.kv.fetch"
 HIDDEN_ROWS = "offload.transfer.hidden_rows"
 HOST_SIDE, TRAFFIC, MOVER = "offload.kv.host_attention", "offload.pages.traffic", "offload.pages.mover"

@@ -15,9 +15,9 @@ from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.kernels.codes import Codes, encode_with_torch
 from offload.metrics import LevelStats
-from offload.transfer.layout import OPERATORS
 from offload.transfer.link import CudaEvent
-from offload.transfer.weights import ResidentLayers
+from offload.weights.layers import ResidentLayers
+from offload.weights.layout import OPERATORS
 from paper import on_paper
 from paper.engines import NUM_NEW, OTHER, PROMPT, Case, Pair, engine_on_paper, loaded, said
 from paper.tensors import PaperTensor

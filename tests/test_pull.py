@@ -26,8 +26,8 @@ from offload.hub import fetch
 from offload.hub.library import STAGING, Origin, locate, state_of
 from offload.hub.names import FOLDER_VARIABLE
 from offload.plan.config import ModelConfig
-from offload.transfer.checkpoint import Checkpoint, check_model
 from offload.units import size
+from offload.weights.checkpoint import Checkpoint, check_model
 from terminals import Terminal
 
 NAME = "owner/model"

@@ -13,10 +13,10 @@ from models import FAMILIES, random_model, save
 from offload.errors import UsageError
 from offload.plan.config import ModelConfig
 from offload.plan.shards import ALONE, Shard, check_divides
-from offload.transfer.checkpoint import Checkpoint
-from offload.transfer.layout import LayerWeights, Linear
 from offload.transfer.memory import Memory
-from offload.transfer.weights import Weights, load_weights
+from offload.weights.checkpoint import Checkpoint
+from offload.weights.layers import Weights, load_weights
+from offload.weights.layout import LayerWeights, Linear
 
 SIZES = pytest.mark.parametrize("size", [2, 4])
 FAMILY = pytest.mark.parametrize("family", FAMILIES)

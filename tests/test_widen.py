@@ -22,7 +22,7 @@ from offload.engine.engine import load_tokenizer
 from offload.errors import DoesNotFit, ModelError, TriforceError, UsageError
 from offload.model.decoder import Segment
 from offload.plan.config import ModelConfig
-from offload.transfer.checkpoint import Checkpoint, check_model
+from offload.weights.checkpoint import Checkpoint, check_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import widen

@@ -33,10 +33,10 @@ from offload.plan.expectations import LLAMA2_13B, LLAMA31_8B
 from offload.plan.hardware import Hardware
 from offload.plan.options import PAGE_TOKENS
 from offload.plan.planner import Options, Plan, make_plan
-from offload.transfer.homes import HomeMaker
-from offload.transfer.layout import LayerLayout
 from offload.transfer.link import make_link
 from offload.transfer.memory import Memory
+from offload.weights.homes import HomeMaker
+from offload.weights.layout import LayerLayout
 from offload.worker.assemble import equal_sizes, full_cache, rotary_table
 
 MODELS = {"Llama-2-13B": LLAMA2_13B, "Llama-3.1-8B": LLAMA31_8B}

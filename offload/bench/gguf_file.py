@@ -20,7 +20,7 @@ from offload.bench.llama_cpp import token_name
 from offload.errors import DoesNotFit, ModelError
 from offload.kernels.rope import inverse_frequencies
 from offload.plan.config import ModelConfig
-from offload.transfer.checkpoint import Checkpoint, check_model, expected_tensors
+from offload.weights.checkpoint import Checkpoint, check_model, expected_tensors
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _ALIGNMENT = 32  # bytes

@@ -16,7 +16,7 @@ from offload.hub.names import LOCAL, is_id, models_folder
 from offload.hub.pickles import convert_shard
 from offload.hub.pull import Report, write_index
 from offload.plan.config import ModelConfig
-from offload.transfer.checkpoint import Checkpoint, check_model
+from offload.weights.checkpoint import Checkpoint, check_model
 
 
 def output_folder(source: Path, output: Path | None) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from offload.errors import ModelError
 from offload.hub.remote import Listing, RemoteFile
 from offload.plan.fields import MAX_JSON_BYTES, read_json
-from offload.transfer.checkpoint import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
+from offload.weights.checkpoint import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
 
 CONFIG_FILE = "config.json"
 BIN_FILE = "pytorch_model.bin"

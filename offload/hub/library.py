@@ -154,7 +154,7 @@ def entries() -> list[Entry]:
 
 def entry_of(folder: Path, name: str, draft: str = "") -> Entry:
     """The model called `name` in `folder`. Reads config.json and the headers of its weights."""
-    from offload.transfer.checkpoint import Checkpoint  # imports torch, which `locate` does without
+    from offload.weights.checkpoint import Checkpoint  # imports torch, which `locate` does without
 
     alias = alias_of(name)
     entry = Entry(name=name, folder=folder, num_bytes=0, draft=draft or (alias.draft if alias else ""), state="absent")

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offload.errors import ModelError, TriforceError
-from offload.transfer.checkpoint import COMPUTES_NOTHING, EMBEDDINGS, HEAD
+from offload.weights.checkpoint import COMPUTES_NOTHING, EMBEDDINGS, HEAD
 
 SOURCE_KEY = "triforce_source"  # metadata key: digest or name of the converted file
 

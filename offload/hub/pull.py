@@ -28,7 +28,7 @@ from offload.hub.pickles import convert_shard, source_of, weight_map
 from offload.hub.remote import Listing, RemoteFile
 from offload.plan.config import ModelConfig
 from offload.plan.files import write_whole
-from offload.transfer.checkpoint import INDEX_FILE, Checkpoint, check_model
+from offload.weights.checkpoint import INDEX_FILE, Checkpoint, check_model
 
 Report = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
 _LOCK = "lock"

@@ -21,8 +21,8 @@ from offload.model.shared_blocks import SharedBlocks
 from offload.model.sums import OneRank, Sums
 from offload.plan.config import ModelConfig
 from offload.transfer.hidden_rows import HiddenRows
-from offload.transfer.layout import LayerWeights
-from offload.transfer.weights import ResidentLayers, Weights
+from offload.weights.layers import ResidentLayers, Weights
+from offload.weights.layout import LayerWeights
 
 
 @dataclass(frozen=True)

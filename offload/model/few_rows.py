@@ -11,7 +11,7 @@ from offload.kernels.native import Kernels
 from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
 from offload.model.sums import OneRank, Sums
 from offload.plan.config import ModelConfig
-from offload.transfer.layout import LayerWeights, Linear
+from offload.weights.layout import LayerWeights, Linear
 
 # (layer, q [T, H, D], k and v [T, H_kv, D]) -> [T, H * D], contiguous
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

@@ -13,10 +13,10 @@ from offload.model.sums import Sums
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.plan.shards import ALONE, Shard
-from offload.transfer.checkpoint import Checkpoint, check_model
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
-from offload.transfer.weights import load_weights
+from offload.weights.checkpoint import Checkpoint, check_model
+from offload.weights.layers import load_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -13,10 +13,10 @@ from offload.errors import UsageError
 from offload.kernels.gpu import GpuKernels
 from offload.kernels.native import Kernels
 from offload.plan.config import ModelConfig
-from offload.transfer.layout import LayerLayout, LayerWeights, Linear, in_codes, matrix_of
 from offload.transfer.memory import Memory
-from offload.transfer.quantised import LOW_BIT_WEIGHTS, fill_coded, fill_codes
-from offload.transfer.weights import ResidentLayers, Weights
+from offload.weights.layers import ResidentLayers, Weights
+from offload.weights.layout import LayerLayout, LayerWeights, Linear, in_codes, matrix_of
+from offload.weights.quantised import LOW_BIT_WEIGHTS, fill_coded, fill_codes
 
 
 @dataclass(frozen=True)

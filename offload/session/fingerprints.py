@@ -18,7 +18,7 @@ from offload.kernels.rope import inverse_frequencies
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.session.identity import Identity
-from offload.transfer.checkpoint import Checkpoint
+from offload.weights.checkpoint import Checkpoint
 
 SAMPLE_BYTES = 4096
 _DIGEST_BYTES = 16

@@ -24,9 +24,9 @@ from offload.plan.sizing import MAX_ROWS, home_bytes
 from offload.progress import OnProgress, Progress, Stage
 from offload.transfer.device import sum_in_fp32, use_device
 from offload.transfer.hidden_rows import StreamedRows
-from offload.transfer.layout import LayerLayout
 from offload.transfer.link import Link, make_link
 from offload.transfer.memory import Memory
+from offload.weights.layout import LayerLayout
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,11 @@ from offload.plan.options import PAGE_TOKENS, Options
 from offload.plan.pass_times import ROWS, PassTimes, key_of, load_times, save_times
 from offload.plan.request import Request
 from offload.plan.sizing import CODE_BITS, takes_codes, takes_kv_codes
-from offload.transfer.embedding import Embedding
 from offload.transfer.hidden_rows import ResidentRows
-from offload.transfer.layout import LayerLayout, Linear
 from offload.transfer.memory import Memory
-from offload.transfer.weights import ResidentLayers, Weights
+from offload.weights.embedding import Embedding
+from offload.weights.layers import ResidentLayers, Weights
+from offload.weights.layout import LayerLayout, Linear
 
 LAYER_BYTES = 32 * 2**20  # of weights, as far as a model has so many
 CACHE_BYTES = 128 * 2**20  # of keys and values: more than the CPU's caches hold

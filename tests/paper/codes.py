@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from offload.kernels.codes import Codes
 from offload.kernels.gpu import GpuKernels
-from offload.transfer import layout
+from offload.weights import layout
 from offload.worker import models
 
 

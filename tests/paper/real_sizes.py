@@ -35,14 +35,14 @@ from offload.plan.options import Options
 from offload.plan.planner import Plan, make_plan
 from offload.plan.shards import ALONE, Shard
 from offload.ranks.sums import Sums
-from offload.transfer import embedding
-from offload.transfer import weights as weights_module
-from offload.transfer.checkpoint import Checkpoint
-from offload.transfer.homes import PACKING, BesideCodes, Home, HomeMaker, Packed
-from offload.transfer.layout import OPERATORS
 from offload.transfer.link import make_link
 from offload.transfer.memory import Memory, sent
-from offload.transfer.weights import load_weights
+from offload.weights import embedding
+from offload.weights import layers as weights_module
+from offload.weights.checkpoint import Checkpoint
+from offload.weights.homes import PACKING, BesideCodes, Home, HomeMaker, Packed
+from offload.weights.layers import load_weights
+from offload.weights.layout import OPERATORS
 from offload.worker import assemble
 from offload.worker.models import LoadedModels, streamed_rows
 from offload.worker.worker import Worker

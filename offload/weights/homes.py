@@ -22,9 +22,9 @@ from offload.kernels.packing import Packing
 from offload.kernels.residuals import Residual, restore, split_off
 from offload.plan.config import ModelConfig
 from offload.plan.sizing import BESIDE_CODES, home_bytes
-from offload.transfer.layout import OPERATORS, LayerLayout, LayerWeights
 from offload.transfer.memory import Memory, sent
-from offload.transfer.quantised import LOW_BIT_WEIGHTS, fill_coded
+from offload.weights.layout import OPERATORS, LayerLayout, LayerWeights
+from offload.weights.quantised import LOW_BIT_WEIGHTS, fill_coded
 
 PACKING = Packing.roomiest(1 << 14, 1 << 10)
 _HOME = "target layers"

@@ -7,7 +7,7 @@ from torch import Tensor
 from offload.kernels.codes import Codes, encode, encode_in_parts
 from offload.kernels.gpu import GpuKernels
 from offload.kernels.native import Kernels
-from offload.transfer.layout import OPERATORS, LayerWeights, Linear
+from offload.weights.layout import OPERATORS, LayerWeights, Linear
 
 LOW_BIT_WEIGHTS = "quantised weights"  # in the ledger
 

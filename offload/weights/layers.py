@@ -13,12 +13,12 @@ from offload.errors import ModelError
 from offload.plan.config import ModelConfig
 from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import NUM_STAGING
-from offload.transfer.checkpoint import Checkpoint
-from offload.transfer.embedding import Embedding
-from offload.transfer.homes import AsTheyAre, BesideCodes, Home, HomeMaker
-from offload.transfer.layout import LayerLayout, LayerWeights, Linear
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory, Tier
+from offload.weights.checkpoint import Checkpoint
+from offload.weights.embedding import Embedding
+from offload.weights.homes import AsTheyAre, BesideCodes, Home, HomeMaker
+from offload.weights.layout import LayerLayout, LayerWeights, Linear
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,37 @@
 #!/usr/bin/env python3
-"""Write docs/modules.md: every module of the program with the first paragraph of its docstring.
+"""Print every module of the program with the first paragraph of its docstring.
 
-usage: python scripts/module_docs.py
+usage: python scripts/module_docs.py [WORD]    # with WORD: only modules whose name or text has it
 """
 
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FILE = ROOT / "docs" / "modules.md"
-HEAD = """# Modules
-Written by `python scripts/module_docs.py` from the modules' docstrings. Which package may import which, and why the
-parts are cut as they are: [design.md](design.md).
-"""
+PACKAGES = ("offload", "triforce_cli")
 
 
-def document() -> str:
-    """The content of docs/modules.md."""
-    return "\n".join([HEAD, "| module | |", "|---|---|", *_rows()]) + "\n"
-
-
-def _rows() -> Iterator[str]:
-    for package in ("offload", "triforce_cli"):
+def modules() -> Iterator[tuple[str, str]]:
+    """(name as a path without suffix, first paragraph in one line), folder by folder. Empty files are left out; a
+    module without a docstring has an empty text."""
+    for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py"), key=lambda path: (path.parent, path.name)):
-            if about := ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))):
+            if source := path.read_text(encoding="utf-8"):
+                about = ast.get_docstring(ast.parse(source)) or ""
                 name = path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("/__init__")
-                yield f"| {name} | {' '.join(about.split(chr(10) * 2)[0].split())} |"
+                yield name, " ".join(about.split("\n\n")[0].split())
+
+
+def main() -> None:
+    word = sys.argv[1].lower() if len(sys.argv) > 1 else ""
+    for name, about in modules():
+        if word in f"{name} {about}".lower():
+            print(f"{name}: {about}")
 
 
 if __name__ == "__main__":
-    FILE.write_text(document(), encoding="utf-8")
+    main()

@@ -26,7 +26,7 @@ from offload.cache.full import FullCache
 from offload.cache.quantised_attention import EXACT
 from offload.cache.retrieval import RetrievalCache
 from offload.cache.retrieved import QuantisedChunks
-from offload.cache.selection import Selection
+from offload.cache.selection import ByMass
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.errors import UsageError
@@ -66,8 +66,8 @@ def say(engine: Engine, prompt: list[int] = PROMPT, *, seed: int | None = None, 
 
 
 def coded(full: FullCache, *, budget: int = BUDGET, tail: int = 160) -> RetrievalCache:
-    rule = Selection(rule="mass", reach=7)
-    return RetrievalCache(full, budget=budget, chunk=GROUP, selection=rule, kernels=best(), tail=tail, bits=4)
+    rule = ByMass(reach=7)
+    return RetrievalCache(full, budget=budget, chunk=GROUP, selector=rule, kernels=best(), tail=tail, bits=4)
 
 
 # What the cache holds.

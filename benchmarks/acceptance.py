@@ -23,6 +23,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import published
 import rules
 import texts
 import torch
@@ -114,8 +115,7 @@ class Window:
 
     def mean_key_scores(self, chunk: int) -> Tensor:
         keys = self.text.mean_keys.unflatten(2, (-1, chunk // self.text.chunk)).mean(3)
-        query = self.text.queries[self.row - 1].unflatten(1, (keys.shape[1], -1)).float().sum(2)
-        return (keys @ query[..., None]).squeeze(-1)
+        return published.scores_of(keys, self.text.queries[self.row - 1])
 
     def value_norms(self) -> Tensor:
         return self.text.mean_values.unflatten(2, (-1, self.chunk // self.text.chunk)).mean(3).norm(dim=-1)
@@ -127,8 +127,6 @@ class Window:
 
 class Playback:
     """A selector that gives `rule` the recorded passes instead of the full cache's last one. row: the next block's."""
-
-    needs_mass = False
 
     def __init__(self, rule: rules.Timed, text: Text, cell: Cell) -> None:
         self._rule, self._text, self._cell = rule, text, cell
@@ -156,7 +154,7 @@ class Bench:
         assert engine.retrieval is not None
         self.retrieval: RetrievalCache = engine.retrieval
         self.full: FullCache = engine.retrieval.full
-        self.full.keep_queries = True
+        self._queries = published.LastQueries(self.full)
         self._cached: list[int] = []
 
     def record(self, task: str, prompt: Sequence[int], sampling: SamplingParams, num_tokens: int) -> Text:
@@ -169,7 +167,7 @@ class Bench:
             self.full.record_mass = True
             token_probs = warp(self.levels["target"].forward([tokens[position]], 1), sampling)[0]
             masses.append(self.full.mass(1))
-            queries.append(torch.stack([query[0] for query in self.full.last_query]))
+            queries.append(self._queries.of_row(0))
             if position >= first:
                 probs.append(token_probs)
                 tokens.append(random.draw(token_probs))
@@ -193,7 +191,8 @@ class Bench:
         self.full.truncate(text.first)
         for number in range(len(text.probs) // cell.gamma):
             playback.row, playback.is_due = SEEN_ROWS + number * cell.gamma, number % cell.every == 0
-            self._refresh(cell.gamma if number else SEEN_ROWS, outcome, timed=number > 0)
+            selects = playback.selects_anew or self.retrieval.chunks is None
+            self._refresh(cell.gamma if number else SEEN_ROWS, outcome, selects=selects, timed=number > 0)
             outcome.recovered.append(self._recovered(playback.window()))
             self._compare(text, number * cell.gamma, cell.gamma, outcome)
             self.full.advance(cell.gamma)  # its rows are cached already
@@ -216,11 +215,7 @@ class Bench:
         """Mean keys and values [2, L, H_kv, C, D] fp32, of chunks of `mass_chunk` tokens; past the end, zeros."""
         chunk = self.full.mass_chunk
         assert chunk is not None
-        parts = []
-        for start in range(0, self.full.length, 2048):
-            rows = self.full.reader.tokens(start, min(start + 2048, self.full.length)).float()
-            parts.append(pad(rows, (0, 0, 0, -rows.shape[3] % chunk)).unflatten(3, (-1, chunk)).mean(4))
-        means = torch.cat(parts, 3).transpose(0, 1)
+        means = published.mean_rows(self.full, chunk, self.full.length)
         return pad(means, (0, 0, 0, num_chunks - means.shape[3]))
 
     def _draft_probs(self, tokens: list[int], num_tokens: int, sampling: SamplingParams) -> Tensor | None:
@@ -235,9 +230,12 @@ class Bench:
             probs.append(warp(draft.forward(some, len(some)), sampling))
         return torch.cat(probs)
 
-    def _refresh(self, num_rows: int, outcome: Outcome, *, timed: bool) -> None:
+    def _refresh(self, num_rows: int, outcome: Outcome, *, selects: bool, timed: bool) -> None:
         before, start = self.retrieval.num_fetched, time.perf_counter()
-        self.retrieval.refresh(num_rows)
+        if selects:
+            self.retrieval.refresh(num_rows)
+        else:
+            published.keep(self.retrieval)
         if timed:
             num_chosen = self.retrieval.chunks.numel() if self.retrieval.chunks is not None else 1
             outcome.seconds.append(time.perf_counter() - start)

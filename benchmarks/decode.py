@@ -6,11 +6,12 @@ usage: python benchmarks/decode.py [--model DIR --draft DIR] [--lengths 4096,819
 
 A setting is `plain` (--no-speculation), `default` (what `generate` does by itself), `transformers` (its own `generate`
 on the same weights) or options over the default, joined by "+": `gamma=7+lookup=no+budget=1024`; `draft=no` leaves the
-draft model out. Every setting continues the same prompt, prefilled once, without a seed, at top-p 0.9. ms/token counts
-the tokens after the first. The settings take turns (`--turns`), so that a slow moment of the machine does not hit one
-alone; "predicted" is the plan's ms/token and its share of the measured median; "vs plain" is the median over the turns
-of plain's ms/token over the setting's in the same turn. At temperature 0 all settings write the same text: only such
-runs compare settings alone, others compare what was drawn too.
+draft model out, and `selection=published` chooses chunks as TriForce's authors do (benchmarks/published.py). Every
+setting continues the same prompt, prefilled once, without a seed, at top-p 0.9. ms/token counts the tokens after the
+first. The settings take turns (`--turns`), so that a slow moment of the machine does not hit one alone; "predicted" is
+the plan's ms/token and its share of the measured median; "vs plain" is the median over the turns of plain's ms/token
+over the setting's in the same turn. At temperature 0 all settings write the same text: only such runs compare settings
+alone, others compare what was drawn too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import published
 import texts
 from report import about, beside, emit, say
 
@@ -66,6 +68,8 @@ def changed(options: Options, setting: str) -> tuple[Options, bool]:
         known = {"yes": True, "no": False}
         changes[name.replace("-", "_")] = int(value) if value.isdigit() else known.get(value, value)
     with_draft = changes.pop("draft", True)
+    if changes.pop("selection", None) == "published":
+        changes.setdefault("kv_bits", 16)  # it knows no chunks in fewer bits
     return replace(options, **changes), with_draft
 
 
@@ -89,6 +93,8 @@ class Engines:
         plan = plan_request(case.model, draft, options, num_prompt_tokens=len(case.prompt), max_tokens=case.max_tokens)
         tokenizer = load_tokenizer(case.model, draft)
         engine = self._stack.enter_context(Engine.load(plan, case.model, draft, tokenizer))
+        if "selection=published" in setting.split("+"):
+            published.install(engine.retrieval)
         if self._first is not None:
             engine.take_prompt(self._first)
         else:

@@ -22,14 +22,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.kv.selection import ByMass, ByMeanKey, Seen, Selection, Selector, choose
+from offload.kv.selection import DILATION, ByMass, Seen, Selector, choose
 
-DILATION = Selection().dilation
 KEYS = {"dilation", "reach", "decay", "last", "values"}  # of the rules by mass
 
 
 class Foreseen(Seen, Protocol):
-    """A view of the cache that also knows the next block's masses, which only a replay has."""
+    """A view of the cache that has what a replay has too: mean keys, and the next block's masses."""
+
+    def mean_key_scores(self, chunk: int) -> Tensor:
+        """The last row's query · mean key of each whole chunk, [L, H_kv, C] fp32."""
+        ...
 
     def mass_ahead(self) -> Tensor:
         """The next block's softmax mass per chunk: [L, H_kv, C or more] fp32."""
@@ -65,10 +68,6 @@ class Timed:
     last: int = 0  # 0: all rows
     values: bool = False
 
-    @property
-    def needs_mass(self) -> bool:
-        return self.selector.needs_mass
-
     def scores(self, full: Foreseen, num_rows: int, chunk: int, num_chunks: int) -> Tensor:
         seen = Weighed(full, self.last or num_rows, self.values) if self.last or self.values else full
         return self.selector.scores(seen, num_rows, chunk, num_chunks)
@@ -80,19 +79,24 @@ class Timed:
 class Recent:
     """Scores grow with the chunk's position."""
 
-    needs_mass = selects_anew = True  # the mass is used for the shape of the scores
-
     def scores(self, full: Seen, num_rows: int, chunk: int, num_chunks: int) -> Tensor:
-        mass = full.mass(num_rows)[..., :num_chunks]
+        mass = full.mass(num_rows)[..., :num_chunks]  # for the shape of the scores
         return torch.arange(num_chunks, dtype=torch.float32, device=mass.device).expand_as(mass)
+
+    def forget(self) -> None: ...
+
+
+class ByMeanKey:
+    """The published score: each chunk's mean key times the last query."""
+
+    def scores(self, full: Foreseen, num_rows: int, chunk: int, num_chunks: int) -> Tensor:
+        return full.mean_key_scores(chunk)[..., :num_chunks]
 
     def forget(self) -> None: ...
 
 
 class Evict:
     """Chooses only among chunks that it has chosen before, and new ones (H2O)."""
-
-    needs_mass = selects_anew = True
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -119,8 +123,6 @@ class Evict:
 
 class Oracle:
     """Scores are the masses of the next block itself."""
-
-    needs_mass = selects_anew = True
 
     def scores(self, full: Foreseen, num_rows: int, chunk: int, num_chunks: int) -> Tensor:
         return full.mass_ahead()[..., :num_chunks]

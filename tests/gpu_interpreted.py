@@ -29,7 +29,7 @@ from offload.kv import fetch
 from offload.kv.fetch import GpuFetch
 from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
-from offload.kv.selection import Selection
+from offload.kv.selection import ByMass
 from offload.kv.streaming import StreamingCache
 from offload.pages.tiles import TileShape
 from offload.transfer.memory import Memory
@@ -406,7 +406,7 @@ def test_every_cache_attends_as_with_torchs_operators(monkeypatch: pytest.Monkey
         for cache in (full, streaming):
             found += [fed(cache, 0, 8), *(fed(cache, first, 12) for first in range(8, 68, 12)), fed(cache, 68, 1)]
         mass = full.mass(1)
-        retrieval = RetrievalCache(full, budget=24, chunk=8, selection=Selection(rule="mass", reach=2), kernels=kernels)
+        retrieval = RetrievalCache(full, budget=24, chunk=8, selector=ByMass(reach=2), kernels=kernels)
         retrieval.refresh(1)
         found += [fed(retrieval, 69, 2), fed(retrieval, 71, 1)]
         assert not mass[..., 10:].any()  # past 80 tokens' spans; torch's operators attend over whole tiles
@@ -487,8 +487,7 @@ def test_a_refresh_by_the_kernel_holds_what_one_by_the_host_does(
     for kernels in (GpuKernels("interpreted"), NONE):
         link = LateLink(late_in=True, late_out=True) if streams else None
         full = FullCache(memory, shape, num_layers=1, rope=rope, blocks=blocks, mass_chunk=8, link=link, num_resident=1)
-        selection = Selection(rule="mass", reach=2)
-        caches.append(RetrievalCache(full, budget=32, chunk=8, selection=selection, kernels=kernels, tail=40))
+        caches.append(RetrievalCache(full, budget=32, chunk=8, selector=ByMass(reach=2), kernels=kernels, tail=40))
     assert isinstance(caches[0]._chosen._fetch, GpuFetch)
     assert not isinstance(caches[1]._chosen._fetch, GpuFetch)
     for first, count in ((0, 8), (8, 12), (20, 12), (32, 12), (44, 1), (45, 12), (57, 12), (69, 8)):

@@ -38,7 +38,7 @@ from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks
 from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
-from offload.kv.selection import Rule, Selection
+from offload.kv.selection import ByMass
 from offload.kv.streaming import StreamingCache
 from offload.metrics import LinkStats, Stats
 from offload.model.decoder import Decoder
@@ -246,7 +246,6 @@ class Sizes:
     kv_staging: int = 2
     budget: int = 16
     chunk: int = 4
-    selection: Rule = "mass"
     lookup: bool = False
     adaptive: bool = False
     sinks: int = 2
@@ -322,7 +321,7 @@ def retrieval_cache(full: FullCache, sizes: Sizes, kernels: Kernels = NONE) -> R
         full,
         budget=sizes.budget,
         chunk=sizes.chunk,
-        selection=Selection(rule=sizes.selection, reach=max(sizes.gamma, 1)),
+        selector=ByMass(reach=max(sizes.gamma, 1)),
         kernels=kernels,
     )
 
@@ -345,7 +344,7 @@ class Stack:
     ) -> None:
         self.sizes, self.target, self.draft = sizes, target, draft
         self.vocabulary = target.config.vocab_size
-        self.full = full_cache(target, sizes, link=link, mass=sizes.gamma > 0 and sizes.selection == "mass")
+        self.full = full_cache(target, sizes, link=link, mass=sizes.gamma > 0)
         self.full_level = Level("target", target, self.full, vocab_size=self.vocabulary, blocks=sizes.blocks, link=link)
         self.retrieval = retrieval_cache(self.full, sizes, kernels_of(target)) if sizes.gamma else None
         self.streaming = streaming_cache(draft, sizes) if draft is not None and sizes.draft_gamma else None
@@ -426,7 +425,7 @@ def tiny_plan(
         ModelConfig.from_folder(draft) if draft is not None else None,
         Options(
             dtype=dtype, offload=offload, gamma=sizes.gamma, draft_gamma=sizes.draft_gamma, chunk=sizes.chunk,
-            sinks=sizes.sinks, window=sizes.window, selection=sizes.selection, device="cpu",
+            sinks=sizes.sinks, window=sizes.window, device="cpu",
             speculation=sizes.gamma > 0, budget=(sizes.budget or None) if sizes.gamma else None, lookup=sizes.lookup,
             weight_bits=sizes.weight_bits if sizes.gamma else None, kv_bits=sizes.kv_bits if sizes.gamma else None,
         ),

@@ -124,26 +124,3 @@ def test_a_prefill_in_place_of_the_retrieval_cache_changes_nothing_that_is_said_
     apart = replace(plan.placement, device_bytes=plan.placement.device_bytes | {"arena": 0})
     assert two_turns(replace(plan, placement=apart)) == (tokens, rows)
     assert len(fetched_again) == 1
-
-
-@pytest.mark.parametrize(("num_prompt_tokens", "planned_for"), [(1000, 300), (1300, 24)])
-def test_the_published_rule_keeps_to_its_plan_over_300_tokens(
-    num_prompt_tokens: int, planned_for: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It chooses once for the output that is planned. For a longer one it chooses anew, where it kept all tokens since
-    its only choice in a buffer that grew, while the old one was there still."""
-    asked = Options(device="cpu", gamma=15, draft_gamma=2, chunk=16, budget=1600, selection="published", lookup=False)
-    room = 1624 - planned_for
-    plan = plan_request(TARGET, DRAFT, asked, num_prompt_tokens=room, max_tokens=planned_for)
-    chosen: list[int] = []
-    real = RetrievalCache._scores
-    monkeypatch.setattr(
-        RetrievalCache, "_scores", lambda cache, num_rows: chosen.append(cache.full.length) or real(cache, num_rows)
-    )
-    most = noted(monkeypatch)
-    prompt = PROMPT[:num_prompt_tokens]
-    with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
-        steps = list(engine.generate(GenerationRequest(prompt, SAMPLED, max_tokens=300)))
-    assert sum(len(step.tokens) for step in steps) == 300
-    assert most["arena"] <= plan.placement.device_bytes["arena"]
-    assert len(chosen) == 1 if planned_for == 300 else len(chosen) > 1

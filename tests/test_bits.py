@@ -48,7 +48,6 @@ from offload.kernels.rows import Blocks
 from offload.kv import Phase
 from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
-from offload.kv.selection import Rule
 from offload.model.decoder import Decoder
 from offload.model.few_rows import FewRows
 from offload.model.level import Continuation, Level, StreamingLevel, prefill
@@ -120,7 +119,7 @@ class Case:
         sizes = self.sizes
         numbers = f"g{sizes.gamma}.{sizes.draft_gamma} r{sizes.rows} b{sizes.budget} c{sizes.chunk}"
         tiles = f"p{sizes.page}x{sizes.pages} res{self.resident}.{sizes.num_host}"
-        return f"{self.target} {self.draft} n{self.prompt_length} {numbers} {tiles} {sizes.selection}"
+        return f"{self.target} {self.draft} n{self.prompt_length} {numbers} {tiles}"
 
 
 def sample_cases(num_cases: int) -> list[Case]:
@@ -138,7 +137,6 @@ def sample_cases(num_cases: int) -> list[Case]:
         "tile": [(4, 1), (4, 4), (8, 2), (16, 1), (32, 2)],
         "resident": [None, 0, 1, 2, 50],
         "num_host": [0, 1, 5, 99],
-        "selection": ["mass", "mass", "published"],
         "window": [1, 8, 200],
     }
     columns: dict[str, list[object]] = {}
@@ -207,15 +205,11 @@ def test_a_repetitive_text_keeps_its_bits(decoders: Decoders, kind: str) -> None
     assert_same_bits(spoken, plain)
 
 
-@pytest.mark.parametrize("selection", ["mass", "published"])
 @pytest.mark.parametrize("kind", ["fp32 torch", "fp32 kernels"])
-def test_output_much_longer_than_budget_and_prompt_keeps_its_bits(
-    decoders: Decoders, kind: str, selection: Rule
-) -> None:
-    """The published selection's tail outgrew its room in a forward; the refresh then could not write the new one."""
+def test_output_much_longer_than_budget_and_prompt_keeps_its_bits(decoders: Decoders, kind: str) -> None:
     target, draft, prompt = decoders["target", kind], decoders["partly right", kind], random_tokens(5)
     plain = Stack(target, Sizes()).generate(prompt, 150)
-    sizes = Sizes(gamma=5, draft_gamma=2, budget=8, selection=selection)
+    sizes = Sizes(gamma=5, draft_gamma=2, budget=8)
     assert_same_bits(Stack(target, sizes, draft=draft).generate(prompt, 150), plain)
 
 
@@ -544,12 +538,10 @@ def test_greedy_text_is_the_same_on_a_machine_of_any_mood(
     assert len(drafted) > 1
 
 
-@pytest.mark.parametrize("selection", ["mass", "published"])
 def test_a_retrieval_level_may_rest_and_be_got_ready_again(
-    engine_folders: tuple[Path, Path], selection: Rule, monkeypatch: pytest.MonkeyPatch
+    engine_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it rests no masses are kept and no chunk moves; the pass before it is ready again keeps them."""
-    sizes = replace(ADAPTIVE, selection=selection)
     with engine(engine_folders, PLAIN) as plain:
         wanted = said(plain.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=60)))
     rng = random.Random(0)
@@ -581,14 +573,12 @@ def test_a_retrieval_level_may_rest_and_be_got_ready_again(
     monkeypatch.setattr(FullCache, "begin", slowly)
     monkeypatch.setattr(Adaptive, "wants", wants)
     monkeypatch.setattr(Adaptive, "prepared", prepared)
-    with engine(engine_folders, sizes, offload=("kv",)) as subject:
+    with engine(engine_folders, ADAPTIVE, offload=("kv",)) as subject:
         for _ in range(4):
             wished.clear(), kept.clear(), ready.clear()
             assert said(subject.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=60))) == wanted
             assert kept == wished
-            before = (
-                [True, *kept[:-1]] if selection == "mass" else [True] * len(kept)
-            )  # a prompt's first pass keeps them
+            before = [True, *kept[:-1]]  # a prompt's first pass keeps them
             assert ready == [wish and had for wish, had in zip(wished, before, strict=True)]
             assert {True, False} == set(ready)
             subject.worker.full.record_mass = (

@@ -36,7 +36,7 @@ from offload.kernels.spans import SpanAttention
 from offload.kv import Cache, Phase
 from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
-from offload.kv.selection import Rule, Selection, choose, dilate
+from offload.kv.selection import ByMass, choose, dilate
 from offload.kv.streaming import StreamingCache
 from offload.pages.tiles import TileShape
 from offload.plan.config import ModelConfig
@@ -174,15 +174,14 @@ def make_streaming(tape: Tape, *, sinks: int = SINKS, window: int = WINDOW, slac
     )
 
 
-def make_retrieval(full: FullCache, *, budget: int, rule: Rule = "mass", reach: int = 4) -> RetrievalCache:
-    selection = Selection(rule=rule, reach=reach)
-    return RetrievalCache(full, budget=budget, chunk=CHUNK, selection=selection, kernels=KERNELS)
+def make_retrieval(full: FullCache, *, budget: int, reach: int = 4) -> RetrievalCache:
+    return RetrievalCache(full, budget=budget, chunk=CHUNK, selector=ByMass(reach=reach), kernels=KERNELS)
 
 
-def refreshed(tape: Tape, history: Sequence[int], *, budget: int, rule: Rule = "mass") -> Driver:
+def refreshed(tape: Tape, history: Sequence[int], *, budget: int) -> Driver:
     """A retrieval cache after the verification of `history`."""
     full = make_full(tape, mass=True)
-    retrieval = make_retrieval(full, budget=budget, rule=rule)
+    retrieval = make_retrieval(full, budget=budget)
     verifier, cut = Driver(full, tape, padding=ROWS), max(len(history) - 5, 0)
     if cut:
         verifier.extend(history[:cut], phase="prefill")
@@ -234,7 +233,6 @@ WHOLE: dict[str, Make] = {
         Driver(make_retrieval(make_full(tape), budget=4), tape), history
     ),
     "retrieval": lambda tape, history: refreshed(tape, history, budget=POSITIONS),
-    "retrieval, published": lambda tape, history: refreshed(tape, history, budget=POSITIONS, rule="published"),
     "streaming": lambda tape, history: fed(Driver(make_streaming(tape, window=POSITIONS), tape), history),
     "streaming, no sinks": lambda tape, history: fed(
         Driver(make_streaming(tape, sinks=0, window=POSITIONS), tape), history
@@ -243,7 +241,6 @@ WHOLE: dict[str, Make] = {
 # Caches that hold a part only.
 PARTIAL: dict[str, Make] = {
     "retrieval, small": lambda tape, history: refreshed(tape, history, budget=4 * CHUNK),
-    "retrieval, small, published": lambda tape, history: refreshed(tape, history, budget=4 * CHUNK, rule="published"),
     "streaming, short": lambda tape, history: fed(Driver(make_streaming(tape), tape), history),
     "streaming, short, no sinks": lambda tape, history: fed(Driver(make_streaming(tape, sinks=0), tape), history),
     "streaming, window 1": lambda tape, history: fed(Driver(make_streaming(tape, window=1), tape), history),
@@ -752,7 +749,6 @@ def test_retrieval_attends_its_chunks_its_tail_and_its_drafts(before: int, draft
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("offloaded", [False, True])
-@pytest.mark.parametrize("rule", ["mass", "published"])
 @settings(max_examples=12)
 @given(
     prompt=st.integers(1, 60),
@@ -761,12 +757,12 @@ def test_retrieval_attends_its_chunks_its_tail_and_its_drafts(before: int, draft
     restart=st.integers(0, 70),
 )
 def test_a_refresh_holds_exactly_the_chosen_chunks_and_the_tail(
-    rule: Rule, offloaded: bool, prompt: int, slots: int, rounds: Rounds, restart: int
+    offloaded: bool, prompt: int, slots: int, rounds: Rounds, restart: int
 ) -> None:
     """Growing length, many refreshes, drafts in between, and a new start from an earlier length."""
     tape, budget = Tape(), slots * CHUNK + 1
     full = make_full(tape, link=LateLink(late_in=True, late_out=True) if offloaded else None, mass=True)
-    retrieval = make_retrieval(full, budget=budget, rule=rule)
+    retrieval = make_retrieval(full, budget=budget)
     target, inner = Driver(full, tape, padding=ROWS), Driver(retrieval, tape)
     for start in (0, restart):
         for driver in (target, inner):
@@ -815,49 +811,6 @@ def test_what_a_prefill_took_the_place_of_is_fetched_again_to_the_same_slots(str
     assert_holds_exactly(retrieval, full, budget=budget)
 
 
-def test_a_published_selection_stays_while_its_tail_outgrows_its_room() -> None:
-    """The tail's room grows by steps of 128 tokens; what was in the buffer must come along."""
-    tape, budget = Tape(), 4 * CHUNK
-    full = make_full(tape, mass=False)
-    retrieval = make_retrieval(full, budget=budget, rule="published")
-    target, inner = Driver(full, tape, padding=ROWS), Driver(retrieval, tape)
-    target.extend([0] * 20)
-    retrieval.refresh(20)
-    chunks = retrieval.chunks
-    assert chunks is not None
-    before = retrieval.nbytes()
-    while len(target.history) < 165:
-        inner.history = list(target.history)
-        inner.extend([2] * 11)
-        target.extend([0] * 7)
-        inner.truncate(len(target.history))
-        retrieval.refresh(7)
-        assert_holds_exactly(retrieval, full, budget=budget)
-    assert retrieval.chunks is chunks
-    assert retrieval.nbytes() > before
-
-
-def test_a_tail_that_stays_gets_the_rows_that_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those after the last refresh, and those that came in the place of forgotten ones."""
-    tape = Tape()
-    full = make_full(tape, mass=False)
-    retrieval = make_retrieval(full, budget=4 * CHUNK, rule="published")
-    target = Driver(full, tape, padding=ROWS)
-    target.extend([0] * 20)
-    retrieval.refresh(20)
-    fill, fetched = retrieval._chosen.fill, list[tuple[int, int]]()
-    monkeypatch.setattr(
-        retrieval._chosen, "fill", lambda tail, wanted: fetched.append((tail.start, tail.stop)) or fill(tail, wanted)
-    )
-    for kept, token in ((20, 1), (27, 1), (23, 2)):
-        target.truncate(kept)
-        retrieval.truncate(kept)
-        target.extend([token] * 7)
-        retrieval.refresh(7)
-        assert_holds_exactly(retrieval, full, budget=4 * CHUNK)
-    assert fetched == [(20, 27), (27, 34), (23, 30)]
-
-
 def test_a_buffer_makes_way_for_a_larger_one_only_when_its_tail_is_full() -> None:
     """A recorded pass knows its place. What is outgrown is given back."""
     cache = refreshed(Tape(), [0] * 20, budget=4 * CHUNK).cache
@@ -894,7 +847,7 @@ def test_a_refresh_fetches_only_chunks_that_are_new() -> None:
     assert retrieval.chunks is not None
     first = retrieval.num_fetched
     assert first == 8 * LAYERS * KV_HEADS
-    retrieval.selector = Selection(reach=4, decay=0.0).selector()  # else a second look would count the rows twice
+    retrieval.selector = ByMass(reach=4, decay=0.0)  # else a second look would count the rows twice
     before = retrieval.chunks.sort(-1).values
     full = retrieval.full
     Driver(full, tape, padding=ROWS, history=[0] * 41).extend([1] * 3)
@@ -961,23 +914,6 @@ def test_mass_is_the_softmax_mass_of_each_chunk_over_rows_and_query_heads(
     driver.extend([0])
     with pytest.raises(RuntimeError):
         driver.cache.mass(1)
-
-
-def test_published_scores_are_the_last_query_times_each_mean_key() -> None:
-    tape = Tape()
-    driver = Driver(make_full(tape), tape, padding=ROWS)
-    driver.extend([0] * 37, phase="prefill")
-    driver.extend([0] * 6)
-    assert isinstance(driver.cache, FullCache)
-    scores = driver.cache.mean_key_scores(CHUNK)
-    assert scores.shape == (LAYERS, KV_HEADS, 43 // CHUNK)
-    for layer in range(LAYERS):
-        q, k, _ = (tensor.double() for tensor in tape.rows(layer, 0, driver.history))
-        q, k = (turn(tensor, tape.rope, torch.arange(43)) for tensor in (q, k))
-        means = k[: 43 // CHUNK * CHUNK].unflatten(0, (-1, CHUNK)).mean(1)
-        query = q[-1].view(KV_HEADS, -1, DIM).sum(1)
-        slow = torch.einsum("hd,chd->hc", query, means)
-        assert_close(scores[layer].double(), slow, atol=1e-4, rtol=1e-4)
 
 
 def slow_dilate(scores: list[float], weight: float, num_chunks: int) -> list[float]:

@@ -174,7 +174,7 @@ def test_each_reply_has_a_seed_of_its_own(make: Make, monkeypatch: pytest.Monkey
     dialogue, answer, seeds = make(), Engine.generate, []
 
     def watched(*args: Any, **settings: Any) -> Iterator[Step]:
-        seeds.append(args[2].seed)
+        seeds.append(args[1].sampling.seed)
         return answer(*args, **settings)
 
     monkeypatch.setattr(Engine, "generate", watched)

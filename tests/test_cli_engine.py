@@ -81,7 +81,6 @@ def test_same_seed_gives_the_same_bytes_and_another_seed_others(shell, folder):
         (*SMALL_LEVELS, "--draft", "draft"),
         (*SMALL_LEVELS, "--draft", "draft", "--offload", "weights,kv", "--link-gbps", "2"),
         (*SMALL_LEVELS, "--draft", "draft", "--offload", "kv", "--link-gbps", "2", "--host-attention", "0.5"),
-        (*SMALL_LEVELS, "--draft", "draft", "--selection", "published"),
         ("--draft", "draft", "--gamma", "7", "--draft-gamma", "1", "--budget", "128", "--chunk", "16"),
         ("--no-speculation", "--offload", "kv"),
         ("--context", "700"),

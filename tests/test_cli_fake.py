@@ -109,7 +109,6 @@ def make_plan(options: Options, num_prompt_tokens: int = 1000, max_tokens: int =
             adaptive=("target",),
             budget=options.budget or 1024,
             chunk=options.chunk or 16,
-            selection=options.selection,
             draft=True,
             sinks=options.sinks,
             window=options.window,

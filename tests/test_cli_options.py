@@ -44,7 +44,6 @@ FLAGS = [  # option, what is typed, where it arrives, as what
     ("--link-bits", "12", "options.link_bits", 12),
     ("--host-attention", "0.5", "options.host_attention", 0.5),
     ("--host-attention", "off", "options.host_attention", 0.0),
-    ("--selection", "published", "options.selection", "published"),
     ("--cache", "kept", "session", Path("kept")),
     ("--session", "book", "session", session_folder("book")),
     ("--timeout", "1.5", "timeout", 1.5),
@@ -129,7 +128,6 @@ def test_help_all_shows_the_options_that_help_hides(triforce):
         "--link-bits",
         "--sinks",
         "--window",
-        "--selection",
     )
     for command in ("generate", "chat", "verify", "bench", "plan"):
         for names, shown in (("--help", False), ("--help-all", True), ("--help", False)):
@@ -178,7 +176,7 @@ def test_defaults_are_those_of_the_documentation(model):
     sampling = parsed.sampling
     assert (parsed.max_tokens, sampling.temperature, sampling.top_p) == (256, 0.6, 0.9)
     assert (sampling.top_k, sampling.min_p, sampling.seed) == (0, 0.0, None)
-    assert (parsed.options.sinks, parsed.options.window, parsed.options.selection) == (16, 240, "mass")
+    assert (parsed.options.sinks, parsed.options.window) == (16, 240)
     assert parsed.options.offload is None
 
 
@@ -216,7 +214,7 @@ def test_offload_takes_any_order(text, expected):
         (["--chunk", "0"], ["chunk", "0", "from 1 to"]),
         (["--window", "0"], ["window", "0", "from 1 to"]),
         (["--dtype", "int3"], ["--dtype", "'int3'", "bf16"]),
-        (["--selection", "best"], ["--selection", "'best'", "mass", "published"]),
+        (["--selection", "published"], ["--selection"]),
         (["--gpus", "two"], ["gpus", "'two'", "a number or auto"]),
         (["--gpus", "0"], ["gpus", "0", "from 1 to 8"]),
         (["--gpus", "9"], ["gpus", "9", "from 1 to 8"]),

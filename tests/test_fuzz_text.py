@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -15,6 +15,7 @@ import pytest
 
 from fuzzing import put
 from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
+from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from test_cli_fake import ROOT, Engine, Step, environment, install
 from triforce_cli.app import main
@@ -124,9 +125,9 @@ def test_a_stop_string_of_several_tokens_is_found_and_nothing_behind_it_is_shown
 class Echo(Engine):
     """Says the prompt, a few tokens a step."""
 
-    def generate(self, prompt: Sequence[int], *_: object, **__: object) -> Iterator[Step]:
+    def generate(self, request: GenerationRequest, **_: object) -> Iterator[Step]:
         detokenizer, random = Detokenizer(embedded(), []), Random(0)
-        tokens = list(prompt)
+        tokens = list(request.prompt)
         while tokens:
             said = [tokens.pop(0) for _ in range(min(len(tokens), random.randint(1, 50)))]
             text = "".join(detokenizer.push(token) for token in said)

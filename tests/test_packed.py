@@ -326,11 +326,6 @@ def test_rows_that_come_from_outside_take_the_place_of_packed_ones(late: LateLin
     assert torch.equal(source.reader.tokens(0, source.length), here.reader.tokens(0, here.length))
 
 
-def test_mean_keys_are_not_of_packed_pages(late: LateLink) -> None:
-    with pytest.raises(RuntimeError, match="as they are"):
-        make(Tape(torch.bfloat16), link=late, packs=True).mean_key_scores(CHUNK)
-
-
 # Engines.
 
 
@@ -383,7 +378,6 @@ def test_a_gpu_has_pages_cross_packed_and_the_plan_counts_the_bytes() -> None:
     ("hardware", "options", "reason"),
     [
         (GPU, {"dtype": "fp16"}, "fp16 is not packed"),
-        (GPU, {"selection": "published"}, "mean keys"),
         (GPU, {"budget": 4096, "chunk": 8}, "chunk is 8, and 16 tokens are packed together; try --chunk 16"),
         (replace(GPU, packs=False), {}, "the CPU's kernels pack, and are not there"),
         (replace(GPU, has_kernels=False), {"weight_bits": 16}, "pip install triton"),

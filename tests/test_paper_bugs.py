@@ -90,7 +90,7 @@ BUGS = [
         TRAFFIC,
         "            self._last.synchronize()\n        self._last",
         "            pass\n        self._last",
-        "published, kv streamed",
+        "tail alone, kv streamed",
     ),
     Bug(
         "a tile is attended to before it came",
@@ -285,7 +285,7 @@ BUGS = [
     ),
     Bug(
         "a tail is gathered before new rows are home",
-        FETCH, "            self._full.wait_home()", "            pass", "published, kv streamed",
+        FETCH, "            self._full.wait_home()", "            pass", "tail alone, kv streamed",
     ),
 ]  # fmt: skip
 

@@ -21,7 +21,7 @@ from paper.gpu import PaperGpu, on_paper
 from paper.kernels import chunks_by_kernel
 from paper.streams import MILLISECONDS
 
-STREAMED = ["draft, kv streamed", "retrieval, kv streamed", "published, kv streamed", "retrieval"]
+STREAMED = ["draft, kv streamed", "retrieval, kv streamed", "tail alone, kv streamed", "retrieval"]
 
 
 @pytest.fixture(scope="module")

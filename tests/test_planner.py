@@ -23,7 +23,7 @@ from offload.plan.placement import Placement, place, shortage
 from offload.plan.planner import Options, Plan, has_room, largest_context, make_plan
 from offload.plan.prediction import Prediction
 from offload.plan.request import Request
-from offload.plan.sizing import CACHED_SHARE, Sizing, tail_tokens
+from offload.plan.sizing import CACHED_SHARE, Sizing
 from offload.plan.sum_costs import NCCL, NETWORK, SHARED, SumCosts
 from offload.plan.whatif import remedies
 
@@ -675,12 +675,6 @@ def test_the_target_proposes_to_itself_over_its_cache_in_4_bits_where_that_is_fa
     assert (
         heavy_plan(Options(offload=CACHE, link_gbps=0.02, kv_bits=16), Times(ATTENDING_CODES)).composition.kv_bits == 16
     )
-    assert (
-        heavy_plan(
-            Options(offload=CACHE, link_gbps=0.02, selection="published"), Times(ATTENDING_CODES)
-        ).composition.budget
-        > 0
-    )
 
 
 def test_both_may_have_4_bits() -> None:
@@ -760,12 +754,6 @@ def test_on_a_cpu_a_part_of_the_cache_has_4_bits_where_that_is_asked_for() -> No
         (GPU, {"head_dim": 40}, {}, "heads of 40 numbers are not whole groups of 16"),
         (GPU, {}, {"budget": 512, "chunk": 16}, "budget is 512, and quantised chunks have 32 tokens"),
         (CPU, {"head_dim": 12}, {}, "heads of 12 numbers are not whole groups of 8"),
-        (
-            CPU,
-            {},
-            {"budget": 512, "selection": "published"},
-            "budget is 512, and quantised chunks .* are chosen by mass",
-        ),
     ],
 )
 def test_a_cache_in_4_bits_that_cannot_be_is_refused(
@@ -805,7 +793,7 @@ def test_in_a_refresh_what_was_not_held_crosses_the_link(hardware: Hardware, sha
     options = Options(offload=frozenset({"kv"}), budget=4096, chunk=16, kv_bits=16)
     made = plan(options, hardware=hardware)
     capacity, composition = made.request.capacity, made.composition
-    sizing = Sizing(DEMO, DRAFT, options, hardware, made.request.dtype, 200, num_sequences=2)
+    sizing = Sizing(DEMO, DRAFT, options, hardware, made.request.dtype, num_sequences=2)
     num_tiles = DEMO.num_layers * sizing.num_tiles(capacity)
     half, resident = (
         Cost(sizing, replace(made.placement, resident_tiles=tiles, link_bits=12), capacity, composition)
@@ -817,14 +805,14 @@ def test_in_a_refresh_what_was_not_held_crosses_the_link(hardware: Hardware, sha
 
 
 def test_a_text_shorter_than_a_chunk_is_held_whole() -> None:
-    sizing, composition = Sizing(DEMO, DRAFT, Options(), CPU, "fp32", 8), Composition(budget=64, chunk=64)
+    sizing, composition = Sizing(DEMO, DRAFT, Options(), CPU, "fp32"), Composition(budget=64, chunk=64)
     assert Cost(sizing, place(sizing, 40, composition), 40, composition).acceptance == 1.0
 
 
 def test_where_nothing_is_drafted_a_round_is_a_pass_alone() -> None:
     """No chunks are chosen for nobody."""
     options, composition = Options(gamma=0, offload=frozenset({"kv"})), Composition(budget=4096, gamma=0)
-    sizing = Sizing(DEMO, DRAFT, options, CPU, "fp32", 200)
+    sizing = Sizing(DEMO, DRAFT, options, CPU, "fp32")
     cost = Cost(sizing, place(sizing, 32_000, composition), 32_000, composition)
     assert cost.refresh > 0
     assert cost.per_token == cost.full_pass(1)
@@ -926,7 +914,6 @@ def test_dtype_on_a_cpu(asked: str, hardware: Hardware, dtype: str) -> None:
         {"host_gbps": 1.0},
         {"host_gbps": 0.0, "link_gbps": 1.0, "offload": frozenset({"kv"})},
         {"device_memory": 0.0},
-        {"selection": "best"},
         {"weight_bits": 8},
         {"kv_bits": 8},
     ],
@@ -957,13 +944,3 @@ def test_silly_options_are_refused_by_name(silly: dict[str, object]) -> None:
 def test_what_was_given_and_is_not_used_is_said(options: Options, draft: ModelConfig | None, unused: list[str]) -> None:
     notes = plan(options, draft=draft).notes
     assert [note.split()[0].removeprefix("--") for note in notes if "is not used" in note] == unused
-
-
-def test_the_largest_context_counts_an_output_of_the_selection_that_chooses_once() -> None:
-    """One token at least: where it begins another step of the tail, a context without it would not fit."""
-    options = Options(selection="published", budget=512, chunk=16, gamma=63, draft_gamma=48)
-    composition = plan(options, prompt=4000, max_tokens=1).composition
-    assert tail_tokens(composition, 0) < tail_tokens(composition, 1)
-    small = Hardware("cpu", "CPU", 2**28, 2**28, True)
-    fits = largest_context(DEMO, DRAFT, options, small, 32768)
-    assert plan(options, hardware=small, prompt=fits - 1, max_tokens=1).request.capacity == fits

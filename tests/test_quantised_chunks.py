@@ -31,7 +31,7 @@ from offload.kv.full import FullCache
 from offload.kv.quantised_attention import EXACT
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.retrieved import QuantisedChunks
-from offload.kv.selection import Selection
+from offload.kv.selection import ByMass
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.plan.sizing import KV_TAIL
@@ -67,8 +67,8 @@ def say(engine: Engine, prompt: list[int] = PROMPT, *, seed: int | None = None, 
 
 
 def coded(full: FullCache, *, budget: int = BUDGET, tail: int = 160) -> RetrievalCache:
-    rule = Selection(rule="mass", reach=7)
-    return RetrievalCache(full, budget=budget, chunk=GROUP, selection=rule, kernels=best(), tail=tail, bits=4)
+    rule = ByMass(reach=7)
+    return RetrievalCache(full, budget=budget, chunk=GROUP, selector=rule, kernels=best(), tail=tail, bits=4)
 
 
 # What the cache holds.

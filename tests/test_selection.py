@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from models import Sizes, full_cache, load, random_model, random_tokens, retrieval_cache, save
 from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
-from offload.kv.selection import ByMass, ByMeanKey, Selection, Selector, choose
+from offload.kv.selection import ByMass, Selector, choose
 from offload.model.level import Level
 
 CHUNK = 4
@@ -56,9 +56,9 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_reach_is_in_tokens_and_counts_whole_chunks() -> None:
     shown = Shown([0.0, 8.0, 0.0, 0.0, 0.0])
-    assert scores(ByMass(dilation=0.5, reach=CHUNK), shown) == [0.0, 8.0, 4.0, 0.0, 0.0]
-    assert scores(ByMass(dilation=0.5, reach=CHUNK + 1), shown) == [0.0, 8.0, 4.0, 4.0, 0.0]
-    assert scores(ByMass(dilation=0.0, reach=CHUNK), shown) == list(shown.last)
+    assert scores(ByMass(reach=CHUNK, decay=0.0), shown) == [0.0, 8.0, 4.0, 0.0, 0.0]
+    assert scores(ByMass(reach=CHUNK + 1, decay=0.0), shown) == [0.0, 8.0, 4.0, 4.0, 0.0]
+    assert scores(ByMass(dilation=0.0, reach=CHUNK, decay=0.0), shown) == list(shown.last)
 
 
 def test_decay_adds_a_share_of_earlier_masses_and_chunks_that_came_since_start_at_nothing() -> None:
@@ -68,12 +68,6 @@ def test_decay_adds_a_share_of_earlier_masses_and_chunks_that_came_since_start_a
     assert scores(selector, Shown([0.0, 0.0, 0.0])) == [1.0, 1.0, 0.5]
     selector.forget()
     assert scores(selector, Shown([0.0, 3.0])) == [0.0, 3.0]
-
-
-def test_a_selection_makes_a_selector_of_its_own_for_each_cache() -> None:
-    selection = Selection(decay=0.5)
-    assert selection.selector() is not selection.selector()
-    assert isinstance(Selection(rule="published").selector(), ByMeanKey)
 
 
 def test_evicted_chunks_never_come_back(rules: ModuleType) -> None:
@@ -129,13 +123,12 @@ def test_a_cache_that_starts_over_holds_what_another_selector_would_have_chosen_
     cache, other = retrieval_cache(full, SIZES), retrieval_cache(full, SIZES)
     cache.refresh(4)
     by_mass = chosen(cache)
-    cache.start_over(ByMeanKey(), budget=8, chunk=2 * CHUNK)
+    cache.start_over(ByMass(reach=1, dilation=0.0), budget=8, chunk=2 * CHUNK)
     assert cache.length == 0
     assert cache.chunks is None
-    assert not cache.needs_mass
     cache.refresh(4)
     assert chosen(cache).shape[-1] == 1
-    cache.start_over(Selection(reach=SIZES.gamma).selector(), budget=SIZES.budget, chunk=CHUNK)
+    cache.start_over(ByMass(reach=SIZES.gamma), budget=SIZES.budget, chunk=CHUNK)
     cache.refresh(4)
     other.refresh(4)
     assert torch.equal(chosen(cache), by_mass)
@@ -164,6 +157,3 @@ def test_a_refresh_waits_for_a_verification_that_recorded_masses(verified: tuple
         ready = cache.prepare(4, wanted=wanted)
         recorded.append((ready, cache.length, full.record_mass))
     assert recorded == [(False, 0, False), (False, 0, True), (True, 41, True), (False, 41, False)]
-    cache.start_over(ByMeanKey(), budget=8, chunk=CHUNK)
-    assert cache.prepare(4, wanted=True)
-    assert full.record_mass

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from models import GREEDY, Sizes, random_model, save, tiny_engine, tiny_plan
 from offload.decode.tokenizer import Tokenizer
+from offload.engine.request import GenerationRequest
 from offload.errors import ModelError
 
 CLASSES = ["GPT2Tokenizer", "LlamaTokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", "PreTrainedTokenizerFast", None]
@@ -234,7 +235,7 @@ def test_a_token_over_the_number_of_tokens_is_drawn_and_ends_a_text(sparse_model
     theirs = said[0, len(prompt) :].tolist()
     with tiny_engine(plan, sparse_model) as engine:
         assert engine.worker.vocab_size == 302
-        steps = list(engine.generate(prompt, GREEDY, max_tokens=12))
+        steps = list(engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=12)))
     ours = [token for step in steps for token in step.tokens]
     assert (ours, theirs) == ([300, 301], [300, 301])
     assert (steps[-1].finish, plan.composition.lookup) == ("stop", sizes.lookup)

@@ -38,7 +38,7 @@ def price(options: Options, number: int, staged: int, hardware: Hardware = CPU) 
     """Of `planned` with so many staged tiles, whatever is planned."""
     asked = request(options, hardware)
     plan = planned(options, number, hardware)
-    sizing = Sizing(asked.target, asked.draft, options, hardware, plan.request.dtype, NEW, number, staged)
+    sizing = Sizing(asked.target, asked.draft, options, hardware, plan.request.dtype, number, staged)
     placement = replace(plan.placement, staging_tiles=staged)
     return Turns(Cost(sizing, placement, plan.request.capacity, plan.composition))
 
@@ -131,7 +131,7 @@ def test_turns_are_part_of_what_auto_weighs(monkeypatch: pytest.MonkeyPatch) -> 
     """The prediction of the best number is the price of turns, and without them fewer sequences are worth it."""
     asked = request(SLOW)
     plan = asked.plan(num_prompt_tokens=PROMPT, max_tokens=NEW)
-    sizing = Sizing(DEMO, DRAFT, SLOW, CPU, plan.request.dtype, NEW)
+    sizing = Sizing(DEMO, DRAFT, SLOW, CPU, plan.request.dtype)
     made = plan_together(plan, sizing, asked.times, None, most=8)
     number = made.request.num_sequences
     assert made.request.turns

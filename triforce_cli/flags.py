@@ -76,7 +76,6 @@ class LevelFlags:
     no_lookup: options.NoLookup = False
     sinks: options.Sinks = 16
     window: options.Window = 240
-    selection: options.Selection = "mass"
 
 
 @dataclass(frozen=True, kw_only=True)

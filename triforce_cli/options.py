@@ -279,15 +279,6 @@ NoSpeculation = Annotated[
         SPECULATION,
     ),
 ]
-Selection = Annotated[
-    Literal["mass", "published"],
-    option(
-        "--selection",
-        "How chunks are chosen: by attention mass after every verification, or once, by the published rule.",
-        EXPERT,
-        hidden=True,
-    ),
-]
 
 Device = Annotated[str, option("--device", "auto, cpu, cuda or cuda:N.", PLACEMENT, metavar="DEVICE")]
 Dtype = Annotated[

@@ -45,8 +45,7 @@ class FullCache:
     this instead. kernels: the device's own, for phase "decode"; host_kernels: the CPU's beside a GPU.
     packs: pages that stream are packed at home, by `host_kernels`, and unpacked by `kernels`; `link` and bf16 alone.
     raw_pages: `reserve` allocates room for so many that are not packed yet.
-    keep_queries: False where `mean_key_scores` is not asked for. arena: phase "prefill" has its turn of it, from
-    `begin` to the next user's.
+    arena: phase "prefill" has its turn of it, from `begin` to the next user's.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class FullCache:
         host_kernels: Kernels = NONE,
         packs: bool = False,
         raw_pages: int = 0,
-        keep_queries: bool = True,
         arena: Arena | None = None,
     ) -> None:
         self.shape, self.num_layers, self.rope, self.mass_chunk = shape, num_layers, rope, mass_chunk
@@ -109,15 +107,13 @@ class FullCache:
                 memory, self.store, link, gpu=self._attention, host=host, chunk=mass_chunk
             )
         self.record_mass = mass_chunk is not None  # from the next decode forward on
-        self.keep_queries = keep_queries  # likewise
         self.length = 0
         self.num_ahead = 0  # drafted rows after these, see `AheadCache`
-        self._last_row = self._start = 0
+        self._start = 0
         self.stable_length = 0  # tokens that it has had ever since `mark_synced`, for the one cache that asks
         self._phase: Phase | None = None  # of the forward under way
         self._taken = [0] * num_layers
         self._mass: list[Tensor] = []
-        self.last_query: list[Tensor] = []
 
     def reserve(self, num_tokens: int) -> None:
         """Allocate tiles for that many tokens now: pinning takes time that no forward should."""
@@ -139,7 +135,6 @@ class FullCache:
             self._access[other].forget()
         self._access[phase].begin(self._start, num_rows)
         self._mass.clear()
-        self.last_query.clear()
         if phase == "decode" and self._attention.by_kernels:
             self._places.set(self._start, self._start, num_rows)
 
@@ -175,7 +170,6 @@ class FullCache:
             self.num_ahead += num_tokens
         else:
             self.length += num_tokens
-            self._last_row = num_tokens - 1
         self._end()
 
     def truncate(self, length: int) -> None:
@@ -288,21 +282,6 @@ class FullCache:
         heads of each KV head: [L, H_kv, C] fp32 on the device. Raises RuntimeError if that forward recorded none."""
         return torch.stack([per_row[:num_rows].sum(0, dtype=torch.float32) for per_row in self._mass])
 
-    def mean_key_scores(self, chunk: int) -> Tensor:
-        """The published score of each whole chunk: last query · mean key, summed over the query group: [L, H_kv, C]."""
-        if self.packed is not None:
-            raise RuntimeError("mean keys are of pages as they are: no cache is packed whose chunks they choose")
-        self.wait_home()
-        num_chunks = self.length // chunk
-        scores = []
-        for layer, query in enumerate(self.last_query):
-            halves = [self.store.home(layer, i)[0] for i in range(self.shape.count(num_chunks * chunk))]
-            means = [keys.unflatten(2, (-1, chunk)).float().mean(3).cpu() for keys in halves]  # [P, H_kv, S/chunk, D]
-            joined = torch.cat([mean.transpose(0, 1).flatten(1, 2) for mean in means], 1)
-            row = query[self._last_row].view(self.shape.num_kv_heads, -1, self.shape.head_dim).float().sum(1)
-            scores.append((joined @ row.to(joined.device)[..., None]).squeeze(-1))
-        return torch.stack(scores)[..., :num_chunks].to(self.last_query[0].device)
-
     def wait_home(self) -> None:
         """Return when the tiles' homes have all rows, and no kernel reads them."""
         if self._traffic is not None:
@@ -357,9 +336,9 @@ class FullCache:
     def _decode(self, layer: int, rows: Rows) -> Tensor:
         """Tiles on the host come first on a CPU: on a GPU they would take their time beside the others, and so they do
         in a rehearsal, since only `end_layer` waits for it."""
-        start, stop = rows.index, rows.index + len(rows.q)
         masses = self.mass_chunk is not None and self.record_mass
-        residence, tiles = self._access["decode"], self.store.order(layer, self.shape.count(stop))
+        residence = self._access["decode"]
+        tiles = self.store.order(layer, self.shape.count(rows.index + len(rows.q)))
         if self._host_attention is not None:
             out, mass = self._host_attention.attend(residence, layer, rows, tiles, masses=masses)
         else:
@@ -368,6 +347,4 @@ class FullCache:
             out, mass = self._attention.merge()
         if mass is not None:
             self._mass.append(mass)
-        if self.keep_queries:
-            self.last_query.append(rotate(rows.q, *self.rope.rows(start, stop)))
         return out

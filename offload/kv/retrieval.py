@@ -21,7 +21,7 @@ from offload.kv.fetch import Tail
 from offload.kv.full import FullCache
 from offload.kv.places import Places
 from offload.kv.retrieved import QuantisedChunks, RetrievedRows, RetrievedStore
-from offload.kv.selection import Selection, Selector, choose
+from offload.kv.selection import Selector, choose
 from offload.kv.slots import Assignment, assign
 from offload.plan.sizing import TAIL_TOKENS
 
@@ -30,8 +30,8 @@ class RetrievalCache:
     """Chunks under a budget, and a tail, per layer.
 
     `budget` tokens of chunks in `bits`, 16 or 4, chosen per layer and KV head by `selector`; the tail comes on top,
-    with room for at least `tail` tokens, and in 4 bits the first tokens. Where a selector chooses once, it chooses anew
-    before `drafted` more would need another buffer. kernels: those that attend; in 4 bits there have to be some.
+    with room for at least `tail` tokens, and in 4 bits the first tokens. kernels: those that attend; in 4 bits there
+    have to be some.
     """
 
     def __init__(
@@ -40,16 +40,15 @@ class RetrievalCache:
         *,
         budget: int,
         chunk: int,
-        selection: Selection,
+        selector: Selector,
         kernels: Kernels | GpuKernels = NONE,
         tail: int = TAIL_TOKENS,
-        drafted: int = 0,
         bits: int = 16,
     ) -> None:
-        self.full, self._tail, self._drafted, self._bits = full, tail, drafted, bits
+        self.full, self._tail, self._bits = full, tail, bits
         self._kernels, self._places = kernels, Places(full.rope)
         self._resize(budget, chunk)
-        self.selector = selection.selector()
+        self.selector = selector
         self.chunks: Tensor | None = None  # int64 [L, H_kv, slots filled]: the chunk in each
         self._tail_start = self._chosen.leading
         self._exact = 0  # tokens up to here are the full cache's, not drafted
@@ -64,11 +63,6 @@ class RetrievalCache:
         self._resize(budget, chunk)
         self.selector = selector
         selector.forget()
-
-    @property
-    def needs_mass(self) -> bool:
-        """True where `refresh` asks the full cache for masses."""
-        return self.selector.needs_mass
 
     @property
     def num_chunks(self) -> int:
@@ -126,10 +120,9 @@ class RetrievalCache:
         """After a verification whose first `num_rows` rows stay: refresh, if that is wanted and possible. Returns
         whether it was.
 
-        It is possible where the verification recorded masses, or none are needed; the next one records them where this
-        cache is wanted now.
+        It is possible where the verification recorded masses; the next one records them where this cache is wanted now.
         """
-        ready = wanted and (self.full.record_mass or not self.needs_mass)
+        ready = wanted and self.full.record_mass
         self.full.record_mass = wanted
         if ready:
             self.refresh(num_rows)
@@ -142,13 +135,11 @@ class RetrievalCache:
         The full cache has been truncated to the verified tokens; this cache then has exactly these.
         """
         self._open()
-        length, chunks, wanted = self.full.length, self.chunks, None
-        outgrown = not self._chosen.has_room(length + self._drafted - self._tail_start)
-        if self.selector.selects_anew or self.chunks is None or outgrown:
-            whole = (length - self._chosen.latest) // self.chunk * self.chunk
-            self._exact = self._tail_start = max(whole, self._chosen.leading)
-            slots = self._choose(num_rows)
-            chunks, wanted = (None, None) if slots is None else (slots.held, slots.wanted)
+        length = self.full.length
+        whole = (length - self._chosen.latest) // self.chunk * self.chunk
+        self._exact = self._tail_start = max(whole, self._chosen.leading)
+        slots = self._choose(num_rows)
+        chunks, wanted = (None, None) if slots is None else (slots.held, slots.wanted)
         self._fill(length, chunks, wanted)
 
     def _scores(self, num_rows: int) -> Tensor:
@@ -172,7 +163,7 @@ class RetrievalCache:
         self._chosen.reserve(length - self._tail_start)
         self.chunks = None  # known again when they are there: this may be broken off
         at = self._chosen.tail_at(0 if chunks is None else chunks.shape[-1])
-        self._chosen.fill(Tail(self._tail_start, max(self._exact, self._tail_start), length, at), wanted)
+        self._chosen.fill(Tail(self._tail_start, self._tail_start, length, at), wanted)
         self.chunks = chunks
         if wanted is not None:
             self._num_fetched = self._num_fetched + (wanted >= 0).sum()

@@ -54,8 +54,6 @@ class RetrievedStore(Protocol):
         """Have room for a tail of so many tokens."""
         ...
 
-    def has_room(self, tail: int) -> bool: ...
-
     def tail_at(self, num_filled: int) -> int:
         """Row of the tail's first token among the exact ones, where so many slots are filled."""
         ...
@@ -102,11 +100,8 @@ class _InArena:
     def close(self) -> None:
         self._rows = None
 
-    def has_room(self, tail: int) -> bool:
-        return tail <= self._room
-
     def reserve(self, tail: int) -> None:
-        if self.has_room(tail):
+        if tail <= self._room:
             return
         old = self._held
         self._room = -(-tail // self._step) * self._step

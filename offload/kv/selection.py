@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d, pad
 
-Rule = Literal["mass", "published"]
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The selection rule that a plan sets; each cache makes a selector of its own from it.
-
-    rule "mass": by the softmax mass that the rows of the last verification put on chunks, see `ByMass`. Rule
-    "published" (TriForce, arXiv 2404.11912, section 4.2): by mean keys, once, see `ByMeanKey`.
-    """
-
-    rule: Rule = "mass"
-    dilation: float = 0.5
-    reach: int = 16
-    decay: float = 0.5
-
-    def selector(self) -> Selector:
-        if self.rule == "published":
-            return ByMeanKey()
-        return ByMass(dilation=self.dilation, reach=self.reach, decay=self.decay)
+DILATION, DECAY = 0.5, 0.5
 
 
 class Seen(Protocol):
@@ -38,24 +18,10 @@ class Seen(Protocol):
         """Softmax mass per chunk, summed over the forward's first `num_rows` rows: [L, H_kv, C or more] fp32."""
         ...
 
-    def mean_key_scores(self, chunk: int) -> Tensor:
-        """The last row's query · mean key of each whole chunk, [L, H_kv, C] fp32."""
-        ...
-
 
 class Selector(Protocol):
     """Scores chunks; the best are fetched. Proposals of the retrieval level depend on it, the output's distribution
     never does."""
-
-    @property
-    def needs_mass(self) -> bool:
-        """True where `scores` asks for masses, which cost the full pass time to record."""
-        ...
-
-    @property
-    def selects_anew(self) -> bool:
-        """True where chunks are chosen at each refresh, False where once for a prompt."""
-        ...
 
     def scores(self, full: Seen, num_rows: int, chunk: int, num_chunks: int) -> Tensor:
         """Scores of the first `num_chunks` chunks of `chunk` tokens, [L, H_kv, num_chunks] fp32, finite. The
@@ -68,16 +34,14 @@ class Selector(Protocol):
 
 
 class ByMass:
-    """Chunks that the rows of the last verification looked at, and what lies after them.
+    """Chunks that the rows of the last verification looked at, and what lies after them. Each cache has its own.
 
     dilation, reach: a chunk also gets `dilation` times the best score among the chunks that cover the `reach` tokens
     before it: where the model copies, attention moves forward through its source while a block is drafted.
     decay: of the mass of earlier verifications, the share that still counts one refresh later.
     """
 
-    needs_mass = selects_anew = True
-
-    def __init__(self, *, dilation: float, reach: int, decay: float = 0.0) -> None:
+    def __init__(self, *, reach: int, dilation: float = DILATION, decay: float = DECAY) -> None:
         self.dilation, self.reach, self.decay = dilation, reach, decay
         self._earlier: Tensor | None = None
 
@@ -96,17 +60,6 @@ class ByMass:
             mass = mass + self.decay * pad(earlier, (0, mass.shape[-1] - earlier.shape[-1]))
         self._earlier = mass
         return mass
-
-
-class ByMeanKey:
-    """The dot product of each chunk's mean key with the last prompt query; chosen once."""
-
-    needs_mass = selects_anew = False
-
-    def scores(self, full: Seen, num_rows: int, chunk: int, num_chunks: int) -> Tensor:
-        return full.mean_key_scores(chunk)[..., :num_chunks]
-
-    def forget(self) -> None: ...
 
 
 def dilate(scores: Tensor, *, weight: float, num_chunks: int) -> Tensor:

@@ -61,13 +61,12 @@ def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterat
     is_cpu, measured = sizing.hardware.is_cpu, times.target is not None and times.target.coded_token
     known = [bits for bits in CODE_BITS if bits in times.coded or not is_cpu]
     asked = sizing.options.budget is not None and sizing.options.kv_bits is not None
-    attends_coded = (measured or not is_cpu) and sizing.options.selection == "mass"  # the user wants no other rule
     return compositions(
         sizing.options,
         capacity,
         with_draft=sizing.draft is not None,
         weight_bits=(16,) if weights_problem(sizing) else (16, *known),
-        kv_bits=(16, 4) if attends_coded and not cache_problem(sizing) else (16,),
+        kv_bits=(16, 4) if (measured or not is_cpu) and not cache_problem(sizing) else (16,),
         coded_chunks=asked or not is_cpu,  # a part of the cache saves memory, of which a CPU has one
     )
 

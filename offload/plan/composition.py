@@ -27,9 +27,9 @@ class Composition:
 
     gamma, draft_gamma: the most that is drafted for one verification at the target, and at the retrieval level.
     adaptive: the levels for which fewer are drafted where that pays; for the others the length is fixed.
-    budget: retrieved tokens of each layer, in chunks of `chunk`; 0 without a retrieval level. selection: the rule that
-    chooses them. draft: a draft model proposes, to the retrieval level or, without one, to the target; its cache keeps
-    `sinks` first tokens and `window` last ones. lookup: repeated parts of the text are proposed, too.
+    budget: retrieved tokens of each layer, in chunks of `chunk`; 0 without a retrieval level. draft: a draft model
+    proposes, to the retrieval level or, without one, to the target; its cache keeps `sinks` first tokens and `window`
+    last ones. lookup: repeated parts of the text are proposed, too.
     weight_bits, kv_bits: of the weights and of the keys and values with which the target proposes to itself; 16: those
     that it has. It does so over the retrieved tokens or, without a budget, over its whole cache, but then not with 16
     bits of both.
@@ -40,7 +40,6 @@ class Composition:
     adaptive: tuple[LevelName, ...] = ()
     budget: int = 0
     chunk: int = 16
-    selection: str = "mass"
     draft: bool = False
     sinks: int = 16
     window: int = 240
@@ -101,7 +100,6 @@ def compositions(
         yield replace(
             found,
             adaptive=_adaptive(found, options),
-            selection=options.selection,
             sinks=options.sinks,
             window=options.window,
         )
@@ -166,8 +164,8 @@ def _inner(options: Options, capacity: int, bits: Sequence[Bits], coded_chunks: 
 
 
 def takes_coded_chunks(options: Options) -> bool:
-    """Whether chunks may be retrieved in 4 bits: those that share a step, by mass."""
-    return options.selection == "mass" and options.chunk in (None, CODED_CHUNK)
+    """Whether chunks may be retrieved in 4 bits: those that share a step."""
+    return options.chunk in (None, CODED_CHUNK)
 
 
 def _adaptive(composition: Composition, options: Options) -> tuple[LevelName, ...]:

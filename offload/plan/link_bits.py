@@ -51,8 +51,6 @@ def _cache_problem(sizing: Sizing, chunk: int) -> str:
     """Why cached numbers cannot cross in 12 bits, "" where they can, as weights do. chunk: tokens that are read
     together."""
     hardware, head_dim = sizing.hardware, sizing.target.head_dim
-    if sizing.options.selection == "published":
-        return "chunks are chosen by mean keys of pages as they are; leave out --selection published"
     groups = 4 if hardware.is_cpu else 16
     if head_dim % groups or (head_dim > WIDEST_GPU_HEAD and not hardware.is_cpu):
         return f"heads of {head_dim} numbers are not whole groups of {groups}, or too wide"

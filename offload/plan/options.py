@@ -49,7 +49,6 @@ class Options:
     host_gbps: float | None = None
     speculation: bool = True
     lookup: bool = True
-    selection: str = "mass"
 
     def __post_init__(self) -> None:
         _within("context", self.context, 2, 2**24)
@@ -83,8 +82,6 @@ class Options:
             raise UsageError(f"host-gbps is {self.host_gbps}, it must be from 0.001 to 10000 GB/s")
         if self.host_gbps is not None and self.link_gbps is None:
             raise UsageError("host-gbps paces the CPU beside a paced link; add --link-gbps")
-        if self.selection not in ("mass", "published"):
-            raise UsageError(f"selection is {self.selection!r}, it must be mass or published")
 
 
 def bits_of(name: str) -> str:

@@ -116,7 +116,7 @@ def make_plan(
             num_devices=hardware.num_devices,
             dtype=sizing.dtype,
             num_prompt_tokens=num_prompt_tokens,
-            max_tokens=sizing.max_tokens,
+            max_tokens=capacity - num_prompt_tokens,
         ),
         composition=cost.composition,
         placement=cost.placement,
@@ -143,7 +143,7 @@ def largest_context(
     target: ModelConfig, draft: ModelConfig | None, options: Options, hardware: Hardware, limit: int
 ) -> int:
     """Tokens, up to `limit`, that fit in memory with the models; 0: not even one does."""
-    sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware), max_tokens=1)
+    sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware))
     return largest(lambda tokens: least_shortage(sizing, tokens) is None, limit)
 
 
@@ -157,8 +157,8 @@ def _sized(
     notes: list[str],
 ) -> tuple[int, Sizing]:
     """The capacity in tokens, and what the sizes follow from. notes: gets what the user should know."""
-    capacity, max_tokens = _fit_context(target, options, num_prompt_tokens, max_tokens, notes)
-    sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware), max_tokens)
+    capacity = _fit_context(target, options, num_prompt_tokens, max_tokens, notes)
+    sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware))
     check_quantised(sizing)
     if options.link_gbps is not None and not hardware.is_cpu:
         raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the GPU's own")
@@ -211,8 +211,8 @@ def _advice(cost: Cost) -> Iterator[str]:
 
 def _fit_context(
     target: ModelConfig, options: Options, num_prompt_tokens: int, max_tokens: int, notes: list[str]
-) -> tuple[int, int]:
-    """(capacity, max_tokens) in tokens: room for the prompt and the output within the context."""
+) -> int:
+    """The capacity in tokens: room for the prompt and the output within the context."""
     limit = target.context_limit
     context = options.context or limit
     if context > limit:
@@ -231,8 +231,7 @@ def _fit_context(
     room = context - num_prompt_tokens
     if max_tokens > room:
         notes.append(f"--max-tokens {max_tokens} cut to {room}: the context of {context} tokens ends there")
-    max_tokens = min(max_tokens, room)
-    return num_prompt_tokens + max_tokens, max_tokens
+    return num_prompt_tokens + min(max_tokens, room)
 
 
 def dtype_of(target: ModelConfig, options: Options, hardware: Hardware) -> str:

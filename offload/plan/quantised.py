@@ -28,8 +28,8 @@ def cache_problem(sizing: Sizing) -> str:
         return f"{hardware.device} attends to it by kernels in Triton; pip install triton, without {KERNELS}=off"
     if options.budget is not None and not takes_coded_chunks(options):
         return (
-            f"budget is {options.budget}, and quantised chunks have {CODED_CHUNK} tokens and are chosen by mass; "
-            f"leave out --budget, or try --chunk {CODED_CHUNK} --selection mass"
+            f"budget is {options.budget}, and quantised chunks have {CODED_CHUNK} tokens; "
+            f"leave out --budget, or try --chunk {CODED_CHUNK}"
         )
     return ""
 

@@ -75,7 +75,7 @@ class Request:
 
     def together(self, plan: Plan, num_sequences: int | None, *, most: int) -> Plan:
         """`plan`, which this request gave, for several sequences at a time: see `plan_together`."""
-        sizing = Sizing(self.target, self.draft, self.options, self.hardware, self.dtype, plan.request.max_tokens)
+        sizing = Sizing(self.target, self.draft, self.options, self.hardware, self.dtype)
         return plan_together(plan, sizing, self.times, num_sequences, most=most)
 
     def largest_context(self) -> int:

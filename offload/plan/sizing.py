@@ -95,15 +95,13 @@ def low_bit_tail(drafted: int) -> int:
     return -(-(KV_TAIL + KV_CODE_GROUP + drafted) // KV_CODE_GROUP) * KV_CODE_GROUP
 
 
-def tail_tokens(composition: Composition, max_tokens: int) -> int:
+def tail_tokens(composition: Composition) -> int:
     """Room in the retrieval cache for the tokens since its chunks were chosen: less than a chunk and what is drafted,
-    by the rule that chooses once the whole output, and beside chunks in 4 bits the last tokens."""
+    and beside chunks in 4 bits the last tokens."""
     if composition.kv_bits < 16:
         return low_bit_tail(composition.drafted)
-    generated = max_tokens if composition.selection == "published" else 0
-    needed = composition.chunk + composition.drafted + generated
     step = max(TAIL_TOKENS, composition.chunk)
-    return -(-needed // step) * step
+    return -(-(composition.chunk + composition.drafted) // step) * step
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,6 @@ class Sizing:
     options: Options
     hardware: Hardware
     dtype: str
-    max_tokens: int = 0  # of the output
     num_sequences: int = 1  # at a time
     staging_tiles: int = NUM_STAGING  # of each, through which its tiles stream
 
@@ -314,7 +311,7 @@ class Sizing:
         host."""
         if not composition.keeps_copies:
             return 0
-        tokens = composition.budget + tail_tokens(composition, self.max_tokens) if composition.budget else capacity
+        tokens = composition.budget + tail_tokens(composition) if composition.budget else capacity
         return min(FETCH_BYTES, tokens * self.kv_bytes_per_token)
 
     def host_attention_bytes(self, capacity: int, composition: Composition, num_tiles: int) -> int:
@@ -328,7 +325,7 @@ class Sizing:
     def retrieval_bytes(self, capacity: int, composition: Composition) -> int:
         if composition.kv_bits < 16:
             return self.quantised_cache_bytes(capacity, composition)
-        return (composition.budget + tail_tokens(composition, self.max_tokens)) * self.kv_bytes_per_token
+        return (composition.budget + tail_tokens(composition)) * self.kv_bytes_per_token
 
     def _workspace(self, capacity: int, gamma: int | None) -> int:
         """The largest temporaries: a block of a prefill, or of rows over a tile, or logits and probabilities. gamma:
@@ -368,7 +365,7 @@ class Sizing:
             parts = self._all_tokens(capacity) // min(composition.chunk, MASS_TOKENS)
             size += rows * target.num_heads * parts * 4 * 3 // 2
         if composition.budget and composition.kv_bits == 16:
-            held = composition.budget + tail_tokens(composition, self.max_tokens)
+            held = composition.budget + tail_tokens(composition)
             size += _partial_bytes(target, min(composition.drafted, FEW_ROWS), -(-held // PAGE_TOKENS))
         if composition.kv_bits < 16:
             coded = composition.budget or capacity

@@ -13,7 +13,7 @@ from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
 from offload.kv.full import FullCache
 from offload.kv.quantised import QuantisedCache
 from offload.kv.retrieval import RetrievalCache
-from offload.kv.selection import Selection
+from offload.kv.selection import ByMass
 from offload.kv.streaming import StreamingCache
 from offload.model.loading import DTYPES
 from offload.plan.config import ModelConfig
@@ -33,7 +33,6 @@ def full_cache(
 ) -> FullCache:
     """The cache of the plan's target, or of a shard of it."""
     composition, placement = plan.composition, plan.placement
-    by_mass = composition.budget > 0 and composition.selection == "mass"
     return FullCache(
         memory,
         tile_shape(plan, config),
@@ -45,14 +44,13 @@ def full_cache(
         num_host=placement.host_tiles,
         num_staging=placement.staging_tiles,
         host_reads=_host_reads(plan, config),
-        mass_chunk=composition.chunk if by_mass else None,
+        mass_chunk=composition.chunk if composition.budget else None,
         fused_prefill=placement.fused_prefill,
         flash=_flash_tiles(plan),
         kernels=_attention_kernels(plan, config),
         host_kernels=fitting(torch.device("cpu"), config.head_dim, ()),
         packs=_packs(plan, config),
         raw_pages=placement.raw_pages,
-        keep_queries=composition.budget > 0 and composition.selection == "published",
         arena=arena,
     )
 
@@ -78,16 +76,14 @@ def _host_reads(plan: Plan, config: ModelConfig) -> HostReads:
 
 def retrieval_cache(plan: Plan, config: ModelConfig, full: FullCache) -> RetrievalCache:
     found = plan.composition
-    rule = Selection(rule="published" if found.selection == "published" else "mass", reach=min(found.gamma, MAX_REACH))
     kernels = _attention_kernels(plan, config) if found.kv_bits == 16 else _coding_kernels(plan, config)
     return RetrievalCache(
         full,
         budget=found.budget,
         chunk=found.chunk,
-        selection=rule,
+        selector=ByMass(reach=min(found.gamma, MAX_REACH)),
         kernels=kernels,
-        tail=tail_tokens(found, plan.request.max_tokens),
-        drafted=found.drafted,
+        tail=tail_tokens(found),
         bits=found.kv_bits,
     )
 

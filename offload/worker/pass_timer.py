@@ -281,7 +281,6 @@ class _Trial:
             blocks=Blocks(ROWS),
             mass_chunk=MASS_CHUNK,
             kernels=self._kernels,
-            keep_queries=False,
         )
         cache.reserve(room)
         for layer in range(self._num_layers):

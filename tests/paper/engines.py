@@ -61,7 +61,7 @@ CASES = {  # the busiest first, which are tried by default
     "host attention, kv streamed": Case(DRAFTED, ("kv",), resident_tiles=3, host_tiles=5),
     "bf16, both streamed": Case(replace(DRAFTED, rows=8), ("kv", "weights"), dtype="bf16"),
     "adaptive, both streamed": Case(replace(DRAFTED, adaptive=True), ("kv", "weights"), resident_tiles=5),
-    "published, kv streamed": Case(Sizes(gamma=5, selection="published"), ("kv",)),
+    "tail alone, kv streamed": Case(replace(DRAFTED, chunk=128, budget=128, page=128, pages=1), ("kv",)),
     "retrieval, kv streamed": Case(Sizes(gamma=5), ("kv",)),
     "plain": Case(Sizes()),
     "plain, kv streamed": Case(Sizes(), ("kv",), resident_tiles=3),

@@ -237,7 +237,7 @@ def test_an_error_in_the_middle_breaks_off_both_and_all_can_be_asked_again(folde
                 patch.setattr(sequences._Running, "go_on", fails)
             with pytest.raises(KeyboardInterrupt):
                 together(engine, requests)
-        assert engine.worker.full._access["decode"].meanwhile is None
+        assert engine.worker.full._access["decode"]._meanwhile is None
         assert [alone(engine, each) for each in requests] == expected
         found, _ = together(engine, requests)
         assert found == expected

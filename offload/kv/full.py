@@ -150,18 +150,18 @@ class FullCache:
         table = self.rope.rows(start, start + num_rows)
         q, k = rotate(q, *table), rotate(k, *table)
         block = self._prefill_block(q, start)
-        residence, tokens = self._access["prefill"], self.shape.tokens
+        access, tokens = self._access["prefill"], self.shape.tokens
         for index in range(self.shape.count(start + num_rows)):
-            tile = residence.open(layer, index)
+            tile = access.open(layer, index)
             first, stop = write_rows(tile, index * tokens, start, k, v)
             if first < stop:
-                residence.wrote(layer, index, first, stop)
+                access.wrote(layer, index, first, stop)
             if isinstance(block, FlashBlock):
                 block.attend(tile, index * tokens)
             else:
                 block.attend_used(tile, index * tokens, fused=self._fused_prefill)
-            residence.close(layer, index)
-        residence.end_layer()
+            access.close(layer, index)
+        access.end_layer()
         return block.attended().to(q.dtype)
 
     def advance(self, num_tokens: int, *, ahead: bool = False) -> None:
@@ -188,21 +188,16 @@ class FullCache:
 
     def fetch_ahead(self) -> None:
         """Start what the next decode forward needs first. Worth it when nothing more urgent waits for the link."""
-        residence = self._access["decode"]
-        if isinstance(residence, StreamedTiles):
-            residence.fetch_ahead(self.length)
+        self._access["decode"].fetch_ahead(self.length)
 
     def use_waits(self, meanwhile: Callable[[], bool] | None) -> None:
-        """From now on, while a decode forward waits for a tile, call `meanwhile`: see `StreamedTiles`."""
-        residence = self._access["decode"]
-        if isinstance(residence, StreamedTiles):
-            residence.meanwhile = meanwhile
+        """From now on, while a decode forward waits for a tile, call `meanwhile`: see `TileAccess`."""
+        self._access["decode"].use_waits(meanwhile)
 
     @property
     def link_idle(self) -> bool:
         """Whether no tile of a decode forward is on its way."""
-        residence = self._access["decode"]
-        return not isinstance(residence, StreamedTiles) or residence.link_idle
+        return self._access["decode"].link_idle
 
     def page(self, layer: int, number: int) -> Tensor:
         """Page `number` of the sequence in `layer`, of a tile that lies as it is: a view of its home, [2, H_kv, S, D],
@@ -218,8 +213,8 @@ class FullCache:
         """See `PagedRows`: the homes themselves, or slots for raw pages. Tiles that were fetched ahead may still cross
         the link: the host waits for them, or for what a slot has to."""
         if self.packed is None:
-            for residence in self._access.values():
-                residence.settle()
+            for access in self._access.values():
+                access.settle()
         raw = {} if self.packed is None else self.packed.to_fill(number)
         return [raw[layer] if layer in raw else self.page(layer, number) for layer in range(self.num_layers)]
 
@@ -231,8 +226,8 @@ class FullCache:
     def restored(self, length: int) -> None:
         """The pages of the first `length` tokens were written from outside: these tokens count, no others."""
         self._cut(0)
-        for residence in self._access.values():
-            residence.forget()
+        for access in self._access.values():
+            access.forget()
         if self.packed is not None:
             self.packed.keep(length)
         self.length = length
@@ -258,8 +253,8 @@ class FullCache:
         if self._host_attention is not None:
             self._host_attention.release()
         self.wait_home()
-        for residence in self._access.values():
-            residence.settle()
+        for access in self._access.values():
+            access.settle()
         self.store.release()
         if self.packed is not None:
             self.packed.release()
@@ -301,8 +296,8 @@ class FullCache:
         """The codes of tokens from `num_tokens` on, beside which pages may lie at home, are about to go."""
         if self.packed is None or self.packed.codec.codes is None:
             return
-        for residence in self._access.values():
-            residence.forget()
+        for access in self._access.values():
+            access.forget()
         self.packed.drop_residuals(num_tokens, self.length)
 
     def read_home(self) -> None:
@@ -337,13 +332,13 @@ class FullCache:
         """Tiles on the host come first on a CPU: on a GPU they would take their time beside the others, and so they do
         in a rehearsal, since only `end_layer` waits for it."""
         masses = self.mass_chunk is not None and self.record_mass
-        residence = self._access["decode"]
+        access = self._access["decode"]
         tiles = self.store.order(layer, self.shape.count(rows.index + len(rows.q)))
         if self._host_attention is not None:
-            out, mass = self._host_attention.attend(residence, layer, rows, tiles, masses=masses)
+            out, mass = self._host_attention.attend(access, layer, rows, tiles, masses=masses)
         else:
-            self._attention.run(residence, layer, rows, tiles, masses=masses)
-            residence.end_layer()
+            self._attention.run(access, layer, rows, tiles, masses=masses)
+            access.end_layer()
             out, mass = self._attention.merge()
         if mass is not None:
             self._mass.append(mass)

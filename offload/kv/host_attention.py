@@ -42,7 +42,7 @@ class HostAttention:
         self._sent: _Sent | None = None
 
     def attend(
-        self, residence: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], *, masses: bool
+        self, access: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], *, masses: bool
     ) -> tuple[Tensor, Tensor | None]:
         """See `TileAttention.merge`; masses are of whole tiles."""
         held = [index for index in tiles if self._store.place(layer, index) == "host"]
@@ -50,9 +50,9 @@ class HostAttention:
         if held:
             self._send(rows)
         if others:
-            self._gpu.run(residence, layer, rows, others, masses=masses)
-        out, mass = self._joined(residence, layer, rows, held, others, masses) if held else self._gpu.merge()
-        residence.end_layer()
+            self._gpu.run(access, layer, rows, others, masses=masses)
+        out, mass = self._joined(access, layer, rows, held, others, masses) if held else self._gpu.merge()
+        access.end_layer()
         if mass is None or self._chunk is None:
             return out, None
         return out, pad(mass, (0, len(tiles) * self._store.shape.tokens // self._chunk - mass.shape[-1]))
@@ -64,10 +64,10 @@ class HostAttention:
             pinned.release()
 
     def _joined(
-        self, residence: TileAccess, layer: int, rows: Rows, held: Sequence[int], others: Sequence[int], masses: bool
+        self, access: TileAccess, layer: int, rows: Rows, held: Sequence[int], others: Sequence[int], masses: bool
     ) -> tuple[Tensor, Tensor | None]:
         """(out [T, H * D], mass [T, H_kv, C] or None) of both."""
-        self._host.run(residence, layer, self._received(rows), held, masses=masses)
+        self._host.run(access, layer, self._received(rows), held, masses=masses)
         part = self._returned(self._host.part(), rows.q.device)
         if others:
             before = sum(index < held[0] for index in others) * self._store.shape.tokens

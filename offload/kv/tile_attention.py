@@ -40,13 +40,13 @@ class TileAttention:
     def by_kernels(self) -> bool:
         return self._spans is not None
 
-    def run(self, residence: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], *, masses: bool) -> None:
+    def run(self, access: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], *, masses: bool) -> None:
         """Attend to `tiles`, not empty. Kernels take them in the order given."""
         self._rows = rows
         if self._spans is not None:
-            self._by_kernels(self._spans, residence, layer, rows, tiles, masses)
+            self._by_kernels(self._spans, access, layer, rows, tiles, masses)
         else:
-            self._by_operators(residence, layer, rows, sorted(tiles), self._chunk if masses else None)
+            self._by_operators(access, layer, rows, sorted(tiles), self._chunk if masses else None)
 
     def merge(self) -> tuple[Tensor, Tensor | None]:
         """(out [T, H * D], mass [T, H_kv, C] as the device keeps it, or None): each row's softmax mass per chunk of the
@@ -70,7 +70,7 @@ class TileAttention:
         return Part(out, lse, joined(masses) if masses else None)
 
     def _by_kernels(
-        self, spans: DecodeAttention, residence: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], masses: bool
+        self, spans: DecodeAttention, access: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], masses: bool
     ) -> None:
         """Tile by tile as they come."""
         start, stop, tokens = rows.index, rows.index + len(rows.q), self._shape.tokens
@@ -79,15 +79,15 @@ class TileAttention:
         spans.begin(rows, sum(-(-count // spans.span) for count in used.values()), masses=masses)
         for index in tiles:
             base = index * tokens
-            run = spans.run(residence.open(layer, index), first=base, tokens=used[index], slot=slots[index])
+            run = spans.run(access.open(layer, index), first=base, tokens=used[index], slot=slots[index])
             if base + tokens > start:
                 spans.append_rows(run)
-                residence.wrote(layer, index, max(start - base, 0), used[index])
+                access.wrote(layer, index, max(start - base, 0), used[index])
             spans.attend(run)
-            residence.close(layer, index)
+            access.close(layer, index)
 
     def _by_operators(
-        self, residence: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], chunk: int | None
+        self, access: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], chunk: int | None
     ) -> None:
         start, num_rows = rows.index, len(rows.q)
         table = self._rope.rows(start, start + num_rows)
@@ -95,13 +95,13 @@ class TileAttention:
         self._blocks = self._in_blocks(q, start)
         self._num_chunks = len(tiles) * self._shape.tokens // chunk if chunk else 0
         for index in tiles:
-            base, tile = index * self._shape.tokens, residence.open(layer, index)
+            base, tile = index * self._shape.tokens, access.open(layer, index)
             first, stop = write_rows(tile, base, start, k, rows.v)
             if first < stop:
-                residence.wrote(layer, index, first, stop)
+                access.wrote(layer, index, first, stop)
             for block in self._blocks:
                 block.attend_fixed(tile, base, chunk=chunk)
-            residence.close(layer, index)
+            access.close(layer, index)
 
     def _in_blocks(self, q: Tensor, start: int) -> list[Block]:
         """Rows q [T, H, D] at positions `start` and on, in the blocks that attend together."""

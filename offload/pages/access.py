@@ -52,8 +52,21 @@ class TileAccess:
     def end(self) -> None:
         """The forward is over or was broken off: nothing of it is under way any more but copies home."""
 
+    def fetch_ahead(self, length: int) -> None:
+        """After a forward, with `length` tokens in the cache: begin to bring what the next one needs first."""
+
+    def use_waits(self, meanwhile: Callable[[], bool] | None) -> None:
+        """From now on `meanwhile` is called again and again while a tile that is wanted has not come, until it does
+        nothing any more and returns False; None: the forward waits. It may run passes over other caches. It costs the
+        forward nothing but time."""
+
+    @property
+    def link_idle(self) -> bool:
+        """Whether all tiles that were asked for have come."""
+        return True
+
     def forget(self) -> None:
-        """Homes change by a forward of another residence: what was fetched ahead for the next one is stale."""
+        """Homes change by a forward of another access: what was fetched ahead for the next one is stale."""
 
     def settle(self) -> None:
         """Return when no copy reads the homes, also none that was fetched ahead: they are given back next."""
@@ -76,8 +89,6 @@ class StreamedTiles(TileAccess):
     rows that are in the cache stay as they are. Only pages in use are copied. New rows are written into the staged tile
     and copied home from there. Tiles that the host attends to are used at home, and `reads` counts and paces that.
     Whole pages that lie packed at home are packed between passes.
-    meanwhile: called again and again while a tile that is wanted has not come, until it does nothing any more and
-    returns False; None: the forward waits. It may run passes over other caches. It costs the forward nothing but time.
     """
 
     def __init__(
@@ -97,7 +108,7 @@ class StreamedTiles(TileAccess):
         self._finished = False  # the last tile of the forward was closed
         self._ahead: list[tuple[int, int]] = []  # in the slots for the next forward
         self._packed = perf_counter()  # when pages were packed last
-        self.meanwhile: Callable[[], bool] | None = None
+        self._meanwhile: Callable[[], bool] | None = None
 
     def begin(self, length: int, num_rows: int) -> None:
         super().begin(length, num_rows)
@@ -154,11 +165,14 @@ class StreamedTiles(TileAccess):
                 slot.free = self._link.record()
 
     def fetch_ahead(self, length: int) -> None:
-        """After a forward, with `length` tokens in the cache: fill the slots with the first tiles again."""
+        """Fill the slots with the first tiles again."""
         if self._finished and not self._ahead:
             self._pack(length)
             self._fetch_first(length)
             self._ahead = self._order[: len(self._slots)]  # now they are, even if the next step is broken off
+
+    def use_waits(self, meanwhile: Callable[[], bool] | None) -> None:
+        self._meanwhile = meanwhile
 
     def forget(self) -> None:
         for slot in self._slots:
@@ -171,7 +185,6 @@ class StreamedTiles(TileAccess):
 
     @property
     def link_idle(self) -> bool:
-        """Whether all tiles that were asked for have come."""
         return all(slot.full.happened() for slot in self._slots)
 
     def _pack(self, length: int) -> None:
@@ -189,8 +202,8 @@ class StreamedTiles(TileAccess):
         self._packed = perf_counter()
 
     def _use_the_wait(self, slot: _Slot) -> None:
-        while self.meanwhile is not None and not slot.full.happened():
-            if not self.meanwhile():
+        while self._meanwhile is not None and not slot.full.happened():
+            if not self._meanwhile():
                 return
 
     def _slot(self, layer: int, index: int) -> _Slot:

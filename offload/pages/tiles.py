@@ -1,4 +1,4 @@
-"""Tiles: the unit of residence, transfer and attention.
+"""Tiles: the unit of access, transfer and attention.
 
 A tile holds `tokens` consecutive tokens of one layer at fixed absolute boundaries, as [2, P, H_kv, S, D]: keys then
 values, P pages of S tokens. Its *home* is where it lives for good, or where its packed pages do.

@@ -30,12 +30,13 @@ from offload.cache.selection import ByMass
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.errors import UsageError
-from offload.kernels.kv_codes import GROUP, KVCodes, encode_with_torch
+from offload.kernels.kv_codes import GROUP, KVCodes
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.plan.sizing import KV_TAIL
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
+from oracles import encode_kv_with_torch
 from processor import best, process_uses
 from quantised import engine_of, level_stats, saved
 
@@ -93,7 +94,7 @@ def assert_holds(cache: RetrievalCache, *, budget: int = BUDGET) -> None:
     assert cache.chunks.shape[2] == num_chosen
     blocks = KVCodes.shape_of_blocks(len(rows), rows.shape[2], start - EXACT, 16)
     wanted = KVCodes(torch.empty(blocks, dtype=torch.uint8), 16)
-    encode_with_torch(rows[..., EXACT:start, :], wanted)
+    encode_kv_with_torch(rows[..., EXACT:start, :], wanted)
     for layer, heads in enumerate(cache.chunks.tolist()):
         for head, chunks in enumerate(heads):
             assert len(set(chunks)) == num_chosen

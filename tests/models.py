@@ -5,10 +5,13 @@ Ground truth is transformers' own model; the same weights, saved as safetensors,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, pre_tokenizers
@@ -27,8 +30,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from offload.cache.fetch import Tail
 from offload.cache.full import FullCache
 from offload.cache.retrieval import RetrievalCache
+from offload.cache.retrieved import QuantisedChunks, RetrievedRows, RetrievedStore
 from offload.cache.selection import ByMass
 from offload.cache.streaming import StreamingCache
 from offload.cache.tiles import TileShape
@@ -313,6 +318,19 @@ def streaming_cache(decoder: Decoder, sizes: Sizes) -> StreamingCache:
         slack=sizes.gamma + sizes.draft_gamma + 2 * sizes.rows,
         kernels=kernels_of(decoder),
     )
+
+
+def count_fetched(patch: pytest.MonkeyPatch) -> Counter[RetrievedStore]:
+    """Gets, of each store, the chunks that it fetches from now on, of all layers and heads."""
+    counts: Counter[RetrievedStore] = Counter()
+    for kind in (RetrievedRows, QuantisedChunks):
+
+        def counted(store: Any, tail: Tail, wanted: Tensor | None, fill: Callable[..., None] = kind.fill) -> None:
+            fill(store, tail, wanted)
+            counts[store] += 0 if wanted is None else int((wanted >= 0).sum())
+
+        patch.setattr(kind, "fill", counted)
+    return counts
 
 
 def retrieval_cache(full: FullCache, sizes: Sizes, kernels: Kernels = NONE) -> RetrievalCache:

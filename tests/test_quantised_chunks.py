@@ -16,6 +16,7 @@ from models import (
     GREEDY,
     LateLink,
     Sizes,
+    count_fetched,
     full_cache,
     load,
     random_tokens,
@@ -174,16 +175,17 @@ def test_the_chunks_with_the_most_mass_are_held(decoder: Decoder) -> None:
         assert bool((own[others] <= least).all())
 
 
-def test_a_chunk_that_stays_is_not_fetched_again(decoder: Decoder) -> None:
+def test_a_chunk_that_stays_is_not_fetched_again(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = count_fetched(monkeypatch)
     full = full_cache(decoder, SIZES, mass=True)
     cache = coded(full, budget=64 * GROUP)
     target = Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks)
     fetched = []
     for count in (300, 40, 40):
         target.forward(random_tokens(count, seed=count), 1)
-        before = cache.num_fetched
+        before = counts[cache._chosen]
         cache.refresh(3)
-        fetched.append(cache.num_fetched - before)
+        fetched.append(counts[cache._chosen] - before)
     layers, heads, _ = cache.chunks.shape if cache.chunks is not None else (0, 0, 0)
     chunks = [(length - KV_TAIL) // GROUP - 1 for length in (300, 340, 380)]
     assert [each // (layers * heads) for each in fetched] == [chunks[0], chunks[1] - chunks[0], chunks[2] - chunks[1]]

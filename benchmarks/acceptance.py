@@ -231,15 +231,14 @@ class Bench:
         return torch.cat(probs)
 
     def _refresh(self, num_rows: int, outcome: Outcome, *, selects: bool, timed: bool) -> None:
-        before, start = self.retrieval.num_fetched, time.perf_counter()
+        before, start = self.retrieval.chunks, time.perf_counter()
         if selects:
             self.retrieval.refresh(num_rows)
         else:
             published.keep(self.retrieval)
         if timed:
-            num_chosen = self.retrieval.chunks.numel() if self.retrieval.chunks is not None else 1
             outcome.seconds.append(time.perf_counter() - start)
-            outcome.changed.append((self.retrieval.num_fetched - before) / num_chosen)
+            outcome.changed.append(changed_share(before, self.retrieval.chunks))
 
     def _recovered(self, window: Window) -> Tensor:
         """The share of the next block's mass that lies on chosen chunks or the tail: [L]."""
@@ -258,6 +257,16 @@ class Bench:
         outcome.grade += (p_hat.amax(-1) * 10.0).int().clamp(max=10).tolist()
         if text.draft_probs is not None:
             outcome.of_draft += overlap(p_hat, text.draft_probs[start : start + count])
+
+
+def changed_share(before: Tensor | None, after: Tensor | None) -> float:
+    """Chunks that were fetched, as a share of all: those that are in another slot than before were not in any."""
+    if after is None:
+        return 0.0
+    if before is None:
+        return 1.0
+    padded = pad(before, (0, after.shape[-1] - before.shape[-1]), value=-1)
+    return float((after != padded).float().mean())
 
 
 def overlap(p: Tensor, q: Tensor) -> list[float]:

@@ -16,7 +16,7 @@ from interpreter import without_idle_work
 from offload.kernels.codes import GROUP, TILE, Codes, encode_with_torch
 from offload.kernels.gpu.codes import GROUPS, ROWS, TILES, product, split_groups
 from offload.kernels.gpu.residuals import restore
-from offload.kernels.residuals import split_off_with_torch
+from oracles import split_off_with_torch
 
 DTYPES = [torch.bfloat16, torch.float16]
 # Against fp64 with the same rounded weights. The interpreter cuts bf16 off where a GPU rounds.

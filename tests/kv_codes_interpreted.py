@@ -12,7 +12,7 @@ from interpreter import products_by_row, without_idle_work
 from models import LateLink
 from offload.kernels.gpu import GpuKernels
 from offload.kernels.gpu.tiling import SPAN
-from offload.kernels.kv_codes import GROUP, KVCodes, encode, encode_with_torch
+from offload.kernels.kv_codes import GROUP, KVCodes, encode
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
 from offload.kv import fetch, quantised
@@ -22,6 +22,7 @@ from offload.kv.quantised import EXACT, QuantisedCache
 from offload.pages.tiles import TileShape
 from offload.plan.sizing import KV_TAIL
 from offload.transfer.memory import Memory
+from oracles import decoded_rows, encode_kv_with_torch
 
 COUNTS = (1, 3, 16)  # rows
 LAYERS = 2
@@ -41,14 +42,15 @@ def kept(num_tokens: int, dim: int, dtype: torch.dtype, *, num_layers: int = 1) 
     rows[:, 1] *= normal(num_tokens, 1, seed=3).exp()
     shape = KVCodes.shape_of_blocks(num_layers, KV_HEADS, num_tokens + 2 * GROUP, dim)
     codes = KVCodes(torch.full(shape, 0xA5, dtype=torch.uint8), dim, "matrices")
-    encode_with_torch(rows.to(dtype), codes.groups(0, num_tokens // GROUP))
+    encode_kv_with_torch(rows.to(dtype), codes.groups(0, num_tokens // GROUP))
     codes.blocks[:, :, num_tokens // GROUP :] = 0xFF  # steps and lows that are no numbers
     return codes
 
 
 def exact_rows(codes: KVCodes, num_tokens: int, dtype: torch.dtype, layer: int = 0) -> Tensor:
     """[2, H_kv, tokens, D] fp64, as the kernel rounds them: in bf16 the interpreter cuts off."""
-    rows = codes.groups(0, num_tokens // GROUP).rows(torch.float32 if dtype == torch.bfloat16 else dtype)[layer]
+    coded = codes.groups(0, num_tokens // GROUP)
+    rows = decoded_rows(coded, torch.float32 if dtype == torch.bfloat16 else dtype)[layer]
     return (rows.view(torch.int32) & ~0xFFFF).view(torch.float32).double() if dtype == torch.bfloat16 else rows.double()
 
 
@@ -163,7 +165,7 @@ def test_codes_are_those_that_torch_finds(dtype: torch.dtype, dim: int) -> None:
     rows[1, 0, 1, 7, 4] = torch.finfo(dtype).max
     shape = KVCodes.shape_of_blocks(2, KV_HEADS, 3 * GROUP, dim)
     wanted, ours = (KVCodes(torch.full(shape, 0xA5, dtype=torch.uint8), dim, "matrices") for _ in range(2))
-    encode_with_torch(rows, wanted)
+    encode_kv_with_torch(rows, wanted)
     encode(rows, ours, GpuKernels("interpreted"))
     assert torch.equal(ours.blocks, wanted.blocks)
     ours.blocks.fill_(0xA5)
@@ -215,8 +217,8 @@ def assert_attends(cache: QuantisedCache, *, drafts: int, seed: int) -> None:
     rows = full.reader.tokens(0, length)
     if coded > EXACT:
         codes = KVCodes(cache._codes.blocks[:, :, : coded // GROUP - 1].clone(), 32, "matrices")
-        encode_with_torch(rows[..., EXACT:coded, :], codes)
-        rows[..., EXACT:coded, :] = codes.rows(torch.float32)
+        encode_kv_with_torch(rows[..., EXACT:coded, :], codes)
+        rows[..., EXACT:coded, :] = decoded_rows(codes, torch.float32)
     out = fed(cache, drafts, seed)
     exact = FullCache(
         Memory(torch.device("cpu")), TileShape(KV_HEADS, 32, 512, 1, torch.float32), num_layers=LAYERS, rope=full.rope,

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from interpreter import without_idle_work
 from offload.kernels.gpu.kv_residuals import restore_pages
-from offload.kernels.kv_codes import GROUP, KVCodes, encode_with_torch
-from offload.kernels.kv_residuals import PageShape, split_off_with_torch
+from offload.kernels.kv_codes import GROUP, KVCodes
+from offload.kernels.kv_residuals import PageShape
 from offload.kernels.packing import RESIDUAL
+from oracles import encode_kv_with_torch, split_off_kv_with_torch
 
 HEADS, PAGE, PAGES = 3, 2 * GROUP, 3
 DIMS = [64, 80, 16, 32, 48, 128, 256]
@@ -62,7 +63,7 @@ class Tile:
         codes = KVCodes(torch.full(shape, 0xA5, dtype=torch.uint8), dim, "matrices")
         rows = exact.transpose(1, 2).reshape(2, HEADS, num_tokens, dim)[:, :, max(-first, 0) * GROUP :]
         into = KVCodes(codes.blocks[1:], dim, "matrices")
-        encode_with_torch(rows[None], into.groups(max(first, 0), num_groups))
+        encode_kv_with_torch(rows[None], into.groups(max(first, 0), num_groups))
         return cls(exact, first, codes.blocks[1])
 
     @property
@@ -80,7 +81,7 @@ class Tile:
         found, starts, at = list[Tensor](), torch.full((2, len(flags)), 10**9), 0
         for number in (flags == RESIDUAL).nonzero().flatten().tolist():
             for kind in range(2):
-                content = split_off_with_torch(self.exact[kind, number], self.page(number), kind)
+                content = split_off_kv_with_torch(self.exact[kind, number], self.page(number), kind)
                 assert content is not None
                 found += [torch.full((16,), 0xA5, dtype=torch.uint8), content]
                 starts[kind, number] = at + 16

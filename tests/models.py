@@ -5,10 +5,13 @@ Ground truth is transformers' own model; the same weights, saved as safetensors,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, pre_tokenizers
@@ -36,8 +39,10 @@ from offload.engine.engine import Engine, load_tokenizer
 from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks
+from offload.kv.fetch import Tail
 from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
+from offload.kv.retrieved import QuantisedChunks, RetrievedRows, RetrievedStore
 from offload.kv.selection import ByMass
 from offload.kv.streaming import StreamingCache
 from offload.metrics import LinkStats, Stats
@@ -314,6 +319,19 @@ def streaming_cache(decoder: Decoder, sizes: Sizes) -> StreamingCache:
         slack=sizes.gamma + sizes.draft_gamma + 2 * sizes.rows,
         kernels=kernels_of(decoder),
     )
+
+
+def count_fetched(patch: pytest.MonkeyPatch) -> Counter[RetrievedStore]:
+    """Gets, of each store, the chunks that it fetches from now on, of all layers and heads."""
+    counts: Counter[RetrievedStore] = Counter()
+    for kind in (RetrievedRows, QuantisedChunks):
+
+        def counted(store: Any, tail: Tail, wanted: Tensor | None, fill: Callable[..., None] = kind.fill) -> None:
+            fill(store, tail, wanted)
+            counts[store] += 0 if wanted is None else int((wanted >= 0).sum())
+
+        patch.setattr(kind, "fill", counted)
+    return counts
 
 
 def retrieval_cache(full: FullCache, sizes: Sizes, kernels: Kernels = NONE) -> RetrievalCache:

@@ -19,13 +19,14 @@ from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.kernels.gpu.packed import PackedChunkCopy, unpack_numbers, unpack_pages
 from offload.kernels.gpu.rows import copy_rows
-from offload.kernels.packed import pack_numbers, pack_with_torch
+from offload.kernels.packed import pack_numbers
 from offload.kernels.packing import RESIDUAL, Packing
 from offload.model.graphs import VARIABLE
 from offload.pages.traffic import Traffic
 from offload.transfer.link import CudaEvent
 from offload.weights import embedding, homes
 from offload.weights.layers import StreamedLayers
+from oracles import pack_with_torch
 from paper import PaperGpu, on_paper
 from paper.codes import codes_by_gpu
 from paper.kernels import chunks_by_kernel

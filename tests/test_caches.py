@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from models import LateLink
+from models import LateLink, count_fetched
 from offload.kernels.native import NONE
 from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks
@@ -839,13 +839,13 @@ def test_retrieval_truncated_into_its_chunks_holds_nothing_until_the_next_refres
     assert_within(out, expected(tape, driver.history, 39, everything, False), NEAR)
 
 
-def test_a_refresh_fetches_only_chunks_that_are_new() -> None:
-    tape = Tape()
+def test_a_refresh_fetches_only_chunks_that_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    tape, fetched = Tape(), count_fetched(monkeypatch)
     driver = refreshed(tape, [0] * 41, budget=8 * CHUNK)
     retrieval = driver.cache
     assert isinstance(retrieval, RetrievalCache)
     assert retrieval.chunks is not None
-    first = retrieval.num_fetched
+    first = fetched[retrieval._chosen]
     assert first == 8 * LAYERS * KV_HEADS
     retrieval.selector = ByMass(reach=4, decay=0.0)  # else a second look would count the rows twice
     before = retrieval.chunks.sort(-1).values
@@ -859,9 +859,9 @@ def test_a_refresh_fetches_only_chunks_that_are_new() -> None:
         for head in range(KV_HEADS)
     )
     assert 0 < new < first
-    assert retrieval.num_fetched - first == new
+    assert fetched[retrieval._chosen] - first == new
     retrieval.refresh(3)
-    assert retrieval.num_fetched - first == new
+    assert fetched[retrieval._chosen] - first == new
 
 
 @pytest.mark.parametrize(("at", "sign"), [("chunks", 1), ("tokens", -1)])

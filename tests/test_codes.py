@@ -16,6 +16,7 @@ from offload.kernels import codes
 from offload.kernels.codes import GROUP, TILE, Codes, encode, encode_with_torch
 from offload.kernels.native import Kernels
 from offload.kernels.products import Ending, Step, Steps, room_to_widen
+from oracles import step_with_torch
 from processor import built, on_this_machine, threads
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -259,7 +260,7 @@ def test_torchs_operators_give_nearly_the_same(found: Kernels, bits: int) -> Non
     """Their rows are not taken to 8 bits."""
     step = make_step(found, bits, torch.float32, 4, 1024, 48, ending="gate", norm=True)
     out = run(found, step)
-    step.with_torch(4)
+    step_with_torch(step, 4)
     assert_close(out, step.out, rtol=0, atol=0.02 * float(step.out.abs().max()))
 
 

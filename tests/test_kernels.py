@@ -20,6 +20,7 @@ from offload.kernels.native import Kernels
 from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.spans import Rows, SpanAttention, one_run
+from oracles import step_with_torch
 from processor import built, on_this_machine, threads
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -123,7 +124,7 @@ def test_products_are_as_near_to_fp64_as_torchs(
             wanted = in_fp64(step)
             out = run(found, step)
             by_torch = replace(step, out=step.out.clone())
-            by_torch.with_torch(num_rows)
+            step_with_torch(by_torch, num_rows)
             ours.append(out.double() - wanted)
             theirs.append(by_torch.out.double() - wanted)
             # Of each rounding on the way, at most a few; sums of bf16 products lose nothing else.

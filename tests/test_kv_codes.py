@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from offload.kernels.kv_codes import CHANNELS, GROUP, KVCodes, encode, encode_with_torch
+from offload.kernels.kv_codes import CHANNELS, GROUP, KVCodes, encode
 from offload.kernels.native import Kernels
 from offload.kernels.rope import RopeTable
 from offload.kernels.spans import SPAN, Rows, SpanAttention, coded_run, one_run
 from offload.plan.sizing import kv_code_bytes
+from oracles import decoded_rows, encode_kv_with_torch
 from processor import built, on_this_machine, threads
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -64,7 +65,7 @@ def test_codes_are_those_that_torch_finds(found: Kernels, dtype: torch.dtype) ->
         rows[1, 1, 0, 5] = -2.0
         rows[1, 0, 2, 7, 4] = torch.finfo(dtype).max
         wanted = empty(rows)
-        encode_with_torch(rows, wanted)
+        encode_kv_with_torch(rows, wanted)
         for number in (1, 2, 3):
             with threads(number):
                 assert torch.equal(encoded(found, rows).blocks, wanted.blocks)
@@ -85,8 +86,8 @@ def test_a_code_stands_for_a_number_half_a_step_away_at_most(dtype: torch.dtype)
     for dim in DIMS:
         rows = held(1, 2, 2 * GROUP, dim, dtype)
         codes = empty(rows)
-        encode_with_torch(rows, codes)
-        error = (codes.rows(torch.float32) - rows.float()).abs()
+        encode_kv_with_torch(rows, codes)
+        error = (decoded_rows(codes, torch.float32) - rows.float()).abs()
         assert error.shape == rows.shape
         keys, values = rows.float().unbind(1)
         assert_within(error[:, 0].unflatten(2, (-1, GROUP)), keys.unflatten(2, (-1, GROUP)), 3)
@@ -109,22 +110,22 @@ def test_in_a_gpus_order_codes_stand_for_the_same_numbers(dtype: torch.dtype) ->
         lanes = empty(rows)
         matrices = replace(empty(rows), order="matrices")
         for codes in (lanes, matrices):
-            encode_with_torch(rows, codes)
+            encode_kv_with_torch(rows, codes)
         assert not torch.equal(lanes.blocks, matrices.blocks)
-        assert torch.equal(lanes.rows(dtype), matrices.rows(dtype))
+        assert torch.equal(decoded_rows(lanes, dtype), decoded_rows(matrices, dtype))
         block, token, channel = matrices.blocks[1, 2, 1], 21, dim - 3
         key, value = (block[at:][: dim * GROUP // 2] for at in (4 * dim, len(block) - dim * GROUP // 2))
         units = block.view(torch.bfloat16)
         step, low = units[2 * channel : 2 * channel + 2].float()
         assert (
             low + step * (key.view(-1, dim)[token - 16, channel] >> 4)
-            == matrices.rows(torch.float32)[1, 0, 2, GROUP + token, channel]
+            == decoded_rows(matrices, torch.float32)[1, 0, 2, GROUP + token, channel]
         )
         first = 2 * dim + dim * GROUP // 4 + 2 * (channel // CHANNELS * GROUP + token)
         step, low = units[first : first + 2].float()
         assert (
             low + step * (value.view(dim, -1)[channel, token - 16] >> 4)
-            == matrices.rows(torch.float32)[1, 1, 2, GROUP + token, channel]
+            == decoded_rows(matrices, torch.float32)[1, 1, 2, GROUP + token, channel]
         )
 
 
@@ -175,7 +176,7 @@ def test_attention_is_near_the_rule(found: Kernels, dim: int, dtype: torch.dtype
         codes = encoded(found, rows)
         q = normal(num_rows, 2 * group, dim, seed=num_rows).to(dtype)
         out, lse = attend(found, codes, q, num_tokens)
-        wanted, wanted_lse = by_the_rule(codes.rows(torch.float64)[0], q)
+        wanted, wanted_lse = by_the_rule(decoded_rows(codes, torch.float64)[0], q)
         lacking = float((by_the_rule(rows[0], q)[0] - wanted).square().mean().sqrt())
         assert float((out - wanted).square().mean().sqrt()) < 0.75 * lacking
         assert_close(lse.double(), wanted_lse, rtol=0, atol=0.5)
@@ -185,7 +186,7 @@ def test_codes_and_exact_rows_are_attended_to_as_one(found: Kernels) -> None:
     rows, exact = held(1, 2, 2 * SPAN, 64, torch.float32), normal(2, 2, 37, 64, seed=8)
     codes, q = encoded(found, rows), normal(2, 4, 64, seed=9)
     out, lse = attend(found, codes, q, 2 * SPAN, exact)
-    wanted, wanted_lse = by_the_rule(torch.cat([exact, codes.rows(torch.float32)[0]], 2), q)
+    wanted, wanted_lse = by_the_rule(torch.cat([exact, decoded_rows(codes, torch.float32)[0]], 2), q)
     assert_close(out.double(), wanted, rtol=0, atol=0.1)
     assert_close(lse.double(), wanted_lse, rtol=0, atol=0.1)
 

@@ -10,17 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.kernels.kv_codes import GROUP, KVCodes, Order, encode_with_torch
+from offload.kernels.kv_codes import GROUP, KVCodes, Order
 from offload.kernels.kv_residuals import (
     KEYS,
     VALUES,
     PageShape,
     restore,
-    restore_with_torch,
     split_off,
-    split_off_with_torch,
 )
 from offload.kernels.native import Kernels
+from oracles import encode_kv_with_torch, restore_kv_with_torch, split_off_kv_with_torch
 from processor import before_a_guard, best, built, on_this_machine, threads
 
 ALL = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
@@ -85,7 +84,7 @@ class Page:
         _, heads, tokens, dim = kv.shape
         blocks = torch.full(KVCodes.shape_of_blocks(1, heads, tokens + 3 * GROUP, dim), 0xA5, dtype=torch.uint8)
         codes = KVCodes(blocks, dim, order).groups(2, 2 + tokens // GROUP)
-        encode_with_torch(kv[None], codes)
+        encode_kv_with_torch(kv[None], codes)
         return cls(kv.clone(), codes)
 
     @property
@@ -135,7 +134,7 @@ def test_every_number_comes_back_and_a_block_lies_as_its_twin(dim: int, order: O
         page = Page.of(kv, order)
         split, sizes = page.split(kernels)
         for kind, size in enumerate(sizes):
-            twin = split_off_with_torch(kv[kind], page.codes, kind)
+            twin = split_off_kv_with_torch(kv[kind], page.codes, kind)
             assert size == (0 if twin is None else len(twin)), name
             if twin is None:
                 assert split[kind].isnan().all(), name
@@ -143,7 +142,7 @@ def test_every_number_comes_back_and_a_block_lies_as_its_twin(dim: int, order: O
                 continue
             assert torch.equal(content_of(split[kind])[:size], twin), name
             assert torch.equal(bits(page.restored(split[kind], kind, kernels)), bits(page.groups(kind))), name
-            assert torch.equal(bits(restore_with_torch(twin, page.codes, kind)), bits(kv[kind])), name
+            assert torch.equal(bits(restore_kv_with_torch(twin, page.codes, kind)), bits(kv[kind])), name
     assert stay == [("small and large", KEYS)]  # in one channel: nearly all escape
 
 
@@ -156,7 +155,7 @@ def test_numbers_of_every_size_come_back_or_stay(order: Order, kernels: Kernels)
         page = Page.of(torch.stack([kv, kv]), order)
         split, sizes = page.split(kernels)
         for kind, size in enumerate(sizes):
-            twin = split_off_with_torch(kv, page.codes, kind)
+            twin = split_off_kv_with_torch(kv, page.codes, kind)
             assert (size == 0) == (twin is None) == stay
             if twin is None:
                 assert split[kind].isnan().all()
@@ -175,7 +174,7 @@ def test_nothing_is_read_behind_what_there_is(dim: int, order: Order, share: flo
         size = torch.rand(near.shape, generator=generator) * 0.2 + 0.05
         kv = torch.where(near, torch.where(size < 0.15, -size, size), 8 + size).bfloat16()
         blocks = torch.zeros(KVCodes.shape_of_blocks(1, 1, TOKENS, dim), dtype=torch.uint8)
-        encode_with_torch(torch.where(near, 0.0, 8.0).bfloat16()[None], KVCodes(blocks, dim, order))
+        encode_kv_with_torch(torch.where(near, 0.0, 8.0).bfloat16()[None], KVCodes(blocks, dim, order))
         with before_a_guard(kv) as numbers, before_a_guard(blocks) as all_codes:
             page = Page(numbers, KVCodes(all_codes, dim, order))
             for kind in (KEYS, VALUES):
@@ -186,7 +185,7 @@ def test_nothing_is_read_behind_what_there_is(dim: int, order: Order, share: flo
                 used = page.shape.fours + int(heads[-1].sum())
                 if share == 1:
                     assert heads[-1].tolist() == [numbers[kind].numel() // 2, numbers[kind].numel()]
-                assert torch.equal(bits(restore_with_torch(to[:used], page.codes, kind)), bits(kv[kind]))
+                assert torch.equal(bits(restore_kv_with_torch(to[:used], page.codes, kind)), bits(kv[kind]))
                 with before_a_guard(to[:used]) as content:
                     assert torch.equal(bits(page.restored(content, kind, kernels)), bits(page.groups(kind)))
 
@@ -202,7 +201,7 @@ def test_a_block_that_would_grow_stays_and_one_that_just_fits_does_not(kernels: 
         page = Page.of(few, "lanes")
         split, sizes = page.split(kernels)
         for kind, size in enumerate(sizes):
-            twin = split_off_with_torch(few[kind], page.codes, kind)
+            twin = split_off_kv_with_torch(few[kind], page.codes, kind)
             assert size == (0 if twin is None else len(twin)) <= few[kind].nbytes
             assert size or split[kind].isnan().all()
             fits.append(size > 0)
@@ -216,10 +215,10 @@ def test_what_would_not_come_back_stays(value: float, order: Order, kernels: Ker
     """Or it comes back all the same."""
     page = Page.of(normal(2, HEADS, TOKENS, 48).bfloat16(), order)
     page.kv[:, 1, 40, 17], page.kv[:, 1, 37, 17], page.kv[:, 1, 40, 20] = value, -3.38e38, -3.38e38
-    encode_with_torch(page.kv[None], page.codes)
+    encode_kv_with_torch(page.kv[None], page.codes)
     split, sizes = page.split(kernels)
     for kind, size in enumerate(sizes):
-        twin = split_off_with_torch(page.kv[kind], page.codes, kind)
+        twin = split_off_kv_with_torch(page.kv[kind], page.codes, kind)
         assert (size == 0) == (twin is None)
         assert size == 0 or value == value
         if size:
@@ -246,7 +245,7 @@ def test_codes_that_stand_for_no_numbers_are_noticed(kernels: Kernels) -> None:
         page.codes.blocks.view(torch.bfloat16)[0, 1, 1, [7, 2 * (64 + 8 * 64 // 2 // 2) + 1]] = low
         page.codes.blocks.view(torch.bfloat16)[0, 1, 1, [3, 2 * (64 + 4 * 64) + 5]] = low
         assert page.split(kernels)[1] == [0, 0]
-        assert [split_off_with_torch(page.kv[kind], page.codes, kind) for kind in (KEYS, VALUES)] == [None, None]
+        assert [split_off_kv_with_torch(page.kv[kind], page.codes, kind) for kind in (KEYS, VALUES)] == [None, None]
 
 
 @pytest.mark.parametrize("order", ["lanes", "matrices"])
@@ -260,7 +259,7 @@ def test_one_wrong_code_of_a_page_is_noticed(order: Order, shift: int, kernels: 
     assert all(whole)
     for kind, at in ((KEYS, 4 * dim + 77), (VALUES, page.codes.blocks.shape[3] - 99)):
         page.codes.blocks[0, 2, 1, at] ^= 15 << shift
-        assert split_off_with_torch(page.kv[kind], page.codes, kind) is None
+        assert split_off_kv_with_torch(page.kv[kind], page.codes, kind) is None
         split, sizes = page.split(kernels)
         assert sizes[kind] == 0
         assert sizes[1 - kind] == whole[1 - kind]
@@ -310,7 +309,7 @@ def test_threads_change_no_byte(number: int, kernels: Kernels) -> None:
         sizes = split_off(torch.tensor(parts), pages[0].shape, "lanes", kernels, most=most).view(-1, 2)
         for page, own, of_page in zip(pages, split, sizes.tolist(), strict=True):
             for kind, size in enumerate(of_page):
-                twin = split_off_with_torch(page.kv[kind], page.codes, kind)
+                twin = split_off_kv_with_torch(page.kv[kind], page.codes, kind)
                 assert twin is not None
                 assert torch.equal(content_of(own[kind])[:size], twin)
                 assert torch.equal(bits(page.restored(own[kind], kind, kernels)), bits(page.groups(kind)))
@@ -327,7 +326,7 @@ def test_a_page_takes_nine_bits() -> None:
     kv = normal(2, 4, 512, 128)
     kv[0] += 6 * normal(128, seed=2)
     page = Page.of(kv.bfloat16(), "lanes")
-    keys, values = (split_off_with_torch(page.kv[kind], page.codes, kind) for kind in (KEYS, VALUES))
+    keys, values = (split_off_kv_with_torch(page.kv[kind], page.codes, kind) for kind in (KEYS, VALUES))
     assert keys is not None
     assert values is not None
     assert 8.0 < 8 * len(keys) / page.kv[KEYS].numel() < 8.3

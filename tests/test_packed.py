@@ -19,7 +19,7 @@ from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.kernels.native import Kernels
-from offload.kernels.packed import check, pack, pack_with_torch, unpack, unpack_tile, unpack_with_torch
+from offload.kernels.packed import check, pack, unpack, unpack_tile, unpack_with_torch
 from offload.kernels.packing import RESIDUAL, Packing
 from offload.kernels.rows import Blocks
 from offload.kv.full import FullCache
@@ -30,6 +30,7 @@ from offload.plan.planner import Options, Plan, make_plan
 from offload.plan.rates import RTX_4090
 from offload.transfer.link import Link, PacedLink
 from offload.transfer.memory import Memory
+from oracles import pack_with_torch
 from processor import best, built, on_this_machine
 from test_caches import (
     DIM,

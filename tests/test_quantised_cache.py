@@ -24,7 +24,7 @@ from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
-from offload.kernels.kv_codes import GROUP, KVCodes, encode_with_torch
+from offload.kernels.kv_codes import GROUP, KVCodes
 from offload.kv import quantised
 from offload.kv.full import FullCache
 from offload.kv.quantised import EXACT, QuantisedCache
@@ -34,6 +34,7 @@ from offload.plan.sizing import KV_TAIL
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
 from offload.transfer.memory import Memory
+from oracles import encode_kv_with_torch
 from processor import best, process_uses
 from quantised import engine_of, level_stats, saved
 
@@ -80,7 +81,7 @@ def assert_follows(cache: QuantisedCache) -> None:
     if coded > EXACT:
         ours = cache._codes.groups(0, coded // GROUP - 1)
         wanted = KVCodes(torch.empty_like(ours.blocks), ours.head_dim)
-        encode_with_torch(rows[..., EXACT:coded, :], wanted)
+        encode_kv_with_torch(rows[..., EXACT:coded, :], wanted)
         assert torch.equal(ours.blocks, wanted.blocks)
 
 

@@ -16,6 +16,7 @@ from models import (
     GREEDY,
     LateLink,
     Sizes,
+    count_fetched,
     full_cache,
     load,
     random_tokens,
@@ -24,7 +25,7 @@ from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
-from offload.kernels.kv_codes import GROUP, KVCodes, encode_with_torch
+from offload.kernels.kv_codes import GROUP, KVCodes
 from offload.kv import fetch
 from offload.kv.fetch import HostFetch
 from offload.kv.full import FullCache
@@ -37,6 +38,7 @@ from offload.model.level import Level
 from offload.plan.sizing import KV_TAIL
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
+from oracles import encode_kv_with_torch
 from processor import best, process_uses
 from quantised import engine_of, level_stats, saved
 
@@ -94,7 +96,7 @@ def assert_holds(cache: RetrievalCache, *, budget: int = BUDGET) -> None:
     assert cache.chunks.shape[2] == num_chosen
     blocks = KVCodes.shape_of_blocks(len(rows), rows.shape[2], start - EXACT, 16)
     wanted = KVCodes(torch.empty(blocks, dtype=torch.uint8), 16)
-    encode_with_torch(rows[..., EXACT:start, :], wanted)
+    encode_kv_with_torch(rows[..., EXACT:start, :], wanted)
     for layer, heads in enumerate(cache.chunks.tolist()):
         for head, chunks in enumerate(heads):
             assert len(set(chunks)) == num_chosen
@@ -174,16 +176,17 @@ def test_the_chunks_with_the_most_mass_are_held(decoder: Decoder) -> None:
         assert bool((own[others] <= least).all())
 
 
-def test_a_chunk_that_stays_is_not_fetched_again(decoder: Decoder) -> None:
+def test_a_chunk_that_stays_is_not_fetched_again(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = count_fetched(monkeypatch)
     full = full_cache(decoder, SIZES, mass=True)
     cache = coded(full, budget=64 * GROUP)
     target = Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks)
     fetched = []
     for count in (300, 40, 40):
         target.forward(random_tokens(count, seed=count), 1)
-        before = cache.num_fetched
+        before = counts[cache._chosen]
         cache.refresh(3)
-        fetched.append(cache.num_fetched - before)
+        fetched.append(counts[cache._chosen] - before)
     layers, heads, _ = cache.chunks.shape if cache.chunks is not None else (0, 0, 0)
     chunks = [(length - KV_TAIL) // GROUP - 1 for length in (300, 340, 380)]
     assert [each // (layers * heads) for each in fetched] == [chunks[0], chunks[1] - chunks[0], chunks[2] - chunks[1]]

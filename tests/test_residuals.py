@@ -9,7 +9,8 @@ from torch import Tensor
 
 from offload.kernels.codes import GROUP, TILE, Codes, encode_with_torch
 from offload.kernels.native import Kernels
-from offload.kernels.residuals import restore, restore_with_torch, split_off, split_off_with_torch
+from offload.kernels.residuals import restore, split_off
+from oracles import restore_with_torch, split_off_with_torch
 from processor import before_a_guard, built, on_this_machine
 
 ALL = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)

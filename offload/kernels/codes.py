@@ -88,7 +88,7 @@ def encode_in_parts(weight: Tensor, into: Codes) -> None:
 
 
 def encode_with_torch(weight: Tensor, into: Codes) -> None:
-    """The same by torch's operators, bit for bit: what the kernel is tested against."""
+    """The same by torch's operators, bit for bit."""
     scales, codes = group_codes(weight.unflatten(1, (-1, GROUP)), into.bits)
     into.blocks[..., :_SCALES] = _tiles(scales).transpose(1, 2).flatten(2).contiguous().view(torch.uint8)
     halves = codes.unflatten(2, (2, -1, 4))  # [outputs, groups, half, 8, 4]

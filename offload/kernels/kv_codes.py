@@ -13,16 +13,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from offload.kernels.codes import group_codes
 from offload.kernels.gpu import GpuKernels
 from offload.kernels.native import Kernels
 from offload.kernels.native.interface import DTYPES, Encoding
-from offload.plan.sizing import KV_CODE_GROUP, KV_CODE_LANES, KV_VALUE_GROUP, kv_code_bytes
+from offload.plan.sizing import KV_CODE_GROUP, KV_VALUE_GROUP, kv_code_bytes
 
 GROUP, CHANNELS = KV_CODE_GROUP, KV_VALUE_GROUP
-_HALF = GROUP // 2
 
 Order = Literal["lanes", "matrices"]
 
@@ -51,36 +48,6 @@ class KVCodes:
     def groups(self, start: int, stop: int) -> KVCodes:
         """Those numbers `start` to `stop`."""
         return replace(self, blocks=self.blocks[:, :, start:stop])
-
-    def rows(self, dtype: torch.dtype) -> Tensor:
-        """The numbers that the codes stand for, computed in fp32 and rounded to `dtype` -> [L, 2, H_kv, tokens, D]."""
-        return self.middles()[1].to(dtype)
-
-    def middles(self) -> tuple[Tensor, Tensor]:
-        """Of each number the step, and the number that its code stands for: fp32 [L, 2, H_kv, tokens, D] both."""
-        parts = [part.contiguous() for part in self.blocks.split(self._sizes, 3)]
-        scales = [_scales(parts[0], 1), [x.repeat_interleave(CHANNELS, 3) for x in _scales(parts[2], GROUP)]]
-        steps, exact = list[Tensor](), list[Tensor]()
-        for units, codes in zip(scales, self._codes(parts[1], parts[3]), strict=True):
-            step, low = (each[..., : codes.shape[3], :] for each in units)
-            middle = low + step * codes
-            for found, each in ((steps, step.expand_as(middle)), (exact, middle)):
-                found.append(each.transpose(3, 4)[..., : self.head_dim].flatten(2, 3))
-        return torch.stack(steps, 1), torch.stack(exact, 1)
-
-    def _codes(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """One a byte, [L, H, groups, channels, GROUP], of keys and of values."""
-        if self.order == "matrices":
-            keys = _halves(keys.unflatten(3, (_HALF, -1)), 3).transpose(3, 4)
-            return keys, _halves(values.unflatten(3, (-1, _HALF)), 4)
-        keys = _halves(keys.unflatten(3, (-1, GROUP, 4)).transpose(4, 5).flatten(3, 4), 3)
-        return keys, _halves(values.unflatten(3, (_HALF // 4, -1, 4)).transpose(3, 4).flatten(4, 5), 4)
-
-    @property
-    def _sizes(self) -> list[int]:
-        """Bytes of the parts of a block."""
-        dim, lanes = self.head_dim, -(-self.head_dim // KV_CODE_LANES) * KV_CODE_LANES
-        return [4 * dim, _HALF * dim, 4 * GROUP * -(-dim // CHANNELS), _HALF * lanes]
 
 
 def order_for(kernels: Kernels | GpuKernels) -> Order:
@@ -111,40 +78,3 @@ def encode(rows: Tensor, into: KVCodes, kernels: Kernels | GpuKernels, wanted: T
     )  # fmt: skip
     kernels.library.encode_kv(DTYPES[rows.dtype], ctypes.byref(encoding), torch.get_num_threads())
     return None
-
-
-def encode_with_torch(rows: Tensor, into: KVCodes) -> None:
-    """The same by torch's operators, bit for bit, in either order: what the CPU's kernel is tested against."""
-    keys, values = rows.unflatten(3, (-1, GROUP)).unbind(1)  # [L, H, groups, GROUP, D]
-    key_scales, keys = group_codes(keys.transpose(3, 4))  # [L, H, groups, D, 2], [..., D, GROUP]
-    dim = rows.shape[4]
-    missing = -dim % CHANNELS
-    values = torch.cat([values, values[..., -(dim % CHANNELS) :][..., :1].expand(*values.shape[:-1], missing)], 4)
-    value_scales, values = group_codes(values.unflatten(4, (-1, CHANNELS)).transpose(3, 4))
-    values = values.transpose(3, 4).flatten(4)[..., :dim]  # [..., GROUP, D]
-    if into.order == "matrices":
-        assert dim % KV_CODE_LANES == 0
-        keys = keys.transpose(3, 4).unflatten(3, (2, _HALF))
-        values = values.unflatten(3, (2, _HALF)).transpose(4, 5)
-    else:
-        values = pad(values, (0, -dim % KV_CODE_LANES)).unflatten(3, (2, _HALF // 4, 4)).movedim(5, 6)
-        keys = keys.unflatten(3, (2, -1, 4)).movedim(5, 6)
-    parts = [
-        key_scales.view(torch.uint8),
-        keys.select(3, 0) | keys.select(3, 1) << 4,
-        value_scales.view(torch.uint8),
-        values.select(3, 0) | values.select(3, 1) << 4,
-    ]
-    into.blocks.copy_(torch.cat([part.flatten(3) for part in parts], 3))
-
-
-def _scales(part: Tensor, repeated: int) -> tuple[Tensor, Tensor]:
-    """Step and low, fp32 [L, H, groups, number, 1 or GROUP]."""
-    units = part.view(torch.bfloat16).float()
-    step, low = units.unflatten(3, (-1, repeated, 2)).unbind(5)
-    return step, low
-
-
-def _halves(codes: Tensor, dim: int) -> Tensor:
-    """Codes of the low halves of bytes, then of the high ones, along `dim`."""
-    return torch.cat([codes & 15, codes >> 4], dim)

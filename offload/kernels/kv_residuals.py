@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from offload.kernels.gpu import GpuKernels
-from offload.kernels.intervals import HEAD_BYTES, Intervals, join, split
-from offload.kernels.kv_codes import GROUP, KVCodes, Order
+from offload.kernels.kv_codes import GROUP, Order
 from offload.kernels.native import Kernels
 from offload.kernels.native.interface import PageShape as Struct
 from offload.kernels.packing import RESIDUAL
+from offload.kernels.residuals import HEAD_BYTES
 
 KEYS, VALUES = 0, 1
 _ORDERS: dict[Order, int] = {"lanes": 0, "matrices": 1}
@@ -103,35 +102,6 @@ def restore_tile(
     parts = [slot.data_ptr() + starts[kinds, pages], to, at_codes, codes.stride(0) * same, kinds, 0 * same]
     restore(torch.stack([*parts, shape.num_groups * same], 1), shape, "lanes", kernels)
     return None
-
-
-def split_off_with_torch(block: Tensor, codes: KVCodes, kind: int) -> Tensor | None:
-    """bf16 [H_kv, S, D] and the codes of that page, of one layer -> uint8 [bytes], bit for bit what the kernel writes;
-    None where it writes none, or more than the block has."""
-    parts = split(block.reshape(-1, GROUP * codes.head_dim), _intervals(codes, kind))
-    if parts is None:
-        return None
-    heads = pad(parts.counts.cumsum(0), (0, 0, 1, 0)).int()
-    content = torch.cat([parts.low.flatten(), heads.view(torch.uint8).flatten(), parts.fours, parts.escapes])
-    content = pad(content, (0, -len(content) % 16))
-    return content if len(content) <= 2 * block.numel() else None
-
-
-def restore_with_torch(content: Tensor, codes: KVCodes, kind: int) -> Tensor:
-    """The same as `restore` of all groups, into a new block [H_kv, S, D]. content: uint8, what was split off, and
-    perhaps more behind it."""
-    _, num_kv_heads, groups_of_head, _ = codes.blocks.shape
-    shape = PageShape(num_kv_heads, groups_of_head * GROUP, codes.head_dim)
-    low, heads = content[: shape.numbers], content[shape.numbers : shape.fours].clone().view(torch.int32).view(-1, 2)
-    places = heads[:-1], shape.fours, shape.fours + int(heads[-1, 0])
-    groups = join(content, low.view(shape.num_groups, -1), *places, _intervals(codes, kind))
-    return groups.view(num_kv_heads, -1, codes.head_dim)
-
-
-def _intervals(codes: KVCodes, kind: int) -> Intervals:
-    """By group, of one layer's keys or values."""
-    step, middle = (x[0, kind].reshape(-1, GROUP * codes.head_dim) for x in codes.middles())
-    return Intervals.of(step, middle)
 
 
 def _struct(shape: PageShape) -> Struct:

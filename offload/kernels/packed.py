@@ -90,24 +90,6 @@ def unpack_tile(
     return None
 
 
-def pack_with_torch(numbers: Tensor, packing: Packing) -> Tensor | None:
-    """bf16 [numbers] -> uint8 [nbytes], bit for bit what the kernel makes of them; None where it leaves them."""
-    bits = numbers.view(torch.int16).int().view(-1, packing.group) & 0xFFFF
-    exponents, low = bits >> 7 & 255, bits >> 8 & 128 | bits & 127
-    largest = exponents.amax(1, keepdim=True)
-    distances = (largest - exponents).clamp(max=ESCAPE)
-    escaped = distances == ESCAPE
-    counts = escaped.sum(1)
-    if counts.sum() > packing.room:
-        return None
-    first, second = distances.view(len(bits), 2, -1).unbind(1)
-    heads = (largest[:, 0] | (counts.cumsum(0) - counts) << 8).int()
-    escapes = torch.zeros(packing.room, dtype=torch.uint8)
-    escapes[: counts.sum()] = exponents[escaped].to(torch.uint8)
-    parts = low.to(torch.uint8).flatten(), (first | second << 4).to(torch.uint8).flatten(), heads.view(torch.uint8)
-    return torch.cat([*parts, escapes])
-
-
 def unpack_with_torch(block: Tensor, packing: Packing) -> Tensor:
     """uint8 [nbytes] -> bf16 [numbers], bit for bit what the kernel makes of it, if `check` finds nothing."""
     low, coded = block[: packing.numbers], block[packing.numbers : packing.heads].view(packing.num_groups, -1)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import linear
 
 from offload.kernels.codes import TILE, Codes
 from offload.kernels.native import Kernels
@@ -50,20 +50,6 @@ class Step:
     norm: Tensor | None = None
     ending: Ending = "write"
     epsilon: float = 0.0
-
-    def with_torch(self, num_rows: int) -> None:
-        """The same by torch's operators: what the kernel is tested against. Codes: with rows as they are."""
-        x, out = self.x[:num_rows], self.out[:num_rows]
-        normed = x if self.norm is None else rms_norm(x, self.norm.shape, self.norm, self.epsilon)
-        weight = self.weight.matrix(x.dtype) if isinstance(self.weight, Codes) else self.weight
-        width = out.shape[1] * (2 if self.ending == "gate" else 1)
-        y = linear(normed, weight[:width], self.bias)
-        if self.ending == "add":
-            y += out
-        if self.ending == "gate":
-            gate, up = y.chunk(2, -1)
-            y = silu(gate) * up
-        out.copy_(y)
 
 
 class Steps:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from offload.kernels.codes import GROUP, TILE, Codes
 from offload.kernels.gpu import GpuKernels
-from offload.kernels.intervals import HEAD_BYTES, Intervals, join, split
 from offload.kernels.native import Kernels
 from offload.kernels.native.interface import Residual as Struct
+
+HEAD_BYTES = 8  # of a group: where its 4 bits begin, and its escapes
 
 
 @dataclass(frozen=True)
@@ -61,39 +61,8 @@ def restore(content: Tensor, escapes: int, codes: Codes, out: Tensor, kernels: K
     return None
 
 
-def split_off_with_torch(weight: Tensor, codes: Codes) -> Residual | None:
-    """The same as `split_off`, bit for bit, by torch's operators."""
-    parts = split(_by_group(weight), _intervals(codes))
-    if parts is None:
-        return None
-    heads, escapes, size = _places(parts.counts)
-    content = torch.cat([parts.low.flatten(), heads.view(torch.uint8).flatten(), parts.fours, parts.escapes])
-    return Residual(pad(content, (0, size - len(content))), escapes)
-
-
-def restore_with_torch(content: Tensor, escapes: int, codes: Codes) -> Tensor:
-    """The same as `restore`, into a new matrix."""
-    outputs, inputs = codes.shape
-    numbers, first = outputs * inputs, outputs * inputs + HEAD_BYTES * _num_groups(codes)
-    low, heads = content[:numbers].view(-1, TILE * GROUP), content[numbers:first].clone().view(torch.int32).view(-1, 2)
-    groups = join(content, low, heads, first, escapes, _intervals(codes))
-    return groups.view(outputs // TILE, inputs // GROUP, TILE, GROUP).transpose(1, 2).reshape(outputs, inputs)
-
-
-def _intervals(codes: Codes) -> Intervals:
-    """By group."""
-    step, middle = codes.middles()
-    return Intervals.of(_by_group(step), _by_group(middle))
-
-
 def _num_groups(codes: Codes) -> int:
     return codes.blocks.shape[0] * codes.blocks.shape[1]
-
-
-def _by_group(matrix: Tensor) -> Tensor:
-    """[outputs, inputs] -> [groups, TILE * GROUP], group after group of a tile's outputs."""
-    tiles, groups = matrix.shape[0] // TILE, matrix.shape[1] // GROUP
-    return matrix.view(tiles, TILE, groups, GROUP).transpose(1, 2).reshape(tiles * groups, TILE * GROUP)
 
 
 def _places(counts: Tensor) -> tuple[Tensor, int, int]:

@@ -53,7 +53,6 @@ class RetrievalCache:
         self._tail_start = self._chosen.leading
         self._exact = 0  # tokens up to here are the full cache's, not drafted
         self.length = 0
-        self._num_fetched = torch.zeros((), dtype=torch.long, device=full.device)
         self._taken = [0] * full.num_layers
 
     def start_over(self, selector: Selector, *, budget: int, chunk: int) -> None:
@@ -68,11 +67,6 @@ class RetrievalCache:
     def num_chunks(self) -> int:
         """Chunks before the tail: the last choice was made among these, but for those that are held anyway."""
         return self._tail_start // self.chunk
-
-    @property
-    def num_fetched(self) -> int:
-        """Chunks that crossed from the full cache, of all layers and heads. On a GPU the host waits for this."""
-        return int(self._num_fetched)
 
     def begin(self, phase: Phase, num_rows: int) -> None:
         self._taken = [0] * self.full.num_layers
@@ -165,8 +159,6 @@ class RetrievalCache:
         at = self._chosen.tail_at(0 if chunks is None else chunks.shape[-1])
         self._chosen.fill(Tail(self._tail_start, self._tail_start, length, at), wanted)
         self.chunks = chunks
-        if wanted is not None:
-            self._num_fetched = self._num_fetched + (wanted >= 0).sum()
         self.length = self._exact = length
 
     @property

@@ -19,8 +19,8 @@ from offload.cache.full import FullCache
 from offload.errors import DoesNotFit
 from offload.kernels.products import Steps
 from offload.model.level import Level
-from offload.plan.expectations import LLAMA31_8B
 from offload.plan.hardware import probe
+from offload.plan.what_if import LLAMA31_8B
 from offload.transfer import homes
 from offload.transfer.link import PacedLink
 from offload.worker import pass_timer

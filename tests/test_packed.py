@@ -23,10 +23,10 @@ from offload.kernels.native import Kernels
 from offload.kernels.packed import check, pack, pack_with_torch, unpack, unpack_tile, unpack_with_torch
 from offload.kernels.packing import RESIDUAL, Packing
 from offload.kernels.rows import Blocks
-from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 from offload.plan.hardware import Hardware
 from offload.plan.planner import Options, Plan, make_plan
 from offload.plan.rates import RTX_4090
+from offload.plan.what_if import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 from offload.transfer.link import Link, PacedLink
 from offload.transfer.memory import Memory
 from processor import best, built, on_this_machine

@@ -59,9 +59,9 @@ from offload.bench.trial import milliseconds_after_first
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import load_tokenizer
 from offload.errors import TriforceError
+from offload.files import user_folder
 from offload.metrics import Spread
 from offload.plan.config import ModelConfig
-from offload.plan.files import user_folder
 
 GREEDY = SamplingParams(temperature=0.0)
 PLAIN, TRANSFORMERS = "ours, plain", "transformers"

@@ -13,9 +13,9 @@ import typer
 from hypothesis import HealthCheck, settings
 
 from offload.hub.names import FOLDER_VARIABLE as MODELS_VARIABLE
-from offload.plan.busy import OtherPrograms
 from offload.plan.rates import FOLDER_VARIABLE
 from triforce_cli import configuration
+from triforce_cli.busy import OtherPrograms
 
 FEW = 20  # cases of a matrix, a test that is parametrized more than once, without --deep
 Values = tuple[tuple[str, int], ...]

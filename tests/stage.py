@@ -141,10 +141,10 @@ def _fix_the_machine() -> None:
     at it."""
     from offload.bench import diagnosis, environment
     from offload.engine import engine
-    from offload.plan import busy, hardware, nvml, request
+    from offload.plan import hardware, machine, request
     from offload.session import store
     from test_doctor import LAPTOP
-    from triforce_cli import choice, deadline, progress
+    from triforce_cli import busy, choice, deadline, progress
     from triforce_cli.chat import background
     from triforce_cli.commands import models, sessions
 
@@ -170,7 +170,7 @@ def _fix_the_machine() -> None:
     for name in ("demo-target", "demo-draft"):
         os.symlink(Path(choice.__file__).parent / "models" / name, name)
     diagnosis.software = lambda: LAPTOP.software
-    nvml.driver = lambda: None
+    machine.driver = lambda: None
     environment.look = lambda: LAPTOP.machine
     environment.platform = SimpleNamespace(python_version=lambda: "3.12.1")
     environment.torch = SimpleNamespace(

@@ -19,7 +19,9 @@ STOREYS = (
     *("ground", "plan", "kernels", "transfer", "weights", "pages", "kv", "model", "decode", "session"),
     *("worker", "ranks", "engine", "bench", "hub"),
 )
-GROUND = tuple(f"offload.{name}" for name in ("errors", "metrics", "progress", "seeds", "strict_json", "units"))
+GROUND = tuple(
+    f"offload.{name}" for name in ("errors", "files", "metrics", "progress", "seeds", "strict_json", "units")
+)
 CLI_MAY_IMPORT = (
     *("offload.engine", "offload.ranks.follower", "offload.plan", "offload.session", "offload.bench"),
     "offload.hub",

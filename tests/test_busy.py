@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from models import random_model, save
-from offload.plan import busy
-from offload.plan.busy import OtherPrograms
+from triforce_cli import busy
+from triforce_cli.busy import OtherPrograms
 
 SHARE = OtherPrograms.share  # as it is; within other tests nobody else computes
 

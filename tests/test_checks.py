@@ -19,8 +19,8 @@ from offload.kernels.products import Steps
 from offload.kv.full import FullCache
 from offload.model.level import Level
 from offload.pages import mover
-from offload.plan.expectations import LLAMA31_8B
 from offload.plan.hardware import probe
+from offload.plan.what_if import LLAMA31_8B
 from offload.transfer.link import PacedLink
 from offload.weights import homes
 from offload.worker import pass_timer

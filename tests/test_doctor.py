@@ -23,12 +23,11 @@ from offload.bench.checks import Check
 from offload.bench.diagnosis import Diagnosis, Gpu, GpuRates, LinkRates, Processor, Record, Software
 from offload.kernels import native
 from offload.plan import hardware as probing
-from offload.plan import machine, nvml
-from offload.plan.expectations import CONTEXTS, MODELS, Expectation, expectations
+from offload.plan import machine
 from offload.plan.hardware import RTX_4090, TWO_CORES, Hardware, Rates, probe, rates_key
-from offload.plan.machine import KERNELS, Machine, machine_name
-from offload.plan.nvml import Driver, Pcie
+from offload.plan.machine import KERNELS, Driver, Machine, Pcie, machine_name
 from offload.plan.rates import FOLDER_VARIABLE, load_rates, rates_file, save_rates, typical
+from offload.plan.what_if import CONTEXTS, MODELS, Expectation, expectations
 from offload.transfer.link import PacedLink
 from triforce_cli.app import main
 from triforce_cli.choice import embedded_model
@@ -392,15 +391,15 @@ class TestDriver:
 
     def test_tells_its_version_and_gpus(self, use):
         use(fake_nvml(**GPUS))
-        assert nvml.driver() == Driver("570.86", "12.8", ("RTX", "RTX"))
+        assert machine.driver() == Driver("570.86", "12.8", ("RTX", "RTX"))
 
     def test_and_the_kernel_tell_what_the_link_is_and_what_the_gpu_could_do(self, use, tmp_path):
         use(fake_nvml(**GPUS))
         folder = "sys__bus__pci__devices__0000:41:00.0__"
         written(tmp_path, **{folder + "max_link_width": "16\n", folder + "numa_node": "1\n"})
-        assert nvml.pcie("ab-cd", tmp_path) == Pcie("0000:41:00.0", 3, 8, 5, 16, 1, 4)
+        assert machine.pcie("ab-cd", tmp_path) == Pcie("0000:41:00.0", 3, 8, 5, 16, 1, 4)
         written(tmp_path, **{folder + "max_link_width": "255\n", folder + "numa_node": "-1\n"})
-        assert nvml.pcie("ab-cd", tmp_path) == Pcie("0000:41:00.0", 3, 8, 5, 8, None, 4)
+        assert machine.pcie("ab-cd", tmp_path) == Pcie("0000:41:00.0", 3, 8, 5, 8, None, 4)
 
     def test_tells_what_an_idle_link_will_carry(self):
         """An idle GPU slows its link down; while bytes cross it, it is as fast as GPU and slot together."""
@@ -412,21 +411,21 @@ class TestDriver:
 
     def test_tells_the_free_memory_of_a_gpu(self, use):
         use(fake_nvml(**GPUS))
-        assert nvml.free_bytes("ab-cd") == 20 * GIB
+        assert machine.free_gpu_bytes("ab-cd") == 20 * GIB
         use(fake_nvml(nvmlInit=None, nvmlShutdown=None))
-        assert nvml.free_bytes("ab-cd") is None
+        assert machine.free_gpu_bytes("ab-cd") is None
 
     def test_that_does_not_answer_is_unknown(self, use, tmp_path):
         use(fake_nvml())
-        assert nvml.driver() is None
-        assert nvml.pcie("ab-cd") is None
-        assert nvml.free_bytes("ab-cd") is None
+        assert machine.driver() is None
+        assert machine.pcie("ab-cd") is None
+        assert machine.free_gpu_bytes("ab-cd") is None
         use(fake_nvml(**{name: answer for name, answer in GPUS.items() if "LinkWidth" not in name}))
-        assert nvml.pcie("ab-cd", tmp_path) is None
+        assert machine.pcie("ab-cd", tmp_path) is None
 
     @WITHOUT_GPU
     def test_that_is_not_there_is_none(self):
-        assert nvml.pcie("ab-cd") is None
+        assert machine.pcie("ab-cd") is None
 
 
 def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int, free: Callable[[int], int] = lambda _: 23 * GIB) -> None:

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from offload.errors import RankFailed
-from offload.plan.torchrun import Launched
+from offload.plan.hardware import Launched
 from offload.ranks import door as doors
 from offload.ranks import rendezvous
 from offload.ranks.channel import Channel

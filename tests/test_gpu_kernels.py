@@ -42,7 +42,7 @@ from offload.kernels.gpu.packed import warps as warps_of  # noqa: E402
 from offload.kernels.gpu.tiling import ROWS, SPAN, STAGES, Tiling  # noqa: E402
 from offload.kernels.native import VARIABLE  # noqa: E402
 from offload.kernels.packing import Packing  # noqa: E402
-from offload.plan.expectations import LLAMA2_7B  # noqa: E402
+from offload.plan.what_if import LLAMA2_7B  # noqa: E402
 
 CUDA = torch.device("cuda:0")
 ROOT = Path(__file__).resolve().parents[1]

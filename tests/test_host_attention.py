@@ -32,10 +32,10 @@ from offload.metrics import HostStats
 from offload.pages.access import StreamedTiles
 from offload.pages.tiles import TileShape, TileStore
 from offload.plan.config import ModelConfig
-from offload.plan.expectations import LLAMA2_7B as LLAMA_7B
 from offload.plan.hardware import Hardware
 from offload.plan.options import Options
 from offload.plan.planner import Plan
+from offload.plan.what_if import LLAMA2_7B as LLAMA_7B
 from offload.transfer.link import Link, PacedLink
 from offload.transfer.memory import Memory
 from offload.transfer.pace import HostReads

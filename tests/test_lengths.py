@@ -21,7 +21,7 @@ from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.decode.speculation import Draft, ModelProposer, Speculator
 from offload.decode.verify import Verdict
 from offload.metrics import LevelStats
-from offload.plan import expectations
+from offload.plan import what_if
 from offload.plan.planner import Options, Plan, make_plan
 
 ANY, NONE = Offer(), Offer(0)
@@ -392,7 +392,7 @@ def test_no_more_is_asked_for_than_may_be_drafted() -> None:
 
 def planned(**options: Any) -> Plan:
     request = {"num_prompt_tokens": 30_000, "max_tokens": 100}
-    return make_plan(expectations.LLAMA2_7B, expectations.LLAMA_68M, Options(**options), CPU, **request)
+    return make_plan(what_if.LLAMA2_7B, what_if.LLAMA_68M, Options(**options), CPU, **request)
 
 
 def built(plan: Plan, *, seed: int | None = 0, block: int | None = None, ready: bool = True) -> Speculator:

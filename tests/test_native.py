@@ -21,7 +21,7 @@ from offload.errors import UsageError
 from offload.kernels import native
 from offload.kernels.native import Kernels, instruction_sets, load
 from offload.kernels.products import Step, Steps, room_to_widen
-from offload.plan.expectations import LLAMA2_7B
+from offload.plan.what_if import LLAMA2_7B
 from processor import SETS, best, built, on_this_machine
 
 ROOT = Path(__file__).resolve().parents[1]

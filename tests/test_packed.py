@@ -24,10 +24,10 @@ from offload.kernels.packing import RESIDUAL, Packing
 from offload.kernels.rows import Blocks
 from offload.kv.full import FullCache
 from offload.pages.tiles import TileShape
-from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 from offload.plan.hardware import Hardware
 from offload.plan.planner import Options, Plan, make_plan
 from offload.plan.rates import RTX_4090
+from offload.plan.what_if import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 from offload.transfer.link import Link, PacedLink
 from offload.transfer.memory import Memory
 from oracles import pack_with_torch

@@ -21,7 +21,7 @@ from offload.engine.sequences import Sequences
 from offload.kernels import native
 from offload.kernels.spans import SpanAttention
 from offload.model.decoder import Decoder
-from offload.plan import choice, hardware, link_bits
+from offload.plan import bits, choice, hardware
 from offload.progress import ignore
 from offload.session.identity import Identity
 from offload.session.store import Store
@@ -280,7 +280,7 @@ def test_the_tests_for_a_gpu_pass_on_paper(test: Callable[[], None], monkeypatch
     # quantised_interpreted.py and packed_interpreted.py.
     monkeypatch.setattr(hardware, "_has_kernels", lambda new_enough: new_enough)
     monkeypatch.setattr(choice, "cache_problem", lambda sizing: "on paper")
-    monkeypatch.setattr(link_bits, "_problem", lambda sizing: "on paper")
+    monkeypatch.setattr(bits, "_packing_problem", lambda sizing: "on paper")
     with on_paper() as gpu:
         test()
     assert gpu.problems == []

@@ -16,7 +16,6 @@ from offload.plan.choice import WORTH_TRYING
 from offload.plan.composition import PLAIN, Composition
 from offload.plan.config import ModelConfig
 from offload.plan.cost import Cost
-from offload.plan.expectations import LLAMA2_7B as LLAMA_7B
 from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.pass_times import ROWS, Times
 from offload.plan.placement import Placement, place, shortage
@@ -25,7 +24,8 @@ from offload.plan.prediction import Prediction
 from offload.plan.request import Request
 from offload.plan.sizing import CACHED_SHARE, Sizing
 from offload.plan.sum_costs import NCCL, NETWORK, SHARED, SumCosts
-from offload.plan.whatif import remedies
+from offload.plan.what_if import LLAMA2_7B as LLAMA_7B
+from offload.plan.what_if import remedies
 
 GIB = 2**30
 CPU = Hardware("cpu", "CPU", 64 * GIB, 64 * GIB, True)

@@ -28,12 +28,12 @@ from offload.pages.raw import PURPOSE
 from offload.pages.tiles import TileShape
 from offload.pages.traffic import Traffic
 from offload.plan.config import ModelConfig
-from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 from offload.plan.options import PAGE_TOKENS
 from offload.plan.placement import with_host_tiles
 from offload.plan.planner import Options, make_plan
 from offload.plan.shards import Shard
 from offload.plan.sizing import Sizing
+from offload.plan.what_if import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 from offload.transfer.memory import Memory
 from offload.worker.models import _host_blocks
 from processor import best

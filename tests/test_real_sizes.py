@@ -14,10 +14,10 @@ import pytest
 from offload.kernels.kv_codes import GROUP
 from offload.kv.quantised import QuantisedCache
 from offload.plan.config import ModelConfig
-from offload.plan.expectations import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 from offload.plan.options import Options
 from offload.plan.planner import make_plan
 from offload.plan.sizing import KV_TAIL
+from offload.plan.what_if import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 
 pytest.importorskip("triton")
 

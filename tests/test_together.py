@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from offload.errors import DoesNotFit
-from offload.plan import together
-from offload.plan.together import MOST, _Found, _problems, plan_together
+from offload.plan import batching
+from offload.plan.batching import MOST, _Found, _problems, plan_together
 
 Asking = Callable[[int | None, int], int]
 
@@ -46,7 +46,7 @@ def asking(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asking]:
             planned = Planned(Asked(number))
             return _Found(planned, rates[number], (problems or {}).get(number, ""))  # type: ignore[arg-type]
 
-        monkeypatch.setattr(together, "_found", found)
+        monkeypatch.setattr(batching, "_found", found)
         return lambda asked, most: plan_together(None, None, None, asked, most=most).request.num_sequences  # type: ignore[arg-type]
 
     return made
@@ -80,10 +80,10 @@ def test_what_does_not_fit_is_passed_over_or_refused_with_the_number_that_does(a
 def test_turns_have_to_promise_as_much_more(monkeypatch: pytest.MonkeyPatch, seconds: float, turns: bool) -> None:
     """Of a second a token without them."""
     in_turns = SimpleNamespace(per_token=seconds, cost=SimpleNamespace(placement="in turns"))
-    monkeypatch.setattr(together, "_placed", lambda *_: SimpleNamespace(per_token=1.0, placement="together"))
-    monkeypatch.setattr(together, "_best_turns", lambda *_: in_turns)
-    monkeypatch.setattr(together, "_problems", lambda *_: iter(()))
-    found = together._found(Planned(Asked()), Sized(), None, 4)  # type: ignore[arg-type]
+    monkeypatch.setattr(batching, "_placed", lambda *_: SimpleNamespace(per_token=1.0, placement="together"))
+    monkeypatch.setattr(batching, "_best_turns", lambda *_: in_turns)
+    monkeypatch.setattr(batching, "_problems", lambda *_: iter(()))
+    found = batching._found(Planned(Asked()), Sized(), None, 4)  # type: ignore[arg-type]
     assert found.plan.request == Asked(4, turns)  # type: ignore[comparison-overlap]
     assert found.plan.placement == ("in turns" if turns else "together")  # type: ignore[comparison-overlap]
     assert found.rate == pytest.approx(4 / (seconds if turns else 1.0))
@@ -102,7 +102,7 @@ def test_turns_have_to_promise_as_much_more(monkeypatch: pytest.MonkeyPatch, sec
 def test_beside_a_gpu_a_text_does_not_depend_on_the_tiles_that_the_host_attends_to(
     monkeypatch: pytest.MonkeyPatch, is_cpu: bool, number: int, host_tiles: tuple[int, int], problem: str
 ) -> None:
-    monkeypatch.setattr(together, "shortage", lambda sizing, placement: None)
+    monkeypatch.setattr(batching, "shortage", lambda sizing, placement: None)
     alone, all_of_them = (
         SimpleNamespace(placement=SimpleNamespace(host_tiles=each, offload=("kv",))) for each in host_tiles
     )
@@ -118,7 +118,7 @@ def test_beside_a_gpu_a_text_does_not_depend_on_the_tiles_that_the_host_attends_
 def test_no_cache_crosses_a_link_in_passes_that_propose(
     monkeypatch: pytest.MonkeyPatch, inner: str | None, keeps_copies: bool, offload: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(together, "shortage", lambda sizing, placement: None)
+    monkeypatch.setattr(batching, "shortage", lambda sizing, placement: None)
     placement = SimpleNamespace(host_tiles=0, offload=offload)
     sizing = SimpleNamespace(hardware=SimpleNamespace(is_cpu=True), num_sequences=2)
     cost = SimpleNamespace(

@@ -7,15 +7,14 @@ from math import ceil
 
 import pytest
 
+from offload.plan.batching import Turns, plan_together
 from offload.plan.config import ModelConfig
 from offload.plan.cost import Cost
-from offload.plan.expectations import LLAMA2_7B
 from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.planner import Options, Plan
 from offload.plan.request import Request
 from offload.plan.sizing import Sizing
-from offload.plan.together import plan_together
-from offload.plan.turns import Turns
+from offload.plan.what_if import LLAMA2_7B
 from test_planner import CPU, DEMO, DRAFT
 
 GPU = Hardware("cuda:0", "a GPU", 23 * 10**9, 128 * 10**9, True, rates=RTX_4090)

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from offload.plan.torchrun import Launched
+from offload.plan.hardware import Launched
 from triforce_cli import __version__, log
 from triforce_cli.commands import Command
 from triforce_cli.commands import version as version_command

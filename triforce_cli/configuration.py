@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import UsageError
-from offload.plan.files import user_folder
+from offload.files import user_folder
 from triforce_cli import tree
 from triforce_cli.prompt import user_path
 

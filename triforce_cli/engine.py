@@ -43,7 +43,7 @@ def prepare(
     output.note(models.note)
     output.wait("starting")
     with deferred():
-        from offload.plan.busy import BUSY_SHARE, OtherPrograms
+        from triforce_cli.busy import BUSY_SHARE, OtherPrograms
 
         others = OtherPrograms()  # while torch is imported and the first passes are timed
         from offload.engine.engine import kernels_problem, load_tokenizer, prefill_problem, timed

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from offload.errors import UsageError
-from offload.plan.files import expanded
+from offload.files import expanded
 
 STDIN = Path("-")
 UTF8_BOM = b"\xef\xbb\xbf"

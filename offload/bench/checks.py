@@ -29,10 +29,10 @@ from offload.kernels.rope import rotate
 from offload.kernels.rows import Blocks
 from offload.model.loading import DTYPES
 from offload.plan.config import ModelConfig
-from offload.plan.expectations import LLAMA2_13B, LLAMA31_8B
 from offload.plan.hardware import Hardware
 from offload.plan.options import PAGE_TOKENS
 from offload.plan.planner import Options, Plan, make_plan
+from offload.plan.what_if import LLAMA2_13B, LLAMA31_8B
 from offload.transfer.link import make_link
 from offload.transfer.memory import Memory
 from offload.weights.homes import HomeMaker

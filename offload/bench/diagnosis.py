@@ -18,10 +18,9 @@ from offload.errors import TriforceError
 from offload.kernels import native
 from offload.kernels.gpu import gpu_kernels
 from offload.kernels.gpu.flash import flash
-from offload.plan import machine, nvml
+from offload.plan import machine
 from offload.plan.hardware import Hardware, Rates, probe, rates_key
-from offload.plan.machine import Machine
-from offload.plan.nvml import Driver, Pcie
+from offload.plan.machine import Driver, Machine, Pcie
 from offload.plan.rates import rates_file, save_rates
 from offload.transfer.link import make_link
 
@@ -144,7 +143,7 @@ class Record:
 def diagnose(on_step: OnStep) -> Diagnosis:
     """Look and measure, a few seconds long. `on_step` hears what comes next."""
     on_step("looking at the machine")
-    host, driver = machine.look(), nvml.driver()
+    host, driver = machine.look(), machine.driver()
     copy_bytes = min(COPY_BYTES, host.host_free_bytes // SHARE // max(torch.cuda.device_count(), 4))
     processor = _processor(min(READ_BYTES, host.host_free_bytes // SHARE), copy_bytes, on_step)
     gpus = []
@@ -242,7 +241,7 @@ def _device(index: int) -> torch.device:
 def _busy_link(copies: Copies, uuid: str) -> Pcie | None:
     """The link while bytes cross it: an idle GPU slows it down."""
     waits = [copies.to_device() for _ in range(2 * measure.COPIES_PER_RUN)]
-    link = nvml.pcie(uuid)
+    link = machine.pcie(uuid)
     waits[-1]()
     return link
 

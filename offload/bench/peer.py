@@ -23,7 +23,7 @@ from offload.bench.program import Program
 from offload.bench.setting import Setting
 from offload.decode.sampling import SamplingParams
 from offload.errors import TriforceError, UsageError
-from offload.plan.files import expanded, user_folder
+from offload.files import expanded, user_folder
 from offload.plan.rates import FOLDER_VARIABLE
 
 ENVIRONMENT_VARIABLE = "TRIFORCE_LLAMA_CPP"

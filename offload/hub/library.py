@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from offload.errors import ModelError, unreadable
+from offload.files import expanded, write_whole
 from offload.hub.advice import advice
 from offload.hub.names import (
     ALIASES,
@@ -24,7 +25,6 @@ from offload.hub.names import (
 )
 from offload.plan.config import ModelConfig
 from offload.plan.fields import Fields, read_json
-from offload.plan.files import expanded, write_whole
 from offload.plan.hardware import Hardware
 from offload.plan.options import Options
 from offload.plan.request import Request

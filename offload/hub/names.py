@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.errors import UsageError
-from offload.plan.files import user_folder
+from offload.files import user_folder
 
 FOLDER_VARIABLE = "TRIFORCE_MODELS_DIR"
 MAIN = "main"  # the default revision

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.errors import ModelError
+from offload.files import write_whole
 from offload.hub import files as model_files
 from offload.hub import remote
 from offload.hub.disk import check_room
@@ -27,7 +28,6 @@ from offload.hub.names import FOLDER_VARIABLE, model_folder
 from offload.hub.pickles import convert_shard, source_of, weight_map
 from offload.hub.remote import Listing, RemoteFile
 from offload.plan.config import ModelConfig
-from offload.plan.files import write_whole
 from offload.weights.checkpoint import INDEX_FILE, Checkpoint, check_model
 
 Report = Callable[[str, int, int], None]  # stage, bytes done, bytes in all

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from offload.plan.bits import cache_problem, weights_problem
 from offload.plan.composition import Composition, compositions, finer
 from offload.plan.cost import Cost
 from offload.plan.host_share import shared
 from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import place, shortage
-from offload.plan.quantised import cache_problem, weights_problem
 from offload.plan.sizing import CODE_BITS, Sizing
 
 WORTH_TRYING = 1.1  # times the best prediction: no text is like the average one, and no machine

@@ -12,9 +12,9 @@ from functools import cached_property
 from math import inf
 
 from offload.plan.acceptance import DRAFT_ACCEPTANCE, LOOKUP_TOKENS, expected_tokens, own_acceptance
+from offload.plan.bits import CPU_RESTORED
 from offload.plan.composition import Composition
 from offload.plan.gpu_costs import CPU_REFRESH, GATHERED_REFRESH, GPU, GPU_REFRESH, RefreshCosts
-from offload.plan.link_bits import CPU_RESTORED
 from offload.plan.pass_times import UNKNOWN, PassTimes, Times, estimated
 from offload.plan.placement import Placement
 from offload.plan.sizing import CACHED_SHARE, NUM_ROW_SLOTS, PREFILL_BLOCK, Sizing, host_slowdown

@@ -6,15 +6,22 @@ import os
 from dataclasses import dataclass, replace
 
 from offload.errors import UsageError
-from offload.plan import nvml
-from offload.plan.machine import KERNELS, free_host_bytes, has_native_kernels, installed_version, machine_name
+from offload.plan.machine import (
+    KERNELS,
+    free_gpu_bytes,
+    free_host_bytes,
+    has_native_kernels,
+    installed_version,
+    machine_name,
+    pcie,
+)
 from offload.plan.rates import RTX_4090, TWO_CORES, Rates, load_rates, typical
-from offload.plan.torchrun import Launched
 
 __all__ = ["RTX_4090", "TWO_CORES", "Hardware", "Rates", "probe", "rates_key"]
 
 _COPY_SHARE = 25 / 31.5  # of what a PCIe link carries on paper, that copies reach
 _CONTEXT_BYTES = 512 * 2**20  # of a GPU's memory, that CUDA takes for each process
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # its variables
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,31 @@ class Hardware:
         if together is None and number > 1:
             together = self.rates.host_read
         return each if together is None or self.is_cpu else min(each, together / number)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What torchrun says to each process: one rank of `size`, on a machine that has `local_size` of them."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @classmethod
+    def look(cls) -> Launched | None:
+        """None where this process was not started by torchrun. Raises UsageError where its variables say nothing."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return None
+        try:
+            return cls(*(int(os.environ[name]) for name in _TORCHRUN))
+        except (KeyError, ValueError) as error:
+            raise UsageError(f"torchrun's variables are incomplete ({error}); start all ranks by torchrun") from error
+
+    @property
+    def num_hosts(self) -> int:
+        """Machines, which have as many ranks each."""
+        return -(-self.size // self.local_size)
 
 
 def probe(device: str, gpus: int | None = 1) -> Hardware:
@@ -103,7 +135,7 @@ def _gpus(first: int, number: int) -> Hardware:
     names = [f"cuda:{first + position}" for position in range(number)]
     properties = [torch.cuda.get_device_properties(name) for name in names]
     free, _ = torch.cuda.mem_get_info(names[0])
-    others = [nvml.free_bytes(str(gpu.uuid)) for gpu in properties[1:]]
+    others = [free_gpu_bytes(str(gpu.uuid)) for gpu in properties[1:]]
     return Hardware(
         names[0],
         properties[0].name,
@@ -130,7 +162,7 @@ def _gpu_rates(name: str, number: int) -> Rates:
 
     if (measured := load_rates(machine_name(), rates_key(name))) is not None:
         return measured
-    link = nvml.pcie(str(torch.cuda.get_device_properties(name).uuid))
+    link = pcie(str(torch.cuda.get_device_properties(name).uuid))
     rates, rate = typical(number), link and link.busy_bytes_per_second
     return replace(rates, to_device=_COPY_SHARE * rate, to_host=_COPY_SHARE * rate) if rate else rates
 

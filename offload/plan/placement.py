@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from offload.plan.bits import link_bits, weight_link_bits
 from offload.plan.composition import Composition
-from offload.plan.link_bits import link_bits, weight_link_bits
 from offload.plan.options import PAGE_TOKENS
 from offload.plan.sizing import NUM_ROW_SLOTS, NUM_STAGING, PREFILL_BLOCK, Sizing
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
 from offload.errors import DoesNotFit, UsageError
+from offload.plan.bits import check_quantised
 from offload.plan.choice import choose, least_shortage
 from offload.plan.composition import Composition
 from offload.plan.config import ModelConfig
@@ -21,7 +22,6 @@ from offload.plan.options import Options
 from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import Placement, largest
 from offload.plan.prediction import Prediction, predict
-from offload.plan.quantised import check_quantised
 from offload.plan.sizing import Sizing
 
 __all__ = ["Options", "Plan", "PlannedRequest", "has_room", "largest_context", "make_plan"]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import ModelError
+from offload.files import locked, user_folder, write_whole
 from offload.plan.fields import read_json
-from offload.plan.files import locked, user_folder, write_whole
 
 FOLDER_VARIABLE = "TRIFORCE_CACHE_DIR"
 

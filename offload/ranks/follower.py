@@ -20,9 +20,9 @@ import torch
 from offload.errors import TriforceError
 from offload.kernels.rows import Blocks
 from offload.model.level import run_together
+from offload.plan.hardware import Launched
 from offload.plan.planner import Plan
 from offload.plan.shards import Shard
-from offload.plan.torchrun import Launched
 from offload.progress import ignore
 from offload.ranks import rendezvous
 from offload.ranks.all_rows import empty_page, packed_page, unpack_page

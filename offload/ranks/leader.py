@@ -21,9 +21,9 @@ from offload.metrics import RankStats
 from offload.model.decoder import Decoder
 from offload.model.level import Continuation, Level
 from offload.plan.config import ModelConfig
+from offload.plan.hardware import Launched
 from offload.plan.planner import Plan
 from offload.plan.shards import Shard
-from offload.plan.torchrun import Launched
 from offload.progress import OnProgress
 from offload.ranks import rendezvous
 from offload.ranks.all_rows import AllRows

@@ -21,7 +21,7 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from torch.distributed.rendezvous import rendezvous
 
 from offload.errors import RankFailed, UsageError
-from offload.plan.torchrun import Launched
+from offload.plan.hardware import Launched
 from offload.ranks import shared
 from offload.ranks.channel import Channel
 from offload.ranks.door import SECRET_BYTES, Door, knock

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from offload.errors import SessionError, UsageError
-from offload.plan.files import user_folder
+from offload.files import user_folder
 
 FOLDER_VARIABLE = "TRIFORCE_SESSIONS_DIR"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", re.ASCII)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.errors import UsageError
-from offload.plan.files import write_whole
+from offload.files import write_whole
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.dialogue import Dialogue
 from triforce_cli.options import count

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from offload.errors import TriforceError, UsageError
-from offload.plan.files import user_folder
+from offload.files import user_folder
 from triforce_cli import options
 from triforce_cli.choice import Models
 from triforce_cli.engine import prepare

@@ -45,8 +45,8 @@ class Doctor:
                 from offload.bench.checks import check_device
                 from offload.bench.diagnosis import diagnose, remember, usable_hardware
                 from offload.engine.engine import time_again
-                from offload.plan.expectations import expectations
                 from offload.plan.hardware import probe
+                from offload.plan.what_if import expectations
             from triforce_cli.render import doctor as render_doctor
 
             diagnosis = diagnose(output.wait)

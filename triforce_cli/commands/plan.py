@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from offload.plan.options import Options
     from offload.plan.planner import Plan
     from offload.plan.request import Request
-    from offload.plan.whatif import WhatIf
+    from offload.plan.what_if import WhatIf
     from triforce_cli.render.plan import Planned
 
 MACHINE = "Machine (what is not given is taken from here, or assumed with --gpus)"
@@ -138,7 +138,7 @@ class Planning:
                 output.show(render_plan.report(planned, width=output.text_width))
 
     def _planned(self) -> Planned:
-        from offload.plan.whatif import in_16_bits
+        from offload.plan.what_if import in_16_bits
         from triforce_cli.render.plan import Planned
 
         with deferred():
@@ -177,7 +177,7 @@ class Planning:
     def _what_if(self, request: Request, plan: Plan, sizes: Mapping[str, int]) -> WhatIf | None:
         if self.machine.baseline is None:
             return None
-        from offload.plan.whatif import Case, WhatIf
+        from offload.plan.what_if import Case, WhatIf
 
         name, before = self.machine.baseline
         return WhatIf(name, Case.of(self._request(before), sizes), Case(plan, request.longest_context()))
@@ -235,7 +235,7 @@ def plan(
 
 
 def _with_remedies(message: str, request: Request, sizes: Mapping[str, int]) -> str:
-    from offload.plan.whatif import remedies
+    from offload.plan.what_if import remedies
 
     found = remedies(request, **sizes)
     return f"{message}; it would fit with {', or with '.join(found)}" if found else message

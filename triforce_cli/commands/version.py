@@ -18,10 +18,10 @@ class Version:
     def run(self) -> None:
         with Output(quiet=True) as output:
             from offload.bench.diagnosis import software
-            from offload.plan import nvml
+            from offload.plan import machine
             from triforce_cli.render.doctor import software_rows
 
-            found, driver = software(), nvml.driver()
+            found, driver = software(), machine.driver()
             if self.as_json:
                 cuda = None if driver is None else asdict(driver)
                 output.document({"version": __version__} | asdict(found) | {"driver": cuda})

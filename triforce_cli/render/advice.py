@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from offload.plan.busy import BUSY_SHARE
 from offload.units import size
+from triforce_cli.busy import BUSY_SHARE
 from triforce_cli.render.text import gigabytes
 
 if TYPE_CHECKING:
     from offload.bench.diagnosis import Diagnosis, Gpu
-    from offload.plan.nvml import Pcie
+    from offload.plan.machine import Pcie
 
 REAL_SHARE = 0.6  # of what a PCIe link carries on paper, good copies reach more than this
 TOGETHER_SHARE = 0.8  # of the sum of the GPUs alone; less than this, and they share something

@@ -14,9 +14,9 @@ from triforce_cli.render.text import duration, gigabytes, latency, significant
 if TYPE_CHECKING:
     from offload.bench.checks import Check
     from offload.bench.diagnosis import Diagnosis, Gpu, LinkRates, Record, Software
-    from offload.plan.expectations import Expectation
-    from offload.plan.nvml import Driver
+    from offload.plan.machine import Driver
     from offload.plan.planner import Plan
+    from offload.plan.what_if import Expectation
 
 MIN_WIDTH, MAX_WIDTH = 40, 100  # columns
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from offload.plan.planner import Plan
     from offload.plan.prediction import Prediction
     from offload.plan.request import Request
-    from offload.plan.whatif import Case, WhatIf
+    from offload.plan.what_if import Case, WhatIf
 
 _BAR, _BESIDE_BAR = 40, 21  # columns: of the bar, of what stands beside it
 _LEAST_BAR = 10

@@ -37,9 +37,9 @@ from offload.engine.request import GenerationRequest  # noqa: E402
 from offload.metrics import LevelStats, Stats  # noqa: E402
 from offload.plan import request  # noqa: E402
 from offload.plan.composition import Composition  # noqa: E402
+from offload.plan.cost import Prediction  # noqa: E402
 from offload.plan.placement import Placement  # noqa: E402
 from offload.plan.planner import Options, Plan, PlannedRequest  # noqa: E402
-from offload.plan.prediction import Prediction  # noqa: E402
 from offload.progress import Progress  # noqa: E402
 from triforce_cli.busy import OtherPrograms  # noqa: E402
 from triforce_cli.deadline import Deadline  # noqa: E402

@@ -10,20 +10,20 @@ import pytest
 
 from models import PASS_TIMES
 from offload.errors import DoesNotFit, UsageError
-from offload.plan import cost
-from offload.plan.acceptance import LOOKUP_TOKENS
+from offload.plan import cost_gpu
 from offload.plan.choice import WORTH_TRYING
 from offload.plan.composition import PLAIN, Composition
 from offload.plan.config import ModelConfig
-from offload.plan.cost import Cost
+from offload.plan.cost import LOOKUP_TOKENS, Cost, Prediction
+from offload.plan.cost_cpu import SHARED
+from offload.plan.cost_gpu import NCCL
 from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.pass_times import ROWS, Times
+from offload.plan.passes import NETWORK, SumCosts
 from offload.plan.placement import Placement, place, shortage
 from offload.plan.planner import Options, Plan, has_room, largest_context, make_plan
-from offload.plan.prediction import Prediction
 from offload.plan.request import Request
 from offload.plan.sizing import CACHED_SHARE, Sizing
-from offload.plan.sum_costs import NCCL, NETWORK, SHARED, SumCosts
 from offload.plan.what_if import LLAMA2_7B as LLAMA_7B
 from offload.plan.what_if import remedies
 
@@ -247,7 +247,7 @@ def test_all_rows_of_a_pass_are_summed_at_once() -> None:
 
 
 def seconds_with(sums: SumCosts, monkeypatch: pytest.MonkeyPatch, options: Options, hardware: Hardware) -> Prediction:
-    monkeypatch.setattr(cost, "NCCL", sums)
+    monkeypatch.setattr(cost_gpu, "NCCL", sums)
     return plan(options, target=LLAMA_7B, hardware=hardware, prompt=120_000).predicted
 
 

@@ -8,9 +8,9 @@ from math import hypot, log
 import pytest
 
 from offload.errors import UsageError
-from offload.plan.acceptance import own_acceptance
 from offload.plan.config import ModelConfig
-from offload.plan.gpu_costs import GPU as COSTS
+from offload.plan.cost import own_acceptance
+from offload.plan.cost_gpu import GPU as COSTS
 from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.options import Options
 from offload.plan.planner import Plan, make_plan

@@ -14,8 +14,8 @@ from offload.decode.on_gpu import Beforehand
 from offload.decode.proposal import Proposer
 from offload.decode.sampling import SamplingParams, SeededSource, Warping
 from offload.decode.speculation import Charge, Lengths, Level, ModelProposer, Speculator, measured
-from offload.plan.acceptance import DRAFT_ACCEPTANCE
 from offload.plan.composition import LevelName
+from offload.plan.cost import DRAFT_ACCEPTANCE
 from offload.plan.planner import Plan
 
 TRUST = 32.0  # observations that the planned chance of retrieved tokens is worth: measured on three models

@@ -7,37 +7,35 @@ are fits and estimates (docs/log.md), the same on every machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from math import inf
+from math import hypot, inf, log, sqrt
 
-from offload.plan.acceptance import DRAFT_ACCEPTANCE, LOOKUP_TOKENS, expected_tokens, own_acceptance
-from offload.plan.bits import CPU_RESTORED
-from offload.plan.composition import Composition
-from offload.plan.gpu_costs import CPU_REFRESH, GATHERED_REFRESH, GPU, GPU_REFRESH, RefreshCosts
-from offload.plan.pass_times import UNKNOWN, PassTimes, Times, estimated
-from offload.plan.placement import Placement
-from offload.plan.sizing import CACHED_SHARE, NUM_ROW_SLOTS, PREFILL_BLOCK, Sizing, host_slowdown
-from offload.plan.sum_costs import NCCL, NETWORK, SHARED
+from offload.plan.cost_cpu import CpuPasses
+from offload.plan.cost_gpu import GpuPasses
+from offload.plan.passes import DevicePasses, Passes
+from offload.plan.sizing import NUM_ROW_SLOTS, PREFILL_BLOCK, host_slowdown
 
+# Of what is proposed before a text has shown it: fits to what the demo pair, SmolLM2 and Qwen2.5-Coder accept
+# (docs/log.md).
+DRAFT_ACCEPTANCE = 0.5  # of a small draft's tokens, by the target or a part of it
+LOOKUP_TOKENS = 1.2  # of a round with a looked up token, where texts repeat little (Qwen2.5-Coder's prose: 1.3)
+
+_WEIGHTS_REFUSED = {16: 0.0, 6: 0.85, 4: 3.0}  # by bits, over the root of the hidden size
+_CACHE_REFUSED = {16: 0.0, 4: 0.02}  # by bits
+_UNREAD_REFUSED = 0.031  # times the logarithm of one over the share that is read
 _HARDNESS = (0.25, 1.0, 2.0, 3.0)  # times the mean text's share of refused tokens: texts differ as much (docs/log.md)
 _CHANGED_CHUNKS = 0.3  # of those held, in a round, times the share of the cache that is not held
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Seconds of one composition of levels in its placement, over a full cache of `capacity` tokens. times: of
-    passes on a CPU, as far as they were measured.
+class Cost(Passes):
+    """Seconds of these passes and of a token. Where several sequences run at a time, each has so many rows and such a
+    cache, and seconds per token are those that each of them takes."""
 
-    Where several sequences run at a time, passes are those that they share, each with so many rows and such a cache,
-    and seconds per token are those that each of them takes. On a GPU every sequence's rows are blocks of their own,
-    which read the weights again: only what crosses the link does so once."""
-
-    sizing: Sizing
-    placement: Placement
-    capacity: int
-    composition: Composition
-    times: Times = UNKNOWN
+    @cached_property
+    def _device(self) -> DevicePasses:
+        return CpuPasses(self) if self.sizing.hardware.is_cpu else GpuPasses(self)
 
     @cached_property
     def acceptance(self) -> float:
@@ -94,39 +92,11 @@ class Cost:
     def retrieval_pass(self, rows: int) -> float:
         """Seconds of a pass at the level where the target proposes to itself: over all weights, those quantised or
         the exact ones, and the retrieved tokens or all."""
-        composition = self.composition
-        if composition.inner is None:
-            return 0.0
-        if self._on_cpu:
-            times = self._coded_times if self._proposes_coded else self._target_times
-            num_tokens, coded = composition.budget or self.capacity, self._attends_coded
-            layers = self.sizing.target.num_layers
-            seconds = times.seconds(layers, num_tokens, rows, coded=coded, sequences=self.num_sequences)
-            read = seconds * self._cpu_share + self.sums(self.num_sequences * rows)
-            return self._beside_weights(read)
-        if composition.inner == "self" and not composition.keeps_copies:
-            return self._ahead_on_gpu(rows)
-        number = self.num_sequences  # whose passes run apart
-        read = self._by_rows(number * self._own_weights_seconds + self._kept / self._rate, rows)
-        return max(self._calls, self._beside_weights(read + number * self.sums(rows)))
-
-    def _beside_weights(self, seconds: float) -> float:
-        """A pass that takes so many seconds to propose, while the weights that it needs cross the link."""
-        if self._proposes_coded:
-            return seconds
-        return max(seconds + self._restoring, self.streamed_weights / self.link_rate)
+        return 0.0 if self.composition.inner is None else self._device.retrieval(rows)
 
     @cached_property
     def draft_pass(self) -> float:
-        draft, composition = self.sizing.draft, self.composition
-        if draft is None or not composition.draft:
-            return 0.0
-        if self._on_cpu:
-            times = self.times.draft or estimated(draft, self.sizing.itemsize, self.sizing.hardware.rates)
-            held = composition.sinks + composition.window
-            return times.seconds(draft.num_layers, held, 1, sequences=self.num_sequences)
-        calls = GPU.pass_seconds + draft.num_layers * GPU.layer_seconds
-        return self.num_sequences * max(calls, draft.weight_bytes(self.sizing.itemsize) / self._rate)
+        return 0.0 if self.sizing.draft is None or not self.composition.draft else self._device.draft()
 
     def full_pass(self, rows: int, *, masses: bool = False) -> float:
         """Seconds of a pass over the full cache: the longest of computation and sums, block by block, of the link, and
@@ -135,67 +105,22 @@ class Cost:
 
     def full_computed(self, rows: int, *, masses: bool = False) -> float:
         """The same where nothing has to be waited for that crosses the link."""
-        computed = self._full_on_cpu(rows, masses) if self._on_cpu else self._full_on_gpu(rows, masses)
-        return max(computed + self._unpacking + self._restoring, self._host_seconds(rows))
-
-    @cached_property
-    def full_link_seconds(self) -> float:
-        """Seconds in which what a pass over the full cache needs crosses each device's link."""
-        return self.full_link_bytes / self.link_rate
-
-    @property
-    def tile_link_seconds(self) -> float:
-        """Seconds in which a tile of one sequence crosses it."""
-        return self.cache_bytes / self.num_sequences / self.num_tiles * self.link_share / self.link_rate
-
-    @property
-    def tiles_stream(self) -> bool:
-        """Whether any tile crosses it."""
-        return self._share_on_host > self.placement.host_tiles / self.num_tiles
-
-    @cached_property
-    def full_link_bytes(self) -> float:
-        """Bytes over each device's link in a pass over the full cache."""
-        streamed = self._share_on_host - self.placement.host_tiles / self.num_tiles
-        return self.streamed_weights + self.cache_bytes * streamed * self.link_share
-
-    @property
-    def link_share(self) -> float:
-        """Of the bytes of cached numbers, what crosses the link."""
-        return CACHED_SHARE[self.placement.link_bits]
-
-    @property
-    def full_host_bytes(self) -> float:
-        """Bytes that the CPU attends to on the host in a pass over the full cache, for each device."""
-        return self.cache_bytes * self.placement.host_tiles / self.num_tiles
-
-    @cached_property
-    def num_tiles(self) -> int:
-        """Tiles of all layers."""
-        return self.sizing.target.num_layers * self.sizing.num_tiles(self.capacity)
-
-    @cached_property
-    def cache_bytes(self) -> int:
-        """Keys and values of all sequences' full caches."""
-        return self.num_sequences * self.capacity * self.sizing.kv_bytes_per_token
-
-    @property
-    def num_sequences(self) -> int:
-        """That run at a time."""
-        return self.sizing.num_sequences
+        device = self._device
+        computed = device.full(rows, masses=masses) + device.unpacking + device.restoring
+        return max(computed, self._host_seconds(rows))
 
     def full_sums(self, rows: int) -> float:
         """Seconds of the sums over the ranks in a full pass."""
-        return self.sums(self._padded(self.num_sequences * rows))
+        return self._device.full_sums(rows)
 
     def sums(self, rows: int, blocks: int = 1) -> float:
-        """Seconds of the sums over the ranks in a pass: two a layer and block, of its part of [rows, hidden]."""
-        hardware, target = self.sizing.hardware, self.sizing.target
-        sums = NETWORK if hardware.num_hosts > 1 else SHARED if self._on_cpu else NCCL
-        row_bytes = target.hidden_size * self.sizing.itemsize
-        return sums.total(
-            2 * target.num_layers * blocks, 2 * target.num_layers * rows * row_bytes, hardware.num_devices - 1
-        )
+        """Seconds of the sums over the ranks in a pass of so many rows, in blocks."""
+        return self._device.sums(rows, blocks)
+
+    def besides_attention(self, rows: int) -> float:
+        """Seconds of a pass, with its sums, in which it attends to nothing: then the host has no query. On a GPU also
+        those in which what the host has for a layer waits for the tile that is just crossing the link."""
+        return self._device.besides_attention(rows)
 
     def _seconds_per_token(self, gamma: int, acceptance: float | None = None) -> float:
         """acceptance: without it, that of the mean text."""
@@ -223,40 +148,25 @@ class Cost:
         """Seconds of choosing chunks and fetching them; those on the host cross the link."""
         if not self.composition.budget:
             return 0.0
-        share = 1.0 if self._on_cpu else self.link_share  # a CPU's host unpacks what it gathers
         held = self.num_sequences * self.composition.budget * self.sizing.kv_bytes_per_token  # in 16 bits
         changed = _CHANGED_CHUNKS * (1.0 - self._held_share)
-        crossing = changed * held * self._share_on_host * share / self.link_rate
-        costs = CPU_REFRESH if self._on_cpu else self._gpu_refresh
-        rate = costs.share * self.sizing.hardware.rates.device_read
-        calls = self.num_sequences * self.sizing.target.num_layers * costs.layer_seconds
-        return calls + held / rate + crossing
+        crossing = changed * held * self.share_on_host * self._device.refresh_link_share / self.link_rate
+        return self._device.refresh() + crossing
 
     @property
     def _held_share(self) -> float:
         """Of the tokens, those that the level below the target is over."""
         return min(self.composition.budget / self.capacity, 1.0) or 1.0
 
-    @property
-    def _gpu_refresh(self) -> RefreshCosts:
-        return GPU_REFRESH if self.sizing.hardware.has_kernels else GATHERED_REFRESH
-
     def prefill(self, num_tokens: int) -> float:
         """Seconds of a prefill, layer by layer: the longest of computation with its sums, and of what crosses the link
         in each direction: weights once, rows of the cache back once, hidden rows between two layers."""
-        sizing, rates = self.sizing, self.sizing.hardware.rates
         hidden = self._crossing_rows(num_tokens)
         there = self.streamed_weights + hidden
-        back = num_tokens * sizing.kv_bytes_per_token * self._share_on_host + hidden
-        if self._on_cpu:
-            computed = self._cpu_share * self._target_times.prefill(sizing.target.num_layers, num_tokens)
-        else:
-            flops = sizing.target.prefill_flops(num_tokens) / sizing.num_devices
-            computed = flops / (GPU.prefill_share * rates.flops)
-        summed = self.sums(num_tokens, -(-num_tokens // PREFILL_BLOCK))
-        return max(
-            computed + summed + self._restoring, there / self.link_rate, back / min(rates.to_host, self.link_rate)
-        )
+        back = num_tokens * self.sizing.kv_bytes_per_token * self.share_on_host + hidden
+        computed = self._device.prefill(num_tokens) + self.sums(num_tokens, -(-num_tokens // PREFILL_BLOCK))
+        to_host = min(self.sizing.hardware.rates.to_host, self.link_rate)
+        return max(computed + self._device.restoring, there / self.link_rate, back / to_host)
 
     def _crossing_rows(self, num_tokens: int) -> int:
         """Bytes over each device's link, in either direction, for the hidden rows of a prefill."""
@@ -264,159 +174,87 @@ class Cost:
             return 0
         return (self.sizing.target.num_layers - 1) * self.sizing.hidden_bytes(num_tokens)
 
-    def _blocks(self, rows: int) -> int:
-        return -(-rows // self.sizing.most_rows)
-
-    def _padded(self, rows: int) -> int:
-        return rows if self.sizing.hardware.is_cpu else self._blocks(rows) * self.sizing.rows
-
-    def _by_rows(self, seconds: float, rows: int, blocks: int = 1) -> float:
-        """Seconds of `rows` rows in `blocks` blocks. seconds: of the first row of a block."""
-        return seconds * (blocks + GPU.row_share * (rows - blocks))
-
-    @cached_property
-    def _unpacking(self) -> float:
-        """Seconds of unpacking what streams of the cache: bytes are read once and written once."""
-        if self.placement.link_bits == 16:
-            return 0.0
-        streamed = self._share_on_host - self.placement.host_tiles / self.num_tiles
-        if self._on_cpu and self.placement.link_bits == 9:
-            return self.cache_bytes * streamed / CPU_RESTORED
-        read = self.link_share + (self.sizing.kv_code_share if self.placement.link_bits == 9 else 0.0)
-        return self.cache_bytes * streamed * (read + 1) / self._rate
-
-    @cached_property
-    def _restoring(self) -> float:
-        """Seconds in which weights that crossed the link quantised become what they are: what came is read, and their
-        codes where these are needed, and they are written."""
-        bits, sizing = self.placement.weight_link_bits, self.sizing
-        if bits == 16:
-            return 0.0
-        if self._on_cpu and bits < 12:
-            return self._streamed_layers * sizing.layer_bytes / CPU_RESTORED
-        codes = 0.0
-        if bits < 12:
-            codes = sizing.low_bit_bytes(self.composition.weight_bits, first=False) / sizing.target.num_layers
-        return self._streamed_layers * (sizing.home_bytes(bits) + codes + sizing.layer_bytes) / self._rate
-
-    def _full_on_cpu(self, rows: int, masses: bool) -> float:
-        return self._on_this_cpu(self.capacity, rows, masses=masses) + self.full_sums(rows)
-
-    def _full_on_gpu(self, rows: int, masses: bool) -> float:
-        cache, tiles = self.cache_bytes - self.full_host_bytes, self.num_tiles - self.placement.host_tiles
-        seconds = self._over_blocks(rows, self._weights_seconds, cache, tiles)
-        return seconds * (1.0 + GPU.mass_share * masses)
-
-    def _ahead_on_gpu(self, rows: int) -> float:
-        """Of a pass over quantised weights and the whole exact cache, on the GPU."""
-        return self._over_blocks(rows, self._own_weights_seconds, self.cache_bytes, self.num_tiles)
-
-    def _over_blocks(self, rows: int, weights: float, cache_bytes: float, tiles: int) -> float:
-        """Of a pass on a GPU in blocks that the sequences share; each one's cache is read by blocks of its own.
-        weights: seconds of reading them for a block. tiles: of each sequence that the GPU attends to."""
-        number, blocks = self.num_sequences, self._blocks(rows)
-        read = self._by_rows(weights, self._padded(number * rows), self._blocks(number * rows))
-        read += self._by_rows(cache_bytes / self._rate, self._padded(rows), blocks)
-        layers = self.sizing.target.num_layers
-        calls = GPU.pass_seconds * number + layers * (GPU.layer_seconds + (number - 1) * GPU.sequence_seconds)
-        return max(calls + number * blocks * tiles * GPU.tile_seconds, read + self.full_sums(rows))
-
-    def _on_this_cpu(self, num_tokens: int, rows: int, *, masses: bool = False) -> float:
-        """Seconds of a pass over `num_tokens` cached tokens, with links that are as fast as memory."""
-        layers, sequences = self.sizing.target.num_layers, self.num_sequences
-        seconds = self._target_times.seconds(layers, num_tokens, rows, masses=masses, sequences=sequences)
-        return seconds * self._cpu_share
-
-    @cached_property
-    def _target_times(self) -> PassTimes:
-        """Of the whole target, measured on a whole host, or estimated from what each rank has of it."""
-        sizing = self.sizing
-        return self.times.target or estimated(sizing.target, sizing.itemsize, sizing.hardware.rates)
-
-    @property
-    def _proposes_coded(self) -> bool:
-        return self.composition.weight_bits < 16
-
-    @property
-    def _attends_coded(self) -> bool:
-        return self.composition.kv_bits < 16
-
-    @cached_property
-    def _coded_times(self) -> PassTimes:
-        """Of the target with quantised weights; where they were not measured, in proportion to the bits."""
-        exact, bits = self._target_times, self.composition.weight_bits
-        return self.times.coded.get(bits) or replace(exact, layer=tuple(each * bits / 16 for each in exact.layer))
-
-    @property
-    def _cpu_share(self) -> float:
-        """Each rank's part of `_target_times`: ranks of one host share it as they share the model."""
-        hardware = self.sizing.hardware
-        return 1 / (hardware.num_devices if self.times.target is None else hardware.num_hosts)
-
-    @property
-    def _on_cpu(self) -> bool:
-        return self.sizing.hardware.is_cpu
-
-    @property
-    def _calls(self) -> float:
-        return self.num_sequences * (GPU.pass_seconds + self.sizing.target.num_layers * GPU.layer_seconds)
-
-    @cached_property
-    def _rate(self) -> float:
-        """Bytes per second over weights and caches on a GPU."""
-        return GPU.read_share * self.sizing.hardware.rates.device_read
-
-    @property
-    def link_rate(self) -> float:
-        return self.sizing.link_rate
-
-    @cached_property
-    def _weights_seconds(self) -> float:
-        """Of reading, on a GPU, the exact weights for a block of rows."""
-        return (self.sizing.embedding_bytes + self.sizing.target.num_layers * self.sizing.layer_bytes) / self._rate
-
-    @cached_property
-    def _own_weights_seconds(self) -> float:
-        """Of reading, on a GPU, the weights with which the target proposes to itself."""
-        if not self._proposes_coded:
-            return self._weights_seconds
-        rate = GPU.coded_share * self.sizing.hardware.rates.device_read
-        return self.sizing.low_bit_bytes(self.composition.weight_bits) / rate
-
-    @property
-    def _kept(self) -> int:
-        """Bytes of what the target proposes to itself over in place of its cache, of all sequences."""
-        if self._attends_coded:
-            return self.num_sequences * self.sizing.quantised_cache_bytes(self.capacity, self.composition)
-        return self.num_sequences * self.composition.budget * self.sizing.kv_bytes_per_token
-
-    @cached_property
-    def streamed_weights(self) -> int:
-        """Bytes over each device's link for the layers that cross it in a pass."""
-        return self._streamed_layers * self.sizing.home_bytes(self.placement.weight_link_bits)
-
-    @property
-    def _streamed_layers(self) -> int:
-        return self.sizing.target.num_layers - self.placement.resident_layers
-
-    @property
-    def _share_on_host(self) -> float:
-        """Of the tiles, wherever they are attended to."""
-        return 1 - self.placement.resident_tiles / self.num_tiles
-
-    def besides_attention(self, rows: int) -> float:
-        """Seconds of a pass, with its sums, in which it attends to nothing: then the host has no query. On a GPU also
-        those in which what the host has for a layer waits for the tile that is just crossing the link."""
-        if self._on_cpu:
-            return self._on_this_cpu(0, rows) + self.full_sums(rows)
-        work = self._by_rows(self._weights_seconds, self._padded(rows), self._blocks(rows))
-        waits = min(self.placement.host_tiles, self.sizing.target.num_layers)
-        crossing = waits * self.cache_bytes / self.num_tiles / self.link_rate
-        return max(self._calls, work) + self.full_sums(rows) + crossing
-
     def _host_seconds(self, rows: int) -> float:
         """Of a pass that waits for the tiles attended to on the host."""
         rate = self.placement.host_bytes_per_second
         if not rate:
             return 0.0
         return self.full_host_bytes * host_slowdown(rows, self.sizing.group) / rate + self.besides_attention(rows)
+
+
+def own_acceptance(hidden_size: int, weight_bits: int, kv_bits: int, share: float) -> float:
+    """Of tokens that the target proposes by itself, with fewer bits of its weights and of its cache, over `share` of
+    the tokens in the cache. These are independent errors, so their squares add, and in proportion to their size tokens
+    are refused."""
+    weights = _WEIGHTS_REFUSED[weight_bits] / sqrt(hidden_size)
+    return max(1.0 - hypot(weights, _CACHE_REFUSED[kv_bits], _UNREAD_REFUSED * log(1.0 / share)), 0.0)
+
+
+def expected_tokens(acceptance: float, gamma: int) -> float:
+    """Tokens per round with independent acceptances (Leviathan et al. 2023, equation 1)."""
+    return gamma + 1.0 if acceptance >= 1.0 else (1.0 - acceptance ** (gamma + 1)) / (1.0 - acceptance)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted seconds of a plan's steps, and of a token at the best draft lengths. plain_seconds_per_token: the same
+    without speculation, with the placement that it then has.
+
+    Passes are those of one row; row_seconds is added for each further row. full_block_rows: rows after which a full
+    pass takes all but a row's seconds again, 0 where it waits for the link. mass_share: the share of a full pass's
+    seconds that recording masses for the retrieval level adds. retrieval: of the level at which the target proposes to
+    itself, over retrieved tokens or all; retrieval_token_seconds: for a token that it proposes.
+    sum_seconds: of a pass, in sums over the ranks; full_link_bytes: over each device's link in a full pass;
+    full_host_bytes: that the CPU attends to on the host meanwhile, for each device.
+    """
+
+    prefill_seconds: float
+    first_token_seconds: float  # from the start of prefill
+    full_pass_seconds: float
+    full_sum_seconds: float
+    full_link_bytes: int
+    full_host_bytes: int
+    full_row_seconds: float
+    full_block_rows: int
+    mass_share: float
+    retrieval_pass_seconds: float
+    retrieval_sum_seconds: float
+    retrieval_row_seconds: float
+    retrieval_token_seconds: float
+    draft_pass_seconds: float
+    refresh_seconds: float
+    acceptance: float  # of a drafted token, at the target
+    tokens_drafted: int  # for one full pass
+    tokens_per_round: float
+    seconds_per_token: float
+    plain_seconds_per_token: float
+
+
+def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Prediction:
+    """The prediction for the plan of `cost`. best: the part of its levels that is predicted to be the fastest, such as
+    the draft and the target alone, or lookups; plain: the same request without speculation."""
+    prefill = cost.prefill(num_prompt_tokens)
+    by_lookups = best.per_looked_up_token < best.per_token
+    far = 8  # rows
+    return Prediction(
+        prefill_seconds=prefill,
+        first_token_seconds=prefill + cost.full_pass(cost.sizing.rows),
+        full_pass_seconds=cost.full_pass(1),
+        full_sum_seconds=cost.full_sums(1),
+        full_link_bytes=round(cost.full_link_bytes),
+        full_host_bytes=round(cost.full_host_bytes),
+        full_row_seconds=(cost.full_pass(1 + far) - cost.full_pass(1)) / far,
+        full_block_rows=0 if cost.placement.offload else cost.sizing.most_rows,
+        mass_share=cost.full_pass(1, masses=cost.composition.budget > 0) / cost.full_pass(1) - 1.0,
+        retrieval_pass_seconds=cost.retrieval_pass(1),
+        retrieval_sum_seconds=cost.sums(1) if cost.composition.inner else 0.0,
+        retrieval_row_seconds=(cost.retrieval_pass(1 + far) - cost.retrieval_pass(1)) / far,
+        retrieval_token_seconds=cost.retrieval_token if cost.composition.inner else 0.0,
+        draft_pass_seconds=cost.draft_pass,
+        refresh_seconds=cost.refresh,
+        acceptance=cost.acceptance,
+        tokens_drafted=1 if by_lookups else best.gamma,
+        tokens_per_round=LOOKUP_TOKENS if by_lookups else best.tokens_per_round,
+        seconds_per_token=min(best.per_token, best.per_looked_up_token),
+        plain_seconds_per_token=plain.per_token,
+    )

@@ -15,13 +15,12 @@ from offload.plan.bits import check_quantised
 from offload.plan.choice import choose, least_shortage
 from offload.plan.composition import Composition
 from offload.plan.config import ModelConfig
-from offload.plan.cost import Cost
+from offload.plan.cost import Cost, Prediction, predict
 from offload.plan.hardware import Hardware
 from offload.plan.host_share import worth_a_share
 from offload.plan.options import Options
 from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import Placement, largest
-from offload.plan.prediction import Prediction, predict
 from offload.plan.sizing import Sizing
 
 __all__ = ["Options", "Plan", "PlannedRequest", "has_room", "largest_context", "make_plan"]

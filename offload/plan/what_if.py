@@ -9,11 +9,11 @@ from typing import Any
 
 from offload.errors import DoesNotFit, UsageError
 from offload.plan.config import ModelConfig
+from offload.plan.cost import Prediction
 from offload.plan.hardware import Hardware
 from offload.plan.options import Options
 from offload.plan.placement import largest
 from offload.plan.planner import Plan, make_plan
-from offload.plan.prediction import Prediction
 from offload.plan.request import Request
 from offload.plan.rope_scaling import RopeScaling
 

@@ -16,8 +16,8 @@ from triforce_cli import __version__
 from triforce_cli.render.text import NOTHING, duration, gigabytes, latency, lengths_of, levels_of, significant
 
 if TYPE_CHECKING:
+    from offload.plan.cost import Prediction
     from offload.plan.planner import Plan
-    from offload.plan.prediction import Prediction
     from offload.plan.request import Request
     from offload.plan.what_if import Case, WhatIf
 

@@ -1,0 +1,104 @@
+"""Seconds of passes on a CPU: from what was measured of them, or estimated from its rates (`PassTimes`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+from offload.plan.bits import CPU_RESTORED
+from offload.plan.pass_times import PassTimes, estimated
+from offload.plan.passes import DevicePasses, SumCosts
+
+SHARED = SumCosts(2e-5, 1, 4e9)  # of two and of four ranks on two cores, in memory that they share
+_REFRESH_SHARE = 0.32  # of the rate of reading, at which chunks are chosen and fetched
+_REFRESH_LAYER = 1.6e-4  # seconds of the calls for one layer
+_UNPACK_SHARE = 0.9  # of the rate of reading, at which packed numbers are read and written
+
+
+class CpuPasses(DevicePasses):
+    def full(self, rows: int, *, masses: bool) -> float:
+        return self._over(self.passes.capacity, rows, masses=masses) + self.full_sums(rows)
+
+    def retrieval(self, rows: int) -> float:
+        passes, composition = self.passes, self.passes.composition
+        times = self._coded_times if passes.proposes_quantised else self._target_times
+        num_tokens, coded = composition.budget or passes.capacity, composition.kv_bits < 16
+        layers, sequences = passes.sizing.target.num_layers, passes.num_sequences
+        seconds = times.seconds(layers, num_tokens, rows, coded=coded, sequences=sequences)
+        return self.beside_weights(seconds * self._share + self.sums(sequences * rows))
+
+    def draft(self) -> float:
+        passes, sizing = self.passes, self.passes.sizing
+        assert sizing.draft is not None
+        times = passes.times.draft or estimated(sizing.draft, sizing.itemsize, sizing.hardware.rates)
+        held = passes.composition.sinks + passes.composition.window
+        return times.seconds(sizing.draft.num_layers, held, 1, sequences=passes.num_sequences)
+
+    def prefill(self, num_tokens: int) -> float:
+        return self._share * self._target_times.prefill(self.passes.sizing.target.num_layers, num_tokens)
+
+    def refresh(self) -> float:
+        passes, sizing = self.passes, self.passes.sizing
+        held = passes.num_sequences * passes.composition.budget * sizing.kv_bytes_per_token  # in 16 bits
+        calls = passes.num_sequences * sizing.target.num_layers * _REFRESH_LAYER
+        return calls + held / (_REFRESH_SHARE * sizing.hardware.rates.device_read)
+
+    @property
+    def refresh_link_share(self) -> float:
+        return 1.0  # its host unpacks what it gathers
+
+    @cached_property
+    def unpacking(self) -> float:
+        passes, bits = self.passes, self.passes.placement.link_bits
+        if bits == 16:
+            return 0.0
+        if bits == 9:
+            return passes.cache_bytes * passes.streamed_share / CPU_RESTORED
+        return passes.cache_bytes * passes.streamed_share * (passes.link_share + 1) / self._rate
+
+    @cached_property
+    def restoring(self) -> float:
+        passes, sizing, bits = self.passes, self.passes.sizing, self.passes.placement.weight_link_bits
+        if bits == 16:
+            return 0.0
+        if bits < 12:
+            return passes.streamed_layers * sizing.layer_bytes / CPU_RESTORED
+        return passes.streamed_layers * (sizing.home_bytes(bits) + sizing.layer_bytes) / self._rate
+
+    def besides_attention(self, rows: int) -> float:
+        return self._over(0, rows) + self.full_sums(rows)
+
+    @property
+    def rank_sums(self) -> SumCosts:
+        return SHARED
+
+    def padded(self, rows: int) -> int:
+        return rows
+
+    def _over(self, num_tokens: int, rows: int, *, masses: bool = False) -> float:
+        """Seconds of a pass over `num_tokens` cached tokens, with links that are as fast as memory."""
+        layers, sequences = self.passes.sizing.target.num_layers, self.passes.num_sequences
+        return self._target_times.seconds(layers, num_tokens, rows, masses=masses, sequences=sequences) * self._share
+
+    @cached_property
+    def _target_times(self) -> PassTimes:
+        """Of the whole target, measured on a whole host, or estimated from what each rank has of it."""
+        sizing = self.passes.sizing
+        return self.passes.times.target or estimated(sizing.target, sizing.itemsize, sizing.hardware.rates)
+
+    @cached_property
+    def _coded_times(self) -> PassTimes:
+        """Of the target with quantised weights; where they were not measured, in proportion to the bits."""
+        exact, bits = self._target_times, self.passes.composition.weight_bits
+        measured = self.passes.times.coded.get(bits)
+        return measured or replace(exact, layer=tuple(each * bits / 16 for each in exact.layer))
+
+    @property
+    def _share(self) -> float:
+        """Each rank's part of `_target_times`: ranks of one host share it as they share the model."""
+        hardware = self.passes.sizing.hardware
+        return 1 / (hardware.num_devices if self.passes.times.target is None else hardware.num_hosts)
+
+    @property
+    def _rate(self) -> float:
+        return _UNPACK_SHARE * self.passes.sizing.hardware.rates.device_read

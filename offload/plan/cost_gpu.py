@@ -1,0 +1,155 @@
+"""Seconds of passes on a GPU: from its rates and the number of calls.
+
+Every sequence's rows are blocks of their own, which read the weights again: only what crosses the link does so once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from offload.plan.passes import DevicePasses, SumCosts
+
+NCCL = SumCosts(4e-5, 0, 3e9)  # published, of GPUs that reach each other through host memory alone (docs/memory.md)
+_KERNEL_REFRESH = 0.5  # of the rate of reading, at which a kernel chooses and fetches what the retrieval cache holds
+_GATHERED_REFRESH = 0.02  # the same by the host, which gathers chunks for a GPU without kernels
+
+
+@dataclass(frozen=True)
+class GpuCosts:
+    """Constants of GPUs, besides their rates: estimated from the number of kernels. Calls return before the device is
+    done, so the longer of calls and work counts."""
+
+    pass_seconds: float = 5e-4  # calls of one pass outside its layers, the draw
+    layer_seconds: float = 3e-4  # calls of one layer
+    sequence_seconds: float = 1e-4  # of one layer, for each further sequence: to take rows in and attend
+    tile_seconds: float = 2.3e-4  # calls of one block over one tile
+    read_share: float = 0.9  # of the rate of reading, at which one row runs over weights and cache
+    coded_share: float = 0.75  # the same over quantised weights: two short launches for each product
+    row_share: float = 0.01  # of the seconds of one row, what each further row of a block adds
+    mass_share: float = 0.05  # of the seconds of a pass, what keeping its masses adds
+    prefill_share: float = 0.5  # of the rate of large products
+
+
+GPU = GpuCosts()
+
+
+class GpuPasses(DevicePasses):
+    def full(self, rows: int, *, masses: bool) -> float:
+        passes = self.passes
+        cache, tiles = passes.cache_bytes - passes.full_host_bytes, passes.num_tiles - passes.placement.host_tiles
+        return self._over_blocks(rows, self._weights, cache, tiles) * (1.0 + GPU.mass_share * masses)
+
+    def retrieval(self, rows: int) -> float:
+        passes, composition = self.passes, self.passes.composition
+        if composition.inner == "self" and not composition.keeps_copies:  # over the whole exact cache
+            return self._over_blocks(rows, self._own_weights, passes.cache_bytes, passes.num_tiles)
+        number = passes.num_sequences  # whose passes run apart
+        read = self._by_rows(number * self._own_weights + self._kept / self._rate, rows)
+        return max(self._calls, self.beside_weights(read + number * self.sums(rows)))
+
+    def draft(self) -> float:
+        draft, sizing = self.passes.sizing.draft, self.passes.sizing
+        assert draft is not None
+        calls = GPU.pass_seconds + draft.num_layers * GPU.layer_seconds
+        return self.passes.num_sequences * max(calls, draft.weight_bytes(sizing.itemsize) / self._rate)
+
+    def prefill(self, num_tokens: int) -> float:
+        sizing = self.passes.sizing
+        flops = sizing.target.prefill_flops(num_tokens) / sizing.num_devices
+        return flops / (GPU.prefill_share * sizing.hardware.rates.flops)
+
+    def refresh(self) -> float:
+        passes, sizing = self.passes, self.passes.sizing
+        held = passes.num_sequences * passes.composition.budget * sizing.kv_bytes_per_token  # in 16 bits
+        share = _KERNEL_REFRESH if sizing.hardware.has_kernels else _GATHERED_REFRESH
+        return held / (share * sizing.hardware.rates.device_read)
+
+    @property
+    def refresh_link_share(self) -> float:
+        return self.passes.link_share
+
+    @cached_property
+    def unpacking(self) -> float:
+        """Bytes are read once and written once."""
+        passes, bits = self.passes, self.passes.placement.link_bits
+        if bits == 16:
+            return 0.0
+        read = passes.link_share + (passes.sizing.kv_code_share if bits == 9 else 0.0)
+        return passes.cache_bytes * passes.streamed_share * (read + 1) / self._rate
+
+    @cached_property
+    def restoring(self) -> float:
+        """What came is read, and their codes where these are needed, and they are written."""
+        passes, sizing, bits = self.passes, self.passes.sizing, self.passes.placement.weight_link_bits
+        if bits == 16:
+            return 0.0
+        codes = 0.0
+        if bits < 12:
+            codes = sizing.low_bit_bytes(passes.composition.weight_bits, first=False) / sizing.target.num_layers
+        return passes.streamed_layers * (sizing.home_bytes(bits) + codes + sizing.layer_bytes) / self._rate
+
+    def besides_attention(self, rows: int) -> float:
+        """Also what the host has for a layer waits for: the tile that is just crossing the link."""
+        passes = self.passes
+        work = self._by_rows(self._weights, self.padded(rows), self._blocks(rows))
+        waits = min(passes.placement.host_tiles, passes.sizing.target.num_layers)
+        crossing = waits * passes.cache_bytes / passes.num_tiles / passes.link_rate
+        return max(self._calls, work) + self.full_sums(rows) + crossing
+
+    @property
+    def rank_sums(self) -> SumCosts:
+        return NCCL
+
+    def padded(self, rows: int) -> int:
+        return self._blocks(rows) * self.passes.sizing.rows
+
+    def _over_blocks(self, rows: int, weights: float, cache_bytes: float, tiles: int) -> float:
+        """Of a pass in blocks that the sequences share; each one's cache is read by blocks of its own. weights: seconds
+        of reading them for a block. tiles: of each sequence that the GPU attends to."""
+        number, blocks = self.passes.num_sequences, self._blocks(rows)
+        read = self._by_rows(weights, self.padded(number * rows), self._blocks(number * rows))
+        read += self._by_rows(cache_bytes / self._rate, self.padded(rows), blocks)
+        layers = self.passes.sizing.target.num_layers
+        calls = GPU.pass_seconds * number + layers * (GPU.layer_seconds + (number - 1) * GPU.sequence_seconds)
+        return max(calls + number * blocks * tiles * GPU.tile_seconds, read + self.full_sums(rows))
+
+    def _blocks(self, rows: int) -> int:
+        return -(-rows // self.passes.sizing.most_rows)
+
+    def _by_rows(self, seconds: float, rows: int, blocks: int = 1) -> float:
+        """Seconds of `rows` rows in `blocks` blocks. seconds: of the first row of a block."""
+        return seconds * (blocks + GPU.row_share * (rows - blocks))
+
+    @property
+    def _calls(self) -> float:
+        layers = self.passes.sizing.target.num_layers
+        return self.passes.num_sequences * (GPU.pass_seconds + layers * GPU.layer_seconds)
+
+    @cached_property
+    def _rate(self) -> float:
+        """Bytes per second over weights and caches."""
+        return GPU.read_share * self.passes.sizing.hardware.rates.device_read
+
+    @cached_property
+    def _weights(self) -> float:
+        """Seconds of reading the exact weights for a block of rows."""
+        sizing = self.passes.sizing
+        return (sizing.embedding_bytes + sizing.target.num_layers * sizing.layer_bytes) / self._rate
+
+    @cached_property
+    def _own_weights(self) -> float:
+        """Seconds of reading the weights with which the target proposes to itself."""
+        if not self.passes.proposes_quantised:
+            return self._weights
+        sizing = self.passes.sizing
+        rate = GPU.coded_share * sizing.hardware.rates.device_read
+        return sizing.low_bit_bytes(self.passes.composition.weight_bits) / rate
+
+    @property
+    def _kept(self) -> int:
+        """Bytes of what the target proposes to itself over in place of its cache, of all sequences."""
+        passes, composition = self.passes, self.passes.composition
+        if composition.kv_bits < 16:
+            return passes.num_sequences * passes.sizing.quantised_cache_bytes(passes.capacity, composition)
+        return passes.num_sequences * composition.budget * passes.sizing.kv_bytes_per_token

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
+from offload.engine.request import GenerationRequest
 from offload.kv.retrieval import RetrievalCache
 from offload.plan.options import Options
 from test_caches import (
@@ -116,7 +117,7 @@ def test_an_engine_chooses_once_for_a_prompt_and_says_what_it_says_without(
         with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
             if with_it:
                 published.install(engine.retrieval)
-            steps = list(engine.generate(prompt, SamplingParams(temperature=0.0), max_tokens=40))
+            steps = list(engine.generate(GenerationRequest(prompt, SamplingParams(temperature=0.0), max_tokens=40)))
             texts.append([token for step in steps for token in step.tokens])
             assert any(level.passes for level in engine.stats.levels if level.name == "retrieval")
     assert len(chosen) == 1

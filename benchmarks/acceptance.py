@@ -14,6 +14,8 @@ benchmarks/rules.py.
 
 from __future__ import annotations
 
+import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+
 import argparse
 import itertools
 import time

@@ -25,7 +25,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import published
 import texts
 from report import about, beside, emit, say
 
@@ -94,6 +93,8 @@ class Engines:
         tokenizer = load_tokenizer(case.model, draft)
         engine = self._stack.enter_context(Engine.load(plan, case.model, draft, tokenizer))
         if "selection=published" in setting.split("+"):
+            import published  # it imports torch first
+
             published.install(engine.retrieval)
         if self._first is not None:
             engine.take_prompt(self._first)

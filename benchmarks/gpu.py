@@ -14,6 +14,8 @@ and the next run with the same file does what is missing. `--device cpu --like t
 
 from __future__ import annotations
 
+import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+
 import argparse
 import gc
 import json

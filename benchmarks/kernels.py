@@ -9,6 +9,8 @@ CPU's caches. "of a sum" is the share of what `torch.sum` over fp32 reads in the
 
 from __future__ import annotations
 
+import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+
 import argparse
 from collections.abc import Callable
 from time import perf_counter

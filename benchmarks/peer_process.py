@@ -5,6 +5,8 @@ usage: python peer_process.py < requests > answers
 
 from __future__ import annotations
 
+import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+
 import time
 from dataclasses import fields
 from pathlib import Path

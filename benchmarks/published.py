@@ -8,6 +8,8 @@ benchmarks/decode.py does this for the setting `selection=published`.
 
 from __future__ import annotations
 
+import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+
 from typing import Any
 
 import torch

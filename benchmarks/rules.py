@@ -15,6 +15,8 @@ A rule is written "name" or "name:key=value,...", as in "mass:dilation=0.75,reac
 
 from __future__ import annotations
 
+import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+
 from dataclasses import dataclass
 from typing import Protocol
 

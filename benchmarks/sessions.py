@@ -10,6 +10,8 @@ usage: python benchmarks/sessions.py [--tokens 4096] [--layers 32] [--folder DIR
 
 from __future__ import annotations
 
+import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+
 import argparse
 import ctypes
 import os

@@ -92,7 +92,7 @@ def long_text(length: int, max_tokens: int, window: int, link_gbps: float) -> li
 
 
 def questions(count: int) -> list[Document]:
-    """LoadedModels of a novel, of some 200 to 1,000 tokens, each from another place."""
+    """Parts of a novel, of some 200 to 1,000 tokens, each from another place."""
     tokenizer, found = load_tokenizer(MODEL, DRAFT), []
     novel = tokenizer.encode(texts.NOVEL.read_text(encoding="utf-8"))
     for number in range(count):

@@ -148,10 +148,9 @@ class Cost(Passes):
         """Seconds of choosing chunks and fetching them; those on the host cross the link."""
         if not self.composition.budget:
             return 0.0
-        held = self.num_sequences * self.composition.budget * self.sizing.kv_bytes_per_token  # in 16 bits
         changed = _CHANGED_CHUNKS * (1.0 - self._held_share)
-        crossing = changed * held * self.share_on_host * self._device.refresh_link_share / self.link_rate
-        return self._device.refresh() + crossing
+        fetched = changed * self.retrieved_bytes * self.share_on_host
+        return self._device.refresh() + fetched * self._device.refresh_link_share / self.link_rate
 
     @property
     def _held_share(self) -> float:

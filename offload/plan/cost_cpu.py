@@ -39,9 +39,8 @@ class CpuPasses(DevicePasses):
 
     def refresh(self) -> float:
         passes, sizing = self.passes, self.passes.sizing
-        held = passes.num_sequences * passes.composition.budget * sizing.kv_bytes_per_token  # in 16 bits
         calls = passes.num_sequences * sizing.target.num_layers * _REFRESH_LAYER
-        return calls + held / (_REFRESH_SHARE * sizing.hardware.rates.device_read)
+        return calls + passes.retrieved_bytes / (_REFRESH_SHARE * sizing.hardware.rates.device_read)
 
     @property
     def refresh_link_share(self) -> float:
@@ -53,8 +52,8 @@ class CpuPasses(DevicePasses):
         if bits == 16:
             return 0.0
         if bits == 9:
-            return passes.cache_bytes * passes.streamed_share / CPU_RESTORED
-        return passes.cache_bytes * passes.streamed_share * (passes.link_share + 1) / self._rate
+            return passes.streamed_cache_bytes / CPU_RESTORED
+        return passes.streamed_cache_bytes * (passes.link_share + 1) / self._rate
 
     @cached_property
     def restoring(self) -> float:

@@ -60,10 +60,9 @@ class GpuPasses(DevicePasses):
         return flops / (GPU.prefill_share * sizing.hardware.rates.flops)
 
     def refresh(self) -> float:
-        passes, sizing = self.passes, self.passes.sizing
-        held = passes.num_sequences * passes.composition.budget * sizing.kv_bytes_per_token  # in 16 bits
-        share = _KERNEL_REFRESH if sizing.hardware.has_kernels else _GATHERED_REFRESH
-        return held / (share * sizing.hardware.rates.device_read)
+        hardware = self.passes.sizing.hardware
+        share = _KERNEL_REFRESH if hardware.has_kernels else _GATHERED_REFRESH
+        return self.passes.retrieved_bytes / (share * hardware.rates.device_read)
 
     @property
     def refresh_link_share(self) -> float:
@@ -76,7 +75,7 @@ class GpuPasses(DevicePasses):
         if bits == 16:
             return 0.0
         read = passes.link_share + (passes.sizing.kv_code_share if bits == 9 else 0.0)
-        return passes.cache_bytes * passes.streamed_share * (read + 1) / self._rate
+        return passes.streamed_cache_bytes * (read + 1) / self._rate
 
     @cached_property
     def restoring(self) -> float:
@@ -152,4 +151,4 @@ class GpuPasses(DevicePasses):
         passes, composition = self.passes, self.passes.composition
         if composition.kv_bits < 16:
             return passes.num_sequences * passes.sizing.quantised_cache_bytes(passes.capacity, composition)
-        return passes.num_sequences * composition.budget * passes.sizing.kv_bytes_per_token
+        return passes.retrieved_bytes

@@ -71,13 +71,8 @@ class Passes:
         return 1 - self.placement.resident_tiles / self.num_tiles
 
     @property
-    def streamed_share(self) -> float:
-        """Of the tiles, those that cross the link."""
-        return self.share_on_host - self.placement.host_tiles / self.num_tiles
-
-    @property
     def tiles_stream(self) -> bool:
-        """Whether any tile crosses it."""
+        """Whether any tile crosses the link."""
         return self.share_on_host > self.placement.host_tiles / self.num_tiles
 
     @property
@@ -94,10 +89,20 @@ class Passes:
         """Bytes over each device's link for the layers that cross it in a pass."""
         return self.streamed_layers * self.sizing.home_bytes(self.placement.weight_link_bits)
 
+    @property
+    def streamed_cache_bytes(self) -> float:
+        """Keys and values that cross the link in a pass over the full cache, as they are before they are packed."""
+        return self.cache_bytes * (self.share_on_host - self.placement.host_tiles / self.num_tiles)
+
+    @property
+    def retrieved_bytes(self) -> int:
+        """Keys and values of all sequences' retrieved tokens, in 16 bits or more."""
+        return self.num_sequences * self.composition.budget * self.sizing.kv_bytes_per_token
+
     @cached_property
     def full_link_bytes(self) -> float:
         """Bytes over each device's link in a pass over the full cache."""
-        return self.streamed_weights + self.cache_bytes * self.streamed_share * self.link_share
+        return self.streamed_weights + self.streamed_cache_bytes * self.link_share
 
     @cached_property
     def full_link_seconds(self) -> float:

@@ -44,7 +44,7 @@ class Follower:
         self._shard, self._local_rank, self._store = shard, local_rank, met.store
         self._memory = met.memory
         self._orders = Orders(met.channels[0])
-        self._parts: LoadedModels | None = None
+        self._models: LoadedModels | None = None
         self._sums: Sums | None = None
         self._workers: dict[int, Worker] = {}
         self._records: dict[int, TokenRecord] = {}
@@ -79,20 +79,20 @@ class Follower:
         device = torch.device(own.request.device)
         rank, size, memory = self._shard.rank, self._shard.size, self._memory
         self._sums = Sums(rank, size, device, check=lambda: None, go=self._orders.wait_to_go, memory=memory)
-        self._parts = LoadedModels.load(own, {"target": Path(target)}, ignore, shard=self._shard, sums=self._sums)
+        self._models = LoadedModels.load(own, {"target": Path(target)}, ignore, shard=self._shard, sums=self._sums)
 
     def _connect(self) -> None:
         assert self._sums is not None
         self._sums.connect(self._store)
 
     def _try_sizes(self, plan: Mapping[str, Any]) -> list[int]:
-        assert self._parts is not None
-        return list(equal_sizes(self._own(plan), self._parts.target.config).sizes)
+        assert self._models is not None
+        return list(equal_sizes(self._own(plan), self._models.target.config).sizes)
 
     def _build(self, worker: int, plan: Mapping[str, Any], sizes: Sequence[int]) -> None:
-        assert self._parts is not None
-        vocab_size = self._parts.target.config.vocab_size
-        made = Worker(self._own(plan), self._parts, vocab_size=vocab_size, blocks=Blocks(tuple(sizes)))
+        assert self._models is not None
+        vocab_size = self._models.target.config.vocab_size
+        made = Worker(self._own(plan), self._models, vocab_size=vocab_size, blocks=Blocks(tuple(sizes)))
         self._workers[worker], self._records[worker] = made, TokenRecord()
 
     def _go(self) -> None:

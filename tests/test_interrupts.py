@@ -153,6 +153,26 @@ def test_waiting_for_others_is_interrupted_at_once(monkeypatch: pytest.MonkeyPat
     os.close(writer)
 
 
+def test_a_wait_for_standard_input_hears_what_did_not_break_it_off() -> None:
+    """Ctrl-C between a question and the reading of its answer was heard after the next key only. Here another thread
+    gets the signal, which does not break off the main thread's wait either."""
+    reader, writer = os.pipe()
+
+    def strike() -> None:
+        time.sleep(0.05)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    source = "def run():\n    other.start()\n    with listening():\n        os.read(reader, 1)"
+    names = {"other": threading.Thread(target=strike), "listening": signals.listening, "reader": reader}
+    rescue = threading.Timer(20, os.write, (writer, b"."))
+    rescue.start()
+    assert type(interrupted(code_of("triforce_cli.prompt", source, **names))) is KeyboardInterrupt
+    assert rescue.is_alive()
+    rescue.cancel()
+    os.close(reader)
+    os.close(writer)
+
+
 def test_a_signal_is_not_lost_in_a_finaliser(capfd: pytest.CaptureFixture[str]) -> None:
     """Python writes a traceback and goes on."""
     source = "class Memory:\n    def __del__(self):\n        interrupt()\n        time.sleep(0.1)\n"

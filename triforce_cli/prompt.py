@@ -15,6 +15,7 @@ from typing import Protocol
 
 from offload.errors import UsageError
 from offload.files import expanded
+from triforce_cli.signals import listening
 
 STDIN = Path("-")
 UTF8_BOM = b"\xef\xbb\xbf"
@@ -101,7 +102,8 @@ def _read_stdin(what: str, note: Note) -> bytes:
                 f"still waiting for {what}: standard input is open, and nothing comes; </dev/null where there is none",
                 urgent=True,
             )
-    return sys.stdin.buffer.read()
+    with listening():
+        return sys.stdin.buffer.read()
 
 
 def _comes(seconds: float) -> bool:

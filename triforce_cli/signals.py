@@ -25,6 +25,7 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 UNINTERRUPTED = True  # handlers are changed all or none
 GRACE_SECONDS = 2.0  # a library, or an end, that takes longer is interrupted wherever it is
 _RETRY_SECONDS = 0.02
+_LISTENING_SECONDS = 0.2
 _OWN = {"triforce_cli", "offload", "__main__"}
 # Libraries that wait for files, sockets and terminals, which may last for ever. They are made to be interrupted.
 _WAITING = {"pathlib", "selectors", "socket", "ssl", "httpcore"}
@@ -54,6 +55,7 @@ def _nothing() -> None:
 
 
 _latest: Callable[[], _Raised | None] = _nothing
+_is_listening = False
 
 
 @contextmanager
@@ -81,6 +83,26 @@ def deferred() -> Iterator[None]:
     finally:
         if came:
             signal.raise_signal(came[0])
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """Within it, and within `interruptible`, a wait for ever hears each signal: a timer breaks it off again and again.
+
+    For standard input. Python runs handlers between two instructions, and when the kernel breaks off a wait. A signal
+    that comes after the last instruction before a wait, or that another thread gets, breaks off none: its handler would
+    run once the wait is over.
+    """
+    global _is_listening
+    if not callable(signal.getsignal(signal.SIGALRM)):
+        yield
+        return
+    _is_listening = True
+    signal.setitimer(signal.ITIMER_REAL, _RETRY_SECONDS, _LISTENING_SECONDS)
+    try:
+        yield
+    finally:
+        _is_listening = False
 
 
 @contextmanager
@@ -167,7 +189,7 @@ class _Arrival:
         self._main = main
         self._waiting: int | None = None
         self._latest = 0.0
-        self._alarm: Handler = None  # whose SIGALRM was
+        self._alarm: Handler = signal.signal(signal.SIGALRM, self.on_alarm)  # whose it was
         self._raised: int | None = None
         self.forced: int | None = None
 
@@ -180,8 +202,8 @@ class _Arrival:
 
     def on_alarm(self, number: int, frame: FrameType | None) -> None:
         if self._waiting is None:
-            return
-        if _is_repeated(self._waiting):  # it came while the first was about to be raised
+            self._stop_timer()
+        elif _is_repeated(self._waiting):  # it came while the first was about to be raised
             self._stop_waiting()
         elif self._may_raise(frame):
             self._raise(self._waiting)
@@ -202,7 +224,8 @@ class _Arrival:
         stays ours, since one may be on its way."""
         number = self._waiting
         self._stop_waiting()
-        if self._alarm is not None and not for_good:
+        if not for_good:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, self._alarm)
         if number is not None and not is_under_way():
             self._raise(number)
@@ -212,8 +235,6 @@ class _Arrival:
         os._exit(128 + (self._raised or number))
 
     def _wait(self, number: int) -> None:
-        if self._alarm is None:
-            self._alarm = signal.signal(signal.SIGALRM, self.on_alarm)
         if self._waiting is None:
             self._latest = time.monotonic() + GRACE_SECONDS
             signal.setitimer(signal.ITIMER_REAL, _RETRY_SECONDS, _RETRY_SECONDS)
@@ -223,6 +244,10 @@ class _Arrival:
     def _stop_waiting(self) -> None:
         if self._waiting is not None:
             self._waiting = None
+            self._stop_timer()
+
+    def _stop_timer(self) -> None:
+        if not _is_listening:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _raise(self, number: int) -> NoReturn:

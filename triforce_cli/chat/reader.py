@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.output import Output
 
 from offload.errors import UsageError
+from triforce_cli.signals import listening
 
 FENCE = '"""'  # around a message of several lines
 _REFRESH_SECONDS = 0.25
@@ -99,7 +100,8 @@ def without_fences(text: str) -> str:
 def _next_line() -> str | None:
     if sys.stdin is None:
         return None
-    data = sys.stdin.buffer.readline()
+    with listening():
+        data = sys.stdin.buffer.readline()
     if not data:
         return None
     try:

@@ -22,6 +22,7 @@ from triforce_cli.options import number, option, switch, whole
 from triforce_cli.output import Output
 from triforce_cli.prompt import user_path
 from triforce_cli.render import sessions as render_sessions
+from triforce_cli.signals import listening
 
 SECONDS_PER_DAY = 86400
 LIMITS = "What stays: the newest (give at least one of these)"
@@ -239,7 +240,8 @@ def _agreed(output: Output, question: str, table: str = "") -> bool:
     if table:
         output.table(table)
     output.question(f"{question} [y/N]")
-    agreed = sys.stdin.readline().strip().lower() in ("y", "yes")
+    with listening():
+        agreed = sys.stdin.readline().strip().lower() in ("y", "yes")
     if not agreed:
         output.note("nothing was removed")
     return agreed

@@ -1,4 +1,4 @@
-"""The build of the CPU's kernels: offload/kernels/native/kernels.cpp becomes a shared library for each
+"""The build of the CPU's kernels: offload/native/kernels.cpp becomes a shared library for each
 instruction set, beside its source in an editable installation. The rest about the package is in pyproject.toml.
 
 The compiler is zig's clang, which the wheel `ziglang` brings along. Without it, on another platform, or where it
@@ -19,7 +19,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-SOURCES = Path("offload/kernels/native")  # relative, as setuptools wants it
+SOURCES = Path("offload/native")  # relative, as setuptools wants it
 REASON = "unbuilt.txt"
 FLAGS = (
     *("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno"),  # sums are added as they are written

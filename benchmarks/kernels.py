@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from offload.kernels.attention import attend, fold
-from offload.kernels.native import kernels
+from offload.kernels.cpu import kernels
 from offload.kernels.products import Step, Steps, room_to_widen
 from offload.kernels.rope import RopeTable
 from offload.kernels.spans import SPAN, Rows, SpanAttention, one_run
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--megabytes", type=int, default=512, help="of weights of each shape, and of the sum")
     args = parser.parse_args()
-    if kernels().library is None:
+    if not kernels().usable:
         parser.error(kernels().reason)
     num_bytes = args.megabytes * 2**20
     summed = torch.ones(num_bytes // 4)

@@ -36,7 +36,7 @@ install_torch() {
 
 is_older() { # the environment than what it is made from, the sources of the compiled kernels among it
     local source
-    for source in pyproject.toml constraints.txt setup.py offload/kernels/native/*.{cpp,h}; do
+    for source in pyproject.toml constraints.txt setup.py offload/native/*.{cpp,h}; do
         if [ "$source" -nt "$stamp" ]; then
             return 0
         fi
@@ -50,8 +50,8 @@ if is_older; then
     [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
     "$venv/bin/python" -c "import torch; assert torch.__version__.startswith('$torch_version')" 2>/dev/null || install_torch
     "$venv/bin/python" -m pip install --quiet -c constraints.txt -e "$([ "$purpose" = dev ] && echo ".[dev]" || echo .)"
-    if [ -e offload/kernels/native/unbuilt.txt ]; then
-        echo "note: the CPU's kernels were not built: $(cat offload/kernels/native/unbuilt.txt)" >&2
+    if [ -e offload/native/unbuilt.txt ]; then
+        echo "note: the CPU's kernels were not built: $(cat offload/native/unbuilt.txt)" >&2
     fi
     touch "$stamp"
 fi

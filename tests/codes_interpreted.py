@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from interpreter import without_idle_work
-from offload.kernels.codes import GROUP, TILE, Codes, encode_with_torch
-from offload.kernels.gpu.codes import GROUPS, ROWS, TILES, product, split_groups
-from offload.kernels.gpu.residuals import restore
+from offload.formats.quantised import GROUP, TILE, Codes, encode_with_torch
+from offload.formats.residuals_gpu import restore
+from offload.kernels.gpu.quantised_products import GROUPS, ROWS, TILES, product, split_groups
 from oracles import split_off_with_torch
 
 DTYPES = [torch.bfloat16, torch.float16]

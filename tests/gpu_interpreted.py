@@ -15,13 +15,15 @@ from torch.testing import assert_close
 from interpreter import products_by_row, without_idle_work
 from models import LateLink, count_fetched
 from offload.errors import TriforceError
-from offload.kernels import decode_attention, native
+from offload.kernels import cpu
 from offload.kernels.attention import join
-from offload.kernels.gpu import GpuKernels, programs
-from offload.kernels.gpu.attention import GpuAttention, launch
-from offload.kernels.gpu.fetch import ChunkCopy
+from offload.kernels.device import NONE, DeviceKernels
+from offload.kernels.gpu import kernels as gpu_kernels
+from offload.kernels.gpu import programs
+from offload.kernels.gpu.attention import GpuAttention
+from offload.kernels.gpu.copies import chunks
+from offload.kernels.gpu.kernels import GpuKernels
 from offload.kernels.gpu.tiling import ROWS
-from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows, SpanAttention
@@ -31,6 +33,7 @@ from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import ByMass
 from offload.kv.streaming import StreamingCache
+from offload.native.launch import launch
 from offload.pages.tiles import TileShape
 from offload.transfer.memory import Memory
 
@@ -236,8 +239,8 @@ def test_what_the_host_attended_to_is_joined_as_if_the_gpu_had(dtype: torch.dtyp
     q = (2 * normal(num_rows, KV_HEADS * group, 32, seed=14)).to(dtype)
     index = 346 - num_rows
     gpu = attending([tiles[0], tiles[2]], q, index, span=64, chunk=16).part()
-    library = native.kernels()
-    if library.library is None:
+    library = cpu.kernels()
+    if not isinstance(library, cpu.CpuKernels):
         pytest.skip(library.reason)
     host = SpanAttention(library, unmoving(32, dtype), dtype=dtype, span=64, chunk=16)
     new = torch.zeros(num_rows, KV_HEADS, 32, dtype=dtype)
@@ -370,7 +373,7 @@ def test_queries_for_sinks_stop_at_their_last_position(first: int) -> None:
     assert torch.equal(attention._queries[1], rotate(q, rope.cos[positions], rope.sin[positions]))
 
 
-def caches(kernels: Kernels | GpuKernels) -> tuple[FullCache, StreamingCache]:
+def caches(kernels: DeviceKernels) -> tuple[FullCache, StreamingCache]:
     """One layer; tiles of 2 pages of 16 tokens, masses of chunks of 8."""
     memory, rope = Memory(torch.device("cpu")), turning(32, torch.float32)
     shape = TileShape(KV_HEADS, 32, 16, 2, torch.float32)
@@ -396,10 +399,10 @@ def test_every_cache_attends_as_with_torchs_operators(monkeypatch: pytest.Monkey
     """Over several tiles, past the window, and after a refresh, from chunks, tail and drafts."""
     launched = []
     attend = GpuAttention.attend
-    monkeypatch.setattr(decode_attention, "MASS_DTYPE", torch.float32)
+    monkeypatch.setattr(gpu_kernels, "MASS_DTYPE", torch.float32)
     monkeypatch.setattr(GpuAttention, "attend", lambda self, run: (launched.append(run), attend(self, run)))
     results = []
-    for kernels in (GpuKernels("interpreted"), NONE):
+    for kernels in (GpuKernels(), NONE):
         assert len(launched) == 0
         found = []
         full, streaming = caches(kernels)
@@ -461,15 +464,15 @@ def test_chunks_are_copied_byte_for_byte(dtype: torch.dtype, dim: int, chunk: in
     wanted = wanted.view(LAYERS, KV_HEADS, slots)
     wanted[(wanted >= per_layer) | (torch.rand(wanted.shape, generator=generator) < 0.3)] = -1
     homes = torch.tensor([[home.data_ptr() for home in layer] for layer in tiles])
-    copy = ChunkCopy(chunk=chunk, page=page, tile=page * pages)
+    sizes = {"chunk": chunk, "page": page, "tile": page * pages}
     everything = range(3 * page * pages)
     expected = copied(tiles, wanted, held, chunk, 0, everything)
-    copy.run(homes, wanted, held)
+    chunks(homes, wanted, held, **sizes)
     assert torch.equal(held.view(torch.int32), expected)
     numbers = torch.arange(1, 3)
     tokens = range(chunk + chunk // 2, 2 * chunk + max(chunk // 2, 1))
     expected = copied(tiles, numbers, held, chunk, slots, tokens)
-    copy.run(homes, numbers, held, slot=slots, tokens=tokens)
+    chunks(homes, numbers, held, slot=slots, tokens=tokens, **sizes)
     assert torch.equal(held.view(torch.int32), expected)
 
 
@@ -485,7 +488,7 @@ def test_a_refresh_by_the_kernel_holds_what_one_by_the_host_does(
     memory, rope = Memory(torch.device("cpu")), turning(32, torch.float32)
     shape, blocks = TileShape(KV_HEADS, 32, 16, 2, torch.float32), Blocks((1, 8, 12))
     caches = []
-    for kernels in (GpuKernels("interpreted"), NONE):
+    for kernels in (GpuKernels(), NONE):
         link = LateLink(late_in=True, late_out=True) if streams else None
         full = FullCache(memory, shape, num_layers=1, rope=rope, blocks=blocks, mass_chunk=8, link=link, num_resident=1)
         caches.append(RetrievalCache(full, budget=32, chunk=8, selector=ByMass(reach=2), kernels=kernels, tail=40))

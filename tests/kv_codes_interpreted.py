@@ -10,9 +10,10 @@ from torch.testing import assert_close
 from gpu_interpreted import KV_HEADS, TOLERANCE, Unwritten, assert_near, normal, turning, unmoving
 from interpreter import products_by_row, without_idle_work
 from models import LateLink
-from offload.kernels.gpu import GpuKernels
+from offload.formats.quantised_kv import GROUP, KVCodes
+from offload.formats.quantised_kv_gpu import encode
+from offload.kernels.gpu.kernels import GpuKernels
 from offload.kernels.gpu.tiling import SPAN
-from offload.kernels.kv_codes import GROUP, KVCodes, encode
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
 from offload.kv import fetch, quantised
@@ -166,15 +167,15 @@ def test_codes_are_those_that_torch_finds(dtype: torch.dtype, dim: int) -> None:
     shape = KVCodes.shape_of_blocks(2, KV_HEADS, 3 * GROUP, dim)
     wanted, ours = (KVCodes(torch.full(shape, 0xA5, dtype=torch.uint8), dim, "matrices") for _ in range(2))
     encode_kv_with_torch(rows, wanted)
-    encode(rows, ours, GpuKernels("interpreted"))
+    encode(rows, ours)
     assert torch.equal(ours.blocks, wanted.blocks)
     ours.blocks.fill_(0xA5)
-    encode(rows[:, :, :, GROUP : 2 * GROUP], ours.groups(2, 3), GpuKernels("interpreted"))
+    encode(rows[:, :, :, GROUP : 2 * GROUP], ours.groups(2, 3))
     assert torch.equal(ours.blocks[:, :, 2], wanted.blocks[:, :, 1])
     ours.blocks.fill_(0xA5)
     some = torch.tensor([5, -1, 0]).expand(2, KV_HEADS, 3).clone()
     some[1, 1, 1] = 7
-    encode(rows, ours, GpuKernels("interpreted"), some)
+    encode(rows, ours, some)
     assert torch.equal(ours.blocks, wanted.blocks.where(some[..., None] >= 0, 0xA5))
 
 
@@ -193,7 +194,7 @@ def test_the_cache_on_a_gpu_follows_the_full_one(
         memory, TileShape(KV_HEADS, 32, 32, 2, torch.float32), num_layers=LAYERS, rope=rope, blocks=Blocks((1, 5, 10)),
         link=LateLink(late_in=True, late_out=True) if streams else None, num_resident=1,
     )  # fmt: skip
-    cache = QuantisedCache(full, memory, num_tokens=400, drafted=20, kernels=GpuKernels("interpreted"))
+    cache = QuantisedCache(full, memory, num_tokens=400, drafted=20, kernels=GpuKernels())
     assert isinstance(cache._fetch, GpuFetch)
     most = 0
     for number, (kept, count) in enumerate([(0, 5), (5, 30), (35, 80), (115, 90), (205, 1), (150, 20), (170, 70)]):

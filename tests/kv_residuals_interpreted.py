@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from interpreter import without_idle_work
-from offload.kernels.gpu.kv_residuals import restore_pages
-from offload.kernels.kv_codes import GROUP, KVCodes
-from offload.kernels.kv_residuals import PageShape
-from offload.kernels.packing import RESIDUAL
+from offload.formats.layout import RESIDUAL, PageShape
+from offload.formats.quantised_kv import GROUP, KVCodes
+from offload.formats.residuals_gpu import restore_tile
 from oracles import encode_kv_with_torch, split_off_kv_with_torch
 
 HEADS, PAGE, PAGES = 3, 2 * GROUP, 3
@@ -108,7 +107,7 @@ def test_pages_are_restored_bit_for_bit_and_others_left_alone(dim: int, share: f
     tile = Tile.of(all_sorts(dim, share), first)
     for flags in (flags_of([2, 0, 2]), flags_of([1, 2, 2])):
         out = torch.full_like(tile.exact, 7.0)
-        restore_pages(out, *tile.crossed(flags), tile.codes, first, tile.shape)
+        restore_tile(out, *tile.crossed(flags), tile.codes, first, tile.shape)
         of_pages = flags == RESIDUAL
         assert torch.equal(bits(out[:, of_pages]), bits(tile.exact[:, of_pages]))
         assert (out[:, ~of_pages] == 7.0).all()
@@ -118,7 +117,7 @@ def test_a_tile_s_first_tokens_may_have_no_codes() -> None:
     """Nor a page that they are in; and of pages behind the last one nothing is looked at."""
     tile, flags = Tile.of(all_sorts(48, 0.02), -1), flags_of([0, 2])
     out = torch.full_like(tile.exact, 7.0)
-    restore_pages(out, *tile.crossed(flags), tile.codes, -1, tile.shape)
+    restore_tile(out, *tile.crossed(flags), tile.codes, -1, tile.shape)
     assert torch.equal(bits(out[:, 1]), bits(tile.exact[:, 1]))
     assert (out[:, [0, 2]] == 7.0).all()
 
@@ -126,5 +125,5 @@ def test_a_tile_s_first_tokens_may_have_no_codes() -> None:
 def test_pages_of_one_group_are_restored() -> None:
     tile, flags = Tile.of(all_sorts(32, 0.02)[:, :, :, :GROUP].contiguous(), 1), flags_of([2, 2, 2])
     out = torch.full_like(tile.exact, 7.0)
-    restore_pages(out, *tile.crossed(flags), tile.codes, 1, tile.shape)
+    restore_tile(out, *tile.crossed(flags), tile.codes, 1, tile.shape)
     assert torch.equal(bits(out), bits(tile.exact))

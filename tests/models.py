@@ -36,7 +36,8 @@ from offload.decode.passes import alone
 from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.decode.speculation import ModelProposer, Proposer, Speculator
 from offload.engine.engine import Engine, load_tokenizer
-from offload.kernels.native import NONE, Kernels
+from offload.kernels.cpu import CpuKernels
+from offload.kernels.device import NONE, DeviceKernels, NoKernels
 from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks
 from offload.kv.fetch import Tail
@@ -160,7 +161,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     link: Link | None = None,
     num_staging: int = 2,
-    kernels: Kernels = NONE,
+    kernels: CpuKernels | NoKernels = NONE,
 ) -> Decoder:
     """The folder's model in our code: all resident, or, with a link, its layers streamed."""
     config = ModelConfig.from_folder(folder)
@@ -171,7 +172,7 @@ def load(
     return Decoder(config, weights, kernels=kernels)
 
 
-def kernels_of(decoder: Decoder) -> Kernels:
+def kernels_of(decoder: Decoder) -> CpuKernels | NoKernels:
     """Those that the decoder's few rows run on, which its caches should use too."""
     return decoder._kernels
 
@@ -334,7 +335,7 @@ def count_fetched(patch: pytest.MonkeyPatch) -> Counter[RetrievedStore]:
     return counts
 
 
-def retrieval_cache(full: FullCache, sizes: Sizes, kernels: Kernels = NONE) -> RetrievalCache:
+def retrieval_cache(full: FullCache, sizes: Sizes, kernels: DeviceKernels = NONE) -> RetrievalCache:
     return RetrievalCache(
         full,
         budget=sizes.budget,

@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad, rms_norm, silu
 
-from offload.kernels.codes import GROUP, TILE, Codes, group_codes
-from offload.kernels.kv_codes import CHANNELS, KVCodes, Order
-from offload.kernels.kv_codes import GROUP as TOKENS
-from offload.kernels.kv_residuals import PageShape
-from offload.kernels.packed import ESCAPE
-from offload.kernels.packing import Packing
+from offload.formats.layout import KV_CODE_LANES, RESIDUAL_HEAD_BYTES, Packing, PageShape
+from offload.formats.packed import ESCAPE
+from offload.formats.quantised import GROUP, TILE, Codes, group_codes
+from offload.formats.quantised_kv import CHANNELS, KVCodes, Order
+from offload.formats.quantised_kv import GROUP as TOKENS
+from offload.formats.residuals import Residual, _num_groups, _places
 from offload.kernels.products import Step
-from offload.kernels.residuals import HEAD_BYTES, Residual, _num_groups, _places
-from offload.plan.sizing import KV_CODE_LANES
 
 _HALF = TOKENS // 2
 _MARGIN, _STEPS, _ALONE, _ESCAPE, _SIGN = 2, 6, 6, 7, 8  # as in native/intervals.h
@@ -209,7 +207,7 @@ def split_off_with_torch(weight: Tensor, codes: Codes) -> Residual | None:
 def restore_with_torch(content: Tensor, escapes: int, codes: Codes) -> Tensor:
     """What `residuals.restore` does, into a new matrix."""
     outputs, inputs = codes.shape
-    numbers, first = outputs * inputs, outputs * inputs + HEAD_BYTES * _num_groups(codes)
+    numbers, first = outputs * inputs, outputs * inputs + RESIDUAL_HEAD_BYTES * _num_groups(codes)
     low, heads = content[:numbers].view(-1, TILE * GROUP), content[numbers:first].clone().view(torch.int32).view(-1, 2)
     groups = join(content, low, heads, first, escapes, _intervals(codes))
     return groups.view(outputs // TILE, inputs // GROUP, TILE, GROUP).transpose(1, 2).reshape(outputs, inputs)

@@ -17,10 +17,10 @@ from interpreter import without_idle_work
 from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
-from offload.kernels.gpu.packed import PackedChunkCopy, unpack_numbers, unpack_pages
-from offload.kernels.gpu.rows import copy_rows
-from offload.kernels.packed import pack_numbers
-from offload.kernels.packing import RESIDUAL, Packing
+from offload.formats.layout import RESIDUAL, Packing
+from offload.formats.packed import pack_numbers
+from offload.formats.packed_gpu import packed_chunks, unpack_numbers, unpack_tile
+from offload.kernels.gpu.copies import table_rows
 from offload.model.graphs import VARIABLE
 from offload.pages.traffic import Traffic
 from offload.transfer.link import CudaEvent
@@ -85,7 +85,7 @@ def test_pages_are_unpacked_bit_for_bit(dim: int, share: float) -> None:
     slot, tile = torch.zeros_like(exact), torch.full_like(exact, 7.0)
     content = torch.cat(pages[:3])
     slot.view(-1).view(torch.uint8)[: len(content)] = content
-    unpack_pages(tile, slot, flags[:3], starts_of(pages[:3]), packing)
+    unpack_tile(tile, slot, flags[:3], starts_of(pages[:3]), packing)
     assert torch.equal(bits(tile[:, :3]), bits(exact[:, :3]))
     assert (tile[:, 3] == 7.0).all()
     assert flags.sum() == 0 if share == 0.0 else flags[:3].any()
@@ -98,7 +98,7 @@ def test_residuals_are_left_alone() -> None:
     slot, tile = torch.zeros_like(exact), torch.full_like(exact, 7.0)
     slot.view(-1).view(torch.uint8)[: sum(map(len, pages))] = torch.cat(pages)
     flags[1] = RESIDUAL
-    unpack_pages(tile, slot, flags, starts_of(pages), packing)
+    unpack_tile(tile, slot, flags, starts_of(pages), packing)
     assert (tile[:, 1] == 7.0).all()
     assert torch.equal(bits(tile[:, [0, 2]]), bits(exact[:, [0, 2]]))
 
@@ -117,7 +117,7 @@ def test_chunks_and_ranges_come_from_packed_homes(dim: int, chunk: int) -> None:
     blocks = torch.tensor(
         [[[page.data_ptr() + kind * (len(page) // 2) for page in pages] for kind in range(2)] for pages in aligned]
     )
-    copy = PackedChunkCopy(packing, chunk=chunk, page=PAGE)
+    sizes = {"chunk": chunk, "page": PAGE}
     slots = 3
     held = torch.full((LAYERS, 2, KV_HEADS, (slots + 2) * chunk, dim), 7.0).bfloat16()
     generator = torch.Generator().manual_seed(chunk)
@@ -132,10 +132,10 @@ def test_chunks_and_ranges_come_from_packed_homes(dim: int, chunk: int) -> None:
                 if number >= 0:
                     own = rows[layer, :, head, number * chunk : (number + 1) * chunk]
                     expected[layer, :, head, slot * chunk : (slot + 1) * chunk] = own
-    copy.run(blocks, flags, wanted, held)
+    packed_chunks(blocks, flags, wanted, held, packing, **sizes)
     assert torch.equal(bits(held), bits(expected))
     start, stop = chunk + 3, 3 * chunk - 5
-    copy.run(blocks, flags, torch.arange(1, 3), held, slot=slots, tokens=range(start, stop))
+    packed_chunks(blocks, flags, torch.arange(1, 3), held, packing, slot=slots, tokens=range(start, stop), **sizes)
     expected[:, :, :, slots * chunk + 3 : (slots + 2) * chunk - 5] = rows[:, :, :, start:stop]
     assert torch.equal(bits(held), bits(expected))
 
@@ -329,7 +329,7 @@ def test_a_layer_that_comes_where_another_is_opened_from_is_reported(
 def test_rows_of_a_table_are_copied(width: int) -> None:
     table, tokens = numbers((50, width), seed=width), torch.tensor([49, 0, 7, 7, 31])
     out = torch.full((5, width), 7.0).bfloat16()
-    copy_rows(torch.tensor([table.data_ptr()]), tokens, out)
+    table_rows(torch.tensor([table.data_ptr()]), tokens, out)
     assert torch.equal(bits(out), bits(table[tokens]))
 
 

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from offload.kernels import native
-from offload.kernels.native import NONE, Kernels, instruction_sets, load
+from offload.kernels import cpu
+from offload.kernels.cpu import CpuKernels, instruction_sets, load
+from offload.kernels.device import NONE, NoKernels
 
 SETS = {
     "x86_64": {"amx": "", "avx512": "AVX512", "avx2": "AVX2"},  # what torch is told, so that it is chosen
@@ -25,21 +26,21 @@ def on_this_machine() -> list[str]:
     """The instruction sets whose libraries run here, the best one first."""
     names = list(SETS.get(platform.machine(), {})) if sys.platform == "linux" else []
     capability = torch.backends.cpu.get_cpu_capability()
-    best = instruction_sets(sys.platform, platform.machine(), capability, native._has_amx())
+    best = instruction_sets(sys.platform, platform.machine(), capability, cpu._has_amx())
     return names[names.index(best[0]) :] if best else []
 
 
-def built(name: str) -> Kernels:
+def built(name: str) -> CpuKernels:
     """The loaded library of `name`. Skips, with the reason, where the compiler could not make it."""
-    reason = native.FOLDER / "unbuilt.txt"
-    if not (native.FOLDER / f"{name}.so").exists():
+    reason = cpu.FOLDER / "unbuilt.txt"
+    if not (cpu.FOLDER / f"{name}.so").exists():
         pytest.skip(f"{name}.so was not built: {reason.read_text() if reason.exists() else 'not installed from here'}")
-    found = load(native.FOLDER, name)
-    assert found.library is not None, found.reason
+    found = load(cpu.FOLDER, name)
+    assert isinstance(found, CpuKernels), found.reason
     return found
 
 
-def best() -> Kernels:
+def best() -> CpuKernels:
     """The library that this machine's processes use. Skips, with the reason, where there is none."""
     if not (names := on_this_machine()):
         pytest.skip(f"there are no kernels for {sys.platform} on {platform.machine()}")
@@ -50,7 +51,7 @@ _NOTHING = 0  # PROT_NONE
 OPERATORS = ("torch", "kernels")  # what few rows run on
 
 
-def of(operators: str) -> Kernels:
+def of(operators: str) -> CpuKernels | NoKernels:
     """The kernels where `operators` are those, none where they are torch's. Skips where this machine has no kernels."""
     return best() if operators == "kernels" else NONE
 
@@ -60,10 +61,10 @@ def process_uses(operators: str) -> Iterator[None]:
     """In the body this process's engines are made with `operators`. Skips where this machine has no kernels."""
     of(operators)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(native.VARIABLE, "on" if operators == "kernels" else "off")
-        native.kernels.cache_clear()
+        patch.setenv(cpu.VARIABLE, "on" if operators == "kernels" else "off")
+        cpu.kernels.cache_clear()
         yield
-    native.kernels.cache_clear()
+    cpu.kernels.cache_clear()
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from interpreter import without_idle_work
 from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
+from offload.formats.layout import RESIDUAL
 from offload.kernels import kv_codes
-from offload.kernels.packing import RESIDUAL
 from offload.kv.fetch import GpuFetch
 from offload.kv.full import FullCache
 from offload.kv.quantised import EXACT, QuantisedCache

@@ -16,11 +16,25 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Ground to roof: a storey imports from itself and from those before it.
 STOREYS = (
-    *("ground", "plan", "kernels", "transfer", "weights", "pages", "kv", "model", "decode", "session"),
+    *(
+        "ground",
+        "plan",
+        "native",
+        "formats",
+        "kernels",
+        "transfer",
+        "weights",
+        "pages",
+        "kv",
+        "model",
+        "decode",
+        "session",
+    ),
     *("worker", "ranks", "engine", "bench", "hub"),
 )
 GROUND = tuple(
-    f"offload.{name}" for name in ("errors", "files", "metrics", "progress", "seeds", "strict_json", "units")
+    f"offload.{name}"
+    for name in ("errors", "files", "formats.layout", "metrics", "progress", "seeds", "strict_json", "units")
 )
 CLI_MAY_IMPORT = (
     *("offload.engine", "offload.ranks.follower", "offload.plan", "offload.session", "offload.bench"),

@@ -15,7 +15,7 @@ import torch
 
 from fake_peers import fake_environment
 from models import TOKENIZER_SIZE, random_model, save
-from offload.kernels.native import kernels
+from offload.kernels.cpu import kernels
 from offload.plan.rates import FOLDER_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -74,7 +74,7 @@ def test_sessions_compares_loading_with_dd(run: Run) -> None:
     assert "of dd" in table
 
 
-@pytest.mark.skipif(kernels().library is None, reason=kernels().reason)
+@pytest.mark.skipif(not kernels().usable, reason=kernels().reason)
 def test_kernels_are_compared_with_torch_and_a_sum(run: Run) -> None:
     written, table = run("kernels.py", "--tokens", "600", "--rows", "1,3", "--layers", "1", "--megabytes", "1")
     shared, runs = read(written)

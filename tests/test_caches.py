@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from models import LateLink, count_fetched
-from offload.kernels.native import NONE
+from offload.kernels.device import NONE
 from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import SpanAttention

@@ -15,14 +15,14 @@ from models import TOKENIZER_SIZE, perturbed, random_model, save
 from offload.bench import checks, text_checks
 from offload.bench.checks import Check, check_device
 from offload.errors import DoesNotFit
+from offload.kernels import cpu
+from offload.kernels.cpu import CpuKernels
 from offload.kernels.products import Steps
 from offload.kv.full import FullCache
 from offload.model.level import Level
-from offload.pages import mover
 from offload.plan.hardware import probe
 from offload.plan.what_if import LLAMA31_8B
 from offload.transfer.link import PacedLink
-from offload.weights import homes
 from offload.worker import pass_timer
 from processor import best
 
@@ -69,11 +69,11 @@ def test_all_hold_here_with_kernels_and_without(kernels: str, models: str, tiny:
     if kernels == "off":  # then passes of the embedded models are timed in vain, for that long
         monkeypatch.setattr(pass_timer, "LIMIT_SECONDS", 0.5)
     monkeypatch.setenv("TRIFORCE_KERNELS", kernels)
-    checks.fitting.__globals__["kernels"].cache_clear()
+    cpu.kernels.cache_clear()
     try:
         found = run(tiny if models == "tiny" else EMBEDDED)
     finally:
-        checks.fitting.__globals__["kernels"].cache_clear()
+        cpu.kernels.cache_clear()
     assert [check for check in found if not check.passed] == []
     kinds = ["attention", "copies", "products", "rows of attention", "streamed tiles", "text"]
     kinds += ["packed tiles", "packed weights"] if probe("cpu").fast_bf16 and kernels == "on" else []
@@ -123,13 +123,13 @@ def test_a_cache_that_streams_and_computes_otherwise_is_found(failed: Failed, mo
 @pytest.mark.skipif(not probe("cpu").fast_bf16, reason="bf16 alone is packed, and slow here")
 def test_pages_that_are_unpacked_wrongly_are_found(failed: Failed, monkeypatch: Patch) -> None:
     best()
-    real = mover.unpack_tile
+    real = CpuKernels.unpack_tile
 
-    def unpack_tile(tile: Tensor, *others: Any) -> None:
-        real(tile, *others)
+    def unpack_tile(kernels: CpuKernels, tile: Tensor, *others: Any) -> None:
+        real(kernels, tile, *others)
         tile[0, 0, 0, 5, 3] += 1
 
-    monkeypatch.setattr(mover, "unpack_tile", unpack_tile)
+    monkeypatch.setattr(CpuKernels, "unpack_tile", unpack_tile)
     assert failed() - {"text"} == {"packed tiles"}  # whose text may be another, or not
 
 
@@ -137,14 +137,14 @@ def test_pages_that_are_unpacked_wrongly_are_found(failed: Failed, monkeypatch: 
 @pytest.mark.parametrize("function", ["unpack_numbers", "restore"])
 def test_weights_that_arrive_with_another_bit_are_found(failed: Failed, monkeypatch: Patch, function: str) -> None:
     best()
-    real = getattr(homes, function)
+    real = getattr(CpuKernels, function)
 
     def off(*arguments: Any) -> None:
         real(*arguments)
-        out = arguments[2 if function == "unpack_numbers" else 3]
+        out = arguments[3 if function == "unpack_numbers" else 4]
         out.view(-1)[77] *= 1.01
 
-    monkeypatch.setattr(homes, function, off)
+    monkeypatch.setattr(CpuKernels, function, off)
     assert failed() - {"text"} == {"packed weights"}
 
 
@@ -152,13 +152,13 @@ def test_weights_that_arrive_with_another_bit_are_found(failed: Failed, monkeypa
 def test_another_text_of_pages_beside_codes_is_found(failed: Failed, monkeypatch: Patch) -> None:
     best()
     monkeypatch.setattr(text_checks, "PROMPT", PROMPT)
-    real = mover.restore_tile
+    real = CpuKernels.restore_tile
 
-    def restore_tile(tile: Tensor, *others: Any) -> None:
-        real(tile, *others)
+    def restore_tile(kernels: CpuKernels, tile: Tensor, *others: Any) -> None:
+        real(kernels, tile, *others)
         tile[1] = -20
 
-    monkeypatch.setattr(mover, "restore_tile", restore_tile)
+    monkeypatch.setattr(CpuKernels, "restore_tile", restore_tile)
     assert failed() == {"text"}
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from offload.formats.layout import CACHED_SHARE
 from offload.plan import request
 from offload.plan.hardware import rates_key
 from offload.plan.machine import machine_name
 from offload.plan.rates import RTX_4090, TWO_CORES, save_rates
-from offload.plan.sizing import CACHED_SHARE
 from offload.units import size
 from terminals import Terminal
 from test_cli_fake import ROOT, environment

@@ -12,10 +12,10 @@ from torch.nn.functional import rms_norm, silu
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.kernels import codes
-from offload.kernels.codes import GROUP, TILE, Codes, encode, encode_with_torch
-from offload.kernels.native import Kernels
+from offload.formats import quantised as codes
+from offload.formats.quantised import GROUP, TILE, Codes, encode, encode_with_torch
 from offload.kernels.products import Ending, Step, Steps, room_to_widen
+from offload.native.interface import Library
 from oracles import step_with_torch
 from processor import built, on_this_machine, threads
 
@@ -23,7 +23,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @pytest.fixture(params=on_this_machine() or ["none"])
-def found(request: pytest.FixtureRequest) -> Kernels:
+def found(request: pytest.FixtureRequest) -> Library:
     if request.param == "none":
         pytest.skip("there are no kernels for this machine")
     return built(request.param)
@@ -43,7 +43,7 @@ def empty(outputs: int, inputs: int, bits: int) -> Codes:
     return Codes(torch.full(Codes.shape_of_blocks((outputs, inputs), bits), 0xA5, dtype=torch.uint8))
 
 
-def encoded(found: Kernels, bits: int, weight: Tensor) -> Codes:
+def encoded(found: Library, bits: int, weight: Tensor) -> Codes:
     into = empty(*weight.shape, bits)
     encode(weight, into, found)
     return into
@@ -62,17 +62,6 @@ def awkward(dtype: torch.dtype) -> Tensor:
     last = torch.zeros(2 * GROUP)
     last[3], last[70], last[90] = info.max, info.max, -info.max  # a range above what fp32 holds
     return torch.stack([*rows, last]).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_codes_are_those_that_torch_finds(found: Kernels, bits: int, dtype: torch.dtype) -> None:
-    for weight in (awkward(dtype), normal(37, 5 * GROUP).to(dtype), (normal(1100, GROUP, seed=3) / 30).to(dtype)):
-        wanted = empty(*weight.shape, bits)
-        encode_with_torch(weight, wanted)
-        for number in (1, 2, 3):
-            with threads(number):
-                made = encoded(found, bits, weight)
-            assert torch.equal(made.blocks, wanted.blocks)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -144,7 +133,7 @@ def test_inputs_that_are_no_groups_are_refused() -> None:
 
 
 def make_step(
-    found: Kernels, bits: int, dtype: torch.dtype, num_rows: int, inputs: int, outputs: int, *,
+    found: Library, bits: int, dtype: torch.dtype, num_rows: int, inputs: int, outputs: int, *,
     ending: Ending = "write", norm: bool = False, bias: bool = False, seed: int = 0,
 ) -> Step:  # fmt: skip
     if ending == "gate":  # its halves have whole tiles
@@ -181,7 +170,7 @@ def by_the_rule(step: Step) -> Tensor:
     return y + step.out.double() if step.ending == "add" else y
 
 
-def run(found: Kernels, step: Step, num_rows: int | None = None) -> Tensor:
+def run(found: Library, step: Step, num_rows: int | None = None) -> Tensor:
     """The step's `out` afterwards; the step keeps its own. All memory to widen is NaN before."""
     own = replace(step, out=step.out.clone())
     widened = room_to_widen(*own.x.shape).fill_(torch.nan)
@@ -194,7 +183,7 @@ def run(found: Kernels, step: Step, num_rows: int | None = None) -> Tensor:
 @pytest.mark.parametrize("ending", ["write", "add", "gate"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_follow_the_rule(
-    found: Kernels, bits: int, dtype: torch.dtype, ending: Ending, norm: bool, bias: bool
+    found: Library, bits: int, dtype: torch.dtype, ending: Ending, norm: bool, bias: bool
 ) -> None:
     """Sizes on either side of a vector of groups and of a thread's outputs. A tie of the rule may fall either way: one
     of 8 bits of one input."""
@@ -212,7 +201,7 @@ def test_products_follow_the_rule(
 
 
 @pytest.mark.parametrize("ending", ["write", "add", "gate"])
-def test_a_rows_product_has_the_same_bits_beside_any_rows(found: Kernels, bits: int, ending: Ending) -> None:
+def test_a_rows_product_has_the_same_bits_beside_any_rows(found: Library, bits: int, ending: Ending) -> None:
     """With 1 to 33 rows, at every place among them, on 1, 2 and 4 threads; one of the rows beside it is NaN."""
     most = 33
     step = make_step(found, bits, torch.bfloat16, most, 1088, 37, ending=ending, norm=True, bias=True)
@@ -228,7 +217,7 @@ def test_a_rows_product_has_the_same_bits_beside_any_rows(found: Kernels, bits: 
         assert torch.equal(out[sound[places]], alone[places][sound[places]])
 
 
-def test_the_first_rows_are_those_of_all_and_the_rest_stays(found: Kernels, bits: int) -> None:
+def test_the_first_rows_are_those_of_all_and_the_rest_stays(found: Library, bits: int) -> None:
     step = make_step(found, bits, torch.bfloat16, 80, 128, 21, ending="add", norm=True, bias=True)
     whole = run(found, step)
     for count in (1, 9, 70, 79):
@@ -237,7 +226,7 @@ def test_the_first_rows_are_those_of_all_and_the_rest_stays(found: Kernels, bits
         assert torch.equal(out[count:], step.out[count:])
 
 
-def test_the_largest_codes_and_rows_do_not_overflow(found: Kernels, bits: int) -> None:
+def test_the_largest_codes_and_rows_do_not_overflow(found: Library, bits: int) -> None:
     """All codes are the largest, all numbers of a row 127 or -127: sums of 64 products are exact."""
     codes = empty(3, 2 * GROUP, bits)
     codes.blocks.fill_(255)
@@ -248,7 +237,7 @@ def test_the_largest_codes_and_rows_do_not_overflow(found: Kernels, bits: int) -
     assert_close(run(found, Step(x, codes, None, torch.empty(2, 3))), wanted, rtol=1e-6, atol=0)
 
 
-def test_rows_of_zeros_and_of_the_smallest_numbers_are_finite(found: Kernels, bits: int) -> None:
+def test_rows_of_zeros_and_of_the_smallest_numbers_are_finite(found: Library, bits: int) -> None:
     step = make_step(found, bits, torch.float32, 3, 128, 5)
     step.x[0], step.x[1] = 0.0, 1e-39
     out = run(found, step)
@@ -256,7 +245,7 @@ def test_rows_of_zeros_and_of_the_smallest_numbers_are_finite(found: Kernels, bi
     assert bool(out.isfinite().all())
 
 
-def test_torchs_operators_give_nearly_the_same(found: Kernels, bits: int) -> None:
+def test_torchs_operators_give_nearly_the_same(found: Library, bits: int) -> None:
     """Their rows are not taken to 8 bits."""
     step = make_step(found, bits, torch.float32, 4, 1024, 48, ending="gate", norm=True)
     out = run(found, step)
@@ -264,7 +253,7 @@ def test_torchs_operators_give_nearly_the_same(found: Kernels, bits: int) -> Non
     assert_close(out, step.out, rtol=0, atol=0.02 * float(step.out.abs().max()))
 
 
-def test_steps_with_codes_and_without_follow_one_another(found: Kernels, bits: int) -> None:
+def test_steps_with_codes_and_without_follow_one_another(found: Library, bits: int) -> None:
     first = make_step(found, bits, torch.bfloat16, 4, 128, 192)
     plain = Step(first.out, (normal(64, 192) / 14).to(torch.bfloat16), None, normal(4, 64).to(torch.bfloat16))
     wanted = run(found, replace(plain, x=run(found, first)))

@@ -21,11 +21,11 @@ from asked import Asked, alone, together  # noqa: E402
 from offload.decode.sampling import SamplingParams  # noqa: E402
 from offload.engine.engine import Engine, load_tokenizer, plan_request, timed  # noqa: E402
 from offload.engine.request import GenerationRequest  # noqa: E402
-from offload.kernels.codes import Codes, encode_in_parts  # noqa: E402
+from offload.formats.layout import CODE_BITS  # noqa: E402
+from offload.formats.quantised import Codes, encode_in_parts  # noqa: E402
 from offload.plan.options import Options  # noqa: E402
 from offload.plan.planner import Plan  # noqa: E402
 from offload.plan.request import Request  # noqa: E402
-from offload.plan.sizing import CODE_BITS  # noqa: E402
 from offload.transfer.link import CudaLink  # noqa: E402
 from offload.transfer.memory import Memory  # noqa: E402
 from offload.weights.layout import Linear  # noqa: E402

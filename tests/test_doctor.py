@@ -21,7 +21,7 @@ from offload.bench import checks, measure
 from offload.bench import diagnosis as roof
 from offload.bench.checks import Check
 from offload.bench.diagnosis import Diagnosis, Gpu, GpuRates, LinkRates, Processor, Record, Software
-from offload.kernels import native
+from offload.kernels import cpu
 from offload.plan import hardware as probing
 from offload.plan import machine
 from offload.plan.hardware import RTX_4090, TWO_CORES, Hardware, Rates, probe, rates_key
@@ -133,8 +133,8 @@ class TestCommand:
         assert {"machine", "processor", "gpus", "driver", "software", "rates", "expected", "advice"} <= found.keys()
         assert found["processor"]["num_threads"] == torch.get_num_threads()
         assert found["software"]["torch"] == torch.__version__
-        assert found["software"]["kernels"] == (native.kernels().instruction_set or None)
-        assert found["software"]["kernels_problem"] == native.kernels().reason
+        assert found["software"]["kernels"] == getattr(cpu.kernels(), "instruction_set", None)
+        assert found["software"]["kernels_problem"] == cpu.kernels().reason
         assert found["machine"]["host_free_bytes"] < found["machine"]["host_bytes"]
         assert found["rates"]["cpu"]["device_read"] == found["processor"]["weights_read"] > 1e6
         assert found["rates"]["cpu"]["host_read"] == found["processor"]["read"] > 1e6

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from models import LateLink, Sizes, full_cache, load, random_model, random_tokens, save, streaming_cache
-from offload.kernels.native import FEW_ROWS
+from offload.kernels.cpu import FEW_ROWS
 from offload.model.decoder import Decoder
 from offload.model.few_rows import FewRows
 from offload.model.level import Level, StreamingLevel, run_together

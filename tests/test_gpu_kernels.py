@@ -22,26 +22,18 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from offload.bench.diagnosis import software  # noqa: E402
 from offload.engine.engine import kernels_problem  # noqa: E402
-from offload.kernels.gpu import (  # noqa: E402
-    GpuKernels,
-    code_programs,
-    codes,
-    fitting,
-    gpu_kernels,
-    kv_programs,
-    kv_residual_programs,
-    kv_residuals,
-    packed_programs,
-    programs,
-    residual_programs,
-    residuals,
-    row_programs,
-)
-from offload.kernels.gpu.fetch import rows_at_once, warps  # noqa: E402
-from offload.kernels.gpu.packed import warps as warps_of  # noqa: E402
+from offload.formats import packed_gpu, quantised_kv_gpu, residuals_gpu  # noqa: E402
+from offload.formats.layout import Packing  # noqa: E402
+from offload.formats.packed_gpu import warps as warps_of  # noqa: E402
+from offload.formats.residuals_gpu import WEIGHT_WARPS  # noqa: E402
+from offload.kernels.choice import fitting, gpu_kernels  # noqa: E402
+from offload.kernels.cpu import VARIABLE  # noqa: E402
+from offload.kernels.device import NoKernels  # noqa: E402
+from offload.kernels.gpu import copies, kv_programs, programs  # noqa: E402
+from offload.kernels.gpu import quantised_products as products  # noqa: E402
+from offload.kernels.gpu.copies import rows_at_once, warps  # noqa: E402
+from offload.kernels.gpu.kernels import GpuKernels  # noqa: E402
 from offload.kernels.gpu.tiling import ROWS, SPAN, STAGES, Tiling  # noqa: E402
-from offload.kernels.native import VARIABLE  # noqa: E402
-from offload.kernels.packing import Packing  # noqa: E402
 from offload.plan.what_if import LLAMA2_7B  # noqa: E402
 
 CUDA = torch.device("cuda:0")
@@ -88,19 +80,19 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_a_gpu_has_kernels_and_they_are_named(on_a_gpu: pytest.MonkeyPatch) -> None:
-    assert gpu_kernels(CUDA) == fitting(CUDA, 128) == GpuKernels(triton.__version__)
+    assert gpu_kernels(CUDA) == fitting(CUDA, 128, ()) == GpuKernels()
     assert kernels_problem("cuda", LLAMA2_7B) == ""
     assert f"kernels by Triton {triton.__version__} for few rows, and torch's fused" in software().attention
 
 
 def test_the_reason_for_none_is_said(on_a_gpu: pytest.MonkeyPatch) -> None:
-    assert fitting(CUDA, 40).reason == "they know heads of 16, 32, ... 256 numbers, not of 40"
-    assert fitting(CUDA, 512).reason
-    assert kernels_problem("cuda", replace(LLAMA2_7B, head_dim=40)) == fitting(CUDA, 40).reason
+    assert fitting(CUDA, 40, ()).reason == "they know heads of 16, 32, ... 256 numbers, not of 40"
+    assert fitting(CUDA, 512, ()).reason
+    assert kernels_problem("cuda", replace(LLAMA2_7B, head_dim=40)) == fitting(CUDA, 40, ()).reason
     for change, reason in (
         (lambda: on_a_gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5)), "capability 8.0"),
         (
-            lambda: on_a_gpu.setattr("offload.kernels.gpu.installed_version", lambda package: None),
+            lambda: on_a_gpu.setattr("offload.kernels.choice.installed_version", lambda package: None),
             "pip install triton",
         ),
         (lambda: on_a_gpu.setattr(torch.version, "cuda", None), "built without CUDA"),
@@ -114,7 +106,7 @@ def test_the_reason_for_none_is_said(on_a_gpu: pytest.MonkeyPatch) -> None:
 
 def test_the_user_may_turn_them_off(on_a_gpu: pytest.MonkeyPatch) -> None:
     on_a_gpu.setenv(VARIABLE, "off")
-    assert gpu_kernels(CUDA) == GpuKernels(reason="TRIFORCE_KERNELS is off")
+    assert gpu_kernels(CUDA) == NoKernels("TRIFORCE_KERNELS is off", "GPU")
     assert not gpu_kernels(CUDA).usable
     assert kernels_problem("cuda", LLAMA2_7B) == ""
 
@@ -249,7 +241,7 @@ def test_codes_are_made_without_a_spill(capability: int, dtype: str, dim: int, c
     """Stored a word at a time at least, in which there are codes of four bytes or a step and a least value."""
     shape = {"CHOSEN": chosen, "DIM": dim, "DIM_PADDED": Tiling(dim, ITEMSIZE[dtype]).padded}
     pointers = {"rows": f"*{dtype}", "blocks": "*u8", "units": "*i32", "wanted": "*i64"}
-    found = compiled(kv_programs.encode_groups, capability, pointers, shape)
+    found = compiled(quantised_kv_gpu.encode_groups, capability, pointers, shape)
     assert found.spilled_bytes == 0
     assert found.registers <= 255
     assert found.shared_bytes <= SHARED_BYTES
@@ -283,7 +275,7 @@ def test_chunks_are_copied_by_loads_and_stores_of_16_bytes(capability: int, dtyp
     rows = rows_at_once(chunk, padded)
     shape |= {"WORDS_PADDED": padded, "ROWS": rows}
     pointers = {"homes": "*i64", "wanted": "*i64", "held": "*i32"}
-    found = compiled(programs.copy_chunks, capability, pointers, shape, warps=warps(rows * padded))
+    found = compiled(copies.copy_chunks, capability, pointers, shape, warps=warps(rows * padded))
     assert found.spilled_bytes == 0
     assert found.registers <= 64
     moved = [op for op in re.findall(r"(?:ld|st)\.global[.\w:]*", found.ptx) if not op.startswith("ld.global.b64")]
@@ -301,10 +293,10 @@ def test_packed_pages_are_unpacked_by_loads_of_8_and_stores_of_16_bytes(capabili
     shape = {"NUMBERS": packing.numbers, "HEADS": packing.heads, "ESCAPES": packing.escapes}
     shape |= {"HALF": half, "HALF_PADDED": half}
     pointers = {"slot": "*u8", "tile": "*i16", "flags": "*u8", "starts": "*i64"}
-    unpacked = compiled(packed_programs.unpack_pages, capability, pointers, shape, warps=warps_of(packing))
+    unpacked = compiled(packed_gpu.unpack_pages, capability, pointers, shape, warps=warps_of(packing))
     shape |= {"GROUPS": 2, "PER_PAGE": 16, "DIM": dim}
     pointers = {"blocks": "*i64", "flags": "*u8", "wanted": "*i64", "held": "*i16"}
-    copied = compiled(packed_programs.copy_packed_chunks, capability, pointers, shape, warps=warps_of(packing))
+    copied = compiled(packed_gpu.copy_packed_chunks, capability, pointers, shape, warps=warps_of(packing))
     for found in (unpacked, copied):
         assert found.spilled_bytes == 0
         assert found.registers <= 96
@@ -326,9 +318,16 @@ def test_packed_pages_are_unpacked_by_loads_of_8_and_stores_of_16_bytes(capabili
 def test_codes_come_in_wide_loads_and_become_weights_in_registers(capability: int, dtype: str, bits: int) -> None:
     """Weights never go through shared memory: nothing is stored there but, once, the sums."""
     pointers = {"rows": f"*{dtype}", "blocks": "*u8", "partials": "*fp32"}
-    shape = {"ROWS": codes.ROWS, "TILES": codes.TILES, "GROUPS": codes.GROUPS, "BITS": bits, "WIDEN": False}
+    shape = {
+        "ROWS": products.ROWS,
+        "TILES": products.TILES,
+        "GROUPS": products.GROUPS,
+        "BITS": bits,
+        "WIDEN": False,
+    }
     found = compiled(
-        code_programs.multiply_codes, capability, pointers, shape, warps=codes.WARPS, stages=codes.STAGES
+        products.multiply_codes, capability, pointers, shape, warps=products.WARPS,
+        stages=products.STAGES
     )  # fmt: skip
     assert found.spilled_bytes == 0
     assert found.registers <= 128  # so four programs have room
@@ -336,8 +335,8 @@ def test_codes_come_in_wide_loads_and_become_weights_in_registers(capability: in
     copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", found.ptx)
     sizes = [int(num_bytes, 0) for num_bytes in copies]
     assert set(sizes) == {8, 16}
-    assert sizes.count(8) == codes.STAGES  # steps and lows
-    assert len(re.findall(r"st\.shared", found.ptx)) == codes.ROWS * codes.TILES * 16 // (codes.WARPS * 32 * 4)
+    assert sizes.count(8) == products.STAGES  # steps and lows
+    assert len(re.findall(r"st\.shared", found.ptx)) == products.ROWS * products.TILES * 16 // (products.WARPS * 32 * 4)
     assert "mma.sync" in found.ptx
     assert "tf32" not in found.ptx
     stored = re.findall(r"st\.global[.\w:]*", found.ptx)
@@ -350,8 +349,8 @@ def test_codes_come_in_wide_loads_and_become_weights_in_registers(capability: in
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_splits_are_joined_by_wide_loads(capability: int, bias: bool) -> None:
     pointers = {"partials": "*fp32", "bias": "*bf16", "out": "*bf16"}
-    shape = {"BIAS": bias, "COLUMNS": codes.COLUMNS}
-    found = compiled(code_programs.join_splits, capability, pointers, shape, warps=1)
+    shape = {"BIAS": bias, "COLUMNS": products.COLUMNS}
+    found = compiled(products.join_splits, capability, pointers, shape, warps=1)
     assert found.spilled_bytes == 0
     assert found.registers <= 64
     assert "ld.global.v4" in found.ptx
@@ -362,7 +361,7 @@ def test_splits_are_joined_by_wide_loads(capability: int, bias: bool) -> None:
 @pytest.mark.parametrize("bits", [4, 6])
 def test_weights_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capability: int, bits: int) -> None:
     pointers = {"content": "*u8", "blocks": "*u8", "out": "*i16"}
-    found = compiled(residual_programs.restore_weights, capability, pointers, {"BITS": bits}, warps=residuals.WARPS)
+    found = compiled(residuals_gpu.restore_weights, capability, pointers, {"BITS": bits}, warps=WEIGHT_WARPS)
     assert found.spilled_bytes == 0
     assert found.registers <= 80
     assert found.shared_bytes <= 8 * 2**10
@@ -370,7 +369,7 @@ def test_weights_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capa
     assert stores
     assert all(".v4.b32" in op for op in stores), stores
     loads = Counter(re.findall(r"ld\.global[.\w:]*", found.ptx))
-    assert loads["ld.global.v2.b32"] + 2 * loads["ld.global.v4.b32"] >= 1024 // (32 * residuals.WARPS) // 8, loads
+    assert loads["ld.global.v2.b32"] + 2 * loads["ld.global.v4.b32"] >= 1024 // (32 * WEIGHT_WARPS) // 8, loads
 
 
 @pytest.mark.deep
@@ -379,9 +378,9 @@ def test_weights_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capa
 def test_pages_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capability: int, dim: int) -> None:
     """Each thread has the scales, codes and low bytes of 8 numbers: only 4 bits and escapes come byte by byte."""
     pointers = {"slot": "*u8", "tile": "*i16", "flags": "*u8", "starts": "*i64", "codes": "*u8"}
-    shape = {"PAGE": 512} | kv_residuals.constants(dim)
+    shape = {"PAGE": 512} | residuals_gpu.constants(dim)
     num_warps = shape.pop("num_warps")
-    found = compiled(kv_residual_programs.restore_pages, capability, pointers, shape, warps=num_warps)
+    found = compiled(residuals_gpu.restore_pages, capability, pointers, shape, warps=num_warps)
     assert found.spilled_bytes == 0
     assert found.registers <= 128
     assert found.shared_bytes <= 8 * 2**10
@@ -397,7 +396,7 @@ def test_pages_are_restored_without_a_spill_and_stored_16_bytes_at_a_time(capabi
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_rows_of_a_table_on_the_host_are_copied_16_bytes_at_a_time(capability: int) -> None:
     pointers = {"address": "*i64", "tokens": "*i64", "out": "*i32", "width": "i32"}
-    found = compiled(row_programs.copy_rows, capability, pointers, {"WORDS": 1024, "ALIGNMENT": 16})
+    found = compiled(copies.copy_rows, capability, pointers, {"WORDS": 1024, "ALIGNMENT": 16})
     assert found.spilled_bytes == 0
     assert found.registers <= 48
     moved = [op for op in re.findall(r"(?:ld|st)\.global[.\w:]*", found.ptx) if not op.startswith("ld.global.b64")]

@@ -13,12 +13,12 @@ from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
-from offload.kernels import native
-from offload.kernels.packing import Packing
-from offload.kernels.residuals import Residual, split_off
+from offload.formats.layout import WEIGHT_BYTES, Packing, home_bytes
+from offload.formats.residuals import Residual, split_off
+from offload.kernels import cpu
+from offload.kernels.device import NoKernels
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
-from offload.plan.sizing import WEIGHT_BYTES, home_bytes
 from offload.transfer.memory import Memory
 from offload.weights import homes
 from offload.weights.homes import AsTheyAre, BesideCodes, Home, HomeMaker, Packed
@@ -123,7 +123,7 @@ def test_layers_that_are_opened_are_there_also_after_a_pass_was_broken_off(
 def test_kernels_that_are_missing_are_an_error_that_says_what_to_do(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "kernels", lambda: native.Kernels(reason="none here"))
+    monkeypatch.setattr(cpu, "kernels", lambda: NoKernels("none here"))
     with pytest.raises(UsageError, match=r"cross the link in 12 bits .* none here; add --link-bits 16"):
         HomeMaker(memory, LAYOUT, CONFIG, 12)
 

@@ -21,14 +21,15 @@ from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
-from offload.kernels import native
-from offload.kernels.native import NONE, Kernels
+from offload.kernels import cpu
+from offload.kernels.device import NONE
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
 from offload.kv.full import FullCache
 from offload.kv.host_attention import HostAttention
 from offload.kv.tile_attention import TileAttention
 from offload.metrics import HostStats
+from offload.native.interface import Library
 from offload.pages.access import StreamedTiles
 from offload.pages.tiles import TileShape, TileStore
 from offload.plan.config import ModelConfig
@@ -50,16 +51,16 @@ PROMPT = [7 + i * i % 3900 for i in range(1100)]
 KV = frozenset({"kv"})
 
 
-def found_kernels(name: str) -> Kernels:
+def found_kernels(name: str) -> Library:
     """The CPU's own, or torch's operators in their place."""
-    kernels = native.kernels() if name == "kernels" else NONE
+    kernels = cpu.kernels() if name == "kernels" else NONE
     if name == "kernels" and kernels.library is None:
         pytest.skip(kernels.reason)
     return kernels
 
 
 def make_cache(
-    tape: Tape, kernels: Kernels, *, link: Link | None = None, num_resident: int = 0, num_host: int = 0, pace: float = 0
+    tape: Tape, kernels: Library, *, link: Link | None = None, num_resident: int = 0, num_host: int = 0, pace: float = 0
 ) -> FullCache:
     return FullCache(
         Memory(torch.device("cpu")),
@@ -150,7 +151,7 @@ def test_a_forward_that_was_broken_off_leaves_no_trace_in_tiles_on_the_host(path
 
 
 def test_rows_of_another_cache_are_taken_into_tiles_on_the_host() -> None:
-    kernels, tape = native.kernels(), Tape()
+    kernels, tape = cpu.kernels(), Tape()
     with caches.closing_link(PacedLink(None)) as link:
         away, here = make_cache(tape, kernels, link=link, num_host=3), make_cache(tape, kernels)
         driver = Driver(here, tape, padding=ROWS)
@@ -160,7 +161,7 @@ def test_rows_of_another_cache_are_taken_into_tiles_on_the_host() -> None:
         assert torch.equal(other.extend([0] * 5), driver.extend([0] * 5))
 
 
-def attended_beside(cache: FullCache, kernels: Kernels, link: Link) -> HostAttention:
+def attended_beside(cache: FullCache, kernels: Library, link: Link) -> HostAttention:
     """Have a cache's tiles on the host attended to as beside a GPU, in memory that says that it is one's."""
     host = TileAttention(cache.shape, cache.rope, Blocks((ROWS,)), kernels, CHUNK)
     side = HostAttention(cache._memory, cache.store, link, gpu=cache._attention, host=host, chunk=CHUNK)
@@ -325,7 +326,7 @@ def tokens_of(engine: Engine, prompt: list[int], *, speculation: bool = True) ->
 def running_on(path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kernels = found_kernels(path)
     with monkeypatch.context() as patch:
-        patch.setattr(native, "kernels", lambda: kernels)
+        patch.setattr(cpu, "kernels", lambda: kernels)
         yield
 
 

@@ -16,10 +16,10 @@ from torch.nn.functional import rms_norm, silu
 from torch.testing import assert_close
 
 from offload.kernels.attention import attend, fold, unfold
-from offload.kernels.native import Kernels
 from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.spans import Rows, SpanAttention, one_run
+from offload.native.interface import Library
 from oracles import step_with_torch
 from processor import built, on_this_machine, threads
 
@@ -30,7 +30,7 @@ SENTINEL = 77.0
 
 
 @pytest.fixture(params=on_this_machine() or ["none"])
-def found(request: pytest.FixtureRequest) -> Kernels:
+def found(request: pytest.FixtureRequest) -> Library:
     if request.param == "none":
         pytest.skip("there are no kernels for this machine")
     return built(request.param)
@@ -100,7 +100,7 @@ def in_fp64(step: Step) -> Tensor:
     return y + step.out.double() if step.ending == "add" else y
 
 
-def run(found: Kernels, step: Step, num_rows: int | None = None) -> Tensor:
+def run(found: Library, step: Step, num_rows: int | None = None) -> Tensor:
     """The step's `out` afterwards; the step keeps its own. All memory to widen is NaN before."""
     own = replace(step, out=step.out.clone())
     widened = room_to_widen(*own.x.shape).fill_(torch.nan)
@@ -113,7 +113,7 @@ def run(found: Kernels, step: Step, num_rows: int | None = None) -> Tensor:
 @pytest.mark.parametrize("ending", ["write", "add", "gate"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_are_as_near_to_fp64_as_torchs(
-    found: Kernels, dtype: torch.dtype, ending: Ending, norm: bool, bias: bool
+    found: Library, dtype: torch.dtype, ending: Ending, norm: bool, bias: bool
 ) -> None:
     """Sizes on either side of a vector, a tile and a thread's outputs."""
     ours, theirs = [], []
@@ -138,7 +138,7 @@ def test_products_are_as_near_to_fp64_as_torchs(
 @pytest.mark.parametrize("ending", ["write", "add", "gate"])
 @pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
 def test_a_rows_product_has_the_same_bits_beside_any_rows(
-    found: Kernels, dtype: torch.dtype, ending: Ending, norm: bool
+    found: Library, dtype: torch.dtype, ending: Ending, norm: bool
 ) -> None:
     """With 1 to 70 rows, at every place among them, on 1, 2 and 4 threads; one of the rows beside it is NaN."""
     most = 70
@@ -154,7 +154,7 @@ def test_a_rows_product_has_the_same_bits_beside_any_rows(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_first_rows_are_those_of_all_and_the_rest_stays(found: Kernels, dtype: torch.dtype) -> None:
+def test_the_first_rows_are_those_of_all_and_the_rest_stays(found: Library, dtype: torch.dtype) -> None:
     step = make_step(dtype, 80, 66, 21, ending="add", norm=True, bias=True)
     whole = run(found, step)
     for count in (1, 9, 70, 79):
@@ -164,7 +164,7 @@ def test_the_first_rows_are_those_of_all_and_the_rest_stays(found: Kernels, dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_steps_follow_one_another_and_leave_the_rows_after_theirs(found: Kernels, dtype: torch.dtype) -> None:
+def test_steps_follow_one_another_and_leave_the_rows_after_theirs(found: Library, dtype: torch.dtype) -> None:
     """What the second step reads is what the first one wrote, by whichever thread; rows that do not count stay."""
     first = make_step(dtype, 9, 66, 2050, ending="write", norm=True, bias=False)
     second = make_step(dtype, 9, 2050, 66, ending="add", norm=False, bias=True, seed=9)
@@ -181,7 +181,7 @@ def test_steps_follow_one_another_and_leave_the_rows_after_theirs(found: Kernels
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_of_the_smallest_and_largest_numbers(found: Kernels, dtype: torch.dtype) -> None:
+def test_products_of_the_smallest_and_largest_numbers(found: Library, dtype: torch.dtype) -> None:
     """Each output is one input times a power of two: exact, or where it is past the dtype's largest, infinite."""
     info = torch.finfo(dtype)
     numbers = [info.max, -info.max, info.max / 4, -0.0, 0.0, info.tiny, -info.tiny, info.tiny / 4, 1.0, -3.5]
@@ -197,7 +197,7 @@ def test_products_of_the_smallest_and_largest_numbers(found: Kernels, dtype: tor
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gates_of_the_smallest_and_largest_numbers(found: Kernels, dtype: torch.dtype) -> None:
+def test_gates_of_the_smallest_and_largest_numbers(found: Library, dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     numbers = torch.tensor([largest, -largest, 1e4, -1e4, 100.0, -100.0, 30.0, -30.0, 1e-4, 0.0, -0.0]).to(dtype)
     one_and_zero = torch.tensor([[1.0, 0.0]]).to(dtype)  # a gate of each number, and 1 in it
@@ -239,7 +239,7 @@ def fused(heads: Heads, num_rows: int, dtype: torch.dtype, seed: int = 0) -> tup
 @pytest.mark.parametrize("dim", [2, 10, 64, 80])
 @pytest.mark.parametrize(("position", "index", "num_rows"), [(0, 0, 1), (37, 37, 9), (13, 5, 27), (50, 20, 4)])
 def test_rows_are_rotated_and_written_as_torch_does_to_the_bit(
-    found: Kernels, dtype: torch.dtype, dim: int, position: int, index: int, num_rows: int
+    found: Library, dtype: torch.dtype, dim: int, position: int, index: int, num_rows: int
 ) -> None:
     """Into pages of 8 tokens of a tile of 3 that begins at token 16, and nowhere else. Tokens outside are left out."""
     heads, page, first = Heads(dim, 3), 8, 16
@@ -262,7 +262,7 @@ def test_rows_are_rotated_and_written_as_torch_does_to_the_bit(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [2, 10, 64, 80, 128])
-def test_heads_are_normed_as_near_to_fp64_as_by_torch(found: Kernels, dtype: torch.dtype, dim: int) -> None:
+def test_heads_are_normed_as_near_to_fp64_as_by_torch(found: Library, dtype: torch.dtype, dim: int) -> None:
     """In place among other heads, which stay as they are; with the bits that a row has alone."""
     rows = normal(13, 7, dim, dtype=dtype)
     norm = normal(dim, dtype=dtype, seed=1)
@@ -314,7 +314,7 @@ def hold(
 
 
 def attended(
-    found: Kernels, held: Sequence[Held], q: Tensor, index: int, *, window: int = 0, chunk: int | None = None,
+    found: Library, held: Sequence[Held], q: Tensor, index: int, *, window: int = 0, chunk: int | None = None,
     order: Sequence[int] | None = None, together: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Rows q [T, H, D] at `index` and on over `held`. order: of the calls; together: all in one call."""
@@ -322,7 +322,7 @@ def attended(
 
 
 def attending(
-    found: Kernels, held: Sequence[Held], q: Tensor, index: int, *, window: int = 0, chunk: int | None = None,
+    found: Library, held: Sequence[Held], q: Tensor, index: int, *, window: int = 0, chunk: int | None = None,
     order: Sequence[int] | None = None, together: bool = False,
 ) -> SpanAttention:  # fmt: skip
     """As `attended`, before the spans are merged."""
@@ -374,7 +374,7 @@ ALL_HEADS = [Heads(dim, group) for dim in (2, 32, 64, 80, 96, 128, 256) for grou
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", ALL_HEADS, ids=str)
-def test_attention_over_spans_equals_fp64(found: Kernels, heads: Heads, dtype: torch.dtype) -> None:
+def test_attention_over_spans_equals_fp64(found: Library, heads: Heads, dtype: torch.dtype) -> None:
     """Rows in the middle and at the end of spans, whole and partial ones, of one page and of several."""
     for page, pages, span, index, num_rows in [
         (8, 1, 8, 0, 1),
@@ -391,7 +391,7 @@ def test_attention_over_spans_equals_fp64(found: Kernels, heads: Heads, dtype: t
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [Heads(64, 2), Heads(80, 6)], ids=str)
-def test_attention_is_nearer_to_fp64_than_torchs(found: Kernels, heads: Heads, dtype: torch.dtype) -> None:
+def test_attention_is_nearer_to_fp64_than_torchs(found: Library, heads: Heads, dtype: torch.dtype) -> None:
     held = hold(heads, dtype, page=128, pages=3, tokens=384, span=128)
     q = fused(heads, 20, dtype)[0]
     wanted = plain_attention([held], q, 364)
@@ -405,7 +405,7 @@ def test_attention_is_nearer_to_fp64_than_torchs(found: Kernels, heads: Heads, d
 @pytest.mark.parametrize("window", [1, 5, 30, 200])
 @pytest.mark.parametrize("span", [4, 16, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_see_what_is_in_their_window(found: Kernels, dtype: torch.dtype, span: int, window: int) -> None:
+def test_rows_see_what_is_in_their_window(found: Library, dtype: torch.dtype, span: int, window: int) -> None:
     """Also where the first rows see what the last ones do not, and spans that a row, or none, sees nothing of."""
     heads = Heads(32, 2)
     for first, index, num_rows in [(0, 0, 1), (3, 110, 40), (0, 120, 64), (7, 7, 64), (0, 190, 2), (3, 20, 128)]:
@@ -428,7 +428,7 @@ def some_runs(heads: Heads, dtype: torch.dtype, scale: float = 1.0) -> list[Held
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_runs_in_any_order_and_number_of_calls_give_the_same_bits(found: Kernels, dtype: torch.dtype) -> None:
+def test_runs_in_any_order_and_number_of_calls_give_the_same_bits(found: Library, dtype: torch.dtype) -> None:
     heads = Heads(80, 2)
     held, q = some_runs(heads, dtype), fused(heads, 11, dtype)[0]
     wanted, masses = attended(found, held, q, 129, window=9, chunk=4)
@@ -445,7 +445,7 @@ def test_runs_in_any_order_and_number_of_calls_give_the_same_bits(found: Kernels
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tiles_of_any_size_give_the_same_bits(found: Kernels, dtype: torch.dtype) -> None:
+def test_tiles_of_any_size_give_the_same_bits(found: Library, dtype: torch.dtype) -> None:
     """Pages of one run, or each page a run of its own somewhere else."""
     heads = Heads(64, 2)
     whole, q = hold(heads, dtype, page=16, pages=6, tokens=91, span=16), fused(heads, 7, dtype)[0]
@@ -465,7 +465,7 @@ def test_tiles_of_any_size_give_the_same_bits(found: Kernels, dtype: torch.dtype
 @pytest.mark.parametrize("heads", [Heads(64, 2), Heads(10, 3)], ids=str)
 @pytest.mark.parametrize("windowed", [False, True], ids=["", "windowed"])
 def test_a_rows_attention_has_the_same_bits_beside_any_rows(
-    found: Kernels, heads: Heads, dtype: torch.dtype, windowed: bool
+    found: Library, heads: Heads, dtype: torch.dtype, windowed: bool
 ) -> None:
     """With 1 to 64 rows, at every place among them, on 1, 2 and 4 threads, out and masses. What is after a row is NaN
     when it is alone, random with rows after it."""
@@ -495,7 +495,7 @@ def test_a_rows_attention_has_the_same_bits_beside_any_rows(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_hidden_rows_change_no_bit_whatever_they_hold(found: Kernels, dtype: torch.dtype) -> None:
+def test_hidden_rows_change_no_bit_whatever_they_hold(found: Library, dtype: torch.dtype) -> None:
     heads = Heads(64, 2)
     held, q = hold(heads, dtype, page=64, pages=2, tokens=101, span=64), fused(heads, 9, dtype)[0]
     wanted = attended(found, [held], q, 92)[0]
@@ -509,7 +509,7 @@ def test_hidden_rows_change_no_bit_whatever_they_hold(found: Kernels, dtype: tor
 
 @pytest.mark.parametrize("half", [0, 1], ids=["keys", "values"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_not_a_number_is_seen_and_not_passed_over(found: Kernels, dtype: torch.dtype, half: int) -> None:
+def test_what_is_not_a_number_is_seen_and_not_passed_over(found: Library, dtype: torch.dtype, half: int) -> None:
     heads = Heads(64, 2)
     held, q = hold(heads, dtype, page=64, pages=2, tokens=101, span=64), fused(heads, 9, dtype)[0]
     held.tile[half, 1, :, 97 - 64, 3] = torch.nan
@@ -519,7 +519,7 @@ def test_what_is_not_a_number_is_seen_and_not_passed_over(found: Kernels, dtype:
         assert not out[:5].isnan().any()
 
 
-def test_a_windows_hidden_rows_change_no_bit_either(found: Kernels) -> None:
+def test_a_windows_hidden_rows_change_no_bit_either(found: Library) -> None:
     heads = Heads(32, 1)
     held = hold(heads, torch.float32, page=64, pages=1, tokens=60, span=64, windowed=True)
     q = fused(heads, 6, torch.float32)[0]
@@ -531,7 +531,7 @@ def test_a_windows_hidden_rows_change_no_bit_either(found: Kernels) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("chunk", [1, 4, 16])
-def test_masses_are_the_softmax_mass_of_each_chunk(found: Kernels, dtype: torch.dtype, chunk: int) -> None:
+def test_masses_are_the_softmax_mass_of_each_chunk(found: Library, dtype: torch.dtype, chunk: int) -> None:
     heads = Heads(64, 3)
     held, q = some_runs(heads, dtype), fused(heads, 12, dtype)[0]
     weights, *_ = plain_weights(held, q, 128, 9)
@@ -547,7 +547,7 @@ def test_masses_are_the_softmax_mass_of_each_chunk(found: Kernels, dtype: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("span", "chunk"), [(16, 16), (16, 32), (8, 64)])
-def test_chunks_may_be_longer_than_spans(found: Kernels, dtype: torch.dtype, span: int, chunk: int) -> None:
+def test_chunks_may_be_longer_than_spans(found: Library, dtype: torch.dtype, span: int, chunk: int) -> None:
     """The masses' sum over a chunk's spans; `out` has the same bits as without them."""
     heads = Heads(32, 2)
     held, q = hold(heads, dtype, page=64, pages=3, tokens=139, span=span), fused(heads, 5, dtype)[0]
@@ -561,7 +561,7 @@ def test_chunks_may_be_longer_than_spans(found: Kernels, dtype: torch.dtype, spa
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [Heads(64, 3), Heads(10, 1), Heads(128, 2)], ids=str)
-def test_a_part_is_what_is_merged_before_it_is_rounded(found: Kernels, heads: Heads, dtype: torch.dtype) -> None:
+def test_a_part_is_what_is_merged_before_it_is_rounded(found: Library, heads: Heads, dtype: torch.dtype) -> None:
     """out to the bit, lse and each query head's masses against fp64; the next merge is an ordinary one again."""
     held, q = some_runs(heads, dtype), fused(heads, 12, dtype)[0]
     spans = attending(found, held, q, 128, window=9, chunk=4)
@@ -585,7 +585,7 @@ def test_a_part_is_what_is_merged_before_it_is_rounded(found: Kernels, heads: He
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_that_sees_nothing_of_a_part_has_lse_minus_infinity(found: Kernels, dtype: torch.dtype) -> None:
+def test_a_row_that_sees_nothing_of_a_part_has_lse_minus_infinity(found: Library, dtype: torch.dtype) -> None:
     heads = Heads(32, 2)
     held, q = hold(heads, dtype, page=16, pages=2, tokens=32, span=16, first=100), fused(heads, 4, dtype)[0]
     part = attending(found, [held], q, 98, chunk=8).part()
@@ -598,7 +598,7 @@ def test_a_row_that_sees_nothing_of_a_part_has_lse_minus_infinity(found: Kernels
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
-def test_large_scores_stay_finite_and_right(found: Kernels, dtype: torch.dtype, sign: int) -> None:
+def test_large_scores_stay_finite_and_right(found: Library, dtype: torch.dtype, sign: int) -> None:
     """Scores of 1e4, all of the same sign or of both: one key has nearly all the weight."""
     heads = Heads(64, 2)
     held = some_runs(heads, dtype, scale=100.0)
@@ -610,7 +610,7 @@ def test_large_scores_stay_finite_and_right(found: Kernels, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_up_to_the_dtypes_largest_are_mixed_without_overflow(found: Kernels, dtype: torch.dtype) -> None:
+def test_values_up_to_the_dtypes_largest_are_mixed_without_overflow(found: Library, dtype: torch.dtype) -> None:
     """A mean of numbers is no larger than they are; queries and keys may be subnormal or -0."""
     heads, info = Heads(64, 1), torch.finfo(dtype)
     held = hold(heads, dtype, page=16, pages=3, tokens=40, span=16)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from offload.kernels.kv_codes import CHANNELS, GROUP, KVCodes, encode
-from offload.kernels.native import Kernels
+from offload.formats.layout import kv_code_bytes
+from offload.formats.quantised_kv import CHANNELS, GROUP, KVCodes, encode
 from offload.kernels.rope import RopeTable
 from offload.kernels.spans import SPAN, Rows, SpanAttention, coded_run, one_run
-from offload.plan.sizing import kv_code_bytes
+from offload.native.interface import Library
 from oracles import decoded_rows, encode_kv_with_torch
 from processor import built, on_this_machine, threads
 
@@ -23,7 +23,7 @@ DIMS = (8, 16, 40, 64, 80, 128, 256)  # of heads: less than a vector, no whole g
 
 
 @pytest.fixture(params=on_this_machine() or ["none"])
-def found(request: pytest.FixtureRequest) -> Kernels:
+def found(request: pytest.FixtureRequest) -> Library:
     if request.param == "none":
         pytest.skip("there are no kernels for this machine")
     return built(request.param)
@@ -48,7 +48,7 @@ def empty(rows: Tensor) -> KVCodes:
     return KVCodes(torch.full(shape, 0xA5, dtype=torch.uint8), dim)
 
 
-def encoded(found: Kernels, rows: Tensor) -> KVCodes:
+def encoded(found: Library, rows: Tensor) -> KVCodes:
     into = empty(rows)
     encode(rows, into, found)
     return into
@@ -57,21 +57,7 @@ def encoded(found: Kernels, rows: Tensor) -> KVCodes:
 # Making.
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_codes_are_those_that_torch_finds(found: Kernels, dtype: torch.dtype) -> None:
-    for dim in DIMS:
-        rows = held(2, 3, 3 * GROUP, dim, dtype)
-        rows[0, :, 1, :, 3] = 0.25
-        rows[1, 1, 0, 5] = -2.0
-        rows[1, 0, 2, 7, 4] = torch.finfo(dtype).max
-        wanted = empty(rows)
-        encode_kv_with_torch(rows, wanted)
-        for number in (1, 2, 3):
-            with threads(number):
-                assert torch.equal(encoded(found, rows).blocks, wanted.blocks)
-
-
-def test_a_part_of_the_tokens_is_encoded_where_it_belongs(found: Kernels) -> None:
+def test_a_part_of_the_tokens_is_encoded_where_it_belongs(found: Library) -> None:
     """From a part of longer rows, to groups in the middle."""
     rows = held(2, 2, 6 * GROUP, 40, torch.bfloat16)
     whole, into = encoded(found, rows), empty(rows)
@@ -144,7 +130,7 @@ def still(num_positions: int, dim: int, dtype: torch.dtype) -> RopeTable:
 
 
 def attend(
-    found: Kernels, codes: KVCodes, q: Tensor, num_tokens: int, exact: Tensor | None = None
+    found: Library, codes: KVCodes, q: Tensor, num_tokens: int, exact: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, D] fp32, lse [T, H]) of queries [T, H, D] over the first tokens of layer 0 in codes, and over the
     rows `exact` [2, H_kv, n, D] where they are given."""
@@ -169,7 +155,7 @@ def by_the_rule(kv: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", DIMS)
-def test_attention_is_near_the_rule(found: Kernels, dim: int, dtype: torch.dtype) -> None:
+def test_attention_is_near_the_rule(found: Library, dim: int, dtype: torch.dtype) -> None:
     """Queries and weights have 8 bits each for a group: the error is a fraction of what the codes lack."""
     for num_tokens, group, num_rows in ((GROUP, 1, 1), (SPAN, 2, 3), (SPAN + GROUP, 3, 1), (5 * SPAN, 1, 9)):
         rows = held(1, 2, num_tokens, dim, dtype)
@@ -182,7 +168,7 @@ def test_attention_is_near_the_rule(found: Kernels, dim: int, dtype: torch.dtype
         assert_close(lse.double(), wanted_lse, rtol=0, atol=0.5)
 
 
-def test_codes_and_exact_rows_are_attended_to_as_one(found: Kernels) -> None:
+def test_codes_and_exact_rows_are_attended_to_as_one(found: Library) -> None:
     rows, exact = held(1, 2, 2 * SPAN, 64, torch.float32), normal(2, 2, 37, 64, seed=8)
     codes, q = encoded(found, rows), normal(2, 4, 64, seed=9)
     out, lse = attend(found, codes, q, 2 * SPAN, exact)
@@ -192,7 +178,7 @@ def test_codes_and_exact_rows_are_attended_to_as_one(found: Kernels) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 15])
-def test_the_largest_sums_do_not_overflow(found: Kernels, code: int) -> None:
+def test_the_largest_sums_do_not_overflow(found: Library, code: int) -> None:
     """All codes are the least or the largest; numbers of a query are 127 or -127, weights are alike: products of whole
     numbers are exact."""
     dim = 256
@@ -209,7 +195,7 @@ def test_the_largest_sums_do_not_overflow(found: Kernels, code: int) -> None:
     assert_close(lse, score + torch.tensor(SPAN).log(), rtol=1e-6, atol=0)
 
 
-def test_a_row_has_the_same_bits_beside_any_rows(found: Kernels) -> None:
+def test_a_row_has_the_same_bits_beside_any_rows(found: Library) -> None:
     """At every place among them, on 1 to 4 threads; one of the rows beside it is NaN."""
     rows, most = held(1, 2, 3 * SPAN + GROUP, 80, torch.bfloat16), 19
     codes, num_tokens = encoded(found, rows), rows.shape[3]
@@ -225,7 +211,7 @@ def test_a_row_has_the_same_bits_beside_any_rows(found: Kernels) -> None:
         assert torch.equal(out[sound[places]], alone[places][sound[places]])
 
 
-def test_what_is_not_a_number_stays_so_and_infinite_queries_too(found: Kernels) -> None:
+def test_what_is_not_a_number_stays_so_and_infinite_queries_too(found: Library) -> None:
     codes = encoded(found, held(1, 1, SPAN, 64, torch.float32))
     q = normal(3, 1, 64)
     q[1, 0, 9] = torch.inf

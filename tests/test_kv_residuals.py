@@ -10,17 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.kernels.kv_codes import GROUP, KVCodes, Order
-from offload.kernels.kv_residuals import (
-    KEYS,
-    VALUES,
-    PageShape,
-    restore,
-    split_off,
-)
-from offload.kernels.native import Kernels
+from offload.formats.layout import PageShape
+from offload.formats.quantised_kv import GROUP, KVCodes, Order
+from offload.formats.residuals import KEYS, VALUES, restore_pages, split_off_pages
+from offload.native.interface import Library
 from oracles import encode_kv_with_torch, restore_kv_with_torch, split_off_kv_with_torch
-from processor import before_a_guard, best, built, on_this_machine, threads
+from processor import before_a_guard, best, built, on_this_machine
 
 ALL = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
 USUAL = ALL[ALL.abs() < 2.0**126]  # 15 steps of a group are finite
@@ -96,19 +91,19 @@ class Page:
         """Of its codes: the address, and the bytes between heads."""
         return self.codes.blocks.data_ptr(), self.codes.blocks.stride(1)
 
-    def split(self, kernels: Kernels) -> tuple[Tensor, list[int]]:
+    def split(self, kernels: Library) -> tuple[Tensor, list[int]]:
         """The residuals of keys and of values, in tensors like theirs, and the bytes of these."""
         split = torch.full_like(self.kv, torch.nan)
         parts = [(self.kv[kind].data_ptr(), split[kind].data_ptr(), *self.where, kind) for kind in (KEYS, VALUES)]
         most = self.kv[KEYS].nbytes
-        return split, split_off(torch.tensor(parts), self.shape, self.codes.order, kernels, most=most).tolist()
+        return split, split_off_pages(torch.tensor(parts), self.shape, self.codes.order, kernels, most=most).tolist()
 
-    def restored(self, split: Tensor, kind: int, kernels: Kernels, first: int = 0, count: int | None = None) -> Tensor:
+    def restored(self, split: Tensor, kind: int, kernels: Library, first: int = 0, count: int | None = None) -> Tensor:
         """`count` groups of keys or values from their residual, [groups, GROUP, D]."""
         count = self.shape.num_groups if count is None else count
         out = torch.full((count + 1, GROUP, self.shape.head_dim), torch.nan).bfloat16()
         parts = torch.tensor([(split.data_ptr(), out.data_ptr(), *self.where, kind, first, count)])
-        restore(parts, self.shape, self.codes.order, kernels)
+        restore_pages(parts, self.shape, self.codes.order, kernels)
         assert out[count].isnan().all()
         return out[:count]
 
@@ -121,33 +116,14 @@ def content_of(block: Tensor) -> Tensor:
 
 
 @pytest.fixture(params=on_this_machine() or ["none"])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
+def kernels(request: pytest.FixtureRequest) -> Library:
     if request.param == "none":
         pytest.skip("there are no kernels for this machine")
     return built(request.param)
 
 
-@pytest.mark.parametrize(("dim", "order"), DIMS, ids=str)
-def test_every_number_comes_back_and_a_block_lies_as_its_twin(dim: int, order: Order, kernels: Kernels) -> None:
-    stay = list[tuple[str, int]]()
-    for name, kv in sorts(dim):
-        page = Page.of(kv, order)
-        split, sizes = page.split(kernels)
-        for kind, size in enumerate(sizes):
-            twin = split_off_kv_with_torch(kv[kind], page.codes, kind)
-            assert size == (0 if twin is None else len(twin)), name
-            if twin is None:
-                assert split[kind].isnan().all(), name
-                stay.append((name, kind))
-                continue
-            assert torch.equal(content_of(split[kind])[:size], twin), name
-            assert torch.equal(bits(page.restored(split[kind], kind, kernels)), bits(page.groups(kind))), name
-            assert torch.equal(bits(restore_kv_with_torch(twin, page.codes, kind)), bits(kv[kind])), name
-    assert stay == [("small and large", KEYS)]  # in one channel: nearly all escape
-
-
 @pytest.mark.parametrize("order", ["lanes", "matrices"])
-def test_numbers_of_every_size_come_back_or_stay(order: Order, kernels: Kernels) -> None:
+def test_numbers_of_every_size_come_back_or_stay(order: Order, kernels: Library) -> None:
     """Next to each other, so that steps are small, and scattered, so that nearly all are near zero and escape: then
     there is no room."""
     for numbers, stay in ((USUAL.sort().values, False), (USUAL[torch.arange(len(USUAL)) * 40507 % len(USUAL)], True)):
@@ -166,7 +142,7 @@ def test_numbers_of_every_size_come_back_or_stay(order: Order, kernels: Kernels)
 
 @pytest.mark.parametrize(("dim", "order"), DIMS, ids=str)
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_nothing_is_read_behind_what_there_is(dim: int, order: Order, share: float, kernels: Kernels) -> None:
+def test_nothing_is_read_behind_what_there_is(dim: int, order: Order, share: float, kernels: Library) -> None:
     """Any numbers may be near zero; where all are, no group has a step, and all escape."""
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
@@ -180,7 +156,7 @@ def test_nothing_is_read_behind_what_there_is(dim: int, order: Order, share: flo
             for kind in (KEYS, VALUES):
                 to = torch.empty(4 * kv[kind].nbytes, dtype=torch.uint8)
                 parts = torch.tensor([(numbers[kind].data_ptr(), to.data_ptr(), *page.where, kind)])
-                assert split_off(parts, page.shape, order, kernels, most=len(to)) > 0
+                assert split_off_pages(parts, page.shape, order, kernels, most=len(to)) > 0
                 heads = to[page.shape.numbers : page.shape.fours].clone().view(torch.int32).view(-1, 2)
                 used = page.shape.fours + int(heads[-1].sum())
                 if share == 1:
@@ -190,7 +166,7 @@ def test_nothing_is_read_behind_what_there_is(dim: int, order: Order, share: flo
                     assert torch.equal(bits(page.restored(content, kind, kernels)), bits(page.groups(kind)))
 
 
-def test_a_block_that_would_grow_stays_and_one_that_just_fits_does_not(kernels: Kernels) -> None:
+def test_a_block_that_would_grow_stays_and_one_that_just_fits_does_not(kernels: Library) -> None:
     """Of numbers near zero that escape, 20 bits each."""
     kv = as_cached(2, 1, GROUP, 16)
     fits = list[bool]()
@@ -209,25 +185,7 @@ def test_a_block_that_would_grow_stays_and_one_that_just_fits_does_not(kernels: 
     assert not all(fits)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3.38e38])
-@pytest.mark.parametrize("order", ["lanes", "matrices"])
-def test_what_would_not_come_back_stays(value: float, order: Order, kernels: Kernels) -> None:
-    """Or it comes back all the same."""
-    page = Page.of(normal(2, HEADS, TOKENS, 48).bfloat16(), order)
-    page.kv[:, 1, 40, 17], page.kv[:, 1, 37, 17], page.kv[:, 1, 40, 20] = value, -3.38e38, -3.38e38
-    encode_kv_with_torch(page.kv[None], page.codes)
-    split, sizes = page.split(kernels)
-    for kind, size in enumerate(sizes):
-        twin = split_off_kv_with_torch(page.kv[kind], page.codes, kind)
-        assert (size == 0) == (twin is None)
-        assert size == 0 or value == value
-        if size:
-            assert torch.equal(bits(page.restored(split[kind], kind, kernels)), bits(page.groups(kind)))
-        else:
-            assert split[kind].isnan().all()
-
-
-def test_nothing_is_written_of_what_takes_more_than_it_may(kernels: Kernels) -> None:
+def test_nothing_is_written_of_what_takes_more_than_it_may(kernels: Library) -> None:
     """Nor anything behind what it takes."""
     page = Page.of(as_cached(2, HEADS, TOKENS, 48), "lanes")
     _, sizes = page.split(kernels)
@@ -235,11 +193,11 @@ def test_nothing_is_written_of_what_takes_more_than_it_may(kernels: Kernels) -> 
         for most, expected in ((size, size), (size - 16, 0)):
             to = torch.full((size + 64,), 0x5A, dtype=torch.uint8)
             parts = torch.tensor([(page.kv[kind].data_ptr(), to.data_ptr(), *page.where, kind)])
-            assert split_off(parts, page.shape, "lanes", kernels, most=most).tolist() == [expected]
+            assert split_off_pages(parts, page.shape, "lanes", kernels, most=most).tolist() == [expected]
             assert (to[expected:] == 0x5A).all()
 
 
-def test_codes_that_stand_for_no_numbers_are_noticed(kernels: Kernels) -> None:
+def test_codes_that_stand_for_no_numbers_are_noticed(kernels: Library) -> None:
     page = Page.of(torch.zeros(2, HEADS, TOKENS, 64).bfloat16(), "lanes")
     for low in (torch.nan, torch.inf):
         page.codes.blocks.view(torch.bfloat16)[0, 1, 1, [7, 2 * (64 + 8 * 64 // 2 // 2) + 1]] = low
@@ -250,7 +208,7 @@ def test_codes_that_stand_for_no_numbers_are_noticed(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("order", ["lanes", "matrices"])
 @pytest.mark.parametrize("shift", [0, 4])
-def test_one_wrong_code_of_a_page_is_noticed(order: Order, shift: int, kernels: Kernels) -> None:
+def test_one_wrong_code_of_a_page_is_noticed(order: Order, shift: int, kernels: Library) -> None:
     """Where it moves a number to the other side of zero: any near zero comes back whatever its code."""
     dim = 64
     kv = torch.where(normal(2, HEADS, TOKENS, dim) < 0, -3.0, 3.0) + 0.05 * normal(2, HEADS, TOKENS, dim, seed=1)
@@ -267,7 +225,7 @@ def test_one_wrong_code_of_a_page_is_noticed(order: Order, shift: int, kernels: 
         page.codes.blocks[0, 2, 1, at] ^= 15 << shift
 
 
-def test_a_page_s_orders_have_one_residual(kernels: Kernels) -> None:
+def test_a_page_s_orders_have_one_residual(kernels: Library) -> None:
     kv = as_cached(2, HEADS, TOKENS, 80)
     pages = [Page.of(kv, order) for order in ("lanes", "matrices")]
     assert not torch.equal(pages[0].codes.blocks, pages[1].codes.blocks)
@@ -276,7 +234,7 @@ def test_a_page_s_orders_have_one_residual(kernels: Kernels) -> None:
     assert torch.equal(bits(one[0]).flatten()[: sizes[0] // 2], bits(other[0]).flatten()[: sizes[0] // 2])
 
 
-def test_ranges_of_groups_are_restored_by_themselves(kernels: Kernels) -> None:
+def test_ranges_of_groups_are_restored_by_themselves(kernels: Library) -> None:
     """Across the border of two heads, too, and of several blocks in one call."""
     page = Page.of(as_cached(2, HEADS, 4 * GROUP, 48), "matrices")
     split, sizes = page.split(kernels)
@@ -291,34 +249,14 @@ def test_ranges_of_groups_are_restored_by_themselves(kernels: Kernels) -> None:
     parts = [
         (split[kind].data_ptr(), at, *page.where, kind, *which) for at, (kind, *which) in zip(to, ranges, strict=True)
     ]
-    restore(torch.tensor(parts), page.shape, "matrices", kernels)
+    restore_pages(torch.tensor(parts), page.shape, "matrices", kernels)
     assert torch.equal(bits(out), bits(torch.cat([page.groups(KEYS)[7:11], page.groups(VALUES)[:1]])))
-
-
-@pytest.mark.parametrize("number", [1, 2, 5])
-def test_threads_change_no_byte(number: int, kernels: Kernels) -> None:
-    pages = [Page.of(as_cached(2, HEADS, 8 * GROUP, 40) * (i + 1), "lanes") for i in range(4)]
-    split = torch.full_like(torch.stack([page.kv for page in pages]), torch.nan)
-    parts = [
-        (page.kv[kind].data_ptr(), split[i, kind].data_ptr(), *page.where, kind)
-        for i, page in enumerate(pages)
-        for kind in (KEYS, VALUES)
-    ]
-    with threads(number):
-        most = pages[0].kv[KEYS].nbytes
-        sizes = split_off(torch.tensor(parts), pages[0].shape, "lanes", kernels, most=most).view(-1, 2)
-        for page, own, of_page in zip(pages, split, sizes.tolist(), strict=True):
-            for kind, size in enumerate(of_page):
-                twin = split_off_kv_with_torch(page.kv[kind], page.codes, kind)
-                assert twin is not None
-                assert torch.equal(content_of(own[kind])[:size], twin)
-                assert torch.equal(bits(page.restored(own[kind], kind, kernels)), bits(page.groups(kind)))
 
 
 def test_nothing_is_split_where_there_is_nothing() -> None:
     shape, kernels = PageShape(1, GROUP, 8), best()
-    assert len(split_off(torch.empty(0, 5, dtype=torch.long), shape, "lanes", kernels, most=0)) == 0
-    restore(torch.empty(0, 7, dtype=torch.long), shape, "lanes", kernels)
+    assert len(split_off_pages(torch.empty(0, 5, dtype=torch.long), shape, "lanes", kernels, most=0)) == 0
+    restore_pages(torch.empty(0, 7, dtype=torch.long), shape, "lanes", kernels)
 
 
 def test_a_page_takes_nine_bits() -> None:

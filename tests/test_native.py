@@ -18,8 +18,9 @@ import torch
 
 from offload.engine.engine import kernels_problem
 from offload.errors import UsageError
-from offload.kernels import native
-from offload.kernels.native import Kernels, instruction_sets, load
+from offload.kernels import cpu
+from offload.kernels.cpu import CpuKernels, instruction_sets, load
+from offload.kernels.device import NoKernels
 from offload.kernels.products import Step, Steps, room_to_widen
 from offload.plan.what_if import LLAMA2_7B
 from processor import SETS, best, built, on_this_machine
@@ -28,11 +29,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
-def here() -> Kernels:
+def here() -> CpuKernels:
     return best()
 
 
-def sums(found: Kernels, x: torch.Tensor, how_many: int) -> list[float]:
+def sums(found: CpuKernels, x: torch.Tensor, how_many: int) -> list[float]:
     """The sums of `how_many` equal parts of x: a product with a row of ones, by all of torch's threads."""
     weight = x.reshape(how_many, -1)
     row, out = torch.ones(1, weight.shape[1]), torch.zeros(1, how_many)
@@ -41,7 +42,7 @@ def sums(found: Kernels, x: torch.Tensor, how_many: int) -> list[float]:
     return out[0].tolist()
 
 
-def test_this_machines_library_is_loaded_and_its_threads_work(here: Kernels) -> None:
+def test_this_machines_library_is_loaded_and_its_threads_work(here: CpuKernels) -> None:
     assert here.instruction_set == on_this_machine()[0]
     assert sums(here, torch.arange(8.0), 4) == [1, 5, 9, 13]
     assert sums(here, torch.arange(8.0), 1) == [28]
@@ -51,7 +52,7 @@ def test_this_machines_library_is_loaded_and_its_threads_work(here: Kernels) -> 
 def test_every_instruction_set_of_this_machine_is_chosen_as_torch_chooses(name: str) -> None:
     """ATEN_CPU_CAPABILITY, which torch reads at its start, sets both."""
     built(name)
-    code = "from offload.kernels import native; found = native.kernels(); print(found.instruction_set or found.reason)"
+    code = "from offload.kernels import cpu; found = cpu.kernels(); print(found.reason or found.instruction_set)"
     capability = SETS[platform.machine()][name].lower()
     variables = os.environ | ({"ATEN_CPU_CAPABILITY": capability} if capability else {})
     done = subprocess.run(
@@ -88,60 +89,58 @@ def test_the_instruction_sets_suit_the_machine(
 def test_a_library_that_the_system_forbids_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     if "amx" not in on_this_machine() or not built("amx"):
         pytest.skip("this machine has one kind of instructions that always may be used")
-    monkeypatch.setattr(
-        native, "load", lambda folder, name: Kernels(reason="no") if name == "amx" else load(folder, name)
-    )
-    native.kernels.cache_clear()
-    assert native.kernels().instruction_set == "avx512"
-    native.kernels.cache_clear()
+    monkeypatch.setattr(cpu, "load", lambda folder, name: NoKernels("no") if name == "amx" else load(folder, name))
+    cpu.kernels.cache_clear()
+    assert cpu.kernels().instruction_set == "avx512"
+    cpu.kernels.cache_clear()
 
 
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Within the test the kernels are looked for again."""
-    monkeypatch.setattr(native, "kernels", native.kernels.__wrapped__)
-    monkeypatch.delenv(native.VARIABLE, raising=False)
+    monkeypatch.setattr(cpu, "kernels", cpu.kernels.__wrapped__)
+    monkeypatch.delenv(cpu.VARIABLE, raising=False)
     return monkeypatch
 
 
 class TestWithoutTheLibraryTheReasonIsSaid:
     def test_it_was_not_built(self, tmp_path: Path) -> None:
-        assert load(tmp_path, "avx2") == Kernels(reason="the kernels were not built; run pip install again")
+        assert load(tmp_path, "avx2") == NoKernels("the kernels were not built; run pip install again")
 
     def test_the_compiler_failed(self, tmp_path: Path) -> None:
         (tmp_path / "unbuilt.txt").write_text("No module named ziglang\n")
         reason = "the kernels were not built (No module named ziglang); run pip install again"
-        assert load(tmp_path, "avx2") == Kernels(reason=reason)
+        assert load(tmp_path, "avx2") == NoKernels(reason)
 
-    def test_it_is_of_other_sources(self, here: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native, "ABI", native.ABI + 1)
-        found = load(native.FOLDER, here.instruction_set)
-        assert found.library is None
+    def test_it_is_of_other_sources(self, here: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cpu, "ABI", cpu.ABI + 1)
+        found = load(cpu.FOLDER, here.instruction_set)
+        assert not found.usable
         assert "built from other sources" in found.reason
         assert "run pip install again" in found.reason
 
     def test_it_is_damaged(self, tmp_path: Path) -> None:
         (tmp_path / "avx2.so").write_bytes(b"not a library")
         found = load(tmp_path, "avx2")
-        assert found.library is None
+        assert not found.usable
         assert found.reason.startswith("the kernels cannot be loaded: ")
 
     def test_the_user_turned_it_off(self, anew: pytest.MonkeyPatch) -> None:
-        anew.setenv(native.VARIABLE, "off")
-        assert native.kernels() == Kernels(reason="TRIFORCE_KERNELS is off")
+        anew.setenv(cpu.VARIABLE, "off")
+        assert cpu.kernels() == NoKernels("TRIFORCE_KERNELS is off")
 
     def test_the_processor_is_another(self, anew: pytest.MonkeyPatch) -> None:
         anew.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
         anew.setattr(platform, "machine", lambda: "x86_64")
-        assert native.kernels().reason.startswith("there are no kernels for this CPU")
+        assert cpu.kernels().reason.startswith("there are no kernels for this CPU")
 
     def test_a_word_that_is_neither_on_nor_off_is_refused(self, anew: pytest.MonkeyPatch) -> None:
-        anew.setenv(native.VARIABLE, "no")
+        anew.setenv(cpu.VARIABLE, "no")
         with pytest.raises(UsageError, match="TRIFORCE_KERNELS is 'no'; on and off are known"):
-            native.kernels()
+            cpu.kernels()
 
 
-def test_two_threads_that_call_at_once_get_right_results(here: Kernels) -> None:
+def test_two_threads_that_call_at_once_get_right_results(here: CpuKernels) -> None:
     wrong: list[list[float]] = []
 
     def call(value: int) -> None:
@@ -167,12 +166,12 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-def right(here: Kernels, value: int) -> bool:
+def right(here: CpuKernels, value: int) -> bool:
     return sums(here, torch.full((OUTPUTS, 64), float(value)).flatten(), OUTPUTS) == [64.0 * value] * OUTPUTS
 
 
 def test_every_item_is_summed_once_by_any_number_of_threads_for_several_callers(
-    here: Kernels, threads: Callable[[int], None]
+    here: CpuKernels, threads: Callable[[int], None]
 ) -> None:
     """One caller at a time has the team, the others work alone."""
     wrong = []
@@ -191,7 +190,7 @@ def test_every_item_is_summed_once_by_any_number_of_threads_for_several_callers(
     assert wrong == []
 
 
-def test_nobody_waits_for_a_helper_that_draws_no_item(here: Kernels, threads: Callable[[int], None]) -> None:
+def test_nobody_waits_for_a_helper_that_draws_no_item(here: CpuKernels, threads: Callable[[int], None]) -> None:
     """A child has none of its parent's helpers, though the library counts them: as if the system never ran them."""
     threads(3)
     assert right(here, 1)
@@ -210,7 +209,9 @@ def test_nobody_waits_for_a_helper_that_draws_no_item(here: Kernels, threads: Ca
         ({"intermediate_size": 333}, "an even number of inputs, not of 333"),
     ],
 )
-def test_a_model_that_the_kernels_do_not_know_is_told_why(here: Kernels, changes: dict[str, int], reason: str) -> None:
+def test_a_model_that_the_kernels_do_not_know_is_told_why(
+    here: CpuKernels, changes: dict[str, int], reason: str
+) -> None:
     """On a CPU; the engine says it once."""
     assert kernels_problem("cpu", LLAMA2_7B) == ""
     assert re.search(reason, kernels_problem("cpu", replace(LLAMA2_7B, **changes)))

@@ -1,6 +1,6 @@
 """Cached numbers in 12 of their 16 bits: packing and unpacking, caches whose pages cross a link so, plans.
 
-Twins of the kernels are torch's operators, in `offload.kernels.packed`.
+Twins of the kernels are torch's operators, in `offload.formats.packed`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
-from offload.kernels.native import Kernels
-from offload.kernels.packed import check, pack, unpack, unpack_tile, unpack_with_torch
-from offload.kernels.packing import RESIDUAL, Packing
+from offload.formats.layout import RESIDUAL, Packing
+from offload.formats.packed import check, pack, unpack, unpack_tile, unpack_with_torch
 from offload.kernels.rows import Blocks
 from offload.kv.full import FullCache
+from offload.native.interface import Library
 from offload.pages.tiles import TileShape
 from offload.plan.hardware import Hardware
 from offload.plan.planner import Options, Plan, make_plan
@@ -87,29 +87,6 @@ BLOCKS = {
     "as small as escapes": (at_the_least(8 * 1024), Packing.of(1024, 64, 0.05)),
     "small ones": (ALL[(ALL.abs() < 1e-37).nonzero().flatten()[:1024]], Packing.of(512, 64, 0.0)),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("instructions", on_this_machine())
-@pytest.mark.parametrize("name", BLOCKS)
-def test_a_block_comes_back_bit_for_bit_and_lies_as_its_twin(name: str, instructions: str) -> None:
-    numbers, packing = BLOCKS[name]
-    kernels, home = built(instructions), numbers.clone()
-    blocks = home.view(-1, packing.numbers)
-    addresses = torch.tensor([block.data_ptr() for block in blocks])
-    are_packed = pack(addresses, packing, kernels) > 0
-    for exact, block, is_packed in zip(numbers.view_as(blocks), blocks, are_packed.tolist(), strict=True):
-        twin = pack_with_torch(exact, packing)
-        assert is_packed == (twin is not None)
-        if twin is None:
-            assert torch.equal(bits(block), bits(exact))
-        else:
-            assert torch.equal(block.view(torch.uint8)[: packing.nbytes], twin)
-            assert torch.equal(bits(unpack_with_torch(twin, packing)), bits(exact))
-    out = torch.empty_like(home)
-    rows = zip(addresses.tolist(), out.view_as(blocks), are_packed.tolist(), strict=True)
-    parts = [(at, to.data_ptr(), 0, packing.num_groups, is_packed) for at, to, is_packed in rows]
-    unpack(torch.tensor(parts), packing, kernels)
-    assert torch.equal(bits(out), bits(numbers))
 
 
 def test_the_blocks_are_of_all_sorts() -> None:
@@ -198,7 +175,7 @@ def test_a_tile_is_unpacked_page_by_page() -> None:
 def make(
     tape: Tape, *, link: Link | None = None, packs: bool = False, memory: Memory | None = None, **fields: int
 ) -> FullCache:
-    kernels: Kernels = best()
+    kernels: Library = best()
     return FullCache(
         memory or Memory(torch.device("cpu")), TileShape(KV_HEADS, DIM, PAGE, PAGES, torch.bfloat16), num_layers=LAYERS,
         rope=tape.rope, blocks=Blocks((ROWS,)), link=link, mass_chunk=CHUNK, kernels=kernels, host_kernels=kernels,

@@ -18,7 +18,8 @@ from models import GREEDY, Sizes, save_pair
 from offload.decode.sampling import SamplingParams
 from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences
-from offload.kernels import native
+from offload.kernels import cpu
+from offload.kernels.device import NONE
 from offload.kernels.spans import SpanAttention
 from offload.model.decoder import Decoder
 from offload.plan import bits, choice, hardware
@@ -139,9 +140,9 @@ def test_beside_a_gpu_the_host_changes_nothing_by_drafts(
 ) -> None:
     """By the CPU's kernels, and by torch's operators where there are none: one plan, with and without drafts."""
     if path == "torch":
-        monkeypatch.setattr("offload.worker.assemble.fitting", lambda *_: native.NONE)
-    elif native.kernels().library is None:
-        pytest.skip(native.kernels().reason)
+        monkeypatch.setattr("offload.worker.assemble.fitting", lambda *_: NONE)
+    elif not cpu.kernels().usable:
+        pytest.skip(cpu.kernels().reason)
     with engine_on_paper(CASES[name], pair) as (engine, gpu):
         expected = said(engine)
         plain = [

@@ -13,7 +13,7 @@ from models import GREEDY, Sizes, perturbed, random_model, save
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
-from offload.kernels.codes import Codes, encode_with_torch
+from offload.formats.quantised import Codes, encode_with_torch
 from offload.metrics import LevelStats
 from offload.transfer.link import CudaEvent
 from offload.weights.layers import ResidentLayers

@@ -16,7 +16,8 @@ import pytest
 
 from models import PASS_TIMES
 from offload.engine.engine import plan_request
-from offload.kernels import native
+from offload.kernels import cpu
+from offload.kernels.device import NONE
 from offload.plan import pass_times, rates
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import TWO_CORES, rates_key
@@ -185,7 +186,7 @@ class TestTheFile:
 
 def measured(dtype: str) -> list[str]:
     """The keys of the models' passes; where there are kernels, of the target over weights in 4 and 6 bits, too."""
-    coded = [key_of(TARGET, dtype, bits) for bits in (4, 6)] if native.kernels().library is not None else []
+    coded = [key_of(TARGET, dtype, bits) for bits in (4, 6)] if cpu.kernels().usable else []
     return [key_of(TARGET, dtype), key_of(DRAFT, dtype), *coded]
 
 
@@ -216,10 +217,10 @@ class TestMeasuring:
     def test_of_kernels_that_are_gone_is_not_used(
         self, measurements: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        if native.kernels().library is None:
-            pytest.skip(native.kernels().reason)
+        if not cpu.kernels().usable:
+            pytest.skip(cpu.kernels().reason)
         assert timed(on_this_machine()).times.coded
-        monkeypatch.setattr(pass_timer, "_kernels", lambda config: native.NONE)
+        monkeypatch.setattr(pass_timer, "_kernels", lambda config: NONE)
         assert not timed(on_this_machine()).times.coded
 
     def test_again_by_doctor_forgets_the_models_that_it_does_not_measure(self, measurements: list[str]) -> None:
@@ -270,8 +271,8 @@ class TestMeasuring:
         assert not rates_file().exists()
 
     def test_over_weights_in_few_bits_leaves_out_the_prefill(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        if native.kernels().library is None:
-            pytest.skip(native.kernels().reason)
+        if not cpu.kernels().usable:
+            pytest.skip(cpu.kernels().reason)
         monkeypatch.setattr(pass_timer, "LIMIT_SECONDS", 1e3)
         exact, *coded = (time_passes(TARGET, "bf16", bits) for bits in (16, 4, 6))
         assert exact is not None

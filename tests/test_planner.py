@@ -10,6 +10,7 @@ import pytest
 
 from models import PASS_TIMES
 from offload.errors import DoesNotFit, UsageError
+from offload.formats.layout import CACHED_SHARE
 from offload.plan import cost_gpu
 from offload.plan.choice import WORTH_TRYING
 from offload.plan.composition import PLAIN, Composition
@@ -23,7 +24,7 @@ from offload.plan.passes import NETWORK, SumCosts
 from offload.plan.placement import Placement, place, shortage
 from offload.plan.planner import Options, Plan, has_room, largest_context, make_plan
 from offload.plan.request import Request
-from offload.plan.sizing import CACHED_SHARE, Sizing
+from offload.plan.sizing import Sizing
 from offload.plan.what_if import LLAMA2_7B as LLAMA_7B
 from offload.plan.what_if import remedies
 

@@ -24,7 +24,8 @@ from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
-from offload.kernels.kv_codes import GROUP, KVCodes
+from offload.formats.quantised_kv import GROUP, KVCodes
+from offload.kernels.cpu import CpuKernels
 from offload.kv import quantised
 from offload.kv.full import FullCache
 from offload.kv.quantised import EXACT, QuantisedCache
@@ -139,7 +140,10 @@ def test_a_refresh_that_is_broken_off_is_made_up_for(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(quantised if broken == "encode" else cache._fetch, broken, interrupted)
+        if broken == "encode":
+            patch.setattr(CpuKernels, "quantise_kv", interrupted)
+        else:
+            patch.setattr(cache._fetch, "fetch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cache.refresh()
     cache.refresh()
@@ -224,13 +228,13 @@ def test_a_prompt_after_what_was_precomputed_finds_room(decoder: Decoder) -> Non
 
 def test_tokens_that_stay_are_encoded_once(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """From one request to the next, too; and not again for rows that the tail has."""
-    encoded, read, encode = list[int](), list[int](), quantised.encode
+    encoded, read, encode = list[int](), list[int](), CpuKernels.quantise_kv
 
-    def counted(rows: torch.Tensor, *arguments: object) -> None:
+    def counted(kernels: CpuKernels, rows: torch.Tensor, into: KVCodes) -> None:
         encoded.append(rows.shape[3])
-        encode(rows, *arguments)  # type: ignore[arg-type]
+        encode(kernels, rows, into)
 
-    monkeypatch.setattr(quantised, "encode", counted)
+    monkeypatch.setattr(CpuKernels, "quantise_kv", counted)
     with make(folders, replace(SIZES, draft_gamma=0)) as engine:
         reader = engine.worker.full.reader
         tokens = reader.tokens

@@ -25,7 +25,7 @@ from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
-from offload.kernels.kv_codes import GROUP, KVCodes
+from offload.formats.quantised_kv import GROUP, KVCodes
 from offload.kv import fetch
 from offload.kv.fetch import HostFetch
 from offload.kv.full import FullCache

@@ -26,14 +26,13 @@ from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
-from offload.kernels.codes import Codes
-from offload.kernels.gpu import GpuKernels
-from offload.kernels.native import NONE
+from offload.formats.layout import code_bytes
+from offload.formats.quantised import Codes
+from offload.kernels.device import NONE, NoKernels
 from offload.kv.ahead import AheadCache
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.model.quantised import quantised_weights
-from offload.plan.sizing import code_bytes
 from offload.transfer.memory import Memory
 from processor import best
 from quantised import engine_of, level_stats, saved
@@ -120,7 +119,7 @@ def test_without_kernels_they_are_refused(pair: tuple[Decoder, Decoder]) -> None
     with pytest.raises(UsageError, match="weights in 4 bits need the CPU's kernels"):
         quantised_weights(exact.weights, exact.config, 4, memory, replace(NONE, reason="none"))
     with pytest.raises(UsageError, match="weights in 6 bits need the GPU's kernels, which do not run: no Triton"):
-        quantised_weights(exact.weights, exact.config, 6, memory, GpuKernels(reason="no Triton"))
+        quantised_weights(exact.weights, exact.config, 6, memory, NoKernels("no Triton", "GPU"))
 
 
 # The cache that both levels write to.

@@ -29,7 +29,7 @@ from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, RankFailed, SessionError, UsageError
-from offload.kernels.native import VARIABLE, kernels
+from offload.kernels.cpu import VARIABLE, kernels
 from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
 from offload.ranks import rendezvous, watch

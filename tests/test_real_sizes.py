@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from offload.kernels.kv_codes import GROUP
+from offload.formats.quantised_kv import GROUP
 from offload.kv.quantised import QuantisedCache
 from offload.plan.config import ModelConfig
 from offload.plan.options import Options

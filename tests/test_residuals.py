@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.kernels.codes import GROUP, TILE, Codes, encode_with_torch
-from offload.kernels.native import Kernels
-from offload.kernels.residuals import restore, split_off
-from oracles import restore_with_torch, split_off_with_torch
+from offload.formats.quantised import GROUP, TILE, Codes, encode_with_torch
+from offload.formats.residuals import restore, split_off
+from offload.native.interface import Library
+from oracles import split_off_with_torch
 from processor import before_a_guard, built, on_this_machine
 
 ALL = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
@@ -66,31 +66,10 @@ def bits(x: Tensor) -> Tensor:
 
 
 @pytest.fixture(params=on_this_machine() or ["none"])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
+def kernels(request: pytest.FixtureRequest) -> Library:
     if request.param == "none":
         pytest.skip("there are no kernels for this machine")
     return built(request.param)
-
-
-@pytest.mark.parametrize("name", MATRICES)
-def test_every_weight_comes_back_and_the_parts_are_those_of_the_twin(
-    name: str, code_bits: int, kernels: Kernels
-) -> None:
-    weight = MATRICES[name].contiguous()
-    codes = codes_of(weight, code_bits)
-    split, twin = split_off(weight, codes, kernels), split_off_with_torch(weight, codes)
-    assert split is not None
-    assert twin is not None
-    assert split.escapes == twin.escapes
-    used = split.escapes + len(twin.content) - twin.escapes
-    assert torch.equal(split.content[: split.escapes], twin.content[: split.escapes])
-    assert len(split.content) == len(twin.content) == used
-    out = torch.full_like(weight, torch.nan)
-    restore(split.content, split.escapes, codes, out, kernels)
-    assert torch.equal(bits(out), bits(weight))
-    restore(twin.content, twin.escapes, codes, out.fill_(torch.nan), kernels)
-    assert torch.equal(bits(out), bits(weight))
-    assert torch.equal(bits(restore_with_torch(split.content, split.escapes, codes)), bits(weight))
 
 
 def near_and_far(outputs: int, share: float, seed: int) -> tuple[Tensor, Tensor, Codes]:
@@ -106,7 +85,7 @@ def near_and_far(outputs: int, share: float, seed: int) -> tuple[Tensor, Tensor,
 
 @pytest.mark.parametrize("share", [0.01, 0.05, 0.2, 0.5, 0.8, 0.99])
 def test_any_weights_of_a_group_may_be_near_zero_and_nothing_is_read_behind_a_part(
-    share: float, kernels: Kernels
+    share: float, kernels: Library
 ) -> None:
     """4 bits each begin and end anywhere in a byte, and the last ones at the end of what can be read."""
     odd = set[int]()
@@ -126,19 +105,7 @@ def test_any_weights_of_a_group_may_be_near_zero_and_nothing_is_read_behind_a_pa
     assert odd == {0, 1}
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3.3e38])
-def test_what_would_not_come_back_is_said(value: float, code_bits: int, kernels: Kernels) -> None:
-    """Either both give None, or the number comes back all the same."""
-    weight = normal(32, 128).bfloat16()
-    weight[17, 70], weight[17, 90] = value, -3.3e38
-    codes = codes_of(weight, code_bits)
-    split, twin = split_off(weight, codes, kernels), split_off_with_torch(weight, codes)
-    assert (split is None) == (twin is None)
-    if split is not None:
-        assert torch.equal(bits(restore_with_torch(split.content, split.escapes, codes)), bits(weight))
-
-
-def test_codes_with_any_steps_are_split_as_by_the_twin(code_bits: int, kernels: Kernels) -> None:
+def test_codes_with_any_steps_are_split_as_by_the_twin(code_bits: int, kernels: Library) -> None:
     """Those that no encoder makes, too: of either sign, and so small that a bound is zero where another is not near."""
     generator = torch.Generator().manual_seed(0)
     came_back = 0
@@ -165,7 +132,7 @@ def test_codes_with_any_steps_are_split_as_by_the_twin(code_bits: int, kernels: 
     assert 100 < came_back < 250
 
 
-def test_other_codes_than_a_weight_s_are_noticed(code_bits: int, kernels: Kernels) -> None:
+def test_other_codes_than_a_weight_s_are_noticed(code_bits: int, kernels: Library) -> None:
     weight = normal(32, 128).bfloat16()
     codes = codes_of(weight, code_bits)
     codes.blocks[1, 0, 4 * TILE + 5] ^= 0x08

@@ -25,8 +25,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from offload.errors import DoesNotFit, SessionError
-from offload.kernels.packed import unpack_with_torch
-from offload.kernels.packing import Packing
+from offload.formats.layout import Packing
+from offload.formats.packed import unpack_with_torch
 from offload.session import blocks, page
 from offload.session import manifest as manifests
 from offload.session.catalogue import inspect, summaries

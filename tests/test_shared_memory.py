@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import RankFailed
-from offload.kernels.native import kernels
+from offload.kernels.cpu import kernels
 from offload.ranks import shared
 from offload.ranks.shared import SLOT_BYTES, SharedMemory
 from offload.ranks.sums import Sums

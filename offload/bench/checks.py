@@ -21,9 +21,9 @@ from torch.nn.functional import linear
 from offload.bench.findings import REPORT, TOLERANCES, Named, Shown, error_of
 from offload.bench.text_checks import text_checks
 from offload.errors import TriforceError
-from offload.kernels import gpu
 from offload.kernels.attention import fold, unfold
-from offload.kernels.native import fitting
+from offload.kernels.choice import fitting
+from offload.kernels.cpu import CpuKernels
 from offload.kernels.products import Step, Steps, room_to_widen
 from offload.kernels.rope import rotate
 from offload.kernels.rows import Blocks
@@ -148,7 +148,7 @@ class Trial:
     def packs(self) -> bool:
         """Whether pages of this dtype may cross a link packed."""
         device = torch.device(self.hardware.device)
-        unpacks = self.hardware.is_cpu or gpu.fitting(device, self.config.head_dim).usable
+        unpacks = self.hardware.is_cpu or fitting(device, self.config.head_dim, ()).usable
         return self.dtype == "bf16" and self.hardware.packs and unpacks
 
     def packed(self) -> Shown:
@@ -212,7 +212,7 @@ class Trial:
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [n, inputs] @ weight^T as a pass computes it, [n, outputs] on the CPU."""
         kernels = fitting(self._device, self.config.head_dim, self.config.layer_products())
-        if kernels.library is not None:
+        if isinstance(kernels, CpuKernels):
             out = torch.empty(len(x), len(weight), dtype=x.dtype)
             Steps(kernels, [Step(x, weight, None, out)], room_to_widen(*x.shape)).run(len(x))
             return out

@@ -15,8 +15,8 @@ import torch
 from offload.bench import measure
 from offload.bench.measure import Copies
 from offload.errors import TriforceError
-from offload.kernels import native
-from offload.kernels.gpu import gpu_kernels
+from offload.kernels import cpu
+from offload.kernels.choice import gpu_kernels
 from offload.kernels.gpu.flash import flash
 from offload.plan import machine
 from offload.plan.hardware import Hardware, Rates, probe, rates_key
@@ -275,8 +275,8 @@ def _together(gpus: list[Gpu], copy_bytes: int) -> LinkRates | None:
 
 
 def software() -> Software:
-    """Versions of the installed libraries, and which of them run. Errors: see native.kernels."""
-    compiled = native.kernels()
+    """Versions of the installed libraries, and which of them run. Errors: see cpu.kernels."""
+    compiled = cpu.kernels()
     return Software(
         python=platform.python_version(),
         torch=torch.__version__,
@@ -284,7 +284,7 @@ def software() -> Software:
         transformers=importlib.metadata.version("transformers"),
         attention=_attention(),
         flash_attn=machine.installed_version("flash_attn"),
-        kernels=compiled.instruction_set or None,
+        kernels=compiled.instruction_set if isinstance(compiled, cpu.CpuKernels) else None,
         kernels_problem=compiled.reason,
     )
 
@@ -295,7 +295,11 @@ def _attention() -> str:
         return "torch products"
     device = torch.device("cuda")
     found, prefill = gpu_kernels(device), flash(device)
-    few = f"kernels by Triton {found.triton} for few rows" if found.usable else f"torch products ({found.reason})"
+    few = (
+        f"kernels by Triton {machine.installed_version('triton')} for few rows"
+        if found.usable
+        else f"torch products ({found.reason})"
+    )
     if prefill.usable:
         return f"{few}, and flash-attn {prefill.version} for 16-bit prefill"
     return f"{few}, and torch's fused kernel for 16-bit prefill on GPUs that know bf16 ({prefill.reason})"

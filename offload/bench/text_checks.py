@@ -15,11 +15,11 @@ from offload.bench.findings import REPORT, TOLERANCES, Named, Shown, error_of
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
+from offload.formats.layout import CODE_BITS
 from offload.model.graphs import VARIABLE
 from offload.model.level import Level
 from offload.plan.hardware import Hardware
 from offload.plan.planner import Options
-from offload.plan.sizing import CODE_BITS
 
 PROMPT = [5 + at * at % 1000 for at in range(2000)]  # long enough that there is something to retrieve
 NUM_TOKENS = 16  # generated

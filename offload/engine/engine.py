@@ -20,9 +20,9 @@ from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
 from offload.engine.prefix import PrefixCache
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, ModelError, UsageError
-from offload.kernels import gpu
+from offload.kernels.choice import fitting
+from offload.kernels.cpu import OFF
 from offload.kernels.gpu.flash import flash
-from offload.kernels.native import OFF, fitting
 from offload.kv.retrieval import RetrievalCache
 from offload.metrics import HostStats, LevelStats, LinkStats, RankStats, Stats
 from offload.model.level import Level
@@ -65,9 +65,7 @@ class Step:
 def kernels_problem(device: str, model: ModelConfig) -> str:
     """Why a pass of `model` on `device` runs on torch's operators though there should be kernels, "" where it is as it
     should be. Raises UsageError for a wrong TRIFORCE_KERNELS."""
-    place = torch.device(device)
-    on_cpu = place.type == "cpu"
-    found = fitting(place, model.head_dim, model.layer_products()) if on_cpu else gpu.fitting(place, model.head_dim)
+    found = fitting(torch.device(device), model.head_dim, model.layer_products())
     return "" if found.reason == OFF else found.reason
 
 

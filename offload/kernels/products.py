@@ -1,5 +1,4 @@
-"""Products of rows with weights: of any rows, or of a few by the CPU's kernels, with the norms before and the
-sums after them."""
+"""Products of a few rows with weights by the CPU's kernels, with the norms before and the sums after them."""
 
 from __future__ import annotations
 
@@ -9,29 +8,15 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from offload.kernels.codes import TILE, Codes
-from offload.kernels.native import Kernels
-from offload.kernels.native.interface import DTYPES, Product
+from offload.formats.quantised import TILE, Codes
+from offload.native.interface import DTYPES, Library, Product
 
 Ending = Literal["write", "add", "gate"]
 _ENDINGS: tuple[Ending, ...] = ("write", "add", "gate")
 MOST = 16  # steps of one call
 _ALIGNMENT = 32  # inputs: at least what every instruction set's vectors hold
 _TILE = 16  # rows: what one of AMX's tiles holds; as bf16 they take half of the floats
-
-
-def product(x: Tensor, weight: Tensor | Codes, bias: Tensor | None) -> Tensor:
-    """x [T, inputs] times weight [outputs, inputs], transposed, plus bias [outputs], in the dtype of x. By torch's
-    operators; with codes on a GPU by its own kernel, which unpacks them on the way."""
-    if not isinstance(weight, Codes):
-        return linear(x, weight, bias)
-    if not x.is_cuda:
-        return linear(x, weight.matrix(x.dtype), bias)
-    from offload.kernels.gpu import codes  # it imports Triton, which not every machine has
-
-    return codes.product(x, weight, bias)
 
 
 @dataclass(frozen=True)
@@ -55,9 +40,8 @@ class Step:
 class Steps:
     """Steps one after the other over the same rows, in one call. A row's bits do not depend on the number of rows."""
 
-    def __init__(self, kernels: Kernels, steps: Sequence[Step], widened: Tensor) -> None:
+    def __init__(self, kernels: Library, steps: Sequence[Step], widened: Tensor) -> None:
         """steps: at most MOST, contiguous tensors of one dtype. widened: from `room_to_widen`, for own use."""
-        assert kernels.library is not None
         assert len(steps) <= MOST
         self._dtype, self._library, self._kept = DTYPES[steps[0].x.dtype], kernels.library, steps
         self._widened, self._read = widened, steps[0].x  # tensors are kept as long as their addresses
@@ -98,9 +82,8 @@ def room_to_widen(num_rows: int, num_inputs: int) -> Tensor:
     return torch.empty(max(num_rows, _TILE) * -(-num_inputs // _ALIGNMENT) * _ALIGNMENT)
 
 
-def norm_heads(kernels: Kernels, x: Tensor, norm: Tensor, epsilon: float) -> None:
+def norm_heads(kernels: Library, x: Tensor, norm: Tensor, epsilon: float) -> None:
     """RMS norm over D of every head in x [T, H, D], rows anywhere, in place."""
-    assert kernels.library is not None
     num_rows, num_heads, head_dim = x.shape
     where = x.data_ptr(), norm.data_ptr()
     kernels.library.norm_heads(DTYPES[x.dtype], *where, num_rows, num_heads, head_dim, x.stride(0), epsilon)

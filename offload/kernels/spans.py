@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from offload.formats.quantised_kv import KVCodes
 from offload.kernels.attention import Part
-from offload.kernels.kv_codes import KVCodes
-from offload.kernels.native import Kernels
-from offload.kernels.native.interface import DTYPES, Attention, Rotation, Run
 from offload.kernels.places import RowPlaces
 from offload.kernels.rope import RopeTable
+from offload.native.interface import DTYPES, Attention, Library, Rotation, Run
 
 SPAN = 128  # tokens, where pages allow: what a thread takes at a time
 _FLOATS = 2  # of a partial result, beside its sum of values: the largest score and the sum of weights
@@ -70,10 +69,9 @@ class SpanAttention:
     """One attention at a time: `begin`, `append_rows` and `attend` as tiles come, then `merge`. Keeps its scratch."""
 
     def __init__(
-        self, kernels: Kernels, rope: RopeTable, *, dtype: torch.dtype, span: int, chunk: int | None = None
+        self, kernels: Library, rope: RopeTable, *, dtype: torch.dtype, span: int, chunk: int | None = None
     ) -> None:
         """rope: rounded to `dtype`. span: tokens of the runs' spans; chunk: tokens of a chunk."""
-        assert kernels.library is not None
         self._library, self._dtype, self._rope, self.span = kernels.library, dtype, rope, span
         self._code = DTYPES[dtype]
         self._chunk, self._part = (

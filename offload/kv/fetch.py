@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from offload.kernels.gpu import GpuKernels
-from offload.kernels.kv_codes import KVCodes, encode
-from offload.kernels.native import Kernels
+from offload.formats.quantised_kv import KVCodes
+from offload.kernels.device import DeviceKernels
 from offload.kv.full import FullCache
 from offload.plan.sizing import FETCH_BYTES
 from offload.transfer.memory import kernels_read_host, sent
@@ -53,7 +52,7 @@ class Fetch(Protocol):
 class HostFetch:
     """The host looks which chunks are wanted, gathers them in pinned memory and copies that over the link."""
 
-    def __init__(self, full: FullCache, chunk: int, kernels: Kernels | GpuKernels, num_bytes: int) -> None:
+    def __init__(self, full: FullCache, chunk: int, kernels: DeviceKernels, num_bytes: int) -> None:
         """num_bytes: of the buffer. kernels: that encode."""
         self._full, self._chunk, self._kernels = full, chunk, kernels
         full.reader.reserve(min(FETCH_BYTES, num_bytes))
@@ -79,7 +78,7 @@ class HostFetch:
         blocks = codes.blocks.view(-1, num_bytes)
         for layers, heads, slots, rows in self._chunks(wanted.cpu()):
             own = torch.empty_like(blocks[: len(slots)]).view(1, -1, 1, num_bytes)  # each chunk as a head of its own
-            encode(rows.unflatten(2, (self._chunk, -1))[None], replace(codes, blocks=own), self._kernels)
+            self._kernels.quantise_kv(rows.unflatten(2, (self._chunk, -1))[None], replace(codes, blocks=own))
             at = sent((layers * num_heads + heads) * num_groups + slots, blocks.device)
             blocks.index_copy_(0, at, own.view(-1, num_bytes))
 
@@ -119,28 +118,18 @@ class GpuFetch:
     They run on the stream that computes: a retrieval pass, which is next but for a short draft, needs them all.
     """
 
-    def __init__(self, full: FullCache, chunk: int, kernels: GpuKernels) -> None:
-        from offload.kernels.gpu.fetch import ChunkCopy  # it imports Triton, which not every machine has
-        from offload.kernels.gpu.packed import PackedChunkCopy
-
+    def __init__(self, full: FullCache, chunk: int, kernels: DeviceKernels) -> None:
         self._full, self._chunk, self._kernels = full, chunk, kernels
-        page, packed = full.shape.page_tokens, full.packed
-        if packed is None:
-            copy = ChunkCopy(chunk=chunk, page=page, tile=full.shape.tokens)
-            self._run: Callable[..., None] = lambda *args, **more: copy.run(full.store.addresses(), *args, **more)
-        else:
-            there, of_packed = packed.table.on_device, PackedChunkCopy(packed.codec.packing, chunk=chunk, page=page)
-            self._run = lambda *args, **more: of_packed.run(there().blocks, there().flags, *args, **more)
 
     def fetch(self, held: Tensor, tail: Tail, wanted: Tensor | None = None) -> None:
         """See `Fetch`."""
         self._full.follow_home()
         if wanted is not None:
-            self._run(wanted, held)
+            self._copy(wanted, held)
         if tail.start < tail.stop:
             numbers = torch.arange(tail.start // self._chunk, -(-tail.stop // self._chunk), device=held.device)
             slot = (tail.at + tail.start - tail.first) // self._chunk
-            self._run(numbers, held, slot=slot, tokens=range(tail.start, tail.stop))
+            self._copy(numbers, held, slot=slot, tokens=range(tail.start, tail.stop))
         self._full.read_home()
 
     def encode(self, codes: KVCodes, wanted: Tensor) -> None:
@@ -154,8 +143,8 @@ class GpuFetch:
         for first in range(0, wanted.shape[-1], most):
             part = wanted[..., first : first + most].contiguous()
             own = codes.groups(first, first + part.shape[-1])
-            self._run(part, rows)
-            encode(rows[:, :, :, : part.shape[-1] * self._chunk], own, self._kernels, part)
+            self._copy(part, rows)
+            self._kernels.quantise_kv(rows[:, :, :, : part.shape[-1] * self._chunk], own, part)
         self._full.read_home()
 
     def tokens(self, start: int, stop: int) -> Tensor:
@@ -164,6 +153,16 @@ class GpuFetch:
         self.fetch(rows, Tail(start, start, stop, 0))
         return rows
 
+    def _copy(self, wanted: Tensor, held: Tensor, **more: Any) -> None:
+        """See `kernels.gpu.copies.chunks`."""
+        full, packed = self._full, self._full.packed
+        more |= {"chunk": self._chunk, "page": full.shape.page_tokens}
+        if packed is None:
+            self._kernels.copy_chunks(full.store.addresses(), wanted, held, tile=full.shape.tokens, **more)
+        else:
+            there, packing = packed.table.on_device(), packed.codec.packing
+            self._kernels.copy_packed_chunks(there.blocks, there.flags, wanted, held, packing, **more)
+
     def _rows(self, num_tokens: int) -> Tensor:
         """[L, 2, H_kv, num_tokens, D], not filled."""
         full, shape = self._full, self._full.shape
@@ -171,8 +170,8 @@ class GpuFetch:
         return torch.empty(size, dtype=shape.dtype, device=full.device)
 
 
-def make_fetch(full: FullCache, chunk: int, kernels: Kernels | GpuKernels, num_bytes: int) -> Fetch:
+def make_fetch(full: FullCache, chunk: int, kernels: DeviceKernels, num_bytes: int) -> Fetch:
     """By the GPU's kernel where it has one and reaches all homes. num_bytes: of the buffer."""
-    if isinstance(kernels, GpuKernels) and kernels.usable and (full.all_on_device or kernels_read_host(full.device)):
+    if kernels.reads_host and (full.all_on_device or kernels_read_host(full.device)):
         return GpuFetch(full, chunk, kernels)
     return HostFetch(full, chunk, kernels, num_bytes)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from offload.kernels.attention import fold
-from offload.kernels.gpu import GpuKernels
+from offload.kernels.cpu import CpuKernels
+from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.gpu.flash import FlashBlock, FlashTiles
-from offload.kernels.native import NONE, Kernels
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
@@ -64,8 +64,8 @@ class FullCache:
         mass_chunk: int | None = None,
         fused_prefill: bool = True,
         flash: FlashTiles | None = None,
-        kernels: Kernels | GpuKernels = NONE,
-        host_kernels: Kernels = NONE,
+        kernels: DeviceKernels = NONE,
+        host_kernels: DeviceKernels = NONE,
         packs: bool = False,
         raw_pages: int = 0,
         arena: Arena | None = None,
@@ -88,6 +88,7 @@ class FullCache:
             for _ in range(num_staging + packs):
                 self._staging.append(memory.allocate(shape.shape, shape.dtype, tier="device", purpose="kv staging"))
             if packs:
+                assert isinstance(host_kernels, CpuKernels)
                 self.packed = PackedPages(self.store, memory, host_kernels, link, self._traffic)
             unpacked = self._staging[-1] if packs else None
             mover = Mover(self.store, link, self._traffic, self.packed, unpacked, kernels)
@@ -288,17 +289,9 @@ class FullCache:
             self._traffic.order()
 
     def lie_beside(self, codes: PageCodes) -> None:
-        """From now on pages that lie packed at home may lie there as what they have beside `codes`."""
+        """From now on pages that lie packed at home may lie there as their residuals beside `codes`."""
         if self.packed is not None:
             self.packed.codec.codes = codes
-
-    def drop_residuals(self, num_tokens: int) -> None:
-        """The codes of tokens from `num_tokens` on, beside which pages may lie at home, are about to go."""
-        if self.packed is None or self.packed.codec.codes is None:
-            return
-        for access in self._access.values():
-            access.forget()
-        self.packed.drop_residuals(num_tokens, self.length)
 
     def read_home(self) -> None:
         """What the device computes by now reads homes itself: see `wait_home`."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.kernels.attention import Part, join
-from offload.kernels.decode_attention import MASS_DTYPE
+from offload.kernels.device import MASS_DTYPE
 from offload.kernels.spans import Rows
 from offload.kv.tile_attention import TileAttention
 from offload.pages.access import TileAccess

@@ -12,9 +12,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from offload.kernels.gpu import GpuKernels
-from offload.kernels.kv_codes import GROUP, KVCodes, Order, encode, order_for
-from offload.kernels.native import Kernels
+from offload.formats.quantised_kv import GROUP, KVCodes, Order
+from offload.kernels.device import DeviceKernels
 from offload.kv import Phase
 from offload.kv.fetch import Tail, make_fetch
 from offload.kv.full import FullCache
@@ -40,7 +39,7 @@ class QuantisedCache:
         *,
         num_tokens: int,
         drafted: int,
-        kernels: Kernels | GpuKernels,
+        kernels: DeviceKernels,
         beside: bool = False,
     ) -> None:
         """num_tokens: room for them. drafted: rows, at most, after the full cache's tokens. kernels: that attend; there
@@ -49,7 +48,7 @@ class QuantisedCache:
         shape = full.shape
         self._attention = QuantisedAttention(kernels, full.rope, shape.dtype, Places(full.rope))
         blocks = KVCodes.shape_of_blocks(full.num_layers, shape.num_kv_heads, num_tokens, shape.head_dim)
-        self._codes = KVCodes(self._allocate(blocks, torch.uint8), shape.head_dim, order_for(kernels))
+        self._codes = KVCodes(self._allocate(blocks, torch.uint8), shape.head_dim, kernels.order)
         self._held = self._room_for(low_bit_tail(drafted))
         self._fetch = make_fetch(full, GROUP, kernels, self._held.nbytes)
         self.coded = EXACT  # tokens up to here have codes, and the tail begins
@@ -135,11 +134,13 @@ class QuantisedCache:
         self.length = self._exact = length
 
     def _forget_after(self, kept: int, most: int) -> None:
-        """Of what was taken from the full cache, its first `kept` tokens are still there; at most `most` are codes."""
+        """Of what was taken from the full cache, its first `kept` tokens are still there; at most `most` are codes.
+
+        Beyond these the codes of tokens that are still there stay in memory, unchanged, for the pages that lie beside
+        them: encoded again they would be the same, and a page that gets other rows is raw from then on.
+        """
         coded = max(min(self.coded, kept // GROUP * GROUP, most), EXACT)
         moved = coded < self.coded  # then the tail begins elsewhere
-        if moved:
-            self.full.drop_residuals(coded)
         self._exact = min(self._exact, kept, coded if moved else kept)
         self.coded = coded
 
@@ -156,7 +157,7 @@ class QuantisedCache:
             rows = tail[..., first - start : last - start, :]
             if last > exact:
                 rows = self._fetch.tokens(first, last)
-            encode(rows, self._codes.groups((first - EXACT) // GROUP, (last - EXACT) // GROUP), self._kernels)
+            self._kernels.quantise_kv(rows, self._codes.groups((first - EXACT) // GROUP, (last - EXACT) // GROUP))
         if (stay := exact - stop) > 0:
             tail[..., :stay, :] = tail[..., stop - start : stop - start + stay, :].clone()
         self.coded = stop

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offload.kernels.decode_attention import decode_attention
-from offload.kernels.gpu import GpuKernels
-from offload.kernels.kv_codes import GROUP, KVCodes
-from offload.kernels.native import Kernels
+from offload.formats.quantised_kv import GROUP, KVCodes
+from offload.kernels.device import DeviceKernels
 from offload.kernels.rope import RopeTable
 from offload.kernels.spans import Rows
 from offload.kv.places import Places
@@ -21,8 +19,8 @@ class QuantisedAttention:
     """One layer at a time. kernels: that attend; there have to be some. rope: rounded to `dtype`. places: of the rows,
     of the caller's."""
 
-    def __init__(self, kernels: Kernels | GpuKernels, rope: RopeTable, dtype: torch.dtype, places: Places) -> None:
-        spans = decode_attention(kernels, rope, dtype=dtype)
+    def __init__(self, kernels: DeviceKernels, rope: RopeTable, dtype: torch.dtype, places: Places) -> None:
+        spans = kernels.attention(rope, dtype=dtype)
         assert spans is not None
         self._spans, self._places = spans, places
 

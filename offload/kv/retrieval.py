@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.kernels.gpu import GpuKernels
-from offload.kernels.kv_codes import GROUP
-from offload.kernels.native import NONE, Kernels
+from offload.formats.quantised_kv import GROUP
+from offload.kernels.device import NONE, DeviceKernels
 from offload.kv import Phase
 from offload.kv.fetch import Tail
 from offload.kv.full import FullCache
@@ -41,7 +40,7 @@ class RetrievalCache:
         budget: int,
         chunk: int,
         selector: Selector,
-        kernels: Kernels | GpuKernels = NONE,
+        kernels: DeviceKernels = NONE,
         tail: int = TAIL_TOKENS,
         bits: int = 16,
     ) -> None:

@@ -12,11 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from offload.formats.quantised_kv import GROUP, KVCodes
 from offload.kernels.attention import attend, fold, unfold
-from offload.kernels.decode_attention import decode_attention
-from offload.kernels.gpu import GpuKernels
-from offload.kernels.kv_codes import GROUP, KVCodes, order_for
-from offload.kernels.native import FEW_ROWS, Kernels
+from offload.kernels.cpu import FEW_ROWS
+from offload.kernels.device import DeviceKernels
 from offload.kernels.rope import rotate
 from offload.kernels.spans import Rows
 from offload.kv.fetch import Tail, make_fetch
@@ -129,11 +128,11 @@ class RetrievedRows(_InArena):
     leading = latest = 0
 
     def __init__(
-        self, full: FullCache, *, num_slots: int, chunk: int, tail: int, kernels: Kernels | GpuKernels, places: Places
+        self, full: FullCache, *, num_slots: int, chunk: int, tail: int, kernels: DeviceKernels, places: Places
     ) -> None:
         super().__init__(full, before=num_slots * chunk, tail=tail, step=max(TAIL_TOKENS, chunk))  # whole chunks
         self._chunk, self._places = chunk, places
-        self._spans = decode_attention(kernels, full.rope, dtype=full.shape.dtype)
+        self._spans = kernels.attention(full.rope, dtype=full.shape.dtype)
         self._fetch = make_fetch(full, chunk, kernels, self.nbytes())
         self._position = self._row = 0
 
@@ -189,12 +188,10 @@ class QuantisedChunks(_InArena):
 
     leading, latest = EXACT, KV_TAIL
 
-    def __init__(
-        self, full: FullCache, *, num_slots: int, tail: int, kernels: Kernels | GpuKernels, places: Places
-    ) -> None:
+    def __init__(self, full: FullCache, *, num_slots: int, tail: int, kernels: DeviceKernels, places: Places) -> None:
         super().__init__(full, before=EXACT, tail=tail, step=GROUP)
         self._attention = QuantisedAttention(kernels, full.rope, full.shape.dtype, places)
-        self._order, self._num_slots = order_for(kernels), num_slots
+        self._order, self._num_slots = kernels.order, num_slots
         token_bytes = super().nbytes() // self._size[3]
         self._fetch = make_fetch(full, GROUP, kernels, (num_slots * GROUP + self._room) * token_bytes)
         self._codes: KVCodes | None = None

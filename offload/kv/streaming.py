@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from offload.kernels.attention import Part, attend, count_up, fold, merge, unfold
-from offload.kernels.decode_attention import DecodeAttention, decode_attention
-from offload.kernels.gpu import GpuKernels
-from offload.kernels.native import FEW_ROWS, NONE, Kernels
+from offload.kernels.cpu import FEW_ROWS
+from offload.kernels.device import NONE, DecodeAttention, DeviceKernels
 from offload.kernels.places import RowPlaces
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.spans import Rows
@@ -43,7 +42,7 @@ class StreamingCache:
         sinks: int,
         window: int,
         slack: int,
-        kernels: Kernels | GpuKernels = NONE,
+        kernels: DeviceKernels = NONE,
     ) -> None:
         self.sinks, self.window, self._rope, self._memory = sinks, window, rope, memory
         self._num_slots = 2 * (window + slack)
@@ -52,7 +51,7 @@ class StreamingCache:
             (*shape, max(sinks, 1), head_dim), dtype, tier="device", purpose="draft cache"
         )
         self._rows = memory.allocate((*shape, self._num_slots, head_dim), dtype, tier="device", purpose="draft cache")
-        self._spans = decode_attention(kernels, rope, dtype=dtype)
+        self._spans = kernels.attention(rope, dtype=dtype)
         self.length = 0
         self._first = sinks  # absolute position of slot 0
         self._places = Places(rope)

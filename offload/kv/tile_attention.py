@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.kernels.attention import Part, fold
-from offload.kernels.decode_attention import MASS_DTYPE, DecodeAttention, decode_attention
-from offload.kernels.gpu import GpuKernels
-from offload.kernels.native import Kernels
+from offload.kernels.device import MASS_DTYPE, DecodeAttention, DeviceKernels
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
@@ -28,10 +26,10 @@ class TileAttention:
     """
 
     def __init__(
-        self, shape: TileShape, rope: RopeTable, blocks: Blocks, kernels: Kernels | GpuKernels, chunk: int | None
+        self, shape: TileShape, rope: RopeTable, blocks: Blocks, kernels: DeviceKernels, chunk: int | None
     ) -> None:
         self._shape, self._rope, self._block_sizes, self._chunk = shape, rope, blocks, chunk
-        self._spans = decode_attention(kernels, rope, dtype=shape.dtype, page=shape.page_tokens, chunk=chunk)
+        self._spans = kernels.attention(rope, dtype=shape.dtype, page=shape.page_tokens, chunk=chunk)
         self._rows: Rows | None = None  # of the layer under way
         self._blocks: list[Block] = []
         self._num_chunks = 0

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from offload.kernels.native import FEW_ROWS, NONE, Kernels
+from offload.kernels.cpu import FEW_ROWS, CpuKernels
+from offload.kernels.device import NONE, NoKernels
 from offload.kv import Cache
 from offload.model.few_rows import FewRows
 from offload.model.shared_blocks import SharedBlocks
@@ -41,7 +42,7 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, sums: Sums | None = None, kernels: Kernels = NONE
+        self, config: ModelConfig, weights: Weights, sums: Sums | None = None, kernels: CpuKernels | NoKernels = NONE
     ) -> None:
         self.config, self.weights, self._sums, self._kernels = config, weights, sums or OneRank(), kernels
         self._idle: list[FewRows] = []  # a pass takes one, and another one where it runs in the middle of a pass
@@ -68,7 +69,7 @@ class Decoder:
     @property
     def takes_any_rows(self) -> bool:
         """True where every number of rows is as good as its neighbours, up to FEW_ROWS."""
-        return self._kernels.library is not None
+        return self._kernels.usable
 
     def forward(
         self,
@@ -132,6 +133,7 @@ class Decoder:
     def _few_rows(self) -> Iterator[FewRows]:
         """Not in use; what is in its rows then stays there until the next pass."""
         dtype = self.weights.embedding.dtype
+        assert isinstance(self._kernels, CpuKernels)
         few = self._idle.pop() if self._idle else FewRows(self._kernels, self.config, dtype, self._sums)
         try:
             yield few

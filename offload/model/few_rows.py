@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from offload.kernels.native import Kernels
 from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
 from offload.model.sums import OneRank, Sums
+from offload.native.interface import Library
 from offload.plan.config import ModelConfig
 from offload.weights.layout import LayerWeights, Linear
 
@@ -23,7 +23,7 @@ class FewRows:
     Layers are known by their weights, which stay where they are: streamed ones come to a few staging buffers.
     """
 
-    def __init__(self, kernels: Kernels, config: ModelConfig, dtype: torch.dtype, sums: Sums) -> None:
+    def __init__(self, kernels: Library, config: ModelConfig, dtype: torch.dtype, sums: Sums) -> None:
         self._kernels, self._config, self._dtype, self._sums = kernels, config, dtype, sums
         self._alone = isinstance(sums, OneRank)
         self._most = 0

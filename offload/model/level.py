@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.kernels.native import FEW_ROWS, wanted
+from offload.kernels.cpu import FEW_ROWS, wanted
 from offload.kernels.rows import Blocks
 from offload.kv import Cache
 from offload.kv.places import MAX_ROWS

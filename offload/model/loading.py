@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from offload.kernels.native import fitting
+from offload.kernels.cpu import fitting
 from offload.model.decoder import Decoder
 from offload.model.sums import Sums
 from offload.plan.config import ModelConfig

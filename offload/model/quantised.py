@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import UsageError
-from offload.kernels.gpu import GpuKernels
-from offload.kernels.native import Kernels
+from offload.kernels.device import DeviceKernels
 from offload.plan.config import ModelConfig
 from offload.transfer.memory import Memory
 from offload.weights.layers import ResidentLayers, Weights
@@ -34,7 +33,7 @@ class QuantisedWeights:
 
 
 def quantised_weights(
-    weights: Weights, config: ModelConfig, bits: int, memory: Memory, kernels: Kernels | GpuKernels
+    weights: Weights, config: ModelConfig, bits: int, memory: Memory, kernels: DeviceKernels
 ) -> QuantisedWeights:
     """In `bits` bits, 4 or 6. config: of the shard that `weights` are of. Weights that stream cross the link for it
     once, unless their codes are there already. kernels: the CPU's or the GPU's.
@@ -42,8 +41,9 @@ def quantised_weights(
     Raises UsageError where the kernels, which passes over them need, do not run; DoesNotFit.
     """
     if not kernels.usable:
-        whose = "GPU" if isinstance(kernels, GpuKernels) else "CPU"
-        raise UsageError(f"weights in {bits} bits need the {whose}'s kernels, which do not run: {kernels.reason}")
+        raise UsageError(
+            f"weights in {bits} bits need the {kernels.whose}'s kernels, which do not run: {kernels.reason}"
+        )
     blocks = list[Tensor]()
 
     def allocate(layout: LayerLayout) -> Tensor:

@@ -9,14 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.kernels.kv_codes import GROUP, Order
-from offload.kernels.kv_residuals import PageShape, restore, split_off
-from offload.kernels.native import Kernels
-from offload.kernels.packed import pack, unpack
-from offload.kernels.packing import RESIDUAL
+from offload.formats.layout import PACKED_TOKENS, RESIDUAL, PageShape
+from offload.formats.packed import pack, unpack
+from offload.formats.quantised_kv import GROUP, Order
+from offload.formats.residuals import restore_pages, split_off_pages
+from offload.native.interface import Library
 from offload.pages.table import Page, PageTable
 from offload.pages.tiles import TileShape
-from offload.plan.sizing import PACKED_TOKENS
 
 UNINTERRUPTED = True  # a page lies where the table says
 
@@ -48,7 +47,7 @@ class PageCodes(Protocol):
 class PageCodec:
     """Of the pages in `table`. kernels: the CPU's. codes: of these pages' tokens, if there are any."""
 
-    def __init__(self, shape: TileShape, table: PageTable, kernels: Kernels) -> None:
+    def __init__(self, shape: TileShape, table: PageTable, kernels: Library) -> None:
         assert shape.dtype == torch.bfloat16
         self._shape, self._table, self._kernels = shape, table, kernels
         self.packing, self.page_shape = shape.packing, PageShape(shape.num_kv_heads, shape.page_tokens, shape.head_dim)
@@ -85,7 +84,9 @@ class PageCodec:
             for half in range(2)
         ]
         order, most = self.codes.order, self.packing.nbytes
-        sizes = split_off(torch.tensor(parts), self.page_shape, order, self._kernels, most=most).view(-1, 2).tolist()
+        sizes = (
+            split_off_pages(torch.tensor(parts), self.page_shape, order, self._kernels, most=most).view(-1, 2).tolist()
+        )
         done = {page: i for i, page in enumerate(pages) if all(sizes[i])}
         for page, i in sorted(done.items()):
             start = self._table.place_of_residual(page)
@@ -118,7 +119,7 @@ class PageCodec:
             unpack(torch.tensor(packed), self.packing, self._kernels)
         if beside:
             assert self.codes is not None
-            restore(torch.tensor(beside), self.page_shape, self.codes.order, self._kernels)
+            restore_pages(torch.tensor(beside), self.page_shape, self.codes.order, self._kernels)
 
     def tokens(self, layer: int, number: int, start: int = 0, stop: int | None = None) -> Tensor:
         """Tokens `start` to `stop` of a page as bf16 [2, H_kv, stop - start, D] on the host, in memory of their own."""

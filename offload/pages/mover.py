@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from offload.kernels.gpu import GpuKernels
-from offload.kernels.kv_residuals import restore_tile
-from offload.kernels.native import NONE, Kernels
-from offload.kernels.packed import unpack_tile
-from offload.kernels.packing import RESIDUAL
+from offload.formats.layout import RESIDUAL
+from offload.kernels.device import NONE, DeviceKernels
 from offload.pages.packed import PackedPages, StagedPages
 from offload.pages.tiles import TileStore
 from offload.pages.traffic import All, Traffic
@@ -31,7 +28,7 @@ class Mover:
         traffic: Traffic,
         packed: PackedPages | None = None,
         unpacked: Tensor | None = None,
-        kernels: Kernels | GpuKernels = NONE,
+        kernels: DeviceKernels = NONE,
     ) -> None:
         assert (packed is None) == (unpacked is None)
         self.packed, self._unpacked, self._kernels = packed, unpacked, kernels
@@ -104,8 +101,8 @@ class Mover:
         assert self.packed is not None
         codec = self.packed.codec
         if staged.kinds - {RESIDUAL}:
-            unpack_tile(tile, slot, staged.flags, staged.starts, codec.packing, self._kernels)
+            self._kernels.unpack_tile(tile, slot, staged.flags, staged.starts, codec.packing)
         if RESIDUAL in staged.kinds:
             assert codec.codes is not None
             codes, group = codec.codes.of_layer(staged.layer), codec.codes.first_group(staged.index * tile.shape[1])
-            restore_tile(tile, slot, staged.flags, staged.starts, codes, group, codec.page_shape, self._kernels)
+            self._kernels.restore_tile(tile, slot, staged.flags, staged.starts, codes, group, codec.page_shape)

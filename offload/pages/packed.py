@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.kernels.native import Kernels
-from offload.kernels.packing import RAW, RESIDUAL
+from offload.formats.layout import RAW
+from offload.native.interface import Library
 from offload.pages.codec import PageCodec
 from offload.pages.table import Page, PageTable
 from offload.pages.tiles import TileStore
@@ -50,7 +50,7 @@ class PackedPages:
     kernels: the CPU's.
     """
 
-    def __init__(self, store: TileStore, memory: Memory, kernels: Kernels, link: Link, traffic: Traffic) -> None:
+    def __init__(self, store: TileStore, memory: Memory, kernels: Library, link: Link, traffic: Traffic) -> None:
         self._store, self._link, self._traffic = store, link, traffic
         self.table = PageTable(store, memory)
         self.codec = PageCodec(store.shape, self.table, kernels)
@@ -119,17 +119,6 @@ class PackedPages:
         self._pack([page for page in some if page in self.table.slots])
         return pages[len(some) :]
 
-    def drop_residuals(self, num_tokens: int, length: int) -> None:
-        """The codes of tokens from `num_tokens` on are about to go: their pages, of a cache of `length` tokens, are
-        packed without."""
-        size = self._store.shape.page_tokens
-        for number in reversed(range(num_tokens // size, -(-length // size))):  # each makes room for those before it
-            pages = [page for page in self.table.streaming(number) if self.table.flags[page] == RESIDUAL]
-            for start in range(0, len(pages), step := max(self.table.raw.num_free, 1)):
-                some = pages[start : start + step]
-                self._lift(some, beside=False)
-                self._pack(some, beside=False)
-
     def to_fill(self, number: int) -> dict[int, Tensor]:
         """Page `number` of the layers in which it streams, [2, H_kv, S, D] each, to be written to on the host. `filled`
         has to follow. Raises DoesNotFit."""
@@ -177,34 +166,33 @@ class PackedPages:
                 yield self._store.home(layer, index).view(1, 1, -1)[..., begin[start] : end[stop - 1]]
             start = stop
 
-    def _slots_for(self, pages: Sequence[Page], *, beside: bool = True) -> list[int]:
-        """Where these pages will be raw: their own slots, or free ones, for which others are packed first. beside: as
-        of `_pack`."""
+    def _slots_for(self, pages: Sequence[Page]) -> list[int]:
+        """Where these pages will be raw: their own slots, or free ones, for which others are packed first."""
         missing = [page for page in pages if page not in self.table.slots]
         raw = self.table.raw
         while (short := len(missing) - raw.num_free) > 0:
             if others := [page for page, is_whole in self._new.items() if is_whole and page not in pages]:
-                self._pack(others[:short], beside=beside)
+                self._pack(others[:short])
             else:
                 raw.add(short)
         own = self.table.slots | dict(zip(missing, raw.take(len(missing)), strict=True))
         return [own[page] for page in pages]
 
-    def _lift(self, pages: Sequence[Page], *, beside: bool = True) -> None:
-        """Have these pages, which are at home, in slots, to be packed otherwise. beside: as of `_pack`."""
+    def _lift(self, pages: Sequence[Page]) -> None:
+        """Have these pages, which are at home, in slots, to be packed otherwise."""
         if not pages:
             return
-        slots = self._slots_for(pages, beside=beside)
+        slots = self._slots_for(pages)
         self.codec.read(pages, [self.table.raw.page(slot) for slot in slots])
         self._set_raw(pages, slots)
         self._new |= dict.fromkeys(pages, True)
 
-    def _pack(self, pages: Sequence[Page], *, beside: bool = True) -> None:
+    def _pack(self, pages: Sequence[Page]) -> None:
         """Pack these raw pages home, beside their codes where they have some. Those that do not fit there stay."""
         if not pages:
             return
         self._settle(pages)
-        coded = [page for page in pages if beside and self.codec.has_codes(page)]
+        coded = [page for page in pages if self.codec.has_codes(page)]
         done = self.codec.split_off(coded)
         rest = [page for page in pages if page not in done]
         self.codec.pack(rest)

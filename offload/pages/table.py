@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.kernels.packing import PACKED, RAW, RESIDUAL
+from offload.formats.layout import PACKED, RAW, RESIDUAL
 from offload.pages.raw import RawPages
 from offload.pages.tiles import TileStore
 from offload.transfer.memory import Memory, sent

@@ -14,8 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from offload.kernels.packing import Packing
-from offload.plan.sizing import PACKED_ESCAPES, PACKED_TOKENS
+from offload.formats.layout import PACKED_ESCAPES, PACKED_TOKENS, Packing
 from offload.transfer.memory import Memory, Tier, sent
 
 # How a tile is attended to. "device": it lives there. "stream": it lives on the host and crosses the link into a

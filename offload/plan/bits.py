@@ -1,25 +1,25 @@
 """In how many bits numbers are proposed with and cross a link, where they can.
 
 The target may propose to itself with quantised weights or over its quantised cache. Cached keys and values, and
-weights, cross a link in 12 of their 16 bits where they are packed (kernels/packed.py), weights in 9 where their codes
-in 4 bits are on the device, in 8 beside 6 bits (kernels/residuals.py). None is lost.
+weights, cross a link in 12 of their 16 bits where they are packed (formats/packed.py), weights in 9 where their codes
+in 4 bits are on the device, in 8 beside 6 bits (formats/residuals.py). None is lost.
 """
 
 from __future__ import annotations
 
 from offload.errors import UsageError
-from offload.plan.composition import CODED_CHUNK, Composition, takes_coded_chunks
-from offload.plan.machine import KERNELS
-from offload.plan.sizing import (
+from offload.formats.layout import (
     BESIDE_CODES,
     CODE_GROUP,
     CODE_TILE,
     PACKED_TOKENS,
     WIDEST_GPU_HEAD,
-    Sizing,
     takes_codes,
     takes_kv_codes,
 )
+from offload.plan.composition import CODED_CHUNK, Composition, takes_coded_chunks
+from offload.plan.machine import KERNELS
+from offload.plan.sizing import Sizing
 
 CPU_RESTORED = 2.7e9  # bytes a second of bf16 that two cores make of codes and the rest in a pass; packed ones 20e9
 _SLOWER = 8.0  # than the device's memory is a link at least that packing is worth: unpacking moves 3.5 bytes a number

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from offload.formats.layout import CODE_BITS
 from offload.plan.bits import cache_problem, weights_problem
 from offload.plan.composition import Composition, compositions, finer
 from offload.plan.cost import Cost
 from offload.plan.host_share import shared
 from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import place, shortage
-from offload.plan.sizing import CODE_BITS, Sizing
+from offload.plan.sizing import Sizing
 
 WORTH_TRYING = 1.1  # times the best prediction: no text is like the average one, and no machine
 _CHEAPER_PASS = 0.85  # times a full pass: a retrieval level that costs more adds nothing to the draft and lookups

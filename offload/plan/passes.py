@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 
+from offload.formats.layout import CACHED_SHARE
 from offload.plan.composition import Composition
 from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import Placement
-from offload.plan.sizing import CACHED_SHARE, Sizing
+from offload.plan.sizing import Sizing
 
 
 @dataclass(frozen=True)

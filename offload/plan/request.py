@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from offload.formats.layout import CODE_BITS
 from offload.plan.batching import plan_together
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import Hardware, probe, rates_key
@@ -13,7 +14,7 @@ from offload.plan.options import Options
 from offload.plan.pass_times import UNKNOWN, PassTimes, Times, key_of, load_times
 from offload.plan.planner import Plan, dtype_of, has_room, largest_context, make_plan
 from offload.plan.shards import check_divides
-from offload.plan.sizing import CODE_BITS, Sizing
+from offload.plan.sizing import Sizing
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from offload.formats.layout import KV_CODE_GROUP, Packing, code_bytes, home_bytes, kv_code_bytes
 from offload.plan.composition import Composition
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import Hardware
@@ -20,29 +21,11 @@ MAX_ROWS = 256  # beyond the sequence that a pass may write: the longest verific
 NUM_ROW_SLOTS = 3  # blocks of a prefill that are on the device, where its hidden rows are on the host
 NUM_STAGING = 2  # buffers through which layers, and tiles, cross the link
 TAIL_TOKENS = 128  # steps of the room after the chosen chunks of the retrieval cache, at least one chunk
-FEW_ROWS = 64  # that a GPU's own kernel attends for at most at the lower levels (kernels/native)
+FEW_ROWS = 64  # that a GPU's own kernel attends for at most at the lower levels (kernels/cpu.py)
 MASS_TOKENS = 32  # of which a GPU sums masses before they are joined by chunks
-CODE_GROUP = 64  # inputs of a quantised weight that share a step and a least value, of 2 bytes each
-CODE_TILE = 16  # outputs of it that lie beside each other
-CODE_BITS = (4, 6)  # of a quantised weight
-BESIDE_CODES = {4: 9, 6: 8}  # bits of a weight that crosses the link beside its code, by those of the code
-KV_CODE_GROUP = 32  # tokens of the quantised cache whose keys share a step and a least value by channel
-KV_VALUE_GROUP = 64  # channels of a token's values that do
-KV_CODE_LANES = 16  # its channels are filled up to so many
 KV_TAIL = 64  # last tokens of that cache, and up to a group more, that stay as they are
 KV_ROWS = 16  # that attend to that cache at a time
-WIDEST_GPU_HEAD = 256  # numbers of a head that a GPU's kernels know at most
-PACKED_TOKENS = 16  # of a head, that are packed as one group (kernels/packed.py)
-PACKED_ESCAPES = 1 / 64  # of the numbers of a page's keys or values, that have room where it is packed
-PACKED_SHARE = 0.75 + PACKED_ESCAPES / 2 + 0.001  # of the bytes of a page, that it has packed
-CACHED_SHARE = {16: 1.0, 12: PACKED_SHARE, 9: 0.5 + 1 / 1024 + 0.2 / 4}  # of a page's bytes, by bits (kv_residuals.py)
 RAW_TILES = 3  # whose pages are on their way home in a prefill, at most, before some are packed
-WEIGHT_BYTES = {  # of a number of a layer's matrices, at home and over the link, by its bits; see transfer/homes.py
-    16: 2.0,
-    12: 1.5 + 4 / 1024 + 1 / 64,  # with the heads of groups of 1024, and escapes
-    9: 1.0 + 8 / 1024 + 0.24 / 2 + 1 / 256,  # with 4 bits more for a quarter, which are near zero
-    8: 1.0 + 8 / 1024 + 0.08 / 2 + 1 / 256,  # there are fewer in shorter intervals
-}
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
 HOST_ROWS = 16  # of a KV head, that a desktop's CPU attends to as fast as its memory is read (computed)
 # What each sequence has of its own; models, staging of weights and workspaces serve all of them.
@@ -59,35 +42,6 @@ def host_slowdown(rows: int, group: int) -> float:
     """The time that a desktop's CPU attends to keys for `rows` rows of `group` query heads for each KV head, as a
     multiple of the time in which its memory is read: 1 while it has nothing to wait for but that."""
     return max(rows * group / HOST_ROWS, 1.0)
-
-
-def home_bytes(layer_bytes: int, numbers: int, bits: int) -> int:
-    """Of a layer at home, with `numbers` numbers in its matrices: whole units of 64."""
-    saved = int(numbers * (WEIGHT_BYTES[16] - WEIGHT_BYTES[bits]))
-    return layer_bytes - saved // 64 * 64
-
-
-def takes_codes(products: Sequence[tuple[int, int, bool]]) -> bool:
-    """Whether the matrices of those (outputs, inputs, has a bias) can be had quantised (kernels.codes)."""
-    return all(outputs % CODE_TILE == inputs % CODE_GROUP == 0 for outputs, inputs, _ in products)
-
-
-def takes_kv_codes(head_dim: int, on_cpu: bool = True) -> bool:
-    """Whether keys and values of such heads can be had in 4 bits (kernels.kv_codes)."""
-    return head_dim % 8 == 0 if on_cpu else head_dim % 16 == 0 and head_dim <= WIDEST_GPU_HEAD
-
-
-def code_bytes(outputs: int, inputs: int, bits: int) -> int:
-    """Bytes of a matrix in 4 or 6 bits, with the steps and least values of its groups (kernels.codes)."""
-    return -(-outputs // CODE_TILE) * (inputs // CODE_GROUP) * CODE_TILE * (CODE_GROUP * bits // 8 + 4)
-
-
-def kv_code_bytes(head_dim: int) -> int:
-    """Bytes of a head's keys and values of a group of tokens in 4 bits, with their steps and least values
-    (kernels.kv_codes)."""
-    lanes = -(-head_dim // KV_CODE_LANES) * KV_CODE_LANES
-    scales = 4 * head_dim + 4 * KV_CODE_GROUP * -(-head_dim // KV_VALUE_GROUP)
-    return scales + KV_CODE_GROUP // 2 * (head_dim + lanes)
 
 
 def low_bit_tail(drafted: int) -> int:
@@ -208,10 +162,8 @@ class Sizing:
 
     @property
     def _packed_page_bytes(self) -> int:
-        """Of a layer's page that lies packed, on each device (kernels/packing.py)."""
-        numbers = self.shard.num_kv_heads * PAGE_TOKENS * self.shard.head_dim
-        start = numbers + numbers // 2 + 4 * (PAGE_TOKENS // PACKED_TOKENS) * self.shard.num_kv_heads
-        return 2 * (start + int(numbers * PACKED_ESCAPES) // 16 * 16 + -start % 16)
+        """Of a layer's page that lies packed, on each device."""
+        return 2 * Packing.of_page(self.shard.num_kv_heads, PAGE_TOKENS, self.shard.head_dim).nbytes
 
     @cached_property
     def kv_bytes_per_token(self) -> int:

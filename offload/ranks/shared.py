@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from offload.kernels.native.interface import DTYPES
+from offload.native.interface import DTYPES
 
 UNINTERRUPTED = True  # all ranks show a piece, or none
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from offload.errors import RankFailed, UsageError
-from offload.kernels.native import kernels
+from offload.kernels.cpu import CpuKernels, kernels
 from offload.ranks.shared import SharedMemory
 
 UNINTERRUPTED = True  # all ranks take part in a sum, or none
@@ -216,7 +216,8 @@ class Sums:
 
 def _shared(file: int, rank: int, size: int, device: torch.device, check: Callable[[], None]) -> SharedMemory | None:
     try:
-        library = kernels().library if device.type == "cpu" else None
+        found = kernels()
+        library = found.library if device.type == "cpu" and isinstance(found, CpuKernels) else None
         return SharedMemory(file, rank, size, library, check) if library is not None else None
     finally:
         os.close(file)

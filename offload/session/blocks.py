@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offload.kernels.native import kernels
-from offload.kernels.packed import check, pack, unpack, unpack_with_torch
+from offload.formats.packed import check, pack, unpack, unpack_with_torch
+from offload.kernels.cpu import CpuKernels, kernels
 from offload.session.layout import PageFile, PageFormat
 
 
@@ -17,7 +17,7 @@ def packed_page(form: PageFormat, layers: Sequence[Tensor], used: int) -> tuple[
     kernels -> what the file holds, and its blocks as bytes on the host. None: the page has to be written as it is,
     since no block can be packed here, or its file would not be smaller."""
     packing, found = form.packing, kernels()
-    if packing is None or not found.usable:
+    if packing is None or not isinstance(found, CpuKernels):
         return None
     page = torch.empty((form.num_layers, *form.shape), dtype=torch.bfloat16)
     for home, layer in zip(page, layers, strict=True):
@@ -43,7 +43,7 @@ def unpack_page(file: PageFile, layers: Sequence[Tensor]) -> None:
         if is_packed:
             held[: packing.nbytes] = half.view(torch.uint8)[: packing.nbytes]
             check(held, packing)
-            if found.usable:
+            if isinstance(found, CpuKernels):
                 unpack(torch.tensor([[held.data_ptr(), half.data_ptr(), 0, packing.num_groups, 1]]), packing, found)
             else:
                 half.copy_(unpack_with_torch(held, packing))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from offload.kernels.packing import Packing
+from offload.formats.layout import Packing
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _SAFETENSORS_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}

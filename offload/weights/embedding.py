@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from offload.kernels import gpu
+from offload.kernels import choice
 from offload.transfer.memory import kernels_read_host, sent
 
 
@@ -40,9 +40,7 @@ class Embedding:
             out = torch.empty((len(tokens), self.table.shape[1]), dtype=self.dtype, device=self.device)
         if self._address is None:
             return out.copy_(self.table[tokens.cpu()])
-        from offload.kernels.gpu.rows import copy_rows  # it imports Triton, which not every machine has
-
-        copy_rows(self._address, tokens, out)
+        choice.gpu_kernels(self.device).copy_rows(self._address, tokens, out)
         return out
 
     @cached_property
@@ -50,7 +48,7 @@ class Embedding:
         """Of the table on the host, int64 [1] on the device, for a kernel that reads it there; None without one."""
         if (
             self.table.device == self.device
-            or not gpu.gpu_kernels(self.device).usable
+            or not choice.gpu_kernels(self.device).usable
             or not kernels_read_host(self.device)
         ):
             return None

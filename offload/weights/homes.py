@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from offload.errors import UsageError
-from offload.kernels import gpu, native
-from offload.kernels.native import Kernels
-from offload.kernels.packed import pack_numbers, unpack_numbers
-from offload.kernels.packing import Packing
-from offload.kernels.residuals import Residual, restore, split_off
+from offload.formats.layout import BESIDE_CODES, Packing, home_bytes
+from offload.formats.packed import pack_numbers
+from offload.formats.residuals import Residual, split_off
+from offload.kernels import choice, cpu
+from offload.kernels.cpu import CpuKernels
+from offload.kernels.device import DeviceKernels
 from offload.plan.config import ModelConfig
-from offload.plan.sizing import BESIDE_CODES, home_bytes
 from offload.transfer.memory import Memory, sent
 from offload.weights.layout import OPERATORS, LayerLayout, LayerWeights
 from offload.weights.quantised import LOW_BIT_WEIGHTS, fill_coded
@@ -57,11 +57,11 @@ class Packed:
 
     content: Tensor
     starts: Tensor
-    kernels: Kernels | gpu.GpuKernels
+    kernels: DeviceKernels
 
     def open(self, arrived: Tensor, layer: Tensor) -> None:
         whole = 2 * PACKING.numbers * (len(self.starts) - 1)
-        unpack_numbers(arrived, self.starts, layer[:whole].view(torch.bfloat16), PACKING, self.kernels)
+        self.kernels.unpack_numbers(arrived, self.starts, layer[:whole].view(torch.bfloat16), PACKING)
         layer[whole:].copy_(arrived[len(arrived) - (len(layer) - whole) :])
 
 
@@ -76,13 +76,13 @@ class BesideCodes:
     residuals: tuple[tuple[slice, int], ...]
     coded: LayerWeights
     layout: LayerLayout
-    kernels: Kernels | gpu.GpuKernels
+    kernels: DeviceKernels
 
     def open(self, arrived: Tensor, layer: Tensor) -> None:
         exact = self.layout.bind(layer)
         for name, (place, escapes) in zip(OPERATORS, self.residuals, strict=True):
             codes, weight = getattr(self.coded, name).weight, getattr(exact, name).weight
-            restore(arrived[place], escapes, codes, weight, self.kernels)
+            self.kernels.restore(arrived[place], escapes, codes, weight)
         first = self.layout.end_of_matrices
         layer[first:].copy_(arrived[len(arrived) - (len(layer) - first) :])
 
@@ -101,15 +101,17 @@ class HomeMaker:
         few = bits in code_bits
         self._coded_layout = LayerLayout.of(config, torch.bfloat16, code_bits[bits]) if few else None
         self._planned = home_bytes(layout.num_bytes, config.layer_matrix_elements(), bits)
-        self._host, on_gpu = native.kernels(), memory.device.type == "cuda"
-        self._device: Kernels | gpu.GpuKernels = gpu.gpu_kernels(memory.device) if on_gpu else self._host
+        host = cpu.kernels()
+        self._device = choice.gpu_kernels(memory.device) if memory.device.type == "cuda" else host
         self.coded: list[LayerWeights] = []
-        for kernels in (self._host, self._device):
+        for kernels in (host, self._device):
             if not kernels.usable:
                 raise UsageError(
                     f"weights that cross the link in {bits} bits need kernels, which do not run: {kernels.reason}; "
                     "add --link-bits 16"
                 )
+        assert isinstance(host, CpuKernels)
+        self._host = host
 
     def make(self, layer: Tensor) -> Home:
         """Of a flat buffer on the host, whose matrices are overwritten. Raises DoesNotFit."""

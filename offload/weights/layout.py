@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
-from offload.kernels.codes import Codes
-from offload.kernels.products import product
+from offload.formats.quantised import Codes
+from offload.kernels import choice
 from offload.plan.config import ModelConfig
 
 OPERATORS = ("qkv", "o", "gate_up", "down")
@@ -128,3 +129,11 @@ def in_codes(name: str, shape: tuple[int, ...], bits: int) -> dict[str, tuple[tu
 def matrix_of(tensors: Mapping[str, Tensor], name: str) -> Tensor | Codes:
     """The matrix of operator `name`, as it is or in codes."""
     return tensors[f"{name}.weight"] if f"{name}.blocks" not in tensors else Codes(tensors[f"{name}.blocks"])
+
+
+def product(x: Tensor, weight: Tensor | Codes, bias: Tensor | None) -> Tensor:
+    """x [T, inputs] times weight [outputs, inputs], transposed, plus bias [outputs], in the dtype of x. With codes on a
+    GPU by its own kernel, which unpacks them on the way; else by torch's operators."""
+    if isinstance(weight, Codes):
+        return choice.gpu_kernels(x.device).multiply(x, weight, bias)
+    return linear(x, weight, bias)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from offload.kernels.codes import Codes, encode, encode_in_parts
-from offload.kernels.gpu import GpuKernels
-from offload.kernels.native import Kernels
+from offload.formats.quantised import Codes
+from offload.kernels.device import DeviceKernels
 from offload.weights.layout import OPERATORS, LayerWeights, Linear
 
 LOW_BIT_WEIGHTS = "quantised weights"  # in the ledger
 
 
-def fill_coded(layer: LayerWeights, exact: LayerWeights, kernels: Kernels | GpuKernels) -> None:
+def fill_coded(layer: LayerWeights, exact: LayerWeights, kernels: DeviceKernels) -> None:
     """Fill `layer`, whose matrices are codes, by the kernels of the device that both are on; norms and biases are
     copied."""
     for name in OPERATORS:
@@ -25,11 +24,8 @@ def fill_coded(layer: LayerWeights, exact: LayerWeights, kernels: Kernels | GpuK
             norm.copy_(getattr(exact, name))
 
 
-def fill_codes(coded: Linear, exact: Linear, kernels: Kernels | GpuKernels) -> None:
+def fill_codes(coded: Linear, exact: Linear, kernels: DeviceKernels) -> None:
     """The matrix alone."""
     assert isinstance(exact.weight, Tensor)
     assert isinstance(coded.weight, Codes)
-    if isinstance(kernels, GpuKernels):
-        encode_in_parts(exact.weight, coded.weight)
-    else:
-        encode(exact.weight, coded.weight, kernels)
+    kernels.quantise(exact.weight, coded.weight)

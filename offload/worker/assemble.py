@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from offload.errors import UsageError
-from offload.kernels import gpu
+from offload.kernels import choice
+from offload.kernels.cpu import FEW_ROWS, CpuKernels, fitting
+from offload.kernels.device import DeviceKernels, NoKernels
 from offload.kernels.gpu.flash import PAGE_STEP, FlashTiles, flash
-from offload.kernels.native import FEW_ROWS, Kernels, fitting
 from offload.kernels.rope import RopeTable, rope_table
 from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
 from offload.kv.full import FullCache
@@ -100,15 +101,11 @@ def quantised_cache(plan: Plan, config: ModelConfig, full: FullCache, memory: Me
     )
 
 
-def _coding_kernels(plan: Plan, config: ModelConfig) -> Kernels | gpu.GpuKernels:
+def _coding_kernels(plan: Plan, config: ModelConfig) -> DeviceKernels:
     """The device's, which alone attend to a cache in 4 bits. Raises UsageError where they do not run."""
     kernels = _attention_kernels(plan, config)
-    if isinstance(kernels, gpu.GpuKernels):
-        usable, whose = kernels.usable, "GPU"
-    else:
-        usable, whose = kernels.library is not None, "CPU"
-    if not usable:
-        raise UsageError(f"a cache in 4 bits needs the {whose}'s kernels, which do not run: {kernels.reason}")
+    if not kernels.usable:
+        raise UsageError(f"a cache in 4 bits needs the {kernels.whose}'s kernels, which do not run: {kernels.reason}")
     return kernels
 
 
@@ -133,7 +130,7 @@ def equal_sizes(plan: Plan, config: ModelConfig) -> Blocks:
     blocks are all alike: fewer rows would not be faster there."""
     if plan.request.device != "cpu":
         return Blocks((plan.placement.rows,))
-    if _kernels(plan, config).library is not None:
+    if _kernels(plan, config).usable:
         return Blocks(tuple(range(1, FEW_ROWS + 1)))
     return equal_blocks(_shapes(plan, config), CPU_BLOCKS, DTYPES[plan.request.dtype], torch.get_num_threads())
 
@@ -141,15 +138,14 @@ def equal_sizes(plan: Plan, config: ModelConfig) -> Blocks:
 def fast_sizes(plan: Plan, config: ModelConfig, blocks: Blocks) -> Blocks:
     """Those of `blocks` that are worth their while on this machine. Other sizes never change what is computed, so they
     may be chosen by time."""
-    if plan.request.device != "cpu" or _kernels(plan, config).library is not None:
+    if plan.request.device != "cpu" or _kernels(plan, config).usable:
         return blocks
     return fast_blocks(_shapes(plan, config), blocks, DTYPES[plan.request.dtype], torch.get_num_threads())
 
 
-def _attention_kernels(plan: Plan, config: ModelConfig) -> Kernels | gpu.GpuKernels:
+def _attention_kernels(plan: Plan, config: ModelConfig) -> DeviceKernels:
     """Those of the plan's device, for attention of few rows."""
-    device = torch.device(plan.request.device)
-    return _kernels(plan, config) if device.type == "cpu" else gpu.fitting(device, config.head_dim)
+    return choice.fitting(torch.device(plan.request.device), config.head_dim, config.layer_products())
 
 
 def _flash_tiles(plan: Plan) -> FlashTiles | None:
@@ -160,7 +156,7 @@ def _flash_tiles(plan: Plan) -> FlashTiles | None:
     return FlashTiles(found.call)
 
 
-def _kernels(plan: Plan, config: ModelConfig) -> Kernels:
+def _kernels(plan: Plan, config: ModelConfig) -> CpuKernels | NoKernels:
     """The CPU's kernels that the model's passes run on; none on a GPU."""
     return fitting(torch.device(plan.request.device), config.head_dim, config.layer_products())
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from offload.errors import ModelError
-from offload.kernels.gpu import gpu_kernels
-from offload.kernels.native import fitting
+from offload.formats.layout import home_bytes
+from offload.kernels.choice import gpu_kernels
+from offload.kernels.cpu import fitting
 from offload.model.decoder import Decoder
 from offload.model.loading import DTYPES, load_decoders
 from offload.model.quantised import QuantisedWeights, quantised_weights
@@ -20,7 +21,7 @@ from offload.pages.tiles import TileShape, TileStore
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.plan.shards import ALONE, Shard
-from offload.plan.sizing import MAX_ROWS, home_bytes
+from offload.plan.sizing import MAX_ROWS
 from offload.progress import OnProgress, Progress, Stage
 from offload.transfer.device import sum_in_fp32, use_device
 from offload.transfer.hidden_rows import StreamedRows

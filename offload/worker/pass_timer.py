@@ -20,7 +20,9 @@ from torch import Tensor
 
 from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.decode.verify import verify
-from offload.kernels.native import ABI, Kernels, fitting
+from offload.formats.layout import CODE_BITS, takes_codes, takes_kv_codes
+from offload.kernels.cpu import CpuKernels, fitting
+from offload.kernels.device import NoKernels
 from offload.kernels.rope import rope_table
 from offload.kernels.rows import Blocks
 from offload.kv.full import FullCache
@@ -36,7 +38,6 @@ from offload.plan.machine import machine_name
 from offload.plan.options import PAGE_TOKENS, Options
 from offload.plan.pass_times import ROWS, PassTimes, key_of, load_times, save_times
 from offload.plan.request import Request
-from offload.plan.sizing import CODE_BITS, takes_codes, takes_kv_codes
 from offload.transfer.hidden_rows import ResidentRows
 from offload.transfer.memory import Memory
 from offload.weights.embedding import Embedding
@@ -94,7 +95,7 @@ def _code_bits(request: Request) -> Sequence[int]:
     """With which bits of its weights the target may propose to itself."""
     options, products = request.options, request.target.layer_products()
     wanted = options.speculation and options.gamma != 0
-    if not wanted or not takes_codes(products) or _kernels(request.target).library is None:
+    if not wanted or not takes_codes(products) or not _kernels(request.target).usable:
         return ()
     return [bits for bits in CODE_BITS if options.weight_bits in (None, bits)]
 
@@ -258,7 +259,7 @@ class _Trial:
 
     def _quantised_cache(self) -> QuantisedCache | None:
         """Of all tokens of the full cache; None where no kernel attends to it."""
-        if self._kernels.library is None or not takes_kv_codes(self._config.head_dim):
+        if not self._kernels.usable or not takes_kv_codes(self._config.head_dim):
             return None
         memory, num_tokens = Memory(torch.device("cpu")), self._num_tokens
         cache = QuantisedCache(self._cache, memory, num_tokens=num_tokens, drafted=ROWS[-1], kernels=self._kernels)
@@ -304,12 +305,11 @@ def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_siz
 
 
 def _kernels_name(config: ModelConfig) -> str:
-    """The kernels that the model's passes run on here, with the number of their interface, or torch's operators."""
-    found = _kernels(config)
-    return "torch" if found.library is None else f"{found.instruction_set} {ABI}"
+    """What the model's passes run on here."""
+    return _kernels(config).name
 
 
-def _kernels(config: ModelConfig) -> Kernels:
+def _kernels(config: ModelConfig) -> CpuKernels | NoKernels:
     return fitting(torch.device("cpu"), config.head_dim, config.layer_products())
 
 

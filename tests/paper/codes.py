@@ -6,8 +6,8 @@ import pytest
 from torch import Tensor
 from torch.nn.functional import linear
 
-from offload.kernels.codes import Codes
-from offload.kernels.gpu import GpuKernels
+from offload.formats.quantised import Codes
+from offload.kernels.gpu.kernels import GpuKernels
 from offload.weights import layout
 from offload.worker import models
 
@@ -15,7 +15,7 @@ from offload.worker import models
 def codes_by_gpu(patch: pytest.MonkeyPatch, *, without_values: bool) -> None:
     """Rows are multiplied with them by the GPU: by torch's operators, or where tensors have no values by its kernels,
     which are launched."""
-    patch.setattr(models, "gpu_kernels", lambda device: GpuKernels("on paper"))
+    patch.setattr(models, "gpu_kernels", lambda device: GpuKernels())
     if not without_values:
         patch.setattr(layout, "product", _product)
 

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from offload.kernels.gpu.fetch import ChunkCopy
-from offload.kernels.gpu.packed import PackedChunkCopy
-from offload.kernels.kv_codes import Order
-from offload.kernels.kv_residuals import PageShape, restore, split_off
-from offload.kernels.native import Kernels
-from offload.kernels.packed import pack, unpack, unpack_with_torch
-from offload.kernels.packing import Packing
+from offload.formats.layout import ALL_TOKENS, Packing, PageShape
+from offload.formats.packed import pack, unpack, unpack_with_torch
+from offload.formats.quantised_kv import Order
+from offload.formats.residuals import restore_pages, split_off_pages
+from offload.kernels.device import DeviceKernels
 from offload.kv import quantised, retrieved
 from offload.kv.fetch import GpuFetch
+from offload.native.interface import Library
 from offload.pages import codec
 from offload.pages.codec import move
 from offload.pages.tiles import TileStore
@@ -37,32 +36,33 @@ def chunks_by_kernel(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
     there = pages_by_host(gpu, patch)
 
     def run(
-        copy: ChunkCopy, homes: Homes, wanted: Tensor, held: Tensor, *, slot: int = 0, tokens: range = range(2**31)
-    ) -> None:
+        _: DeviceKernels, homes: Homes, wanted: Tensor, held: Tensor, *, chunk: int, page: int, tile: int,
+        slot: int = 0, tokens: range = ALL_TOKENS,
+    ) -> None:  # fmt: skip
         def rows(layer: int, head: int, token: int) -> Tensor:
-            index, within = divmod(token, copy._tile)
-            page, offset = divmod(within, copy._page)
-            return _raw(homes[layer][index])[:, page, head, offset]
+            index, within = divmod(token, tile)
+            number, offset = divmod(within, page)
+            return _raw(homes[layer][index])[:, number, head, offset]
 
         _launch(gpu, "copy_chunks", homes, wanted, held)
         with _disable_current_modes():  # it is not the host that reads
-            _copy_chunks(copy._chunk, rows, _raw(wanted), _raw(held), slot, tokens)
+            _copy_chunks(chunk, rows, _raw(wanted), _raw(held), slot, tokens)
 
     def run_packed(
-        copy: PackedChunkCopy, blocks: Tensor, flags: Tensor, wanted: Tensor, held: Tensor, *, slot: int = 0,
-        tokens: range = range(2**31),
+        _: DeviceKernels, blocks: Tensor, flags: Tensor, wanted: Tensor, held: Tensor, packing: Packing, *, chunk: int,
+        page: int, slot: int = 0, tokens: range = ALL_TOKENS,
     ) -> None:  # fmt: skip
         tensors = [cast(PaperTensor, each) for each in (blocks, flags, wanted, held)]
         found = _raw(blocks).unique().tolist()
         homes = [home for first, home in there.items() if any(first <= at < first + home.raw.nbytes for at in found)]
         actor = launch(gpu, "copy_packed_chunks", [*tensors, *homes], {id(held)})
         with _disable_current_modes():
-            pages = _Pages(gpu, actor, copy, _raw(blocks), _raw(flags), held.shape[2])
-            _copy_chunks(copy._chunk, pages.row, _raw(wanted), _raw(held), slot, tokens)
+            pages = _Pages(gpu, actor, packing, page, _raw(blocks), _raw(flags), held.shape[2])
+            _copy_chunks(chunk, pages.row, _raw(wanted), _raw(held), slot, tokens)
 
     patch.setattr(TileStore, "addresses", lambda store: store._homes)
-    patch.setattr(ChunkCopy, "run", run)
-    patch.setattr(PackedChunkCopy, "run", run_packed)
+    patch.setattr(DeviceKernels, "copy_chunks", run)
+    patch.setattr(DeviceKernels, "copy_packed_chunks", run_packed)
     for copies in (retrieved, quantised):
         patch.setattr(copies, "make_fetch", lambda full, chunk, kernels, num_bytes: GpuFetch(full, chunk, kernels))
 
@@ -79,7 +79,7 @@ def pages_by_host(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> dict[int, PaperTe
             there[found] = home
         return found
 
-    def pack_on_paper(addresses: Tensor, packing: Packing, kernels: Kernels, *, to: Tensor) -> Tensor:
+    def pack_on_paper(addresses: Tensor, packing: Packing, kernels: Library, *, to: Tensor) -> Tensor:
         gpu.host.step()
         for each in addresses.tolist():
             gpu.access_address(each, 2 * packing.numbers, gpu.host, write=False, what="pack")
@@ -87,25 +87,25 @@ def pages_by_host(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> dict[int, PaperTe
             gpu.access_address(each, packing.nbytes, gpu.host, write=True, what="pack")
         return pack(addresses, packing, kernels, to=to)
 
-    def unpack_on_paper(parts: Tensor, packing: Packing, kernels: Kernels) -> None:
+    def unpack_on_paper(parts: Tensor, packing: Packing, kernels: Library) -> None:
         gpu.host.step()
         for start, _, _, _, is_packed in parts.tolist():
             size = packing.nbytes if is_packed else 2 * packing.numbers
             gpu.access_address(start, size, gpu.host, write=False, what="unpack")
         unpack(parts, packing, kernels)
 
-    def split_off_on_paper(parts: Tensor, shape: PageShape, order: Order, kernels: Kernels, *, most: int) -> Tensor:
+    def split_off_on_paper(parts: Tensor, shape: PageShape, order: Order, kernels: Library, *, most: int) -> Tensor:
         gpu.host.step()
         for start, to, _, _, _ in parts.tolist():
             gpu.access_address(start, 2 * shape.numbers, gpu.host, write=False, what="split_off")
             gpu.access_address(to, most, gpu.host, write=True, what="split_off")
-        return split_off(parts, shape, order, kernels, most=most)
+        return split_off_pages(parts, shape, order, kernels, most=most)
 
-    def restore_on_paper(parts: Tensor, shape: PageShape, order: Order, kernels: Kernels) -> None:
+    def restore_on_paper(parts: Tensor, shape: PageShape, order: Order, kernels: Library) -> None:
         gpu.host.step()
         for start in parts[:, 0].tolist():
             gpu.access_address(start, shape.numbers, gpu.host, write=False, what="restore")
-        restore(parts, shape, order, kernels)
+        restore_pages(parts, shape, order, kernels)
 
     def move_on_paper(to: int, at: int, size: int) -> None:
         if to != at:
@@ -114,8 +114,8 @@ def pages_by_host(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> dict[int, PaperTe
             gpu.access_address(to, size, gpu.host, write=True, what="move")
         move(to, at, size)
 
-    patch.setattr(codec, "split_off", split_off_on_paper)
-    patch.setattr(codec, "restore", restore_on_paper)
+    patch.setattr(codec, "split_off_pages", split_off_on_paper)
+    patch.setattr(codec, "restore_pages", restore_on_paper)
     patch.setattr(codec, "move", move_on_paper)
     patch.setattr(codec, "pack", pack_on_paper)
     patch.setattr(codec, "unpack", unpack_on_paper)
@@ -129,25 +129,26 @@ class _Pages:
 
     gpu: PaperGpu
     actor: Actor
-    copy: PackedChunkCopy
+    packing: Packing
+    page: int
     blocks: Tensor
     flags: Tensor
     num_heads: int
 
     def row(self, layer: int, head: int, token: int) -> Tensor:
         """Keys and values of a token, [2, D]."""
-        number, offset = divmod(token, self.copy._page)
+        number, offset = divmod(token, self.page)
         return torch.stack([self._block(layer, half, number)[head, offset] for half in range(2)])
 
     def _block(self, layer: int, half: int, number: int) -> Tensor:
         """[H_kv, S, D]"""
-        packing, address = self.copy._packing, int(self.blocks[layer, half, number])
+        packing, address = self.packing, int(self.blocks[layer, half, number])
         is_packed = bool(self.flags[layer, number])
         size = packing.nbytes if is_packed else 2 * packing.numbers
         self.gpu.access_address(address, size, self.actor, write=False, what="copy_packed_chunks")
         content = torch.frombuffer(bytearray(ctypes.string_at(address, size)), dtype=torch.uint8)
         found = unpack_with_torch(content, packing) if is_packed else content.view(torch.bfloat16)
-        return found.view(self.num_heads, self.copy._page, -1)
+        return found.view(self.num_heads, self.page, -1)
 
 
 def _launch(gpu: PaperGpu, name: str, homes: Homes, wanted: Tensor, held: Tensor) -> None:

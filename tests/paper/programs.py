@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 
-from offload.kernels import gpu as gpu_kernels
-from offload.kernels.gpu import attention
+from offload.formats import packed_gpu, quantised_kv_gpu, residuals_gpu
+from offload.kernels import choice
+from offload.kernels.gpu import attention, copies, quantised_products
+from offload.kernels.gpu.kernels import GpuKernels
 from paper.gpu import PaperGpu
 from paper.tensors import PaperTensor, launch, stored
 
@@ -31,5 +33,6 @@ def programs_by_interpreter(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
             widened = {"WIDEN": True} if "WIDEN" in constants else {}
             program[grid](*raw, **constants | widened)
 
-    patch.setattr(gpu_kernels, "gpu_kernels", lambda device: gpu_kernels.GpuKernels("interpreted"))
-    patch.setattr(attention, "launch", run)
+    patch.setattr(choice, "gpu_kernels", lambda device: GpuKernels())
+    for module in (packed_gpu, quantised_kv_gpu, residuals_gpu, attention, copies, quantised_products):
+        patch.setattr(module, "launch", run)

@@ -19,9 +19,10 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from fake_flash import check
-from offload.kernels import gpu as gpu_kernels
+from offload.formats.layout import PageShape
+from offload.kernels import choice
 from offload.kernels.gpu.flash import Flash
-from offload.kernels.kv_residuals import PageShape
+from offload.kernels.gpu.kernels import GpuKernels
 from offload.kv import fetch
 from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
@@ -73,13 +74,13 @@ def worker_without_bytes(
 ) -> Iterator[tuple[Worker, PaperGpu]]:
     """The worker of the first GPU, with a cache that holds the prompt. with_flash: flash-attn is installed."""
     with on_paper(without_values=True) as gpu, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_kernels, "gpu_kernels", lambda device: gpu_kernels.GpuKernels("on paper"))
+        patch.setattr(choice, "gpu_kernels", lambda device: GpuKernels())
         patch.setattr(JITFunction, "run", lambda program, *args, **more: _launched(gpu, program, *args, **more))
         for reader in (fetch, embedding):
             patch.setattr(reader, "kernels_read_host", lambda device: True)
         patch.setattr(codec, "pack", lambda addresses, *_, to: torch.ones(len(addresses), dtype=torch.long))
-        patch.setattr(codec, "split_off", lambda parts, shape, *_, most: _nine_bits(parts, shape))
-        for name in ("unpack", "restore", "move"):
+        patch.setattr(codec, "split_off_pages", lambda parts, shape, *_, most: _nine_bits(parts, shape))
+        for name in ("unpack", "restore_pages", "move"):
             patch.setattr(codec, name, lambda *_: None)
         patch.setattr(weights_module, "HomeMaker", _HomeMaker)
         patch.setattr(TileStore, "address", lambda store, layer, index: _address(store.home(layer, index)))

@@ -8,24 +8,22 @@ the number of rows, and what a row does not see adds exact zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.errors import TriforceError
+from offload.formats.quantised_kv import GROUP, KVCodes
 from offload.kernels.attention import Part
 from offload.kernels.gpu import kv_programs, programs
 from offload.kernels.gpu.tiling import ROWS, STAGES, Tiling
-from offload.kernels.kv_codes import GROUP, KVCodes
-from offload.kernels.native import VARIABLE
 from offload.kernels.places import RowPlaces
 from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.spans import Rows
+from offload.native.launch import launch
 
 _COLUMNS = 256  # of masses that are joined at a time
 
@@ -257,21 +255,6 @@ class GpuAttention:
         """[..., parts of chunks] -> [..., chunks]; the last one may be of a few parts only."""
         parts = self._chunk // self._part
         return mass if parts == 1 else pad(mass, (0, -mass.shape[-1] % parts)).unflatten(-1, (-1, parts)).sum(-1)
-
-
-def launch(program: Any, grid: tuple[int, ...], arguments: Sequence[object], **constants: object) -> None:
-    """Run a Triton program on the current device; the first launch of its kind compiles it.
-
-    Errors: TriforceError, with the remedy, where it cannot be compiled or started."""
-    start: Callable[..., object] = program[grid]
-    try:
-        start(*arguments, **constants)
-    except Exception as error:
-        said = str(error).strip().partition("\n")[0]
-        raise TriforceError(
-            f"the GPU's kernel {program.__name__} does not run here ({type(error).__name__}: {said}); "
-            f"{VARIABLE}=off in the environment runs torch's operators instead"
-        ) from error
 
 
 def _places_of(rows: Rows, rope: RopeTable) -> RowPlaces:

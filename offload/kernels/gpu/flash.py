@@ -6,7 +6,6 @@ block table numbers the pages of one tensor, and tiles are tensors of their own:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.kernels.native import OFF, VARIABLE, wanted
+from offload.kernels.cpu import OFF, VARIABLE, wanted
 from offload.plan.machine import installed_version
 
 PAGE_STEP = 256  # a page has a multiple of so many tokens
@@ -40,7 +39,7 @@ class Flash:
 def flash(device: torch.device) -> Flash:
     """What this process may use on `device`; imports the package. Errors: UsageError if TRIFORCE_KERNELS is neither on
     nor off."""
-    if not wanted(os.environ.get(VARIABLE, "")):
+    if not wanted(VARIABLE):
         return Flash(reason=OFF)
     if device.type != "cuda":
         return Flash(reason=f"flash-attn is for CUDA devices, not for {device.type}")

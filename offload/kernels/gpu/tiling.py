@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.kernels.kv_codes import GROUP
+from offload.formats.quantised_kv import GROUP
 
 SPAN = 512  # tokens at most: one program's, and of one partial result (plan/sizing.py counts with it)
 ROWS = 16  # of a block: the least that tensor cores take

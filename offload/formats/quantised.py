@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.kernels.native import Kernels
-from offload.kernels.native.interface import DTYPES
-from offload.plan.sizing import CODE_GROUP, CODE_TILE, code_bytes
+from offload.formats.layout import CODE_GROUP, CODE_TILE, code_bytes
+from offload.native.interface import DTYPES, Library
 
 GROUP, TILE = CODE_GROUP, CODE_TILE
 _TINY = 2.0**-100  # smaller steps are none, since a power of two is divided by them
@@ -69,9 +68,8 @@ class Codes:
         return step.expand_as(exact).reshape(self.shape), exact.reshape(self.shape)
 
 
-def encode(weight: Tensor, into: Codes, kernels: Kernels) -> None:
+def encode(weight: Tensor, into: Codes, kernels: Library) -> None:
     """Fill `into` with the codes of weight, [outputs, inputs] contiguous, on all threads."""
-    assert kernels.library is not None
     assert weight.is_contiguous()
     assert into.blocks.shape == Codes.shape_of_blocks(weight.shape, into.bits)
     where = weight.data_ptr(), *weight.shape, into.bits, into.blocks.data_ptr()

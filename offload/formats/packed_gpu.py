@@ -1,12 +1,89 @@
-"""The programs of packed pages, in Triton. `offload.kernels.gpu.packed` launches them; what a packed block is, is in
-`offload.kernels.packed`.
+"""Packed numbers on a GPU, in Triton: pages and weights are unpacked where they came, chunks read from packed homes.
+What a packed block is, is in `offload.formats.packed`.
 
 A program takes one group of a block, HALF numbers and as many more.
 """
 
-# Triton reads the annotations: they are not postponed.
+# Triton reads the annotations of programs: they are not postponed.
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from offload.formats.layout import ALL_TOKENS, PACKED_TOKENS, Packing
+from offload.native.launch import launch
+
+_WARP_BYTES = 512  # of a half's signs and mantissas: one 16-byte load of each thread
+
+
+def unpack_tile(tile: Tensor, slot: Tensor, flags: Tensor, starts: Tensor, packing: Packing) -> None:
+    """See `offload.formats.packed.unpack_tile`: one launch."""
+    assert starts.stride(1) == 1
+    launch(
+        unpack_pages,
+        (packing.num_groups, len(flags), 2),
+        (slot.view(torch.uint8), tile.view(torch.int16), flags, starts, starts.stride(0), tile.shape[1]),
+        **_constants(packing),
+    )
+
+
+def unpack_numbers(content: Tensor, starts: Tensor, out: Tensor, packing: Packing) -> None:
+    """See `offload.formats.packed.unpack_numbers`: one launch."""
+    launch(
+        unpack_blocks,
+        (packing.num_groups, len(starts) - 1),
+        (content, starts, out.view(torch.int16)),
+        **_constants(packing),
+    )
+
+
+def packed_chunks(
+    blocks: Tensor,
+    flags: Tensor,
+    wanted: Tensor,
+    held: Tensor,
+    packing: Packing,
+    *,
+    chunk: int,
+    page: int,
+    slot: int = 0,
+    tokens: range = ALL_TOKENS,
+) -> None:
+    """`kernels.gpu.copies.chunks` from pages of `page` tokens of which some are packed, by one launch. chunk: a
+    multiple of PACKED_TOKENS. blocks: int64 [L, 2, pages of the sequence], the addresses of each page's keys and values
+    as the GPU reads them, multiples of 16. flags: uint8 [L, pages], how each lies: no chunk of a residual is wanted."""
+    assert blocks.is_contiguous()
+    assert flags.is_contiguous()
+    num_layers, _, num_heads, num_rows, dim = held.shape
+    launch(
+        copy_packed_chunks,
+        (2 * wanted.shape[-1], num_heads, num_layers),
+        (
+            blocks, flags, wanted, held.view(torch.int16), flags.shape[1],
+            wanted.shape[-1] if wanted.dim() == 3 else 0, num_rows, slot, tokens.start, tokens.stop,
+        ),
+        GROUPS=chunk // PACKED_TOKENS,
+        PER_PAGE=page // chunk,
+        DIM=dim,
+        **_constants(packing),
+    )  # fmt: skip
+
+
+def _constants(packing: Packing) -> dict[str, int]:
+    half = packing.group // 2
+    return {
+        "NUMBERS": packing.numbers,
+        "HEADS": packing.heads,
+        "ESCAPES": packing.escapes,
+        "HALF": half,
+        "HALF_PADDED": 1 << (half - 1).bit_length(),
+        "num_warps": warps(packing),
+    }
+
+
+def warps(packing: Packing) -> int:
+    """Of a program that takes a group."""
+    return min(max(packing.group // 2 // _WARP_BYTES, 1), 4)
 
 
 @triton.jit
@@ -104,7 +181,7 @@ def unpack_blocks(
 def copy_packed_chunks(
     blocks,  # int64 [L, 2, num_pages]: addresses of keys and of values
     flags,  # uint8 [L, num_pages]
-    wanted,  # as of programs.copy_chunks
+    wanted,  # as of copies.copy_chunks
     held,  # int16 [L, 2, H_kv, num_rows, DIM], contiguous
     num_pages,  # of the sequence
     wanted_stride,

@@ -1,5 +1,5 @@
-"""Keys and values in 4 bits: made from exact ones by the device's kernels, and attended to in `kernels.spans` or
-`kernels.gpu.attention`.
+"""Keys and values in 4 bits: made from exact ones by the CPU or, in quantised_kv_gpu.py, by a GPU, and attended to in
+`kernels.spans` or `kernels.gpu.attention`.
 
 By groups of `GROUP` tokens a key is low + step * code of its channel, and by `CHANNELS` a value of its token;
 step and low are bf16. Channels of keys have magnitudes of their own, tokens of values (KIVI, Liu et al. 2024, § 3).
@@ -14,10 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from offload.kernels.gpu import GpuKernels
-from offload.kernels.native import Kernels
-from offload.kernels.native.interface import DTYPES, Encoding
-from offload.plan.sizing import KV_CODE_GROUP, KV_VALUE_GROUP, kv_code_bytes
+from offload.formats.layout import KV_CODE_GROUP, KV_VALUE_GROUP, kv_code_bytes
+from offload.native.interface import DTYPES, Encoding, Library
 
 GROUP, CHANNELS = KV_CODE_GROUP, KV_VALUE_GROUP
 
@@ -50,26 +48,10 @@ class KVCodes:
         return replace(self, blocks=self.blocks[:, :, start:stop])
 
 
-def order_for(kernels: Kernels | GpuKernels) -> Order:
-    """Of codes that these kernels attend to."""
-    return "matrices" if isinstance(kernels, GpuKernels) else "lanes"
-
-
-def encode(rows: Tensor, into: KVCodes, kernels: Kernels | GpuKernels, wanted: Tensor | None = None) -> None:
-    """Fill `into` with the codes of rows, [L, 2, H_kv, tokens, D] with each head's [tokens, D] contiguous: on all
-    threads or, on a GPU, by one launch. wanted: there, int64 [L, H_kv, groups] contiguous, the groups that are
-    negative stay as they are."""
-    assert into.order == order_for(kernels)
-    num_layers, _, num_kv_heads, num_tokens, dim = rows.shape
-    assert rows.stride()[3:] == (dim, 1)
-    assert into.blocks.shape == KVCodes.shape_of_blocks(num_layers, num_kv_heads, num_tokens, dim)
-    assert into.blocks.stride()[2:] == (into.blocks.shape[3], 1)
-    if isinstance(kernels, GpuKernels):
-        from offload.kernels.gpu.kv_codes import encode as encode_on_gpu  # it imports Triton
-
-        return encode_on_gpu(rows, into.blocks, wanted)
-    assert kernels.library is not None
-    assert wanted is None
+def encode(rows: Tensor, into: KVCodes, kernels: Library) -> None:
+    """Fill `into` with the codes of rows, [L, 2, H_kv, tokens, D] with each head's [tokens, D] contiguous, on all
+    threads."""
+    num_layers, _, num_kv_heads, num_tokens, dim = check_rows(rows, into, "lanes")
     at = rows.data_ptr()
     encoding = Encoding(
         at, at + rows.stride(1) * rows.itemsize, into.blocks.data_ptr(),
@@ -77,4 +59,13 @@ def encode(rows: Tensor, into: KVCodes, kernels: Kernels | GpuKernels, wanted: T
         num_layers, num_kv_heads, num_tokens // GROUP, dim,
     )  # fmt: skip
     kernels.library.encode_kv(DTYPES[rows.dtype], ctypes.byref(encoding), torch.get_num_threads())
-    return None
+
+
+def check_rows(rows: Tensor, into: KVCodes, order: Order) -> torch.Size:
+    """Do these rows fit these codes, and are both as the kernels take them? -> The rows' shape."""
+    num_layers, _, num_kv_heads, num_tokens, dim = rows.shape
+    assert into.order == order
+    assert rows.stride()[3:] == (dim, 1)
+    assert into.blocks.shape == KVCodes.shape_of_blocks(num_layers, num_kv_heads, num_tokens, dim)
+    assert into.blocks.stride()[2:] == (into.blocks.shape[3], 1)
+    return rows.shape

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_double, c_int64, c_size_t, c_uint64, c_void_p
+from typing import Protocol
 
 import torch
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+class Library(Protocol):
+    """The CPU's kernels, loaded."""
+
+    @property
+    def library(self) -> ctypes.CDLL: ...
 
 
 def _pointers(*names: str) -> list[tuple[str, type]]:

@@ -1,5 +1,5 @@
 """Numbers of bf16 in about 12 of their 16 bits, none of them lost: so pages of keys and values, and weights, cross a
-link.
+link. Packed by the CPU; unpacked by it, or on a GPU by packed_gpu.py.
 
 Numbers near each other have few exponents. Of each number its sign and mantissa are kept as they are, in a byte, and in
 4 bits how far its exponent is below the largest of its group; one that is further below is an escape, whose exponent is
@@ -14,19 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.kernels.gpu import GpuKernels
-from offload.kernels.native import Kernels
-from offload.kernels.native.interface import PackedShape
-from offload.kernels.packing import RESIDUAL, Packing
+from offload.formats.layout import RESIDUAL, Packing
+from offload.native.interface import Library, PackedShape
 
 ESCAPE = 15  # the distance of a number whose exponent is an escape
 
 
-def pack(addresses: Tensor, packing: Packing, kernels: Kernels, *, to: Tensor | None = None) -> Tensor:
+def pack(addresses: Tensor, packing: Packing, kernels: Library, *, to: Tensor | None = None) -> Tensor:
     """Pack the blocks of bf16 at `addresses`, int64 [n], on the host and on all threads -> int64 [n]: the bytes that
     each fills now; of 0 nothing was written. to: addresses where they lie packed, for each [packing.nbytes] bytes, if
     not in their places."""
-    assert kernels.library is not None
     addresses = addresses.contiguous()
     to = addresses if to is None else to.contiguous()
     sizes = torch.empty(len(addresses), dtype=torch.long)
@@ -37,16 +34,15 @@ def pack(addresses: Tensor, packing: Packing, kernels: Kernels, *, to: Tensor | 
     return sizes
 
 
-def unpack(parts: Tensor, packing: Packing, kernels: Kernels) -> None:
+def unpack(parts: Tensor, packing: Packing, kernels: Library) -> None:
     """Parts int64 [n, 5], each: from, to, first, count, packed. `count` groups from number `first` on of the block at
     address `from`, packed or, where that is 0, as it is, are written to address `to` as bf16, on all threads."""
-    assert kernels.library is not None
     parts = parts.contiguous()
     shape = PackedShape(packing.numbers, packing.group, packing.room)
     kernels.library.unpack(parts.data_ptr(), len(parts), ctypes.byref(shape), torch.get_num_threads())
 
 
-def pack_numbers(numbers: Tensor, packing: Packing, kernels: Kernels) -> tuple[Tensor, Tensor]:
+def pack_numbers(numbers: Tensor, packing: Packing, kernels: Library) -> tuple[Tensor, Tensor]:
     """bf16 [n], whole blocks on the host, which are overwritten -> (content, uint8: block after block, each no longer
     than it has to be; where each begins and the last ends, int64 [blocks + 1], multiples of 16)."""
     blocks = numbers.view(-1, packing.numbers)
@@ -56,38 +52,24 @@ def pack_numbers(numbers: Tensor, packing: Packing, kernels: Kernels) -> tuple[T
     return torch.cat([block[:size] for block, size in parts]), pad(sizes.cumsum(0), (1, 0))
 
 
-def unpack_numbers(
-    content: Tensor, starts: Tensor, out: Tensor, packing: Packing, kernels: Kernels | GpuKernels
-) -> None:
-    """Fill out, bf16 [n], from what `pack_numbers` gave; all are on the kernels' device."""
-    if isinstance(kernels, GpuKernels):
-        from offload.kernels.gpu.packed import unpack_numbers as unpack_on_gpu
-
-        return unpack_on_gpu(content, starts, out, packing)
+def unpack_numbers(content: Tensor, starts: Tensor, out: Tensor, packing: Packing, kernels: Library) -> None:
+    """Fill out, bf16 [n], from what `pack_numbers` gave."""
     sizes, number = starts.diff(), torch.arange(len(starts) - 1)
     same = torch.ones_like(number)
     parts = [content.data_ptr() + starts[:-1], out.data_ptr() + number * 2 * packing.numbers, 0 * same]
     is_packed = (sizes < 2 * packing.numbers).long()
     unpack(torch.stack([*parts, packing.num_groups * same, is_packed], 1), packing, kernels)
-    return None
 
 
-def unpack_tile(
-    tile: Tensor, slot: Tensor, flags: Tensor, starts: Tensor, packing: Packing, kernels: Kernels | GpuKernels
-) -> None:
+def unpack_tile(tile: Tensor, slot: Tensor, flags: Tensor, starts: Tensor, packing: Packing, kernels: Library) -> None:
     """The first pages of `tile`, bf16 [2, P, H_kv, S, D], as many as `flags`, uint8 [num_pages], has: those that are
     PACKED, or RAW, in `slot`, of the same size, where each page's keys, a block, and its values begin at these bytes,
-    int64 [2, num_pages], multiples of 16. Of RESIDUAL nothing is touched. All are on the kernels' device."""
-    if isinstance(kernels, GpuKernels):
-        from offload.kernels.gpu.packed import unpack_pages  # it imports Triton, which not every machine has
-
-        return unpack_pages(tile, slot, flags, starts, packing)
+    int64 [2, num_pages], multiples of 16. Of RESIDUAL nothing is touched."""
     kinds, pages = torch.where((flags != RESIDUAL).expand(2, -1))
     same = torch.ones_like(pages)
     to = tile.data_ptr() + (kinds * tile.shape[1] + pages) * 2 * packing.numbers
     parts = [slot.data_ptr() + starts[kinds, pages], to, 0 * same, packing.num_groups * same, flags[pages].long()]
     unpack(torch.stack(parts, 1), packing, kernels)
-    return None
 
 
 def unpack_with_torch(block: Tensor, packing: Packing) -> Tensor:

@@ -1,4 +1,4 @@
-"""The programs of a GPU's products with weights in 4 or 6 bits, in Triton. `offload.kernels.gpu.codes` launches them.
+"""Products of rows with weights in 4 or 6 bits on a GPU, in Triton.
 
 A block of such weights, of 16 outputs and a group of 64 inputs, is words of four bytes (native/codes.h): a word of step
 and low for each output, then [8, 16 outputs] words of the upper 4 bits of eight codes. Bits 8 * i and on of word j hold
@@ -6,9 +6,68 @@ input 4 * j + i of the group, four bits further there is input 32 + 4 * j + i. O
 outputs] halves of words in the same order: bits 4 * i and on hold input 4 * j + i, two bits further is the other.
 """
 
-# Triton reads the annotations: they are not postponed.
+# Triton reads the annotations of programs: they are not postponed.
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from offload.formats.quantised import GROUP, TILE, Codes
+from offload.native.launch import launch
+
+ROWS = 16  # of a program: the least that tensor cores take
+TILES = 8  # of a program: the more, the less often rows are read
+GROUPS = 2  # at a time: a word of each input is one of 16, the least that tensor cores take
+STAGES = 3  # two of which are on their way
+WARPS = 4
+COLUMNS = 256  # outputs that are joined at a time
+_PROGRAMS = 512  # of a product: four for each multiprocessor of a large GPU, so that all of its memory is asked
+_LEAST_GROUPS = 8  # of a split: below that more is written than saved
+
+
+def product(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
+    """x [T, inputs] of 16 bits, times the matrix rounded to its dtype and transposed, plus bias [outputs] -> [T,
+    outputs]. Sums are fp32; the order in which they are made depends on the matrix's shape alone, so a row's bits do
+    not depend on the rows beside it. Scratch: fp32 [splits, T, outputs]."""
+    (outputs, inputs), num_rows = codes.shape, len(x)
+    if x.dtype.itemsize != 2:
+        raise ValueError(f"rows are {x.dtype}; a GPU multiplies quantised weights with bf16 and fp16")
+    x, num_groups = x.contiguous(), inputs // GROUP
+    groups_each = split_groups(outputs, inputs)
+    num_splits = -(-num_groups // groups_each)
+    partials = torch.empty(num_splits, num_rows, outputs, device=x.device)
+    launch(
+        multiply_codes,
+        (-(-num_rows // ROWS), -(-outputs // (TILES * TILE)), num_splits),
+        (x, codes.blocks, partials, num_rows, outputs // TILE, num_groups, groups_each),
+        ROWS=ROWS,
+        TILES=TILES,
+        GROUPS=GROUPS,
+        BITS=codes.bits,
+        WIDEN=not x.is_cuda,
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
+    out = torch.empty(num_rows, outputs, dtype=x.dtype, device=x.device)
+    launch(
+        join_splits,
+        (num_rows, -(-outputs // COLUMNS)),
+        (partials, out if bias is None else bias, out, num_splits, num_rows, outputs // TILE),
+        BIAS=bias is not None,
+        COLUMNS=COLUMNS,
+        num_warps=1,
+    )
+    return out
+
+
+def split_groups(outputs: int, inputs: int) -> int:
+    """Groups of inputs that a program sums up: with few outputs the inputs are split, so that there are programs enough
+    for a GPU. A multiple of GROUPS; the last split may have fewer. Of the shape alone: the order of sums depends on
+    it."""
+    num_groups, columns = inputs // GROUP, -(-outputs // (TILES * TILE))
+    most = max(num_groups * columns // _PROGRAMS, _LEAST_GROUPS)
+    num_splits = -(-num_groups // most)
+    return -(-num_groups // (num_splits * GROUPS)) * GROUPS
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles", "num_groups", "groups_each"])

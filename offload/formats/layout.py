@@ -1,0 +1,144 @@
+"""How blocks of numbers lie in memory, encoding by encoding: sizes and places in bytes. Arithmetic without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ALL_TOKENS = range(2**31 - 1)  # of a copy that leaves none out
+RAW, PACKED, RESIDUAL = range(3)  # how a page lies: as it is, packed, or as what it has beside its codes in 4 bits
+
+CODE_GROUP = 64  # inputs of a quantised weight that share a step and a least value, of 2 bytes each
+CODE_TILE = 16  # outputs of it that lie beside each other
+CODE_BITS = (4, 6)  # of a quantised weight
+BESIDE_CODES = {4: 9, 6: 8}  # bits of a weight that crosses the link beside its code, by those of the code
+
+KV_CODE_GROUP = 32  # tokens whose quantised keys share a step and a least value by channel
+KV_VALUE_GROUP = 64  # channels of a token's quantised values that do
+KV_CODE_LANES = 16  # channels of values are filled up to so many
+WIDEST_GPU_HEAD = 256  # numbers of a head that a GPU's kernels know at most
+
+PACKED_TOKENS = 16  # of a head, that are packed as one group
+PACKED_ESCAPES = 1 / 64  # of the numbers of a page's keys or values, that have room where it is packed
+PACKED_SHARE = 0.75 + PACKED_ESCAPES / 2 + 0.001  # of the bytes of a page, that it has packed
+
+RESIDUAL_HEAD_BYTES = 8  # of a group: where its 4 bits begin, and its escapes
+
+CACHED_SHARE = {16: 1.0, 12: PACKED_SHARE, 9: 0.5 + 1 / 1024 + 0.2 / 4}  # of a page's bytes, by the bits of a number
+WEIGHT_BYTES = {  # of a number of a layer's matrices, at home and over the link, by its bits; see weights/homes.py
+    16: 2.0,
+    12: 1.5 + 4 / 1024 + 1 / 64,  # with the heads of groups of 1024, and escapes
+    9: 1.0 + 8 / 1024 + 0.24 / 2 + 1 / 256,  # with 4 bits more for a quarter, which are near zero
+    8: 1.0 + 8 / 1024 + 0.08 / 2 + 1 / 256,  # there are fewer in shorter intervals
+}
+
+_HEAD_BYTES = 4  # of a packed group: its largest exponent and, above 8 bits, the number of escapes before its own
+
+
+def home_bytes(layer_bytes: int, numbers: int, bits: int) -> int:
+    """Of a layer at home, with `numbers` numbers in its matrices: whole units of 64."""
+    saved = int(numbers * (WEIGHT_BYTES[16] - WEIGHT_BYTES[bits]))
+    return layer_bytes - saved // 64 * 64
+
+
+def takes_codes(products: Sequence[tuple[int, int, bool]]) -> bool:
+    """Whether the matrices of those (outputs, inputs, has a bias) can be had quantised (formats/quantised.py)."""
+    return all(outputs % CODE_TILE == inputs % CODE_GROUP == 0 for outputs, inputs, _ in products)
+
+
+def takes_kv_codes(head_dim: int, on_cpu: bool = True) -> bool:
+    """Whether keys and values of such heads can be had in 4 bits (formats/quantised_kv.py)."""
+    return head_dim % 8 == 0 if on_cpu else head_dim % 16 == 0 and head_dim <= WIDEST_GPU_HEAD
+
+
+def code_bytes(outputs: int, inputs: int, bits: int) -> int:
+    """Bytes of a matrix in 4 or 6 bits, with the steps and least values of its groups."""
+    return -(-outputs // CODE_TILE) * (inputs // CODE_GROUP) * CODE_TILE * (CODE_GROUP * bits // 8 + 4)
+
+
+def kv_code_bytes(head_dim: int) -> int:
+    """Bytes of a head's keys and values of a group of tokens in 4 bits, with their steps and least values."""
+    lanes = -(-head_dim // KV_CODE_LANES) * KV_CODE_LANES
+    scales = 4 * head_dim + 4 * KV_CODE_GROUP * -(-head_dim // KV_VALUE_GROUP)
+    return scales + KV_CODE_GROUP // 2 * (head_dim + lanes)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How blocks of `numbers` numbers are packed, in groups of `group`, a multiple of 64, with room for `room` escapes.
+
+    A packed block lies where its numbers were. Its parts, in bytes: signs and mantissas [numbers]; distances
+    [numbers / 2], of each group [group / 2], those of its first half in the low halves; heads, int32 [groups]; escapes
+    [room]; see native/packed.h.
+    """
+
+    numbers: int
+    group: int
+    room: int
+
+    @property
+    def num_groups(self) -> int:
+        return self.numbers // self.group
+
+    @property
+    def heads(self) -> int:
+        """Where they begin."""
+        return self.numbers + self.numbers // 2
+
+    @property
+    def escapes(self) -> int:
+        """Where they begin."""
+        return self.heads + _HEAD_BYTES * self.num_groups
+
+    @property
+    def nbytes(self) -> int:
+        """Of a packed block, a multiple of 16."""
+        return self.escapes + self.room
+
+    @classmethod
+    def of_page(cls, num_kv_heads: int, page_tokens: int, head_dim: int) -> Packing:
+        """Of a page's keys, or of its values: [num_kv_heads, page_tokens, head_dim]."""
+        return cls.of(num_kv_heads * page_tokens * head_dim, PACKED_TOKENS * head_dim, PACKED_ESCAPES)
+
+    @classmethod
+    def of(cls, numbers: int, group: int, escapes: float) -> Packing:
+        """With room for that share of escapes, and so much more that the size is a multiple of 16 bytes."""
+        found = cls(numbers, group, 0)
+        found = cls(numbers, group, int(numbers * escapes) // 16 * 16 + -found.escapes % 16)
+        if numbers % group or group % 64 or found.nbytes > 2 * numbers:
+            raise ValueError(f"{numbers} numbers in groups of {group} cannot be packed with {found.room} escapes")
+        return found
+
+    @classmethod
+    def roomiest(cls, numbers: int, group: int) -> Packing:
+        """With as much room for escapes as leaves a packed block shorter than its numbers."""
+        found = cls(numbers, group, 0)
+        return cls(numbers, group, 2 * numbers - 16 - found.escapes)
+
+
+@dataclass(frozen=True)
+class PageShape:
+    """Of a block, the keys or the values of a page: [num_kv_heads, page_tokens, head_dim].
+
+    Groups are `KV_CODE_GROUP` tokens of a head, those of the codes; they count through a head's tokens, then through
+    the heads. A residual has the numbers' low bytes [numbers], heads [num_groups + 1, 2] int32, the last of which says
+    where all ends, 4 bits each of those near zero, and escapes.
+    """
+
+    num_kv_heads: int
+    page_tokens: int
+    head_dim: int
+
+    @property
+    def num_groups(self) -> int:
+        return self.num_kv_heads * self.page_tokens // KV_CODE_GROUP
+
+    @property
+    def numbers(self) -> int:
+        """Of a block; and where the heads begin, in bytes."""
+        return self.num_kv_heads * self.page_tokens * self.head_dim
+
+    @property
+    def fours(self) -> int:
+        """Where they begin, in bytes."""
+        return self.numbers + RESIDUAL_HEAD_BYTES * (self.num_groups + 1)

@@ -1,0 +1,44 @@
+"""Which kernels of its own a device has in this process, or the reason for none. Nobody else asks which it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from offload.formats.layout import WIDEST_GPU_HEAD
+from offload.kernels import cpu
+from offload.kernels.cpu import OFF, VARIABLE, wanted
+from offload.kernels.device import DeviceKernels, NoKernels
+from offload.plan.machine import installed_version
+
+_NEWEST_WITHOUT = (7, 5)  # compute capability: bf16 products and copies past the registers came after it
+_NARROWEST_HEAD = 16
+
+
+@cache
+def gpu_kernels(device: torch.device) -> DeviceKernels:
+    """What this process may use on `device`, a GPU. Errors: UsageError if TRIFORCE_KERNELS is neither on nor off."""
+    if not wanted(VARIABLE):
+        return NoKernels(OFF, "GPU")
+    if device.type != "cuda":
+        return NoKernels(f"they are for CUDA devices, not for {device.type}", "GPU")
+    if torch.version.cuda is None:
+        return NoKernels("torch was built without CUDA", "GPU")
+    if installed_version("triton") is None:
+        return NoKernels("triton is not installed; pip install triton", "GPU")
+    if torch.cuda.get_device_capability(device) <= _NEWEST_WITHOUT:
+        return NoKernels("they need a GPU of compute capability 8.0 or later", "GPU")
+    from offload.kernels.gpu.kernels import GpuKernels  # it imports Triton, which not every machine has
+
+    return GpuKernels()
+
+
+def fitting(device: torch.device, head_dim: int, products: Sequence[tuple[int, int, bool]]) -> DeviceKernels:
+    """What a model with such heads and products, see `cpu.fitting`, may use on `device`."""
+    if device.type == "cpu":
+        return cpu.fitting(device, head_dim, products)
+    if not _NARROWEST_HEAD <= head_dim <= WIDEST_GPU_HEAD or head_dim % 16:
+        return NoKernels(f"they know heads of 16, 32, ... 256 numbers, not of {head_dim}", "GPU")
+    return gpu_kernels(device)

@@ -1,0 +1,166 @@
+"""The CPU's kernels: the library that suits this machine, or the reason for none.
+
+native/kernels.cpp and its headers are compiled when the package is installed (setup.py), once for each instruction set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import gcd
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from offload import native
+from offload.errors import UsageError
+from offload.formats import packed, quantised, quantised_kv, residuals
+from offload.formats.layout import Packing, PageShape
+from offload.formats.quantised import Codes
+from offload.formats.quantised_kv import KVCodes, Order
+from offload.kernels.device import NONE, DecodeAttention, DeviceKernels, NoKernels
+from offload.kernels.rope import RopeTable
+from offload.kernels.spans import SPAN, SpanAttention
+from offload.native.interface import declare
+from offload.plan.machine import KERNELS
+
+VARIABLE = KERNELS
+CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
+ABI = 17  # what kernels.cpp says too
+OFF = f"{VARIABLE} is off"
+FOLDER = Path(native.__file__).parent
+WAIT_POLICY = "OMP_WAIT_POLICY"
+WAITING = {"passive": 1, "active": 2}  # threads.h; otherwise as the machine is busy
+_AGAIN = "run pip install again"
+
+
+FEW_ROWS = 64  # up to so many the kernels are used where torch's operators would do, too
+_WIDEST_HEAD = 1024
+
+
+@dataclass(frozen=True)
+class CpuKernels(DeviceKernels):
+    """A loaded library and its instruction set."""
+
+    library: ctypes.CDLL
+    instruction_set: str
+    order: ClassVar[Order] = "lanes"
+
+    @property
+    def name(self) -> str:
+        return f"{self.instruction_set} {ABI}"
+
+    def attention(
+        self, rope: RopeTable, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None
+    ) -> DecodeAttention:
+        return SpanAttention(self, rope, dtype=dtype, span=SPAN if page is None else gcd(SPAN, page), chunk=chunk)
+
+    def quantise(self, weight: Tensor, into: Codes) -> None:
+        quantised.encode(weight, into, self)
+
+    def quantise_kv(self, rows: Tensor, into: KVCodes, wanted: Tensor | None = None) -> None:
+        assert wanted is None
+        quantised_kv.encode(rows, into, self)
+
+    def unpack_numbers(self, content: Tensor, starts: Tensor, out: Tensor, packing: Packing) -> None:
+        packed.unpack_numbers(content, starts, out, packing, self)
+
+    def unpack_tile(self, tile: Tensor, slot: Tensor, flags: Tensor, starts: Tensor, packing: Packing) -> None:
+        packed.unpack_tile(tile, slot, flags, starts, packing, self)
+
+    def restore(self, content: Tensor, escapes: int, codes: Codes, out: Tensor) -> None:
+        residuals.restore(content, escapes, codes, out, self)
+
+    def restore_tile(
+        self, tile: Tensor, slot: Tensor, flags: Tensor, starts: Tensor, codes: Tensor, first_group: int,
+        shape: PageShape,
+    ) -> None:  # fmt: skip
+        residuals.restore_tile(tile, slot, flags, starts, codes, first_group, shape, self)
+
+
+@cache
+def kernels() -> CpuKernels | NoKernels:
+    """This process's kernels. Errors: UsageError if TRIFORCE_KERNELS is neither on nor off."""
+    if not wanted(VARIABLE):
+        return NoKernels(OFF)
+    found: CpuKernels | NoKernels = NoKernels(
+        "there are no kernels for this CPU; they need Linux and AVX2 or 64-bit ARM"
+    )
+    for name in instruction_sets(sys.platform, platform.machine(), torch.backends.cpu.get_cpu_capability(), _has_amx()):
+        found = load(FOLDER, name)
+        if found.usable:
+            break
+    return found
+
+
+def fitting(device: torch.device, head_dim: int, products: Sequence[tuple[int, int, bool]]) -> CpuKernels | NoKernels:
+    """This process's kernels, or none where a model cannot run on them. products: (outputs, inputs, has a bias) of its
+    operators; 16-bit numbers are read in pairs."""
+    if device.type != "cpu":
+        return NONE
+    if head_dim > _WIDEST_HEAD or head_dim % 2:
+        return NoKernels(f"the kernels know heads of 2, 4, ... {_WIDEST_HEAD} numbers, not of {head_dim}")
+    if odd := [inputs for _, inputs, _ in products if inputs % 2]:
+        return NoKernels(f"the kernels know weights of an even number of inputs, not of {odd[0]}")
+    return kernels()
+
+
+def instruction_sets(system: str, machine: str, capability: str, has_amx: bool) -> tuple[str, ...]:
+    """Those that this machine has, the best one first. capability: what torch's own kernels use."""
+    if system != "linux":
+        return ()
+    if machine == "x86_64":
+        best = ("amx", "avx512") if has_amx else ("avx512",)
+        return {"AVX512": best, "AVX2": ("avx2",)}.get(capability, ())
+    return ("neon",) if machine == "aarch64" else ()
+
+
+def load(folder: Path, name: str) -> CpuKernels | NoKernels:
+    """The library of the instruction set `name` in `folder`. Its threads wait as OMP_WAIT_POLICY asks for."""
+    path = folder / f"{name}.so"
+    if not path.exists():
+        return NoKernels(_why_unbuilt(folder))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return NoKernels(f"the kernels cannot be loaded: {error}")
+    if (found := library.abi()) != ABI:
+        return NoKernels(f"the kernels were built from other sources (interface {found}, not {ABI}); {_AGAIN}")
+    if not library.permitted():
+        return NoKernels(f"the system does not let this process use {name}")
+    declare(library)
+    library.wait_by(WAITING.get(os.environ.get(WAIT_POLICY, "").lower(), 0))
+    return CpuKernels(library, name)
+
+
+def _has_amx() -> bool:
+    """Whether the CPU multiplies bf16 tiles, and nobody asked torch for less than all of it."""
+    if CAPABILITY in os.environ:
+        return False
+    try:
+        return "amx_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+def wanted(variable: str) -> bool:
+    """False where the environment says off. Raises UsageError for anything but on and off."""
+    value = os.environ.get(variable, "")
+    if value not in ("", "on", "off"):
+        raise UsageError(f"{variable} is {value!r}; on and off are known")
+    return value != "off"
+
+
+def _why_unbuilt(folder: Path) -> str:
+    try:
+        reason = (folder / "unbuilt.txt").read_text(encoding="utf-8").strip()
+    except OSError:
+        return f"the kernels were not built; {_AGAIN}"
+    return f"the kernels were not built ({reason}); {_AGAIN}"

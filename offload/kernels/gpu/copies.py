@@ -1,0 +1,140 @@
+"""Copies by a GPU's kernels, in Triton, which read the host's pinned memory themselves: chunks of tiles from their
+homes, and rows of a table."""
+
+# Triton reads the annotations of programs: they are not postponed.
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from offload.formats.layout import ALL_TOKENS
+from offload.native.launch import launch
+
+_BLOCK_WORDS = 2048  # of four bytes: four 16-byte loads of each thread are under way together
+_WARP_WORDS = 128  # by one 16-byte load of each thread
+_ROW_WORDS = 1024  # of a program: of four bytes, two 16-byte loads of each of its threads
+_ROW_WARPS = 4
+
+
+def chunks(
+    homes: Tensor,
+    wanted: Tensor,
+    held: Tensor,
+    *,
+    chunk: int,
+    page: int,
+    tile: int,
+    slot: int = 0,
+    tokens: range = ALL_TOKENS,
+) -> None:
+    """Copy chunks' keys and values into `held` [L, 2, H_kv, rows, D], contiguous, by one launch: from tiles [2, P,
+    H_kv, S, D], of `page` tokens S and `tile` tokens P * S, in chunks of `chunk` tokens. All three divide the next.
+
+    homes: int64 [L, number of tiles], addresses of the tiles as the GPU reads them, multiples of 16. wanted: int64 [L,
+    H_kv, n] or, for all layers and heads, [n]: the chunk for each slot from `slot` on, negative for none. tokens: of
+    the sequence; others of the chunks are left out.
+    """
+    held = held.view(torch.int32)
+    num_layers, _, num_heads, num_rows, words = held.shape
+    padded = 1 << (words - 1).bit_length()
+    rows, num_wanted = rows_at_once(chunk, padded), wanted.shape[-1]
+    launch(
+        copy_chunks,
+        (2 * num_wanted, num_heads, num_layers),
+        (
+            homes, wanted, held, homes.shape[1], num_wanted if wanted.dim() == 3 else 0, num_rows, slot,
+            tokens.start, tokens.stop,
+        ),
+        CHUNK=chunk,
+        PER_PAGE=page // chunk,
+        PER_TILE=tile // chunk,
+        WORDS=words,
+        WORDS_PADDED=padded,
+        ROWS=rows,
+        num_warps=warps(rows * padded),
+    )  # fmt: skip
+
+
+def rows_at_once(chunk: int, padded: int) -> int:
+    """Tokens that a program copies at a time, a power of two. padded: words of a token, to a power of two."""
+    return min(1 << (chunk - 1).bit_length(), max(_BLOCK_WORDS // padded, 1))
+
+
+def warps(num_words: int) -> int:
+    """Of a program that copies so many words at a time: no more than 16-byte loads keep busy."""
+    return min(max(num_words // _WARP_WORDS, 1), 4)
+
+
+def table_rows(address: Tensor, tokens: Tensor, out: Tensor) -> None:
+    """Row tokens[t] of the table at `address`, int64 [1] on the GPU, to row t of out [T, width], contiguous, whose
+    rows are whole words of four bytes: one launch. tokens: int64 [T]."""
+    words = out.view(torch.int32)
+    launch(
+        copy_rows,
+        (len(tokens), -(-words.shape[1] // _ROW_WORDS)),
+        (address, tokens, words, words.shape[1]),
+        WORDS=_ROW_WORDS,
+        ALIGNMENT=16 if words.shape[1] % 4 == 0 else 4,
+        num_warps=_ROW_WARPS,
+    )
+
+
+@triton.jit(do_not_specialize=["num_tiles", "wanted_stride", "num_rows", "slot", "start", "stop"])
+def copy_chunks(
+    homes,  # [L, num_tiles] int64: address of each tile [2, P, H_kv, S, D], in memory of the GPU or pinned
+    wanted,  # [L * H_kv, n] by the stride, int64: the chunk for each slot, negative: none
+    held,  # [L, 2, H_kv, num_rows, WORDS] int32, contiguous
+    num_tiles,
+    wanted_stride,  # 0: the same for all heads and layers
+    num_rows,
+    slot,  # the first one
+    start,  # tokens of the sequence that are copied
+    stop,
+    CHUNK: tl.constexpr,
+    PER_PAGE: tl.constexpr,  # chunks
+    PER_TILE: tl.constexpr,
+    WORDS: tl.constexpr,  # of four bytes, of a token's D numbers; a multiple of four
+    WORDS_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (2 * s + k, h, l): copy the keys, k = 0, or values of the chunk for slot s of KV head h in layer l."""
+    place, kind = tl.program_id(0) // 2, tl.program_id(0) % 2
+    head, layer = tl.program_id(1), tl.program_id(2)
+    num_heads = tl.num_programs(1)
+    chunk = tl.load(wanted + (layer * num_heads + head).to(tl.int64) * wanted_stride + place)
+    if chunk < 0:
+        return
+    within = chunk % PER_TILE
+    run = (within // PER_PAGE * num_heads + head) * PER_PAGE + within % PER_PAGE
+    run += kind * (PER_TILE * num_heads)
+    home = tl.load(homes + layer * num_tiles + chunk // PER_TILE).to(tl.pointer_type(tl.int32))
+    source = tl.multiple_of(home + run * (CHUNK * WORDS), 16)
+    first = ((layer * 2 + kind) * num_heads + head).to(tl.int64) * num_rows + (slot + place) * CHUNK
+    first = tl.multiple_of(first * WORDS, 4)
+    word = tl.arange(0, WORDS_PADDED)
+    for begun in tl.static_range(0, CHUNK, ROWS):
+        row = begun + tl.arange(0, ROWS)
+        token = chunk * CHUNK + row
+        real = (row < CHUNK) & (token >= start) & (token < stop)
+        mask = real[:, None] & (word < WORDS)[None, :]
+        at = row[:, None] * WORDS + word[None, :]
+        tl.store(held + first + at, tl.load(source + at, mask=mask), mask=mask)
+
+
+@triton.jit
+def copy_rows(
+    address,  # int64 [1]: of the table, in memory of the host that is pinned
+    tokens,  # int64 [T]
+    out,  # int32 [T, width]
+    width,  # words of a row
+    WORDS: tl.constexpr,  # at a time
+    ALIGNMENT: tl.constexpr,  # bytes of which every row is a multiple
+):
+    """Program (t, b): block b of the row of token t."""
+    place, block = tl.program_id(0), tl.program_id(1)
+    word = block * WORDS + tl.arange(0, WORDS)
+    inside = word < width
+    table = tl.load(address).to(tl.pointer_type(tl.int32))
+    source = tl.multiple_of(table + tl.load(tokens + place) * width, ALIGNMENT)
+    target = tl.multiple_of(place.to(tl.int64) * width, ALIGNMENT // 4)
+    tl.store(out + target + word, tl.load(source + word, mask=inside, other=0), mask=inside)

@@ -54,7 +54,8 @@ struct Attention {
 namespace attention {
 
 constexpr int KEYS = 2 * W;    // of a panel
-constexpr int AHEAD = 64;      // tokens that values are fetched ahead
+constexpr int AHEAD = 64;      // tokens that values are fetched ahead, to the second cache
+constexpr int KEYS_AHEAD = 32;  // and keys
 constexpr float NONE = -__builtin_huge_valf();
 
 struct Range {
@@ -93,7 +94,7 @@ inline void fill_panel(const typename E::element* keys, int count, int dim, floa
             const int units = (dim - at) / E::per_unit;
             auto from = keys + int64_t(block) * dim + at;
 #pragma unroll
-            for (int i = 0; i < W; i++) __builtin_prefetch(from + int64_t(i + W) * dim);
+            for (int i = 0; i < W; i++) __builtin_prefetch(from + int64_t(i + KEYS_AHEAD) * dim, 0, 2);
             float* to = panel + int64_t(at) * KEYS + block;
             if (units >= W && block + W <= count)
                 fill_columns<E>([&](int i) { return load<u32>(from + int64_t(i) * dim); }, W, to);
@@ -166,7 +167,7 @@ INLINE void mix(const typename E::element* values, int dim, int units, Range key
         f32 parts[BLOCKS][E::per_unit];
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
-            __builtin_prefetch(from + AHEAD * dim + b * wide<E>);
+            __builtin_prefetch(from + AHEAD * dim + b * wide<E>, 0, 2);
             u32 v = units >= W * (b + 1) ? load<u32>(from + b * wide<E>) : load_some(from + b * wide<E>, units - W * b);
 #pragma unroll
             for (int e = 0; e < E::per_unit; e++) parts[b][e] = widen<E>(v, e);

@@ -33,6 +33,9 @@ namespace products {
 
 constexpr int OUTPUTS = codes::TILE;
 constexpr int MOST_ROWS = 64;  // that are worked on together
+// Blocks of outputs that are fetched ahead, to the second cache. A block is read column by column, its outputs at once,
+// and no prefetcher of a processor's own follows that: without this each core waits for its memory.
+constexpr int AHEAD = 2;
 
 // Where the rows are while they are multiplied with codes.
 inline codes::Rows codes_of(const Product& p) { return {reinterpret_cast<char*>(p.widened), int(p.inputs)}; }
@@ -118,7 +121,11 @@ inline void dots(const typename E::element* weight, int inputs, const float* x, 
     u32 units[OUTS];
     for (int at = 0; at < whole; at += wide<E>) {
 #pragma unroll
-        for (int o = 0; o < OUTS; o++) units[o] = load<u32>(weight + int64_t(o) * inputs + at);
+        for (int o = 0; o < OUTS; o++) {
+            auto unit = weight + int64_t(o) * inputs + at;
+            units[o] = load<u32>(unit);
+            __builtin_prefetch(unit + AHEAD * int64_t(OUTS) * inputs, 0, 2);
+        }
         step<E, ROWS, OUTS>(units, x + at, stride, acc);
     }
     if (whole < inputs) {

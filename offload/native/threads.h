@@ -24,6 +24,7 @@ namespace threads {
 enum class Waiting : int { adaptive, asleep, spinning };
 
 constexpr int MOST_PHASES = 32;
+constexpr int64_t DRAWS = 3;              // of each thread of what is left
 constexpr int64_t SPIN_NS = 2'000'000;    // on an idle machine: longer than what Python does between two calls
 constexpr int64_t LOOK_NS = 10'000'000;   // how often a thread looks how long it was kept from running
 constexpr int64_t CROWDED_NS = 100'000'000;  // for so long it then does not spin
@@ -128,13 +129,16 @@ struct Phase {
         write(undrawn, uint64_t(call) << 32 | uint64_t(count));
     }
 
-    // Takes an item of the call: how many were left with it, 0 if none is. A thread that comes too late takes none of
-    // a later call.
-    int64_t draw(uint32_t call) {
+    // Takes `taken` items of the call, a share of those left, so that threads draw seldom and end together: how many
+    // were left with them, 0 if none is. A thread that comes too late takes none of a later call.
+    int64_t draw(uint32_t call, int64_t threads, int64_t& taken) {
         uint64_t seen = read(undrawn);
-        while (seen >> 32 == call && uint32_t(seen))
-            if (__atomic_compare_exchange_n(&undrawn, &seen, seen - 1, true, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        while (seen >> 32 == call && uint32_t(seen)) {
+            taken = (uint32_t(seen) + DRAWS * threads - 1) / (DRAWS * threads);
+            if (__atomic_compare_exchange_n(&undrawn, &seen, seen - uint64_t(taken), true, __ATOMIC_SEQ_CST,
+                                            __ATOMIC_SEQ_CST))
                 return uint32_t(seen);
+        }
         return 0;
     }
 
@@ -149,7 +153,7 @@ struct Phase {
 };
 
 // What a thread does with a call: drive<Local, Body>.
-using Drive = void (*)(uint32_t call, int number, const void* body);
+using Drive = void (*)(uint32_t call, int64_t threads, int number, const void* body);
 
 // The one call at a time. What is not atomic is written before the call is opened and stays until its last item is
 // done; who has drawn an item may read it.
@@ -168,13 +172,14 @@ inline constinit Team team;
 // are all done. Until it has drawn one it touches nothing of the call but atomic words. The phase after the last is not
 // one of this call.
 template <class Local, class Body>
-void drive(uint32_t call, int number, const void* body) {
+void drive(uint32_t call, int64_t threads, int number, const void* body) {
     Local local;
     for (int p = 0; p < MOST_PHASES; p++) {
         Phase& phase = team.phases[p];
-        int64_t done = 0;
-        for (int64_t left; (left = phase.draw(call)); done++)
-            (*static_cast<const Body*>(body))(p, team.counts[p] - left, local, number);
+        int64_t done = 0, taken;
+        for (int64_t left; (left = phase.draw(call, threads, taken)); done += taken)
+            for (int64_t item = team.counts[p] - left; item < team.counts[p] - left + taken; item++)
+                (*static_cast<const Body*>(body))(p, item, local, number);
         if (done) phase.did(done);
         if (!phase.finish(call)) return;
     }
@@ -188,7 +193,7 @@ inline void* help(void* argument) {
         last = uint32_t(seen);
         if (number >= int64_t(seen >> 32)) continue;
         const Drive drive = read(team.drive);
-        drive(last, number, read(team.body));
+        drive(last, int64_t(seen >> 32), number, read(team.body));
     }
     return nullptr;
 }
@@ -228,7 +233,7 @@ void in_phases(int64_t how_many, const int64_t* counts, int num_phases, const Bo
     for (int p = num_phases; p-- > 0;) team.phases[p].open(call, counts[p]);
     write(team.calls.word, uint64_t(how_many) << 32 | call);
     team.calls.wake();
-    drive<Local, Body>(call, 0, &body);
+    drive<Local, Body>(call, how_many, 0, &body);
     write(team.busy, 0);
 }
 

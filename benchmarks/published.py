@@ -98,7 +98,7 @@ def mean_rows(full: FullCache, chunk: int, num_tokens: int) -> Tensor:
     full.wait_home()
     means, step = [], _TOKENS // chunk * chunk
     for start in range(0, num_tokens, step):
-        rows = full.reader.tokens(start, min(start + step, num_tokens)).float()
+        rows = full.pages.reader.tokens(start, min(start + step, num_tokens)).float()
         padded = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[3] % chunk))
         means.append(padded.unflatten(3, (-1, chunk)).mean(4))
     return torch.cat(means, 3).transpose(0, 1)

@@ -29,6 +29,7 @@ from offload.kernels.rope import RopeTable
 from offload.kernels.rows import Blocks
 from offload.kv.full import FullCache
 from offload.metrics import Spread
+from offload.pages.storage import Offload
 from offload.pages.tiles import TileShape
 from offload.session.identity import Identity
 from offload.session.store import Store
@@ -44,14 +45,20 @@ def make_cache(args: argparse.Namespace) -> FullCache:
     """A filled cache with all tiles on the host, pinned if there is a GPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = TileShape(args.heads, args.head_dim, PAGE_TOKENS, 16, torch.bfloat16)
+    link = make_link(device)
     cache = FullCache(
-        Memory(device), shape, num_layers=args.layers, rope=NO_ROPE, blocks=Blocks((16,)), link=make_link(device)
+        Memory(device),
+        shape,
+        num_layers=args.layers,
+        rope=NO_ROPE,
+        blocks=Blocks((16,)),
+        offload=link and Offload(link),
     )
     cache.reserve(args.tokens)
-    noise = torch.randn(cache.page(0, 0).shape).to(torch.bfloat16)
+    noise = torch.randn(cache.pages.page(0, 0).shape).to(torch.bfloat16)
     for number in range(-(-args.tokens // PAGE_TOKENS)):
         for layer in range(args.layers):
-            cache.page(layer, number).copy_(noise)
+            cache.pages.page(layer, number).copy_(noise)
     cache.restored(args.tokens)
     return cache
 

@@ -34,6 +34,7 @@ from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import ByMass
 from offload.kv.streaming import StreamingCache
 from offload.native.launch import launch
+from offload.pages.storage import Offload
 from offload.pages.tiles import TileShape
 from offload.transfer.memory import Memory
 
@@ -489,8 +490,8 @@ def test_a_refresh_by_the_kernel_holds_what_one_by_the_host_does(
     shape, blocks = TileShape(KV_HEADS, 32, 16, 2, torch.float32), Blocks((1, 8, 12))
     caches = []
     for kernels in (GpuKernels(), NONE):
-        link = LateLink(late_in=True, late_out=True) if streams else None
-        full = FullCache(memory, shape, num_layers=1, rope=rope, blocks=blocks, mass_chunk=8, link=link, num_resident=1)
+        offload = Offload(LateLink(late_in=True, late_out=True), num_resident=1) if streams else None
+        full = FullCache(memory, shape, num_layers=1, rope=rope, blocks=blocks, mass_chunk=8, offload=offload)
         caches.append(RetrievalCache(full, budget=32, chunk=8, selector=ByMass(reach=2), kernels=kernels, tail=40))
     assert isinstance(caches[0]._chosen._fetch, GpuFetch)
     assert not isinstance(caches[1]._chosen._fetch, GpuFetch)

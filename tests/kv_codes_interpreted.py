@@ -20,6 +20,7 @@ from offload.kv import fetch, quantised
 from offload.kv.fetch import GpuFetch
 from offload.kv.full import FullCache
 from offload.kv.quantised import EXACT, QuantisedCache
+from offload.pages.storage import Offload
 from offload.pages.tiles import TileShape
 from offload.plan.sizing import KV_TAIL
 from offload.transfer.memory import Memory
@@ -192,7 +193,7 @@ def test_the_cache_on_a_gpu_follows_the_full_one(
     memory, rope = Memory(torch.device("cpu")), turning(32, torch.float32)
     full = FullCache(
         memory, TileShape(KV_HEADS, 32, 32, 2, torch.float32), num_layers=LAYERS, rope=rope, blocks=Blocks((1, 5, 10)),
-        link=LateLink(late_in=True, late_out=True) if streams else None, num_resident=1,
+        offload=Offload(LateLink(late_in=True, late_out=True), num_resident=1) if streams else None,
     )  # fmt: skip
     cache = QuantisedCache(full, memory, num_tokens=400, drafted=20, kernels=GpuKernels())
     assert isinstance(cache._fetch, GpuFetch)
@@ -215,7 +216,7 @@ def assert_attends(cache: QuantisedCache, *, drafts: int, seed: int) -> None:
     """To the full cache's rows, rounded where they are codes."""
     full, length, coded = cache.full, cache.length, cache.coded
     full.wait_home()
-    rows = full.reader.tokens(0, length)
+    rows = full.pages.reader.tokens(0, length)
     if coded > EXACT:
         codes = KVCodes(cache._codes.blocks[:, :, : coded // GROUP - 1].clone(), 32, "matrices")
         encode_kv_with_torch(rows[..., EXACT:coded, :], codes)
@@ -227,6 +228,6 @@ def assert_attends(cache: QuantisedCache, *, drafts: int, seed: int) -> None:
     )  # fmt: skip
     exact.reserve(length + drafts)
     for layer in range(LAYERS):
-        exact.page(layer, 0)[..., :length, :] = rows[layer]
+        exact.pages.page(layer, 0)[..., :length, :] = rows[layer]
     exact.restored(length)
     assert_close(out, fed(exact, drafts, seed), rtol=1e-4, atol=2e-5)

@@ -49,6 +49,7 @@ from offload.kv.streaming import StreamingCache
 from offload.metrics import LinkStats, Stats
 from offload.model.decoder import Decoder
 from offload.model.level import Level, StreamingLevel, prefill
+from offload.pages.storage import Offload
 from offload.pages.tiles import TileShape
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import Hardware
@@ -288,15 +289,18 @@ def full_cache(
         num_layers=config.num_layers,
         rope=rope_of(decoder, sizes.capacity),
         blocks=sizes.blocks,
-        link=link,
-        num_resident=sizes.num_resident,
-        num_host=sizes.num_host,
-        num_staging=sizes.kv_staging,
+        offload=link
+        and Offload(
+            link,
+            num_resident=sizes.num_resident,
+            num_host=sizes.num_host,
+            num_staging=sizes.kv_staging,
+            host_kernels=kernels_of(decoder) if packs else NONE,
+            packs=packs,
+            raw_pages=raw_pages,
+        ),
         mass_chunk=sizes.chunk if mass else None,
         kernels=kernels_of(decoder),
-        host_kernels=kernels_of(decoder) if packs else NONE,
-        packs=packs,
-        raw_pages=raw_pages,
     )
 
 

@@ -202,7 +202,7 @@ def test_the_text_is_the_same_and_all_is_ordered(folder: Path) -> None:
         assert gpu.problems == []
     with on_gpu(folder, 12) as (engine, gpu):
         assert all_said(engine) == wanted
-        packed = engine.worker.full.packed
+        packed = engine.worker.full.pages.packed
         assert packed is not None
         assert packed.table.flags.any()
         assert gpu.launches["unpack_pages"] > 10

@@ -20,10 +20,10 @@ from offload.engine.request import GenerationRequest
 from offload.formats.layout import RESIDUAL
 from offload.kernels import kv_codes
 from offload.kv.fetch import GpuFetch
-from offload.kv.full import FullCache
 from offload.kv.quantised import EXACT, QuantisedCache
 from offload.kv.retrieved import QuantisedChunks
 from offload.model.graphs import VARIABLE as GRAPHS
+from offload.pages.storage import PageStorage
 from offload.plan.sizing import KV_TAIL
 from paper import PaperGpu, on_paper
 from paper.kernels import chunks_by_kernel, pages_by_host
@@ -105,7 +105,7 @@ def test_the_host_does_not_wait_for_rows_to_encode(folder: Path) -> None:
 
 
 def test_rows_that_are_fetched_before_they_are_home_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FullCache, "follow_home", lambda cache: None)
+    monkeypatch.setattr(PageStorage, "follow_home", lambda cache: None)
     with on_gpu(folder, SIZES, "kv") as (engine, gpu), torch.inference_mode():
         said(engine, PROMPT)
         problems = list(gpu.problems)
@@ -170,7 +170,7 @@ def test_pages_beside_codes_change_no_text_and_all_is_ordered(folder: Path, by_k
         with on_gpu(folder, SIZES, "kv", by_kernel=by_kernel, dtype="bf16", link_bits=link_bits) as (engine, gpu):
             texts[link_bits] = all_said(engine)
             crossed[link_bits] = engine.worker.link_stats.bytes_to_device
-            packed = engine.worker.full.packed
+            packed = engine.worker.full.pages.packed
             assert packed is None or (packed.table.flags == RESIDUAL).any()
             assert (gpu.launches["restore_pages"] > 0) == (link_bits == 9)
         assert gpu.problems == []

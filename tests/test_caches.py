@@ -38,6 +38,7 @@ from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import ByMass, choose, dilate
 from offload.kv.streaming import StreamingCache
+from offload.pages.storage import Offload
 from offload.pages.tiles import TileShape
 from offload.plan.config import ModelConfig
 from offload.plan.sizing import TAIL_TOKENS
@@ -151,9 +152,7 @@ def make_full(
         num_layers=LAYERS,
         rope=tape.rope,
         blocks=Blocks((ROWS,)),
-        link=link,
-        num_resident=num_resident,
-        num_staging=num_staging,
+        offload=link and Offload(link, num_resident=num_resident, num_staging=num_staging),
         mass_chunk=CHUNK if mass else None,
         kernels=KERNELS,
     )
@@ -415,7 +414,7 @@ def test_rejected_rows_leave_no_bit_in_the_full_cache(
     assert isinstance(clean.cache, FullCache)
     driver.cache.wait_home()
     length = len(driver.history)
-    assert torch.equal(driver.cache.reader.tokens(0, length), clean.cache.reader.tokens(0, length))
+    assert torch.equal(driver.cache.pages.reader.tokens(0, length), clean.cache.pages.reader.tokens(0, length))
 
 
 @pytest.mark.few(13)
@@ -599,7 +598,7 @@ def assert_same_bits_throughout(
         for driver in drivers:
             driver.truncate(max(len(driver.history) - count + min(kept, count) - back, 0))
     away.wait_home()
-    assert torch.equal(away.reader.tokens(0, away.length), here.reader.tokens(0, here.length))
+    assert torch.equal(away.pages.reader.tokens(0, away.length), here.pages.reader.tokens(0, here.length))
 
 
 @pytest.mark.few(6)
@@ -650,7 +649,7 @@ def test_rows_are_copied_once_all_are_home(late: str) -> None:
     own.copy_from(other)
     for cache in (own, other):
         cache.wait_home()
-    assert torch.equal(own.reader.tokens(0, count), other.reader.tokens(0, count))
+    assert torch.equal(own.pages.reader.tokens(0, count), other.pages.reader.tokens(0, count))
 
 
 @pytest.mark.few(1)
@@ -681,7 +680,7 @@ def test_a_cache_on_the_host_takes_device_memory_for_its_staging_slots_only() ->
     tape, memory = Tape(), Memory(torch.device("cpu"))
     shape = TileShape(KV_HEADS, DIM, PAGE, PAGES, tape.k.dtype)
     link = LateLink(late_in=True, late_out=True)
-    cache = FullCache(memory, shape, num_layers=LAYERS, rope=tape.rope, blocks=Blocks((ROWS,)), link=link)
+    cache = FullCache(memory, shape, num_layers=LAYERS, rope=tape.rope, blocks=Blocks((ROWS,)), offload=Offload(link))
     driver = Driver(cache, tape, padding=ROWS)
     driver.extend([0] * (5 * TILE), phase="prefill", blocks=7)
     driver.extend([0])
@@ -698,7 +697,7 @@ def assert_holds_exactly(cache: RetrievalCache, full: FullCache, *, budget: int)
     """Chosen chunks and the tail are the full cache's own rows, and all tokens are verified ones."""
     full.wait_home()
     assert cache.length == full.length
-    rows = full.reader.tokens(0, full.length)  # [L, 2, H_kv, n, D]
+    rows = full.pages.reader.tokens(0, full.length)  # [L, 2, H_kv, n, D]
     num_chosen = 0
     if cache.chunks is not None:
         num_chunks = cache._tail_start // CHUNK
@@ -823,7 +822,7 @@ def test_a_buffer_makes_way_for_a_larger_one_only_when_its_tail_is_full() -> Non
         before = cache.nbytes()
         cache.begin("decode", room + more)
         assert cache.nbytes() > before
-        assert cache.full._memory.allocated()["device"]["arena"] == cache.nbytes()
+        assert cache.full.pages._memory.allocated()["device"]["arena"] == cache.nbytes()
 
 
 def test_retrieval_truncated_into_its_chunks_holds_nothing_until_the_next_refresh() -> None:
@@ -878,7 +877,7 @@ def test_a_refresh_that_is_broken_off_leaves_no_chunk_that_is_not_there(
     scores = retrieval._scores
     with monkeypatch.context() as patch:
         patch.setattr(retrieval, "_scores", lambda num_rows: sign * scores(num_rows))
-        patch.setattr(full.reader, at, Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(full.pages.reader, at, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             retrieval.refresh(8)
     retrieval.refresh(8)

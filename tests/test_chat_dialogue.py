@@ -84,7 +84,7 @@ def engine_of(dialogue: Dialogue) -> Engine:
 def rows_of(dialogue: Dialogue, length: int) -> torch.Tensor:
     engine = engine_of(dialogue)
     engine.worker.full.wait_home()
-    return engine.worker.full.reader.tokens(0, length).clone()
+    return engine.worker.full.pages.reader.tokens(0, length).clone()
 
 
 def finish_ahead(dialogue: Dialogue) -> None:

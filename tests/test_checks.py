@@ -114,7 +114,7 @@ def test_rows_whose_bits_depend_on_others_are_found(failed: Failed, monkeypatch:
 
 def test_a_cache_that_streams_and_computes_otherwise_is_found(failed: Failed, monkeypatch: Patch) -> None:
     def change(out: Tensor, cache: FullCache) -> Tensor:
-        return out * (1 + 2**-7) if cache._traffic is not None else out
+        return out * (1 + 2**-7) if cache.pages._traffic is not None else out
 
     of_output(monkeypatch, change, "decode")
     assert failed() - {"packed tiles", "text"} == {"streamed tiles"}  # these stream, too

@@ -13,6 +13,7 @@ import torch
 from fake_flash import flash_attn_with_kvcache
 from models import load, random_model, random_tokens, resident_rows, save
 from offload.engine.engine import prefill_problem
+from offload.errors import UsageError
 from offload.kernels.attention import attend, fold, unfold
 from offload.kernels.gpu import flash as module
 from offload.kernels.gpu.flash import Flash, FlashTiles
@@ -92,7 +93,7 @@ def test_a_prefill_fills_the_cache_with_the_rows_that_torchs_kernel_gives(
                 rows=resident_rows(decoder, 200),
                 on_tokens=lambda num_tokens: None,
             )
-        return cache.reader.tokens(0, sum(cuts)).float()
+        return cache.pages.reader.tokens(0, sum(cuts)).float()
 
     expected, got = filled(None), filled(FlashTiles(counted))
     assert {True, False} == set(calls)
@@ -135,9 +136,21 @@ def test_nothing_is_said_where_it_could_not_be_used(gpu: torch.device, monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert not module.flash(gpu).usable
     assert prefill_problem("cuda:0") == ""
-    module.flash.cache_clear()
+
+
+def test_the_user_may_turn_it_off(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the other kernels: it stayed on."""
+    package = ModuleType("flash_attn")
+    package.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr(module, "installed_version", lambda name: "2.8.3")
     monkeypatch.setenv("TRIFORCE_KERNELS", "off")
+    assert module.flash(gpu) == Flash(reason="TRIFORCE_KERNELS is off")
     assert prefill_problem("cuda:0") == ""
+    module.flash.cache_clear()
+    monkeypatch.setenv("TRIFORCE_KERNELS", "maybe")
+    with pytest.raises(UsageError, match="on and off are known"):
+        module.flash(gpu)
 
 
 def test_a_run_says_once_that_it_is_missing(

@@ -160,7 +160,7 @@ def cached(engine: Engine, tokens: list[int], *, at: int = 0) -> Tensor:
     engine.levels["target"].truncate(at)
     engine.worker.prefill(tokens[at:], lambda num_tokens: None)
     engine.worker.full.wait_home()
-    return engine.worker.full.reader.tokens(0, len(tokens))
+    return engine.worker.full.pages.reader.tokens(0, len(tokens))
 
 
 def said(engine: Engine, prompt: list[int]) -> list[int]:

@@ -31,6 +31,7 @@ from offload.kv.tile_attention import TileAttention
 from offload.metrics import HostStats
 from offload.native.interface import Library
 from offload.pages.access import StreamedTiles
+from offload.pages.storage import Offload
 from offload.pages.tiles import TileShape, TileStore
 from offload.plan.config import ModelConfig
 from offload.plan.hardware import Hardware
@@ -68,10 +69,8 @@ def make_cache(
         num_layers=LAYERS,
         rope=tape.rope,
         blocks=Blocks((ROWS,)),
-        link=link,
-        num_resident=num_resident,
-        num_host=num_host,
-        host_reads=HostReads(pace or None),
+        offload=link
+        and Offload(link, num_resident=num_resident, num_host=num_host, host_reads=HostReads(pace or None)),
         mass_chunk=CHUNK,
         kernels=kernels,
     )
@@ -164,7 +163,7 @@ def test_rows_of_another_cache_are_taken_into_tiles_on_the_host() -> None:
 def attended_beside(cache: FullCache, kernels: Library, link: Link) -> HostAttention:
     """Have a cache's tiles on the host attended to as beside a GPU, in memory that says that it is one's."""
     host = TileAttention(cache.shape, cache.rope, Blocks((ROWS,)), kernels, CHUNK)
-    side = HostAttention(cache._memory, cache.store, link, gpu=cache._attention, host=host, chunk=CHUNK)
+    side = HostAttention(cache.pages._memory, cache.pages.store, link, gpu=cache._attention, host=host, chunk=CHUNK)
     cache._host_attention = side
     return side
 
@@ -191,7 +190,7 @@ def test_beside_a_gpu_rows_and_masses_are_those_of_a_cache_of_its_own(
         assert_close(mass, here.mass(count), atol=1e-5, rtol=1e-2)  # of bf16
         assert not beyond.any()  # of tiles that are not full
     away.release()
-    assert away._memory.allocated() == {"host": {}, "device": {}}
+    assert away.pages._memory.allocated() == {"host": {}, "device": {}}
     assert side._sent is None
 
 

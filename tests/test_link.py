@@ -568,9 +568,9 @@ def test_rows_of_streamed_tiles_cross_the_link_once_and_rows_of_resident_ones_do
     with paced() as link:
         cache = full_cache(decoder, Sizes(page=8, pages=2, num_resident=config.num_layers), link=link)
         prefill(decoder, cache, random_tokens(33), rows=resident_rows(decoder, 7), on_tokens=lambda num_tokens: None)
-        assert [cache.store.place(0, index) for index in range(3)] == ["device", "stream", "stream"]
-        cache.reader.tokens(10, 30)
+        assert [cache.pages.store.place(0, index) for index in range(3)] == ["device", "stream", "stream"]
+        cache.pages.reader.tokens(10, 30)
         moved = 14 * config.num_layers * config.num_kv_heads * row_bytes
         assert link.stats.bytes_to_device == moved
-        cache.reader.chunks(torch.tensor([2, 2]), torch.tensor([0, 1]), torch.tensor([1, 6]), 4)
+        cache.pages.reader.chunks(torch.tensor([2, 2]), torch.tensor([0, 1]), torch.tensor([1, 6]), 4)
         assert link.stats.bytes_to_device == moved + 4 * row_bytes

@@ -23,6 +23,7 @@ from offload.formats.packed import check, pack, unpack, unpack_tile, unpack_with
 from offload.kernels.rows import Blocks
 from offload.kv.full import FullCache
 from offload.native.interface import Library
+from offload.pages.storage import Offload
 from offload.pages.tiles import TileShape
 from offload.plan.hardware import Hardware
 from offload.plan.planner import Options, Plan, make_plan
@@ -178,8 +179,8 @@ def make(
     kernels: Library = best()
     return FullCache(
         memory or Memory(torch.device("cpu")), TileShape(KV_HEADS, DIM, PAGE, PAGES, torch.bfloat16), num_layers=LAYERS,
-        rope=tape.rope, blocks=Blocks((ROWS,)), link=link, mass_chunk=CHUNK, kernels=kernels, host_kernels=kernels,
-        packs=packs, **fields,
+        rope=tape.rope, blocks=Blocks((ROWS,)), mass_chunk=CHUNK, kernels=kernels,
+        offload=link and Offload(link, host_kernels=kernels, packs=packs, **fields),
     )  # fmt: skip
 
 
@@ -207,8 +208,8 @@ def test_packing_pages_changes_no_bit(
 
 def flags_of(cache: FullCache, layer: int = 0) -> list[int]:
     """Which of its pages are packed, of those that are in use."""
-    assert cache.packed is not None
-    return cache.packed.table.flags[layer, : -(-cache.length // PAGE)].tolist()
+    assert cache.pages.packed is not None
+    return cache.pages.packed.table.flags[layer, : -(-cache.length // PAGE)].tolist()
 
 
 def test_whole_pages_are_packed_once_and_cross_in_fewer_bytes() -> None:
@@ -223,8 +224,8 @@ def test_whole_pages_are_packed_once_and_cross_in_fewer_bytes() -> None:
     assert flags_of(away) == flags_of(away, 1) == [1] * 6 + [0]
     before = link.stats.bytes_to_device
     driver.extend([0])
-    assert away.packed is not None
-    packing = away.packed.codec.packing
+    assert away.pages.packed is not None
+    packing = away.pages.packed.codec.packing
     crossed = link.stats.bytes_to_device - before
     assert crossed == LAYERS * 2 * (2 * PAGES * packing.nbytes + 2 * packing.numbers)
 
@@ -266,10 +267,10 @@ def test_a_prefill_over_packed_pages_leaves_no_packed_bytes_to_be_taken_for_numb
     driver = Driver(away, tape, padding=ROWS)
     driver.extend([0] * (2 * TILE), phase="prefill", blocks=9)
     driver.extend([0])
-    assert away.packed is not None
-    assert away.packed.table.flags.any()
+    assert away.pages.packed is not None
+    assert away.pages.packed.table.flags.any()
     driver.extend([0] * 5, phase="prefill", blocks=9)
-    ours = away._staging[-1]
+    ours = away.pages._staging[-1]
     assert ours.isfinite().all()
     assert ours.abs().max() < 100
 
@@ -283,9 +284,9 @@ def test_chunks_and_ranges_are_read_from_packed_pages(late: LateLink) -> None:
         driver.extend([0] * 7)
     away.wait_home()
     for start, stop in ((0, 151), (TILE + 1, TILE + 2), (TILE + PAGE - 3, 3 * TILE + 5)):
-        assert torch.equal(away.reader.tokens(start, stop), here.reader.tokens(start, stop))
+        assert torch.equal(away.pages.reader.tokens(start, stop), here.pages.reader.tokens(start, stop))
     where = torch.tensor([(1, 0, 8), (0, 1, 3), (1, 1, 0), (1, 0, 4), (0, 0, 3)]).unbind(1)
-    (order, rows), (other_order, other_rows) = (cache.reader.chunks(*where, CHUNK) for cache in (away, here))
+    (order, rows), (other_order, other_rows) = (cache.pages.reader.chunks(*where, CHUNK) for cache in (away, here))
     assert torch.equal(order, other_order)
     assert torch.equal(rows, other_rows)
 
@@ -301,7 +302,7 @@ def test_rows_that_come_from_outside_take_the_place_of_packed_ones(late: LateLin
     drivers = [Driver(cache, other, padding=ROWS, history=[0] * (2 * TILE + 1)) for cache in (away, here)]
     assert torch.equal(*(driver.extend([0] * 2) for driver in drivers))
     source.copy_from(away)
-    assert torch.equal(source.reader.tokens(0, source.length), here.reader.tokens(0, here.length))
+    assert torch.equal(source.pages.reader.tokens(0, source.length), here.pages.reader.tokens(0, here.length))
 
 
 # Engines.
@@ -323,7 +324,7 @@ def test_the_engine_says_the_same_however_pages_cross(options: dict[str, object]
         with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
             first = said(engine, PROMPT[:600])
             texts.append((first, said(engine, PROMPT[:590] + PROMPT[:500], reuse=True)))
-            packed = engine.worker.full.packed
+            packed = engine.worker.full.pages.packed
             assert (packed is not None) == (bits_of_pages == 12)
             assert packed is None or packed.table.flags.any()
     assert texts[0] == texts[1]

@@ -277,7 +277,7 @@ BUGS = [
     ),
     Bug(
         "chunks are gathered before new rows are home",
-        FETCH, "            self._full.follow_home()", "            pass", "retrieval, kv streamed",
+        FETCH, "            self._full.pages.follow_home()", "            pass", "retrieval, kv streamed",
     ),
     Bug(
         "the host gathers chunks while new rows are on their way home",
@@ -285,7 +285,7 @@ BUGS = [
     ),
     Bug(
         "a tail is gathered before new rows are home",
-        FETCH, "            self._full.wait_home()", "            pass", "tail alone, kv streamed",
+        FETCH, "            self._full.pages.wait_home()", "            pass", "tail alone, kv streamed",
     ),
 ]  # fmt: skip
 

@@ -11,7 +11,7 @@ import torch
 from models import save_pair
 from offload.engine.engine import Engine
 from offload.kv.fetch import GpuFetch
-from offload.kv.full import FullCache
+from offload.pages.storage import PageStorage
 from offload.pages.traffic import Traffic
 
 pytest.importorskip("triton")
@@ -88,7 +88,7 @@ def test_the_seconds_of_refreshes_are_the_gpus(pair: Pair) -> None:
 
 
 def test_a_kernel_that_does_not_wait_for_new_rows_is_reported(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FullCache, "follow_home", lambda cache: None)
+    monkeypatch.setattr(PageStorage, "follow_home", lambda cache: None)
     with by_kernel("retrieval, kv streamed", pair) as (engine, gpu):
         refreshes(engine, gpu)
         problems = list(gpu.problems)
@@ -105,7 +105,7 @@ def test_a_host_that_does_not_wait_for_the_kernel_is_reported(pair: Pair, monkey
             refreshes(engine, gpu)
             full = engine.worker.full
             full.wait_home()
-            full.page(0, 0).zero_()
+            full.pages.page(0, 0).zero_()
             reported = [problem for problem in gpu.problems if "race: write by host" in problem]
             monkeypatch.undo()
         assert bool(reported) != waits

@@ -71,7 +71,7 @@ def keep(engine: Engine, folders: tuple[Path, Path], path: Path, *, read_only: b
 
 def rows_of(engine: Engine, length: int) -> torch.Tensor:
     engine.worker.full.wait_home()
-    return engine.worker.full.reader.tokens(0, length).clone()
+    return engine.worker.full.pages.reader.tokens(0, length).clone()
 
 
 # Which rows a request may reuse.

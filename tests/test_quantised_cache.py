@@ -75,7 +75,7 @@ def assert_follows(cache: QuantisedCache) -> None:
     full, length, coded = cache.full, cache.full.length, cache.coded
     assert cache.length == length
     assert coded == max(EXACT, (length - KV_TAIL) // GROUP * GROUP)
-    rows = full.reader.tokens(0, length)
+    rows = full.pages.reader.tokens(0, length)
     first = min(EXACT, length)
     assert torch.equal(cache._held[..., :first, :], rows[..., :first, :])
     assert torch.equal(cache._held[..., EXACT : EXACT + length - coded, :], rows[..., coded:, :])
@@ -115,7 +115,7 @@ def test_it_holds_the_full_cache_after_every_refresh(
             own.truncate(0)
         elif step == "restore" and full.length:
             full.wait_home()
-            full.page(0, 0).mul_(2)
+            full.pages.page(0, 0).mul_(2)
             full.restored(full.length)
         if step in ("verify", "draft", "refresh") and draw.random() < 0.7:
             assert cache.prepare(3, wanted=True)
@@ -236,7 +236,7 @@ def test_tokens_that_stay_are_encoded_once(folders: tuple[Path, Path], monkeypat
 
     monkeypatch.setattr(CpuKernels, "quantise_kv", counted)
     with make(folders, replace(SIZES, draft_gamma=0)) as engine:
-        reader = engine.worker.full.reader
+        reader = engine.worker.full.pages.reader
         tokens = reader.tokens
 
         def counted_tokens(start: int, stop: int) -> torch.Tensor:

@@ -81,7 +81,7 @@ def assert_holds(cache: RetrievalCache, *, budget: int = BUDGET) -> None:
     full, length, chosen = cache.full, cache.full.length, cache._chosen
     assert isinstance(chosen, QuantisedChunks)
     full.wait_home()
-    rows = full.reader.tokens(0, length)
+    rows = full.pages.reader.tokens(0, length)
     start = max(EXACT, (length - KV_TAIL) // GROUP * GROUP)
     assert cache.length == length
     first = min(EXACT, length)
@@ -145,7 +145,7 @@ def test_it_holds_the_chosen_chunks_after_every_refresh(
             own.truncate(0)
         elif step == "restore" and full.length:
             full.wait_home()
-            full.page(0, 0).mul_(2)
+            full.pages.page(0, 0).mul_(2)
             full.restored(full.length)
             own.truncate(0)
     assert most > 10
@@ -338,7 +338,7 @@ def test_its_codes_and_its_rows_are_its_bytes(decoder: Decoder) -> None:
     cache = coded(full)
     Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks).forward(PROMPT, 1)
     cache.refresh(1)
-    assert full._memory.allocated()["device"]["arena"] == cache.nbytes()
+    assert full.pages._memory.allocated()["device"]["arena"] == cache.nbytes()
 
 
 def test_it_takes_the_bytes_of_the_plan(folders: tuple[Path, Path]) -> None:

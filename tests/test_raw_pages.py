@@ -60,17 +60,17 @@ def few_rows() -> Iterator[None]:
 
 def lie_where_the_table_says(cache: FullCache) -> None:
     """No two pages have one slot, nobody has a slot that is free, and addresses are those of homes or slots."""
-    assert cache.packed is not None
-    table = cache.packed.table
+    assert cache.pages.packed is not None
+    table = cache.pages.packed.table
     taken = sorted(table.slots.values())
     assert sorted([*taken, *table.raw._free]) == list(range(table.raw.num_slots))
     for layer in range(LAYERS):
         for number in range(table.flags.shape[1]):
-            if cache.store.place(layer, number // PAGES) != "stream":
+            if cache.pages.store.place(layer, number // PAGES) != "stream":
                 continue
             if (slot := table.slots.get((layer, number))) is None:
                 index, within = divmod(number, PAGES)
-                if within < len(home := cache.store.home(layer, index)):
+                if within < len(home := cache.pages.store.home(layer, index)):
                     assert table.blocks[layer, :, number].tolist() == [block.data_ptr() for block in home[within]]
             else:
                 assert table.blocks[layer, :, number].tolist() == [half.data_ptr() for half in table.raw.page(slot)]
@@ -78,8 +78,8 @@ def lie_where_the_table_says(cache: FullCache) -> None:
 
 
 def slots_of(cache: FullCache) -> int:
-    assert cache.packed is not None
-    return cache.packed.table.raw.num_slots
+    assert cache.pages.packed is not None
+    return cache.pages.packed.table.raw.num_slots
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_resident": 1}, {"num_resident": 1, "num_host": 2}], ids=str)
@@ -119,21 +119,21 @@ def test_a_prefill_takes_no_more_memory_than_homes_of_packed_pages_and_slots(lat
 def test_the_last_home_has_no_more_pages_than_positions(late: LateLink) -> None:
     tape = Tape(torch.bfloat16)
     cache = make(tape, link=late, packs=True, num_resident=1)
-    cache.store._most_tokens = 2 * TILE + PAGE + 1
+    cache.pages.store._most_tokens = 2 * TILE + PAGE + 1
     cache.reserve(2 * TILE + PAGE + 1)
-    assert [len(cache.store.home(1, index)) for index in range(3)] == [PAGES, PAGES, 2]
-    assert cache.store.home(0, 0).shape == cache.shape.shape
-    with_room = [cache.store.home_bytes(1, index) for index in range(3)]
-    assert with_room == [cache.store.home(1, index).nbytes for index in range(3)]
+    assert [len(cache.pages.store.home(1, index)) for index in range(3)] == [PAGES, PAGES, 2]
+    assert cache.pages.store.home(0, 0).shape == cache.shape.shape
+    with_room = [cache.pages.store.home_bytes(1, index) for index in range(3)]
+    assert with_room == [cache.pages.store.home(1, index).nbytes for index in range(3)]
 
 
 def test_pages_of_a_tile_that_is_new_are_known() -> None:
     """Also where nobody wrote to them since: those that are on the device, of which a kernel asks."""
     cache = make(Tape(torch.bfloat16), link=LateLink(late_in=True, late_out=True), packs=True, num_resident=2 * LAYERS)
-    assert cache.packed is not None
+    assert cache.pages.packed is not None
     for num_tiles in (1, 2, 3):
-        cache.store.grow(num_tiles * TILE)
-        assert cache.packed.table.on_device().blocks.shape == (LAYERS, 2, num_tiles * PAGES)
+        cache.pages.store.grow(num_tiles * TILE)
+        assert cache.pages.packed.table.on_device().blocks.shape == (LAYERS, 2, num_tiles * PAGES)
 
 
 def spread(tape: Tape, positions: slice, layer: int | slice = slice(None)) -> None:
@@ -259,7 +259,7 @@ def grow(driver: Driver, expected: Sequence[Tensor], source: FullCache, number: 
             with suppress(KeyboardInterrupt):
                 cache.copy_from(source)
                 break
-        assert torch.equal(cache.reader.tokens(0, source.length), source.reader.tokens(0, source.length))
+        assert torch.equal(cache.pages.reader.tokens(0, source.length), source.pages.reader.tokens(0, source.length))
     return calls
 
 
@@ -326,7 +326,7 @@ def test_what_comes_from_outside_is_packed_page_by_page(late: LateLink) -> None:
     away.copy_from(source)
     assert flags_of(away)[:6] == flags_of(away, 1)[:6] == [1, 0, 1, 1, 1, 1]
     assert slots_of(away) <= 3 * LAYERS  # its last page may have as many escapes
-    assert torch.equal(away.reader.tokens(0, away.length), source.reader.tokens(0, source.length))
+    assert torch.equal(away.pages.reader.tokens(0, away.length), source.pages.reader.tokens(0, source.length))
     lie_where_the_table_says(away)
     here = Driver(away, other, padding=ROWS, history=driver.history)
     for _ in range(3):
@@ -342,11 +342,11 @@ def test_a_page_that_is_packed_after_it_came_is_read_as_it_came(late: LateLink) 
         driver.extend([0] * (2 * PAGE - 2 * ROWS), phase="prefill", blocks=9)
         driver.extend([0] * (ROWS + 1))
     assert flags_of(away, 1) == [1, 0]
-    assert away.packed is not None
-    raw = away.packed.table.raw
+    assert away.pages.packed is not None
+    raw = away.pages.packed.table.raw
     raw.take(raw.num_free)
     assert torch.equal(*(driver.extend([0] * (PAGE - ROWS)) for driver in drivers))
-    assert away.packed.table.raw.num_slots <= 4
+    assert away.pages.packed.table.raw.num_slots <= 4
     assert torch.equal(*(driver.extend([0]) for driver in drivers))
 
 
@@ -359,14 +359,14 @@ def test_packed_bytes_are_never_left_as_numbers() -> None:
     cache.fetch_ahead()
     Driver(cache, tape, padding=ROWS).cache.begin("decode", ROWS)
     assert flags_of(cache) == [1, 1]
-    assert cache.packed is not None
+    assert cache.pages.packed is not None
     apart = torch.zeros(cache.shape.shape, dtype=torch.bfloat16)
     link = LateLink(late_in=False, late_out=False)
-    mover = Mover(cache.store, link, Traffic(link), cache.packed, apart, best())
+    mover = Mover(cache.pages.store, link, Traffic(link), cache.pages.packed, apart, best())
     tile = torch.zeros_like(apart)
-    _, staged = cache.packed.fetch(tile, 0, 0, 2, ())
+    _, staged = cache.pages.packed.fetch(tile, 0, 0, 2, ())
     mover.open_in_place(tile, staged)
-    pages = torch.stack([cache.packed.codec.tokens(0, number) for number in (0, 1)])
+    pages = torch.stack([cache.pages.packed.codec.tokens(0, number) for number in (0, 1)])
     assert torch.equal(tile[:, :2].transpose(0, 1), pages)
     assert not tile[:, 2:].any()
     assert torch.equal(apart, tile)

@@ -77,8 +77,8 @@ class Pair:
 
     @property
     def pages(self) -> PackedPages:
-        assert self.away.packed is not None
-        return self.away.packed
+        assert self.away.pages.packed is not None
+        return self.away.pages.packed
 
     def forward(self, count: int, seed: int) -> None:
         tokens = random_tokens(count, seed=seed)
@@ -101,10 +101,10 @@ class Pair:
         """No page lies over another's bytes."""
         table, shape = self.pages.table, self.away.shape
         for layer in range(self.away.num_layers):
-            for index in range(self.away.store.num_tiles):
-                if self.away.store.place(layer, index) != "stream":
+            for index in range(self.away.pages.store.num_tiles):
+                if self.away.pages.store.place(layer, index) != "stream":
                     continue
-                home = self.away.store.home(layer, index)
+                home = self.away.pages.store.home(layer, index)
                 at = home.data_ptr()
                 for number in range(index * shape.num_pages, min((index + 1) * shape.num_pages, self.whole)):
                     flag, sizes = int(table.flags[layer, number]), table.sizes[layer, :, number].tolist()
@@ -124,7 +124,7 @@ class Pair:
         self.away.wait_home()
         self.lie_apart()
         length = self.here.length
-        assert torch.equal(self.away.reader.tokens(0, length), self.here.reader.tokens(0, length))
+        assert torch.equal(self.away.pages.reader.tokens(0, length), self.here.pages.reader.tokens(0, length))
         for number in range(self.whole):
             for theirs, ours in zip(self.away.page_of_all(number), self.here.page_of_all(number), strict=True):
                 assert torch.equal(theirs, ours)
@@ -263,8 +263,8 @@ def test_a_page_that_would_not_come_back_lies_as_it_is(decoder: Decoder) -> None
     pair.forward(300, 1)
     other = full_cache(decoder, SIZES)
     other.copy_from(pair.here)
-    other.page(0, 2)[1, 0, 3, 2] = torch.inf
-    other.page(1, 3)[0].view(torch.int16).copy_(torch.randint(0x7F00, other.page(1, 3)[0].shape))
+    other.pages.page(0, 2)[1, 0, 3, 2] = torch.inf
+    other.pages.page(1, 3)[0].view(torch.int16).copy_(torch.randint(0x7F00, other.pages.page(1, 3)[0].shape))
     for full in (pair.away, pair.here):
         full.copy_from(other)
     pair.refresh()
@@ -272,7 +272,7 @@ def test_a_page_that_would_not_come_back_lies_as_it_is(decoder: Decoder) -> None
     assert flags[:, 2:5].tolist() == [[RAW, RESIDUAL, RESIDUAL], [RESIDUAL, RAW, RESIDUAL]]
     pair.lie_apart()
     pair.away.wait_home()
-    assert torch.equal(*(full.reader.tokens(EXACT, 300).view(torch.int16) for full in (pair.away, pair.here)))
+    assert torch.equal(*(full.pages.reader.tokens(EXACT, 300).view(torch.int16) for full in (pair.away, pair.here)))
 
 
 def test_a_page_lies_as_it_is_where_what_it_has_beside_codes_has_no_room(decoder: Decoder) -> None:
@@ -281,7 +281,7 @@ def test_a_page_lies_as_it_is_where_what_it_has_beside_codes_has_no_room(decoder
     pair.forward(300, 1)
     other = full_cache(decoder, SIZES)
     other.copy_from(pair.here)
-    some = other.page(1, 3)[0, ..., ::2]
+    some = other.pages.page(1, 3)[0, ..., ::2]
     generator = torch.Generator().manual_seed(1)
     some.copy_(torch.randint(0x3F00, some.shape, generator=generator).to(torch.int16).view(torch.bfloat16))
     for full in (pair.away, pair.here):
@@ -365,7 +365,7 @@ def test_the_engine_says_the_same_and_less_crosses(folder: Path, temperature: fl
         with made(folder, link_bits) as engine:
             texts.append(all_said(engine, temperature))
             crossed.append(engine.worker.link_stats.bytes_to_device)
-            packed = engine.worker.full.packed
+            packed = engine.worker.full.pages.packed
             assert link_bits != 9 or (packed is not None and (packed.table.flags == RESIDUAL).any())
     assert texts[0] == texts[1] == texts[2]
     assert crossed[0] > crossed[1] > crossed[2]
@@ -378,15 +378,17 @@ def test_a_session_is_saved_from_residuals_and_opened(folder: Path, tmp_path: Pa
     with made(folder, 9) as engine:
         said(engine, PROMPT)
         full = engine.worker.full
-        assert full.packed is not None
-        assert (full.packed.table.flags == RESIDUAL).any()
-        wanted = full.reader.tokens(0, full.length).clone()
+        assert full.pages.packed is not None
+        assert (full.pages.packed.table.flags == RESIDUAL).any()
+        wanted = full.pages.reader.tokens(0, full.length).clone()
         with Store.open(tmp_path / "session", identity_of(folder, engine.plan)) as store:
             engine.save(store, {})
     with made(folder, 9) as engine:
         with Store.open(tmp_path / "session", identity_of(folder, engine.plan)) as store:
             store.load(engine.worker.rows, len(store.tokens))
-        assert torch.equal(engine.worker.full.reader.tokens(0, len(store.tokens)), wanted[..., : len(store.tokens), :])
+        assert torch.equal(
+            engine.worker.full.pages.reader.tokens(0, len(store.tokens)), wanted[..., : len(store.tokens), :]
+        )
 
 
 def test_two_ranks_say_the_same(folder: Path) -> None:

@@ -237,7 +237,7 @@ def test_an_error_in_the_middle_breaks_off_both_and_all_can_be_asked_again(folde
                 patch.setattr(sequences._Running, "go_on", fails)
             with pytest.raises(KeyboardInterrupt):
                 together(engine, requests)
-        assert engine.worker.full._access["decode"]._meanwhile is None
+        assert engine.worker.full.pages.access["decode"]._meanwhile is None
         assert [alone(engine, each) for each in requests] == expected
         found, _ = together(engine, requests)
         assert found == expected
@@ -318,7 +318,7 @@ def test_a_link_rests_once_all_tiles_have_come(folders):
         alone(engine, *alike(1))
         full = engine.worker.full
         full.fetch_ahead()
-        under_way = [slot.full for slot in full._access["decode"]._slots]
+        under_way = [slot.full for slot in full.pages.access["decode"]._slots]
         assert len(under_way) > 1
         for each in under_way:
             assert not full.link_idle

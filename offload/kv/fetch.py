@@ -55,25 +55,25 @@ class HostFetch:
     def __init__(self, full: FullCache, chunk: int, kernels: DeviceKernels, num_bytes: int) -> None:
         """num_bytes: of the buffer. kernels: that encode."""
         self._full, self._chunk, self._kernels = full, chunk, kernels
-        full.reader.reserve(min(FETCH_BYTES, num_bytes))
+        full.pages.reader.reserve(min(FETCH_BYTES, num_bytes))
 
     def fetch(self, held: Tensor, tail: Tail, wanted: Tensor | None = None) -> None:
         """See `Fetch`."""
         if wanted is None:
-            self._full.wait_home()
+            self._full.pages.wait_home()
         else:
-            self._full.follow_home()
+            self._full.pages.follow_home()
             self._fetch_chunks(held, wanted.cpu())  # on a GPU the host waits here, for the homes too
         self._fetch_tail(held, tail)
 
     def tokens(self, start: int, stop: int) -> Tensor:
         """See `Fetch`."""
-        self._full.wait_home()
-        return self._full.reader.tokens(start, stop)
+        self._full.pages.wait_home()
+        return self._full.pages.reader.tokens(start, stop)
 
     def encode(self, codes: KVCodes, wanted: Tensor) -> None:
         """See `Fetch`."""
-        self._full.follow_home()
+        self._full.pages.follow_home()
         _, num_heads, num_groups, num_bytes = codes.blocks.shape
         blocks = codes.blocks.view(-1, num_bytes)
         for layers, heads, slots, rows in self._chunks(wanted.cpu()):
@@ -99,7 +99,7 @@ class HostFetch:
         most = max(FETCH_BYTES // (2 * self._chunk * shape.head_dim * shape.dtype.itemsize), 1)
         for part in zip(*(index.split(most) for index in (layers, heads, slots, chunks)), strict=True):
             if part[0].numel():
-                order, rows = self._full.reader.chunks(part[0], part[1], part[3], self._chunk)
+                order, rows = self._full.pages.reader.chunks(part[0], part[1], part[3], self._chunk)
                 yield part[0][order], part[1][order], part[2][order], rows
 
     def _fetch_tail(self, held: Tensor, tail: Tail) -> None:
@@ -108,7 +108,7 @@ class HostFetch:
         step = max(FETCH_BYTES // token_bytes, 1)
         for start in range(tail.start, tail.stop, step):
             stop, at = min(start + step, tail.stop), tail.at + start - tail.first
-            held[:, :, :, at : at + stop - start] = self._full.reader.tokens(start, stop)
+            held[:, :, :, at : at + stop - start] = self._full.pages.reader.tokens(start, stop)
 
 
 class GpuFetch:
@@ -123,19 +123,19 @@ class GpuFetch:
 
     def fetch(self, held: Tensor, tail: Tail, wanted: Tensor | None = None) -> None:
         """See `Fetch`."""
-        self._full.follow_home()
+        self._full.pages.follow_home()
         if wanted is not None:
             self._copy(wanted, held)
         if tail.start < tail.stop:
             numbers = torch.arange(tail.start // self._chunk, -(-tail.stop // self._chunk), device=held.device)
             slot = (tail.at + tail.start - tail.first) // self._chunk
             self._copy(numbers, held, slot=slot, tokens=range(tail.start, tail.stop))
-        self._full.read_home()
+        self._full.pages.read_home()
 
     def encode(self, codes: KVCodes, wanted: Tensor) -> None:
         """See `Fetch`. By two launches for as many slots as a fetch may move: one copies what is wanted, one encodes
         it. The host does not look which that is."""
-        self._full.follow_home()
+        self._full.pages.follow_home()
         shape, num_layers = self._full.shape, self._full.num_layers
         slot_bytes = num_layers * 2 * shape.num_kv_heads * self._chunk * shape.head_dim * shape.dtype.itemsize
         most = min(max(FETCH_BYTES // slot_bytes, 1), wanted.shape[-1])
@@ -145,7 +145,7 @@ class GpuFetch:
             own = codes.groups(first, first + part.shape[-1])
             self._copy(part, rows)
             self._kernels.quantise_kv(rows[:, :, :, : part.shape[-1] * self._chunk], own, part)
-        self._full.read_home()
+        self._full.pages.read_home()
 
     def tokens(self, start: int, stop: int) -> Tensor:
         """See `Fetch`."""
@@ -155,10 +155,10 @@ class GpuFetch:
 
     def _copy(self, wanted: Tensor, held: Tensor, **more: Any) -> None:
         """See `kernels.gpu.copies.chunks`."""
-        full, packed = self._full, self._full.packed
+        full, packed = self._full, self._full.pages.packed
         more |= {"chunk": self._chunk, "page": full.shape.page_tokens}
         if packed is None:
-            self._kernels.copy_chunks(full.store.addresses(), wanted, held, tile=full.shape.tokens, **more)
+            self._kernels.copy_chunks(full.pages.store.addresses(), wanted, held, tile=full.shape.tokens, **more)
         else:
             there, packing = packed.table.on_device(), packed.codec.packing
             self._kernels.copy_packed_chunks(there.blocks, there.flags, wanted, held, packing, **more)
@@ -172,6 +172,6 @@ class GpuFetch:
 
 def make_fetch(full: FullCache, chunk: int, kernels: DeviceKernels, num_bytes: int) -> Fetch:
     """By the GPU's kernel where it has one and reaches all homes. num_bytes: of the buffer."""
-    if kernels.reads_host and (full.all_on_device or kernels_read_host(full.device)):
+    if kernels.reads_host and (full.pages.all_on_device or kernels_read_host(full.device)):
         return GpuFetch(full, chunk, kernels)
     return HostFetch(full, chunk, kernels, num_bytes)

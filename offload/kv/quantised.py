@@ -56,7 +56,7 @@ class QuantisedCache:
         self.length = 0
         self._taken = [0] * full.num_layers
         if beside:
-            full.lie_beside(self)
+            full.pages.lie_beside(self)
 
     @property
     def order(self) -> Order:

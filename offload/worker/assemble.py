@@ -17,6 +17,7 @@ from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import ByMass
 from offload.kv.streaming import StreamingCache
 from offload.model.loading import DTYPES
+from offload.pages.storage import Offload
 from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.plan.sizing import CPU_BLOCKS, MAX_ROWS, tail_tokens
@@ -40,19 +41,26 @@ def full_cache(
         num_layers=config.num_layers,
         rope=rotary_table(plan, config),
         blocks=blocks,
-        link=link if "kv" in placement.offload else None,
-        num_resident=placement.resident_tiles,
-        num_host=placement.host_tiles,
-        num_staging=placement.staging_tiles,
-        host_reads=_host_reads(plan, config),
+        offload=None if link is None or "kv" not in placement.offload else _offload(plan, config, link),
         mass_chunk=composition.chunk if composition.budget else None,
         fused_prefill=placement.fused_prefill,
         flash=_flash_tiles(plan),
         kernels=_attention_kernels(plan, config),
+        arena=arena,
+    )
+
+
+def _offload(plan: Plan, config: ModelConfig, link: Link) -> Offload:
+    placement = plan.placement
+    return Offload(
+        link,
+        num_resident=placement.resident_tiles,
+        num_host=placement.host_tiles,
+        num_staging=placement.staging_tiles,
+        host_reads=_host_reads(plan, config),
         host_kernels=fitting(torch.device("cpu"), config.head_dim, ()),
         packs=_packs(plan, config),
         raw_pages=placement.raw_pages,
-        arena=arena,
     )
 
 

@@ -285,7 +285,7 @@ class _Trial:
         )
         cache.reserve(room)
         for layer in range(self._num_layers):
-            cache.store.home(layer, 0).fill_(_VALUE)  # a page that was never written to is in no memory
+            cache.pages.store.home(layer, 0).fill_(_VALUE)  # a page that was never written to is in no memory
         return cache
 
 

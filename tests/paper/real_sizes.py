@@ -146,9 +146,9 @@ class _HomeMaker(HomeMaker):
 def _hold_prompt(full: FullCache) -> None:
     """With pages that were packed before there were codes."""
     full.restored(NUM_PROMPT)
-    if full.packed is not None:
-        numbers, table = range(NUM_PROMPT // full.shape.page_tokens), full.packed.table
-        full.packed._without = {page: None for number in numbers for page in table.streaming(number)}
+    if full.pages.packed is not None:
+        numbers, table = range(NUM_PROMPT // full.shape.page_tokens), full.pages.packed.table
+        full.pages.packed._without = {page: None for number in numbers for page in table.streaming(number)}
 
 
 def _nine_bits(parts: Tensor, shape: PageShape) -> Tensor:

@@ -133,6 +133,10 @@ class SeededSource:
     def draw(self, probs: Tensor) -> int:
         """Inverse transform in fp64 over the support, so a token of probability zero is never drawn."""
         support = probs.nonzero().squeeze(-1)
+        if len(support) == 1:  # as of greedy decoding: the uniform is drawn all the same, for those after it
+            check_mass(probs[support].item())
+            self._uniform()
+            return int(support)
         mass = probs[support].double().cumsum(0)
         total = mass[-1].item() if len(mass) else 0.0
         check_mass(total)

@@ -69,6 +69,8 @@ def residual(target_probs: Tensor, draft_probs: Tensor | None, token: int) -> Te
 
 def _ratios(drafted: Sequence[int], draft_probs: Sequence[Tensor | None], target_probs: Tensor) -> list[float]:
     """target / draft at each drafted token."""
+    if not drafted:
+        return []
     tokens = torch.tensor(drafted, dtype=torch.long).unsqueeze(-1)
     target = target_probs[:-1].gather(-1, tokens).squeeze(-1)
     chances = [1.0 if row is None else row[token] for token, row in zip(drafted, draft_probs, strict=True)]

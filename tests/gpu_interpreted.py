@@ -127,7 +127,7 @@ def attending(
     attention.begin(Rows(q, new, new, 0, index, window), sum(counts), masses=chunk is not None)
     slot = 0
     for each, count in zip(held, counts, strict=True):
-        run = attention.run(
+        run = attention.exact_run(
             each.pages, first=each.first, tokens=each.tokens, slot=slot, windowed=each.windowed
         )  # fmt: skip
         attention.attend(run)
@@ -246,7 +246,7 @@ def test_what_the_host_attended_to_is_joined_as_if_the_gpu_had(dtype: torch.dtyp
     host = SpanAttention(library, unmoving(32, dtype), dtype=dtype, span=64, chunk=16)
     new = torch.zeros(num_rows, KV_HEADS, 32, dtype=dtype)
     host.begin(Rows(q, new, new, 0, index), 2, masses=True)
-    host.attend(host.run(tiles[1].pages, first=128, tokens=128, slot=0))
+    host.attend(host.exact_run(tiles[1].pages, first=128, tokens=128, slot=0))
     both = join(gpu, host.part(), 128 // 16)
     wanted, weights = in_fp64(tiles, q, index)
     assert_near(both.out.flatten(1), wanted, dtype)
@@ -355,7 +355,7 @@ def test_rows_are_rotated_and_taken_in_where_they_belong() -> None:
     attention = GpuAttention(rope, dtype=q.dtype, span=4)
     attention.begin(Rows(q, k, v, position=103, index=3), 3)
     for each in held:
-        attention.append_rows(attention.run(each.pages, first=each.first, tokens=8, slot=0))
+        attention.append_rows(attention.exact_run(each.pages, first=each.first, tokens=8, slot=0))
     after = torch.cat([each.flat() for each in held], 2).float()
     wanted = torch.cat([Held(pages, 0, 8).flat() for pages in before], 2).float()
     wanted[0, :, 3:12] = rotate(k, *rope.rows(103, 112)).transpose(0, 1)

@@ -67,8 +67,8 @@ def attended(
     slots = -(-num_exact // span)
     attention.begin(Rows(q, new, new, 0, num_exact - len(q)), slots - (-num_tokens // span))
     if exact is not None:  # in two runs: the launch over codes folds the second of them
-        attention.attend(attention.run(exact[:, :, :span], first=0, tokens=span, slot=0))
-        attention.attend(attention.run(exact[:, :, span:], first=span, tokens=num_exact - span, slot=1))
+        attention.attend(attention.exact_run(exact[:, :, :span], first=0, tokens=span, slot=0))
+        attention.attend(attention.exact_run(exact[:, :, span:], first=span, tokens=num_exact - span, slot=1))
     attention.attend(attention.coded_run(codes, layer, tokens=num_tokens, slot=slots))
     part = attention.part()
     return part.out, part.lse

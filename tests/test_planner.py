@@ -238,13 +238,13 @@ def test_all_rows_of_a_pass_are_summed_at_once() -> None:
         sizing = Sizing(DEMO, None, Options(), hardware, "bf16")
         found = Cost(sizing, place(sizing, 4000, PLAIN), 4000, PLAIN)
         latency = 2 * DEMO.num_layers * (NCCL if hardware is PAIR else SHARED).seconds
-        assert found.full_sums(block) - found.sums(block) == 0.0
-        more = found.full_sums(2 * block) - found.full_sums(block)
-        assert more == pytest.approx(found.full_sums(block) - latency)
+        assert found.device.full_sums(block) - found.device.sums(block) == 0.0
+        more = found.device.full_sums(2 * block) - found.device.full_sums(block)
+        assert more == pytest.approx(found.device.full_sums(block) - latency)
         if hardware is PAIR:  # whole blocks
-            assert found.full_sums(block + 1) == found.full_sums(2 * block)
+            assert found.device.full_sums(block + 1) == found.device.full_sums(2 * block)
         three = replace(found, sizing=replace(sizing, num_sequences=3))
-        assert three.full_sums(block) == found.full_sums(3 * block)
+        assert three.device.full_sums(block) == found.device.full_sums(3 * block)
 
 
 def seconds_with(sums: SumCosts, monkeypatch: pytest.MonkeyPatch, options: Options, hardware: Hardware) -> Prediction:
@@ -442,7 +442,7 @@ def test_several_gpus_share_the_computing_of_a_prefill() -> None:
             Sizing(DEMO, None, Options(), hardware, "bf16") for hardware in (replace(GPU, rates=RTX_4090), PAIR)
         )
     )
-    assert two.prefill(4000) - two.sums(4000, 8) == pytest.approx(one.prefill(4000) / 2)
+    assert two.prefill(4000) - two.device.sums(4000, 8) == pytest.approx(one.prefill(4000) / 2)
 
 
 def test_a_looked_up_token_takes_a_row_more() -> None:

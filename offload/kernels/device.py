@@ -32,7 +32,7 @@ class DecodeAttention(Protocol):
     @property
     def span(self) -> int: ...
 
-    def run(
+    def exact_run(
         self, tensor: Tensor, *, first: int, tokens: int, slot: int, query: int = 0, windowed: bool = False
     ) -> Any: ...
 

@@ -112,7 +112,7 @@ class SpanAttention:
         r.queries, r.k, r.last = None, rows.k.data_ptr(), rows.position + num_rows
         self._rows = rows
 
-    def run(
+    def exact_run(
         self, tensor: Tensor, *, first: int, tokens: int, slot: int, query: int = 0, windowed: bool = False
     ) -> ctypes.Array[Run]:
         """See `one_run`."""

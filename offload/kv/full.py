@@ -244,7 +244,7 @@ class FullCache:
         if self._host_attention is not None:
             out, mass = self._host_attention.attend(access, layer, rows, tiles, masses=masses)
         else:
-            self._attention.run(access, layer, rows, tiles, masses=masses)
+            self._attention.attend(access, layer, rows, tiles, masses=masses)
             access.end_layer()
             out, mass = self._attention.merge()
         if mass is not None:

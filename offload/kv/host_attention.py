@@ -50,7 +50,7 @@ class HostAttention:
         if held:
             self._send(rows)
         if others:
-            self._gpu.run(access, layer, rows, others, masses=masses)
+            self._gpu.attend(access, layer, rows, others, masses=masses)
         out, mass = self._joined(access, layer, rows, held, others, masses) if held else self._gpu.merge()
         access.end_layer()
         if mass is None or self._chunk is None:
@@ -67,7 +67,7 @@ class HostAttention:
         self, access: TileAccess, layer: int, rows: Rows, held: Sequence[int], others: Sequence[int], masses: bool
     ) -> tuple[Tensor, Tensor | None]:
         """(out [T, H * D], mass [T, H_kv, C] or None) of both."""
-        self._host.run(access, layer, self._received(rows), held, masses=masses)
+        self._host.attend(access, layer, self._received(rows), held, masses=masses)
         part = self._returned(self._host.part(), rows.q.device)
         if others:
             before = sum(index < held[0] for index in others) * self._store.shape.tokens

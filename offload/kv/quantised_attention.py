@@ -53,7 +53,7 @@ class QuantisedAttention:
         # A graph is used when there are more; a GPU hides what is after a row's own.
         num_exact = exact.shape[2] if on_gpu else row + taken + num_rows
         slots = -(-num_exact // spans.span)
-        run = spans.run(exact, first=0, tokens=num_exact, slot=0)
+        run = spans.exact_run(exact, first=0, tokens=num_exact, slot=0)
         spans.begin(rows, slots - (-num_coded // spans.span))
         spans.append_rows(run)
         spans.attend(run)

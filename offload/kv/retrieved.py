@@ -175,7 +175,7 @@ class RetrievedRows(_InArena):
         stop = rows.index + rows.q.shape[0]
         if rows.places is not None:
             stop = self._held.shape[3]  # a graph is used when there are more
-        run = spans.run(self._held[layer], first=0, tokens=stop, slot=0)
+        run = spans.exact_run(self._held[layer], first=0, tokens=stop, slot=0)
         spans.begin(rows, -(-stop // spans.span))
         spans.append_rows(run)
         spans.attend(run)

@@ -144,12 +144,12 @@ class StreamingCache:
         if rows.places is not None:
             held = self._num_slots  # a graph is used when there are more
         num_window, num_sinks = -(-held // spans.span), -(-known // spans.span)
-        window = spans.run(self._rows[layer], first=0, tokens=held, slot=0, windowed=True)
+        window = spans.exact_run(self._rows[layer], first=0, tokens=held, slot=0, windowed=True)
         spans.begin(rows, num_window + num_sinks, lasts=(stop, self.sinks + self.window - 1))
         spans.append_rows(window)
         spans.attend(window)
         if self.sinks:
-            sinks = spans.run(self._sink_rows[layer], first=-self._first, tokens=known, slot=num_window, query=1)
+            sinks = spans.exact_run(self._sink_rows[layer], first=-self._first, tokens=known, slot=num_window, query=1)
             spans.append_rows(sinks)
             spans.attend(sinks)
         return spans.merge()[0]

@@ -38,7 +38,7 @@ class TileAttention:
     def by_kernels(self) -> bool:
         return self._spans is not None
 
-    def run(self, access: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], *, masses: bool) -> None:
+    def attend(self, access: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], *, masses: bool) -> None:
         """Attend to `tiles`, not empty. Kernels take them in the order given."""
         self._rows = rows
         if self._spans is not None:
@@ -77,7 +77,7 @@ class TileAttention:
         spans.begin(rows, sum(-(-count // spans.span) for count in used.values()), masses=masses)
         for index in tiles:
             base = index * tokens
-            run = spans.run(access.open(layer, index), first=base, tokens=used[index], slot=slots[index])
+            run = spans.exact_run(access.open(layer, index), first=base, tokens=used[index], slot=slots[index])
             if base + tokens > start:
                 spans.append_rows(run)
                 access.wrote(layer, index, max(start - base, 0), used[index])

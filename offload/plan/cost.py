@@ -34,7 +34,7 @@ class Cost(Passes):
     cache, and seconds per token are those that each of them takes."""
 
     @cached_property
-    def _device(self) -> DevicePasses:
+    def device(self) -> DevicePasses:
         return CpuPasses(self) if self.sizing.hardware.is_cpu else GpuPasses(self)
 
     @cached_property
@@ -92,11 +92,11 @@ class Cost(Passes):
     def retrieval_pass(self, rows: int) -> float:
         """Seconds of a pass at the level where the target proposes to itself: over all weights, those quantised or
         the exact ones, and the retrieved tokens or all."""
-        return 0.0 if self.composition.inner is None else self._device.retrieval(rows)
+        return 0.0 if self.composition.inner is None else self.device.retrieval(rows)
 
     @cached_property
     def draft_pass(self) -> float:
-        return 0.0 if self.sizing.draft is None or not self.composition.draft else self._device.draft()
+        return 0.0 if self.sizing.draft is None or not self.composition.draft else self.device.draft()
 
     def full_pass(self, rows: int, *, masses: bool = False) -> float:
         """Seconds of a pass over the full cache: the longest of computation and sums, block by block, of the link, and
@@ -105,22 +105,9 @@ class Cost(Passes):
 
     def full_computed(self, rows: int, *, masses: bool = False) -> float:
         """The same where nothing has to be waited for that crosses the link."""
-        device = self._device
+        device = self.device
         computed = device.full(rows, masses=masses) + device.unpacking + device.restoring
         return max(computed, self._host_seconds(rows))
-
-    def full_sums(self, rows: int) -> float:
-        """Seconds of the sums over the ranks in a full pass."""
-        return self._device.full_sums(rows)
-
-    def sums(self, rows: int, blocks: int = 1) -> float:
-        """Seconds of the sums over the ranks in a pass of so many rows, in blocks."""
-        return self._device.sums(rows, blocks)
-
-    def besides_attention(self, rows: int) -> float:
-        """Seconds of a pass, with its sums, in which it attends to nothing: then the host has no query. On a GPU also
-        those in which what the host has for a layer waits for the tile that is just crossing the link."""
-        return self._device.besides_attention(rows)
 
     def _seconds_per_token(self, gamma: int, acceptance: float | None = None) -> float:
         """acceptance: without it, that of the mean text."""
@@ -150,7 +137,7 @@ class Cost(Passes):
             return 0.0
         changed = _CHANGED_CHUNKS * (1.0 - self._held_share)
         fetched = changed * self.retrieved_bytes * self.share_on_host
-        return self._device.refresh() + fetched * self._device.refresh_link_share / self.link_rate
+        return self.device.refresh() + fetched * self.device.refresh_link_share / self.link_rate
 
     @property
     def _held_share(self) -> float:
@@ -163,9 +150,9 @@ class Cost(Passes):
         hidden = self._crossing_rows(num_tokens)
         there = self.streamed_weights + hidden
         back = num_tokens * self.sizing.kv_bytes_per_token * self.share_on_host + hidden
-        computed = self._device.prefill(num_tokens) + self.sums(num_tokens, -(-num_tokens // PREFILL_BLOCK))
+        computed = self.device.prefill(num_tokens) + self.device.sums(num_tokens, -(-num_tokens // PREFILL_BLOCK))
         to_host = min(self.sizing.hardware.rates.to_host, self.link_rate)
-        return max(computed + self._device.restoring, there / self.link_rate, back / to_host)
+        return max(computed + self.device.restoring, there / self.link_rate, back / to_host)
 
     def _crossing_rows(self, num_tokens: int) -> int:
         """Bytes over each device's link, in either direction, for the hidden rows of a prefill."""
@@ -178,7 +165,8 @@ class Cost(Passes):
         rate = self.placement.host_bytes_per_second
         if not rate:
             return 0.0
-        return self.full_host_bytes * host_slowdown(rows, self.sizing.group) / rate + self.besides_attention(rows)
+        attending = self.full_host_bytes * host_slowdown(rows, self.sizing.group) / rate
+        return attending + self.device.besides_attention(rows)
 
 
 def own_acceptance(hidden_size: int, weight_bits: int, kv_bits: int, share: float) -> float:
@@ -239,14 +227,14 @@ def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Pred
         prefill_seconds=prefill,
         first_token_seconds=prefill + cost.full_pass(cost.sizing.rows),
         full_pass_seconds=cost.full_pass(1),
-        full_sum_seconds=cost.full_sums(1),
+        full_sum_seconds=cost.device.full_sums(1),
         full_link_bytes=round(cost.full_link_bytes),
         full_host_bytes=round(cost.full_host_bytes),
         full_row_seconds=(cost.full_pass(1 + far) - cost.full_pass(1)) / far,
         full_block_rows=0 if cost.placement.offload else cost.sizing.most_rows,
         mass_share=cost.full_pass(1, masses=cost.composition.budget > 0) / cost.full_pass(1) - 1.0,
         retrieval_pass_seconds=cost.retrieval_pass(1),
-        retrieval_sum_seconds=cost.sums(1) if cost.composition.inner else 0.0,
+        retrieval_sum_seconds=cost.device.sums(1) if cost.composition.inner else 0.0,
         retrieval_row_seconds=(cost.retrieval_pass(1 + far) - cost.retrieval_pass(1)) / far,
         retrieval_token_seconds=cost.retrieval_token if cost.composition.inner else 0.0,
         draft_pass_seconds=cost.draft_pass,

@@ -81,7 +81,8 @@ def _best_number(cost: Cost) -> int:
     # of both rates, of which the host has its part. On a GPU that host waits for a tile a layer.
     attending = replace(cost, placement=replace(cost.placement, host_tiles=num_streamed))
     total = (
-        num_streamed + (cost.streamed_weights / cost.link_share - link * attending.besides_attention(rows)) / tile_bytes
+        num_streamed
+        + (cost.streamed_weights / cost.link_share - link * attending.device.besides_attention(rows)) / tile_bytes
     )
     return min(max(round(total * host / (link + host)), 0), num_streamed)
 

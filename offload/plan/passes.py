@@ -164,7 +164,8 @@ class DevicePasses(ABC):
 
     @abstractmethod
     def besides_attention(self, rows: int) -> float:
-        """See `Cost.besides_attention`."""
+        """Seconds of a pass, with its sums, in which it attends to nothing: then the host has no query. On a GPU also
+        those in which what the host has for a layer waits for the tile that is just crossing the link."""
 
     @property
     @abstractmethod

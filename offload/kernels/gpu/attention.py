@@ -77,7 +77,9 @@ class GpuAttention:
         self._num_runs = self._num_left = 0  # runs attended to, and spans of the last one
         self._rows: Rows | None = None
 
-    def run(self, tensor: Tensor, *, first: int, tokens: int, slot: int, query: int = 0, windowed: bool = False) -> Run:
+    def exact_run(
+        self, tensor: Tensor, *, first: int, tokens: int, slot: int, query: int = 0, windowed: bool = False
+    ) -> Run:
         """Tensor [2, P, H_kv, S, D] or, as one page, [2, H_kv, S, D]: as `one_run` of the CPU's. Of `tokens`
         those after the last of the rows do not count."""
         return Run(tensor if tensor.dim() == 5 else tensor[:, None], first, tokens, slot, query, windowed)

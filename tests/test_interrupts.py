@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,7 +24,9 @@ from hearing import hear_signals
 from models import TOKENIZER_SIZE, random_model, save
 from stage import rehearse
 from terminals import Terminal
-from triforce_cli import signals
+from triforce_cli import prompt, signals
+from triforce_cli.chat import reader
+from triforce_cli.commands import sessions
 from triforce_cli.signals import Terminated, interruptible
 
 RAISED = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated, signal.SIGHUP: Terminated}
@@ -171,6 +174,40 @@ def test_a_wait_for_standard_input_hears_what_did_not_break_it_off() -> None:
     rescue.cancel()
     os.close(reader)
     os.close(writer)
+
+
+def _prompt() -> object:
+    return prompt._read_stdin("a prompt", lambda *_, **__: None)
+
+
+def _agreed() -> object:
+    return sessions._agreed(Mock(has_person=True), "remove it?")
+
+
+@pytest.mark.parametrize("read", [_prompt, reader._next_line, _agreed])
+def test_whoever_reads_standard_input_listens(read: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = list[bool]()
+
+    class Input:
+        def read(self) -> bytes:
+            return self.readline().encode()
+
+        def readline(self) -> str:
+            heard.append(signals._is_listening)
+            return "y\n"
+
+    stdin = Input()
+    monkeypatch.setattr(sys, "stdin", stdin)
+    stdin.buffer = Mock(read=stdin.read, readline=stdin.read)  # type: ignore[attr-defined]
+    monkeypatch.setattr(prompt, "_comes", lambda seconds: True)
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    try:
+        read()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert heard == [True]
+    assert not signals._is_listening
 
 
 def test_a_signal_is_not_lost_in_a_finaliser(capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 REPLACEMENT = "\ufffd"
 _STEP = re.compile(rb'"type":\s*"(\w+)"')  # of a decoder written as JSON
+_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]\Z")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -39,7 +40,7 @@ class ByteLetters(Characters):
             data = bytes(_letters()[letter] for letter in letters)
         except KeyError:  # an added token, which stands for itself
             return [*self.flush(), token]
-        _, num_whole = codecs.utf_8_decode(data, "replace")
+        _, num_whole = _decoded(data, "replace")
         self._held = letters[num_whole:]
         return [letters[:num_whole]] if num_whole else []
 
@@ -64,7 +65,7 @@ class ByteTokens(Characters):
             return [*self.flush(), token]
         self._held += bytes.fromhex(byte[1])
         try:
-            text, num_whole = codecs.utf_8_decode(self._held)
+            text, num_whole = _decoded(self._held)
         except UnicodeDecodeError:
             self._broken = True
         if self._broken:
@@ -75,6 +76,12 @@ class ByteTokens(Characters):
     def flush(self) -> list[str]:
         left, self._held, self._broken = REPLACEMENT * len(self._held), b"", False
         return [left] if left else []
+
+
+def _decoded(data: bytes, errors: str = "strict") -> tuple[str, int]:
+    """What is whole of it, and how many bytes that is. Python would wait for a surrogate's third byte, though it is no
+    character with it either."""
+    return codecs.utf_8_decode(data, errors, _SURROGATE.search(data) is not None)
 
 
 def characters_of(decoder: Any) -> Characters:

@@ -18,7 +18,7 @@ from models import GREEDY, Sizes, changed, random_model, random_tokens, save, ti
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.formats.layout import RESIDUAL
-from offload.kernels import kv_codes
+from offload.formats.quantised_kv import GROUP
 from offload.kv.fetch import GpuFetch
 from offload.kv.quantised import EXACT, QuantisedCache
 from offload.kv.retrieved import QuantisedChunks
@@ -79,7 +79,7 @@ def test_the_text_is_the_targets_and_all_is_ordered(folder: Path, by_kernel: boo
         assert isinstance(cache, QuantisedCache)
         assert isinstance(cache._fetch, GpuFetch) == by_kernel
         assert [said(engine, PROMPT), said(engine, OTHER)] == wanted
-        assert cache.coded > EXACT + kv_codes.GROUP
+        assert cache.coded > EXACT + GROUP
         [target] = [level for level in engine.stats.levels if level.name == "target"]
         assert target.accepted_by["self"] > target.drafted_by["self"] / 2 > 0
         assert said(engine, PROMPT, reuse=True) == wanted[0]
@@ -123,7 +123,7 @@ def test_retrieved_chunks_in_4_bits_change_no_text_and_all_is_ordered(
 ) -> None:
     """Encoded from pages as they are, and packed; again after a prefill took their memory."""
     monkeypatch.setenv(GRAPHS, "off")  # which programs in the interpreter cannot be part of
-    part = replace(SIZES, budget=64, chunk=kv_codes.GROUP)
+    part = replace(SIZES, budget=64, chunk=GROUP)
     wanted = plainly(folder, "bf16")
     with on_gpu(folder, part, "kv", by_kernel=by_kernel, dtype="bf16", link_bits=link_bits) as (engine, gpu):
         cache = engine.worker.retrieval
@@ -143,7 +143,7 @@ def test_retrieved_chunks_in_4_bits_change_no_text_and_all_is_ordered(
 
 def test_the_host_does_not_wait_for_chunks_to_encode(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GRAPHS, "off")
-    with on_gpu(folder, replace(SIZES, budget=64, chunk=kv_codes.GROUP), "kv") as (engine, gpu):
+    with on_gpu(folder, replace(SIZES, budget=64, chunk=GROUP), "kv") as (engine, gpu):
         said(engine, PROMPT)
         engine.worker.record_mass(True)
         for token in range(3):

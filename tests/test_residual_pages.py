@@ -19,13 +19,16 @@ from models import LateLink, Sizes, changed, full_cache, load, random_model, ran
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
-from offload.formats.layout import PACKED, RAW, RESIDUAL
+from offload.formats.layout import PACKED, RAW, RESIDUAL, Packing
+from offload.kernels.cpu import CpuKernels
+from offload.kv.fetch import GpuFetch
 from offload.kv.full import FullCache
 from offload.kv.quantised import EXACT, QuantisedCache
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.pages import access
 from offload.pages.packed import PackedPages
+from offload.pages.reader import RowReader
 from offload.pages.table import Page
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
@@ -215,10 +218,35 @@ def test_rows_are_the_same_whatever_happens(decoder: Decoder, raw_pages: int, fi
     assert most > 1
 
 
+def fetch_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose kernel reads homes itself and knows no residuals."""
+
+    def copy(
+        kernels: CpuKernels, blocks: Tensor, flags: Tensor, wanted: Tensor, held: Tensor, packing: Packing, *,
+        chunk: int, page: int, slot: int, tokens: range,
+    ) -> None:  # fmt: skip
+        assert not (flags[:, wanted * chunk // page] == RESIDUAL).any()
+        at = slot * chunk + tokens.start - int(wanted[0]) * chunk
+        held[:, :, :, at : at + len(tokens)] = reading[0].tokens(tokens.start, tokens.stop)
+
+    def make(full: FullCache, chunk: int, kernels: CpuKernels, num_bytes: int) -> GpuFetch:
+        reading.append(full.pages.reader)
+        return GpuFetch(full, chunk, kernels)
+
+    reading: list[RowReader] = []
+    monkeypatch.setattr(CpuKernels, "copy_packed_chunks", copy)
+    monkeypatch.setattr("offload.kv.quantised.make_fetch", make)
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("cut", [300, 299, 256, 257, 200])
-def test_pages_stay_residuals_where_the_cache_is_cut(decoder: Decoder, cut: int) -> None:
+def test_pages_stay_residuals_where_the_cache_is_cut(
+    decoder: Decoder, cut: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last tokens of the cache are attended to exactly, but their codes stay for the pages that lie beside them:
     until other rows are written there, or the same are encoded again."""
+    if by_kernel:
+        fetch_by_kernel(monkeypatch)
     pair = Pair.of(decoder)
     pair.forward(400, 1)
     pair.refresh()

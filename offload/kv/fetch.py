@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from offload.formats.layout import RESIDUAL
 from offload.formats.quantised_kv import KVCodes
 from offload.kernels.device import DeviceKernels
 from offload.kv.full import FullCache
@@ -64,7 +65,7 @@ class HostFetch:
         else:
             self._full.pages.follow_home()
             self._fetch_chunks(held, wanted.cpu())  # on a GPU the host waits here, for the homes too
-        self._fetch_tail(held, tail)
+        _read_tail(self._full, held, tail)
 
     def tokens(self, start: int, stop: int) -> Tensor:
         """See `Fetch`."""
@@ -102,18 +103,11 @@ class HostFetch:
                 order, rows = self._full.pages.reader.chunks(part[0], part[1], part[3], self._chunk)
                 yield part[0][order], part[1][order], part[2][order], rows
 
-    def _fetch_tail(self, held: Tensor, tail: Tail) -> None:
-        """A part at a time, too."""
-        token_bytes = held[:, :, :, 0].numel() * held.itemsize
-        step = max(FETCH_BYTES // token_bytes, 1)
-        for start in range(tail.start, tail.stop, step):
-            stop, at = min(start + step, tail.stop), tail.at + start - tail.first
-            held[:, :, :, at : at + stop - start] = self._full.pages.reader.tokens(start, stop)
-
 
 class GpuFetch:
     """A kernel reads the homes itself, those in pinned memory of the host too, and skips the slots whose chunk stays:
-    a launch for chunks and one for the tail, of all layers. The host looks at nothing and waits for nothing.
+    a launch for chunks and one for the tail, of all layers. The host looks at no tensor of the GPU and waits for none,
+    unless pages of the tail are residuals.
 
     They run on the stream that computes: a retrieval pass, which is next but for a short draft, needs them all.
     """
@@ -126,7 +120,10 @@ class GpuFetch:
         self._full.pages.follow_home()
         if wanted is not None:
             self._copy(wanted, held)
-        if tail.start < tail.stop:
+        if self._lie_beside_codes(tail):
+            self._full.pages.wait_home()
+            _read_tail(self._full, held, tail)
+        elif tail.start < tail.stop:
             numbers = torch.arange(tail.start // self._chunk, -(-tail.stop // self._chunk), device=held.device)
             slot = (tail.at + tail.start - tail.first) // self._chunk
             self._copy(numbers, held, slot=slot, tokens=range(tail.start, tail.stop))
@@ -153,6 +150,14 @@ class GpuFetch:
         self.fetch(rows, Tail(start, start, stop, 0))
         return rows
 
+    def _lie_beside_codes(self, tail: Tail) -> bool:
+        """Whether pages of it are residuals, which the kernel does not restore: where a text was cut, some of the last
+        tokens were codes before."""
+        packed, page = self._full.pages.packed, self._full.shape.page_tokens
+        if packed is None:
+            return False
+        return bool((packed.table.flags[:, tail.start // page : -(-tail.stop // page)] == RESIDUAL).any())
+
     def _copy(self, wanted: Tensor, held: Tensor, **more: Any) -> None:
         """See `kernels.gpu.copies.chunks`."""
         full, packed = self._full, self._full.pages.packed
@@ -168,6 +173,14 @@ class GpuFetch:
         full, shape = self._full, self._full.shape
         size = (full.num_layers, 2, shape.num_kv_heads, num_tokens, shape.head_dim)
         return torch.empty(size, dtype=shape.dtype, device=full.device)
+
+
+def _read_tail(full: FullCache, held: Tensor, tail: Tail) -> None:
+    """By the host, a part at a time."""
+    step = max(FETCH_BYTES // (held[:, :, :, 0].numel() * held.itemsize), 1)
+    for start in range(tail.start, tail.stop, step):
+        stop, at = min(start + step, tail.stop), tail.at + start - tail.first
+        held[:, :, :, at : at + stop - start] = full.pages.reader.tokens(start, stop)
 
 
 def make_fetch(full: FullCache, chunk: int, kernels: DeviceKernels, num_bytes: int) -> Fetch:

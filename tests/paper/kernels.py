@@ -17,6 +17,7 @@ from offload.formats.packed import pack, unpack, unpack_with_torch
 from offload.formats.quantised_kv import Order
 from offload.formats.residuals import restore_pages, split_off_pages
 from offload.kernels.device import DeviceKernels
+from offload.kernels.gpu.kernels import GpuKernels
 from offload.kv import quantised, retrieved
 from offload.kv.fetch import GpuFetch
 from offload.native.interface import Library
@@ -61,8 +62,9 @@ def chunks_by_kernel(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
             _copy_chunks(chunk, pages.row, _raw(wanted), _raw(held), slot, tokens)
 
     patch.setattr(TileStore, "addresses", lambda store: store._homes)
-    patch.setattr(DeviceKernels, "copy_chunks", run)
-    patch.setattr(DeviceKernels, "copy_packed_chunks", run_packed)
+    for kernels in (DeviceKernels, GpuKernels):
+        patch.setattr(kernels, "copy_chunks", run)
+        patch.setattr(kernels, "copy_packed_chunks", run_packed)
     for copies in (retrieved, quantised):
         patch.setattr(copies, "make_fetch", lambda full, chunk, kernels, num_bytes: GpuFetch(full, chunk, kernels))
 

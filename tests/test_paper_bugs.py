@@ -286,7 +286,8 @@ BUGS = [
     Bug(
         "a tail is gathered before new rows are home",
         FETCH,
-        "        if wanted is None:\n            self._full.pages.wait_home()", "        if wanted is None:\n            pass",
+        "        if wanted is None:\n            self._full.pages.wait_home()",
+        "        if wanted is None:\n            pass",
         "tail alone, kv streamed",
     ),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which kernels of its own a device has in this process, or the reason for none. Nobody else asks which it is."""
+"""Which kernels of its own a device has in this process, or the reason for none."""
 
 from __future__ import annotations
 

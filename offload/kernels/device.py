@@ -1,6 +1,4 @@
-"""What a device's own kernels do for caches and weights, whichever device it is. `kernels.cpu` and `kernels.gpu` find
-those of this machine; nobody else asks which they are.
-"""
+"""What a device's own kernels do for caches and weights, whichever device it is. `kernels.choice` finds them."""
 
 from __future__ import annotations
 

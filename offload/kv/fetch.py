@@ -120,13 +120,8 @@ class GpuFetch:
         self._full.pages.follow_home()
         if wanted is not None:
             self._copy(wanted, held)
-        if self._lie_beside_codes(tail):
-            self._full.pages.wait_home()
-            _read_tail(self._full, held, tail)
-        elif tail.start < tail.stop:
-            numbers = torch.arange(tail.start // self._chunk, -(-tail.stop // self._chunk), device=held.device)
-            slot = (tail.at + tail.start - tail.first) // self._chunk
-            self._copy(numbers, held, slot=slot, tokens=range(tail.start, tail.stop))
+        if tail.start < tail.stop:
+            self._fetch_tail(held, tail)
         self._full.pages.read_home()
 
     def encode(self, codes: KVCodes, wanted: Tensor) -> None:
@@ -149,6 +144,15 @@ class GpuFetch:
         rows = self._rows(stop - start)
         self.fetch(rows, Tail(start, start, stop, 0))
         return rows
+
+    def _fetch_tail(self, held: Tensor, tail: Tail) -> None:
+        if self._lie_beside_codes(tail):
+            self._full.pages.wait_home()
+            _read_tail(self._full, held, tail)
+            return
+        numbers = torch.arange(tail.start // self._chunk, -(-tail.stop // self._chunk), device=held.device)
+        slot = (tail.at + tail.start - tail.first) // self._chunk
+        self._copy(numbers, held, slot=slot, tokens=range(tail.start, tail.stop))
 
     def _lie_beside_codes(self, tail: Tail) -> bool:
         """Whether pages of it are residuals, which the kernel does not restore: where a text was cut, some of the last

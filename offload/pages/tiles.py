@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from offload.formats.layout import PACKED_ESCAPES, PACKED_TOKENS, Packing
+from offload.formats.layout import Packing
 from offload.transfer.memory import Memory, Tier, sent
 
 # How a tile is attended to. "device": it lives there. "stream": it lives on the host and crosses the link into a
@@ -45,8 +45,7 @@ class TileShape:
     @property
     def packing(self) -> Packing:
         """Of a page's keys, or of its values. bf16 alone is packed."""
-        numbers = self.num_kv_heads * self.page_tokens * self.head_dim
-        return Packing.of(numbers, PACKED_TOKENS * self.head_dim, PACKED_ESCAPES)
+        return Packing.of_page(self.num_kv_heads, self.page_tokens, self.head_dim)
 
     def count(self, num_tokens: int) -> int:
         """Tiles that hold `num_tokens` tokens."""

@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from offload.kernels.attention import attend, fold
 from offload.kernels.cpu import kernels
 from offload.kernels.products import Step, Steps, room_to_widen
-from offload.kernels.rope import RopeTable
+from offload.kernels.rope import RopeTable, Scoring
 from offload.kernels.spans import SPAN, Rows, SpanAttention, one_run
 from offload.plan.options import PAGE_TOKENS
 
@@ -45,8 +45,9 @@ def attention_ways(args: argparse.Namespace, layers: list[Tensor], num_rows: int
     q = torch.randn(num_rows, args.heads, args.head_dim).bfloat16()
     k = torch.randn(num_rows, args.kv_heads, args.head_dim).bfloat16()
     table = torch.ones(num_tokens, args.head_dim).bfloat16()
-    spans = SpanAttention(kernels(), RopeTable(table, table), dtype=q.dtype, span=SPAN)
-    rows = Rows(q, k, k, position=num_tokens - num_rows, index=num_tokens - num_rows)
+    spans = SpanAttention(kernels(), dtype=q.dtype, span=SPAN)
+    scoring = Scoring(RopeTable(table, table))
+    rows = Rows(q, k, k, scoring, position=num_tokens - num_rows, index=num_tokens - num_rows)
 
     def ours() -> None:
         for tile in layers:

@@ -56,12 +56,12 @@ from offload.bench.program import Program, find_setting
 from offload.bench.reference import CHOICES, SDPA
 from offload.bench.setting import Setting, fastest, name_of
 from offload.bench.trial import milliseconds_after_first
+from offload.config.reading import read_config
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import load_tokenizer
 from offload.errors import TriforceError
 from offload.files import user_folder
 from offload.metrics import Spread
-from offload.plan.config import ModelConfig
 
 GREEDY = SamplingParams(temperature=0.0)
 PLAIN, TRANSFORMERS = "ours, plain", "transformers"
@@ -353,7 +353,7 @@ def main() -> None:
             files = {key: write(at, "bf16") for key, at in folders.items()} | {"4 bits": write(model, "q4_0")}
         for length in map(int, args.lengths.split(",")):
             prompt = texts.prompt(args.task, tokenizer, length)
-            ends = frozenset(ModelConfig.from_folder(model).eos_token_ids)
+            ends = frozenset(read_config(model).eos_token_ids)
             threads = torch.get_num_threads()
             case = Case(model, draft, prompt, args.max_tokens, ends, threads, files, python, Path(rows))
             found += measure(case, names, args.turns)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.kernels.rope import rotate
 from offload.kv import Phase
 from offload.kv.fetch import Tail
 from offload.kv.full import FullCache
@@ -45,7 +44,7 @@ class LastQueries:
 
     def _attended(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._start is not None:
-            self.of_layers.append(rotate(q, *self.full.rope.rows(self._start, self._start + len(q))))
+            self.of_layers.append(self.full.scorings[layer].rope.rotated(q, k, self._start)[0])
         return self._attend(layer, q, k, v)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from report import about, emit, say
 
-from offload.kernels.rope import RopeTable
+from offload.kernels.rope import RopeTable, Scoring
 from offload.kernels.rows import Blocks
 from offload.kv.full import FullCache
 from offload.metrics import Spread
@@ -38,7 +38,7 @@ from offload.transfer.memory import Memory
 
 PAGE_TOKENS = 512
 MCL_CURRENT, MCL_FUTURE = 1, 2  # of sys/mman.h on Linux
-NO_ROPE = RopeTable(torch.empty(0), torch.empty(0))
+NO_ROPE = Scoring(RopeTable(torch.empty(0), torch.empty(0)))
 
 
 def make_cache(args: argparse.Namespace) -> FullCache:
@@ -50,7 +50,7 @@ def make_cache(args: argparse.Namespace) -> FullCache:
         Memory(device),
         shape,
         num_layers=args.layers,
-        rope=NO_ROPE,
+        scorings=[NO_ROPE] * args.layers,
         blocks=Blocks((16,)),
         offload=link and Offload(link),
     )

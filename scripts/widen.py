@@ -41,12 +41,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from offload.config.fields import read_json
+from offload.config.model import ModelConfig
+from offload.config.reading import config_of
 from offload.errors import DoesNotFit, ModelError, TriforceError, UsageError
 from offload.kernels.rope import inverse_frequencies
-from offload.plan.config import ModelConfig
-from offload.plan.fields import read_json
 from offload.units import size
-from offload.weights.checkpoint import INDEX_FILE, Checkpoint, check_model, expected_tensors
+from offload.weights.checkpoint import INDEX_FILE, Checkpoint, check_model
+from offload.weights.tensors import expected_tensors
 
 # Fields of config.json. With the vocabulary they determine the bytes of the imitated model.
 FLAGS = {
@@ -109,12 +111,12 @@ def widen(
     """Write the model in folder `source` with `sizes` (keys of FLAGS) and `dtype` to folder `dest`, which must be new
     or empty; it appears when it is complete. TriforceError. Peak memory: two layers in `dtype`, or two embeddings."""
     data = read_json(source / "config.json")
-    narrow = ModelConfig.from_dict(data, name=str(source / "config.json"))
-    if narrow.qk_norm:
-        raise ModelError(f"{source}: {narrow.family} cannot be widened: its q/k norms need another eps than the others")
+    narrow = config_of(data, name=str(source / "config.json"))
+    if not narrow.is_llama_shaped or narrow.block.attention.qk_norm is not None:
+        raise ModelError(f"{source}: {narrow.family} cannot be widened: its norms need another eps than Llama's")
     wide_data = wide_config(data, narrow, sizes, dtype)
     name = f"the wide model, with heads of {sizes['head_dim']} instead of {narrow.head_dim}"
-    wide = ModelConfig.from_dict(wide_data, name=name)
+    wide = config_of(wide_data, name=name)
     check_rotary(narrow, wide)
     axes = axes_of(narrow, wide)
     with Checkpoint.open(source) as checkpoint, complete_or_absent(dest, wide.weight_bytes(dtype.itemsize)) as folder:
@@ -135,12 +137,12 @@ def wide_config(
     for (key, flag), limit in zip(FLAGS.items(), least, strict=True):
         if sizes[key] < limit:
             raise UsageError(f"{flag} is {sizes[key]}; for this source it must be at least {limit}")
-    eps = narrow.rms_norm_eps * narrow.hidden_size / sizes["hidden_size"]
+    eps = narrow.norm.eps * narrow.hidden_size / sizes["hidden_size"]
     config = {**data, **{key: sizes[key] for key in FLAGS}, "rms_norm_eps": eps, "tie_word_embeddings": False}
     config["dtype"] = str(dtype).removeprefix("torch.")
     for key in ("torch_dtype", "layer_types"):  # the old name of dtype; one entry for each of the source's layers
         config.pop(key, None)
-    theta = narrow.rope_theta ** (sizes["head_dim"] / narrow.head_dim)
+    theta = narrow.rope.theta ** (sizes["head_dim"] / narrow.head_dim)
     for key in ("rope_parameters", "rope_scaling"):
         rope = config.get(key)
         if isinstance(rope, Mapping) and "rope_theta" in rope:
@@ -346,7 +348,7 @@ def summary(wide: ModelConfig, dtype: torch.dtype, like: str | None) -> str:
     lines = [of(wide, "the wide model")]
     if like is not None:
         fields = {"model_type": "llama", "max_position_embeddings": wide.max_positions, "rms_norm_eps": 1e-5}
-        lines.append(of(ModelConfig.from_dict({**fields, **LIKE[like]}), f"{like} in the same dtype"))
+        lines.append(of(config_of({**fields, **LIKE[like]}), f"{like} in the same dtype"))
     return "\n".join(lines)
 
 

@@ -24,7 +24,7 @@ from offload.kernels.gpu.attention import GpuAttention
 from offload.kernels.gpu.copies import chunks
 from offload.kernels.gpu.kernels import GpuKernels
 from offload.kernels.gpu.tiling import ROWS
-from offload.kernels.rope import RopeTable, rotate
+from offload.kernels.rope import RopeTable, Scoring, rotate
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows, SpanAttention
 from offload.kv import fetch
@@ -121,10 +121,11 @@ def attending(
     mass_dtype: torch.dtype = torch.float32,
 ) -> GpuAttention:
     """As `attended`, before the last run is folded."""
-    attention = Unwritten(unmoving(q.shape[2], q.dtype), dtype=q.dtype, span=span, chunk=chunk, mass_dtype=mass_dtype)
+    attention = Unwritten(dtype=q.dtype, span=span, chunk=chunk, mass_dtype=mass_dtype)
+    scoring = Scoring(unmoving(q.shape[2], q.dtype))
     new = torch.zeros(len(q), KV_HEADS, q.shape[2], dtype=q.dtype)
     counts = [-(-each.tokens // span) for each in held]
-    attention.begin(Rows(q, new, new, 0, index, window), sum(counts), masses=chunk is not None)
+    attention.begin(Rows(q, new, new, scoring, 0, index, window), sum(counts), masses=chunk is not None)
     slot = 0
     for each, count in zip(held, counts, strict=True):
         run = attention.exact_run(
@@ -243,9 +244,9 @@ def test_what_the_host_attended_to_is_joined_as_if_the_gpu_had(dtype: torch.dtyp
     library = cpu.kernels()
     if not isinstance(library, cpu.CpuKernels):
         pytest.skip(library.reason)
-    host = SpanAttention(library, unmoving(32, dtype), dtype=dtype, span=64, chunk=16)
+    host = SpanAttention(library, dtype=dtype, span=64, chunk=16)
     new = torch.zeros(num_rows, KV_HEADS, 32, dtype=dtype)
-    host.begin(Rows(q, new, new, 0, index), 2, masses=True)
+    host.begin(Rows(q, new, new, Scoring(unmoving(32, dtype)), 0, index), 2, masses=True)
     host.attend(host.exact_run(tiles[1].pages, first=128, tokens=128, slot=0))
     both = join(gpu, host.part(), 128 // 16)
     wanted, weights = in_fp64(tiles, q, index)
@@ -352,8 +353,8 @@ def test_rows_are_rotated_and_taken_in_where_they_belong() -> None:
     k, v = normal(9, KV_HEADS, 32, seed=10), normal(9, KV_HEADS, 32, seed=11)
     held = [hold(page=4, pages=2, tokens=8, dim=32, dtype=torch.float32, first=first) for first in (0, 8)]
     before = [each.pages.clone() for each in held]
-    attention = GpuAttention(rope, dtype=q.dtype, span=4)
-    attention.begin(Rows(q, k, v, position=103, index=3), 3)
+    attention = GpuAttention(dtype=q.dtype, span=4)
+    attention.begin(Rows(q, k, v, Scoring(rope), position=103, index=3), 3)
     for each in held:
         attention.append_rows(attention.exact_run(each.pages, first=each.first, tokens=8, slot=0))
     after = torch.cat([each.flat() for each in held], 2).float()
@@ -366,9 +367,9 @@ def test_rows_are_rotated_and_taken_in_where_they_belong() -> None:
 @pytest.mark.parametrize("first", [10, 40])
 def test_queries_for_sinks_stop_at_their_last_position(first: int) -> None:
     rope, q = turning(32, torch.float32), normal(6, 4, 32, seed=12)
-    attention = GpuAttention(rope, dtype=q.dtype, span=64)
+    attention = GpuAttention(dtype=q.dtype, span=64)
     k = q[:, :KV_HEADS]
-    attention.begin(Rows(q, k, k, position=first, index=first), 1, lasts=(first + 6, 12))
+    attention.begin(Rows(q, k, k, Scoring(rope), position=first, index=first), 1, lasts=(first + 6, 12))
     positions = (first + torch.arange(6)).clamp(max=12)
     assert torch.equal(attention._queries[0], rotate(q, *rope.rows(first, first + 6)))
     assert torch.equal(attention._queries[1], rotate(q, rope.cos[positions], rope.sin[positions]))
@@ -378,10 +379,11 @@ def caches(kernels: DeviceKernels) -> tuple[FullCache, StreamingCache]:
     """One layer; tiles of 2 pages of 16 tokens, masses of chunks of 8."""
     memory, rope = Memory(torch.device("cpu")), turning(32, torch.float32)
     shape = TileShape(KV_HEADS, 32, 16, 2, torch.float32)
-    full = FullCache(memory, shape, num_layers=1, rope=rope, blocks=Blocks((1, 8, 12)), mass_chunk=8, kernels=kernels)
+    scorings, blocks = [Scoring(rope)], Blocks((1, 8, 12))
+    full = FullCache(memory, shape, num_layers=1, scorings=scorings, blocks=blocks, mass_chunk=8, kernels=kernels)
     streaming = StreamingCache(
-        memory, num_layers=1, num_kv_heads=KV_HEADS, head_dim=32, dtype=torch.float32, rope=rope, sinks=3, window=9,
-        slack=12, kernels=kernels,
+        memory, num_layers=1, num_kv_heads=KV_HEADS, head_dim=32, dtype=torch.float32, scorings=scorings, sinks=3,
+        window=9, slack=12, kernels=kernels,
     )  # fmt: skip
     return full, streaming
 
@@ -491,7 +493,9 @@ def test_a_refresh_by_the_kernel_holds_what_one_by_the_host_does(
     caches = []
     for kernels in (GpuKernels(), NONE):
         offload = Offload(LateLink(late_in=True, late_out=True), num_resident=1) if streams else None
-        full = FullCache(memory, shape, num_layers=1, rope=rope, blocks=blocks, mass_chunk=8, offload=offload)
+        full = FullCache(
+            memory, shape, num_layers=1, scorings=[Scoring(rope)], blocks=blocks, mass_chunk=8, offload=offload
+        )
         caches.append(RetrievalCache(full, budget=32, chunk=8, selector=ByMass(reach=2), kernels=kernels, tail=40))
     assert isinstance(caches[0]._chosen._fetch, GpuFetch)
     assert not isinstance(caches[1]._chosen._fetch, GpuFetch)

@@ -14,6 +14,7 @@ from offload.formats.quantised_kv import GROUP, KVCodes
 from offload.formats.quantised_kv_gpu import encode
 from offload.kernels.gpu.kernels import GpuKernels
 from offload.kernels.gpu.tiling import SPAN
+from offload.kernels.rope import Scoring
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
 from offload.kv import fetch, quantised
@@ -61,11 +62,12 @@ def attended(
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, D], lse [T, H]) of rows q [T, H, D] over codes, and before that over tokens `exact` [2, H_kv, n, D],
     more than a span, the last of which are the rows'."""
-    attention = Unwritten(unmoving(q.shape[2], q.dtype), dtype=q.dtype, span=span)
+    attention = Unwritten(dtype=q.dtype, span=span)
     new = torch.zeros(len(q), KV_HEADS, q.shape[2], dtype=q.dtype)
     num_exact = 0 if exact is None else exact.shape[2]
     slots = -(-num_exact // span)
-    attention.begin(Rows(q, new, new, 0, num_exact - len(q)), slots - (-num_tokens // span))
+    scoring = Scoring(unmoving(q.shape[2], q.dtype))
+    attention.begin(Rows(q, new, new, scoring, 0, num_exact - len(q)), slots - (-num_tokens // span))
     if exact is not None:  # in two runs: the launch over codes folds the second of them
         attention.attend(attention.exact_run(exact[:, :, :span], first=0, tokens=span, slot=0))
         attention.attend(attention.exact_run(exact[:, :, span:], first=span, tokens=num_exact - span, slot=1))
@@ -192,7 +194,8 @@ def test_the_cache_on_a_gpu_follows_the_full_one(
     monkeypatch.setattr(quantised, "FETCH_BYTES", encoded_bytes)
     memory, rope = Memory(torch.device("cpu")), turning(32, torch.float32)
     full = FullCache(
-        memory, TileShape(KV_HEADS, 32, 32, 2, torch.float32), num_layers=LAYERS, rope=rope, blocks=Blocks((1, 5, 10)),
+        memory, TileShape(KV_HEADS, 32, 32, 2, torch.float32), num_layers=LAYERS,
+        scorings=[Scoring(rope)] * LAYERS, blocks=Blocks((1, 5, 10)),
         offload=Offload(LateLink(late_in=True, late_out=True), num_resident=1) if streams else None,
     )  # fmt: skip
     cache = QuantisedCache(full, memory, num_tokens=400, drafted=20, kernels=GpuKernels())
@@ -223,8 +226,8 @@ def assert_attends(cache: QuantisedCache, *, drafts: int, seed: int) -> None:
         rows[..., EXACT:coded, :] = decoded_rows(codes, torch.float32)
     out = fed(cache, drafts, seed)
     exact = FullCache(
-        Memory(torch.device("cpu")), TileShape(KV_HEADS, 32, 512, 1, torch.float32), num_layers=LAYERS, rope=full.rope,
-        blocks=Blocks((1, drafts)),
+        Memory(torch.device("cpu")), TileShape(KV_HEADS, 32, 512, 1, torch.float32), num_layers=LAYERS,
+        scorings=full.scorings, blocks=Blocks((1, drafts)),
     )  # fmt: skip
     exact.reserve(length + drafts)
     for layer in range(LAYERS):

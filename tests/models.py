@@ -30,6 +30,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from offload.config.model import ModelConfig
+from offload.config.reading import read_config
 from offload.decode import generation
 from offload.decode.lengths import Fixed
 from offload.decode.passes import alone
@@ -38,7 +40,7 @@ from offload.decode.speculation import ModelProposer, Proposer, Speculator
 from offload.engine.engine import Engine, load_tokenizer
 from offload.kernels.cpu import CpuKernels
 from offload.kernels.device import NONE, DeviceKernels, NoKernels
-from offload.kernels.rope import RopeTable, rope_table
+from offload.kernels.rope import Scoring, scorings
 from offload.kernels.rows import Blocks
 from offload.kv.fetch import Tail
 from offload.kv.full import FullCache
@@ -51,7 +53,6 @@ from offload.model.decoder import Decoder
 from offload.model.level import Level, StreamingLevel, prefill
 from offload.pages.storage import Offload
 from offload.pages.tiles import TileShape
-from offload.plan.config import ModelConfig
 from offload.plan.hardware import Hardware
 from offload.plan.pass_times import PassTimes
 from offload.plan.planner import Options, Plan
@@ -163,9 +164,10 @@ def load(
     link: Link | None = None,
     num_staging: int = 2,
     kernels: CpuKernels | NoKernels = NONE,
+    config: ModelConfig | None = None,
 ) -> Decoder:
-    """The folder's model in our code: all resident, or, with a link, its layers streamed."""
-    config = ModelConfig.from_folder(folder)
+    """A folder's model in our code: all resident, or, with a link, its layers streamed. config: None, the folder's."""
+    config = config or read_config(folder)
     with Checkpoint.open(folder) as checkpoint:
         check_model(checkpoint, config)
         memory = Memory(torch.device("cpu"))
@@ -267,9 +269,9 @@ class Sizes:
         return Blocks(tuple(sorted({self.rows, *self.equal_rows})))
 
 
-def rope_of(decoder: Decoder, capacity: int, slack: int = 64) -> RopeTable:
-    """Enough rows for padding and drafts beyond the capacity, in the weights' dtype."""
-    return rope_table(decoder.config, capacity + slack, capacity, "cpu").to(decoder.weights.embedding.dtype)
+def scorings_of(decoder: Decoder, capacity: int, slack: int = 64) -> Sequence[Scoring]:
+    """Enough positions for padding and drafts beyond the capacity, in the weights' dtype."""
+    return scorings(decoder.config, capacity + slack, capacity, "cpu", decoder.weights.embedding.dtype)
 
 
 def full_cache(
@@ -287,7 +289,7 @@ def full_cache(
         memory or Memory(torch.device("cpu")),
         TileShape(config.num_kv_heads, config.head_dim, sizes.page, sizes.pages, dtype),
         num_layers=config.num_layers,
-        rope=rope_of(decoder, sizes.capacity),
+        scorings=scorings_of(decoder, sizes.capacity),
         blocks=sizes.blocks,
         offload=link
         and Offload(
@@ -318,7 +320,7 @@ def streaming_cache(decoder: Decoder, sizes: Sizes) -> StreamingCache:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=decoder.weights.embedding.dtype,
-        rope=rope_of(decoder, sizes.capacity),
+        scorings=scorings_of(decoder, sizes.capacity),
         sinks=sizes.sinks,
         window=sizes.window,
         slack=sizes.gamma + sizes.draft_gamma + 2 * sizes.rows,
@@ -444,8 +446,8 @@ def tiny_plan(
 ) -> Plan:
     """The planner's plan with the sizes of `sizes` in it."""
     request = Request(
-        ModelConfig.from_folder(target),
-        ModelConfig.from_folder(draft) if draft is not None else None,
+        read_config(target),
+        read_config(draft) if draft is not None else None,
         Options(
             dtype=dtype, offload=offload, gamma=sizes.gamma, draft_gamma=sizes.draft_gamma, chunk=sizes.chunk,
             sinks=sizes.sinks, window=sizes.window, device="cpu",

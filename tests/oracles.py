@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad, rms_norm, silu
+from torch.nn.functional import linear, pad, silu
 
 from offload.formats.layout import KV_CODE_LANES, RESIDUAL_HEAD_BYTES, Packing, PageShape
 from offload.formats.packed import ESCAPE
@@ -27,7 +27,7 @@ _MARGIN, _STEPS, _ALONE, _ESCAPE, _SIGN = 2, 6, 6, 7, 8  # as in native/interval
 def step_with_torch(step: Step, num_rows: int) -> None:
     """What a step does to its first rows. Codes: with rows as they are."""
     x, out = step.x[:num_rows], step.out[:num_rows]
-    normed = x if step.norm is None else rms_norm(x, step.norm.shape, step.norm, step.epsilon)
+    normed = x if step.norm is None else step.norm(x)
     weight = step.weight.matrix(x.dtype) if isinstance(step.weight, Codes) else step.weight
     width = out.shape[1] * (2 if step.ending == "gate" else 1)
     y = linear(normed, weight[:width], step.bias)

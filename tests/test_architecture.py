@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STOREYS = (
     *(
         "ground",
+        "config",
         "plan",
         "native",
         "formats",
@@ -37,12 +38,13 @@ GROUND = tuple(
     for name in ("errors", "files", "formats.layout", "metrics", "progress", "seeds", "strict_json", "units")
 )
 CLI_MAY_IMPORT = (
-    *("offload.engine", "offload.ranks.follower", "offload.plan", "offload.session", "offload.bench"),
+    *("offload.engine", "offload.ranks.follower", "offload.config", "offload.plan", "offload.session"),
+    "offload.bench",
     "offload.hub",
     *GROUND,
     *("offload.decode.sampling", "offload.decode.tokenizer"),
 )
-WITHOUT_TORCH = ("offload.plan", *GROUND)
+WITHOUT_TORCH = ("offload.config", "offload.plan", *GROUND)
 BROAD = ("Exception", "BaseException")
 
 Rule = Callable[[str, str], list[str]]
@@ -201,9 +203,9 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
     (imports_downwards, "offload.decode.verify", "from offload import engine"),
     (imports_downwards, "offload.plan.hardware", "from offload.bench.diagnosis import diagnose"),
     (imports_downwards, "triforce_cli.commands.doctor", "from offload.transfer.link import PacedLink"),
-    (imports_downwards, "offload.plan.config", "from offload.kernels import rope"),
+    (imports_downwards, "offload.config.model", "from offload.kernels import rope"),
     (imports_downwards, "offload.weights.layers", "from offload.kv import Cache"),
-    (imports_downwards, "offload.errors", "from offload.plan.config import ModelConfig"),
+    (imports_downwards, "offload.errors", "from offload.config.model import ModelConfig"),
     (imports_downwards, "offload.engine.engine", "from triforce_cli.output import Output"),
     (imports_downwards, "offload.engine.engine", "from offload.hub.library import locate"),
     (imports_downwards, "offload.engine.engine", "from offload.bench.trial import Trial"),
@@ -233,12 +235,12 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
         "offload.engine.engine",
         "def g():\n    try:\n        f()\n    except Exception:\n        if x:\n            return 1\n        raise",
     ),
-    (plans_without_torch, "offload.plan.config", "import torch"),
+    (plans_without_torch, "offload.config.model", "import torch"),
     (plans_without_torch, "offload.plan.planner", "from torch import Tensor"),
     (plans_without_torch, "offload.metrics", "if True:\n    import torch.cuda"),
 ]
 INNOCENT: list[tuple[Rule, str, str]] = [
-    (imports_downwards, "offload.kernels.rope", "from offload.plan.config import ModelConfig"),
+    (imports_downwards, "offload.kernels.rope", "from offload.config.model import ModelConfig"),
     (imports_downwards, "offload.kv.full", "from offload.pages.tiles import Tile\nfrom offload.errors import E"),
     (imports_downwards, "offload.bench.diagnosis", "from offload.transfer.link import PacedLink"),
     (imports_downwards, "offload.hub.pull", "from offload.weights.checkpoint import Checkpoint"),
@@ -302,7 +304,7 @@ def test_help_loads_no_torch() -> None:
 
 
 def test_planning_loads_no_torch() -> None:
-    assert heavy_modules_after("import offload.plan.planner, offload.plan.config") == ""
+    assert heavy_modules_after("import offload.plan.planner, offload.config.reading") == ""
 
 
 def test_what_is_loaded_is_noticed() -> None:

@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from models import LateLink, count_fetched
+from offload.config.model import llama_shaped
 from offload.kernels.device import NONE
-from offload.kernels.rope import RopeTable, rope_table
+from offload.kernels.rope import RopeTable, Scoring, rope_table
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import SpanAttention
 from offload.kv import Cache, Phase
@@ -40,7 +41,6 @@ from offload.kv.selection import ByMass, choose, dilate
 from offload.kv.streaming import StreamingCache
 from offload.pages.storage import Offload
 from offload.pages.tiles import TileShape
-from offload.plan.config import ModelConfig
 from offload.plan.sizing import TAIL_TOKENS
 from offload.transfer.link import Link, PacedLink
 from offload.transfer.memory import Memory
@@ -51,7 +51,7 @@ POSITIONS = 192
 ROWS, PAGE, PAGES, CHUNK = 4, 4, 2, 2
 TILE = PAGE * PAGES
 SINKS, WINDOW, SLACK = 3, 9, 12
-CONFIG = ModelConfig("llama", 8, 32, 8, LAYERS, HEADS, KV_HEADS, DIM, POSITIONS, 1e-5, 10000.0)
+CONFIG = llama_shaped("llama", 8, 32, 8, LAYERS, HEADS, KV_HEADS, DIM, POSITIONS, 1e-5)
 NEAR = 2e-5  # fp32 against fp64, or another order of sums
 REPOSITIONED = 1e-3  # both sides turn by fp32 angles up to POSITIONS radians, each wrong by up to 1e-5
 DTYPES = [torch.float32, torch.bfloat16]
@@ -74,7 +74,8 @@ class Tape:
         generator = torch.Generator().manual_seed(seed)
         sizes = [(variants, LAYERS, POSITIONS, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
         self.q, self.k, self.v = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
-        self.rope = rope_table(CONFIG, POSITIONS, POSITIONS, "cpu").to(dtype)
+        self.rope = rope_table(CONFIG, POSITIONS, POSITIONS, "cpu", CONFIG.rope).to(dtype)
+        self.scorings = [Scoring(self.rope)] * LAYERS
 
     def rows(self, layer: int, start: int, variants: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """[n, heads, D] each, of the positions from `start` on."""
@@ -150,7 +151,7 @@ def make_full(
         Memory(torch.device("cpu")),
         TileShape(KV_HEADS, DIM, PAGE, PAGES, tape.k.dtype),
         num_layers=LAYERS,
-        rope=tape.rope,
+        scorings=tape.scorings,
         blocks=Blocks((ROWS,)),
         offload=link and Offload(link, num_resident=num_resident, num_staging=num_staging),
         mass_chunk=CHUNK if mass else None,
@@ -165,7 +166,7 @@ def make_streaming(tape: Tape, *, sinks: int = SINKS, window: int = WINDOW, slac
         num_kv_heads=KV_HEADS,
         head_dim=DIM,
         dtype=tape.k.dtype,
-        rope=tape.rope,
+        scorings=tape.scorings,
         sinks=sinks,
         window=window,
         slack=slack,
@@ -680,7 +681,9 @@ def test_a_cache_on_the_host_takes_device_memory_for_its_staging_slots_only() ->
     tape, memory = Tape(), Memory(torch.device("cpu"))
     shape = TileShape(KV_HEADS, DIM, PAGE, PAGES, tape.k.dtype)
     link = LateLink(late_in=True, late_out=True)
-    cache = FullCache(memory, shape, num_layers=LAYERS, rope=tape.rope, blocks=Blocks((ROWS,)), offload=Offload(link))
+    cache = FullCache(
+        memory, shape, num_layers=LAYERS, scorings=tape.scorings, blocks=Blocks((ROWS,)), offload=Offload(link)
+    )
     driver = Driver(cache, tape, padding=ROWS)
     driver.extend([0] * (5 * TILE), phase="prefill", blocks=7)
     driver.extend([0])

@@ -18,10 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from offload.config.model import ModelConfig
+from offload.config.reading import config_of, read_config
 from offload.errors import ModelError
-from offload.plan.config import ModelConfig
-from offload.weights.checkpoint import EMBEDDINGS, HEAD, Checkpoint, check_model, expected_tensors
+from offload.weights.checkpoint import EMBEDDINGS, HEAD, Checkpoint, check_model
 from offload.weights.layers import all_finite
+from offload.weights.tensors import expected_tensors
 
 TINY = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -267,7 +269,7 @@ FAMILIES = {
 @pytest.mark.parametrize("reference", FAMILIES.values(), ids=FAMILIES)
 def test_expected_tensors_are_those_that_transformers_saves(tmp_path: Path, reference) -> None:
     AutoModelForCausalLM.from_config(reference).save_pretrained(tmp_path, max_shard_size="8KB")
-    config = ModelConfig.from_folder(tmp_path)
+    config = read_config(tmp_path)
     with Checkpoint.open(tmp_path) as checkpoint:
         check_model(checkpoint, config)
         num_elements = sum(torch.Size(checkpoint.shape(name)).numel() for name in checkpoint.names())
@@ -278,7 +280,7 @@ def test_expected_tensors_are_those_that_transformers_saves(tmp_path: Path, refe
 
 def model_folder(folder: Path, *, tied: bool, **more: Tensor) -> tuple[Path, ModelConfig]:
     """A folder of constant weights with further tensors, by name."""
-    config = ModelConfig.from_dict(LlamaConfig(**TINY, tie_word_embeddings=tied).to_dict())
+    config = config_of(LlamaConfig(**TINY, tie_word_embeddings=tied).to_dict())
     tensors = {name: torch.ones(shape) for name, shape in expected_tensors(config).items()}
     return write_single(folder, tensors | more), config
 
@@ -331,8 +333,8 @@ def test_each_misfit_has_its_own_remedy(tmp_path: Path) -> None:
     untied = replace(config, tie_embeddings=False)
     for wrong, said in (
         (untied, "set tie_word_embeddings to true"),
-        (replace(config, num_layers=3), "another model's"),
-        (replace(config, num_layers=1), "parts that this program does not know"),
+        (config.changed(num_layers=3), "another model's"),
+        (config.changed(num_layers=1), "parts that this program does not know"),
     ):
         with Checkpoint.open(folder) as checkpoint, pytest.raises(ModelError, match=said):
             check_model(checkpoint, wrong)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from offload.worker import pass_timer
 from processor import best
 
 EMBEDDED = Path(__file__).parents[1] / "triforce_cli" / "models"
-SMALL = replace(LLAMA31_8B, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16)
+SMALL = LLAMA31_8B.changed(hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16)
 Patch = pytest.MonkeyPatch
 Failed = Callable[[], set[str]]
 

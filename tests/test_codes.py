@@ -12,8 +12,10 @@ from torch.nn.functional import rms_norm, silu
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offload.config.model import Norm
 from offload.formats import quantised as codes
 from offload.formats.quantised import GROUP, TILE, Codes, encode, encode_with_torch
+from offload.kernels.norms import NormWeights
 from offload.kernels.products import Ending, Step, Steps, room_to_widen
 from offload.native.interface import Library
 from oracles import step_with_torch
@@ -145,9 +147,8 @@ def make_step(
         weight=encoded(found, bits, weight),
         bias=normal(width, seed=seed + 2).to(dtype) if bias else None,
         out=normal(num_rows, outputs, seed=seed + 3).to(dtype),
-        norm=normal(inputs, seed=seed + 4).to(dtype) if norm else None,
+        norm=NormWeights(Norm(1e-5), normal(inputs, seed=seed + 4).to(dtype)) if norm else None,
         ending=ending,
-        epsilon=1e-5,
     )
 
 
@@ -156,7 +157,7 @@ def by_the_rule(step: Step) -> Tensor:
     assert isinstance(step.weight, Codes)
     x = step.x.double()
     if step.norm is not None:
-        x = rms_norm(x, step.norm.shape, step.norm.double(), step.epsilon).to(step.x.dtype).double()
+        x = rms_norm(x, x.shape[1:], step.norm.weight.double(), step.norm.norm.eps).to(step.x.dtype).double()
     groups = x.view(len(x), -1, GROUP)
     scale = groups.abs().amax(-1, keepdim=True).float().double() / 127
     numbers = (groups / torch.where(scale > 0, scale, 1.0)).float().round().double()

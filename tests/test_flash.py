@@ -17,7 +17,7 @@ from offload.errors import UsageError
 from offload.kernels.attention import attend, fold, unfold
 from offload.kernels.gpu import flash as module
 from offload.kernels.gpu.flash import Flash, FlashTiles
-from offload.kernels.rope import rope_table
+from offload.kernels.rope import scorings
 from offload.kernels.rows import Blocks
 from offload.kv.full import FullCache
 from offload.model.level import prefill
@@ -80,7 +80,7 @@ def test_a_prefill_fills_the_cache_with_the_rows_that_torchs_kernel_gives(
             Memory(torch.device("cpu")),
             TileShape(config.num_kv_heads, config.head_dim, PAGE, PAGES, torch.float16),
             num_layers=config.num_layers,
-            rope=rope_table(config, 2048, 2048, "cpu").to(torch.float16),
+            scorings=scorings(config, 2048, 2048, "cpu", torch.float16),
             blocks=Blocks((4,)),
             flash=flash,
         )

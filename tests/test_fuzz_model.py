@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 
 from fuzzing import damaged_bytes, damaged_json, damaged_safetensors, growth_under, outcomes, put
 from models import TOKENIZER_SIZE, byte_tokenizer, load, random_model, save
+from offload.config.fields import MAX_JSON_BYTES
+from offload.config.model import ModelConfig
+from offload.config.reading import read_config
 from offload.errors import ModelError
-from offload.plan.config import ModelConfig
-from offload.plan.fields import MAX_JSON_BYTES
 from offload.weights.checkpoint import INDEX_FILE, MAX_HEADER_BYTES, MAX_INDEX_BYTES, Checkpoint
 
 NUM_CONFIGS, NUM_GENERATION_CONFIGS, NUM_FILES, NUM_INDEXES, NUM_RUNS = 3000, 500, 3500, 1000, 500
@@ -86,7 +87,7 @@ def test_configs(folder: Path, num_cases: Callable[[int], int]) -> None:
     document = json.loads(path.read_text())
 
     def read() -> None:
-        config = ModelConfig.from_folder(folder)
+        config = read_config(folder)
         assert config.num_parameters() > 0
         assert config.context_limit >= config.max_positions
         assert config.prefill_flops(config.max_positions) > 0
@@ -102,7 +103,7 @@ def test_generation_configs(folder: Path, num_cases: Callable[[int], int]) -> No
             outcomes(
                 num_cases(NUM_GENERATION_CONFIGS),
                 lambda random: put(path, damaged_json(document, random)),
-                lambda: ModelConfig.from_folder(folder),
+                lambda: read_config(folder),
             )
         )
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -88,7 +88,7 @@ def test_a_gpu_has_kernels_and_they_are_named(on_a_gpu: pytest.MonkeyPatch) -> N
 def test_the_reason_for_none_is_said(on_a_gpu: pytest.MonkeyPatch) -> None:
     assert fitting(CUDA, 40, ()).reason == "they know heads of 16, 32, ... 256 numbers, not of 40"
     assert fitting(CUDA, 512, ()).reason
-    assert kernels_problem("cuda", replace(LLAMA2_7B, head_dim=40)) == fitting(CUDA, 40, ()).reason
+    assert kernels_problem("cuda", LLAMA2_7B.changed(head_dim=40)) == fitting(CUDA, 40, ()).reason
     for change, reason in (
         (lambda: on_a_gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5)), "capability 8.0"),
         (

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from models import LateLink
+from offload.config.model import llama_shaped
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer
 from offload.engine.request import GenerationRequest
@@ -17,7 +18,6 @@ from offload.formats.layout import WEIGHT_BYTES, Packing, home_bytes
 from offload.formats.residuals import Residual, split_off
 from offload.kernels import cpu
 from offload.kernels.device import NoKernels
-from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.transfer.memory import Memory
 from offload.weights import homes
@@ -27,7 +27,7 @@ from offload.weights.layout import LayerLayout
 from processor import best
 from test_placement import DRAFT, PROMPT, TARGET, request
 
-CONFIG = ModelConfig("qwen2", 64, 128, 192, 3, 2, 1, 64, 64, 1e-5, 10000.0, qkv_bias=True)
+CONFIG = llama_shaped("qwen2", 64, 128, 192, 3, 2, 1, 64, 64, 1e-5, attention={"bias": True})
 LAYOUT = LayerLayout.of(CONFIG, torch.bfloat16)
 ALL = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
 

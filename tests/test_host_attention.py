@@ -17,6 +17,7 @@ from torch.testing import assert_close
 
 import test_caches as caches
 from models import LateLink, Sizes, changed, random_tokens, save_pair, tiny_engine, tiny_plan
+from offload.config.reading import read_config
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
@@ -33,7 +34,6 @@ from offload.native.interface import Library
 from offload.pages.access import StreamedTiles
 from offload.pages.storage import Offload
 from offload.pages.tiles import TileShape, TileStore
-from offload.plan.config import ModelConfig
 from offload.plan.hardware import Hardware
 from offload.plan.options import Options
 from offload.plan.planner import Plan
@@ -67,7 +67,7 @@ def make_cache(
         Memory(torch.device("cpu")),
         TileShape(KV_HEADS, DIM, PAGE, PAGES, tape.k.dtype),
         num_layers=LAYERS,
-        rope=tape.rope,
+        scorings=tape.scorings,
         blocks=Blocks((ROWS,)),
         offload=link
         and Offload(link, num_resident=num_resident, num_host=num_host, host_reads=HostReads(pace or None)),
@@ -162,7 +162,7 @@ def test_rows_of_another_cache_are_taken_into_tiles_on_the_host() -> None:
 
 def attended_beside(cache: FullCache, kernels: Library, link: Link) -> HostAttention:
     """Have a cache's tiles on the host attended to as beside a GPU, in memory that says that it is one's."""
-    host = TileAttention(cache.shape, cache.rope, Blocks((ROWS,)), kernels, CHUNK)
+    host = TileAttention(cache.shape, Blocks((ROWS,)), kernels, CHUNK)
     side = HostAttention(cache.pages._memory, cache.pages.store, link, gpu=cache._attention, host=host, chunk=CHUNK)
     cache._host_attention = side
     return side
@@ -198,7 +198,7 @@ def test_rows_that_a_broken_forward_sent_to_the_host_are_waited_for_before_other
     tape, link = Tape(), LateLink(late_in=True, late_out=True)
     cache = make_cache(tape, NONE, link=link, num_host=3)
     side = attended_beside(cache, NONE, link)
-    rows = Rows(*tape.rows(0, 0, [0] * 3), 0, 0)
+    rows = Rows(*tape.rows(0, 0, [0] * 3), tape.scorings[0], 0, 0)
     side._send(rows)
     assert side._sent is not None
     first = side._sent.arrived
@@ -339,7 +339,7 @@ def test_greedy_tokens_are_the_same_wherever_tiles_are_attended_to(
         tiny_plan(target, draft, sizes, num_prompt_tokens=90, max_tokens=16, offload=offload)
         for offload in (frozenset[str](), KV)
     )
-    num_tiles = -(-(90 + 16) // (sizes.page * sizes.pages)) * ModelConfig.from_folder(target).num_layers
+    num_tiles = -(-(90 + 16) // (sizes.page * sizes.pages)) * read_config(target).num_layers
     with running_on(path, monkeypatch):
         with tiny_engine(resident, target, draft) as engine:
             expected = tokens_of(engine, prompt)
@@ -386,7 +386,7 @@ def test_link_and_host_end_a_pass_together() -> None:
 
 def test_what_many_rows_and_query_heads_take_is_left_to_the_link() -> None:
     """A pass of 48 rows, or one of 8 rows of 6 query heads each, costs the CPU three times its bytes."""
-    grouped = replace(DEMO, num_heads=6, num_kv_heads=1)
+    grouped = DEMO.changed(num_heads=6, num_kv_heads=1)
     options = {"offload": KV, "link_gbps": 0.1, "host_gbps": 0.2, "lookup": False, "link_bits": 16}
     few, many = (plan(Options(**options, gamma=gamma), draft=DRAFT_CONFIG).placement for gamma in (15, 47))  # type: ignore[arg-type]
     assert (few.host_tiles, many.host_tiles) == (21, 13)  # of 32: two thirds, two fifths
@@ -455,7 +455,7 @@ BESIDE: dict[str, object] = {"offload": KV, "device_memory": 8.0, "speculation":
 def beside(hardware: Hardware = MEASURED, **options: object) -> Plan:
     """Eight layers of Llama-7B, with most of their cache of 6.6 GB on the host."""
     asked = Options(**BESIDE | options)  # type: ignore[arg-type]
-    llama = replace(LLAMA_7B, max_positions=65536, num_layers=8)
+    llama = LLAMA_7B.changed(max_positions=65536, num_layers=8)
     return plan(asked, target=llama, draft=None, hardware=hardware, prompt=50000)
 
 

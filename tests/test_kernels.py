@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 from torch.testing import assert_close
 
+from offload.config.model import Norm
 from offload.kernels.attention import attend, fold, unfold
+from offload.kernels.norms import NormWeights
 from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
-from offload.kernels.rope import RopeTable, rotate
+from offload.kernels.rope import RopeTable, Scoring, rotate
 from offload.kernels.spans import Rows, SpanAttention, one_run
 from offload.native.interface import Library
 from oracles import step_with_torch
@@ -80,9 +82,8 @@ def make_step(
         weight=followed_by_nan((normal(width, inputs, dtype=torch.float32, seed=seed + 1) / inputs**0.5).to(dtype)),
         bias=followed_by_nan(normal(width, dtype=dtype, seed=seed + 2)) if bias else None,
         out=normal(num_rows, outputs, dtype=dtype, seed=seed + 3),
-        norm=followed_by_nan(normal(inputs, dtype=dtype, seed=seed + 4)) if norm else None,
+        norm=NormWeights(Norm(1e-5), followed_by_nan(normal(inputs, dtype=dtype, seed=seed + 4))) if norm else None,
         ending=ending,
-        epsilon=1e-5,
     )
 
 
@@ -90,7 +91,7 @@ def in_fp64(step: Step) -> Tensor:
     """What the step leaves in `out`, without any rounding."""
     x = step.x.double()
     if step.norm is not None:
-        x = rms_norm(x, step.norm.shape, step.norm.double(), step.epsilon)
+        x = rms_norm(x, x.shape[1:], step.norm.weight.double(), step.norm.norm.eps)
     y = x @ step.weight.double().T
     if step.bias is not None:
         y += step.bias.double()
@@ -252,8 +253,8 @@ def test_rows_are_rotated_and_written_as_torch_does_to_the_bit(
         number, offset = divmod(index + t - first, page)
         if 0 <= number < 3:
             wanted[0, number, :, offset], wanted[1, number, :, offset] = key, value
-    spans = SpanAttention(found, rope, dtype=dtype, span=page)
-    spans.begin(Rows(q, k, v, position, index), 3)
+    spans = SpanAttention(found, dtype=dtype, span=page)
+    spans.begin(Rows(q, k, v, Scoring(rope), position, index), 3)
     spans.append_rows(one_run(tile, first=first, tokens=0, slot=0, span=page), 1)
     assert_same_bits(tile, wanted)
     queries = spans._queries[: q.numel()].view(heads.kv, num_rows, heads.group, dim).transpose(0, 1).reshape(q.shape)
@@ -266,10 +267,11 @@ def test_heads_are_normed_as_near_to_fp64_as_by_torch(found: Library, dtype: tor
     """In place among other heads, which stay as they are; with the bits that a row has alone."""
     rows = normal(13, 7, dim, dtype=dtype)
     norm = normal(dim, dtype=dtype, seed=1)
+    weights = NormWeights(Norm(1e-6), norm)
     before, own = rows.clone(), rows[:, 2:5]
     wanted = rms_norm(own.double(), norm.shape, norm.double(), 1e-6)
     by_torch = rms_norm(own, norm.shape, norm, 1e-6)
-    norm_heads(found, own, norm, 1e-6)
+    norm_heads(found, rows.flatten(1)[:, 2 * dim : 5 * dim], weights)
     assert torch.equal(rows[:, :2], before[:, :2])
     assert torch.equal(rows[:, 5:], before[:, 5:])
     assert_close(own.double(), wanted, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
@@ -277,7 +279,7 @@ def test_heads_are_normed_as_near_to_fp64_as_by_torch(found: Library, dtype: tor
     if dtype != torch.float32:
         assert root_mean_square(ours) <= 1.02 * root_mean_square(theirs)
     alone = before[4:5].clone()
-    norm_heads(found, alone[:, 2:5], norm, 1e-6)
+    norm_heads(found, alone.flatten(1)[:, 2 * dim : 5 * dim], weights)
     assert_same_bits(alone[0], rows[4])
 
 
@@ -327,9 +329,9 @@ def attending(
 ) -> SpanAttention:  # fmt: skip
     """As `attended`, before the spans are merged."""
     kv_heads = held[0].tile.shape[2]
-    spans = SpanAttention(found, unmoving(q.shape[-1], q.dtype), dtype=q.dtype, span=held[0].span, chunk=chunk)
+    spans = SpanAttention(found, dtype=q.dtype, span=held[0].span, chunk=chunk)
     k = torch.zeros(len(q), kv_heads, q.shape[-1], dtype=q.dtype)
-    rows = Rows(q, k, k, position=0, index=index, window=window)
+    rows = Rows(q, k, k, Scoring(unmoving(q.shape[-1], q.dtype)), position=0, index=index, window=window)
     spans.begin(rows, sum(each.num_spans for each in held), masses=chunk is not None)
     runs, slot = [], 0
     for each in held:
@@ -578,7 +580,7 @@ def test_a_part_is_what_is_merged_before_it_is_rounded(found: Library, heads: He
     lse = scores.masked_fill(weights == 0, -torch.inf).logsumexp(-1).flatten(1)
     assert_close(part.lse.double(), lse, atol=1e-5, rtol=1e-5)
     k = torch.zeros(12, heads.kv, heads.dim, dtype=dtype)
-    spans.begin(Rows(q, k, k, position=0, index=128), 1, masses=False)
+    spans.begin(Rows(q, k, k, Scoring(unmoving(q.shape[-1], q.dtype)), position=0, index=128), 1, masses=False)
     spans.attend(spans.exact_run(held[0].tile, first=held[0].first, tokens=held[0].tokens, slot=0))
     again = spans.merge()[0]
     assert again.dtype == dtype

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from offload.formats.layout import kv_code_bytes
 from offload.formats.quantised_kv import CHANNELS, GROUP, KVCodes, encode
-from offload.kernels.rope import RopeTable
+from offload.kernels.rope import RopeTable, Scoring
 from offload.kernels.spans import SPAN, Rows, SpanAttention, coded_run, one_run
 from offload.native.interface import Library
 from oracles import decoded_rows, encode_kv_with_torch
@@ -136,9 +136,10 @@ def attend(
     rows `exact` [2, H_kv, n, D] where they are given."""
     num_rows, dtype, dim = len(q), q.dtype, q.shape[2]
     new = torch.zeros(num_rows, codes.blocks.shape[1], dim, dtype=dtype)
-    spans = SpanAttention(found, still(num_rows + 4096, dim, dtype), dtype=dtype, span=SPAN)
+    spans = SpanAttention(found, dtype=dtype, span=SPAN)
     position, slot = (0, 0) if exact is None else (exact.shape[2], -(-exact.shape[2] // SPAN))
-    spans.begin(Rows(q, new, new, position, position), slot - (-num_tokens // SPAN))
+    scoring = Scoring(still(num_rows + 4096, dim, dtype))
+    spans.begin(Rows(q, new, new, scoring, position, position), slot - (-num_tokens // SPAN))
     if exact is not None:
         spans.attend(one_run(exact, first=0, tokens=exact.shape[2], slot=0, span=SPAN))
     spans.attend(coded_run(codes, 0, tokens=num_tokens, slot=slot, span=SPAN))

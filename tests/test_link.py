@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from models import (
     tiny_engine,
     tiny_plan,
 )
+from offload.config.model import llama_shaped
 from offload.decode.sampling import SamplingParams
 from offload.engine.request import GenerationRequest
 from offload.errors import ModelError
@@ -35,7 +37,6 @@ from offload.metrics import LinkStats
 from offload.model.decoder import Decoder
 from offload.model.level import Level, prefill
 from offload.pages.traffic import All
-from offload.plan.config import ModelConfig
 from offload.transfer.link import Link, PacedLink
 from offload.weights.homes import AsTheyAre
 from offload.weights.layers import StreamedLayers
@@ -265,7 +266,7 @@ def test_time_lost_by_one_copy_is_not_lost_by_those_after_it(monkeypatch: pytest
 
 # Weights that stream.
 
-CONFIG = ModelConfig("llama", 8, 8, 8, 1, 2, 1, 4, 64, 1e-5, 10000.0)
+CONFIG = llama_shaped("llama", 8, 8, 8, 1, 2, 1, 4, 64, 1e-5)
 LAYOUT = LayerLayout.of(CONFIG, torch.float32)
 
 
@@ -283,7 +284,13 @@ def streamed(num_layers: int, num_staging: int, link: Link, *, num_resident: int
 
 
 def holds(weights: LayerWeights, layer: int) -> bool:
-    tensors = (weights.qkv.weight, weights.o.weight, weights.gate_up.weight, weights.down.weight, weights.post_norm)
+    tensors = (
+        weights.qkv.weight,
+        weights.o.weight,
+        weights.gate_up.weight,
+        weights.down.weight,
+        weights.before_feed_forward.weight,
+    )
     return all(bool(tensor.eq(layer).all()) for tensor in tensors)
 
 
@@ -308,14 +315,16 @@ def test_views_of_several_dtypes_share_a_buffer_and_keep_apart() -> None:
 
 def test_a_layer_of_several_dtypes_is_bound_to_its_operators() -> None:
     views = LayerLayout.of(CONFIG, torch.bfloat16).views
-    mixed = {name: (view.shape, torch.float32 if "norm" in name else view.dtype) for name, view in views.items()}
-    layout = LayerLayout.pack(mixed)
+    norms = LayerLayout.of(CONFIG, torch.bfloat16).norms
+    mixed = {name: (view.shape, torch.float32 if name in norms else view.dtype) for name, view in views.items()}
+    layout = replace(LayerLayout.pack(mixed), norms=norms)
     buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     for number, view in enumerate(layout.views.values()):
         view.of(buffer).fill_(number)
     weights, names = layout.bind(buffer), list(views)
     for name, tensor in (
-        ("qkv.weight", weights.qkv.weight), ("down.weight", weights.down.weight), ("post_norm", weights.post_norm)
+        ("qkv.weight", weights.qkv.weight), ("down.weight", weights.down.weight),
+        ("before_feed_forward", weights.before_feed_forward.weight),
     ):  # fmt: skip
         assert tensor.dtype == mixed[name][1]
         assert tensor.eq(names.index(name)).all()

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -214,4 +213,4 @@ def test_a_model_that_the_kernels_do_not_know_is_told_why(
 ) -> None:
     """On a CPU; the engine says it once."""
     assert kernels_problem("cpu", LLAMA2_7B) == ""
-    assert re.search(reason, kernels_problem("cpu", replace(LLAMA2_7B, **changes)))
+    assert re.search(reason, kernels_problem("cpu", LLAMA2_7B.changed(**changes)))

@@ -179,7 +179,7 @@ def make(
     kernels: Library = best()
     return FullCache(
         memory or Memory(torch.device("cpu")), TileShape(KV_HEADS, DIM, PAGE, PAGES, torch.bfloat16), num_layers=LAYERS,
-        rope=tape.rope, blocks=Blocks((ROWS,)), mass_chunk=CHUNK, kernels=kernels,
+        scorings=tape.scorings, blocks=Blocks((ROWS,)), mass_chunk=CHUNK, kernels=kernels,
         offload=link and Offload(link, host_kernels=kernels, packs=packs, **fields),
     )  # fmt: skip
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models import FAMILIES, LateLink, Sizes, full_cache, load, random_model, random_tokens, resident_rows, save
+from offload.config.rope import Rope
 from offload.kv.full import FullCache
 from offload.model.decoder import Decoder, Segment
 from offload.model.level import Continuation, Level, prefill
-from offload.plan.config import RopeScaling
 from processor import OPERATORS, of
 
 TOLERANCE = 1e-4
@@ -147,7 +147,7 @@ def test_another_token_or_another_scaling_is_far_outside_the_tolerance(folder: P
     tokens = random_tokens(LENGTH)
     theirs, decoder = reference(folder, tokens), load(folder)
     changed = [*tokens[:3], tokens[3] + 1, *tokens[4:]]
-    plain = Decoder(replace(decoder.config, rope=RopeScaling()), decoder.weights)
+    plain = Decoder(decoder.config.changed(rope=Rope(theta=THETA)), decoder.weights)
     runs = [in_prefill(decoder, full_cache(decoder, SIZES), changed, SIZES.prefill_block)]
     if decoder.config.rope.kind != "default":
         runs.append(in_prefill(plain, full_cache(plain, SIZES), tokens, SIZES.prefill_block))

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 
 from models import PASS_TIMES
+from offload.config.model import ModelConfig
+from offload.config.reading import read_config
+from offload.config.rope import Rope
 from offload.engine.engine import plan_request
 from offload.kernels import cpu
 from offload.kernels.device import NONE
 from offload.plan import pass_times, rates
-from offload.plan.config import ModelConfig
 from offload.plan.hardware import TWO_CORES, rates_key
 from offload.plan.machine import machine_name
 from offload.plan.options import Options
@@ -31,7 +33,7 @@ from offload.worker.pass_timer import time_again, time_passes, timed
 from triforce_cli.choice import choose_models
 
 MODELS = choose_models(None, None)
-TARGET, DRAFT = (ModelConfig.from_folder(folder) for folder in (MODELS.target, MODELS.draft) if folder)
+TARGET, DRAFT = (read_config(folder) for folder in (MODELS.target, MODELS.draft) if folder)
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +117,7 @@ class TestTheFile:
 
     def test_a_model_is_known_by_its_shapes_alone(self) -> None:
         key = key_of(TARGET, "bf16")
-        assert key_of(replace(TARGET, rope_theta=5.0, bos_token_id=None), "bf16") == key
+        assert key_of(replace(TARGET.changed(rope=Rope(theta=5.0)), bos_token_id=None), "bf16") == key
         for name in ("vocab_size", "hidden_size", "num_layers", "num_kv_heads", "head_dim"):
             assert key_of(replace(TARGET, **{name: getattr(TARGET, name) + 2}), "bf16") != key
 
@@ -287,9 +289,9 @@ class TestMeasuring:
         program = (
             "import json, dataclasses\n"
             "from offload.worker import pass_timer\n"
-            "from offload.plan.config import ModelConfig\n"
+            "from offload.config.reading import read_config\n"
             "pass_timer.LIMIT_SECONDS = 1e3\n"
-            f"found = pass_timer.time_passes(ModelConfig.from_folder({str(MODELS.draft)!r}), 'fp32')\n"
+            f"found = pass_timer.time_passes(read_config({str(MODELS.draft)!r}), 'fp32')\n"
             "print(json.dumps(dataclasses.asdict(found)))\n"
         )
         env = os.environ | {"TRIFORCE_KERNELS": kernels, "OMP_NUM_THREADS": "1"}

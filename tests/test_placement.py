@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from models import changed
+from offload.config.model import ModelConfig
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit
-from offload.plan.config import ModelConfig
 from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.options import Options
 from offload.plan.planner import Plan, make_plan
@@ -164,7 +164,7 @@ def test_a_cache_that_the_system_refuses_names_the_context_that_fits(monkeypatch
 # The embedding.
 
 GPU = Hardware("cuda:0", "gpu", 24 * 10**9, 128 * 10**9, True, RTX_4090)
-LARGE = replace(LLAMA2_13B, vocab_size=152_064, max_positions=131_072)
+LARGE = LLAMA2_13B.changed(vocab_size=152_064, max_positions=131_072)
 
 
 def on_a_gpu(hardware: Hardware = GPU, target: ModelConfig = LARGE, **options: object) -> Plan:

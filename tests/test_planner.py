@@ -9,12 +9,12 @@ from math import hypot, inf, log
 import pytest
 
 from models import PASS_TIMES
+from offload.config.model import ModelConfig
 from offload.errors import DoesNotFit, UsageError
 from offload.formats.layout import CACHED_SHARE
 from offload.plan import cost_gpu
 from offload.plan.choice import WORTH_TRYING
 from offload.plan.composition import PLAIN, Composition
-from offload.plan.config import ModelConfig
 from offload.plan.cost import LOOKUP_TOKENS, Cost, Prediction
 from offload.plan.cost_cpu import SHARED
 from offload.plan.cost_gpu import NCCL
@@ -31,8 +31,7 @@ from offload.plan.what_if import remedies
 GIB = 2**30
 CPU = Hardware("cpu", "CPU", 64 * GIB, 64 * GIB, True)
 GPU = Hardware("cuda:0", "GPU", 24 * GIB, 256 * GIB, True)
-DEMO = replace(
-    LLAMA_7B,
+DEMO = LLAMA_7B.changed(
     vocab_size=4096,
     hidden_size=384,
     intermediate_size=640,
@@ -43,7 +42,7 @@ DEMO = replace(
     max_positions=32768,
     tie_embeddings=True,
 )
-DRAFT = replace(DEMO, hidden_size=128, intermediate_size=352, num_layers=3, num_heads=2, num_kv_heads=2)
+DRAFT = DEMO.changed(hidden_size=128, intermediate_size=352, num_layers=3, num_heads=2, num_kv_heads=2)
 
 
 def plan(
@@ -298,14 +297,14 @@ def test_a_tied_head_is_the_embedding_that_every_device_has() -> None:
 
 
 def test_logits_are_computed_on_the_first_device_alone() -> None:
-    wide = replace(DEMO, vocab_size=1_000_000)
+    wide = DEMO.changed(vocab_size=1_000_000)
     made = plan(Options(gamma=15, budget=512), target=wide, draft=None, hardware=PAIR, prompt=4000).placement
     assert made.device_bytes["workspace"] == 16 * 1_000_000 * (2 + 36)
     assert made.other_device_bytes["workspace"] < 0.1 * made.device_bytes["workspace"]
 
 
 def test_prefill_has_room_for_what_the_other_ranks_have_of_a_block() -> None:
-    wide = replace(DEMO, hidden_size=8192, num_heads=8, num_kv_heads=8, head_dim=16)
+    wide = DEMO.changed(hidden_size=8192, num_heads=8, num_kv_heads=8, head_dim=16)
     two, eight = (
         Sizing(wide, None, Options(), replace(GPU, num_devices=number), "bf16").fixed_bytes(4000, PLAIN)["workspace"]
         for number in (2, 8)
@@ -329,7 +328,7 @@ def test_devices_that_cannot_share_a_model_are_refused_and_not_advised() -> None
     request = Request(LLAMA_7B, None, Options(), GPU)
     with pytest.raises(UsageError, match="gpus is 3, and 32 heads"):
         replace(request, hardware=replace(GPU, num_devices=3))
-    uneven = replace(LLAMA_7B, num_heads=33, num_kv_heads=33)
+    uneven = LLAMA_7B.changed(num_heads=33, num_kv_heads=33)
     for target, advised in ((LLAMA_7B, True), (uneven, False)):
         small = replace(request, target=target, hardware=replace(GPU, device_free_bytes=5 * GIB))
         named = Request(target, None, Options(offload=frozenset({"kv"})), small.hardware)
@@ -580,7 +579,7 @@ TIMES = Times(HEAVY, None, {4: CODED})
 
 
 def heavy_plan(options: Options | None = None, times: Times = TIMES, **shapes: int) -> Plan:
-    target = replace(DEMO, **shapes)
+    target = DEMO.changed(**shapes)
     return make_plan(target, None, options or Options(), CPU, num_prompt_tokens=8000, max_tokens=200, times=times)
 
 
@@ -761,7 +760,7 @@ def test_a_cache_in_4_bits_that_cannot_be_is_refused(
     hardware: Hardware, shapes: dict[str, int], options: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(UsageError, match=f"kv-bits is 4.*{reason}"):
-        plan(Options(kv_bits=4, **options), target=replace(DEMO, **shapes), hardware=hardware)  # type: ignore[arg-type]
+        plan(Options(kv_bits=4, **options), target=DEMO.changed(**shapes), hardware=hardware)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -774,7 +773,7 @@ def test_a_cache_in_4_bits_that_cannot_be_is_refused(
 )
 def test_weights_in_4_bits_that_cannot_be_are_refused(hardware: Hardware, shapes: dict[str, int], reason: str) -> None:
     with pytest.raises(UsageError, match=f"weight-bits is 4.*{reason}"):
-        plan(Options(weight_bits=4), target=replace(DEMO, **shapes), hardware=hardware)
+        plan(Options(weight_bits=4), target=DEMO.changed(**shapes), hardware=hardware)
 
 
 def test_a_retrieval_level_comes_along_where_it_is_not_far_from_the_best() -> None:

@@ -22,10 +22,10 @@ import torch
 from hearing import hear_signals
 from hub import COMMIT, Hub, running
 from models import random_model, save
+from offload.config.reading import read_config
 from offload.hub import fetch
 from offload.hub.library import STAGING, Origin, locate, state_of
 from offload.hub.names import FOLDER_VARIABLE
-from offload.plan.config import ModelConfig
 from offload.units import size
 from offload.weights.checkpoint import Checkpoint, check_model
 from terminals import Terminal
@@ -564,7 +564,7 @@ def pickled(plain: dict[str, bytes], tmp_path: Path, num_shards: int = 1, **chan
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     with Checkpoint.open(folder) as checkpoint:
-        check_model(checkpoint, ModelConfig.from_folder(folder))
+        check_model(checkpoint, read_config(folder))
         found = {name: torch.empty(checkpoint.shape(name), dtype=checkpoint.dtype(name)) for name in checkpoint.names()}
         for name, tensor in found.items():
             checkpoint.read_into(name, tensor)

@@ -7,9 +7,9 @@ from math import hypot, log
 
 import pytest
 
+from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats.layout import code_bytes
-from offload.plan.config import ModelConfig
 from offload.plan.cost import own_acceptance
 from offload.plan.cost_gpu import GPU as COSTS
 from offload.plan.hardware import RTX_4090, Hardware
@@ -87,7 +87,7 @@ def test_where_a_part_of_it_has_room_weights_in_few_bits_leave_room_for_more() -
 def test_a_retrieval_level_does_not_take_the_place_of_a_draft_that_pays() -> None:
     """A large draft leaves less room for chunks: without it more of them would be predicted to be a little faster."""
     wide = {"num_layers": 8, "hidden_size": 2048, "intermediate_size": 5504, "num_heads": 16, "num_kv_heads": 16}
-    draft, gpu = replace(LLAMA_68M, head_dim=128, **wide), replace(GPU, device_free_bytes=14 * 10**9)
+    draft, gpu = LLAMA_68M.changed(head_dim=128, **wide), replace(GPU, device_free_bytes=14 * 10**9)
     made = make_plan(LLAMA2_13B, draft, Options(), gpu, num_prompt_tokens=60_000, max_tokens=200)
     assert made.composition.levels == ("draft", "retrieval", "target")
 

@@ -74,8 +74,8 @@ def test_the_matrices_are_near_the_exact_ones_and_all_else_is_the_same(pair: tup
         assert ours.qkv.bias is not None
         assert theirs.qkv.bias is not None
         assert torch.equal(ours.qkv.bias, theirs.qkv.bias)
-        assert torch.equal(ours.input_norm, theirs.input_norm)
-        assert torch.equal(ours.post_norm, theirs.post_norm)
+        assert torch.equal(ours.before_attention.weight, theirs.before_attention.weight)
+        assert torch.equal(ours.before_feed_forward.weight, theirs.before_feed_forward.weight)
     assert exact.weights.head is not None
     assert coded.weights.head is not None
     assert_near(coded.weights.head.weight, exact.weights.head.weight)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from asked import Asked, alone, together
 from models import CPU, LateLink
+from offload.config.model import ModelConfig
+from offload.config.reading import read_config
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, Request, load_tokenizer
 from offload.engine.request import GenerationRequest
@@ -27,7 +29,6 @@ from offload.pages.packed import PackedPages
 from offload.pages.raw import PURPOSE
 from offload.pages.tiles import TileShape
 from offload.pages.traffic import Traffic
-from offload.plan.config import ModelConfig
 from offload.plan.options import PAGE_TOKENS
 from offload.plan.placement import with_host_tiles
 from offload.plan.planner import Options, make_plan
@@ -411,7 +412,7 @@ def test_several_sequences_say_what_each_says_alone() -> None:
         offload=frozenset({"kv"}), link_bits=12, dtype="bf16", gamma=3, budget=256, weight_bits=16, kv_bits=16,
         device="cpu",
     )  # fmt: skip
-    models = ModelConfig.from_folder(TARGET), ModelConfig.from_folder(DRAFT)
+    models = read_config(TARGET), read_config(DRAFT)
     asked = Request(*models, options, CPU)
     plan = asked.together(asked.plan(num_prompt_tokens=len(PROMPT), max_tokens=12), 2, most=2)
     requests = [Asked(PROMPT[start:], SamplingParams(temperature=0.0), 6) for start in (0, 300, 600)]
@@ -456,7 +457,7 @@ def test_tiles_that_the_host_attends_to_lie_as_they_are() -> None:
 
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(8, 128), (40, 128), (2, 48), (1, 64), (3, 16)])
 def test_a_packed_page_has_the_bytes_that_are_planned(num_kv_heads: int, head_dim: int) -> None:
-    model = replace(LLAMA2_7B, num_heads=num_kv_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    model = LLAMA2_7B.changed(num_heads=num_kv_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     sizing = Sizing(model, None, Options(), GPU, "bf16")
     packing = TileShape(num_kv_heads, head_dim, PAGE_TOKENS, 16, torch.bfloat16).packing
     assert sizing._packed_page_bytes == 2 * packing.nbytes

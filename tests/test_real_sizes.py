@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from offload.config.model import ModelConfig
 from offload.formats.quantised_kv import GROUP
 from offload.kv.quantised import QuantisedCache
-from offload.plan.config import ModelConfig
 from offload.plan.options import Options
 from offload.plan.planner import make_plan
 from offload.plan.sizing import KV_TAIL

@@ -7,8 +7,9 @@ import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from offload.kernels.rope import inverse_frequencies, rope_table, rotate
-from offload.plan.config import ModelConfig
+from offload.config.model import ModelConfig
+from offload.config.reading import config_of
+from offload.kernels.rope import RopeTable, inverse_frequencies, rope_table, rotate
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -58,12 +59,17 @@ def reference_tables(module: LlamaRotaryEmbedding, num_positions: int, dtype: to
     return module(torch.zeros(1, dtype=dtype), torch.arange(num_positions)[None])
 
 
+def table_of(config: ModelConfig, num_positions: int, capacity: int) -> RopeTable:
+    """Of the config's layers that know positions."""
+    return rope_table(config, num_positions, capacity, "cpu", config.rope)
+
+
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 def test_frequencies_equal_transformers_bit_for_bit(scaling: dict[str, object], theta: float) -> None:
     for data in both_forms(scaling, theta):
         module = reference(data)
-        frequencies, attention_scaling = inverse_frequencies(ModelConfig.from_dict(data), MAX_POSITIONS)
+        frequencies, attention_scaling = inverse_frequencies(config_of(data), MAX_POSITIONS)
         assert frequencies.dtype == torch.float32
         torch.testing.assert_close(frequencies, module.inv_freq, rtol=0, atol=0)
         assert attention_scaling == module.attention_scaling
@@ -75,7 +81,7 @@ def test_rotated_rows_equal_transformers_bit_for_bit(scaling: dict[str, object],
     num_positions = 300
     data = both_forms(scaling, 10000.0)[0]
     cos, sin = reference_tables(reference(data), num_positions, dtype)
-    table = rope_table(ModelConfig.from_dict(data), num_positions, MAX_POSITIONS, "cpu")
+    table = table_of(config_of(data), num_positions, MAX_POSITIONS)
     x = torch.randn(num_positions, 3, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
     rotated = rotate(x, table.cos, table.sin)
@@ -85,7 +91,7 @@ def test_rotated_rows_equal_transformers_bit_for_bit(scaling: dict[str, object],
 
 def test_dynamic_frequencies_follow_capacity_as_transformers_follow_length() -> None:
     data = both_forms(SCALINGS["dynamic"], 10000.0)[0]
-    config = ModelConfig.from_dict(data)
+    config = config_of(data)
     for capacity in (1, MAX_POSITIONS, MAX_POSITIONS + 1, 5 * MAX_POSITIONS):
         module = reference(data)
         reference_tables(module, capacity, torch.float32)  # its frequencies are now those of this length
@@ -99,16 +105,16 @@ def test_dynamic_frequencies_follow_capacity_as_transformers_follow_length() -> 
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 def test_a_longer_table_holds_the_shorter_one(scaling: dict[str, object]) -> None:
     """The number of rows changes none of them; only `capacity` may."""
-    config = ModelConfig.from_dict(both_forms(scaling, 10000.0)[0])
-    short, long = (rope_table(config, rows, 4096, "cpu") for rows in (5, 259))
+    config = config_of(both_forms(scaling, 10000.0)[0])
+    short, long = (table_of(config, rows, 4096) for rows in (5, 259))
     assert torch.equal(long.cos[:5], short.cos)
     assert torch.equal(long.sin[:5], short.sin)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_rotates_to_the_same_bits_alone_or_among_others_or_in_a_view(dtype: torch.dtype) -> None:
-    config = ModelConfig.from_dict(both_forms(SCALINGS["yarn"], 10000.0)[0])
-    table = rope_table(config, 64, 64, "cpu")
+    config = config_of(both_forms(SCALINGS["yarn"], 10000.0)[0])
+    table = table_of(config, 64, 64)
     fused = torch.randn(64, 7, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
     together = rotate(fused, table.cos, table.sin)
     for row in (0, 13, 63):
@@ -119,8 +125,8 @@ def test_a_row_rotates_to_the_same_bits_alone_or_among_others_or_in_a_view(dtype
 
 def test_scores_depend_on_distance_only() -> None:
     """The defining property of rotary positions, which also fixes the sign convention."""
-    config = ModelConfig.from_dict(both_forms(SCALINGS["default"], 10000.0)[0])
-    table = rope_table(config, 128, 128, "cpu")
+    config = config_of(both_forms(SCALINGS["default"], 10000.0)[0])
+    table = table_of(config, 128, 128)
     q, k = torch.randn(2, 1, 1, 64, generator=torch.Generator().manual_seed(3))
 
     def score(q_position: int, k_position: int) -> float:
@@ -144,13 +150,13 @@ def test_rotation_leaves_rows_and_table_alone() -> None:
 def test_every_family_gets_its_default_theta_from_transformers(config_class: type) -> None:
     data = config_class(**SHAPE | {"max_position_embeddings": 256, "sliding_window": None}).to_dict()
     module = LlamaRotaryEmbedding(config_class(**SHAPE | {"max_position_embeddings": 256}))
-    frequencies, _ = inverse_frequencies(ModelConfig.from_dict(data), 256)
+    frequencies, _ = inverse_frequencies(config_of(data), 256)
     assert torch.equal(frequencies, module.inv_freq)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_table_rounded_beforehand_turns_rows_to_the_same_bits(dtype: torch.dtype) -> None:
-    table = rope_table(ModelConfig.from_dict(both_forms(SCALINGS["yarn"], 10000.0)[0]), 64, 64, "cpu")
+    table = table_of(config_of(both_forms(SCALINGS["yarn"], 10000.0)[0]), 64, 64)
     x = torch.randn(9, 2, 64, generator=torch.Generator().manual_seed(4)).to(dtype)
     rounded = table.to(dtype)
     assert rounded.cos.dtype == rounded.sin.dtype == dtype

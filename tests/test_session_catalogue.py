@@ -16,8 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import models
+from offload.config.model import llama_shaped
+from offload.config.reading import read_config
+from offload.config.rope import Rope
 from offload.errors import ModelError, SessionError, UsageError
-from offload.plan.config import ModelConfig, RopeScaling
 from offload.session.catalogue import Summary, inspect, outdated, remove, summaries
 from offload.session.fingerprints import (
     SAMPLE_BYTES,
@@ -244,7 +246,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def identity_at(folder: Path) -> Identity:
-    return identify(folder, ModelConfig.from_folder(folder), dtype="bf16", capacity=100, page_tokens=512)
+    return identify(folder, read_config(folder), dtype="bf16", capacity=100, page_tokens=512)
 
 
 def test_an_identity_describes_the_model_and_is_the_same_each_time(model: Path) -> None:
@@ -304,7 +306,7 @@ def test_what_changes_keys_and_values_changes_the_identity(
 def test_a_digest_of_a_large_file_reads_little_of_it(tmp_path: Path) -> None:
     """Only the ends and the middle of each tensor are read; a change elsewhere may go unnoticed, as documented."""
     path, tensor = tmp_path / "model.safetensors", torch.zeros(16 * SAMPLE_BYTES)
-    config = ModelConfig("llama", 8, 32, 8, 1, 4, 2, 8, 64, 1e-5, 10000.0)
+    config = llama_shaped("llama", 8, 32, 8, 1, 4, 2, 8, 64, 1e-5)
     digests = {}
     for index in (None, 0, 8 * SAMPLE_BYTES, -1, 4 * SAMPLE_BYTES):
         changed = tensor.clone()
@@ -317,14 +319,14 @@ def test_a_digest_of_a_large_file_reads_little_of_it(tmp_path: Path) -> None:
 
 
 def test_positions_that_depend_on_the_capacity_are_told_apart() -> None:
-    plain = ModelConfig("llama", 8, 32, 8, 1, 4, 2, 8, 64, 1e-5, 10000.0)
+    plain = llama_shaped("llama", 8, 32, 8, 1, 4, 2, 8, 64, 1e-5)
     assert rope_digest(plain, 64) == rope_digest(plain, 4096)
-    dynamic = replace(plain, rope=RopeScaling(kind="dynamic", factor=2.0))
+    dynamic = plain.changed(rope=Rope(kind="dynamic", factor=2.0))
     assert rope_digest(dynamic, 64) == rope_digest(dynamic, 32) == rope_digest(plain, 64)
     assert rope_digest(dynamic, 128) != rope_digest(dynamic, 129)
-    yarn = RopeScaling(kind="yarn", factor=4.0, original_max_positions=64)
-    assert rope_digest(replace(plain, rope=yarn), 64) != rope_digest(
-        replace(plain, rope=replace(yarn, attention_factor=1.0)), 64
+    yarn = Rope(kind="yarn", factor=4.0, original_max_positions=64)
+    assert rope_digest(plain.changed(rope=yarn), 64) != rope_digest(
+        plain.changed(rope=replace(yarn, attention_factor=1.0)), 64
     )
 
 

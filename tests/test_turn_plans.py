@@ -7,8 +7,8 @@ from math import ceil
 
 import pytest
 
+from offload.config.model import ModelConfig
 from offload.plan.batching import Turns, plan_together
-from offload.plan.config import ModelConfig
 from offload.plan.cost import Cost
 from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.planner import Options, Plan

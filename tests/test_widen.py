@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models import FAMILIES, SMALL, Sizes, full_cache, load, random_model, random_tokens, resident_rows, save
+from offload.config.reading import config_of, read_config
 from offload.engine.engine import load_tokenizer
 from offload.errors import DoesNotFit, ModelError, TriforceError, UsageError
 from offload.model.decoder import Segment
-from offload.plan.config import ModelConfig
 from offload.weights.checkpoint import Checkpoint, check_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
@@ -98,7 +98,7 @@ def error(logits: Tensor, expected: Tensor) -> float:
 def test_every_family_keeps_its_logits(tmp_path: Path, family: str) -> None:
     source, tokens = small(tmp_path, family), random_tokens(LENGTH)
     expected, wide = theirs(source, tokens), widened(source)
-    assert not ModelConfig.from_folder(wide).tie_embeddings, "the models imitated have a head of their own"
+    assert not read_config(wide).tie_embeddings, "the models imitated have a head of their own"
     assert error(theirs(wide, tokens), expected) <= TOLERANCE
     assert error(ours(wide, tokens), expected) <= TOLERANCE
 
@@ -196,7 +196,7 @@ def test_bf16_rounds_nothing_where_both_ratios_are_powers_of_four(tmp_path: Path
     [("llama2-7b", 6_738_415_616), ("llama2-13b", 13_015_864_320), ("llama-3.1-8b", 8_030_261_248)],
 )
 def test_the_sizes_imitated_have_the_published_number_of_parameters(name: str, num_parameters: int) -> None:
-    config = ModelConfig.from_dict(
+    config = config_of(
         {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **widen.LIKE[name]}
     )
     assert config.num_parameters() == num_parameters
@@ -217,7 +217,7 @@ def test_the_command_writes_a_whole_folder_and_says_its_bytes(tmp_path: Path, ca
     assert "the wide model: 638 kB of weights, 1.92 kB of KV per token" in captured.out
     assert "llama2-7b in the same dtype: 13.5 GB of weights, 524 kB of KV per token" in captured.out
     assert captured.err.splitlines()[-1] == "7 of 7 files"
-    config = ModelConfig.from_folder(dest)
+    config = read_config(dest)
     with Checkpoint.open(dest) as checkpoint:
         check_model(checkpoint, config)
         assert {checkpoint.dtype(name) for name in checkpoint.names()} == {torch.float16}

@@ -20,15 +20,14 @@ from torch.nn.functional import linear
 
 from offload.bench.findings import REPORT, TOLERANCES, Named, Shown, error_of
 from offload.bench.text_checks import text_checks
+from offload.config.model import ModelConfig
 from offload.errors import TriforceError
 from offload.kernels.attention import fold, unfold
 from offload.kernels.choice import fitting
 from offload.kernels.cpu import CpuKernels
 from offload.kernels.products import Step, Steps, room_to_widen
-from offload.kernels.rope import rotate
 from offload.kernels.rows import Blocks
 from offload.model.loading import DTYPES
-from offload.plan.config import ModelConfig
 from offload.plan.hardware import Hardware
 from offload.plan.options import PAGE_TOKENS
 from offload.plan.planner import Options, Plan, make_plan
@@ -37,7 +36,7 @@ from offload.transfer.link import make_link
 from offload.transfer.memory import Memory
 from offload.weights.homes import HomeMaker
 from offload.weights.layout import LayerLayout
-from offload.worker.assemble import equal_sizes, full_cache, rotary_table
+from offload.worker.assemble import equal_sizes, full_cache, scorings_of
 
 MODELS = {"Llama-2-13B": LLAMA2_13B, "Llama-3.1-8B": LLAMA31_8B}
 NUM_TOKENS, NUM_ROWS = 3 * PAGE_TOKENS + 100, 16  # prefilled, and decoded after them
@@ -84,7 +83,7 @@ def _checks(hardware: Hardware) -> Iterator[Named]:
     yield "copies", partial(_copies, hardware), "the memory, the GPU or its slot changes bytes: test them"
     for model, config in MODELS.items():
         for dtype in _dtypes(hardware):
-            trial = Trial(replace(config, num_layers=1), hardware, dtype)
+            trial = Trial(config.changed(num_layers=1), hardware, dtype)
             of = f"{model}, {dtype}"
             yield f"attention, {of}", trial.attention, broken
             yield f"rows of attention, {of}", trial.rows, broken
@@ -158,7 +157,7 @@ class Trial:
 
     def packed_weights(self) -> Shown:
         """The same bits of a layer's weights where they cross the link packed, or beside codes in 4 or 6 bits."""
-        config = replace(self.config, intermediate_size=NARROW)
+        config = self.config.changed(intermediate_size=NARROW)
         layout, same = LayerLayout.of(config, DTYPES[self.dtype]), True
         exact = torch.zeros(layout.num_bytes, dtype=torch.uint8)
         for view in layout.views.values():
@@ -231,13 +230,11 @@ class Trial:
     @cached_property
     def _exact(self) -> Tensor:
         """The compared rows of the prefill and those decoded, in fp64: [n, H * D]."""
-        rope = rotary_table(self._plan(""), self.config)
-        table = [tensor[:LENGTH].cpu() for tensor in (rope.cos, rope.sin)]
-        first = NUM_TOKENS - COMPARED
-        q = rotate(self._rows.q[first:LENGTH], *(tensor[first:] for tensor in table))
-        k = rotate(self._rows.k[:LENGTH], *table)
+        scoring, first = scorings_of(self._plan(""), self.config)[0], NUM_TOKENS - COMPARED
+        q, k = scoring.rope.to("cpu").rotated(self._rows.q[:LENGTH], self._rows.k[:LENGTH], 0)
+        q = q[first:]
         folded = fold(q, self.config.num_kv_heads).double()
-        scores = folded @ k.permute(1, 2, 0).double() * self.config.head_dim**-0.5
+        scores = folded @ k.permute(1, 2, 0).double() * self.config.block.attention.score_scale
         group = self.config.num_heads // self.config.num_kv_heads
         last = torch.arange(first, LENGTH).repeat(group)
         scores.masked_fill_(torch.arange(LENGTH) > last[:, None], -torch.inf)

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from offload.bench.llama_cpp import token_name
+from offload.config.model import ModelConfig
+from offload.config.reading import read_config
 from offload.errors import DoesNotFit, ModelError
 from offload.kernels.rope import inverse_frequencies
-from offload.plan.config import ModelConfig
-from offload.weights.checkpoint import Checkpoint, check_model, expected_tensors
+from offload.weights.checkpoint import Checkpoint, check_model
+from offload.weights.tensors import expected_tensors
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _ALIGNMENT = 32  # bytes
@@ -71,7 +73,7 @@ def write_gguf(folder: Path, file: Path, *, dtype: str) -> None:
     A model without an end token has its last token as one: llama.cpp wants it. Needs the memory of the largest tensor,
     twice. Raises ModelError, also for rotary scaling that llama.cpp does not know, DoesNotFit where the disk is full.
     """
-    config = ModelConfig.from_folder(folder)
+    config = read_config(folder)
     values, entries = metadata(config), _entries(config, dtype)
     needed, free = sum(entry.nbytes for entry in entries), shutil.disk_usage(file.parent).free
     if needed > free:
@@ -97,9 +99,9 @@ def metadata(config: ModelConfig) -> dict[str, Value]:
         "attention.head_count_kv": config.num_kv_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "attention.layer_norm_rms_epsilon": float(config.norm.eps),
         "rope.dimension_count": config.head_dim,
-        "rope.freq_base": float(config.rope_theta),
+        "rope.freq_base": float(config.rope.theta),
         "vocab_size": config.vocab_size,
     }
     model |= _rope_scaling(config)
@@ -206,7 +208,7 @@ def _tensor(entry: _Entry, checkpoint: Checkpoint, config: ModelConfig) -> Tenso
     if not entry.source:
         pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         frequencies, _ = inverse_frequencies(config, config.context_limit)
-        return torch.tensor(config.rope_theta).pow(-pairs) / frequencies
+        return torch.tensor(config.rope.theta).pow(-pairs) / frequencies
     tensor = torch.empty(entry.shape, dtype=entry.kind.dtype)
     checkpoint.read_into(entry.source, tensor)
     rotated = ("q_proj", "k_proj") if _is_llama(config) else ()

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offload.config.model import ModelConfig
+from offload.config.reading import read_config
 from offload.decode import generation
 from offload.decode.build import build_speculator
 from offload.decode.generation import FinishReason
@@ -27,7 +29,6 @@ from offload.kv.retrieval import RetrievalCache
 from offload.metrics import HostStats, LevelStats, LinkStats, RankStats, Stats
 from offload.model.level import Level
 from offload.plan.composition import PLAIN
-from offload.plan.config import ModelConfig
 from offload.plan.planner import Options, Plan
 from offload.plan.request import Request
 from offload.progress import OnProgress, ignore
@@ -78,7 +79,7 @@ def prefill_problem(device: str) -> str:
 def load_tokenizer(model: Path, draft: Path | None) -> Tokenizer:
     """The target's tokenizer. Raises ModelError where a folder has none or the draft's vocabulary is another."""
     for folder in (model,) if draft is None else (model, draft):
-        ModelConfig.from_folder(folder)  # some tokenizers read it too, and say less of what is wrong with it
+        read_config(folder)  # some tokenizers read it too, and say less of what is wrong with it
     tokenizer = Tokenizer.from_folder(model)
     if draft is not None:
         ours, theirs = tokenizer.vocabulary(), Tokenizer.from_folder(draft).vocabulary()

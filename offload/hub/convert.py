@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from offload.config.reading import read_config
 from offload.errors import ModelError, UsageError
 from offload.hub import files
 from offload.hub.disk import check_room, disk_error
@@ -15,7 +16,6 @@ from offload.hub.library import Origin
 from offload.hub.names import LOCAL, is_id, models_folder
 from offload.hub.pickles import convert_shard
 from offload.hub.pull import Report, write_index
-from offload.plan.config import ModelConfig
 from offload.weights.checkpoint import Checkpoint, check_model
 
 
@@ -42,7 +42,7 @@ def convert(source: Path, output: Path, *, report: Report) -> None:
         with _new_folder(output) as folder:
             fill(folder, report)
             with Checkpoint.open(folder) as checkpoint:
-                check_model(checkpoint, ModelConfig.from_folder(folder))
+                check_model(checkpoint, read_config(folder))
             names = tuple(sorted(path.name for path in folder.iterdir()))
             Origin(source=str(source.absolute()), files=names).write(folder)
     except OSError as error:
@@ -69,7 +69,7 @@ def _converter(source: Path) -> Callable[[Path, Report], None]:
 
 
 def _convert_pickles(source: Path, folder: Path, weights: Path, report: Report) -> None:
-    config = ModelConfig.from_folder(source)
+    config = read_config(source)
     names = files.shards(weights)
     for name in names:
         if not (source / name).is_file():

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from offload.config.fields import MAX_JSON_BYTES, read_json
 from offload.errors import ModelError
 from offload.hub.remote import Listing, RemoteFile
-from offload.plan.fields import MAX_JSON_BYTES, read_json
 from offload.weights.checkpoint import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
 
 CONFIG_FILE = "config.json"

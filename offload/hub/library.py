@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from offload.config.fields import Fields, read_json
+from offload.config.model import ModelConfig
+from offload.config.reading import read_config
 from offload.errors import ModelError, unreadable
 from offload.files import expanded, write_whole
 from offload.hub.advice import advice
@@ -23,8 +26,6 @@ from offload.hub.names import (
     pull_command,
     short_name,
 )
-from offload.plan.config import ModelConfig
-from offload.plan.fields import Fields, read_json
 from offload.plan.hardware import Hardware
 from offload.plan.options import Options
 from offload.plan.request import Request
@@ -165,7 +166,7 @@ def entry_of(folder: Path, name: str, draft: str = "") -> Entry:
             raise ModelError(_resume(name))
         if entry.state == "absent":
             return entry
-        entry = replace(entry, config=ModelConfig.from_folder(folder))
+        entry = replace(entry, config=read_config(folder))
         if entry.state == "whole":
             Checkpoint.open(folder).close()
     except (ModelError, OSError) as error:

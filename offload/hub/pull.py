@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.files import write_whole
 from offload.hub import files as model_files
@@ -27,7 +28,6 @@ from offload.hub.library import MOVING, STAGING, Origin
 from offload.hub.names import FOLDER_VARIABLE, model_folder
 from offload.hub.pickles import convert_shard, source_of, weight_map
 from offload.hub.remote import Listing, RemoteFile
-from offload.plan.config import ModelConfig
 from offload.weights.checkpoint import INDEX_FILE, Checkpoint, check_model
 
 Report = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
@@ -70,7 +70,7 @@ def pull(
         transfer.install(config_only=config_only)
     if not config_only:
         with Checkpoint.open(folder) as checkpoint:
-            check_model(checkpoint, ModelConfig.from_folder(folder))
+            check_model(checkpoint, read_config(folder))
     return plan
 
 
@@ -150,7 +150,7 @@ class _Transfer:
 
     def _convert(self, file: RemoteFile) -> None:
         self._report("convert", 0, file.num_bytes)
-        shard, tied = self._staging / file.name, ModelConfig.from_folder(self._staging).tie_embeddings
+        shard, tied = self._staging / file.name, read_config(self._staging).tie_embeddings
         convert_shard(shard, self._staging / self._final_name(file), source=file.digest, tied=tied)
         shard.unlink()
         self._report("convert", file.num_bytes, file.num_bytes)
@@ -158,7 +158,7 @@ class _Transfer:
     def _check_config(self) -> None:
         """Refuse a model that cannot run before its weights are fetched, and keep nothing of it. ModelError."""
         try:
-            ModelConfig.from_folder(self._staging)
+            read_config(self._staging)
         except ModelError as error:
             shutil.rmtree(self._staging)
             raise ModelError(f"{self._listing.repository} was not pulled: {error}") from error

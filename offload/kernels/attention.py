@@ -53,12 +53,13 @@ def attend(
     *,
     first_visible: Tensor | None = None,
     chunk: int | None = None,
+    scale: float | None = None,
 ) -> Part:
     """Exact attention with all scores in memory, for a few rows at a time.
 
     q [H_kv, R, D]; keys, values [P, H_kv, S, D], same dtype, finite everywhere. Row r sees the tokens from
     first_visible[r] (None: 0) to num_visible[r] - 1 (None: all P * S), both [R] int. chunk: a divisor of S; if given,
-    the result has the mass per chunk of that many tokens.
+    the result has the mass per chunk of that many tokens. scale: on products of queries and keys, None: D^-0.5.
 
     The shapes alone determine the order of every sum, and hidden keys add exact zeros, so a row's bits depend neither
     on the contents of hidden keys nor on the other rows. Memory: 6 bytes per score for 16-bit dtypes.
@@ -68,7 +69,7 @@ def attend(
     batch = (num_pages * num_kv_heads, rows)
     repeated = q.expand(num_pages, -1, -1, -1).reshape(*batch, head_dim)
     flat_keys = keys.reshape(-1, page, head_dim).transpose(1, 2)
-    scores = torch.baddbmm(q.new_zeros(()), repeated, flat_keys, beta=0, alpha=head_dim**-0.5)
+    scores = torch.baddbmm(q.new_zeros(()), repeated, flat_keys, beta=0, alpha=scale or head_dim**-0.5)
     weights = scores.float().view(num_pages, num_kv_heads, rows, page)
     if num_visible is not None:
         weights.masked_fill_(_hidden(num_visible, num_pages, page, first_visible), -torch.inf)
@@ -87,22 +88,24 @@ def attend(
     return Part(out, top + total.log(), mass)
 
 
-def attend_whole_pages(q: Tensor, keys: Tensor, values: Tensor) -> Part:
+def attend_whole_pages(q: Tensor, keys: Tensor, values: Tensor, scale: float | None = None) -> Part:
     """Exact attention of every row over all keys, by torch's fused kernel, for many rows.
 
     q [H_kv, R, D]; keys, values [P, H_kv, S, D]; on a GPU 16-bit and D at most 256. There pages are the batch, memory:
     P outputs, no scores. On a CPU see `attend_joined`.
     """
     if not q.is_cuda:
-        return attend_joined(q, keys, values, None)
+        return attend_joined(q, keys, values, None, scale=scale)
     pages = q.expand(keys.shape[0], -1, -1, -1)
-    scale = q.shape[-1] ** -0.5
+    scale = scale or q.shape[-1] ** -0.5
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(pages, keys, values, scale=scale)
     total = lse.logsumexp(0)
     return Part(out.float().mul_((lse - total).exp()[..., None]).sum(0), total)
 
 
-def attend_joined(q: Tensor, keys: Tensor, values: Tensor, num_visible: Tensor | None) -> Part:
+def attend_joined(
+    q: Tensor, keys: Tensor, values: Tensor, num_visible: Tensor | None, *, scale: float | None = None
+) -> Part:
     """`attend` by torch's fused kernel for CPUs, for many rows: their bits depend on each other.
 
     The pages are copied one after the other for it, since its time grows with the number of calls and of parts to
@@ -114,7 +117,7 @@ def attend_joined(q: Tensor, keys: Tensor, values: Tensor, num_visible: Tensor |
         hidden = torch.arange(keys.shape[0] * keys.shape[2]) >= num_visible[:, None]
         mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q[None], *joined, attn_mask=mask, scale=q.shape[-1] ** -0.5
+        q[None], *joined, attn_mask=mask, scale=scale or q.shape[-1] ** -0.5
     )
     part = Part(out[0].float(), lse[0])
     if num_visible is not None:  # what the kernel gives for a row without keys is not said anywhere

@@ -26,14 +26,13 @@ from offload.formats.layout import Packing, PageShape
 from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import KVCodes, Order
 from offload.kernels.device import NONE, DecodeAttention, DeviceKernels, NoKernels
-from offload.kernels.rope import RopeTable
 from offload.kernels.spans import SPAN, SpanAttention
 from offload.native.interface import declare
 from offload.plan.machine import KERNELS
 
 VARIABLE = KERNELS
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
-ABI = 18  # what kernels.cpp says too
+ABI = 19  # what kernels.cpp says too
 OFF = f"{VARIABLE} is off"
 FOLDER = Path(native.__file__).parent
 WAIT_POLICY = "OMP_WAIT_POLICY"
@@ -57,10 +56,8 @@ class CpuKernels(DeviceKernels):
     def name(self) -> str:
         return f"{self.instruction_set} {ABI}"
 
-    def attention(
-        self, rope: RopeTable, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None
-    ) -> DecodeAttention:
-        return SpanAttention(self, rope, dtype=dtype, span=SPAN if page is None else gcd(SPAN, page), chunk=chunk)
+    def attention(self, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> DecodeAttention:
+        return SpanAttention(self, dtype=dtype, span=SPAN if page is None else gcd(SPAN, page), chunk=chunk)
 
     def quantise(self, weight: Tensor, into: Codes) -> None:
         quantised.encode(weight, into, self)

@@ -14,7 +14,6 @@ from offload.formats.layout import ALL_TOKENS, Packing, PageShape
 from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import KVCodes, Order
 from offload.kernels.attention import Part
-from offload.kernels.rope import RopeTable
 from offload.kernels.spans import Rows
 
 MASS_DTYPE = torch.bfloat16  # that a GPU keeps masses in, row by row: they only rank chunks
@@ -67,10 +66,10 @@ class DeviceKernels:
         return "torch"
 
     def attention(
-        self, rope: RopeTable, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None
+        self, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None
     ) -> DecodeAttention | None:
-        """Attention of few rows over pages of `page` tokens, None: over single pages of any length. rope: rounded to
-        `dtype`. chunk: tokens that a mass is of. None: torch's operators attend."""
+        """Attention of few rows over pages of `page` tokens, None: over single pages of any length. chunk: tokens that
+        a mass is of. None: torch's operators attend."""
         return None
 
     def multiply(self, x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:

@@ -7,25 +7,33 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from offload.kernels.rope import RopeTable
+from offload.kernels.rope import RopeTable, rotate, rotate_queries
 
 
 class RowPlaces:
-    """positions: of rows in the sequence; slots: of a buffer that they go to; int64 [T] each. rope: of all positions.
+    """positions: of rows in the sequence; slots: of a buffer that they go to; int64 [T] each.
 
-    Whatever is made of them is made once, in the first layer, for all.
+    Whatever is made of them is made once, in the first layer that asks, for all.
     """
 
-    def __init__(self, positions: Tensor, slots: Tensor, rope: RopeTable) -> None:
-        self.positions, self.slots, self._rope = positions, slots, rope
+    def __init__(self, positions: Tensor, slots: Tensor) -> None:
+        self.positions, self.slots = positions, slots
         self._made: dict[tuple[str, int], Tensor] = {}
 
-    def table(self, last: int | None = None) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [T, D] of the positions, none after `last`."""
+    def keys(self, k: Tensor, rope: RopeTable) -> Tensor:
+        """k [T, H_kv, D], rotated. rope: of all positions, kept by the caller."""
+        return rotate(k, self._rows("cos", rope.cos), self._rows("sin", rope.sin))
+
+    def queries(self, q: Tensor, rope: RopeTable, last: int | None = None) -> Tensor:
+        """q [T, H, D], rotated to the positions, none after `last`."""
+        table = self._rows("cos", rope.cos, last), self._rows("sin", rope.sin, last)
+        growth = None if rope.growth is None else self._rows("growth", rope.growth, last)
+        return rotate_queries(q, table, growth)
+
+    def _rows(self, name: str, table: Tensor, last: int | None = None) -> Tensor:
+        """Rows of a table [positions, ...]."""
         at = self.positions if last is None else self._once("up to", last, lambda: self.positions.clamp(max=last))
-        of = -1 if last is None else last
-        cos = self._once("cos", of, lambda: self._rope.cos.index_select(0, at))
-        return cos, self._once("sin", of, lambda: self._rope.sin.index_select(0, at))
+        return self._once(f"{name} {last}", id(table), lambda: table.index_select(0, at))
 
     def up_to_own(self, group: int) -> Tensor:
         """[group * T]: the number of slots up to each row's own, for folded rows of `group` heads."""

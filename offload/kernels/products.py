@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from offload.formats.quantised import TILE, Codes
+from offload.kernels.norms import NormWeights
 from offload.native.interface import DTYPES, Library, Product
 
-Ending = Literal["write", "add", "gate"]
-_ENDINGS: tuple[Ending, ...] = ("write", "add", "gate")
+Ending = Literal["write", "add", "gate", "square"]
+_ENDINGS: tuple[Ending, ...] = ("write", "add", "gate", "square")
 MOST = 16  # steps of one call
 _ALIGNMENT = 32  # inputs: at least what every instruction set's vectors hold
 _TILE = 16  # rows: what one of AMX's tiles holds; as bf16 they take half of the floats
@@ -23,18 +24,20 @@ _TILE = 16  # rows: what one of AMX's tiles holds; as bf16 they take half of the
 class Step:
     """out = ending(norm(x) @ weight^T + bias) for the first rows of x [n, inputs] and out [n, outputs].
 
-    norm: the RMS norm's weight, with `epsilon`; None: x as it is. ending: "write"; "add" to out; "gate": the product is
-    [n, 2 * outputs], and out is silu(first half) * second half. Rounded to the dtype after the norm, the product and
-    each step of the ending. With a weight in codes the normed rows are taken to 8 bits (native/codes.h).
+    norm: None, x as it is. ending: "write"; "add" factor times it to out; "gate": the product is [n, 2 * outputs], and
+    out is silu(first half) * second half; "square": out is relu(product)^2. Rounded to the dtype after the norm, the
+    product and each step of the ending. With a weight in codes the normed rows are taken to 8 bits (native/codes.h).
+
+    weight: None, there is no product: out [n, inputs] += factor * norm(x).
     """
 
     x: Tensor
-    weight: Tensor | Codes
+    weight: Tensor | Codes | None
     bias: Tensor | None
     out: Tensor
-    norm: Tensor | None = None
+    norm: NormWeights | None = None
     ending: Ending = "write"
-    epsilon: float = 0.0
+    factor: float = 1.0
 
 
 class Steps:
@@ -57,13 +60,15 @@ class Steps:
         self._read, self._structures[0].x = x, x.data_ptr()
 
     def _structure(self, step: Step) -> Product:
-        (_, inputs), outputs = step.weight.shape, step.out.shape[1]
+        inputs, outputs, norm = step.x.shape[1], step.out.shape[1], step.norm
         codes = step.weight if isinstance(step.weight, Codes) else None
         assert codes is None or step.ending != "gate" or outputs % TILE == 0
+        assert step.weight is not None or (step.ending == "add" and norm is not None)
         return Product(
             step.x.data_ptr(),
-            _address(step.norm),
-            step.weight.data_ptr() if isinstance(step.weight, Tensor) else step.weight.blocks.data_ptr(),
+            norm and norm.weight.data_ptr(),
+            norm and _address(norm.bias),
+            _address(step.weight.blocks if isinstance(step.weight, Codes) else step.weight),
             _address(step.bias),
             step.out.data_ptr(),
             self._widened.data_ptr(),
@@ -73,7 +78,9 @@ class Steps:
             outputs,
             0 if codes is None else codes.bits,
             _ENDINGS.index(step.ending),
-            step.epsilon,
+            norm is not None and norm.norm.centred,
+            0.0 if norm is None else norm.norm.eps,
+            step.factor,
         )
 
 
@@ -82,11 +89,12 @@ def room_to_widen(num_rows: int, num_inputs: int) -> Tensor:
     return torch.empty(max(num_rows, _TILE) * -(-num_inputs // _ALIGNMENT) * _ALIGNMENT)
 
 
-def norm_heads(kernels: Library, x: Tensor, norm: Tensor, epsilon: float) -> None:
-    """RMS norm over D of every head in x [T, H, D], rows anywhere, in place."""
-    num_rows, num_heads, head_dim = x.shape
-    where = x.data_ptr(), norm.data_ptr()
-    kernels.library.norm_heads(DTYPES[x.dtype], *where, num_rows, num_heads, head_dim, x.stride(0), epsilon)
+def norm_heads(kernels: Library, x: Tensor, norm: NormWeights) -> None:
+    """RMS norm of every head in x [T, H * D], rows anywhere, in place. A head is as many numbers as the weight has."""
+    assert not norm.norm.centred
+    (num_rows, size), dim = x.shape, len(norm.weight)
+    where = x.data_ptr(), norm.weight.data_ptr()
+    kernels.library.norm_heads(DTYPES[x.dtype], *where, num_rows, size // dim, dim, x.stride(0), norm.norm.eps)
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -11,33 +11,52 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from offload.plan.config import ModelConfig, RopeScaling
+from offload.config.model import Attention, ModelConfig
+from offload.config.rope import Rope
 
 
 @dataclass(frozen=True)
 class RopeTable:
     """cos, sin [num_positions, D], fp32 unless rounded by `to`, for positions 0, 1, ..., times the attention scaling.
 
-    The first D/2 columns of `sin` are -sin, the others +sin, as `rotate` expects.
+    The first D/2 columns of `sin` are -sin, the others +sin, as `rotate` expects. growth: [num_positions], what queries
+    are multiplied by once they are rotated; None: nothing.
     """
 
     cos: Tensor
     sin: Tensor
+    growth: Tensor | None = None
 
     def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """(cos, sin) of positions start to stop, each [stop - start, D], as views."""
         return self.cos[start:stop], self.sin[start:stop]
 
+    def rotated(self, q: Tensor, k: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """q and k [T, H, D] at positions `start` and on -> the same, rotated, and q grown."""
+        stop = start + len(q)
+        growth = None if self.growth is None else self.growth[start:stop]
+        return rotate_queries(q, self.rows(start, stop), growth), rotate(k, *self.rows(start, stop))
+
     def starts_like(self, other: RopeTable) -> bool:
-        """Tell whether the rows that both tables have are equal."""
+        """Tell whether the rows that both tables have are equal. What queries grow by follows from positions alone."""
         count = min(len(self.cos), len(other.cos))
         ours, theirs = self.rows(0, count), other.rows(0, count)
         return all(torch.equal(one, another) for one, another in zip(ours, theirs, strict=True))
 
-    def to(self, dtype: torch.dtype) -> RopeTable:
-        """The table rounded to the dtype of the rows that it will rotate, so that `rotate` need not round it again."""
-        return RopeTable(self.cos.to(dtype), self.sin.to(dtype))
+    def to(self, where: torch.dtype | str) -> RopeTable:
+        """The table rounded to the dtype of the rows that it will rotate, so that `rotate` need not round it again; or
+        on another device."""
+        return RopeTable(self.cos.to(where), self.sin.to(where), None if self.growth is None else self.growth.to(where))
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How the queries of a layer meet its keys: rotated by `rope`, and their products times `scale`, None: D^-0.5."""
+
+    rope: RopeTable
+    scale: float | None = None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -50,26 +69,63 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
 
-def rope_table(config: ModelConfig, num_positions: int, capacity: int, device: torch.device | str) -> RopeTable:
+def rotate_queries(q: Tensor, table: tuple[Tensor, Tensor], growth: Tensor | None) -> Tensor:
+    """`rotate`, and then times `growth` [T] in q's dtype."""
+    rotated = rotate(q, *table)
+    return rotated if growth is None else rotated.mul_(growth.to(q.dtype)[:, None, None])
+
+
+def scorings(
+    config: ModelConfig, num_positions: int, capacity: int, device: torch.device | str, dtype: torch.dtype
+) -> tuple[Scoring, ...]:
+    """Of each layer, for positions 0 to `num_positions` - 1: layers that are alike share a table, of
+    2 * num_positions * D numbers of `dtype`. capacity: see `inverse_frequencies`."""
+    made: dict[Attention, Scoring] = {}
+    for block in config.blocks:
+        attention = block.attention
+        if attention not in made:
+            table = rope_table(config, num_positions, capacity, device, attention.rope).to(dtype)
+            made[attention] = Scoring(table, attention.scale)
+    return tuple(made[block.attention] for block in config.blocks)
+
+
+def rope_table(
+    config: ModelConfig, num_positions: int, capacity: int, device: torch.device | str, rope: Rope | None = None
+) -> RopeTable:
     """The table of positions 0 to `num_positions` - 1 on `device`: 8 * num_positions * D bytes.
 
-    capacity: see `inverse_frequencies`. Temporary memory: the same number of bytes on the host.
+    rope: of some of its layers; None rotates nothing. capacity: see `inverse_frequencies`. Numbers that know no
+    positions have cos 1 and sin 0. Temporary memory: the same number of bytes on the host.
     """
+    half, positions = config.head_dim // 2, torch.arange(num_positions, dtype=torch.float32)
+    if rope is None:
+        shape = num_positions, 2 * half
+        return RopeTable(torch.ones(shape, device=device), torch.zeros(shape, device=device))
     frequencies, scaling = inverse_frequencies(config, capacity)
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    cos, sin = angles.cos() * scaling, angles.sin() * scaling
-    return RopeTable(torch.cat((cos, cos), dim=-1).to(device), torch.cat((-sin, sin), dim=-1).to(device))
+    angles = torch.outer(positions, frequencies)
+    still = 0, half - len(frequencies)
+    cos, sin = pad(angles.cos() * scaling, still, value=1.0), pad(angles.sin() * scaling, still)
+    growth = _growth(rope, positions).to(device) if rope.growth else None
+    return RopeTable(torch.cat((cos, cos), dim=-1).to(device), torch.cat((-sin, sin), dim=-1).to(device), growth)
+
+
+def _growth(rope: Rope, positions: Tensor) -> Tensor:
+    """1 + beta ln(1 + floor(position / original length)), fp32 [n]."""
+    return 1 + rope.growth * torch.log(1 + torch.floor(positions / _original_positions(rope)))
 
 
 def inverse_frequencies(config: ModelConfig, capacity: int) -> tuple[Tensor, float]:
-    """(f fp32 [D/2] on the CPU, attention scaling: the factor on cos and sin) for all five kinds of scaling.
+    """(f fp32 [D/2] on the CPU, of fewer pairs where not all of a head is rotated; attention scaling: the factor on cos
+    and sin) for all kinds of scaling.
 
-    capacity: the largest length in tokens that the request may reach. Only `dynamic` depends on it. transformers
-    recomputes these frequencies as the sequence grows, so keys of one sequence are rotated at different frequencies and
-    the result depends on how tokens are grouped into forwards. Here a request has one set of frequencies, so
-    speculation, which groups tokens differently, does not change the result. ValueError for an unknown kind.
+    capacity: the largest length in tokens that the request may reach. `dynamic` and `longrope` depend on it.
+    transformers recomputes these frequencies as the sequence grows, so keys of one sequence are rotated at different
+    frequencies and the result depends on how tokens are grouped into forwards. Here a request has one set of
+    frequencies, so speculation, which groups tokens differently, does not change the result. ValueError for an unknown
+    kind.
     """
-    scaling, theta, dim = config.rope, config.rope_theta, config.head_dim
+    scaling = config.rope
+    theta, dim = scaling.theta, scaling.rotated or config.head_dim
     if scaling.kind == "dynamic":
         theta *= _ntk_stretch(scaling.factor, capacity, config.max_positions) ** (dim / (dim - 2))
     wavelengths = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # over 2 pi, in tokens
@@ -78,6 +134,9 @@ def inverse_frequencies(config: ModelConfig, capacity: int) -> tuple[Tensor, flo
         return frequencies / scaling.factor, 1.0
     if scaling.kind == "llama3":
         return _llama3(frequencies, scaling), 1.0
+    if scaling.kind == "longrope":  # Ding et al. 2024, arXiv 2402.13753; the factor on cos and sin: transformers
+        factors = scaling.long_factors if capacity > _original_positions(scaling) else scaling.short_factors
+        return 1.0 / (torch.tensor(factors) * wavelengths), _longrope_attention_scaling(scaling)
     if scaling.kind == "yarn":
         return _yarn(wavelengths, theta, scaling), yarn_attention_scaling(scaling)
     if scaling.kind in ("default", "dynamic"):
@@ -90,7 +149,7 @@ def _ntk_stretch(factor: float, capacity: int, max_positions: int) -> float:
     return factor * max(capacity, max_positions) / max_positions - (factor - 1)
 
 
-def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def _llama3(frequencies: Tensor, scaling: Rope) -> Tensor:
     """[D/2] -> [D/2]. Llama 3.1: pairs with at least `high_freq_factor` full turns within the pretrained length keep
     their frequency, those with fewer than `low_freq_factor` are divided by the factor, those between are blended."""
     original = _original_positions(scaling)
@@ -100,7 +159,7 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
-def _yarn(wavelengths: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+def _yarn(wavelengths: Tensor, theta: float, scaling: Rope) -> Tensor:
     """[D/2] -> [D/2]. YaRN (Peng et al. 2023), section 3.2, "NTK-by-parts": pairs with more than `beta_fast` turns
     within the pretrained length keep their frequency, those with fewer than `beta_slow` are divided by the factor, and
     a linear ramp over the pair's index blends those between. `truncate` rounds the ends of the ramp outwards to whole
@@ -121,7 +180,7 @@ def _yarn(wavelengths: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     return (1.0 / (scaling.factor * wavelengths)) * (1 - kept) + (1.0 / wavelengths) * kept
 
 
-def yarn_attention_scaling(scaling: RopeScaling) -> float:
+def yarn_attention_scaling(scaling: Rope) -> float:
     """The factor on cos and sin. Its square is YaRN's 1/t on the logits (section 3.4).
 
     It is `attention_factor` if given, otherwise 0.1 ln(factor) + 1. With DeepSeek's `mscale` and `mscale_all_dim` it is
@@ -138,7 +197,16 @@ def yarn_attention_scaling(scaling: RopeScaling) -> float:
     return temperature(1.0)
 
 
-def _original_positions(scaling: RopeScaling) -> int:
+def _longrope_attention_scaling(scaling: Rope) -> float:
+    """sqrt(1 + ln(factor) / ln(original length)), unless it is given."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(_original_positions(scaling)))
+
+
+def _original_positions(scaling: Rope) -> int:
     if scaling.original_max_positions is None:
         raise ValueError(f"rope kind {scaling.kind} needs original_max_positions")
     return scaling.original_max_positions

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from offload.formats.quantised_kv import KVCodes
 from offload.kernels.attention import Part
 from offload.kernels.places import RowPlaces
-from offload.kernels.rope import RopeTable
+from offload.kernels.rope import Scoring
 from offload.native.interface import DTYPES, Attention, Library, Rotation, Run
 
 SPAN = 128  # tokens, where pages allow: what a thread takes at a time
@@ -52,13 +52,15 @@ def coded_run(codes: KVCodes, layer: int, *, tokens: int, slot: int, span: int) 
 
 @dataclass(frozen=True)
 class Rows:
-    """New rows of a forward: q [T, H, D], k and v [T, H_kv, D], not rotated, each row contiguous. position: of the
-    first one in the rotary table; index: of the first one among the runs' positions. window: tokens that rows see of
-    windowed runs. places: both in the memory of a GPU, `slots` for the index."""
+    """New rows of a forward in a layer: q [T, H, D], k and v [T, H_kv, D], not rotated, each row contiguous. scoring:
+    of the layer, its table rounded to the rows' dtype. position: of the first one in that table; index: of the first
+    one among the runs' positions. window: tokens that rows see of windowed runs. places: both in the memory of a GPU,
+    `slots` for the index."""
 
     q: Tensor
     k: Tensor
     v: Tensor
+    scoring: Scoring
     position: int
     index: int
     window: int = 0
@@ -68,11 +70,9 @@ class Rows:
 class SpanAttention:
     """One attention at a time: `begin`, `append_rows` and `attend` as tiles come, then `merge`. Keeps its scratch."""
 
-    def __init__(
-        self, kernels: Library, rope: RopeTable, *, dtype: torch.dtype, span: int, chunk: int | None = None
-    ) -> None:
-        """rope: rounded to `dtype`. span: tokens of the runs' spans; chunk: tokens of a chunk."""
-        self._library, self._dtype, self._rope, self.span = kernels.library, dtype, rope, span
+    def __init__(self, kernels: Library, *, dtype: torch.dtype, span: int, chunk: int | None = None) -> None:
+        """span: tokens of the runs' spans; chunk: tokens of a chunk."""
+        self._library, self._dtype, self.span = kernels.library, dtype, span
         self._code = DTYPES[dtype]
         self._chunk, self._part = (
             chunk or 0,
@@ -100,9 +100,11 @@ class SpanAttention:
         a.rows, a.group, a.kv_heads, a.head_dim = num_rows, num_heads // num_kv_heads, num_kv_heads, dim
         a.position, a.window, a.slots = rows.index, rows.window, num_slots
         a.chunk, a.chunks, a.out_stride = self._part, chunks, num_heads * dim
+        a.scale, rope = rows.scoring.scale or 0.0, rows.scoring.rope
         r = self._rotation
         r.q, r.k, r.v = rows.q.data_ptr(), None, rows.v.data_ptr()
-        r.cos, r.sin = self._rope.cos.data_ptr(), self._rope.sin.data_ptr()
+        r.cos, r.sin = rope.cos.data_ptr(), rope.sin.data_ptr()
+        r.growth = None if rope.growth is None else rope.growth.data_ptr()
         r.q_stride, r.k_stride, r.v_stride = rows.q.stride(0), rows.k.stride(0), rows.v.stride(0)
         r.rows, r.group, r.kv_heads, r.head_dim = a.rows, a.group, a.kv_heads, dim
         r.position, r.index, r.count = rows.position, rows.index, 0

@@ -16,19 +16,21 @@ from offload.plan.sizing import PREFILL_PAGES
 class Block:
     """`count` rows at positions `first` and on: query [H_kv, G * count, D], rotated. Tiles come in order.
 
-    A tile is [2, P, H_kv, S, D]; `base` is the position of its first token.
+    A tile is [2, P, H_kv, S, D]; `base` is the position of its first token. scale: on products of queries and keys,
+    None: D^-0.5.
     """
 
     query: Tensor
     first: int
     count: int
+    scale: float | None = None
     part: Part | None = None
     masses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per tile: (mass, lse of the tile)
 
     def attend_fixed(self, tile: Tensor, base: int, *, chunk: int | None) -> None:
         """The whole tile, whatever is hidden in it, so that all shapes are fixed; also its mass per chunk."""
         if base <= self._last:
-            self._add(attend(self.query, tile[0], tile[1], self._visible(tile, base), chunk=chunk))
+            self._add(attend(self.query, tile[0], tile[1], self._visible(tile, base), chunk=chunk, scale=self.scale))
 
     def attend_used(self, tile: Tensor, base: int, *, fused: bool) -> None:
         """The pages that some row sees. fused: by torch's fused kernel where it serves, which on a GPU is over pages
@@ -39,13 +41,13 @@ class Block:
         used = min(-(-(self._last + 1 - base) // page), tile.shape[1])
         whole = max(min((self.first + 1 - base) // page, used), 0) if fused else 0
         if whole:
-            self._add(attend_whole_pages(self.query, tile[0, :whole], tile[1, :whole]))
+            self._add(attend_whole_pages(self.query, tile[0, :whole], tile[1, :whole], self.scale))
         visible = self._visible(tile, base)
         rest, step = (attend_joined, used) if fused and not tile.is_cuda else (attend, PREFILL_PAGES)
         for at in range(whole, used, step):
             some = slice(at, min(at + step, used))
             seen = None if visible is None else visible - at * page
-            self._add(rest(self.query, tile[0, some], tile[1, some], seen))
+            self._add(rest(self.query, tile[0, some], tile[1, some], seen, scale=self.scale))
 
     def attended(self) -> Tensor:
         """[count, H * D] fp32."""

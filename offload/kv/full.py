@@ -10,7 +10,7 @@ from torch import Tensor
 from offload.kernels.attention import fold
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.gpu.flash import FlashBlock, FlashTiles
-from offload.kernels.rope import RopeTable, rotate
+from offload.kernels.rope import Scoring
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
 from offload.kv import Phase
@@ -44,7 +44,7 @@ class FullCache:
         shape: TileShape,
         *,
         num_layers: int,
-        rope: RopeTable,
+        scorings: Sequence[Scoring],
         blocks: Blocks,
         offload: Offload | None = None,
         mass_chunk: int | None = None,
@@ -53,18 +53,17 @@ class FullCache:
         kernels: DeviceKernels = NONE,
         arena: Arena | None = None,
     ) -> None:
-        self.shape, self.num_layers, self.rope, self.mass_chunk = shape, num_layers, rope, mass_chunk
+        self.shape, self.num_layers, self.scorings, self.mass_chunk = shape, num_layers, scorings, mass_chunk
         self.device, self.arena = memory.device, arena or Arena(memory)
         self.host_reads = HostReads() if offload is None else offload.host_reads
-        most = len(rope.cos)
+        most = len(scorings[0].rope.cos)
         self.pages = PageStorage(memory, shape, num_layers, most, arena=self.arena, offload=offload, kernels=kernels)
-        self._places = Places(rope)
+        self._places = Places(memory.device)
         self._fused_prefill, self._flash = fused_prefill, flash
-        self._attention = TileAttention(shape, rope, blocks, kernels, mass_chunk)
+        self._attention = TileAttention(shape, blocks, kernels, mass_chunk)
         self._host_attention: HostAttention | None = None
         if offload is not None and offload.num_host and memory.device.type == "cuda":
-            on_host = RopeTable(rope.cos.cpu(), rope.sin.cpu())
-            host = TileAttention(shape, on_host, blocks, offload.host_kernels, mass_chunk)
+            host = TileAttention(shape, blocks, offload.host_kernels, mass_chunk)
             self._host_attention = HostAttention(
                 memory, self.pages.store, offload.link, gpu=self._attention, host=host, chunk=mass_chunk
             )
@@ -106,10 +105,10 @@ class FullCache:
         num_rows = q.shape[0]
         self._taken[layer] += num_rows
         if self._phase == "decode":
-            return self._decode(layer, Rows(q, k, v, start, start, places=self._places.on_gpu()))
-        table = self.rope.rows(start, start + num_rows)
-        q, k = rotate(q, *table), rotate(k, *table)
-        block = self._prefill_block(q, start)
+            rows = Rows(q, k, v, self.scorings[layer], start, start, places=self._places.on_gpu())
+            return self._decode(layer, rows)
+        q, k = self.scorings[layer].rope.rotated(q, k, start)
+        block = self._prefill_block(q, start, self.scorings[layer].scale)
         access, tokens = self.pages.access["prefill"], self.shape.tokens
         for index in range(self.shape.count(start + num_rows)):
             tile = access.open(layer, index)
@@ -229,11 +228,11 @@ class FullCache:
             self._phase = None
         self._taken = [0] * self.num_layers
 
-    def _prefill_block(self, q: Tensor, start: int) -> Block | FlashBlock:
+    def _prefill_block(self, q: Tensor, start: int, scale: float | None) -> Block | FlashBlock:
         """Rows q [T, H, D], rotated, at positions `start` and on."""
         if self._flash is not None:
-            return self._flash.block(q, start)
-        return Block(fold(q, self.shape.num_kv_heads), start, len(q))
+            return self._flash.block(q, start, scale)
+        return Block(fold(q, self.shape.num_kv_heads), start, len(q), scale)
 
     def _decode(self, layer: int, rows: Rows) -> Tensor:
         """Tiles on the host come first on a CPU: on a GPU they would take their time beside the others, and so they do

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from offload.kernels.attention import Part, join
 from offload.kernels.device import MASS_DTYPE
+from offload.kernels.rope import Scoring
 from offload.kernels.spans import Rows
 from offload.kv.tile_attention import TileAttention
 from offload.pages.access import TileAccess
@@ -25,7 +26,7 @@ from offload.transfer.memory import Memory
 
 
 class HostAttention:
-    """Attends for `GPU` to tiles whose place is "host", by `host`, whose rotary table is the CPU's."""
+    """Attends for `GPU` to tiles whose place is "host", by `host`, with the CPU's copy of a layer's rotary table."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class HostAttention:
         self._store, self._link, self._gpu, self._host, self._chunk = store, link, gpu, host, chunk
         self._here, self._result = _Pinned(memory), _Pinned(memory)
         self._sent: _Sent | None = None
+        self._scorings: dict[int, tuple[Scoring, Scoring]] = {}  # by the device's
 
     def attend(
         self, access: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], *, masses: bool
@@ -90,7 +92,13 @@ class HostAttention:
         self._sent.arrived.synchronize()
         q, k, v = self._sent.there.split([rows.q.shape[1], rows.k.shape[1], rows.v.shape[1]], 1)
         self._sent = None
-        return Rows(q, k, v, rows.position, rows.index, rows.window)
+        return Rows(q, k, v, self._on_host(rows.scoring), rows.position, rows.index, rows.window)
+
+    def _on_host(self, scoring: Scoring) -> Scoring:
+        """The same in the host's memory. Layers that are alike share one."""
+        if id(scoring) not in self._scorings:
+            self._scorings[id(scoring)] = scoring, Scoring(scoring.rope.to("cpu"), scoring.scale)
+        return self._scorings[id(scoring)][1]
 
     def _settle(self) -> None:
         """A forward that was broken off may have left rows on their way."""

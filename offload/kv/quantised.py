@@ -46,7 +46,7 @@ class QuantisedCache:
         have to be some. beside: the full cache's pages may lie at home as what they have beside these codes."""
         self.full, self._memory, self._kernels = full, memory, kernels
         shape = full.shape
-        self._attention = QuantisedAttention(kernels, full.rope, shape.dtype, Places(full.rope))
+        self._attention = QuantisedAttention(kernels, full.scorings, shape.dtype, Places(full.device))
         blocks = KVCodes.shape_of_blocks(full.num_layers, shape.num_kv_heads, num_tokens, shape.head_dim)
         self._codes = KVCodes(self._allocate(blocks, torch.uint8), shape.head_dim, kernels.order)
         self._held = self._room_for(low_bit_tail(drafted))

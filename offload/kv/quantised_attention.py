@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from offload.formats.quantised_kv import GROUP, KVCodes
 from offload.kernels.device import DeviceKernels
-from offload.kernels.rope import RopeTable
+from offload.kernels.rope import Scoring
 from offload.kernels.spans import Rows
 from offload.kv.places import Places
 from offload.plan.sizing import KV_ROWS
@@ -16,13 +18,13 @@ EXACT = GROUP  # first tokens of a sequence, which attention needs most: they st
 
 
 class QuantisedAttention:
-    """One layer at a time. kernels: that attend; there have to be some. rope: rounded to `dtype`. places: of the rows,
-    of the caller's."""
+    """One layer at a time. kernels: that attend; there have to be some. scorings: of each layer, tables rounded to
+    `dtype`. places: of the rows, of the caller's."""
 
-    def __init__(self, kernels: DeviceKernels, rope: RopeTable, dtype: torch.dtype, places: Places) -> None:
-        spans = kernels.attention(rope, dtype=dtype)
+    def __init__(self, kernels: DeviceKernels, scorings: Sequence[Scoring], dtype: torch.dtype, places: Places) -> None:
+        spans = kernels.attention(dtype=dtype)
         assert spans is not None
-        self._spans, self._places = spans, places
+        self._spans, self._scorings, self._places = spans, scorings, places
 
     def begin(self, position: int, row: int, num_rows: int) -> None:
         """A forward of `num_rows` rows starts: the positions of the first and its row among the exact ones."""
@@ -49,7 +51,7 @@ class QuantisedAttention:
         num_rows, spans, (position, row) = len(qkv[0]), self._spans, self._first
         on_gpu = self._places.on_gpu() is not None
         places = self._places.rows(taken, num_rows) if on_gpu else None
-        rows = Rows(*qkv, position + taken, row + taken, places=places)
+        rows = Rows(*qkv, self._scorings[layer], position + taken, row + taken, places=places)
         # A graph is used when there are more; a GPU hides what is after a row's own.
         num_exact = exact.shape[2] if on_gpu else row + taken + num_rows
         slots = -(-num_exact // spans.span)

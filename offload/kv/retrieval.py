@@ -45,7 +45,7 @@ class RetrievalCache:
         bits: int = 16,
     ) -> None:
         self.full, self._tail, self._bits = full, tail, bits
-        self._kernels, self._places = kernels, Places(full.rope)
+        self._kernels, self._places = kernels, Places(full.device)
         self._resize(budget, chunk)
         self.selector = selector
         self.chunks: Tensor | None = None  # int64 [L, H_kv, slots filled]: the chunk in each

@@ -16,7 +16,6 @@ from offload.formats.quantised_kv import GROUP, KVCodes
 from offload.kernels.attention import attend, fold, unfold
 from offload.kernels.cpu import FEW_ROWS
 from offload.kernels.device import DeviceKernels
-from offload.kernels.rope import rotate
 from offload.kernels.spans import Rows
 from offload.kv.fetch import Tail, make_fetch
 from offload.kv.full import FullCache
@@ -132,7 +131,7 @@ class RetrievedRows(_InArena):
     ) -> None:
         super().__init__(full, before=num_slots * chunk, tail=tail, step=max(TAIL_TOKENS, chunk))  # whole chunks
         self._chunk, self._places = chunk, places
-        self._spans = kernels.attention(full.rope, dtype=full.shape.dtype)
+        self._spans = kernels.attention(dtype=full.shape.dtype)
         self._fetch = make_fetch(full, chunk, kernels, self.nbytes())
         self._position = self._row = 0
 
@@ -149,19 +148,17 @@ class RetrievedRows(_InArena):
         self._places.set(position, row, num_rows)
 
     def attend(self, layer: int, taken: int, qkv: QKV) -> Tensor:
-        (q, k, v), num_rows = qkv, len(qkv[0])
+        (q, k, v), num_rows, scoring = qkv, len(qkv[0]), self.full.scorings[layer]
         if self._spans is not None and num_rows <= FEW_ROWS:
             position, row = self._position + taken, self._row + taken
-            return self._attend_spans(layer, Rows(q, k, v, position, row, places=self._places.on_gpu()))
+            return self._attend_spans(layer, Rows(q, k, v, scoring, position, row, places=self._places.on_gpu()))
         places = self._places.rows(taken, num_rows)
-        table = places.table()
-        places.write((rotate(k, *table), v), self._held[layer])
-        query = fold(rotate(q, *table), k.shape[1])
+        places.write((places.keys(k, scoring.rope), v), self._held[layer])
+        query = fold(places.queries(q, scoring.rope), k.shape[1])
         # All slots, the empty ones hidden: a slice of the buffer would be copied by the matrix product, every pass.
         keys, values = self._held[layer, :, None]
-        return unfold(attend(query, keys, values, places.up_to_own(query.shape[1] // num_rows)).out, num_rows).to(
-            q.dtype
-        )
+        visible = places.up_to_own(query.shape[1] // num_rows)
+        return unfold(attend(query, keys, values, visible, scale=scoring.scale).out, num_rows).to(q.dtype)
 
     @property
     def graph_memory(self) -> Hashable:
@@ -190,7 +187,7 @@ class QuantisedChunks(_InArena):
 
     def __init__(self, full: FullCache, *, num_slots: int, tail: int, kernels: DeviceKernels, places: Places) -> None:
         super().__init__(full, before=EXACT, tail=tail, step=GROUP)
-        self._attention = QuantisedAttention(kernels, full.rope, full.shape.dtype, places)
+        self._attention = QuantisedAttention(kernels, full.scorings, full.shape.dtype, places)
         self._order, self._num_slots = kernels.order, num_slots
         token_bytes = super().nbytes() // self._size[3]
         self._fetch = make_fetch(full, GROUP, kernels, (num_slots * GROUP + self._room) * token_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import reduce
 
 import torch
@@ -12,7 +12,7 @@ from offload.kernels.attention import Part, attend, count_up, fold, merge, unfol
 from offload.kernels.cpu import FEW_ROWS
 from offload.kernels.device import NONE, DecodeAttention, DeviceKernels
 from offload.kernels.places import RowPlaces
-from offload.kernels.rope import RopeTable, rotate
+from offload.kernels.rope import Scoring
 from offload.kernels.spans import Rows
 from offload.kv import Phase
 from offload.kv.places import Places
@@ -38,23 +38,23 @@ class StreamingCache:
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
-        rope: RopeTable,
+        scorings: Sequence[Scoring],
         sinks: int,
         window: int,
         slack: int,
         kernels: DeviceKernels = NONE,
     ) -> None:
-        self.sinks, self.window, self._rope, self._memory = sinks, window, rope, memory
+        self.sinks, self.window, self._scorings, self._memory = sinks, window, scorings, memory
         self._num_slots = 2 * (window + slack)
         shape = (num_layers, 2, num_kv_heads)
         self._sink_rows = memory.allocate(
             (*shape, max(sinks, 1), head_dim), dtype, tier="device", purpose="draft cache"
         )
         self._rows = memory.allocate((*shape, self._num_slots, head_dim), dtype, tier="device", purpose="draft cache")
-        self._spans = kernels.attention(rope, dtype=dtype)
+        self._spans = kernels.attention(dtype=dtype)
         self.length = 0
         self._first = sinks  # absolute position of slot 0
-        self._places = Places(rope)
+        self._places = Places(memory.device)
         self._taken = [0] * num_layers
 
     @property
@@ -92,19 +92,20 @@ class StreamingCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Cache`."""
         start, num_rows, num_kv_heads = self.length + self._taken[layer], q.shape[0], k.shape[1]
+        scoring = self._scorings[layer]
         self._taken[layer] += num_rows
         if self._spans is not None and num_rows <= FEW_ROWS:
             index, places = start - self._first, self._places.on_gpu()
-            return self._attend_spans(self._spans, layer, Rows(q, k, v, start, index, self.window, places))
+            return self._attend_spans(self._spans, layer, Rows(q, k, v, scoring, start, index, self.window, places))
         places = self._places.rows(start - self.length, num_rows)
-        table = places.table()
-        self._write(layer, start, places, rotate(k, *table), v)
+        self._write(layer, start, places, places.keys(k, scoring.rope), v)
         parts = []
         if self.sinks:
-            in_cache = rotate(q, *places.table(last=self.sinks + self.window - 1))
+            in_cache = places.queries(q, scoring.rope, last=self.sinks + self.window - 1)
             parts.append(self._attend_sinks(layer, places, fold(in_cache, num_kv_heads), start))
         if start + num_rows > self._first:
-            parts.append(self._attend_window(layer, places, fold(rotate(q, *table), num_kv_heads), start - self._first))
+            query = fold(places.queries(q, scoring.rope), num_kv_heads)
+            parts.append(self._attend_window(layer, places, query, start - self._first))
         return unfold(reduce(merge, parts).out, num_rows).to(q.dtype)
 
     def advance(self, num_tokens: int) -> None:
@@ -166,7 +167,7 @@ class StreamingCache:
         if start + 1 < self.sinks:
             visible = (places.positions + 1).clamp_(max=self.sinks).repeat(query.shape[1] // len(places.slots))
         keys, values = self._sink_rows[layer, :, None]
-        return attend(query, keys, values, visible)
+        return attend(query, keys, values, visible, scale=self._scorings[layer].scale)
 
     def _attend_window(self, layer: int, places: RowPlaces, query: Tensor, own: int) -> Part:
         """Row t sees the slots from its own, `own` + t, back to `window` of them, never before slot 0. These are copied
@@ -179,4 +180,5 @@ class StreamingCache:
             first_visible = count_up(0, num_rows, query)
             num_visible = first_visible + self.window
             first_visible.clamp_(min=count - own - num_rows)
-        return attend(query, keys, values, num_visible, first_visible=first_visible)
+        scale = self._scorings[layer].scale
+        return attend(query, keys, values, num_visible, first_visible=first_visible, scale=scale)

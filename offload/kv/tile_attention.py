@@ -10,7 +10,6 @@ from torch import Tensor
 
 from offload.kernels.attention import Part, fold
 from offload.kernels.device import MASS_DTYPE, DecodeAttention, DeviceKernels
-from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
 from offload.kv.block import Block
@@ -25,11 +24,9 @@ class TileAttention:
     chunk: tokens that a mass is of.
     """
 
-    def __init__(
-        self, shape: TileShape, rope: RopeTable, blocks: Blocks, kernels: DeviceKernels, chunk: int | None
-    ) -> None:
-        self._shape, self._rope, self._block_sizes, self._chunk = shape, rope, blocks, chunk
-        self._spans = kernels.attention(rope, dtype=shape.dtype, page=shape.page_tokens, chunk=chunk)
+    def __init__(self, shape: TileShape, blocks: Blocks, kernels: DeviceKernels, chunk: int | None) -> None:
+        self._shape, self._block_sizes, self._chunk = shape, blocks, chunk
+        self._spans = kernels.attention(dtype=shape.dtype, page=shape.page_tokens, chunk=chunk)
         self._rows: Rows | None = None  # of the layer under way
         self._blocks: list[Block] = []
         self._num_chunks = 0
@@ -87,10 +84,9 @@ class TileAttention:
     def _by_operators(
         self, access: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], chunk: int | None
     ) -> None:
-        start, num_rows = rows.index, len(rows.q)
-        table = self._rope.rows(start, start + num_rows)
-        q, k = rotate(rows.q, *table), rotate(rows.k, *table)
-        self._blocks = self._in_blocks(q, start)
+        start = rows.index
+        q, k = rows.scoring.rope.rotated(rows.q, rows.k, start)
+        self._blocks = self._in_blocks(q, start, rows.scoring.scale)
         self._num_chunks = len(tiles) * self._shape.tokens // chunk if chunk else 0
         for index in tiles:
             base, tile = index * self._shape.tokens, access.open(layer, index)
@@ -101,12 +97,13 @@ class TileAttention:
                 block.attend_fixed(tile, base, chunk=chunk)
             access.close(layer, index)
 
-    def _in_blocks(self, q: Tensor, start: int) -> list[Block]:
+    def _in_blocks(self, q: Tensor, start: int, scale: float | None) -> list[Block]:
         """Rows q [T, H, D] at positions `start` and on, in the blocks that attend together."""
         rows = q.split(self._block_sizes.cut(len(q)))
         starts = accumulate((len(part) for part in rows), initial=start)
         return [
-            Block(fold(part, self._shape.num_kv_heads), at, len(part)) for part, at in zip(rows, starts, strict=False)
+            Block(fold(part, self._shape.num_kv_heads), at, len(part), scale)
+            for part, at in zip(rows, starts, strict=False)
         ]
 
 

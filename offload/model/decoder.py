@@ -1,7 +1,7 @@
 """The decoder: rows in, hidden rows out, layer by layer, in a pass or in a prefill.
 
-Shapes of Llama, Mistral, Qwen2 and Qwen3. Rows of several sequences are packed, not padded: whatever works on rows
-works on all of them together, attention works sequence by sequence.
+It reads a model's description (config/model) and no family's name. Rows of several sequences are packed, not padded:
+whatever works on rows works on all of them together, attention works sequence by sequence.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import relu, silu
 
+from offload.config.model import Block, ModelConfig
 from offload.kernels.cpu import FEW_ROWS, CpuKernels
 from offload.kernels.device import NONE, NoKernels
+from offload.kernels.norms import NormWeights, add_normed
 from offload.kv import Cache
 from offload.model.few_rows import FewRows
 from offload.model.shared_blocks import SharedBlocks
 from offload.model.sums import OneRank, Sums
-from offload.plan.config import ModelConfig
 from offload.transfer.hidden_rows import HiddenRows
 from offload.weights.layers import ResidentLayers, Weights
 from offload.weights.layout import LayerWeights
@@ -93,7 +94,7 @@ class Decoder:
         if self.takes_any_rows and (blocks is not None or len(tokens) <= FEW_ROWS):
             with self._few_rows() as few:
                 return self._forward_few(few, tokens, segments)
-        x = self.weights.embedding.rows(tokens)
+        x = self._embedded(tokens)
         with self._due(x, self.config.num_layers):
             for layer, weights in enumerate(self.weights.layers):
                 self._layer(layer, weights, x, segments, blocks, shared)
@@ -112,14 +113,14 @@ class Decoder:
         for layer, weights in enumerate(self.weights.layers):
             for start, x in rows.blocks(layer):
                 if layer == 0:
-                    self.weights.embedding.rows(segment.tokens[start : start + len(x)], out=x)
+                    self._embedded(segment.tokens[start : start + len(x)], x)
                 with self._due(x, 1):
                     self._layer(layer, weights, x, [segment])
                 on_rows(len(x))
 
     def _forward_few(self, few: FewRows, tokens: Tensor, segments: Sequence[Segment]) -> Tensor:
         num_rows = tokens.shape[0]
-        x = self.weights.embedding.rows(tokens, out=few.rows(num_rows))
+        x = self._embedded(tokens, few.rows(num_rows))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self._attend(layer, q, k, v, segments)
@@ -128,6 +129,11 @@ class Decoder:
             for layer, weights in enumerate(self.weights.layers):
                 few.layer(layer, weights, num_rows, attend)
         return x
+
+    def _embedded(self, tokens: Tensor, out: Tensor | None = None) -> Tensor:
+        """[T, hidden], in `out` where that is given."""
+        x = self.weights.embedding.rows(tokens, out=out)
+        return x if self.config.embedding_scale == 1 else x.mul_(self.config.embedding_scale)
 
     @contextmanager
     def _few_rows(self) -> Iterator[FewRows]:
@@ -147,15 +153,14 @@ class Decoder:
 
     def logits(self, hidden: Tensor, *, blocks: Sequence[int] | None = None) -> Tensor:
         """hidden [n, hidden] -> [n, V] in the model's dtype."""
-        if self.takes_any_rows and (blocks is not None or len(hidden) <= FEW_ROWS):
-            assert self.weights.head is not None, "rank 0 alone has the head"
-            with self._few_rows() as few:
-                return few.logits(hidden, self.weights.final_norm, self.weights.head)
-        return _by_block(blocks, hidden, self._head)
-
-    def _head(self, hidden: Tensor) -> Tensor:
         assert self.weights.head is not None, "rank 0 alone has the head"
-        return self.weights.head(self._norm(hidden, self.weights.final_norm))
+        if self.takes_any_rows and (blocks is not None or len(hidden) <= FEW_ROWS):
+            with self._few_rows() as few:
+                logits = few.logits(hidden, self.weights.final_norm, self.weights.head)
+        else:
+            head, norm = self.weights.head, self.weights.final_norm
+            logits = _by_block(blocks, hidden, lambda part: head(norm(part)))
+        return logits if self.config.logits_scale == 1 else logits.mul_(self.config.logits_scale)
 
     def _due(self, x: Tensor, num_layers: int) -> AbstractContextManager[None]:
         """The sums over the ranks in so many layers, of all rows: after the attention and after the feed-forward
@@ -172,25 +177,41 @@ class Decoder:
         shared: SharedBlocks | None = None,
     ) -> None:
         """x [T, hidden], in place."""
-        qkv = _by_block(blocks, x, lambda part: weights.qkv(self._norm(part, weights.input_norm)))
+        block = self.config.blocks[layer]
+        qkv = _by_block(blocks, x, lambda part: weights.qkv(_normed(part, weights.before_attention)))
+        beside = _by_block(blocks, x, lambda part: self._feed_forward(weights, part)) if block.side_by_side else None
         q, k, v = self._heads(weights, qkv if shared is None else shared.apart(qkv))
         attended = self._attend(layer, q, k, v, segments)
         attended = attended if shared is None else shared.joined(attended)
-        x += self._sums.total(_by_block(blocks, attended, weights.o))
-        x += self._sums.total(_by_block(blocks, x, lambda part: self._feed_forward(weights, part)))
+        self._add(x, _by_block(blocks, attended, weights.o), weights.after_attention, block)
+        if beside is None:
+            beside = _by_block(blocks, x, lambda part: self._feed_forward(weights, part))
+        self._add(x, beside, weights.after_feed_forward, block)
+
+    def _add(self, x: Tensor, part: Tensor, norm: NormWeights | None, block: Block) -> None:
+        """To x, in place, what this rank's part of a layer gives."""
+        add_normed(x, self._sums.total(part), norm, block.scale)
 
     def _feed_forward(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """x [n, hidden] -> [n, hidden], of this rank's part of the network."""
-        gate, up = weights.gate_up(self._norm(x, weights.post_norm)).chunk(2, -1)
-        return weights.down(silu(gate).mul_(up))
+        block = self.config.block
+        inner = weights.gate_up(
+            _normed(x, weights.before_attention if block.side_by_side else weights.before_feed_forward)
+        )
+        if not block.feed_forward.gated:
+            return weights.down(_activated(inner, block))
+        gate, up = inner.chunk(2, -1)
+        return weights.down(_activated(gate, block).mul_(up))
 
     def _heads(self, weights: LayerWeights, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (H + 2 H_kv) * D] -> q [T, H, D], k and v [T, H_kv, D], normed where the model does that."""
-        config = self.config
-        heads = qkv.view(qkv.shape[0], -1, config.head_dim)
-        q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), 1)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q, k = self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)
+        attention = self.config.block.attention
+        q, k, v = qkv.split((attention.q_size, attention.kv_size, attention.kv_size), 1)
+        if weights.q_norm is not None and weights.k_norm is not None and attention.norms_whole:
+            q, k = weights.q_norm(q), weights.k_norm(k)
+        q, k, v = (rows.unflatten(1, (-1, attention.head_dim)) for rows in (q, k, v))
+        if weights.q_norm is not None and weights.k_norm is not None and not attention.norms_whole:
+            q, k = weights.q_norm(q), weights.k_norm(k)
         return q, k, v
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, segments: Sequence[Segment]) -> Tensor:
@@ -201,8 +222,13 @@ class Decoder:
         own = zip(q.split(counts), k.split(counts), v.split(counts), strict=True)
         return torch.cat([each.cache.attend(layer, *rows) for each, rows in zip(segments, own, strict=True)])
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+
+def _normed(x: Tensor, norm: NormWeights | None) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def _activated(x: Tensor, block: Block) -> Tensor:
+    return silu(x) if block.feed_forward.activation == "silu" else relu(x).square_()
 
 
 def _by_block(blocks: Sequence[int] | None, x: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:

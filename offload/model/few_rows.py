@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from offload.config.model import ModelConfig
+from offload.kernels.norms import NormWeights, add_normed
 from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
 from offload.model.sums import OneRank, Sums
 from offload.native.interface import Library
-from offload.plan.config import ModelConfig
 from offload.weights.layout import LayerWeights, Linear
 
 # (layer, q [T, H, D], k and v [T, H_kv, D]) -> [T, H * D], contiguous
@@ -25,10 +26,10 @@ class FewRows:
 
     def __init__(self, kernels: Library, config: ModelConfig, dtype: torch.dtype, sums: Sums) -> None:
         self._kernels, self._config, self._dtype, self._sums = kernels, config, dtype, sums
-        self._alone = isinstance(sums, OneRank)
+        self._alone, self._attention = isinstance(sums, OneRank), config.block.attention
         self._most = 0
         self._layers: dict[int, tuple[LayerWeights, Steps, list[Steps]]] = {}
-        self._views: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._views: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
 
     def rows(self, num_rows: int) -> Tensor:
         """[num_rows, hidden], for the caller to fill; `layer` works on them."""
@@ -40,64 +41,80 @@ class FewRows:
         """The first `num_rows` rows, in place."""
         before, after = self._steps(weights)
         before.run(num_rows)
-        q, k, v = self._heads(num_rows)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            norm_heads(self._kernels, q, weights.q_norm, self._config.rms_norm_eps)
-            norm_heads(self._kernels, k, weights.k_norm, self._config.rms_norm_eps)
-        after[0].read(attend(layer, q, k, v))
-        for steps in after:
+        rows, heads = self._heads(num_rows)
+        for part, norm in zip(rows, (weights.q_norm, weights.k_norm), strict=False):
+            if norm is not None:
+                norm_heads(self._kernels, part, norm)
+        after[0].read(attend(layer, *heads))
+        for steps, after_norm in zip(after, (weights.after_attention, weights.after_feed_forward), strict=False):
             steps.run(num_rows)
             if not self._alone:
-                self._x[:num_rows] += self._sums.total(self._part[:num_rows])
+                total = self._sums.total(self._part[:num_rows])
+                add_normed(self._x[:num_rows], total, after_norm, self._config.block.scale)
 
-    def logits(self, hidden: Tensor, norm: Tensor, head: Linear) -> Tensor:
+    def logits(self, hidden: Tensor, norm: NormWeights, head: Linear) -> Tensor:
         """hidden [n, hidden] -> [n, V]."""
         hidden = hidden.contiguous()
         num_rows = hidden.shape[0]
         out = hidden.new_empty(num_rows, head.weight.shape[0])
-        step = _step(hidden, head, out, norm, epsilon=self._config.rms_norm_eps)
-        Steps(self._kernels, [step], room_to_widen(*hidden.shape)).run(num_rows)
+        Steps(self._kernels, [_step(hidden, head, out, norm)], room_to_widen(*hidden.shape)).run(num_rows)
         return out
 
     def _allocate(self, most: int) -> None:
-        config, self._most = self._config, most
-        heads = config.num_heads + 2 * config.num_kv_heads
-        widths = (config.hidden_size, heads * config.head_dim, config.num_heads * config.head_dim)
-        self._x, self._qkv, self._attended = (torch.empty(most, width, dtype=self._dtype) for width in widths)
-        self._inner = torch.empty(most, config.intermediate_size, dtype=self._dtype)
-        self._widened = room_to_widen(most, max(*widths, config.intermediate_size))
-        self._part = self._x if self._alone else torch.empty_like(self._x)
+        hidden, self._most = self._config.hidden_size, most
+        qkv, o, _, down = self._config.layer_products()
+        widths = (hidden, qkv[0], o[1], down[1])
+        self._x, self._qkv, self._attended, self._inner = (
+            torch.empty(most, width, dtype=self._dtype) for width in widths
+        )
+        self._widened = room_to_widen(most, max(widths))
+        self._part = torch.empty_like(self._x)
         self._layers.clear()
         self._views.clear()
 
     def _steps(self, weights: LayerWeights) -> tuple[Steps, list[Steps]]:
         """Of a layer: up to its attention, and after it, cut where ranks sum."""
         if id(weights) not in self._layers:
-            epsilon = self._config.rms_norm_eps
-            ending: Ending = "add" if self._alone else "write"
-            qkv = _step(self._x, weights.qkv, self._qkv, weights.input_norm, epsilon=epsilon)
-            o = _step(self._attended, weights.o, self._part, ending=ending)
-            gate = _step(self._x, weights.gate_up, self._inner, weights.post_norm, "gate", epsilon)
-            down = _step(self._inner, weights.down, self._part, ending=ending)
-            after = [[o, gate, down]] if self._alone else [[o], [gate, down]]
-            made = (
-                Steps(self._kernels, [qkv], self._widened),
-                [Steps(self._kernels, steps, self._widened) for steps in after],
-            )
-            self._layers[id(weights)] = (weights, *made)
+            before, after = self._described(weights)
+            made = [Steps(self._kernels, steps, self._widened) for steps in after]
+            self._layers[id(weights)] = (weights, Steps(self._kernels, before, self._widened), made)
         return self._layers[id(weights)][1:]
 
-    def _heads(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, H, D], k and v [T, H_kv, D] among the products' results."""
+    def _described(self, weights: LayerWeights) -> tuple[list[Step], list[list[Step]]]:
+        """See `_steps`."""
+        block = self._config.block
+        ending: Ending = "gate" if block.feed_forward.gated else "square"
+        norm = weights.before_attention if block.side_by_side else weights.before_feed_forward
+        inner = _step(self._x, weights.gate_up, self._inner, norm, ending)
+        qkv = _step(self._x, weights.qkv, self._qkv, weights.before_attention)
+        o = self._added(self._attended, weights.o, weights.after_attention)
+        down = self._added(self._inner, weights.down, weights.after_feed_forward)
+        before, after = ([qkv, inner], [o, down]) if block.side_by_side else ([qkv], [o, [inner, *down]])
+        return before, [after[0] + after[1]] if self._alone else after
+
+    def _added(self, x: Tensor, linear: Linear, norm: NormWeights | None) -> list[Step]:
+        """What a part of a layer gives, added to the rows; of several ranks, written to be summed first."""
+        factor = self._config.block.scale
+        if self._alone and norm is None:
+            return [_step(x, linear, self._x, ending="add", factor=factor)]
+        product = _step(x, linear, self._part)
+        return [product, Step(self._part, None, None, self._x, norm, "add", factor)] if self._alone else [product]
+
+    def _heads(self, num_rows: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """q [T, H * D], k and v [T, H_kv * D] among the products' results; the same by heads, [T, H, D]."""
         if num_rows not in self._views:
-            config = self._config
-            heads = self._qkv[:num_rows].view(num_rows, -1, config.head_dim)
-            q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), 1)
-            self._views[num_rows] = q, k, v
+            attention = self._attention
+            rows = self._qkv[:num_rows].split((attention.q_size, attention.kv_size, attention.kv_size), 1)
+            self._views[num_rows] = rows, [part.unflatten(1, (-1, attention.head_dim)) for part in rows]
         return self._views[num_rows]
 
 
 def _step(
-    x: Tensor, linear: Linear, out: Tensor, norm: Tensor | None = None, ending: Ending = "write", epsilon: float = 0.0
+    x: Tensor,
+    linear: Linear,
+    out: Tensor,
+    norm: NormWeights | None = None,
+    ending: Ending = "write",
+    factor: float = 1.0,
 ) -> Step:
-    return Step(x, linear.weight, linear.bias, out, norm, ending, epsilon)
+    return Step(x, linear.weight, linear.bias, out, norm, ending, factor)

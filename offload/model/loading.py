@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from offload.config.reading import read_config
 from offload.kernels.cpu import fitting
 from offload.model.decoder import Decoder
 from offload.model.sums import Sums
-from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.plan.shards import ALONE, Shard
 from offload.transfer.link import Link
@@ -38,7 +38,7 @@ def load_decoders(
     `on_bytes(done, total)` is called as bytes are read. Raises ModelError.
     """
     dtype = DTYPES[plan.request.dtype]
-    configs = {name: ModelConfig.from_folder(folder) for name, folder in folders.items()}
+    configs = {name: read_config(folder) for name, folder in folders.items()}
     shards = {name: shard if name == "target" else ALONE for name in folders}
     own = {name: shards[name].config(config) for name, config in configs.items()}
     total = sum(config.weight_bytes(dtype.itemsize) for config in own.values())

@@ -9,9 +9,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.kernels.device import DeviceKernels
-from offload.plan.config import ModelConfig
 from offload.transfer.memory import Memory
 from offload.weights.layers import ResidentLayers, Weights
 from offload.weights.layout import LayerLayout, LayerWeights, Linear, in_codes, matrix_of
@@ -50,7 +50,7 @@ def quantised_weights(
         blocks.append(memory.allocate((layout.num_bytes,), torch.uint8, tier="device", purpose=LOW_BIT_WEIGHTS))
         return blocks[-1]
 
-    layout = LayerLayout.of(config, weights.final_norm.dtype, bits)
+    layout = LayerLayout.of(config, weights.embedding.dtype, bits)
     layers = list[LayerWeights]()
     made = weights.layers.coded
     for exact in islice(weights.layers, config.num_layers - len(made)) if made else weights.layers:

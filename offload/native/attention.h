@@ -45,10 +45,16 @@ struct Attention {
     int64_t chunk, chunks;     // tokens of a chunk, chunks of a span
     int64_t out_stride;        // elements from one row of `out` to the next
     int64_t slots;
+    double scale;  // of products of queries and keys; 0: head_dim^-0.5
     float* mass;  // [T, H, slots * chunks], or null
     void* out;    // [T, G * H * D]
     float* sums;  // null, or [T, G * H, 2]: largest score in powers of 2, and sum. Then `out` is fp32, and `mass` is
                   // [T, G * H, slots * chunks], of each query head
+
+    // The scale of weights that are powers of 2 and not of e.
+    float in_powers_of_two() const {
+        return scale ? 1.44269504f * float(scale) : 1.44269504f / __builtin_sqrtf(float(head_dim));
+    }
 };
 
 namespace attention {
@@ -252,7 +258,7 @@ void attend_one(const Attention& a, const Span& s, int64_t head, float* scratch)
     keys += int64_t(begin) * dim, values += int64_t(begin) * dim;
     float *panel = scratch, *scores = scratch + dim * KEYS;
     score_all<E>(part, keys, scores, panel);
-    const float scale = 1.44269504f / __builtin_sqrtf(float(dim));
+    const float scale = a.in_powers_of_two();
     for (int r = 0; r < folded; r++) {
         Range own = seen_by(a, s, r / a.group, r / a.group);
         if (own.to > own.from) own = {own.from - begin, own.to - begin};
@@ -281,7 +287,7 @@ void attend_codes(const Attention& a, const Run& run, int64_t number, int64_t he
     auto blocks = static_cast<const uint8_t*>(run.keys) + head * run.head_stride + first / GROUP * layout.size();
     float* partials = a.partials + ((run.slot + number) * a.kv_heads + head) * folded * size;
     const float* queries = a.queries + (run.query * a.kv_heads + head) * folded * dim;
-    const float scale = 1.44269504f / __builtin_sqrtf(float(dim));
+    const float scale = a.in_powers_of_two();
     by_rows(folded, [&]<int ROWS>(int r) {
         const int width = kv_codes::room_for(layout.channels());
         alignas(64) float out[ROWS * kv_codes::room_for(kv_codes::WIDEST)];

@@ -30,9 +30,10 @@ class Product(ctypes.Structure):
     """products.h"""
 
     _fields_ = [
-        *_pointers("x", "norm", "weight", "bias", "out", "widened"),
-        *_integers("x_stride", "out_stride", "inputs", "outputs", "bits", "ending"),
+        *_pointers("x", "norm", "norm_bias", "weight", "bias", "out", "widened"),
+        *_integers("x_stride", "out_stride", "inputs", "outputs", "bits", "ending", "centred"),
         ("epsilon", c_double),
+        ("factor", c_double),
     ]
 
 
@@ -84,6 +85,7 @@ class Attention(ctypes.Structure):
         *_pointers("queries", "partials", "masses"),
         *_integers("rows", "group", "kv_heads", "head_dim", "position", "window"),
         *_integers("chunk", "chunks", "out_stride", "slots"),
+        ("scale", c_double),
         *_pointers("mass", "out", "sums"),
     ]
 
@@ -92,7 +94,7 @@ class Rotation(ctypes.Structure):
     """rotation.h"""
 
     _fields_ = [
-        *_pointers("q", "k", "v", "cos", "sin", "queries", "runs"),
+        *_pointers("q", "k", "v", "cos", "sin", "growth", "queries", "runs"),
         *_integers("count", "q_stride", "k_stride", "v_stride", "rows", "group", "kv_heads", "head_dim"),
         *_integers("position", "last", "index"),
     ]

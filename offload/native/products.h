@@ -8,16 +8,18 @@
 #include "tiles.h"
 #include "vectors.h"
 
-enum class Ending : int64_t { write, add, gate };
+enum class Ending : int64_t { write, add, gate, square };
 
 // out = ending(norm(x) · weight^T + bias), for x [rows, inputs] and weight [outputs, inputs], of the dtype or in codes
 // (codes.h), rounded to the dtype after the norm, after the product and after each step of the ending. Where the norm
-// is null, x is taken as it is.
-// write: out [rows, outputs]. add: is added to out. gate: weight is [2 * outputs, inputs], and
-// out = silu(first half) * second half; of codes the half has whole tiles.
+// is null, x is taken as it is. centred: LayerNorm, which takes the mean away; norm_bias: what it adds, or null.
+// write: out [rows, outputs]. add: factor * product is added to out. gate: weight is [2 * outputs, inputs], and
+// out = silu(first half) * second half; of codes the half has whole tiles. square: out = relu(product)^2.
+// Where the weight is null, there is no product: out [rows, inputs] += factor * norm(x).
 struct Product {
     const void* x;
     const void* norm;
+    const void* norm_bias;
     const void* weight;
     const void* bias;
     void* out;
@@ -26,7 +28,8 @@ struct Product {
     int64_t inputs, outputs;
     int64_t bits;  // of the weight's codes, 4 or 6; 0: it is of the dtype
     Ending ending;
-    double epsilon;
+    int64_t centred;
+    double epsilon, factor;
 };
 
 namespace products {
@@ -47,17 +50,49 @@ INLINE u32 units_of(const typename E::element* row, int inputs, int at) {
     return rest >= wide<E> ? load<u32>(row + at) : load_some(row + at, rest / E::per_unit);
 }
 
-// What the RMS norm multiplies a row with.
-template <class E>
-f32 norm_scale(const Product& p, const typename E::element* x) {
-    const int inputs = int(p.inputs);
-    f32 squares = {};
+// What a norm does to a row before it is multiplied by the weight: (x - mean) * scale.
+struct Normal {
+    f32 mean, scale;
+};
+
+// part(at, e): numbers of the row, zeros past its end.
+template <class E, class Part>
+INLINE f32 sum_of_row(int inputs, Part&& part) {
+    f32 total = {};
     for (int at = 0; at < inputs; at += wide<E>)
-        for (int e = 0; e < E::per_unit; e++) {
-            const f32 part = widen<E>(units_of<E>(x, inputs, at), e);
-            squares = fma(part, part, squares);
-        }
-    return all(1.0f / __builtin_sqrtf(sum(squares) / float(inputs) + float(p.epsilon)));
+        for (int e = 0; e < E::per_unit; e++) total += part(at, e);
+    return all(sum(total));
+}
+
+template <class E>
+Normal normal_of(const Product& p, const typename E::element* x) {
+    const int inputs = int(p.inputs);
+    f32 mean = {}, squares = {};
+    if (p.centred) {
+        mean = sum_of_row<E>(inputs, [&](int at, int e) { return widen<E>(units_of<E>(x, inputs, at), e); }) /
+               float(inputs);
+        i32 lane;
+        for (int i = 0; i < W; i++) lane[i] = i * E::per_unit;
+        squares = sum_of_row<E>(inputs, [&](int at, int e) {
+            const f32 part = widen<E>(units_of<E>(x, inputs, at), e) - mean;
+            return lane + (at + e) < inputs ? part * part : f32{};
+        });
+    } else {
+        for (int at = 0; at < inputs; at += wide<E>)
+            for (int e = 0; e < E::per_unit; e++) {
+                const f32 part = widen<E>(units_of<E>(x, inputs, at), e);
+                squares = fma(part, part, squares);
+            }
+        squares = all(sum(squares));
+    }
+    return {mean, all(1.0f / __builtin_sqrtf(squares[0] / float(inputs) + float(p.epsilon)))};
+}
+
+// Numbers of a row, normed. norm, bias: those of the same numbers.
+template <class E>
+INLINE f32 normed(const Normal& n, f32 x, f32 norm, bool has_bias, f32 bias) {
+    const f32 y = (x - n.mean) * n.scale * norm;
+    return E::rounded(has_bias ? y + bias : y);
 }
 
 // One row, normed and taken to 8 bits.
@@ -65,35 +100,46 @@ template <class E>
 void code_row(const Product& p, int64_t row) {
     using element = typename E::element;
     auto x = static_cast<const element*>(p.x) + row * p.x_stride;
-    auto norm = static_cast<const element*>(p.norm);
-    const f32 scale = norm ? norm_scale<E>(p, x) : all(1.0f);
+    auto norm = static_cast<const element*>(p.norm), bias = static_cast<const element*>(p.norm_bias);
+    const Normal normal = norm ? normal_of<E>(p, x) : Normal{};
     codes::take(codes_of(p), row, [&](int at) {
         const f32 part = E::read(x + at);
-        return norm ? E::rounded(part * scale * E::read(norm + at)) : part;
+        return norm ? normed<E>(normal, part, E::read(norm + at), bias, bias ? E::read(bias + at) : f32{}) : part;
     });
+}
+
+// put(at, parts) for the numbers of one row, normed where there is a norm, in the order of units.
+template <class E, class Put>
+INLINE void by_units(const Product& p, int64_t row, Put&& put) {
+    using element = typename E::element;
+    const int inputs = int(p.inputs);
+    auto x = static_cast<const element*>(p.x) + row * p.x_stride;
+    auto norm = static_cast<const element*>(p.norm), bias = static_cast<const element*>(p.norm_bias);
+    auto units = [&](const element* from, int at) { return units_of<E>(from, inputs, at); };
+    const Normal normal = norm ? normal_of<E>(p, x) : Normal{};
+    for (int at = 0; at < inputs; at += wide<E>) {
+        f32 parts[E::per_unit];
+        for (int e = 0; e < E::per_unit; e++) {
+            parts[e] = widen<E>(units(x, at), e);
+            if (norm)
+                parts[e] = normed<E>(normal, parts[e], widen<E>(units(norm, at), e), bias,
+                                     bias ? widen<E>(units(bias, at), e) : f32{});
+        }
+        put(at, parts);
+    }
 }
 
 // One row, normed and widened to fp32 in the order of units; or kept as bf16 for tiles.
 template <class E>
 void widen_row(const Product& p, int64_t row) {
-    using element = typename E::element;
-    const int inputs = int(p.inputs);
-    auto x = static_cast<const element*>(p.x) + row * p.x_stride;
-    auto norm = static_cast<const element*>(p.norm);
-    auto units = [&](const element* from, int at) { return units_of<E>(from, inputs, at); };
-    const f32 scale = norm ? norm_scale<E>(p, x) : all(1.0f);
-    for (int at = 0; at < inputs; at += wide<E>) {
-        f32 parts[E::per_unit];
-        for (int e = 0; e < E::per_unit; e++) {
-            parts[e] = widen<E>(units(x, at), e);
-            if (norm) parts[e] = E::rounded(parts[e] * scale * widen<E>(units(norm, at), e));
-        }
+    by_units<E>(p, row, [&](int at, const f32 (&parts)[E::per_unit]) {
         if constexpr (tiles::take<E>) {
-            tiles::put(parts, p.widened, inputs, row, at / wide<E>);
+            tiles::put(parts, p.widened, int(p.inputs), row, at / wide<E>);
         } else {
-            for (int e = 0; e < E::per_unit; e++) store(p.widened + row * padded<E>(inputs) + at + e * W, parts[e]);
+            for (int e = 0; e < E::per_unit; e++)
+                store(p.widened + row * padded<E>(int(p.inputs)) + at + e * W, parts[e]);
         }
-    }
+    });
 }
 
 // acc[r][o] += x[r] * units[o], for one vector of units.
@@ -177,13 +223,17 @@ INLINE f32 silu(f32 x) {
 
 // One row's results, and where there is a gate what they open, to `count` elements of out.
 template <class E>
-INLINE void finish(Ending ending, const float* results, const float* ups, typename E::element* out, int count) {
+INLINE void finish(const Product& p, const float* results, const float* ups, typename E::element* out, int count) {
     typename E::element row[OUTPUTS] = {};
-    if (ending == Ending::add) __builtin_memcpy(row, out, count * sizeof row[0]);
+    if (p.ending == Ending::add) __builtin_memcpy(row, out, count * sizeof row[0]);
     for (int i = 0; i < OUTPUTS; i += W) {
         f32 y = E::rounded(load<f32>(results + i));
-        if (ending == Ending::add) y = E::rounded(y + E::read(row + i));
-        if (ending == Ending::gate) y = E::rounded(silu<E>(y) * E::rounded(load<f32>(ups + i)));
+        if (p.ending == Ending::add) {
+            if (p.factor != 1) y = E::rounded(y * float(p.factor));
+            y = E::rounded(y + E::read(row + i));
+        }
+        if (p.ending == Ending::gate) y = E::rounded(silu<E>(y) * E::rounded(load<f32>(ups + i)));
+        if (p.ending == Ending::square) y = larger(y, f32{}), y = E::rounded(y * y);
         E::write(row + i, y);
     }
     __builtin_memcpy(out, row, count * sizeof row[0]);
@@ -200,19 +250,42 @@ void work_out(const Product& p, int64_t rows, int64_t tile) {
         block<E>(p, from, first, count, some, results);
         if (p.ending == Ending::gate) block<E>(p, from, p.outputs + first, count, some, ups);
         auto out = static_cast<typename E::element*>(p.out) + from * p.out_stride + first;
-        for (int r = 0; r < some; r++) finish<E>(p.ending, results[r], ups[r], out + r * p.out_stride, count);
+        for (int r = 0; r < some; r++) finish<E>(p, results[r], ups[r], out + r * p.out_stride, count);
     }
 }
 
-// `count` products one after the other, at most 16, of `rows` rows.
+// A row of out, to which one of x is added, normed. The numbers lie as they are in memory: `finish` takes them so.
+template <class E>
+void add_row(const Product& p, int64_t row) {
+    using element = typename E::element;
+    const int inputs = int(p.inputs);
+    auto x = static_cast<const element*>(p.x) + row * p.x_stride;
+    auto norm = static_cast<const element*>(p.norm), bias = static_cast<const element*>(p.norm_bias);
+    auto out = static_cast<element*>(p.out) + row * p.out_stride;
+    const Normal normal = normal_of<E>(p, x);
+    for (int first = 0; first < inputs; first += OUTPUTS) {
+        const int count = inputs - first < OUTPUTS ? inputs - first : OUTPUTS;
+        const size_t bytes = count * sizeof(element);
+        element from[OUTPUTS] = {}, by[OUTPUTS] = {}, plus[OUTPUTS] = {};
+        __builtin_memcpy(from, x + first, bytes);
+        __builtin_memcpy(by, norm + first, bytes);
+        if (bias) __builtin_memcpy(plus, bias + first, bytes);
+        alignas(64) float results[OUTPUTS];
+        for (int i = 0; i < OUTPUTS; i += W)
+            store(results + i, normed<E>(normal, E::read(from + i), E::read(by + i), bias, E::read(plus + i)));
+        finish<E>(p, results, results, out + first, count);
+    }
+}
+
+// `count` steps one after the other, at most 16, of `rows` rows.
 template <class E>
 void run(const Product* steps, int64_t count, int64_t rows, int64_t how_many) {
     constexpr int most = 16;
     int64_t counts[2 * most];  // rows to widen, then tiles to work out
     auto drawn = [](const Product& p) { return p.bits ? 4 : 1; };  // tiles at a time: about as many bytes of either weight
     for (int64_t i = 0; i < count; i++) {
-        const int64_t step = drawn(steps[i]) * OUTPUTS;
-        counts[2 * i] = rows, counts[2 * i + 1] = (steps[i].outputs + step - 1) / step;
+        const int64_t step = drawn(steps[i]) * OUTPUTS, outputs = steps[i].weight ? steps[i].outputs : 0;
+        counts[2 * i] = rows, counts[2 * i + 1] = (outputs + step - 1) / step;
     }
     threads::in_phases<tiles::Use>(how_many, counts, int(2 * count), [&](int phase, int64_t item, tiles::Use&, int) {
         const Product& p = steps[phase / 2];
@@ -220,6 +293,8 @@ void run(const Product* steps, int64_t count, int64_t rows, int64_t how_many) {
             const int64_t first = item * drawn(p);
             for (int64_t tile = first; tile < first + drawn(p) && tile * OUTPUTS < p.outputs; tile++)
                 work_out<E>(p, rows, tile);
+        } else if (!p.weight) {
+            add_row<E>(p, item);
         } else {
             p.bits ? code_row<E>(p, item) : widen_row<E>(p, item);
         }

@@ -5,7 +5,7 @@
 #include "vectors.h"
 
 // q [T, G * H, D], k and v [T, H, D] in rows of so many elements; k null: queries only. cos, sin: the tables of all
-// positions, [n, D]. position: of row 0 in the tables; no row is rotated by a later one than `last`. index: of row 0
+// positions, [n, D]. growth: what queries at these are multiplied by once they are rotated, [n], or null. position: of row 0 in the tables; no row is rotated by a later one than `last`. index: of row 0
 // among the runs' tokens. A row is written where a run has room for its index.
 struct Rotation {
     const void* q;
@@ -13,6 +13,7 @@ struct Rotation {
     const void* v;
     const void* cos;
     const void* sin;
+    const void* growth;
     float* queries;  // [H, R, D]; null: keys and values only
     const Run* runs;
     int64_t count;  // of the runs
@@ -59,10 +60,12 @@ void append_rows(const Rotation& r) {
     for (int64_t t = 0; t < r.rows; t++) {
         const int64_t row = r.position + t < r.last ? r.position + t : r.last;
         auto cos = static_cast<const element*>(r.cos) + row * dim, sin = static_cast<const element*>(r.sin) + row * dim;
+        auto growth = static_cast<const element*>(r.growth);
+        const float factor = growth ? E::widen_one(growth[row]) : 1;
         for (int64_t h = 0; r.queries && h < r.kv_heads * r.group; h++) {
             float* to = r.queries + (h / r.group * folded + t * r.group + h % r.group) * dim;
             auto from = static_cast<const element*>(r.q) + t * r.q_stride + h * dim;
-            for (int d = 0; d < dim; d++) to[d] = turned<E>(from, cos, sin, d, dim);
+            for (int d = 0; d < dim; d++) to[d] = rounded<E>(turned<E>(from, cos, sin, d, dim) * factor);
         }
         if (r.k) write_row<E>(r, t, cos, sin);
     }

@@ -12,15 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from offload.plan.config import ModelConfig
+from offload.config.model import ModelConfig
 from offload.plan.machine import KERNELS
 from offload.plan.rates import Rates, change_records, read_records
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-_SHAPES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
-    *("qkv_bias", "o_bias", "mlp_bias", "qk_norm"),
-)
+_SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 _CURVES = ("fixed", "layer", "token", "near_token")
 _CODED = "coded_token"
@@ -134,9 +131,17 @@ def estimated(config: ModelConfig, itemsize: int, rates: Rates) -> PassTimes:
 def key_of(config: ModelConfig, dtype: str, weight_bits: int = 16) -> str:
     """The key of a model's record: its shapes, dtype (bf16, fp16 or fp32), the bits of its weights where these are
     fewer, and whether kernels are asked for."""
-    shapes = " ".join(f"{name}={int(getattr(config, name))}" for name in _SHAPES)
+    attention, inner = config.block.attention, config.block.feed_forward
+    shapes = {name: getattr(config, name) for name in _SHAPES} | {
+        "qkv_bias": int(attention.bias),
+        "o_bias": int(attention.out_bias),
+        "mlp_bias": int(inner.bias),
+        "qk_norm": int(attention.qk_norm is not None),
+    }
+    named = " ".join(f"{name}={value}" for name, value in shapes.items())
+    form = "" if config.is_llama_shaped else f" {config.family}"
     bits = f" weights={weight_bits}" if weight_bits < 16 else ""
-    return f"{shapes} {dtype}{bits} kernels={os.environ.get(KERNELS) or 'on'}"
+    return f"{named}{form} {dtype}{bits} kernels={os.environ.get(KERNELS) or 'on'}"
 
 
 def load_times(machine: str, device: str, key: str) -> PassTimes | None:

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
+from offload.config.model import ModelConfig
 from offload.errors import DoesNotFit, UsageError
 from offload.plan.bits import check_quantised
 from offload.plan.choice import choose, least_shortage
 from offload.plan.composition import Composition
-from offload.plan.config import ModelConfig
 from offload.plan.cost import Cost, Prediction, predict
 from offload.plan.hardware import Hardware
 from offload.plan.host_share import worth_a_share

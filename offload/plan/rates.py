@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from offload.config.fields import read_json
 from offload.errors import ModelError
 from offload.files import locked, user_folder, write_whole
-from offload.plan.fields import read_json
 
 FOLDER_VARIABLE = "TRIFORCE_CACHE_DIR"
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from offload.config.model import ModelConfig
+from offload.config.reading import read_config
 from offload.formats.layout import CODE_BITS
 from offload.plan.batching import plan_together
-from offload.plan.config import ModelConfig
 from offload.plan.hardware import Hardware, probe, rates_key
 from offload.plan.machine import machine_name
 from offload.plan.options import Options
@@ -41,7 +42,7 @@ class Request:
     def of(cls, model: Path, draft: Path | None, options: Options, hardware: Hardware) -> Request:
         """Raises ModelError, UsageError."""
         used = draft if options.speculation else None
-        configs = ModelConfig.from_folder(model), None if used is None else ModelConfig.from_folder(used)
+        configs = read_config(model), None if used is None else read_config(used)
         return cls(*configs, options, hardware).with_known_times()
 
     def with_known_times(self) -> Request:

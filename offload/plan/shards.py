@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from offload.config.model import ModelConfig
 from offload.errors import UsageError
-from offload.plan.config import ModelConfig
 from offload.plan.options import MAX_RANKS
 
 
@@ -38,8 +38,7 @@ class Shard:
         """The model that this rank runs: all of `whole` but for the heads and rows of others."""
         if self.size == 1:
             return whole
-        return replace(
-            whole,
+        return whole.changed(
             num_heads=len(self.heads(whole)),
             num_kv_heads=len(self.kv_heads(whole)),
             intermediate_size=len(self.inner(whole)),
@@ -55,6 +54,11 @@ ALONE = Shard()
 
 def check_divides(config: ModelConfig, num_ranks: int) -> None:
     """Raises UsageError, with the numbers that would do, unless `num_ranks` ranks can share a model."""
+    if num_ranks > 1 and config.block.attention.norms_whole:
+        raise UsageError(
+            f"gpus is {num_ranks}, and {config.family} norms its queries over all heads, which ranks would have to "
+            "share in every layer; --gpus 1"
+        )
     if not _divides(config, num_ranks):
         usable = [number for number in range(1, MAX_RANKS + 1) if _divides(config, number)]
         raise UsageError(

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from offload.config.model import ModelConfig
 from offload.formats.layout import KV_CODE_GROUP, Packing, code_bytes, home_bytes, kv_code_bytes
 from offload.plan.composition import Composition
-from offload.plan.config import ModelConfig
 from offload.plan.hardware import Hardware
 from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
 from offload.plan.shards import Shard

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from offload.config.model import ModelConfig, llama_shaped
+from offload.config.rope import Rope
 from offload.errors import DoesNotFit, UsageError
-from offload.plan.config import ModelConfig
 from offload.plan.cost import Prediction
 from offload.plan.hardware import Hardware
 from offload.plan.options import Options
 from offload.plan.placement import largest
 from offload.plan.planner import Plan, make_plan
 from offload.plan.request import Request
-from offload.plan.rope_scaling import RopeScaling
 
 _GPUS = (16, 24, 32, 48, 80, 96, 141)  # GB that GPUs are sold with
 _MOST_HOST = 2**14  # GB
@@ -24,42 +24,27 @@ CONTEXTS = (32_768, 131_072)
 MAX_TOKENS = 256  # of each context
 
 # Llama 2 in its variants with 128K positions; how they stretch them changes neither a byte nor a FLOP.
-LLAMA2_7B = ModelConfig(
-    family="llama",
-    vocab_size=32_000,
-    hidden_size=4096,
-    intermediate_size=11_008,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=32,
-    head_dim=128,
-    max_positions=131_072,
-    rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    dtype="bfloat16",
+_LLAMA2: dict[str, Any] = {
+    "family": "llama",
+    "vocab_size": 32_000,
+    "max_positions": 131_072,
+    "eps": 1e-5,
+    "dtype": "bfloat16",
+}
+LLAMA2_7B = llama_shaped(
+    hidden_size=4096, intermediate_size=11_008, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128, **_LLAMA2
 )
-LLAMA2_13B = replace(
-    LLAMA2_7B, hidden_size=5120, intermediate_size=13_824, num_layers=40, num_heads=40, num_kv_heads=40
+LLAMA2_13B = llama_shaped(
+    hidden_size=5120, intermediate_size=13_824, num_layers=40, num_heads=40, num_kv_heads=40, head_dim=128, **_LLAMA2
 )
-LLAMA31_8B = replace(
-    LLAMA2_7B,
-    vocab_size=128_256,
-    intermediate_size=14_336,
-    num_kv_heads=8,
-    rope_theta=5e5,
-    rope=RopeScaling("llama3", factor=8.0, original_max_positions=8192),
-)
-LLAMA_68M = replace(
-    LLAMA2_7B,
-    hidden_size=768,
-    intermediate_size=3072,
-    num_layers=2,
-    num_heads=12,
-    num_kv_heads=12,
-    head_dim=64,
-    max_positions=2048,
-    rms_norm_eps=1e-6,
-)
+LLAMA31_8B = llama_shaped(
+    hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
+    rope=Rope("llama3", factor=8.0, original_max_positions=8192, theta=5e5), **_LLAMA2 | {"vocab_size": 128_256},
+)  # fmt: skip
+LLAMA_68M = llama_shaped(
+    hidden_size=768, intermediate_size=3072, num_layers=2, num_heads=12, num_kv_heads=12, head_dim=64,
+    **_LLAMA2 | {"max_positions": 2048, "eps": 1e-6},
+)  # fmt: skip
 # Name -> (target, draft).
 MODELS: dict[str, tuple[ModelConfig, ModelConfig | None]] = {
     "7B": (LLAMA2_7B, LLAMA_68M),

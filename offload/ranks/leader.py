@@ -14,13 +14,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from offload.config.model import ModelConfig
+from offload.config.reading import read_config
 from offload.errors import RankFailed
 from offload.kernels.rows import Blocks
 from offload.kv import Cache
 from offload.metrics import RankStats
 from offload.model.decoder import Decoder
 from offload.model.level import Continuation, Level
-from offload.plan.config import ModelConfig
 from offload.plan.hardware import Launched
 from offload.plan.planner import Plan
 from offload.plan.shards import Shard
@@ -62,7 +63,7 @@ class Lead:
 
     def load(self, plan: Plan, folders: Mapping[str, Path], on_progress: OnProgress) -> LoadedModels:
         """Every rank reads its shard at the same time."""
-        self.whole, target = ModelConfig.from_folder(folders["target"]), str(folders["target"].resolve())
+        self.whole, target = read_config(folders["target"]), str(folders["target"].resolve())
         told = self.team.tell("load", plan=plan.as_dict(), target=target, threads=torch.get_num_threads())
         models = LoadedModels.load(plan, folders, on_progress, shard=Shard(0, self.team.size), sums=self.sums)
         try:

@@ -13,17 +13,20 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from offload.config.model import ModelConfig
+from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.kernels.rope import inverse_frequencies
-from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.session.identity import Identity
 from offload.weights.checkpoint import Checkpoint
 
 SAMPLE_BYTES = 4096
+_SIZES = (
+    *("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"),
+    *("head_dim", "tie_embeddings"),
+)
 _DIGEST_BYTES = 16
-# Config fields that keys and values do not depend on, and those that the digest of the positions covers.
-_IGNORED_FIELDS = ("bos_token_id", "eos_token_ids", "dtype", "max_positions", "rope", "rope_theta")
 _TOKENIZER_FILE = "tokenizer.json"  # complete on its own; without it, the files that older tokenizers are made of
 _TOKENIZER_PARTS = (
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt"),
@@ -34,7 +37,7 @@ _MAX_NAME = 256
 
 def identity_of(folder: Path, plan: Plan) -> Identity:
     """The identity of a session of the model in `folder` under `plan`. Raises ModelError."""
-    config = ModelConfig.from_folder(folder)
+    config = read_config(folder)
     return identify(
         folder, config, dtype=plan.request.dtype, capacity=plan.request.capacity, page_tokens=plan.placement.page_tokens
     )
@@ -64,7 +67,7 @@ def model_digest(config: ModelConfig, files: Sequence[Path]) -> str:
     header, and SAMPLE_BYTES from the beginning, middle and end of every tensor. It changes when a model is trained
     further, but may not when only a few weights differ. Raises ModelError."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    relevant = {name: value for name, value in asdict(config).items() if name not in _IGNORED_FIELDS}
+    relevant = _relevant(config)
     digest.update(json.dumps(relevant, sort_keys=True).encode())
     for path in files:
         try:
@@ -73,6 +76,22 @@ def model_digest(config: ModelConfig, files: Sequence[Path]) -> str:
         except OSError as error:
             raise ModelError(f"{path} cannot be read ({error.strerror}); download it again") from error
     return digest.hexdigest()
+
+
+def _relevant(config: ModelConfig) -> dict[str, object]:
+    """What keys and values depend on, but for positions, which a digest of their own covers. Of models of Llama's form
+    under the names that sessions have had from the first."""
+    attention = config.block.attention
+    named: dict[str, object] = {name: getattr(config, name) for name in _SIZES} | {
+        "rms_norm_eps": config.norm.eps,
+        "qkv_bias": attention.bias,
+        "o_bias": attention.out_bias,
+        "mlp_bias": config.block.feed_forward.bias,
+        "qk_norm": attention.qk_norm is not None,
+    }
+    if not config.is_llama_shaped or len({block.attention.rope for block in config.blocks}) > 1:
+        named |= {"blocks": [asdict(block) for block in config.blocks], "embedding_scale": config.embedding_scale}
+    return named
 
 
 def tokenizer_digest(folder: Path) -> str:
@@ -93,6 +112,8 @@ def rope_digest(config: ModelConfig, capacity: int) -> str:
     """Digest of the frequencies and the attention scaling, which determine every row of a rope table."""
     frequencies, scaling = inverse_frequencies(config, capacity)
     content = frequencies.numpy().tobytes() + struct.pack("<d", scaling)
+    if config.rope.growth:
+        content += struct.pack("<d", config.rope.growth)
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()
 
 

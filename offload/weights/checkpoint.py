@@ -20,9 +20,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from offload.config.fields import read_json
+from offload.config.model import ModelConfig, TensorNames
 from offload.errors import ModelError, unreadable
-from offload.plan.config import ModelConfig
-from offload.plan.fields import read_json
+from offload.weights.tensors import expected_tensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -31,8 +32,8 @@ MAX_INDEX_BYTES = 1 << 24
 # Tensors that old checkpoints keep and that follow from config.json.
 COMPUTES_NOTHING = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached")
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
-_BODY, _BODY_PARTS = "model.", ("embed_tokens.", "layers.", "norm.")
+HEAD, EMBEDDINGS = TensorNames().head, TensorNames().embeddings
+_BODY_PARTS = ("embed_tokens.", "layers.", "norm.")
 _PIECE_BYTES = 64 << 20  # of a tensor, read at once
 _NUM_NAMED = 3  # tensors of each sort that a message names
 # A name is a plain name: no separator, so no way out of the folder. A plain name may be a symbolic link that leads out
@@ -181,61 +182,38 @@ class Checkpoint:
 def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """ModelError unless `checkpoint` holds exactly the weights of `config`, which then have the names of
     `expected_tensors`. As in transformers a base model's may lack "model." before theirs, tied embeddings may be stored
-    as the head alone, and what stands beside body and head (a trainer's value head, say) is no part of the model.
+    as the head alone, and what stands beside body and head (a trainer's value head, what sees pictures) is no part of
+    the model.
 
     With tied embeddings a head is ignored only if it equals the embeddings: transformers 5 unties them where they
     differ, version 4 does not, so such a folder has no one meaning. Comparing reads both once.
     """
     checkpoint.rename(_other_names(checkpoint.names(), config))
     expected, names = expected_tensors(config), checkpoint.names()
+    head, embeddings = config.names.head, config.names.embeddings
     is_whole = expected.keys() <= set(names)  # otherwise what is left over may say what is wrong
-    beside = {name for name in names if is_whole and not name.startswith((_BODY, "lm_head."))}
-    tied_head = (HEAD,) if config.tie_embeddings else ()
+    beside = {name for name in names if is_whole and not name.startswith((config.names.body, "lm_head."))}
+    tied_head = (head,) if config.tie_embeddings else ()
     checkpoint.check(expected, ignore=(*COMPUTES_NOTHING, *tied_head), beside=beside)
-    if tied_head and HEAD in checkpoint.names() and not checkpoint.equal(HEAD, EMBEDDINGS):
+    if tied_head and head in names and not checkpoint.equal(head, embeddings):
         raise ModelError(
-            f"{checkpoint.folder}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDINGS}; "
+            f"{checkpoint.folder}: tie_word_embeddings is true, but {head} differs from {embeddings}; "
             "set it to false in config.json if the model has its own head"
         )
 
 
 def _other_names(names: Sequence[str], config: ModelConfig) -> dict[str, str]:
     """Stored name -> expected name, where these differ and mean the same."""
-    found = {name: name for name in names}
-    if EMBEDDINGS not in found and EMBEDDINGS.removeprefix(_BODY) in found:
-        found |= {name: _BODY + name for name in names if name.startswith(_BODY_PARTS)}
-    if config.tie_embeddings and HEAD in found and EMBEDDINGS not in found.values():
-        found[HEAD] = EMBEDDINGS
-    return {name: expected for name, expected in found.items() if name != expected}
-
-
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face names -> shapes of all weights, matrices as [out, in]. Only those that `config` says exist."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    matrices = {
-        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
-        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.o_proj": (hidden, q_size, config.o_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
-    }
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    for name, (num_out, num_in, bias) in matrices.items():
-        layer[f"{name}.weight"] = (num_out, num_in)
-        layer |= {f"{name}.bias": (num_out,)} if bias else {}
-    if config.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
-    tensors: dict[str, tuple[int, ...]] = {EMBEDDINGS: (config.vocab_size, hidden)}
-    for index in range(config.num_layers):
-        tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    tensors["model.norm.weight"] = (hidden,)
-    return tensors if config.tie_embeddings else tensors | {HEAD: (config.vocab_size, hidden)}
+    found, expected = {name: name for name in names}, config.names
+    if wrapped := expected.body.removeprefix("model."):  # older checkpoints have what is wrapped whole, its head too
+        inner, head = f"{wrapped}model.", f"{wrapped}{expected.head}"
+        found |= {name: expected.body + name.removeprefix(inner) for name in names if name.startswith(inner)}
+        found |= {head: expected.head} if head in found else {}
+    if expected.embeddings not in found.values() and expected.embeddings.removeprefix(expected.body) in found:
+        found |= {name: expected.body + name for name in names if name.startswith(_BODY_PARTS)}
+    if config.tie_embeddings and expected.head in found and expected.embeddings not in found.values():
+        found[expected.head] = expected.embeddings
+    return {name: meant for name, meant in found.items() if name != meant}
 
 
 def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats.layout import BESIDE_CODES, Packing, home_bytes
 from offload.formats.packed import pack_numbers
@@ -21,7 +22,6 @@ from offload.formats.residuals import Residual, split_off
 from offload.kernels import choice, cpu
 from offload.kernels.cpu import CpuKernels
 from offload.kernels.device import DeviceKernels
-from offload.plan.config import ModelConfig
 from offload.transfer.memory import Memory, sent
 from offload.weights.layout import OPERATORS, LayerLayout, LayerWeights
 from offload.weights.quantised import LOW_BIT_WEIGHTS, fill_coded

@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from offload.config.model import Attention, ModelConfig, layer_norms
 from offload.errors import ModelError
-from offload.plan.config import ModelConfig
+from offload.kernels.norms import NormWeights
 from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import NUM_STAGING
 from offload.transfer.link import Event, Link
@@ -19,60 +20,36 @@ from offload.weights.checkpoint import Checkpoint
 from offload.weights.embedding import Embedding
 from offload.weights.homes import AsTheyAre, BesideCodes, Home, HomeMaker
 from offload.weights.layout import LayerLayout, LayerWeights, Linear
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Rows, and of a matrix columns, of a checkpoint's tensor that are rows of a view. columns: None for all."""
-
-    name: str
-    rows: range
-    columns: range | None = None
-
-
-def _sources(whole: ModelConfig, shard: Shard, view: str) -> list[_Source]:
-    """What a view of a shard is read from, top to bottom. Nothing for the bias of an operator whose outputs are summed
-    over the ranks, but on the first: there it is added once."""
-    dim, hidden = whole.head_dim, range(whole.hidden_size)
-    heads, kv_heads, inner = shard.heads(whole), shard.kv_heads(whole), shard.inner(whole)
-    q = range(heads.start * dim, heads.stop * dim)
-    kv = range(kv_heads.start * dim, kv_heads.stop * dim)
-    operator, _, kind = view.partition(".")
-    by_outputs = {
-        "qkv": [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)],
-        "gate_up": [("mlp.gate_proj", inner), ("mlp.up_proj", inner)],
-    }
-    by_inputs = {"o": ("self_attn.o_proj", q), "down": ("mlp.down_proj", inner)}
-    if operator in by_outputs:
-        return [_Source(f"{name}.{kind}", rows) for name, rows in by_outputs[operator]]
-    if operator in by_inputs:
-        name, inputs = by_inputs[operator]
-        if kind == "bias":
-            return [_Source(f"{name}.bias", hidden)] if shard.rank == 0 else []
-        return [_Source(f"{name}.weight", hidden, inputs)]
-    norms = {
-        "input_norm": ("input_layernorm.weight", hidden),
-        "post_norm": ("post_attention_layernorm.weight", hidden),
-        "q_norm": ("self_attn.q_norm.weight", range(dim)),
-        "k_norm": ("self_attn.k_norm.weight", range(dim)),
-    }
-    return [_Source(*norms[view])]
+from offload.weights.tensors import head_order, sources
 
 
 def load_layer(
     checkpoint: Checkpoint, whole: ModelConfig, layout: LayerLayout, index: int, buffer: Tensor, shard: Shard = ALONE
 ) -> None:
     """Read a shard of one layer of the model `whole` straight into its places in `buffer`, which is zeroed."""
-    for operator, view in layout.views.items():
+    norms, attention = layer_norms(whole), whole.blocks[index].attention
+    for name, view in layout.views.items():
         target, row = view.of(buffer), 0
-        for source in _sources(whole, shard, operator):
+        for source in sources(whole, shard, name):
             checkpoint.read_into(
-                f"model.layers.{index}.{source.name}",
+                f"{whole.names.body}layers.{index}.{source.name}",
                 target[row : row + len(source.rows)],
                 rows=source.rows,
                 columns=source.columns,
             )
             row += len(source.rows)
+        if name in norms and norms[name][1].plus_one and not name.endswith(".bias"):
+            target += 1
+        _order_heads(name, target, attention, shard.config(whole).blocks[index].attention)
+
+
+def _order_heads(view: str, target: Tensor, whole: Attention, own: Attention) -> None:
+    """Put queries, keys and what they are normed by into our order of a head's numbers, in place."""
+    if (order := head_order(whole)) is None or view.partition(".")[0] not in ("qkv", "q_norm", "k_norm"):
+        return
+    rows = target[: own.q_size + own.kv_size] if view.startswith("qkv") else target
+    heads = rows.view(-1, own.head_dim, *rows.shape[1:])
+    heads.copy_(heads[:, order])
 
 
 def all_finite(tensor: Tensor) -> bool:
@@ -184,12 +161,12 @@ class StreamedLayers:
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's, or a shard of them. final_norm [hidden]; head [V, hidden], the embedding's table itself where tied,
-    None on a rank that computes no logits."""
+    """A model's, or a shard of them. final_norm: of hidden rows; head [V, hidden], the embedding's table itself where
+    tied, None on a rank that computes no logits."""
 
     embedding: Embedding
     layers: Layers
-    final_norm: Tensor
+    final_norm: NormWeights
     head: Linear | None
 
 
@@ -257,9 +234,13 @@ def load_weights(
         largest = max((len(home.content) for home in homes), default=whole)
         staging = [allocate("device", "weight staging", largest) for _ in range(num_staging)]
         layers = StreamedLayers(resident, homes, layout, staging, link, opened=opened, coded=coded)
-    table = (config.vocab_size, config.hidden_size)
-    embedding = place("model.embed_tokens.weight", table, "host" if embeds_on_host else "device")
+    names, row, table = config.names, (config.hidden_size,), (config.vocab_size, config.hidden_size)
+    embedding = place(names.embeddings, table, "host" if embeds_on_host else "device")
     head = None
     if shard.rank == 0:
-        head = Linear(embedding if config.tie_embeddings else place("lm_head.weight", table), None)
-    return Weights(Embedding(embedding, memory.device), layers, place("model.norm.weight", (config.hidden_size,)), head)
+        head = Linear(embedding if config.tie_embeddings else place(names.head, table), None)
+    final = place(f"{names.norm}.weight", row)
+    if config.norm.plus_one:
+        final += 1
+    bias = place(f"{names.norm}.bias", row) if config.norm.bias else None
+    return Weights(Embedding(embedding, memory.device), layers, NormWeights(config.norm, final, bias), head)

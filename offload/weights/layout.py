@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from offload.config.model import BLOCK_NORMS, ModelConfig, Norm, layer_norms
 from offload.formats.quantised import Codes
 from offload.kernels import choice
-from offload.plan.config import ModelConfig
+from offload.kernels.norms import NormWeights
 
 OPERATORS = ("qkv", "o", "gate_up", "down")
+NORMS = (*BLOCK_NORMS, "q_norm", "k_norm")
 _ALIGNMENT = 64  # bytes, of each view in its buffer
 
 
@@ -31,16 +33,18 @@ class Linear:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Operators and norms of one layer, all views of one buffer."""
+    """Operators and norms of one layer, all views of one buffer. gate_up: of a network without a gate, up alone."""
 
     qkv: Linear
     o: Linear
     gate_up: Linear
     down: Linear
-    input_norm: Tensor
-    post_norm: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    before_attention: NormWeights | None
+    after_attention: NormWeights | None
+    before_feed_forward: NormWeights | None
+    after_feed_forward: NormWeights | None
+    q_norm: NormWeights | None
+    k_norm: NormWeights | None
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,11 @@ class View:
 @dataclass(frozen=True)
 class LayerLayout:
     """The place of a layer's tensors in its flat buffer, uint8 [num_bytes], by name. Views may differ in dtype; each
-    begins at a multiple of 64 bytes."""
+    begins at a multiple of 64 bytes. norms: of the vectors among them."""
 
     views: dict[str, View]
     num_bytes: int
+    norms: Mapping[str, Norm] = field(default_factory=dict)
 
     @classmethod
     def pack(cls, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> LayerLayout:
@@ -80,34 +85,21 @@ class LayerLayout:
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, code_bits: int | None = None) -> LayerLayout:
         """A layer of `config` in `dtype`, its matrices in codes of `code_bits` bits where these are given."""
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        hidden, inner = config.hidden_size, config.intermediate_size
-        shapes: dict[str, tuple[int, ...]] = {
-            "qkv.weight": (q + 2 * kv, hidden),
-            "o.weight": (hidden, q),
-            "gate_up.weight": (2 * inner, hidden),
-            "down.weight": (hidden, inner),
-            "input_norm": (hidden,),
-            "post_norm": (hidden,),
-        }
-        if config.qkv_bias:
-            shapes["qkv.bias"] = (q + 2 * kv,)
-        if config.o_bias:
-            shapes["o.bias"] = (hidden,)
-        if config.mlp_bias:
-            shapes |= {"gate_up.bias": (2 * inner,), "down.bias": (hidden,)}
-        if config.qk_norm:
-            shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
-        tensors = {name: (shape, dtype) for name, shape in shapes.items()}
-        if code_bits is not None:
-            for name in OPERATORS:
-                tensors |= in_codes(name, tensors.pop(f"{name}.weight")[0], code_bits)
-        return cls.pack(tensors)
+        products = dict(zip(OPERATORS, config.layer_products(), strict=True))
+        tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name, (outputs, inputs, _) in products.items():
+            shape = (outputs, inputs)
+            tensors |= {f"{name}.weight": (shape, dtype)} if code_bits is None else in_codes(name, shape, code_bits)
+        norms = layer_norms(config)
+        tensors |= {name: ((size,), dtype) for name, (size, _) in norms.items()}
+        tensors |= {f"{name}.bias": ((outputs,), dtype) for name, (outputs, _, bias) in products.items() if bias}
+        return replace(cls.pack(tensors), norms={name: norm for name, (_, norm) in norms.items()})
 
     @property
     def end_of_matrices(self) -> int:
         """Bytes before norms and biases: matrices come first."""
-        return self.views["input_norm"].offset
+        matrices = (".weight", ".blocks")
+        return next((view.offset for name, view in self.views.items() if not name.endswith(matrices)), self.num_bytes)
 
     def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
         """All that `buffer` holds, by name."""
@@ -117,7 +109,10 @@ class LayerLayout:
         """The layer that `buffer` holds, now or after a copy into it."""
         tensors = self.tensors(buffer)
         operators = {name: Linear(matrix_of(tensors, name), tensors.get(f"{name}.bias")) for name in OPERATORS}
-        norms = {name: tensors.get(name) for name in ("input_norm", "post_norm", "q_norm", "k_norm")}
+        norms = {
+            name: NormWeights(self.norms[name], tensors[name], tensors.get(f"{name}.bias")) if name in tensors else None
+            for name in NORMS
+        }
         return LayerWeights(**operators, **norms)  # type: ignore[arg-type]
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from offload.formats.quantised import Codes
 from offload.kernels.device import DeviceKernels
-from offload.weights.layout import OPERATORS, LayerWeights, Linear
+from offload.weights.layout import NORMS, OPERATORS, LayerWeights, Linear
 
 LOW_BIT_WEIGHTS = "quantised weights"  # in the ledger
 
@@ -19,9 +19,11 @@ def fill_coded(layer: LayerWeights, exact: LayerWeights, kernels: DeviceKernels)
         fill_codes(ours, theirs, kernels)
         if ours.bias is not None:
             ours.bias.copy_(theirs.bias)
-    for name in ("input_norm", "post_norm", "q_norm", "k_norm"):
+    for name in NORMS:
         if (norm := getattr(layer, name)) is not None:
-            norm.copy_(getattr(exact, name))
+            norm.weight.copy_(getattr(exact, name).weight)
+            if norm.bias is not None:
+                norm.bias.copy_(getattr(exact, name).bias)
 
 
 def fill_codes(coded: Linear, exact: Linear, kernels: DeviceKernels) -> None:

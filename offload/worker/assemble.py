@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.kernels import choice
 from offload.kernels.cpu import FEW_ROWS, CpuKernels, fitting
 from offload.kernels.device import DeviceKernels, NoKernels
 from offload.kernels.gpu.flash import PAGE_STEP, FlashTiles, flash
-from offload.kernels.rope import RopeTable, rope_table
+from offload.kernels.rope import Scoring, scorings
 from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
 from offload.kv.full import FullCache
 from offload.kv.quantised import QuantisedCache
@@ -18,7 +19,6 @@ from offload.kv.selection import ByMass
 from offload.kv.streaming import StreamingCache
 from offload.model.loading import DTYPES
 from offload.pages.storage import Offload
-from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.plan.sizing import CPU_BLOCKS, MAX_ROWS, tail_tokens
 from offload.transfer.arena import Arena
@@ -39,7 +39,7 @@ def full_cache(
         memory,
         tile_shape(plan, config),
         num_layers=config.num_layers,
-        rope=rotary_table(plan, config),
+        scorings=scorings_of(plan, config),
         blocks=blocks,
         offload=None if link is None or "kv" not in placement.offload else _offload(plan, config, link),
         mass_chunk=composition.chunk if composition.budget else None,
@@ -125,7 +125,7 @@ def streaming_cache(plan: Plan, config: ModelConfig, memory: Memory) -> Streamin
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=DTYPES[plan.request.dtype],
-        rope=rotary_table(plan, config),
+        scorings=scorings_of(plan, config),
         sinks=composition.sinks,
         window=composition.window,
         slack=composition.gamma + composition.draft_gamma + 2 * plan.placement.rows,
@@ -181,7 +181,8 @@ def _shapes(plan: Plan, config: ModelConfig) -> Shapes:
     )
 
 
-def rotary_table(plan: Plan, config: ModelConfig) -> RopeTable:
-    """The table of all positions that a pass may reach."""
+def scorings_of(plan: Plan, config: ModelConfig) -> tuple[Scoring, ...]:
+    """Of each layer, for all positions that a pass may reach."""
     request = plan.request
-    return rope_table(config, request.capacity + MAX_ROWS, request.capacity, request.device).to(DTYPES[request.dtype])
+    most = request.capacity + MAX_ROWS
+    return scorings(config, most, request.capacity, request.device, DTYPES[request.dtype])

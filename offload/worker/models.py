@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from offload.config.model import ModelConfig
+from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.formats.layout import home_bytes
 from offload.kernels.choice import gpu_kernels
@@ -18,7 +20,6 @@ from offload.model.loading import DTYPES, load_decoders
 from offload.model.quantised import QuantisedWeights, quantised_weights
 from offload.model.sums import Sums
 from offload.pages.tiles import TileShape, TileStore
-from offload.plan.config import ModelConfig
 from offload.plan.planner import Plan
 from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import MAX_ROWS
@@ -61,7 +62,7 @@ class LoadedModels:
         sum_in_fp32(memory.device)
         link = make_link(memory.device, plan.placement.link_bytes_per_second) if plan.placement.offload else None
         try:
-            memory.pin_ahead(_host_blocks(plan, shard.config(ModelConfig.from_folder(folders["target"])), memory))
+            memory.pin_ahead(_host_blocks(plan, shard.config(read_config(folders["target"])), memory))
             on_read, on_pinned = (_stage(name, on_progress) for name in ("load", "pin"))
             decoders = load_decoders(folders, plan, memory, link, on_read, shard=shard, sums=sums)
             memory.wait_pinned(on_pinned)

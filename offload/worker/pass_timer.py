@@ -18,12 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from offload.config.model import ModelConfig
 from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.decode.verify import verify
 from offload.formats.layout import CODE_BITS, takes_codes, takes_kv_codes
 from offload.kernels.cpu import CpuKernels, fitting
 from offload.kernels.device import NoKernels
-from offload.kernels.rope import rope_table
+from offload.kernels.norms import NormWeights
+from offload.kernels.rope import scorings
 from offload.kernels.rows import Blocks
 from offload.kv.full import FullCache
 from offload.kv.quantised import QuantisedCache
@@ -32,7 +34,6 @@ from offload.model.level import Level
 from offload.model.loading import DTYPES
 from offload.model.quantised import quantised_weights
 from offload.pages.tiles import TileShape
-from offload.plan.config import ModelConfig
 from offload.plan.hardware import rates_key
 from offload.plan.machine import machine_name
 from offload.plan.options import PAGE_TOKENS, Options
@@ -278,7 +279,7 @@ class _Trial:
             Memory(torch.device("cpu")),
             shape,
             num_layers=self._num_layers,
-            rope=rope_table(config, room, room, "cpu").to(dtype),
+            scorings=scorings(config, room, room, "cpu", dtype)[: self._num_layers],
             blocks=Blocks(ROWS),
             mass_chunk=MASS_CHUNK,
             kernels=self._kernels,
@@ -299,7 +300,8 @@ def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_siz
             view.of(buffer).fill_(_VALUE)
         layers.append(layout.bind(buffer))
     embedding = torch.full((vocab_size, config.hidden_size), _VALUE, dtype=dtype)
-    norm = torch.ones(config.hidden_size, dtype=dtype)
+    ones = torch.ones(config.hidden_size, dtype=dtype)
+    norm = NormWeights(config.norm, ones, ones if config.norm.bias else None)
     table = Embedding(embedding, embedding.device)
     return Weights(table, ResidentLayers(layers, 0), norm, Linear(embedding, None))
 

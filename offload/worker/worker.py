@@ -155,7 +155,8 @@ class Worker:
         """Hold the rows that the full cache of `other` holds, of the same model, or the first `num_tokens` of them.
         False, and nothing is copied, where positions are rotated otherwise (RoPE scaling "dynamic" in a context of
         another size)."""
-        if not self.full.rope.starts_like(other.full.rope):
+        pairs = zip(self.full.scorings, other.full.scorings, strict=True)
+        if not all(ours.rope.starts_like(theirs.rope) for ours, theirs in pairs):
             return False
         self.full.copy_from(other.full, num_tokens)
         return True

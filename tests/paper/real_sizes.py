@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from fake_flash import check
+from offload.config.model import ModelConfig
 from offload.formats.layout import PageShape
 from offload.kernels import choice
 from offload.kernels.gpu.flash import Flash
@@ -30,7 +31,6 @@ from offload.model.decoder import Decoder
 from offload.model.loading import DTYPES
 from offload.pages import codec
 from offload.pages.tiles import TileStore
-from offload.plan.config import ModelConfig
 from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.options import Options
 from offload.plan.planner import Plan, make_plan

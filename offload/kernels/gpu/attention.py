@@ -21,7 +21,6 @@ from offload.kernels.attention import Part
 from offload.kernels.gpu import kv_programs, programs
 from offload.kernels.gpu.tiling import ROWS, STAGES, Tiling
 from offload.kernels.places import RowPlaces
-from offload.kernels.rope import RopeTable, rotate
 from offload.kernels.spans import Rows
 from offload.native.launch import launch
 
@@ -63,16 +62,15 @@ class GpuAttention:
 
     def __init__(
         self,
-        rope: RopeTable,
         *,
         dtype: torch.dtype,
         span: int,
         chunk: int | None = None,
         mass_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """rope: rounded to `dtype`, on the GPU. span: tokens of a span, a power of two. chunk: tokens of a chunk.
-        mass_dtype: in which `merge` gives masses."""
-        self.span, self._rope, self._dtype, self._mass_dtype = span, rope, dtype, mass_dtype
+        """span: tokens of a span, a power of two. chunk: tokens of a chunk. mass_dtype: in which `merge` gives
+        masses."""
+        self.span, self._dtype, self._mass_dtype = span, dtype, mass_dtype
         self._chunk = chunk or 0
         self._num_runs = self._num_left = 0  # runs attended to, and spans of the last one
         self._rows: Rows | None = None
@@ -91,16 +89,17 @@ class GpuAttention:
         self._part = gcd(self._chunk, min(self._tiling.step, self.span)) if masses else 0
         self._folded, self._group = num_rows * num_heads // self._num_kv_heads, num_heads // self._num_kv_heads
         self._columns = num_slots * self.span // self._part if self._part else 0
-        self._places = rows.places or _places_of(rows, self._rope)
+        self._places, rope = rows.places or _places_of(rows), rows.scoring.rope
         self._running, self._masses = self._floats(dim), self._floats(self._columns)
         self._tops, self._totals = self._floats(1), self._floats(1)
         self._partials = _Partials(*[self._totals] * 2)  # of no run
         stop = rows.position + num_rows
-        if lasts:
-            self._queries = [self._rotated(rows.q, None if last >= stop else last) for last in lasts]
-            self._keys = self._rotated(rows.k)
+        if lasts or rope.growth is not None:
+            ends = [None if last >= stop else last for last in lasts or (stop,)]
+            self._queries = [self._places.queries(rows.q, rope, last) for last in ends]
+            self._keys = self._places.keys(rows.k, rope)
         else:
-            both = self._rotated(torch.cat([rows.q, rows.k], 1))
+            both = self._places.keys(torch.cat([rows.q, rows.k], 1), rope)
             self._queries, self._keys = [both[:, :num_heads]], both[:, num_heads:]
         self._num_runs = self._num_left = 0
         self._rows = rows
@@ -187,7 +186,9 @@ class GpuAttention:
     @property
     def _earlier(self) -> tuple[int, int, float]:
         """Spans of the run before, whether there are runs before it, and the scale of scores."""
-        return self._num_left, int(self._num_runs > 1), self._tiling.head_dim**-0.5
+        assert self._rows is not None
+        scale = self._rows.scoring.scale or self._tiling.head_dim**-0.5
+        return self._num_left, int(self._num_runs > 1), scale
 
     @property
     def _constants(self) -> dict[str, object]:
@@ -249,17 +250,13 @@ class GpuAttention:
         """fp32, `number` of them for each folded row and KV head."""
         return torch.empty(number * self._folded * self._num_kv_heads, device=self._places.slots.device)
 
-    def _rotated(self, x: Tensor, last: int | None = None) -> Tensor:
-        """To the rows' positions, none after `last`."""
-        return rotate(x, *self._places.table(last))
-
     def _whole_chunks(self, mass: Tensor) -> Tensor:
         """[..., parts of chunks] -> [..., chunks]; the last one may be of a few parts only."""
         parts = self._chunk // self._part
         return mass if parts == 1 else pad(mass, (0, -mass.shape[-1] % parts)).unflatten(-1, (-1, parts)).sum(-1)
 
 
-def _places_of(rows: Rows, rope: RopeTable) -> RowPlaces:
+def _places_of(rows: Rows) -> RowPlaces:
     """Of rows whose caller does not keep them on the GPU."""
     steps = torch.arange(len(rows.q), device=rows.q.device)
-    return RowPlaces(steps + rows.position, steps + rows.index, rope)
+    return RowPlaces(steps + rows.position, steps + rows.index)

@@ -86,9 +86,9 @@ class FlashTiles:
         self.call = call
         self._numbers = torch.empty(0, dtype=torch.int32)
 
-    def block(self, rows: Tensor, first: int) -> FlashBlock:
-        """Rows [T, H, D], rotated, at positions `first` and on."""
-        return FlashBlock(self, rows, first)
+    def block(self, rows: Tensor, first: int, scale: float | None = None) -> FlashBlock:
+        """Rows [T, H, D], rotated, at positions `first` and on. scale: None, D^-0.5."""
+        return FlashBlock(self, rows, first, scale or rows.shape[-1] ** -0.5)
 
     def numbers(self, most: int, device: torch.device) -> Tensor:
         """0, 1, ... `most` and maybe more, int32: lengths and tables of pages are views of it, and cost no copy."""
@@ -100,8 +100,8 @@ class FlashTiles:
 class FlashBlock:
     """Rows that attend together to tiles, which come in order; what comes of each is kept in 16 bits until the end."""
 
-    def __init__(self, tiles: FlashTiles, rows: Tensor, first: int) -> None:
-        self._tiles, self._rows, self._first = tiles, rows, first
+    def __init__(self, tiles: FlashTiles, rows: Tensor, first: int, scale: float) -> None:
+        self._tiles, self._rows, self._first, self._scale = tiles, rows, first, scale
         self._outs: list[Tensor] = []  # [T, H, D] of each tile
         self._sums: list[Tensor] = []  # [H, T] fp32: log-sum-exp of each
 
@@ -140,7 +140,7 @@ class FlashBlock:
             tile[1].transpose(1, 2),
             cache_seqlens=numbers[piece.tokens : piece.tokens + 1],
             block_table=numbers[None, : -(-piece.tokens // tile.shape[3])],
-            softmax_scale=rows.shape[-1] ** -0.5,
+            softmax_scale=self._scale,
             causal=piece.causal,
             num_splits=1,  # sums in one order, whatever the GPU
             return_softmax_lse=True,

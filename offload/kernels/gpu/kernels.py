@@ -17,7 +17,6 @@ from offload.kernels.device import MASS_DTYPE, DecodeAttention, DeviceKernels
 from offload.kernels.gpu import copies, quantised_products
 from offload.kernels.gpu.attention import GpuAttention
 from offload.kernels.gpu.tiling import SPAN
-from offload.kernels.rope import RopeTable
 
 
 @dataclass(frozen=True)
@@ -28,11 +27,9 @@ class GpuKernels(DeviceKernels):
     order: ClassVar[Order] = "matrices"
     reads_host: ClassVar[bool] = True
 
-    def attention(
-        self, rope: RopeTable, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None
-    ) -> DecodeAttention:
+    def attention(self, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> DecodeAttention:
         span = SPAN if page is None else gcd(SPAN, page)
-        return GpuAttention(rope, dtype=dtype, span=span, chunk=chunk, mass_dtype=MASS_DTYPE)
+        return GpuAttention(dtype=dtype, span=span, chunk=chunk, mass_dtype=MASS_DTYPE)
 
     def multiply(self, x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
         return quantised_products.product(x, codes, bias)

@@ -1,0 +1,27 @@
+"""The families of models: a module each, which says how a config.json describes one of them."""
+
+from __future__ import annotations
+
+from offload.config.families import (
+    cohere,
+    ernie4_5,
+    glm,
+    granite,
+    llama,
+    ministral3,
+    mistral,
+    nemotron,
+    olmo2,
+    phi3,
+    qwen,
+    seed_oss,
+    smollm3,
+)  # fmt: skip
+from offload.config.families.common import Family as Family
+from offload.config.families.common import Wrapper as Wrapper
+
+_MODULES = (
+    llama, mistral, qwen, granite, seed_oss, ernie4_5, smollm3, phi3, glm, olmo2, cohere, nemotron, ministral3,
+)  # fmt: skip
+FAMILIES: dict[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
+WRAPPERS: dict[str, Wrapper] = {wrapper.name: wrapper for wrapper in (ministral3.WRAPPER,)}

@@ -1,0 +1,177 @@
+"""What config.json files of all families have in common, and how a family's module says what it has of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from offload.config.fields import Fields
+from offload.config.model import Attention, Block, FeedForward, ModelConfig, Norm
+from offload.config.rope import RopeDefaults, read_rope
+
+DTYPES = ("float32", "bfloat16", "float16")
+_OTHER_DTYPES = {"float": "float32", "half": "float16"}  # torch's other names for these
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class Family:
+    """name: its model_type. describe: its model from the fields of a config.json, ModelError. reads: fields that it
+    implements, which in other families would change the arithmetic."""
+
+    name: str
+    describe: Callable[[Fields], ModelConfig]
+    reads: Set[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A model_type whose config.json has a language model's inside, beside a picture's, say. Its text alone is run.
+
+    families: model types that may be inside; default_family: where none is named. body: what stands before the names
+    of its tensors. outer: fields beside the inner config that count for it.
+    """
+
+    name: str
+    families: tuple[str, ...]
+    default_family: str
+    body: str
+    outer: tuple[str, ...] = ("dtype", "torch_dtype", "tie_word_embeddings")
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What transformers takes where a family's config says nothing. kv_heads, head_dim: None, as many as heads, and
+    hidden_size / heads. norm_key: the field of the norms' epsilon.
+
+    derives_head_dim: whether a head_dim of null is hidden_size / heads, and not an error; floors_head_dim: rounded
+    down where it is not whole.
+    """
+
+    max_positions: int = 2048
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    derives_head_dim: bool = True
+    floors_head_dim: bool = False
+    eps: float = 1e-6
+    norm_key: str = "rms_norm_eps"
+    tied: bool = False
+    rope: RopeDefaults = field(default_factory=RopeDefaults)
+
+
+def decoder(
+    source: Fields,
+    family: str,
+    defaults: Defaults,
+    *,
+    norm: Callable[[float], Norm] = Norm,
+    attention: Mapping[str, Any] | None = None,
+    feed_forward: Mapping[str, Any] | None = None,
+    block: Mapping[str, Any] | None = None,
+    without_positions: Sequence[int] = (),
+    **model: Any,
+) -> ModelConfig:
+    """The model of `source`, whose layers are Llama's but for these fields of their descriptions. norm: of a row, by
+    its epsilon. without_positions: layers, by number, that do not rotate. Raises ModelError."""
+    hidden_size, vocab_size = source.integer("hidden_size", 1 << 20), source.integer("vocab_size", 1 << 24)
+    max_positions = source.integer("max_position_embeddings", 1 << 30, default=defaults.max_positions)
+    num_heads, num_kv_heads, head_dim = _read_heads(source, defaults, hidden_size)
+    rope = read_rope(source, max_positions=max_positions, head_dim=head_dim, defaults=defaults.rope)
+    row_norm = norm(source.number(defaults.norm_key, default=defaults.eps, most=1.0))
+    common = Block(
+        Attention(num_heads, num_kv_heads, head_dim, rope, **(attention or {})),
+        FeedForward(source.integer("intermediate_size", 1 << 22), **(feed_forward or {})),
+        **{"before_attention": row_norm, "before_feed_forward": row_norm} | dict(block or {}),
+    )
+    bare = replace(common, attention=replace(common.attention, rope=None))
+    layers = range(source.integer("num_hidden_layers", 1 << 12))
+    return ModelConfig(
+        family,
+        vocab_size,
+        hidden_size,
+        tuple(bare if layer in without_positions else common for layer in layers),
+        max_positions,
+        norm=row_norm,
+        tie_embeddings=source.flag("tie_word_embeddings", defaults.tied),
+        bos_token_id=source.token_id("bos_token_id", vocab_size),
+        eos_token_ids=source.token_ids("eos_token_id", vocab_size),
+        dtype=_read_dtype(source),
+        **model,
+    )
+
+
+def epsilon(source: Fields, defaults: Defaults) -> float:
+    """Of the norms, for those that are not a layer's first two."""
+    return source.number(defaults.norm_key, default=defaults.eps, most=1.0)
+
+
+def with_neighbours(config: ModelConfig) -> ModelConfig:
+    """`config`, whose layers rotate neighbouring numbers of a head together."""
+
+    def change(block: Block) -> Block:
+        rope = block.attention.rope and replace(block.attention.rope, neighbours=True)
+        return replace(block, attention=replace(block.attention, rope=rope))
+
+    return config.mapped(change)
+
+
+def refuse_window(source: Fields, config: ModelConfig, window: object, *, windowed: bool) -> None:
+    """Unless no layer has the window, or no context outgrows it."""
+    if windowed and (type(window) is not int or window < config.context_limit):
+        source.refuse(
+            "sliding_window",
+            f"null, or at least the context of {config.context_limit} tokens, as layers attend within it",
+        )
+
+
+def layer_types(source: Fields, window: object) -> list[str] | None:
+    """Of all layers, where the config names them."""
+    found = source.data.get("layer_types")
+    if not found:
+        return None
+    if not isinstance(found, list) or any(kind not in _LAYER_TYPES for kind in found):
+        source.refuse("layer_types", f"a list of {' and '.join(_LAYER_TYPES)}")
+    if "sliding_attention" in found and window is None:
+        source.refuse("layer_types", "full_attention in every layer where there is no sliding_window")
+    return found
+
+
+def without_windows(source: Fields, config: ModelConfig, *, default: int | None = None) -> ModelConfig:
+    """`config`, whose family has one window for all layers. Raises ModelError where a context outgrows it."""
+    window = source.data.get("sliding_window", default)
+    layer_types(source, window)
+    refuse_window(source, config, window, windowed=window is not None)
+    return config
+
+
+def _read_dtype(source: Fields) -> str:
+    key = "torch_dtype" if source.data.get("dtype") is None else "dtype"
+    name = source.choice(key, (*DTYPES, *_OTHER_DTYPES), default="float32")
+    return _OTHER_DTYPES.get(name, name)
+
+
+def _read_heads(source: Fields, defaults: Defaults, hidden_size: int) -> tuple[int, int, int]:
+    """(heads, KV heads, head_dim). head_dim times heads need not be hidden_size (Mistral-Nemo, Qwen3)."""
+    num_heads = source.integer("num_attention_heads", 1 << 14)
+    unnamed = num_heads if "num_key_value_heads" in source.data else defaults.kv_heads or num_heads
+    num_kv_heads = source.integer("num_key_value_heads", num_heads, default=unnamed)
+    if num_heads % num_kv_heads:
+        source.refuse("num_key_value_heads", f"a divisor of num_attention_heads {num_heads}")
+    head_dim = source.integer("head_dim", 1 << 12, default=_head_dim(source, defaults, hidden_size, num_heads))
+    if head_dim % 2:
+        source.refuse("head_dim", f"even for rotary positions, {head_dim} is odd")
+    return num_heads, num_kv_heads, head_dim
+
+
+def _head_dim(source: Fields, defaults: Defaults, hidden_size: int, num_heads: int) -> int | None:
+    """Where the config has none."""
+    if source.data.get("head_dim") is not None:
+        return None
+    if "head_dim" not in source.data and defaults.head_dim is not None:
+        return defaults.head_dim
+    if not defaults.derives_head_dim:
+        source.refuse("head_dim", f"given, and not null, in {source.data.get('model_type')}")
+    if hidden_size % num_heads and not defaults.floors_head_dim:
+        source.refuse("head_dim", f"given where heads ({num_heads}) do not divide hidden_size ({hidden_size})")
+    return hidden_size // num_heads

@@ -1,0 +1,23 @@
+"""ERNIE 4.5 (Baidu), its dense models: neighbouring numbers of a head are rotated together."""
+
+from __future__ import annotations
+
+from offload.config.families.common import Defaults, Family, decoder, with_neighbours, without_windows
+from offload.config.fields import Fields
+from offload.config.model import ModelConfig
+from offload.config.rope import RopeDefaults
+
+
+def describe(source: Fields) -> ModelConfig:
+    bias = source.flag("use_bias", False)
+    defaults = Defaults(
+        max_positions=131072, kv_heads=2, head_dim=128, floors_head_dim=True, eps=1e-5, tied=True,
+        rope=RopeDefaults(theta=500000.0),
+    )  # fmt: skip
+    config = decoder(
+        source, "ernie4_5", defaults, attention={"bias": bias, "out_bias": bias}, feed_forward={"bias": bias}
+    )
+    return without_windows(source, with_neighbours(config))
+
+
+FAMILIES = (Family("ernie4_5", describe),)

@@ -1,0 +1,43 @@
+"""GLM-4 (Zhipu): half of a head is rotated, neighbouring numbers together. `glm4` norms what its parts give, too."""
+
+from __future__ import annotations
+
+from offload.config.families.common import Defaults, Family, decoder, epsilon, with_neighbours, without_windows
+from offload.config.fields import Fields
+from offload.config.model import ModelConfig, Norm, TensorNames
+from offload.config.rope import RopeDefaults
+
+_DEFAULTS = Defaults(
+    max_positions=131072, kv_heads=2, head_dim=128, derives_head_dim=False, eps=1.5625e-07,
+    rope=RopeDefaults(partial=0.5),
+)  # fmt: skip
+_FUSED = "mlp.gate_up_proj"
+
+
+def describe_glm(source: Fields) -> ModelConfig:
+    config = decoder(source, "glm", _DEFAULTS, attention=_attention(source), names=TensorNames(fused_gate_up=_FUSED))
+    return without_windows(source, with_neighbours(config))
+
+
+def describe_glm4(source: Fields) -> ModelConfig:
+    after = Norm(epsilon(source, _DEFAULTS))
+    names = TensorNames(
+        fused_gate_up=_FUSED, after_attention="post_self_attn_layernorm", after_feed_forward="post_mlp_layernorm"
+    )
+    config = decoder(
+        source,
+        "glm4",
+        _DEFAULTS,
+        attention=_attention(source),
+        block={"after_attention": after, "after_feed_forward": after},
+        names=names,
+    )
+    return without_windows(source, with_neighbours(config))
+
+
+def _attention(source: Fields) -> dict[str, object]:
+    return {"bias": source.flag("attention_bias", True)}
+
+
+_READS = frozenset(("partial_rotary_factor",))
+FAMILIES = (Family("glm", describe_glm, _READS), Family("glm4", describe_glm4, _READS))

@@ -1,0 +1,22 @@
+"""Llama (Meta), whose form many others have."""
+
+from __future__ import annotations
+
+from offload.config.families.common import Defaults, Family, decoder, without_windows
+from offload.config.fields import Fields
+from offload.config.model import ModelConfig
+
+
+def describe(source: Fields) -> ModelConfig:
+    bias = source.flag("attention_bias", False)
+    config = decoder(
+        source,
+        "llama",
+        Defaults(),
+        attention={"bias": bias, "out_bias": bias},
+        feed_forward={"bias": source.flag("mlp_bias", False)},
+    )
+    return without_windows(source, config)
+
+
+FAMILIES = (Family("llama", describe),)

@@ -1,0 +1,35 @@
+"""Ministral 3 and Devstral 2 (Mistral AI): queries grow with their position. Checkpoints are `mistral3`'s, which wraps
+this, or Mistral, beside a picture's encoder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from offload.config.families.common import Defaults, Family, Wrapper, decoder, without_windows
+from offload.config.fields import Fields
+from offload.config.model import ModelConfig
+from offload.config.rope import RopeDefaults
+
+_GROWTH = "llama_4_scaling_beta"
+_ROPE = RopeDefaults(keys=frozenset((_GROWTH, "max_position_embeddings")))
+_SETTINGS = {  # where a config has none
+    "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "mscale_all_dim": 1.0, "mscale": 1.0, _GROWTH: 0.1,
+}  # fmt: skip
+
+
+def describe(source: Fields) -> ModelConfig:
+    settings = source.data.get("rope_parameters") or source.data.get("rope_scaling")
+    if settings is None:
+        source = Fields({**source.data, "rope_parameters": _SETTINGS}, source.where)
+    defaults = Defaults(max_positions=262144, kv_heads=8, head_dim=128, floors_head_dim=True, eps=1e-5, rope=_ROPE)
+    config = decoder(source, "ministral3", defaults)
+    beta = Fields(settings if isinstance(settings, dict) else _SETTINGS, source.where).number(_GROWTH)
+    original = config.rope.original_max_positions or config.max_positions
+    grown = replace(config.rope, growth=beta, original_max_positions=original)
+    changed = config.mapped(lambda block: replace(block, attention=replace(block.attention, rope=grown)))
+    return without_windows(source, changed)
+
+
+FAMILIES = (Family("ministral3", describe),)
+WRAPPER = Wrapper("mistral3", ("mistral", "ministral3"), "mistral", "model.language_model.")

@@ -1,0 +1,36 @@
+"""Qwen2 (Alibaba): q/k/v biases. Qwen3: queries and keys are normed instead."""
+
+from __future__ import annotations
+
+from offload.config.families.common import Defaults, Family, decoder, epsilon, layer_types, refuse_window
+from offload.config.fields import Fields
+from offload.config.model import ModelConfig, Norm
+
+_WINDOW, _FIRST_WINDOW_LAYER = 4096, 28  # where a config says nothing
+
+
+def describe_qwen2(source: Fields) -> ModelConfig:
+    defaults = Defaults(max_positions=32768, kv_heads=32, floors_head_dim=True)
+    return _without_windows(source, decoder(source, "qwen2", defaults, attention={"bias": True}))
+
+
+def describe_qwen3(source: Fields) -> ModelConfig:
+    defaults = Defaults(max_positions=32768, kv_heads=32, head_dim=128, derives_head_dim=False)
+    bias, norm = source.flag("attention_bias", False), Norm(epsilon(source, defaults))
+    config = decoder(source, "qwen3", defaults, attention={"bias": bias, "out_bias": bias, "qk_norm": norm})
+    return _without_windows(source, config)
+
+
+def _without_windows(source: Fields, config: ModelConfig) -> ModelConfig:
+    """A window counts under `use_sliding_window` alone, for the layers from `max_window_layers` on."""
+    window = source.data.get("sliding_window", _WINDOW) if source.flag("use_sliding_window", False) else None
+    first = source.data.get("max_window_layers", _FIRST_WINDOW_LAYER)
+    if type(first) is not int:
+        source.refuse("max_window_layers", "an integer")
+    types = layer_types(source, window)
+    windowed = window is not None and first < config.num_layers if types is None else "sliding_attention" in types
+    refuse_window(source, config, window, windowed=windowed)
+    return config
+
+
+FAMILIES = (Family("qwen2", describe_qwen2), Family("qwen3", describe_qwen3))

@@ -1,0 +1,296 @@
+"""What a model is: a frozen description of its layers, and the byte and FLOP formulas that follow from it.
+
+The decoder, the planner, the reader of checkpoints and the kernels read this and no family's name. A family
+(offload/config/families) says how it follows from the fields of a config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from offload.config.rope import Rope
+
+Activation = Literal["silu", "relu_squared"]
+Pairs = Literal["halves", "neighbours"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Of rows. centred: LayerNorm, which takes the mean away, else RMS norm. plus_one: multiplies by 1 + its weight.
+    bias: and adds one."""
+
+    eps: float = 1e-6
+    centred: bool = False
+    plus_one: bool = False
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Of one layer. bias, out_bias: of q, k and v, and of the output. qk_norm: of queries and keys before they are
+    rotated, of each head by itself or, if `norms_whole`, of all heads together.
+
+    rope: None, queries and keys know no positions. scale: on products of queries and keys, None: head_dim^-0.5.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope | None = field(default_factory=Rope)
+    bias: bool = False
+    out_bias: bool = False
+    qk_norm: Norm | None = None
+    norms_whole: bool = False
+    scale: float | None = None
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """size: of its inner rows. gated: down(activation(gate) * up), else down(activation(up))."""
+
+    size: int
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer: x += scale * after(attention(before(x))), and the same with the feed-forward network. A norm that is
+    None is not there. side_by_side: both read one norm of the same x, `before_attention`."""
+
+    attention: Attention
+    feed_forward: FeedForward
+    before_attention: Norm | None = field(default_factory=Norm)
+    after_attention: Norm | None = None
+    before_feed_forward: Norm | None = field(default_factory=Norm)
+    after_feed_forward: Norm | None = None
+    side_by_side: bool = False
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Of a checkpoint: `body` stands before every name but the head's; the others are parts of a layer. Where
+    `fused_qkv` or `fused_gate_up` is given, that tensor holds the rows of two or three."""
+
+    body: str = "model."
+    head: str = "lm_head.weight"
+    fused_qkv: str = ""
+    fused_gate_up: str = ""
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_feed_forward: str = "post_attention_layernorm"
+    after_feed_forward: str = ""
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+
+    @property
+    def embeddings(self) -> str:
+        return f"{self.body}embed_tokens.weight"
+
+    @property
+    def norm(self) -> str:
+        return f"{self.body}norm"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder. `offload.config.reading` makes it of a config.json and validates; the constructor does not.
+
+    blocks: its layers, first to last, of one shape: they differ in their positions at most. norm: of the last rows.
+    embedding_scale, logits_scale: factors on what comes in and out. dtype: what the weights are meant to be computed
+    in. pairs: which numbers of a head the checkpoint rotates together; `weights` puts them into halves as it reads.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    blocks: tuple[Block, ...]
+    max_positions: int
+    norm: Norm = field(default_factory=Norm)
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+    tie_embeddings: bool = False
+    names: TensorNames = field(default_factory=TensorNames)
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def block(self) -> Block:
+        """One of the layers, for what they have in common."""
+        return self.blocks[0]
+
+    @property
+    def num_heads(self) -> int:
+        return self.block.attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.block.attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.block.attention.head_dim
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.block.feed_forward.size
+
+    @property
+    def rope(self) -> Rope:
+        """Of the layers that know positions; all of them have the same."""
+        return next((each.attention.rope for each in self.blocks if each.attention.rope is not None), Rope())
+
+    @property
+    def is_llama_shaped(self) -> bool:
+        """Whether layers are Llama's but for sizes, biases, q/k norms of heads, and positions."""
+        norm, block = self.norm, self.block
+        plain = replace(
+            Block(block.attention, block.feed_forward, before_attention=norm, before_feed_forward=norm),
+            attention=replace(block.attention, norms_whole=False, scale=None),
+            feed_forward=replace(block.feed_forward, activation="silu", gated=True),
+        )
+        return block == plain and not (norm.centred or norm.plus_one or norm.bias) and self.embedding_scale == 1
+
+    @property
+    def context_limit(self) -> int:
+        """Positions that the model is good for. Configs often keep `max_position_embeddings` at the unscaled length."""
+        return self.rope.context_limit(self.max_positions)
+
+    def mapped(self, change: Callable[[Block], Block]) -> ModelConfig:
+        """The same with every layer changed."""
+        changed = {block: change(block) for block in set(self.blocks)}
+        return replace(self, blocks=tuple(changed[block] for block in self.blocks))
+
+    def changed(
+        self, *, num_layers: int | None = None, intermediate_size: int | None = None, **fields: Any
+    ) -> ModelConfig:
+        """The same with other sizes in every layer, or other positions. fields: num_heads, num_kv_heads, head_dim and
+        rope of its attention, or those of `ModelConfig`."""
+        own = {name: fields.pop(name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope") if name in fields}
+
+        def change(block: Block) -> Block:
+            size = block.feed_forward.size if intermediate_size is None else intermediate_size
+            feed_forward = replace(block.feed_forward, size=size)
+            return replace(block, attention=replace(block.attention, **own), feed_forward=feed_forward)
+
+        changed = replace(self.mapped(change), **fields)
+        if num_layers is None:
+            return changed
+        repeated = changed.blocks * -(-num_layers // self.num_layers)
+        return replace(changed, blocks=repeated[:num_layers])
+
+    def layer_products(self) -> tuple[tuple[int, int, bool], ...]:
+        """(outputs, inputs, has a bias) of a layer's products as they run: q/k/v and gate/up are one each."""
+        attention, inner = self.block.attention, self.block.feed_forward
+        return (
+            (attention.q_size + 2 * attention.kv_size, self.hidden_size, attention.bias),
+            (self.hidden_size, attention.q_size, attention.out_bias),
+            ((1 + inner.gated) * inner.size, self.hidden_size, inner.bias),
+            (self.hidden_size, inner.size, inner.bias),
+        )
+
+    def layer_matrix_elements(self) -> int:
+        """Elements of one layer's matrices; every row costs two FLOPs for each."""
+        return sum(outputs * inputs for outputs, inputs, _ in self.layer_products())
+
+    def layer_parameters(self) -> int:
+        """Parameters of one layer: matrices, biases and norms."""
+        biases = sum(outputs for outputs, _, has_bias in self.layer_products() if has_bias)
+        return self.layer_matrix_elements() + biases + sum(size for size, _ in layer_norms(self).values())
+
+    def num_parameters(self) -> int:
+        """Parameters of the whole model; tied embeddings count once."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return embeddings + self.num_layers * self.layer_parameters() + self.hidden_size * (1 + self.norm.bias)
+
+    def weight_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of all weights at `dtype_bytes` per element."""
+        return self.num_parameters() * dtype_bytes
+
+    def layer_weight_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of one layer's weights at `dtype_bytes` per element."""
+        return self.layer_parameters() * dtype_bytes
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Bytes of keys and values that one token adds, over all layers."""
+        return 2 * self.num_layers * self.block.attention.kv_size * dtype_bytes
+
+    def prefill_flops(self, num_tokens: int) -> int:
+        """FLOPs (a multiply-add is two) of a causal forward over `num_tokens` rows with logits of the last row only.
+
+        Row t attends t keys: 2 H D FLOPs each for the score and for the value. Norms, rotary and softmax are left out.
+        """
+        attended = num_tokens * (num_tokens + 1) // 2
+        layer = 2 * self.layer_matrix_elements() * num_tokens + 4 * self.block.attention.q_size * attended
+        return self.num_layers * layer + 2 * self.vocab_size * self.hidden_size * (num_tokens > 0)
+
+
+def layer_norms(config: ModelConfig) -> dict[str, tuple[int, Norm]]:
+    """The vectors of a layer's norms, by name: size, and the norm that each belongs to. A bias ends in ".bias"."""
+    block, attention = config.block, config.block.attention
+    sizes = {
+        **{name: (config.hidden_size, getattr(block, name)) for name in BLOCK_NORMS},
+        "q_norm": (attention.q_size if attention.norms_whole else attention.head_dim, attention.qk_norm),
+        "k_norm": (attention.kv_size if attention.norms_whole else attention.head_dim, attention.qk_norm),
+    }
+    vectors: dict[str, tuple[int, Norm]] = {}
+    for name, (size, norm) in sizes.items():
+        if norm is not None:
+            vectors[name] = size, norm
+            vectors |= {f"{name}.bias": (size, norm)} if norm.bias else {}
+    return vectors
+
+
+BLOCK_NORMS = ("before_attention", "after_attention", "before_feed_forward", "after_feed_forward")
+
+
+def llama_shaped(
+    family: str,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_positions: int,
+    eps: float = 1e-6,
+    rope: Rope | None = None,
+    *,
+    attention: Mapping[str, Any] | None = None,
+    mlp_bias: bool = False,
+    **others: Any,
+) -> ModelConfig:
+    """A model whose layers are all alike, with RMS norms of `eps` before attention and feed-forward network.
+
+    attention: further fields of `Attention`; others: of `ModelConfig`.
+    """
+    norm = Norm(eps)
+    block = Block(
+        Attention(num_heads, num_kv_heads, head_dim, rope or Rope(), **(attention or {})),
+        FeedForward(intermediate_size, bias=mlp_bias),
+        before_attention=norm,
+        before_feed_forward=norm,
+    )
+    return ModelConfig(family, vocab_size, hidden_size, (block,) * num_layers, max_positions, norm, **others)

@@ -1,0 +1,117 @@
+"""From a model folder's config.json to its `ModelConfig`.
+
+Only numbers are read. Remote code that a config names (`auto_map`) is never run. A field that changes the arithmetic
+and that the model's family does not implement is refused by name. Fields that change nothing here are ignored, among
+them `pretraining_tp`, which only says how the authors sliced their matrix products.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from offload.config.families import FAMILIES, WRAPPERS, Family
+from offload.config.fields import Fields, is_neutral, read_json
+from offload.config.model import ModelConfig
+from offload.errors import ModelError
+
+ADAPTER_FILE = "adapter_config.json"
+TEXT_CONFIG = "text_config"  # of a wrapper: the language model's own
+
+# Fields that change the arithmetic, with the values that leave it alone. Absent and null always do.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "partial_rotary_factor": (1.0,),
+    "rotary_pct": (1.0,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "logit_scale": (1.0,),
+    "logits_scaling": (1.0,),
+    "embedding_multiplier": (1.0,),
+    "residual_multiplier": (1.0,),
+    "scale_emb": (1.0,),
+    "num_local_experts": (0,),
+    "num_experts": (0,),
+    "n_routed_experts": (0,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "lm_head_bias": (False,),
+    "clip_qkv": (),
+    "attention_chunk_size": (),
+    "query_pre_attn_scalar": (),
+    "dual_chunk_attention_config": (),
+    "pruned_heads": ({}, []),
+}
+# The same for fields that nobody has listed yet: a name like this with a value that says anything is refused.
+_SUSPECT = re.compile(r"softcap|multiplier|expert|moe|quant|alibi|rotary|sliding|sparse|qk_|(^|_)(m?rope|scal)")
+_IS_FACTOR = re.compile(r"multiplier|scal")  # 1 may leave the arithmetic alone, 0 does not
+_SAYS_NOTHING: tuple[object, ...] = (False, 0, "", [], {})
+# Judged where they are read, in every family.
+_READ = {"sliding_window", "use_sliding_window", "rope_theta", "rope_scaling", "rope_parameters"}
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """Read `config.json`, and the further eos ids of `generation_config.json` where there is one. ModelError, also
+    where the folder is an adapter's or holds one: its weights would change every token."""
+    folder = Path(path)
+    if (folder / ADAPTER_FILE).is_file():
+        raise ModelError(
+            f"{folder} holds {ADAPTER_FILE}, and adapters are not applied; merge it into its model (peft: "
+            "merge_and_unload, then save_pretrained) and give the new folder, or remove it"
+        )
+    config = config_of(read_json(folder / "config.json"), name=str(folder / "config.json"))
+    generation = folder / "generation_config.json"
+    if not generation.is_file():
+        return config
+    more = Fields(read_json(generation), str(generation)).token_ids("eos_token_id", config.vocab_size)
+    return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
+
+
+def config_of(data: Mapping[str, object], *, name: str = "") -> ModelConfig:
+    """The config that transformers (4 or 5) wrote as `data`. Messages of ModelError begin with `name`.
+
+    Fields mean what they mean to transformers, and those that it does not read in this family mean nothing; absent,
+    they mean its defaults, also those of the family. Token ids that are absent stay unknown. Sizes must be there.
+    """
+    source = Fields(data, name or "config")
+    wrapper = WRAPPERS.get(str(data.get("model_type")))
+    if wrapper is None:
+        return _read(source, FAMILIES[source.choice("model_type", tuple(FAMILIES))], None)
+    _refuse_architectures(source, "ForConditionalGeneration")
+    inner = data.get(TEXT_CONFIG)
+    if not isinstance(inner, Mapping):
+        source.refuse(TEXT_CONFIG, "a JSON object")
+    # What stands outside counts for the whole: token ids, the dtype, whether the head is the embeddings.
+    outer = {key: data[key] for key in wrapper.outer if data.get(key) is not None}
+    text = Fields({"model_type": wrapper.default_family} | dict(inner) | outer, f"{source.where}: {TEXT_CONFIG}")
+    return _read(text, FAMILIES[text.choice("model_type", wrapper.families)], wrapper.body)
+
+
+def _read(source: Fields, family: Family, body: str | None) -> ModelConfig:
+    _refuse_unsupported(source, family)
+    if body is None:
+        _refuse_architectures(source, "ForCausalLM")
+    config = family.describe(source)
+    return config if body is None else replace(config, names=replace(config.names, body=body))
+
+
+def _refuse_unsupported(source: Fields, family: Family) -> None:
+    for key, value in source.data.items():
+        if key in family.reads:
+            continue
+        if key in _NEUTRAL or (key not in _READ and _SUSPECT.search(key)):
+            allowed = _NEUTRAL.get(key, (False, [], {}) if _IS_FACTOR.search(key) else _SAYS_NOTHING)
+            if not is_neutral(value, allowed):
+                neutral = " or ".join(["absent", *map(json.dumps, allowed)])
+                source.refuse(key, f"{neutral}: it changes the arithmetic, and this program does not implement it")
+
+
+def _refuse_architectures(source: Fields, kind: str) -> None:
+    architectures = source.data.get("architectures") or []
+    if not isinstance(architectures, list):
+        source.refuse("architectures", "a list")
+    if architectures and not any(kind in str(name) or str(name).endswith("Model") for name in architectures):
+        source.refuse("architectures", f"a language model, ...{kind}")

@@ -1,0 +1,140 @@
+"""Tiny random models of the families that are no Llamas: two shapes each. No tests in here.
+
+Ground truth is transformers' own model. A model's weights are random, its norms near 1 and its biases not 0, so that a
+part that is left out shows.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from models import SMALL, byte_tokenizer, perturbed
+
+THETA = 500.0
+LONGROPE: dict[str, object] = {
+    "rope_type": "longrope", "rope_theta": THETA, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.0, 4.0],
+}  # fmt: skip
+GROWING: dict[str, object] = {
+    "rope_type": "yarn", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": 16,
+    "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """fields: of its config that differ from SMALL. wrapped: the model_type that it is wrapped in, if any."""
+
+    family: str
+    fields: dict[str, object] = field(default_factory=dict)
+    wrapped: str = ""
+
+    def config(self) -> dict[str, object]:
+        """The text model's, as config.json has it."""
+        common = {**SMALL, "rope_parameters": {"rope_type": "default", "rope_theta": THETA}}
+        config = {**common, **self.fields, "model_type": self.family}
+        return {key: value for key, value in config.items() if value is not ...}
+
+
+def _with(family: str, **fields: object) -> Tiny:
+    return Tiny(family, fields)
+
+
+MULTIPLIED = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.6,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 5.0,
+}
+PARTIAL = {"rope_type": "default", "rope_theta": THETA, "partial_rotary_factor": 0.5}
+TINY: dict[str, Tiny] = {
+    "granite": _with("granite", **MULTIPLIED),
+    "granite, biased and tied": _with(
+        "granite", **MULTIPLIED, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, num_key_value_heads=4
+    ),
+    "seed_oss": _with("seed_oss", head_dim=16),
+    "seed_oss, out bias": _with("seed_oss", attention_out_bias=True, mlp_bias=True, num_key_value_heads=1),
+    "ernie4_5": _with("ernie4_5"),
+    "ernie4_5, biased and tied": _with("ernie4_5", use_bias=True, tie_word_embeddings=True, num_key_value_heads=1),
+    "smollm3": _with("smollm3", num_hidden_layers=5),
+    "smollm3, listed": _with("smollm3", no_rope_layers=[0, 1], attention_bias=True, tie_word_embeddings=True),
+    "phi3": _with("phi3", head_dim=...),
+    "phi3, short": _with(
+        "phi3", head_dim=..., num_key_value_heads=4, original_max_position_embeddings=64,
+        rope_parameters={**LONGROPE, "partial_rotary_factor": 0.75},
+    ),
+    "phi3, long": _with(
+        "phi3", head_dim=..., original_max_position_embeddings=16,
+        rope_parameters={**LONGROPE, "partial_rotary_factor": 0.75},
+    ),
+    "glm": _with("glm", eos_token_id=3, rope_parameters=PARTIAL),
+    "glm, without biases": _with("glm", eos_token_id=3, rope_parameters=PARTIAL, attention_bias=False, head_dim=16),
+    "glm4": _with("glm4", eos_token_id=3, rope_parameters=PARTIAL),
+    "glm4, all rotated": _with(
+        "glm4", eos_token_id=3, rope_parameters={**PARTIAL, "partial_rotary_factor": 1.0}, num_key_value_heads=1
+    ),
+    "olmo2": _with("olmo2"),
+    "olmo2, as many KV heads": _with("olmo2", num_key_value_heads=4, tie_word_embeddings=True, attention_bias=True),
+    "cohere": _with("cohere", logit_scale=0.7, tie_word_embeddings=True),
+    "cohere, biased and untied": _with("cohere", logit_scale=2.0, attention_bias=True, num_key_value_heads=4),
+    "nemotron": _with("nemotron", rope_parameters=PARTIAL),
+    "nemotron, biased": _with(
+        "nemotron", rope_parameters=PARTIAL, attention_bias=True, mlp_bias=True, num_key_value_heads=1
+    ),
+    "ministral3": _with("ministral3", max_position_embeddings=64, rope_parameters=GROWING),
+    "ministral3, wrapped": Tiny(
+        "ministral3", {"max_position_embeddings": 64, "rope_parameters": GROWING, "num_key_value_heads": 1}, "mistral3"
+    ),
+    "mistral, wrapped": Tiny("mistral", {"sliding_window": None}, "mistral3"),
+}  # fmt: skip
+
+
+def random_tiny(name: str, *, seed: int = 0, **fields: object) -> PreTrainedModel:
+    """transformers' model, weights scaled so that attention and logits are peaked."""
+    tiny = TINY[name]
+    config = AutoConfig.for_model(**tiny.config() | fields)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for part, weight in sorted(model.named_parameters()):
+            noise = torch.randn(weight.shape, generator=generator)
+            if "norm" in part:
+                middle = 0.0 if tiny.family == "nemotron" or part.endswith("bias") else 1.0
+                weight.copy_(middle + 0.2 * noise)
+            elif part.endswith("bias") or "embed" in part:
+                weight.copy_(0.3 * noise if part.endswith("bias") else noise)
+            else:
+                gain = 2.0 if any(each in part for each in ("q_proj", "k_proj", "qkv_proj", "lm_head")) else 1.0
+                weight.copy_(gain * noise / weight.shape[1] ** 0.5)
+    return model
+
+
+def save_tiny(name: str, folder: Path, *, noise: float = 0.0, tokenizer: bool = False, **fields: object) -> Path:
+    """The model as safetensors; a wrapped one as its wrapper's checkpoints have it, a picture's tensors among them.
+    noise: see `perturbed`. tokenizer: with one token per byte."""
+    tiny, model = TINY[name], random_tiny(name, **fields)
+    model = perturbed(model, noise) if noise else model
+    folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer:
+        byte_tokenizer().save_pretrained(folder)
+    if not tiny.wrapped:
+        model.save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text())
+        left_out = {key for key, value in tiny.fields.items() if value is ...}
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in left_out}))
+        return folder
+    tensors = {f"language_model.{part}": tensor.contiguous() for part, tensor in model.state_dict().items()}
+    tensors["vision_tower.patch_conv.weight"] = torch.ones(2, 2)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    wrapper = {
+        "model_type": tiny.wrapped, "architectures": ["Mistral3ForConditionalGeneration"], "dtype": "float32",
+        "text_config": tiny.config() | fields, "vision_config": {"model_type": "pixtral"}, "image_token_index": 10,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(wrapper))
+    return folder

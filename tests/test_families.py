@@ -1,0 +1,297 @@
+"""Families of models that are no Llamas: their logits and texts are transformers', and every part of a description
+counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from families import TINY, random_tiny, save_tiny
+from forked import Forked, forked_ranks
+from models import GREEDY, TOKENIZER_SIZE, LateLink, Sizes, full_cache, load, random_tokens, resident_rows
+from offload.config.families import FAMILIES
+from offload.config.model import BLOCK_NORMS, Attention, Block, FeedForward, ModelConfig, Norm
+from offload.config.reading import read_config
+from offload.config.rope import Rope
+from offload.engine.engine import Engine
+from offload.engine.request import GenerationRequest
+from offload.errors import ModelError, UsageError
+from offload.model.level import prefill
+from offload.plan.shards import check_divides
+from offload.session.fingerprints import identity_of
+from offload.session.store import Store
+from processor import OPERATORS, of
+from quantised import engine_of, level_stats
+from test_parity import assert_same_logits, in_decoding, in_prefill
+
+LENGTH = 61
+SIZES = Sizes(capacity=LENGTH, rows=4, prefill_block=7, page=8, pages=2)
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root, made = tmp_path_factory.mktemp("families"), dict[str, Path]()
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = save_tiny(name, root / name.replace(",", "").replace(" ", "-"))
+        return made[name]
+
+    return folder
+
+
+@torch.inference_mode()
+def reference(name: str, tokens: list[int]) -> Tensor:
+    """transformers' logits after each token: [n, V]."""
+    logits: Tensor = random_tiny(name)(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+def test_every_family_has_models_here() -> None:
+    assert {tiny.family for tiny in TINY.values()} >= FAMILIES.keys() - {"llama", "qwen2", "qwen3"}
+
+
+@pytest.mark.parametrize("operators", OPERATORS)
+@pytest.mark.parametrize("name", TINY)
+def test_prefill_decoding_and_both_mixed_give_the_logits_of_transformers(
+    folders: Callable[[str], Path], name: str, operators: str
+) -> None:
+    tokens = random_tokens(LENGTH)
+    theirs, decoder = reference(name, tokens), load(folders(name), kernels=of(operators))
+    assert_same_logits(in_prefill(decoder, full_cache(decoder, SIZES), tokens, SIZES.prefill_block), theirs)
+    assert_same_logits(in_decoding(decoder, full_cache(decoder, SIZES), tokens, 5), theirs)
+    mixed = full_cache(decoder, SIZES, link=LateLink(late_in=True, late_out=True))
+    prefill(decoder, mixed, tokens[:20], rows=resident_rows(decoder, 7), on_tokens=lambda num_tokens: None)
+    parts = [in_decoding(decoder, mixed, tokens[20:27], 3), in_prefill(decoder, mixed, tokens[27:50], 9)]
+    parts.append(in_decoding(decoder, mixed, tokens[50:], 1))
+    assert_same_logits(torch.cat(parts), theirs[20:])
+
+
+Change = Callable[[ModelConfig], ModelConfig]
+
+
+def _block(**changes: Callable[[Block], object]) -> Change:
+    return lambda config: config.mapped(
+        lambda block: replace(block, **{name: change(block) for name, change in changes.items()})  # type: ignore[arg-type]
+    )
+
+
+def _attention(**changes: Callable[[Attention], object]) -> Change:
+    def changed(block: Block) -> Attention:
+        own = block.attention
+        return replace(own, **{name: change(own) for name, change in changes.items()})  # type: ignore[arg-type]
+
+    return _block(attention=changed)
+
+
+def _rope(**changes: Callable[[Rope], object]) -> Change:
+    def changed(attention: Attention) -> Rope | None:
+        rope = attention.rope
+        return rope and replace(rope, **{name: change(rope) for name, change in changes.items()})  # type: ignore[arg-type]
+
+    return _attention(rope=changed)
+
+
+def _inner(**changes: Callable[[FeedForward], object]) -> Change:
+    def changed(block: Block) -> FeedForward:
+        own = block.feed_forward
+        return replace(own, **{name: change(own) for name, change in changes.items()})  # type: ignore[arg-type]
+
+    return _block(feed_forward=changed)
+
+
+def _norms(change: Callable[[Norm], Norm]) -> dict[str, Change]:
+    """Of each norm by itself."""
+    found: dict[str, Change] = {
+        name: _block(**{name: lambda block, name=name: (own := getattr(block, name)) and change(own)})
+        for name in BLOCK_NORMS
+    }
+    found["qk_norm"] = _attention(qk_norm=lambda own: own.qk_norm and change(own.qk_norm))
+    found["norm"] = lambda config: replace(config, norm=change(config.norm))
+    return found
+
+
+def _first_without_positions(config: ModelConfig) -> ModelConfig:
+    first = replace(config.block, attention=replace(config.block.attention, rope=None))
+    return replace(config, blocks=(first, *config.blocks[1:]))
+
+
+FLAGS: dict[str, Change] = {
+    "embedding_scale": lambda config: replace(config, embedding_scale=2 * config.embedding_scale),
+    "logits_scale": lambda config: replace(config, logits_scale=2 * config.logits_scale),
+    "tie_embeddings": lambda config: replace(config, tie_embeddings=not config.tie_embeddings),
+    "block.scale": _block(scale=lambda block: 2 * block.scale),
+    "side_by_side": _block(
+        side_by_side=lambda block: not block.side_by_side,
+        before_feed_forward=lambda block: block.before_feed_forward or block.before_attention,
+    ),
+    "attention.scale": _attention(scale=lambda own: 2 * own.score_scale),
+    "attention.bias": _attention(bias=lambda own: not own.bias),
+    "attention.out_bias": _attention(out_bias=lambda own: not own.out_bias),
+    "norms_whole": _attention(norms_whole=lambda own: own.qk_norm is not None and not own.norms_whole),
+    "with qk_norm": _attention(qk_norm=lambda own: None if own.qk_norm else Norm()),
+    **{
+        f"with {name}": _block(**{name: lambda block, name=name: None if getattr(block, name) else Norm()})
+        for name in BLOCK_NORMS
+    },
+    **{
+        f"centred {name}": change
+        for name, change in _norms(lambda norm: replace(norm, centred=not norm.centred)).items()
+    },
+    **{
+        f"plus_one {name}": change
+        for name, change in _norms(lambda norm: replace(norm, plus_one=not norm.plus_one)).items()
+    },
+    **{f"bias {name}": change for name, change in _norms(lambda norm: replace(norm, bias=not norm.bias)).items()},
+    **{f"eps {name}": change for name, change in _norms(lambda norm: replace(norm, eps=0.3)).items()},
+    "activation": _inner(activation=lambda own: "silu" if own.activation == "relu_squared" else "relu_squared"),
+    "gated": _inner(gated=lambda own: not own.gated),
+    "inner bias": _inner(bias=lambda own: not own.bias),
+    "theta": _rope(theta=lambda rope: 3 * rope.theta),
+    "kind": _rope(kind=lambda rope: "default" if rope.kind != "default" else "linear", factor=lambda rope: 3.0),
+    "growth": _rope(growth=lambda rope: 0.0 if rope.growth else 0.5, original_max_positions=lambda rope: 16),
+    "rotated": _rope(rotated=lambda rope: None if rope.rotated else 4),
+    "neighbours": _rope(neighbours=lambda rope: not rope.neighbours),
+    "factors": _rope(short_factors=lambda rope: rope.long_factors, long_factors=lambda rope: rope.short_factors),
+    "attention_factor": _rope(attention_factor=lambda rope: 2.0 if rope.kind in ("yarn", "longrope") else None),
+    "positions of all layers": lambda config: config.changed(rope=config.rope),
+    "positions of the first": _first_without_positions,
+}
+
+
+@pytest.mark.few(60)
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("name", TINY)
+def test_every_flag_of_a_description_counts(folders: Callable[[str], Path], name: str, flag: str) -> None:
+    """Told otherwise, the checkpoint does not fit, or logits are others."""
+    tokens, config = random_tokens(LENGTH), read_config(folders(name))
+    changed = FLAGS[flag](config)
+    if changed == config:
+        return
+    try:
+        decoder = load(folders(name), config=changed)
+        ours = in_prefill(decoder, full_cache(decoder, SIZES), tokens, SIZES.prefill_block)
+    except (ModelError, RuntimeError):  # a checkpoint or factors of other shapes
+        return
+    theirs = reference(name, tokens)
+    assert float((ours - theirs).abs().max()) > 20 * TOLERANCE * float(theirs.abs().max())
+
+
+# Whole engines: every level that may propose, and every place of weights and cache.
+
+# Matrices and heads are whole groups of codes; Phi's heads are as many as divide its rows.
+SHAPES: dict[str, object] = {
+    "vocab_size": 264, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 16,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
+LONG_FACTORS = {"short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [1.5 + i for i in range(6)]}
+ENGINES = {
+    name: {"rope_parameters": tiny.fields["rope_parameters"] | LONG_FACTORS} if name.startswith("phi3,") else {}
+    for name, tiny in TINY.items()
+    if name == tiny.family or tiny.wrapped or name.startswith("phi3,")
+}
+DRAFTED = Sizes(
+    gamma=6, draft_gamma=3, budget=64, chunk=16, window=32, equal_rows=tuple(range(1, 17)), page=32, capacity=600
+)
+PLAIN = replace(DRAFTED, gamma=0, draft_gamma=0)
+MODES: dict[str, tuple[Sizes, frozenset[str]]] = {
+    "draft and retrieval": (DRAFTED, frozenset()),
+    "draft and retrieval, all streamed": (DRAFTED, frozenset(("kv", "weights"))),
+    "cache in 4 bits": (replace(DRAFTED, budget=0, kv_bits=4, draft_gamma=0), frozenset(("kv",))),
+    "weights in 4 bits": (replace(DRAFTED, budget=0, weight_bits=4, draft_gamma=0), frozenset(("weights",))),
+    "both in few bits": (replace(DRAFTED, budget=0, weight_bits=6, kv_bits=4), frozenset(("kv", "weights"))),
+}
+PROMPT = random_tokens(150, seed=7)
+Pair = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    root, made = tmp_path_factory.mktemp("pairs"), dict[str, Pair]()
+
+    def pair(name: str) -> Pair:
+        if name not in made:
+            fields = {key: value for key, value in SHAPES.items() if TINY[name].fields.get(key) is not ...}
+            options = {"tokenizer": True, **fields, **ENGINES[name]}
+            target = save_tiny(name, root / f"{len(made)}", **options)
+            made[name] = target, save_tiny(name, root / f"{len(made)}-draft", noise=0.03, **options)
+        return made[name]
+
+    return pair
+
+
+def say(engine: Engine, prompt: list[int] = PROMPT) -> list[int]:
+    steps = engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=40))
+    return [token for step in steps for token in step.tokens]
+
+
+@cache
+def alone(pair: Pair, dtype: str = "bf16") -> list[int]:
+    """What the target says by itself."""
+    with engine_of(pair, PLAIN, prompt_tokens=400, dtype=dtype) as engine:
+        return say(engine)
+
+
+@pytest.mark.few(16)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_mode_says_what_the_target_says_alone(pairs: Callable[[str], Pair], name: str, mode: str) -> None:
+    pair, (sizes, offload) = pairs(name), MODES[mode]
+    with engine_of(pair, sizes, prompt_tokens=400, offload=offload) as engine:
+        assert say(engine) == alone(pair)
+        assert level_stats(engine, "target").accepted > 0
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("name", ENGINES)
+def test_greedy_tokens_are_those_of_transformers(pairs: Callable[[str], Pair], name: str) -> None:
+    pair = pairs(name)
+    fields = {key: value for key, value in SHAPES.items() if TINY[name].fields.get(key) is not ...}
+    model, text = random_tiny(name, **fields, **ENGINES[name]), list(PROMPT)
+    with torch.inference_mode():
+        for _ in range(40):
+            text.append(int(model(torch.tensor([text])).logits[0, -1, :TOKENIZER_SIZE].argmax()))
+    with engine_of(pair, PLAIN, prompt_tokens=400, dtype="fp32") as engine:
+        assert say(engine) == text[len(PROMPT) :]
+
+
+@pytest.mark.usefixtures("forked_here")
+@pytest.mark.few(4)
+@pytest.mark.parametrize("name", [name for name in ENGINES if TINY[name].family != "olmo2"])
+def test_two_ranks_say_the_same(pairs: Callable[[str], Pair], name: str) -> None:
+    pair = pairs(name)
+    with engine_of(pair, replace(DRAFTED, draft_gamma=0), prompt_tokens=400, ranks=2, dtype="fp32") as engine:
+        assert say(engine) == alone(pair, "fp32")
+
+
+@pytest.fixture
+def forked_here() -> Iterator[list[Forked]]:
+    with forked_ranks() as started:
+        yield started
+
+
+def test_queries_normed_over_all_heads_are_not_shared_by_ranks(pairs: Callable[[str], Pair]) -> None:
+    with pytest.raises(UsageError, match="olmo2 norms its queries over all heads"):
+        check_divides(read_config(pairs("olmo2")[0]), 2)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_session_is_gone_on_with(pairs: Callable[[str], Pair], name: str, tmp_path: Path) -> None:
+    pair = pairs(name)
+    with engine_of(pair, DRAFTED, prompt_tokens=400) as engine:
+        assert say(engine) == alone(pair)
+        with Store.open(tmp_path / "session", identity_of(pair[0], engine.plan)) as store:
+            engine.save(store, {})
+    with engine_of(pair, DRAFTED, prompt_tokens=400) as engine:
+        with Store.open(tmp_path / "session", identity_of(pair[0], engine.plan)) as store:
+            assert engine.restore(store, PROMPT) >= len(PROMPT) - 16
+        steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=40, reuse=True))
+        assert [token for step in steps for token in step.tokens] == alone(pair)

@@ -29,10 +29,13 @@ def step_with_torch(step: Step, num_rows: int) -> None:
     x, out = step.x[:num_rows], step.out[:num_rows]
     normed = x if step.norm is None else step.norm(x)
     weight = step.weight.matrix(x.dtype) if isinstance(step.weight, Codes) else step.weight
+    assert weight is not None
     width = out.shape[1] * (2 if step.ending == "gate" else 1)
     y = linear(normed, weight[:width], step.bias)
     if step.ending == "add":
-        y += out
+        y = y * step.factor + out
+    if step.ending == "square":
+        y = y.relu().square()
     if step.ending == "gate":
         gate, up = y.chunk(2, -1)
         y = silu(gate) * up

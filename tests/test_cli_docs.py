@@ -13,12 +13,19 @@ from triforce_cli.app import app
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import cli_docs
+import model_docs
 
 COMMANDS = tree.commands(typer.main.get_command(app))
 
 
 def test_the_file_is_the_programs_own():
     assert cli_docs.FILE.read_text(encoding="utf-8") == cli_docs.document(), "run python scripts/cli_docs.py"
+
+
+def test_the_table_of_families_is_the_programs_own():
+    text = model_docs.FILE.read_text(encoding="utf-8")
+    assert text == model_docs.document(text), "run python scripts/model_docs.py"
+    assert model_docs.document(text.replace("Command R", "Command X")) == text
 
 
 def test_every_command_and_option_is_in_it():

@@ -88,7 +88,8 @@ def write_gguf(folder: Path, file: Path, *, dtype: str) -> None:
 
 def metadata(config: ModelConfig) -> dict[str, Value]:
     """Keys and values of the file. Raises ModelError where llama.cpp cannot rotate as the model does."""
-    name = ARCHITECTURES[config.family]
+    if (name := ARCHITECTURES.get(config.family)) is None:
+        raise ModelError(f"{config.family} models are not written as GGUF here; leave llama.cpp out of the comparison")
     end = config.eos_token_ids[0] if config.eos_token_ids else config.vocab_size - 1
     model: dict[str, Value] = {
         "context_length": config.context_limit,
@@ -201,7 +202,7 @@ def _name(source: str) -> str:
 
 
 def _is_llama(config: ModelConfig) -> bool:
-    return ARCHITECTURES[config.family] == "llama"
+    return ARCHITECTURES.get(config.family) == "llama"
 
 
 def _tensor(entry: _Entry, checkpoint: Checkpoint, config: ModelConfig) -> Tensor:

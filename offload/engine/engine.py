@@ -202,7 +202,7 @@ class Engine:
 
         Needs the memory of both plans' caches for a moment. Where that fails (DoesNotFit), or anything else does, the
         engine is as it was. Where positions are rotated otherwise in a context of the new size (RoPE scaling
-        "dynamic"), no row can be used again.
+        "dynamic" or "longrope"), no row can be used again.
         """
         worker = self.worker.replanned(plan)
         prefix = PrefixCache(worker)

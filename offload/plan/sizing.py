@@ -207,7 +207,7 @@ class Sizing:
         other one, which has neither head nor draft."""
         sizes = {
             "target embeddings": self.embedding_bytes - (0 if first else self.head_bytes),
-            "rope tables": 2 * (capacity + MAX_ROWS) * self.target.head_dim * self.itemsize,
+            "rope tables": self._rope_bytes(self.target, capacity),
             "workspace": self._workspace(capacity, composition.gamma if first else None),
         }
         if composition.weight_bits < 16:
@@ -222,7 +222,7 @@ class Sizing:
             sizes["draft layers"] = self.draft.num_layers * self.draft.layer_weight_bytes(self.itemsize)
             sizes["draft embeddings"] = self.draft.weight_bytes(self.itemsize) - sizes["draft layers"]
             sizes["draft cache"] = self._draft_tokens(composition) * self.draft.kv_bytes_per_token(self.itemsize)
-            sizes["rope tables"] += 2 * (capacity + MAX_ROWS) * self.draft.head_dim * self.itemsize
+            sizes["rope tables"] += self._rope_bytes(self.draft, capacity)
         if not self.hardware.is_cpu:
             sizes["attention scratch"] = self._attention_bytes(capacity, composition, first=first)
             sizes["reserve"] = _GPU_RESERVE
@@ -278,6 +278,11 @@ class Sizing:
         if composition.kv_bits < 16:
             return self.quantised_cache_bytes(capacity, composition)
         return (composition.budget + tail_tokens(composition)) * self.kv_bytes_per_token
+
+    def _rope_bytes(self, model: ModelConfig, capacity: int) -> int:
+        """A table for each kind of layers."""
+        kinds = len({block.attention.rope for block in model.blocks})
+        return kinds * 2 * (capacity + MAX_ROWS) * model.head_dim * self.itemsize
 
     def _workspace(self, capacity: int, gamma: int | None) -> int:
         """The largest temporaries: a block of a prefill, or of rows over a tile, or logits and probabilities. gamma:

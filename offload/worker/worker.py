@@ -153,8 +153,8 @@ class Worker:
 
     def copy_rows(self, other: Worker, num_tokens: int | None = None) -> bool:
         """Hold the rows that the full cache of `other` holds, of the same model, or the first `num_tokens` of them.
-        False, and nothing is copied, where positions are rotated otherwise (RoPE scaling "dynamic" in a context of
-        another size)."""
+        False, and nothing is copied, where positions are rotated otherwise (RoPE scaling "dynamic" or
+        "longrope" in a context of another size)."""
         pairs = zip(self.full.scorings, other.full.scorings, strict=True)
         if not all(ours.rope.starts_like(theirs.rope) for ours, theirs in pairs):
             return False

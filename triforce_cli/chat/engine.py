@@ -127,7 +127,7 @@ class ChatEngine:
 
     def _capacity(self, num_tokens: int) -> int:
         """A power of two; `limit` if anything is offloaded then, or if RoPE frequencies depend on the capacity."""
-        if self._request.target.rope.kind == "dynamic" or self._plan(self.limit).placement.offload:
+        if self._request.target.rope.depends_on_capacity or self._plan(self.limit).placement.offload:
             return self.limit
         return min(max(self._least, 1 << (num_tokens - 1).bit_length()), self.limit)
 

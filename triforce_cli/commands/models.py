@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
 
 from offload.hub.names import models_folder
 from triforce_cli import options
@@ -18,17 +20,24 @@ if TYPE_CHECKING:
     from offload.hub.library import Entry
 
 
+Families = Annotated[bool, Option("--families", help="List the families of models that run here instead.")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Listing:
     """One `triforce models`, parsed."""
 
     device: str
+    families: bool
     as_json: bool
     quiet: bool
 
     def run(self) -> None:
         """List. A model that cannot be used is a line with the reason."""
         with Output(quiet=self.quiet) as output:
+            if self.families:
+                self._list_families(output)
+                return
             output.wait("looking")
             from offload.hub.library import absent_aliases, entries, longest_context
             from offload.plan.hardware import probe
@@ -42,11 +51,21 @@ class Listing:
                 output.text(render_models.table(lines, absent, width=output.width))
                 output.note(render_models.footnote(models_folder(), hardware))
 
+    def _list_families(self, output: Output) -> None:
+        from offload.config.families import FAMILIES, WRAPPERS, Family, Wrapper
+
+        known: list[Family | Wrapper] = [*FAMILIES.values(), *WRAPPERS.values()]
+        if self.as_json:
+            output.document(render_models.families_document(known))
+        else:
+            output.text(render_models.families(known))
+
 
 @spread
 def models(
     *,
     device: options.Device = "auto",
+    families: Families = False,
     json: options.AsJson = False,
     quiet: options.Quiet = False,
     program: ProgramFlags,
@@ -57,7 +76,7 @@ def models(
 
     Example: triforce models --json
     """
-    return Listing(device=device, as_json=json, quiet=quiet)
+    return Listing(device=device, families=families, as_json=json, quiet=quiet)
 
 
 def _embedded() -> Iterator[Entry]:

@@ -13,6 +13,7 @@ from triforce_cli import __version__
 from triforce_cli.render.text import NOTHING, counted, indented, path_text, significant
 
 if TYPE_CHECKING:
+    from offload.config.families import Family, Wrapper
     from offload.hub.library import Entry
     from offload.hub.names import Alias
     from offload.hub.pull import PullPlan
@@ -45,6 +46,31 @@ def table(lines: Sequence[Line], absent: Sequence[Alias], *, width: int) -> str:
         text += ["", "not here yet (triforce pull NAME):"]
         text += [f"  {alias.name.ljust(longest)}  {alias.repository}" for alias in absent]
     return "\n".join(text) + "\n"
+
+
+def families(known: Sequence[Family | Wrapper]) -> str:
+    """One line a family: the model_type of its config.json, its models, and what of these is refused."""
+    longest = max(len(each.name) for each in known)
+    return "".join(
+        f"{each.name.ljust(longest)}  {each.about}{f'; not: {each.refuses}' if each.refuses else ''}\n"
+        for each in known
+    )
+
+
+def families_table(known: Sequence[Family | Wrapper]) -> str:
+    """The same as a table of docs/models.md."""
+    rows = [f"| `{each.name}` | {each.about} | {each.refuses or '-'} |" for each in known]
+    return "\n".join(["| model_type | models | refused |", "|---|---|---|", *rows]) + "\n"
+
+
+def families_document(known: Sequence[Family | Wrapper]) -> dict[str, Any]:
+    """The JSON of `models --families`."""
+    return {
+        "families": [
+            {"model_type": each.name, "models": each.about, "refused": each.refuses or None} for each in known
+        ],
+        "version": __version__,
+    }
 
 
 def footnote(folder: Path, hardware: Hardware) -> str:

@@ -27,4 +27,4 @@ def describe(source: Fields) -> ModelConfig:
     return without_windows(source, with_neighbours(config))
 
 
-FAMILIES = (Family("cohere", describe, frozenset(("logit_scale",))),)
+FAMILIES = (Family("cohere", "Command R", describe, frozenset(("logit_scale",)), "q/k norms (Command R+)"),)

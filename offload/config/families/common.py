@@ -17,27 +17,32 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True)
 class Family:
-    """name: its model_type. describe: its model from the fields of a config.json, ModelError. reads: fields that it
-    implements, which in other families would change the arithmetic."""
+    """name: its model_type. about: which models have it. describe: its model from the fields of a config.json,
+    ModelError. reads: fields that it implements, which in other families would change the arithmetic. refuses: what
+    models of it may have and this program does not, besides what no family has; for readers."""
 
     name: str
+    about: str
     describe: Callable[[Fields], ModelConfig]
     reads: Set[str] = frozenset()
+    refuses: str = ""
 
 
 @dataclass(frozen=True)
 class Wrapper:
     """A model_type whose config.json has a language model's inside, beside a picture's, say. Its text alone is run.
 
-    families: model types that may be inside; default_family: where none is named. body: what stands before the names
-    of its tensors. outer: fields beside the inner config that count for it.
+    about: which models have it. families: model types that may be inside; default_family: where none is named. body:
+    what stands before the names of its tensors. outer: fields beside the inner config that count for it.
     """
 
     name: str
+    about: str
     families: tuple[str, ...]
     default_family: str
     body: str
     outer: tuple[str, ...] = ("dtype", "torch_dtype", "tie_word_embeddings")
+    refuses: str = "pictures"
 
 
 @dataclass(frozen=True)

@@ -20,4 +20,4 @@ def describe(source: Fields) -> ModelConfig:
     return without_windows(source, with_neighbours(config))
 
 
-FAMILIES = (Family("ernie4_5", describe),)
+FAMILIES = (Family("ernie4_5", "ERNIE 4.5, dense", describe),)

@@ -40,4 +40,7 @@ def _attention(source: Fields) -> dict[str, object]:
 
 
 _READS = frozenset(("partial_rotary_factor",))
-FAMILIES = (Family("glm", describe_glm, _READS), Family("glm4", describe_glm4, _READS))
+FAMILIES = (
+    Family("glm", "GLM-4 9B", describe_glm, _READS),
+    Family("glm4", "GLM-4 of 2025: 9B, 32B", describe_glm4, _READS),
+)

@@ -19,4 +19,4 @@ def describe(source: Fields) -> ModelConfig:
     return without_windows(source, config)
 
 
-FAMILIES = (Family("llama", describe),)
+FAMILIES = (Family("llama", "Llama 1 to 3.3, Yarn-Llama-2, SmolLM2, TinyLlama, and what has their form", describe),)

@@ -31,5 +31,11 @@ def describe(source: Fields) -> ModelConfig:
     return without_windows(source, changed)
 
 
-FAMILIES = (Family("ministral3", describe),)
-WRAPPER = Wrapper("mistral3", ("mistral", "ministral3"), "mistral", "model.language_model.")
+FAMILIES = (Family("ministral3", "Ministral 3, Devstral 2; text of `mistral3`", describe),)
+WRAPPER = Wrapper(
+    "mistral3",
+    "Mistral Small 3.1 and later, Ministral 3, Devstral 2",
+    ("mistral", "ministral3"),
+    "mistral",
+    "model.language_model.",
+)

@@ -12,4 +12,4 @@ def describe(source: Fields) -> ModelConfig:
     return without_windows(source, decoder(source, "mistral", defaults), default=4096)
 
 
-FAMILIES = (Family("mistral", describe),)
+FAMILIES = (Family("mistral", "Mistral 7B, Mistral Nemo, Mistral Small, Codestral", describe),)

@@ -26,4 +26,4 @@ def describe(source: Fields) -> ModelConfig:
     return without_windows(source, config)
 
 
-FAMILIES = (Family("nemotron", describe, frozenset(("partial_rotary_factor", "hidden_act"))),)
+FAMILIES = (Family("nemotron", "Nemotron and Minitron", describe, frozenset(("partial_rotary_factor", "hidden_act"))),)

@@ -25,4 +25,4 @@ def describe(source: Fields) -> ModelConfig:
     return without_windows(source, config)
 
 
-FAMILIES = (Family("olmo2", describe),)
+FAMILIES = (Family("olmo2", "OLMo 2", describe, refuses="several ranks"),)

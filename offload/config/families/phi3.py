@@ -39,4 +39,6 @@ def _with_longrope(source: Fields) -> Fields:
     return Fields(changed | {_ORIGINAL: original}, source.where)
 
 
-FAMILIES = (Family("phi3", describe, frozenset(("partial_rotary_factor",))),)
+FAMILIES = (
+    Family("phi3", "Phi-3, Phi-3.5 and Phi-4, mini and medium", describe, frozenset(("partial_rotary_factor",))),
+)

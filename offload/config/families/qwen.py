@@ -33,4 +33,7 @@ def _without_windows(source: Fields, config: ModelConfig) -> ModelConfig:
     return config
 
 
-FAMILIES = (Family("qwen2", describe_qwen2), Family("qwen3", describe_qwen3))
+FAMILIES = (
+    Family("qwen2", "Qwen 2 and 2.5, Qwen2.5-Coder, QwQ", describe_qwen2),
+    Family("qwen3", "Qwen 3, dense", describe_qwen3),
+)

@@ -21,4 +21,4 @@ def describe(source: Fields) -> ModelConfig:
     return without_windows(source, config)
 
 
-FAMILIES = (Family("seed_oss", describe),)
+FAMILIES = (Family("seed_oss", "Seed-OSS", describe),)

@@ -39,4 +39,4 @@ def _without_positions(source: Fields, layers: int) -> list[int]:
     return [layer for layer in range(layers) if not rotates[layer]]
 
 
-FAMILIES = (Family("smollm3", describe, frozenset(("no_rope_layers", "no_rope_layer_interval"))),)
+FAMILIES = (Family("smollm3", "SmolLM3", describe, frozenset(("no_rope_layers", "no_rope_layer_interval"))),)

@@ -1,0 +1,26 @@
+#!/usr/bin/env python3
+"""Write the table of families in docs/models.md from the program itself.
+
+usage: python scripts/model_docs.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from offload.config.families import FAMILIES, WRAPPERS
+from triforce_cli.render.models import families_table
+
+FILE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+BEGIN, END = "<!-- families: written by scripts/model_docs.py -->\n", "<!-- end of families -->\n"
+
+
+def document(text: str) -> str:
+    """docs/models.md with the table of today."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{families_table([*FAMILIES.values(), *WRAPPERS.values()])}{END}{after}"
+
+
+if __name__ == "__main__":
+    FILE.write_text(document(FILE.read_text(encoding="utf-8")), encoding="utf-8")

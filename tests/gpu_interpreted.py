@@ -364,6 +364,27 @@ def test_rows_are_rotated_and_taken_in_where_they_belong() -> None:
     assert torch.equal(after, wanted)
 
 
+def test_queries_grow_and_their_products_are_scaled_as_the_layer_says() -> None:
+    rope, q = turning(32, torch.float32), normal(9, 4, 32, seed=9)
+    grown = RopeTable(rope.cos, rope.sin, 1 + torch.arange(4096) / 100)
+    k, v = normal(9, KV_HEADS, 32, seed=10), normal(9, KV_HEADS, 32, seed=11)
+    outs = []
+    for scoring, rows in ((Scoring(grown, 0.3), q), (Scoring(rope), 0.3 * 32**0.5 * q)):
+        held, attention = (
+            hold(page=16, pages=1, tokens=16, dim=32, dtype=torch.float32),
+            GpuAttention(dtype=q.dtype, span=16),
+        )
+        attention.begin(Rows(rows, k, v, scoring, position=3, index=3), 1)
+        if scoring.rope is grown:
+            assert torch.equal(attention._queries[0], grown.rotated(q, k, 3)[0])
+            attention._queries[0] /= grown.growth[3:12, None, None]
+        run = attention.exact_run(held.pages, first=0, tokens=12, slot=0)
+        attention.append_rows(run)
+        attention.attend(run)
+        outs.append(attention.merge()[0])
+    assert_close(outs[0], outs[1], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("first", [10, 40])
 def test_queries_for_sinks_stop_at_their_last_position(first: int) -> None:
     rope, q = turning(32, torch.float32), normal(6, 4, 32, seed=12)

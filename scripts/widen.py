@@ -51,6 +51,7 @@ from offload.weights.checkpoint import INDEX_FILE, Checkpoint, check_model
 from offload.weights.tensors import expected_tensors
 
 # Fields of config.json. With the vocabulary they determine the bytes of the imitated model.
+FAMILIES = ("llama", "mistral", "qwen2")
 FLAGS = {
     "hidden_size": "--hidden",
     "num_hidden_layers": "--layers",
@@ -112,8 +113,8 @@ def widen(
     or empty; it appears when it is complete. TriforceError. Peak memory: two layers in `dtype`, or two embeddings."""
     data = read_json(source / "config.json")
     narrow = config_of(data, name=str(source / "config.json"))
-    if not narrow.is_llama_shaped or narrow.block.attention.qk_norm is not None:
-        raise ModelError(f"{source}: {narrow.family} cannot be widened: its norms need another eps than Llama's")
+    if data.get("model_type") not in FAMILIES:
+        raise ModelError(f"{source}: {data.get('model_type')} cannot be widened, only {', '.join(FAMILIES)}")
     wide_data = wide_config(data, narrow, sizes, dtype)
     name = f"the wide model, with heads of {sizes['head_dim']} instead of {narrow.head_dim}"
     wide = config_of(wide_data, name=name)

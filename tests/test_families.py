@@ -10,21 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from families import TINY, random_tiny, save_tiny
+from families import LONGROPE, PARTIAL, TINY, random_tiny, save_tiny
 from forked import Forked, forked_ranks
 from models import GREEDY, TOKENIZER_SIZE, LateLink, Sizes, full_cache, load, random_tokens, resident_rows
 from offload.config.families import FAMILIES
 from offload.config.model import BLOCK_NORMS, Attention, Block, FeedForward, ModelConfig, Norm
-from offload.config.reading import read_config
+from offload.config.reading import config_of, read_config
 from offload.config.rope import Rope
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.errors import ModelError, UsageError
 from offload.model.level import prefill
 from offload.plan.shards import check_divides
-from offload.session.fingerprints import identity_of
+from offload.session.fingerprints import identity_of, model_digest
 from offload.session.store import Store
 from processor import OPERATORS, of
 from quantised import engine_of, level_stats
@@ -72,6 +73,93 @@ def test_prefill_decoding_and_both_mixed_give_the_logits_of_transformers(
     parts = [in_decoding(decoder, mixed, tokens[20:27], 3), in_prefill(decoder, mixed, tokens[27:50], 9)]
     parts.append(in_decoding(decoder, mixed, tokens[50:], 1))
     assert_same_logits(torch.cat(parts), theirs[20:])
+
+
+WRAPPER: dict[str, object] = {
+    "model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "image_token_index": 10,
+    "spatial_merge_size": 2, "multimodal_projector_bias": False, "vision_config": {"model_type": "pixtral"},
+    "text_config": TINY["ministral3"].config(),
+}  # fmt: skip
+
+
+def text(**fields: object) -> dict[str, object]:
+    return {**WRAPPER, "text_config": {**TINY["ministral3"].config(), **fields}}
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        ({**WRAPPER, "quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
+        ({**WRAPPER, "text_config": None}, "text_config is None"),
+        ({**WRAPPER, "architectures": ["PixtralVisionModelWithHead"]}, "architectures is"),
+        (text(model_type="llama"), "text_config: model_type is 'llama'"),
+        (
+            text(rope_parameters={"rope_type": "default", "llama_4_scaling_beta": 0.1}),
+            "original_max_position_embeddings",
+        ),
+        (text(sliding_window=8), "sliding_window is 8"),
+        (TINY["cohere"].config() | {"use_qk_norm": True}, "use_qk_norm is True"),
+        (TINY["nemotron"].config() | {"hidden_act": "silu"}, "hidden_act is 'silu'"),
+        (TINY["nemotron"].config() | {"rope_percent": 0.25}, "rope_percent is 0.25"),
+        (TINY["granite"].config() | {"logit_scale": 0.5}, "logit_scale is 0.5"),
+        (TINY["smollm3"].config() | {"no_rope_layers": [1]}, "no_rope_layers is [1]"),
+        (
+            TINY["phi3, long"].config() | {"rope_parameters": LONGROPE | {"short_factor": [1.0]}},
+            "short_factor is [1.0]",
+        ),
+        (TINY["phi3"].config() | {"sliding_window": 255}, "sliding_window is 255"),
+        (TINY["glm"].config() | {"head_dim": None}, "head_dim is None"),
+        (TINY["glm4"].config() | {"head_dim": 6}, "partial_rotary_factor"),
+        (
+            TINY["glm4"].config()
+            | {"head_dim": 4, "rope_parameters": PARTIAL | {"rope_type": "dynamic", "factor": 2.0}},
+            "dynamic with head_dim 2",
+        ),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused_by_name(data: dict[str, object], named: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        config_of(data, name="config.json")
+    assert named in str(caught.value)
+
+
+def test_what_a_wrapped_config_says_counts_more_than_what_stands_outside() -> None:
+    inner = text(tie_word_embeddings=False)
+    assert not config_of({**inner, "tie_word_embeddings": True}).tie_embeddings
+    del inner["text_config"]["tie_word_embeddings"]  # type: ignore[attr-defined]
+    assert config_of({**inner, "tie_word_embeddings": True}).tie_embeddings
+    assert config_of({**inner, "dtype": "bfloat16"}).dtype == "bfloat16"
+
+
+OTHERWISE: dict[str, Callable[[str], str]] = {
+    "as transformers has them": lambda name: (
+        name if name == "lm_head.weight" else f"model.language_model.{name.removeprefix('model.')}"
+    ),
+    "without the wrapped model's own prefix": lambda name: (
+        f"language_model.{name.removeprefix('model.')}" if name != "lm_head.weight" else name
+    ),
+}
+
+
+@pytest.mark.parametrize("stored", OTHERWISE)
+def test_a_wrapped_models_tensors_are_found_under_any_of_their_names(tmp_path: Path, stored: str) -> None:
+    folder = save_tiny("ministral3, wrapped", tmp_path)
+    path = folder / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(path).items() if name.startswith("language_model.")}
+    tensors = {OTHERWISE[stored](name.removeprefix("language_model.")): tensor for name, tensor in tensors.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    tokens, decoder = random_tokens(LENGTH), load(folder)
+    ours = in_prefill(decoder, full_cache(decoder, SIZES), tokens, SIZES.prefill_block)
+    assert_same_logits(ours, reference("ministral3, wrapped", tokens))
+
+
+def test_a_field_that_a_description_gets_later_changes_no_sessions_digest(tmp_path: Path) -> None:
+    """Only what is not at its default is digested; and each model has a digest of its own."""
+    digests = {name: model_digest(config_of(tiny.config()), []) for name, tiny in TINY.items() if not tiny.wrapped}
+    assert len(set(digests.values())) == len(digests) - 1  # Phi's factors are the positions'
+    plain = config_of(TINY["olmo2"].config())
+    assert model_digest(plain.mapped(lambda block: replace(block, scale=1.0)), []) == digests["olmo2"]
+    assert model_digest(plain.mapped(lambda block: replace(block, scale=2.0)), []) != digests["olmo2"]
 
 
 Change = Callable[[ModelConfig], ModelConfig]

@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from fuzzing import damaged_bytes, damaged_json, damaged_safetensors, growth_under, outcomes, put
 from models import TOKENIZER_SIZE, byte_tokenizer, load, random_model, save
 from offload.config.fields import MAX_JSON_BYTES
-from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.weights.checkpoint import INDEX_FILE, MAX_HEADER_BYTES, MAX_INDEX_BYTES, Checkpoint
@@ -202,7 +201,7 @@ DENSE = {
 @pytest.mark.parametrize(("name", "data"), DENSE.values(), ids=DENSE)
 def test_the_densest_json_takes_the_stated_memory_at_most(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
-    read = ModelConfig.from_folder if name == "config.json" else Checkpoint.open
+    read = read_config if name == "config.json" else Checkpoint.open
     with growth_under(MEMORY_PER_BYTE * len(data) + FEW_BYTES // 4), suppress(ModelError):
         read(tmp_path)
 

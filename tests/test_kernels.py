@@ -260,6 +260,14 @@ def test_gates_of_the_smallest_and_largest_numbers(found: Library, dtype: torch.
     assert_close(run(found, step)[:, 0].double(), wanted, rtol=near, atol=200 * torch.finfo(dtype).tiny)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ending", ["write", "add", "gate", "square"])
+def test_what_is_not_a_number_stays_so(found: Library, dtype: torch.dtype, ending: Ending) -> None:
+    step = make_step(dtype, 3, 34, 17, ending=ending, norm="", bias=False)
+    step.x[1] = torch.nan
+    assert run(found, step).isnan().all(1).tolist() == [False, True, False]
+
+
 # Rotation, norms of heads, writes.
 
 

@@ -238,7 +238,7 @@ REFUSED: dict[str, tuple[str, dict[str, int], type[TriforceError], str]] = {
         "llama-gqa", {"num_attention_heads": 3, "num_key_value_heads": 3}, UsageError,
         "4 query heads over 2 KV heads need 4 KV heads of 1; the wide model has 3",
     ),
-    "q/k norms": ("qwen3", {}, ModelError, "qwen3 cannot be widened: its q/k norms"),
+    "q/k norms": ("qwen3", {}, ModelError, "qwen3 cannot be widened, only llama"),
 }  # fmt: skip
 
 

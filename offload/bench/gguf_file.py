@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offload.bench.llama_cpp import token_name
-from offload.config.model import ModelConfig
+from offload.config.model import ModelConfig, TensorNames
 from offload.config.reading import read_config
 from offload.errors import DoesNotFit, ModelError
 from offload.kernels.rope import inverse_frequencies
@@ -88,7 +88,8 @@ def write_gguf(folder: Path, file: Path, *, dtype: str) -> None:
 
 def metadata(config: ModelConfig) -> dict[str, Value]:
     """Keys and values of the file. Raises ModelError where llama.cpp cannot rotate as the model does."""
-    if (name := ARCHITECTURES.get(config.family)) is None:
+    name = ARCHITECTURES.get(config.family)
+    if name is None or config.names != TensorNames():
         raise ModelError(f"{config.family} models are not written as GGUF here; leave llama.cpp out of the comparison")
     end = config.eos_token_ids[0] if config.eos_token_ids else config.vocab_size - 1
     model: dict[str, Value] = {
@@ -202,7 +203,7 @@ def _name(source: str) -> str:
 
 
 def _is_llama(config: ModelConfig) -> bool:
-    return ARCHITECTURES.get(config.family) == "llama"
+    return ARCHITECTURES[config.family] == "llama"
 
 
 def _tensor(entry: _Entry, checkpoint: Checkpoint, config: ModelConfig) -> Tensor:

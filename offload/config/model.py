@@ -13,7 +13,6 @@ from typing import Any, Literal
 from offload.config.rope import Rope
 
 Activation = Literal["silu", "relu_squared"]
-Pairs = Literal["halves", "neighbours"]
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ class ModelConfig:
 
     blocks: its layers, first to last, of one shape: they differ in their positions at most. norm: of the last rows.
     embedding_scale, logits_scale: factors on what comes in and out. dtype: what the weights are meant to be computed
-    in. pairs: which numbers of a head the checkpoint rotates together; `weights` puts them into halves as it reads.
+    in.
     """
 
     family: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,27 +80,28 @@ def config_of(data: Mapping[str, object], *, name: str = "") -> ModelConfig:
     wrapper = WRAPPERS.get(str(data.get("model_type")))
     if wrapper is None:
         return _read(source, FAMILIES[source.choice("model_type", tuple(FAMILIES))], None)
+    _refuse_unsupported(source, frozenset())
     _refuse_architectures(source, "ForConditionalGeneration")
     inner = data.get(TEXT_CONFIG)
     if not isinstance(inner, Mapping):
         source.refuse(TEXT_CONFIG, "a JSON object")
-    # What stands outside counts for the whole: token ids, the dtype, whether the head is the embeddings.
     outer = {key: data[key] for key in wrapper.outer if data.get(key) is not None}
-    text = Fields({"model_type": wrapper.default_family} | dict(inner) | outer, f"{source.where}: {TEXT_CONFIG}")
+    said = {key: value for key, value in inner.items() if value is not None}
+    text = Fields({"model_type": wrapper.default_family} | outer | said, f"{source.where}: {TEXT_CONFIG}")
     return _read(text, FAMILIES[text.choice("model_type", wrapper.families)], wrapper.body)
 
 
 def _read(source: Fields, family: Family, body: str | None) -> ModelConfig:
-    _refuse_unsupported(source, family)
+    _refuse_unsupported(source, family.reads)
     if body is None:
         _refuse_architectures(source, "ForCausalLM")
     config = family.describe(source)
     return config if body is None else replace(config, names=replace(config.names, body=body))
 
 
-def _refuse_unsupported(source: Fields, family: Family) -> None:
+def _refuse_unsupported(source: Fields, reads: Set[str]) -> None:
     for key, value in source.data.items():
-        if key in family.reads:
+        if key in reads:
             continue
         if key in _NEUTRAL or (key not in _READ and _SUSPECT.search(key)):
             allowed = _NEUTRAL.get(key, (False, [], {}) if _IS_FACTOR.search(key) else _SAYS_NOTHING)

@@ -109,8 +109,8 @@ def _read_form(
         rope.refuse("type", f"the same as rope_type {kind}")
     if kind == "yarn" and theta <= 1:
         (source if rope.data.get("rope_theta") is None else rope).refuse("rope_theta", "over 1 for yarn")
-    if kind == "dynamic" and head_dim <= 2:
-        rope.refuse(kind_key, f"another than dynamic with head_dim {head_dim}")
+    if kind == "dynamic" and rotated <= 2:
+        rope.refuse(kind_key, f"another than dynamic with head_dim {rotated}")
     scaling = _read_scaling(source, rope, kind, max_positions, rotated)
     return replace(scaling, theta=theta, rotated=None if rotated == head_dim else rotated)
 

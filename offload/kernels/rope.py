@@ -1,7 +1,8 @@
 """Rotary position embeddings (RoFormer, Su et al. 2021, section 3.2.2), with the scalings of Hugging Face configs.
 
-Pair i of a head's D/2 pairs is rotated by `position * f_i`; the pairs are (x[i], x[i + D/2]), the layout of all Hugging
-Face checkpoints. Frequencies, angles and tables are fp32 and computed on the CPU, so every device has the same bits.
+Pair i of a head's D/2 pairs is rotated by `position * f_i`; the pairs are (x[i], x[i + D/2]), the order in which
+weights are read (weights/tensors.head_order). Frequencies, angles and tables are fp32 and computed on the CPU, so every
+device has the same bits.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ INLINE void finish(const Product& p, const float* results, const float* ups, typ
             y = E::rounded(y + E::read(row + i));
         }
         if (p.ending == Ending::gate) y = E::rounded(silu<E>(y) * E::rounded(load<f32>(ups + i)));
-        if (p.ending == Ending::square) y = larger(y, f32{}), y = E::rounded(y * y);
+        if (p.ending == Ending::square) y = y < 0.0f ? f32{} : y, y = E::rounded(y * y);
         E::write(row + i, y);
     }
     __builtin_memcpy(out, row, count * sizeof row[0]);

@@ -10,8 +10,9 @@ import json
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
@@ -45,7 +46,7 @@ def identity_of(folder: Path, plan: Plan) -> Identity:
 
 def identify(folder: Path, config: ModelConfig, *, dtype: str, capacity: int, page_tokens: int) -> Identity:
     """The identity of a session of the model in `folder`. dtype: bf16, fp16 or fp32. capacity: tokens, as given to
-    `rope_table`; the frequencies of `dynamic` scaling depend on it. Raises ModelError."""
+    `rope_table`; the frequencies of `dynamic` scaling and of LongRoPE depend on it. Raises ModelError."""
     with Checkpoint.open(folder) as checkpoint:
         files = checkpoint.files()
     name = "".join(letter for letter in folder.resolve().name if letter.isprintable())
@@ -79,8 +80,8 @@ def model_digest(config: ModelConfig, files: Sequence[Path]) -> str:
 
 
 def _relevant(config: ModelConfig) -> dict[str, object]:
-    """What keys and values depend on, but for positions, which a digest of their own covers. Of models of Llama's form
-    under the names that sessions have had from the first."""
+    """What keys and values depend on; positions have a digest of their own. Of models of Llama's form under the names
+    that sessions have had from the first."""
     attention = config.block.attention
     named: dict[str, object] = {name: getattr(config, name) for name in _SIZES} | {
         "rms_norm_eps": config.norm.eps,
@@ -90,8 +91,19 @@ def _relevant(config: ModelConfig) -> dict[str, object]:
         "qk_norm": attention.qk_norm is not None,
     }
     if not config.is_llama_shaped or len({block.attention.rope for block in config.blocks}) > 1:
-        named |= {"blocks": [asdict(block) for block in config.blocks], "embedding_scale": config.embedding_scale}
+        named |= {"blocks": [_told(block) for block in config.blocks], "embedding_scale": config.embedding_scale}
     return named
+
+
+def _told(part: Any) -> dict[str, object]:
+    """A description's fields that are not at their defaults, so that a new one changes no digest."""
+    told: dict[str, object] = {}
+    for each in fields(part):
+        value = getattr(part, each.name)
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if value != default:
+            told[each.name] = _told(value) if is_dataclass(value) else value
+    return told
 
 
 def tokenizer_digest(folder: Path) -> str:

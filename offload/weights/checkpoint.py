@@ -207,7 +207,9 @@ def _other_names(names: Sequence[str], config: ModelConfig) -> dict[str, str]:
     found, expected = {name: name for name in names}, config.names
     if wrapped := expected.body.removeprefix("model."):  # older checkpoints have what is wrapped whole, its head too
         inner, head = f"{wrapped}model.", f"{wrapped}{expected.head}"
+        bare = tuple(f"{wrapped}{part}" for part in _BODY_PARTS)
         found |= {name: expected.body + name.removeprefix(inner) for name in names if name.startswith(inner)}
+        found |= {name: f"model.{name}" for name in names if name.startswith(bare)}
         found |= {head: expected.head} if head in found else {}
     if expected.embeddings not in found.values() and expected.embeddings.removeprefix(expected.body) in found:
         found |= {name: expected.body + name for name in names if name.startswith(_BODY_PARTS)}

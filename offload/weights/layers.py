@@ -189,8 +189,9 @@ def load_weights(
     `num_resident` layers there and the others on the host, from where they cross in `link_bits` bits a weight. The
     embedding's table is on the host where `embeds_on_host`. The ledger calls them `name`'s. Rank 0 alone has the head.
 
-    `on_bytes` is called with each layer's bytes as they arrive. Peak memory: what is placed, one tensor's mapping, and
-    with fewer than 16 bits two layers on the host. Raises ModelError, DoesNotFit; UsageError where kernels are missing.
+    `on_bytes` is called with each layer's bytes as they arrive. Peak memory: what is placed, one tensor's mapping, a
+    layer's queries and keys again where a head's numbers are put in another order, and with fewer than 16 bits two
+    layers on the host. Raises ModelError, DoesNotFit; UsageError where kernels are missing.
     """
 
     def check_range(tensor: Tensor, owner: str) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
-
 from offload.hub.names import models_folder
 from triforce_cli import options
 from triforce_cli.choice import embedded_model
@@ -20,7 +18,9 @@ if TYPE_CHECKING:
     from offload.hub.library import Entry
 
 
-Families = Annotated[bool, Option("--families", help="List the families of models that run here instead.")]
+Families = Annotated[
+    bool, options.switch("--families", "List the families of models that run here instead.", options.OUTPUT)
+]
 
 
 @dataclass(frozen=True, kw_only=True)

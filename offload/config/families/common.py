@@ -33,7 +33,8 @@ class Wrapper:
     """A model_type whose config.json has a language model's inside, beside a picture's, say. Its text alone is run.
 
     about: which models have it. families: model types that may be inside; default_family: where none is named. body:
-    what stands before the names of its tensors. outer: fields beside the inner config that count for it.
+    what stands before the names of its tensors. outer: fields beside the inner config that
+    count where that says nothing.
     """
 
     name: str

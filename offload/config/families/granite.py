@@ -23,4 +23,4 @@ def describe(source: Fields) -> ModelConfig:
 
 
 _READS = frozenset(("attention_multiplier", "residual_multiplier", "embedding_multiplier", "logits_scaling"))
-FAMILIES = (Family("granite", "Granite 3 and 4, dense", describe, _READS),)
+FAMILIES = (Family("granite", "Granite 3, 4.1 and 4.2, dense", describe, _READS),)

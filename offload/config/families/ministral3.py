@@ -19,14 +19,14 @@ _SETTINGS = {  # where a config has none
 
 
 def describe(source: Fields) -> ModelConfig:
-    settings = source.data.get("rope_parameters") or source.data.get("rope_scaling")
-    if settings is None:
+    settings = source.data.get("rope_parameters") or source.data.get("rope_scaling") or _SETTINGS
+    if settings is _SETTINGS:
         source = Fields({**source.data, "rope_parameters": _SETTINGS}, source.where)
     defaults = Defaults(max_positions=262144, kv_heads=8, head_dim=128, floors_head_dim=True, eps=1e-5, rope=_ROPE)
     config = decoder(source, "ministral3", defaults)
-    beta = Fields(settings if isinstance(settings, dict) else _SETTINGS, source.where).number(_GROWTH)
-    original = config.rope.original_max_positions or config.max_positions
-    grown = replace(config.rope, growth=beta, original_max_positions=original)
+    named = Fields(settings if isinstance(settings, dict) else {}, f"{source.where}: rope_parameters")
+    original = named.integer("original_max_position_embeddings", 1 << 30)
+    grown = replace(config.rope, growth=named.number(_GROWTH), original_max_positions=original)
     changed = config.mapped(lambda block: replace(block, attention=replace(block.attention, rope=grown)))
     return without_windows(source, changed)
 

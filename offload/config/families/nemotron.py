@@ -23,7 +23,19 @@ def describe(source: Fields) -> ModelConfig:
         attention={"bias": bias, "out_bias": bias},
         feed_forward={"activation": "relu_squared", "gated": False, "bias": source.flag("mlp_bias", False)},
     )
+    percent = source.data.get("rope_percent")  # of older checkpoints, which others read
+    if percent is not None and config.head_dim * source.number("rope_percent") != (
+        config.rope.rotated or config.head_dim
+    ):
+        source.refuse("rope_percent", "the same as partial_rotary_factor, 0.5 where that is absent")
     return without_windows(source, config)
 
 
-FAMILIES = (Family("nemotron", "Nemotron and Minitron", describe, frozenset(("partial_rotary_factor", "hidden_act"))),)
+FAMILIES = (
+    Family(
+        "nemotron",
+        "Nemotron and Minitron",
+        describe,
+        frozenset(("partial_rotary_factor", "rope_percent", "hidden_act")),
+    ),
+)

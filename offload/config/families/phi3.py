@@ -40,5 +40,11 @@ def _with_longrope(source: Fields) -> Fields:
 
 
 FAMILIES = (
-    Family("phi3", "Phi-3, Phi-3.5 and Phi-4, mini and medium", describe, frozenset(("partial_rotary_factor",))),
+    Family(
+        "phi3",
+        "Phi-3, Phi-3.5 and Phi-4, mini and medium",
+        describe,
+        frozenset(("partial_rotary_factor",)),
+        "4K variants (windows)",
+    ),
 )

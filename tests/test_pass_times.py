@@ -119,7 +119,7 @@ class TestTheFile:
         key = key_of(TARGET, "bf16")
         assert key_of(replace(TARGET.changed(rope=Rope(theta=5.0)), bos_token_id=None), "bf16") == key
         for name in ("vocab_size", "hidden_size", "num_layers", "num_kv_heads", "head_dim"):
-            assert key_of(replace(TARGET, **{name: getattr(TARGET, name) + 2}), "bf16") != key
+            assert key_of(TARGET.changed(**{name: getattr(TARGET, name) + 2}), "bf16") != key
 
     def test_keeps_rates_and_other_models(self) -> None:
         save_rates("here", {"CPU": replace(TWO_CORES, measured=True)})

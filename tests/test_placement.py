@@ -189,7 +189,7 @@ def test_where_something_is_offloaded_the_embedding_is_on_the_host() -> None:
 @pytest.mark.parametrize(
     ("hardware", "target"),
     [
-        (GPU, replace(LARGE, tie_embeddings=True)),
+        (GPU, LARGE.changed(tie_embeddings=True)),
         (replace(GPU, has_kernels=False), LARGE),
         (replace(GPU, device="cpu", device_free_bytes=300 * 10**9, host_free_bytes=300 * 10**9), LARGE),
     ],
@@ -203,8 +203,8 @@ def test_the_embedding_stays_where_it_has_to(hardware: Hardware, target: ModelCo
 
 def test_a_32b_model_in_16_bits_drafts_for_itself_on_one_gpu_of_24_gb() -> None:
     """With its embedding on the GPU a copy in 4 bits had no room there, and a token took over a second."""
-    large = replace(
-        LARGE, hidden_size=5120, intermediate_size=27_648, num_layers=64, num_heads=40, num_kv_heads=8, head_dim=128
+    large = LARGE.changed(
+        hidden_size=5120, intermediate_size=27_648, num_layers=64, num_heads=40, num_kv_heads=8, head_dim=128
     )
     made = on_a_gpu(target=large)
     assert made.composition.weight_bits == 4

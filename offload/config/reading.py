@@ -79,7 +79,7 @@ def config_of(data: Mapping[str, object], *, name: str = "") -> ModelConfig:
     source = Fields(data, name or "config")
     wrapper = WRAPPERS.get(str(data.get("model_type")))
     if wrapper is None:
-        return _read(source, FAMILIES[source.choice("model_type", tuple(FAMILIES))], None)
+        return _read(source, FAMILIES[source.choice("model_type", (*FAMILIES, *WRAPPERS))], None)
     _refuse_unsupported(source, frozenset())
     _refuse_architectures(source, "ForConditionalGeneration")
     inner = data.get(TEXT_CONFIG)

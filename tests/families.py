@@ -86,6 +86,16 @@ TINY: dict[str, Tiny] = {
     "nemotron, biased": _with(
         "nemotron", rope_parameters=PARTIAL, attention_bias=True, mlp_bias=True, num_key_value_heads=1
     ),
+    "gemma": _with("gemma", hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True),
+    "gemma, biased and untied": _with(
+        "gemma", hidden_act="gelu", attention_bias=True, num_key_value_heads=1, head_dim=16
+    ),
+    "arcee": _with("arcee", hidden_act="relu2"),
+    "arcee, biased": _with("arcee", hidden_act="relu2", attention_bias=True, mlp_bias=True, num_key_value_heads=4),
+    "exaone4": _with("exaone4", sliding_window=None, layer_types=["full_attention"] * 2),
+    "exaone4, a window that no context outgrows": _with(
+        "exaone4", sliding_window=256, num_hidden_layers=5, tie_word_embeddings=True
+    ),
     "ministral3": _with("ministral3", max_position_embeddings=64, rope_parameters=GROWING),
     "ministral3, wrapped": Tiny(
         "ministral3", {"max_position_embeddings": 64, "rope_parameters": GROWING, "num_key_value_heads": 1}, "mistral3"
@@ -104,7 +114,7 @@ def random_tiny(name: str, *, seed: int = 0, **fields: object) -> PreTrainedMode
         for part, weight in sorted(model.named_parameters()):
             noise = torch.randn(weight.shape, generator=generator)
             if "norm" in part:
-                middle = 0.0 if tiny.family == "nemotron" or part.endswith("bias") else 1.0
+                middle = 0.0 if tiny.family in ("nemotron", "gemma") or part.endswith("bias") else 1.0
                 weight.copy_(middle + 0.2 * noise)
             elif part.endswith("bias") or "embed" in part:
                 weight.copy_(0.3 * noise if part.endswith("bias") else noise)

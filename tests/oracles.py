@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad, silu
+from torch.nn.functional import gelu, linear, pad, silu
 
 from offload.formats.layout import KV_CODE_LANES, RESIDUAL_HEAD_BYTES, Packing, PageShape
 from offload.formats.packed import ESCAPE
@@ -38,8 +38,16 @@ def step_with_torch(step: Step, num_rows: int) -> None:
         y = y.relu().square()
     if step.ending == "gate":
         gate, up = y.chunk(2, -1)
-        y = silu(gate) * up
+        y = _activated(gate, step) * up
+    if step.ending == "activate":
+        y = _activated(y, step)
     out.copy_(y)
+
+
+def _activated(x: Tensor, step: Step) -> Tensor:
+    if step.activation == "silu":
+        return silu(x)
+    return gelu(x, approximate="tanh") if step.activation == "gelu_tanh" else x.relu().square()
 
 
 def pack_with_torch(numbers: Tensor, packing: Packing) -> Tensor | None:

@@ -162,6 +162,22 @@ def test_a_field_that_a_description_gets_later_changes_no_sessions_digest(tmp_pa
     assert model_digest(plain.mapped(lambda block: replace(block, scale=2.0)), []) != digests["olmo2"]
 
 
+def test_in_16_bits_gemmas_norms_lose_nothing_and_embeddings_are_scaled_as_transformers_does(
+    folders: Callable[[str], Path],
+) -> None:
+    """1 + weight in fp32; the root of the hidden size rounded to bf16 before it multiplies."""
+    model, decoder = random_tiny("gemma").bfloat16(), load(folders("gemma"), dtype=torch.bfloat16)
+    [first, *_] = decoder.weights.layers
+    assert first.before_attention is not None
+    own = model.model.layers[0].input_layernorm.weight.detach()
+    assert torch.equal(first.before_attention.weight, 1 + own.float())
+    assert torch.equal(decoder.weights.final_norm.weight, 1 + model.model.norm.weight.detach().float())
+    tokens = torch.tensor(random_tokens(9))
+    assert torch.equal(decoder._embedded(tokens), model.model.embed_tokens(tokens).detach())
+    rows = decoder._embedded(tokens)
+    assert torch.equal(first.before_attention(rows), model.model.layers[0].input_layernorm(rows).detach())
+
+
 Change = Callable[[ModelConfig], ModelConfig]
 
 
@@ -238,8 +254,8 @@ FLAGS: dict[str, Change] = {
         for name, change in _norms(lambda norm: replace(norm, plus_one=not norm.plus_one)).items()
     },
     **{f"bias {name}": change for name, change in _norms(lambda norm: replace(norm, bias=not norm.bias)).items()},
-    **{f"eps {name}": change for name, change in _norms(lambda norm: replace(norm, eps=0.3)).items()},
-    "activation": _inner(activation=lambda own: "silu" if own.activation == "relu_squared" else "relu_squared"),
+    **{f"eps {name}": change for name, change in _norms(lambda norm: replace(norm, eps=30.0)).items()},
+    "activation": _inner(activation=lambda own: "gelu_tanh" if own.activation == "relu_squared" else "relu_squared"),
     "gated": _inner(gated=lambda own: not own.gated),
     "inner bias": _inner(bias=lambda own: not own.bias),
     "theta": _rope(theta=lambda rope: 3 * rope.theta),

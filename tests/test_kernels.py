@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import gelu, rms_norm, silu
 from torch.testing import assert_close
 
 from offload.config.model import Norm
 from offload.kernels.attention import attend, fold, unfold
 from offload.kernels.norms import NormWeights, add_normed
-from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
+from offload.kernels.products import Step, Steps, norm_heads, room_to_widen
 from offload.kernels.rope import RopeTable, Scoring, rotate
 from offload.kernels.spans import Rows, SpanAttention, one_run
 from offload.native.interface import Library
@@ -71,12 +72,13 @@ def make_step(
     inputs: int,
     outputs: int,
     *,
-    ending: Ending,
+    ending: str,
     norm: str,
     bias: bool,
     seed: int = 0,
 ) -> Step:
-    """norm: one of NORMS."""
+    """ending: one of ENDINGS, norm: one of NORMS."""
+    ending, _, activation = ending.partition(", ")
     width = 2 * outputs if ending == "gate" else outputs
     return Step(
         x=followed_by_nan(normal(num_rows, inputs, dtype=dtype, seed=seed)),
@@ -84,18 +86,27 @@ def make_step(
         bias=followed_by_nan(normal(width, dtype=dtype, seed=seed + 2)) if bias else None,
         out=normal(num_rows, outputs, dtype=dtype, seed=seed + 3),
         norm=make_norm(dtype, inputs, norm, seed=seed) if norm else None,
-        ending=ending,
+        ending=ending,  # type: ignore[arg-type]
         factor=0.4 if ending == "add" else 1.0,
+        activation=activation or "silu",  # type: ignore[arg-type]
     )
 
 
-NORMS = ("", "rms", "layer", "layer, biased")
+ENDINGS = ("write", "add", "gate, silu", "gate, gelu_tanh", "activate, gelu_tanh", "activate, relu_squared")
+NORMS = ("", "rms", "rms, fp32", "layer", "layer, biased", "layer, fp32, biased")
+ACTIVATIONS = {
+    "silu": silu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "relu_squared": lambda x: x.relu().square(),
+}
 
 
 def make_norm(dtype: torch.dtype, size: int, kind: str, *, seed: int) -> NormWeights:
-    biased = kind.endswith("biased")
-    weight, bias = (followed_by_nan(normal(size, dtype=dtype, seed=seed + at)) for at in (4, 5))
-    return NormWeights(Norm(1e-5, centred=kind != "rms", bias=biased), weight, bias if biased else None)
+    biased, fp32 = kind.endswith("biased"), "fp32" in kind
+    kept = torch.float32 if fp32 else dtype
+    weight, bias = (followed_by_nan(normal(size, dtype=kept, seed=seed + at)) for at in (4, 5))
+    norm = Norm(1e-5, centred=not kind.startswith("rms"), bias=biased, fp32=fp32)
+    return NormWeights(norm, weight, bias if biased else None)
 
 
 def normed_in_fp64(x: Tensor, norm: NormWeights) -> Tensor:
@@ -113,9 +124,9 @@ def in_fp64(step: Step) -> Tensor:
         y += step.bias.double()
     if step.ending == "gate":
         gate, up = y.chunk(2, -1)
-        return silu(gate) * up
-    if step.ending == "square":
-        return y.relu().square()
+        return ACTIVATIONS[step.activation](gate) * up
+    if step.ending == "activate":
+        return ACTIVATIONS[step.activation](y)
     return step.factor * y + step.out.double() if step.ending == "add" else y
 
 
@@ -129,11 +140,11 @@ def run(found: Library, step: Step, num_rows: int | None = None) -> Tensor:
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("ending", ["write", "add", "gate", "square"])
+@pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.few(24)
 def test_products_are_as_near_to_fp64_as_torchs(
-    found: Library, dtype: torch.dtype, ending: Ending, norm: str, bias: bool
+    found: Library, dtype: torch.dtype, ending: str, norm: str, bias: bool
 ) -> None:
     """Sizes on either side of a vector, a tile and a thread's outputs."""
     ours, theirs = [], []
@@ -157,11 +168,11 @@ def test_products_are_as_near_to_fp64_as_torchs(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("ending", ["write", "add", "gate", "square", "no product"])
+@pytest.mark.parametrize("ending", [*ENDINGS, "no product"])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.few(24)
 def test_a_rows_product_has_the_same_bits_beside_any_rows(
-    found: Library, dtype: torch.dtype, ending: Ending, norm: str
+    found: Library, dtype: torch.dtype, ending: str, norm: str
 ) -> None:
     """With 1 to 70 rows, at every place among them, on 1, 2 and 4 threads; one of the rows beside it is NaN."""
     most = 70
@@ -261,8 +272,8 @@ def test_gates_of_the_smallest_and_largest_numbers(found: Library, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("ending", ["write", "add", "gate", "square"])
-def test_what_is_not_a_number_stays_so(found: Library, dtype: torch.dtype, ending: Ending) -> None:
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_what_is_not_a_number_stays_so(found: Library, dtype: torch.dtype, ending: str) -> None:
     step = make_step(dtype, 3, 34, 17, ending=ending, norm="", bias=False)
     step.x[1] = torch.nan
     assert run(found, step).isnan().all(1).tolist() == [False, True, False]
@@ -330,14 +341,15 @@ def queries_of(spans: SpanAttention, q: Tensor, kv_heads: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [2, 10, 64, 80, 128])
-def test_heads_are_normed_as_near_to_fp64_as_by_torch(found: Library, dtype: torch.dtype, dim: int) -> None:
+@pytest.mark.parametrize("fp32", [False, True], ids=["", "weight in fp32"])
+def test_heads_are_normed_as_near_to_fp64_as_by_torch(found: Library, dtype: torch.dtype, dim: int, fp32: bool) -> None:
     """In place among other heads, which stay as they are; with the bits that a row has alone."""
     rows = normal(13, 7, dim, dtype=dtype)
-    norm = normal(dim, dtype=dtype, seed=1)
-    weights = NormWeights(Norm(1e-6), norm)
+    norm = normal(dim, dtype=torch.float32 if fp32 else dtype, seed=1)
+    weights = NormWeights(Norm(1e-6, fp32=fp32), norm)
     before, own = rows.clone(), rows[:, 2:5]
     wanted = rms_norm(own.double(), norm.shape, norm.double(), 1e-6)
-    by_torch = rms_norm(own, norm.shape, norm, 1e-6)
+    by_torch = weights(own)
     norm_heads(found, rows.flatten(1)[:, 2 * dim : 5 * dim], weights)
     assert torch.equal(rows[:, :2], before[:, :2])
     assert torch.equal(rows[:, 5:], before[:, 5:])

@@ -12,18 +12,23 @@ from typing import Any, Literal
 
 from offload.config.rope import Rope
 
-Activation = Literal["silu", "relu_squared"]
+Activation = Literal["silu", "gelu_tanh", "relu_squared"]  # gelu_tanh: GELU by its approximation with tanh
 
 
 @dataclass(frozen=True)
 class Norm:
     """Of rows. centred: LayerNorm, which takes the mean away, else RMS norm. plus_one: multiplies by 1 + its weight.
-    bias: and adds one."""
+    bias: and adds one. fp32: its vectors are fp32 in any dtype of the model, so that this 1 loses no bit of them."""
 
     eps: float = 1e-6
     centred: bool = False
     plus_one: bool = False
     bias: bool = False
+    fp32: bool = False
+
+    def itemsize(self, dtype_bytes: int) -> int:
+        """Bytes of a number of its vectors in a model of `dtype_bytes` per element."""
+        return 4 if self.fp32 else dtype_bytes
 
 
 @dataclass(frozen=True)
@@ -112,8 +117,8 @@ class ModelConfig:
     """A decoder. `offload.config.reading` makes it of a config.json and validates; the constructor does not.
 
     blocks: its layers, first to last, of one shape: they differ in their positions at most. norm: of the last rows.
-    embedding_scale, logits_scale: factors on what comes in and out. dtype: what the weights are meant to be computed
-    in.
+    embedding_scale, logits_scale: factors on what comes in and out; rounds_embedding_scale: to the dtype first. dtype:
+    what the weights are meant to be computed in.
     """
 
     family: str
@@ -123,6 +128,7 @@ class ModelConfig:
     max_positions: int
     norm: Norm = field(default_factory=Norm)
     embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False
     logits_scale: float = 1.0
     tie_embeddings: bool = False
     names: TensorNames = field(default_factory=TensorNames)
@@ -169,7 +175,11 @@ class ModelConfig:
             attention=replace(block.attention, norms_whole=False, scale=None),
             feed_forward=replace(block.feed_forward, activation="silu", gated=True),
         )
-        return block == plain and not (norm.centred or norm.plus_one or norm.bias) and self.embedding_scale == 1
+        return (
+            block == plain
+            and not (norm.centred or norm.plus_one or norm.bias or norm.fp32)
+            and self.embedding_scale == 1
+        )
 
     @property
     def context_limit(self) -> int:
@@ -225,11 +235,16 @@ class ModelConfig:
 
     def weight_bytes(self, dtype_bytes: int) -> int:
         """Bytes of all weights at `dtype_bytes` per element."""
-        return self.num_parameters() * dtype_bytes
+        rest = self.num_parameters() - self.num_layers * self.layer_parameters()
+        vectors = self.hidden_size * (1 + self.norm.bias)
+        layers = self.num_layers * self.layer_weight_bytes(dtype_bytes)
+        return layers + (rest - vectors) * dtype_bytes + vectors * self.norm.itemsize(dtype_bytes)
 
     def layer_weight_bytes(self, dtype_bytes: int) -> int:
         """Bytes of one layer's weights at `dtype_bytes` per element."""
-        return self.layer_parameters() * dtype_bytes
+        norms = layer_norms(self).values()
+        wider = sum(size * (norm.itemsize(dtype_bytes) - dtype_bytes) for size, norm in norms)
+        return self.layer_parameters() * dtype_bytes + wider
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values that one token adds, over all layers."""

@@ -12,7 +12,8 @@ from offload.config.model import Norm
 
 @dataclass(frozen=True)
 class NormWeights:
-    """weight, bias: [size] each. weight: what a row is multiplied by, with the 1 that `Norm.plus_one` adds."""
+    """weight, bias: [size] each, of the rows' dtype or fp32. weight: what a row is multiplied by, with the 1 that
+    `Norm.plus_one` adds."""
 
     norm: Norm
     weight: Tensor
@@ -20,9 +21,10 @@ class NormWeights:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same, by torch's operators."""
+        rows = x.to(self.weight.dtype)
         if self.norm.centred:
-            return layer_norm(x, self.weight.shape, self.weight, self.bias, self.norm.eps)
-        return rms_norm(x, self.weight.shape, self.weight, self.norm.eps)
+            return layer_norm(rows, self.weight.shape, self.weight, self.bias, self.norm.eps).to(x.dtype)
+        return rms_norm(rows, self.weight.shape, self.weight, self.norm.eps).to(x.dtype)
 
 
 def add_normed(x: Tensor, part: Tensor, norm: NormWeights | None, factor: float) -> None:

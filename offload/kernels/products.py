@@ -9,12 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from offload.config.model import Activation
 from offload.formats.quantised import TILE, Codes
 from offload.kernels.norms import NormWeights
 from offload.native.interface import DTYPES, Library, Product
 
-Ending = Literal["write", "add", "gate", "square"]
-_ENDINGS: tuple[Ending, ...] = ("write", "add", "gate", "square")
+Ending = Literal["write", "add", "gate", "activate"]
+_ENDINGS: tuple[Ending, ...] = ("write", "add", "gate", "activate")
+_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu_squared")
 MOST = 16  # steps of one call
 _ALIGNMENT = 32  # inputs: at least what every instruction set's vectors hold
 _TILE = 16  # rows: what one of AMX's tiles holds; as bf16 they take half of the floats
@@ -25,8 +27,9 @@ class Step:
     """out = ending(norm(x) @ weight^T + bias) for the first rows of x [n, inputs] and out [n, outputs].
 
     norm: None, x as it is. ending: "write"; "add" factor times it to out; "gate": the product is [n, 2 * outputs], and
-    out is silu(first half) * second half; "square": out is relu(product)^2. Rounded to the dtype after the norm, the
-    product and each step of the ending. With a weight in codes the normed rows are taken to 8 bits (native/codes.h).
+    out is activation(first half) * second half; "activate": out is activation(product). Rounded to the dtype after the
+    norm, the product and each step of the ending. With a weight in codes the normed rows are taken to 8 bits
+    (native/codes.h).
 
     weight: None, there is no product: out [n, inputs] += factor * norm(x).
     """
@@ -38,6 +41,7 @@ class Step:
     norm: NormWeights | None = None
     ending: Ending = "write"
     factor: float = 1.0
+    activation: Activation = "silu"
 
 
 class Steps:
@@ -78,7 +82,9 @@ class Steps:
             outputs,
             0 if codes is None else codes.bits,
             _ENDINGS.index(step.ending),
+            _ACTIVATIONS.index(step.activation),
             norm is not None and norm.norm.centred,
+            norm is not None and norm.norm.fp32,
             0.0 if norm is None else norm.norm.eps,
             step.factor,
         )
@@ -93,7 +99,7 @@ def norm_heads(kernels: Library, x: Tensor, norm: NormWeights) -> None:
     """RMS norm of every head in x [T, H * D], rows anywhere, in place. A head is as many numbers as the weight has."""
     assert not norm.norm.centred
     (num_rows, size), dim = x.shape, len(norm.weight)
-    where = x.data_ptr(), norm.weight.data_ptr()
+    where = x.data_ptr(), norm.weight.data_ptr(), norm.norm.fp32
     kernels.library.norm_heads(DTYPES[x.dtype], *where, num_rows, size // dim, dim, x.stride(0), norm.norm.eps)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import relu, silu
+from torch.nn.functional import gelu, relu, silu
 
 from offload.config.model import Block, ModelConfig
 from offload.kernels.cpu import FEW_ROWS, CpuKernels
@@ -46,6 +46,8 @@ class Decoder:
         self, config: ModelConfig, weights: Weights, sums: Sums | None = None, kernels: CpuKernels | NoKernels = NONE
     ) -> None:
         self.config, self.weights, self._sums, self._kernels = config, weights, sums or OneRank(), kernels
+        scale, dtype = config.embedding_scale, weights.embedding.dtype
+        self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if config.rounds_embedding_scale else scale
         self._idle: list[FewRows] = []  # a pass takes one, and another one where it runs in the middle of a pass
 
     def over(self, weights: Weights) -> Decoder:
@@ -133,7 +135,7 @@ class Decoder:
     def _embedded(self, tokens: Tensor, out: Tensor | None = None) -> Tensor:
         """[T, hidden], in `out` where that is given."""
         x = self.weights.embedding.rows(tokens, out=out)
-        return x if self.config.embedding_scale == 1 else x.mul_(self.config.embedding_scale)
+        return x if self._embedding_scale == 1 else x.mul_(self._embedding_scale)
 
     @contextmanager
     def _few_rows(self) -> Iterator[FewRows]:
@@ -228,7 +230,10 @@ def _normed(x: Tensor, norm: NormWeights | None) -> Tensor:
 
 
 def _activated(x: Tensor, block: Block) -> Tensor:
-    return silu(x) if block.feed_forward.activation == "silu" else relu(x).square_()
+    activation = block.feed_forward.activation
+    if activation == "silu":
+        return silu(x)
+    return gelu(x, approximate="tanh") if activation == "gelu_tanh" else relu(x).square_()
 
 
 def _by_block(blocks: Sequence[int] | None, x: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -83,9 +84,10 @@ class FewRows:
     def _described(self, weights: LayerWeights) -> tuple[list[Step], list[list[Step]]]:
         """See `_steps`."""
         block = self._config.block
-        ending: Ending = "gate" if block.feed_forward.gated else "square"
+        ending: Ending = "gate" if block.feed_forward.gated else "activate"
         norm = weights.before_attention if block.side_by_side else weights.before_feed_forward
         inner = _step(self._x, weights.gate_up, self._inner, norm, ending)
+        inner = replace(inner, activation=block.feed_forward.activation)
         qkv = _step(self._x, weights.qkv, self._qkv, weights.before_attention)
         o = self._added(self._attended, weights.o, weights.after_attention)
         down = self._added(self._inner, weights.down, weights.after_feed_forward)

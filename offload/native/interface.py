@@ -31,7 +31,8 @@ class Product(ctypes.Structure):
 
     _fields_ = [
         *_pointers("x", "norm", "norm_bias", "weight", "bias", "out", "widened"),
-        *_integers("x_stride", "out_stride", "inputs", "outputs", "bits", "ending", "centred"),
+        *_integers("x_stride", "out_stride", "inputs", "outputs", "bits", "ending", "activation"),
+        *_integers("centred", "norm_fp32"),
         ("epsilon", c_double),
         ("factor", c_double),
     ]
@@ -117,7 +118,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "restore_kv": (None, [c_void_p, c_int64, POINTER(PageShape), c_int64, c_int64]),
     "widened_room": (c_int64, [c_int64, c_int64]),
     "append_rows": (None, [c_int64, POINTER(Rotation)]),
-    "norm_heads": (None, [c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_double]),
+    "norm_heads": (None, [c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_double]),
     "scratch_room": (c_int64, [c_int64, c_int64, c_int64]),
     "attend_runs": (None, [c_int64, POINTER(Attention), POINTER(Run), c_int64, c_void_p, c_int64, c_int64]),
     "merge_runs": (None, [c_int64, POINTER(Attention), c_int64]),

@@ -20,7 +20,7 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Changes with every change of a structure or a function below.
-KERNEL int abi() { return 19; }
+KERNEL int abi() { return 20; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -127,7 +127,7 @@ KERNEL void append_rows(Dtype dtype, const Rotation* r) {
     with(dtype, [&]<class E>() { rotation::append_rows<E>(*r); });
 }
 
-KERNEL void norm_heads(Dtype dtype, void* x, const void* norm, int64_t rows, int64_t heads, int64_t dim, int64_t stride,
-                       double epsilon) {
-    with(dtype, [&]<class E>() { rotation::norm_heads<E>(x, norm, rows, heads, dim, stride, float(epsilon)); });
+KERNEL void norm_heads(Dtype dtype, void* x, const void* norm, int64_t fp32, int64_t rows, int64_t heads, int64_t dim,
+                       int64_t stride, double epsilon) {
+    with(dtype, [&]<class E>() { rotation::norm_heads<E>(x, norm, fp32, rows, heads, dim, stride, float(epsilon)); });
 }

@@ -8,13 +8,15 @@
 #include "tiles.h"
 #include "vectors.h"
 
-enum class Ending : int64_t { write, add, gate, square };
+enum class Ending : int64_t { write, add, gate, activate };
+enum class Activation : int64_t { silu, gelu_tanh, relu_squared };
 
 // out = ending(norm(x) · weight^T + bias), for x [rows, inputs] and weight [outputs, inputs], of the dtype or in codes
 // (codes.h), rounded to the dtype after the norm, after the product and after each step of the ending. Where the norm
-// is null, x is taken as it is. centred: LayerNorm, which takes the mean away; norm_bias: what it adds, or null.
+// is null, x is taken as it is. centred: LayerNorm, which takes the mean away; norm_bias: what it adds, or null; both
+// are fp32 where norm_fp32 is set.
 // write: out [rows, outputs]. add: factor * product is added to out. gate: weight is [2 * outputs, inputs], and
-// out = silu(first half) * second half; of codes the half has whole tiles. square: out = relu(product)^2.
+// out = activation(first half) * second half; of codes the half has whole tiles. activate: out = activation(product).
 // Where the weight is null, there is no product: out [rows, inputs] += factor * norm(x).
 struct Product {
     const void* x;
@@ -28,7 +30,8 @@ struct Product {
     int64_t inputs, outputs;
     int64_t bits;  // of the weight's codes, 4 or 6; 0: it is of the dtype
     Ending ending;
-    int64_t centred;
+    Activation activation;
+    int64_t centred, norm_fp32;
     double epsilon, factor;
 };
 
@@ -95,16 +98,29 @@ INLINE f32 normed(const Normal& n, f32 x, f32 norm, bool has_bias, f32 bias) {
     return E::rounded(has_bias ? y + bias : y);
 }
 
+// W numbers of a vector of the norm from `first` on, `step` apart, zeros past the row's end. read: those of the dtype.
+template <class E, class Read>
+INLINE f32 of_norm(const Product& p, const void* vector, int first, int step, Read&& read) {
+    if (!vector) return f32{};
+    if (!p.norm_fp32) return read(static_cast<const typename E::element*>(vector));
+    f32 found = {};
+    for (int i = 0; i < W; i++)
+        if (const int at = first + i * step; at < p.inputs) found[i] = static_cast<const float*>(vector)[at];
+    return found;
+}
+
 // One row, normed and taken to 8 bits.
 template <class E>
 void code_row(const Product& p, int64_t row) {
     using element = typename E::element;
     auto x = static_cast<const element*>(p.x) + row * p.x_stride;
-    auto norm = static_cast<const element*>(p.norm), bias = static_cast<const element*>(p.norm_bias);
-    const Normal normal = norm ? normal_of<E>(p, x) : Normal{};
+    const Normal normal = p.norm ? normal_of<E>(p, x) : Normal{};
     codes::take(codes_of(p), row, [&](int at) {
         const f32 part = E::read(x + at);
-        return norm ? normed<E>(normal, part, E::read(norm + at), bias, bias ? E::read(bias + at) : f32{}) : part;
+        auto own = [&](const void* vector) {
+            return of_norm<E>(p, vector, at, 1, [&](const element* from) { return E::read(from + at); });
+        };
+        return p.norm ? normed<E>(normal, part, own(p.norm), p.norm_bias, own(p.norm_bias)) : part;
     });
 }
 
@@ -114,16 +130,17 @@ INLINE void by_units(const Product& p, int64_t row, Put&& put) {
     using element = typename E::element;
     const int inputs = int(p.inputs);
     auto x = static_cast<const element*>(p.x) + row * p.x_stride;
-    auto norm = static_cast<const element*>(p.norm), bias = static_cast<const element*>(p.norm_bias);
     auto units = [&](const element* from, int at) { return units_of<E>(from, inputs, at); };
-    const Normal normal = norm ? normal_of<E>(p, x) : Normal{};
+    const Normal normal = p.norm ? normal_of<E>(p, x) : Normal{};
     for (int at = 0; at < inputs; at += wide<E>) {
         f32 parts[E::per_unit];
         for (int e = 0; e < E::per_unit; e++) {
             parts[e] = widen<E>(units(x, at), e);
-            if (norm)
-                parts[e] = normed<E>(normal, parts[e], widen<E>(units(norm, at), e), bias,
-                                     bias ? widen<E>(units(bias, at), e) : f32{});
+            auto own = [&](const void* vector) {
+                return of_norm<E>(p, vector, at + e, E::per_unit,
+                                  [&](const element* from) { return widen<E>(units(from, at), e); });
+            };
+            if (p.norm) parts[e] = normed<E>(normal, parts[e], own(p.norm), p.norm_bias, own(p.norm_bias));
         }
         put(at, parts);
     }
@@ -214,11 +231,22 @@ void block(const Product& p, int64_t from, int64_t first, int count, int rows, f
             for (int i = 0; i < count; i++) results[r][i] += E::widen_one(bias[first + i]);
 }
 
-// x / (1 + e^-x). Past 2^126 the power is taken as infinite.
+// x / (1 + 2^power). Past 2^126 the power is taken as infinite.
 template <class E>
-INLINE f32 silu(f32 x) {
-    const f32 power = x * -1.44269504f;
+INLINE f32 opened(f32 x, f32 power) {
     return E::rounded(x / (1.0f + (power > 126.0f ? all(__builtin_huge_valf()) : exp2(power))));
+}
+
+// silu: x / (1 + e^-x). gelu_tanh: x / 2 (1 + tanh u) with u = sqrt(2 / pi) (x + .044715 x^3), which is
+// x / (1 + e^-2u). relu_squared: max(x, 0)^2.
+template <class E>
+INLINE f32 activated(Activation activation, f32 x) {
+    if (activation == Activation::relu_squared) {
+        x = x < 0.0f ? f32{} : x;
+        return E::rounded(x * x);
+    }
+    if (activation == Activation::silu) return opened<E>(x, x * -1.44269504f);
+    return opened<E>(x, x * (1.0f + .044715f * x * x) * -2.30220818f);  // -2 sqrt(2 / pi) log2(e)
 }
 
 // One row's results, and where there is a gate what they open, to `count` elements of out.
@@ -232,8 +260,8 @@ INLINE void finish(const Product& p, const float* results, const float* ups, typ
             if (p.factor != 1) y = E::rounded(y * float(p.factor));
             y = E::rounded(y + E::read(row + i));
         }
-        if (p.ending == Ending::gate) y = E::rounded(silu<E>(y) * E::rounded(load<f32>(ups + i)));
-        if (p.ending == Ending::square) y = y < 0.0f ? f32{} : y, y = E::rounded(y * y);
+        if (p.ending == Ending::gate) y = E::rounded(activated<E>(p.activation, y) * E::rounded(load<f32>(ups + i)));
+        if (p.ending == Ending::activate) y = activated<E>(p.activation, y);
         E::write(row + i, y);
     }
     __builtin_memcpy(out, row, count * sizeof row[0]);
@@ -260,19 +288,24 @@ void add_row(const Product& p, int64_t row) {
     using element = typename E::element;
     const int inputs = int(p.inputs);
     auto x = static_cast<const element*>(p.x) + row * p.x_stride;
-    auto norm = static_cast<const element*>(p.norm), bias = static_cast<const element*>(p.norm_bias);
     auto out = static_cast<element*>(p.out) + row * p.out_stride;
     const Normal normal = normal_of<E>(p, x);
     for (int first = 0; first < inputs; first += OUTPUTS) {
         const int count = inputs - first < OUTPUTS ? inputs - first : OUTPUTS;
         const size_t bytes = count * sizeof(element);
-        element from[OUTPUTS] = {}, by[OUTPUTS] = {}, plus[OUTPUTS] = {};
+        element from[OUTPUTS] = {};
         __builtin_memcpy(from, x + first, bytes);
-        __builtin_memcpy(by, norm + first, bytes);
-        if (bias) __builtin_memcpy(plus, bias + first, bytes);
         alignas(64) float results[OUTPUTS];
-        for (int i = 0; i < OUTPUTS; i += W)
-            store(results + i, normed<E>(normal, E::read(from + i), E::read(by + i), bias, E::read(plus + i)));
+        for (int i = 0; i < OUTPUTS; i += W) {
+            auto own = [&](const void* vector) {
+                return of_norm<E>(p, vector, first + i, 1, [&](const element* all_of_it) {
+                    element some[W] = {};
+                    for (int j = 0; j < W && i + j < count; j++) some[j] = all_of_it[first + i + j];
+                    return E::read(some);
+                });
+            };
+            store(results + i, normed<E>(normal, E::read(from + i), own(p.norm), p.norm_bias, own(p.norm_bias)));
+        }
         finish<E>(p, results, results, out + first, count);
     }
 }

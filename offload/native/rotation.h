@@ -71,17 +71,21 @@ void append_rows(const Rotation& r) {
     }
 }
 
-// x [rows, heads, D] in rows of `stride` elements: each head's part is normed in place.
+// x [rows, heads, D] in rows of `stride` elements: each head's part is normed in place. fp32: the norm is, else of the
+// dtype.
 template <class E>
-void norm_heads(void* x, const void* norm, int64_t rows, int64_t heads, int64_t dim, int64_t stride, float epsilon) {
+void norm_heads(void* x, const void* norm, bool fp32, int64_t rows, int64_t heads, int64_t dim, int64_t stride,
+                float epsilon) {
     using element = typename E::element;
-    auto weight = static_cast<const element*>(norm);
+    auto weight = [&](int64_t d) {
+        return fp32 ? static_cast<const float*>(norm)[d] : E::widen_one(static_cast<const element*>(norm)[d]);
+    };
     for (int64_t i = 0; i < rows * heads; i++) {
         auto own = static_cast<element*>(x) + i / heads * stride + i % heads * dim;
         float squares = 0;
         for (int64_t d = 0; d < dim; d++) squares += E::widen_one(own[d]) * E::widen_one(own[d]);
         const float scale = 1.0f / __builtin_sqrtf(squares / float(dim) + epsilon);
-        for (int64_t d = 0; d < dim; d++) own[d] = E::round_one(E::widen_one(own[d]) * scale * E::widen_one(weight[d]));
+        for (int64_t d = 0; d < dim; d++) own[d] = E::round_one(E::widen_one(own[d]) * scale * weight(d));
     }
 }
 

@@ -198,8 +198,8 @@ def load_weights(
         if tensor.dtype == torch.float16 and not all_finite(tensor):  # a bf16 weight may be larger than fp16 goes
             raise ModelError(f"{owner} has weights beyond fp16's range of 65504; try --dtype bf16 or fp32")
 
-    def place(tensor: str, shape: tuple[int, ...], tier: Tier = "device") -> Tensor:
-        block = memory.allocate(shape, dtype, tier=tier, purpose=f"{name} embeddings")
+    def place(tensor: str, shape: tuple[int, ...], tier: Tier = "device", kind: torch.dtype = dtype) -> Tensor:
+        block = memory.allocate(shape, kind, tier=tier, purpose=f"{name} embeddings")
         checkpoint.read_into(tensor, block)
         check_range(block, tensor)
         on_bytes(block.nbytes)
@@ -240,8 +240,9 @@ def load_weights(
     head = None
     if shard.rank == 0:
         head = Linear(embedding if config.tie_embeddings else place(names.head, table), None)
-    final = place(f"{names.norm}.weight", row)
+    kind = torch.float32 if config.norm.fp32 else dtype
+    final = place(f"{names.norm}.weight", row, kind=kind)
     if config.norm.plus_one:
         final += 1
-    bias = place(f"{names.norm}.bias", row) if config.norm.bias else None
+    bias = place(f"{names.norm}.bias", row, kind=kind) if config.norm.bias else None
     return Weights(Embedding(embedding, memory.device), layers, NormWeights(config.norm, final, bias), head)

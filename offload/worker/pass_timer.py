@@ -300,7 +300,7 @@ def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_siz
             view.of(buffer).fill_(_VALUE)
         layers.append(layout.bind(buffer))
     embedding = torch.full((vocab_size, config.hidden_size), _VALUE, dtype=dtype)
-    ones = torch.ones(config.hidden_size, dtype=dtype)
+    ones = torch.ones(config.hidden_size, dtype=torch.float32 if config.norm.fp32 else dtype)
     norm = NormWeights(config.norm, ones, ones if config.norm.bias else None)
     table = Embedding(embedding, embedding.device)
     return Weights(table, ResidentLayers(layers, 0), norm, Linear(embedding, None))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from offload.config.families import (
+    arcee,
     cohere,
     ernie4_5,
+    exaone4,
+    gemma,
     glm,
     granite,
     llama,
@@ -21,7 +24,8 @@ from offload.config.families.common import Family as Family
 from offload.config.families.common import Wrapper as Wrapper
 
 _MODULES = (
-    llama, mistral, qwen, granite, seed_oss, ernie4_5, smollm3, phi3, glm, olmo2, cohere, nemotron, ministral3,
+    llama, mistral, qwen, granite, seed_oss, ernie4_5, smollm3, phi3, glm, olmo2, cohere, nemotron, ministral3, gemma,
+    arcee, exaone4,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
 WRAPPERS: dict[str, Wrapper] = {wrapper.name: wrapper for wrapper in (ministral3.WRAPPER,)}

@@ -162,11 +162,11 @@ def test_a_field_that_a_description_gets_later_changes_no_sessions_digest(tmp_pa
     assert model_digest(plain.mapped(lambda block: replace(block, scale=2.0)), []) != digests["olmo2"]
 
 
-def test_in_16_bits_gemmas_norms_lose_nothing_and_embeddings_are_scaled_as_transformers_does(
-    folders: Callable[[str], Path],
-) -> None:
+def test_in_16_bits_gemmas_norms_lose_nothing_and_embeddings_are_scaled_as_by_transformers(tmp_path: Path) -> None:
     """1 + weight in fp32; the root of the hidden size rounded to bf16 before it multiplies."""
-    model, decoder = random_tiny("gemma").bfloat16(), load(folders("gemma"), dtype=torch.bfloat16)
+    model = random_tiny("gemma").bfloat16()
+    model.save_pretrained(tmp_path)
+    decoder = load(tmp_path, dtype=torch.bfloat16)
     [first, *_] = decoder.weights.layers
     assert first.before_attention is not None
     own = model.model.layers[0].input_layernorm.weight.detach()

@@ -1,0 +1,58 @@
+"""A layer's pass of each family beside a layer of Llama's form with the same sizes, over made-up weights.
+
+usage: python benchmarks/families.py [--turns 5]
+
+Seconds a byte of weights of a layer without its attention, for 1, 8 and 16 rows, as `triforce` measures them before a
+model's first plan (offload/worker/pass_timer.py): least of the turns, as multiples of Llama's. The goal: at most 1.1.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from report import say
+
+from offload.config.families import FAMILIES
+from offload.config.model import ModelConfig
+from offload.config.reading import config_of
+from offload.plan.pass_times import ROWS
+from offload.worker.pass_timer import time_passes
+
+SIZES: dict[str, object] = {
+    "vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "head_dim": 128,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 8192, "eos_token_id": 2,
+    "sliding_window": None, "layer_types": ["full_attention"] * 8, "tie_word_embeddings": False,
+}  # fmt: skip
+OWN: dict[str, dict[str, object]] = {
+    "granite": {"residual_multiplier": 0.22, "attention_multiplier": 0.01, "embedding_multiplier": 12.0},
+    "phi3": {"head_dim": None},
+}
+SHOWN = (1, 8, 16)
+
+
+def layer(config: ModelConfig) -> list[float]:
+    """Seconds a byte, for each of SHOWN."""
+    times = time_passes(config, "bf16")
+    assert times is not None, "the machine is too busy"
+    return [times.layer[ROWS.index(rows)] / config.layer_weight_bytes(2) for rows in SHOWN]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=5)
+    turns = parser.parse_args().turns
+    configs = {name: config_of(SIZES | {"model_type": name} | OWN.get(name, {})) for name in FAMILIES}
+    taken: dict[str, list[list[float]]] = {name: [] for name in configs}
+    for turn in range(turns):
+        for name, config in configs.items():
+            taken[name].append(layer(config))
+        say(f"turn {turn + 1} of {turns}")
+    least = {name: [min(column) for column in zip(*found, strict=True)] for name, found in taken.items()}
+    print(f"| family | {' | '.join(f'{rows} rows' for rows in SHOWN)} |\n|---{'|---' * len(SHOWN)}|")
+    for name, found in least.items():
+        ratios = (f"{own / llama:.2f}" for own, llama in zip(found, least["llama"], strict=True))
+        print(f"| {name} | {' | '.join(ratios)} |")
+
+
+if __name__ == "__main__":
+    main()

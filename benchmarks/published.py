@@ -44,7 +44,7 @@ class LastQueries:
 
     def _attended(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._start is not None:
-            self.of_layers.append(self.full.scorings[layer].rope.rotated(q, k, self._start)[0])
+            self.of_layers.append(self.full.scorings[layer].rotated(q, k, self._start)[0])
         return self._attend(layer, q, k, v)
 
 

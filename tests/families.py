@@ -63,6 +63,11 @@ TINY: dict[str, Tiny] = {
     "ernie4_5, biased and tied": _with("ernie4_5", use_bias=True, tie_word_embeddings=True, num_key_value_heads=1),
     "smollm3": _with("smollm3", num_hidden_layers=5),
     "smollm3, listed": _with("smollm3", no_rope_layers=[0, 1], attention_bias=True, tie_word_embeddings=True),
+    "hunyuan": _with("hunyuan_v1_dense"),
+    "hunyuan, stretched": _with(
+        "hunyuan_v1_dense", attention_bias=True, num_key_value_heads=1, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": THETA, "alpha": 50.0, "factor": 1.0},
+    ),
     "phi3": _with("phi3", head_dim=...),
     "phi3, short": _with(
         "phi3", head_dim=..., num_key_value_heads=4, original_max_position_embeddings=64,
@@ -101,6 +106,8 @@ TINY: dict[str, Tiny] = {
         "ministral3", {"max_position_embeddings": 64, "rope_parameters": GROWING, "num_key_value_heads": 1}, "mistral3"
     ),
     "mistral, wrapped": Tiny("mistral", {"sliding_window": None}, "mistral3"),
+    "granite, wrapped": Tiny("granite", dict(MULTIPLIED), "llava_next"),
+    "llama, wrapped": Tiny("llama", {}, "smolvlm"),
 }  # fmt: skip
 
 
@@ -138,13 +145,16 @@ def save_tiny(name: str, folder: Path, *, noise: float = 0.0, tokenizer: bool = 
         left_out = {key for key, value in tiny.fields.items() if value is ...}
         (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in left_out}))
         return folder
-    tensors = {f"language_model.{part}": tensor.contiguous() for part, tensor in model.state_dict().items()}
+    named = {"smolvlm": lambda part: part.replace("model.", "model.text_model.")}
+    rename = named.get(tiny.wrapped, lambda part: f"language_model.{part}")
+    tensors = {rename(part): tensor.contiguous() for part, tensor in model.state_dict().items()}
     tensors["vision_tower.patch_conv.weight"] = torch.ones(2, 2)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     wrapper = {
-        "model_type": tiny.wrapped, "architectures": ["Mistral3ForConditionalGeneration"], "dtype": "float32",
+        "model_type": tiny.wrapped, "architectures": ["AnyForConditionalGeneration"], "dtype": "float32",
         "text_config": tiny.config() | fields, "vision_config": {"model_type": "pixtral"}, "image_token_index": 10,
         "tie_word_embeddings": False,
     }  # fmt: skip
+    wrapper |= {"scale_factor": 4} if tiny.wrapped == "smolvlm" else {}
     (folder / "config.json").write_text(json.dumps(wrapper))
     return folder

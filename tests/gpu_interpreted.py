@@ -385,6 +385,17 @@ def test_queries_grow_and_their_products_are_scaled_as_the_layer_says() -> None:
     assert_close(outs[0], outs[1], atol=1e-5, rtol=1e-5)
 
 
+def test_rotated_queries_and_keys_are_weighed_as_the_layer_says() -> None:
+    rope, q = turning(32, torch.float32), normal(5, 4, 32, seed=9)
+    k, v = normal(5, KV_HEADS, 32, seed=10), normal(5, KV_HEADS, 32, seed=11)
+    scoring = Scoring(rope, weights=(normal(32, seed=12), normal(32, seed=13)))
+    attention = GpuAttention(dtype=q.dtype, span=16)
+    attention.begin(Rows(q, k, v, scoring, position=3, index=3), 1)
+    wanted_q, wanted_k = scoring.rotated(q, k, 3)
+    assert torch.equal(attention._queries[0], wanted_q)
+    assert torch.equal(attention._keys, wanted_k)
+
+
 @pytest.mark.parametrize("first", [10, 40])
 def test_queries_for_sinks_stop_at_their_last_position(first: int) -> None:
     rope, q = turning(32, torch.float32), normal(6, 4, 32, seed=12)

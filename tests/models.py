@@ -271,7 +271,8 @@ class Sizes:
 
 def scorings_of(decoder: Decoder, capacity: int, slack: int = 64) -> Sequence[Scoring]:
     """Enough positions for padding and drafts beyond the capacity, in the weights' dtype."""
-    return scorings(decoder.config, capacity + slack, capacity, "cpu", decoder.weights.embedding.dtype)
+    dtype, rotated = decoder.weights.embedding.dtype, decoder.weights.rotated
+    return scorings(decoder.config, capacity + slack, capacity, "cpu", dtype, weights=rotated)
 
 
 def full_cache(

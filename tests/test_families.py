@@ -15,7 +15,7 @@ from torch import Tensor
 
 from families import LONGROPE, PARTIAL, TINY, random_tiny, save_tiny
 from forked import Forked, forked_ranks
-from models import GREEDY, TOKENIZER_SIZE, LateLink, Sizes, full_cache, load, random_tokens, resident_rows
+from models import CPU, GREEDY, TOKENIZER_SIZE, LateLink, Sizes, full_cache, load, random_tokens, resident_rows
 from offload.config.families import FAMILIES
 from offload.config.model import BLOCK_NORMS, Attention, Block, FeedForward, ModelConfig, Norm
 from offload.config.reading import config_of, read_config
@@ -24,6 +24,7 @@ from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.errors import ModelError, UsageError
 from offload.model.level import prefill
+from offload.plan.planner import Options, make_plan
 from offload.plan.shards import check_divides
 from offload.session.fingerprints import identity_of, model_digest
 from offload.session.store import Store
@@ -92,7 +93,7 @@ def text(**fields: object) -> dict[str, object]:
         ({**WRAPPER, "quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
         ({**WRAPPER, "text_config": None}, "text_config is None"),
         ({**WRAPPER, "architectures": ["PixtralVisionModelWithHead"]}, "architectures is"),
-        (text(model_type="llama"), "text_config: model_type is 'llama'"),
+        (text(model_type="gemma2"), "text_config: model_type is 'gemma2'"),
         (
             text(rope_parameters={"rope_type": "default", "llama_4_scaling_beta": 0.1}),
             "original_max_position_embeddings",
@@ -129,6 +130,12 @@ def test_what_a_wrapped_config_says_counts_more_than_what_stands_outside() -> No
     del inner["text_config"]["tie_word_embeddings"]  # type: ignore[attr-defined]
     assert config_of({**inner, "tie_word_embeddings": True}).tie_embeddings
     assert config_of({**inner, "dtype": "bfloat16"}).dtype == "bfloat16"
+
+
+def test_the_plan_says_that_a_wrapped_model_sees_no_pictures() -> None:
+    config = config_of({**WRAPPER, "text_config": TINY["granite"].config()})
+    made = make_plan(config, None, Options(), CPU, num_prompt_tokens=100, max_tokens=20)
+    assert "the text of a mistral3 model: it sees no pictures here" in made.notes
 
 
 OTHERWISE: dict[str, Callable[[str], str]] = {
@@ -240,6 +247,7 @@ FLAGS: dict[str, Change] = {
     "attention.bias": _attention(bias=lambda own: not own.bias),
     "attention.out_bias": _attention(out_bias=lambda own: not own.out_bias),
     "norms_whole": _attention(norms_whole=lambda own: own.qk_norm is not None and not own.norms_whole),
+    "weighs_rotated": _attention(weighs_rotated=lambda own: own.qk_norm is not None and not own.weighs_rotated),
     "with qk_norm": _attention(qk_norm=lambda own: None if own.qk_norm else Norm()),
     **{
         f"with {name}": _block(**{name: lambda block, name=name: None if getattr(block, name) else Norm()})
@@ -299,7 +307,7 @@ LONG_FACTORS = {"short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": 
 ENGINES = {
     name: {"rope_parameters": tiny.fields["rope_parameters"] | LONG_FACTORS} if name.startswith("phi3,") else {}
     for name, tiny in TINY.items()
-    if name == tiny.family or tiny.wrapped or name.startswith("phi3,")
+    if name == tiny.family or tiny.wrapped or name == "hunyuan" or name.startswith("phi3,")
 }
 DRAFTED = Sizes(
     gamma=6, draft_gamma=3, budget=64, chunk=16, window=32, equal_rows=tuple(range(1, 17)), page=32, capacity=600

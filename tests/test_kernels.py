@@ -331,6 +331,15 @@ def test_rows_are_rotated_and_written_as_torch_does_to_the_bit(
     grown = replace(rope, growth=normal(len(rope.cos), dtype=dtype, seed=10))
     spans.begin(Rows(q, k, v, Scoring(grown), position, index), 3)
     assert_same_bits(queries_of(spans, q, heads.kv), grown.rotated(q, k, position)[0].float())
+    weighed = Scoring(rope, weights=(normal(dim, dtype=dtype, seed=11), normal(dim, dtype=dtype, seed=12)))
+    wanted_q, wanted_k = weighed.rotated(q, k, position)
+    spans.begin(Rows(q, k, v, weighed, position, index), 3)
+    spans.append_rows(one_run(tile, first=first, tokens=0, slot=0, span=page), 1)
+    assert_same_bits(queries_of(spans, q, heads.kv), wanted_q.float())
+    for t, key in enumerate(wanted_k):
+        number, offset = divmod(index + t - first, page)
+        if 0 <= number < 3:
+            assert_same_bits(tile[0, number, :, offset], key)
 
 
 def queries_of(spans: SpanAttention, q: Tensor, kv_heads: int) -> Tensor:

@@ -34,7 +34,8 @@ class Norm:
 @dataclass(frozen=True)
 class Attention:
     """Of one layer. bias, out_bias: of q, k and v, and of the output. qk_norm: of queries and keys before they are
-    rotated, of each head by itself or, if `norms_whole`, of all heads together.
+    rotated, of each head by itself or, if `norms_whole`, of all heads together; if `weighs_rotated`, its weight
+    multiplies them after that.
 
     rope: None, queries and keys know no positions. scale: on products of queries and keys, None: head_dim^-0.5.
     """
@@ -47,6 +48,7 @@ class Attention:
     out_bias: bool = False
     qk_norm: Norm | None = None
     norms_whole: bool = False
+    weighs_rotated: bool = False
     scale: float | None = None
 
     @property
@@ -118,7 +120,7 @@ class ModelConfig:
 
     blocks: its layers, first to last, of one shape: they differ in their positions at most. norm: of the last rows.
     embedding_scale, logits_scale: factors on what comes in and out; rounds_embedding_scale: to the dtype first. dtype:
-    what the weights are meant to be computed in.
+    what the weights are meant to be computed in. wrapper: the model_type of the model whose text this is, if any.
     """
 
     family: str
@@ -135,6 +137,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
+    wrapper: str = ""
 
     @property
     def num_layers(self) -> int:
@@ -172,7 +175,7 @@ class ModelConfig:
         norm, block = self.norm, self.block
         plain = replace(
             Block(block.attention, block.feed_forward, before_attention=norm, before_feed_forward=norm),
-            attention=replace(block.attention, norms_whole=False, scale=None),
+            attention=replace(block.attention, norms_whole=False, weighs_rotated=False, scale=None),
             feed_forward=replace(block.feed_forward, activation="silu", gated=True),
         )
         return (

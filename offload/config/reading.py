@@ -13,7 +13,7 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 
-from offload.config.families import FAMILIES, WRAPPERS, Family
+from offload.config.families import FAMILIES, WRAPPERS, Family, Wrapper
 from offload.config.fields import Fields, is_neutral, read_json
 from offload.config.model import ModelConfig
 from offload.errors import ModelError
@@ -80,7 +80,7 @@ def config_of(data: Mapping[str, object], *, name: str = "") -> ModelConfig:
     wrapper = WRAPPERS.get(str(data.get("model_type")))
     if wrapper is None:
         return _read(source, FAMILIES[source.choice("model_type", (*FAMILIES, *WRAPPERS))], None)
-    _refuse_unsupported(source, frozenset())
+    _refuse_unsupported(source, wrapper.reads)
     _refuse_architectures(source, "ForConditionalGeneration")
     inner = data.get(TEXT_CONFIG)
     if not isinstance(inner, Mapping):
@@ -88,15 +88,16 @@ def config_of(data: Mapping[str, object], *, name: str = "") -> ModelConfig:
     outer = {key: data[key] for key in wrapper.outer if data.get(key) is not None}
     said = {key: value for key, value in inner.items() if value is not None}
     text = Fields({"model_type": wrapper.default_family} | outer | said, f"{source.where}: {TEXT_CONFIG}")
-    return _read(text, FAMILIES[text.choice("model_type", wrapper.families)], wrapper.body)
+    return _read(text, FAMILIES[text.choice("model_type", tuple(FAMILIES))], wrapper)
 
 
-def _read(source: Fields, family: Family, body: str | None) -> ModelConfig:
+def _read(source: Fields, family: Family, wrapper: Wrapper | None) -> ModelConfig:
     _refuse_unsupported(source, family.reads)
-    if body is None:
+    if wrapper is None:
         _refuse_architectures(source, "ForCausalLM")
+        return family.describe(source)
     config = family.describe(source)
-    return config if body is None else replace(config, names=replace(config.names, body=body))
+    return replace(config, names=replace(config.names, body=wrapper.body), wrapper=wrapper.name)
 
 
 def _refuse_unsupported(source: Fields, reads: Set[str]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
-from offload.config.model import Norm
+from offload.config.model import Attention, Norm
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,10 @@ class NormWeights:
     norm: Norm
     weight: Tensor
     bias: Tensor | None = None
+
+    def now(self, attention: Attention) -> NormWeights:
+        """Of queries or keys, before they are rotated: without the weight where that comes after it."""
+        return replace(self, weight=torch.ones_like(self.weight)) if attention.weighs_rotated else self
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same, by torch's operators."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from offload.kernels.rope import RopeTable, rotate, rotate_queries
+from offload.kernels.rope import Scoring, rotate, rotate_queries
 
 
 class RowPlaces:
@@ -20,15 +20,18 @@ class RowPlaces:
         self.positions, self.slots = positions, slots
         self._made: dict[tuple[str, int], Tensor] = {}
 
-    def keys(self, k: Tensor, rope: RopeTable) -> Tensor:
-        """k [T, H_kv, D], rotated. rope: of all positions, kept by the caller."""
-        return rotate(k, self._rows("cos", rope.cos), self._rows("sin", rope.sin))
+    def keys(self, k: Tensor, scoring: Scoring) -> Tensor:
+        """k [T, H_kv, D], rotated and weighed. scoring: of all positions, kept by the caller."""
+        rotated = rotate(k, self._rows("cos", scoring.rope.cos), self._rows("sin", scoring.rope.sin))
+        return rotated if scoring.weights is None else rotated.mul_(scoring.weights[1])
 
-    def queries(self, q: Tensor, rope: RopeTable, last: int | None = None) -> Tensor:
-        """q [T, H, D], rotated to the positions, none after `last`."""
+    def queries(self, q: Tensor, scoring: Scoring, last: int | None = None) -> Tensor:
+        """q [T, H, D], rotated to the positions, none after `last`, and weighed."""
+        rope = scoring.rope
         table = self._rows("cos", rope.cos, last), self._rows("sin", rope.sin, last)
         growth = None if rope.growth is None else self._rows("growth", rope.growth, last)
-        return rotate_queries(q, table, growth)
+        rotated = rotate_queries(q, table, growth)
+        return rotated if scoring.weights is None else rotated.mul_(scoring.weights[0])
 
     def _rows(self, name: str, table: Tensor, last: int | None = None) -> Tensor:
         """Rows of a table [positions, ...]."""

@@ -8,7 +8,8 @@ device has the same bits.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,10 +55,22 @@ class RopeTable:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How the queries of a layer meet its keys: rotated by `rope`, and their products times `scale`, None: D^-0.5."""
+    """How the queries of a layer meet its keys: rotated by `rope`, then times `weights`, [D] each for queries and for
+    keys, and their products times `scale`, None: D^-0.5."""
 
     rope: RopeTable
     scale: float | None = None
+    weights: tuple[Tensor, Tensor] | None = None
+
+    def rotated(self, q: Tensor, k: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """q and k [T, H, D] at positions `start` and on -> the same, rotated and weighed."""
+        q, k = self.rope.rotated(q, k, start)
+        return (q, k) if self.weights is None else (q.mul_(self.weights[0]), k.mul_(self.weights[1]))
+
+    def to(self, device: str) -> Scoring:
+        """The same on another device."""
+        weights = self.weights and (self.weights[0].to(device), self.weights[1].to(device))
+        return Scoring(self.rope.to(device), self.scale, weights)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -77,17 +90,26 @@ def rotate_queries(q: Tensor, table: tuple[Tensor, Tensor], growth: Tensor | Non
 
 
 def scorings(
-    config: ModelConfig, num_positions: int, capacity: int, device: torch.device | str, dtype: torch.dtype
+    config: ModelConfig,
+    num_positions: int,
+    capacity: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    weights: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> tuple[Scoring, ...]:
     """Of each layer, for positions 0 to `num_positions` - 1: layers that are alike share a table, of
-    2 * num_positions * D numbers of `dtype`. capacity: see `inverse_frequencies`."""
+    2 * num_positions * D numbers of `dtype`. capacity: see `inverse_frequencies`. weights: of each layer's queries and
+    keys, where its attention weighs them rotated."""
     made: dict[Attention, Scoring] = {}
     for block in config.blocks:
         attention = block.attention
         if attention not in made:
             table = rope_table(config, num_positions, capacity, device, attention.rope).to(dtype)
             made[attention] = Scoring(table, attention.scale)
-    return tuple(made[block.attention] for block in config.blocks)
+    found = tuple(made[block.attention] for block in config.blocks)
+    pairs = zip(found, weights, strict=True) if weights else ()
+    return tuple(replace(each, weights=own) for each, own in pairs) or found
 
 
 def rope_table(

@@ -105,6 +105,8 @@ class SpanAttention:
         r.q, r.k, r.v = rows.q.data_ptr(), None, rows.v.data_ptr()
         r.cos, r.sin = rope.cos.data_ptr(), rope.sin.data_ptr()
         r.growth = None if rope.growth is None else rope.growth.data_ptr()
+        weights = rows.scoring.weights
+        r.q_weight, r.k_weight = (None, None) if weights is None else (each.data_ptr() for each in weights)
         r.q_stride, r.k_stride, r.v_stride = rows.q.stride(0), rows.k.stride(0), rows.v.stride(0)
         r.rows, r.group, r.kv_heads, r.head_dim = a.rows, a.group, a.kv_heads, dim
         r.position, r.index, r.count = rows.position, rows.index, 0

@@ -107,7 +107,7 @@ class FullCache:
         if self._phase == "decode":
             rows = Rows(q, k, v, self.scorings[layer], start, start, places=self._places.on_gpu())
             return self._decode(layer, rows)
-        q, k = self.scorings[layer].rope.rotated(q, k, start)
+        q, k = self.scorings[layer].rotated(q, k, start)
         block = self._prefill_block(q, start, self.scorings[layer].scale)
         access, tokens = self.pages.access["prefill"], self.shape.tokens
         for index in range(self.shape.count(start + num_rows)):

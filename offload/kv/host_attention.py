@@ -97,7 +97,7 @@ class HostAttention:
     def _on_host(self, scoring: Scoring) -> Scoring:
         """The same in the host's memory. Layers that are alike share one."""
         if id(scoring) not in self._scorings:
-            self._scorings[id(scoring)] = scoring, Scoring(scoring.rope.to("cpu"), scoring.scale)
+            self._scorings[id(scoring)] = scoring, scoring.to("cpu")
         return self._scorings[id(scoring)][1]
 
     def _settle(self) -> None:

@@ -153,8 +153,8 @@ class RetrievedRows(_InArena):
             position, row = self._position + taken, self._row + taken
             return self._attend_spans(layer, Rows(q, k, v, scoring, position, row, places=self._places.on_gpu()))
         places = self._places.rows(taken, num_rows)
-        places.write((places.keys(k, scoring.rope), v), self._held[layer])
-        query = fold(places.queries(q, scoring.rope), k.shape[1])
+        places.write((places.keys(k, scoring), v), self._held[layer])
+        query = fold(places.queries(q, scoring), k.shape[1])
         # All slots, the empty ones hidden: a slice of the buffer would be copied by the matrix product, every pass.
         keys, values = self._held[layer, :, None]
         visible = places.up_to_own(query.shape[1] // num_rows)

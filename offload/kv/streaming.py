@@ -98,13 +98,13 @@ class StreamingCache:
             index, places = start - self._first, self._places.on_gpu()
             return self._attend_spans(self._spans, layer, Rows(q, k, v, scoring, start, index, self.window, places))
         places = self._places.rows(start - self.length, num_rows)
-        self._write(layer, start, places, places.keys(k, scoring.rope), v)
+        self._write(layer, start, places, places.keys(k, scoring), v)
         parts = []
         if self.sinks:
-            in_cache = places.queries(q, scoring.rope, last=self.sinks + self.window - 1)
+            in_cache = places.queries(q, scoring, last=self.sinks + self.window - 1)
             parts.append(self._attend_sinks(layer, places, fold(in_cache, num_kv_heads), start))
         if start + num_rows > self._first:
-            query = fold(places.queries(q, scoring.rope), num_kv_heads)
+            query = fold(places.queries(q, scoring), num_kv_heads)
             parts.append(self._attend_window(layer, places, query, start - self._first))
         return unfold(reduce(merge, parts).out, num_rows).to(q.dtype)
 

@@ -85,7 +85,7 @@ class TileAttention:
         self, access: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], chunk: int | None
     ) -> None:
         start = rows.index
-        q, k = rows.scoring.rope.rotated(rows.q, rows.k, start)
+        q, k = rows.scoring.rotated(rows.q, rows.k, start)
         self._blocks = self._in_blocks(q, start, rows.scoring.scale)
         self._num_chunks = len(tiles) * self._shape.tokens // chunk if chunk else 0
         for index in tiles:

@@ -213,7 +213,7 @@ class Decoder:
             q, k = weights.q_norm(q), weights.k_norm(k)
         q, k, v = (rows.unflatten(1, (-1, attention.head_dim)) for rows in (q, k, v))
         if weights.q_norm is not None and weights.k_norm is not None and not attention.norms_whole:
-            q, k = weights.q_norm(q), weights.k_norm(k)
+            q, k = (norm.now(attention)(x) for norm, x in ((weights.q_norm, q), (weights.k_norm, k)))
         return q, k, v
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, segments: Sequence[Segment]) -> Tensor:

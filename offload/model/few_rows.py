@@ -45,7 +45,7 @@ class FewRows:
         rows, heads = self._heads(num_rows)
         for part, norm in zip(rows, (weights.q_norm, weights.k_norm), strict=False):
             if norm is not None:
-                norm_heads(self._kernels, part, norm)
+                norm_heads(self._kernels, part, norm.now(self._attention))
         after[0].read(attend(layer, *heads))
         for steps, after_norm in zip(after, (weights.after_attention, weights.after_feed_forward), strict=False):
             steps.run(num_rows)

@@ -95,7 +95,7 @@ class Rotation(ctypes.Structure):
     """rotation.h"""
 
     _fields_ = [
-        *_pointers("q", "k", "v", "cos", "sin", "growth", "queries", "runs"),
+        *_pointers("q", "k", "v", "cos", "sin", "growth", "q_weight", "k_weight", "queries", "runs"),
         *_integers("count", "q_stride", "k_stride", "v_stride", "rows", "group", "kv_heads", "head_dim"),
         *_integers("position", "last", "index"),
     ]

@@ -6,7 +6,7 @@
 
 // q [T, G * H, D], k and v [T, H, D] in rows of so many elements; k null: queries only. cos, sin: the tables of all
 // positions, [n, D]. growth: what queries at these are multiplied by once they are rotated, [n], or null. position: of
-// row 0 in the tables; no row is rotated by a later one than `last`. index: of row 0 among the runs' tokens. A row is written where a run has room for its index.
+// row 0 in the tables; q_weight, k_weight: what rotated heads are multiplied by, [D], or null; no row is rotated by a later one than `last`. index: of row 0 among the runs' tokens. A row is written where a run has room for its index.
 struct Rotation {
     const void* q;
     const void* k;
@@ -14,6 +14,8 @@ struct Rotation {
     const void* cos;
     const void* sin;
     const void* growth;
+    const void* q_weight;
+    const void* k_weight;
     float* queries;  // [H, R, D]; null: keys and values only
     const Run* runs;
     int64_t count;  // of the runs
@@ -34,6 +36,11 @@ inline float turned(const typename E::element* x, const typename E::element* cos
 }
 
 template <class E>
+inline float weight_of(const void* weight, int d) {
+    return weight ? E::widen_one(static_cast<const typename E::element*>(weight)[d]) : 1;
+}
+
+template <class E>
 void write_row(const Rotation& r, int64_t t, const typename E::element* cos, const typename E::element* sin) {
     using element = typename E::element;
     const int dim = int(r.head_dim);
@@ -46,7 +53,7 @@ void write_row(const Rotation& r, int64_t t, const typename E::element* cos, con
             auto key = static_cast<element*>(const_cast<void*>(run.keys)) + offset + h * run.head_stride;
             auto value = static_cast<element*>(const_cast<void*>(run.values)) + offset + h * run.head_stride;
             auto k = static_cast<const element*>(r.k) + t * r.k_stride + h * dim;
-            for (int d = 0; d < dim; d++) key[d] = E::round_one(turned<E>(k, cos, sin, d, dim));
+            for (int d = 0; d < dim; d++) key[d] = E::round_one(turned<E>(k, cos, sin, d, dim) * weight_of<E>(r.k_weight, d));
             __builtin_memcpy(value, static_cast<const element*>(r.v) + t * r.v_stride + h * dim, dim * sizeof(element));
         }
     }
@@ -65,7 +72,8 @@ void append_rows(const Rotation& r) {
         for (int64_t h = 0; r.queries && h < r.kv_heads * r.group; h++) {
             float* to = r.queries + (h / r.group * folded + t * r.group + h % r.group) * dim;
             auto from = static_cast<const element*>(r.q) + t * r.q_stride + h * dim;
-            for (int d = 0; d < dim; d++) to[d] = rounded<E>(turned<E>(from, cos, sin, d, dim) * factor);
+            for (int d = 0; d < dim; d++)
+                to[d] = rounded<E>(turned<E>(from, cos, sin, d, dim) * factor * weight_of<E>(r.q_weight, d));
         }
         if (r.k) write_row<E>(r, t, cos, sin);
     }

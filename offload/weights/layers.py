@@ -15,7 +15,7 @@ from offload.kernels.norms import NormWeights
 from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import NUM_STAGING
 from offload.transfer.link import Event, Link
-from offload.transfer.memory import Memory, Tier
+from offload.transfer.memory import Memory, Tier, sent
 from offload.weights.checkpoint import Checkpoint
 from offload.weights.embedding import Embedding
 from offload.weights.homes import AsTheyAre, BesideCodes, Home, HomeMaker
@@ -162,12 +162,14 @@ class StreamedLayers:
 @dataclass(frozen=True)
 class Weights:
     """A model's, or a shard of them. final_norm: of hidden rows; head [V, hidden], the embedding's table itself where
-    tied, None on a rank that computes no logits."""
+    tied, None on a rank that computes no logits. rotated: of each layer, what its queries and keys are multiplied by
+    after they are rotated, [D] each on the device; () where they are not."""
 
     embedding: Embedding
     layers: Layers
     final_norm: NormWeights
     head: Linear | None
+    rotated: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 def load_weights(
@@ -209,13 +211,16 @@ def load_weights(
         load_layer(checkpoint, config, layout, index, buffer, shard)
         for view in layout.views.values():
             check_range(view.of(buffer), f"layer {index}")
+        if config.block.attention.weighs_rotated:
+            q, k = (layout.views[name].of(buffer).clone() for name in ("q_norm", "k_norm"))
+            rotated.append((sent(q, memory.device), sent(k, memory.device)))
         on_bytes(buffer.nbytes)
         return buffer
 
     def allocate(tier: Tier, purpose: str, num_bytes: int) -> Tensor:
         return memory.allocate((num_bytes,), torch.uint8, tier=tier, purpose=purpose)
 
-    layout = LayerLayout.of(shard.config(config), dtype)
+    layout, rotated = LayerLayout.of(shard.config(config), dtype), list[tuple[Tensor, Tensor]]()
     whole = layout.num_bytes
     num_resident = config.num_layers if link is None else num_resident
     resident = [layout.bind(read(index, allocate("device", f"{name} layers", whole))) for index in range(num_resident)]
@@ -245,4 +250,6 @@ def load_weights(
     if config.norm.plus_one:
         final += 1
     bias = place(f"{names.norm}.bias", row, kind=kind) if config.norm.bias else None
-    return Weights(Embedding(embedding, memory.device), layers, NormWeights(config.norm, final, bias), head)
+    return Weights(
+        Embedding(embedding, memory.device), layers, NormWeights(config.norm, final, bias), head, tuple(rotated)
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from offload.config.model import ModelConfig
@@ -27,19 +29,21 @@ from offload.transfer.memory import Memory
 from offload.transfer.pace import HostReads
 from offload.worker.models import tile_shape
 
+Rotated = Sequence[tuple[torch.Tensor, torch.Tensor]]
 MAX_REACH = 32  # tokens: dilation reaches as far as blocks usually go
 
 
 def full_cache(
-    plan: Plan, config: ModelConfig, memory: Memory, link: Link | None, blocks: Blocks, arena: Arena | None = None
-) -> FullCache:
-    """The cache of the plan's target, or of a shard of it."""
+    plan: Plan, config: ModelConfig, memory: Memory, link: Link | None, blocks: Blocks, arena: Arena | None = None,
+    *, rotated: Rotated = (),
+) -> FullCache:  # fmt: skip
+    """The cache of the plan's target, or of a shard of it. rotated: see `Weights`."""
     composition, placement = plan.composition, plan.placement
     return FullCache(
         memory,
         tile_shape(plan, config),
         num_layers=config.num_layers,
-        scorings=scorings_of(plan, config),
+        scorings=scorings_of(plan, config, rotated),
         blocks=blocks,
         offload=None if link is None or "kv" not in placement.offload else _offload(plan, config, link),
         mass_chunk=composition.chunk if composition.budget else None,
@@ -117,7 +121,7 @@ def _coding_kernels(plan: Plan, config: ModelConfig) -> DeviceKernels:
     return kernels
 
 
-def streaming_cache(plan: Plan, config: ModelConfig, memory: Memory) -> StreamingCache:
+def streaming_cache(plan: Plan, config: ModelConfig, memory: Memory, rotated: Rotated) -> StreamingCache:
     composition = plan.composition
     return StreamingCache(
         memory,
@@ -125,7 +129,7 @@ def streaming_cache(plan: Plan, config: ModelConfig, memory: Memory) -> Streamin
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=DTYPES[plan.request.dtype],
-        scorings=scorings_of(plan, config),
+        scorings=scorings_of(plan, config, rotated),
         sinks=composition.sinks,
         window=composition.window,
         slack=composition.gamma + composition.draft_gamma + 2 * plan.placement.rows,
@@ -181,8 +185,8 @@ def _shapes(plan: Plan, config: ModelConfig) -> Shapes:
     )
 
 
-def scorings_of(plan: Plan, config: ModelConfig) -> tuple[Scoring, ...]:
-    """Of each layer, for all positions that a pass may reach."""
-    request = plan.request
+def scorings_of(plan: Plan, config: ModelConfig, rotated: Rotated = ()) -> tuple[Scoring, ...]:
+    """Of each layer, for all positions that a pass may reach. rotated: see `Weights`."""
+    request, dtype = plan.request, DTYPES[plan.request.dtype]
     most = request.capacity + MAX_ROWS
-    return scorings(config, most, request.capacity, request.device, DTYPES[request.dtype])
+    return scorings(config, most, request.capacity, request.device, dtype, weights=rotated)

@@ -185,7 +185,8 @@ class Worker:
         size, dtype = self.target.config.hidden_size, DTYPES[plan.request.dtype]
         resident = ResidentRows(arena, size, dtype, block=plan.placement.prefill_block)
         self._hidden_rows: HiddenRows = self.models.rows or resident
-        self.full = full_cache(plan, self.target.config, self.memory, self.link, self._blocks, arena)
+        rotated = self.target.weights.rotated
+        self.full = full_cache(plan, self.target.config, self.memory, self.link, self._blocks, arena, rotated=rotated)
         self._caches.append(self.full)
         self.levels["target"] = self._level("target", self.target, self.full, self._blocks)
         own = self._own_target()
@@ -203,7 +204,7 @@ class Worker:
             self.levels["self"] = self._level("self", own, AheadCache(self.full), self._blocks)
         draft = self.models.decoders.get("draft")
         if "draft" in plan.composition.levels and draft is not None:
-            streaming = streaming_cache(plan, draft.config, self.memory)
+            streaming = streaming_cache(plan, draft.config, self.memory, draft.weights.rotated)
             self._caches.append(streaming)
             self.levels["draft"] = StreamingLevel("draft", draft, streaming, vocab_size=self.vocab_size)
 

@@ -10,6 +10,7 @@ from offload.config.families import (
     gemma,
     glm,
     granite,
+    hunyuan,
     llama,
     ministral3,
     mistral,
@@ -19,13 +20,14 @@ from offload.config.families import (
     qwen,
     seed_oss,
     smollm3,
+    wrappers,
 )  # fmt: skip
 from offload.config.families.common import Family as Family
 from offload.config.families.common import Wrapper as Wrapper
 
 _MODULES = (
-    llama, mistral, qwen, granite, seed_oss, ernie4_5, smollm3, phi3, glm, olmo2, cohere, nemotron, ministral3, gemma,
-    arcee, exaone4,
+    llama, mistral, qwen, granite, seed_oss, ernie4_5, smollm3, hunyuan, phi3, glm, olmo2, cohere, nemotron, gemma,
+    arcee, exaone4, ministral3,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
-WRAPPERS: dict[str, Wrapper] = {wrapper.name: wrapper for wrapper in (ministral3.WRAPPER,)}
+WRAPPERS: dict[str, Wrapper] = {wrapper.name: wrapper for wrapper in wrappers.WRAPPERS}

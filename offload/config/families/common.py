@@ -30,18 +30,18 @@ class Family:
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A model_type whose config.json has a language model's inside, beside a picture's, say. Its text alone is run.
+    """A model_type whose config.json has a language model's inside, of any family, beside a picture's, say.
 
-    about: which models have it. families: model types that may be inside; default_family: where none is named. body:
-    what stands before the names of its tensors. outer: fields beside the inner config that
-    count where that says nothing.
+    about: which models have it. default_family: where none is named inside. body: what stands before the names of the
+    language model's tensors. reads: fields beside the inner config that look as if they changed its arithmetic. outer:
+    those that count where it says nothing.
     """
 
     name: str
     about: str
-    families: tuple[str, ...]
     default_family: str
     body: str
+    reads: Set[str] = frozenset()
     outer: tuple[str, ...] = ("dtype", "torch_dtype", "tie_word_embeddings")
     refuses: str = "pictures"
 

@@ -1,11 +1,11 @@
 """Ministral 3 and Devstral 2 (Mistral AI): queries grow with their position. Checkpoints are `mistral3`'s, which wraps
-this, or Mistral, beside a picture's encoder."""
+it (wrappers.py)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from offload.config.families.common import Defaults, Family, Wrapper, decoder, without_windows
+from offload.config.families.common import Defaults, Family, decoder, without_windows
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 from offload.config.rope import RopeDefaults
@@ -32,10 +32,3 @@ def describe(source: Fields) -> ModelConfig:
 
 
 FAMILIES = (Family("ministral3", "Ministral 3, Devstral 2; text of `mistral3`", describe),)
-WRAPPER = Wrapper(
-    "mistral3",
-    "Mistral Small 3.1 and later, Ministral 3, Devstral 2",
-    ("mistral", "ministral3"),
-    "mistral",
-    "model.language_model.",
-)

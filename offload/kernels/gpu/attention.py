@@ -89,17 +89,17 @@ class GpuAttention:
         self._part = gcd(self._chunk, min(self._tiling.step, self.span)) if masses else 0
         self._folded, self._group = num_rows * num_heads // self._num_kv_heads, num_heads // self._num_kv_heads
         self._columns = num_slots * self.span // self._part if self._part else 0
-        self._places, rope = rows.places or _places_of(rows), rows.scoring.rope
+        self._places, scoring = rows.places or _places_of(rows), rows.scoring
         self._running, self._masses = self._floats(dim), self._floats(self._columns)
         self._tops, self._totals = self._floats(1), self._floats(1)
         self._partials = _Partials(*[self._totals] * 2)  # of no run
         stop = rows.position + num_rows
-        if lasts or rope.growth is not None:
+        if lasts or scoring.rope.growth is not None or scoring.weights is not None:
             ends = [None if last >= stop else last for last in lasts or (stop,)]
-            self._queries = [self._places.queries(rows.q, rope, last) for last in ends]
-            self._keys = self._places.keys(rows.k, rope)
+            self._queries = [self._places.queries(rows.q, scoring, last) for last in ends]
+            self._keys = self._places.keys(rows.k, scoring)
         else:
-            both = self._places.keys(torch.cat([rows.q, rows.k], 1), rope)
+            both = self._places.keys(torch.cat([rows.q, rows.k], 1), scoring)
             self._queries, self._keys = [both[:, :num_heads]], both[:, num_heads:]
         self._num_runs = self._num_left = 0
         self._rows = rows

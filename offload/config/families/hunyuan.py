@@ -1,0 +1,42 @@
+"""Hunyuan (Tencent), its dense models: queries and keys are normed after they are rotated; a stretched base."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from offload.config.families.common import Defaults, Family, decoder, epsilon, without_windows
+from offload.config.fields import Fields
+from offload.config.model import Block, ModelConfig, Norm, TensorNames
+from offload.config.rope import Rope, RopeDefaults
+
+_ALPHA = "alpha"  # NTK scaling by a constant: the base times alpha^(D / (D - 2))
+_DEFAULTS = Defaults(eps=1e-5, derives_head_dim=False, rope=RopeDefaults(keys=frozenset((_ALPHA,))))
+
+
+def describe(source: Fields) -> ModelConfig:
+    bias, norm = source.flag("attention_bias", False), Norm(epsilon(source, _DEFAULTS))
+    config = decoder(
+        source,
+        "hunyuan_v1_dense",
+        _DEFAULTS,
+        attention={"bias": bias, "out_bias": bias, "qk_norm": norm, "weighs_rotated": True},
+        names=TensorNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
+    )
+    return without_windows(source, _stretched(source, config))
+
+
+def _stretched(source: Fields, config: ModelConfig) -> ModelConfig:
+    """ "dynamic" with alpha does not depend on the length."""
+    settings = source.data.get("rope_parameters") or source.data.get("rope_scaling") or {}
+    named, dim = Fields(settings if isinstance(settings, dict) else {}, source.where), config.head_dim
+    if config.rope.kind != "dynamic" or not named.data.get(_ALPHA):
+        return config
+    rope = Rope(theta=config.rope.theta * named.number(_ALPHA) ** (dim / (dim - 2)))
+
+    def change(block: Block) -> Block:
+        return replace(block, attention=replace(block.attention, rope=rope))
+
+    return config.mapped(change)
+
+
+FAMILIES = (Family("hunyuan_v1_dense", "Hunyuan, dense", describe),)

@@ -1,0 +1,15 @@
+"""Models that see pictures: a language model of one of the families, beside an encoder. Their text alone is run."""
+
+from __future__ import annotations
+
+from offload.config.families.common import Wrapper
+
+_LLAVA = "model.language_model."
+_IDEFICS = "model.text_model."
+WRAPPERS = (
+    Wrapper("mistral3", "Mistral Small 3.1 and later, Ministral 3, Devstral 2", "mistral", _LLAVA),
+    Wrapper("llava", "LLaVA 1.5, Pixtral 12B", "llama", _LLAVA),
+    Wrapper("llava_next", "LLaVA 1.6, Granite Vision", "llama", _LLAVA),
+    Wrapper("idefics3", "Idefics 3", "llama", _IDEFICS, frozenset(("scale_factor",))),
+    Wrapper("smolvlm", "SmolVLM", "llama", _IDEFICS, frozenset(("scale_factor",))),
+)

@@ -51,7 +51,8 @@ class Reference:
         except torch.OutOfMemoryError as error:
             raise _too_large(device) from error
         except (OSError, ValueError, ImportError) as error:
-            raise TriforceError(f"transformers cannot load {model}: {error}; leave out --against") from error
+            said = (str(error).splitlines() or [type(error).__name__])[0]  # further lines list all that it could load
+            raise TriforceError(f"transformers cannot load {model}: {said}; leave out --against") from error
         self._device, self._attention = device, attention
         self._prompt: list[int] = []
         self._cache: Any = None

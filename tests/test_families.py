@@ -102,6 +102,7 @@ def text(**fields: object) -> dict[str, object]:
         (TINY["cohere"].config() | {"use_qk_norm": True}, "use_qk_norm is True"),
         (TINY["nemotron"].config() | {"hidden_act": "silu"}, "hidden_act is 'silu'"),
         (TINY["nemotron"].config() | {"rope_percent": 0.25}, "rope_percent is 0.25"),
+        (TINY["hunyuan"].config() | {"use_qk_norm": False}, "use_qk_norm is False"),
         (TINY["granite"].config() | {"logit_scale": 0.5}, "logit_scale is 0.5"),
         (TINY["smollm3"].config() | {"no_rope_layers": [1]}, "no_rope_layers is [1]"),
         (
@@ -122,6 +123,11 @@ def test_what_a_family_does_not_have_is_refused_by_name(data: dict[str, object],
     with pytest.raises(ModelError) as caught:
         config_of(data, name="config.json")
     assert named in str(caught.value)
+
+
+def test_switches_that_say_what_is_so_anyway_are_read_past() -> None:
+    plain, said = TINY["hunyuan"].config(), {"use_qk_norm": True, "use_rotary_pos_emb": True, "use_cla": False}
+    assert config_of(plain | said) == config_of(plain)
 
 
 def test_what_a_wrapped_config_says_counts_more_than_what_stands_outside() -> None:

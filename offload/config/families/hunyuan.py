@@ -13,7 +13,13 @@ _ALPHA = "alpha"  # NTK scaling by a constant: the base times alpha^(D / (D - 2)
 _DEFAULTS = Defaults(eps=1e-5, derives_head_dim=False, rope=RopeDefaults(keys=frozenset((_ALPHA,))))
 
 
+_SWITCHES = ("use_qk_norm", "use_rotary_pos_emb")  # which transformers does not read: both are always on
+
+
 def describe(source: Fields) -> ModelConfig:
+    for switch in _SWITCHES:
+        if not source.flag(switch, True):
+            source.refuse(switch, "absent or true")
     bias, norm = source.flag("attention_bias", False), Norm(epsilon(source, _DEFAULTS))
     config = decoder(
         source,
@@ -39,4 +45,4 @@ def _stretched(source: Fields, config: ModelConfig) -> ModelConfig:
     return config.mapped(change)
 
 
-FAMILIES = (Family("hunyuan_v1_dense", "Hunyuan, dense", describe),)
+FAMILIES = (Family("hunyuan_v1_dense", "Hunyuan, dense", describe, frozenset(_SWITCHES)),)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from offload.config.rope import Rope
@@ -214,6 +215,10 @@ class ModelConfig:
 
     def layer_products(self) -> tuple[tuple[int, int, bool], ...]:
         """(outputs, inputs, has a bias) of a layer's products as they run: q/k/v and gate/up are one each."""
+        return self._products
+
+    @cached_property  # plans ask for these thousands of times
+    def _products(self) -> tuple[tuple[int, int, bool], ...]:
         attention, inner = self.block.attention, self.block.feed_forward
         return (
             (attention.q_size + 2 * attention.kv_size, self.hidden_size, attention.bias),
@@ -228,8 +233,19 @@ class ModelConfig:
 
     def layer_parameters(self) -> int:
         """Parameters of one layer: matrices, biases and norms."""
+        rest, norms = self._layer_numbers
+        return rest + sum(size for size, _ in norms)
+
+    @cached_property
+    def _layer_numbers(self) -> tuple[int, tuple[tuple[int, Norm], ...]]:
+        """Of matrices and biases, and of each vector of a norm."""
         biases = sum(outputs for outputs, _, has_bias in self.layer_products() if has_bias)
-        return self.layer_matrix_elements() + biases + sum(size for size, _ in layer_norms(self).values())
+        return self.layer_matrix_elements() + biases, tuple(layer_norms(self).values())
+
+    @cached_property
+    def num_tables(self) -> int:
+        """Rotary tables: one for each kind of layers."""
+        return len({block.attention.rope for block in self.blocks})
 
     def num_parameters(self) -> int:
         """Parameters of the whole model; tied embeddings count once."""
@@ -245,9 +261,8 @@ class ModelConfig:
 
     def layer_weight_bytes(self, dtype_bytes: int) -> int:
         """Bytes of one layer's weights at `dtype_bytes` per element."""
-        norms = layer_norms(self).values()
-        wider = sum(size * (norm.itemsize(dtype_bytes) - dtype_bytes) for size, norm in norms)
-        return self.layer_parameters() * dtype_bytes + wider
+        rest, norms = self._layer_numbers
+        return rest * dtype_bytes + sum(size * norm.itemsize(dtype_bytes) for size, norm in norms)
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values that one token adds, over all layers."""

@@ -280,9 +280,7 @@ class Sizing:
         return (composition.budget + tail_tokens(composition)) * self.kv_bytes_per_token
 
     def _rope_bytes(self, model: ModelConfig, capacity: int) -> int:
-        """A table for each kind of layers."""
-        kinds = len({block.attention.rope for block in model.blocks})
-        return kinds * 2 * (capacity + MAX_ROWS) * model.head_dim * self.itemsize
+        return model.num_tables * 2 * (capacity + MAX_ROWS) * model.head_dim * self.itemsize
 
     def _workspace(self, capacity: int, gamma: int | None) -> int:
         """The largest temporaries: a block of a prefill, or of rows over a tile, or logits and probabilities. gamma:

@@ -64,6 +64,12 @@ TINY: dict[str, Tiny] = {
     "smollm3": _with("smollm3", num_hidden_layers=5),
     "smollm3, listed": _with("smollm3", no_rope_layers=[0, 1], attention_bias=True, tie_word_embeddings=True),
     "hunyuan": _with("hunyuan_v1_dense"),
+    "hunyuan, yarn": _with(
+        "hunyuan_v1_dense",
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": 16,
+        },
+    ),
     "hunyuan, stretched": _with(
         "hunyuan_v1_dense", attention_bias=True, num_key_value_heads=1, tie_word_embeddings=True,
         rope_parameters={"rope_type": "dynamic", "rope_theta": THETA, "alpha": 50.0, "factor": 1.0},

@@ -144,6 +144,14 @@ def test_the_plan_says_that_a_wrapped_model_sees_no_pictures() -> None:
     assert "the text of a mistral3 model: it sees no pictures here" in made.notes
 
 
+@pytest.mark.parametrize("wrapper", ["mistral3", "llava"])
+def test_a_null_inside_a_wrapper_keeps_its_meaning(wrapper: str) -> None:
+    """Bug: without a window, Mistral Small 3.1 was refused as if it had Mistral's of 4,096."""
+    inner = TINY["mistral, wrapped"].config() | {"max_position_embeddings": 131072, "num_key_value_heads": None}
+    config = config_of({**WRAPPER, "model_type": wrapper, "text_config": inner})
+    assert (config.context_limit, config.num_kv_heads) == (131072, config.num_heads)
+
+
 OTHERWISE: dict[str, Callable[[str], str]] = {
     "as transformers has them": lambda name: (
         name if name == "lm_head.weight" else f"model.language_model.{name.removeprefix('model.')}"

@@ -24,6 +24,7 @@ from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.kernels import cpu
 from offload.kernels.device import NONE
+from offload.kernels.rope import Scoring
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
 from offload.kv.full import FullCache
@@ -206,6 +207,18 @@ def test_rows_that_a_broken_forward_sent_to_the_host_are_waited_for_before_other
     assert first.happened()
     assert not side._sent.arrived.happened()
     assert torch.equal(side._received(rows).k, rows.k)
+
+
+def test_layers_that_share_a_rotary_table_share_its_copy_on_the_host() -> None:
+    """Bug: where each layer weighs rotated keys of its own, each had a copy of the table."""
+    tape, link = Tape(), LateLink(late_in=True, late_out=True)
+    side = attended_beside(make_cache(tape, NONE, link=link, num_host=3), NONE, link)
+    ones = torch.ones(tape.rope.cos.shape[1])
+    first, second = (side._on_host(Scoring(tape.rope, weights=(ones, scale * ones))) for scale in (1.0, 2.0))
+    assert first.rope is second.rope
+    assert first.weights is not None
+    assert second.weights is not None
+    assert torch.equal(2 * first.weights[1], second.weights[1])
 
 
 def test_tiles_on_the_host_are_attended_to_first_and_not_waited_for_before_the_others(

@@ -85,9 +85,10 @@ def config_of(data: Mapping[str, object], *, name: str = "") -> ModelConfig:
     inner = data.get(TEXT_CONFIG)
     if not isinstance(inner, Mapping):
         source.refuse(TEXT_CONFIG, "a JSON object")
-    outer = {key: data[key] for key in wrapper.outer if data.get(key) is not None}
-    said = {key: value for key, value in inner.items() if value is not None}
-    text = Fields({"model_type": wrapper.default_family} | outer | said, f"{source.where}: {TEXT_CONFIG}")
+    # A null inside means something in some families: no window, say. It stays, but where the outside fills it.
+    outer = {"model_type": wrapper.default_family} | {key: data[key] for key in wrapper.outer if key in data}
+    filled = {key: value for key, value in outer.items() if inner.get(key) is None}
+    text = Fields({**inner, **filled}, f"{source.where}: {TEXT_CONFIG}")
     return _read(text, FAMILIES[text.choice("model_type", tuple(FAMILIES))], wrapper)
 
 

@@ -67,10 +67,10 @@ class Scoring:
         q, k = self.rope.rotated(q, k, start)
         return (q, k) if self.weights is None else (q.mul_(self.weights[0]), k.mul_(self.weights[1]))
 
-    def to(self, device: str) -> Scoring:
-        """The same on another device."""
+    def to(self, device: str, rope: RopeTable) -> Scoring:
+        """The same on another device, where `rope` is its table."""
         weights = self.weights and (self.weights[0].to(device), self.weights[1].to(device))
-        return Scoring(self.rope.to(device), self.scale, weights)
+        return Scoring(rope, self.scale, weights)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from offload.kernels.attention import Part, join
 from offload.kernels.device import MASS_DTYPE
-from offload.kernels.rope import Scoring
+from offload.kernels.rope import RopeTable, Scoring
 from offload.kernels.spans import Rows
 from offload.kv.tile_attention import TileAttention
 from offload.pages.access import TileAccess
@@ -42,6 +42,7 @@ class HostAttention:
         self._here, self._result = _Pinned(memory), _Pinned(memory)
         self._sent: _Sent | None = None
         self._scorings: dict[int, tuple[Scoring, Scoring]] = {}  # by the device's
+        self._tables: dict[int, RopeTable] = {}  # likewise; scorings keep the device's
 
     def attend(
         self, access: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], *, masses: bool
@@ -95,9 +96,12 @@ class HostAttention:
         return Rows(q, k, v, self._on_host(rows.scoring), rows.position, rows.index, rows.window)
 
     def _on_host(self, scoring: Scoring) -> Scoring:
-        """The same in the host's memory. Layers that are alike share one."""
+        """The same in the host's memory. Layers that share a table share its copy."""
         if id(scoring) not in self._scorings:
-            self._scorings[id(scoring)] = scoring, scoring.to("cpu")
+            kept = id(scoring.rope)
+            if kept not in self._tables:
+                self._tables[kept] = scoring.rope.to("cpu")
+            self._scorings[id(scoring)] = scoring, scoring.to("cpu", self._tables[kept])
         return self._scorings[id(scoring)][1]
 
     def _settle(self) -> None:

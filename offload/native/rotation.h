@@ -5,8 +5,9 @@
 #include "vectors.h"
 
 // q [T, G * H, D], k and v [T, H, D] in rows of so many elements; k null: queries only. cos, sin: the tables of all
-// positions, [n, D]. growth: what queries at these are multiplied by once they are rotated, [n], or null. position: of
-// row 0 in the tables; q_weight, k_weight: what rotated heads are multiplied by, [D], or null; no row is rotated by a later one than `last`. index: of row 0 among the runs' tokens. A row is written where a run has room for its index.
+// positions, [n, D]. growth: what queries at these are multiplied by once they are rotated, [n], or null. q_weight,
+// k_weight: what rotated heads are multiplied by, [D], or null. position: of row 0 in the tables; no row is rotated by a
+// later one than `last`. index: of row 0 among the runs' tokens. A row is written where a run has room for its index.
 struct Rotation {
     const void* q;
     const void* k;

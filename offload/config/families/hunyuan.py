@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from offload.config.families.common import Defaults, Family, decoder, epsilon, without_windows
 from offload.config.fields import Fields
-from offload.config.model import Block, ModelConfig, Norm, TensorNames
+from offload.config.model import ModelConfig, Norm, TensorNames
 from offload.config.rope import Rope, RopeDefaults
 
 _ALPHA = "alpha"  # NTK scaling by a constant: the base times alpha^(D / (D - 2))
@@ -28,7 +28,12 @@ def describe(source: Fields) -> ModelConfig:
         attention={"bias": bias, "out_bias": bias, "qk_norm": norm, "weighs_rotated": True},
         names=TensorNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
     )
-    return without_windows(source, _stretched(source, config))
+    return without_windows(source, _unscaled(_stretched(source, config)))
+
+
+def _unscaled(config: ModelConfig) -> ModelConfig:
+    """A factor on cos and sin, YaRN's, is one on what is normed after them: none."""
+    return config.changed(rope=replace(config.rope, attention_factor=1.0)) if config.rope.kind == "yarn" else config
 
 
 def _stretched(source: Fields, config: ModelConfig) -> ModelConfig:
@@ -37,12 +42,7 @@ def _stretched(source: Fields, config: ModelConfig) -> ModelConfig:
     named, dim = Fields(settings if isinstance(settings, dict) else {}, source.where), config.head_dim
     if config.rope.kind != "dynamic" or not named.data.get(_ALPHA):
         return config
-    rope = Rope(theta=config.rope.theta * named.number(_ALPHA) ** (dim / (dim - 2)))
-
-    def change(block: Block) -> Block:
-        return replace(block, attention=replace(block.attention, rope=rope))
-
-    return config.mapped(change)
+    return config.changed(rope=Rope(theta=config.rope.theta * named.number(_ALPHA) ** (dim / (dim - 2))))
 
 
 FAMILIES = (Family("hunyuan_v1_dense", "Hunyuan, dense", describe, frozenset(_SWITCHES)),)

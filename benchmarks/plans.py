@@ -9,6 +9,7 @@ memory, and the models' shapes those of their published config.json files.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from report import say
 
@@ -52,7 +53,7 @@ HEAD = (
 
 def row(name: str, config: ModelConfig, num_gpus: int, context: int) -> str:
     title = f"{name}, {'one GPU' if num_gpus == 1 else f'{num_gpus} GPUs'}"
-    hardware = GPU if num_gpus == 1 else Hardware(**vars(GPU) | {"num_devices": num_gpus})
+    hardware = replace(GPU, num_devices=num_gpus)
     try:
         plan = make_plan(
             config, None, Options(), hardware, num_prompt_tokens=context - MAX_TOKENS, max_tokens=MAX_TOKENS

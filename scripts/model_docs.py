@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from offload.config.families import FAMILIES, WRAPPERS
+from offload.config.families import KNOWN
 from triforce_cli.render.models import families_table
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
@@ -19,7 +19,7 @@ def document(text: str) -> str:
     """docs/models.md with the table of today."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{families_table([*FAMILIES.values(), *WRAPPERS.values()])}{END}{after}"
+    return f"{before}{BEGIN}{families_table(KNOWN)}{END}{after}"
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ from offload.units import size
 from offload.weights.checkpoint import INDEX_FILE, Checkpoint, check_model
 from offload.weights.tensors import expected_tensors
 
-# Fields of config.json. With the vocabulary they determine the bytes of the imitated model.
 FAMILIES = ("llama", "mistral", "qwen2")
+# Fields of config.json. With the vocabulary they determine the bytes of the imitated model.
 FLAGS = {
     "hidden_size": "--hidden",
     "num_hidden_layers": "--layers",

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from offload.config.rope import Rope
 
+BLOCK_NORMS = ("before_attention", "after_attention", "before_feed_forward", "after_feed_forward")
 Activation = Literal["silu", "gelu_tanh", "relu_squared"]  # gelu_tanh: GELU by its approximation with tanh
 
 
@@ -292,9 +293,6 @@ def layer_norms(config: ModelConfig) -> dict[str, tuple[int, Norm]]:
             vectors[name] = size, norm
             vectors |= {f"{name}.bias": (size, norm)} if norm.bias else {}
     return vectors
-
-
-BLOCK_NORMS = ("before_attention", "after_attention", "before_feed_forward", "after_feed_forward")
 
 
 def llama_shaped(

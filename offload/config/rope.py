@@ -58,11 +58,13 @@ class Rope:
 class RopeDefaults:
     """What a family takes where its config says nothing, and what its rope settings may name besides the usual.
 
-    partial: the share of a head that is rotated; None: the family does not read one. kinds: besides ROPE_KINDS.
+    partial: the share of a head that is rotated; None: the family does not read one. neighbours: see `Rope`. kinds:
+    besides ROPE_KINDS.
     """
 
     theta: float = 10000.0
     partial: float | None = None
+    neighbours: bool = False
     keys: Set[str] = frozenset()
     kinds: tuple[str, ...] = ()
 
@@ -112,7 +114,8 @@ def _read_form(
     if kind == "dynamic" and rotated <= 2:
         rope.refuse(kind_key, f"another than dynamic with head_dim {rotated}")
     scaling = _read_scaling(source, rope, kind, max_positions, rotated)
-    return replace(scaling, theta=theta, rotated=None if rotated == head_dim else rotated)
+    own = None if rotated == head_dim else rotated
+    return replace(scaling, theta=theta, rotated=own, neighbours=defaults.neighbours)
 
 
 def _read_rotated(source: Fields, rope: Fields, head_dim: int, defaults: RopeDefaults) -> int:

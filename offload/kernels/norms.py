@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
-from offload.config.model import Attention, Norm
+from offload.config.model import Norm
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,17 @@ class NormWeights:
     weight: Tensor
     bias: Tensor | None = None
 
-    def now(self, attention: Attention) -> NormWeights:
-        """Of queries or keys, before they are rotated: without the weight where that comes after it."""
-        return replace(self, weight=torch.ones_like(self.weight)) if attention.weighs_rotated else self
-
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same, by torch's operators."""
         rows = x.to(self.weight.dtype)
         if self.norm.centred:
             return layer_norm(rows, self.weight.shape, self.weight, self.bias, self.norm.eps).to(x.dtype)
         return rms_norm(rows, self.weight.shape, self.weight, self.norm.eps).to(x.dtype)
+
+
+def dtype_of(norm: Norm, dtype: torch.dtype) -> torch.dtype:
+    """Of the norm's vectors in a model of `dtype`."""
+    return torch.float32 if norm.fp32 else dtype
 
 
 def add_normed(x: Tensor, part: Tensor, norm: NormWeights | None, factor: float) -> None:

@@ -22,16 +22,15 @@ class RowPlaces:
 
     def keys(self, k: Tensor, scoring: Scoring) -> Tensor:
         """k [T, H_kv, D], rotated and weighed. scoring: of all positions, kept by the caller."""
-        rotated = rotate(k, self._rows("cos", scoring.rope.cos), self._rows("sin", scoring.rope.sin))
-        return rotated if scoring.weights is None else rotated.mul_(scoring.weights[1])
+        table = self._rows("cos", scoring.rope.cos), self._rows("sin", scoring.rope.sin)
+        return scoring.weighed_keys(rotate(k, *table))
 
     def queries(self, q: Tensor, scoring: Scoring, last: int | None = None) -> Tensor:
         """q [T, H, D], rotated to the positions, none after `last`, and weighed."""
         rope = scoring.rope
         table = self._rows("cos", rope.cos, last), self._rows("sin", rope.sin, last)
         growth = None if rope.growth is None else self._rows("growth", rope.growth, last)
-        rotated = rotate_queries(q, table, growth)
-        return rotated if scoring.weights is None else rotated.mul_(scoring.weights[0])
+        return scoring.weighed_queries(rotate_queries(q, table, growth))
 
     def _rows(self, name: str, table: Tensor, last: int | None = None) -> Tensor:
         """Rows of a table [positions, ...]."""

@@ -65,7 +65,15 @@ class Scoring:
     def rotated(self, q: Tensor, k: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """q and k [T, H, D] at positions `start` and on -> the same, rotated and weighed."""
         q, k = self.rope.rotated(q, k, start)
-        return (q, k) if self.weights is None else (q.mul_(self.weights[0]), k.mul_(self.weights[1]))
+        return self.weighed_queries(q), self.weighed_keys(k)
+
+    def weighed_queries(self, rotated: Tensor) -> Tensor:
+        """In place."""
+        return rotated if self.weights is None else rotated.mul_(self.weights[0])
+
+    def weighed_keys(self, rotated: Tensor) -> Tensor:
+        """In place."""
+        return rotated if self.weights is None else rotated.mul_(self.weights[1])
 
     def to(self, device: str, rope: RopeTable) -> Scoring:
         """The same on another device, where `rope` is its table."""

@@ -209,11 +209,8 @@ class Decoder:
         """[T, (H + 2 H_kv) * D] -> q [T, H, D], k and v [T, H_kv, D], normed where the model does that."""
         attention = self.config.block.attention
         q, k, v = qkv.split((attention.q_size, attention.kv_size, attention.kv_size), 1)
-        if weights.q_norm is not None and weights.k_norm is not None and attention.norms_whole:
-            q, k = weights.q_norm(q), weights.k_norm(k)
+        q, k = _by_heads(q, weights.q_norm), _by_heads(k, weights.k_norm)
         q, k, v = (rows.unflatten(1, (-1, attention.head_dim)) for rows in (q, k, v))
-        if weights.q_norm is not None and weights.k_norm is not None and not attention.norms_whole:
-            q, k = (norm.now(attention)(x) for norm, x in ((weights.q_norm, q), (weights.k_norm, k)))
         return q, k, v
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, segments: Sequence[Segment]) -> Tensor:
@@ -227,6 +224,11 @@ class Decoder:
 
 def _normed(x: Tensor, norm: NormWeights | None) -> Tensor:
     return x if norm is None else norm(x)
+
+
+def _by_heads(x: Tensor, norm: NormWeights | None) -> Tensor:
+    """x [T, H * D] -> the same, each head normed. A head is as many numbers as the weight has."""
+    return x if norm is None else norm(x.unflatten(1, (-1, len(norm.weight)))).flatten(1)
 
 
 def _activated(x: Tensor, block: Block) -> Tensor:

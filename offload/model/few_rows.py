@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from offload.config.model import ModelConfig
+from offload.config.model import Activation, ModelConfig
 from offload.kernels.norms import NormWeights, add_normed
 from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
 from offload.model.sums import OneRank, Sums
@@ -45,7 +44,7 @@ class FewRows:
         rows, heads = self._heads(num_rows)
         for part, norm in zip(rows, (weights.q_norm, weights.k_norm), strict=False):
             if norm is not None:
-                norm_heads(self._kernels, part, norm.now(self._attention))
+                norm_heads(self._kernels, part, norm)
         after[0].read(attend(layer, *heads))
         for steps, after_norm in zip(after, (weights.after_attention, weights.after_feed_forward), strict=False):
             steps.run(num_rows)
@@ -86,8 +85,7 @@ class FewRows:
         block = self._config.block
         ending: Ending = "gate" if block.feed_forward.gated else "activate"
         norm = weights.before_attention if block.side_by_side else weights.before_feed_forward
-        inner = _step(self._x, weights.gate_up, self._inner, norm, ending)
-        inner = replace(inner, activation=block.feed_forward.activation)
+        inner = _step(self._x, weights.gate_up, self._inner, norm, ending, activation=block.feed_forward.activation)
         qkv = _step(self._x, weights.qkv, self._qkv, weights.before_attention)
         o = self._added(self._attended, weights.o, weights.after_attention)
         down = self._added(self._inner, weights.down, weights.after_feed_forward)
@@ -118,5 +116,6 @@ def _step(
     norm: NormWeights | None = None,
     ending: Ending = "write",
     factor: float = 1.0,
+    activation: Activation = "silu",
 ) -> Step:
-    return Step(x, linear.weight, linear.bias, out, norm, ending, factor)
+    return Step(x, linear.weight, linear.bias, out, norm, ending, factor, activation)

@@ -124,9 +124,9 @@ void code_row(const Product& p, int64_t row) {
     });
 }
 
-// put(at, parts) for the numbers of one row, normed where there is a norm, in the order of units.
-template <class E, class Put>
-INLINE void by_units(const Product& p, int64_t row, Put&& put) {
+// One row, normed and widened to fp32 in the order of units; or kept as bf16 for tiles.
+template <class E>
+void widen_row(const Product& p, int64_t row) {
     using element = typename E::element;
     const int inputs = int(p.inputs);
     auto x = static_cast<const element*>(p.x) + row * p.x_stride;
@@ -142,21 +142,12 @@ INLINE void by_units(const Product& p, int64_t row, Put&& put) {
             };
             if (p.norm) parts[e] = normed<E>(normal, parts[e], own(p.norm), p.norm_bias, own(p.norm_bias));
         }
-        put(at, parts);
-    }
-}
-
-// One row, normed and widened to fp32 in the order of units; or kept as bf16 for tiles.
-template <class E>
-void widen_row(const Product& p, int64_t row) {
-    by_units<E>(p, row, [&](int at, const f32 (&parts)[E::per_unit]) {
         if constexpr (tiles::take<E>) {
-            tiles::put(parts, p.widened, int(p.inputs), row, at / wide<E>);
+            tiles::put(parts, p.widened, inputs, row, at / wide<E>);
         } else {
-            for (int e = 0; e < E::per_unit; e++)
-                store(p.widened + row * padded<E>(int(p.inputs)) + at + e * W, parts[e]);
+            for (int e = 0; e < E::per_unit; e++) store(p.widened + row * padded<E>(inputs) + at + e * W, parts[e]);
         }
-    });
+    }
 }
 
 // acc[r][o] += x[r] * units[o], for one vector of units.

@@ -90,7 +90,7 @@ def _relevant(config: ModelConfig) -> dict[str, object]:
         "mlp_bias": config.block.feed_forward.bias,
         "qk_norm": attention.qk_norm is not None,
     }
-    if not config.is_llama_shaped or len({block.attention.rope for block in config.blocks}) > 1:
+    if not config.is_llama_shaped or config.num_tables > 1:
         named |= {"blocks": [_told(block) for block in config.blocks], "embedding_scale": config.embedding_scale}
     return named
 

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.config.model import Attention, ModelConfig, layer_norms
+from offload.config.model import ModelConfig
 from offload.errors import ModelError
-from offload.kernels.norms import NormWeights
+from offload.kernels.norms import NormWeights, dtype_of
 from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import NUM_STAGING
 from offload.transfer.link import Event, Link
@@ -27,10 +27,10 @@ def load_layer(
     checkpoint: Checkpoint, whole: ModelConfig, layout: LayerLayout, index: int, buffer: Tensor, shard: Shard = ALONE
 ) -> None:
     """Read a shard of one layer of the model `whole` straight into its places in `buffer`, which is zeroed."""
-    norms, attention = layer_norms(whole), whole.blocks[index].attention
+    order = head_order(whole.blocks[index].attention)
     for name, view in layout.views.items():
-        target, row = view.of(buffer), 0
-        for source in sources(whole, shard, name):
+        target, row, parts = view.of(buffer), 0, sources(whole, shard, name)
+        for source in parts:
             checkpoint.read_into(
                 f"{whole.names.body}layers.{index}.{source.name}",
                 target[row : row + len(source.rows)],
@@ -38,17 +38,15 @@ def load_layer(
                 columns=source.columns,
             )
             row += len(source.rows)
-        if name in norms and norms[name][1].plus_one and not name.endswith(".bias"):
+        if name in layout.norms and layout.norms[name].plus_one and not name.endswith(".bias"):
             target += 1
-        _order_heads(name, target, attention, shard.config(whole).blocks[index].attention)
+        if order is not None and name.partition(".")[0] in ("qkv", "q_norm", "k_norm"):
+            _order_heads(target[: sum(len(part.rows) for part in parts[:2])], order)
 
 
-def _order_heads(view: str, target: Tensor, whole: Attention, own: Attention) -> None:
-    """Put queries, keys and what they are normed by into our order of a head's numbers, in place."""
-    if (order := head_order(whole)) is None or view.partition(".")[0] not in ("qkv", "q_norm", "k_norm"):
-        return
-    rows = target[: own.q_size + own.kv_size] if view.startswith("qkv") else target
-    heads = rows.view(-1, own.head_dim, *rows.shape[1:])
+def _order_heads(rows: Tensor, order: Tensor) -> None:
+    """Put queries and keys, or what they are normed by, into our order of a head's numbers, in place."""
+    heads = rows.view(-1, len(order), *rows.shape[1:])
     heads.copy_(heads[:, order])
 
 
@@ -212,8 +210,10 @@ def load_weights(
         for view in layout.views.values():
             check_range(view.of(buffer), f"layer {index}")
         if config.block.attention.weighs_rotated:
-            q, k = (layout.views[name].of(buffer).clone() for name in ("q_norm", "k_norm"))
-            rotated.append((sent(q, memory.device), sent(k, memory.device)))
+            q, k = (layout.views[name].of(buffer) for name in ("q_norm", "k_norm"))
+            rotated.append((sent(q.clone(), memory.device), sent(k.clone(), memory.device)))
+            for norm in (q, k):
+                norm.fill_(1)
         on_bytes(buffer.nbytes)
         return buffer
 
@@ -245,7 +245,7 @@ def load_weights(
     head = None
     if shard.rank == 0:
         head = Linear(embedding if config.tie_embeddings else place(names.head, table), None)
-    kind = torch.float32 if config.norm.fp32 else dtype
+    kind = dtype_of(config.norm, dtype)
     final = place(f"{names.norm}.weight", row, kind=kind)
     if config.norm.plus_one:
         final += 1

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from offload.config.model import BLOCK_NORMS, ModelConfig, Norm, layer_norms
 from offload.formats.quantised import Codes
 from offload.kernels import choice
-from offload.kernels.norms import NormWeights
+from offload.kernels.norms import NormWeights, dtype_of
 
 OPERATORS = ("qkv", "o", "gate_up", "down")
 NORMS = (*BLOCK_NORMS, "q_norm", "k_norm")
@@ -91,7 +91,7 @@ class LayerLayout:
             shape = (outputs, inputs)
             tensors |= {f"{name}.weight": (shape, dtype)} if code_bits is None else in_codes(name, shape, code_bits)
         norms = layer_norms(config)
-        tensors |= {name: ((size,), torch.float32 if norm.fp32 else dtype) for name, (size, norm) in norms.items()}
+        tensors |= {name: ((size,), dtype_of(norm, dtype)) for name, (size, norm) in norms.items()}
         tensors |= {f"{name}.bias": ((outputs,), dtype) for name, (outputs, _, bias) in products.items() if bias}
         return replace(cls.pack(tensors), norms={name: norm for name, (_, norm) in norms.items()})
 

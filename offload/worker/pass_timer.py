@@ -24,7 +24,7 @@ from offload.decode.verify import verify
 from offload.formats.layout import CODE_BITS, takes_codes, takes_kv_codes
 from offload.kernels.cpu import CpuKernels, fitting
 from offload.kernels.device import NoKernels
-from offload.kernels.norms import NormWeights
+from offload.kernels.norms import NormWeights, dtype_of
 from offload.kernels.rope import scorings
 from offload.kernels.rows import Blocks
 from offload.kv.full import FullCache
@@ -300,7 +300,7 @@ def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_siz
             view.of(buffer).fill_(_VALUE)
         layers.append(layout.bind(buffer))
     embedding = torch.full((vocab_size, config.hidden_size), _VALUE, dtype=dtype)
-    ones = torch.ones(config.hidden_size, dtype=torch.float32 if config.norm.fp32 else dtype)
+    ones = torch.ones(config.hidden_size, dtype=dtype_of(config.norm, dtype))
     norm = NormWeights(config.norm, ones, ones if config.norm.bias else None)
     table = Embedding(embedding, embedding.device)
     return Weights(table, ResidentLayers(layers, 0), norm, Linear(embedding, None))

@@ -52,13 +52,12 @@ class Listing:
                 output.note(render_models.footnote(models_folder(), hardware))
 
     def _list_families(self, output: Output) -> None:
-        from offload.config.families import FAMILIES, WRAPPERS, Family, Wrapper
+        from offload.config.families import KNOWN
 
-        known: list[Family | Wrapper] = [*FAMILIES.values(), *WRAPPERS.values()]
         if self.as_json:
-            output.document(render_models.families_document(known))
+            output.document(render_models.families_document(KNOWN))
         else:
-            output.text(render_models.families(known))
+            output.text(render_models.families(KNOWN))
 
 
 @spread

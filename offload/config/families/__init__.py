@@ -31,3 +31,4 @@ _MODULES = (
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
 WRAPPERS: dict[str, Wrapper] = {wrapper.name: wrapper for wrapper in wrappers.WRAPPERS}
+KNOWN: tuple[Family | Wrapper, ...] = (*FAMILIES.values(), *WRAPPERS.values())

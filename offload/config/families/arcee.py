@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from offload.config.families.common import Defaults, Family, decoder, without_windows
+from offload.config.families.common import Defaults, Family, biases, decoder, without_windows
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 
 
 def describe(source: Fields) -> ModelConfig:
     source.choice("hidden_act", ("relu2",), default="relu2")
-    bias = source.flag("attention_bias", False)
     config = decoder(
         source,
         "arcee",
         Defaults(max_positions=4096, eps=1e-5),
-        attention={"bias": bias, "out_bias": bias},
+        attention=biases(source),
         feed_forward={"activation": "relu_squared", "gated": False, "bias": source.flag("mlp_bias", False)},
     )
     return without_windows(source, config)

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from functools import partial
 
-from offload.config.families.common import Defaults, Family, decoder, with_neighbours, without_windows
+from offload.config.families.common import Defaults, Family, biases, decoder, without_windows
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig, Norm
 from offload.config.rope import RopeDefaults
 
 
 def describe(source: Fields) -> ModelConfig:
-    bias = source.flag("attention_bias", False)
     defaults = Defaults(
-        max_positions=8192, eps=1e-5, norm_key="layer_norm_eps", tied=True, rope=RopeDefaults(theta=500000.0)
+        max_positions=8192,
+        eps=1e-5,
+        norm_key="layer_norm_eps",
+        tied=True,
+        rope=RopeDefaults(theta=500000.0, neighbours=True),
     )
     config = decoder(
         source,
         "cohere",
         defaults,
         norm=partial(Norm, centred=True),
-        attention={"bias": bias, "out_bias": bias},
+        attention=biases(source),
         block={"before_feed_forward": None, "side_by_side": True},
         logits_scale=source.number("logit_scale", default=0.0625),
     )
-    return without_windows(source, with_neighbours(config))
+    return without_windows(source, config)
 
 
 FAMILIES = (Family("cohere", "Command R", describe, frozenset(("logit_scale",)), "q/k norms (Command R+)"),)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offload.config.fields import Fields
-from offload.config.model import Attention, Block, FeedForward, ModelConfig, Norm
+from offload.config.model import Attention, Block, FeedForward, ModelConfig, Norm, TensorNames
 from offload.config.rope import RopeDefaults, read_rope
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -84,7 +84,7 @@ def decoder(
     max_positions = source.integer("max_position_embeddings", 1 << 30, default=defaults.max_positions)
     num_heads, num_kv_heads, head_dim = _read_heads(source, defaults, hidden_size)
     rope = read_rope(source, max_positions=max_positions, head_dim=head_dim, defaults=defaults.rope)
-    row_norm = norm(source.number(defaults.norm_key, default=defaults.eps, most=1.0))
+    row_norm = norm(epsilon(source, defaults))
     common = Block(
         Attention(num_heads, num_kv_heads, head_dim, rope, **(attention or {})),
         FeedForward(source.integer("intermediate_size", 1 << 22), **(feed_forward or {})),
@@ -108,15 +108,31 @@ def decoder(
 
 
 def epsilon(source: Fields, defaults: Defaults) -> float:
-    """Of the norms, for those that are not a layer's first two."""
+    """Of all norms."""
     return source.number(defaults.norm_key, default=defaults.eps, most=1.0)
 
 
-def with_neighbours(config: ModelConfig) -> ModelConfig:
-    """`config`, whose layers rotate neighbouring numbers of a head together."""
+def biases(source: Fields, key: str = "attention_bias") -> dict[str, Any]:
+    """Of an attention that has them everywhere or nowhere, absent: nowhere."""
+    bias = source.flag(key, False)
+    return {"bias": bias, "out_bias": bias}
+
+
+def norms_after(norm: Norm) -> dict[str, Norm | None]:
+    """Of a block without norms before its parts; `NAMES_AFTER` are their tensors."""
+    return {
+        "before_attention": None, "after_attention": norm, "before_feed_forward": None, "after_feed_forward": norm,
+    }  # fmt: skip
+
+
+NAMES_AFTER = TensorNames(after_attention="post_attention_layernorm", after_feed_forward="post_feedforward_layernorm")
+
+
+def with_rope(config: ModelConfig, **fields: Any) -> ModelConfig:
+    """`config` with these fields of `Rope` in the layers that know positions."""
 
     def change(block: Block) -> Block:
-        rope = block.attention.rope and replace(block.attention.rope, neighbours=True)
+        rope = block.attention.rope and replace(block.attention.rope, **fields)
         return replace(block, attention=replace(block.attention, rope=rope))
 
     return config.mapped(change)
@@ -148,6 +164,15 @@ def without_windows(source: Fields, config: ModelConfig, *, default: int | None 
     window = source.data.get("sliding_window", default)
     layer_types(source, window)
     refuse_window(source, config, window, windowed=window is not None)
+    return config
+
+
+def without_windows_by_layer(source: Fields, config: ModelConfig, window: object, *, unnamed: bool) -> ModelConfig:
+    """`config`, whose family names the layers that have the window. unnamed: whether any has it where none is named.
+    Raises ModelError where a context outgrows it."""
+    types = layer_types(source, window)
+    windowed = window is not None and unnamed if types is None else "sliding_attention" in types
+    refuse_window(source, config, window, windowed=windowed)
     return config
 
 

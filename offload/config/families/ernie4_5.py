@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from offload.config.families.common import Defaults, Family, decoder, with_neighbours, without_windows
+from offload.config.families.common import Defaults, Family, biases, decoder, without_windows
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 from offload.config.rope import RopeDefaults
 
 
 def describe(source: Fields) -> ModelConfig:
-    bias = source.flag("use_bias", False)
     defaults = Defaults(
         max_positions=131072, kv_heads=2, head_dim=128, floors_head_dim=True, eps=1e-5, tied=True,
-        rope=RopeDefaults(theta=500000.0),
+        rope=RopeDefaults(theta=500000.0, neighbours=True),
     )  # fmt: skip
     config = decoder(
-        source, "ernie4_5", defaults, attention={"bias": bias, "out_bias": bias}, feed_forward={"bias": bias}
+        source,
+        "ernie4_5",
+        defaults,
+        attention=biases(source, "use_bias"),
+        feed_forward={"bias": source.flag("use_bias", False)},
     )
-    return without_windows(source, with_neighbours(config))
+    return without_windows(source, config)
 
 
 FAMILIES = (Family("ernie4_5", "ERNIE 4.5, dense", describe),)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from offload.config.families.common import Defaults, Family, decoder, epsilon, layer_types, refuse_window
+from offload.config.families.common import (
+    NAMES_AFTER,
+    Defaults,
+    Family,
+    decoder,
+    epsilon,
+    layer_types,
+    norms_after,
+    refuse_window,
+)
 from offload.config.fields import Fields
-from offload.config.model import ModelConfig, Norm, TensorNames
+from offload.config.model import ModelConfig, Norm
 
 _WINDOW, _PATTERN = 4096, 4  # where a config says nothing: every fourth layer has no window
 
@@ -18,14 +27,10 @@ def describe(source: Fields) -> ModelConfig:
         "exaone4",
         defaults,
         attention={"qk_norm": norm},
-        block={
-            "before_attention": None, "after_attention": norm, "before_feed_forward": None, "after_feed_forward": norm,
-        },
-        names=TensorNames(
-            after_attention="post_attention_layernorm", after_feed_forward="post_feedforward_layernorm"
-        ),
+        block=norms_after(norm),
+        names=NAMES_AFTER,
         without_positions=[] if window is None else [at for at, kind in enumerate(types) if kind == "full_attention"],
-    )  # fmt: skip
+    )
     refuse_window(source, config, window, windowed="sliding_attention" in types)
     return config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from offload.config.families.common import Defaults, Family, decoder, without_windows
+from offload.config.families.common import Defaults, Family, biases, decoder, without_windows
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig, Norm
 
@@ -13,13 +13,12 @@ def describe(source: Fields) -> ModelConfig:
     source.choice("hidden_act", ("gelu", "gelu_pytorch_tanh"), default="gelu_pytorch_tanh")  # both are the latter
     if source.data.get("use_bidirectional_attention"):
         source.refuse("use_bidirectional_attention", "absent or false")
-    bias = source.flag("attention_bias", False)
     config = decoder(
         source,
         "gemma",
         Defaults(max_positions=8192, kv_heads=16, head_dim=256, derives_head_dim=False, tied=True),
         norm=partial(Norm, plus_one=True, fp32=True),
-        attention={"bias": bias, "out_bias": bias},
+        attention=biases(source),
         feed_forward={"activation": "gelu_tanh"},
         embedding_scale=source.integer("hidden_size", 1 << 20) ** 0.5,
         rounds_embedding_scale=True,

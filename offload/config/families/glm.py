@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from offload.config.families.common import Defaults, Family, decoder, epsilon, with_neighbours, without_windows
+from offload.config.families.common import Defaults, Family, decoder, epsilon, without_windows
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig, Norm, TensorNames
 from offload.config.rope import RopeDefaults
 
 _DEFAULTS = Defaults(
     max_positions=131072, kv_heads=2, head_dim=128, derives_head_dim=False, eps=1.5625e-07,
-    rope=RopeDefaults(partial=0.5),
+    rope=RopeDefaults(partial=0.5, neighbours=True),
 )  # fmt: skip
 _FUSED = "mlp.gate_up_proj"
 
 
 def describe_glm(source: Fields) -> ModelConfig:
     config = decoder(source, "glm", _DEFAULTS, attention=_attention(source), names=TensorNames(fused_gate_up=_FUSED))
-    return without_windows(source, with_neighbours(config))
+    return without_windows(source, config)
 
 
 def describe_glm4(source: Fields) -> ModelConfig:
@@ -32,7 +32,7 @@ def describe_glm4(source: Fields) -> ModelConfig:
         block={"after_attention": after, "after_feed_forward": after},
         names=names,
     )
-    return without_windows(source, with_neighbours(config))
+    return without_windows(source, config)
 
 
 def _attention(source: Fields) -> dict[str, object]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from offload.config.families.common import Defaults, Family, decoder, without_windows
+from offload.config.families.common import Defaults, Family, biases, decoder, without_windows
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 
 
 def describe(source: Fields) -> ModelConfig:
-    bias = source.flag("attention_bias", False)
     config = decoder(
         source,
         "granite",
         Defaults(),
-        attention={"bias": bias, "out_bias": bias, "scale": source.number("attention_multiplier", default=1.0)},
+        attention=biases(source) | {"scale": source.number("attention_multiplier", default=1.0)},
         feed_forward={"bias": source.flag("mlp_bias", False)},
         block={"scale": source.number("residual_multiplier", default=1.0)},
         embedding_scale=source.number("embedding_multiplier", default=1.0),

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from offload.config.families.common import Defaults, Family, decoder, epsilon, without_windows
+from offload.config.families.common import Defaults, Family, biases, decoder, epsilon, with_rope, without_windows
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig, Norm, TensorNames
-from offload.config.rope import Rope, RopeDefaults
+from offload.config.rope import RopeDefaults
 
 _ALPHA = "alpha"  # NTK scaling by a constant: the base times alpha^(D / (D - 2))
 _DEFAULTS = Defaults(eps=1e-5, derives_head_dim=False, rope=RopeDefaults(keys=frozenset((_ALPHA,))))
-
-
 _SWITCHES = ("use_qk_norm", "use_rotary_pos_emb")  # which transformers does not read: both are always on
 
 
@@ -20,12 +16,12 @@ def describe(source: Fields) -> ModelConfig:
     for switch in _SWITCHES:
         if not source.flag(switch, True):
             source.refuse(switch, "absent or true")
-    bias, norm = source.flag("attention_bias", False), Norm(epsilon(source, _DEFAULTS))
+    norm = Norm(epsilon(source, _DEFAULTS))
     config = decoder(
         source,
         "hunyuan_v1_dense",
         _DEFAULTS,
-        attention={"bias": bias, "out_bias": bias, "qk_norm": norm, "weighs_rotated": True},
+        attention=biases(source) | {"qk_norm": norm, "weighs_rotated": True},
         names=TensorNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
     )
     return without_windows(source, _unscaled(_stretched(source, config)))
@@ -33,16 +29,17 @@ def describe(source: Fields) -> ModelConfig:
 
 def _unscaled(config: ModelConfig) -> ModelConfig:
     """A factor on cos and sin, YaRN's, is one on what is normed after them: none."""
-    return config.changed(rope=replace(config.rope, attention_factor=1.0)) if config.rope.kind == "yarn" else config
+    return with_rope(config, attention_factor=1.0) if config.rope.kind == "yarn" else config
 
 
 def _stretched(source: Fields, config: ModelConfig) -> ModelConfig:
-    """ "dynamic" with alpha does not depend on the length."""
+    """Where there is an alpha, "dynamic" does not depend on the length."""
     settings = source.data.get("rope_parameters") or source.data.get("rope_scaling") or {}
     named, dim = Fields(settings if isinstance(settings, dict) else {}, source.where), config.head_dim
     if config.rope.kind != "dynamic" or not named.data.get(_ALPHA):
         return config
-    return config.changed(rope=Rope(theta=config.rope.theta * named.number(_ALPHA) ** (dim / (dim - 2))))
+    theta = config.rope.theta * named.number(_ALPHA) ** (dim / (dim - 2))
+    return with_rope(config, kind="default", factor=1.0, theta=theta)
 
 
 FAMILIES = (Family("hunyuan_v1_dense", "Hunyuan, dense", describe, frozenset(_SWITCHES)),)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from offload.config.families.common import Defaults, Family, decoder, without_windows
+from offload.config.families.common import Defaults, Family, biases, decoder, without_windows
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 
 
 def describe(source: Fields) -> ModelConfig:
-    bias = source.flag("attention_bias", False)
     config = decoder(
         source,
         "llama",
         Defaults(),
-        attention={"bias": bias, "out_bias": bias},
+        attention=biases(source),
         feed_forward={"bias": source.flag("mlp_bias", False)},
     )
     return without_windows(source, config)

@@ -3,9 +3,7 @@ it (wrappers.py)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from offload.config.families.common import Defaults, Family, decoder, without_windows
+from offload.config.families.common import Defaults, Family, decoder, with_rope, without_windows
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 from offload.config.rope import RopeDefaults
@@ -26,9 +24,8 @@ def describe(source: Fields) -> ModelConfig:
     config = decoder(source, "ministral3", defaults)
     named = Fields(settings if isinstance(settings, dict) else {}, f"{source.where}: rope_parameters")
     original = named.integer("original_max_position_embeddings", 1 << 30)
-    grown = replace(config.rope, growth=named.number(_GROWTH), original_max_positions=original)
-    changed = config.mapped(lambda block: replace(block, attention=replace(block.attention, rope=grown)))
-    return without_windows(source, changed)
+    grown = with_rope(config, growth=named.number(_GROWTH), original_max_positions=original)
+    return without_windows(source, grown)
 
 
 FAMILIES = (Family("ministral3", "Ministral 3, Devstral 2; text of `mistral3`", describe),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from offload.config.families.common import Defaults, Family, decoder, without_windows
+from offload.config.families.common import Defaults, Family, biases, decoder, without_windows
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig, Norm
 from offload.config.rope import RopeDefaults
@@ -12,7 +12,6 @@ from offload.config.rope import RopeDefaults
 
 def describe(source: Fields) -> ModelConfig:
     source.choice("hidden_act", ("relu2",), default="relu2")
-    bias = source.flag("attention_bias", False)
     config = decoder(
         source,
         "nemotron",
@@ -20,7 +19,7 @@ def describe(source: Fields) -> ModelConfig:
             max_positions=4096, eps=1e-5, norm_key="norm_eps", floors_head_dim=True, rope=RopeDefaults(partial=0.5)
         ),
         norm=partial(Norm, centred=True, plus_one=True, bias=True),
-        attention={"bias": bias, "out_bias": bias},
+        attention=biases(source),
         feed_forward={"activation": "relu_squared", "gated": False, "bias": source.flag("mlp_bias", False)},
     )
     percent = source.data.get("rope_percent")  # of older checkpoints, which others read

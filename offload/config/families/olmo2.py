@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from offload.config.families.common import Defaults, Family, decoder, epsilon, without_windows
+from offload.config.families.common import (
+    NAMES_AFTER,
+    Defaults,
+    Family,
+    biases,
+    decoder,
+    epsilon,
+    norms_after,
+    without_windows,
+)
 from offload.config.fields import Fields
-from offload.config.model import ModelConfig, Norm, TensorNames
+from offload.config.model import ModelConfig, Norm
 
 
 def describe(source: Fields) -> ModelConfig:
     defaults = Defaults(eps=1e-5)
-    bias, norm = source.flag("attention_bias", False), Norm(epsilon(source, defaults))
+    norm = Norm(epsilon(source, defaults))
     config = decoder(
         source,
         "olmo2",
         defaults,
-        attention={"bias": bias, "out_bias": bias, "qk_norm": norm, "norms_whole": True},
-        block={
-            "before_attention": None, "after_attention": norm, "before_feed_forward": None, "after_feed_forward": norm,
-        },
-        names=TensorNames(
-            after_attention="post_attention_layernorm", after_feed_forward="post_feedforward_layernorm"
-        ),
-    )  # fmt: skip
+        attention=biases(source) | {"qk_norm": norm, "norms_whole": True},
+        block=norms_after(norm),
+        names=NAMES_AFTER,
+    )
     return without_windows(source, config)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.config.families.common import Defaults, Family, decoder, epsilon, layer_types, refuse_window
+from offload.config.families.common import Defaults, Family, biases, decoder, epsilon, without_windows_by_layer
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig, Norm
 
@@ -16,8 +16,8 @@ def describe_qwen2(source: Fields) -> ModelConfig:
 
 def describe_qwen3(source: Fields) -> ModelConfig:
     defaults = Defaults(max_positions=32768, kv_heads=32, head_dim=128, derives_head_dim=False)
-    bias, norm = source.flag("attention_bias", False), Norm(epsilon(source, defaults))
-    config = decoder(source, "qwen3", defaults, attention={"bias": bias, "out_bias": bias, "qk_norm": norm})
+    norm = Norm(epsilon(source, defaults))
+    config = decoder(source, "qwen3", defaults, attention=biases(source) | {"qk_norm": norm})
     return _without_windows(source, config)
 
 
@@ -27,10 +27,7 @@ def _without_windows(source: Fields, config: ModelConfig) -> ModelConfig:
     first = source.data.get("max_window_layers", _FIRST_WINDOW_LAYER)
     if type(first) is not int:
         source.refuse("max_window_layers", "an integer")
-    types = layer_types(source, window)
-    windowed = window is not None and first < config.num_layers if types is None else "sliding_attention" in types
-    refuse_window(source, config, window, windowed=windowed)
-    return config
+    return without_windows_by_layer(source, config, window, unnamed=first < config.num_layers)
 
 
 FAMILIES = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.config.families.common import Defaults, Family, decoder, layer_types, refuse_window
+from offload.config.families.common import Defaults, Family, biases, decoder, without_windows_by_layer
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 from offload.config.rope import RopeDefaults
@@ -11,21 +11,18 @@ _INTERVAL = 4
 
 
 def describe(source: Fields) -> ModelConfig:
-    bias, layers = source.flag("attention_bias", False), source.integer("num_hidden_layers", 1 << 12)
+    layers = source.integer("num_hidden_layers", 1 << 12)
     config = decoder(
         source,
         "smollm3",
         Defaults(max_positions=32768, kv_heads=4, tied=True, rope=RopeDefaults(theta=2000000.0)),
-        attention={"bias": bias, "out_bias": bias},
+        attention=biases(source),
         feed_forward={"bias": source.flag("mlp_bias", False)},
         without_positions=_without_positions(source, layers),
     )
     window = source.data.get("sliding_window") if source.flag("use_sliding_window", False) else None
-    types = layer_types(source, window)
     bare = any(block.attention.rope is None for block in config.blocks)
-    windowed = window is not None and bare if types is None else "sliding_attention" in types
-    refuse_window(source, config, window, windowed=windowed)
-    return config
+    return without_windows_by_layer(source, config, window, unnamed=bare)
 
 
 def _without_positions(source: Fields, layers: int) -> list[int]:

@@ -18,11 +18,16 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+import typer
 
 from hearing import hear_signals
 from terminals import ENTER, Terminal
@@ -133,6 +138,9 @@ def rehearse() -> None:
     for name in HEAVY:
         import_module(name)
     import_module("torch").set_num_threads(1)
+    typer.main.get_command = cache(typer.main.get_command)  # type: ignore[assignment]
+    with redirect_stdout(StringIO()):  # what is imported, and made of options, in any run
+        assert import_module("triforce_cli.app").main(["plan", "--help"]) == 0
     gc.freeze()  # or every fork would copy what the collector looks at
 
 

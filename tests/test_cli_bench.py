@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 import torch
 
-from hearing import hear_signals
 from models import save_pair
 from offload.bench.comparison import PLAIN, TRANSFORMERS, TRIFORCE, Comparison, Run
 from offload.model.level import Level
 from offload.plan.options import Options
-from terminals import CTRL_C, Terminal
-from test_cli_fake import ROOT, environment, make_plan, make_stats
+from programs import ProgramTerminal, begin
+from terminals import CTRL_C
+from test_cli_fake import environment, make_plan, make_stats
 from triforce_cli import plot, prompt
 from triforce_cli.progress import TimeLeft
 from triforce_cli.render import bench as render_bench
@@ -292,36 +292,39 @@ def plot_again(folder: Path) -> bytes:
     return (folder / "again.png").read_bytes()
 
 
-SLOW = ("--contexts", "300,850", *LEVELS, "--offload", "kv", "--link-gbps", "0.003")
+SLOW = ("--contexts", "120,850", *LEVELS, "--offload", "kv", "--link-gbps", "0.003")
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.few(1)  # of a terminal and Ctrl-C below
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("as_json", [True, False])
 def test_who_is_asked_to_end_keeps_the_contexts_that_are_finished(folder, as_json, number, code):
-    command = [sys.executable, "-m", "triforce_cli", *arguments(folder, *SLOW, *["--json"] * as_json)]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, preexec_fn=hear_signals,
-    ) as process:  # fmt: skip
-        assert process.stderr is not None
-        for line in process.stderr:
-            if line.startswith("300 tokens: plain"):
+    (reading, errors), nothing = os.pipe(), os.open(os.devnull, os.O_RDONLY)
+    with TemporaryFile() as output, open(reading) as said:
+        args = arguments(folder, *SLOW, *["--json"] * as_json)
+        process = begin(args, env=environment(), streams=(nothing, output.fileno(), errors))
+        for end in (nothing, errors):
+            os.close(end)
+        for line in said:
+            if line.startswith("120 tokens: plain"):
                 break
-        process.send_signal(number)
-        out, err = process.communicate()
-    assert process.returncode == code
+        assert process.pid is not None
+        os.kill(process.pid, number)
+        err = said.read()
+        process.join()
+        out = os.pread(output.fileno(), 1 << 20, 0).decode()
+    assert process.exitcode == code
     assert "Traceback" not in err
     if as_json:
         found = json.loads(out)
-        assert ([context["context"] for context in found["contexts"]], found["interrupted"]) == ([300], True)
+        assert ([context["context"] for context in found["contexts"]], found["interrupted"]) == ([120], True)
     else:
-        assert out.splitlines()[0].split() == ["context", "300"]
+        assert out.splitlines()[0].split() == ["context", "120"]
 
 
 def test_at_a_narrow_terminal_progress_is_gone_and_the_table_fits(folder):
-    command = [sys.executable, "-m", "triforce_cli", *arguments(folder, "--contexts", "200,300,400,500", *LEVELS)]
-    terminal = Terminal(command, env=environment(PYTHONPATH=str(ROOT)), rows=70, columns=60)
+    args = arguments(folder, "--contexts", "200,300,400,500", *LEVELS)
+    terminal = ProgramTerminal(args, env=environment(), rows=70, columns=60)
     assert terminal.finish() == 0
     assert "left" in terminal.written
     assert not any("warm-up" in line or "left" in line for line in terminal.lines)
@@ -331,8 +334,7 @@ def test_at_a_narrow_terminal_progress_is_gone_and_the_table_fits(folder):
 
 
 def test_at_a_terminal_ctrl_c_leaves_a_clean_screen(folder):
-    command = [sys.executable, "-m", "triforce_cli", *arguments(folder, *SLOW)]
-    terminal = Terminal(command, env=environment(PYTHONPATH=str(ROOT)), rows=40)
+    terminal = ProgramTerminal(arguments(folder, *SLOW), env=environment(), rows=40)
     terminal.until_shown("ms/token")
     terminal.send(CTRL_C)
     assert terminal.finish() == 130

@@ -36,14 +36,21 @@ COMMANDS = {
     "plan": ["plan", "--model", str(choose_models(None, None).target), "--gpus", "1"],
     "sessions": ["sessions", "ls"],
 }
-ALL = pytest.mark.parametrize("variables", SURROUNDINGS.values(), ids=SURROUNDINGS)
+DEEP = ("no-term", "no-color", "narrow", "c-locale", "no-home")  # each has one that is like it, or more so
+ALL = pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param(variables, marks=[pytest.mark.deep] * (name in DEEP), id=name)
+        for name, variables in SURROUNDINGS.items()
+    ],
+)
 
 
 def surroundings(variables: dict[str, str], script: dict[str, Any] | None = None) -> dict[str, str]:
     return {name: value for name, value in environment(script, **variables).items() if value or name not in variables}
 
 
-@pytest.mark.few(len(SURROUNDINGS))
+@pytest.mark.few(len(SURROUNDINGS) - len(DEEP))
 @ALL
 @pytest.mark.parametrize("args", COMMANDS.values(), ids=COMMANDS)
 def test_commands_answer(args: list[str], variables: dict[str, str]) -> None:
@@ -76,6 +83,7 @@ def test_text_and_errors_come_as_they_are(tmp_path: Path, variables: dict[str, s
     assert err.startswith(b"error: ModelError happened; do something else") or "FORCE_COLOR" in variables
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("columns", [20, 40])
 def test_a_narrow_terminal_is_kept_to(tmp_path: Path, columns: int) -> None:
     """Bars, notes and errors; the text is the terminal's to wrap."""

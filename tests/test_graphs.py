@@ -39,7 +39,7 @@ def draft_passes(engine: Engine) -> list[Tensor]:
     """One row and more, rows taken back, and more tokens than the window's buffer has room for."""
     level = engine.levels["draft"]
     logits = [level.forward(PROMPT, 1)]
-    for number, count in enumerate([1, 1, 1, 2, 3, 4, 2, 1, 3] * 12):
+    for number, count in enumerate([1, 1, 1, 2, 3, 4, 2, 1, 3] * 5):
         logits.append(level.forward(TOKENS[number : number + count], count))
         if number % 4 == 3:
             level.truncate(level.length - 1)
@@ -49,7 +49,7 @@ def draft_passes(engine: Engine) -> list[Tensor]:
 def retrieval_passes(engine: Engine) -> list[Tensor]:
     """Between refreshes, and in a tail that outgrows its room."""
     level, target, logits = engine.levels["retrieval"], engine.levels["target"], []
-    for count in (3, 1, 5, 60):
+    for count in (3, 1, 5, 20):
         target.forward(TOKENS[:count], 1)
         engine.worker.refresh(count)
         for number in range(4):
@@ -111,6 +111,7 @@ def another_place(cache: RetrievalCache, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cache.full.arena, "_block", cache.full.arena._block[:0])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("change", "is_kept"), [(nothing, True), (other_chunks, True), (another_size, False), (another_place, False)]
 )
@@ -143,19 +144,19 @@ def test_a_graph_is_kept_while_the_retrieval_caches_buffer_is_had_at_the_same_pl
 def test_later_requests_replay_the_graphs_of_the_first(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that were ever recorded are there at the end: none was recorded twice."""
     texts, replayed = [], []
-    for value in ("on", "off"):
+    for value, prompts in (("on", (PROMPT, OTHER, PROMPT)), ("off", (PROMPT, OTHER))):
         monkeypatch.setenv(VARIABLE, value)
         with engine_on_paper(CASE, pair) as (engine, gpu):
-            for prompt in (PROMPT, OTHER, PROMPT, OTHER):
+            for prompt in prompts:
                 replays = gpu.launches["graph"]
                 texts.append(said(engine, prompt))
                 replayed.append(gpu.launches["graph"] - replays)
             kept = [graphs for level in engine.levels.values() if (graphs := level._graphs) is not None]
             assert gpu.num_graphs == sum(len(graphs._recorded) for graphs in kept)
         assert gpu.problems == []
-    assert texts[:4] == texts[4:]
-    assert min(replayed[:4]) > 5
-    assert replayed[4:] == [0] * 4
+    assert texts[:3] == [*texts[3:], texts[3]]
+    assert min(replayed[:3]) > 5
+    assert replayed[3:] == [0] * 2
 
 
 def test_a_replay_is_a_few_launches(pair: Pair) -> None:
@@ -172,6 +173,7 @@ def test_a_replay_is_a_few_launches(pair: Pair) -> None:
 @pytest.mark.parametrize("wrong", [False, True])
 def test_the_doctor_compares_them(wrong: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_checks, "PROMPT", PROMPT)
+    monkeypatch.setattr(text_checks, "NUM_TOKENS", 6)
     if wrong:
         monkeypatch.setattr(Graph, "replay", lambda graph: None)
     with on_paper():
@@ -256,6 +258,8 @@ def test_a_wrong_value_of_the_variable_is_an_error(pair: Pair, monkeypatch: pyte
 
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=3)
+BEGUN = PROMPT[:16]  # more than the draft's window
+BLOCKS = 4
 
 
 def drawn(engine: Engine, params: Sequence[SamplingParams]) -> list[tuple[list[int], Tensor]]:
@@ -265,10 +269,10 @@ def drawn(engine: Engine, params: Sequence[SamplingParams]) -> list[tuple[list[i
     for number, sampling in enumerate(params):
         random = Beforehand(SeededSource(number), torch.device("cuda:0"))
         proposer = ModelProposer(level, Warping(replace(sampling, seed=None)), random)
-        for block in range(8):
+        for block in range(BLOCKS):
             level.truncate(0)
-            level.forward(PROMPT, 1)
-            proposal = proposer.propose([*PROMPT, *TOKENS[: 1 + block % 4]], 4)
+            level.forward(BEGUN, 1)
+            proposal = proposer.propose([*BEGUN, *TOKENS[: 1 + block]], 4)
             blocks.append((proposal.tokens, proposal.probs.cpu()))
     return blocks
 
@@ -285,7 +289,7 @@ def test_draws_in_a_graph_are_those_of_passes_launched_one_by_one(pair: Pair, mo
             found.append(drawn(engine, params))
             replays.append(gpu.launches["graph"])
         assert gpu.problems == []
-    assert replays[0] > 3 * 8 * len(params)
+    assert replays[0] > 3 * BLOCKS * len(params)
     assert replays[1] == 0
     assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[1]]
     assert all(ours.equal(theirs) for (_, ours), (_, theirs) in zip(*found, strict=True))
@@ -335,19 +339,22 @@ def test_a_request_with_another_seed_uses_the_graphs_of_the_one_before(pair: Pai
 REQUESTS = [SAMPLED, replace(SAMPLED, seed=6), replace(SAMPLED, temperature=2.0), GREEDY]
 
 
-def texts(pair: Pair, value: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int]], int]:
-    """What is said to each of REQUESTS, one after the other, and how often a graph was replayed."""
+def texts(pair: Pair, value: str, times: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int]], int]:
+    """What is said to each of REQUESTS, so many times one after the other, and how often a graph was replayed."""
     monkeypatch.setenv(VARIABLE, value)
     with engine_on_paper(CASE, pair) as (engine, gpu):
-        found = [said(engine, PROMPT, sampling) for sampling in REQUESTS for _ in range(3)]
+        found = [said(engine, PROMPT, sampling) for sampling in REQUESTS for _ in range(times)]
         replays = gpu.launches["graph"]
     assert gpu.problems == []
     return found, replays
 
 
-def test_texts_are_those_of_passes_and_draws_launched_one_by_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_graphs, replays = texts(pair, "on", monkeypatch)
-    one_by_one, none = texts(pair, "off", monkeypatch)
+def test_texts_are_those_of_passes_and_draws_launched_one_by_one(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    times = 3 if pytestconfig.getoption("deep") else 1
+    with_graphs, replays = texts(pair, "on", times, monkeypatch)
+    one_by_one, none = texts(pair, "off", times, monkeypatch)
     assert with_graphs == one_by_one
     assert len({tuple(text) for text in with_graphs}) > 2
     assert replays > none == 0
@@ -362,11 +369,14 @@ def test_texts_are_those_of_passes_and_draws_launched_one_by_one(pair: Pair, mon
             "None if follows is _themselves else follows",
             "None",
         ),
-        Bug(
-            "a pass is taken for one with another number of padded rows",
-            "offload.model.level",
-            "(len(segment.tokens), count, num_logits), ",
-            "len(segment.tokens), ",
+        pytest.param(
+            Bug(
+                "a pass is taken for one with another number of padded rows",
+                "offload.model.level",
+                "(len(segment.tokens), count, num_logits), ",
+                "len(segment.tokens), ",
+            ),
+            marks=pytest.mark.deep,
         ),
         Bug(
             "a graph draws by the uniforms of its first token",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from inspect import getsource, signature
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +55,12 @@ class PaperTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    @torch.inference_mode(False)  # what torch does to views of tensors from outside of it would fail otherwise
     def __new__(cls, gpu: PaperGpu, raw: Tensor, block: Block) -> PaperTensor:
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, device="meta"
-        )
+        size, strides, offset = raw.size(), raw.stride(), raw.storage_offset()
+        with torch._C._InferenceMode(False):  # what torch does to views of tensors from outside of it would fail in it
+            made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls, size, strides=strides, storage_offset=offset, dtype=raw.dtype, device="meta"
+            )
         made.gpu, made.raw, made.block = gpu, raw, block
         return made  # type: ignore[no-any-return]
 
@@ -67,9 +68,8 @@ class PaperTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Func, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        gpu = next(each for each in _leaves([*args, *kwargs.values()]) if isinstance(each, PaperTensor)).gpu
-        return run(gpu, func, args, kwargs)
+        call = Call(func, args, kwargs or {})
+        return run(call.on_gpu[0].gpu, call)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PaperTensor({self.raw})"
@@ -110,37 +110,70 @@ class Mode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Func, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        return run(self._gpu, func, args, kwargs or {})
+        return run(self._gpu, Call(func, args, kwargs or {}))
+
+
+class Operator:
+    """What is asked of an operator in each of its calls."""
+
+    def __init__(self, func: Func) -> None:
+        arguments = func._schema.arguments
+        self.name = str(func._schema.name.partition("::")[2])
+        self.names = [argument.name for argument in arguments]
+        self.written = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+        self.takes_device = "device" in self.names
+        # Made of others whatever the device: in inference mode it comes before it was taken apart.
+        is_composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        self.is_taken_apart = is_composite and self.name not in WHOLE
+        self.has_kernel = self.name not in WITHOUT_KERNEL
+
+
+_operators: dict[int, tuple[Func, Operator]] = {}  # by the overload's id: its hash takes long
+
+
+def _operator(func: Func) -> Operator:
+    if (found := _operators.get(id(func))) is None:
+        found = _operators[id(func)] = func, Operator(func)
+    return found[1]
 
 
 class Call:
-    """An operator's call, with its tensors by where they are and its names for them."""
+    """An operator's call, with its tensors by where they are and its names for them. written: ids of those that it
+    writes."""
 
     def __init__(self, func: Func, args: Any, kwargs: Any) -> None:
-        self.func, self.name = func, name_of(func)
-        self.args, self.kwargs = args, kwargs
-        tensors = [each for each in _leaves([*args, *kwargs.values()]) if isinstance(each, Tensor)]
-        self.on_gpu = [each for each in tensors if isinstance(each, PaperTensor)]
-        self.on_host = [each for each in tensors if not isinstance(each, PaperTensor)]
-        self.named: dict[str, Any] = dict(zip(_names(func), args, strict=False)) | kwargs
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.operator = operator = _operator(func)
+        self.name = operator.name
+        self.on_gpu: list[PaperTensor] = []
+        self.on_host: list[Tensor] = []
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            for each in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(each, PaperTensor):
+                    self.on_gpu.append(each)
+                elif isinstance(each, Tensor):
+                    self.on_host.append(each)
         self.written: set[int] = set()
-        if names := _written(func):
-            written = _leaves([self.named[name] for name in names if name in self.named])
+        if operator.written:
+            written = _leaves([self.named[name] for name in operator.written if name in self.named])
             self.written = {id(each) for each in written if isinstance(each, Tensor)}
-        device = self.named.get("device")
+        device = self.named.get("device") if operator.takes_device else None
         self.device = torch.device(device) if device is not None else None
+        self.is_of_gpu = bool(self.on_gpu) or (self.device is not None and self.device.type in GPU)
+        self.leaves_gpu = self.name == "_to_copy" and self.device is not None and self.device.type == "cpu"
 
-    @property
-    def is_of_gpu(self) -> bool:
-        return bool(self.on_gpu) or (self.device is not None and self.device.type in GPU)
+    @cached_property
+    def named(self) -> dict[str, Any]:
+        return dict(zip(self.operator.names, self.args, strict=False)) | self.kwargs
 
-    @property
-    def leaves_gpu(self) -> bool:
-        return self.name == "_to_copy" and self.device is not None and self.device.type == "cpu"
+    @cached_property
+    def again_on_cpu(self) -> Callable[[], Any]:
+        """Its result with the raw tensors, on the CPU: to be computed, as often as one likes."""
+        return self.prepared(_on_cpu, "cpu")
 
     def on_cpu(self) -> Any:
         """Its result with the raw tensors, on the CPU."""
-        return self.elsewhere(_on_cpu, "cpu")
+        return self.again_on_cpu()
 
     def elsewhere(self, change: Callable[[Any], Any], device: str) -> Any:
         """Its result on `device`, of arguments that `change` brings there."""
@@ -151,7 +184,7 @@ class Call:
         args = [_mapped(change, value) for value in self.args]
         dropped = ("pin_memory", "non_blocking")
         kwargs = {name: _mapped(change, value) for name, value in self.kwargs.items() if name not in dropped}
-        if kwargs.get("device") is not None:
+        if self.device is not None and "device" in kwargs:
             kwargs["device"] = device
         if self.name == "_scaled_dot_product_flash_attention":
             return partial(_flash, *args[:3], scale=kwargs.get("scale"))
@@ -167,7 +200,7 @@ def _leaves(values: Any) -> list[Any]:
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    return type(value)(change(each) for each in value) if isinstance(value, (list, tuple)) else change(value)
+    return type(value)([change(each) for each in value]) if isinstance(value, (list, tuple)) else change(value)
 
 
 def _on_cpu(value: Any) -> Any:
@@ -176,58 +209,38 @@ def _on_cpu(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-@cache
-def name_of(func: Func) -> str:
-    return str(func._schema.name.partition("::")[2])
-
-
-@cache
-def _names(func: Func) -> list[str]:
-    return [argument.name for argument in func._schema.arguments]
-
-
-@cache
-def _written(func: Func) -> list[str]:
-    """Names of the arguments that it writes."""
-    arguments = func._schema.arguments
-    return [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
-
-
-@cache
-def _is_composite(func: Func) -> bool:
-    """Made of others whatever the device: in inference mode it comes before it was taken apart."""
-    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
-
-
-def run(gpu: PaperGpu, func: Func, args: Any, kwargs: Any) -> Any:
-    call = Call(func, args, kwargs)
+def run(gpu: PaperGpu, call: Call) -> Any:
     if not call.is_of_gpu:
-        return _on_host(gpu, call, args, kwargs)
+        return _on_host(gpu, call)
     if call.name == "to":
-        return _to(gpu, args[0], call.device, call.named.get("dtype"), bool(call.named.get("non_blocking")))
-    if _is_composite(func) and call.name not in WHOLE:
+        return _to(gpu, call.args[0], call.device, call.named.get("dtype"), bool(call.named.get("non_blocking")))
+    if call.operator.is_taken_apart:
         with Mode(gpu):
-            return func.decompose(*args, **kwargs)
+            return call.func.decompose(*call.args, **call.kwargs)
     graph = gpu.recording
-    for each in call.on_gpu if graph is not None else ():
-        if id(each) in call.written and graph is not None:
-            graph.writes(each.raw)
+    if graph is not None and call.written:
+        for each in call.on_gpu:
+            if id(each) in call.written:
+                graph.writes(each.raw)
     out = gpu.result(call)
-    made = [each for each in _leaves((out,)) if isinstance(each, Tensor)]
+    made = [each for each in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(each, Tensor)]
     blocks = {_storage(each.raw): each.block for each in call.on_gpu}
     is_view = not call.written and bool(made) and all(_storage(each) in blocks for each in made)
-    if not is_view and call.name not in WITHOUT_KERNEL:
-        _check_devices(gpu, call)
+    if not is_view and call.operator.has_kernel:
+        if call.on_host:
+            _check_devices(gpu, call)
         _launch(gpu, call)
         if graph is not None and not gpu.without_values:
-            graph.computed(call.prepared(_on_cpu, "cpu"), made)
+            graph.computed(call.again_on_cpu, made)
+    if call.leaves_gpu:
+        return out
     wrappers = {id(each.raw): each for each in call.on_gpu}
 
     def wrapped(each: Any) -> Any:
-        if not isinstance(each, Tensor) or call.leaves_gpu:
+        if not isinstance(each, Tensor):
             return each
-        if id(each) in wrappers:
-            return wrappers[id(each)]
+        if (known := wrappers.get(id(each))) is not None:
+            return known
         if (block := blocks.get(_storage(each))) is None:
             if any(each is other for other in call.on_host):  # written by a copy from the GPU
                 return each
@@ -241,10 +254,10 @@ def run(gpu: PaperGpu, func: Func, args: Any, kwargs: Any) -> Any:
     return _mapped(wrapped, out)
 
 
-def _on_host(gpu: PaperGpu, call: Call, args: Any, kwargs: Any) -> Any:
+def _on_host(gpu: PaperGpu, call: Call) -> Any:
     """What the host does by itself: pinned memory that a stream may use is the only thing to check."""
     untouched = gpu.without_values and call.name == "zero_"  # the system's pages are zero, and take no memory yet
-    out = args[0] if untouched else call.func(*args, **kwargs)
+    out = call.args[0] if untouched else call.func(*call.args, **call.kwargs)
     if gpu.has_pinned and call.on_host:
         storages = {_storage(each) for each in call.on_host}
         made = [each for each in _leaves((out,)) if isinstance(each, Tensor)]
@@ -339,7 +352,7 @@ def _to(
     if device.type != tensor.device.type:
         kwargs |= {"device": device, "non_blocking": non_blocking}
     with _disable_current_modes():  # as in an operator that is called
-        return run(gpu, torch.ops.aten._to_copy.default, (tensor,), kwargs)  # type: ignore[no-any-return]
+        return run(gpu, Call(torch.ops.aten._to_copy.default, (tensor,), kwargs))  # type: ignore[no-any-return]
 
 
 def _flash(query: Tensor, keys: Tensor, values: Tensor, *, scale: float | None) -> tuple[Any, ...]:

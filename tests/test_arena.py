@@ -88,7 +88,8 @@ def two_turns(plan: Plan) -> tuple[list[int], list[int]]:
         return [token for step in steps for token in step.tokens], [level.rows for level in engine.stats.levels]
 
 
-@pytest.mark.parametrize("offload", [frozenset[str](), frozenset({"kv"}), frozenset({"weights", "kv"})])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("offload", [frozenset({"weights", "kv"}), frozenset({"kv"}), frozenset[str]()])
 @pytest.mark.parametrize("budget", [64, 1024])  # less than a prefill needs, and more
 def test_no_more_is_allocated_than_planned_in_a_prefill_in_decoding_or_in_a_second_turn(
     offload: frozenset[str], budget: int, monkeypatch: pytest.MonkeyPatch
@@ -103,7 +104,8 @@ def test_no_more_is_allocated_than_planned_in_a_prefill_in_decoding_or_in_a_seco
     assert not planned.keys() - most.keys() - {"workspace", "selection", "fetched chunks", "rope tables"}
 
 
-@pytest.mark.parametrize("offload", [frozenset[str](), frozenset({"kv"})])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("offload", [frozenset({"kv"}), frozenset[str]()])
 def test_a_prefill_in_place_of_the_retrieval_cache_changes_nothing_that_is_said_or_drafted(
     offload: frozenset[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

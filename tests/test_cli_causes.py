@@ -263,6 +263,7 @@ sys.exit(entry.run())
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("asked_for", [False, True])
 def test_libraries_say_nothing_unless_asked(asked_for):
     """In a process of its own: what libraries say is set up once."""

@@ -8,8 +8,6 @@ import json
 import os
 import shutil
 import stat
-import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -28,6 +26,7 @@ from offload.hub import pickles
 from offload.hub.library import Origin, locate
 from offload.hub.names import FOLDER_VARIABLE
 from offload.hub.pickles import convert_shard, source_of
+from programs import run
 
 Usage = namedtuple("Usage", "total used free")
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
@@ -302,8 +301,7 @@ def interleaved(weight: Tensor, num_heads: int) -> Tensor:
 
 def test_a_gguf_file_becomes_a_folder_with_the_same_weights(triforce, root, tmp_path):
     state = write_gguf(tmp_path / "tiny.gguf")
-    command = [sys.executable, "-m", "triforce_cli", "convert", str(tmp_path / "tiny.gguf")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run(["convert", str(tmp_path / "tiny.gguf")], env=os.environ)
     assert (done.returncode, done.stdout) == (0, f"{root / 'local/tiny'}\n")
     assert done.stderr == "next: triforce generate --model local/tiny --prompt-file FILE\n"  # and no bars
     found = read(root / "local/tiny/model.safetensors")

@@ -260,6 +260,7 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
     return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
 
 
+@pytest.mark.few(len(ENCODINGS))  # each on one of the instruction sets
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_content_is_the_twins_and_what_is_lossless_comes_back(name: str, kernels: Library) -> None:
     encoding = ENCODINGS[name]

@@ -46,6 +46,7 @@ def run(decoder: Decoder, cuts: Sequence[int], *, pages: int = 2, link: Link | N
     return torch.cat(logits), cache.mass(LAST)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_have_the_same_bits_in_any_passes(folders: dict[str, Path], family: str, dtype: str) -> None:

@@ -198,7 +198,10 @@ DENSE = {
 }
 
 
-@pytest.mark.parametrize(("name", "data"), DENSE.values(), ids=DENSE)
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [pytest.param(*dense, marks=[pytest.mark.deep] * (what == "tensors"), id=what) for what, dense in DENSE.items()],
+)
 def test_the_densest_json_takes_the_stated_memory_at_most(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
     read = read_config if name == "config.json" else Checkpoint.open

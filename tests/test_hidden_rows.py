@@ -171,7 +171,7 @@ def said(engine: Engine, prompt: list[int]) -> list[int]:
     ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @EVERY_LINK
 @pytest.mark.parametrize("offload", [("kv",), ("kv", "weights")], ids=" and ".join)
 def test_a_prompts_cache_and_text_have_the_bits_that_they_have_with_rows_on_the_device(

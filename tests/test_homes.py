@@ -145,6 +145,7 @@ def said(engine: Engine, params: SamplingParams) -> list[int]:
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.usefixtures("_small_blocks")
 def test_the_engine_says_the_same_however_weights_cross(temperature: float) -> None:

@@ -120,6 +120,7 @@ def test_layers_that_stream_one_tile_less_are_far_apart() -> None:
 # What a cache does with them.
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("path", ["kernels", "torch"])
 @pytest.mark.parametrize(("num_resident", "num_host"), [(0, 1), (0, 4), (1, 2), (3, 3), (0, 99)])
 @settings(max_examples=8)
@@ -342,6 +343,7 @@ def running_on(path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", ["kernels", "torch"])
 def test_greedy_tokens_are_the_same_wherever_tiles_are_attended_to(
     path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

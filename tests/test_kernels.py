@@ -142,7 +142,7 @@ def run(found: Library, step: Step, num_rows: int | None = None) -> Tensor:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.few(24)
+@pytest.mark.few(14)
 def test_products_are_as_near_to_fp64_as_torchs(
     found: Library, dtype: torch.dtype, ending: str, norm: str, bias: bool
 ) -> None:
@@ -551,6 +551,7 @@ def test_tiles_of_any_size_give_the_same_bits(found: Library, dtype: torch.dtype
     assert_same_bits(mass, masses)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [Heads(64, 2), Heads(10, 3)], ids=str)
 @pytest.mark.parametrize("windowed", [False, True], ids=["", "windowed"])

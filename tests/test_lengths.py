@@ -196,6 +196,7 @@ def best(chance: float, seconds: float, passes: tuple[float, float], most: int =
     )
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("chance", [0.05, 0.5, 0.8, 0.95])
 @pytest.mark.parametrize("seconds", [0.01, 0.2, 0.9])
 @pytest.mark.parametrize("slope", [0.0, 0.1])
@@ -210,6 +211,7 @@ def test_measured_lengths_come_within_5_percent_of_the_best_fixed_one(
     assert reached < 1.05 * best(chance, seconds, passes)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("chance", [0.5, 0.8, 0.95, 0.99])
 @pytest.mark.parametrize("seconds", [0.01, 0.2])
 @pytest.mark.parametrize("block", [4, 16])

@@ -422,6 +422,7 @@ def generation(
     return tokens, stats
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sizes", [Sizes(), SPECULATIVE], ids=["plain", "speculative"])
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.0, seed=5)], ids=["greedy", "sampled"])
 def test_no_schedule_changes_what_is_said(

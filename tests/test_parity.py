@@ -109,7 +109,7 @@ def in_decoding(decoder: Decoder, cache: FullCache, tokens: list[int], step: int
     return torch.cat(logits)
 
 
-@pytest.mark.few(36)
+@pytest.mark.few(20)
 @pytest.mark.parametrize("operators", OPERATORS)
 @pytest.mark.parametrize("folder", EVERY, indirect=True)
 def test_prefill_decoding_and_both_mixed_give_the_logits_of_transformers(folder: Path, operators: str) -> None:
@@ -126,6 +126,7 @@ def test_prefill_decoding_and_both_mixed_give_the_logits_of_transformers(folder:
     assert_same_logits(torch.cat(parts), theirs[20:])
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("operators", OPERATORS)
 @pytest.mark.parametrize("folder", [(family, "default") for family in FAMILIES], indirect=True, ids=FAMILIES)
 def test_sequences_of_any_lengths_in_one_pass_give_the_logits_of_transformers(folder: Path, operators: str) -> None:

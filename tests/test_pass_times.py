@@ -283,6 +283,7 @@ class TestMeasuring:
             assert fewer.layer[0] < exact.layer[0]
             assert fewer.prefill(1, 2000) < 1e-3 * exact.prefill(1, 2000)
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize("kernels", ["on", "off"])
     def test_gives_times_that_a_pass_can_take(self, kernels: str) -> None:
         """In a process of its own: it has its kernels for good."""

@@ -49,19 +49,19 @@ def run(plan: Plan) -> tuple[list[int], dict[str, dict[str, int]]]:
     "options",
     [
         {"gamma": 7},
-        {"gamma": 0},
+        pytest.param({"gamma": 0}, marks=pytest.mark.deep),
         {"gamma": 15, "draft_gamma": 0, "budget": 256},
-        {"gamma": 7, "offload": frozenset({"kv"})},
+        pytest.param({"gamma": 7, "offload": frozenset({"kv"})}, marks=pytest.mark.deep),
         {"gamma": 0, "offload": frozenset({"kv"}), "device_memory": 0.5},
         {"gamma": 7, "offload": frozenset({"weights", "kv"})},
         {"gamma": 7, "offload": frozenset({"kv"}), "host_attention": 0.5},
         {"gamma": 7, "offload": frozenset({"kv"}), "link_gbps": 1.0, "link_bits": 12},
-        {"gamma": 7, "device_memory": 0.078},
+        pytest.param({"gamma": 7, "device_memory": 0.078}, marks=pytest.mark.deep),
         {"gamma": 7, "device_memory": 0.062},
-        {"gamma": 7, "weight_bits": 4},
-        {"gamma": 7, "weight_bits": 4, "offload": frozenset({"weights", "kv"})},
+        pytest.param({"gamma": 7, "weight_bits": 4}, marks=pytest.mark.deep),
+        pytest.param({"gamma": 7, "weight_bits": 4, "offload": frozenset({"weights", "kv"})}, marks=pytest.mark.deep),
         {"gamma": 7, "weight_bits": 6, "offload": frozenset({"weights", "kv"})},
-        {"gamma": 7, "kv_bits": 4},
+        pytest.param({"gamma": 7, "kv_bits": 4}, marks=pytest.mark.deep),
         {"gamma": 7, "kv_bits": 4, "offload": frozenset({"weights", "kv"})},
     ],
 )
@@ -79,7 +79,8 @@ def test_planned_bytes_are_allocated_bytes_within_two_percent(options: dict[str,
             assert ledger[tier][name] == pytest.approx(size, rel=0.02), name
 
 
-@pytest.mark.parametrize("offload", [frozenset[str](), frozenset({"kv"})])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("offload", [frozenset({"kv"}), frozenset[str]()])
 def test_each_of_two_ranks_allocates_what_was_planned_for_it(offload: frozenset[str]) -> None:
     plan = request(gamma=7, gpus=2, offload=offload)
     with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
@@ -110,7 +111,8 @@ def test_wherever_layers_and_tiles_are_the_tokens_are_the_same() -> None:
         assert run(plan)[0] == expected
 
 
-@pytest.mark.parametrize("num_resident", [0, 1, 3, 7, 8, 9])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("num_resident", [9, 1, 0, 3, 7, 8])
 def test_tiles_on_the_device_do_not_cross_the_link_when_decoding(num_resident: int) -> None:
     plan = changed(request(gamma=0, offload=frozenset({"kv"})), resident_tiles=num_resident, tile_tokens=1024)
     with Engine.load(plan, TARGET, None, load_tokenizer(TARGET, None)) as engine:

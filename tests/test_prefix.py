@@ -198,7 +198,8 @@ def again(text: list[int], rng: random.Random) -> list[int]:
     return text
 
 
-@pytest.mark.parametrize("offload", [(), ("kv",), ("kv", "weights")], ids=str)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("offload", [("kv", "weights"), ("kv",), ()], ids=str)
 @settings(max_examples=12)
 @given(steps=st.lists(st.sampled_from([more, undo, edit, again]), min_size=1, max_size=5), seed=st.integers(0, 99))
 def test_after_any_edits_the_cache_and_the_text_are_those_of_a_fresh_start(
@@ -234,8 +235,9 @@ def test_a_turn_runs_only_what_is_new(folders: tuple[Path, Path]) -> None:
         assert engine.stats.levels[0].rows == ROWS
 
 
-@pytest.mark.parametrize("offload", [(), ("kv",), ("weights", "kv")])
-@pytest.mark.parametrize("num_common", [64, 67, 130])
+@pytest.mark.few(3)
+@pytest.mark.parametrize("offload", [("weights", "kv"), ("kv",), ()])
+@pytest.mark.parametrize("num_common", [67, 64, 130])
 def test_what_prompts_begin_with_alike_is_prefilled_once_and_changes_no_bit(
     folders: tuple[Path, Path], offload: tuple[str, ...], num_common: int
 ) -> None:

@@ -100,7 +100,8 @@ def test_a_tail_that_stays_gets_the_rows_that_are_new(published: ModuleType, mon
     assert fetched == [(20, 27), (27, 34), (23, 30)]
 
 
-@pytest.mark.parametrize("offload", [frozenset[str](), frozenset({"kv"})])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("offload", [frozenset({"kv"}), frozenset[str]()])
 def test_an_engine_chooses_once_for_a_prompt_and_says_what_it_says_without(
     offload: frozenset[str], published: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,6 @@ import huggingface_hub
 import pytest
 import torch
 
-from hearing import hear_signals
 from hub import COMMIT, Hub, running
 from models import random_model, save
 from offload.config.reading import read_config
@@ -29,6 +28,7 @@ from offload.hub.names import FOLDER_VARIABLE
 from offload.units import size
 from offload.weights.checkpoint import Checkpoint, check_model
 from terminals import Terminal
+from test_cli_fake import environment, play
 
 NAME = "owner/model"
 OTHER = "d" * 40
@@ -302,15 +302,19 @@ def test_an_end_in_the_middle_of_moving_is_seen_and_mended(hub, triforce, folder
 
 
 def command(hub: Hub, *args: str, **variables: str) -> tuple[list[str], dict[str, str]]:
-    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", **variables}
-    return [sys.executable, "-m", "triforce_cli", *args], environment
+    variables = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", **variables}
+    return [sys.executable, "-m", "triforce_cli", *args], variables
+
+
+def begin(**variables: str) -> None:
+    """`triforce pull` in a fork of this process, which knows the stand-in's address."""
+    play(["pull", NAME], environment(**variables), stand_in=False)
 
 
 def test_ctrl_c_keeps_what_has_come_and_says_how_to_go_on(hub, triforce, folder, plain):
     hub.put(NAME, plain)
     hub.stalls["model.safetensors"] = len(plain["model.safetensors"]) - 100
-    args, environment = command(hub, "pull", NAME)
-    with subprocess.Popen(args, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=hear_signals) as process:
+    with subprocess.Popen(["true"], stderr=subprocess.PIPE, text=True, preexec_fn=begin) as process:
         hub.stalled.wait()
         process.send_signal(signal.SIGINT)
         _, err = process.communicate()
@@ -327,8 +331,7 @@ def test_at_a_terminal_there_is_one_bar_with_time_left_and_then_none(hub, folder
     """huggingface_hub shows bars of its own unless they are disabled."""
     hub.put(NAME, plain)
     hub.stalls["model.safetensors"] = len(plain["model.safetensors"]) - 100
-    args, environment = command(hub, "pull", NAME, TERM="xterm-256color", COLUMNS="100")
-    terminal = Terminal(args, env=environment, columns=100)
+    terminal = Terminal(["true"], env={}, columns=100, begin=lambda: begin(COLUMNS="100"))
     try:
         terminal.until(lambda: any("%" in line and line.endswith("left") for line in terminal.lines), "a whole bar")
         bars = [line for line in terminal.lines if "%" in line or "B/s" in line]
@@ -348,8 +351,8 @@ def test_at_a_terminal_there_is_one_bar_with_time_left_and_then_none(hub, folder
 
 def test_offline_says_what_to_unset(hub, plain):
     hub.put(NAME, plain)
-    args, environment = command(hub, "pull", NAME, HF_HUB_OFFLINE="1")
-    done = subprocess.run(args, env=environment, capture_output=True, text=True)
+    args, variables = command(hub, "pull", NAME, HF_HUB_OFFLINE="1")
+    done = subprocess.run(args, env=variables, capture_output=True, text=True)
     assert (done.returncode, hub.requests) == (4, [])
     assert f"HF_HUB_OFFLINE is set, so {NAME} cannot be pulled; unset it and run" in done.stderr
 

@@ -265,10 +265,10 @@ def plainly(folders: tuple[Path, Path]) -> tuple[list[int], list[int], list[int]
         return wanted, longer, say(engine, longer)
 
 
-@pytest.mark.few(4)
-@pytest.mark.parametrize("draft_gamma", [0, 3])
-@pytest.mark.parametrize("weight_bits", [16, 4])
-@pytest.mark.parametrize("offload", [(), ("kv",), ("kv", "weights")], ids=["resident", "kv", "both"])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("draft_gamma", [3, 0])
+@pytest.mark.parametrize("weight_bits", [4, 16])
+@pytest.mark.parametrize("offload", [("kv", "weights"), ("kv",), ()], ids=["both", "kv", "resident"])
 def test_the_text_is_the_targets(
     folders: tuple[Path, Path],
     plainly: tuple[list[int], list[int], list[int]],
@@ -331,7 +331,8 @@ def forked() -> Iterator[list[Forked]]:
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("offload", [(), ("kv",)], ids=["resident", "kv"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("offload", [("kv",), ()], ids=["kv", "resident"])
 def test_two_ranks_say_the_same(folders: tuple[Path, Path], offload: tuple[str, ...]) -> None:
     with make(folders, PLAIN, dtype="fp32") as engine:
         wanted = say(engine)

@@ -193,11 +193,11 @@ def wanted(folders: tuple[Path, Path]) -> list[int]:
         return say(engine)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("draft_gamma", [0, 3])
-@pytest.mark.parametrize("budget", [0, 48])
-@pytest.mark.parametrize("offload", [(), ("weights",), ("kv", "weights")], ids=["resident", "weights", "both"])
+@pytest.mark.parametrize("draft_gamma", [3, 0])
+@pytest.mark.parametrize("budget", [48, 0])
+@pytest.mark.parametrize("offload", [("kv", "weights"), ("weights",), ()], ids=["both", "weights", "resident"])
 def test_the_text_is_the_targets(
     folders: tuple[Path, Path], wanted: list[int], offload: tuple[str, ...], budget: int, draft_gamma: int, bits: int
 ) -> None:

@@ -184,6 +184,7 @@ def test_pages_that_were_packed_before_they_had_codes_are_packed_anew_a_few_each
     pair.check()
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("raw_pages", [0, 7, PLENTY])
 @pytest.mark.parametrize("fields", [{}, {"page": 96}, {"num_resident": 1, "num_host": 2}], ids=str)
 def test_rows_are_the_same_whatever_happens(decoder: Decoder, raw_pages: int, fields: dict[str, int]) -> None:
@@ -386,6 +387,7 @@ def all_said(engine: Engine, temperature: float = 0.0) -> list[list[int]]:
     return [said(engine, prompt, temperature=temperature, reuse=number > 0) for number, prompt in enumerate(asked)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_engine_says_the_same_and_less_crosses(folder: Path, temperature: float) -> None:
     texts, crossed = [], []

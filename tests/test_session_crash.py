@@ -147,6 +147,7 @@ def interrupted_after(name: str, real: Callable[..., Any], args: tuple[Any, ...]
     raise KeyboardInterrupt
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("failure", [full, interrupted_before, interrupted_after])
 def test_a_save_that_fails_at_any_step_leaves_a_whole_session_and_can_be_repeated(
     tmp_path: Path, failure: Failure

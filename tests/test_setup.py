@@ -68,6 +68,7 @@ def test_a_library_is_of_its_instruction_set_and_rounds_as_written(source: Path)
         assert not {"-ffast-math", "-Ofast", "-march=native", "-mcpu=native"} & set(words)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arguments", [("--inplace",), ("--build-lib", "out")])
 def test_a_compiler_that_fails_leaves_the_reason_and_no_older_library(source: Path, arguments: tuple[str, ...]) -> None:
     folder = source / NATIVE if arguments == ("--inplace",) else source / "out" / NATIVE

@@ -130,6 +130,7 @@ def test_who_has_it_ignored_goes_on(args, number: signal.Signals) -> None:
     assert (process.returncode, out, err) == (0, b" of it", b"")
 
 
+@pytest.mark.few(1)
 @ASKED
 def test_a_terminal_gets_its_cursor_and_its_line_back(args, number: signal.Signals) -> None:
     screen = Screen(*args, script=SLOW | {"hang": True})
@@ -183,6 +184,7 @@ sys.exit(run())
     assert (done.returncode, done.stdout, done.stderr) == (-number, b"", b"")
 
 
+@pytest.mark.few(1)
 @EVERY
 def test_libraries_are_imported_to_their_end(tmp_path: Path, number: signal.Signals) -> None:
     """They made an ImportError of it, or swallowed it and broke later. This one would do both."""
@@ -255,6 +257,7 @@ def kept(folder: Path) -> list[dict[str, Any]]:
     return list(conversation["turns"])
 
 
+@pytest.mark.few(1)
 @ASKED
 def test_a_reply_so_far_is_in_the_session(talk: Terminal, tmp_path: Path, number: signal.Signals) -> None:
     begin = len(talk.written)
@@ -310,6 +313,7 @@ def test_a_chat_in_a_pipe_keeps_the_turns_before(model: Path, tmp_path: Path) ->
 # A reader that has gone
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["--quiet", "--json"])
 def test_a_reader_that_left_before_the_first_byte_is_no_error(args, mode: str) -> None:
     reading, writing = os.pipe()

@@ -42,7 +42,7 @@ def tokens_of(engine: Engine, prompt: list[int]) -> list[int]:
     ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_two_engines_in_two_threads_say_what_each_says_alone(folder: Path, dtype: str, number: int) -> None:

@@ -111,7 +111,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("number", [1, 2, 8, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("number", [1, 2, 5, 3, 4, 6, 7, 8])
 def test_each_of_one_to_eight_says_what_it_says_alone(folders, number, passes):
     with made(folders, FIXED, number) as engine:
         check(engine, some(number + 4, seed=number))
@@ -120,7 +120,7 @@ def test_each_of_one_to_eight_says_what_it_says_alone(folders, number, passes):
     assert max(depth for _, _, depth in passes.found) <= 1
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("operators", OPERATORS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("sizes", [FIXED, replace(FIXED, draft_gamma=0), ADAPTIVE])
@@ -130,7 +130,8 @@ def test_so_it_is_with_any_levels_and_any_operators(folders, sizes, dtype, opera
     assert passes.nested or sizes.adaptive
 
 
-@pytest.mark.parametrize("offload", [("kv",), ("kv", "weights")])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("offload", [("kv", "weights"), ("kv",)])
 def test_so_it_is_with_weights_and_caches_quantised(folders, passes, offload):
     """Also while the exact weights stream, too."""
     best()  # skips where there are no kernels
@@ -215,7 +216,7 @@ def test_who_drafts_in_the_middle_of_a_pass_goes_on_as_it_does_elsewhere(folders
     assert set(modes) == {(False, False), (True, False)}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("where", ["pass", "after"])
 @pytest.mark.parametrize("after", [0, 3, 10])
 def test_an_error_in_the_middle_breaks_off_both_and_all_can_be_asked_again(folders, monkeypatch, passes, where, after):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
+from typing import TYPE_CHECKING
 
 import pytest
 import typer
@@ -16,6 +18,10 @@ from offload.hub.names import FOLDER_VARIABLE as MODELS_VARIABLE
 from offload.plan.rates import FOLDER_VARIABLE
 from triforce_cli import configuration
 from triforce_cli.busy import OtherPrograms
+
+if TYPE_CHECKING:
+    from offload.config.model import ModelConfig
+    from offload.plan.pass_times import PassTimes
 
 FEW = 20  # cases of a matrix, a test that is parametrized more than once, without --deep
 Values = tuple[tuple[str, int], ...]
@@ -42,7 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _folders_and_configuration_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _folders_and_configuration_of_their_own(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[None]:
     """Rates that `triforce doctor` measured here would change plans, models that were pulled what names mean, and the
     developer's configuration everything."""
     with pytest.MonkeyPatch.context() as patch:
@@ -51,7 +59,24 @@ def _folders_and_configuration_of_their_own(tmp_path_factory: pytest.TempPathFac
         patch.setenv(configuration.VARIABLE, os.devnull)
         patch.setattr(OtherPrograms, "share", lambda self: 0.0)  # no note of what else this machine does
         patch.setattr(typer.main, "get_command", cache(typer.main.get_command))  # all options again for each run
+        if not pytestconfig.getoption("deep"):
+            patch.setattr("offload.worker.pass_timer.time_passes", _passes_as_estimated)
         yield
+
+
+def _passes_as_estimated(config: ModelConfig, dtype: str, weight_bits: int = 16) -> PassTimes:
+    """In place of measured ones, which take seconds for each model, many more on a busy machine, and give other plans
+    in each run. They have tests of their own."""
+    from offload.model.loading import DTYPES
+    from offload.plan.pass_times import estimated
+    from offload.plan.rates import TWO_CORES
+    from offload.worker.pass_timer import _kernels_name
+
+    times = replace(estimated(config, DTYPES[dtype].itemsize, TWO_CORES), kernels=_kernels_name(config))
+    if weight_bits == 16:
+        return times
+    fewer = tuple(seconds * weight_bits / 16 for seconds in times.layer)
+    return replace(times, layer=fewer, prefill_row=1e-13, prefill_pair=1e-13)
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ from offload.plan.hardware import probe
 from offload.plan.what_if import LLAMA31_8B
 from offload.transfer.link import PacedLink
 from offload.worker import pass_timer
+from offload.worker.pass_timer import time_passes
 from processor import best
 
 EMBEDDED = Path(__file__).parents[1] / "triforce_cli" / "models"
@@ -47,6 +48,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(pass_timer, "time_passes", time_passes)  # the real one: see conftest.py
     monkeypatch.setattr(checks, "MODELS", {"small": SMALL})
     monkeypatch.setattr(checks, "COPY_BYTES", 1 << 20)
     monkeypatch.setattr(text_checks, "PROMPT", PROMPT[:150])

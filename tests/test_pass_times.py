@@ -38,6 +38,7 @@ TARGET, DRAFT = (read_config(folder) for folder in (MODELS.target, MODELS.draft)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(pass_timer, "time_passes", time_passes)  # the real one: see conftest.py
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 

@@ -85,7 +85,7 @@ def test_weights_are_rounded_as_those_of_the_matrix(bits: int) -> None:
     assert not torch.equal(out.float(), codes.matrix(torch.float32).T)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_products_are_those_of_fp64(bits: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:

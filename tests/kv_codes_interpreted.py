@@ -94,7 +94,7 @@ def assert_rounded(actual: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor],
     assert_close(actual[1].double(), wanted[1], rtol=0, atol=10 * TOLERANCE[dtype])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize(
     ("dim", "group", "num_tokens"),
@@ -155,7 +155,7 @@ def fed(cache: FullCache | QuantisedCache, count: int, seed: int) -> Tensor:
     return out
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("dim", [64, 80, 16, 48, 128, 256])
 def test_codes_are_those_that_torch_finds(dtype: torch.dtype, dim: int) -> None:

@@ -99,7 +99,7 @@ def flags_of(flags: list[int]) -> Tensor:
     return part_of_more(torch.tensor(flags, dtype=torch.uint8))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("share", [0.1, 0.0])
 @pytest.mark.parametrize("first", [5, 0])

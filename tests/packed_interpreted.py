@@ -74,7 +74,7 @@ def bits(rows: Tensor) -> Tensor:
     return rows.contiguous().view(torch.int16)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("share", [0.5, 1.0, 0.0])
 def test_pages_are_unpacked_bit_for_bit(dim: int, share: float) -> None:
@@ -103,7 +103,7 @@ def test_residuals_are_left_alone() -> None:
     assert torch.equal(bits(tile[:, [0, 2]]), bits(exact[:, [0, 2]]))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("chunk", [32, 16, 64])
 def test_chunks_and_ranges_come_from_packed_homes(dim: int, chunk: int) -> None:

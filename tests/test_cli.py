@@ -313,7 +313,8 @@ class TestProgram:
         assert (done.returncode, done.stdout) == (2, b"")
         assert b"did you mean 'generate'" in done.stderr.lower()
 
-    @pytest.mark.parametrize("args", [["--help"], ["generate", "--help"], ["generate", "--max-tokens", "0"], ["nope"]])
+    @pytest.mark.few(2)
+    @pytest.mark.parametrize("args", [["generate", "--max-tokens", "0"], ["--help"], ["generate", "--help"], ["nope"]])
     def test_needs_no_heavy_module_to_parse(self, args):
         code = (
             "import sys; from triforce_cli.app import main; main(sys.argv[1:]); "

@@ -147,7 +147,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
         yield recorded
 
 
-@pytest.mark.parametrize("name", SCENES)
+DEEP = set(SCENES) - set(scenes.SCENES) - {"help", "help-generate"}  # below in this process
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.deep] * (name in DEEP)) for name in SCENES])
 def test_output_is_as_it_was(name: str, recorded: Callable[[str], str]) -> None:
     file = GOLDEN / f"{name}.txt"
     wanted, found = (text.splitlines() for text in (file.read_text(encoding="utf-8"), recorded(name)))
@@ -166,9 +169,15 @@ def test_every_command_and_nothing_else_is_kept() -> None:
 def test_help_fits_a_narrow_terminal_and_loses_no_option(
     words: tuple[str, ...], triforce: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A usual one has all that is kept."""
+    wide = (GOLDEN / f"{'-'.join(('help', *words))}.txt").read_text(encoding="utf-8")
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = [line.rstrip() for line in triforce(*words, "--help")[1].strip("\n ").splitlines()]
+    assert shown == [
+        line.rstrip() for line in wide.partition("===\n")[2].partition("\n===")[0].strip("\n ").splitlines()
+    ]
     monkeypatch.setenv("COLUMNS", "50")
     code, out, err = triforce(*words, "--help")
-    wide = (GOLDEN / f"{'-'.join(('help', *words))}.txt").read_text(encoding="utf-8")
     assert (code, err, max(map(len, out.splitlines()))) == (0, "", 50)
     assert not [option for option in re.findall(r"│ (--[a-z-]+)", wide) if f"│ {option[:10]}" not in out]
 

@@ -47,7 +47,8 @@ def test_this_machines_library_is_loaded_and_its_threads_work(here: CpuKernels) 
     assert sums(here, torch.arange(8.0), 1) == [28]
 
 
-@pytest.mark.parametrize("name", on_this_machine())
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", on_this_machine()[::-1])
 def test_every_instruction_set_of_this_machine_is_chosen_as_torch_chooses(name: str) -> None:
     """ATEN_CPU_CAPABILITY, which torch reads at its start, sets both."""
     built(name)

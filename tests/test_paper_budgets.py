@@ -75,8 +75,8 @@ def counted(pair: Pair) -> dict[str, Budget]:
     """What each pass took, one after the other on one engine."""
     counted = {}
     with engine_on_paper(CASE, pair) as (engine, gpu):
+        said(engine, PROMPT)
         for name, (run, _) in PASSES.items():
-            said(engine, PROMPT)
             for _ in range(3):  # launched one by one, recorded as a graph, and as a graph
                 engine.precompute(PROMPT)
                 engine.levels["draft"].truncate(0)

@@ -64,7 +64,7 @@ def stats_of(engine: Engine, *names: str) -> LevelStats:
     return next(level for level in engine.stats.levels if level.name in names)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @EVERY
 def test_tokens_are_those_of_plain_decoding_and_every_access_is_ordered(case: Case, pair: Pair) -> None:
     expected = plainly(case.plain(), pair)

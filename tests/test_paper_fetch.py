@@ -62,6 +62,7 @@ def test_text_is_the_same_and_all_is_ordered(name: str, pair: Pair) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["retrieval, kv streamed", "retrieval"])
 def test_the_host_does_not_wait_for_a_refresh(name: str, pair: Pair) -> None:
     held = []

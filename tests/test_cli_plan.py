@@ -143,17 +143,23 @@ def test_the_report_names_tiers_residency_levels_and_predictions(plan: Plan) -> 
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_what_does_not_fit_exits_3_with_the_nearest_changes_that_would(plan: Plan) -> None:
-    done = plan.run("--context", "120000", "--gpus", "1", "--host-memory", "64")
+SPECULATION = pytest.mark.parametrize("given", [("--no-speculation",), ()], ids=["without speculation", ""])
+
+
+@pytest.mark.few(1)
+@SPECULATION
+def test_what_does_not_fit_exits_3_with_the_nearest_changes_that_would(plan: Plan, given: tuple[str, ...]) -> None:
+    gpu = ("--gpus", "1", *given)
+    done = plan.run("--context", "120000", *gpu, "--host-memory", "64")
     assert (done.returncode, done.stdout) == (3, "")
     assert "GB of host memory, 64 GB are free" in done.stderr
     context = int(done.stderr.split("largest context that fits is ")[1].split()[0])
     memory = done.stderr.split(" GB of free host memory")[0].split()[-1]
-    assert plan.run("--context", str(context), "--gpus", "1", "--host-memory", "64").returncode == 0
-    assert plan.run("--context", "120000", "--gpus", "1", "--host-memory", memory).returncode == 0
-    assert plan.run("--context", str(context + 1), "--gpus", "1", "--host-memory", "64").returncode == 3
+    assert plan.run("--context", str(context), *gpu, "--host-memory", "64").returncode == 0
+    assert plan.run("--context", "120000", *gpu, "--host-memory", memory).returncode == 0
+    assert plan.run("--context", str(context + 1), *gpu, "--host-memory", "64").returncode == 3
     less = str(int(memory) - 1)
-    assert plan.run("--context", "120000", "--gpus", "1", "--host-memory", less).returncode == 3
+    assert plan.run("--context", "120000", *gpu, "--host-memory", less).returncode == 3
 
 
 def test_a_gpu_named_by_its_memory_and_its_link_is_planned_for(plan: Plan) -> None:
@@ -396,13 +402,15 @@ class TestWhatIf:
         lines = plan.report(*args, "--gpus", "2")
         assert any(line.startswith("a token") and f"{significant(ratio)}x as fast" in line for line in lines)
 
-    def test_what_did_not_fit_before_is_said_so(self, plan: Plan) -> None:
+    @pytest.mark.few(1)
+    @SPECULATION
+    def test_what_did_not_fit_before_is_said_so(self, plan: Plan, given: tuple[str, ...]) -> None:
         args = ("--context", "120000", "--gpus", "1")
-        lines = plan.report(*args, "--gpu-memory", "120", "--host-memory", "64", "--gpus", "2")
+        lines = plan.report(*args, "--gpu-memory", "120", "--host-memory", "64", "--gpus", "2", *given)
         assert not any("does not fit" in line for line in lines)
-        lines = plan.report("--context", "131072", "--gpus", "2", "--host-memory", "84")
-        assert any(line.startswith("a token does not fit") for line in lines)
-        ratio = plan.document("--context", "131072", "--gpus", "2", "--host-memory", "84")["what_if"]["context_ratio"]
+        longer = ("--context", "131072", "--gpus", "2", "--host-memory", "84", *given)
+        assert any(line.startswith("a token does not fit") for line in plan.report(*longer))
+        ratio = plan.document(*longer)["what_if"]["context_ratio"]
         assert ratio > 1
 
     def test_a_changed_gpu_is_held_against_the_usual_one(self, plan: Plan) -> None:

@@ -65,14 +65,13 @@ class Block:
     def access(self, actor: Actor, first: int, stop: int, *, write: bool) -> list[str]:
         """`actor` reads or writes these bytes in its latest step. Returns the earlier accesses that conflict, in
         words."""
-        found, kept = [], []
+        found, kept, known, own = [], [], actor.clock.get, actor.name
         for each in self._accesses:
             name, seq, begun, end, written = each
-            conflict = begun < stop and first < end and (write or written)
-            if conflict and not actor.knows(name, seq):
+            if (write or written) and begun < stop and first < end and known(name, 0) < seq:
                 found.append(f"{'write' if written else 'read'} by {name}")
             inside = first <= begun and end <= stop
-            if not (inside and (write or (not written and name == actor.name))):
+            if not (inside and (write or (not written and name == own))):
                 kept.append(each)
         self._accesses = [*kept, _Access(actor.name, actor.seq, first, stop, write)]
         return found

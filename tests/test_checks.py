@@ -107,7 +107,6 @@ def test_attention_of_a_prefill_that_is_a_little_off_is_found(failed: Failed, mo
     assert "attention" in failed()
 
 
-@pytest.mark.deep
 def test_a_number_that_is_none_is_found(failed: Failed, monkeypatch: Patch) -> None:
     of_output(monkeypatch, lambda out, cache: out.index_fill(1, torch.tensor([3]), torch.nan), "decode")
     assert "attention" in failed()

@@ -48,7 +48,7 @@ def plainly(case: Case, pair: Pair) -> list[list[int]]:
     return expected
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @EVERY
 def test_tokens_are_those_of_plain_decoding_and_every_access_is_ordered(case: Case, pair: Pair) -> None:
     """Three requests: a prompt, another that begins like it, and the first again with the rows of the second."""

@@ -26,6 +26,8 @@ SIZES: dict[str, object] = {
 OWN: dict[str, dict[str, object]] = {
     "granite": {"residual_multiplier": 0.22, "attention_multiplier": 0.01, "embedding_multiplier": 12.0},
     "phi3": {"head_dim": None},
+    "gemma2": {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": None},
+    "gemma3_text": {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": None},
 }
 SHOWN = (1, 8, 16)
 

@@ -18,6 +18,7 @@ from offload.config.reading import config_of
 from offload.errors import DoesNotFit, UsageError
 from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.planner import Options, make_plan
+from offload.plan.shards import check_divides
 
 GPU = Hardware("cuda:0", "RTX 4090", 24 * 10**9, 128 * 10**9, True, rates=RTX_4090)
 MAX_TOKENS = 256
@@ -34,6 +35,15 @@ MODELS: dict[str, dict[str, object]] = {
     "Seed-OSS 36B": {
         "model_type": "seed_oss", "vocab_size": 155136, "hidden_size": 5120, "intermediate_size": 27648,
         "num_hidden_layers": 64, "num_attention_heads": 80, "num_key_value_heads": 8, "head_dim": 128,
+    },
+    "Gemma 3 27B": {
+        "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 5376, "intermediate_size": 21504,
+        "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128,
+        "query_pre_attn_scalar": 168, "sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "OLMo 3 7B": {
+        "model_type": "olmo3", "vocab_size": 100278, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "sliding_window": 4096,
     },
     "GLM-4 32B": {
         "model_type": "glm4", "vocab_size": 151552, "hidden_size": 6144, "intermediate_size": 23040,
@@ -55,6 +65,7 @@ def row(name: str, config: ModelConfig, num_gpus: int, context: int) -> str:
     title = f"{name}, {'one GPU' if num_gpus == 1 else f'{num_gpus} GPUs'}"
     hardware = replace(GPU, num_devices=num_gpus)
     try:
+        check_divides(config, num_gpus)
         plan = make_plan(
             config, None, Options(), hardware, num_prompt_tokens=context - MAX_TOKENS, max_tokens=MAX_TOKENS
         )

@@ -29,7 +29,7 @@ Values = tuple[tuple[str, int], ...]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--deep", action="store_true", help="try every case, instead of a few of each kind (far slower)")
-    parser.addoption("--examples", type=int, help="of Hypothesis, for each test (default: 20, or 300 with --deep)")
+    parser.addoption("--examples", type=int, help="of Hypothesis, for each test (default: 30, or 300 with --deep)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     ignored = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-    num_examples = config.getoption("examples") or (300 if config.getoption("deep") else 20)
+    num_examples = config.getoption("examples") or (300 if config.getoption("deep") else 30)
     settings.register_profile("tests", deadline=None, suppress_health_check=ignored, max_examples=num_examples)
     settings.load_profile("tests")
     for name in list(os.environ):

@@ -12,7 +12,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MuseGlimmerConfig,
+    MuseGlimmerForConditionalGeneration,
+    PreTrainedModel,
+)
 
 from models import SMALL, byte_tokenizer, perturbed
 
@@ -23,6 +29,15 @@ LONGROPE: dict[str, object] = {
 GROWING: dict[str, object] = {
     "rope_type": "yarn", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": 16,
     "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
+PLUS_ONE = ("nemotron", "gemma", "gemma2", "gemma3_text")  # whose norms multiply by 1 + their weight
+VISION = {
+    "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16, "patch_size": 2,
+    "pos_emb_height": 4, "pos_emb_width": 4,
+}  # fmt: skip
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 10}
+YARN: dict[str, object] = {
+    "rope_type": "yarn", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
 
 
@@ -107,6 +122,77 @@ TINY: dict[str, Tiny] = {
     "exaone4, a window that no context outgrows": _with(
         "exaone4", sliding_window=256, num_hidden_layers=5, tie_word_embeddings=True
     ),
+    "mistral, a window": _with("mistral", sliding_window=9, num_hidden_layers=3),
+    "qwen2, windows": _with(
+        "qwen2", use_sliding_window=True, sliding_window=12, max_window_layers=1, num_hidden_layers=3
+    ),
+    "qwen3, windows named": _with(
+        "qwen3", use_sliding_window=True, sliding_window=5, num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "smollm3, windows": _with("smollm3", num_hidden_layers=5, use_sliding_window=True, sliding_window=10),
+    "phi3, a window": _with("phi3", head_dim=..., sliding_window=11),
+    "exaone4, windows": _with("exaone4", sliding_window=13, num_hidden_layers=5, num_key_value_heads=1),
+    "olmo3": _with(
+        "olmo3", sliding_window=10, num_hidden_layers=5,
+        rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": THETA}, "full_attention": YARN},
+    ),
+    "olmo3, named": _with(
+        "olmo3", sliding_window=7, num_key_value_heads=4, attention_bias=True,
+        layer_types=["full_attention", "sliding_attention"], rope_parameters=None,
+    ),
+    "cohere2": _with("cohere2", sliding_window=9, num_hidden_layers=5, tie_word_embeddings=True, head_dim=...),
+    "cohere2, other windows": _with(
+        "cohere2", sliding_window=14, logit_scale=0.7, attention_bias=True, num_key_value_heads=1, head_dim=...,
+        layer_types=["full_attention", "sliding_attention"],
+    ),
+    "gemma2": _with("gemma2", sliding_window=9, num_hidden_layers=3, tie_word_embeddings=True, hidden_act=..., **CAPS),
+    "gemma2, without caps": _with(
+        "gemma2", sliding_window=14, num_key_value_heads=1, attention_bias=True, query_pre_attn_scalar=24,
+        attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=True,
+        layer_types=["full_attention", "sliding_attention"],
+    ),
+    "gemma3": _with(
+        "gemma3_text", sliding_window=9, num_hidden_layers=7, tie_word_embeddings=True, hidden_act=...,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": THETA},
+        },
+    ),
+    "gemma3, wrapped": Tiny(
+        "gemma3_text",
+        {
+            "sliding_window": 12, "query_pre_attn_scalar": 24, "rope_parameters": ..., "rope_theta": THETA,
+            "rope_local_base_freq": 100.0, "rope_scaling": {"factor": 4.0, "rope_type": "linear"},
+            "sliding_window_pattern": 2, "num_hidden_layers": 3, "num_key_value_heads": 1, "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        "gemma3",
+    ),
+    "starcoder2": _with("starcoder2", hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True),
+    "starcoder2, a window": _with(
+        "starcoder2", sliding_window=9, num_hidden_layers=3, use_bias=False, tie_word_embeddings=False,
+        hidden_act="gelu_pytorch_tanh",
+    ),
+    "muse_glimmer": Tiny(
+        "muse_glimmer_text",
+        {
+            "sliding_window": 9, "num_hidden_layers": 5, "qk_scale_factor": 2.5, "output_multiplier": 0.6,
+            "final_logit_softcapping": 4.0, "post_norm_eps": 1e-3, "hidden_act": ...,
+        },
+        "muse_glimmer",
+    ),
+    "muse_glimmer, named": Tiny(
+        "muse_glimmer_text",
+        {
+            "sliding_window": 12, "num_key_value_heads": 1, "layer_rope_theta": [0, THETA],
+            "layer_types": ["full_attention", "sliding_attention"], "hidden_act": ...,
+        },
+        "muse_glimmer",
+    ),
+    "ministral3, a window": _with(
+        "ministral3", max_position_embeddings=64, rope_parameters=GROWING, sliding_window=9
+    ),
     "ministral3": _with("ministral3", max_position_embeddings=64, rope_parameters=GROWING),
     "ministral3, wrapped": Tiny(
         "ministral3", {"max_position_embeddings": 64, "rope_parameters": GROWING, "num_key_value_heads": 1}, "mistral3"
@@ -121,19 +207,24 @@ def random_tiny(name: str, *, seed: int = 0, **fields: object) -> PreTrainedMode
     """transformers' model, weights scaled so that attention and logits are peaked."""
     tiny = TINY[name]
     config = AutoConfig.for_model(**tiny.config() | fields)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()
+    eager = {"attn_implementation": "eager"} if "attn_logit_softcapping" in tiny.fields else {}  # sdpa caps nothing
+    if tiny.wrapped == "muse_glimmer":  # its text model has no class of its own
+        whole = MuseGlimmerConfig(text_config=config.to_dict(), vision_config=VISION)
+        model: PreTrainedModel = MuseGlimmerForConditionalGeneration(whole).float().eval()
+    else:
+        model = AutoModelForCausalLM.from_config(config, **eager).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for part, weight in sorted(model.named_parameters()):
             noise = torch.randn(weight.shape, generator=generator)
             if "norm" in part:
-                middle = 0.0 if tiny.family in ("nemotron", "gemma") or part.endswith("bias") else 1.0
+                middle = 0.0 if tiny.family in PLUS_ONE or part.endswith("bias") else 1.0
                 weight.copy_(middle + 0.2 * noise)
             elif part.endswith("bias") or "embed" in part:
                 weight.copy_(0.3 * noise if part.endswith("bias") else noise)
             else:
                 gain = 2.0 if any(each in part for each in ("q_proj", "k_proj", "qkv_proj", "lm_head")) else 1.0
-                weight.copy_(gain * noise / weight.shape[1] ** 0.5)
+                weight.copy_(gain * noise / weight.shape[-1] ** 0.5)
     return model
 
 
@@ -151,9 +242,11 @@ def save_tiny(name: str, folder: Path, *, noise: float = 0.0, tokenizer: bool = 
         left_out = {key for key, value in tiny.fields.items() if value is ...}
         (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in left_out}))
         return folder
-    named = {"smolvlm": lambda part: part.replace("model.", "model.text_model.")}
+    named = {"muse_glimmer": lambda part: part, "smolvlm": lambda part: part.replace("model.", "model.text_model.")}
     rename = named.get(tiny.wrapped, lambda part: f"language_model.{part}")
     tensors = {rename(part): tensor.contiguous() for part, tensor in model.state_dict().items()}
+    if tiny.fields.get("tie_word_embeddings"):
+        tensors = {part: tensor for part, tensor in tensors.items() if "lm_head" not in part}
     tensors["vision_tower.patch_conv.weight"] = torch.ones(2, 2)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     wrapper = {

@@ -104,10 +104,11 @@ def attended(
     span: int,
     chunk: int | None = None,
     window: int = 0,
+    cap: float | None = None,
     mass_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:
     """Rows q [T, H, D] at `index` and on over `held`, one launch each."""
-    return attending(held, q, index, span=span, chunk=chunk, window=window, mass_dtype=mass_dtype).merge()
+    return attending(held, q, index, span=span, chunk=chunk, window=window, cap=cap, mass_dtype=mass_dtype).merge()
 
 
 def attending(
@@ -118,11 +119,12 @@ def attending(
     span: int,
     chunk: int | None = None,
     window: int = 0,
+    cap: float | None = None,
     mass_dtype: torch.dtype = torch.float32,
 ) -> GpuAttention:
     """As `attended`, before the last run is folded."""
     attention = Unwritten(dtype=q.dtype, span=span, chunk=chunk, mass_dtype=mass_dtype)
-    scoring = Scoring(unmoving(q.shape[2], q.dtype))
+    scoring = Scoring(unmoving(q.shape[2], q.dtype), cap=cap)
     new = torch.zeros(len(q), KV_HEADS, q.shape[2], dtype=q.dtype)
     counts = [-(-each.tokens // span) for each in held]
     attention.begin(Rows(q, new, new, scoring, 0, index, window), sum(counts), masses=chunk is not None)
@@ -136,7 +138,9 @@ def attending(
     return attention
 
 
-def in_fp64(held: Sequence[Held], q: Tensor, index: int, window: int = 0) -> tuple[Tensor, Tensor]:
+def in_fp64(
+    held: Sequence[Held], q: Tensor, index: int, window: int = 0, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """(out [T, H * D], weights [T, H_kv, tokens], summed over the query group)."""
     keys, values = torch.cat([each.flat() for each in held], 2)
     at = torch.cat([each.first + torch.arange(each.tokens) for each in held])
@@ -144,6 +148,7 @@ def in_fp64(held: Sequence[Held], q: Tensor, index: int, window: int = 0) -> tup
     row = (index + torch.arange(len(q)))[:, None]
     seen = (at <= row) & (~windowed | (at > row - window))
     scores = torch.einsum("thgd,hnd->thgn", q.double().unflatten(1, (KV_HEADS, -1)), keys) / q.shape[2] ** 0.5
+    scores = scores if cap is None else cap * (scores / cap).tanh()
     weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
     return torch.einsum("thgn,hnd->thgd", weights, values).flatten(1), weights.sum(2)
 
@@ -187,6 +192,16 @@ def test_chunks_of_other_sizes_than_a_step(chunk: int) -> None:
     assert mass.shape == (3, KV_HEADS, 256 // chunk)
     assert_close(mass.double(), by_chunk(weights, chunk, mass.shape[-1]), atol=2e-6, rtol=2e-5)
     assert torch.equal(out, attended(held, q, 197, span=128)[0])
+
+
+@pytest.mark.parametrize("cap", [0.5, 50.0])
+def test_scores_are_capped(cap: float) -> None:
+    """Those far beyond the cap, too."""
+    held = [hold(page=64, pages=2, tokens=100, dim=32, dtype=torch.float32)]
+    for size in (1.0, 200.0):
+        q = size * normal(5, 6, 32, seed=4)
+        out = attended(held, q, 95, span=64, cap=cap)[0]
+        assert_close(out.double(), in_fp64(held, q, 95, cap=cap)[0], atol=5e-5, rtol=5e-5)
 
 
 def test_tiles_in_any_place_and_a_page_of_any_length() -> None:

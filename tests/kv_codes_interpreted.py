@@ -58,15 +58,16 @@ def exact_rows(codes: KVCodes, num_tokens: int, dtype: torch.dtype, layer: int =
 
 
 def attended(
-    codes: KVCodes, num_tokens: int, q: Tensor, *, exact: Tensor | None = None, span: int = SPAN, layer: int = 0
-) -> tuple[Tensor, Tensor]:
+    codes: KVCodes, num_tokens: int, q: Tensor, *, exact: Tensor | None = None, span: int = SPAN, layer: int = 0,
+    cap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out [T, H, D], lse [T, H]) of rows q [T, H, D] over codes, and before that over tokens `exact` [2, H_kv, n, D],
     more than a span, the last of which are the rows'."""
     attention = Unwritten(dtype=q.dtype, span=span)
     new = torch.zeros(len(q), KV_HEADS, q.shape[2], dtype=q.dtype)
     num_exact = 0 if exact is None else exact.shape[2]
     slots = -(-num_exact // span)
-    scoring = Scoring(unmoving(q.shape[2], q.dtype))
+    scoring = Scoring(unmoving(q.shape[2], q.dtype), cap=cap)
     attention.begin(Rows(q, new, new, scoring, 0, num_exact - len(q)), slots - (-num_tokens // span))
     if exact is not None:  # in two runs: the launch over codes folds the second of them
         attention.attend(attention.exact_run(exact[:, :, :span], first=0, tokens=span, slot=0))
@@ -76,11 +77,12 @@ def attended(
     return part.out, part.lse
 
 
-def in_fp64(kv: Tensor, q: Tensor, num_hidden: int = 0) -> tuple[Tensor, Tensor]:
+def in_fp64(kv: Tensor, q: Tensor, num_hidden: int = 0, cap: float | None = None) -> tuple[Tensor, Tensor]:
     """Over kv [2, H_kv, n, D], of whose first tokens row t does not see those after `num_hidden` + t where that is
     given."""
     keys, values = kv.repeat_interleave(q.shape[1] // KV_HEADS, 1).unbind()
     scores = torch.einsum("thd,hnd->thn", q.double(), keys) * q.shape[2] ** -0.5
+    scores = scores if cap is None else cap * (scores / cap).tanh()
     if num_hidden:
         hidden = torch.arange(num_hidden) > (num_hidden - len(q) + torch.arange(len(q)))[:, None]
         scores[..., :num_hidden].masked_fill_(hidden[:, None], -torch.inf)
@@ -92,6 +94,13 @@ def assert_rounded(actual: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor],
     scale, most = wanted[0].square().mean().sqrt(), 2 * TOLERANCE[dtype]
     assert_close(actual[0] / scale, wanted[0] / scale, rtol=most, atol=most, check_dtype=False)
     assert_close(actual[1].double(), wanted[1], rtol=0, atol=10 * TOLERANCE[dtype])
+
+
+def test_scores_of_codes_are_capped() -> None:
+    codes = kept(2 * GROUP, 64, torch.float32)
+    q = 2 * normal(3, KV_HEADS * 2, 64, seed=3)
+    kv = exact_rows(codes, 2 * GROUP, torch.float32)
+    assert_rounded(attended(codes, 2 * GROUP, q, cap=1.5), in_fp64(kv, q, cap=1.5), torch.float32)
 
 
 @pytest.mark.few(1)

@@ -42,12 +42,15 @@ from offload.kernels.cpu import CpuKernels
 from offload.kernels.device import NONE, DeviceKernels, NoKernels
 from offload.kernels.rope import Scoring, scorings
 from offload.kernels.rows import Blocks
+from offload.kv import Cache
 from offload.kv.fetch import Tail
 from offload.kv.full import FullCache
+from offload.kv.mixed import MixedCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.retrieved import QuantisedChunks, RetrievedRows, RetrievedStore
 from offload.kv.selection import ByMass
 from offload.kv.streaming import StreamingCache
+from offload.kv.window import WindowCache
 from offload.metrics import LinkStats, Stats
 from offload.model.decoder import Decoder
 from offload.model.level import Level, StreamingLevel, prefill
@@ -57,6 +60,7 @@ from offload.plan.hardware import Hardware
 from offload.plan.pass_times import PassTimes
 from offload.plan.planner import Options, Plan
 from offload.plan.request import Request
+from offload.plan.sizing import ring_pages
 from offload.transfer.arena import Arena
 from offload.transfer.hidden_rows import ResidentRows
 from offload.transfer.link import Done, Event, Link
@@ -289,8 +293,8 @@ def full_cache(
     return FullCache(
         memory or Memory(torch.device("cpu")),
         TileShape(config.num_kv_heads, config.head_dim, sizes.page, sizes.pages, dtype),
-        num_layers=config.num_layers,
-        scorings=scorings_of(decoder, sizes.capacity),
+        num_layers=len(config.growing),
+        scorings=_of(config.growing, scorings_of(decoder, sizes.capacity)),
         blocks=sizes.blocks,
         offload=link
         and Offload(
@@ -305,6 +309,28 @@ def full_cache(
         mass_chunk=sizes.chunk if mass else None,
         kernels=kernels_of(decoder),
     )
+
+
+def target_cache(decoder: Decoder, sizes: Sizes, *, link: Link | None = None, undo: int = 24) -> Cache:
+    """The full cache, beside the windows of a model that has some. undo: tokens that it may lose."""
+    config, dtype = decoder.config, decoder.weights.embedding.dtype
+    full = full_cache(decoder, sizes, link=link)
+    if not config.windowed:
+        return full
+    windows = WindowCache(
+        Memory(torch.device("cpu")),
+        TileShape(config.num_kv_heads, config.head_dim, sizes.page, 1, dtype),
+        num_pages=ring_pages(config.window, max(sizes.prefill_block, 16), page=sizes.page, undo=undo),
+        windows=config.windows,
+        scorings=_of(config.windowed, scorings_of(decoder, sizes.capacity)),
+        blocks=sizes.blocks,
+        kernels=kernels_of(decoder),
+    )
+    return MixedCache(config, full, windows, drafts=False)
+
+
+def _of(layers: Sequence[int], scorings: Sequence[Scoring]) -> list[Scoring]:
+    return [scorings[layer] for layer in layers]
 
 
 def resident_rows(decoder: Decoder, block: int) -> ResidentRows:
@@ -459,8 +485,10 @@ def tiny_plan(
     )  # fmt: skip
     plan = request.plan(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
     plan = request.together(plan, num_sequences, most=num_sequences)
+    window = read_config(target).window
     return changed(
-        plan, rows=sizes.rows, prefill_block=sizes.prefill_block, page_tokens=sizes.page,
+        plan, rows=sizes.rows, window_pages=window and ring_pages(window, 64, page=sizes.page, undo=64),
+        prefill_block=sizes.prefill_block, page_tokens=sizes.page,
         tile_tokens=sizes.page * sizes.pages, staging_tiles=sizes.kv_staging,
         budget=sizes.budget if plan.composition.budget else 0,
         adaptive=("retrieval" if sizes.budget else "self", "target") if sizes.adaptive else (),

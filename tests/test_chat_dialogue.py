@@ -315,7 +315,7 @@ def test_a_person_whose_session_cannot_be_kept_may_save_the_conversation_and_try
         if dialogue.conversation.turns and len(kept) <= 1 + failures:
             raise SessionError("the disk is full")
 
-    monkeypatch.setattr(dialogue.engine, "store", SimpleNamespace(tokens=[]))
+    monkeypatch.setattr(dialogue.engine, "store", SimpleNamespace(tokens=[], num_loadable=lambda count, windows: count))
     monkeypatch.setattr(dialogue.engine, "keep", keep)
     file = tmp_path / "saved.json"
     dialogue.work_ahead()
@@ -337,7 +337,7 @@ def test_a_person_whose_session_cannot_be_kept_may_save_the_conversation_and_try
 
 def test_a_script_whose_session_cannot_be_kept_ends_with_the_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     dialogue = make()
-    monkeypatch.setattr(dialogue.engine, "store", SimpleNamespace(tokens=[]))
+    monkeypatch.setattr(dialogue.engine, "store", SimpleNamespace(tokens=[], num_loadable=lambda count, windows: count))
     monkeypatch.setattr(dialogue.engine, "keep", fail)
     with pytest.raises(ModelError, match="the disk is gone"):
         _converse(dialogue, Script("A question", None))  # type: ignore[arg-type]

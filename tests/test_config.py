@@ -149,15 +149,30 @@ def test_head_dim_need_not_be_hidden_size_over_heads() -> None:
 def test_an_absent_mistral_window_means_what_transformers_takes_it_to_be() -> None:
     without = {key: value for key, value in MISTRAL_7B.items() if key != "sliding_window"}
     assert MistralConfig().sliding_window == 4096
-    assert "sliding_window is missing" in refusal(without)
-    assert config_of(without | {"max_position_embeddings": 4096}).max_positions == 4096
+    assert config_of(without).window == 4096
+    assert not config_of(without | {"max_position_embeddings": 4096}).windowed
 
 
-def test_a_window_is_harmless_only_if_no_context_outgrows_it() -> None:
+def test_a_window_is_one_only_if_a_context_outgrows_it() -> None:
     data = MISTRAL_7B | {"max_position_embeddings": 4096, "sliding_window": 4096}
     assert config_of(data).context_limit == 4096
-    assert "sliding_window is 4096" in refusal(data | {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
-    assert "sliding_window is 4095" in refusal(data | {"sliding_window": 4095})
+    assert not config_of(data).windowed
+    assert config_of(data | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}).window == 4096
+    assert config_of(data | {"sliding_window": 4095}).windowed == tuple(range(32))
+
+
+def test_layers_have_the_windows_that_transformers_gives_them() -> None:
+    last = config_of(QWEN25_7B | WINDOW | {"max_window_layers": 27})
+    assert (last.windowed, last.window) == ((27,), 4096)
+    named = config_of(QWEN3 | WINDOW | {"layer_types": ["sliding_attention", *["full_attention"] * 27]})
+    assert (named.windowed, named.growing) == ((0,), tuple(range(1, 28)))
+    longer = config_of(QWEN3 | WINDOW | {"layer_types": [*["full_attention"] * 28, "sliding_attention"]})
+    assert not longer.windowed
+
+
+@pytest.mark.parametrize("window", [0, -1, 4096.0, True, "4096"])
+def test_a_window_is_a_number_of_tokens(window: object) -> None:
+    assert "sliding_window is " in refusal(MISTRAL_7B | {"sliding_window": window})
 
 
 def test_eos_ids_of_both_files_are_merged_in_order(tmp_path: Path) -> None:
@@ -187,7 +202,7 @@ UNSUPPORTED = [
     ("final_logit_softcapping", 30.0), ("logit_scale", 0.0625), ("embedding_multiplier", 12.0),
     ("residual_multiplier", 0.2), ("logits_scaling", 8.0), ("attention_multiplier", 1.0), ("num_local_experts", 8),
     ("num_experts_per_tok", 2), ("scale_attn_by_inverse_layer_idx", True), ("scale_attn_weights", False),
-    ("model_type", "mixtral"), ("model_type", "gemma2"), ("architectures", ["LlamaForSequenceClassification"]),
+    ("model_type", "mixtral"), ("model_type", "mamba"), ("architectures", ["LlamaForSequenceClassification"]),
     ("torch_dtype", "float64"), ("sliding_window", 1024), ("alibi", True), ("query_pre_attn_scalar", 224),
     ("use_qk_norm", True), ("an_unheard_of_multiplier", 1.5), ("dual_chunk_attention_config", {"chunk_size": 1}),
     ("head_dim", 127), ("num_key_value_heads", 5), ("num_attention_heads", 33), ("bos_token_id", [1, 2]),
@@ -225,10 +240,10 @@ def test_a_neutral_number_of_another_type_is_not_neutral(value: object) -> None:
 @pytest.mark.parametrize(
     ("base", "change", "named"),
     [
-        (QWEN25_7B, {**WINDOW, "max_window_layers": 27}, "sliding_window is 4096"),
         (QWEN25_7B, {"use_sliding_window": True, "max_window_layers": "28"}, "max_window_layers is '28'"),
         (QWEN25_7B, {"layer_types": ["sliding_attention"] * 28}, "layer_types is"),
-        (QWEN3, {**WINDOW, "layer_types": ["sliding_attention"]}, "sliding_window is 4096"),
+        (QWEN3, {**WINDOW, "layer_types": ["sliding_attention"]}, "one for each of 28 layers"),
+        (QWEN3, {"layer_types": [*["full_attention"] * 27, "sliding_attention"]}, "layer_types is"),
         (QWEN3, {"head_dim": None}, "head_dim is None"),
         (LLAMA_7B, {"layer_types": ["linear_attention"]}, "layer_types is"),
         (LLAMA_7B, {"num_attention_heads": 33, "num_key_value_heads": 33}, "head_dim is missing"),

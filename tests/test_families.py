@@ -7,15 +7,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from families import LONGROPE, PARTIAL, TINY, random_tiny, save_tiny
+from families import LONGROPE, PARTIAL, TINY, Tiny, random_tiny, save_tiny
 from forked import Forked, forked_ranks
-from models import CPU, GREEDY, TOKENIZER_SIZE, LateLink, Sizes, full_cache, load, random_tokens, resident_rows
+from models import (
+    CPU,
+    GREEDY,
+    TOKENIZER_SIZE,
+    LateLink,
+    Sizes,
+    byte_tokenizer,
+    load,
+    random_tokens,
+    resident_rows,
+    target_cache,
+)
 from offload.config.families import FAMILIES
 from offload.config.model import BLOCK_NORMS, Attention, Block, FeedForward, ModelConfig, Norm
 from offload.config.reading import config_of, read_config
@@ -62,14 +74,16 @@ def test_every_family_has_models_here() -> None:
 
 @pytest.mark.parametrize("operators", OPERATORS)
 @pytest.mark.parametrize("name", TINY)
+@pytest.mark.few(30)
 def test_prefill_decoding_and_both_mixed_give_the_logits_of_transformers(
     folders: Callable[[str], Path], name: str, operators: str
 ) -> None:
     tokens = random_tokens(LENGTH)
     theirs, decoder = reference(name, tokens), load(folders(name), kernels=of(operators))
-    assert_same_logits(in_prefill(decoder, full_cache(decoder, SIZES), tokens, SIZES.prefill_block), theirs)
-    assert_same_logits(in_decoding(decoder, full_cache(decoder, SIZES), tokens, 5), theirs)
-    mixed = full_cache(decoder, SIZES, link=LateLink(late_in=True, late_out=True))
+    assert_same_logits(in_prefill(decoder, target_cache(decoder, SIZES), tokens, SIZES.prefill_block), theirs)
+    assert_same_logits(in_decoding(decoder, target_cache(decoder, SIZES), tokens, 5), theirs)
+    late = LateLink(late_in=True, late_out=True)
+    mixed = target_cache(decoder, SIZES, link=late if decoder.config.growing else None)
     prefill(decoder, mixed, tokens[:20], rows=resident_rows(decoder, 7), on_tokens=lambda num_tokens: None)
     parts = [in_decoding(decoder, mixed, tokens[20:27], 3), in_prefill(decoder, mixed, tokens[27:50], 9)]
     parts.append(in_decoding(decoder, mixed, tokens[50:], 1))
@@ -93,12 +107,18 @@ def text(**fields: object) -> dict[str, object]:
         ({**WRAPPER, "quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
         ({**WRAPPER, "text_config": None}, "text_config is None"),
         ({**WRAPPER, "architectures": ["PixtralVisionModelWithHead"]}, "architectures is"),
-        (text(model_type="gemma2"), "text_config: model_type is 'gemma2'"),
+        (text(model_type="gemma4_text"), "text_config: model_type is 'gemma4_text'"),
         (
             text(rope_parameters={"rope_type": "default", "llama_4_scaling_beta": 0.1}),
             "original_max_position_embeddings",
         ),
-        (text(sliding_window=8), "sliding_window is 8"),
+        (text(sliding_window=0), "sliding_window is 0"),
+        (TINY["gemma3"].config() | {"rope_parameters": {"rope_type": "default"}}, "rope_parameters is"),
+        (TINY["gemma3"].config() | {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        (TINY["gemma3"].config() | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        (TINY["gemma2"].config() | {"sliding_window": None}, "sliding_window is None"),
+        (TINY["muse_glimmer"].config() | {"layer_rope_theta": [0]}, "layer_rope_theta is [0]"),
+        (TINY["muse_glimmer"].config() | {"attention_bias": True}, "attention_bias is True"),
         (TINY["cohere"].config() | {"use_qk_norm": True}, "use_qk_norm is True"),
         (TINY["nemotron"].config() | {"hidden_act": "silu"}, "hidden_act is 'silu'"),
         (TINY["nemotron"].config() | {"rope_percent": 0.25}, "rope_percent is 0.25"),
@@ -109,7 +129,6 @@ def text(**fields: object) -> dict[str, object]:
             TINY["phi3, long"].config() | {"rope_parameters": LONGROPE | {"short_factor": [1.0]}},
             "short_factor is [1.0]",
         ),
-        (TINY["phi3"].config() | {"sliding_window": 255}, "sliding_window is 255"),
         (TINY["glm"].config() | {"head_dim": None}, "head_dim is None"),
         (TINY["glm4"].config() | {"head_dim": 6}, "partial_rotary_factor"),
         (
@@ -170,7 +189,7 @@ def test_a_wrapped_models_tensors_are_found_under_any_of_their_names(tmp_path: P
     tensors = {OTHERWISE[stored](name.removeprefix("language_model.")): tensor for name, tensor in tensors.items()}
     save_file(tensors, path, metadata={"format": "pt"})
     tokens, decoder = random_tokens(LENGTH), load(folder)
-    ours = in_prefill(decoder, full_cache(decoder, SIZES), tokens, SIZES.prefill_block)
+    ours = in_prefill(decoder, target_cache(decoder, SIZES), tokens, SIZES.prefill_block)
     assert_same_logits(ours, reference("ministral3, wrapped", tokens))
 
 
@@ -258,6 +277,12 @@ FLAGS: dict[str, Change] = {
         before_feed_forward=lambda block: block.before_feed_forward or block.before_attention,
     ),
     "attention.scale": _attention(scale=lambda own: 2 * own.score_scale),
+    "attention.cap": _attention(cap=lambda own: None if own.cap else 0.5),
+    "logits_cap": lambda config: replace(config, logits_cap=None if config.logits_cap else 0.5),
+    "window": _attention(window=lambda own: None if own.window else 5),
+    "gate": _attention(gate=lambda own: not own.gate),
+    "embedding_norm": lambda config: replace(config, embedding_norm=None if config.embedding_norm else Norm()),
+    "a window that is longer by one": _attention(window=lambda own: own.window and own.window + 1),
     "attention.bias": _attention(bias=lambda own: not own.bias),
     "attention.out_bias": _attention(out_bias=lambda own: not own.out_bias),
     "norms_whole": _attention(norms_whole=lambda own: own.qk_norm is not None and not own.norms_whole),
@@ -273,9 +298,17 @@ FLAGS: dict[str, Change] = {
     },
     **{
         f"plus_one {name}": change
-        for name, change in _norms(lambda norm: replace(norm, plus_one=not norm.plus_one)).items()
+        for name, change in _norms(lambda norm: replace(norm, plus_one=not (norm.plus_one or norm.weightless))).items()
     },
-    **{f"bias {name}": change for name, change in _norms(lambda norm: replace(norm, bias=not norm.bias)).items()},
+    **{
+        f"bias {name}": change
+        for name, change in _norms(lambda norm: replace(norm, bias=not (norm.bias or norm.weightless))).items()
+    },
+    **{
+        f"weightless {name}": change
+        for name, change in _norms(lambda norm: replace(norm, weightless=not norm.weightless)).items()
+        if name != "norm"
+    },
     **{f"eps {name}": change for name, change in _norms(lambda norm: replace(norm, eps=30.0)).items()},
     "activation": _inner(activation=lambda own: "gelu_tanh" if own.activation == "relu_squared" else "relu_squared"),
     "gated": _inner(gated=lambda own: not own.gated),
@@ -303,7 +336,7 @@ def test_every_flag_of_a_description_counts(folders: Callable[[str], Path], name
         return
     try:
         decoder = load(folders(name), config=changed)
-        ours = in_prefill(decoder, full_cache(decoder, SIZES), tokens, SIZES.prefill_block)
+        ours = in_prefill(decoder, target_cache(decoder, SIZES), tokens, SIZES.prefill_block)
     except (ModelError, RuntimeError):  # a checkpoint or factors of other shapes
         return
     theirs = reference(name, tokens)
@@ -318,10 +351,24 @@ SHAPES: dict[str, object] = {
     "max_position_embeddings": 1024,
 }  # fmt: skip
 LONG_FACTORS = {"short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [1.5 + i for i in range(6)]}
+WINDOWED = ("mistral, a window", "qwen2, windows", "exaone4, windows", "gemma3", "starcoder2, a window")
+
+
+def _larger(tiny: Tiny) -> dict[str, object]:
+    """Fields of a family's own that grow with the model."""
+    grown: dict[str, object] = {}
+    if "sliding_window" in tiny.fields and tiny.fields["sliding_window"] is not None:
+        grown["sliding_window"] = 45
+    rope = tiny.fields.get("rope_parameters")
+    if isinstance(rope, dict) and "short_factor" in rope:
+        grown["rope_parameters"] = rope | LONG_FACTORS
+    return grown
+
+
 ENGINES = {
-    name: {"rope_parameters": tiny.fields["rope_parameters"] | LONG_FACTORS} if name.startswith("phi3,") else {}
+    name: _larger(tiny)
     for name, tiny in TINY.items()
-    if name == tiny.family or tiny.wrapped or name == "hunyuan" or name.startswith("phi3,")
+    if name == tiny.family or tiny.wrapped or name in ("hunyuan", "phi3, short", "phi3, long", *WINDOWED)
 }
 DRAFTED = Sizes(
     gamma=6, draft_gamma=3, budget=64, chunk=16, window=32, equal_rows=tuple(range(1, 17)), page=32, capacity=600
@@ -353,6 +400,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     return pair
 
 
+def proposing(pair: Pair) -> dict[str, Any]:
+    """Sizes of what may propose without a draft."""
+    return {} if read_config(pair[0]).growing else {"budget": 0, "lookup": True}
+
+
 def say(engine: Engine, prompt: list[int] = PROMPT) -> list[int]:
     steps = engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=40))
     return [token for step in steps for token in step.tokens]
@@ -370,6 +422,8 @@ def alone(pair: Pair, dtype: str = "bf16") -> list[int]:
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_mode_says_what_the_target_says_alone(pairs: Callable[[str], Pair], name: str, mode: str) -> None:
     pair, (sizes, offload) = pairs(name), MODES[mode]
+    if not read_config(pair[0]).growing:  # then there is nothing to choose from, to quantise or to stream
+        sizes, offload = replace(sizes, budget=0, kv_bits=16, weight_bits=6), offload - {"kv"}
     with engine_of(pair, sizes, prompt_tokens=400, offload=offload) as engine:
         assert say(engine) == alone(pair)
         assert level_stats(engine, "target").accepted > 0
@@ -381,8 +435,9 @@ def test_greedy_tokens_are_those_of_transformers(pairs: Callable[[str], Pair], n
     pair = pairs(name)
     fields = {key: value for key, value in SHAPES.items() if TINY[name].fields.get(key) is not ...}
     model, text = random_tiny(name, **fields, **ENGINES[name]), list(PROMPT)
+    ends = {*read_config(pair[0]).eos_token_ids, byte_tokenizer().eos_token_id}
     with torch.inference_mode():
-        for _ in range(40):
+        while len(text) < len(PROMPT) + 40 and text[-1] not in ends:
             text.append(int(model(torch.tensor([text])).logits[0, -1, :TOKENIZER_SIZE].argmax()))
     with engine_of(pair, PLAIN, prompt_tokens=400, dtype="fp32") as engine:
         assert say(engine) == text[len(PROMPT) :]
@@ -390,10 +445,11 @@ def test_greedy_tokens_are_those_of_transformers(pairs: Callable[[str], Pair], n
 
 @pytest.mark.usefixtures("forked_here")
 @pytest.mark.few(4)
-@pytest.mark.parametrize("name", [name for name in ENGINES if TINY[name].family != "olmo2"])
+@pytest.mark.parametrize("name", [name for name in ENGINES if TINY[name].family not in ("olmo2", "olmo3")])
 def test_two_ranks_say_the_same(pairs: Callable[[str], Pair], name: str) -> None:
     pair = pairs(name)
-    with engine_of(pair, replace(DRAFTED, draft_gamma=0), prompt_tokens=400, ranks=2, dtype="fp32") as engine:
+    sizes = replace(DRAFTED, draft_gamma=0, **proposing(pair))
+    with engine_of(pair, sizes, prompt_tokens=400, ranks=2, dtype="fp32") as engine:
         assert say(engine) == alone(pair, "fp32")
 
 
@@ -401,6 +457,22 @@ def test_two_ranks_say_the_same(pairs: Callable[[str], Pair], name: str) -> None
 def forked_here() -> Iterator[list[Forked]]:
     with forked_ranks() as started:
         yield started
+
+
+@pytest.mark.usefixtures("forked_here")
+def test_a_session_of_windows_is_of_any_number_of_ranks(pairs: Callable[[str], Pair], tmp_path: Path) -> None:
+    pair, sizes = pairs("gemma3"), replace(DRAFTED, draft_gamma=0)
+    for ranks in (2, 1, 2):
+        with (
+            engine_of(pair, sizes, prompt_tokens=400, ranks=ranks, dtype="fp32") as engine,
+            Store.open(tmp_path / "session", identity_of(pair[0], engine.plan)) as store,
+        ):
+            known = engine.restore(store, PROMPT)
+            assert known == min(len(store.tokens), len(PROMPT))
+            steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=40, reuse=True))
+            assert [token for step in steps for token in step.tokens] == alone(pair, "fp32")
+            assert engine.stats.reused_tokens > 100 or not known
+            engine.save(store, {})
 
 
 def test_queries_normed_over_all_heads_are_not_shared_by_ranks(pairs: Callable[[str], Pair]) -> None:
@@ -412,11 +484,12 @@ def test_queries_normed_over_all_heads_are_not_shared_by_ranks(pairs: Callable[[
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_session_is_gone_on_with(pairs: Callable[[str], Pair], name: str, tmp_path: Path) -> None:
     pair = pairs(name)
-    with engine_of(pair, DRAFTED, prompt_tokens=400) as engine:
+    sizes = replace(DRAFTED, **proposing(pair))
+    with engine_of(pair, sizes, prompt_tokens=400) as engine:
         assert say(engine) == alone(pair)
         with Store.open(tmp_path / "session", identity_of(pair[0], engine.plan)) as store:
             engine.save(store, {})
-    with engine_of(pair, DRAFTED, prompt_tokens=400) as engine:
+    with engine_of(pair, sizes, prompt_tokens=400) as engine:
         with Store.open(tmp_path / "session", identity_of(pair[0], engine.plan)) as store:
             assert engine.restore(store, PROMPT) >= len(PROMPT) - 16
         steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=40, reuse=True))

@@ -17,7 +17,7 @@ from offload.errors import UsageError
 from offload.kernels.attention import attend, fold, unfold
 from offload.kernels.gpu import flash as module
 from offload.kernels.gpu.flash import Flash, FlashTiles
-from offload.kernels.rope import scorings
+from offload.kernels.rope import Scoring, scorings
 from offload.kernels.rows import Blocks
 from offload.kv.full import FullCache
 from offload.model.level import prefill
@@ -49,7 +49,7 @@ def test_rows_see_of_a_tile_what_is_before_them(first: int, count: int, dtype: t
     generator = torch.Generator().manual_seed(count + first)
     before, tile = torch.randn(2, 2, PAGES, kv_heads, PAGE, dim, generator=generator).to(dtype)
     rows = torch.randn(count, group * kv_heads, dim, generator=generator).to(dtype)
-    block = FlashTiles(flash_attn_with_kvcache).block(rows, base + first)
+    block = FlashTiles(flash_attn_with_kvcache).block(rows, base + first, Scoring(None))  # type: ignore[arg-type]
     block.attend(before, base - TOKENS)
     block.attend(tile, base)
     block.attend(tile, base + 4 * TOKENS)  # after all rows

@@ -165,24 +165,25 @@ def read(ptx: str, shared_bytes: int) -> Compiled:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
-    ("dtype", "dim", "group", "chunk", "window"),
+    ("dtype", "dim", "group", "chunk", "window", "cap"),
     [
-        ("bf16", 128, 1, 32, 0),
-        ("bf16", 128, 4, 8, 0),
-        ("bf16", 128, 1, 0, 256),
-        ("bf16", 64, 1, 32, 0),
-        ("bf16", 256, 3, 32, 0),
-        ("fp16", 80, 1, 16, 0),
-        ("fp32", 128, 1, 32, 0),
-        ("fp32", 256, 1, 16, 0),
+        ("bf16", 128, 1, 32, 0, 0.0),
+        ("bf16", 128, 4, 8, 0, 0.0),
+        ("bf16", 128, 1, 0, 256, 0.0),
+        ("bf16", 64, 1, 32, 0, 0.0),
+        ("bf16", 256, 3, 32, 0, 0.0),
+        ("fp16", 80, 1, 16, 0, 0.0),
+        ("fp32", 128, 1, 32, 0, 0.0),
+        ("fp32", 256, 1, 16, 0, 0.0),
+        ("bf16", 256, 2, 32, 4096, 50.0),
     ],
 )
 def test_attention_compiles_to_wide_loads_and_spills_nothing(
-    capability: int, dtype: str, dim: int, group: int, chunk: int, window: int
+    capability: int, dtype: str, dim: int, group: int, chunk: int, window: int, cap: float
 ) -> None:
     tiling = Tiling(dim, ITEMSIZE[dtype])
     shape = {"DIM": dim, "DIM_PADDED": tiling.padded, "ROWS": ROWS, "STEP": tiling.step, "SPAN": SPAN, "GROUP": group}
-    rest = {"WINDOW": window, "SPANS_OF_PAGE": 1, "CHUNK": min(chunk, tiling.step), "WIDEN": False}
+    rest = {"WINDOW": window, "CAP": cap, "SPANS_OF_PAGE": 1, "CHUNK": min(chunk, tiling.step), "WIDEN": False}
     pointers = dict.fromkeys(("queries", "keys", "values"), f"*{dtype}") | {"places": "*i64"}
     pointers |= dict.fromkeys((*SCRATCH, "masses"), "*fp32")
     found = compiled(programs.attend_spans, capability, pointers, shape | rest, tiling=tiling)
@@ -215,7 +216,7 @@ def test_attention_to_codes_compiles_to_wide_loads_and_spills_nothing(
 ) -> None:
     tiling = Tiling(dim, ITEMSIZE[dtype])
     shape = {"DIM": dim, "DIM_PADDED": tiling.padded, "ROWS": ROWS, "SPAN": SPAN, "GROUP": group}
-    rest = {"BLOCKS": tiling.blocks, "WIDEN": False}
+    rest = {"BLOCKS": tiling.blocks, "CAP": 0.0, "WIDEN": False}
     pointers = {"queries": f"*{dtype}", "blocks": "*u8", "units": "*i32"}
     pointers |= dict.fromkeys(SCRATCH, "*fp32")
     most = tiling.most_coded_registers

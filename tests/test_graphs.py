@@ -65,7 +65,8 @@ def one_by_one(
     return compute(*given)
 
 
-@pytest.mark.parametrize("passes", [draft_passes, retrieval_passes])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("passes", [retrieval_passes, draft_passes])
 def test_logits_are_those_of_passes_launched_one_by_one(
     passes: Callable[[Engine], list[Tensor]], pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +112,7 @@ def another_place(cache: RetrievalCache, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cache.full.arena, "_block", cache.full.arena._block[:0])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "is_kept"), [(nothing, True), (other_chunks, True), (another_size, False), (another_place, False)]
 )
@@ -170,7 +171,8 @@ def test_a_replay_is_a_few_launches(pair: Pair) -> None:
             assert gpu.launches.total() <= most
 
 
-@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("wrong", [True, False])
 def test_the_doctor_compares_them(wrong: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_checks, "PROMPT", PROMPT)
     monkeypatch.setattr(text_checks, "NUM_TOKENS", 6)
@@ -276,6 +278,7 @@ def drawn(engine: Engine, params: Sequence[SamplingParams]) -> list[tuple[list[i
     return blocks
 
 
+@pytest.mark.deep
 def test_draws_in_a_graph_are_those_of_passes_launched_one_by_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever parameters the request before had."""
     params = [SAMPLED, SamplingParams(temperature=0.0), SAMPLED, replace(SAMPLED, top_k=3), replace(SAMPLED, seed=9)]

@@ -405,21 +405,22 @@ def hold(
 
 def attended(
     found: Library, held: Sequence[Held], q: Tensor, index: int, *, window: int = 0, chunk: int | None = None,
-    order: Sequence[int] | None = None, together: bool = False,
+    order: Sequence[int] | None = None, together: bool = False, cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Rows q [T, H, D] at `index` and on over `held`. order: of the calls; together: all in one call."""
-    return attending(found, held, q, index, window=window, chunk=chunk, order=order, together=together).merge()
+    return attending(found, held, q, index, window=window, chunk=chunk, order=order, together=together, cap=cap).merge()
 
 
 def attending(
     found: Library, held: Sequence[Held], q: Tensor, index: int, *, window: int = 0, chunk: int | None = None,
-    order: Sequence[int] | None = None, together: bool = False,
+    order: Sequence[int] | None = None, together: bool = False, cap: float | None = None,
 ) -> SpanAttention:  # fmt: skip
     """As `attended`, before the spans are merged."""
     kv_heads = held[0].tile.shape[2]
     spans = SpanAttention(found, dtype=q.dtype, span=held[0].span, chunk=chunk)
     k = torch.zeros(len(q), kv_heads, q.shape[-1], dtype=q.dtype)
-    rows = Rows(q, k, k, Scoring(unmoving(q.shape[-1], q.dtype)), position=0, index=index, window=window)
+    scoring = Scoring(unmoving(q.shape[-1], q.dtype), cap=cap)
+    rows = Rows(q, k, k, scoring, position=0, index=index, window=window)
     spans.begin(rows, sum(each.num_spans for each in held), masses=chunk is not None)
     runs, slot = [], 0
     for each in held:
@@ -437,7 +438,9 @@ def attending(
     return spans
 
 
-def plain_weights(held: Sequence[Held], q: Tensor, index: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
+def plain_weights(
+    held: Sequence[Held], q: Tensor, index: int, window: int, cap: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(weights [T, H_kv, G, tokens], values [H_kv, tokens, D], positions [tokens]) in fp64."""
     keys, values = torch.cat([each.flat() for each in held], 2).double()
     positions = torch.cat([each.first + torch.arange(each.tokens) for each in held])
@@ -446,11 +449,12 @@ def plain_weights(held: Sequence[Held], q: Tensor, index: int, window: int) -> t
     seen = (positions <= own) & (~windowed | (positions > own - window))
     grouped = q.double().view(len(q), keys.shape[0], -1, q.shape[-1])
     scores = torch.einsum("thgd,hnd->thgn", grouped, keys) * q.shape[-1] ** -0.5
+    scores = scores if cap is None else cap * (scores / cap).tanh()
     return scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1), values, positions
 
 
-def plain_attention(held: Sequence[Held], q: Tensor, index: int, window: int = 0) -> Tensor:
-    weights, values, _ = plain_weights(held, q, index, window)
+def plain_attention(held: Sequence[Held], q: Tensor, index: int, window: int = 0, cap: float | None = None) -> Tensor:
+    weights, values, _ = plain_weights(held, q, index, window, cap)
     return torch.einsum("thgn,hnd->thgd", weights, values).reshape(len(q), -1)
 
 
@@ -477,6 +481,20 @@ def test_attention_over_spans_equals_fp64(found: Library, heads: Heads, dtype: t
         out, mass = attended(found, held, q, index)
         assert mass is None
         assert_rounded(out, plain_attention(held, q, index))
+
+
+@pytest.mark.parametrize("cap", [0.5, 3.0, 50.0, 1e9])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_are_capped(found: Library, dtype: torch.dtype, cap: float) -> None:
+    """Small ones and those far beyond the cap; a cap that nothing reaches changes nothing that shows."""
+    heads = Heads(64, 2)
+    for size in (0.1, 1.0, 40.0):
+        held = [hold(heads, dtype, page=64, pages=2, tokens=100, span=64, scale=size)]
+        q = fused(heads, 9, dtype, seed=3)[0]
+        out = attended(found, held, q, 91, cap=cap)[0]
+        values = 1 + float(held[0].flat()[1].double().abs().max())
+        most = values * (0.51 * torch.finfo(dtype).eps + 2e-6 + 1e-6 * size)
+        assert float((out.double() - plain_attention(held, q, 91, cap=cap)).abs().max()) <= most
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -130,7 +130,12 @@ def still(num_positions: int, dim: int, dtype: torch.dtype) -> RopeTable:
 
 
 def attend(
-    found: Library, codes: KVCodes, q: Tensor, num_tokens: int, exact: Tensor | None = None
+    found: Library,
+    codes: KVCodes,
+    q: Tensor,
+    num_tokens: int,
+    exact: Tensor | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, D] fp32, lse [T, H]) of queries [T, H, D] over the first tokens of layer 0 in codes, and over the
     rows `exact` [2, H_kv, n, D] where they are given."""
@@ -138,7 +143,7 @@ def attend(
     new = torch.zeros(num_rows, codes.blocks.shape[1], dim, dtype=dtype)
     spans = SpanAttention(found, dtype=dtype, span=SPAN)
     position, slot = (0, 0) if exact is None else (exact.shape[2], -(-exact.shape[2] // SPAN))
-    scoring = Scoring(still(num_rows + 4096, dim, dtype))
+    scoring = Scoring(still(num_rows + 4096, dim, dtype), cap=cap)
     spans.begin(Rows(q, new, new, scoring, position, position), slot - (-num_tokens // SPAN))
     if exact is not None:
         spans.attend(one_run(exact, first=0, tokens=exact.shape[2], slot=0, span=SPAN))
@@ -147,10 +152,11 @@ def attend(
     return part.out, part.lse
 
 
-def by_the_rule(kv: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+def by_the_rule(kv: Tensor, q: Tensor, cap: float | None = None) -> tuple[Tensor, Tensor]:
     """The same in fp64. kv: [2, H_kv, tokens, D]."""
     keys, values = kv.double().repeat_interleave(q.shape[1] // kv.shape[1], 1).unbind()
     scores = torch.einsum("thd,hnd->thn", q.double(), keys) * q.shape[2] ** -0.5
+    scores = scores if cap is None else cap * (scores / cap).tanh()
     return torch.einsum("thn,hnd->thd", scores.softmax(-1), values), scores.logsumexp(-1)
 
 
@@ -167,6 +173,16 @@ def test_attention_is_near_the_rule(found: Library, dim: int, dtype: torch.dtype
         lacking = float((by_the_rule(rows[0], q)[0] - wanted).square().mean().sqrt())
         assert float((out - wanted).square().mean().sqrt()) < 0.75 * lacking
         assert_close(lse.double(), wanted_lse, rtol=0, atol=0.5)
+
+
+def test_scores_of_codes_are_capped(found: Library) -> None:
+    rows = 2 * held(1, 2, 2 * SPAN, 64, torch.float32)
+    codes, q = encoded(found, rows), 2 * normal(3, 4, 64, seed=9)
+    out, lse = attend(found, codes, q, 2 * SPAN, cap=1.5)
+    wanted, wanted_lse = by_the_rule(decoded_rows(codes, torch.float64)[0], q, cap=1.5)
+    uncapped = by_the_rule(decoded_rows(codes, torch.float64)[0], q)[0]
+    assert_close(lse.double(), wanted_lse, rtol=0, atol=0.1)
+    assert float((out - wanted).abs().max()) < 0.1 * float((uncapped - wanted).abs().max())
 
 
 def test_codes_and_exact_rows_are_attended_to_as_one(found: Library) -> None:

@@ -51,13 +51,17 @@ class Told:
 
 
 class Noted:
-    """A worker, or its full cache: what it is called with."""
+    """A worker, or its full cache: what it is called with. All succeeds."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **settings: self.calls.append((name, args, settings))
+    def __getattr__(self, name: str) -> Callable[..., bool]:
+        def called(*args: Any, **settings: Any) -> bool:
+            self.calls.append((name, args, settings))
+            return True
+
+        return called
 
 
 def leading(team: Told) -> LeadingWorker:

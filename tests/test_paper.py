@@ -48,7 +48,7 @@ def plainly(case: Case, pair: Pair) -> list[list[int]]:
     return expected
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @EVERY
 def test_tokens_are_those_of_plain_decoding_and_every_access_is_ordered(case: Case, pair: Pair) -> None:
     """Three requests: a prompt, another that begins like it, and the first again with the rows of the second."""
@@ -132,7 +132,7 @@ def test_a_gpu_says_what_the_processor_says(case: Case, pair: Pair) -> None:
     assert gpu.problems == []
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", ["kernels", "torch"])
 @pytest.mark.parametrize("name", HOST_CASES)
 def test_beside_a_gpu_the_host_changes_nothing_by_drafts(
@@ -218,6 +218,7 @@ def test_a_request_that_is_broken_off_leaves_nothing_under_way(
     assert gpu.problems == []
 
 
+@pytest.mark.deep
 def test_a_session_is_saved_and_restored(pair: Pair, tmp_path: Path) -> None:
     with engine_on_paper(BUSIEST, pair) as (engine, gpu):
         shape = engine.worker.full.shape

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models import FAMILIES, LateLink, Sizes, full_cache, load, random_model, random_tokens, resident_rows, save
 from offload.config.rope import Rope
-from offload.kv.full import FullCache
+from offload.kv import Cache
 from offload.model.decoder import Decoder, Segment
 from offload.model.level import Continuation, Level, prefill
 from processor import OPERATORS, of
@@ -86,7 +86,7 @@ def assert_same_logits(ours: Tensor, theirs: Tensor) -> None:
 
 
 @torch.inference_mode()
-def in_prefill(decoder: Decoder, cache: FullCache, tokens: list[int], prefill_block: int) -> Tensor:
+def in_prefill(decoder: Decoder, cache: Cache, tokens: list[int], prefill_block: int) -> Tensor:
     """The logits of all rows of one forward in phase "prefill"."""
     cache.begin("prefill", len(tokens))
     rows = resident_rows(decoder, prefill_block)
@@ -95,7 +95,7 @@ def in_prefill(decoder: Decoder, cache: FullCache, tokens: list[int], prefill_bl
     return decoder.logits(rows.rows)
 
 
-def in_decoding(decoder: Decoder, cache: FullCache, tokens: list[int], step: int) -> Tensor:
+def in_decoding(decoder: Decoder, cache: Cache, tokens: list[int], step: int) -> Tensor:
     """The logits of all rows, `step` tokens to a forward of padded rows, every second one run wrongly first."""
     level = Level("target", decoder, cache, vocab_size=decoder.config.vocab_size, blocks=SIZES.blocks)
     logits = []

@@ -33,6 +33,7 @@ from offload.worker.pass_timer import time_again, time_passes, timed
 from triforce_cli.choice import choose_models
 
 MODELS = choose_models(None, None)
+PAIRS = 2_000_000  # of a row and a token that it sees
 TARGET, DRAFT = (read_config(folder) for folder in (MODELS.target, MODELS.draft) if folder)
 
 
@@ -273,6 +274,7 @@ class TestMeasuring:
         assert timed(request) == request
         assert not rates_file().exists()
 
+    @pytest.mark.deep
     def test_over_weights_in_few_bits_leaves_out_the_prefill(self, monkeypatch: pytest.MonkeyPatch) -> None:
         if not cpu.kernels().usable:
             pytest.skip(cpu.kernels().reason)
@@ -282,7 +284,7 @@ class TestMeasuring:
         for fewer in coded:
             assert fewer is not None
             assert fewer.layer[0] < exact.layer[0]
-            assert fewer.prefill(1, 2000) < 1e-3 * exact.prefill(1, 2000)
+            assert fewer.prefill(1, 2000, PAIRS) < 1e-3 * exact.prefill(1, 2000, PAIRS)
 
     @pytest.mark.few(1)
     @pytest.mark.parametrize("kernels", ["on", "off"])
@@ -306,7 +308,7 @@ class TestMeasuring:
             assert list(curve) == sorted(curve)
         assert 1e-5 < found.seconds(DRAFT.num_layers, 1000, 1) < 1.0
         assert found.seconds(DRAFT.num_layers, 1000, 64) > 1.5 * found.seconds(DRAFT.num_layers, 1000, 1)
-        assert found.prefill(DRAFT.num_layers, 2000) > found.prefill(DRAFT.num_layers, 1000)
+        assert found.prefill(DRAFT.num_layers, 2000, PAIRS) > found.prefill(DRAFT.num_layers, 1000, PAIRS // 4)
 
     def test_a_plan_reads_what_was_measured_and_measures_nothing(
         self, measurements: list[str], triforce: Callable[..., tuple[int, str, str]]

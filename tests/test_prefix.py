@@ -85,7 +85,7 @@ class CountedRows:
             SimpleNamespace(placement=SimpleNamespace(rows=num_last, prefill_block=prefill_block)),
             {"target": self},
         )
-        self.length = 0
+        self.length, self.windows = 0, None
 
     def prefill(self, tokens: list[int], on_tokens: Callable[[int], None]) -> None:
         self.length += len(tokens)

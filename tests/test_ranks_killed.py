@@ -227,6 +227,7 @@ def test_a_file_keeps_what_came_beside_its_place(given: Given, tmp_path: Path, n
     assert given.begins_with(partial.read_text())
 
 
+@pytest.mark.deep
 def test_ranks_that_are_stopped(given: Given, tmp_path: Path) -> None:
     """One of them: it counts as dead, whichever it is. All of them, as by Ctrl-Z: they go on."""
     with ExitStack() as stack:

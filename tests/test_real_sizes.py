@@ -74,6 +74,7 @@ CASES = {
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.deep
 def test_every_kind_of_pass_keeps_its_budget_and_the_plan_its_bytes(case: Case) -> None:
     plan = planned(case.target, LLAMA_68M, case.num_gpus, **case.bits)
     assert plan.placement.offload == case.offload

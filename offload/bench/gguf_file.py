@@ -89,7 +89,7 @@ def write_gguf(folder: Path, file: Path, *, dtype: str) -> None:
 def metadata(config: ModelConfig) -> dict[str, Value]:
     """Keys and values of the file. Raises ModelError where llama.cpp cannot rotate as the model does."""
     name = ARCHITECTURES.get(config.family)
-    if name is None or config.names != TensorNames():
+    if name is None or config.names != TensorNames() or config.windowed:
         raise ModelError(f"{config.family} models are not written as GGUF here; leave llama.cpp out of the comparison")
     end = config.eos_token_ids[0] if config.eos_token_ids else config.vocab_size - 1
     model: dict[str, Value] = {

@@ -139,7 +139,7 @@ def check_other_fits(request: Request, plan: Plan, name: str) -> None:
     free = (hardware.host_free_bytes if hardware.is_cpu else hardware.device_free_bytes) - used
     target = request.target
     capacity = plan.request.capacity
-    needed = target.weight_bytes(itemsize) + capacity * target.kv_bytes_per_token(itemsize)
+    needed = target.weight_bytes(itemsize) + capacity * target.num_layers * target.layer_kv_bytes(itemsize)
     if needed > free:
         raise DoesNotFit(
             f"{name} needs {needed / 1e9:.3g} GB on {plan.request.device} for a context of {capacity} tokens and "

@@ -6,6 +6,7 @@ The decoder, the planner, the reader of checkpoints and the kernels read this an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,13 +21,15 @@ Activation = Literal["silu", "gelu_tanh", "relu_squared"]  # gelu_tanh: GELU by 
 @dataclass(frozen=True)
 class Norm:
     """Of rows. centred: LayerNorm, which takes the mean away, else RMS norm. plus_one: multiplies by 1 + its weight.
-    bias: and adds one. fp32: its vectors are fp32 in any dtype of the model, so that this 1 loses no bit of them."""
+    bias: and adds one. fp32: its vectors are fp32 in any dtype of the model, so that this 1 loses no bit of them.
+    weightless: a checkpoint has no weight of it, which is 1; not of a model's last norm."""
 
     eps: float = 1e-6
     centred: bool = False
     plus_one: bool = False
     bias: bool = False
     fp32: bool = False
+    weightless: bool = False
 
     def itemsize(self, dtype_bytes: int) -> int:
         """Bytes of a number of its vectors in a model of `dtype_bytes` per element."""
@@ -39,7 +42,10 @@ class Attention:
     rotated, of each head by itself or, if `norms_whole`, of all heads together; if `weighs_rotated`, its weight
     multiplies them after that.
 
-    rope: None, queries and keys know no positions. scale: on products of queries and keys, None: head_dim^-0.5.
+    rope: None, queries and keys know no positions. scale: on products of queries and keys, None: head_dim^-0.5. window:
+    tokens that a row sees, itself and the last ones before it; None: all. A layer without one is called growing. cap:
+    c; c tanh(score / c) in place of a score. gate: what comes of the heads is multiplied by the sigmoid of another
+    product of the rows.
     """
 
     num_heads: int
@@ -52,6 +58,9 @@ class Attention:
     norms_whole: bool = False
     weighs_rotated: bool = False
     scale: float | None = None
+    window: int | None = None
+    cap: float | None = None
+    gate: bool = False
 
     @property
     def q_size(self) -> int:
@@ -60,6 +69,11 @@ class Attention:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Outputs of the product that gives q, k, v and the gate, if there is one."""
+        return (self.q_size, self.kv_size, self.kv_size, *([self.q_size] if self.gate else []))
 
     @property
     def score_scale(self) -> float:
@@ -100,6 +114,8 @@ class TensorNames:
     head: str = "lm_head.weight"
     fused_qkv: str = ""
     fused_gate_up: str = ""
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
     before_attention: str = "input_layernorm"
     after_attention: str = ""
     before_feed_forward: str = "post_attention_layernorm"
@@ -120,9 +136,10 @@ class TensorNames:
 class ModelConfig:
     """A decoder. `offload.config.reading` makes it of a config.json and validates; the constructor does not.
 
-    blocks: its layers, first to last, of one shape: they differ in their positions at most. norm: of the last rows.
-    embedding_scale, logits_scale: factors on what comes in and out; rounds_embedding_scale: to the dtype first. dtype:
-    what the weights are meant to be computed in. wrapper: the model_type of the model whose text this is, if any.
+    blocks: its layers, first to last, of one shape: they differ in positions and windows at most. norm: of the last
+    rows. embedding_scale, logits_scale: factors on what comes in and out; rounds_embedding_scale: to the dtype first.
+    logits_cap: of logits, times their scale, as of scores. embedding_norm: of rows as they come in. dtype: what the
+    weights are meant to be computed in. wrapper: the model_type of the model whose text this is.
     """
 
     family: str
@@ -134,6 +151,8 @@ class ModelConfig:
     embedding_scale: float = 1.0
     rounds_embedding_scale: bool = False
     logits_scale: float = 1.0
+    logits_cap: float | None = None
+    embedding_norm: Norm | None = None
     tie_embeddings: bool = False
     names: TensorNames = field(default_factory=TensorNames)
     bos_token_id: int | None = None
@@ -168,8 +187,30 @@ class ModelConfig:
 
     @property
     def rope(self) -> Rope:
-        """Of the layers that know positions; all of them have the same."""
-        return next((each.attention.rope for each in self.blocks if each.attention.rope is not None), Rope())
+        """Of the layers that know positions: of growing ones, where these do."""
+        growing = (self.blocks[layer].attention.rope for layer in self.growing)
+        every = (each.attention.rope for each in self.blocks)
+        return next((rope for rope in (*growing, *every) if rope is not None), Rope())
+
+    @cached_property
+    def growing(self) -> tuple[int, ...]:
+        """The layers whose rows see all tokens, by number."""
+        return tuple(at for at, block in enumerate(self.blocks) if block.attention.window is None)
+
+    @cached_property
+    def windowed(self) -> tuple[int, ...]:
+        """The layers whose rows see a window."""
+        return tuple(at for at, block in enumerate(self.blocks) if block.attention.window is not None)
+
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """Tokens of theirs."""
+        return tuple(block.attention.window for block in self.blocks if block.attention.window is not None)
+
+    @property
+    def window(self) -> int:
+        """Tokens of the longest window; 0 without one."""
+        return max(self.windows, default=0)
 
     @property
     def is_llama_shaped(self) -> bool:
@@ -177,13 +218,16 @@ class ModelConfig:
         norm, block = self.norm, self.block
         plain = replace(
             Block(block.attention, block.feed_forward, before_attention=norm, before_feed_forward=norm),
-            attention=replace(block.attention, norms_whole=False, weighs_rotated=False, scale=None),
+            attention=replace(
+                block.attention, norms_whole=False, weighs_rotated=False, scale=None, window=None, cap=None
+            ),
             feed_forward=replace(block.feed_forward, activation="silu", gated=True),
         )
         return (
             block == plain
             and not (norm.centred or norm.plus_one or norm.bias or norm.fp32)
             and self.embedding_scale == 1
+            and self.embedding_norm is None
         )
 
     @property
@@ -222,7 +266,7 @@ class ModelConfig:
     def _products(self) -> tuple[tuple[int, int, bool], ...]:
         attention, inner = self.block.attention, self.block.feed_forward
         return (
-            (attention.q_size + 2 * attention.kv_size, self.hidden_size, attention.bias),
+            (sum(attention.parts), self.hidden_size, attention.bias),
             (self.hidden_size, attention.q_size, attention.out_bias),
             ((1 + inner.gated) * inner.size, self.hidden_size, inner.bias),
             (self.hidden_size, inner.size, inner.bias),
@@ -266,17 +310,31 @@ class ModelConfig:
         return rest * dtype_bytes + sum(size * norm.itemsize(dtype_bytes) for size, norm in norms)
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of keys and values that one token adds, over all layers."""
-        return 2 * self.num_layers * self.block.attention.kv_size * dtype_bytes
+        """Bytes of keys and values that one token adds, over the growing layers."""
+        return len(self.growing) * self.layer_kv_bytes(dtype_bytes)
+
+    def layer_kv_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of the keys and values of a token in one layer."""
+        return 2 * self.block.attention.kv_size * dtype_bytes
+
+    def seen_pairs(self, num_tokens: int) -> int:
+        """Pairs of a row and a token that it sees, of `num_tokens` rows in all layers."""
+        windows = Counter(block.attention.window or num_tokens for block in self.blocks)
+        return sum(number * _pairs(num_tokens, min(window, num_tokens)) for window, number in windows.items())
 
     def prefill_flops(self, num_tokens: int) -> int:
         """FLOPs (a multiply-add is two) of a causal forward over `num_tokens` rows with logits of the last row only.
 
-        Row t attends t keys: 2 H D FLOPs each for the score and for the value. Norms, rotary and softmax are left out.
+        A row attends to keys: 2 H D FLOPs each for the score and for the value. Norms, rotary and softmax are left out.
         """
-        attended = num_tokens * (num_tokens + 1) // 2
-        layer = 2 * self.layer_matrix_elements() * num_tokens + 4 * self.block.attention.q_size * attended
-        return self.num_layers * layer + 2 * self.vocab_size * self.hidden_size * (num_tokens > 0)
+        products = self.num_layers * 2 * self.layer_matrix_elements() * num_tokens
+        attention = 4 * self.block.attention.q_size * self.seen_pairs(num_tokens)
+        return products + attention + 2 * self.vocab_size * self.hidden_size * (num_tokens > 0)
+
+
+def _pairs(num_tokens: int, window: int) -> int:
+    """Row t, counted from 1, sees t tokens, `window` at most."""
+    return window * (window + 1) // 2 + (num_tokens - window) * window
 
 
 def layer_norms(config: ModelConfig) -> dict[str, tuple[int, Norm]]:

@@ -89,7 +89,8 @@ def config_of(data: Mapping[str, object], *, name: str = "") -> ModelConfig:
     outer = {"model_type": wrapper.default_family} | {key: data[key] for key in wrapper.outer if key in data}
     filled = {key: value for key, value in outer.items() if inner.get(key) is None}
     text = Fields({**inner, **filled}, f"{source.where}: {TEXT_CONFIG}")
-    return _read(text, FAMILIES[text.choice("model_type", tuple(FAMILIES))], wrapper)
+    family = FAMILIES[text.choice("model_type", tuple(FAMILIES))]
+    return _read(Fields({**family.sizes, **text.data}, text.where), family, wrapper)
 
 
 def _read(source: Fields, family: Family, wrapper: Wrapper | None) -> ModelConfig:

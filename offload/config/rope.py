@@ -26,7 +26,7 @@ class Rope:
 
     kind: str = "default"
     factor: float = 1.0
-    original_max_positions: int | None = None  # yarn, llama3, longrope: the length that the model was pretrained with
+    original_max_positions: int | None = None  # yarn, llama3, longrope, and linear if known: of the pretraining
     attention_factor: float | None = None  # yarn, longrope: None means what the paper derives from the factor
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -49,7 +49,7 @@ class Rope:
 
     def context_limit(self, max_positions: int) -> int:
         """Positions that a model with `max_position_embeddings` of so many is good for."""
-        base = self.original_max_positions if self.kind == "yarn" else max_positions
+        base = self.original_max_positions if self.kind in ("yarn", "linear") else max_positions
         factor = self.factor if self.kind in ("yarn", "linear", "dynamic") else 1.0
         return max(max_positions, int((base or max_positions) * factor))
 

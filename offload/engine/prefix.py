@@ -38,7 +38,7 @@ class PrefixCache:
         if not reuse:
             self.num_precomputed = 0
         self.truncate(kept)
-        return kept
+        return len(self.tokens)
 
     def num_prefilled(self, prompt: Sequence[int]) -> int:
         """Tokens of `prompt` that no pass of the target level runs."""
@@ -61,6 +61,7 @@ class PrefixCache:
     def generated(self, tokens: Sequence[int]) -> None:
         """The full cache has rows of the first of `tokens` now, all but those that are pending."""
         self.tokens, self.num_precomputed = list(tokens[: self._target.length]), 0
+        self._num_own, self._num_saved = (min(number, len(self.tokens)) for number in (self._num_own, self._num_saved))
 
     def precomputed(self, tokens: Sequence[int]) -> None:
         """The full cache has rows of all `tokens`, and the levels below are ready for what begins with them."""
@@ -74,6 +75,8 @@ class PrefixCache:
         if length < self.num_precomputed:
             self.num_precomputed = 0
         self._target.truncate(length)
+        if (held := self._target.length) < length and self.tokens:  # a window has lost tokens that it would need
+            self.truncate(held)
 
     def take(self, other: PrefixCache) -> None:
         """Copy the rows of `other`, of the same model, if positions are rotated as there; else nothing is cached."""
@@ -92,9 +95,9 @@ class PrefixCache:
         placement = self._worker.plan.placement
         wanted = max(len(prompt) - placement.rows, 0)
         common = min(num_common(self.tokens, prompt), self._num_own, wanted)
-        return (
-            common if common == wanted == self._num_own else common // placement.prefill_block * placement.prefill_block
-        )
+        if not common == wanted == self._num_own:
+            common = common // placement.prefill_block * placement.prefill_block
+        return common if self._reaches(common) else 0
 
     def borrow(self, others: Sequence[PrefixCache], prompt: Sequence[int]) -> None:
         """Copy those rows from the one of `others`, whose workers have the same plan, that holds the most of them, if
@@ -107,31 +110,49 @@ class PrefixCache:
 
     def restore(self, store: Store, tokens: Sequence[int], on_progress: OnProgress) -> int:
         """See `Engine.restore`."""
-        common = min(num_common(store.tokens, tokens), self._worker.plan.request.capacity)
+        worker = self._worker
+        self._settle()
+        common = min(num_common(store.tokens, tokens), worker.plan.request.capacity)
+        common = store.num_loadable(common, worker.window_rows)
         if common <= num_common(self.tokens, tokens):
             return common
         self.truncate(0)
         total = store.bytes_to_read(common)
         report = bytes_of("restore", total, on_progress)
-        store.load(self._worker.rows, common, on_bytes=report)
+        store.load(worker.rows, common, windows=worker.window_rows, on_bytes=report)
         report(total)
         self.tokens, self._num_saved = list(tokens[:common]), common
         return common
 
     def save(self, store: Store, extra: Mapping[str, object], on_progress: OnProgress) -> None:
         """See `Engine.save`."""
-        total = store.bytes_to_write(len(self.tokens), self._num_saved)
+        worker = self._worker
+        self._settle()
+        if worker.windows is not None and not self.tokens:  # what is on the disk may begin the text again
+            store.keep(extra)
+            return
+        total = store.bytes_to_write(len(self.tokens), self._num_saved, worker.window_rows)
         report = bytes_of("save", total, on_progress)
         store.save(
-            self._worker.rows,
+            worker.rows,
             self.tokens,
-            capacity=self._worker.plan.request.capacity,
+            capacity=worker.plan.request.capacity,
             extra=extra,
             unchanged=self._num_saved,
+            windows=worker.window_rows,
             on_bytes=report,
         )
         report(total)
         self._num_saved = len(self.tokens)
+
+    def _reaches(self, length: int) -> bool:
+        """Whether windows, where the model has some, still have what rows after so many tokens see."""
+        return self._worker.windows is None or self._worker.windows.reaches(length)
+
+    def _settle(self) -> None:
+        """A prefill that was broken off may have taken the place of what windows need. Then nothing is cached."""
+        if not self._reaches(len(self.tokens)):
+            self.truncate(0)
 
     def _num_reusable(self, prompt: Sequence[int]) -> int:
         precomputed = min(self.num_precomputed, len(prompt) - 1)

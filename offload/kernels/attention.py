@@ -54,12 +54,14 @@ def attend(
     first_visible: Tensor | None = None,
     chunk: int | None = None,
     scale: float | None = None,
+    cap: float | None = None,
 ) -> Part:
     """Exact attention with all scores in memory, for a few rows at a time.
 
     q [H_kv, R, D]; keys, values [P, H_kv, S, D], same dtype, finite everywhere. Row r sees the tokens from
     first_visible[r] (None: 0) to num_visible[r] - 1 (None: all P * S), both [R] int. chunk: a divisor of S; if given,
     the result has the mass per chunk of that many tokens. scale: on products of queries and keys, None: D^-0.5.
+    cap: c; c tanh(score / c) in place of a score.
 
     The shapes alone determine the order of every sum, and hidden keys add exact zeros, so a row's bits depend neither
     on the contents of hidden keys nor on the other rows. Memory: 6 bytes per score for 16-bit dtypes.
@@ -71,6 +73,8 @@ def attend(
     flat_keys = keys.reshape(-1, page, head_dim).transpose(1, 2)
     scores = torch.baddbmm(q.new_zeros(()), repeated, flat_keys, beta=0, alpha=scale or head_dim**-0.5)
     weights = scores.float().view(num_pages, num_kv_heads, rows, page)
+    if cap is not None:
+        weights.div_(cap).tanh_().mul_(cap)
     if num_visible is not None:
         weights.masked_fill_(_hidden(num_visible, num_pages, page, first_visible), -torch.inf)
     top = weights.amax(dim=(0, 3))
@@ -104,7 +108,13 @@ def attend_whole_pages(q: Tensor, keys: Tensor, values: Tensor, scale: float | N
 
 
 def attend_joined(
-    q: Tensor, keys: Tensor, values: Tensor, num_visible: Tensor | None, *, scale: float | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    num_visible: Tensor | None,
+    *,
+    first_visible: Tensor | None = None,
+    scale: float | None = None,
 ) -> Part:
     """`attend` by torch's fused kernel for CPUs, for many rows: their bits depend on each other.
 
@@ -114,15 +124,16 @@ def attend_joined(
     joined = (pages.transpose(0, 1).flatten(1, 2)[None] for pages in (keys, values))
     mask = None
     if num_visible is not None:
-        hidden = torch.arange(keys.shape[0] * keys.shape[2]) >= num_visible[:, None]
+        hidden = _hidden(num_visible, 1, keys.shape[0] * keys.shape[2], first_visible)[0, 0]
         mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q[None], *joined, attn_mask=mask, scale=scale or q.shape[-1] ** -0.5
     )
     part = Part(out[0].float(), lse[0])
     if num_visible is not None:  # what the kernel gives for a row without keys is not said anywhere
-        part.out.masked_fill_((num_visible <= 0)[:, None], 0.0)
-        part.lse.masked_fill_(num_visible <= 0, -torch.inf)
+        sees_none = num_visible <= (0 if first_visible is None else first_visible.clamp(min=0))
+        part.out.masked_fill_(sees_none[:, None], 0.0)
+        part.lse.masked_fill_(sees_none, -torch.inf)
     return part
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.config.model import Attention, ModelConfig
+from offload.config.model import ModelConfig
 from offload.config.rope import Rope
 
 
@@ -56,10 +56,11 @@ class RopeTable:
 @dataclass(frozen=True)
 class Scoring:
     """How the queries of a layer meet its keys: rotated by `rope`, then times `weights`, [D] each for queries and for
-    keys, and their products times `scale`, None: D^-0.5."""
+    keys, and their products times `scale`, None: D^-0.5, up to `cap`, see `Attention` of a model."""
 
     rope: RopeTable
     scale: float | None = None
+    cap: float | None = None
     weights: tuple[Tensor, Tensor] | None = None
 
     def rotated(self, q: Tensor, k: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -78,7 +79,7 @@ class Scoring:
     def to(self, device: str, rope: RopeTable) -> Scoring:
         """The same on another device, where `rope` is its table."""
         weights = self.weights and (self.weights[0].to(device), self.weights[1].to(device))
-        return Scoring(rope, self.scale, weights)
+        return replace(self, rope=rope, weights=weights)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -109,13 +110,12 @@ def scorings(
     """Of each layer, for positions 0 to `num_positions` - 1: layers that are alike share a table, of
     2 * num_positions * D numbers of `dtype`. capacity: see `inverse_frequencies`. weights: of each layer's queries and
     keys, where its attention weighs them rotated."""
-    made: dict[Attention, Scoring] = {}
+    tables: dict[Rope | None, RopeTable] = {}
     for block in config.blocks:
-        attention = block.attention
-        if attention not in made:
-            table = rope_table(config, num_positions, capacity, device, attention.rope).to(dtype)
-            made[attention] = Scoring(table, attention.scale)
-    found = tuple(made[block.attention] for block in config.blocks)
+        if (rope := block.attention.rope) not in tables:
+            tables[rope] = rope_table(config, num_positions, capacity, device, rope).to(dtype)
+    attentions = [block.attention for block in config.blocks]
+    found = tuple(Scoring(tables[each.rope], each.scale, each.cap) for each in attentions)
     pairs = zip(found, weights, strict=True) if weights else ()
     return tuple(replace(each, weights=own) for each, own in pairs) or found
 
@@ -132,7 +132,7 @@ def rope_table(
     if rope is None:
         shape = num_positions, 2 * half
         return RopeTable(torch.ones(shape, device=device), torch.zeros(shape, device=device))
-    frequencies, scaling = inverse_frequencies(config, capacity)
+    frequencies, scaling = inverse_frequencies(config, capacity, rope)
     angles = torch.outer(positions, frequencies)
     still = 0, half - len(frequencies)
     cos, sin = pad(angles.cos() * scaling, still, value=1.0), pad(angles.sin() * scaling, still)
@@ -145,17 +145,17 @@ def _growth(rope: Rope, positions: Tensor) -> Tensor:
     return 1 + rope.growth * torch.log(1 + torch.floor(positions / _original_positions(rope)))
 
 
-def inverse_frequencies(config: ModelConfig, capacity: int) -> tuple[Tensor, float]:
+def inverse_frequencies(config: ModelConfig, capacity: int, rope: Rope | None = None) -> tuple[Tensor, float]:
     """(f fp32 [D/2] on the CPU, of fewer pairs where not all of a head is rotated; attention scaling: the factor on cos
     and sin) for all kinds of scaling.
 
-    capacity: the largest length in tokens that the request may reach. `dynamic` and `longrope` depend on it.
-    transformers recomputes these frequencies as the sequence grows, so keys of one sequence are rotated at different
-    frequencies and the result depends on how tokens are grouped into forwards. Here a request has one set of
-    frequencies, so speculation, which groups tokens differently, does not change the result. ValueError for an unknown
-    kind.
+    rope: of some of its layers. capacity: the largest length in tokens that the request may reach. `dynamic` and
+    `longrope` depend on it. transformers recomputes these frequencies as the sequence grows, so keys of one sequence
+    are rotated at different frequencies and the result depends on how tokens are grouped into forwards. Here a request
+    has one set of frequencies, so speculation, which groups tokens differently, does not change the result. ValueError
+    for an unknown kind.
     """
-    scaling = config.rope
+    scaling = rope or config.rope
     theta, dim = scaling.theta, scaling.rotated or config.head_dim
     if scaling.kind == "dynamic":
         theta *= _ntk_stretch(scaling.factor, capacity, config.max_positions) ** (dim / (dim - 2))

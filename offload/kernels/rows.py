@@ -8,7 +8,7 @@ the first pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 from time import perf_counter
@@ -47,7 +47,8 @@ class Blocks:
 @dataclass(frozen=True)
 class Shapes:
     """Shapes of a pass's operators. products: (outputs, inputs, has a bias) of each linear operator of a layer; head:
-    of the logits. A tile of the cache is [2, num_pages, num_kv_heads, page_tokens, head_dim]."""
+    of the logits. A tile of the cache is [2, num_pages, num_kv_heads, page_tokens, head_dim]; with windows, layers also
+    attend page by page."""
 
     products: tuple[Product, ...]
     head: Product
@@ -56,6 +57,7 @@ class Shapes:
     head_dim: int
     num_pages: int
     page_tokens: int
+    has_windows: bool = False
 
 
 @cache
@@ -111,8 +113,10 @@ def _seconds(run: Callable[[int], None], sizes: tuple[int, ...], times: int = 5)
 def _equal_to_last(shapes: Shapes, sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
     """Those of `sizes`, ascending, that round like the largest in every product of a pass."""
     generator = torch.Generator().manual_seed(0)
-    for scores in (True, False):
-        sizes = _equal_in_attention(shapes, sizes, dtype, generator, scores=scores)
+    for num_pages in sorted({shapes.num_pages, 1}) if shapes.has_windows else (shapes.num_pages,):
+        for scores in (True, False):
+            tile = replace(shapes, num_pages=num_pages)
+            sizes = _equal_in_attention(tile, sizes, dtype, generator, scores=scores)
     for product in dict.fromkeys((*shapes.products, shapes.head)):
         if len(sizes) > 1:
             sizes = _equal_in_product(product, sizes, dtype, generator)

@@ -100,7 +100,7 @@ class SpanAttention:
         a.rows, a.group, a.kv_heads, a.head_dim = num_rows, num_heads // num_kv_heads, num_kv_heads, dim
         a.position, a.window, a.slots = rows.index, rows.window, num_slots
         a.chunk, a.chunks, a.out_stride = self._part, chunks, num_heads * dim
-        a.scale, rope = rows.scoring.scale or 0.0, rows.scoring.rope
+        a.scale, a.cap, rope = rows.scoring.scale or 0.0, rows.scoring.cap or 0.0, rows.scoring.rope
         r = self._rotation
         r.q, r.k, r.v = rows.q.data_ptr(), None, rows.v.data_ptr()
         r.cos, r.sin = rope.cos.data_ptr(), rope.sin.data_ptr()

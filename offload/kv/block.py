@@ -17,7 +17,7 @@ class Block:
     """`count` rows at positions `first` and on: query [H_kv, G * count, D], rotated. Tiles come in order.
 
     A tile is [2, P, H_kv, S, D]; `base` is the position of its first token. scale: on products of queries and keys,
-    None: D^-0.5.
+    None: D^-0.5. window: tokens that a row sees, itself and those before it; None: all. cap: of scores, see `attend`.
     """
 
     query: Tensor
@@ -26,28 +26,41 @@ class Block:
     scale: float | None = None
     part: Part | None = None
     masses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per tile: (mass, lse of the tile)
+    window: int | None = None
+    cap: float | None = None
 
     def attend_fixed(self, tile: Tensor, base: int, *, chunk: int | None) -> None:
         """The whole tile, whatever is hidden in it, so that all shapes are fixed; also its mass per chunk."""
         if base <= self._last:
-            self._add(attend(self.query, tile[0], tile[1], self._visible(tile, base), chunk=chunk, scale=self.scale))
+            seen, first = self._visible(tile, base)
+            self._add(self._attend(tile[0], tile[1], seen, first, chunk))
 
     def attend_used(self, tile: Tensor, base: int, *, fused: bool) -> None:
         """The pages that some row sees. fused: by torch's fused kernel where it serves, which on a GPU is over pages
         that all rows see whole; else a few pages at a time."""
         if base > self._last:
             return
-        page = tile.shape[3]
+        page, fused = tile.shape[3], fused and self.cap is None
         used = min(-(-(self._last + 1 - base) // page), tile.shape[1])
-        whole = max(min((self.first + 1 - base) // page, used), 0) if fused else 0
+        whole = max(min((self.first + 1 - base) // page, used), 0) if fused and self.window is None else 0
         if whole:
             self._add(attend_whole_pages(self.query, tile[0, :whole], tile[1, :whole], self.scale))
-        visible = self._visible(tile, base)
-        rest, step = (attend_joined, used) if fused and not tile.is_cuda else (attend, PREFILL_PAGES)
+        visible, first_visible = self._visible(tile, base)
+        joined = fused and not tile.is_cuda
+        step = used if joined else PREFILL_PAGES
         for at in range(whole, used, step):
             some = slice(at, min(at + step, used))
-            seen = None if visible is None else visible - at * page
-            self._add(rest(self.query, tile[0, some], tile[1, some], seen, scale=self.scale))
+            seen, first = (None if each is None else each - at * page for each in (visible, first_visible))
+            keys, values = tile[0, some], tile[1, some]
+            if joined:
+                self._add(attend_joined(self.query, keys, values, seen, first_visible=first, scale=self.scale))
+            else:
+                self._add(self._attend(keys, values, seen, first))
+
+    def _attend(
+        self, keys: Tensor, values: Tensor, seen: Tensor | None, first: Tensor | None, chunk: int | None = None
+    ) -> Part:
+        return attend(self.query, keys, values, seen, first_visible=first, chunk=chunk, scale=self.scale, cap=self.cap)
 
     def attended(self) -> Tensor:
         """[count, H * D] fp32."""
@@ -88,12 +101,15 @@ class Block:
     def _last(self) -> int:
         return self.first + self.count - 1
 
-    def _visible(self, tile: Tensor, base: int) -> Tensor | None:
-        """Number of the tile's tokens that each row sees; None: all."""
-        num_tokens = tile.shape[1] * tile.shape[3]
-        if base + num_tokens <= self.first + 1:
-            return None
-        return count_up(self.first + 1 - base, self.count, self.query).clamp_(0, num_tokens)
+    def _visible(self, tile: Tensor, base: int) -> tuple[Tensor | None, Tensor | None]:
+        """Of the tile's tokens those up to which each row sees, and the first one that it sees; None: all of them."""
+        num_tokens, own = tile.shape[1] * tile.shape[3], self.first + 1 - base
+        begins = self.window is not None and own + self.count - 1 > self.window
+        if own >= num_tokens and not begins:
+            return None, None
+        visible = count_up(own, self.count, self.query)
+        first = (visible - self.window).clamp_(0, num_tokens) if begins and self.window is not None else None
+        return visible.clamp_(0, num_tokens), first
 
     def _add(self, part: Part) -> None:
         if part.mass is not None:

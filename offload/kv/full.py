@@ -33,6 +33,7 @@ class FullCache:
     row's bits depend on its position and the tokens before it, and on nothing else. In phase "prefill" blocks may have
     any size. With `mass_chunk` the decode phase also keeps each row's softmax mass per chunk of that many tokens,
     while `record_mass` is set.
+    num_layers, scorings: of the growing layers; there may be none.
     offload: None, all tiles are on the device; in phase "prefill" all are attended to there. fused_prefill: phase
     "prefill" attends by torch's fused kernel; flash: by this instead. kernels: the device's own, for phase "decode".
     arena: phase "prefill" has its turn of it, from `begin` to the next user's.
@@ -56,7 +57,7 @@ class FullCache:
         self.shape, self.num_layers, self.scorings, self.mass_chunk = shape, num_layers, scorings, mass_chunk
         self.device, self.arena = memory.device, arena or Arena(memory)
         self.host_reads = HostReads() if offload is None else offload.host_reads
-        most = len(scorings[0].rope.cos)
+        most = len(scorings[0].rope.cos) if scorings else 0
         self.pages = PageStorage(memory, shape, num_layers, most, arena=self.arena, offload=offload, kernels=kernels)
         self._places = Places(memory.device)
         self._fused_prefill, self._flash = fused_prefill, flash
@@ -108,7 +109,7 @@ class FullCache:
             rows = Rows(q, k, v, self.scorings[layer], start, start, places=self._places.on_gpu())
             return self._decode(layer, rows)
         q, k = self.scorings[layer].rotated(q, k, start)
-        block = self._prefill_block(q, start, self.scorings[layer].scale)
+        block = self._prefill_block(q, start, self.scorings[layer])
         access, tokens = self.pages.access["prefill"], self.shape.tokens
         for index in range(self.shape.count(start + num_rows)):
             tile = access.open(layer, index)
@@ -228,11 +229,11 @@ class FullCache:
             self._phase = None
         self._taken = [0] * self.num_layers
 
-    def _prefill_block(self, q: Tensor, start: int, scale: float | None) -> Block | FlashBlock:
+    def _prefill_block(self, q: Tensor, start: int, scoring: Scoring) -> Block | FlashBlock:
         """Rows q [T, H, D], rotated, at positions `start` and on."""
         if self._flash is not None:
-            return self._flash.block(q, start, scale)
-        return Block(fold(q, self.shape.num_kv_heads), start, len(q), scale)
+            return self._flash.block(q, start, scoring)
+        return Block(fold(q, self.shape.num_kv_heads), start, len(q), scoring.scale, cap=scoring.cap)
 
     def _decode(self, layer: int, rows: Rows) -> Tensor:
         """Tiles on the host come first on a CPU: on a GPU they would take their time beside the others, and so they do

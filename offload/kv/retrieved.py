@@ -158,7 +158,8 @@ class RetrievedRows(_InArena):
         # All slots, the empty ones hidden: a slice of the buffer would be copied by the matrix product, every pass.
         keys, values = self._held[layer, :, None]
         visible = places.up_to_own(query.shape[1] // num_rows)
-        return unfold(attend(query, keys, values, visible, scale=scoring.scale).out, num_rows).to(q.dtype)
+        found = attend(query, keys, values, visible, scale=scoring.scale, cap=scoring.cap)
+        return unfold(found.out, num_rows).to(q.dtype)
 
     @property
     def graph_memory(self) -> Hashable:

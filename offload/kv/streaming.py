@@ -167,7 +167,8 @@ class StreamingCache:
         if start + 1 < self.sinks:
             visible = (places.positions + 1).clamp_(max=self.sinks).repeat(query.shape[1] // len(places.slots))
         keys, values = self._sink_rows[layer, :, None]
-        return attend(query, keys, values, visible, scale=self._scorings[layer].scale)
+        scoring = self._scorings[layer]
+        return attend(query, keys, values, visible, scale=scoring.scale, cap=scoring.cap)
 
     def _attend_window(self, layer: int, places: RowPlaces, query: Tensor, own: int) -> Part:
         """Row t sees the slots from its own, `own` + t, back to `window` of them, never before slot 0. These are copied
@@ -180,5 +181,7 @@ class StreamingCache:
             first_visible = count_up(0, num_rows, query)
             num_visible = first_visible + self.window
             first_visible.clamp_(min=count - own - num_rows)
-        scale = self._scorings[layer].scale
-        return attend(query, keys, values, num_visible, first_visible=first_visible, scale=scale)
+        scoring = self._scorings[layer]
+        return attend(
+            query, keys, values, num_visible, first_visible=first_visible, scale=scoring.scale, cap=scoring.cap
+        )

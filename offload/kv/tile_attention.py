@@ -10,6 +10,7 @@ from torch import Tensor
 
 from offload.kernels.attention import Part, fold
 from offload.kernels.device import MASS_DTYPE, DecodeAttention, DeviceKernels
+from offload.kernels.rope import Scoring
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
 from offload.kv.block import Block
@@ -86,7 +87,7 @@ class TileAttention:
     ) -> None:
         start = rows.index
         q, k = rows.scoring.rotated(rows.q, rows.k, start)
-        self._blocks = self._in_blocks(q, start, rows.scoring.scale)
+        self._blocks = self._in_blocks(q, start, rows.scoring)
         self._num_chunks = len(tiles) * self._shape.tokens // chunk if chunk else 0
         for index in tiles:
             base, tile = index * self._shape.tokens, access.open(layer, index)
@@ -97,12 +98,12 @@ class TileAttention:
                 block.attend_fixed(tile, base, chunk=chunk)
             access.close(layer, index)
 
-    def _in_blocks(self, q: Tensor, start: int, scale: float | None) -> list[Block]:
+    def _in_blocks(self, q: Tensor, start: int, scoring: Scoring) -> list[Block]:
         """Rows q [T, H, D] at positions `start` and on, in the blocks that attend together."""
         rows = q.split(self._block_sizes.cut(len(q)))
         starts = accumulate((len(part) for part in rows), initial=start)
         return [
-            Block(fold(part, self._shape.num_kv_heads), at, len(part), scale)
+            Block(fold(part, self._shape.num_kv_heads), at, len(part), scoring.scale, cap=scoring.cap)
             for part, at in zip(rows, starts, strict=False)
         ]
 

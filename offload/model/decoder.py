@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, relu, silu
+from torch.nn.functional import gelu, relu, rms_norm, silu
 
 from offload.config.model import Block, ModelConfig
 from offload.kernels.cpu import FEW_ROWS, CpuKernels
@@ -48,6 +48,8 @@ class Decoder:
         self.config, self.weights, self._sums, self._kernels = config, weights, sums or OneRank(), kernels
         scale, dtype = config.embedding_scale, weights.embedding.dtype
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if config.rounds_embedding_scale else scale
+        attention = config.block.attention
+        self._gate_size = attention.q_size if attention.gate else 0
         self._idle: list[FewRows] = []  # a pass takes one, and another one where it runs in the middle of a pass
 
     def over(self, weights: Weights) -> Decoder:
@@ -135,6 +137,8 @@ class Decoder:
     def _embedded(self, tokens: Tensor, out: Tensor | None = None) -> Tensor:
         """[T, hidden], in `out` where that is given."""
         x = self.weights.embedding.rows(tokens, out=out)
+        if (norm := self.config.embedding_norm) is not None:
+            x.copy_(rms_norm(x.float(), x.shape[1:], eps=norm.eps))
         return x if self._embedding_scale == 1 else x.mul_(self._embedding_scale)
 
     @contextmanager
@@ -162,7 +166,11 @@ class Decoder:
         else:
             head, norm = self.weights.head, self.weights.final_norm
             logits = _by_block(blocks, hidden, lambda part: head(norm(part)))
-        return logits if self.config.logits_scale == 1 else logits.mul_(self.config.logits_scale)
+        if self.config.logits_scale != 1:
+            logits.mul_(self.config.logits_scale)
+        if (cap := self.config.logits_cap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
 
     def _due(self, x: Tensor, num_layers: int) -> AbstractContextManager[None]:
         """The sums over the ranks in so many layers, of all rows: after the attention and after the feed-forward
@@ -182,9 +190,11 @@ class Decoder:
         block = self.config.blocks[layer]
         qkv = _by_block(blocks, x, lambda part: weights.qkv(_normed(part, weights.before_attention)))
         beside = _by_block(blocks, x, lambda part: self._feed_forward(weights, part)) if block.side_by_side else None
-        q, k, v = self._heads(weights, qkv if shared is None else shared.apart(qkv))
+        heads, gate = qkv.split((qkv.shape[1] - self._gate_size, self._gate_size), 1)
+        q, k, v = self._heads(weights, heads if shared is None else shared.apart(heads))
         attended = self._attend(layer, q, k, v, segments)
         attended = attended if shared is None else shared.joined(attended)
+        attended = attended * gate.sigmoid() if self._gate_size else attended
         self._add(x, _by_block(blocks, attended, weights.o), weights.after_attention, block)
         if beside is None:
             beside = _by_block(blocks, x, lambda part: self._feed_forward(weights, part))

@@ -29,7 +29,7 @@ class FewRows:
         self._alone, self._attention = isinstance(sums, OneRank), config.block.attention
         self._most = 0
         self._layers: dict[int, tuple[LayerWeights, Steps, list[Steps]]] = {}
-        self._views: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
+        self._views: dict[int, tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]] = {}
 
     def rows(self, num_rows: int) -> Tensor:
         """[num_rows, hidden], for the caller to fill; `layer` works on them."""
@@ -41,11 +41,12 @@ class FewRows:
         """The first `num_rows` rows, in place."""
         before, after = self._steps(weights)
         before.run(num_rows)
-        rows, heads = self._heads(num_rows)
+        rows, heads, gate = self._heads(num_rows)
         for part, norm in zip(rows, (weights.q_norm, weights.k_norm), strict=False):
             if norm is not None:
                 norm_heads(self._kernels, part, norm)
-        after[0].read(attend(layer, *heads))
+        attended = attend(layer, *heads)
+        after[0].read(attended if gate is None else attended * gate.sigmoid())
         for steps, after_norm in zip(after, (weights.after_attention, weights.after_feed_forward), strict=False):
             steps.run(num_rows)
             if not self._alone:
@@ -100,12 +101,13 @@ class FewRows:
         product = _step(x, linear, self._part)
         return [product, Step(self._part, None, None, self._x, norm, "add", factor)] if self._alone else [product]
 
-    def _heads(self, num_rows: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """q [T, H * D], k and v [T, H_kv * D] among the products' results; the same by heads, [T, H, D]."""
+    def _heads(self, num_rows: int) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]:
+        """q [T, H * D], k and v [T, H_kv * D] among the products' results; the same by heads, [T, H, D]; the gate."""
         if num_rows not in self._views:
             attention = self._attention
-            rows = self._qkv[:num_rows].split((attention.q_size, attention.kv_size, attention.kv_size), 1)
-            self._views[num_rows] = rows, [part.unflatten(1, (-1, attention.head_dim)) for part in rows]
+            q, k, v, *gate = self._qkv[:num_rows].split(attention.parts, 1)
+            heads = [part.unflatten(1, (-1, attention.head_dim)) for part in (q, k, v)]
+            self._views[num_rows] = (q, k, v), heads, gate[0] if gate else None
         return self._views[num_rows]
 
 

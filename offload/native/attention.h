@@ -36,6 +36,8 @@ struct Span {
     bool windowed;
 };
 
+constexpr float LOG2_E = 1.44269504f;
+
 struct Attention {
     const float* queries;  // [queries, H, R, D]
     float* partials;       // [slots, H, R, 2 + padded(D)]: largest score, sum, out
@@ -46,14 +48,18 @@ struct Attention {
     int64_t out_stride;        // elements from one row of `out` to the next
     int64_t slots;
     double scale;  // of products of queries and keys; 0: head_dim^-0.5
+    double cap;    // c: c tanh(score / c) in place of a score; 0: it stays
     float* mass;  // [T, H, slots * chunks], or null
     void* out;    // [T, G * H * D]
     float* sums;  // null, or [T, G * H, 2]: largest score in powers of 2, and sum. Then `out` is fp32, and `mass` is
                   // [T, G * H, slots * chunks], of each query head
 
-    // The scale of weights that are powers of 2 and not of e.
+    float score_scale() const { return scale ? float(scale) : 1 / __builtin_sqrtf(float(head_dim)); }
+
+    // The scale of what `soften` gets, whose weights are powers of 2 and not of e.
     float in_powers_of_two() const {
-        return scale ? 1.44269504f * float(scale) : 1.44269504f / __builtin_sqrtf(float(head_dim));
+        if (cap) return LOG2_E;
+        return scale ? LOG2_E * float(scale) : LOG2_E / __builtin_sqrtf(float(head_dim));
     }
 };
 
@@ -130,6 +136,20 @@ inline void score(const float* queries, const float* panel, int dim, float* scor
     for (int r = 0; r < ROWS; r++) {
         store(scores + r * stride, acc[r][0]);
         store(scores + r * stride + W, acc[r][1]);
+    }
+}
+
+// Products of a row with keys to capped scores in place. Beyond 1 tanh x is 1 - 2 / (1 + e^2x); below it that would
+// cancel, and Lambert's continued fraction to its seventh term is as near as fp32. What is not a number stays so.
+inline void cap_scores(float* scores, int stride, float scale, float cap) {
+    for (int i = 0; i < stride; i += W) {
+        f32 score = load<f32>(scores + i) * scale, x = score / cap, u = x * x;
+        f32 power = 2 * LOG2_E * x;
+        power = power > 64.0f ? all(64.0f) : power;
+        power = power < -64.0f ? all(-64.0f) : power;
+        f32 far = cap - 2 * cap / (1 + exp2(power));
+        f32 near = score * (((u + 378) * u + 17325) * u + 135135) / (((28 * u + 3150) * u + 62370) * u + 135135);
+        store(scores + i, u < 1.0f ? near : far);
     }
 }
 
@@ -263,6 +283,7 @@ void attend_one(const Attention& a, const Span& s, int64_t head, float* scratch)
         Range own = seen_by(a, s, r / a.group, r / a.group);
         if (own.to > own.from) own = {own.from - begin, own.to - begin};
         float* row = scores + int64_t(r) * stride;
+        if (a.cap) cap_scores(row, stride, a.score_scale(), float(a.cap));
         soften(row, stride, own, scale, partials + r * size, partials + r * size + 1);
         if (!a.masses) continue;
         float* mass = a.masses + (base + r) * a.chunks;
@@ -296,6 +317,7 @@ void attend_codes(const Attention& a, const Run& run, int64_t number, int64_t he
             kv_codes::score<ROWS>(queries + r * dim, blocks + t / GROUP * layout.size(), layout, scratch + t, count);
         for (int i = 0; i < ROWS; i++) {
             float* partial = partials + (r + i) * size;
+            if (a.cap) cap_scores(scratch + i * count, count, a.score_scale(), float(a.cap));
             soften(scratch + i * count, count, {0, count}, scale, partial, partial + 1);
         }
         for (int t = 0; t < count; t += GROUP)

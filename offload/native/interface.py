@@ -87,6 +87,7 @@ class Attention(ctypes.Structure):
         *_integers("rows", "group", "kv_heads", "head_dim", "position", "window"),
         *_integers("chunk", "chunks", "out_stride", "slots"),
         ("scale", c_double),
+        ("cap", c_double),
         *_pointers("mass", "out", "sums"),
     ]
 

@@ -87,7 +87,7 @@ class TileStore:
     @property
     def num_tiles(self) -> int:
         """Tiles that are allocated in each layer."""
-        return len(self._homes[-1])  # the last that gets one
+        return len(self._homes[-1]) if self._homes else 0  # the last that gets one
 
     def num_resident(self, layer: int) -> int:
         """Tiles of `layer` on the device: the first so many."""

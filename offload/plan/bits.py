@@ -21,6 +21,7 @@ from offload.plan.composition import CODED_CHUNK, Composition, takes_coded_chunk
 from offload.plan.machine import KERNELS
 from offload.plan.sizing import Sizing
 
+ALL_WINDOWS = "every layer of the model sees a window of its last tokens, which stays on the device"
 CPU_RESTORED = 2.7e9  # bytes a second of bf16 that two cores make of codes and the rest in a pass; packed ones 20e9
 _SLOWER = 8.0  # than the device's memory is a link at least that packing is worth: unpacking moves 3.5 bytes a number
 
@@ -39,6 +40,8 @@ def check_quantised(sizing: Sizing) -> None:
 def cache_problem(sizing: Sizing) -> str:
     """Why the target cannot propose to itself over its cache, or a part of it, in 4 bits, "" where it can."""
     hardware, head_dim, options = sizing.hardware, sizing.target.head_dim, sizing.options
+    if not sizing.num_growing:
+        return ALL_WINDOWS
     if not takes_kv_codes(head_dim, hardware.is_cpu):
         return f"heads of {head_dim} numbers are not whole groups of {8 if hardware.is_cpu else 16}"
     if not hardware.is_cpu and not hardware.has_kernels:

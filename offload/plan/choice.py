@@ -68,6 +68,7 @@ def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterat
         with_draft=sizing.draft is not None,
         weight_bits=(16,) if weights_problem(sizing) else (16, *known),
         kv_bits=(16, 4) if (measured or not is_cpu) and not cache_problem(sizing) else (16,),
+        retrieves=sizing.num_growing > 0,
         coded_chunks=asked or not is_cpu,  # a part of the cache saves memory, of which a CPU has one
     )
 

@@ -87,16 +87,19 @@ def compositions(
     weight_bits: Sequence[int] = (16,),
     kv_bits: Sequence[int] = (16,),
     coded_chunks: bool = False,
+    retrieves: bool = True,
 ) -> Iterator[Composition]:
     """All compositions that `options` leave open, plain decoding among them unless a length, a budget or bits are
     given. with_draft: there is a draft model. weight_bits, kv_bits: that may be chosen where the user gives none.
-    coded_chunks: with fewer of the cache a part may be retrieved."""
+    coded_chunks: with fewer of the cache a part may be retrieved. retrieves: whether any of it may."""
     bits = [
         (weights, kv)
         for weights in (weight_bits if options.weight_bits is None else (options.weight_bits,))
         for kv in (kv_bits if options.kv_bits is None else (options.kv_bits,))
     ]
-    for found in _candidates(options, capacity, with_draft, bits, coded_chunks and takes_coded_chunks(options)):
+    coded_chunks = coded_chunks and takes_coded_chunks(options)
+    inner = list(_inner(options, capacity, bits, coded_chunks=coded_chunks, retrieves=retrieves))
+    for found in _candidates(options, with_draft, inner):
         yield replace(
             found,
             adaptive=_adaptive(found, options),
@@ -120,9 +123,8 @@ def _lengths(options: Options) -> tuple[int, ...]:
     return LONGEST if options.gamma is None else (options.gamma,)
 
 
-def _candidates(
-    options: Options, capacity: int, with_draft: bool, bits: Sequence[Bits], coded_chunks: bool
-) -> Iterator[Composition]:
+def _candidates(options: Options, with_draft: bool, inner: Sequence[Composition]) -> Iterator[Composition]:
+    """inner: what the target may propose to itself with."""
     if not options.speculation or options.gamma == 0:
         yield PLAIN
         return
@@ -136,23 +138,25 @@ def _candidates(
         for draft in drafts:
             base = Composition(gamma=gamma, draft=draft, lookup=options.lookup)
             below = draft_gamma if draft or options.lookup else 0
-            for inner in _inner(options, capacity, bits, coded_chunks):
-                yield replace(inner, gamma=gamma, draft=draft, lookup=options.lookup, draft_gamma=below)
+            for each in inner:
+                yield replace(each, gamma=gamma, draft=draft, lookup=options.lookup, draft_gamma=below)
             if draft and may_do_without:
                 yield base
-        if options.lookup and options.gamma is None and may_do_without:
+        if options.lookup and may_do_without and (options.gamma is None or not (inner or all(drafts))):
             yield Composition(gamma=gamma, lookup=True)
-    if options.gamma is None and may_do_without:
+    if may_do_without and (options.gamma is None or not (inner or any(drafts) or options.lookup)):
         yield PLAIN
 
 
-def _inner(options: Options, capacity: int, bits: Sequence[Bits], coded_chunks: bool) -> Iterator[Composition]:
+def _inner(
+    options: Options, capacity: int, bits: Sequence[Bits], *, coded_chunks: bool, retrieves: bool
+) -> Iterator[Composition]:
     """What the target may propose to itself with."""
     for weight_bits, kv_bits in bits:
         few = min(weight_bits, kv_bits) < 16
         if few and (options.budget is None or (kv_bits < 16 and options.budget >= capacity)):
             yield Composition(weight_bits=weight_bits, kv_bits=kv_bits)
-        if kv_bits < 16 and not coded_chunks:
+        if not retrieves or (kv_bits < 16 and not coded_chunks):
             continue
         chunks = _CHUNKS if kv_bits == 16 else (CODED_CHUNK,)
         for budget in _budgets(options, capacity):

@@ -24,7 +24,8 @@ class CpuPasses(DevicePasses):
         times = self._coded_times if passes.proposes_quantised else self._target_times
         num_tokens, coded = composition.budget or passes.capacity, composition.kv_bits < 16
         layers, sequences = passes.sizing.target.num_layers, passes.num_sequences
-        seconds = times.seconds(layers, num_tokens, rows, coded=coded, sequences=sequences)
+        seen, beside = passes.sizing.seen_tokens(num_tokens, passes.capacity)
+        seconds = times.seconds(layers, seen, rows, coded=coded, sequences=sequences, beside=beside)
         return self.beside_weights(seconds * self._share + self.sums(sequences * rows))
 
     def draft(self) -> float:
@@ -35,7 +36,8 @@ class CpuPasses(DevicePasses):
         return times.seconds(sizing.draft.num_layers, held, 1, sequences=passes.num_sequences)
 
     def prefill(self, num_tokens: int) -> float:
-        return self._share * self._target_times.prefill(self.passes.sizing.target.num_layers, num_tokens)
+        target = self.passes.sizing.target
+        return self._share * self._target_times.prefill(target.num_layers, num_tokens, target.seen_pairs(num_tokens))
 
     def refresh(self) -> float:
         passes, sizing = self.passes, self.passes.sizing
@@ -77,7 +79,9 @@ class CpuPasses(DevicePasses):
     def _over(self, num_tokens: int, rows: int, *, masses: bool = False) -> float:
         """Seconds of a pass over `num_tokens` cached tokens, with links that are as fast as memory."""
         layers, sequences = self.passes.sizing.target.num_layers, self.passes.num_sequences
-        return self._target_times.seconds(layers, num_tokens, rows, masses=masses, sequences=sequences) * self._share
+        seen, beside = self.passes.sizing.seen_tokens(num_tokens, self.passes.capacity)
+        seconds = self._target_times.seconds(layers, seen, rows, masses=masses, sequences=sequences, beside=beside)
+        return seconds * self._share
 
     @cached_property
     def _target_times(self) -> PassTimes:

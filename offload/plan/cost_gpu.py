@@ -37,15 +37,16 @@ GPU = GpuCosts()
 class GpuPasses(DevicePasses):
     def full(self, rows: int, *, masses: bool) -> float:
         passes = self.passes
-        cache, tiles = passes.cache_bytes - passes.full_host_bytes, passes.num_tiles - passes.placement.host_tiles
+        cache, tiles = self._cache - passes.full_host_bytes, self._tiles - passes.placement.host_tiles
         return self._over_blocks(rows, self._weights, cache, tiles) * (1.0 + GPU.mass_share * masses)
 
     def retrieval(self, rows: int) -> float:
         passes, composition = self.passes, self.passes.composition
         if composition.inner == "self" and not composition.keeps_copies:  # over the whole exact cache
-            return self._over_blocks(rows, self._own_weights, passes.cache_bytes, passes.num_tiles)
+            return self._over_blocks(rows, self._own_weights, self._cache, self._tiles)
         number = passes.num_sequences  # whose passes run apart
-        read = self._by_rows(number * self._own_weights + self._kept / self._rate, rows)
+        kept = self._kept + passes.window_bytes
+        read = self._by_rows(number * self._own_weights + kept / self._rate, rows)
         return max(self._calls, self.beside_weights(read + number * self.sums(rows)))
 
     def draft(self) -> float:
@@ -92,8 +93,8 @@ class GpuPasses(DevicePasses):
         """Also what the host has for a layer waits for: the tile that is just crossing the link."""
         passes = self.passes
         work = self._by_rows(self._weights, self.padded(rows), self._blocks(rows))
-        waits = min(passes.placement.host_tiles, passes.sizing.target.num_layers)
-        crossing = waits * passes.cache_bytes / passes.num_tiles / passes.link_rate
+        waits = min(passes.placement.host_tiles, passes.sizing.num_growing)
+        crossing = passes.tiles_bytes(waits) / passes.link_rate
         return max(self._calls, work) + self.full_sums(rows) + crossing
 
     @property
@@ -102,6 +103,16 @@ class GpuPasses(DevicePasses):
 
     def padded(self, rows: int) -> int:
         return self._blocks(rows) * self.passes.sizing.rows
+
+    @property
+    def _cache(self) -> int:
+        """Keys and values of all sequences that a pass reads."""
+        return self.passes.cache_bytes + self.passes.window_bytes
+
+    @property
+    def _tiles(self) -> int:
+        """Of each sequence, over which a block attends one by one; a window is one, too."""
+        return self.passes.num_tiles + len(self.passes.sizing.target.windowed)
 
     def _over_blocks(self, rows: int, weights: float, cache_bytes: float, tiles: int) -> float:
         """Of a pass in blocks that the sequences share; each one's cache is read by blocks of its own. weights: seconds

@@ -58,7 +58,7 @@ def _attending(cost: Cost, number: int) -> Cost:
     sizing, placement = cost.sizing, with_host_tiles(cost.sizing, cost.capacity, cost.placement, number)
     host_bytes = dict(placement.host_bytes)
     if not sizing.hardware.is_cpu:
-        most = min(-(-number // sizing.target.num_layers) + 1, sizing.num_tiles(cost.capacity))
+        most = min(-(-number // sizing.num_growing) + 1, sizing.num_tiles(cost.capacity))
         needed = sizing.host_attention_bytes(cost.capacity, cost.composition, most)
         host_bytes |= sizing.of_all({"host attention": needed})
     placed = replace(

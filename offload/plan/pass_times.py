@@ -59,20 +59,21 @@ class PassTimes:
     def seconds(
         self,
         num_layers: int,
-        num_tokens: int,
+        num_tokens: float,
         rows: int,
         *,
         masses: bool = False,
         coded: bool = False,
         sequences: int = 1,
+        beside: float = 0.0,
     ) -> float:
         """Of a pass of `rows` rows over `num_tokens` cached tokens in each of `num_layers` layers. coded: of tokens
         with 4 bits a number; where that was not measured, in proportion to the bits. sequences: that share the pass,
-        each with so many rows and tokens."""
+        each with so many rows and tokens. beside: further tokens, as they are."""
         token = _at(self.coded_token, rows) if coded and self.coded_token else self._token(num_tokens, rows)
         if coded and not self.coded_token:
             token *= _CODED_SHARE
-        attended = num_tokens * token * (1.0 + self.mass_share * masses)
+        attended = num_tokens * token * (1.0 + self.mass_share * masses) + beside * self._token(beside, rows)
         more, all_rows = sequences - 1, sequences * rows
         fixed, layer = (
             _at(self.fixed, all_rows) + more * _PASS_SECONDS,
@@ -80,16 +81,15 @@ class PassTimes:
         )
         return fixed + num_layers * (layer + sequences * attended)
 
-    def _token(self, num_tokens: int, rows: int) -> float:
+    def _token(self, num_tokens: float, rows: int) -> float:
         """Of one layer and each of `num_tokens` tokens: the fewer of them the CPU's caches keep, the longer."""
         near, far = _at(self.near_token, rows), _at(self.token, rows)
         between = (num_tokens - self.num_near) / max(self.num_tokens - self.num_near, 1)
         return near + (far - near) * min(max(between, 0.0), 1.0)
 
-    def prefill(self, num_layers: int, num_tokens: int) -> float:
-        """Seconds of a prefill of `num_tokens` rows, each of which sees itself and those before it."""
-        pairs = num_tokens * (num_tokens + 1) // 2
-        return num_layers * (num_tokens * self.prefill_row + pairs * self.prefill_pair)
+    def prefill(self, num_layers: int, num_tokens: int, pairs: int) -> float:
+        """Seconds of a prefill of `num_tokens` rows. pairs: of a row and a token that it sees, in all layers."""
+        return num_layers * num_tokens * self.prefill_row + pairs * self.prefill_pair
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def estimated(config: ModelConfig, itemsize: int, rates: Rates) -> PassTimes:
     """Where nothing was measured: reading at the rate of `rates`, and a share of it for each further row."""
     num_bytes = config.layer_weight_bytes(itemsize)
     rest = config.weight_bytes(itemsize) - config.num_layers * num_bytes
-    token = config.kv_bytes_per_token(itemsize) / config.num_layers / rates.device_read
+    token = config.layer_kv_bytes(itemsize) / rates.device_read
     flops = _PREFILL_SHARE * rates.flops
 
     def read(seconds: float, row_share: float, calls: float = 0.0) -> tuple[float, ...]:

@@ -59,22 +59,31 @@ class Passes:
     @cached_property
     def num_tiles(self) -> int:
         """Tiles of all layers."""
-        return self.sizing.target.num_layers * self.sizing.num_tiles(self.capacity)
+        return self.sizing.num_growing * self.sizing.num_tiles(self.capacity)
 
     @cached_property
     def cache_bytes(self) -> int:
         """Keys and values of all sequences' full caches."""
         return self.num_sequences * self.capacity * self.sizing.kv_bytes_per_token
 
+    @cached_property
+    def window_bytes(self) -> int:
+        """Keys and values that a row of each sequence sees in layers with a window."""
+        return self.num_sequences * self.sizing.seen_window_bytes(self.capacity)
+
+    def tiles_bytes(self, number: int) -> float:
+        """Of so many tiles of each sequence."""
+        return self.cache_bytes * number / self.num_tiles if self.num_tiles else 0.0
+
     @property
     def share_on_host(self) -> float:
         """Of the tiles, wherever they are attended to."""
-        return 1 - self.placement.resident_tiles / self.num_tiles
+        return 1 - self.placement.resident_tiles / self.num_tiles if self.num_tiles else 0.0
 
     @property
     def tiles_stream(self) -> bool:
         """Whether any tile crosses the link."""
-        return self.share_on_host > self.placement.host_tiles / self.num_tiles
+        return self.placement.resident_tiles + self.placement.host_tiles < self.num_tiles
 
     @property
     def link_share(self) -> float:
@@ -93,7 +102,7 @@ class Passes:
     @property
     def streamed_cache_bytes(self) -> float:
         """Keys and values that cross the link in a pass over the full cache, as they are before they are packed."""
-        return self.cache_bytes * (self.share_on_host - self.placement.host_tiles / self.num_tiles)
+        return self.tiles_bytes(self.num_tiles - self.placement.resident_tiles - self.placement.host_tiles)
 
     @property
     def retrieved_bytes(self) -> int:
@@ -113,12 +122,12 @@ class Passes:
     @property
     def tile_link_seconds(self) -> float:
         """Seconds in which a tile of one sequence crosses it."""
-        return self.cache_bytes / self.num_sequences / self.num_tiles * self.link_share / self.link_rate
+        return self.tiles_bytes(1) / self.num_sequences * self.link_share / self.link_rate
 
     @property
     def full_host_bytes(self) -> float:
         """Bytes that the CPU attends to on the host in a pass over the full cache, for each device."""
-        return self.cache_bytes * self.placement.host_tiles / self.num_tiles
+        return self.tiles_bytes(self.placement.host_tiles)
 
 
 @dataclass(frozen=True)

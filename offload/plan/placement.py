@@ -46,6 +46,7 @@ class Placement:
     raw_pages: int = 0  # of a layer, of each sequence, that have room on each rank's host as they are, beside these
     weight_link_bits: int = 16  # of a weight that does; 12: packed, 9 or 8: what it has beside its code, which is there
     staging_tiles: int = NUM_STAGING  # of each sequence, through which tiles stream
+    window_pages: int = 0  # of a layer with a window, of each sequence, on each device
     embeds_on_host: bool = False  # whether the embedding's table is there, of which a pass reads a few rows
 
     @property
@@ -69,6 +70,8 @@ def place(sizing: Sizing, capacity: int, composition: Composition) -> Placement:
     if sizing.options.offload is not None:
         return _fill(sizing, capacity, composition, sizing.options.offload)
     choices = [frozenset[str](), frozenset({"kv"}), frozenset({"weights", "kv"})]
+    if not sizing.num_growing:  # no cache that could be there
+        choices = [frozenset[str](), frozenset({"weights"})]
     if sizing.hardware.is_cpu and sizing.options.device_memory is None:
         choices = choices[:1]  # one memory: moving things within it makes no room
     for offload in choices:
@@ -107,7 +110,7 @@ def device_room(sizing: Sizing) -> int:
 def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: frozenset[str]) -> Placement:
     """The placement with as much on the device as fits; what `offload` names may be on the host. Layers are those of
     the one model, tiles those of each sequence."""
-    num_layers, count = sizing.target.num_layers, sizing.num_tiles(capacity)
+    num_layers, growing, count = sizing.target.num_layers, sizing.num_growing, sizing.num_tiles(capacity)
     layer, tile = sizing.layer_bytes, sizing.tile_bytes(capacity)
     streams = sizing.hardware.is_cpu and sizing.options.device_memory is None  # then all that is named does
 
@@ -125,7 +128,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         if "kv" in offload:
             sizes["kv staging"] = (sizing.staging_tiles + (bits < 16)) * tile
             sizes["hidden rows"] = sizing.hidden_bytes(NUM_ROW_SLOTS * PREFILL_BLOCK)
-        rows, moved = (0, count - tiles // num_layers) if "kv" in offload else (capacity, 0)
+        rows, moved = (0, count - tiles // growing) if "kv" in offload else (capacity, 0)
         sizes["arena"] = sizing.arena_bytes(capacity, composition, rows=rows, prefill_tiles=moved)
         sizes["kv cache"] = tiles * tile
         return {name: size for name, size in sizing.of_all(sizes).items() if size}
@@ -135,9 +138,9 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
             return total
         return 0 if streams else largest(lambda number: used(number) <= device_room(sizing), total)
 
-    least_tiles = 0 if "kv" in offload else num_layers * count
+    least_tiles = 0 if "kv" in offload else growing * count
     layers = most(num_layers, "weights" in offload, lambda n: sum(device(n, least_tiles).values()))
-    tiles = most(num_layers * count, "kv" in offload, lambda n: sum(device(layers, n).values()))
+    tiles = most(growing * count, "kv" in offload, lambda n: sum(device(layers, n).values()))
     devices = sizing.num_devices
     host = {
         "target layers": (num_layers - layers) * home * devices,
@@ -154,6 +157,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         other_device_bytes=device(layers, tiles, first=False) if devices > 1 else {},
         host_bytes=host,
         page_tokens=PAGE_TOKENS,
+        window_pages=sizing.window_pages(capacity),
         tile_tokens=sizing.tile_tokens(capacity),
         rows=sizing.rows,
         prefill_block=PREFILL_BLOCK,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from offload.config.model import ModelConfig
 from offload.errors import DoesNotFit, UsageError
-from offload.plan.bits import check_quantised
+from offload.plan.bits import ALL_WINDOWS, check_quantised
 from offload.plan.choice import choose, least_shortage
 from offload.plan.composition import Composition
 from offload.plan.cost import Cost, Prediction, predict
@@ -159,6 +159,7 @@ def _sized(
     capacity = _fit_context(target, options, num_prompt_tokens, max_tokens, notes)
     sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware))
     check_quantised(sizing)
+    _check_windows(sizing)
     if options.link_gbps is not None and not hardware.is_cpu:
         raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the GPU's own")
     if options.host_attention and hardware.num_devices > 1 and not hardware.is_cpu:
@@ -167,6 +168,16 @@ def _sized(
             "attends for one GPU only so far; leave out --host-attention, or add --gpus 1"
         )
     return capacity, sizing
+
+
+def _check_windows(sizing: Sizing) -> None:
+    """Raise UsageError for what a model without a growing cache cannot do."""
+    if sizing.num_growing:
+        return
+    if sizing.options.budget is not None:
+        raise UsageError(f"budget is {sizing.options.budget}: {ALL_WINDOWS}; leave out --budget")
+    if "kv" in (sizing.options.offload or ()):
+        raise UsageError(f"offload names kv: {ALL_WINDOWS}; try --offload weights")
 
 
 def _without_speculation(sizing: Sizing) -> Sizing:

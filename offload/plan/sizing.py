@@ -27,12 +27,13 @@ KV_TAIL = 64  # last tokens of that cache, and up to a group more, that stay as 
 KV_ROWS = 16  # that attend to that cache at a time
 RAW_TILES = 3  # whose pages are on their way home in a prefill, at most, before some are packed
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
+WINDOW_UNDO = 1024  # tokens, at least, by which a sequence may become shorter before a window misses some
 HOST_ROWS = 16  # of a KV head, that a desktop's CPU attends to as fast as its memory is read (computed)
 # What each sequence has of its own; models, staging of weights and workspaces serve all of them.
 OF_EACH_SEQUENCE = frozenset(
     (
         *("rope tables", "quantised cache", "selection", "fetched chunks", "draft cache", "attention scratch"),
-        *("kv staging", "arena", "kv cache", "raw pages", "gathered chunks", "host attention"),
+        *("kv staging", "arena", "kv cache", "window cache", "raw pages", "gathered chunks", "host attention"),
     )
 )
 _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and what an allocator cannot use
@@ -42,6 +43,12 @@ def host_slowdown(rows: int, group: int) -> float:
     """The time that a desktop's CPU attends to keys for `rows` rows of `group` query heads for each KV head, as a
     multiple of the time in which its memory is read: 1 while it has nothing to wait for but that."""
     return max(rows * group / HOST_ROWS, 1.0)
+
+
+def ring_pages(window: int, rows: int, *, page: int, undo: int) -> int:
+    """Pages of `page` tokens that so many rows of a pass see and write, which may begin and end anywhere in a page, and
+    those that a sequence which is shorter by up to `undo` tokens sees."""
+    return (window - 1 + rows + 2 * (page - 1)) // page + -(-undo // page)
 
 
 def low_bit_tail(drafted: int) -> int:
@@ -132,12 +139,46 @@ class Sizing:
 
     def tile_bytes(self, capacity: int) -> int:
         """Bytes of a tile of one layer, on each device."""
-        return self.tile_tokens(capacity) * self.kv_bytes_per_token // self.target.num_layers
+        return self.tile_tokens(capacity) * self._layer_kv_bytes
+
+    def window_pages(self, capacity: int) -> int:
+        """Pages of the ring that a layer with a window has."""
+        if not self.target.windowed:
+            return 0
+        pages = ring_pages(self.target.window, PREFILL_BLOCK, page=PAGE_TOKENS, undo=WINDOW_UNDO)
+        return min(pages, -(-(capacity + MAX_ROWS) // PAGE_TOKENS))
+
+    def window_bytes(self, num_tokens: int) -> int:
+        """Of so many tokens in all layers with a window, on each device."""
+        return len(self.target.windowed) * num_tokens * self._layer_kv_bytes
+
+    def seen_tokens(self, growing: int, capacity: int) -> tuple[float, float]:
+        """Tokens that a row of a full sequence sees, as the mean of all layers: `growing` in each growing one, and
+        those of windows."""
+        layers = self.target.num_layers
+        return growing * self.num_growing / layers, self._seen_by_windows(capacity) / layers
+
+    def seen_window_bytes(self, capacity: int) -> int:
+        """Of what a row of a sequence that fills the capacity sees in these layers."""
+        return self._seen_by_windows(capacity) * self._layer_kv_bytes
+
+    def _seen_by_windows(self, capacity: int) -> int:
+        return sum(min(window, capacity) for window in self.target.windows)
+
+    @cached_property
+    def _layer_kv_bytes(self) -> int:
+        """Of a token in one layer, on each device."""
+        return self.shard.layer_kv_bytes(self.itemsize)
+
+    @cached_property
+    def num_growing(self) -> int:
+        """Layers whose cache is in tiles."""
+        return len(self.target.growing)
 
     def host_cache_bytes(self, capacity: int, resident: int, attended: int, bits: int) -> dict[str, int]:
         """Bytes of the cache on the host, for each device, by purpose. resident, attended: tiles of all layers that are
         on the device, and that the host attends to. bits: of a number of the others."""
-        tile, away = self.tile_bytes(capacity), self.target.num_layers * self.num_tiles(capacity) - resident
+        tile, away = self.tile_bytes(capacity), self.num_growing * self.num_tiles(capacity) - resident
         if bits == 16:
             return {"kv cache": away * tile}
         packed = self._streamed_pages(capacity, resident + attended) * self._packed_page_bytes
@@ -147,15 +188,15 @@ class Sizing:
     def raw_pages(self, capacity: int, unmoved: int) -> int:
         """Pages that lie as they are on the host while they are not packed: the last of each layer, with room for the
         rows of a pass, and those that a prefill writes. unmoved: tiles of all layers that do not stream."""
-        last = (1 + -(-MAX_ROWS // PAGE_TOKENS)) * self.target.num_layers
+        last = (1 + -(-MAX_ROWS // PAGE_TOKENS)) * self.num_growing
         return min(last + RAW_TILES * self._tile_pages(capacity), self._streamed_pages(capacity, unmoved))
 
     def _streamed_pages(self, capacity: int, unmoved: int) -> int:
         """Of all layers, those that a capacity reaches into."""
-        share, extra = divmod(unmoved, self.target.num_layers)
+        share, extra = divmod(unmoved, self.num_growing)
         pages = -(-(capacity + MAX_ROWS) // PAGE_TOKENS)
         few, more = (max(pages - tiles * self._tile_pages(capacity), 0) for tiles in (share + 1, share))
-        return extra * few + (self.target.num_layers - extra) * more
+        return extra * few + (self.num_growing - extra) * more
 
     def _tile_pages(self, capacity: int) -> int:
         return self.tile_tokens(capacity) // PAGE_TOKENS
@@ -210,6 +251,8 @@ class Sizing:
             "rope tables": self._rope_bytes(self.target, capacity),
             "workspace": self._workspace(capacity, composition.gamma if first else None),
         }
+        if self.target.windowed:
+            sizes["window cache"] = self.window_bytes(self.window_pages(capacity) * PAGE_TOKENS)
         if composition.weight_bits < 16:
             sizes["quantised weights"] = self.low_bit_bytes(composition.weight_bits, first=first)
         if composition.keeps_all_codes:
@@ -221,7 +264,8 @@ class Sizing:
         if first and composition.draft and self.draft is not None:
             sizes["draft layers"] = self.draft.num_layers * self.draft.layer_weight_bytes(self.itemsize)
             sizes["draft embeddings"] = self.draft.weight_bytes(self.itemsize) - sizes["draft layers"]
-            sizes["draft cache"] = self._draft_tokens(composition) * self.draft.kv_bytes_per_token(self.itemsize)
+            per_token = self.draft.num_layers * self.draft.layer_kv_bytes(self.itemsize)
+            sizes["draft cache"] = self._draft_tokens(composition) * per_token
             sizes["rope tables"] += self._rope_bytes(self.draft, capacity)
         if not self.hardware.is_cpu:
             sizes["attention scratch"] = self._attention_bytes(capacity, composition, first=first)
@@ -238,7 +282,7 @@ class Sizing:
     def quantised_cache_bytes(self, capacity: int, composition: Composition) -> int:
         """Whole groups of all tokens, or of the retrieved ones, with 4 bits a number, and the first and the last tokens
         as they are."""
-        heads = self.target.num_layers * self.shard.num_kv_heads
+        heads = self.num_growing * self.shard.num_kv_heads
         coded = (composition.budget or capacity) // KV_CODE_GROUP * heads * kv_code_bytes(self.target.head_dim)
         return coded + (KV_CODE_GROUP + low_bit_tail(composition.drafted)) * self.kv_bytes_per_token
 
@@ -290,11 +334,13 @@ class Sizing:
         block = PREFILL_BLOCK * (3 * target.intermediate_size + 6 * target.hidden_size) * item
         score = 2 * item + 4  # as they come, in fp32 and as weights
         attended = PREFILL_BLOCK * heads * target.head_dim * (item + 4)  # as it comes and in fp32
-        if self.hardware.is_cpu:  # a tile's pages, joined and then ordered for matrix units
+        capped = any(block.attention.cap for block in self.target.blocks)  # which no fused kernel of a CPU does
+        if self.hardware.is_cpu and not capped:  # a tile's pages, joined and then ordered for matrix units
             scores = 2 * self.tile_bytes(capacity) + attended
         else:
             scores = PREFILL_BLOCK * PREFILL_PAGES * PAGE_TOKENS * heads * score
-            if self.fused_prefill:  # a tile's pages or, by flash-attn, all tiles, attended apart before they are merged
+            if self.fused_prefill and not self.hardware.is_cpu:
+                # a tile's pages or, by flash-attn, all tiles, attended apart before they are merged
                 tiles = self.num_tiles(capacity) * PREFILL_BLOCK * heads * target.head_dim * item
                 scores = max(scores, tile_tokens // PAGE_TOKENS * attended, tiles + attended)
         if self.num_devices > 1:  # a block's parts from all ranks, and from three on their sum in fp32
@@ -309,13 +355,14 @@ class Sizing:
         bf16, and the temporaries of choosing by them."""
         chunks = self._all_tokens(capacity) // composition.chunk
         heads, item = self.shard.num_kv_heads, 4 if self.hardware.is_cpu else 2
-        return (item * self._padded(composition.gamma + 1) + 24) * heads * chunks * self.target.num_layers
+        return (item * self._padded(composition.gamma + 1) + 24) * heads * chunks * self.num_growing
 
     def _attention_bytes(self, capacity: int, composition: Composition, *, first: bool) -> int:
         """Scratch of a GPU's own attention at each level: in fp32 what each span of two runs gives, or of one where
         there is no other, and all together; and the masses of one layer, with room to grow by a half."""
         rows, target = self._padded(composition.gamma + 1), self.shard
-        size = _partial_bytes(target, rows, 2 * self.tile_tokens(capacity) // PAGE_TOKENS)
+        spans = 2 * max(self.tile_tokens(capacity) // PAGE_TOKENS, self.window_pages(capacity))
+        size = _partial_bytes(target, rows, spans)
         if composition.budget:
             parts = self._all_tokens(capacity) // min(composition.chunk, MASS_TOKENS)
             size += rows * target.num_heads * parts * 4 * 3 // 2

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.kv.full import FullCache
 from offload.pages.tiles import TileShape
 from offload.ranks.record import TokenRecord
 from offload.ranks.sums import Sums
+from offload.session.page import PagedRows, WindowRows
 
 UNINTERRUPTED = True  # a page is gathered from all ranks, or from none
 
 
 class AllRows:
-    """`PagedRows` over the full caches of all ranks, on rank 0. A page is gathered when it is read, and sent out once
-    it is filled: host memory for two of them.
+    """`PagedRows` over caches of all ranks that are alike, on rank 0. A page is gathered when it is read, and sent out
+    once it is filled: host memory for two of them.
 
     heads: the KV heads of each rank; several may have the same. tell: to the other ranks. record: of rank 0's tokens.
     """
 
     def __init__(
-        self, own: FullCache, heads: Sequence[range], sums: Sums, tell: Callable[..., int], record: TokenRecord
+        self, own: PagedRows, heads: Sequence[range], sums: Sums, tell: Callable[..., int], record: TokenRecord
     ) -> None:
         self._own, self._heads, self._sums, self._tell, self._record = own, heads, sums, tell, record
 
@@ -72,17 +73,35 @@ class AllRows:
         self._record.forget(length)
 
 
+class AllWindows(AllRows):
+    """`WindowRows` over those of all ranks."""
+
+    def __init__(self, own: WindowRows, *others: Any) -> None:
+        super().__init__(own, *others)
+        self._windows = own
+
+    @property
+    def first_page(self) -> int:
+        return self._windows.first_page
+
+    def first_kept(self, length: int) -> int:
+        return self._windows.first_kept(length)
+
+    def first_seen(self, length: int) -> int:
+        return self._windows.first_seen(length)
+
+
 def empty_page(num_layers: int, shape: TileShape) -> Tensor:
     """Room for a page of all layers, [L, 2, H_kv, S, D] on the host."""
     return torch.empty((num_layers, 2, shape.num_kv_heads, shape.page_tokens, shape.head_dim), dtype=shape.dtype)
 
 
-def packed_page(full: FullCache, number: int) -> Tensor:
+def packed_page(full: PagedRows, number: int) -> Tensor:
     """Page `number` of one rank's cache: [L, 2, h, S, D] on the host."""
     return torch.stack([layer.cpu() for layer in full.page_of_all(number)])
 
 
-def unpack_page(full: FullCache, number: int, page: Tensor) -> None:
+def unpack_page(full: PagedRows, number: int, page: Tensor) -> None:
     """The reverse."""
     layers = full.page_to_fill(number)
     for home, layer in zip(layers, page, strict=True):

@@ -30,6 +30,7 @@ from offload.ranks.orders import LOST, GivenUp, Orders
 from offload.ranks.record import TokenRecord
 from offload.ranks.rendezvous import Met
 from offload.ranks.sums import Sums
+from offload.session.page import PagedRows
 from offload.worker.assemble import equal_sizes
 from offload.worker.models import LoadedModels
 from offload.worker.worker import Worker, stats_of_rank
@@ -137,8 +138,8 @@ class Follower:
         self._workers[worker].fetch_ahead()
 
     def _copy_rows(self, worker: int, other: int, num_tokens: int | None) -> None:
-        self._workers[worker].copy_rows(self._workers[other], num_tokens)
-        self._records[worker].take(self._records[other], num_tokens)
+        if self._workers[worker].copy_rows(self._workers[other], num_tokens):
+            self._records[worker].take(self._records[other], num_tokens)
 
     def _release(self, worker: int) -> None:
         """Of a worker that could not be built here there is nothing."""
@@ -149,26 +150,33 @@ class Follower:
         assert self._sums is not None
         return asdict(stats_of_rank(self._shard.rank, self._workers[worker], self._sums.seconds))
 
-    def _reserve(self, worker: int, num_tokens: int) -> None:
-        self._workers[worker].full.reserve(num_tokens)
+    def _reserve(self, worker: int, num_tokens: int, windows: bool = False) -> None:
+        self._rows(worker, windows).reserve(num_tokens)
 
-    def _wait_home(self, worker: int) -> None:
-        self._workers[worker].full.wait_home()
+    def _wait_home(self, worker: int, windows: bool = False) -> None:
+        self._rows(worker, windows).wait_home()
 
-    def _gather_page(self, worker: int, page: int) -> None:
+    def _gather_page(self, worker: int, page: int, windows: bool = False) -> None:
         assert self._sums is not None
-        self._sums.gather(packed_page(self._workers[worker].full, page))
+        self._sums.gather(packed_page(self._rows(worker, windows), page))
 
-    def _fill_page(self, worker: int, page: int) -> None:
+    def _fill_page(self, worker: int, page: int, windows: bool = False) -> None:
         assert self._sums is not None
-        full = self._workers[worker].full
-        own = empty_page(full.num_layers, full.shape)
+        rows = self._rows(worker, windows)
+        own = empty_page(rows.num_layers, rows.shape)
         self._sums.scatter([], own)
-        unpack_page(full, page, own)
+        unpack_page(rows, page, own)
 
-    def _restored(self, worker: int, length: int) -> None:
-        self._workers[worker].full.restored(length)
+    def _restored(self, worker: int, length: int, windows: bool = False) -> None:
+        self._rows(worker, windows).restored(length)
         self._records[worker].forget(length)
+
+    def _rows(self, worker: int, windows: bool) -> PagedRows:
+        """Of the full cache, or of the layers that have a window."""
+        own = self._workers[worker]
+        rows = own.window_rows if windows else own.rows
+        assert rows is not None
+        return rows
 
     def _own(self, data: Mapping[str, Any]) -> Plan:
         """Rank 0's plan on this rank's device: of the same kind, further on by the rank within its machine."""

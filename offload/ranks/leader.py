@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,11 +28,11 @@ from offload.plan.planner import Plan
 from offload.plan.shards import Shard
 from offload.progress import OnProgress
 from offload.ranks import rendezvous
-from offload.ranks.all_rows import AllRows
+from offload.ranks.all_rows import AllRows, AllWindows
 from offload.ranks.record import TokenRecord
 from offload.ranks.sums import Sums
 from offload.ranks.team import Team
-from offload.session.page import PagedRows
+from offload.session.page import PagedRows, WindowRows
 from offload.worker.assemble import equal_sizes, fast_sizes
 from offload.worker.models import LoadedModels
 from offload.worker.worker import Worker, stats_of_rank
@@ -147,8 +148,21 @@ class LeadingWorker(Worker):
     def rows(self) -> PagedRows:
         lead = self._lead
         assert lead.whole is not None
-        shards = [Shard(rank, lead.team.size).kv_heads(lead.whole) for rank in range(lead.team.size)]
-        return AllRows(self.full, shards, lead.sums, self.tell, self._record)
+        return AllRows(self.full, self._kv_heads, lead.sums, self.tell, self._record)
+
+    @property
+    def window_rows(self) -> WindowRows | None:
+        if self.windows is None:
+            return None
+        tell = partial(self.tell, windows=True)
+        return AllWindows(self.windows, self._kv_heads, self._lead.sums, tell, self._record)
+
+    @property
+    def _kv_heads(self) -> list[range]:
+        """Of each rank."""
+        whole, size = self._lead.whole, self._lead.team.size
+        assert whole is not None
+        return [Shard(rank, size).kv_heads(whole) for rank in range(size)]
 
     def tell(self, verb: str, **arguments: Any) -> int:
         """See `Team.tell`."""
@@ -197,8 +211,10 @@ class LeadingWorker(Worker):
         if not isinstance(other, LeadingWorker) or other._lead is not self._lead:
             return False
         self.tell("copy_rows", other=other.number, num_tokens=num_tokens)
-        self._record.take(other._record, num_tokens)
-        return super().copy_rows(other, num_tokens)
+        copied = super().copy_rows(other, num_tokens)
+        if copied:
+            self._record.take(other._record, num_tokens)
+        return copied
 
     def release(self) -> None:
         super().release()

@@ -55,10 +55,11 @@ def identify(folder: Path, config: ModelConfig, *, dtype: str, capacity: int, pa
         tokenizer=tokenizer_digest(folder),
         rope=rope_digest(config, capacity),
         dtype=dtype,
-        num_layers=config.num_layers,
+        num_layers=len(config.growing),
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         page_tokens=page_tokens,
+        num_window_layers=len(config.windowed),
         model_name=name[:_MAX_NAME],
     )
 
@@ -90,7 +91,7 @@ def _relevant(config: ModelConfig) -> dict[str, object]:
         "mlp_bias": config.block.feed_forward.bias,
         "qk_norm": attention.qk_norm is not None,
     }
-    if not config.is_llama_shaped or config.num_tables > 1:
+    if not config.is_llama_shaped or config.num_tables > 1 or config.windowed:
         named |= {"blocks": [_told(block) for block in config.blocks], "embedding_scale": config.embedding_scale}
     return named
 

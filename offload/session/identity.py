@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from offload.session.layout import PageFormat
 
@@ -25,11 +25,17 @@ class Identity:
     num_kv_heads: int
     head_dim: int
     page_tokens: int
+    num_window_layers: int = 0  # beside num_layers, which see all tokens
     model_name: str = field(default="", compare=False)
 
     @property
     def page_format(self) -> PageFormat:
         return PageFormat(self.num_layers, self.num_kv_heads, self.head_dim, self.page_tokens, self.dtype)
+
+    @property
+    def window_format(self) -> PageFormat:
+        """Of a page of the layers that have a window."""
+        return replace(self.page_format, num_layers=self.num_window_layers)
 
 
 def differences(saved: Identity, now: Identity) -> list[str]:

@@ -74,8 +74,8 @@ class PageFormat:
         return PageFile(self).nbytes
 
     def count(self, num_tokens: int) -> int:
-        """Number of pages that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.page_tokens)
+        """Number of pages that hold `num_tokens` tokens; none where no layer has them."""
+        return -(-num_tokens // self.page_tokens) if self.num_layers else 0
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def sweep(folder: Folder, manifest: Manifest | None) -> None:
 
     Files stay for the next time while another process reads, or if the system refuses.
     """
-    named = {page.file for page in manifest.pages} if manifest else set()
+    named = manifest.files if manifest else set()
     with contextlib.suppress(OSError):
         lock = Lock.take(folder, READERS)
         if lock is None:

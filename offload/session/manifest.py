@@ -10,7 +10,8 @@ import json
 import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
+from typing import Any
 
 import xxhash
 
@@ -25,13 +26,16 @@ from offload.units import size
 MANIFEST_FILE = "manifest.json"
 MAX_BYTES = 32 << 20  # a million tokens take 7 MB, and their text about as much
 MAX_DEPTH = 16  # of `extra`
-# By format. The second is written where a page is packed, so that programs which know the first refuse nothing else.
-_PAGE_FIELDS = {1: ("file", "checksum"), 2: ("file", "checksum", "packed")}
+# By format. The second is written where a page is packed, and the third where layers have a window, so that programs
+# which know the first refuse nothing else.
+_PAGE_FIELDS = {1: ("file", "checksum"), 2: ("file", "checksum", "packed"), 3: ("file", "checksum", "packed")}
+_WITH_WINDOWS = 3
+_WINDOW_FIELDS, _WINDOW_LAYERS = frozenset(("window_pages", "first_window_page")), "num_window_layers"
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{32})",\n')
-_PAGE_FILE = re.compile(r"page-([0-9]{5,})-[0-9a-f]{16}\.safetensors", re.ASCII)
+_PAGE_FILE = re.compile(r"(page|window)-([0-9]{5,})-[0-9a-f]{16}\.safetensors", re.ASCII)
 _CHECKSUM = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _MOST_TOKEN, _MOST_TEXT, _MOST_COUNT, _MOST_SECONDS = 2**31 - 1, 256, 2**40, 2**40
-_MOST = {"num_layers": 2**12, "num_kv_heads": 2**14, "head_dim": 2**12, "page_tokens": 2**20}
+_MOST = {"num_layers": 2**12, _WINDOW_LAYERS: 2**12, "num_kv_heads": 2**14, "head_dim": 2**12, "page_tokens": 2**20}
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,9 @@ class Page:
 
 @dataclass(frozen=True)
 class Manifest:
-    """tokens: those whose keys and values the pages hold. capacity, extra: stored for the caller. created, updated:
-    seconds since the epoch. writer: the program's version."""
+    """tokens: those whose keys and values the pages hold; window_pages: those of layers with a window, from page
+    `first_window_page` on. capacity, extra: stored for the caller. created, updated: seconds since the epoch. writer:
+    the program's version."""
 
     identity: Identity
     tokens: tuple[int, ...]
@@ -57,11 +62,24 @@ class Manifest:
     created: float
     updated: float
     writer: str = ""
+    window_pages: tuple[Page, ...] = ()
+    first_window_page: int = 0
+
+    @property
+    def files(self) -> set[str]:
+        """Names of all files of pages."""
+        return {page.file for page in (*self.pages, *self.window_pages)}
+
+    @property
+    def windows_by_number(self) -> dict[int, Page]:
+        """Those of layers with a window, by number."""
+        return dict(enumerate(self.window_pages, self.first_window_page))
 
 
-def page_file(number: int, tag: str) -> str:
-    """The file name of page `number`. tag: 16 hexadecimal digits, never used twice."""
-    return f"page-{number:05d}-{tag}.safetensors"
+def page_file(number: int, tag: str, kind: str = "page") -> str:
+    """The file name of page `number`. tag: 16 hexadecimal digits, never used twice. kind: "page", or "window" of layers
+    that have one."""
+    return f"{kind}-{number:05d}-{tag}.safetensors"
 
 
 def is_page_file(name: str) -> bool:
@@ -92,10 +110,12 @@ def read(folder: Folder) -> Manifest | None:
 def encode(manifest: Manifest) -> bytes:
     """The content of the manifest's file. Raises SessionError if it is over MAX_BYTES, ValueError if `decode` would
     not return an equal manifest: `extra` has to be plain JSON."""
-    version = 2 if any(page.packed for page in manifest.pages) else 1
-    pages = [{name: getattr(page, name) for name in _PAGE_FIELDS[version]} for page in manifest.pages]
-    record = {"format": version} | {each.name: getattr(manifest, each.name) for each in fields(Manifest)}
-    record |= {"identity": asdict(manifest.identity), "pages": pages}
+    version = _WITH_WINDOWS if manifest.identity.num_window_layers else 1 + any(page.packed for page in manifest.pages)
+    record: dict[str, object] = {"format": version}
+    record |= {name: getattr(manifest, name) for name in _fields_of(Manifest, version)}
+    record["identity"] = {name: getattr(manifest.identity, name) for name in _fields_of(Identity, version)}
+    for name in {"pages", "window_pages"} & record.keys():
+        record[name] = [{own: getattr(page, own) for own in _PAGE_FIELDS[version]} for page in getattr(manifest, name)]
     body = json.dumps(record, separators=(",", ":"), allow_nan=False).encode("ascii")[1:]
     content = b'{"checksum":"%s",\n%s' % (checksum(body).encode("ascii"), body)
     if len(content) > MAX_BYTES:
@@ -124,10 +144,10 @@ def _manifest(record: dict[str, object]) -> Manifest:
     version = record.pop("format", None)
     if type(version) is not int or version not in _PAGE_FIELDS:
         raise ValueError(
-            f"its format is {reprlib.repr(version)}, this program reads {' and '.join(map(str, _PAGE_FIELDS))}"
+            f"its format is {reprlib.repr(version)}, this program reads {min(_PAGE_FIELDS)} to {max(_PAGE_FIELDS)}"
         )
-    _record(record, {each.name for each in fields(Manifest)}, "manifest")
-    identity = _identity(record["identity"])
+    _record(record, _fields_of(Manifest, version), "manifest")
+    identity, names = _identity(record["identity"], version), _PAGE_FIELDS[version]
     tokens = _list(record["tokens"], "tokens")
     if not all(type(token) is int and 0 <= token <= _MOST_TOKEN for token in tokens):
         raise ValueError(f"tokens must be integers from 0 to {_MOST_TOKEN}")
@@ -138,35 +158,56 @@ def _manifest(record: dict[str, object]) -> Manifest:
     return Manifest(
         identity=identity,
         tokens=tuple(tokens),  # type: ignore[arg-type]
-        pages=_pages(_list(record["pages"], "pages"), identity.page_format, len(tokens), _PAGE_FIELDS[version]),
+        pages=_pages(record["pages"], identity.page_format, len(tokens), names, "page"),
         capacity=_integer(record["capacity"], "capacity", 0, _MOST_COUNT),
         extra=extra,
         created=_seconds(record["created"], "created"),
         updated=_seconds(record["updated"], "updated"),
         writer=_text(record["writer"], "writer"),
+        **_windows(record, identity, len(tokens), names),
     )
 
 
-def _identity(value: object) -> Identity:
-    record = _record(value, {each.name for each in fields(Identity)}, "identity")
-    numbers = {name: _integer(record[name], name, 1, most) for name, most in _MOST.items()}
+def _fields_of(kind: type[Manifest | Identity], version: int) -> list[str]:
+    """Names of the fields that a manifest of this format has."""
+    without = set() if version == _WITH_WINDOWS else {*_WINDOW_FIELDS, _WINDOW_LAYERS}
+    return [each.name for each in fields(kind) if each.name not in without]
+
+
+def _windows(record: Mapping[str, object], identity: Identity, num_tokens: int, names: Sequence[str]) -> dict[str, Any]:
+    if not identity.num_window_layers:
+        return {}
+    form = identity.window_format
+    first = _integer(record["first_window_page"], "first_window_page", 0, form.count(num_tokens))
+    pages = _pages(record["window_pages"], form, num_tokens, names, "window", first)
+    return {"window_pages": pages, "first_window_page": first}
+
+
+def _identity(value: object, version: int) -> Identity:
+    record = _record(value, _fields_of(Identity, version), "identity")
+    with_windows = version == _WITH_WINDOWS
+    least = {name: 0 if name == "num_layers" and with_windows else 1 for name in _MOST}
+    numbers = {name: _integer(record[name], name, least[name], most) for name, most in _MOST.items() if name in record}
     texts = {name: _text(record[name], name) for name in record if name not in _MOST}
     if texts["dtype"] not in ELEMENT_BYTES:
         raise ValueError(f"dtype is {texts['dtype']!r}, not one of {', '.join(ELEMENT_BYTES)}")
     return Identity(**numbers, **texts)  # type: ignore[arg-type]
 
 
-def _pages(values: list[object], form: PageFormat, num_tokens: int, names: Sequence[str]) -> tuple[Page, ...]:
-    """As many pages as `num_tokens` need. The file name of page i contains i, so no file occurs twice."""
-    if len(values) != (count := form.count(num_tokens)):
+def _pages(
+    found: object, form: PageFormat, num_tokens: int, names: Sequence[str], kind: str, first: int = 0
+) -> tuple[Page, ...]:
+    """The pages from `first` on that `num_tokens` need. The file name of page i contains i, so no file occurs twice."""
+    values = _list(found, "pages")
+    if len(values) != (count := form.count(num_tokens) - first):
         raise ValueError(f"it names {len(values)} pages, its tokens need {count}")
     pages = []
-    for number, value in enumerate(values):
+    for number, value in enumerate(values, first):
         record = _record(value, names, f"page {number}")
         file, digest = _text(record["file"], "file"), _text(record["checksum"], "checksum")
         packed = record.get("packed", "")
         match = _PAGE_FILE.fullmatch(file)
-        if match is None or match[1] != f"{number:05d}":
+        if match is None or match.groups() != (kind, f"{number:05d}"):
             raise ValueError(f"{file!r} cannot be the file of page {number}")
         if not _CHECKSUM.fullmatch(digest):
             raise ValueError(f"{digest!r} cannot be the checksum of page {number}")

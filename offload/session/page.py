@@ -62,6 +62,23 @@ class PagedRows(Protocol):
         ...
 
 
+class WindowRows(PagedRows, Protocol):
+    """The same of layers that keep their last tokens only. Pages before the first one that is there are of no use."""
+
+    @property
+    def first_page(self) -> int:
+        """The first page that is there."""
+        ...
+
+    def first_kept(self, length: int) -> int:
+        """The first page that there is room for where `length` tokens are cached."""
+        ...
+
+    def first_seen(self, length: int) -> int:
+        """The first page that rows after `length` tokens see."""
+        ...
+
+
 def format_of(rows: PagedRows) -> PageFormat:
     shape = rows.shape
     return PageFormat(rows.num_layers, shape.num_kv_heads, shape.head_dim, shape.page_tokens, _DTYPES[shape.dtype])

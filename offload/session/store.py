@@ -21,11 +21,11 @@ from offload.progress import OnBytes
 from offload.session import manifest as manifests
 from offload.session.folder import READERS, WRITER, Folder, Lock, owner
 from offload.session.identity import Identity, differences
-from offload.session.layout import PageFile
+from offload.session.layout import PageFile, PageFormat
 from offload.session.leftovers import discard, foreign, sweep, temporary_file
 from offload.session.manifest import MANIFEST_FILE, Manifest, Page, page_file
 from offload.session.names import remedy
-from offload.session.page import PagedRows, format_of, read_page, write_page
+from offload.session.page import PagedRows, WindowRows, format_of, read_page, write_page
 from offload.units import size
 
 _NO_CHECKSUM = "0" * 32  # stands for that of a page that is not written yet
@@ -54,6 +54,7 @@ class Store:
     ) -> None:
         self.identity, self.read_only = identity, read_only
         self._folder, self._format, self._manifest = folder, identity.page_format, manifest
+        self._window_format = identity.window_format
         self._held, self._writer, self._closed = held, writer, False
 
     @classmethod
@@ -94,32 +95,58 @@ class Store:
 
     def bytes_to_read(self, num_tokens: int) -> int:
         """Bytes of the pages that `load` reads for the first `num_tokens` saved tokens."""
-        pages = self._manifest.pages[: self._format.count(num_tokens)] if self._manifest else ()
-        counts = Counter(page.packed for page in pages)
-        return sum(PageFile(self._format, packed).nbytes * count for packed, count in counts.items())
+        if self._manifest is None:
+            return 0
+        windows = self._manifest.windows_by_number.items()
+        return _bytes_of(self._format, self._manifest.pages[: self._format.count(num_tokens)]) + _bytes_of(
+            self._window_format, [page for number, page in windows if number < self._window_format.count(num_tokens)]
+        )
 
-    def load(self, rows: PagedRows, num_tokens: int, *, on_bytes: OnBytes = _ignore) -> None:
-        """Replace the contents of `rows` by the first `num_tokens` saved tokens.
+    def num_loadable(self, num_tokens: int, windows: WindowRows | None = None) -> int:
+        """Of the first `num_tokens` saved tokens, those that `load` can bring back so that others may follow: none
+        where windows see some that were not saved."""
+        first = self._manifest.first_window_page if self._manifest else 0
+        return num_tokens if windows is None or first <= windows.first_seen(num_tokens) else 0
 
-        Whole pages are read, directly into the cache's memory. Raises SessionError if a page is damaged; then `rows` is
+    def load(
+        self, rows: PagedRows, num_tokens: int, *, windows: WindowRows | None = None, on_bytes: OnBytes = _ignore
+    ) -> None:
+        """Replace the contents of `rows`, and of `windows` where the model has some, by the first `num_tokens` saved
+        tokens, which are loadable.
+
+        Whole pages are read, directly into the caches' memory. Raises SessionError if a page is damaged; then these are
         empty. on_bytes: called with the number of bytes read.
         """
-        self._check_rows(rows)
-        if not 0 <= num_tokens <= len(self.tokens):
+        self._check_rows(rows, windows)
+        if not 0 <= num_tokens <= len(self.tokens) or self.num_loadable(num_tokens, windows) < num_tokens:
             raise ValueError(f"{num_tokens} tokens of {len(self.tokens)}")
-        rows.restored(0)
-        rows.wait_home()  # an interrupted forward may still be copying rows to their pages
+        for cache in filter(None, (rows, windows)):
+            cache.restored(0)
+            cache.wait_home()  # an interrupted forward may still be copying rows to their pages
         rows.reserve(num_tokens)
         pages = self._manifest.pages if self._manifest else ()
         for number in range(self._format.count(num_tokens)):
-            layers = rows.page_to_fill(number)
-            read_page(self._folder, pages[number], self._format, layers, on_bytes)
-            rows.filled(number, layers)
+            self._read(rows, number, pages[number], self._format, on_bytes)
+        if windows is not None and self._manifest is not None:
+            first = max(windows.first_kept(num_tokens), self._manifest.first_window_page)
+            for number in range(first, self._window_format.count(num_tokens)):
+                self._read(windows, number, self._manifest.windows_by_number[number], self._window_format, on_bytes)
+            windows.restored(num_tokens)
         rows.restored(num_tokens)
 
-    def bytes_to_write(self, num_tokens: int, unchanged: int) -> int:
+    def _read(self, rows: PagedRows, number: int, page: Page, form: PageFormat, on_bytes: OnBytes) -> None:
+        layers = rows.page_to_fill(number)
+        read_page(self._folder, page, form, layers, on_bytes)
+        rows.filled(number, layers)
+
+    def bytes_to_write(self, num_tokens: int, unchanged: int, windows: WindowRows | None = None) -> int:
         """The most bytes of pages that `save` would write for these arguments: pages that can be packed take less."""
-        return (self._format.count(num_tokens) - self._num_kept(num_tokens, unchanged)) * self._format.nbytes
+        kept = self._num_kept(num_tokens, unchanged)
+        new = (self._format.count(num_tokens) - kept) * self._format.nbytes
+        if windows is None:
+            return new
+        num_windows = self._window_format.count(num_tokens) - windows.first_page
+        return new + (num_windows - len(self._kept_windows(kept, windows))) * self._window_format.nbytes
 
     def save(
         self,
@@ -129,9 +156,11 @@ class Store:
         capacity: int,
         extra: Mapping[str, object],
         unchanged: int,
+        windows: WindowRows | None = None,
         on_bytes: OnBytes = _ignore,
     ) -> None:
-        """Replace the saved session by `tokens`, which are the first tokens of `rows`.
+        """Replace the saved session by `tokens`, which are the first tokens of `rows`, and of `windows` where the model
+        has some.
 
         unchanged: number of first tokens whose rows are, bit for bit, those last loaded from here or saved; pages that
         hold only these are not written again. capacity, extra (plain JSON): stored for the caller. Raises DoesNotFit
@@ -139,29 +168,31 @@ class Store:
         is either the old one or the new one; `tokens` tells which. on_bytes: called with numbers of bytes, and with
         how many fewer than `bytes_to_write` they will be.
         """
-        self._check_rows(rows)
+        self._check_rows(rows, windows)
         if self.read_only:
             raise RuntimeError("this session was opened read-only")
         if len(tokens) > rows.length:
             raise ValueError(f"{len(tokens)} tokens, and rows of {rows.length}")
         if not 0 <= unchanged <= len(tokens) or tuple(tokens[:unchanged]) != self.tokens[:unchanged]:
             raise ValueError(f"the first {unchanged} tokens are not those that were saved")
-        planned = self._planned_manifest(tokens, capacity, extra, unchanged)
-        needed = self.bytes_to_write(len(tokens), unchanged) + len(manifests.encode(planned))
+        planned = self._planned_manifest(tokens, capacity, extra, unchanged, windows)
+        needed = self.bytes_to_write(len(tokens), unchanged, windows) + len(manifests.encode(planned))
         self._check_space(needed)
         rows.wait_home()
-        try:
-            self._manifest = self._publish(self._write_pages(planned, rows, on_bytes))
-        except BaseException as error:
-            self._recover()
-            if not isinstance(error, OSError):
-                raise
-            raise SessionError(
-                f"{self._folder.path}: saving failed ({error.strerror}): up to {size(needed)} were to be "
-                f"written, {size(self._folder.free_bytes())} are free; the last save is complete: make room "
-                "('triforce sessions prune') and save again"
-            ) from error
+        with self._recovered(needed):
+            self._manifest = self._publish(self._write_pages(planned, rows, windows, on_bytes))
         sweep(self._folder, self._manifest)
+
+    def keep(self, extra: Mapping[str, object]) -> None:
+        """Replace what the caller stores, and leave the saved rows as they are. Raises as `save` does."""
+        if self.read_only:
+            raise RuntimeError("this session was opened read-only")
+        old, now = self._manifest, time.time()
+        kept = old or Manifest(self.identity, (), (), 0, {}, now, now)
+        planned = replace(kept, extra=dict(extra), updated=now, writer=self._writer)
+        self._check_space(needed := len(manifests.encode(planned)))
+        with self._recovered(needed):
+            self._manifest = self._publish(planned)
 
     def close(self) -> None:
         """Release the locks. Idempotent. A new session that was never saved is removed."""
@@ -186,16 +217,35 @@ class Store:
             return self._format.count(num_tokens)
         return unchanged // self._format.page_tokens
 
+    def _kept_windows(self, num_kept: int, windows: WindowRows) -> dict[int, Page]:
+        """The same of pages of layers with a window. num_kept: pages that stay as they are."""
+        saved = self._manifest.windows_by_number if self._manifest else {}
+        return {number: page for number, page in saved.items() if windows.first_page <= number < num_kept}
+
     def _planned_manifest(
-        self, tokens: Sequence[int], capacity: int, extra: Mapping[str, object], unchanged: int
+        self,
+        tokens: Sequence[int],
+        capacity: int,
+        extra: Mapping[str, object],
+        unchanged: int,
+        windows: WindowRows | None,
     ) -> Manifest:
         """The manifest of the coming save, as long as it may become. Its new pages are named but not written."""
         now, tag, old = time.time(), secrets.token_hex(8), self._manifest
-        kept = old.pages[: self._num_kept(len(tokens), unchanged)] if old else ()
+        num_kept = self._num_kept(len(tokens), unchanged)
+        kept = old.pages[:num_kept] if old else ()
         new = range(len(kept), self._format.count(len(tokens)))
         pages = (*kept, *(Page(page_file(number, tag), _NO_CHECKSUM, self._format.most_packed) for number in new))
         created = old.created if old else now
-        return Manifest(self.identity, tuple(tokens), pages, capacity, dict(extra), created, now, self._writer)
+        planned = Manifest(self.identity, tuple(tokens), pages, capacity, dict(extra), created, now, self._writer)
+        if windows is None:
+            return planned
+        known, most = self._kept_windows(num_kept, windows), self._window_format.most_packed
+        numbers = range(windows.first_page, self._window_format.count(len(tokens)))
+        of_windows = (
+            known.get(number) or Page(page_file(number, tag, "window"), _NO_CHECKSUM, most) for number in numbers
+        )
+        return replace(planned, window_pages=tuple(of_windows), first_window_page=numbers.start)
 
     def _check_space(self, needed: int) -> None:
         free = self._folder.free_bytes()
@@ -205,14 +255,21 @@ class Store:
                 "make room ('triforce sessions prune'), or have TRIFORCE_SESSIONS_DIR name a folder on a larger disk"
             )
 
-    def _write_pages(self, planned: Manifest, rows: PagedRows, on_bytes: OnBytes) -> Manifest:
-        pages = list(planned.pages)
-        for number, page in enumerate(pages):
-            if page.checksum == _NO_CHECKSUM:
-                used = len(planned.tokens) - number * self._format.page_tokens
-                layers = rows.page_of_all(number)
-                pages[number] = write_page(self._folder, page.file, self._format, layers, used, on_bytes)
-        return replace(planned, pages=tuple(pages))
+    def _write_pages(
+        self, planned: Manifest, rows: PagedRows, windows: WindowRows | None, on_bytes: OnBytes
+    ) -> Manifest:
+        def written(rows: PagedRows, number: int, page: Page, form: PageFormat) -> Page:
+            if page.checksum != _NO_CHECKSUM:
+                return page
+            used = len(planned.tokens) - number * form.page_tokens
+            return write_page(self._folder, page.file, form, rows.page_of_all(number), used, on_bytes)
+
+        pages = tuple(written(rows, number, page, self._format) for number, page in enumerate(planned.pages))
+        if windows is None:
+            return replace(planned, pages=pages)
+        of_windows = planned.windows_by_number.items()
+        own = tuple(written(windows, number, page, self._window_format) for number, page in of_windows)
+        return replace(planned, pages=pages, window_pages=own)
 
     def _publish(self, manifest: Manifest) -> Manifest:
         temporary = temporary_file(secrets.token_hex(8))
@@ -220,14 +277,39 @@ class Store:
         self._folder.replace(temporary, MANIFEST_FILE)
         return manifest
 
+    @contextlib.contextmanager
+    def _recovered(self, needed: int) -> Iterator[None]:
+        """Whatever ends a save of up to so many bytes leaves the session as the disk has it."""
+        try:
+            yield
+        except BaseException as error:
+            self._recover()
+            if not isinstance(error, OSError):
+                raise
+            raise SessionError(
+                f"{self._folder.path}: saving failed ({error.strerror}): up to {size(needed)} were to be "
+                f"written, {size(self._folder.free_bytes())} are free; the last save is complete: make room "
+                "('triforce sessions prune') and save again"
+            ) from error
+
     def _recover(self) -> None:
         """Read the manifest that is on the disk, wherever a save ended, and remove the files that it does not name."""
         self._manifest = manifests.read(self._folder)
         sweep(self._folder, self._manifest)
 
-    def _check_rows(self, rows: PagedRows) -> None:
+    def _check_rows(self, rows: PagedRows, windows: WindowRows | None) -> None:
         if format_of(rows) != self._format:
             raise ValueError(f"rows are {format_of(rows)}, the session is for {self._format}")
+        if (windows is not None) != bool(self._window_format.num_layers):
+            raise ValueError(f"the session is for {self._window_format.num_layers} layers with a window")
+        if windows is not None and format_of(windows) != self._window_format:
+            raise ValueError(f"windows are {format_of(windows)}, the session is for {self._window_format}")
+
+
+def _bytes_of(form: PageFormat, pages: Sequence[Page]) -> int:
+    """Of their files."""
+    counts = Counter(page.packed for page in pages)
+    return sum(PageFile(form, packed).nbytes * count for packed, count in counts.items())
 
 
 def _open_to_read(path: Path, held: ExitStack) -> Folder:

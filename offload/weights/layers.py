@@ -38,7 +38,10 @@ def load_layer(
                 columns=source.columns,
             )
             row += len(source.rows)
-        if name in layout.norms and layout.norms[name].plus_one and not name.endswith(".bias"):
+        norm = layout.norms.get(name)
+        if norm is not None and norm.weightless:
+            target.fill_(1)
+        elif norm is not None and norm.plus_one and not name.endswith(".bias"):
             target += 1
         if order is not None and name.partition(".")[0] in ("qkv", "q_norm", "k_norm"):
             _order_heads(target[: sum(len(part.rows) for part in parts[:2])], order)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.config.model import BLOCK_NORMS, Attention, ModelConfig
+from offload.config.model import BLOCK_NORMS, Attention, ModelConfig, layer_norms
 from offload.config.rope import Rope
 from offload.plan.shards import ALONE, Shard
 from offload.weights.layout import LayerLayout
@@ -37,6 +37,9 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         if kind == "bias":
             return [Source(f"{name}.bias", hidden)] if shard.rank == 0 else []
         return [Source(f"{name}.weight", hidden, inputs)]
+    norms = layer_norms(whole)
+    if norms[operator][1].weightless:
+        return []
     rows = hidden if operator in BLOCK_NORMS else _normed(whole, shard, operator)
     return [Source(f"{getattr(names, operator)}.{kind or 'weight'}", rows)]
 
@@ -59,18 +62,20 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[tuple[str, range]]:
         rows = _times(own, attention.head_dim)
         yield (fused, _after(first, rows)) if fused else (f"self_attn.{letter}_proj", rows)
         first += size
+    if attention.gate:
+        yield "self_attn.gate_proj", _times(heads, attention.head_dim)
 
 
 def _gate_up(whole: ModelConfig, shard: Shard) -> Iterator[tuple[str, range]]:
     fused, inner = whole.names.fused_gate_up, shard.inner(whole)
     if whole.block.feed_forward.gated:
         yield (fused or "mlp.gate_proj", inner)
-    yield (fused, _after(whole.intermediate_size, inner)) if fused else ("mlp.up_proj", inner)
+    yield (fused, _after(whole.intermediate_size, inner)) if fused else (whole.names.up, inner)
 
 
 def _by_inputs(whole: ModelConfig, shard: Shard) -> dict[str, tuple[str, range]]:
     inputs = _times(shard.heads(whole), whole.head_dim)
-    return {"o": ("self_attn.o_proj", inputs), "down": ("mlp.down_proj", shard.inner(whole))}
+    return {"o": ("self_attn.o_proj", inputs), "down": (whole.names.down, shard.inner(whole))}
 
 
 def _times(heads: range, dim: int) -> range:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -19,6 +20,7 @@ from offload.kv.quantised import QuantisedCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import ByMass
 from offload.kv.streaming import StreamingCache
+from offload.kv.window import WindowCache
 from offload.model.loading import DTYPES
 from offload.pages.storage import Offload
 from offload.plan.planner import Plan
@@ -42,8 +44,8 @@ def full_cache(
     return FullCache(
         memory,
         tile_shape(plan, config),
-        num_layers=config.num_layers,
-        scorings=scorings_of(plan, config, rotated),
+        num_layers=len(config.growing),
+        scorings=_of_layers(config.growing, scorings_of(plan, config, rotated)),
         blocks=blocks,
         offload=None if link is None or "kv" not in placement.offload else _offload(plan, config, link),
         mass_chunk=composition.chunk if composition.budget else None,
@@ -52,6 +54,28 @@ def full_cache(
         kernels=_attention_kernels(plan, config),
         arena=arena,
     )
+
+
+def window_cache(
+    plan: Plan, config: ModelConfig, memory: Memory, blocks: Blocks, rotated: Rotated
+) -> WindowCache | None:
+    """Of the target's layers that have a window, if it has some, or of a shard of it."""
+    if not config.windowed:
+        return None
+    return WindowCache(
+        memory,
+        replace(tile_shape(plan, config), num_pages=1),
+        num_pages=plan.placement.window_pages,
+        windows=config.windows,
+        scorings=_of_layers(config.windowed, scorings_of(plan, config, rotated)),
+        blocks=blocks,
+        fused_prefill=plan.placement.fused_prefill,
+        kernels=_attention_kernels(plan, config),
+    )
+
+
+def _of_layers(layers: Sequence[int], scorings: Sequence[Scoring]) -> list[Scoring]:
+    return [scorings[layer] for layer in layers]
 
 
 def _offload(plan: Plan, config: ModelConfig, link: Link) -> Offload:
@@ -182,6 +206,7 @@ def _shapes(plan: Plan, config: ModelConfig) -> Shapes:
         config.head_dim,
         plan.placement.tile_tokens // plan.placement.page_tokens,
         plan.placement.page_tokens,
+        bool(config.windowed),
     )
 
 

@@ -147,12 +147,12 @@ def _host_blocks(plan: Plan, config: ModelConfig, memory: Memory) -> list[int]:
         shape, num_tokens = tile_shape(plan, config), plan.request.capacity + MAX_ROWS
         tiles = placement.resident_tiles, placement.host_tiles
         store = TileStore(
-            memory, shape, config.num_layers, *tiles, packs=placement.link_bits < 16, most_tokens=num_tokens
+            memory, shape, len(config.growing), *tiles, packs=placement.link_bits < 16, most_tokens=num_tokens
         )
         if placement.raw_pages:
             blocks += [placement.raw_pages * shape.nbytes // shape.num_pages] * plan.request.num_sequences
         for index in range(shape.count(num_tokens)):
-            away = [layer for layer in range(config.num_layers) if store.place(layer, index) != "device"]
+            away = [layer for layer in range(len(config.growing)) if store.place(layer, index) != "device"]
             blocks += [store.home_bytes(layer, index) for layer in away] * plan.request.num_sequences
     return blocks
 

@@ -133,7 +133,7 @@ class _Trial:
         room = LAYER_BYTES * 4 if self._coded else LAYER_BYTES  # of the exact ones
         self._num_layers = _between(1, room // config.layer_weight_bytes(item), config.num_layers)
         self._vocab_size = _between(1, LAYER_BYTES // (config.hidden_size * item), config.vocab_size)
-        per_token = config.kv_bytes_per_token(item) // config.num_layers
+        per_token = config.layer_kv_bytes(item)
         most = min(config.context_limit - 2 * ROWS[-1], MAX_TOKENS)
         self._num_tokens = _between(1, CACHE_BYTES // (self._num_layers * per_token), most)
         self._is_whole = self._num_layers == config.num_layers

@@ -10,9 +10,11 @@ from offload.kernels.rows import Blocks
 from offload.kv import Cache
 from offload.kv.ahead import AheadCache
 from offload.kv.full import FullCache
+from offload.kv.mixed import MixedCache
 from offload.kv.quantised import QuantisedCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.streaming import StreamingCache
+from offload.kv.window import WindowCache
 from offload.metrics import HostStats, LinkStats, RankStats
 from offload.model.decoder import Decoder
 from offload.model.level import Level, StreamingLevel, prefill
@@ -20,7 +22,7 @@ from offload.model.loading import DTYPES
 from offload.plan.planner import Plan
 from offload.plan.sizing import MAX_ROWS
 from offload.progress import OnProgress
-from offload.session.page import PagedRows
+from offload.session.page import PagedRows, WindowRows
 from offload.transfer.arena import Arena
 from offload.transfer.hidden_rows import HiddenRows, ResidentRows
 from offload.transfer.link import Link
@@ -31,7 +33,9 @@ from offload.worker.assemble import (
     full_cache,
     quantised_cache,
     retrieval_cache,
+    scorings_of,
     streaming_cache,
+    window_cache,
 )
 from offload.worker.models import LoadedModels
 
@@ -55,7 +59,7 @@ class Worker:
         self.levels: dict[str, Level] = {}
         self.retrieval: RetrievalCache | None = None
         self._copies: RetrievalCache | QuantisedCache | None = None  # see `Composition.keeps_copies`
-        self._caches: list[Arena | FullCache | RetrievalCache | QuantisedCache | StreamingCache] = []
+        self._caches: list[Arena | FullCache | WindowCache | RetrievalCache | QuantisedCache | StreamingCache] = []
         self._has_coded_target = False
         with self.memory.all_or_nothing():
             try:
@@ -113,6 +117,11 @@ class Worker:
         return self.full
 
     @property
+    def window_rows(self) -> WindowRows | None:
+        """The same of the layers that have a window, where there are any."""
+        return self.windows
+
+    @property
     def link_stats(self) -> LinkStats:
         """Totals since the worker was loaded; zeros where there is no link."""
         return self.link.stats if self.link is not None else LinkStats()
@@ -129,7 +138,7 @@ class Worker:
     def prefill(self, tokens: Sequence[int], on_tokens: Callable[[int], None]) -> None:
         """Append `tokens` to the full cache, and to a quantised copy; the other levels below see what they need of
         them later. Broken off, it appends nothing. `on_tokens` is called with how many are done."""
-        prefill(self.target, self.full, tokens, rows=self._hidden_rows, on_tokens=on_tokens)
+        prefill(self.target, self._target_cache, tokens, rows=self._hidden_rows, on_tokens=on_tokens)
         if isinstance(self._copies, QuantisedCache):
             self._copies.refresh()
 
@@ -152,13 +161,18 @@ class Worker:
         self.full.fetch_ahead()
 
     def copy_rows(self, other: Worker, num_tokens: int | None = None) -> bool:
-        """Hold the rows that the full cache of `other` holds, of the same model, or the first `num_tokens` of them.
+        """Hold the rows that the target's cache of `other` holds, of the same model, or the first `num_tokens` of them.
         False, and nothing is copied, where positions are rotated otherwise (RoPE scaling "dynamic" or
-        "longrope" in a context of another size)."""
-        pairs = zip(self.full.scorings, other.full.scorings, strict=True)
-        if not all(ours.rope.starts_like(theirs.rope) for ours, theirs in pairs):
+        "longrope" in a context of another size), or where a window has lost some that it would need."""
+        scorings = (scorings_of(each.plan, each.target.config) for each in (self, other))
+        if not all(ours.rope.starts_like(theirs.rope) for ours, theirs in zip(*scorings, strict=True)):
             return False
-        self.full.copy_from(other.full, num_tokens)
+        count = other.full.length if num_tokens is None else num_tokens
+        if self.windows is not None and other.windows is not None:
+            if not other.windows.reaches(count):
+                return False
+            self.windows.copy_from(other.windows, count)
+        self.full.copy_from(other.full, count)
         return True
 
     def release(self) -> None:
@@ -188,25 +202,35 @@ class Worker:
         rotated = self.target.weights.rotated
         self.full = full_cache(plan, self.target.config, self.memory, self.link, self._blocks, arena, rotated=rotated)
         self._caches.append(self.full)
-        self.levels["target"] = self._level("target", self.target, self.full, self._blocks)
+        self.windows = window_cache(plan, self.target.config, self.memory, self._blocks, rotated)
+        if self.windows is not None:
+            self._caches.append(self.windows)
+        self._target_cache = self._with_windows(self.full, drafts=False)
+        self.levels["target"] = self._level("target", self.target, self._target_cache, self._blocks)
         own = self._own_target()
         if plan.composition.inner == "retrieval":
             self.retrieval = retrieval_cache(plan, self.target.config, self.full)
             self._copies = self.retrieval
             self._caches.append(self.retrieval)
-            self.levels["retrieval"] = self._level("retrieval", own, self.retrieval, None)
+            self.levels["retrieval"] = self._level("retrieval", own, self._with_windows(self.retrieval), None)
         elif plan.composition.keeps_all_codes:
             quantised = quantised_cache(plan, self.target.config, self.full, self.memory)
             self._copies = quantised
             self._caches.append(quantised)
-            self.levels["self"] = self._level("self", own, quantised, None)
+            self.levels["self"] = self._level("self", own, self._with_windows(quantised), None)
         elif plan.composition.inner == "self":
-            self.levels["self"] = self._level("self", own, AheadCache(self.full), self._blocks)
+            self.levels["self"] = self._level("self", own, self._with_windows(AheadCache(self.full)), self._blocks)
         draft = self.models.decoders.get("draft")
         if "draft" in plan.composition.levels and draft is not None:
             streaming = streaming_cache(plan, draft.config, self.memory, draft.weights.rotated)
             self._caches.append(streaming)
             self.levels["draft"] = StreamingLevel("draft", draft, streaming, vocab_size=self.vocab_size)
+
+    def _with_windows(self, growing: Cache, *, drafts: bool = True) -> Cache:
+        """`growing`, or that and the windows where the target has any."""
+        if self.windows is None:
+            return growing
+        return MixedCache(self.target.config, growing, self.windows, drafts=drafts)
 
     def _own_target(self) -> Decoder:
         """That with which the target proposes to itself."""
@@ -219,7 +243,7 @@ class Worker:
     def _level(self, name: str, decoder: Decoder, cache: Cache, blocks: Blocks | None) -> Level:
         """A level of the target, over one of its weights and caches. Where neither streams, what crosses the link
         meanwhile is for others."""
-        link = self.link if cache is self.full or decoder.streams else None
+        link = self.link if cache is self._target_cache or decoder.streams else None
         return Level(name, decoder, cache, vocab_size=self.vocab_size, blocks=blocks, link=link)
 
     def _reserve(self) -> None:

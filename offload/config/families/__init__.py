@@ -5,29 +5,35 @@ from __future__ import annotations
 from offload.config.families import (
     arcee,
     cohere,
+    cohere2,
     ernie4_5,
     exaone4,
     gemma,
+    gemma2,
+    gemma3,
     glm,
     granite,
     hunyuan,
     llama,
     ministral3,
     mistral,
+    muse_glimmer,
     nemotron,
     olmo2,
+    olmo3,
     phi3,
     qwen,
     seed_oss,
     smollm3,
+    starcoder2,
     wrappers,
 )  # fmt: skip
 from offload.config.families.common import Family as Family
 from offload.config.families.common import Wrapper as Wrapper
 
 _MODULES = (
-    llama, mistral, qwen, granite, seed_oss, ernie4_5, smollm3, hunyuan, phi3, glm, olmo2, cohere, nemotron, gemma,
-    arcee, exaone4, ministral3,
+    llama, mistral, qwen, granite, seed_oss, ernie4_5, smollm3, hunyuan, phi3, glm, olmo2, olmo3, cohere, cohere2,
+    nemotron, gemma, gemma2, gemma3, arcee, exaone4, ministral3, starcoder2, muse_glimmer,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
 WRAPPERS: dict[str, Wrapper] = {wrapper.name: wrapper for wrapper in wrappers.WRAPPERS}

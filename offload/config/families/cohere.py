@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
-from offload.config.families.common import Defaults, Family, biases, decoder, without_windows
+from offload.config.families.common import Defaults, Family, biases, decoder
+from offload.config.families.windows import without_windows
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig, Norm
 from offload.config.rope import RopeDefaults
 
 
 def describe(source: Fields) -> ModelConfig:
+    return without_windows(source, described(source, "cohere"))
+
+
+def described(source: Fields, family: str, *, without_positions: Sequence[int] = ()) -> ModelConfig:
+    """Its model, where these layers rotate nothing."""
     defaults = Defaults(
         max_positions=8192,
         eps=1e-5,
@@ -18,16 +25,16 @@ def describe(source: Fields) -> ModelConfig:
         tied=True,
         rope=RopeDefaults(theta=500000.0, neighbours=True),
     )
-    config = decoder(
+    return decoder(
         source,
-        "cohere",
+        family,
         defaults,
         norm=partial(Norm, centred=True),
         attention=biases(source),
         block={"before_feed_forward": None, "side_by_side": True},
         logits_scale=source.number("logit_scale", default=0.0625),
+        without_positions=without_positions,
     )
-    return without_windows(source, config)
 
 
 FAMILIES = (Family("cohere", "Command R", describe, frozenset(("logit_scale",)), "q/k norms (Command R+)"),)

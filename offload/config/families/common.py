@@ -12,20 +12,21 @@ from offload.config.rope import RopeDefaults, read_rope
 
 DTYPES = ("float32", "bfloat16", "float16")
 _OTHER_DTYPES = {"float": "float32", "half": "float16"}  # torch's other names for these
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
 class Family:
     """name: its model_type. about: which models have it. describe: its model from the fields of a config.json,
     ModelError. reads: fields that it implements, which in other families would change the arithmetic. refuses: what
-    models of it may have and this program does not, besides what no family has; for readers."""
+    models of it may have and this program does not, besides what no family has; for readers. sizes: that a config
+    inside a wrapper may leave out."""
 
     name: str
     about: str
     describe: Callable[[Fields], ModelConfig]
     reads: Set[str] = frozenset()
     refuses: str = ""
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,14 @@ class Defaults:
     norm_key: str = "rms_norm_eps"
     tied: bool = False
     rope: RopeDefaults = field(default_factory=RopeDefaults)
+
+
+def sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
+    """See `Family`."""
+    return {
+        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }  # fmt: skip
 
 
 def decoder(
@@ -136,44 +145,6 @@ def with_rope(config: ModelConfig, **fields: Any) -> ModelConfig:
         return replace(block, attention=replace(block.attention, rope=rope))
 
     return config.mapped(change)
-
-
-def refuse_window(source: Fields, config: ModelConfig, window: object, *, windowed: bool) -> None:
-    """Unless no layer has the window, or no context outgrows it."""
-    if windowed and (type(window) is not int or window < config.context_limit):
-        source.refuse(
-            "sliding_window",
-            f"null, or at least the context of {config.context_limit} tokens, as layers attend within it",
-        )
-
-
-def layer_types(source: Fields, window: object) -> list[str] | None:
-    """Of all layers, where the config names them."""
-    found = source.data.get("layer_types")
-    if not found:
-        return None
-    if not isinstance(found, list) or any(kind not in _LAYER_TYPES for kind in found):
-        source.refuse("layer_types", f"a list of {' and '.join(_LAYER_TYPES)}")
-    if "sliding_attention" in found and window is None:
-        source.refuse("layer_types", "full_attention in every layer where there is no sliding_window")
-    return found
-
-
-def without_windows(source: Fields, config: ModelConfig, *, default: int | None = None) -> ModelConfig:
-    """`config`, whose family has one window for all layers. Raises ModelError where a context outgrows it."""
-    window = source.data.get("sliding_window", default)
-    layer_types(source, window)
-    refuse_window(source, config, window, windowed=window is not None)
-    return config
-
-
-def without_windows_by_layer(source: Fields, config: ModelConfig, window: object, *, unnamed: bool) -> ModelConfig:
-    """`config`, whose family names the layers that have the window. unnamed: whether any has it where none is named.
-    Raises ModelError where a context outgrows it."""
-    types = layer_types(source, window)
-    windowed = window is not None and unnamed if types is None else "sliding_attention" in types
-    refuse_window(source, config, window, windowed=windowed)
-    return config
 
 
 def _read_dtype(source: Fields) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from offload.config.families.common import Defaults, Family, biases, decoder, without_windows
+from offload.config.families.common import Defaults, Family, biases, decoder, sizes
+from offload.config.families.windows import without_windows
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 
@@ -18,4 +19,5 @@ def describe(source: Fields) -> ModelConfig:
     return without_windows(source, config)
 
 
-FAMILIES = (Family("llama", "Llama 1 to 3.3, Yarn-Llama-2, SmolLM2, TinyLlama, and what has their form", describe),)
+_ABOUT = "Llama 1 to 3.3, Yarn-Llama-2, SmolLM2, TinyLlama, and what has their form"
+FAMILIES = (Family("llama", _ABOUT, describe, sizes=sizes(32000, 4096, 11008, 32, 32)),)

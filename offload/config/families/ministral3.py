@@ -3,7 +3,8 @@ it (wrappers.py)."""
 
 from __future__ import annotations
 
-from offload.config.families.common import Defaults, Family, decoder, with_rope, without_windows
+from offload.config.families.common import Defaults, Family, decoder, with_rope
+from offload.config.families.windows import with_one_window
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 from offload.config.rope import RopeDefaults
@@ -25,7 +26,7 @@ def describe(source: Fields) -> ModelConfig:
     named = Fields(settings if isinstance(settings, dict) else {}, f"{source.where}: rope_parameters")
     original = named.integer("original_max_position_embeddings", 1 << 30)
     grown = with_rope(config, growth=named.number(_GROWTH), original_max_positions=original)
-    return without_windows(source, grown)
+    return with_one_window(source, grown)
 
 
 FAMILIES = (Family("ministral3", "Ministral 3, Devstral 2; text of `mistral3`", describe),)

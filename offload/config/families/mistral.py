@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from offload.config.families.common import Defaults, Family, decoder, without_windows
+from offload.config.families.common import Defaults, Family, decoder, sizes
+from offload.config.families.windows import with_one_window
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 
 
 def describe(source: Fields) -> ModelConfig:
     defaults = Defaults(max_positions=131072, kv_heads=8, floors_head_dim=True)
-    return without_windows(source, decoder(source, "mistral", defaults), default=4096)
+    return with_one_window(source, decoder(source, "mistral", defaults), default=4096)
 
 
-FAMILIES = (Family("mistral", "Mistral 7B, Mistral Nemo, Mistral Small, Codestral", describe),)
+_ABOUT = "Mistral 7B, Mistral Nemo, Mistral Small, Codestral"
+FAMILIES = (Family("mistral", _ABOUT, describe, sizes=sizes(32000, 4096, 14336, 32, 32)),)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from offload.config.families.common import Defaults, Family, biases, decoder, without_windows
+from offload.config.families.common import Defaults, Family, biases, decoder
+from offload.config.families.windows import without_windows
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig, Norm
 from offload.config.rope import RopeDefaults

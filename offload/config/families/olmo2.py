@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from offload.config.families.common import (
-    NAMES_AFTER,
-    Defaults,
-    Family,
-    biases,
-    decoder,
-    epsilon,
-    norms_after,
-    without_windows,
-)
+from offload.config.families.common import NAMES_AFTER, Defaults, Family, biases, decoder, epsilon, norms_after
+from offload.config.families.windows import without_windows
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig, Norm
 
 
 def describe(source: Fields) -> ModelConfig:
-    defaults = Defaults(eps=1e-5)
+    return without_windows(source, described(source, "olmo2", Defaults(eps=1e-5)))
+
+
+def described(source: Fields, family: str, defaults: Defaults) -> ModelConfig:
+    """Its model, all layers alike."""
     norm = Norm(epsilon(source, defaults))
-    config = decoder(
+    return decoder(
         source,
-        "olmo2",
+        family,
         defaults,
         attention=biases(source) | {"qk_norm": norm, "norms_whole": True},
         block=norms_after(norm),
         names=NAMES_AFTER,
     )
-    return without_windows(source, config)
 
 
 FAMILIES = (Family("olmo2", "OLMo 2", describe, refuses="several ranks"),)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from offload.config.families.common import Defaults, Family, decoder, without_windows
+from offload.config.families.common import Defaults, Family, decoder
+from offload.config.families.windows import with_one_window
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig, TensorNames
 from offload.config.rope import RopeDefaults
@@ -21,7 +22,7 @@ def describe(source: Fields) -> ModelConfig:
         Defaults(max_positions=4096, eps=1e-5, rope=_ROPE),
         names=TensorNames(fused_qkv="self_attn.qkv_proj", fused_gate_up="mlp.gate_up_proj"),
     )
-    return without_windows(source, config)
+    return with_one_window(source, config)
 
 
 def _with_longrope(source: Fields) -> Fields:
@@ -40,11 +41,5 @@ def _with_longrope(source: Fields) -> Fields:
 
 
 FAMILIES = (
-    Family(
-        "phi3",
-        "Phi-3, Phi-3.5 and Phi-4, mini and medium",
-        describe,
-        frozenset(("partial_rotary_factor",)),
-        "4K variants (windows)",
-    ),
+    Family("phi3", "Phi-3, Phi-3.5 and Phi-4, mini and medium", describe, frozenset(("partial_rotary_factor",))),
 )

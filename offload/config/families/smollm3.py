@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from offload.config.families.common import Defaults, Family, biases, decoder, without_windows_by_layer
+from offload.config.families.common import Defaults, Family, biases, decoder
+from offload.config.families.windows import windowed_layers, with_windows
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 from offload.config.rope import RopeDefaults
@@ -21,8 +22,8 @@ def describe(source: Fields) -> ModelConfig:
         without_positions=_without_positions(source, layers),
     )
     window = source.data.get("sliding_window") if source.flag("use_sliding_window", False) else None
-    bare = any(block.attention.rope is None for block in config.blocks)
-    return without_windows_by_layer(source, config, window, unnamed=bare)
+    bare = [] if window is None else _without_positions(source, layers)
+    return with_windows(source, config, window, windowed_layers(source, window, lambda: bare))
 
 
 def _without_positions(source: Fields, layers: int) -> list[int]:

@@ -10,6 +10,8 @@ WRAPPERS = (
     Wrapper("mistral3", "Mistral Small 3.1 and later, Ministral 3, Devstral 2", "mistral", _LLAVA),
     Wrapper("llava", "LLaVA 1.5, Pixtral 12B", "llama", _LLAVA),
     Wrapper("llava_next", "LLaVA 1.6, Granite Vision", "llama", _LLAVA),
+    Wrapper("gemma3", "Gemma 3, 4B and larger", "gemma3_text", _LLAVA),
+    Wrapper("muse_glimmer", "Muse Glimmer 30B", "muse_glimmer_text", _LLAVA),
     Wrapper("idefics3", "Idefics 3", "llama", _IDEFICS, frozenset(("scale_factor",))),
     Wrapper("smolvlm", "SmolVLM", "llama", _IDEFICS, frozenset(("scale_factor",))),
 )

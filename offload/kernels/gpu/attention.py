@@ -193,8 +193,10 @@ class GpuAttention:
     @property
     def _constants(self) -> dict[str, object]:
         """That all programs that attend have in common."""
+        assert self._rows is not None
         tiling = self._tiling
         return {
+            "CAP": self._rows.scoring.cap or 0.0,
             "SPAN": self.span, "GROUP": self._group, "DIM": tiling.head_dim, "DIM_PADDED": tiling.padded, "ROWS": ROWS,
             "num_warps": tiling.warps, "num_stages": STAGES,
         }  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.kernels.cpu import OFF, VARIABLE, wanted
+from offload.kernels.rope import Scoring
 from offload.plan.machine import installed_version
 
 PAGE_STEP = 256  # a page has a multiple of so many tokens
@@ -86,9 +87,9 @@ class FlashTiles:
         self.call = call
         self._numbers = torch.empty(0, dtype=torch.int32)
 
-    def block(self, rows: Tensor, first: int, scale: float | None = None) -> FlashBlock:
-        """Rows [T, H, D], rotated, at positions `first` and on. scale: None, D^-0.5."""
-        return FlashBlock(self, rows, first, scale or rows.shape[-1] ** -0.5)
+    def block(self, rows: Tensor, first: int, scoring: Scoring) -> FlashBlock:
+        """Rows [T, H, D], rotated, at positions `first` and on."""
+        return FlashBlock(self, rows, first, scoring)
 
     def numbers(self, most: int, device: torch.device) -> Tensor:
         """0, 1, ... `most` and maybe more, int32: lengths and tables of pages are views of it, and cost no copy."""
@@ -100,8 +101,9 @@ class FlashTiles:
 class FlashBlock:
     """Rows that attend together to tiles, which come in order; what comes of each is kept in 16 bits until the end."""
 
-    def __init__(self, tiles: FlashTiles, rows: Tensor, first: int, scale: float) -> None:
-        self._tiles, self._rows, self._first, self._scale = tiles, rows, first, scale
+    def __init__(self, tiles: FlashTiles, rows: Tensor, first: int, scoring: Scoring) -> None:
+        self._tiles, self._rows, self._first = tiles, rows, first
+        self._scale, self._cap = scoring.scale or rows.shape[-1] ** -0.5, scoring.cap or 0.0
         self._outs: list[Tensor] = []  # [T, H, D] of each tile
         self._sums: list[Tensor] = []  # [H, T] fp32: log-sum-exp of each
 
@@ -141,6 +143,7 @@ class FlashBlock:
             cache_seqlens=numbers[piece.tokens : piece.tokens + 1],
             block_table=numbers[None, : -(-piece.tokens // tile.shape[3])],
             softmax_scale=self._scale,
+            softcap=self._cap,
             causal=piece.causal,
             num_splits=1,  # sums in one order, whatever the GPU
             return_softmax_lse=True,

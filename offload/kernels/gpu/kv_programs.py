@@ -10,7 +10,7 @@ the far ones, and no code has to change its place among the registers.
 import triton
 import triton.language as tl
 
-from offload.kernels.gpu.programs import with_run
+from offload.kernels.gpu.programs import capped, with_run
 
 
 @triton.jit
@@ -63,6 +63,7 @@ def attend_codes(
     num_earlier,  # spans of the run before; 0: there is nothing to fold
     begun,  # 0: `running` is to be made, 1: it is there
     scale,
+    CAP: tl.constexpr,  # c tanh(score / c) in place of a score; 0: it stays
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,  # a multiple of 16
@@ -131,6 +132,9 @@ def attend_codes(
         )
         near = tl.dot(query, _keys(key_codes & 15, key_units, queries, WIDEN), input_precision="ieee") * scale
         far = tl.dot(query, _keys(key_codes >> 4, key_units, queries, WIDEN), input_precision="ieee") * scale
+        if CAP > 0:
+            near = capped(near, CAP)
+            far = capped(far, CAP)
         seen = tl.reshape(tl.broadcast_to(held, (BLOCKS, HALF)), (1, BLOCKS * HALF))
         near, far = tl.where(seen, near, float("-inf")), tl.where(seen, far, float("-inf"))
         higher = tl.maximum(top, tl.maximum(tl.max(near, 1), tl.max(far, 1)))

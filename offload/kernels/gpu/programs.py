@@ -43,6 +43,16 @@ def _folded_in(
 
 
 @triton.jit
+def capped(score, CAP: tl.constexpr):
+    """CAP tanh(score / CAP), as cap_scores of native/attention.h."""
+    x = score / CAP
+    u = x * x
+    far = CAP - 2 * CAP / (1 + tl.exp(2 * tl.minimum(tl.maximum(x, -30.0), 30.0)))
+    near = score * (((u + 378) * u + 17325) * u + 135135) / (((28 * u + 3150) * u + 62370) * u + 135135)
+    return tl.where(u < 1, near, far)
+
+
+@triton.jit
 def with_run(
     running,  # [H_kv, R, D]: of the runs before, see `_folded_in`; not read where there is none
     tops,  # [H_kv, R]
@@ -93,6 +103,7 @@ def attend_spans(
     num_earlier,  # spans of the run before; 0: there is nothing to fold
     begun,  # 0: `running` is to be made, 1: it is there
     scale,
+    CAP: tl.constexpr,  # c tanh(score / c) in place of a score; 0: it stays
     WINDOW: tl.constexpr,  # tokens that a row sees up to itself; 0: all
     SPANS_OF_PAGE: tl.constexpr,
     SPAN: tl.constexpr,
@@ -151,6 +162,8 @@ def attend_spans(
         if WIDEN:
             key = key.to(tl.float32)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if CAP > 0:
+            score = capped(score, CAP)
         seen = held[None, :] & (base + token[None, :] <= own[:, None])
         if WINDOW > 0:
             seen = seen & (base + token[None, :] > own[:, None] - WINDOW)

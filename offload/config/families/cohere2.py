@@ -1,0 +1,23 @@
+"""Command R7B and Command A (Cohere): Command R, where three layers of four have a window, and these alone know
+positions."""
+
+from __future__ import annotations
+
+from offload.config.families import cohere
+from offload.config.families.common import Family
+from offload.config.families.windows import PERIOD, all_but_every, others, windowed_layers, with_windows
+from offload.config.fields import Fields
+from offload.config.model import ModelConfig
+
+_WINDOW, _PATTERN = 4096, 4  # where a config says nothing
+
+
+def describe(source: Fields) -> ModelConfig:
+    window = source.data.get("sliding_window", _WINDOW)
+    layers = windowed_layers(source, window, lambda: all_but_every(source, _PATTERN))
+    own = Fields({name: value for name, value in source.data.items() if name != "head_dim"}, source.where)  # not read
+    config = cohere.described(own, "cohere2", without_positions=others(source, layers))
+    return with_windows(source, config, window, layers)
+
+
+FAMILIES = (Family("cohere2", "Command R7B, Command A", describe, frozenset(("logit_scale", PERIOD))),)

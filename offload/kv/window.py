@@ -1,0 +1,228 @@
+"""The window cache: keys and values of layers whose rows see their last tokens only.
+
+They are in a ring of pages on the device: page n of the sequence is in slot n % P. So a page lies at the same tokens in
+every pass, nothing is moved, and a row's bits do not depend on how much of the sequence is still there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import accumulate
+
+from torch import Tensor
+
+from offload.kernels.attention import fold
+from offload.kernels.device import NONE, DecodeAttention, DeviceKernels
+from offload.kernels.rope import Scoring
+from offload.kernels.rows import Blocks
+from offload.kernels.spans import Rows
+from offload.kv import Phase
+from offload.kv.block import Block
+from offload.kv.places import Places
+from offload.kv.tile_attention import joined
+from offload.pages.tiles import TileShape, write_rows
+from offload.transfer.memory import Memory
+
+PURPOSE = "window cache"
+
+
+class WindowCache:
+    """Keys (rotated) and values of the last tokens, [2, P, H_kv, S, D] for each layer of a window.
+
+    Each row sees the last `windows[layer]` tokens, itself among them. Rows may be drafted: they follow the tokens in
+    the same ring, until exact ones take their place. Of the ring's pages those that no window needs at present are what
+    a shorter sequence can come back to.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        shape: TileShape,
+        *,
+        num_pages: int,
+        windows: Sequence[int],
+        scorings: Sequence[Scoring],
+        blocks: Blocks,
+        fused_prefill: bool = True,
+        kernels: DeviceKernels = NONE,
+    ) -> None:
+        """shape: of a page: a tile of one. num_pages: see `Sizing.window_pages`. blocks, fused_prefill, kernels: as of
+        `FullCache`."""
+        self.shape, self.num_layers, self.scorings, self._windows = shape, len(windows), scorings, windows
+        self._memory, self._num_pages, self._blocks = memory, num_pages, blocks
+        self._fused_prefill = fused_prefill
+        size = (len(windows), 2, num_pages, shape.num_kv_heads, shape.page_tokens, shape.head_dim)
+        self._ring = memory.allocate(size, shape.dtype, tier="device", purpose=PURPOSE)
+        self._spans = kernels.attention(dtype=shape.dtype, page=shape.page_tokens)
+        self._places = Places(memory.device)
+        self.length = 0
+        self._stop = 0  # rows were written up to this position, which is in the ring's last page
+        self._oldest = 0  # page that was filled, of rows that came from elsewhere
+        self._filled: int | None = None  # the same since the cache was emptied for them
+        self._start = 0  # of the forward under way
+        self._is_draft = False
+        self._phase: Phase | None = None
+        self._taken = [0] * len(windows)
+
+    @property
+    def first_page(self) -> int:
+        """The first page of the sequence that is still there."""
+        return max(self.first_kept(self._stop), self._oldest)
+
+    def first_kept(self, length: int) -> int:
+        """The first page that there is room for where `length` tokens are cached."""
+        return max(self._num_pages_of(length) - self._num_pages, 0)
+
+    def first_seen(self, length: int) -> int:
+        """The first page that rows after `length` tokens see."""
+        return max(length + 1 - max(self._windows), 0) // self.shape.page_tokens
+
+    def reaches(self, length: int) -> bool:
+        """Whether all is there that rows after the first `length` tokens see."""
+        return length <= self.length and self.first_seen(length) >= self.first_page
+
+    def begin(self, phase: Phase, num_rows: int, start: int | None = None) -> None:
+        """A forward of `num_rows` rows starts: they follow the tokens or, where it is drafted, are at `start` and on.
+        Drafted rows of tokens that are known already change nothing."""
+        self._is_draft, self._phase = start is not None, phase
+        self._start = self.length if start is None else start
+        self._taken = [0] * self.num_layers
+        if phase == "decode" and self._spans is not None:
+            self._places.set(self._start, self._start, num_rows)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Cache`; layers are those of a window. In phase "decode" all of the forward's rows come in one call."""
+        start = self._start + self._taken[layer]
+        stop = start + len(q)
+        self._taken[layer] += len(q)
+        self._stop = max(self._stop, stop)
+        if self._phase == "prefill":
+            return self._prefill(layer, start, *self.scorings[layer].rotated(q, k, start), v)
+        known = min(max(self.length - start, 0), len(q)) if self._is_draft else 0
+        parts = [(0, known, False), (known, len(q), True)]
+        return joined([self._decode(layer, *part, (q, k, v)) for part in parts if part[0] < part[1]])
+
+    def advance(self, num_tokens: int) -> None:
+        """The forward is over and its first `num_tokens` rows count."""
+        if not self._is_draft:
+            self.length += num_tokens
+        self._end()
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens at most; none where a window would miss some of them."""
+        self._end()
+        self.length = min(self.length, length)
+        if not self.length or not self.reaches(self.length):
+            self.restored(0)
+
+    def copy_from(self, other: WindowCache, num_tokens: int) -> None:
+        """Hold the first `num_tokens` tokens that `other` holds, which reaches so far."""
+        self.restored(0)
+        for number in range(max(other.first_page, self.first_kept(num_tokens)), self._num_pages_of(num_tokens)):
+            pages = self.page_to_fill(number)
+            for own, theirs in zip(pages, other.page_of_all(number), strict=True):
+                own.copy_(theirs)
+            self.filled(number, pages)
+        self.restored(num_tokens)
+
+    def reserve(self, num_tokens: int) -> None:
+        """See `PagedRows`: all is there."""
+
+    def wait_home(self) -> None:
+        """See `PagedRows`: pages are at home where they are attended to."""
+
+    def page_of_all(self, number: int) -> list[Tensor]:
+        """See `PagedRows`."""
+        return list(self._ring[:, :, number % self._num_pages])
+
+    def page_to_fill(self, number: int) -> list[Tensor]:
+        """See `PagedRows`."""
+        return self.page_of_all(number)
+
+    def filled(self, number: int, layers: Sequence[Tensor]) -> None:
+        """See `PagedRows`."""
+        self._filled = number if self._filled is None else min(self._filled, number)
+
+    def restored(self, length: int) -> None:
+        """See `PagedRows`. Of these tokens the pages are there that were filled since there were none."""
+        self._end()
+        self.length = self._stop = length
+        self._oldest = (self._filled or 0) if length else 0
+        self._filled = None
+
+    def release(self) -> None:
+        """The cache is not used again."""
+        self._memory.released(self._ring, tier="device", purpose=PURPOSE)
+
+    @property
+    def graph_memory(self) -> Hashable:
+        """See `Cache`: which pages are seen changes."""
+        return None
+
+    def nbytes(self) -> int:
+        return self._ring.nbytes
+
+    def _end(self) -> None:
+        self._phase, self._taken = None, [0] * self.num_layers
+
+    def _num_pages_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.shape.page_tokens)
+
+    def _seen(self, layer: int, start: int, stop: int) -> Iterator[tuple[Tensor, int]]:
+        """What rows at `start` to `stop` see, and they: tiles [2, p, H_kv, S, D] and the position of each one's first
+        token. Two where the ring ends between."""
+        page = self.shape.page_tokens
+        first, last = max(start + 1 - self._windows[layer], 0) // page, (stop - 1) // page
+        while first <= last:
+            slot = first % self._num_pages
+            count = min(last + 1 - first, self._num_pages - slot)
+            yield self._ring[layer, :, slot : slot + count], first * page
+            first += count
+
+    def _decode(self, layer: int, first: int, stop: int, writes: bool, qkv: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Rows `first` to `stop` of the forward, written to the ring or, where their tokens are known, not."""
+        q, k, v = (each[first:stop] for each in qkv)
+        start, scoring = self._start + first, self.scorings[layer]
+        if self._spans is None:
+            return self._by_operators(layer, start, *scoring.rotated(q, k, start), v, writes=writes)
+        places = self._places.on_gpu() and self._places.rows(first, stop - first)
+        rows = Rows(q, k, v, scoring, start, start, self._windows[layer], places)
+        return self._by_kernels(self._spans, layer, rows, writes=writes)
+
+    def _by_kernels(self, spans: DecodeAttention, layer: int, rows: Rows, *, writes: bool) -> Tensor:
+        stop, tokens = rows.index + len(rows.q), self.shape.page_tokens
+        tiles = list(self._seen(layer, rows.index, stop))
+        used = [min(stop - base, tile.shape[1] * tokens) for tile, base in tiles]
+        counts = [-(-count // spans.span) for count in used]
+        spans.begin(rows, sum(counts))
+        for (tile, base), count, slot in zip(tiles, used, accumulate(counts, initial=0), strict=False):
+            run = spans.exact_run(tile, first=base, tokens=count, slot=slot, windowed=True)
+            if writes:
+                spans.append_rows(run)
+            spans.attend(run)
+        return spans.merge()[0]
+
+    def _by_operators(self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, *, writes: bool) -> Tensor:
+        """Page by page: sums over a row's keys are then the same, wherever its window begins."""
+        rows = q.split([len(q)] if self._is_draft else self._blocks.cut(len(q)))
+        starts = accumulate((len(part) for part in rows), initial=start)
+        blocks = [self._block(layer, part, at) for part, at in zip(rows, starts, strict=False)]
+        for tile, base in self._seen(layer, start, start + len(q)):
+            if writes:
+                write_rows(tile, base, start, k, v)
+            for number in range(tile.shape[1]):
+                for block in blocks:
+                    block.attend_fixed(tile[:, number : number + 1], base + number * self.shape.page_tokens, chunk=None)
+        return joined([block.attended() for block in blocks]).to(q.dtype)
+
+    def _prefill(self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        block = self._block(layer, q, start)
+        for tile, base in self._seen(layer, start, start + len(q)):
+            write_rows(tile, base, start, k, v)
+            block.attend_used(tile, base, fused=self._fused_prefill)
+        return block.attended().to(q.dtype)
+
+    def _block(self, layer: int, q: Tensor, start: int) -> Block:
+        """Rows q [T, H, D], rotated, at positions `start` and on."""
+        query, scoring = fold(q, self.shape.num_kv_heads), self.scorings[layer]
+        return Block(query, start, len(q), scoring.scale, window=self._windows[layer], cap=scoring.cap)

@@ -18,7 +18,6 @@ from offload.config.reading import config_of
 from offload.errors import DoesNotFit, UsageError
 from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.planner import Options, make_plan
-from offload.plan.shards import check_divides
 
 GPU = Hardware("cuda:0", "RTX 4090", 24 * 10**9, 128 * 10**9, True, rates=RTX_4090)
 MAX_TOKENS = 256
@@ -65,7 +64,6 @@ def row(name: str, config: ModelConfig, num_gpus: int, context: int) -> str:
     title = f"{name}, {'one GPU' if num_gpus == 1 else f'{num_gpus} GPUs'}"
     hardware = replace(GPU, num_devices=num_gpus)
     try:
-        check_divides(config, num_gpus)
         plan = make_plan(
             config, None, Options(), hardware, num_prompt_tokens=context - MAX_TOKENS, max_tokens=MAX_TOKENS
         )

@@ -107,6 +107,7 @@ TINY: dict[str, Tiny] = {
     "olmo2": _with("olmo2"),
     "olmo2, as many KV heads": _with("olmo2", num_key_value_heads=4, tie_word_embeddings=True, attention_bias=True),
     "cohere": _with("cohere", logit_scale=0.7, tie_word_embeddings=True),
+    "cohere, normed": _with("cohere", use_qk_norm=True, logit_scale=0.7, tie_word_embeddings=True),
     "cohere, biased and untied": _with("cohere", logit_scale=2.0, attention_bias=True, num_key_value_heads=4),
     "nemotron": _with("nemotron", rope_parameters=PARTIAL),
     "nemotron, biased": _with(

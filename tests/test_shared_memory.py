@@ -16,6 +16,7 @@ from torch import Tensor
 
 from offload.errors import RankFailed
 from offload.kernels.cpu import kernels
+from offload.model.sums import Due
 from offload.ranks import shared
 from offload.ranks.shared import SLOT_BYTES, SharedMemory
 from offload.ranks.sums import Sums
@@ -180,7 +181,7 @@ def test_sums_over_it_need_no_group_of_processes(monkeypatch: pytest.MonkeyPatch
     others = seen_by(file, 1, 2)
     sums = Sums(0, 2, cpu, check=nothing, go=nothing, memory=file)
     sums.connect(lambda: pytest.fail("no store is wanted"))
-    with ThreadPoolExecutor(1) as pool, sums.due([(1, 4)], torch.ones(1)):
+    with ThreadPoolExecutor(1) as pool, sums.due([Due(1, 4)], torch.ones(1)):
         pool.submit(others.total, torch.ones(1, 4))
         assert sums.total(torch.ones(1, 4)).tolist() == [[2.0] * 4]
     assert sums.seconds > 0

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from offload.errors import RankFailed, UsageError
+from offload.model.sums import Due
 from offload.ranks.sums import Sums
 
 GPU = torch.device("cuda:0")
@@ -77,7 +78,7 @@ def test_on_a_gpu_a_sum_is_gathered_there_and_nothing_waits(
     with FakeTensorMode():
         sums = on_gpu(size)
         part = torch.empty(16, 5120, dtype=torch.bfloat16, device=GPU)
-        with sums.due([(16, 5120)] * 80, part):
+        with sums.due([Due(16, 5120)] * 80, part):
             totals = [sums.total(part) for _ in range(80)]
         assert {(total.device, total.dtype, tuple(total.shape)) for total in totals} == {
             (GPU, torch.bfloat16, (16, 5120))
@@ -186,7 +187,7 @@ def on_processor(check: Callable[[], None] = nothing, go: Callable[[], None] = n
     return Sums(0, 3, torch.device("cpu"), check=check, go=go)
 
 
-DUE = [(2, 4), (2, 4), (1, 4)]
+DUE = [Due(2, 4), Due(2, 4), Due(1, 4, torch.float32)]
 PART = torch.ones(2, 4, dtype=torch.bfloat16)
 
 
@@ -203,7 +204,7 @@ def test_whoever_breaks_off_takes_part_in_the_sums_that_are_left(monkeypatch: py
     assert [(tuple(part.shape), part.any().item()) for part in others.gathered] == [
         ((2, 4), True), ((2, 4), False), ((1, 4), False),
     ]  # fmt: skip
-    assert {part.dtype for part in others.gathered} == {PART.dtype}
+    assert [part.dtype for part in others.gathered] == [PART.dtype, PART.dtype, torch.float32]
     with sums.due(DUE[:1], PART):  # and is in step
         sums.total(PART)
 
@@ -275,6 +276,6 @@ def test_parts_are_added_in_fp32_in_the_order_of_the_ranks(monkeypatch: pytest.M
 
     Three(monkeypatch)
     sums = on_processor()
-    with sums.due([(1, 1)], PART):
+    with sums.due([Due(1, 1)], PART):
         # In bf16 256 + 1 is 256, however often 1 is added.
         assert sums.total(torch.zeros(1, 1, dtype=torch.bfloat16)).item() == 258.0

@@ -39,8 +39,8 @@ class Norm:
 @dataclass(frozen=True)
 class Attention:
     """Of one layer. bias, out_bias: of q, k and v, and of the output. qk_norm: of queries and keys before they are
-    rotated, of each head by itself or, if `norms_whole`, of all heads together; if `weighs_rotated`, its weight
-    multiplies them after that.
+    rotated, of each head by itself or, if `norms_whole`, of all heads together; if `weighs_heads`, each head by itself
+    has a weight of its own; if `weighs_rotated`, the weight multiplies them after that.
 
     rope: None, queries and keys know no positions. scale: on products of queries and keys, None: head_dim^-0.5. window:
     tokens that a row sees, itself and the last ones before it; None: all. A layer without one is called growing. cap:
@@ -56,6 +56,7 @@ class Attention:
     out_bias: bool = False
     qk_norm: Norm | None = None
     norms_whole: bool = False
+    weighs_heads: bool = False
     weighs_rotated: bool = False
     scale: float | None = None
     window: int | None = None
@@ -69,6 +70,11 @@ class Attention:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def has_long_weights(self) -> bool:
+        """Whether norms of queries and keys have as many as all heads have numbers."""
+        return self.norms_whole or self.weighs_heads
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -219,7 +225,14 @@ class ModelConfig:
         plain = replace(
             Block(block.attention, block.feed_forward, before_attention=norm, before_feed_forward=norm),
             attention=replace(
-                block.attention, norms_whole=False, weighs_rotated=False, scale=None, window=None, cap=None
+                block.attention,
+                norms_whole=False,
+                weighs_heads=False,
+                weighs_rotated=False,
+                scale=None,
+                window=None,
+                cap=None,
+                gate=False,
             ),
             feed_forward=replace(block.feed_forward, activation="silu", gated=True),
         )
@@ -342,8 +355,8 @@ def layer_norms(config: ModelConfig) -> dict[str, tuple[int, Norm]]:
     block, attention = config.block, config.block.attention
     sizes = {
         **{name: (config.hidden_size, getattr(block, name)) for name in BLOCK_NORMS},
-        "q_norm": (attention.q_size if attention.norms_whole else attention.head_dim, attention.qk_norm),
-        "k_norm": (attention.kv_size if attention.norms_whole else attention.head_dim, attention.qk_norm),
+        "q_norm": (attention.q_size if attention.has_long_weights else attention.head_dim, attention.qk_norm),
+        "k_norm": (attention.kv_size if attention.has_long_weights else attention.head_dim, attention.qk_norm),
     }
     vectors: dict[str, tuple[int, Norm]] = {}
     for name, (size, norm) in sizes.items():

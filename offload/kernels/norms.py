@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,22 @@ class NormWeights:
         if self.norm.centred:
             return layer_norm(rows, self.weight.shape, self.weight, self.bias, self.norm.eps).to(x.dtype)
         return rms_norm(rows, self.weight.shape, self.weight, self.norm.eps).to(x.dtype)
+
+
+def normed_heads(x: Tensor, norm: NormWeights | None, size: int) -> Tensor:
+    """x [T, H * D] -> the same, normed by parts of `size` numbers, 0: whole. Where the weight is longer, each part has
+    its own."""
+    if norm is None or size in (0, len(norm.weight)):
+        return x if norm is None else norm(x.unflatten(1, (-1, len(norm.weight)))).flatten(1)
+    assert norm.bias is None
+    plain = replace(norm, weight=torch.ones(size, dtype=torch.float32, device=x.device))
+    return plain(x.float().unflatten(1, (-1, size))).flatten(1).mul_(norm.weight).to(x.dtype)
+
+
+def norm_over(x: Tensor, norm: NormWeights, squares: Tensor, count: int) -> Tensor:
+    """RMS norm of the part x [T, n] of rows of `count` numbers, whose squares' sums are `squares` [T, 1] fp32."""
+    rows = x.float() * (squares / count + norm.norm.eps).rsqrt()
+    return rows.to(norm.weight.dtype).mul_(norm.weight).to(x.dtype)
 
 
 def dtype_of(norm: Norm, dtype: torch.dtype) -> torch.dtype:

@@ -17,11 +17,11 @@ from torch.nn.functional import gelu, relu, rms_norm, silu
 from offload.config.model import Block, ModelConfig
 from offload.kernels.cpu import FEW_ROWS, CpuKernels
 from offload.kernels.device import NONE, NoKernels
-from offload.kernels.norms import NormWeights, add_normed
+from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.kv import Cache
-from offload.model.few_rows import FewRows
+from offload.model.few_rows import FewRows, normed_over_ranks, norms_over_ranks
 from offload.model.shared_blocks import SharedBlocks
-from offload.model.sums import OneRank, Sums
+from offload.model.sums import Due, OneRank, Sums
 from offload.transfer.hidden_rows import HiddenRows
 from offload.weights.layers import ResidentLayers, Weights
 from offload.weights.layout import LayerWeights
@@ -174,8 +174,10 @@ class Decoder:
 
     def _due(self, x: Tensor, num_layers: int) -> AbstractContextManager[None]:
         """The sums over the ranks in so many layers, of all rows: after the attention and after the feed-forward
-        network."""
-        return self._sums.due([(x.shape[0], x.shape[1])] * (2 * num_layers), x)
+        network, and before both where heads are normed together."""
+        rows, hidden = x.shape
+        squares = [Due(rows, 2, torch.float32)] if norms_over_ranks(self.config, self._sums) else []
+        return self._sums.due([*squares, Due(rows, hidden), Due(rows, hidden)] * num_layers, x)
 
     def _layer(
         self,
@@ -219,7 +221,11 @@ class Decoder:
         """[T, (H + 2 H_kv) * D] -> q [T, H, D], k and v [T, H_kv, D], normed where the model does that."""
         attention = self.config.block.attention
         q, k, v = qkv.split((attention.q_size, attention.kv_size, attention.kv_size), 1)
-        q, k = _by_heads(q, weights.q_norm), _by_heads(k, weights.k_norm)
+        if norms_over_ranks(self.config, self._sums):
+            q, k = normed_over_ranks(q, k, weights, self._sums)
+        else:
+            size = 0 if attention.norms_whole else attention.head_dim
+            q, k = normed_heads(q, weights.q_norm, size), normed_heads(k, weights.k_norm, size)
         q, k, v = (rows.unflatten(1, (-1, attention.head_dim)) for rows in (q, k, v))
         return q, k, v
 
@@ -234,11 +240,6 @@ class Decoder:
 
 def _normed(x: Tensor, norm: NormWeights | None) -> Tensor:
     return x if norm is None else norm(x)
-
-
-def _by_heads(x: Tensor, norm: NormWeights | None) -> Tensor:
-    """x [T, H * D] -> the same, each head normed. A head is as many numbers as the weight has."""
-    return x if norm is None else norm(x.unflatten(1, (-1, len(norm.weight)))).flatten(1)
 
 
 def _activated(x: Tensor, block: Block) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offload.config.model import Activation, ModelConfig
-from offload.kernels.norms import NormWeights, add_normed
+from offload.kernels.norms import NormWeights, add_normed, norm_over, normed_heads
 from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
 from offload.model.sums import OneRank, Sums
 from offload.native.interface import Library
@@ -42,9 +42,15 @@ class FewRows:
         before, after = self._steps(weights)
         before.run(num_rows)
         rows, heads, gate = self._heads(num_rows)
-        for part, norm in zip(rows, (weights.q_norm, weights.k_norm), strict=False):
-            if norm is not None:
-                norm_heads(self._kernels, part, norm)
+        if norms_over_ranks(self._config, self._sums):
+            for part, normed in zip(rows, normed_over_ranks(rows[0], rows[1], weights, self._sums), strict=False):
+                part.copy_(normed)
+        else:
+            for part, norm in zip(rows, (weights.q_norm, weights.k_norm), strict=False):
+                if norm is not None and self._attention.weighs_heads:
+                    part.copy_(normed_heads(part, norm, self._attention.head_dim))
+                elif norm is not None:
+                    norm_heads(self._kernels, part, norm)
         attended = attend(layer, *heads)
         after[0].read(attended if gate is None else attended * gate.sigmoid())
         for steps, after_norm in zip(after, (weights.after_attention, weights.after_feed_forward), strict=False):
@@ -109,6 +115,23 @@ class FewRows:
             heads = [part.unflatten(1, (-1, attention.head_dim)) for part in (q, k, v)]
             self._views[num_rows] = (q, k, v), heads, gate[0] if gate else None
         return self._views[num_rows]
+
+
+def norms_over_ranks(config: ModelConfig, sums: Sums) -> bool:
+    """Whether queries and keys are normed over heads that other ranks have."""
+    return config.block.attention.norms_whole and sums.size > 1
+
+
+def normed_over_ranks(q: Tensor, k: Tensor, weights: LayerWeights, sums: Sums) -> tuple[Tensor, Tensor]:
+    """q [T, H * D] and k [T, H_kv * D] of this rank's heads -> the same, normed over all ranks' heads. Where ranks have
+    the same KV heads, all are had by as many."""
+    assert weights.q_norm is not None
+    assert weights.k_norm is not None
+    squares = sums.total(torch.stack([part.float().square().sum(1) for part in (q, k)], 1))
+    return (
+        norm_over(q, weights.q_norm, squares[:, :1], sums.size * q.shape[1]),
+        norm_over(k, weights.k_norm, squares[:, 1:], sums.size * k.shape[1]),
+    )
 
 
 def _step(

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
-class Sums(Protocol):
-    """Sums over the ranks that share a model."""
+class Due(NamedTuple):
+    """A sum to come, of [rows, width]. dtype: None, that of the rows that a pass works on."""
 
-    def due(self, shapes: Sequence[tuple[int, int]], like: Tensor) -> AbstractContextManager[None]:
-        """In the body, sums of these shapes are made on every rank, of tensors of the dtype and device of `like`."""
+    rows: int
+    width: int
+    dtype: torch.dtype | None = None
+
+
+class Sums(Protocol):
+    """Sums over the ranks that share a model. size: how many they are."""
+
+    @property
+    def size(self) -> int: ...
+
+    def due(self, sums: Sequence[Due], like: Tensor) -> AbstractContextManager[None]:
+        """In the body, these sums are made on every rank, of tensors on the device of `like` and of its dtype, or
+        theirs."""
         ...
 
     def total(self, part: Tensor) -> Tensor:
@@ -24,7 +37,9 @@ class Sums(Protocol):
 class OneRank:
     """The sums of a model that one rank has to itself."""
 
-    def due(self, shapes: Sequence[tuple[int, int]], like: Tensor) -> AbstractContextManager[None]:
+    size = 1
+
+    def due(self, sums: Sequence[Due], like: Tensor) -> AbstractContextManager[None]:
         return nullcontext()
 
     def total(self, part: Tensor) -> Tensor:

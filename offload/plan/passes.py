@@ -186,13 +186,15 @@ class DevicePasses(ABC):
         """Rows that are computed for so many."""
 
     def sums(self, rows: int, blocks: int = 1) -> float:
-        """Seconds of the sums over the ranks in a pass: two a layer and block, of its part of [rows, hidden]."""
+        """Seconds of the sums over the ranks in a pass: two a layer and block, of its part of [rows, hidden], and a
+        small one where heads are normed together."""
         sizing = self.passes.sizing
         hardware, target = sizing.hardware, sizing.target
         sums = NETWORK if hardware.num_hosts > 1 else self.rank_sums
         row_bytes = target.hidden_size * sizing.itemsize
+        number = 2 + target.block.attention.norms_whole
         return sums.total(
-            2 * target.num_layers * blocks, 2 * target.num_layers * rows * row_bytes, hardware.num_devices - 1
+            number * target.num_layers * blocks, 2 * target.num_layers * rows * row_bytes, hardware.num_devices - 1
         )
 
     def full_sums(self, rows: int) -> float:

@@ -54,11 +54,6 @@ ALONE = Shard()
 
 def check_divides(config: ModelConfig, num_ranks: int) -> None:
     """Raises UsageError, with the numbers that would do, unless `num_ranks` ranks can share a model."""
-    if num_ranks > 1 and config.block.attention.norms_whole:
-        raise UsageError(
-            f"gpus is {num_ranks}, and {config.family} norms its queries over all heads, which ranks would have to "
-            "share in every layer; --gpus 1"
-        )
     if not _divides(config, num_ranks):
         usable = [number for number in range(1, MAX_RANKS + 1) if _divides(config, number)]
         raise UsageError(

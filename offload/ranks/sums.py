@@ -23,6 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from offload.errors import RankFailed, UsageError
 from offload.kernels.cpu import CpuKernels, kernels
+from offload.model.sums import Due
 from offload.ranks.shared import SharedMemory
 
 UNINTERRUPTED = True  # all ranks take part in a sum, or none
@@ -54,7 +55,7 @@ class Sums:
     ) -> None:
         self.rank, self.size, self._device, self._check, self._go = rank, size, device, check, go
         self._shared = None if memory is None else _shared(memory, rank, size, device, check)
-        self._due: deque[tuple[int, int]] = deque()
+        self._due: deque[Due] = deque()
         self._running: dist.Work | None = None
         self._template: Tensor | None = None
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -95,15 +96,15 @@ class Sums:
         self._connected = True
 
     @contextmanager
-    def due(self, shapes: Sequence[tuple[int, int]], like: Tensor) -> Iterator[None]:
-        """In the body, sums of these shapes are due, of tensors of the dtype and device of `like`.
+    def due(self, sums: Sequence[Due], like: Tensor) -> Iterator[None]:
+        """In the body, these sums are due, see `model.sums`.
 
         If the body raises, this rank takes part in those that are left, with zeros: the others wait for it. What comes
         out of their forward is then dropped.
         """
         if self._out_of_step:
             raise RankFailed("a forward was broken off before all ranks had ended it; start again")
-        self._due, self._template = deque(shapes), like
+        self._due, self._template = deque(sums), like
         self._go()
         try:
             yield
@@ -117,9 +118,9 @@ class Sums:
 
     def total(self, part: Tensor) -> Tensor:
         """part [n, hidden] of this rank -> the sum over all ranks, the same bits on each. `part` may be used for it."""
-        shape = self._due.popleft()
-        if part.shape != shape:
-            raise RuntimeError(f"a sum of {tuple(part.shape)} where {shape} is due")
+        due = self._due.popleft()
+        if part.shape != due[:2]:
+            raise RuntimeError(f"a sum of {tuple(part.shape)} where {due[:2]} is due")
         if self._shared is not None:
             began = time.perf_counter()
             total = self._shared.total(part.contiguous())
@@ -211,7 +212,8 @@ class Sums:
         if self._running is not None:
             self._wait(self._running)
         while self._due:
-            self.total(self._template.new_zeros(self._due[0]))
+            due = self._due[0]
+            self.total(self._template.new_zeros(due[:2], dtype=due.dtype))
 
 
 def _shared(file: int, rank: int, size: int, device: torch.device, check: Callable[[], None]) -> SharedMemory | None:

@@ -30,6 +30,8 @@ def load_layer(
     order = head_order(whole.blocks[index].attention)
     for name, view in layout.views.items():
         target, row, parts = view.of(buffer), 0, sources(whole, shard, name)
+        if name in layout.norms and parts and parts[0].columns is not None:  # a row for each head
+            target = target.unflatten(0, (-1, len(parts[0].columns)))
         for source in parts:
             checkpoint.read_into(
                 f"{whole.names.body}layers.{index}.{source.name}",
@@ -43,8 +45,10 @@ def load_layer(
             target.fill_(1)
         elif norm is not None and norm.plus_one and not name.endswith(".bias"):
             target += 1
-        if order is not None and name.partition(".")[0] in ("qkv", "q_norm", "k_norm"):
+        if order is not None and name.partition(".")[0] == "qkv":
             _order_heads(target[: sum(len(part.rows) for part in parts[:2])], order)
+        elif order is not None and name in ("q_norm", "k_norm"):
+            _order_heads(target.flatten(), order)
 
 
 def _order_heads(rows: Tensor, order: Tensor) -> None:

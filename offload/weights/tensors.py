@@ -40,8 +40,13 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
     norms = layer_norms(whole)
     if norms[operator][1].weightless:
         return []
-    rows = hidden if operator in BLOCK_NORMS else _normed(whole, shard, operator)
-    return [Source(f"{getattr(names, operator)}.{kind or 'weight'}", rows)]
+    name = f"{getattr(names, operator)}.{kind or 'weight'}"
+    if operator in BLOCK_NORMS:
+        return [Source(name, hidden)]
+    if whole.block.attention.weighs_heads:
+        heads = shard.heads(whole) if operator == "q_norm" else shard.kv_heads(whole)
+        return [Source(name, heads, range(whole.head_dim))]
+    return [Source(name, _normed(whole, shard, operator))]
 
 
 def _normed(whole: ModelConfig, shard: Shard, norm: str) -> range:

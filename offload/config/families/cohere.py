@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from offload.config.families.common import Defaults, Family, biases, decoder
+from offload.config.families.common import Defaults, Family, biases, decoder, epsilon
 from offload.config.families.windows import without_windows
 from offload.config.fields import Fields
 from offload.config.model import ModelConfig, Norm
@@ -25,16 +25,17 @@ def described(source: Fields, family: str, *, without_positions: Sequence[int] =
         tied=True,
         rope=RopeDefaults(theta=500000.0, neighbours=True),
     )
+    norm, has_norms = Norm(epsilon(source, defaults), centred=True), source.flag("use_qk_norm", False)
     return decoder(
         source,
         family,
         defaults,
         norm=partial(Norm, centred=True),
-        attention=biases(source),
+        attention=biases(source) | ({"qk_norm": norm, "weighs_heads": True} if has_norms else {}),
         block={"before_feed_forward": None, "side_by_side": True},
         logits_scale=source.number("logit_scale", default=0.0625),
         without_positions=without_positions,
     )
 
 
-FAMILIES = (Family("cohere", "Command R", describe, frozenset(("logit_scale",)), "q/k norms (Command R+)"),)
+FAMILIES = (Family("cohere", "Command R and R+", describe, frozenset(("logit_scale", "use_qk_norm"))),)

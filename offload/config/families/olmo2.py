@@ -25,4 +25,4 @@ def described(source: Fields, family: str, defaults: Defaults) -> ModelConfig:
     )
 
 
-FAMILIES = (Family("olmo2", "OLMo 2", describe, refuses="several ranks"),)
+FAMILIES = (Family("olmo2", "OLMo 2", describe),)

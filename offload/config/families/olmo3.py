@@ -22,4 +22,4 @@ def describe(source: Fields) -> ModelConfig:
     return with_windows(source, config, window, layers, rope=rope)
 
 
-FAMILIES = (Family("olmo3", "OLMo 3", describe, refuses="several ranks"),)
+FAMILIES = (Family("olmo3", "OLMo 3", describe),)

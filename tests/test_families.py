@@ -369,11 +369,7 @@ def _larger(tiny: Tiny) -> dict[str, object]:
     return grown
 
 
-ENGINES = {
-    name: _larger(tiny)
-    for name, tiny in TINY.items()
-    if name == tiny.family or tiny.wrapped or name in OTHERS
-}
+ENGINES = {name: _larger(tiny) for name, tiny in TINY.items() if name == tiny.family or tiny.wrapped or name in OTHERS}
 DRAFTED = Sizes(
     gamma=6, draft_gamma=3, budget=64, chunk=16, window=32, equal_rows=tuple(range(1, 17)), page=32, capacity=600
 )

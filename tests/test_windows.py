@@ -540,6 +540,41 @@ def test_a_save_writes_the_page_that_has_grown_and_says_how_many_bytes(folder: P
                 assert torch.equal(ours[:, :, :used], theirs[:, :, :used])
 
 
+def test_a_save_without_a_change_writes_no_page(folder: Path, tmp_path: Path) -> None:
+    """Also where every layer has a window."""
+    larger = {"vocab_size": 264, "max_position_embeddings": 1024}
+    everywhere = save_tiny("mistral, a window", tmp_path / "model", tokenizer=True, **larger)
+    for number, model in enumerate((folder, everywhere)):
+        path = tmp_path / f"session{number}"
+        with engine(model) as made, Store.open(path, identity_of(model, made.plan)) as store:
+            say(made, PROMPT)
+            made.save(store, {"said": 1})
+            before = {each.name: each.stat().st_mtime_ns for each in path.glob("*-*")}
+            num_tokens = len(made.prefix.tokens)
+            assert store.bytes_to_write(num_tokens, num_tokens, made.worker.windows) == 0
+            made.save(store, {"said": 2})
+            assert {each.name: each.stat().st_mtime_ns for each in path.glob("*-*")} == before
+            assert store.extra == {"said": 2}
+
+
+def test_what_would_be_cut_off_again_is_not_loaded(folder: Path, tmp_path: Path) -> None:
+    """A prompt within what is kept, whose last rows are left to the first pass, may see a page more."""
+    with engine(folder) as made, Store.open(tmp_path / "session", identity_of(folder, made.plan)) as store:
+        say(made, PROMPT)
+        made.save(store, {})
+        first = store._manifest.first_window_page * 32  # type: ignore[union-attr]
+        prompts = [PROMPT[:count] for count in range(first, first + 40)]
+    found = []
+    for prompt in prompts:
+        with engine(folder) as later, Store.open(tmp_path / "session", identity_of(folder, later.plan)) as store:
+            restored = later.restore(store, prompt)
+            later.prefix.begin(prompt, reuse=True)
+            assert (len(later.prefix.tokens) > 0) == (restored > 0)
+            found.append(restored > 0)
+    assert found == sorted(found)
+    assert set(found) == {False, True}
+
+
 def test_a_damaged_page_of_windows_is_refused(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "session"
     with engine(folder) as made, Store.open(path, identity_of(folder, made.plan)) as store:

@@ -113,7 +113,9 @@ class PrefixCache:
         worker = self._worker
         self._settle()
         common = min(num_common(store.tokens, tokens), worker.plan.request.capacity)
-        common = store.num_loadable(common, worker.window_rows)
+        used = min(common, max(len(tokens) - worker.plan.placement.rows, 0))  # by a request of these tokens
+        if any(store.num_loadable(count, worker.window_rows) < count for count in (common, used)):
+            return 0
         if common <= num_common(self.tokens, tokens):
             return common
         self.truncate(0)

@@ -142,7 +142,7 @@ class Store:
     def bytes_to_write(self, num_tokens: int, unchanged: int, windows: WindowRows | None = None) -> int:
         """The most bytes of pages that `save` would write for these arguments: pages that can be packed take less."""
         kept = self._num_kept(num_tokens, unchanged)
-        new = (self._format.count(num_tokens) - kept) * self._format.nbytes
+        new = max(self._format.count(num_tokens) - kept, 0) * self._format.nbytes
         if windows is None:
             return new
         num_windows = self._window_format.count(num_tokens) - windows.first_page
@@ -213,9 +213,8 @@ class Store:
 
     def _num_kept(self, num_tokens: int, unchanged: int) -> int:
         """Number of first pages that need not be written. The partly used last page counts only if nothing is added."""
-        if unchanged == num_tokens == len(self.tokens):
-            return self._format.count(num_tokens)
-        return unchanged // self._format.page_tokens
+        page = self._format.page_tokens
+        return -(-num_tokens // page) if unchanged == num_tokens == len(self.tokens) else unchanged // page
 
     def _kept_windows(self, num_kept: int, windows: WindowRows) -> dict[int, Page]:
         """The same of pages of layers with a window. num_kept: pages that stay as they are."""

@@ -113,7 +113,7 @@ class Chat:
         """The session's conversation, or a new one."""
         from triforce_cli.chat.conversation import Conversation
 
-        if store is None or not store.tokens:
+        if store is None or not store.extra:
             return Conversation(date=time.strftime("%d %b %Y")).with_system(self.system)
         if store.extra.get("kind") != "chat":
             raise UsageError(f"{self.session} was kept by generate, not by a chat; name another session")

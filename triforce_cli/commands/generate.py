@@ -205,7 +205,7 @@ class Generate:
         if self.session is None:
             return None
         store = stack.enter_context(open_session(prepared, plan, self.session, read_only=self.read_only))
-        if store.tokens and not self.read_only and store.extra.get("kind") != "text":
+        if store.extra and not self.read_only and store.extra.get("kind") != "text":
             raise UsageError(f"{self.session} is kept by a chat; name another session, or add --read-only")
         return store
 
@@ -213,19 +213,24 @@ class Generate:
     def _kept(self, store: Store, engine: Engine, tokens: Sequence[int], output: Output) -> Iterator[None]:
         """Restore the session's rows for this prompt. At the end, also after an interrupt, save the rows if there are
         more of them."""
-        common = engine.restore(store, tokens, on_progress=output.progress)
-        replaced = len(store.tokens) - common
+        from offload.engine.prefix import num_common
+
+        common, began = engine.restore(store, tokens, on_progress=output.progress), num_common(store.tokens, tokens)
+        replaced = len(store.tokens) - began
         try:
             yield
         finally:
             output.end_shown_line()
             if not self.read_only and engine.num_cached > common:
                 engine.save(store, {"kind": "text"}, on_progress=output.progress)
-                if replaced > common:
+                if replaced > began:
                     output.note(
                         f"session: {replaced:,} tokens of what was kept did not begin this prompt and are replaced"
                     )
-            output.note(f"session: {common:,} of {len(tokens):,} prompt tokens were there")
+            lost = f"; {began:,} begin what was kept, and windows have lost some that they need"
+            output.note(
+                f"session: {common:,} of {len(tokens):,} prompt tokens were there{lost if common < began else ''}"
+            )
 
     def _file(self, output: Output) -> AbstractContextManager[object]:
         if self.file is None:

@@ -146,13 +146,13 @@ def _residency(planned: Planned) -> dict[str, str]:
     """The shares of weights and cache that are on the device; the rest is streamed."""
     plan, target = planned.plan, planned.request.target
     tiles = len(target.growing) * -(-plan.request.capacity // plan.placement.tile_tokens)
-    here = min(plan.placement.resident_tiles, tiles)
+    here, window = min(plan.placement.resident_tiles, tiles), min(target.window, plan.request.capacity)
     arena = "prefill, then retrieved chunks" if plan.composition.budget else "prefill"
     return {
         "arena": arena,
         "hidden rows": f"blocks of {plan.placement.prefill_block} rows in a prefill",
         "target layers": f"{plan.placement.resident_layers} of {target.num_layers} layers",
-        "window cache": f"{len(target.windowed)} layers' last {target.window:,} tokens and more",
+        "window cache": f"{len(target.windowed)} layers' last {window:,} tokens and more",
         "kv cache": f"{here} of {tiles} tiles of {plan.placement.tile_tokens:,} tokens",
     }
 

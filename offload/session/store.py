@@ -128,9 +128,10 @@ class Store:
         for number in range(self._format.count(num_tokens)):
             self._read(rows, number, pages[number], self._format, on_bytes)
         if windows is not None and self._manifest is not None:
+            saved = self._manifest.windows_by_number
             first = max(windows.first_kept(num_tokens), self._manifest.first_window_page)
             for number in range(first, self._window_format.count(num_tokens)):
-                self._read(windows, number, self._manifest.windows_by_number[number], self._window_format, on_bytes)
+                self._read(windows, number, saved[number], self._window_format, on_bytes)
             windows.restored(num_tokens)
         rows.restored(num_tokens)
 

@@ -21,6 +21,7 @@ import gc
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -56,6 +57,8 @@ TINY = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "n
         "head_dim": 64, "intermediate_size": 640}  # fmt: skip
 TRAINED_POSITIONS = 32768
 BITS_TOKENS = 4000
+MODES = ("bits", "triforce", "plain", "transformers")
+TEST_SECONDS = 150
 STREAMING_SHARE = 0.8  # of the cap, so that more is streamed
 
 Row = dict[str, Any]
@@ -87,12 +90,16 @@ class Case:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         with Engine.load(plan, self.model, self.draft, load_tokenizer(self.model, self.draft)) as engine:
-            steps = engine.generate(GenerationRequest(self.prompt, sampling, max_tokens=self.max_tokens))
-            tokens = [token for step in steps for token in step.tokens]
+            tokens, steps, began = list[int](), list[tuple[int, float]](), time.perf_counter()
+            for step in engine.generate(GenerationRequest(self.prompt, sampling, max_tokens=self.max_tokens)):
+                tokens += step.tokens
+                steps.append((len(step.tokens), round(1000 * (time.perf_counter() - began), 2)))
+                began = time.perf_counter()
             stats, ledger = engine.stats, engine.worker.memory.allocated()
         target = stats.levels[0]
         return tokens, {
             "stats": stats.as_dict(),
+            "steps": steps,  # tokens and milliseconds of each, the first with the prefill
             "plan": plan.as_dict(),
             "ledger": ledger,
             "peak_device_bytes": torch.cuda.max_memory_allocated() if cuda else None,
@@ -207,15 +214,17 @@ def table_row(row: Row) -> list[str]:
 def wanted(args: argparse.Namespace) -> Iterator[Row]:
     """What names a measurement, the smallest prompts first, and what is ours before what is others'."""
     likes, lengths = args.like.split(","), sorted(int(length) for length in args.lengths.split(","))
-    for dtype in ("bf16", "fp16") if args.device != "cpu" else ("bf16",):
-        named = {"model": likes[0], "length": min(lengths[0], BITS_TOKENS), "placement": dtype}
-        yield named | {"mode": "bits"}
+    modes = args.modes.split(",")
+    if "bits" in modes:
+        for dtype in ("bf16", "fp16") if args.device != "cpu" else ("bf16",):
+            named = {"model": likes[0], "length": min(lengths[0], BITS_TOKENS), "placement": dtype}
+            yield named | {"mode": "bits"}
     for mode_of in (("triforce", "plain"), ("transformers",)):
         for length in lengths:
             for like in likes:
-                placements = ("offloaded cache",) if mode_of == ("transformers",) else ("capped", "on chip")
+                placements = ["offloaded cache"] if mode_of == ("transformers",) else args.placements.split(",")
                 for placement in placements:
-                    for mode in mode_of:
+                    for mode in filter(modes.__contains__, mode_of):
                         yield {"model": like, "length": length, "placement": placement, "mode": mode}
 
 
@@ -269,9 +278,15 @@ class Results:
 
 def cuda_tests() -> Row:
     """Exit code and output of tests/test_cuda.py."""
-    ran = subprocess.run([sys.executable, ROOT / "tests/test_cuda.py"], capture_output=True, text=True, timeout=150)
-    say(ran.stdout)
-    return {"exit_code": ran.returncode, "output": (ran.stdout + ran.stderr)[-8000:]}
+    with subprocess.Popen(
+        [sys.executable, ROOT / "tests/test_cuda.py"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as running:
+        killed = threading.Timer(TEST_SECONDS, running.kill)  # what it said until then counts
+        killed.start()
+        output, _ = running.communicate()
+        killed.cancel()
+    say(output)
+    return {"exit_code": running.returncode, "output": output[-8000:]}
 
 
 def measured_rates(device: str) -> Row:
@@ -302,9 +317,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--like", default="llama2-7b,llama-3.1-8b")
     parser.add_argument("--lengths", default="4000,32000,120000")
+    parser.add_argument("--modes", default=",".join(MODES), help="of %(default)s")
+    parser.add_argument("--placements", default="capped,on chip", help="of %(default)s")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--device-memory", type=float, default=24.0, help="10^9 bytes")
     parser.add_argument("--out", type=Path, required=True, help="JSON file, perhaps of an earlier run")
+    parser.add_argument("--no-tests", action="store_true", help="neither the CUDA tests nor the checks")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--work", type=Path, default=Path("wide-models"), help="where the widened models are written")
     args = parser.parse_args()
@@ -312,8 +330,9 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     title = f"{args.device}, capped to {args.device_memory:g} GB"
     results = Results(args.out, about(title, 0))
-    results.step("tests", cuda_tests)
-    results.step("checks", partial(checked, args.device))
+    if not args.no_tests:
+        results.step("tests", cuda_tests)
+        results.step("checks", partial(checked, args.device))
     rates = Rates(**results.step("rates", partial(measured_rates, args.device)))
     save_rates(machine_name(), {rates_key(args.device): rates})  # plans go by them
     for named in wanted(args):

@@ -40,6 +40,7 @@ class LevelStats:
     drafted: int = 0
     accepted: int = 0
     link_bytes: int = 0  # copied to the device during its passes
+    first_passes: int = 0  # that compiled kernels or recorded a graph on a GPU: `seconds` has what that took
     meanwhile_seconds: float = 0.0  # of other sequences' passes in the middle of these; no part of `seconds`
     drafted_by: dict[str, int] = field(default_factory=dict)  # drafted, by proposer
     accepted_by: dict[str, int] = field(default_factory=dict)

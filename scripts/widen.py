@@ -8,8 +8,11 @@ For benchmarks: weights and KV cache have the bytes of the imitated model, accep
 vocabulary stays, so the source's draft fits the result. From a source with hidden size h and heads of size d to hidden
 size H and heads of size D:
 
-* Hidden states, the MLP and values are padded with zeros. RMS norm then divides by H instead of h: eps becomes
-  eps h / H, norm weights are multiplied by sqrt(h / H).
+* Hidden states are padded with zeros. RMS norm then divides by H instead of h: eps becomes eps h / H, norm weights are
+  multiplied by sqrt(h / H).
+* Other padding repeats the source wherever zeros meet it, so that weights and KV cache compress like trained ones:
+  columns that meet hidden states' zeros; keys, where queries are zero; values and the MLP's inner rows, where o_proj's
+  and down_proj's columns are.
 * Scores are divided by sqrt(D) instead of sqrt(d): queries are multiplied by sqrt(D / d), keys stay as they are.
 * Rotary pair i stays pair i, (i, i + D/2) instead of (i, i + d/2), and theta becomes theta ** (D / d): the frequency
   theta ** (-2i / d) is the same, and so is everything that linear, YaRN and llama3 scaling derive from it or from i.
@@ -94,8 +97,10 @@ class Axes:
 
     vocabulary: Tensor
     hidden: Tensor
+    inputs: Tensor  # hidden, with repeats in place of NOTHING
     zeros: Tensor  # NOTHING in the size of hidden, for operators whose output is zero
     inner: Tensor
+    inner_rows: Tensor  # inner, with repeats
     query: Tensor
     key: Tensor
     value: Tensor
@@ -194,21 +199,28 @@ def axes_of(narrow: ModelConfig, wide: ModelConfig) -> Axes:
     heads, d, half = heads_of(narrow, wide), narrow.head_dim, narrow.head_dim // 2
     plain = padded(range(d), wide.head_dim)
     rotary = padded(range(half), wide.head_dim // 2) + padded(range(half, d), wide.head_dim // 2)
+    rotary_keys = repeated(range(half), wide.head_dim // 2) + repeated(range(half, d), wide.head_dim // 2)
     hidden = torch.tensor(padded(range(narrow.hidden_size), wide.hidden_size))
     return Axes(
         vocabulary=torch.arange(narrow.vocab_size),
         hidden=hidden,
+        inputs=torch.tensor(repeated(range(narrow.hidden_size), wide.hidden_size)),
         zeros=torch.full_like(hidden, NOTHING),
         inner=torch.tensor(padded(range(narrow.intermediate_size), wide.intermediate_size)),
+        inner_rows=torch.tensor(repeated(range(narrow.intermediate_size), wide.intermediate_size)),
         query=by_head(heads.query, rotary, d),
-        key=by_head(heads.kv, rotary, d),
-        value=by_head(heads.kv, plain, d),
+        key=by_head(heads.kv, rotary_keys, d),
+        value=by_head(heads.kv, repeated(range(d), wide.head_dim), d),
         used=by_head(heads.used, plain, d),
     )
 
 
 def padded(indices: Sequence[int], size: int) -> list[int]:
     return [*indices, *[NOTHING] * (size - len(indices))]
+
+
+def repeated(indices: Sequence[int], size: int) -> list[int]:
+    return [indices[place % len(indices)] for place in range(size)]
 
 
 def by_head(heads: Sequence[int], within: Sequence[int], head_dim: int) -> Tensor:
@@ -261,12 +273,12 @@ class Widening:
         return {
             "input_layernorm": ((axes.hidden,), self.norm_factor),
             "post_attention_layernorm": ((axes.hidden,), self.norm_factor),
-            "self_attn.q_proj": ((axes.query, axes.hidden), math.sqrt(self.wide.head_dim / self.narrow.head_dim)),
-            "self_attn.k_proj": ((axes.key, axes.hidden), 1.0),
-            "self_attn.v_proj": ((axes.value, axes.hidden), 1.0),
+            "self_attn.q_proj": ((axes.query, axes.inputs), math.sqrt(self.wide.head_dim / self.narrow.head_dim)),
+            "self_attn.k_proj": ((axes.key, axes.inputs), 1.0),
+            "self_attn.v_proj": ((axes.value, axes.inputs), 1.0),
             "self_attn.o_proj": ((out, axes.used), 1.0),
-            "mlp.gate_proj": ((axes.inner, axes.hidden), 1.0),
-            "mlp.up_proj": ((axes.inner, axes.hidden), 1.0),
+            "mlp.gate_proj": ((axes.inner_rows, axes.inputs), 1.0),
+            "mlp.up_proj": ((axes.inner_rows, axes.inputs), 1.0),
             "mlp.down_proj": ((out, axes.inner), 1.0),
         }
 

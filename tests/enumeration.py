@@ -398,7 +398,7 @@ def build(
     def speculator(over: TableLevel, gamma: int, proposers: Sequence[Any], seconds: float, prepare: Any = None) -> Any:
         return spec.Speculator(
             over, proposers, lengths=lengths(gamma, proposers), warp=warp, random=rng,
-            charge=lambda num_rows, _: seconds, prepare=prepare,
+            charge=lambda num_rows, _, is_first: seconds, prepare=prepare,
         )  # fmt: skip
 
     def prepare(num_rows: int, wanted: bool) -> float | None:
@@ -409,7 +409,7 @@ def build(
     retrieval = None if case.retrieval is None else level(case.retrieval)
     below: list[Any] = [NgramProposer(case.vocabulary)] if case.ngram else []
     if case.draft is not None:
-        below = [spec.ModelProposer(level(case.draft), warp, rng, charge=lambda num_rows, _: drafting)]
+        below = [spec.ModelProposer(level(case.draft), warp, rng, charge=lambda num_rows, _, is_first: drafting)]
     if retrieval is not None:
         middle = speculator(retrieval, case.draft_gamma, [*lookups(), *below], drafting, prepare)
         below = [*(below if case.straight else []), middle]

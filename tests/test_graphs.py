@@ -59,7 +59,7 @@ def retrieval_passes(engine: Engine) -> list[Tensor]:
 
 
 def one_by_one(
-    graphs: Graphs, memory: object, kind: object, given: Sequence[Tensor], compute: Compute, **_: object
+    graphs: Graphs, memory: object, given: Sequence[Tensor], compute: Compute, **_: object
 ) -> Tensors:
     """In place of `Graphs.run`: with the same padding, since a CPU's sums may depend on the number of rows."""
     return compute(*given)
@@ -202,11 +202,11 @@ def test_a_gpu_that_records_nothing_is_an_error_with_a_remedy(
 
     monkeypatch.setattr(torch.cuda, "graph", fails)
     graphs, tokens = Graphs(), torch.zeros(2, device="cuda:0")
-    assert graphs.run(0, 2, [tokens], lambda rows: (rows + 1,))[0].tolist() == [1, 1]
+    assert graphs.run(0, [tokens], lambda rows: (rows + 1,))[0].tolist() == [1, 1]
     with pytest.raises(
         TriforceError, match=r"\(operation not permitted when stream is capturing\); TRIFORCE_GRAPHS=off"
     ):
-        graphs.run(0, 2, [tokens], lambda rows: (rows + 1,))
+        graphs.run(0, [tokens], lambda rows: (rows + 1,))
 
 
 @torch.inference_mode()
@@ -216,7 +216,7 @@ def test_graphs_are_recorded_anew_for_other_memory(gpu_on_paper: PaperGpu) -> No
     for memory in (0, 1):
         added = torch.full((2,), float(memory + 1), device="cuda:0")
         for _ in range(3):
-            [made] = graphs.run(memory, 2, [tokens], lambda rows, added=added: (rows + added,))
+            [made] = graphs.run(memory, [tokens], lambda rows, added=added: (rows + added,))
             assert made.tolist() == [memory + 1.0] * 2
     assert gpu_on_paper.launches["graph"] == 4
     assert gpu_on_paper.problems == []
@@ -234,9 +234,9 @@ def test_after_a_first_pass_that_was_broken_off_the_next_one_is_launched_one_by_
         raise error
 
     with pytest.raises(error):
-        graphs.run(0, 2, [tokens], broken_off)
+        graphs.run(0, [tokens], broken_off)
     for replays in (0, 1):
-        assert graphs.run(0, 2, [tokens], lambda rows: (rows + 1,))[0].tolist() == [1, 1]
+        assert graphs.run(0, [tokens], lambda rows: (rows + 1,))[0].tolist() == [1, 1]
         assert gpu_on_paper.launches["graph"] == replays
     assert gpu_on_paper.problems == []
 
@@ -248,7 +248,7 @@ def test_what_is_given_in_another_shape_is_another_graph(gpu_on_paper: PaperGpu)
     for _ in range(3):
         for rows in (1, 2):
             given = torch.ones(rows, 2, device="cuda:0")
-            [made] = graphs.run(0, 2, [tokens, given], lambda tokens, given: (tokens + given,))
+            [made] = graphs.run(0, [tokens, given], lambda tokens, given: (tokens + given,))
             assert made.tolist() == [[1.0, 1.0]] * rows
     assert gpu_on_paper.num_graphs == 2
 
@@ -304,7 +304,7 @@ def test_graphs_of_what_follows_a_pass_are_kept_for_one_such_thing(gpu_on_paper:
     graphs, tokens, given = Graphs(), torch.zeros(2, device="cuda:0"), torch.ones(1, device="cuda:0")
 
     def run(follows: object, factor: float) -> list[float]:
-        [made] = graphs.run(0, 2, [tokens, given], lambda rows, one: (rows + factor * one,), follows=follows)
+        [made] = graphs.run(0, [tokens, given], lambda rows, one: (rows + factor * one,), follows=follows)
         return made.tolist()
 
     for _ in range(3):
@@ -373,10 +373,10 @@ def test_texts_are_those_of_passes_and_draws_launched_one_by_one(
         ),
         pytest.param(
             Bug(
-                "a pass is taken for one with another number of padded rows",
+                "a graph gives the logits of the rows that it was recorded with",
                 "offload.model.level",
-                "(len(segment.tokens), count, num_logits), ",
-                "len(segment.tokens), ",
+                "self._decoder.logits(hidden.index_select(0, wanted))",
+                "self._decoder.logits(hidden[count - num_logits : count])",
             ),
             marks=pytest.mark.deep,
         ),

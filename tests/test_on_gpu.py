@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -10,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offload.decode.on_gpu import Beforehand, Draw, Judge, judged, seen, stacked
+from offload.decode.on_gpu import Beforehand, Draw, Judge, judged, seen, to_judge
 from offload.decode.proposal import Proposal, grades_of
 from offload.decode.sampling import SamplingParams, SeededSource, Warping, warp
 from offload.decode.verify import residual, verify
 from offload.errors import ModelError
+from offload.kernels.rows import power_of_two
 
 CPU = torch.device("cpu")
 PARAMS = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(temperature=1.0, top_p=1.0, top_k=3)]
@@ -62,7 +65,8 @@ def logits(seed: int, rows: int, vocab_size: int) -> Tensor:
 def test_the_verdict_is_the_hosts(
     seed: int, n: int, vocab_size: int, params: SamplingParams, data: st.DataObject
 ) -> None:
-    """Bit for bit: the tokens, the chances and the grades; also of point masses, written out as rows or not."""
+    """Bit for bit: the tokens, the chances and the grades; also of point masses, written out as rows or not, and where
+    logits of rows that do not count follow."""
     ours, theirs = logits(seed, n + 1, vocab_size), logits(seed + 1, n, vocab_size)
     target, draft = warp(ours, params), warp(theirs, params)
     proposals = []
@@ -77,11 +81,12 @@ def test_the_verdict_is_the_hosts(
     assert verify(drafted, list(dense), target, Listed(uniforms)) == expected
     for i, token in enumerate(drafted):
         assert residual(target[i], rows[i], token).equal(residual(target[i], dense[i], token))
-    tokens = torch.tensor(drafted, dtype=torch.long)
-    for draft_probs in (stacked(proposals, tokens), dense):
-        random = Beforehand(Listed(uniforms), CPU)
-        probs, numbers = Judge(Warping(params))(ours, random.uniforms(n + 1), tokens, draft_probs)
-        assert probs.equal(target)
+    written_out = [replace(each, probs=row[None]) for each, row in zip(proposals, dense, strict=True)]
+    more = logits(seed + 2, power_of_two(n + 1) - n - 1, vocab_size)
+    for proposed, rows_after in product((proposals, written_out), (more, more[:0])):
+        given = to_judge(drafted, proposed, Beforehand(Listed(uniforms), CPU).uniforms(n + 1))
+        probs, numbers = Judge(Warping(params))(torch.cat([ours, rows_after]), *given)
+        assert probs[: n + 1].equal(target)
         assert judged(numbers, n) == (expected, grades_of(ours[:num_emitted], target[:num_emitted]))
 
 
@@ -112,7 +117,8 @@ def test_nothing_to_draw_from_is_an_error(value: float) -> None:
     _, _, drawn = Draw(themselves)(rows[:1], zeros[:1])
     with pytest.raises(ModelError, match="sum to"):
         seen([drawn])
-    _, numbers = Judge(themselves)(rows, zeros, torch.tensor([1]), torch.full((1, 4), 0.25))
+    proposal = Proposal([1], torch.full((1, 4), 0.25), [0], 0.0)
+    _, numbers = Judge(themselves)(rows, *to_judge([1], [proposal], zeros))
     with pytest.raises(ModelError, match="sum to"):
         judged(numbers, 1)
 

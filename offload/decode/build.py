@@ -13,7 +13,7 @@ from offload.decode.lookup import LookupProposer
 from offload.decode.on_gpu import Beforehand
 from offload.decode.proposal import Proposer
 from offload.decode.sampling import SamplingParams, SeededSource, Warping
-from offload.decode.speculation import Charge, Lengths, Level, ModelProposer, Speculator, measured
+from offload.decode.speculation import Charge, Lengths, Level, ModelProposer, Speculator
 from offload.plan.composition import LevelName
 from offload.plan.cost import DRAFT_ACCEPTANCE
 from offload.plan.planner import Plan
@@ -80,9 +80,9 @@ class _Costs:
         self._block = block if block and planned_block and not self._planned else planned_block
 
     def passes(self, name: LevelName) -> Charge:
-        """What a pass of a level is charged."""
+        """What a pass of a level is charged: by the clock, where that tells what the next one will take."""
         seconds = self._pass_seconds(name)
-        return (lambda num_rows, _: seconds.at(num_rows)) if self._planned else measured
+        return lambda num_rows, took, is_first: seconds.at(num_rows) if self._planned or is_first else took
 
     def prepare(self, prepare: Prepare) -> Callable[[int, bool], float | None]:
         """`prepare`, charged. Recording softmax masses, which it needs, makes the full pass before it longer."""

@@ -8,15 +8,17 @@ reference.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from offload.decode.proposal import Proposal, grade, sureness
 from offload.decode.sampling import SeededSource, Warp, check_mass
 from offload.decode.verify import Verdict
+from offload.kernels.rows import power_of_two
 from offload.transfer.memory import sent
 
 
@@ -60,48 +62,60 @@ class Judge:
 
     warp: Warp
 
-    def __call__(self, logits: Tensor, uniforms: Tensor, drafted: Tensor, draft_probs: Tensor) -> tuple[Tensor, ...]:
-        """n drafted tokens, int64 [n], from draft_probs, see `stacked`, logits [n + 1, V], uniforms [n + 1] -> (probs
-        [n + 1, V], numbers fp64 [4 + 3 n], which `judged` takes)."""
-        target_probs, n = self.warp(logits), len(drafted)
+    def __call__(self, logits: Tensor, uniforms: Tensor, counted: Tensor, draft_probs: Tensor) -> tuple[Tensor, ...]:
+        """logits [m, V] at m places, of which n + 1 count, and what `to_judge` gives, for as many places or more ->
+        (probs [m, V], numbers fp64 [2 + 3 m], which `judged` takes)."""
+        target_probs, places = self.warp(logits), len(logits)
+        n, drafted, draft_probs = counted[:1], counted[1:places], draft_probs[: places - 1]
         tokens = drafted.unsqueeze(-1)
-        ratios = target_probs[:n].gather(-1, tokens).double()
+        ratios = target_probs[:-1].gather(-1, tokens).double()
         if len(draft_probs):
             ratios = ratios / draft_probs.gather(-1, tokens).double()
-        accepted = (uniforms[:n] < ratios.squeeze(-1)).cumprod(0).sum(0, keepdim=True)
-        token, mass = _draw(_last_row(drafted, draft_probs, target_probs, accepted), uniforms[n:])
+        kept = (uniforms[: places - 1] < ratios.squeeze(-1)) & (torch.arange(places - 1, device=n.device) < n)
+        accepted = kept.cumprod(0).sum(0, keepdim=True)
+        last = _last_row(n, drafted, draft_probs, target_probs, accepted)
+        token, mass = _draw(last, uniforms.index_select(0, n))
         numbers = accepted, token, mass, ratios, sureness(logits, target_probs)
         return target_probs, torch.cat([each.double().flatten() for each in numbers])
 
 
-def stacked(proposals: Sequence[Proposal], tokens: Tensor) -> Tensor:
-    """What `Judge` is given of the distributions that `tokens` [n] of `proposals` were drawn from: no rows where all
-    are point masses, else [n, V], so that there are two graphs at most for each number of tokens."""
+def to_judge(drafted: Sequence[int], proposals: Sequence[Proposal], uniforms: Tensor) -> tuple[Tensor, ...]:
+    """What `Judge` is given besides logits, of n drafted tokens and n + 1 uniforms: (uniforms [m], n and the tokens
+    int64 [m], the distributions [m - 1, V] that these were drawn from, or no rows where all are point masses). m, a
+    power of two where it can be, and these two kinds make few graphs."""
+    more = power_of_two(len(uniforms)) - len(uniforms)
+    counted = sent(torch.tensor([len(drafted), *drafted, *[0] * more], dtype=torch.long), uniforms.device)
+    return pad(uniforms, (0, more)), counted, _stacked(proposals, counted[1:], more)
+
+
+def _stacked(proposals: Sequence[Proposal], tokens: Tensor, more: int) -> Tensor:
+    """tokens: of the proposals, and `more` that do not count."""
     like = next((each.probs for each in proposals if each.probs is not None), None)
     if like is None:
         return tokens.new_empty((0, 1))
-    parts = zip(proposals, tokens.split([len(each.tokens) for each in proposals]), strict=True)
-    return torch.cat([_point_masses(at, like) if each.probs is None else each.probs for each, at in parts])
+    parts = zip(proposals, tokens.split([*(len(each.tokens) for each in proposals), more]), strict=False)
+    rows = [_point_masses(at, like) if each.probs is None else each.probs for each, at in parts]
+    return torch.cat([*rows, like.new_zeros(more, like.shape[1])])
 
 
 def judged(numbers: Tensor, num_drafted: int) -> tuple[Verdict, list[int]]:
     """The verdict, with the grades of the emitted tokens' distributions: the host waits once. Raises ModelError where
     there was nothing to draw from."""
-    values = iter(numbers.tolist())
-    num_accepted, next_token, total = int(next(values)), int(next(values)), next(values)
+    accepted, next_token, total, *values = numbers.tolist()
     check_mass(total)
-    chances = [min(next(values), 1.0) for _ in range(num_drafted)]
-    grades = [grade(*pair) for pair in _pairs(values)]
-    return Verdict(num_accepted, next_token, chances[: num_accepted + 1]), grades[: num_accepted + 1]
+    places, num_accepted = (len(numbers) - 2) // 3, int(accepted)
+    shown = min(num_accepted + 1, num_drafted)
+    grades = [grade(*values[at : at + 2]) for at in range(places - 1, places + 1 + 2 * num_accepted, 2)]
+    return Verdict(num_accepted, int(next_token), [min(ratio, 1.0) for ratio in values[:shown]]), grades
 
 
-def _last_row(drafted: Tensor, draft_probs: Tensor, target_probs: Tensor, accepted: Tensor) -> Tensor:
-    """[V], of the token after the `accepted` ones [1]: the residual at a rejection, the target's own after the last."""
-    n = len(drafted)
+def _last_row(n: Tensor, drafted: Tensor, draft_probs: Tensor, target_probs: Tensor, accepted: Tensor) -> Tensor:
+    """[V], of the token after the `accepted` ones [1] of n [1]: the residual at a rejection, the target's own after the
+    last."""
     target = target_probs.index_select(0, accepted)[0]
-    if not n:
+    if not len(drafted):
         return target
-    at = accepted.clamp(max=n - 1)
+    at = accepted.clamp(max=len(drafted) - 1)
     draft = draft_probs.index_select(0, at) if len(draft_probs) else _point_masses(drafted.index_select(0, at), target)
     rest = (target - draft[0]).clamp_(min=0.0)
     total = rest.sum()
@@ -121,7 +135,3 @@ def _draw(probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     below = torch.nextafter(total, torch.zeros_like(total))
     token = torch.searchsorted(reached, torch.minimum(uniform * total, below), right=True)
     return token.clamp(max=len(probs) - 1), total
-
-
-def _pairs(values: Iterator[float]) -> Iterator[tuple[float, float]]:
-    return zip(values, values, strict=True)

@@ -21,8 +21,9 @@ class Pass:
     """A pass of `level` over new tokens of one sequence; the arguments are those of `Level.forward`, or with `compute`
     of `Level.then`.
 
-    made: what comes of it, (logits,) or what `compute` gives: set before whoever asked goes on. waited: seconds between
-    the question and the answer that were spent on other sequences.
+    made: what comes of it, (logits,) or what `compute` gives, perhaps with more rows at the end: set before whoever
+    asked goes on. waited: seconds between the question and the answer that were spent on other sequences. is_first: its
+    seconds tell nothing of those of the next one, see `LevelStats.first_passes`.
     """
 
     level: Level
@@ -32,14 +33,17 @@ class Pass:
     given: tuple[Tensor, ...] = ()
     made: tuple[Tensor, ...] = ()
     waited: float = 0.0
+    is_first: bool = False
 
     def run(self) -> None:
         """Alone."""
+        first_passes = self.level.stats.first_passes
         if self.compute is None:
             assert not isinstance(self.tokens, Tensor)
             self.made = (self.level.forward(self.tokens, self.num_logits),)
         else:
             self.made = self.level.then(self.tokens, self.num_logits, self.compute, *self.given)
+        self.is_first = self.level.stats.first_passes > first_passes
 
 
 Passes = Generator[Pass, None, T]  # what is done by passes, and its result at the end

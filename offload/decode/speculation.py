@@ -15,19 +15,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.decode.on_gpu import Beforehand, Draw, Judge, judged, seen, stacked
+from offload.decode.on_gpu import Beforehand, Draw, Judge, judged, seen, to_judge
 from offload.decode.passes import Pass, Passes, result_of
 from offload.decode.proposal import Offer, Proposal, Proposer, grades_of
 from offload.decode.sampling import RandomSource, Warp
 from offload.decode.sequence import Extended
 from offload.decode.verify import Verdict, verify
 from offload.metrics import LevelStats
-from offload.transfer.memory import sent
 
-Charge = Callable[[int, float], float]  # rows of a pass, seconds it took -> seconds that count
+# Rows of a pass, seconds it took, whether it was the first of its kind -> seconds that count.
+Charge = Callable[[int, float, bool], float]
 
 
-def measured(num_rows: int, seconds: float) -> float:
+def measured(num_rows: int, seconds: float, is_first: bool) -> float:
     """Charge what the clock says."""
     return seconds
 
@@ -85,7 +85,7 @@ class ModelProposer:
         row = self._warp(logits)
         token, grades = self._random.draw(row[0]), grades_of(logits, row)
         seconds = time.perf_counter() - start - asked.waited
-        return Proposal([token], row, grades, self._charge(len(pending), seconds))
+        return Proposal([token], row, grades, self._charge(len(pending), seconds, asked.is_first))
 
     def truncate(self, length: int) -> None:
         self._level.truncate(length)
@@ -95,7 +95,7 @@ class ModelProposer:
 
     def _propose_on_gpu(self, random: Beforehand, pending: Sequence[int], num_tokens: int) -> Passes[Proposal]:
         """`num_tokens` tokens: each goes into the next pass before the host has seen it."""
-        start, uniforms, waited = time.perf_counter(), random.uniforms(num_tokens), 0.0
+        start, uniforms, waited, is_first = time.perf_counter(), random.uniforms(num_tokens), 0.0, False
         tokens: Sequence[int] | Tensor = pending
         draw, rows, drawn = Draw(self._warp), list[Tensor](), list[Tensor]()
         for uniform in uniforms.split(1):
@@ -103,10 +103,12 @@ class ModelProposer:
             yield asked
             row, tokens, numbers = asked.made
             waited += asked.waited
+            is_first |= asked.is_first
             rows.append(row)
             drawn.append(numbers)
         found, grades = seen(drawn)
-        seconds = self._charge(len(pending) + num_tokens - 1, time.perf_counter() - start - waited)
+        seconds = time.perf_counter() - start - waited
+        seconds = self._charge(len(pending) + num_tokens - 1, seconds, is_first)
         return Proposal(found, torch.cat(rows), grades, seconds)
 
 
@@ -205,7 +207,7 @@ class Speculator:
         yield asked
         probs, verdict, grades = self._verify(asked, drafted, proposals)
         num_rows = len(pending) + len(drafted)
-        seconds = self._charge(num_rows, time.perf_counter() - start - asked.waited)
+        seconds = self._charge(num_rows, time.perf_counter() - start - asked.waited, asked.is_first)
         emitted = [*drafted[: verdict.num_accepted], verdict.next_token]
         probs = probs[: len(emitted)]
         self._lengths.verified(verdict, num_rows, seconds)
@@ -252,15 +254,14 @@ class Speculator:
         """The pass that verifies."""
         if not isinstance(self._random, Beforehand):
             return Pass(self._level, pending + drafted, len(drafted) + 1)
-        uniforms = self._random.uniforms(len(drafted) + 1)
-        tokens = sent(torch.tensor(drafted, dtype=torch.long), uniforms.device)
-        given = uniforms, tokens, stacked(proposals, tokens)
+        given = to_judge(drafted, proposals, self._random.uniforms(len(drafted) + 1))
         return Pass(self._level, pending + drafted, len(drafted) + 1, Judge(self._warp), given)
 
     def _verify(
         self, asked: Pass, drafted: list[int], proposals: Sequence[Proposal]
     ) -> tuple[Tensor, Verdict, list[int]]:
-        """The level's distributions at each place and after the last, the verdict, and the emitted tokens' grades."""
+        """The level's distributions at each place and after the last, perhaps with more rows at the end, the verdict,
+        and the emitted tokens' grades."""
         if isinstance(self._random, Beforehand):
             probs, numbers = asked.made
             return probs, *judged(numbers, len(drafted))

@@ -19,10 +19,17 @@ from torch.nn.functional import linear, rms_norm
 
 from offload.kernels.attention import attend, fold, merge
 
+MAX_ROWS = 64  # of a pass that may run as a graph
 Product = tuple[int, int, bool]
 _STARTS = (0, 3)  # first rows of the blocks that a trial compares
 
 Run = Callable[[Tensor], list[Tensor]]  # rows in, outputs out, with rows as the first dimension
+
+
+def power_of_two(num_rows: int, most: int = MAX_ROWS) -> int:
+    """The next one, so that there are few numbers of rows; `num_rows` itself where that would be more than `most`."""
+    padded = 1 << (num_rows - 1).bit_length() if num_rows else 0
+    return padded if padded <= most else num_rows
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from offload.kernels.places import RowPlaces
+from offload.kernels.rows import MAX_ROWS
 from offload.transfer.memory import sent, sent_to
-
-MAX_ROWS = 64  # of a pass whose places stay where they are
 
 
 class Places:

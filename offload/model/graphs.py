@@ -18,7 +18,7 @@ VARIABLE = "TRIFORCE_GRAPHS"
 
 Tensors = tuple[Tensor, ...]
 Compute = Callable[..., Tensors]
-Kind = tuple[Hashable, Hashable, tuple[torch.Size, ...]]  # of the pass, what follows, and what is given
+Kind = tuple[Hashable, tuple[torch.Size, ...]]  # what follows the pass, and the shapes of what is given
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,15 @@ class Graphs:
         self._seen: set[Kind] = set()
         self._recorded: dict[Kind, _Recorded] = {}
         self._pool: Any = None
+        self.first_passes = 0  # that were launched one by one or recorded
 
-    def run(
-        self, memory: Hashable, kind: Hashable, given: Sequence[Tensor], compute: Compute, *, follows: Hashable = None
-    ) -> Tensors:
+    def run(self, memory: Hashable, given: Sequence[Tensor], compute: Compute, *, follows: Hashable = None) -> Tensors:
         """`compute(*given)`, launched one by one the first time, which compiles kernels, and later as a graph.
 
-        memory: of the caches that it uses; where it changes, graphs are recorded anew. kind: of the pass, such as its
-        number of rows. given: tokens, and what else may differ in its values; other shapes are another graph. follows:
-        what `compute` does after the pass, None for nothing; graphs of one such thing are kept. `compute` must not wait
-        for the GPU, and may differ between calls of one kind in what is in memory only. Raises TriforceError where the
-        GPU does not record it, with the remedy.
+        memory: of the caches that it uses; where it changes, graphs are recorded anew. given: tokens, and what else may
+        differ in its values; other shapes are another graph. follows: what `compute` does after the pass, None for
+        nothing; graphs of one such thing are kept. `compute` must not wait for the GPU, and may differ between calls of
+        such a kind in what is in memory only. Raises TriforceError where the GPU does not record it, with the remedy.
         """
         if memory != self._memory:
             self.forget()
@@ -57,7 +55,8 @@ class Graphs:
         if follows is not None and follows != self._follows:
             self._forget_followed()
             self._follows = follows
-        key = kind, follows, tuple(tensor.shape for tensor in given)
+        key = follows, tuple(tensor.shape for tensor in given)
+        self.first_passes += key not in self._recorded
         if key not in self._seen:
             made = compute(*given)
             self._seen.add(key)  # not before: a pass that was broken off has not compiled all of its kernels
@@ -77,8 +76,8 @@ class Graphs:
 
     def _forget_followed(self) -> None:
         """Each would keep memory, and a request's parameters may be those of no other."""
-        self._seen = {key for key in self._seen if key[1] is None}
-        self._recorded = {key: graph for key, graph in self._recorded.items() if key[1] is None}
+        self._seen = {key for key in self._seen if key[0] is None}
+        self._recorded = {key: graph for key, graph in self._recorded.items() if key[0] is None}
 
     def _record(self, given: Tensors, compute: Compute) -> _Recorded:
         """Graphs share memory for what they make on the way: they run one after the other."""

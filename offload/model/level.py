@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.kernels.cpu import FEW_ROWS, wanted
-from offload.kernels.rows import Blocks
+from offload.kernels.rows import MAX_ROWS, Blocks, power_of_two
 from offload.kv import Cache
-from offload.kv.places import MAX_ROWS
 from offload.kv.streaming import StreamingCache
 from offload.metrics import LevelStats
 from offload.model.decoder import Decoder, Segment
@@ -24,8 +23,8 @@ from offload.transfer.link import Link
 from offload.transfer.memory import sent
 from offload.transfer.timing import Timing, measured_together
 
-# Of a pass's logits [n, V] and of tensors that are given. Equal ones compute the same: they are told apart by it where
-# they are part of a graph.
+# Of a pass's logits [n, V] and of tensors that are given; where it is part of a graph more rows may follow, which say
+# nothing. Equal ones compute the same: graphs are told apart by it.
 Then = Callable[..., tuple[Tensor, ...]]
 # Called after a forward with the rows before it, the rows after it and the logits of the last ones.
 Listener = Callable[[int, int, Tensor], None]
@@ -73,6 +72,7 @@ class Level:
         self._vocab_size, self._blocks, self._link = vocab_size, blocks, link
         self._timing = Timing(decoder.device)
         self._graphs = Graphs() if blocks is None and decoder.stays_in_place and wanted(VARIABLE) else None
+        self._launched: set[int] = set()  # sizes of blocks that a GPU has kernels for
         self.listener: Listener | None = None
 
     @property
@@ -161,6 +161,7 @@ class Level:
         segments = [self._begin(each, sum(blocks)) for each, blocks in zip(continuations, cuts, strict=True)]
         if self._graphs is not None and (memory := self._graph_memory(segments)) is not None:
             return [self._run_graph(self._graphs, memory, continuations[0], segments[0])]
+        self._count_first(cuts)
         parts = self._hidden([len(each.tokens) for each in continuations], segments, cuts)
         for each in continuations:
             each.cache.advance(len(each.tokens))
@@ -188,18 +189,27 @@ class Level:
     def _run_graph(
         self, graphs: Graphs, memory: Hashable, continuation: Continuation, segment: Segment
     ) -> tuple[Tensor, ...]:
+        """Numbers of rows and of logits are padded, so that a few graphs serve all."""
         cache, count, num_logits = segment.cache, len(continuation.tokens), continuation.num_logits
+        wanted = torch.arange(power_of_two(num_logits)).add_(count - num_logits).clamp_(max=count - 1)
 
-        def compute(tokens: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        def compute(tokens: Tensor, wanted: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
             hidden = self._decoder.forward([Segment(cache, tokens)])
-            logits = self._decoder.logits(hidden[count - num_logits : count])
+            logits = self._decoder.logits(hidden.index_select(0, wanted))
             return continuation.then(logits[:, : self._vocab_size], *given)
 
-        kind, follows = (len(segment.tokens), count, num_logits), continuation.then
-        given = segment.tokens, *continuation.given
-        made = graphs.run(memory, kind, given, compute, follows=None if follows is _themselves else follows)
+        given = segment.tokens, sent(wanted, self._decoder.device), *continuation.given
+        follows, first_passes = continuation.then, graphs.first_passes
+        made = graphs.run(memory, given, compute, follows=None if follows is _themselves else follows)
+        self.stats.first_passes += graphs.first_passes - first_passes
         cache.advance(count)
-        return made
+        return (made[0][:num_logits],) if follows is _themselves else made
+
+    def _count_first(self, cuts: Sequence[list[int]]) -> None:
+        """A GPU's kernels are compiled by the first pass that needs them."""
+        if self._decoder.device.type == "cuda" and (new := {size for cut in cuts for size in cut} - self._launched):
+            self._launched |= new
+            self.stats.first_passes += 1
 
     def _begin(self, continuation: Continuation, num_rows: int) -> Segment:
         """Begin a forward of `num_rows` rows, the tokens and padding."""
@@ -244,7 +254,7 @@ class Level:
         """Blocks that hold so many rows."""
         if self._blocks is not None:
             return self._blocks.cut(num_rows)
-        return [num_rows if self._graphs is None else _padded(num_rows, MAX_ROWS)]
+        return [num_rows if self._graphs is None else power_of_two(num_rows)]
 
 
 class StreamingLevel(Level):
@@ -273,13 +283,7 @@ class StreamingLevel(Level):
         if self._decoder.takes_any_rows:
             return [num_rows]
         assert isinstance(self._cache, StreamingCache)
-        return [_padded(num_rows, min(MAX_ROWS, self._cache.max_rows))]
-
-
-def _padded(num_rows: int, most: int) -> int:
-    """A power of two, so that there are few numbers of rows; as they are where that would be more than `most`."""
-    padded = 1 << (num_rows - 1).bit_length()
-    return padded if padded <= most else num_rows
+        return [power_of_two(num_rows, min(MAX_ROWS, self._cache.max_rows))]
 
 
 def run_together(levels: Sequence[Level], continuations: Sequence[Continuation]) -> list[tuple[Tensor, ...]]:

@@ -440,6 +440,25 @@ def test_without_a_seed_a_round_is_charged_what_it_took() -> None:
     assert 0.0 < step.seconds <= time.perf_counter() - start
 
 
+def test_a_first_pass_is_charged_what_the_plan_says_of_it() -> None:
+    """It compiles kernels or records a graph: taken for the price of the next ones it ended drafting."""
+    plan = planned(gamma=2, draft_gamma=1, budget=4096)
+
+    def charged(num_firsts: int) -> float:
+        speculator = built(plan, seed=None)
+        level = speculator._level
+        forward = level.forward
+
+        def counted(tokens: list[int], num_logits: int) -> torch.Tensor:
+            level.stats.first_passes += num_firsts
+            return forward(tokens, num_logits)
+
+        level.forward = counted  # type: ignore[method-assign]
+        return speculator.round([1], 1).seconds
+
+    assert charged(1) > plan.predicted.full_pass_seconds > 2 * charged(0)
+
+
 @pytest.mark.parametrize(("offload", "expected"), [((), 12), (("kv",), 0)])
 def test_passes_are_priced_by_the_blocks_that_the_machine_has_unless_they_wait_for_a_link(
     offload: tuple[str, ...], expected: int

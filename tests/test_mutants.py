@@ -254,16 +254,16 @@ MUTANTS = [
             ("the residual after full acceptance too", ON_GPU, "(accepted < n) & (total > 0)", "total > 0"),
             ("target and draft swapped in the residual", ON_GPU, "(target - draft[0])", "(draft[0] - target)"),
             ("acceptance by the target's probability alone", ON_GPU, " / draft_probs.gather(-1, tokens).double()", ""),
-            ("lookups are kept always", LOOKUPS_ON_GPU, "(uniforms[:n] <", "(uniforms[:n] * len(draft_probs) <"),
+            ("lookups are kept always", LOOKUPS_ON_GPU, "(decided <", "(decided * len(draft_probs) <"),
             ("a lookup's residual keeps it", LOOKUPS_ON_GPU, "_point_masses(drafted", "0 * _point_masses(drafted"),
             ("the point mass of the first lookup", LOOKUPS_ON_GPU, "drafted.index_select(0, at)", "drafted[:1]"),
             ("lookups are other tokens' point masses", MIXED_ON_GPU, "masses(at, like)", "masses((at + 1) % 3, like)"),
 
             ("a token after a rejected one is kept", TWO_ON_GPU, ".cumprod(0).sum(0", ".sum(0"),
-            ("the uniform that decided draws too", ON_GPU, "accepted), uniforms[n:])", "accepted), uniforms[:1])"),
-            ("a uniform equal to the ratio accepts", ON_GPU, "(uniforms[:n] < ratios", "(uniforms[:n] <= ratios"),
+            ("the uniform that decided draws too", ON_GPU, "index_select(0, n)", "index_select(0, 0 * n)"),
+            ("a uniform equal to the ratio accepts", ON_GPU, "(decided < ratios", "(decided <= ratios"),
             ("a draw at a threshold takes the token before", ON_GPU, "right=True", "right=False"),
-            ("the residual of the place before", TWO_ON_GPU, ".clamp(max=n - 1)", ".sub(1).clamp(min=0)"),
+            ("the residual of the place before", TWO_ON_GPU, ".clamp(max=len(drafted) - 1)", ".sub(1).clamp(min=0)"),
         ]
     ),
     Mutant(

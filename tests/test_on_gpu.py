@@ -84,7 +84,7 @@ def test_the_verdict_is_the_hosts(
     written_out = [replace(each, probs=row[None]) for each, row in zip(proposals, dense, strict=True)]
     more = logits(seed + 2, power_of_two(n + 1) - n - 1, vocab_size)
     for proposed, rows_after in product((proposals, written_out), (more, more[:0])):
-        given = to_judge(drafted, proposed, Beforehand(Listed(uniforms), CPU).uniforms(n + 1))
+        given = to_judge(drafted, proposed, Beforehand(Listed(uniforms), CPU))
         probs, numbers = Judge(Warping(params))(torch.cat([ours, rows_after]), *given)
         assert probs[: n + 1].equal(target)
         assert judged(numbers, n) == (expected, grades_of(ours[:num_emitted], target[:num_emitted]))
@@ -118,7 +118,7 @@ def test_nothing_to_draw_from_is_an_error(value: float) -> None:
     with pytest.raises(ModelError, match="sum to"):
         seen([drawn])
     proposal = Proposal([1], torch.full((1, 4), 0.25), [0], 0.0)
-    _, numbers = Judge(themselves)(rows, *to_judge([1], [proposal], zeros))
+    _, numbers = Judge(themselves)(rows, *to_judge([1], [proposal], Beforehand(SeededSource(0), CPU)))
     with pytest.raises(ModelError, match="sum to"):
         judged(numbers, 1)
 

@@ -250,8 +250,8 @@ BUGS = [
     Bug(
         "a level looks at its logits while they are recorded",
         "offload.model.level",
-        "logits = self._decoder.logits(hidden.index_select(0, wanted))",
-        "logits = self._decoder.logits(hidden.index_select(0, wanted) + tokens[0].item())",
+        "logits = self._decoder.logits(hidden.index_select(0, *places) if places else hidden)",
+        "logits = self._decoder.logits(hidden + tokens[0].item())",
         "draft, kv streamed",
         "the host waits in a graph",
     ),

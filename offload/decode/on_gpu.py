@@ -28,9 +28,9 @@ class Beforehand:
     def __init__(self, source: SeededSource, device: torch.device) -> None:
         self._source, self._device = source, device
 
-    def uniforms(self, count: int) -> Tensor:
-        """`count` uniforms in [0, 1), [count] fp64."""
-        return sent(self._source.uniforms(count), self._device)
+    def uniforms(self, count: int, room: int = 0) -> Tensor:
+        """`count` uniforms in [0, 1), and zeros up to `room`, [max(count, room)] fp64."""
+        return sent(pad(self._source.uniforms(count), (0, max(room - count, 0))), self._device)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class Judge:
         ratios = target_probs[:-1].gather(-1, tokens).double()
         if len(draft_probs):
             ratios = ratios / draft_probs.gather(-1, tokens).double()
-        kept = (uniforms[: places - 1] < ratios.squeeze(-1)) & (torch.arange(places - 1, device=n.device) < n)
+        decided = uniforms[: places - 1]
+        kept = (decided < ratios.squeeze(-1)) & (torch.arange(places - 1, device=n.device) < n)
         accepted = kept.cumprod(0).sum(0, keepdim=True)
         last = _last_row(n, drafted, draft_probs, target_probs, accepted)
         token, mass = _draw(last, uniforms.index_select(0, n))
@@ -79,13 +80,14 @@ class Judge:
         return target_probs, torch.cat([each.double().flatten() for each in numbers])
 
 
-def to_judge(drafted: Sequence[int], proposals: Sequence[Proposal], uniforms: Tensor) -> tuple[Tensor, ...]:
-    """What `Judge` is given besides logits, of n drafted tokens and n + 1 uniforms: (uniforms [m], n and the tokens
-    int64 [m], the distributions [m - 1, V] that these were drawn from, or no rows where all are point masses). m, a
-    power of two where it can be, and these two kinds make few graphs."""
-    more = power_of_two(len(uniforms)) - len(uniforms)
-    counted = sent(torch.tensor([len(drafted), *drafted, *[0] * more], dtype=torch.long), uniforms.device)
-    return pad(uniforms, (0, more)), counted, _stacked(proposals, counted[1:], more)
+def to_judge(drafted: Sequence[int], proposals: Sequence[Proposal], random: Beforehand) -> tuple[Tensor, ...]:
+    """What `Judge` is given besides logits, of n drafted tokens: (n + 1 uniforms [m], n and the tokens int64 [m], the
+    distributions [m - 1, V] that these were drawn from, or no rows where all are point masses). m, a power of two where
+    it can be, and these two kinds make few graphs."""
+    n, places = len(drafted), power_of_two(len(drafted) + 1)
+    uniforms = random.uniforms(n + 1, places)
+    counted = sent(torch.tensor([n, *drafted, *[0] * (places - n - 1)], dtype=torch.long), uniforms.device)
+    return uniforms, counted, _stacked(proposals, counted[1:], places - n - 1)
 
 
 def _stacked(proposals: Sequence[Proposal], tokens: Tensor, more: int) -> Tensor:
@@ -95,7 +97,7 @@ def _stacked(proposals: Sequence[Proposal], tokens: Tensor, more: int) -> Tensor
         return tokens.new_empty((0, 1))
     parts = zip(proposals, tokens.split([*(len(each.tokens) for each in proposals), more]), strict=False)
     rows = [_point_masses(at, like) if each.probs is None else each.probs for each, at in parts]
-    return torch.cat([*rows, like.new_zeros(more, like.shape[1])])
+    return torch.cat([*rows, like[:1].expand(more, -1)])
 
 
 def judged(numbers: Tensor, num_drafted: int) -> tuple[Verdict, list[int]]:

@@ -254,7 +254,7 @@ class Speculator:
         """The pass that verifies."""
         if not isinstance(self._random, Beforehand):
             return Pass(self._level, pending + drafted, len(drafted) + 1)
-        given = to_judge(drafted, proposals, self._random.uniforms(len(drafted) + 1))
+        given = to_judge(drafted, proposals, self._random)
         return Pass(self._level, pending + drafted, len(drafted) + 1, Judge(self._warp), given)
 
     def _verify(

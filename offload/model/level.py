@@ -189,21 +189,27 @@ class Level:
     def _run_graph(
         self, graphs: Graphs, memory: Hashable, continuation: Continuation, segment: Segment
     ) -> tuple[Tensor, ...]:
-        """Numbers of rows and of logits are padded, so that a few graphs serve all."""
+        """Numbers of rows and of logits are padded, so that a few graphs serve all. Which rows are wanted is given
+        where not all are."""
         cache, count, num_logits = segment.cache, len(continuation.tokens), continuation.num_logits
-        wanted = torch.arange(power_of_two(num_logits)).add_(count - num_logits).clamp_(max=count - 1)
+        wanted = [] if num_logits == count else [self._places(count, num_logits)]
 
-        def compute(tokens: Tensor, wanted: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-            hidden = self._decoder.forward([Segment(cache, tokens)])
-            logits = self._decoder.logits(hidden.index_select(0, wanted))
-            return continuation.then(logits[:, : self._vocab_size], *given)
+        def compute(tokens: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+            hidden, places = self._decoder.forward([Segment(cache, tokens)]), given[: len(wanted)]
+            logits = self._decoder.logits(hidden.index_select(0, *places) if places else hidden)
+            return continuation.then(logits[:, : self._vocab_size], *given[len(wanted) :])
 
-        given = segment.tokens, sent(wanted, self._decoder.device), *continuation.given
+        given = segment.tokens, *wanted, *continuation.given
         follows, first_passes = continuation.then, graphs.first_passes
         made = graphs.run(memory, given, compute, follows=None if follows is _themselves else follows)
         self.stats.first_passes += graphs.first_passes - first_passes
         cache.advance(count)
         return (made[0][:num_logits],) if follows is _themselves else made
+
+    def _places(self, count: int, num_logits: int) -> Tensor:
+        """Rows, int64 on the device, of the last `num_logits` of `count` tokens, and more of the last."""
+        rows = torch.arange(power_of_two(num_logits)).add_(count - num_logits).clamp_(max=count - 1)
+        return sent(rows, self._decoder.device)
 
     def _count_first(self, cuts: Sequence[list[int]]) -> None:
         """A GPU's kernels are compiled by the first pass that needs them."""

@@ -17,13 +17,13 @@ _GATHERED_REFRESH = 0.02  # the same by the host, which gathers chunks for a GPU
 
 @dataclass(frozen=True)
 class GpuCosts:
-    """Constants of GPUs, besides their rates. Calls return before the device is done, so the longer of calls and work
-    counts; `layer_seconds` and `tile_seconds` are measured (docs/measured.md), the others estimated."""
+    """Constants of GPUs, besides their rates: estimated from the number of kernels. Calls return before the device is
+    done, so the longer of calls and work counts."""
 
     pass_seconds: float = 5e-4  # calls of one pass outside its layers, the draw
     layer_seconds: float = 3e-4  # calls of one layer
     sequence_seconds: float = 1e-4  # of one layer, for each further sequence: to take rows in and attend
-    tile_seconds: float = 1.8e-4  # calls of one block over one tile, or over one of RUNS
+    tile_seconds: float = 2.3e-4  # calls of one block over one tile
     read_share: float = 0.9  # of the rate of reading, at which one row runs over weights and cache
     coded_share: float = 0.75  # the same over quantised weights: two short launches for each product
     row_share: float = 0.01  # of the seconds of one row, what each further row of a block adds
@@ -32,7 +32,6 @@ class GpuCosts:
 
 
 GPU = GpuCosts()
-RUNS = 3  # of a pass over the whole cache in few bits: exact rows, quantised ones, and exact ones again
 
 
 class GpuPasses(DevicePasses):
@@ -48,9 +47,7 @@ class GpuPasses(DevicePasses):
         number = passes.num_sequences  # whose passes run apart
         kept = self._kept + passes.window_bytes
         read = self._by_rows(number * self._own_weights + kept / self._rate, rows)
-        runs = RUNS * GPU.tile_seconds if composition.inner == "self" else 0.0  # others run as graphs
-        calls = self._calls + number * passes.sizing.target.num_layers * runs
-        return max(calls, self.beside_weights(read + number * self.sums(rows)))
+        return max(self._calls, self.beside_weights(read + number * self.sums(rows)))
 
     def draft(self) -> float:
         draft, sizing = self.passes.sizing.draft, self.passes.sizing

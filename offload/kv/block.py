@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.kernels.attention import Part, attend, attend_joined, attend_whole_pages, count_up, merge, unfold
+from offload.kernels.attention import Part, attend, attend_joined, attend_whole_pages, count_up, fold, merge, unfold
+from offload.kernels.rope import Scoring
 from offload.plan.sizing import PREFILL_PAGES
 
 
@@ -28,6 +31,11 @@ class Block:
     masses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per tile: (mass, lse of the tile)
     window: int | None = None
     cap: float | None = None
+
+    @classmethod
+    def of(cls, q: Tensor, start: int, num_kv_heads: int, scoring: Scoring, window: int | None = None) -> Block:
+        """Rows q [T, H, D], rotated, at positions `start` and on."""
+        return cls(fold(q, num_kv_heads), start, len(q), scoring.scale, window=window, cap=scoring.cap)
 
     def attend_fixed(self, tile: Tensor, base: int, *, chunk: int | None) -> None:
         """The whole tile, whatever is hidden in it, so that all shapes are fixed; also its mass per chunk."""
@@ -115,3 +123,12 @@ class Block:
         if part.mass is not None:
             self.masses.append((part.mass, part.lse))
         self.part = part if self.part is None else merge(self.part, part)
+
+
+def blocks_of(
+    q: Tensor, start: int, num_kv_heads: int, scoring: Scoring, sizes: Sequence[int], *, window: int | None = None
+) -> list[Block]:
+    """The same rows in blocks of so many, which may hold more than there are."""
+    rows = q.split(list(sizes))
+    starts = accumulate((len(part) for part in rows), initial=start)
+    return [Block.of(part, at, num_kv_heads, scoring, window) for part, at in zip(rows, starts, strict=False)]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from offload.kernels.attention import fold
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.gpu.flash import FlashBlock, FlashTiles
 from offload.kernels.rope import Scoring
@@ -233,7 +232,7 @@ class FullCache:
         """Rows q [T, H, D], rotated, at positions `start` and on."""
         if self._flash is not None:
             return self._flash.block(q, start, scoring)
-        return Block(fold(q, self.shape.num_kv_heads), start, len(q), scoring.scale, cap=scoring.cap)
+        return Block.of(q, start, self.shape.num_kv_heads, scoring)
 
     def _decode(self, layer: int, rows: Rows) -> Tensor:
         """Tiles on the host come first on a CPU: on a GPU they would take their time beside the others, and so they do

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from offload.kernels.attention import Part, fold
+from offload.kernels.attention import Part
 from offload.kernels.device import MASS_DTYPE, DecodeAttention, DeviceKernels
-from offload.kernels.rope import Scoring
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
-from offload.kv.block import Block
+from offload.kv.block import Block, blocks_of
 from offload.pages.access import TileAccess
 from offload.pages.tiles import TileShape, write_rows
 
@@ -87,7 +85,8 @@ class TileAttention:
     ) -> None:
         start = rows.index
         q, k = rows.scoring.rotated(rows.q, rows.k, start)
-        self._blocks = self._in_blocks(q, start, rows.scoring)
+        sizes = self._block_sizes.cut(len(q))
+        self._blocks = blocks_of(q, start, self._shape.num_kv_heads, rows.scoring, sizes)
         self._num_chunks = len(tiles) * self._shape.tokens // chunk if chunk else 0
         for index in tiles:
             base, tile = index * self._shape.tokens, access.open(layer, index)
@@ -97,15 +96,6 @@ class TileAttention:
             for block in self._blocks:
                 block.attend_fixed(tile, base, chunk=chunk)
             access.close(layer, index)
-
-    def _in_blocks(self, q: Tensor, start: int, scoring: Scoring) -> list[Block]:
-        """Rows q [T, H, D] at positions `start` and on, in the blocks that attend together."""
-        rows = q.split(self._block_sizes.cut(len(q)))
-        starts = accumulate((len(part) for part in rows), initial=start)
-        return [
-            Block(fold(part, self._shape.num_kv_heads), at, len(part), scoring.scale, cap=scoring.cap)
-            for part, at in zip(rows, starts, strict=False)
-        ]
 
 
 def joined(rows: Sequence[Tensor]) -> Tensor:

@@ -11,13 +11,12 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from offload.kernels.attention import fold
 from offload.kernels.device import NONE, DecodeAttention, DeviceKernels
 from offload.kernels.rope import Scoring
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
 from offload.kv import Phase
-from offload.kv.block import Block
+from offload.kv.block import Block, blocks_of
 from offload.kv.places import Places
 from offload.kv.tile_attention import joined
 from offload.pages.tiles import TileShape, write_rows
@@ -204,9 +203,8 @@ class WindowCache:
 
     def _by_operators(self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, *, writes: bool) -> Tensor:
         """Page by page: sums over a row's keys are then the same, wherever its window begins."""
-        rows = q.split([len(q)] if self._is_draft else self._blocks.cut(len(q)))
-        starts = accumulate((len(part) for part in rows), initial=start)
-        blocks = [self._block(layer, part, at) for part, at in zip(rows, starts, strict=False)]
+        sizes, window = [len(q)] if self._is_draft else self._blocks.cut(len(q)), self._windows[layer]
+        blocks = blocks_of(q, start, self.shape.num_kv_heads, self.scorings[layer], sizes, window=window)
         for tile, base in self._seen(layer, start, start + len(q)):
             if writes:
                 write_rows(tile, base, start, k, v)
@@ -216,13 +214,8 @@ class WindowCache:
         return joined([block.attended() for block in blocks]).to(q.dtype)
 
     def _prefill(self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        block = self._block(layer, q, start)
+        block = Block.of(q, start, self.shape.num_kv_heads, self.scorings[layer], self._windows[layer])
         for tile, base in self._seen(layer, start, start + len(q)):
             write_rows(tile, base, start, k, v)
             block.attend_used(tile, base, fused=self._fused_prefill)
         return block.attended().to(q.dtype)
-
-    def _block(self, layer: int, q: Tensor, start: int) -> Block:
-        """Rows q [T, H, D], rotated, at positions `start` and on."""
-        query, scoring = fold(q, self.shape.num_kv_heads), self.scorings[layer]
-        return Block(query, start, len(q), scoring.scale, window=self._windows[layer], cap=scoring.cap)

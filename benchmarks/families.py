@@ -27,6 +27,17 @@ OWN: dict[str, dict[str, object]] = {
     "granite": {"residual_multiplier": 0.22, "attention_multiplier": 0.01, "embedding_multiplier": 12.0},
     "phi3": {"head_dim": None},
     "gemma2": {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": None},
+    "gemma4_text": {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": None,
+        "hidden_size_per_layer_input": 0,
+        "global_head_dim": 128,
+    },
+    "gemma4_unified_text": {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": None,
+        "global_head_dim": 128,
+    },
     "gemma3_text": {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": None},
 }
 SHOWN = (1, 8, 16)

@@ -40,6 +40,12 @@ MODELS: dict[str, dict[str, object]] = {
         "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128,
         "query_pre_attn_scalar": 168, "sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
+    "Gemma 4 31B": {
+        "model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": 5376, "intermediate_size": 21504,
+        "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 256,
+        "num_global_key_value_heads": 4, "attention_k_eq_v": True, "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0, "rms_norm_eps": 1e-6,
+    },
     "OLMo 3 7B": {
         "model_type": "olmo3", "vocab_size": 100278, "hidden_size": 4096, "intermediate_size": 11008,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "sliding_window": 4096,

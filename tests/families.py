@@ -41,6 +41,18 @@ YARN: dict[str, object] = {
 }  # fmt: skip
 
 
+GEMMA4 = {
+    "hidden_size_per_layer_input": 0, "global_head_dim": 12, "sliding_window": 9, "hidden_act": ...,
+    "final_logit_softcapping": 3.0, "tie_word_embeddings": True,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {
+            "rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": THETA, "factor": 2.0
+        },
+    },
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Tiny:
     """fields: of its config that differ from SMALL. wrapped: the model_type that it is wrapped in, if any."""
@@ -170,6 +182,27 @@ TINY: dict[str, Tiny] = {
         },
         "gemma3",
     ),
+    "gemma4": _with("gemma4_text", num_hidden_layers=7, **GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1),
+    "gemma4, wrapped": Tiny(
+        "gemma4_text",
+        {
+            **GEMMA4, "num_hidden_layers": 3, "num_key_value_heads": 1, "sliding_window": 14, "attention_bias": True,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"], "final_logit_softcapping": None,
+        },
+        "gemma4",
+    ),
+    "gemma4, of many layers": _with(
+        "gemma4_text", **GEMMA4, num_hidden_layers=12, attention_k_eq_v=True, num_global_key_value_heads=4
+    ),
+    "gemma4, one layout": _with(
+        "gemma4_text", **{**GEMMA4, "global_head_dim": 8}, num_key_value_heads=1, num_global_key_value_heads=2,
+        attention_k_eq_v=True, num_hidden_layers=5,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    ),
+    "gemma4_unified": _with(
+        "gemma4_unified_text", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"],
+        **{**GEMMA4, "hidden_size_per_layer_input": ..., "global_head_dim": 8}, attention_k_eq_v=True,
+    ),
     "starcoder2": _with("starcoder2", hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True),
     "starcoder2, a window": _with(
         "starcoder2", sliding_window=9, num_hidden_layers=3, use_bias=False, tie_word_embeddings=False,
@@ -226,6 +259,9 @@ def random_tiny(name: str, *, seed: int = 0, **fields: object) -> PreTrainedMode
             else:
                 gain = 2.0 if any(each in part for each in ("q_proj", "k_proj", "qkv_proj", "lm_head")) else 1.0
                 weight.copy_(gain * noise / weight.shape[-1] ** 0.5)
+        for part, factor in model.named_buffers():
+            if part.endswith("layer_scalar"):
+                factor.copy_(1.0 + 0.3 * torch.randn(1, generator=generator))
     return model
 
 

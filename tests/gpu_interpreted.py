@@ -429,8 +429,8 @@ def caches(kernels: DeviceKernels) -> tuple[FullCache, StreamingCache]:
     scorings, blocks = [Scoring(rope)], Blocks((1, 8, 12))
     full = FullCache(memory, shape, num_layers=1, scorings=scorings, blocks=blocks, mass_chunk=8, kernels=kernels)
     streaming = StreamingCache(
-        memory, num_layers=1, num_kv_heads=KV_HEADS, head_dim=32, dtype=torch.float32, scorings=scorings, sinks=3,
-        window=9, slack=12, kernels=kernels,
+        memory, shapes=[(KV_HEADS, 32)], dtype=torch.float32, scorings=scorings, sinks=3, window=9, slack=12,
+        kernels=kernels,
     )  # fmt: skip
     return full, streaming
 

@@ -319,7 +319,7 @@ def target_cache(decoder: Decoder, sizes: Sizes, *, link: Link | None = None, un
         return full
     windows = WindowCache(
         Memory(torch.device("cpu")),
-        TileShape(config.num_kv_heads, config.head_dim, sizes.page, 1, dtype),
+        TileShape(*config.kv_shapes[config.windowed[0]], sizes.page, 1, dtype),
         num_pages=ring_pages(config.window, max(sizes.prefill_block, 16), page=sizes.page, undo=undo),
         windows=config.windows,
         scorings=_of(config.windowed, scorings_of(decoder, sizes.capacity)),
@@ -343,9 +343,7 @@ def streaming_cache(decoder: Decoder, sizes: Sizes) -> StreamingCache:
     config = decoder.config
     return StreamingCache(
         Memory(torch.device("cpu")),
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        shapes=config.kv_shapes,
         dtype=decoder.weights.embedding.dtype,
         scorings=scorings_of(decoder, sizes.capacity),
         sinks=sizes.sinks,

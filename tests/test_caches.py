@@ -162,9 +162,7 @@ def make_full(
 def make_streaming(tape: Tape, *, sinks: int = SINKS, window: int = WINDOW, slack: int = SLACK) -> StreamingCache:
     return StreamingCache(
         Memory(torch.device("cpu")),
-        num_layers=LAYERS,
-        num_kv_heads=KV_HEADS,
-        head_dim=DIM,
+        shapes=[(KV_HEADS, DIM)] * LAYERS,
         dtype=tape.k.dtype,
         scorings=tape.scorings,
         sinks=sinks,

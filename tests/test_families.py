@@ -19,6 +19,7 @@ from forked import Forked, forked_ranks
 from models import (
     CPU,
     GREEDY,
+    SMALL,
     TOKENIZER_SIZE,
     LateLink,
     Sizes,
@@ -35,6 +36,7 @@ from offload.config.rope import Rope
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.errors import ModelError
+from offload.kernels import choice, cpu
 from offload.model.level import prefill
 from offload.plan.planner import Options, make_plan
 from offload.session.fingerprints import identity_of, model_digest
@@ -106,7 +108,7 @@ def text(**fields: object) -> dict[str, object]:
         ({**WRAPPER, "quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
         ({**WRAPPER, "text_config": None}, "text_config is None"),
         ({**WRAPPER, "architectures": ["PixtralVisionModelWithHead"]}, "architectures is"),
-        (text(model_type="gemma4_text"), "text_config: model_type is 'gemma4_text'"),
+        (text(model_type="gemma9_text"), "text_config: model_type is 'gemma9_text'"),
         (
             text(rope_parameters={"rope_type": "default", "llama_4_scaling_beta": 0.1}),
             "original_max_position_embeddings",
@@ -279,6 +281,9 @@ FLAGS: dict[str, Change] = {
     "logits_cap": lambda config: replace(config, logits_cap=None if config.logits_cap else 0.5),
     "window": _attention(window=lambda own: None if own.window else 5),
     "gate": _attention(gate=lambda own: not own.gate),
+    "multiplied": _block(multiplied=lambda block: not block.multiplied),
+    "with v_norm": _attention(v_norm=lambda own: None if own.v_norm else Norm(weightless=True)),
+    "values_are_keys": _attention(values_are_keys=lambda own: not own.values_are_keys),
     "embedding_norm": lambda config: replace(config, embedding_norm=None if config.embedding_norm else Norm()),
     "a window that is longer by one": _attention(window=lambda own: own.window and own.window + 1),
     "attention.bias": _attention(bias=lambda own: not own.bias),
@@ -333,8 +338,8 @@ def test_every_flag_of_a_description_counts(folders: Callable[[str], Path], name
     """Told otherwise, the checkpoint does not fit, or logits are others."""
     tokens, config = random_tokens(LENGTH), read_config(folders(name))
     changed = FLAGS[flag](config)
-    if changed == config:
-        return
+    if changed == config or (flag == "eps before_attention" and config.block.attention.v_norm):
+        return  # the latter only scales what is normed again
     try:
         decoder = load(folders(name), config=changed)
         ours = in_prefill(decoder, target_cache(decoder, SIZES), tokens, SIZES.prefill_block)
@@ -354,6 +359,7 @@ SHAPES: dict[str, object] = {
 LONG_FACTORS = {"short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [1.5 + i for i in range(6)]}
 OTHERS = (
     *("hunyuan", "phi3, short", "phi3, long", "cohere, normed"),
+    *("gemma4", "gemma4, one layout", "gemma4_unified"),
     *("mistral, a window", "qwen2, windows", "exaone4, windows", "gemma3", "starcoder2, a window"),
 )
 
@@ -363,6 +369,8 @@ def _larger(tiny: Tiny) -> dict[str, object]:
     grown: dict[str, object] = {}
     if "sliding_window" in tiny.fields and tiny.fields["sliding_window"] is not None:
         grown["sliding_window"] = 45
+    if "global_head_dim" in tiny.fields:
+        grown["global_head_dim"] = 16 if tiny.fields["global_head_dim"] == SMALL["head_dim"] else 32
     rope = tiny.fields.get("rope_parameters")
     if isinstance(rope, dict) and "short_factor" in rope:
         grown["rope_parameters"] = rope | LONG_FACTORS
@@ -429,6 +437,54 @@ def test_every_mode_says_what_the_target_says_alone(pairs: Callable[[str], Pair]
         assert level_stats(engine, "target").accepted > 0
 
 
+def test_layers_of_one_layout_whose_heads_differ_share_no_rows(pairs: Callable[[str], Pair]) -> None:
+    """Streamed, they have the same buffers."""
+    pair, (sizes, offload) = pairs("gemma4, one layout"), MODES["draft and retrieval, all streamed"]
+    with engine_of(pair, sizes, prompt_tokens=400, offload=offload) as engine:
+        assert say(engine) == alone(pair)
+
+
+def test_kernels_have_to_know_the_heads_of_all_layers() -> None:
+    """Those of a window were written past the end of a buffer."""
+    fields = TINY["gemma4"].config() | {"hidden_activation": "gelu_pytorch_tanh"}
+    for head_dim, usable in ((8, cpu.kernels().usable), (2048, False)):
+        config = config_of({**fields, "head_dim": head_dim})
+        assert cpu.of_model(torch.device("cpu"), config).usable == usable
+        assert choice.of_model(torch.device("cpu"), config).usable == usable
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"per_layer_config": {"5": {"head_dim": 12}, "05": {"head_dim": 12}}}, "each once"),
+        ({"per_layer_config": {"0": {"head_dim": 12}}}, "of layers without a window, 5, 6, each once"),
+        ({"per_layer_config": {"5": {"head_dim": 12}}}, "the same of layers 5, 6"),
+        ({"per_layer_config": {"x": {}}}, "by the numbers of layers"),
+        ({"global_head_dim": 7}, "global_head_dim is 7; it must be even"),
+        ({"num_global_key_value_heads": 3}, "num_global_key_value_heads is 3; it must be KV heads that divide"),
+        ({"hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input is missing"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2"),
+        ({"enable_moe_block": True}, "enable_moe_block is True"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ({"rope_parameters": {"full_attention": {}}}, "full_attention and sliding_attention"),
+    ],
+)
+def test_what_gemma_4_has_and_this_program_does_not_is_refused_by_name(fields: dict[str, object], words: str) -> None:
+    data = {**TINY["gemma4"].config(), "attention_k_eq_v": True, **fields}
+    with pytest.raises(ModelError) as caught:
+        config_of({key: value for key, value in data.items() if value is not ...})
+    assert words in str(caught.value)
+
+
+def test_the_layers_of_gemma_4_may_be_numbered_with_zeros() -> None:
+    """As transformers writes them where there are more than ten."""
+    fields = {**TINY["gemma4, of many layers"].config(), "global_head_dim": None}
+    own = {"head_dim": 12, "num_key_value_heads": 1}
+    config = config_of({**fields, "per_layer_config": {"05": own, "11": own}})
+    assert config.kv_shapes == ((2, 8),) * 5 + ((1, 12),) + ((2, 8),) * 5 + ((1, 12),)
+    assert config_of({**fields, "per_layer_config": None}).has_one_shape
+
+
 @pytest.mark.few(6)
 @pytest.mark.parametrize("name", ENGINES)
 def test_greedy_tokens_are_those_of_transformers(pairs: Callable[[str], Pair], name: str) -> None:
@@ -460,8 +516,11 @@ def forked_here() -> Iterator[list[Forked]]:
 
 
 @pytest.mark.usefixtures("forked_here")
-def test_a_session_of_windows_is_of_any_number_of_ranks(pairs: Callable[[str], Pair], tmp_path: Path) -> None:
-    pair, sizes = pairs("gemma3"), replace(DRAFTED, draft_gamma=0)
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+def test_a_session_of_windows_is_of_any_number_of_ranks(
+    pairs: Callable[[str], Pair], name: str, tmp_path: Path
+) -> None:
+    pair, sizes = pairs(name), replace(DRAFTED, draft_gamma=0)
     for ranks in (2, 1, 2):
         with (
             engine_of(pair, sizes, prompt_tokens=400, ranks=ranks, dtype="fp32") as engine,

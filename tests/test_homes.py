@@ -68,9 +68,9 @@ def opened(home: Home) -> Tensor:
 @pytest.mark.usefixtures("_small_blocks")
 @pytest.mark.parametrize(("bits", "kind"), [(12, Packed), (9, BesideCodes), (8, BesideCodes)])
 def test_a_layer_comes_back_bit_for_bit_in_fewer_bytes(memory: Memory, bits: int, kind: type) -> None:
-    maker = HomeMaker(memory, LAYOUT, CONFIG, bits)
+    maker = HomeMaker(memory, bits)
     wanted = [layer(seed) for seed in range(3)]
-    made = [maker.make(each.clone()) for each in wanted]
+    made = [maker.make(each.clone(), LAYOUT, CONFIG) for each in wanted]
     for home, exact in zip(made, wanted, strict=True):
         assert isinstance(home, kind)
         assert torch.equal(opened(home), exact)
@@ -80,8 +80,8 @@ def test_a_layer_comes_back_bit_for_bit_in_fewer_bytes(memory: Memory, bits: int
 
 @pytest.mark.parametrize("bits", [12, 9, 8])
 def test_what_would_not_come_back_lies_packed_and_may_take_more_than_planned(memory: Memory, bits: int) -> None:
-    maker, exact = HomeMaker(memory, LAYOUT, CONFIG, bits), layer(5, odd=True)
-    home = maker.make(exact.clone())
+    maker, exact = HomeMaker(memory, bits), layer(5, odd=True)
+    home = maker.make(exact.clone(), LAYOUT, CONFIG)
     assert isinstance(home, Packed)
     assert torch.equal(opened(home), exact)
     assert len(home.content) > home_bytes(LAYOUT.num_bytes, CONFIG.layer_matrix_elements(), bits)
@@ -92,7 +92,7 @@ def test_what_would_not_come_back_lies_packed_and_may_take_more_than_planned(mem
 @pytest.mark.usefixtures("_small_blocks")
 def test_the_ledger_has_what_was_planned(memory: Memory) -> None:
     for bits in (12, 9, 8):
-        HomeMaker(memory, LAYOUT, CONFIG, bits).make(layer(0))
+        HomeMaker(memory, bits).make(layer(0), LAYOUT, CONFIG)
     planned = [home_bytes(LAYOUT.num_bytes, CONFIG.layer_matrix_elements(), bits) for bits in (12, 9, 8)]
     assert memory.allocated()["host"] == {"target layers": sum(planned)}
 
@@ -103,15 +103,15 @@ def test_layers_that_are_opened_are_there_also_after_a_pass_was_broken_off(
     memory: Memory, num_homes: int, odd: bool
 ) -> None:
     """Layers of unlike sizes share the slots. A pass is broken off at each layer in turn."""
-    maker, wanted = HomeMaker(memory, LAYOUT, CONFIG, 9), [layer(i, odd=odd and i == 1) for i in range(num_homes)]
-    made: list[Home] = [maker.make(each.clone()) for each in wanted]
+    maker, wanted = HomeMaker(memory, 9), [layer(i, odd=odd and i == 1) for i in range(num_homes)]
+    made: list[Home] = [maker.make(each.clone(), LAYOUT, CONFIG) for each in wanted]
     if num_homes > 2:
         made[2] = AsTheyAre(wanted[2])
     largest = max(len(home.content) for home in made)
     staging = [torch.empty(largest, dtype=torch.uint8) for _ in range(2)]
     room = torch.empty(LAYOUT.num_bytes, dtype=torch.uint8)
     link = LateLink(late_in=True, late_out=True)
-    layers = StreamedLayers([], made, LAYOUT, staging, link, opened=room, coded=maker.coded)
+    layers = StreamedLayers([], made, [LAYOUT] * num_homes, staging, link, opened=room, coded=maker.coded)
     assert layers.num_wider == (odd and num_homes > 1) + (num_homes > 2)
     for broken_at in [None, None, *range(num_homes), None, 0, 0, None]:
         for number, _ in enumerate(layers):
@@ -125,7 +125,7 @@ def test_kernels_that_are_missing_are_an_error_that_says_what_to_do(
 ) -> None:
     monkeypatch.setattr(cpu, "kernels", lambda: NoKernels("none here"))
     with pytest.raises(UsageError, match=r"cross the link in 12 bits .* none here; add --link-bits 16"):
-        HomeMaker(memory, LAYOUT, CONFIG, 12)
+        HomeMaker(memory, 12)
 
 
 # Engines.

@@ -280,7 +280,8 @@ def streamed(num_layers: int, num_staging: int, link: Link, *, num_resident: int
     homes = [filled(float(layer)) for layer in range(num_layers)]
     staging = [filled(torch.nan) for _ in range(num_staging)]
     resident = [LAYOUT.bind(home) for home in homes[:num_resident]]
-    return StreamedLayers(resident, [AsTheyAre(home) for home in homes[num_resident:]], LAYOUT, staging, link)
+    layouts, others = [LAYOUT] * num_layers, [AsTheyAre(home) for home in homes[num_resident:]]
+    return StreamedLayers(resident, others, layouts, staging, link)
 
 
 def holds(weights: LayerWeights, layer: int) -> bool:

@@ -53,7 +53,7 @@ from test_parity import assert_same_logits, in_prefill
 
 PAGE, WINDOW, HEADS, DIM = 8, 11, 2, 16
 SIZES = Sizes(capacity=160, rows=4, prefill_block=7, page=PAGE, pages=2)
-NAME = "gemma3"
+NAME = "gemma4"
 
 
 @pytest.fixture(scope="module")
@@ -598,6 +598,7 @@ def test_a_damaged_page_of_windows_is_refused(folder: Path, tmp_path: Path) -> N
         ({"format": 2}, "fields too many or too few"),
         ({"identity": {"num_kv_heads": 0}}, "num_kv_heads is 0"),
         ({"identity": {"num_window_layers": -1}}, "num_window_layers is -1"),
+        ({"identity": {"window_head_dim": 0}}, "window_head_dim is 0"),
         ({"pages": "windows"}, "cannot be the file of page"),
     ],
 )

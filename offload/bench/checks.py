@@ -163,7 +163,7 @@ class Trial:
         for view in layout.views.values():
             view.of(exact).normal_(generator=torch.Generator().manual_seed(view.offset))
         for bits in (12, 9, 8):
-            home = HomeMaker(Memory(self._device), layout, config, bits).make(exact.clone())
+            home = HomeMaker(Memory(self._device), bits).make(exact.clone(), layout, config)
             layer = torch.zeros_like(exact, device=self._device)
             home.open(home.content.to(self._device), layer)
             same &= torch.equal(layer.cpu(), exact)

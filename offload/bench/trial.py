@@ -139,7 +139,8 @@ def check_other_fits(request: Request, plan: Plan, name: str) -> None:
     free = (hardware.host_free_bytes if hardware.is_cpu else hardware.device_free_bytes) - used
     target = request.target
     capacity = plan.request.capacity
-    needed = target.weight_bytes(itemsize) + capacity * target.num_layers * target.layer_kv_bytes(itemsize)
+    cached = target.all_layers(lambda layer: layer.layer_kv_bytes(itemsize))
+    needed = target.weight_bytes(itemsize) + capacity * cached
     if needed > free:
         raise DoesNotFit(
             f"{name} needs {needed / 1e9:.3g} GB on {plan.request.device} for a context of {capacity} tokens and "

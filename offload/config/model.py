@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from offload.config.rope import Rope
 
+FACTOR_BYTES = 64  # that the factor on a layer's rows takes
 BLOCK_NORMS = ("before_attention", "after_attention", "before_feed_forward", "after_feed_forward")
 Activation = Literal["silu", "gelu_tanh", "relu_squared"]  # gelu_tanh: GELU by its approximation with tanh
 
@@ -42,10 +43,11 @@ class Attention:
     rotated, of each head by itself or, if `norms_whole`, of all heads together; if `weighs_heads`, each head by itself
     has a weight of its own; if `weighs_rotated`, the weight multiplies them after that.
 
-    rope: None, queries and keys know no positions. scale: on products of queries and keys, None: head_dim^-0.5. window:
-    tokens that a row sees, itself and the last ones before it; None: all. A layer without one is called growing. cap:
-    c; c tanh(score / c) in place of a score. gate: what comes of the heads is multiplied by the sigmoid of another
-    product of the rows.
+    v_norm: of each head's values. values_are_keys: values are the keys as they are before they are normed, and have no
+    product of their own. rope: None, queries and keys know no positions. scale: on products of queries and keys, None:
+    head_dim^-0.5. window: tokens that a row sees, itself and the last ones before it; None: all. A layer without one is
+    called growing. cap: c; c tanh(score / c) in place of a score. gate: what comes of the heads is multiplied by the
+    sigmoid of another product of the rows.
     """
 
     num_heads: int
@@ -55,6 +57,8 @@ class Attention:
     bias: bool = False
     out_bias: bool = False
     qk_norm: Norm | None = None
+    v_norm: Norm | None = None
+    values_are_keys: bool = False
     norms_whole: bool = False
     weighs_heads: bool = False
     weighs_rotated: bool = False
@@ -78,8 +82,9 @@ class Attention:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Outputs of the product that gives q, k, v and the gate, if there is one."""
-        return (self.q_size, self.kv_size, self.kv_size, *([self.q_size] if self.gate else []))
+        """Outputs of the product that gives q, k, v, unless it is k, and the gate, if there is one."""
+        values = [] if self.values_are_keys else [self.kv_size]
+        return (self.q_size, self.kv_size, *values, *([self.q_size] if self.gate else []))
 
     @property
     def score_scale(self) -> float:
@@ -99,7 +104,8 @@ class FeedForward:
 @dataclass(frozen=True)
 class Block:
     """One layer: x += scale * after(attention(before(x))), and the same with the feed-forward network. A norm that is
-    None is not there. side_by_side: both read one norm of the same x, `before_attention`."""
+    None is not there. side_by_side: both read one norm of the same x, `before_attention`. multiplied: then x is
+    multiplied by a number of the checkpoint."""
 
     attention: Attention
     feed_forward: FeedForward
@@ -109,6 +115,7 @@ class Block:
     after_feed_forward: Norm | None = None
     side_by_side: bool = False
     scale: float = 1.0
+    multiplied: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,10 +149,10 @@ class TensorNames:
 class ModelConfig:
     """A decoder. `offload.config.reading` makes it of a config.json and validates; the constructor does not.
 
-    blocks: its layers, first to last, of one shape: they differ in positions and windows at most. norm: of the last
-    rows. embedding_scale, logits_scale: factors on what comes in and out; rounds_embedding_scale: to the dtype first.
-    logits_cap: of logits, times their scale, as of scores. embedding_norm: of rows as they come in. dtype: what the
-    weights are meant to be computed in. wrapper: the model_type of the model whose text this is.
+    blocks: its layers, first to last. Growing ones have heads of one shape, and so do those with a window. norm: of the
+    last rows. embedding_scale, logits_scale: factors on what comes in and out; rounds_embedding_scale: to the dtype
+    first. logits_cap: of logits, times their scale, as of scores. embedding_norm: of rows as they come in. dtype: what
+    the weights are meant to be computed in. wrapper: the model_type of the model whose text this is.
     """
 
     family: str
@@ -172,8 +179,43 @@ class ModelConfig:
 
     @property
     def block(self) -> Block:
-        """One of the layers, for what they have in common."""
-        return self.blocks[0]
+        """One of the growing layers, if there are some, for what they have in common."""
+        return self.blocks[self.growing[0] if self.growing else 0]
+
+    @cached_property
+    def _alone(self) -> tuple[ModelConfig, ...]:
+        made = {block: replace(self, blocks=(block,)) for block in dict.fromkeys(self.blocks)}
+        return tuple(made[block] for block in self.blocks)
+
+    def layer(self, index: int) -> ModelConfig:
+        """A model of that layer alone, for what depends on its shape."""
+        return self._alone[index]
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[ModelConfig, int], ...]:
+        """A layer of each kind, as `layer` gives it, and how many there are."""
+        first = {block: at for at, block in reversed([*enumerate(self.blocks)])}
+        return tuple((self._alone[first[block]], number) for block, number in Counter(self.blocks).items())
+
+    @property
+    def windowed_block(self) -> Block | None:
+        """One of the layers that have a window."""
+        return self.blocks[self.windowed[0]] if self.windowed else None
+
+    @cached_property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(KV heads, head_dim) of each layer."""
+        return tuple((each.attention.num_kv_heads, each.attention.head_dim) for each in self.blocks)
+
+    @cached_property
+    def head_dims(self) -> tuple[int, ...]:
+        """Of all layers, without repetition."""
+        return tuple(dict.fromkeys(dim for _, dim in self.kv_shapes))
+
+    @property
+    def has_one_shape(self) -> bool:
+        """Whether all layers have heads of one shape."""
+        return len({*self.kv_shapes}) == 1
 
     @property
     def num_heads(self) -> int:
@@ -226,6 +268,8 @@ class ModelConfig:
             Block(block.attention, block.feed_forward, before_attention=norm, before_feed_forward=norm),
             attention=replace(
                 block.attention,
+                v_norm=None,
+                values_are_keys=False,
                 norms_whole=False,
                 weighs_heads=False,
                 weighs_rotated=False,
@@ -239,6 +283,7 @@ class ModelConfig:
         return (
             block == plain
             and not (norm.centred or norm.plus_one or norm.bias or norm.fp32)
+            and self.has_one_shape
             and self.embedding_scale == 1
             and self.embedding_norm is None
         )
@@ -272,8 +317,13 @@ class ModelConfig:
         return replace(changed, blocks=repeated[:num_layers])
 
     def layer_products(self) -> tuple[tuple[int, int, bool], ...]:
-        """(outputs, inputs, has a bias) of a layer's products as they run: q/k/v and gate/up are one each."""
+        """(outputs, inputs, has a bias) of the products of `block` as they run: q/k/v and gate/up are one each."""
         return self._products
+
+    @cached_property
+    def all_products(self) -> tuple[tuple[int, int, bool], ...]:
+        """Those of all layers, without repetition."""
+        return tuple(dict.fromkeys(each for kind, _ in self.kinds for each in kind.layer_products()))
 
     @cached_property  # plans ask for these thousands of times
     def _products(self) -> tuple[tuple[int, int, bool], ...]:
@@ -286,13 +336,17 @@ class ModelConfig:
         )
 
     def layer_matrix_elements(self) -> int:
-        """Elements of one layer's matrices; every row costs two FLOPs for each."""
+        """Elements of the matrices of `block`; every row costs two FLOPs for each."""
         return sum(outputs * inputs for outputs, inputs, _ in self.layer_products())
 
     def layer_parameters(self) -> int:
-        """Parameters of one layer: matrices, biases and norms."""
+        """Parameters of `block`: matrices, biases and norms."""
         rest, norms = self._layer_numbers
-        return rest + sum(size for size, _ in norms)
+        return rest + sum(size for size, _ in norms) + self.block.multiplied
+
+    def all_layers(self, of_one: Callable[[ModelConfig], int]) -> int:
+        """The sum over all layers."""
+        return sum(number * of_one(kind) for kind, number in self.kinds)
 
     @cached_property
     def _layer_numbers(self) -> tuple[int, tuple[tuple[int, Norm], ...]]:
@@ -301,46 +355,57 @@ class ModelConfig:
         return self.layer_matrix_elements() + biases, tuple(layer_norms(self).values())
 
     @cached_property
-    def num_tables(self) -> int:
-        """Rotary tables: one for each kind of layers."""
-        return len({block.attention.rope for block in self.blocks})
+    def tables(self) -> frozenset[tuple[Rope | None, int]]:
+        """Rotary positions and heads of each kind of layers: each has a table of its own."""
+        return frozenset((block.attention.rope, block.attention.head_dim) for block in self.blocks)
 
     def num_parameters(self) -> int:
         """Parameters of the whole model; tied embeddings count once."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return embeddings + self.num_layers * self.layer_parameters() + self.hidden_size * (1 + self.norm.bias)
+        layers = self.all_layers(ModelConfig.layer_parameters)
+        return embeddings + layers + self.hidden_size * (1 + self.norm.bias)
 
     def weight_bytes(self, dtype_bytes: int) -> int:
         """Bytes of all weights at `dtype_bytes` per element."""
-        rest = self.num_parameters() - self.num_layers * self.layer_parameters()
+        rest = self.num_parameters() - self.all_layers(ModelConfig.layer_parameters)
         vectors = self.hidden_size * (1 + self.norm.bias)
-        layers = self.num_layers * self.layer_weight_bytes(dtype_bytes)
+        layers = self.all_layers(lambda layer: layer.layer_weight_bytes(dtype_bytes))
         return layers + (rest - vectors) * dtype_bytes + vectors * self.norm.itemsize(dtype_bytes)
 
     def layer_weight_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of one layer's weights at `dtype_bytes` per element."""
+        """Bytes of the weights of `block` at `dtype_bytes` per element."""
         rest, norms = self._layer_numbers
-        return rest * dtype_bytes + sum(size * norm.itemsize(dtype_bytes) for size, norm in norms)
+        vectors = sum(size * norm.itemsize(dtype_bytes) for size, norm in norms)
+        return rest * dtype_bytes + vectors + FACTOR_BYTES * self.block.multiplied
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values that one token adds, over the growing layers."""
         return len(self.growing) * self.layer_kv_bytes(dtype_bytes)
 
     def layer_kv_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of the keys and values of a token in one layer."""
+        """Bytes of the keys and values of a token in `block`."""
         return 2 * self.block.attention.kv_size * dtype_bytes
 
+    def window_kv_bytes(self, dtype_bytes: int) -> int:
+        """The same in a layer with a window; 0 where there is none."""
+        return 0 if self.windowed_block is None else 2 * self.windowed_block.attention.kv_size * dtype_bytes
+
     def seen_pairs(self, num_tokens: int) -> int:
-        """Pairs of a row and a token that it sees, of `num_tokens` rows in all layers."""
-        windows = Counter(block.attention.window or num_tokens for block in self.blocks)
-        return sum(number * _pairs(num_tokens, min(window, num_tokens)) for window, number in windows.items())
+        """Pairs of a row and a token that it sees, of `num_tokens` rows in all layers; in layers with other queries
+        than those of `block` as many of these as cost the same."""
+        seen = 0
+        for kind, number in self.kinds:
+            attention = kind.block.attention
+            pairs = number * _pairs(num_tokens, min(attention.window or num_tokens, num_tokens))
+            seen += pairs * attention.q_size // self.block.attention.q_size
+        return seen
 
     def prefill_flops(self, num_tokens: int) -> int:
         """FLOPs (a multiply-add is two) of a causal forward over `num_tokens` rows with logits of the last row only.
 
         A row attends to keys: 2 H D FLOPs each for the score and for the value. Norms, rotary and softmax are left out.
         """
-        products = self.num_layers * 2 * self.layer_matrix_elements() * num_tokens
+        products = 2 * self.all_layers(ModelConfig.layer_matrix_elements) * num_tokens
         attention = 4 * self.block.attention.q_size * self.seen_pairs(num_tokens)
         return products + attention + 2 * self.vocab_size * self.hidden_size * (num_tokens > 0)
 
@@ -351,12 +416,13 @@ def _pairs(num_tokens: int, window: int) -> int:
 
 
 def layer_norms(config: ModelConfig) -> dict[str, tuple[int, Norm]]:
-    """The vectors of a layer's norms, by name: size, and the norm that each belongs to. A bias ends in ".bias"."""
+    """The vectors of the norms of `block`, by name: size, and the norm that each belongs to. A bias ends in ".bias"."""
     block, attention = config.block, config.block.attention
     sizes = {
         **{name: (config.hidden_size, getattr(block, name)) for name in BLOCK_NORMS},
         "q_norm": (attention.q_size if attention.has_long_weights else attention.head_dim, attention.qk_norm),
         "k_norm": (attention.kv_size if attention.has_long_weights else attention.head_dim, attention.qk_norm),
+        "v_norm": (attention.head_dim, attention.v_norm),
     }
     vectors: dict[str, tuple[int, Norm]] = {}
     for name, (size, norm) in sizes.items():

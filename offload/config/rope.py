@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from offload.config.fields import Fields, is_neutral
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+PROPORTIONAL = "proportional"  # only some pairs rotate, by the frequencies that they have where all do
 _KNOWN_KEYS = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
     "beta_slow", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor", "truncate", "partial_rotary_factor",
@@ -20,7 +21,8 @@ class Rope:
     """Rotary positions, scaled as its `kind` says. Only the fields that the kind uses are set; the rest keep defaults.
 
     rotated: numbers of a head, the first ones, that know positions; None: all. neighbours: numbers 2i and 2i + 1 are
-    rotated together, else i and i + rotated / 2. growth: beta; queries are multiplied by
+    rotated together, else i and i + rotated / 2; if `kind` is PROPORTIONAL, i and i + D / 2 for the first rotated / 2
+    numbers i. growth: beta; queries are multiplied by
     1 + beta ln(1 + floor(position / original_max_positions)) (Llama 4).
     """
 
@@ -104,9 +106,9 @@ def _read_form(
     for key, value in rope.data.items():
         if key not in _KNOWN_KEYS | defaults.keys and value is not None:
             rope.refuse(key, "absent: no supported rope type reads it")
-    rotated = _read_rotated(source, rope, head_dim, defaults)
     kind_key = "type" if rope.data.get("rope_type") is None else "rope_type"
     kind = rope.choice(kind_key, (*ROPE_KINDS, *defaults.kinds), default="default")
+    rotated = _read_rotated(source, rope, head_dim, defaults, pairs=kind == PROPORTIONAL)
     if rope.data.get("type") not in (None, kind):
         rope.refuse("type", f"the same as rope_type {kind}")
     if kind == "yarn" and theta <= 1:
@@ -118,9 +120,12 @@ def _read_form(
     return replace(scaling, theta=theta, rotated=own, neighbours=defaults.neighbours)
 
 
-def _read_rotated(source: Fields, rope: Fields, head_dim: int, defaults: RopeDefaults) -> int:
-    """Numbers of a head that are rotated."""
+def _read_rotated(source: Fields, rope: Fields, head_dim: int, defaults: RopeDefaults, *, pairs: bool) -> int:
+    """Numbers of a head that are rotated. pairs: the share is of whole pairs, in its own kind of positions alone."""
     key = "partial_rotary_factor"
+    if pairs:
+        rotated = 2 * int(rope.number(key, default=1.0, most=1.0) * head_dim / 2)
+        return rotated or rope.refuse(key, f"a share of {head_dim} numbers in which there is a pair")
     owner = source if rope.data.get(key) is None else rope
     if defaults.partial is None:
         if not is_neutral(rope.data.get(key), (1.0,)):
@@ -135,6 +140,8 @@ def _read_rotated(source: Fields, rope: Fields, head_dim: int, defaults: RopeDef
 def _read_scaling(source: Fields, rope: Fields, kind: str, max_positions: int, rotated: int) -> Rope:
     if kind == "default":
         return Rope()
+    if kind == PROPORTIONAL:
+        return Rope(kind, rope.number("factor", default=1.0, least=0.0))
     if kind in ("linear", "dynamic"):
         return Rope(kind, rope.number("factor", least=1.0))
     original = _read_original(source, rope, max_positions)

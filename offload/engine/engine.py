@@ -22,7 +22,7 @@ from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
 from offload.engine.prefix import PrefixCache
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, ModelError, UsageError
-from offload.kernels.choice import fitting
+from offload.kernels.choice import of_model
 from offload.kernels.cpu import OFF
 from offload.kernels.gpu.flash import flash
 from offload.kv.retrieval import RetrievalCache
@@ -66,7 +66,7 @@ class Step:
 def kernels_problem(device: str, model: ModelConfig) -> str:
     """Why a pass of `model` on `device` runs on torch's operators though there should be kernels, "" where it is as it
     should be. Raises UsageError for a wrong TRIFORCE_KERNELS."""
-    found = fitting(torch.device(device), model.head_dim, model.layer_products())
+    found = of_model(torch.device(device), model)
     return "" if found.reason == OFF else found.reason
 
 

@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 
+from offload.config.model import ModelConfig
 from offload.formats.layout import WIDEST_GPU_HEAD
 from offload.kernels import cpu
 from offload.kernels.cpu import OFF, VARIABLE, wanted
@@ -42,3 +43,9 @@ def fitting(device: torch.device, head_dim: int, products: Sequence[tuple[int, i
     if not _NARROWEST_HEAD <= head_dim <= WIDEST_GPU_HEAD or head_dim % 16:
         return NoKernels(f"they know heads of 16, 32, ... 256 numbers, not of {head_dim}", "GPU")
     return gpu_kernels(device)
+
+
+def of_model(device: torch.device, config: ModelConfig) -> DeviceKernels:
+    """The same of a model whose layers may have heads of several sizes: none where one kind has none."""
+    found = [fitting(device, head_dim, config.all_products) for head_dim in config.head_dims]
+    return next((each for each in found if not each.usable), found[0])

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from offload import native
+from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats import packed, quantised, quantised_kv, residuals
 from offload.formats.layout import Packing, PageShape
@@ -107,6 +108,12 @@ def fitting(device: torch.device, head_dim: int, products: Sequence[tuple[int, i
     if odd := [inputs for _, inputs, _ in products if inputs % 2]:
         return NoKernels(f"the kernels know weights of an even number of inputs, not of {odd[0]}")
     return kernels()
+
+
+def of_model(device: torch.device, config: ModelConfig) -> CpuKernels | NoKernels:
+    """The same of a model whose layers may have heads of several sizes."""
+    found = [fitting(device, head_dim, config.all_products) for head_dim in config.head_dims]
+    return next((each for each in found if not each.usable), found[0])
 
 
 def instruction_sets(system: str, machine: str, capability: str, has_amx: bool) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.config.model import ModelConfig
-from offload.config.rope import Rope
+from offload.config.rope import PROPORTIONAL, Rope
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,13 @@ def scorings(
     """Of each layer, for positions 0 to `num_positions` - 1: layers that are alike share a table, of
     2 * num_positions * D numbers of `dtype`. capacity: see `inverse_frequencies`. weights: of each layer's queries and
     keys, where its attention weighs them rotated."""
-    tables: dict[Rope | None, RopeTable] = {}
-    for block in config.blocks:
-        if (rope := block.attention.rope) not in tables:
-            tables[rope] = rope_table(config, num_positions, capacity, device, rope).to(dtype)
+    tables: dict[tuple[Rope | None, int], RopeTable] = {}
+    for kind, _ in config.kinds:
+        rope = kind.block.attention.rope
+        if (key := (rope, kind.head_dim)) not in tables:
+            tables[key] = rope_table(kind, num_positions, capacity, device, rope).to(dtype)
     attentions = [block.attention for block in config.blocks]
-    found = tuple(Scoring(tables[each.rope], each.scale, each.cap) for each in attentions)
+    found = tuple(Scoring(tables[each.rope, each.head_dim], each.scale, each.cap) for each in attentions)
     pairs = zip(found, weights, strict=True) if weights else ()
     return tuple(replace(each, weights=own) for each, own in pairs) or found
 
@@ -157,6 +158,8 @@ def inverse_frequencies(config: ModelConfig, capacity: int, rope: Rope | None = 
     """
     scaling = rope or config.rope
     theta, dim = scaling.theta, scaling.rotated or config.head_dim
+    if scaling.kind == PROPORTIONAL:  # the first pairs of all of the head's; transformers has no paper for it
+        return _proportional(theta, dim, config.head_dim) / scaling.factor, 1.0
     if scaling.kind == "dynamic":
         theta *= _ntk_stretch(scaling.factor, capacity, config.max_positions) ** (dim / (dim - 2))
     wavelengths = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # over 2 pi, in tokens
@@ -173,6 +176,11 @@ def inverse_frequencies(config: ModelConfig, capacity: int, rope: Rope | None = 
     if scaling.kind in ("default", "dynamic"):
         return frequencies, 1.0
     raise ValueError(f"unknown rope kind {scaling.kind!r}")
+
+
+def _proportional(theta: float, rotated: int, head_dim: int) -> Tensor:
+    """[rotated / 2]: the frequencies that the first pairs have where a whole head is rotated."""
+    return 1.0 / theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / head_dim)
 
 
 def _ntk_stretch(factor: float, capacity: int, max_positions: int) -> float:

@@ -34,9 +34,7 @@ class StreamingCache:
         self,
         memory: Memory,
         *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        shapes: Sequence[tuple[int, int]],
         dtype: torch.dtype,
         scorings: Sequence[Scoring],
         sinks: int,
@@ -44,18 +42,28 @@ class StreamingCache:
         slack: int,
         kernels: DeviceKernels = NONE,
     ) -> None:
+        """shapes: (KV heads, head_dim) of each layer."""
         self.sinks, self.window, self._scorings, self._memory = sinks, window, scorings, memory
         self._num_slots = 2 * (window + slack)
-        shape = (num_layers, 2, num_kv_heads)
-        self._sink_rows = memory.allocate(
-            (*shape, max(sinks, 1), head_dim), dtype, tier="device", purpose="draft cache"
-        )
-        self._rows = memory.allocate((*shape, self._num_slots, head_dim), dtype, tier="device", purpose="draft cache")
+        self._blocks = list[Tensor]()
+        self._sink_rows = self._allocate(shapes, max(sinks, 1), dtype)
+        self._rows = self._allocate(shapes, self._num_slots, dtype)
+        self._windows = self._blocks[len(self._blocks) // 2 :]
         self._spans = kernels.attention(dtype=dtype)
         self.length = 0
         self._first = sinks  # absolute position of slot 0
         self._places = Places(memory.device)
-        self._taken = [0] * num_layers
+        self._taken = [0] * len(shapes)
+
+    def _allocate(self, shapes: Sequence[tuple[int, int]], num_rows: int, dtype: torch.dtype) -> list[Tensor]:
+        """[2, H_kv, num_rows, D] of each layer, those that are alike in one block."""
+        own = dict[int, Tensor]()
+        for heads, dim in dict.fromkeys(shapes):
+            layers = [layer for layer, shape in enumerate(shapes) if shape == (heads, dim)]
+            size = (len(layers), 2, heads, num_rows, dim)
+            self._blocks.append(self._memory.allocate(size, dtype, tier="device", purpose="draft cache"))
+            own |= dict(zip(layers, self._blocks[-1], strict=True))
+        return [own[layer] for layer in range(len(shapes))]
 
     @property
     def max_rows(self) -> int:
@@ -85,7 +93,8 @@ class StreamingCache:
         if held + num_rows > self._num_slots:
             kept = self._num_slots // 2 if num_rows <= self._num_slots // 2 else self.window
             kept = min(kept, held)
-            self._rows[:, :, :, :kept] = self._rows[:, :, :, held - kept : held].clone()
+            for rows in self._windows:
+                rows[:, :, :, :kept] = rows[:, :, :, held - kept : held].clone()
             self._first = self.length - kept
         self._places.set(self.length, self.length - self._first, num_rows)
 
@@ -125,7 +134,7 @@ class StreamingCache:
 
     def release(self) -> None:
         """Give its memory back; the cache is not used again."""
-        for rows in (self._sink_rows, self._rows):
+        for rows in self._blocks:
             self._memory.released(rows, tier="device", purpose="draft cache")
 
     @property
@@ -135,7 +144,7 @@ class StreamingCache:
         return 0 if full else None
 
     def nbytes(self) -> int:
-        return self._rows.nbytes + self._sink_rows.nbytes
+        return sum(rows.nbytes for rows in self._blocks)
 
     def _attend_spans(self, spans: DecodeAttention, layer: int, rows: Rows) -> Tensor:
         """The window's run, then that of the sinks, which have queries of their own. Places are numbered by slots of
@@ -159,14 +168,14 @@ class StreamingCache:
         num_sinks = min(max(self.sinks - start, 0), k.shape[0])
         for half, rows in enumerate((k, v)):
             if num_sinks:
-                self._sink_rows[layer, half, :, start : start + num_sinks] = rows[:num_sinks].transpose(0, 1)
-            self._rows[layer, half].index_copy_(1, places.slots[num_sinks:], rows[num_sinks:].transpose(0, 1))
+                self._sink_rows[layer][half, :, start : start + num_sinks] = rows[:num_sinks].transpose(0, 1)
+            self._rows[layer][half].index_copy_(1, places.slots[num_sinks:], rows[num_sinks:].transpose(0, 1))
 
     def _attend_sinks(self, layer: int, places: RowPlaces, query: Tensor, start: int) -> Part:
         visible = None
         if start + 1 < self.sinks:
             visible = (places.positions + 1).clamp_(max=self.sinks).repeat(query.shape[1] // len(places.slots))
-        keys, values = self._sink_rows[layer, :, None]
+        keys, values = self._sink_rows[layer][:, None]
         scoring = self._scorings[layer]
         return attend(query, keys, values, visible, scale=scoring.scale, cap=scoring.cap)
 

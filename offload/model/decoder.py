@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, relu, rms_norm, silu
 
-from offload.config.model import Block, ModelConfig
+from offload.config.model import Attention, Block, ModelConfig
 from offload.kernels.cpu import FEW_ROWS, CpuKernels
 from offload.kernels.device import NONE, NoKernels
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
@@ -48,8 +48,6 @@ class Decoder:
         self.config, self.weights, self._sums, self._kernels = config, weights, sums or OneRank(), kernels
         scale, dtype = config.embedding_scale, weights.embedding.dtype
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if config.rounds_embedding_scale else scale
-        attention = config.block.attention
-        self._gate_size = attention.q_size if attention.gate else 0
         self._idle: list[FewRows] = []  # a pass takes one, and another one where it runs in the middle of a pass
 
     def over(self, weights: Weights) -> Decoder:
@@ -192,15 +190,18 @@ class Decoder:
         block = self.config.blocks[layer]
         qkv = _by_block(blocks, x, lambda part: weights.qkv(_normed(part, weights.before_attention)))
         beside = _by_block(blocks, x, lambda part: self._feed_forward(weights, part)) if block.side_by_side else None
-        heads, gate = qkv.split((qkv.shape[1] - self._gate_size, self._gate_size), 1)
-        q, k, v = self._heads(weights, heads if shared is None else shared.apart(heads))
+        gate_size = block.attention.q_size if block.attention.gate else 0
+        heads, gate = qkv.split((qkv.shape[1] - gate_size, gate_size), 1)
+        q, k, v = self._heads(block.attention, weights, heads if shared is None else shared.apart(heads))
         attended = self._attend(layer, q, k, v, segments)
         attended = attended if shared is None else shared.joined(attended)
-        attended = attended * gate.sigmoid() if self._gate_size else attended
+        attended = attended * gate.sigmoid() if gate_size else attended
         self._add(x, _by_block(blocks, attended, weights.o), weights.after_attention, block)
         if beside is None:
             beside = _by_block(blocks, x, lambda part: self._feed_forward(weights, part))
         self._add(x, beside, weights.after_feed_forward, block)
+        if weights.factor is not None:
+            x *= weights.factor
 
     def _add(self, x: Tensor, part: Tensor, norm: NormWeights | None, block: Block) -> None:
         """To x, in place, what this rank's part of a layer gives."""
@@ -217,10 +218,11 @@ class Decoder:
         gate, up = inner.chunk(2, -1)
         return weights.down(_activated(gate, block).mul_(up))
 
-    def _heads(self, weights: LayerWeights, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, (H + 2 H_kv) * D] -> q [T, H, D], k and v [T, H_kv, D], normed where the model does that."""
-        attention = self.config.block.attention
-        q, k, v = qkv.split((attention.q_size, attention.kv_size, attention.kv_size), 1)
+    def _heads(self, attention: Attention, weights: LayerWeights, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, (H + 2 H_kv) * D], or (H + H_kv) where values are keys -> q [T, H, D], k and v [T, H_kv, D], normed where
+        the model does that."""
+        q, k, *values = qkv.split(attention.parts[: 2 if attention.values_are_keys else 3], 1)
+        v = normed_heads(values[0] if values else k, weights.v_norm, attention.head_dim)
         if norms_over_ranks(self.config, self._sums):
             q, k = normed_over_ranks(q, k, weights, self._sums)
         else:

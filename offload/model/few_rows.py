@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from offload.config.model import Activation, ModelConfig
+from offload.config.model import Activation, Attention, ModelConfig
 from offload.kernels.norms import NormWeights, add_normed, norm_over, normed_heads
 from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
 from offload.model.sums import OneRank, Sums
@@ -26,10 +26,10 @@ class FewRows:
 
     def __init__(self, kernels: Library, config: ModelConfig, dtype: torch.dtype, sums: Sums) -> None:
         self._kernels, self._config, self._dtype, self._sums = kernels, config, dtype, sums
-        self._alone, self._attention = isinstance(sums, OneRank), config.block.attention
+        self._alone = isinstance(sums, OneRank)
         self._most = 0
-        self._layers: dict[int, tuple[LayerWeights, Steps, list[Steps]]] = {}
-        self._views: dict[int, tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]] = {}
+        self._layers: dict[tuple[int, int], tuple[LayerWeights, Steps, list[Steps]]] = {}  # by weights and room
+        self._rooms: dict[tuple[object, ...], _Room] = {}  # by the sizes of heads
 
     def rows(self, num_rows: int) -> Tensor:
         """[num_rows, hidden], for the caller to fill; `layer` works on them."""
@@ -39,18 +39,24 @@ class FewRows:
 
     def layer(self, layer: int, weights: LayerWeights, num_rows: int, attend: Attend) -> None:
         """The first `num_rows` rows, in place."""
-        before, after = self._steps(weights)
+        block = self._config.blocks[layer]
+        attention, room = block.attention, self._room(block.attention)
+        before, after = self._steps(weights, room)
         before.run(num_rows)
-        rows, heads, gate = self._heads(num_rows)
+        rows, heads, gate = room.views(num_rows)
+        if attention.values_are_keys:
+            rows[2].copy_(rows[1])
         if norms_over_ranks(self._config, self._sums):
             for part, normed in zip(rows, normed_over_ranks(rows[0], rows[1], weights, self._sums), strict=False):
                 part.copy_(normed)
         else:
             for part, norm in zip(rows, (weights.q_norm, weights.k_norm), strict=False):
-                if norm is not None and self._attention.weighs_heads:
-                    part.copy_(normed_heads(part, norm, self._attention.head_dim))
+                if norm is not None and attention.weighs_heads:
+                    part.copy_(normed_heads(part, norm, attention.head_dim))
                 elif norm is not None:
                     norm_heads(self._kernels, part, norm)
+        if weights.v_norm is not None:
+            norm_heads(self._kernels, rows[2], weights.v_norm)
         attended = attend(layer, *heads)
         after[0].read(attended if gate is None else attended * gate.sigmoid())
         for steps, after_norm in zip(after, (weights.after_attention, weights.after_feed_forward), strict=False):
@@ -58,6 +64,8 @@ class FewRows:
             if not self._alone:
                 total = self._sums.total(self._part[:num_rows])
                 add_normed(self._x[:num_rows], total, after_norm, self._config.block.scale)
+        if weights.factor is not None:
+            self._x[:num_rows] *= weights.factor
 
     def logits(self, hidden: Tensor, norm: NormWeights, head: Linear) -> Tensor:
         """hidden [n, hidden] -> [n, V]."""
@@ -69,32 +77,39 @@ class FewRows:
 
     def _allocate(self, most: int) -> None:
         hidden, self._most = self._config.hidden_size, most
-        qkv, o, _, down = self._config.layer_products()
-        widths = (hidden, qkv[0], o[1], down[1])
-        self._x, self._qkv, self._attended, self._inner = (
-            torch.empty(most, width, dtype=self._dtype) for width in widths
-        )
-        self._widened = room_to_widen(most, max(widths))
+        inner = self._config.intermediate_size
+        self._x, self._inner = (torch.empty(most, width, dtype=self._dtype) for width in (hidden, inner))
+        attentions = [kind.block.attention for kind, _ in self._config.kinds]
+        widest = max(hidden, inner, *(max(sum(each.parts), each.q_size) for each in attentions))
+        self._widened = room_to_widen(most, widest)
         self._part = torch.empty_like(self._x)
         self._layers.clear()
-        self._views.clear()
+        self._rooms.clear()
 
-    def _steps(self, weights: LayerWeights) -> tuple[Steps, list[Steps]]:
+    def _room(self, attention: Attention) -> _Room:
+        """Layers whose heads are alike share theirs."""
+        key = (attention.parts, attention.head_dim, attention.values_are_keys)
+        if key not in self._rooms:
+            self._rooms[key] = _Room(attention, self._most, self._dtype)
+        return self._rooms[key]
+
+    def _steps(self, weights: LayerWeights, room: _Room) -> tuple[Steps, list[Steps]]:
         """Of a layer: up to its attention, and after it, cut where ranks sum."""
-        if id(weights) not in self._layers:
-            before, after = self._described(weights)
+        key = id(weights), id(room)
+        if key not in self._layers:
+            before, after = self._described(weights, room)
             made = [Steps(self._kernels, steps, self._widened) for steps in after]
-            self._layers[id(weights)] = (weights, Steps(self._kernels, before, self._widened), made)
-        return self._layers[id(weights)][1:]
+            self._layers[key] = (weights, Steps(self._kernels, before, self._widened), made)
+        return self._layers[key][1:]
 
-    def _described(self, weights: LayerWeights) -> tuple[list[Step], list[list[Step]]]:
+    def _described(self, weights: LayerWeights, room: _Room) -> tuple[list[Step], list[list[Step]]]:
         """See `_steps`."""
         block = self._config.block
         ending: Ending = "gate" if block.feed_forward.gated else "activate"
         norm = weights.before_attention if block.side_by_side else weights.before_feed_forward
         inner = _step(self._x, weights.gate_up, self._inner, norm, ending, activation=block.feed_forward.activation)
-        qkv = _step(self._x, weights.qkv, self._qkv, weights.before_attention)
-        o = self._added(self._attended, weights.o, weights.after_attention)
+        qkv = _step(self._x, weights.qkv, room.qkv, weights.before_attention)
+        o = self._added(room.attended, weights.o, weights.after_attention)
         down = self._added(self._inner, weights.down, weights.after_feed_forward)
         before, after = ([qkv, inner], [o, down]) if block.side_by_side else ([qkv], [o, [inner, *down]])
         return before, [after[0] + after[1]] if self._alone else after
@@ -107,11 +122,24 @@ class FewRows:
         product = _step(x, linear, self._part)
         return [product, Step(self._part, None, None, self._x, norm, "add", factor)] if self._alone else [product]
 
-    def _heads(self, num_rows: int) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]:
-        """q [T, H * D], k and v [T, H_kv * D] among the products' results; the same by heads, [T, H, D]; the gate."""
+
+class _Room:
+    """Of heads of one shape: what a layer's first product gives, and what its attention does, for `most` rows."""
+
+    def __init__(self, attention: Attention, most: int, dtype: torch.dtype) -> None:
+        self._attention = attention
+        self.qkv = torch.empty(most, sum(attention.parts), dtype=dtype)
+        self.attended = torch.empty(most, attention.q_size, dtype=dtype)
+        self._values = torch.empty(most, attention.kv_size if attention.values_are_keys else 0, dtype=dtype)
+        self._views: dict[int, tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]] = {}
+
+    def views(self, num_rows: int) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]:
+        """q [T, H * D], k and v [T, H_kv * D], among the products' results where they have their own; the same by
+        heads, [T, H, D]; the gate."""
         if num_rows not in self._views:
             attention = self._attention
-            q, k, v, *gate = self._qkv[:num_rows].split(attention.parts, 1)
+            q, k, *others = self.qkv[:num_rows].split(attention.parts, 1)
+            v, *gate = [self._values[:num_rows], *others] if attention.values_are_keys else others
             heads = [part.unflatten(1, (-1, attention.head_dim)) for part in (q, k, v)]
             self._views[num_rows] = (q, k, v), heads, gate[0] if gate else None
         return self._views[num_rows]

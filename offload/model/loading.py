@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from offload.config.reading import read_config
-from offload.kernels.cpu import fitting
+from offload.kernels.cpu import of_model
 from offload.model.decoder import Decoder
 from offload.model.sums import Sums
 from offload.plan.planner import Plan
@@ -66,6 +66,6 @@ def load_decoders(
                 on_bytes=count,
                 shard=shards[name],
             )
-        found = fitting(memory.device, own[name].head_dim, own[name].layer_products())
+        found = of_model(memory.device, own[name])
         decoders[name] = Decoder(own[name], weights, sums if name == "target" else None, found)
     return decoders

@@ -50,10 +50,11 @@ def quantised_weights(
         blocks.append(memory.allocate((layout.num_bytes,), torch.uint8, tier="device", purpose=LOW_BIT_WEIGHTS))
         return blocks[-1]
 
-    layout = LayerLayout.of(config, weights.embedding.dtype, bits)
+    layouts = LayerLayout.of_layers(config, weights.embedding.dtype, bits)
     layers = list[LayerWeights]()
     made = weights.layers.coded
     for exact in islice(weights.layers, config.num_layers - len(made)) if made else weights.layers:
+        layout = layouts[len(layers)]
         layers.append(layout.bind(allocate(layout)))
         fill_coded(layers[-1], exact, kernels)
     layers += made
@@ -64,5 +65,5 @@ def quantised_weights(
         fill_codes(coded, head, kernels)
         head = coded
     return QuantisedWeights(
-        replace(weights, layers=ResidentLayers(layers, len(layers) * layout.num_bytes), head=head), blocks
+        replace(weights, layers=ResidentLayers(layers, sum(layout.num_bytes for layout in layouts)), head=head), blocks
     )

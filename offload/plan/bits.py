@@ -43,7 +43,8 @@ def cache_problem(sizing: Sizing) -> str:
     if not sizing.num_growing:
         return ALL_WINDOWS
     if not takes_kv_codes(head_dim, hardware.is_cpu):
-        return f"heads of {head_dim} numbers are not whole groups of {8 if hardware.is_cpu else 16}"
+        group = "8" if hardware.is_cpu else f"16, up to {WIDEST_GPU_HEAD}"
+        return f"heads of {head_dim} numbers are not whole groups of {group}"
     if not hardware.is_cpu and not hardware.has_kernels:
         return f"{hardware.device} attends to it by kernels in Triton; pip install triton, without {KERNELS}=off"
     if options.budget is not None and not takes_coded_chunks(options):
@@ -57,7 +58,7 @@ def cache_problem(sizing: Sizing) -> str:
 def weights_problem(sizing: Sizing) -> str:
     """Why the target cannot propose to itself with weights in 4 or 6 bits, "" where it can."""
     hardware = sizing.hardware
-    if not takes_codes(products := sizing.shard.layer_products()):
+    if not takes_codes(products := sizing.shard.all_products):
         shapes = ", ".join(f"{outputs} x {inputs}" for outputs, inputs, _ in products)
         return (
             f"weights of {shapes} (outputs x inputs) are not whole groups of {CODE_GROUP} inputs and {CODE_TILE} "
@@ -113,8 +114,10 @@ def _packing_cache_problem(sizing: Sizing, chunk: int) -> str:
     together."""
     hardware, head_dim = sizing.hardware, sizing.target.head_dim
     groups = 4 if hardware.is_cpu else 16
-    if head_dim % groups or (head_dim > WIDEST_GPU_HEAD and not hardware.is_cpu):
-        return f"heads of {head_dim} numbers are not whole groups of {groups}, or too wide"
+    if head_dim > WIDEST_GPU_HEAD and not hardware.is_cpu:
+        return f"heads have {head_dim} numbers, and a GPU's kernels know up to {WIDEST_GPU_HEAD}"
+    if head_dim % groups:
+        return f"heads of {head_dim} numbers are not whole groups of {groups}"
     if chunk % PACKED_TOKENS:
         return f"chunk is {chunk}, and {PACKED_TOKENS} tokens are packed together; try --chunk {PACKED_TOKENS}"
     return ""

@@ -8,6 +8,7 @@ from functools import cached_property
 from offload.plan.bits import CPU_RESTORED
 from offload.plan.pass_times import PassTimes, estimated
 from offload.plan.passes import DevicePasses, SumCosts
+from offload.plan.sizing import timed_layers
 
 SHARED = SumCosts(2e-5, 1, 4e9)  # of two and of four ranks on two cores, in memory that they share
 _REFRESH_SHARE = 0.32  # of the rate of reading, at which chunks are chosen and fetched
@@ -23,7 +24,7 @@ class CpuPasses(DevicePasses):
         passes, composition = self.passes, self.passes.composition
         times = self._coded_times if passes.proposes_quantised else self._target_times
         num_tokens, coded = composition.budget or passes.capacity, composition.kv_bits < 16
-        layers, sequences = passes.sizing.target.num_layers, passes.num_sequences
+        layers, sequences = passes.sizing.timed_layers, passes.num_sequences
         seen, beside = passes.sizing.seen_tokens(num_tokens, passes.capacity)
         seconds = times.seconds(layers, seen, rows, coded=coded, sequences=sequences, beside=beside)
         return self.beside_weights(seconds * self._share + self.sums(sequences * rows))
@@ -33,11 +34,13 @@ class CpuPasses(DevicePasses):
         assert sizing.draft is not None
         times = passes.times.draft or estimated(sizing.draft, sizing.itemsize, sizing.hardware.rates)
         held = passes.composition.sinks + passes.composition.window
-        return times.seconds(sizing.draft.num_layers, held, 1, sequences=passes.num_sequences)
+        layers = timed_layers(sizing.draft, sizing.itemsize)
+        return times.seconds(layers, held, 1, sequences=passes.num_sequences)
 
     def prefill(self, num_tokens: int) -> float:
-        target = self.passes.sizing.target
-        return self._share * self._target_times.prefill(target.num_layers, num_tokens, target.seen_pairs(num_tokens))
+        sizing = self.passes.sizing
+        pairs = sizing.target.seen_pairs(num_tokens)
+        return self._share * self._target_times.prefill(sizing.timed_layers, num_tokens, pairs)
 
     def refresh(self) -> float:
         passes, sizing = self.passes, self.passes.sizing
@@ -59,12 +62,12 @@ class CpuPasses(DevicePasses):
 
     @cached_property
     def restoring(self) -> float:
-        passes, sizing, bits = self.passes, self.passes.sizing, self.passes.placement.weight_link_bits
+        passes, bits = self.passes, self.passes.placement.weight_link_bits
         if bits == 16:
             return 0.0
         if bits < 12:
-            return passes.streamed_layers * sizing.layer_bytes / CPU_RESTORED
-        return passes.streamed_layers * (sizing.home_bytes(bits) + sizing.layer_bytes) / self._rate
+            return passes.opened_weights / CPU_RESTORED
+        return (passes.streamed_weights + passes.opened_weights) / self._rate
 
     def besides_attention(self, rows: int) -> float:
         return self._over(0, rows) + self.full_sums(rows)
@@ -78,7 +81,7 @@ class CpuPasses(DevicePasses):
 
     def _over(self, num_tokens: int, rows: int, *, masses: bool = False) -> float:
         """Seconds of a pass over `num_tokens` cached tokens, with links that are as fast as memory."""
-        layers, sequences = self.passes.sizing.target.num_layers, self.passes.num_sequences
+        layers, sequences = self.passes.sizing.timed_layers, self.passes.num_sequences
         seen, beside = self.passes.sizing.seen_tokens(num_tokens, self.passes.capacity)
         seconds = self._target_times.seconds(layers, seen, rows, masses=masses, sequences=sequences, beside=beside)
         return seconds * self._share

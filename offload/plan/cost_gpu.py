@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from offload.formats.layout import WIDEST_GPU_HEAD
 from offload.plan.passes import DevicePasses, SumCosts
 
 NCCL = SumCosts(4e-5, 0, 3e9)  # published, of GPUs that reach each other through host memory alone (docs/memory.md)
@@ -61,8 +62,9 @@ class GpuPasses(DevicePasses):
         return flops / (GPU.prefill_share * sizing.hardware.rates.flops)
 
     def refresh(self) -> float:
-        hardware = self.passes.sizing.hardware
-        share = _KERNEL_REFRESH if hardware.has_kernels else _GATHERED_REFRESH
+        hardware, head_dim = self.passes.sizing.hardware, self.passes.sizing.target.head_dim
+        by_kernel = hardware.has_kernels and head_dim <= WIDEST_GPU_HEAD
+        share = _KERNEL_REFRESH if by_kernel else _GATHERED_REFRESH
         return self.passes.retrieved_bytes / (share * hardware.rates.device_read)
 
     @property
@@ -87,7 +89,8 @@ class GpuPasses(DevicePasses):
         codes = 0.0
         if bits < 12:
             codes = sizing.low_bit_bytes(passes.composition.weight_bits, first=False) / sizing.target.num_layers
-        return passes.streamed_layers * (sizing.home_bytes(bits) + codes + sizing.layer_bytes) / self._rate
+        crossed = passes.streamed_weights + passes.streamed_layers * codes
+        return (crossed + passes.opened_weights) / self._rate
 
     def besides_attention(self, rows: int) -> float:
         """Also what the host has for a layer waits for: the tile that is just crossing the link."""
@@ -145,7 +148,7 @@ class GpuPasses(DevicePasses):
     def _weights(self) -> float:
         """Seconds of reading the exact weights for a block of rows."""
         sizing = self.passes.sizing
-        return (sizing.embedding_bytes + sizing.target.num_layers * sizing.layer_bytes) / self._rate
+        return (sizing.embedding_bytes + sizing.all_layers_bytes) / self._rate
 
     @cached_property
     def _own_weights(self) -> float:

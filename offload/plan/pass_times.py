@@ -58,7 +58,7 @@ class PassTimes:
 
     def seconds(
         self,
-        num_layers: int,
+        num_layers: float,
         num_tokens: float,
         rows: int,
         *,
@@ -87,7 +87,7 @@ class PassTimes:
         between = (num_tokens - self.num_near) / max(self.num_tokens - self.num_near, 1)
         return near + (far - near) * min(max(between, 0.0), 1.0)
 
-    def prefill(self, num_layers: int, num_tokens: int, pairs: int) -> float:
+    def prefill(self, num_layers: float, num_tokens: int, pairs: int) -> float:
         """Seconds of a prefill of `num_tokens` rows. pairs: of a row and a token that it sees, in all layers."""
         return num_layers * num_tokens * self.prefill_row + pairs * self.prefill_pair
 
@@ -108,7 +108,7 @@ UNKNOWN = Times()
 def estimated(config: ModelConfig, itemsize: int, rates: Rates) -> PassTimes:
     """Where nothing was measured: reading at the rate of `rates`, and a share of it for each further row."""
     num_bytes = config.layer_weight_bytes(itemsize)
-    rest = config.weight_bytes(itemsize) - config.num_layers * num_bytes
+    rest = config.weight_bytes(itemsize) - config.all_layers(lambda layer: layer.layer_weight_bytes(itemsize))
     token = config.layer_kv_bytes(itemsize) / rates.device_read
     flops = _PREFILL_SHARE * rates.flops
 
@@ -140,6 +140,7 @@ def key_of(config: ModelConfig, dtype: str, weight_bits: int = 16) -> str:
     }
     named = " ".join(f"{name}={value}" for name, value in shapes.items())
     form = "" if config.is_llama_shaped else f" {config.family}"
+    form += " values=keys" if attention.values_are_keys else ""
     bits = f" weights={weight_bits}" if weight_bits < 16 else ""
     return f"{named}{form} {dtype}{bits} kernels={os.environ.get(KERNELS) or 'on'}"
 

@@ -97,7 +97,12 @@ class Passes:
     @cached_property
     def streamed_weights(self) -> int:
         """Bytes over each device's link for the layers that cross it in a pass."""
-        return self.streamed_layers * self.sizing.home_bytes(self.placement.weight_link_bits)
+        return self.sizing.homes_bytes(self.placement.resident_layers, self.placement.weight_link_bits)
+
+    @property
+    def opened_weights(self) -> int:
+        """Bytes of the same layers once they are opened."""
+        return self.sizing.all_layers_bytes - self.sizing.layers_bytes(self.placement.resident_layers)
 
     @property
     def streamed_cache_bytes(self) -> float:

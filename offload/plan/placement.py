@@ -111,7 +111,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     """The placement with as much on the device as fits; what `offload` names may be on the host. Layers are those of
     the one model, tiles those of each sequence."""
     num_layers, growing, count = sizing.target.num_layers, sizing.num_growing, sizing.num_tiles(capacity)
-    layer, tile = sizing.layer_bytes, sizing.tile_bytes(capacity)
+    tile = sizing.tile_bytes(capacity)
     streams = sizing.hardware.is_cpu and sizing.options.device_memory is None  # then all that is named does
 
     bits = link_bits(sizing, composition) if "kv" in offload else 16
@@ -121,10 +121,10 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     fixed = {first: sizing.fixed_bytes(capacity, composition, first=first) for first in (True, False)}
 
     def device(layers: int, tiles: int, *, first: bool = True) -> dict[str, int]:
-        sizes = fixed[first] | {"target layers": layers * layer}
+        sizes = fixed[first] | {"target layers": sizing.layers_bytes(layers)}
         sizes["target embeddings"] -= table
         if "weights" in offload:
-            sizes["weight staging"] = NUM_STAGING * home + (layer if weight_bits < 16 else 0)
+            sizes["weight staging"] = NUM_STAGING * home + (sizing.layer_bytes if weight_bits < 16 else 0)
         if "kv" in offload:
             sizes["kv staging"] = (sizing.staging_tiles + (bits < 16)) * tile
             sizes["hidden rows"] = sizing.hidden_bytes(NUM_ROW_SLOTS * PREFILL_BLOCK)
@@ -143,7 +143,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     tiles = most(growing * count, "kv" in offload, lambda n: sum(device(layers, n).values()))
     devices = sizing.num_devices
     host = {
-        "target layers": (num_layers - layers) * home * devices,
+        "target layers": sizing.homes_bytes(layers, weight_bits) * devices,
         "target embeddings": table * devices,
         "hidden rows": sizing.hidden_bytes(capacity) * devices if "kv" in offload else 0,
         "gathered chunks": sizing.fetched_bytes(capacity, composition) * devices if "kv" in offload else 0,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from offload.config.model import ModelConfig
+from offload.config.model import Block, ModelConfig
 from offload.errors import UsageError
 from offload.plan.options import MAX_RANKS
 
@@ -38,11 +38,16 @@ class Shard:
         """The model that this rank runs: all of `whole` but for the heads and rows of others."""
         if self.size == 1:
             return whole
+        own = {kind.block: self._block(kind) for kind, _ in whole.kinds}
+        return replace(whole, blocks=tuple(own[block] for block in whole.blocks))
+
+    def _block(self, whole: ModelConfig) -> Block:
+        """Of one layer."""
         return whole.changed(
             num_heads=len(self.heads(whole)),
             num_kv_heads=len(self.kv_heads(whole)),
             intermediate_size=len(self.inner(whole)),
-        )
+        ).block
 
     def _part(self, count: int) -> range:
         each = count // self.size
@@ -54,10 +59,12 @@ ALONE = Shard()
 
 def check_divides(config: ModelConfig, num_ranks: int) -> None:
     """Raises UsageError, with the numbers that would do, unless `num_ranks` ranks can share a model."""
-    if not _divides(config, num_ranks):
-        usable = [number for number in range(1, MAX_RANKS + 1) if _divides(config, number)]
+    kinds = [kind for kind, _ in config.kinds]
+    if not all(_divides(kind, num_ranks) for kind in kinds):
+        usable = [number for number in range(1, MAX_RANKS + 1) if all(_divides(kind, number) for kind in kinds)]
+        kv_heads = " and ".join(map(str, dict.fromkeys(kind.num_kv_heads for kind in kinds)))
         raise UsageError(
-            f"gpus is {num_ranks}, and {config.num_heads} heads, {config.num_kv_heads} KV heads and "
+            f"gpus is {num_ranks}, and {config.num_heads} heads, {kv_heads} KV heads and "
             f"{config.intermediate_size} feed-forward rows of the model do not divide so; "
             f"--gpus may be {', '.join(map(str, usable))}"
         )

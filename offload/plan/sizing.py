@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from offload.config.model import ModelConfig
 from offload.formats.layout import KV_CODE_GROUP, Packing, code_bytes, home_bytes, kv_code_bytes
@@ -124,9 +125,8 @@ class Sizing:
     @property
     def fused_prefill(self) -> bool:
         """Whether torch's fused kernel serves: on a GPU it is for 16 bits on GPUs that also know bf16."""
-        head_dim = self.target.head_dim
-        large = self.itemsize == 2 and self.hardware.fast_bf16 and head_dim % 8 == 0 and head_dim <= 256
-        return self.hardware.is_cpu or large
+        serves = all(head_dim % 8 == 0 and head_dim <= 256 for head_dim in self.target.head_dims)
+        return self.hardware.is_cpu or (self.itemsize == 2 and self.hardware.fast_bf16 and serves)
 
     def num_tiles(self, capacity: int) -> int:
         """Tiles of each layer: as few as possible, for few calls."""
@@ -150,25 +150,27 @@ class Sizing:
 
     def window_bytes(self, num_tokens: int) -> int:
         """Of so many tokens in all layers with a window, on each device."""
-        return len(self.target.windowed) * num_tokens * self._layer_kv_bytes
+        return len(self.target.windowed) * num_tokens * self._window_kv_bytes
 
     def seen_tokens(self, growing: int, capacity: int) -> tuple[float, float]:
         """Tokens that a row of a full sequence sees, as the mean of all layers: `growing` in each growing one, and
-        those of windows."""
-        layers = self.target.num_layers
-        return growing * self.num_growing / layers, self._seen_by_windows(capacity) / layers
+        those of windows, as many as cost the same there."""
+        layers, seen = self.timed_layers, self.seen_window_bytes(capacity) / self._layer_kv_bytes
+        return growing * self.num_growing / layers, seen / layers
 
     def seen_window_bytes(self, capacity: int) -> int:
         """Of what a row of a sequence that fills the capacity sees in these layers."""
-        return self._seen_by_windows(capacity) * self._layer_kv_bytes
-
-    def _seen_by_windows(self, capacity: int) -> int:
-        return sum(min(window, capacity) for window in self.target.windows)
+        return sum(min(window, capacity) for window in self.target.windows) * self._window_kv_bytes
 
     @cached_property
     def _layer_kv_bytes(self) -> int:
-        """Of a token in one layer, on each device."""
+        """Of a token in one growing layer, on each device; in one with a window where there is no other."""
         return self.shard.layer_kv_bytes(self.itemsize)
+
+    @cached_property
+    def _window_kv_bytes(self) -> int:
+        """Of a token in one layer with a window."""
+        return self.shard.window_kv_bytes(self.itemsize)
 
     @cached_property
     def num_growing(self) -> int:
@@ -213,17 +215,50 @@ class Sizing:
 
     @cached_property
     def layer_bytes(self) -> int:
-        """Weights of one layer, on each device."""
-        return self.shard.layer_weight_bytes(self.itemsize)
+        """Weights of the largest layer, on each device."""
+        return max(kind.layer_weight_bytes(self.itemsize) for kind, _ in self.shard.kinds)
 
     def home_bytes(self, bits: int) -> int:
         """The same at home on the host, in so many bits, and over the link."""
-        return home_bytes(self.layer_bytes, self.shard.layer_matrix_elements(), bits)
+        return max(self._home(kind, bits) for kind, _ in self.shard.kinds)
+
+    def layers_bytes(self, count: int) -> int:
+        """Weights of the first so many layers, on each device."""
+        return self._first_layers[count]
+
+    @property
+    def all_layers_bytes(self) -> int:
+        return self._first_layers[-1]
+
+    @cached_property
+    def _first_layers(self) -> list[int]:
+        sizes = {kind.block: kind.layer_weight_bytes(self.itemsize) for kind, _ in self.shard.kinds}
+        return [*accumulate((sizes[block] for block in self.shard.blocks), initial=0)]
+
+    def homes_bytes(self, first: int, bits: int) -> int:
+        """Of all layers from the `first` on, at home on the host in so many bits."""
+        if bits not in self._homes_after:
+            sizes = {kind.block: self._home(kind, bits) for kind, _ in self.shard.kinds}
+            after = accumulate((sizes[block] for block in reversed(self.shard.blocks)), initial=0)
+            self._homes_after[bits] = [*after][::-1]
+        return self._homes_after[bits][first]
+
+    @cached_property
+    def _homes_after(self) -> dict[int, list[int]]:
+        return {}
+
+    def _home(self, layer: ModelConfig, bits: int) -> int:
+        return home_bytes(layer.layer_weight_bytes(self.itemsize), layer.layer_matrix_elements(), bits)
+
+    @cached_property
+    def timed_layers(self) -> float:
+        """Of the target."""
+        return timed_layers(self.target, self.itemsize)
 
     @cached_property
     def embedding_bytes(self) -> int:
         """Bytes outside the layers, on the first device: embeddings, head, last norm."""
-        layers = self.target.num_layers * self.target.layer_weight_bytes(self.itemsize)
+        layers = self.target.all_layers(lambda layer: layer.layer_weight_bytes(self.itemsize))
         return self.target.weight_bytes(self.itemsize) - layers
 
     @cached_property
@@ -262,9 +297,9 @@ class Sizing:
         if composition.keeps_copies:
             sizes["fetched chunks"] = 2 * self.fetched_bytes(capacity, composition)  # as they come, and in their order
         if first and composition.draft and self.draft is not None:
-            sizes["draft layers"] = self.draft.num_layers * self.draft.layer_weight_bytes(self.itemsize)
+            sizes["draft layers"] = self.draft.all_layers(lambda layer: layer.layer_weight_bytes(self.itemsize))
             sizes["draft embeddings"] = self.draft.weight_bytes(self.itemsize) - sizes["draft layers"]
-            per_token = self.draft.num_layers * self.draft.layer_kv_bytes(self.itemsize)
+            per_token = self.draft.all_layers(lambda layer: layer.layer_kv_bytes(self.itemsize))
             sizes["draft cache"] = self._draft_tokens(composition) * per_token
             sizes["rope tables"] += self._rope_bytes(self.draft, capacity)
         if not self.hardware.is_cpu:
@@ -274,10 +309,13 @@ class Sizing:
 
     def low_bit_bytes(self, bits: int, *, first: bool = True) -> int:
         """Layers and, on the first device, the head with their matrices in so many bits an element."""
-        rest = self.shard.layer_weight_bytes(self.itemsize) - self.shard.layer_matrix_elements() * self.itemsize
-        layer = rest + sum(code_bytes(outputs, inputs, bits) for outputs, inputs, _ in self.shard.layer_products())
+
+        def coded(layer: ModelConfig) -> int:
+            rest = layer.layer_weight_bytes(self.itemsize) - layer.layer_matrix_elements() * self.itemsize
+            return rest + sum(code_bytes(outputs, inputs, bits) for outputs, inputs, _ in layer.layer_products())
+
         head = code_bytes(self.target.vocab_size, self.target.hidden_size, bits) if first else 0
-        return self.target.num_layers * layer + head
+        return self.shard.all_layers(coded) + head
 
     def quantised_cache_bytes(self, capacity: int, composition: Composition) -> int:
         """Whole groups of all tokens, or of the retrieved ones, with 4 bits a number, and the first and the last tokens
@@ -324,7 +362,7 @@ class Sizing:
         return (composition.budget + tail_tokens(composition)) * self.kv_bytes_per_token
 
     def _rope_bytes(self, model: ModelConfig, capacity: int) -> int:
-        return model.num_tables * 2 * (capacity + MAX_ROWS) * model.head_dim * self.itemsize
+        return sum(dim for _, dim in model.tables) * 2 * (capacity + MAX_ROWS) * self.itemsize
 
     def _workspace(self, capacity: int, gamma: int | None) -> int:
         """The largest temporaries: a block of a prefill, or of rows over a tile, or logits and probabilities. gamma:
@@ -333,7 +371,8 @@ class Sizing:
         tile_tokens = self.tile_tokens(capacity)
         block = PREFILL_BLOCK * (3 * target.intermediate_size + 6 * target.hidden_size) * item
         score = 2 * item + 4  # as they come, in fp32 and as weights
-        attended = PREFILL_BLOCK * heads * target.head_dim * (item + 4)  # as it comes and in fp32
+        width = max(kind.block.attention.q_size for kind, _ in target.kinds)
+        attended = PREFILL_BLOCK * width * (item + 4)  # as it comes and in fp32
         capped = any(block.attention.cap for block in self.target.blocks)  # which no fused kernel of a CPU does
         if self.hardware.is_cpu and not capped:  # a tile's pages, joined and then ordered for matrix units
             scores = 2 * self.tile_bytes(capacity) + attended
@@ -341,7 +380,7 @@ class Sizing:
             scores = PREFILL_BLOCK * PREFILL_PAGES * PAGE_TOKENS * heads * score
             if self.fused_prefill and not self.hardware.is_cpu:
                 # a tile's pages or, by flash-attn, all tiles, attended apart before they are merged
-                tiles = self.num_tiles(capacity) * PREFILL_BLOCK * heads * target.head_dim * item
+                tiles = self.num_tiles(capacity) * PREFILL_BLOCK * width * item
                 scores = max(scores, tile_tokens // PAGE_TOKENS * attended, tiles + attended)
         if self.num_devices > 1:  # a block's parts from all ranks, and from three on their sum in fp32
             parts = self.num_devices * item + (4 if self.num_devices > 2 else 0)
@@ -388,6 +427,14 @@ class Sizing:
 
     def _padded(self, num_rows: int) -> int:
         return -(-num_rows // self.most_rows) * self.most_rows
+
+
+def timed_layers(config: ModelConfig, itemsize: int) -> float:
+    """Layers like `config.block`, as many as have all layers' bytes."""
+    if config.has_one_shape:
+        return config.num_layers
+    each = config.layer_weight_bytes(itemsize)
+    return config.all_layers(lambda layer: layer.layer_weight_bytes(itemsize)) / each
 
 
 def _partial_bytes(model: ModelConfig, rows: int, num_spans: int) -> int:

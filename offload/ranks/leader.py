@@ -146,23 +146,22 @@ class LeadingWorker(Worker):
 
     @property
     def rows(self) -> PagedRows:
-        lead = self._lead
-        assert lead.whole is not None
-        return AllRows(self.full, self._kv_heads, lead.sums, self.tell, self._record)
+        return AllRows(self.full, self._kv_heads(windows=False), self._lead.sums, self.tell, self._record)
 
     @property
     def window_rows(self) -> WindowRows | None:
         if self.windows is None:
             return None
         tell = partial(self.tell, windows=True)
-        return AllWindows(self.windows, self._kv_heads, self._lead.sums, tell, self._record)
+        return AllWindows(self.windows, self._kv_heads(windows=True), self._lead.sums, tell, self._record)
 
-    @property
-    def _kv_heads(self) -> list[range]:
-        """Of each rank."""
+    def _kv_heads(self, *, windows: bool) -> list[range]:
+        """Of each rank, in the layers that have a window or in the others."""
         whole, size = self._lead.whole, self._lead.team.size
         assert whole is not None
-        return [Shard(rank, size).kv_heads(whole) for rank in range(size)]
+        layers = whole.windowed if windows else whole.growing
+        alike = whole.layer(layers[0]) if layers else whole
+        return [Shard(rank, size).kv_heads(alike) for rank in range(size)]
 
     def tell(self, verb: str, **arguments: Any) -> int:
         """See `Team.tell`."""

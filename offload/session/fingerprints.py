@@ -50,6 +50,7 @@ def identify(folder: Path, config: ModelConfig, *, dtype: str, capacity: int, pa
     with Checkpoint.open(folder) as checkpoint:
         files = checkpoint.files()
     name = "".join(letter for letter in folder.resolve().name if letter.isprintable())
+    apart = None if config.has_one_shape else config.windowed_block
     return Identity(
         model=model_digest(config, files),
         tokenizer=tokenizer_digest(folder),
@@ -60,6 +61,8 @@ def identify(folder: Path, config: ModelConfig, *, dtype: str, capacity: int, pa
         head_dim=config.head_dim,
         page_tokens=page_tokens,
         num_window_layers=len(config.windowed),
+        window_kv_heads=apart.attention.num_kv_heads if apart else 0,
+        window_head_dim=apart.attention.head_dim if apart else 0,
         model_name=name[:_MAX_NAME],
     )
 
@@ -91,7 +94,7 @@ def _relevant(config: ModelConfig) -> dict[str, object]:
         "mlp_bias": config.block.feed_forward.bias,
         "qk_norm": attention.qk_norm is not None,
     }
-    if not config.is_llama_shaped or config.num_tables > 1 or config.windowed:
+    if not config.is_llama_shaped or len(config.tables) > 1 or config.windowed:
         named |= {"blocks": [_told(block) for block in config.blocks], "embedding_scale": config.embedding_scale}
     return named
 

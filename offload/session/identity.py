@@ -26,6 +26,8 @@ class Identity:
     head_dim: int
     page_tokens: int
     num_window_layers: int = 0  # beside num_layers, which see all tokens
+    window_kv_heads: int = 0  # of these, and their head_dim; 0: as of the others
+    window_head_dim: int = 0
     model_name: str = field(default="", compare=False)
 
     @property
@@ -35,7 +37,8 @@ class Identity:
     @property
     def window_format(self) -> PageFormat:
         """Of a page of the layers that have a window."""
-        return replace(self.page_format, num_layers=self.num_window_layers)
+        heads, dim = self.window_kv_heads or self.num_kv_heads, self.window_head_dim or self.head_dim
+        return replace(self.page_format, num_layers=self.num_window_layers, num_kv_heads=heads, head_dim=dim)
 
 
 def differences(saved: Identity, now: Identity) -> list[str]:
@@ -49,4 +52,6 @@ def differences(saved: Identity, now: Identity) -> list[str]:
 
 def _shown(identity: Identity, name: str) -> str:
     value = str(getattr(identity, name))[:_SHOWN_DIGITS]
+    if name in ("window_kv_heads", "window_head_dim") and value == "0":
+        return "as in other layers"
     return f"{identity.model_name} ({value})" if name == "model" and identity.model_name else value

@@ -26,16 +26,21 @@ from offload.units import size
 MANIFEST_FILE = "manifest.json"
 MAX_BYTES = 32 << 20  # a million tokens take 7 MB, and their text about as much
 MAX_DEPTH = 16  # of `extra`
-# By format. The second is written where a page is packed, and the third where layers have a window, so that programs
-# which know the first refuse nothing else.
-_PAGE_FIELDS = {1: ("file", "checksum"), 2: ("file", "checksum", "packed"), 3: ("file", "checksum", "packed")}
-_WITH_WINDOWS = 3
+# By format. The second is written where a page is packed, the third where layers have a window, and the fourth where
+# these have heads of another shape, so that programs which know the first refuse nothing else.
+_PACKED = ("file", "checksum", "packed")
+_PAGE_FIELDS = {1: ("file", "checksum"), 2: _PACKED, 3: _PACKED, 4: _PACKED}
+_WITH_WINDOWS, _WITH_TWO_SHAPES = 3, 4
 _WINDOW_FIELDS, _WINDOW_LAYERS = frozenset(("window_pages", "first_window_page")), "num_window_layers"
+_WINDOW_HEADS = {"window_kv_heads": 2**14, "window_head_dim": 2**12}  # the most of each
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{32})",\n')
 _PAGE_FILE = re.compile(r"(page|window)-([0-9]{5,})-[0-9a-f]{16}\.safetensors", re.ASCII)
 _CHECKSUM = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _MOST_TOKEN, _MOST_TEXT, _MOST_COUNT, _MOST_SECONDS = 2**31 - 1, 256, 2**40, 2**40
-_MOST = {"num_layers": 2**12, _WINDOW_LAYERS: 2**12, "num_kv_heads": 2**14, "head_dim": 2**12, "page_tokens": 2**20}
+_MOST = {
+    "num_layers": 2**12, _WINDOW_LAYERS: 2**12, "num_kv_heads": 2**14, "head_dim": 2**12, "page_tokens": 2**20,
+    **_WINDOW_HEADS,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ def read(folder: Folder) -> Manifest | None:
 def encode(manifest: Manifest) -> bytes:
     """The content of the manifest's file. Raises SessionError if it is over MAX_BYTES, ValueError if `decode` would
     not return an equal manifest: `extra` has to be plain JSON."""
-    version = _WITH_WINDOWS if manifest.identity.num_window_layers else 1 + any(page.packed for page in manifest.pages)
+    version = _version(manifest)
     record: dict[str, object] = {"format": version}
     record |= {name: getattr(manifest, name) for name in _fields_of(Manifest, version)}
     record["identity"] = {name: getattr(manifest.identity, name) for name in _fields_of(Identity, version)}
@@ -126,6 +131,14 @@ def encode(manifest: Manifest) -> bytes:
     if decode(content) != manifest:
         raise ValueError("extra is not plain JSON: it would come back as something else")
     return content
+
+
+def _version(manifest: Manifest) -> int:
+    """The first format that can say it."""
+    identity = manifest.identity
+    if identity.window_kv_heads:
+        return _WITH_TWO_SHAPES
+    return _WITH_WINDOWS if identity.num_window_layers else 1 + any(page.packed for page in manifest.pages)
 
 
 def decode(content: bytes) -> Manifest:
@@ -170,7 +183,8 @@ def _manifest(record: dict[str, object]) -> Manifest:
 
 def _fields_of(kind: type[Manifest | Identity], version: int) -> list[str]:
     """Names of the fields that a manifest of this format has."""
-    without = set() if version == _WITH_WINDOWS else {*_WINDOW_FIELDS, _WINDOW_LAYERS}
+    without = set() if version >= _WITH_WINDOWS else {*_WINDOW_FIELDS, _WINDOW_LAYERS}
+    without |= set() if version >= _WITH_TWO_SHAPES else {*_WINDOW_HEADS}
     return [each.name for each in fields(kind) if each.name not in without]
 
 
@@ -185,7 +199,7 @@ def _windows(record: Mapping[str, object], identity: Identity, num_tokens: int, 
 
 def _identity(value: object, version: int) -> Identity:
     record = _record(value, _fields_of(Identity, version), "identity")
-    with_windows = version == _WITH_WINDOWS
+    with_windows = version >= _WITH_WINDOWS
     least = {name: 0 if name == "num_layers" and with_windows else 1 for name in _MOST}
     numbers = {name: _integer(record[name], name, least[name], most) for name, most in _MOST.items() if name in record}
     texts = {name: _text(record[name], name) for name in record if name not in _MOST}

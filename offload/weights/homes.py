@@ -88,19 +88,15 @@ class BesideCodes:
 
 
 class HomeMaker:
-    """Makes homes of fewer than 16 bits a weight for layers of one layout.
+    """Makes homes of fewer than 16 bits a weight.
 
     coded: the layers so far quantised, on the device, where that is what homes lie beside.
     """
 
-    def __init__(self, memory: Memory, layout: LayerLayout, config: ModelConfig, bits: int) -> None:
-        """config: of the layers, or of a shard of them. bits: 12, or 9 or 8 beside codes in 4 or 6. Raises UsageError
-        where kernels do not run."""
-        self._memory, self._layout = memory, layout
-        code_bits = {beside: code for code, beside in BESIDE_CODES.items()}
-        few = bits in code_bits
-        self._coded_layout = LayerLayout.of(config, torch.bfloat16, code_bits[bits]) if few else None
-        self._planned = home_bytes(layout.num_bytes, config.layer_matrix_elements(), bits)
+    def __init__(self, memory: Memory, bits: int) -> None:
+        """bits: 12, or 9 or 8 beside codes in 4 or 6. Raises UsageError where kernels do not run."""
+        self._memory, self._bits = memory, bits
+        self._code_bits = {beside: code for code, beside in BESIDE_CODES.items()}.get(bits)
         host = cpu.kernels()
         self._device = choice.gpu_kernels(memory.device) if memory.device.type == "cuda" else host
         self.coded: list[LayerWeights] = []
@@ -113,17 +109,26 @@ class HomeMaker:
         assert isinstance(host, CpuKernels)
         self._host = host
 
-    def make(self, layer: Tensor) -> Home:
-        """Of a flat buffer on the host, whose matrices are overwritten. Raises DoesNotFit."""
-        home = None if self._coded_layout is None else self._beside_codes(layer, self._coded_layout)
-        return home or self._packed(layer)
+    def make(self, layer: Tensor, layout: LayerLayout, config: ModelConfig) -> Home:
+        """Of a flat buffer on the host that lies as `layout` says, whose matrices are overwritten. config: of that
+        layer alone, or of a shard of it. Raises DoesNotFit."""
+        planned, coded = self._planned(layout, config), self._coded_layout(config)
+        home = None if coded is None else self._beside_codes(layer, layout, coded, planned)
+        return home or self._packed(layer, layout, planned)
 
-    def _beside_codes(self, layer: Tensor, layout: LayerLayout) -> Home | None:
-        """layout: of codes. None where a weight would not come back: then codes are there only to propose with."""
-        exact, buffer = self._layout.bind(layer), torch.zeros(layout.num_bytes, dtype=torch.uint8)
-        coded = layout.bind(buffer)
+    def _planned(self, layout: LayerLayout, config: ModelConfig) -> int:
+        """Bytes of a home."""
+        return home_bytes(layout.num_bytes, config.layer_matrix_elements(), self._bits)
+
+    def _coded_layout(self, config: ModelConfig) -> LayerLayout | None:
+        return None if self._code_bits is None else LayerLayout.of(config, torch.bfloat16, self._code_bits)
+
+    def _beside_codes(self, layer: Tensor, layout: LayerLayout, coded_layout: LayerLayout, planned: int) -> Home | None:
+        """None where a weight would not come back: then codes are there only to propose with."""
+        exact, buffer = layout.bind(layer), torch.zeros(coded_layout.num_bytes, dtype=torch.uint8)
+        coded = coded_layout.bind(buffer)
         fill_coded(coded, exact, self._host)
-        self.coded.append(layout.bind(self._on_device(buffer)))
+        self.coded.append(coded_layout.bind(self._on_device(buffer)))
         parts = list[Residual]()
         for name in OPERATORS:
             codes, weight = (getattr(each, name).weight for each in (coded, exact))
@@ -133,24 +138,25 @@ class HomeMaker:
         ends = list(accumulate(len(part.content) for part in parts))
         places = [slice(end - len(part.content), end) for end, part in zip(ends, parts, strict=True)]
         residuals = tuple((place, part.escapes) for place, part in zip(places, parts, strict=True))
-        content = self._home([part.content for part in parts], layer[self._layout.end_of_matrices :])
-        return BesideCodes(content, residuals, self.coded[-1], self._layout, self._device)
+        content = self._home([part.content for part in parts], layer[layout.end_of_matrices :], planned)
+        return BesideCodes(content, residuals, self.coded[-1], layout, self._device)
 
-    def _packed(self, layer: Tensor) -> Home:
-        numbers = self._layout.end_of_matrices // 2 // PACKING.numbers * PACKING.numbers
+    def _packed(self, layer: Tensor, layout: LayerLayout, planned: int) -> Home:
+        numbers = layout.end_of_matrices // 2 // PACKING.numbers * PACKING.numbers
         content, starts = pack_numbers(layer[: 2 * numbers].view(torch.bfloat16), PACKING, self._host)
-        return Packed(self._home([content], layer[2 * numbers :]), sent(starts, self._memory.device), self._device)
+        content = self._home([content], layer[2 * numbers :], planned)
+        return Packed(content, sent(starts, self._memory.device), self._device)
 
     def _on_device(self, coded: Tensor) -> Tensor:
         shape = tuple(coded.shape)
         return self._memory.allocate(shape, torch.uint8, tier="device", purpose=LOW_BIT_WEIGHTS).copy_(coded)
 
-    def _home(self, parts: Sequence[Tensor], rest: Tensor) -> Tensor:
-        """Parts, one after the other, and the rest. A block as large as planned is taken even where less would do: such
-        blocks were pinned while the checkpoint was read."""
+    def _home(self, parts: Sequence[Tensor], rest: Tensor, planned: int) -> Tensor:
+        """Parts, one after the other, and the rest. A block of the planned bytes is taken even where less would do:
+        such blocks were pinned while the checkpoint was read."""
         needed = sum(len(part) for part in (*parts, rest))
-        block = self._block(self._planned)
-        if needed > self._planned:
+        block = self._block(planned)
+        if needed > planned:
             self._memory.released(block, tier="host", purpose=_HOME)
             del block
             block = self._block(needed)

@@ -27,9 +27,9 @@ def load_layer(
     checkpoint: Checkpoint, whole: ModelConfig, layout: LayerLayout, index: int, buffer: Tensor, shard: Shard = ALONE
 ) -> None:
     """Read a shard of one layer of the model `whole` straight into its places in `buffer`, which is zeroed."""
-    order = head_order(whole.blocks[index].attention)
+    order, own = head_order(whole.blocks[index].attention), whole.layer(index)
     for name, view in layout.views.items():
-        target, row, parts = view.of(buffer), 0, sources(whole, shard, name)
+        target, row, parts = view.of(buffer), 0, sources(own, shard, name)
         if name in layout.norms and parts and parts[0].columns is not None:  # a row for each head
             target = target.unflatten(0, (-1, len(parts[0].columns)))
         for source in parts:
@@ -106,18 +106,24 @@ class StreamedLayers:
         self,
         resident: Sequence[LayerWeights],
         homes: Sequence[Home],
-        layout: LayerLayout,
+        layouts: Sequence[LayerLayout],
         staging: Sequence[Tensor],
         link: Link,
         *,
         opened: Tensor | None = None,
         coded: Sequence[LayerWeights] = (),
     ) -> None:
-        """staging: uint8, each as large as the largest home. opened: a flat buffer; None where all come as they are."""
+        """layouts: of all layers; equal ones are one object. staging: uint8, each as large as the largest home. opened:
+        a flat buffer as large as the largest layer; None where all come as they are."""
         self._resident, self._homes, self._staging, self._link = resident, homes, staging, link
-        self._nbytes = (len(resident) + len(homes)) * layout.num_bytes
-        self._opened = opened
-        self._bound = [layout.bind(buffer) for buffer in (staging if opened is None else [opened])]
+        self._nbytes = sum(layout.num_bytes for layout in layouts)
+        self._opened, self._layouts = opened, layouts[len(resident) :]
+        places = staging if opened is None else [opened]
+        self._bound = {
+            (place, id(layout)): layout.bind(buffer[: layout.num_bytes])
+            for place, buffer in enumerate(places)
+            for layout in self._layouts
+        }
         self._full: list[Event] = []
         self._held: list[int | None] = [None] * len(staging)  # the home whose content a slot has, or gets
         self._position = 0  # streamed layers used since the stream began
@@ -128,17 +134,17 @@ class StreamedLayers:
         if self._homes and not self._in_order():
             self._restart()
         yield from self._resident
-        for home in self._homes:
+        for home, layout in zip(self._homes, self._layouts, strict=True):
             slot, layer = self._position % len(self._staging), self._position
             self._full[slot].wait()
             if self._opened is None:
-                yield self._bound[slot]
+                yield self._bound[slot, id(layout)]
             else:
-                home.open(self._staging[slot][: len(home.content)], self._opened)
+                home.open(self._staging[slot][: len(home.content)], self._opened[: layout.num_bytes])
             self._fetch(layer + len(self._staging))
             self._position = layer + 1
             if self._opened is not None:
-                yield self._bound[0]
+                yield self._bound[0, id(layout)]
 
     def nbytes(self) -> int:
         return self._nbytes
@@ -198,7 +204,7 @@ def load_weights(
 
     `on_bytes` is called with each layer's bytes as they arrive. Peak memory: what is placed, one tensor's mapping, a
     layer's queries and keys again where a head's numbers are put in another order, and with fewer than 16 bits two
-    layers on the host. Raises ModelError, DoesNotFit; UsageError where kernels are missing.
+    layers of each layout on the host. Raises ModelError, DoesNotFit; UsageError where kernels are missing.
     """
 
     def check_range(tensor: Tensor, owner: str) -> None:
@@ -213,6 +219,7 @@ def load_weights(
         return block
 
     def read(index: int, buffer: Tensor) -> Tensor:
+        layout = layouts[index]
         load_layer(checkpoint, config, layout, index, buffer, shard)
         for view in layout.views.values():
             check_range(view.of(buffer), f"layer {index}")
@@ -227,26 +234,34 @@ def load_weights(
     def allocate(tier: Tier, purpose: str, num_bytes: int) -> Tensor:
         return memory.allocate((num_bytes,), torch.uint8, tier=tier, purpose=purpose)
 
-    layout, rotated = LayerLayout.of(shard.config(config), dtype), list[tuple[Tensor, Tensor]]()
-    whole = layout.num_bytes
+    own, rotated = shard.config(config), list[tuple[Tensor, Tensor]]()
+    layouts = LayerLayout.of_layers(own, dtype)
     num_resident = config.num_layers if link is None else num_resident
-    resident = [layout.bind(read(index, allocate("device", f"{name} layers", whole))) for index in range(num_resident)]
+
+    def placed(index: int, tier: Tier) -> Tensor:
+        return read(index, allocate(tier, f"{name} layers", layouts[index].num_bytes))
+
+    resident = [layouts[index].bind(placed(index, "device")) for index in range(num_resident)]
     layers: Layers
     if link is None:
-        layers = ResidentLayers(resident, whole * num_resident)
+        layers = ResidentLayers(resident, sum(layout.num_bytes for layout in layouts))
     else:
-        others = range(num_resident, config.num_layers)
+        others, whole = range(num_resident, config.num_layers), max(layout.num_bytes for layout in layouts)
         if link_bits == 16:
-            homes: list[Home] = [AsTheyAre(read(index, allocate("host", f"{name} layers", whole))) for index in others]
+            homes: list[Home] = [AsTheyAre(placed(index, "host")) for index in others]
             coded, opened = list[LayerWeights](), None
         else:
-            maker = HomeMaker(memory, layout, shard.config(config), link_bits)
-            scratch = torch.zeros(whole, dtype=torch.uint8)
-            homes = [maker.make(read(index, scratch)) for index in others]
+            maker = HomeMaker(memory, link_bits)
+            used = {id(layouts[index]): layouts[index] for index in others}
+            scratch = {name: torch.zeros(layout.num_bytes, dtype=torch.uint8) for name, layout in used.items()}
+            homes = [
+                maker.make(read(index, scratch[id(layouts[index])]), layouts[index], own.layer(index))
+                for index in others
+            ]
             coded, opened = maker.coded, allocate("device", "weight staging", whole)
         largest = max((len(home.content) for home in homes), default=whole)
         staging = [allocate("device", "weight staging", largest) for _ in range(num_staging)]
-        layers = StreamedLayers(resident, homes, layout, staging, link, opened=opened, coded=coded)
+        layers = StreamedLayers(resident, homes, layouts, staging, link, opened=opened, coded=coded)
     names, row, table = config.names, (config.hidden_size,), (config.vocab_size, config.hidden_size)
     embedding = place(names.embeddings, table, "host" if embeds_on_host else "device")
     head = None

@@ -16,7 +16,8 @@ from offload.kernels import choice
 from offload.kernels.norms import NormWeights, dtype_of
 
 OPERATORS = ("qkv", "o", "gate_up", "down")
-NORMS = (*BLOCK_NORMS, "q_norm", "k_norm")
+NORMS = (*BLOCK_NORMS, "q_norm", "k_norm", "v_norm")
+_FACTOR = "factor"
 _ALIGNMENT = 64  # bytes, of each view in its buffer
 
 
@@ -33,7 +34,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Operators and norms of one layer, all views of one buffer. gate_up: of a network without a gate, up alone."""
+    """Operators and norms of one layer, all views of one buffer. gate_up: of a network without a gate, up alone.
+    factor: on the rows that come out, [1]."""
 
     qkv: Linear
     o: Linear
@@ -45,6 +47,8 @@ class LayerWeights:
     after_feed_forward: NormWeights | None
     q_norm: NormWeights | None
     k_norm: NormWeights | None
+    v_norm: NormWeights | None = None
+    factor: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class LayerLayout:
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, code_bits: int | None = None) -> LayerLayout:
-        """A layer of `config` in `dtype`, its matrices in codes of `code_bits` bits where these are given."""
+        """Of `config`'s `block` in `dtype`, its matrices in codes of `code_bits` bits where these are given."""
         products = dict(zip(OPERATORS, config.layer_products(), strict=True))
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, (outputs, inputs, _) in products.items():
@@ -93,7 +97,18 @@ class LayerLayout:
         norms = layer_norms(config)
         tensors |= {name: ((size,), dtype_of(norm, dtype)) for name, (size, norm) in norms.items()}
         tensors |= {f"{name}.bias": ((outputs,), dtype) for name, (outputs, _, bias) in products.items() if bias}
+        tensors |= {_FACTOR: ((1,), dtype)} if config.block.multiplied else {}
         return replace(cls.pack(tensors), norms={name: norm for name, (_, norm) in norms.items()})
+
+    @classmethod
+    def of_layers(cls, config: ModelConfig, dtype: torch.dtype, code_bits: int | None = None) -> list[LayerLayout]:
+        """Of each layer; equal ones are one object."""
+        made = list[LayerLayout]()
+        for kind, _ in config.kinds:
+            found = cls.of(kind, dtype, code_bits)
+            made.append(next((each for each in made if each == found), found))
+        by_block = {kind.block: layout for (kind, _), layout in zip(config.kinds, made, strict=True)}
+        return [by_block[block] for block in config.blocks]
 
     @property
     def end_of_matrices(self) -> int:
@@ -113,7 +128,7 @@ class LayerLayout:
             name: NormWeights(self.norms[name], tensors[name], tensors.get(f"{name}.bias")) if name in tensors else None
             for name in NORMS
         }
-        return LayerWeights(**operators, **norms)  # type: ignore[arg-type]
+        return LayerWeights(**operators, **norms, factor=tensors.get(_FACTOR))  # type: ignore[arg-type]
 
 
 def in_codes(name: str, shape: tuple[int, ...], bits: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

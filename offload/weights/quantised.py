@@ -12,8 +12,7 @@ LOW_BIT_WEIGHTS = "quantised weights"  # in the ledger
 
 
 def fill_coded(layer: LayerWeights, exact: LayerWeights, kernels: DeviceKernels) -> None:
-    """Fill `layer`, whose matrices are codes, by the kernels of the device that both are on; norms and biases are
-    copied."""
+    """Fill `layer`, whose matrices are codes, by the kernels of the device that both are on; the rest is copied."""
     for name in OPERATORS:
         ours, theirs = getattr(layer, name), getattr(exact, name)
         fill_codes(ours, theirs, kernels)
@@ -24,6 +23,8 @@ def fill_coded(layer: LayerWeights, exact: LayerWeights, kernels: DeviceKernels)
             norm.weight.copy_(getattr(exact, name).weight)
             if norm.bias is not None:
                 norm.bias.copy_(getattr(exact, name).bias)
+    if layer.factor is not None and exact.factor is not None:
+        layer.factor.copy_(exact.factor)
 
 
 def fill_codes(coded: Linear, exact: Linear, kernels: DeviceKernels) -> None:

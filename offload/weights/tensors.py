@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.config.model import BLOCK_NORMS, Attention, ModelConfig, layer_norms
-from offload.config.rope import Rope
+from offload.config.rope import PROPORTIONAL, Rope
 from offload.plan.shards import ALONE, Shard
 from offload.weights.layout import LayerLayout
 
@@ -24,8 +24,8 @@ class Source:
 
 
 def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
-    """What a view of a shard's layer is read from, top to bottom. Nothing for the bias of an operator whose outputs are
-    summed over the ranks, but on the first: there it is added once."""
+    """What a view of a shard's layer, `whole.block`, is read from, top to bottom. Nothing for the bias of an operator
+    whose outputs are summed over the ranks, but on the first: there it is added once."""
     operator, _, kind = view.partition(".")
     names, hidden = whole.names, range(whole.hidden_size)
     if operator in ("qkv", "gate_up"):
@@ -37,6 +37,8 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         if kind == "bias":
             return [Source(f"{name}.bias", hidden)] if shard.rank == 0 else []
         return [Source(f"{name}.weight", hidden, inputs)]
+    if operator == "factor":
+        return [Source("layer_scalar", range(1))]
     norms = layer_norms(whole)
     if norms[operator][1].weightless:
         return []
@@ -63,7 +65,7 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[tuple[str, range]]:
     first = 0
     for letter, size, own in (
         ("q", attention.q_size, heads), ("k", attention.kv_size, kv_heads), ("v", attention.kv_size, kv_heads),
-    ):  # fmt: skip
+    )[: 2 if attention.values_are_keys else 3]:  # fmt: skip
         rows = _times(own, attention.head_dim)
         yield (fused, _after(first, rows)) if fused else (f"self_attn.{letter}_proj", rows)
         first += size
@@ -93,19 +95,25 @@ def _after(first: int, rows: range) -> range:
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face names -> shapes of all weights, matrices as [out, in]. Only those that `config` says exist."""
-    layer: dict[str, tuple[int, ...]] = {}
-    for view in LayerLayout.of(config, torch.float32).views:
-        for source in sources(config, ALONE, view):
-            shape = (source.rows.stop, *([] if source.columns is None else [source.columns.stop]))
-            layer[source.name] = max(layer.get(source.name, shape), shape)
+    layers = {kind.block: _layer_tensors(kind) for kind, _ in config.kinds}
     names, table = config.names, (config.vocab_size, config.hidden_size)
     tensors: dict[str, tuple[int, ...]] = {names.embeddings: table}
-    for index in range(config.num_layers):
-        tensors |= {f"{names.body}layers.{index}.{name}": shape for name, shape in layer.items()}
+    for index, block in enumerate(config.blocks):
+        tensors |= {f"{names.body}layers.{index}.{name}": shape for name, shape in layers[block].items()}
     tensors[f"{names.norm}.weight"] = (config.hidden_size,)
     if config.norm.bias:
         tensors[f"{names.norm}.bias"] = (config.hidden_size,)
     return tensors if config.tie_embeddings else tensors | {names.head: table}
+
+
+def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of `config.block`, by their names within a layer."""
+    found: dict[str, tuple[int, ...]] = {}
+    for view in LayerLayout.of(config, torch.float32).views:
+        for source in sources(config, ALONE, view):
+            shape = (source.rows.stop, *([] if source.columns is None else [source.columns.stop]))
+            found[source.name] = max(found.get(source.name, shape), shape)
+    return found
 
 
 def head_order(attention: Attention) -> torch.Tensor | None:
@@ -116,7 +124,7 @@ def head_order(attention: Attention) -> torch.Tensor | None:
     """
     rope, dim = attention.rope or Rope(), attention.head_dim
     rotated = rope.rotated or dim
-    if rotated == dim and not rope.neighbours:
+    if (rotated == dim or rope.kind == PROPORTIONAL) and not rope.neighbours:
         return None
     numbers = torch.arange(rotated)
     pairs = numbers.view(-1, 2).T if rope.neighbours else numbers.view(2, -1)

@@ -10,7 +10,7 @@ import torch
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.kernels import choice
-from offload.kernels.cpu import FEW_ROWS, CpuKernels, fitting
+from offload.kernels.cpu import FEW_ROWS, CpuKernels, fitting, of_model
 from offload.kernels.device import DeviceKernels, NoKernels
 from offload.kernels.gpu.flash import PAGE_STEP, FlashTiles, flash
 from offload.kernels.rope import Scoring, scorings
@@ -29,7 +29,7 @@ from offload.transfer.arena import Arena
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 from offload.transfer.pace import HostReads
-from offload.worker.models import tile_shape
+from offload.worker.models import tile_shape, window_shape
 
 Rotated = Sequence[tuple[torch.Tensor, torch.Tensor]]
 MAX_REACH = 32  # tokens: dilation reaches as far as blocks usually go
@@ -64,13 +64,13 @@ def window_cache(
         return None
     return WindowCache(
         memory,
-        replace(tile_shape(plan, config), num_pages=1),
+        window_shape(plan, config),
         num_pages=plan.placement.window_pages,
         windows=config.windows,
         scorings=_of_layers(config.windowed, scorings_of(plan, config, rotated)),
         blocks=blocks,
         fused_prefill=plan.placement.fused_prefill,
-        kernels=_attention_kernels(plan, config),
+        kernels=_attention_kernels(plan, config, windows=True),
     )
 
 
@@ -149,9 +149,7 @@ def streaming_cache(plan: Plan, config: ModelConfig, memory: Memory, rotated: Ro
     composition = plan.composition
     return StreamingCache(
         memory,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        shapes=config.kv_shapes,
         dtype=DTYPES[plan.request.dtype],
         scorings=scorings_of(plan, config, rotated),
         sinks=composition.sinks,
@@ -168,7 +166,9 @@ def equal_sizes(plan: Plan, config: ModelConfig) -> Blocks:
         return Blocks((plan.placement.rows,))
     if _kernels(plan, config).usable:
         return Blocks(tuple(range(1, FEW_ROWS + 1)))
-    return equal_blocks(_shapes(plan, config), CPU_BLOCKS, DTYPES[plan.request.dtype], torch.get_num_threads())
+    dtype, threads = DTYPES[plan.request.dtype], torch.get_num_threads()
+    found = [equal_blocks(shapes, CPU_BLOCKS, dtype, threads).sizes for shapes in _shapes(plan, config)]
+    return Blocks(tuple(size for size in found[0] if all(size in sizes for sizes in found)))
 
 
 def fast_sizes(plan: Plan, config: ModelConfig, blocks: Blocks) -> Blocks:
@@ -176,12 +176,18 @@ def fast_sizes(plan: Plan, config: ModelConfig, blocks: Blocks) -> Blocks:
     may be chosen by time."""
     if plan.request.device != "cpu" or _kernels(plan, config).usable:
         return blocks
-    return fast_blocks(_shapes(plan, config), blocks, DTYPES[plan.request.dtype], torch.get_num_threads())
+    growing = _shapes(plan, config)[0]
+    return fast_blocks(growing, blocks, DTYPES[plan.request.dtype], torch.get_num_threads())
 
 
-def _attention_kernels(plan: Plan, config: ModelConfig) -> DeviceKernels:
-    """Those of the plan's device, for attention of few rows."""
-    return choice.fitting(torch.device(plan.request.device), config.head_dim, config.layer_products())
+def _attention_kernels(plan: Plan, config: ModelConfig, *, windows: bool = False) -> DeviceKernels:
+    """Those of the plan's device, for attention of few rows in growing layers or in those with a window. A CPU has them
+    for all layers or for none."""
+    device = torch.device(plan.request.device)
+    if device.type == "cpu":
+        return choice.of_model(device, config)
+    head_dim = config.kv_shapes[config.windowed[0]][1] if windows else config.head_dim
+    return choice.fitting(device, head_dim, config.all_products)
 
 
 def _flash_tiles(plan: Plan) -> FlashTiles | None:
@@ -194,12 +200,13 @@ def _flash_tiles(plan: Plan) -> FlashTiles | None:
 
 def _kernels(plan: Plan, config: ModelConfig) -> CpuKernels | NoKernels:
     """The CPU's kernels that the model's passes run on; none on a GPU."""
-    return fitting(torch.device(plan.request.device), config.head_dim, config.layer_products())
+    return of_model(torch.device(plan.request.device), config)
 
 
-def _shapes(plan: Plan, config: ModelConfig) -> Shapes:
-    return Shapes(
-        config.layer_products(),
+def _shapes(plan: Plan, config: ModelConfig) -> list[Shapes]:
+    """Of each kind of heads, those of growing layers first."""
+    growing = Shapes(
+        config.all_products,
         (config.vocab_size, config.hidden_size, False),
         config.num_heads,
         config.num_kv_heads,
@@ -208,6 +215,9 @@ def _shapes(plan: Plan, config: ModelConfig) -> Shapes:
         plan.placement.page_tokens,
         bool(config.windowed),
     )
+    others = dict.fromkeys(config.kv_shapes) | {}
+    others.pop((config.num_kv_heads, config.head_dim))
+    return [growing, *(replace(growing, num_kv_heads=heads, head_dim=dim, num_pages=1) for heads, dim in others)]
 
 
 def scorings_of(plan: Plan, config: ModelConfig, rotated: Rotated = ()) -> tuple[Scoring, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.formats.layout import home_bytes
 from offload.kernels.choice import gpu_kernels
-from offload.kernels.cpu import fitting
+from offload.kernels.cpu import of_model
 from offload.model.decoder import Decoder
 from offload.model.loading import DTYPES, load_decoders
 from offload.model.quantised import QuantisedWeights, quantised_weights
@@ -83,7 +83,7 @@ class LoadedModels:
         if bits not in self._quantised:
             config, device = self.target.config, self.memory.device
             on_cpu = device.type == "cpu"
-            kernels = fitting(device, config.head_dim, config.layer_products()) if on_cpu else gpu_kernels(device)
+            kernels = of_model(device, config) if on_cpu else gpu_kernels(device)
             self._quantised[bits] = quantised_weights(self.target.weights, config, bits, self.memory, kernels)
         self._users[bits] += 1
         return self.target.over(self._quantised[bits].weights)
@@ -116,6 +116,12 @@ def tile_shape(plan: Plan, config: ModelConfig) -> TileShape:
     return TileShape(config.num_kv_heads, config.head_dim, placement.page_tokens, pages, DTYPES[plan.request.dtype])
 
 
+def window_shape(plan: Plan, config: ModelConfig) -> TileShape:
+    """Of a page of the window cache, which is a tile of its own."""
+    kv_heads, head_dim = config.kv_shapes[config.windowed[0]]
+    return replace(tile_shape(plan, config), num_pages=1, num_kv_heads=kv_heads, head_dim=head_dim)
+
+
 def streamed_rows(plan: Plan, config: ModelConfig, memory: Memory, link: Link | None) -> StreamedRows | None:
     """For prefills of all sequences, where the target's cache streams. Raises DoesNotFit."""
     if link is None or "kv" not in plan.placement.offload:
@@ -137,9 +143,10 @@ def _host_blocks(plan: Plan, config: ModelConfig, memory: Memory) -> list[int]:
     placement, blocks = plan.placement, list[int]()
     itemsize = DTYPES[plan.request.dtype].itemsize
     if "weights" in placement.offload:
-        layer = LayerLayout.of(config, DTYPES[plan.request.dtype]).num_bytes
-        home = home_bytes(layer, config.layer_matrix_elements(), placement.weight_link_bits)
-        blocks += [home] * (config.num_layers - placement.resident_layers)
+        layouts = LayerLayout.of_layers(config, DTYPES[plan.request.dtype])
+        for index in range(placement.resident_layers, config.num_layers):
+            elements = config.layer(index).layer_matrix_elements()
+            blocks.append(home_bytes(layouts[index].num_bytes, elements, placement.weight_link_bits))
     if placement.embeds_on_host:
         blocks.append(config.vocab_size * config.hidden_size * itemsize)
     if "kv" in placement.offload:

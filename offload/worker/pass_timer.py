@@ -22,7 +22,7 @@ from offload.config.model import ModelConfig
 from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.decode.verify import verify
 from offload.formats.layout import CODE_BITS, takes_codes, takes_kv_codes
-from offload.kernels.cpu import CpuKernels, fitting
+from offload.kernels.cpu import CpuKernels, of_model
 from offload.kernels.device import NoKernels
 from offload.kernels.norms import NormWeights, dtype_of
 from offload.kernels.rope import scorings
@@ -94,7 +94,7 @@ def _models(request: Request) -> list[Model]:
 
 def _code_bits(request: Request) -> Sequence[int]:
     """With which bits of its weights the target may propose to itself."""
-    options, products = request.options, request.target.layer_products()
+    options, products = request.options, request.target.all_products
     wanted = options.speculation and options.gamma != 0
     if not wanted or not takes_codes(products) or not _kernels(request.target).usable:
         return ()
@@ -124,10 +124,10 @@ def _is_timed(model: Model, dtype: str) -> bool:
 
 
 class _Trial:
-    """A model of a few layers and part of a vocabulary, and its full cache."""
+    """A model of a few layers, all like the growing ones, and part of a vocabulary, and its full cache."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, weight_bits: int) -> None:
-        item = dtype.itemsize
+        item, config = dtype.itemsize, replace(config, blocks=(config.block,) * config.num_layers)
         self._config, self._kernels, self._coded = config, _kernels(config), weight_bits < 16
         self._limit = LIMIT_SECONDS + config.layer_weight_bytes(item) / LIMIT_RATE
         room = LAYER_BYTES * 4 if self._coded else LAYER_BYTES  # of the exact ones
@@ -312,7 +312,7 @@ def _kernels_name(config: ModelConfig) -> str:
 
 
 def _kernels(config: ModelConfig) -> CpuKernels | NoKernels:
-    return fitting(torch.device("cpu"), config.head_dim, config.layer_products())
+    return of_model(torch.device("cpu"), config)
 
 
 def _least_seconds(points: Mapping[Point, Run], limit: float) -> dict[Point, float] | None:

@@ -43,7 +43,7 @@ from offload.weights import layers as weights_module
 from offload.weights.checkpoint import Checkpoint
 from offload.weights.homes import PACKING, BesideCodes, Home, HomeMaker, Packed
 from offload.weights.layers import load_weights
-from offload.weights.layout import OPERATORS
+from offload.weights.layout import OPERATORS, LayerLayout
 from offload.worker import assemble
 from offload.worker.models import LoadedModels, streamed_rows
 from offload.worker.worker import Worker
@@ -128,19 +128,19 @@ def _parts(plan: Plan, models: dict[str, ModelConfig]) -> LoadedModels:
 class _HomeMaker(HomeMaker):
     """Homes of the bytes that are planned, and no more in them than in the layers."""
 
-    def make(self, layer: Tensor) -> Home:
-        content = self._block(self._planned)
-        if self._coded_layout is None:
-            numbers = self._layout.end_of_matrices // 2
+    def make(self, layer: Tensor, layout: LayerLayout, config: ModelConfig) -> Home:
+        content, coded_layout = self._block(self._planned(layout, config)), self._coded_layout(config)
+        if coded_layout is None:
+            numbers = layout.end_of_matrices // 2
             starts = torch.zeros(numbers // PACKING.numbers + 1, dtype=torch.long)
             return Packed(content, sent(starts, self._memory.device), self._device)
-        coded = torch.zeros(self._coded_layout.num_bytes, dtype=torch.uint8)
-        self.coded.append(self._coded_layout.bind(self._on_device(coded)))
+        coded = torch.zeros(coded_layout.num_bytes, dtype=torch.uint8)
+        self.coded.append(coded_layout.bind(self._on_device(coded)))
         places, end = [], 0
         for name in OPERATORS:
-            start, end = end, end + self._layout.views[f"{name}.weight"].nbytes // 2
+            start, end = end, end + layout.views[f"{name}.weight"].nbytes // 2
             places.append((slice(start, end), end - start))
-        return BesideCodes(content, tuple(places), self.coded[-1], self._layout, self._device)
+        return BesideCodes(content, tuple(places), self.coded[-1], layout, self._device)
 
 
 def _hold_prompt(full: FullCache) -> None:

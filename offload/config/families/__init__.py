@@ -11,6 +11,7 @@ from offload.config.families import (
     gemma,
     gemma2,
     gemma3,
+    gemma4,
     glm,
     granite,
     hunyuan,
@@ -33,7 +34,7 @@ from offload.config.families.common import Wrapper as Wrapper
 
 _MODULES = (
     llama, mistral, qwen, granite, seed_oss, ernie4_5, smollm3, hunyuan, phi3, glm, olmo2, olmo3, cohere, cohere2,
-    nemotron, gemma, gemma2, gemma3, arcee, exaone4, ministral3, starcoder2, muse_glimmer,
+    nemotron, gemma, gemma2, gemma3, gemma4, arcee, exaone4, ministral3, starcoder2, muse_glimmer,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
 WRAPPERS: dict[str, Wrapper] = {wrapper.name: wrapper for wrapper in wrappers.WRAPPERS}

@@ -4,7 +4,7 @@ layer."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -35,21 +35,29 @@ def describe(source: Fields) -> ModelConfig:
 
 
 def sandwiched(
-    source: Fields, family: str, defaults: Defaults, *, attention: Mapping[str, Any], **model: Any
+    source: Fields,
+    family: str,
+    defaults: Defaults,
+    *,
+    attention: Mapping[str, Any],
+    norm: Callable[[float], Norm] = NORM,
+    block: Mapping[str, Any] | None = None,
+    **model: Any,
 ) -> ModelConfig:
-    """A model with norms before and after each part. attention: fields of its own, beside biases."""
+    """A model with norms before and after each part. attention, block: fields of their own, the former beside
+    biases."""
     source.choice("hidden_activation", ("gelu_pytorch_tanh",), default="gelu_pytorch_tanh")
     if source.data.get("use_bidirectional_attention"):
         source.refuse("use_bidirectional_attention", "absent or false")
-    norm = NORM(epsilon(source, defaults))
+    after = norm(epsilon(source, defaults))
     return decoder(
         source,
         family,
         defaults,
-        norm=NORM,
+        norm=norm,
         attention={**biases(source), **attention},
         feed_forward={"activation": "gelu_tanh"},
-        block={"after_attention": norm, "after_feed_forward": norm},
+        block={"after_attention": after, "after_feed_forward": after, **(block or {})},
         embedding_scale=source.integer("hidden_size", 1 << 20) ** 0.5,
         rounds_embedding_scale=True,
         names=SANDWICH,

@@ -11,6 +11,8 @@ WRAPPERS = (
     Wrapper("llava", "LLaVA 1.5, Pixtral 12B", "llama", _LLAVA),
     Wrapper("llava_next", "LLaVA 1.6, Granite Vision", "llama", _LLAVA),
     Wrapper("gemma3", "Gemma 3, 4B and larger", "gemma3_text", _LLAVA),
+    Wrapper("gemma4", "Gemma 4 31B", "gemma4_text", _LLAVA),
+    Wrapper("gemma4_unified", "Gemma 4 12B", "gemma4_unified_text", _LLAVA),
     Wrapper("muse_glimmer", "Muse Glimmer 30B", "muse_glimmer_text", _LLAVA),
     Wrapper("idefics3", "Idefics 3", "llama", _IDEFICS, frozenset(("scale_factor",))),
     Wrapper("smolvlm", "SmolVLM", "llama", _IDEFICS, frozenset(("scale_factor",))),

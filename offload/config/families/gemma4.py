@@ -1,0 +1,113 @@
+"""Gemma 4 (Google), dense: norms before and after each part and of queries, keys and values, a factor on each layer's
+rows; five layers of six have a window, the others larger heads whose values may be the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from offload.config.families.common import Defaults, Family, epsilon, sizes
+from offload.config.families.gemma2 import sandwiched
+from offload.config.families.windows import FULL, WINDOWED, others, rope_of_type, windowed_layers
+from offload.config.fields import Fields
+from offload.config.model import Attention, Block, ModelConfig, Norm
+from offload.config.rope import PROPORTIONAL, RopeDefaults, read_rope
+
+_PERIOD, _HEAD_DIM = 6, 512  # where a config says nothing; of a head in layers without a window
+_ROPES = {
+    WINDOWED: {"rope_type": "default", "rope_theta": 10000.0},
+    FULL: {"rope_type": PROPORTIONAL, "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+}
+_CAP, _SAME, _HEADS = "final_logit_softcapping", "attention_k_eq_v", "per_layer_config"
+_KEYS = ("head_dim", "num_key_value_heads")  # that a layer may have of its own
+
+
+def describe(source: Fields) -> ModelConfig:
+    """Refuses what small and sparse models of the family have: embeddings of each layer, shared keys, experts."""
+    return _describe(source, "gemma4_text", window=512, max_positions=131072, layer_embeddings=256)
+
+
+def describe_unified(source: Fields) -> ModelConfig:
+    return _describe(source, "gemma4_unified_text", window=1024, max_positions=262144, layer_embeddings=0)
+
+
+def _describe(source: Fields, family: str, *, window: int, max_positions: int, layer_embeddings: int) -> ModelConfig:
+    for key, default in (("hidden_size_per_layer_input", layer_embeddings), ("num_kv_shared_layers", 0)):
+        if source.data.get(key, default):
+            source.refuse(key, "0: it changes the arithmetic, and this program does not implement it")
+    defaults = Defaults(max_positions=max_positions, kv_heads=4, head_dim=256, derives_head_dim=False, tied=True)
+    ropes = source.data.get("rope_parameters") or _ROPES
+    if isinstance(ropes, Mapping) and not {*_ROPES} <= ropes.keys():
+        source.refuse("rope_parameters", f"an object of {FULL} and {WINDOWED}")
+    if source.data.get("use_bidirectional_attention") == "vision":  # of pictures, which are not run
+        source = Fields({**source.data, "use_bidirectional_attention": None}, source.where)
+    source = Fields({**source.data, "rope_parameters": ropes}, source.where)
+    norm = Norm(epsilon(source, defaults))
+    config = sandwiched(
+        rope_of_type(source, WINDOWED), family, defaults, norm=Norm, block={"multiplied": True},
+        attention={"qk_norm": norm, "v_norm": replace(norm, weightless=True), "scale": 1.0},
+        logits_cap=None if source.data.get(_CAP) is None else source.number(_CAP),
+    )  # fmt: skip
+    last, tokens = config.num_layers - 1, source.integer("sliding_window", 1 << 30, default=window)
+    layers = windowed_layers(source, tokens, lambda: others(source, range(_PERIOD - 1, last, _PERIOD)))
+    return _with_windows(source, config, tokens, {*layers} - {last})
+
+
+def _with_windows(source: Fields, config: ModelConfig, window: int, layers: set[int]) -> ModelConfig:
+    """The window in these layers, other heads and positions in the others."""
+    common = config.block
+    windowed = replace(common, attention=replace(common.attention, window=window))
+    full = replace(common, attention=_full(source, config, layers))
+    blocks: list[Block] = [windowed if layer in layers else full for layer in range(config.num_layers)]
+    return replace(config, blocks=tuple(blocks))
+
+
+def _full(source: Fields, config: ModelConfig, layers: set[int]) -> Attention:
+    """Of layers without a window. layers: those that have one."""
+    same = source.flag(_SAME, False)
+    by_layer = _HEADS in source.data
+    head_dim, kv_heads = _heads_by_layer(source, config, layers) if by_layer else _heads(source, config, same=same)
+    if head_dim % 2:
+        source.refuse(_HEADS if by_layer else "global_head_dim", f"even for rotary positions, {head_dim} is odd")
+    if config.num_heads % kv_heads:
+        key = _HEADS if by_layer else "num_global_key_value_heads"
+        source.refuse(key, f"KV heads that divide num_attention_heads {config.num_heads}, {kv_heads} do not")
+    rope = read_rope(
+        rope_of_type(source, FULL), max_positions=config.max_positions, head_dim=head_dim,
+        defaults=RopeDefaults(theta=1000000.0, kinds=(PROPORTIONAL,)),
+    )  # fmt: skip
+    own = replace(config.block.attention, head_dim=head_dim, num_kv_heads=kv_heads, rope=rope)
+    return replace(own, values_are_keys=same)
+
+
+def _heads(source: Fields, config: ModelConfig, *, same: bool) -> tuple[int, int]:
+    """(head_dim, KV heads) of layers without a window, by fields of their own."""
+    named = same and source.data.get("num_global_key_value_heads") is not None
+    kv_heads = source.integer("num_global_key_value_heads", config.num_heads) if named else config.num_kv_heads
+    return source.integer("global_head_dim", 1 << 12, default=_HEAD_DIM), kv_heads
+
+
+def _heads_by_layer(source: Fields, config: ModelConfig, layers: set[int]) -> tuple[int, int]:
+    """The same by what transformers writes: layer number, perhaps with zeros before it -> its head_dim and KV heads."""
+    found = source.data[_HEADS] or {}
+    full = [layer for layer in range(config.num_layers) if layer not in layers]
+    if not isinstance(found, Mapping) or not all(str(key).isdecimal() for key in found):
+        source.refuse(_HEADS, "an object by the numbers of layers")
+    own = {int(key): each or {} for key, each in found.items()}
+    if len(own) < len(found) or own.keys() - {*full}:
+        source.refuse(_HEADS, f"of layers without a window, {', '.join(map(str, full))}, each once")
+    first, *others = (own.get(layer, {}) for layer in full)
+    if not isinstance(first, Mapping) or first.keys() - {*_KEYS} or any(each != first for each in others):
+        source.refuse(_HEADS, f"{' and '.join(_KEYS)}, the same of layers {', '.join(map(str, full))}")
+    heads = Fields(first, f"{source.where}: {_HEADS}")
+    head_dim = heads.integer("head_dim", 1 << 12, default=config.head_dim)
+    return head_dim, heads.integer("num_key_value_heads", config.num_heads, default=config.num_kv_heads)
+
+
+_READS = frozenset((_CAP, _SAME, _HEADS, "global_head_dim", "num_global_key_value_heads", "hidden_act"))
+_SIZES = sizes(262144, 2304, 9216, 30, 8)
+_REFUSES = "E2B, E4B (embeddings of each layer), 26B (experts)"
+FAMILIES = (
+    Family("gemma4_text", "Gemma 4 31B; text of `gemma4`", describe, _READS, _REFUSES, _SIZES),
+    Family("gemma4_unified_text", "Gemma 4 12B; text of `gemma4_unified`", describe_unified, _READS, "", _SIZES),
+)

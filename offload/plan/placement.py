@@ -5,7 +5,7 @@ Weights come first, since the retrieval level reads all of them in every inner p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from offload.plan.bits import link_bits, weight_link_bits
@@ -74,11 +74,19 @@ def place(sizing: Sizing, capacity: int, composition: Composition) -> Placement:
         choices = [frozenset[str](), frozenset({"weights"})]
     if sizing.hardware.is_cpu and sizing.options.device_memory is None:
         choices = choices[:1]  # one memory: moving things within it makes no room
-    for offload in choices:
-        placement = _fill(sizing, capacity, composition, offload)
-        if shortage(sizing, placement) is None:
-            break
-    return placement
+    for offload in choices[:-1]:
+        if _least_device_bytes(sizing, capacity, offload) <= device_room(sizing):
+            placement = _fill(sizing, capacity, composition, offload)
+            if shortage(sizing, placement) is None:
+                return placement
+    return _fill(sizing, capacity, composition, choices[-1])
+
+
+def _least_device_bytes(sizing: Sizing, capacity: int, offload: frozenset[str]) -> int:
+    """Of what stays on the device where only what `offload` names may move."""
+    layers = 0 if "weights" in offload else sizing.all_layers_bytes
+    tiles = 0 if "kv" in offload else sizing.num_growing * sizing.num_tiles(capacity) * sizing.num_sequences
+    return layers + tiles * sizing.tile_bytes(capacity)
 
 
 def shortage(sizing: Sizing, placement: Placement) -> str | None:
@@ -118,30 +126,38 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     weight_bits = weight_link_bits(sizing, composition) if "weights" in offload else 16
     home = sizing.home_bytes(weight_bits)
     table = sizing.table_bytes if offload and sizing.may_embed_on_host else 0
-    fixed = {first: sizing.fixed_bytes(capacity, composition, first=first) for first in (True, False)}
+    fixed = sizing.fixed_bytes(capacity, composition)
 
-    def device(layers: int, tiles: int, *, first: bool = True) -> dict[str, int]:
-        sizes = fixed[first] | {"target layers": sizing.layers_bytes(layers)}
+    def of_tiles(tiles: int) -> dict[str, int]:
+        """Device bytes that depend on how many tiles are there."""
+        rows, moved = (0, count - tiles // growing) if "kv" in offload else (capacity, 0)
+        arena = sizing.arena_bytes(capacity, composition, rows=rows, prefill_tiles=moved)
+        return sizing.of_all({"arena": arena, "kv cache": tiles * tile})
+
+    def device(layers: int, tiles: int, fixed: Mapping[str, int] = fixed) -> dict[str, int]:
+        sizes = {**fixed, "target layers": sizing.layers_bytes(layers)}
         sizes["target embeddings"] -= table
         if "weights" in offload:
             sizes["weight staging"] = NUM_STAGING * home + (sizing.layer_bytes if weight_bits < 16 else 0)
         if "kv" in offload:
             sizes["kv staging"] = (sizing.staging_tiles + (bits < 16)) * tile
             sizes["hidden rows"] = sizing.hidden_bytes(NUM_ROW_SLOTS * PREFILL_BLOCK)
-        rows, moved = (0, count - tiles // growing) if "kv" in offload else (capacity, 0)
-        sizes["arena"] = sizing.arena_bytes(capacity, composition, rows=rows, prefill_tiles=moved)
-        sizes["kv cache"] = tiles * tile
-        return {name: size for name, size in sizing.of_all(sizes).items() if size}
+        return {name: size for name, size in (sizing.of_all(sizes) | of_tiles(tiles)).items() if size}
 
-    def most(total: int, may_move: bool, used: Callable[[int], int]) -> int:
-        if not may_move:
-            return total
-        return 0 if streams else largest(lambda number: used(number) <= device_room(sizing), total)
+    def most(total: int, others: int, used: Callable[[int], int]) -> int:
+        """Of `total`, those that have room beside `others` bytes."""
+        room = device_room(sizing) - others
+        return 0 if streams else largest(lambda number: used(number) <= room, total)
 
-    least_tiles = 0 if "kv" in offload else growing * count
-    layers = most(num_layers, "weights" in offload, lambda n: sum(device(n, least_tiles).values()))
-    tiles = most(growing * count, "kv" in offload, lambda n: sum(device(layers, n).values()))
+    layers, tiles = num_layers, growing * count
+    if "weights" in offload:
+        least_tiles = 0 if "kv" in offload else tiles
+        layers = most(layers, sum(device(0, least_tiles).values()), sizing.layers_bytes)
+    if "kv" in offload:
+        others = sum(device(layers, 0).values()) - sum(of_tiles(0).values())
+        tiles = most(tiles, others, lambda number: sum(of_tiles(number).values()))
     devices = sizing.num_devices
+    of_others = sizing.fixed_bytes(capacity, composition, first=False) if devices > 1 else {}
     host = {
         "target layers": sizing.homes_bytes(layers, weight_bits) * devices,
         "target embeddings": table * devices,
@@ -154,7 +170,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         resident_layers=layers,
         resident_tiles=tiles,
         device_bytes=device(layers, tiles),
-        other_device_bytes=device(layers, tiles, first=False) if devices > 1 else {},
+        other_device_bytes=device(layers, tiles, of_others) if devices > 1 else {},
         host_bytes=host,
         page_tokens=PAGE_TOKENS,
         window_pages=sizing.window_pages(capacity),

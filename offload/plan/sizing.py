@@ -373,8 +373,7 @@ class Sizing:
         score = 2 * item + 4  # as they come, in fp32 and as weights
         width = max(kind.block.attention.q_size for kind, _ in target.kinds)
         attended = PREFILL_BLOCK * width * (item + 4)  # as it comes and in fp32
-        capped = any(block.attention.cap for block in self.target.blocks)  # which no fused kernel of a CPU does
-        if self.hardware.is_cpu and not capped:  # a tile's pages, joined and then ordered for matrix units
+        if self.hardware.is_cpu and not self._capped:  # a tile's pages, joined and then ordered for matrix units
             scores = 2 * self.tile_bytes(capacity) + attended
         else:
             scores = PREFILL_BLOCK * PREFILL_PAGES * PAGE_TOKENS * heads * score
@@ -388,6 +387,11 @@ class Sizing:
         tile = self.most_rows * tile_tokens * heads * score
         logits = 0 if gamma is None else self._padded(gamma + 1) * target.vocab_size * (item * self.num_sequences + 36)
         return max(block + scores, tile, logits)
+
+    @cached_property
+    def _capped(self) -> bool:
+        """Whether scores of some layer are, which no fused kernel of a CPU does."""
+        return any(block.attention.cap for block in self.target.blocks)
 
     def _selection_bytes(self, capacity: int, composition: Composition) -> int:
         """The masses of the last verification, for each row, KV head and chunk of each layer, in fp32 or, on a GPU, in

@@ -8,7 +8,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,17 +51,30 @@ BROAD = ("Exception", "BaseException")
 Rule = Callable[[str, str], list[str]]
 
 
-def sources() -> Iterator[tuple[str, str]]:
+@cache
+def sources() -> list[tuple[str, str]]:
     """(module name, source) of the program."""
-    for package in ("offload", "triforce_cli"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path.read_text()
+    return [
+        (_module(path), path.read_text())
+        for package in ("offload", "triforce_cli")
+        for path in sorted((ROOT / package).rglob("*.py"))
+    ]
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+def _module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def walked(source: str) -> list[ast.AST]:
+    """All nodes of a module, read once for all rules."""
+    return list(ast.walk(ast.parse(source)))
+
+
+def imports(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
     """(dotted name, line) of everything imported anywhere; `from a import b` counts as a and as a.b."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -90,7 +104,7 @@ def storey(module: str) -> int:
 
 def imports_downwards(module: str, source: str) -> list[str]:
     found = []
-    for name, line in imports(ast.parse(source)):
+    for name, line in imports(walked(source)):
         if within(name, "triforce_cli"):
             wrong = within(module, "offload")
         elif not within(name, "offload") or name == "offload":
@@ -108,7 +122,7 @@ def only_memory_pins(module: str, source: str) -> list[str]:
     if module == "offload.transfer.memory":
         return []
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in walked(source):
         name = node.arg if isinstance(node, ast.keyword) else getattr(node, "attr", getattr(node, "id", ""))
         if name in ("pin_memory", "cudaHostRegister", "cudaHostAlloc"):
             found.append(f"{module} uses {name}")
@@ -128,11 +142,12 @@ def only_link_makes_threads_and_streams(module: str, source: str) -> list[str]:
     )
     if within(module, *allowed):
         return []
-    tree = ast.parse(source)
     concurrent = ("threading", "_thread", "concurrent", "multiprocessing", "asyncio", "queue", "torch.multiprocessing")
     gpu = ("torch.cuda.Stream", "torch.cuda.Event", "torch.cuda.stream", "torch.Stream", "torch.Event")
-    found = [f"{module}:{line} imports {name}" for name, line in imports(tree) if within(name, *concurrent, *gpu)]
-    for node in ast.walk(tree):
+    found = [
+        f"{module}:{line} imports {name}" for name, line in imports(walked(source)) if within(name, *concurrent, *gpu)
+    ]
+    for node in walked(source):
         if dotted(node) in (*gpu, "cuda.Stream", "cuda.Event", "cuda.stream"):
             found.append(f"{module} uses {dotted(node)}")
     return found
@@ -141,12 +156,11 @@ def only_link_makes_threads_and_streams(module: str, source: str) -> list[str]:
 def only_output_writes(module: str, source: str) -> list[str]:
     if module == "triforce_cli.output":
         return []
-    tree = ast.parse(source)
     streams = ("sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__")
     writers = ("print", "typer.echo", "typer.secho", "rich.print", "Console", "rich.console.Console")
     names = ("sys.stdout", "sys.stderr", "typer.echo", "typer.secho", "rich.print")
-    found = [f"{module}:{line} imports {name}" for name, line in imports(tree) if name in names]
-    for node in ast.walk(tree):
+    found = [f"{module}:{line} imports {name}" for name, line in imports(walked(source)) if name in names]
+    for node in walked(source):
         if isinstance(node, ast.Call) and dotted(node.func) in writers:
             found.append(f"{module}:{node.lineno} calls {dotted(node.func)}")
         elif isinstance(node, ast.Call) and dotted(node.func) == "os.write":
@@ -163,7 +177,7 @@ def only_app_catches_broadly(module: str, source: str) -> list[str]:
     if module in ("triforce_cli.app", *waited_for):
         return []
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in walked(source):
         if isinstance(node, ast.Call) and dotted(node.func) in ("suppress", "contextlib.suppress"):
             kinds: list[ast.expr] = list(node.args)
         elif isinstance(node, ast.ExceptHandler):
@@ -185,7 +199,11 @@ def plans_without_torch(module: str, source: str) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             node.body = []
-    return [f"{module}:{line} imports {name}" for name, line in imports(tree) if within(name, "torch", "transformers")]
+    return [
+        f"{module}:{line} imports {name}"
+        for name, line in imports(ast.walk(tree))
+        if within(name, "torch", "transformers")
+    ]
 
 
 RULES: list[Rule] = [

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
@@ -103,6 +104,17 @@ def triforce(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
     return triforce
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Nothing that is imported and collected is garbage, and to look at it again and again takes seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Unless all are wanted, leave FEW cases of a matrix, n of a test marked few(n), and none of one marked `deep`.
     Skip what is marked `cuda` where there is no such device."""
@@ -128,12 +140,19 @@ def _beyond_a_few(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
-        met: Counter[Values] = Counter()
-        for _ in range(_num_kept(cases)):
-            best = min(cases, key=lambda case: sum(met[values] for values in _values(case)))
-            met.update(_values(best))
-            cases.remove(best)
-        yield from cases
+        num_left = len(cases) - _num_kept(cases)
+        if num_left:
+            yield from _least_missed(cases, num_left)
+
+
+def _least_missed(cases: list[pytest.Function], num_left: int) -> list[pytest.Function]:
+    """So many of them, when the others are chosen one by one: always that whose values were met least often."""
+    left = {case: _values(case) for case in cases}
+    met: Counter[Values] = Counter()
+    while len(left) > num_left:
+        best = min(left, key=lambda case: sum(met[values] for values in left[case]))
+        met.update(left.pop(best))
+    return list(left)
 
 
 def _num_kept(cases: list[pytest.Function]) -> int:

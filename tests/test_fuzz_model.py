@@ -183,26 +183,32 @@ def as_file(text: str) -> bytes:
     return struct.pack("<Q", len(text)) + text.encode()
 
 
-DENSE = {
+DENSE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "tensors": (
         "model.safetensors",
-        as_file("{" + listed('"#":{"dtype":"BOOL","shape":[0],"data_offsets":[0,0]}', MAX_HEADER_BYTES) + "}"),
+        lambda: as_file("{" + listed('"#":{"dtype":"BOOL","shape":[0],"data_offsets":[0,0]}', MAX_HEADER_BYTES) + "}"),
     ),
-    "brackets": ("model.safetensors", as_file("[" * MAX_HEADER_BYTES)),
-    "metadata": ("model.safetensors", as_file('{"__metadata__":{' + listed('"#":""', MAX_HEADER_BYTES // 2) + "}}")),
-    "shards": (INDEX_FILE, ('{"weight_map":{' + listed('"#":""', MAX_INDEX_BYTES // 2) + "}}").encode()),
-    "objects": (INDEX_FILE, ('{"weight_map":[' + listed("{}", MAX_INDEX_BYTES // 2) + "]}").encode()),
-    "deep": (INDEX_FILE, b"[" * MAX_INDEX_BYTES),
-    "config-objects": ("config.json", ('{"a":[' + listed("{}", MAX_JSON_BYTES) + "]}").encode()),
-    "config-keys": ("config.json", ("{" + listed('"#":[]', MAX_JSON_BYTES) + "}").encode()),
+    "brackets": ("model.safetensors", lambda: as_file("[" * MAX_HEADER_BYTES)),
+    "metadata": (
+        "model.safetensors",
+        lambda: as_file('{"__metadata__":{' + listed('"#":""', MAX_HEADER_BYTES // 2) + "}}"),
+    ),
+    "shards": (INDEX_FILE, lambda: ('{"weight_map":{' + listed('"#":""', MAX_INDEX_BYTES // 2) + "}}").encode()),
+    "objects": (INDEX_FILE, lambda: ('{"weight_map":[' + listed("{}", MAX_INDEX_BYTES // 2) + "]}").encode()),
+    "deep": (INDEX_FILE, lambda: b"[" * MAX_INDEX_BYTES),
+    "config-objects": ("config.json", lambda: ('{"a":[' + listed("{}", MAX_JSON_BYTES) + "]}").encode()),
+    "config-keys": ("config.json", lambda: ("{" + listed('"#":[]', MAX_JSON_BYTES) + "}").encode()),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "data"),
+    ("name", "content"),
     [pytest.param(*dense, marks=[pytest.mark.deep] * (what == "tensors"), id=what) for what, dense in DENSE.items()],
 )
-def test_the_densest_json_takes_the_stated_memory_at_most(tmp_path: Path, name: str, data: bytes) -> None:
+def test_the_densest_json_takes_the_stated_memory_at_most(
+    tmp_path: Path, name: str, content: Callable[[], bytes]
+) -> None:
+    data = content()
     (tmp_path / name).write_bytes(data)
     read = read_config if name == "config.json" else Checkpoint.open
     with growth_under(MEMORY_PER_BYTE * len(data) + FEW_BYTES // 4), suppress(ModelError):

@@ -15,9 +15,11 @@ import argparse
 import difflib
 import json
 import re
-import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ if str(ROOT) not in sys.path:  # run as a script
 
 import scenes  # noqa: E402
 import stage  # noqa: E402
+from forked import forked  # noqa: E402
 from stage import Scene  # noqa: E402
 from triforce_cli import __version__, tree  # noqa: E402
 from triforce_cli.app import app  # noqa: E402
@@ -123,28 +126,27 @@ def _filled(brackets: str, members: Sequence[str], margin: str) -> str:
     return f"{brackets[0]}\n{filled.rstrip(',')}\n{margin}{brackets[1]}"
 
 
-def write(folder: Path, names: Iterable[str]) -> None:
-    stage.rehearse()
-    for name in names:
-        (folder / f"{name}.txt").write_text(record(SCENES[name]), encoding="utf-8")
-        print(name, flush=True)
-
-
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
     """What a scene writes today. By a process of its own, since torch's threads do not survive the forks."""
-    folder = tmp_path_factory.mktemp("recorded")
-    command = [sys.executable, __file__, "--into", str(folder), "-"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+    here, there = Pipe()
+    process = forked(_record, there)
+    there.close()
 
-        def recorded(name: str) -> str:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write(f"{name}\n")
-            assert process.stdout.readline() == f"{name}\n"
-            return (folder / f"{name}.txt").read_text(encoding="utf-8")
+    def recorded(name: str) -> str:
+        here.send(name)
+        return str(here.recv())
 
+    with here:
         yield recorded
+    process.join()
+
+
+def _record(asked: Connection) -> None:
+    stage.rehearse()
+    with suppress(EOFError):
+        while True:
+            asked.send(record(SCENES[asked.recv()]))
 
 
 DEEP = set(SCENES) - set(scenes.SCENES) - {"help", "help-generate"}  # below in this process
@@ -184,14 +186,15 @@ def test_help_fits_a_narrow_terminal_and_loses_no_option(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write down what every command says.")
-    parser.add_argument("names", nargs="*", metavar="SCENE", help="these alone (default: all; -: as asked)")
-    parser.add_argument("--write", dest="into", action="store_const", const=GOLDEN, help="to tests/golden")
-    parser.add_argument("--into", type=Path, metavar="DIR", help="to another folder")
+    parser.add_argument("names", nargs="*", metavar="SCENE", help="these alone (default: all)")
+    parser.add_argument("--write", action="store_true", help="to tests/golden")
     given = parser.parse_args()
-    if given.into is None or not set(given.names) <= {"-", *SCENES}:
-        parser.error(f"give --write or --into DIR, and names of {', '.join(SCENES)}")
-    asked = (line.strip() for line in sys.stdin) if "-" in given.names else given.names
-    write(given.into, asked or list(SCENES))
+    if not given.write or not set(given.names) <= {*SCENES}:
+        parser.error(f"give --write, and names of {', '.join(SCENES)}")
+    stage.rehearse()
+    for name in given.names or SCENES:
+        (GOLDEN / f"{name}.txt").write_text(record(SCENES[name]), encoding="utf-8")
+        print(name, flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ _known: dict[Hashable, Any] = {}  # results of calls, but for those that share m
 def without_values(call: Call) -> Any:
     """A result of the right shape and strides; values that reach the host are zeros."""
     if call.leaves_gpu:
-        return torch.zeros(call.args[0].shape, dtype=call.named.get("dtype") or call.args[0].dtype)
+        return torch.zeros(call.args[0].shape, dtype=call.argument("dtype") or call.args[0].dtype)
     if call.name == "_local_scalar_dense":
         return 0
     if any(id(each) in call.written for each in call.on_host):

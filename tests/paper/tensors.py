@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from inspect import getsource, signature
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +44,10 @@ class Address:
 
 
 class PaperTensor(Tensor):
-    """raw: its values, on the CPU. block: its memory, shared with its views."""
+    """raw: its values, on the CPU, in `storage`. block: its memory, shared with its views."""
 
     raw: Tensor
+    storage: int
     block: Block
     gpu: PaperGpu
     device = property(lambda self: DEVICE)  # type: ignore[assignment]
@@ -61,7 +62,7 @@ class PaperTensor(Tensor):
             made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls, size, strides=strides, storage_offset=offset, dtype=raw.dtype, device="meta"
             )
-        made.gpu, made.raw, made.block = gpu, raw, block
+        made.gpu, made.raw, made.storage, made.block = gpu, raw, _storage(raw), block
         return made  # type: ignore[no-any-return]
 
     def __init__(self, gpu: PaperGpu, raw: Tensor, block: Block) -> None: ...
@@ -119,9 +120,9 @@ class Operator:
     def __init__(self, func: Func) -> None:
         arguments = func._schema.arguments
         self.name = str(func._schema.name.partition("::")[2])
-        self.names = [argument.name for argument in arguments]
+        self.places = {argument.name: place for place, argument in enumerate(arguments)}
         self.written = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
-        self.takes_device = "device" in self.names
+        self.takes_device = "device" in self.places
         # Made of others whatever the device: in inference mode it comes before it was taken apart.
         is_composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
         self.is_taken_apart = is_composite and self.name not in WHOLE
@@ -155,21 +156,28 @@ class Call:
                     self.on_host.append(each)
         self.written: set[int] = set()
         if operator.written:
-            written = _leaves([self.named[name] for name in operator.written if name in self.named])
+            written = _leaves([self.argument(name) for name in operator.written])
             self.written = {id(each) for each in written if isinstance(each, Tensor)}
-        device = self.named.get("device") if operator.takes_device else None
+        device = self.argument("device") if operator.takes_device else None
         self.device = torch.device(device) if device is not None else None
         self.is_of_gpu = bool(self.on_gpu) or (self.device is not None and self.device.type in GPU)
         self.leaves_gpu = self.name == "_to_copy" and self.device is not None and self.device.type == "cpu"
 
-    @cached_property
-    def named(self) -> dict[str, Any]:
-        return dict(zip(self.operator.names, self.args, strict=False)) | self.kwargs
+        self._again: Callable[[], Any] | None = None
 
-    @cached_property
+    def argument(self, name: str) -> Any:
+        """As it was given, else None."""
+        place = self.operator.places.get(name)
+        if place is not None and place < len(self.args):
+            return self.args[place]
+        return self.kwargs.get(name)
+
+    @property
     def again_on_cpu(self) -> Callable[[], Any]:
         """Its result with the raw tensors, on the CPU: to be computed, as often as one likes."""
-        return self.prepared(_on_cpu, "cpu")
+        if self._again is None:
+            self._again = self.prepared(_on_cpu, "cpu")
+        return self._again
 
     def on_cpu(self) -> Any:
         """Its result with the raw tensors, on the CPU."""
@@ -213,7 +221,7 @@ def run(gpu: PaperGpu, call: Call) -> Any:
     if not call.is_of_gpu:
         return _on_host(gpu, call)
     if call.name == "to":
-        return _to(gpu, call.args[0], call.device, call.named.get("dtype"), bool(call.named.get("non_blocking")))
+        return _to(gpu, call.args[0], call.device, call.argument("dtype"), bool(call.argument("non_blocking")))
     if call.operator.is_taken_apart:
         with Mode(gpu):
             return call.func.decompose(*call.args, **call.kwargs)
@@ -224,7 +232,7 @@ def run(gpu: PaperGpu, call: Call) -> Any:
                 graph.writes(each.raw)
     out = gpu.result(call)
     made = [each for each in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(each, Tensor)]
-    blocks = {_storage(each.raw): each.block for each in call.on_gpu}
+    blocks = {each.storage: each.block for each in call.on_gpu}
     is_view = not call.written and bool(made) and all(_storage(each) in blocks for each in made)
     if not is_view and call.operator.has_kernel:
         if call.on_host:
@@ -312,12 +320,12 @@ def _launch(gpu: PaperGpu, call: Call) -> None:
 
 
 def _indices(call: Call) -> list[Tensor]:
-    return [each for each in call.named.get("indices") or () if isinstance(each, Tensor)]
+    return [each for each in call.argument("indices") or () if isinstance(each, Tensor)]
 
 
 def _cross(gpu: PaperGpu, call: Call) -> None:
     """A copy between the GPU and the host. One that does not block needs pinned memory, in one piece on both sides."""
-    actor, asynchronous = gpu.stream.actor, bool(call.named.get("non_blocking"))
+    actor, asynchronous = gpu.stream.actor, bool(call.argument("non_blocking"))
     if gpu.recording is not None:
         gpu.problem("a copy over the link in a graph, of memory of the host that may change")
     for each in call.on_host:
@@ -327,7 +335,7 @@ def _cross(gpu: PaperGpu, call: Call) -> None:
     if (
         asynchronous
         and call.name == "copy_"
-        and not all(_raw(call.named[name]).is_contiguous() for name in ("self", "src"))
+        and not all(_raw(call.argument(name)).is_contiguous() for name in ("self", "src"))
     ):
         gpu.problem("a copy over the link of memory that is not in one piece")
     if asynchronous and call.leaves_gpu:

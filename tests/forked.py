@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,22 @@ def forked(target: Callable[..., None], *args: Any, daemon: bool = True) -> Base
     process = PROCESSES.Process(target=target, args=args, daemon=daemon)
     process.start()
     return process
+
+
+def pytest_in_a_fork(args: Sequence[str], said: Path, **variables: str) -> int | None:
+    """Its exit code, with these variables; what it says goes to the file `said`."""
+    process = forked(_be_pytest, list(args), said, dict(os.environ) | variables)
+    process.join()
+    return process.exitcode
+
+
+def _be_pytest(args: list[str], said: Path, variables: Mapping[str, str]) -> None:
+    os.chdir(TESTS.parent)
+    os.environ.update(variables)
+    with said.open("wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    sys.exit(pytest.main(args))
 
 
 class Forked:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -20,6 +18,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed: nothing 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from forked import pytest_in_a_fork  # noqa: E402
 from offload.bench.diagnosis import software  # noqa: E402
 from offload.engine.engine import kernels_problem  # noqa: E402
 from offload.formats import packed_gpu, quantised_kv_gpu, residuals_gpu  # noqa: E402
@@ -55,15 +54,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("names", groups, ids=" ".join)
 
 
-def test_every_kernel_runs_in_the_interpreter(names: list[str], pytestconfig: pytest.Config) -> None:
+def test_every_kernel_runs_in_the_interpreter(names: list[str], pytestconfig: pytest.Config, tmp_path: Path) -> None:
     """In a process of its own, as Triton decides on import whether it compiles."""
     files = [f"tests/{name}_interpreted.py" for name in names]
     deep = ["--deep"] if pytestconfig.getoption("deep") else []
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, *deep]
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert re.search(r"\d passed", done.stdout), done.stdout
+    said = tmp_path / "said"
+    code = pytest_in_a_fork(["-q", "-p", "no:cacheprovider", *files, *deep], said, TRITON_INTERPRET="1")
+    assert code == 0, said.read_text()[-8000:]
+    assert re.search(r"\d passed", said.read_text()), said.read_text()
 
 
 @pytest.fixture

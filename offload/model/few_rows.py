@@ -29,7 +29,7 @@ class FewRows:
         self._alone = isinstance(sums, OneRank)
         self._most = 0
         self._layers: dict[tuple[int, int], tuple[LayerWeights, Steps, list[Steps]]] = {}  # by weights and room
-        self._rooms: dict[tuple[object, ...], _Room] = {}  # by the sizes of heads
+        self._rooms: list[_Room] = []  # of each layer
 
     def rows(self, num_rows: int) -> Tensor:
         """[num_rows, hidden], for the caller to fill; `layer` works on them."""
@@ -39,8 +39,8 @@ class FewRows:
 
     def layer(self, layer: int, weights: LayerWeights, num_rows: int, attend: Attend) -> None:
         """The first `num_rows` rows, in place."""
-        block = self._config.blocks[layer]
-        attention, room = block.attention, self._room(block.attention)
+        room = self._rooms[layer]
+        attention = room.attention
         before, after = self._steps(weights, room)
         before.run(num_rows)
         rows, heads, gate = room.views(num_rows)
@@ -84,14 +84,7 @@ class FewRows:
         self._widened = room_to_widen(most, widest)
         self._part = torch.empty_like(self._x)
         self._layers.clear()
-        self._rooms.clear()
-
-    def _room(self, attention: Attention) -> _Room:
-        """Layers whose heads are alike share theirs."""
-        key = (attention.parts, attention.head_dim, attention.values_are_keys)
-        if key not in self._rooms:
-            self._rooms[key] = _Room(attention, self._most, self._dtype)
-        return self._rooms[key]
+        self._rooms = _rooms(self._config, most, self._dtype)
 
     def _steps(self, weights: LayerWeights, room: _Room) -> tuple[Steps, list[Steps]]:
         """Of a layer: up to its attention, and after it, cut where ranks sum."""
@@ -127,7 +120,7 @@ class _Room:
     """Of heads of one shape: what a layer's first product gives, and what its attention does, for `most` rows."""
 
     def __init__(self, attention: Attention, most: int, dtype: torch.dtype) -> None:
-        self._attention = attention
+        self.attention = attention
         self.qkv = torch.empty(most, sum(attention.parts), dtype=dtype)
         self.attended = torch.empty(most, attention.q_size, dtype=dtype)
         self._values = torch.empty(most, attention.kv_size if attention.values_are_keys else 0, dtype=dtype)
@@ -137,12 +130,25 @@ class _Room:
         """q [T, H * D], k and v [T, H_kv * D], among the products' results where they have their own; the same by
         heads, [T, H, D]; the gate."""
         if num_rows not in self._views:
-            attention = self._attention
+            attention = self.attention
             q, k, *others = self.qkv[:num_rows].split(attention.parts, 1)
             v, *gate = [self._values[:num_rows], *others] if attention.values_are_keys else others
             heads = [part.unflatten(1, (-1, attention.head_dim)) for part in (q, k, v)]
             self._views[num_rows] = (q, k, v), heads, gate[0] if gate else None
         return self._views[num_rows]
+
+
+def _rooms(config: ModelConfig, most: int, dtype: torch.dtype) -> list[_Room]:
+    """Of each layer; those whose heads are alike share theirs."""
+    made: dict[tuple[object, ...], _Room] = {}
+    found = []
+    for block in config.blocks:
+        own = block.attention
+        key = own.parts, own.head_dim, own.values_are_keys
+        if key not in made:
+            made[key] = _Room(own, most, dtype)
+        found.append(made[key])
+    return found
 
 
 def norms_over_ranks(config: ModelConfig, sums: Sums) -> bool:

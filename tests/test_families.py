@@ -235,6 +235,11 @@ def _attention(**changes: Callable[[Attention], object]) -> Change:
     return _block(attention=changed)
 
 
+def _has_weights(attention: Attention) -> bool:
+    """Of its norm of queries and keys: ones weigh nothing, however they are laid out."""
+    return attention.qk_norm is not None and not attention.qk_norm.weightless
+
+
 def _rope(**changes: Callable[[Rope], object]) -> Change:
     def changed(attention: Attention) -> Rope | None:
         rope = attention.rope
@@ -290,9 +295,9 @@ FLAGS: dict[str, Change] = {
     "attention.out_bias": _attention(out_bias=lambda own: not own.out_bias),
     "norms_whole": _attention(norms_whole=lambda own: own.qk_norm is not None and not own.norms_whole),
     "weighs_heads": _attention(
-        weighs_heads=lambda own: own.qk_norm is not None and not (own.weighs_heads or own.norms_whole)
+        weighs_heads=lambda own: _has_weights(own) and not (own.weighs_heads or own.norms_whole)
     ),
-    "weighs_rotated": _attention(weighs_rotated=lambda own: own.qk_norm is not None and not own.weighs_rotated),
+    "weighs_rotated": _attention(weighs_rotated=lambda own: _has_weights(own) and not own.weighs_rotated),
     "with qk_norm": _attention(qk_norm=lambda own: None if own.qk_norm else Norm()),
     **{
         f"with {name}": _block(**{name: lambda block, name=name: None if getattr(block, name) else Norm()})

@@ -418,8 +418,8 @@ def proposing(pair: Pair) -> dict[str, Any]:
     return {} if read_config(pair[0]).growing else {"budget": 0, "lookup": True}
 
 
-def say(engine: Engine, prompt: list[int] = PROMPT) -> list[int]:
-    steps = engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=40))
+def say(engine: Engine, prompt: list[int] = PROMPT, *, num_tokens: int = 40) -> list[int]:
+    steps = engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=num_tokens))
     return [token for step in steps for token in step.tokens]
 
 
@@ -498,10 +498,10 @@ def test_greedy_tokens_are_those_of_transformers(pairs: Callable[[str], Pair], n
     model, text = random_tiny(name, **fields, **ENGINES[name]), list(PROMPT)
     ends = {*read_config(pair[0]).eos_token_ids, byte_tokenizer().eos_token_id}
     with torch.inference_mode():
-        while len(text) < len(PROMPT) + 40 and text[-1] not in ends:
+        while len(text) < len(PROMPT) + 64 and text[-1] not in ends:
             text.append(int(model(torch.tensor([text])).logits[0, -1, :TOKENIZER_SIZE].argmax()))
     with engine_of(pair, PLAIN, prompt_tokens=400, dtype="fp32") as engine:
-        assert say(engine) == text[len(PROMPT) :]
+        assert say(engine, num_tokens=64) == text[len(PROMPT) :]
 
 
 @pytest.mark.usefixtures("forked_here")

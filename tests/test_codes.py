@@ -12,7 +12,7 @@ from torch.nn.functional import rms_norm, silu
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.config.model import Norm
+from offload.config.block import Norm
 from offload.formats import quantised as codes
 from offload.formats.quantised import GROUP, TILE, Codes, encode, encode_with_torch
 from offload.kernels.norms import NormWeights

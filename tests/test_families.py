@@ -29,8 +29,9 @@ from models import (
     resident_rows,
     target_cache,
 )
+from offload.config.block import BLOCK_NORMS, Attention, Block, FeedForward, Norm
 from offload.config.families import FAMILIES
-from offload.config.model import BLOCK_NORMS, Attention, Block, FeedForward, ModelConfig, Norm
+from offload.config.model import ModelConfig
 from offload.config.reading import config_of, read_config
 from offload.config.rope import Rope
 from offload.engine.engine import Engine

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, rms_norm, silu
 from torch.testing import assert_close
 
-from offload.config.model import Norm
+from offload.config.block import Norm
 from offload.kernels.attention import attend, fold, unfold
 from offload.kernels.norms import NormWeights, add_normed
 from offload.kernels.products import Step, Steps, norm_heads, room_to_widen

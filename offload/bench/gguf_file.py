@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from offload.bench.llama_cpp import token_name
-from offload.config.model import ModelConfig, TensorNames
+from offload.config.block import TensorNames
+from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.errors import DoesNotFit, ModelError
 from offload.kernels.rope import inverse_frequencies

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from offload.config.model import Activation
+from offload.config.block import Activation
 from offload.formats.quantised import TILE, Codes
 from offload.kernels.norms import NormWeights
 from offload.native.interface import DTYPES, Library, Product

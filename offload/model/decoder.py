@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, relu, rms_norm, silu
 
-from offload.config.model import Attention, Block, ModelConfig
+from offload.config.block import Attention, Block
+from offload.config.model import ModelConfig
 from offload.kernels.cpu import FEW_ROWS, CpuKernels
 from offload.kernels.device import NONE, NoKernels
 from offload.kernels.norms import NormWeights, add_normed, normed_heads

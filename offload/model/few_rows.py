@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from offload.config.model import Activation, Attention, ModelConfig
+from offload.config.block import Activation, Attention
+from offload.config.model import ModelConfig
 from offload.kernels.norms import NormWeights, add_normed, norm_over, normed_heads
 from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
 from offload.model.sums import OneRank, Sums

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from offload.config.model import Block, ModelConfig
+from offload.config.block import Block
+from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.plan.options import MAX_RANKS
 

@@ -20,8 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from offload.config.block import TensorNames
 from offload.config.fields import read_json
-from offload.config.model import ModelConfig, TensorNames
+from offload.config.model import ModelConfig
 from offload.errors import ModelError, unreadable
 from offload.weights.tensors import expected_tensors
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from offload.config.model import BLOCK_NORMS, ModelConfig, Norm, layer_norms
+from offload.config.block import BLOCK_NORMS, Norm
+from offload.config.model import ModelConfig, layer_norms
 from offload.formats.quantised import Codes
 from offload.kernels import choice
 from offload.kernels.norms import NormWeights, dtype_of

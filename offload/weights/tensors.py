@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.config.model import BLOCK_NORMS, Attention, ModelConfig, layer_norms
+from offload.config.block import BLOCK_NORMS, Attention
+from offload.config.model import ModelConfig, layer_norms
 from offload.config.rope import PROPORTIONAL, Rope
 from offload.plan.shards import ALONE, Shard
 from offload.weights.layout import LayerLayout

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from offload.config.block import Attention, Block, FeedForward, Norm, TensorNames
 from offload.config.fields import Fields
-from offload.config.model import Attention, Block, FeedForward, ModelConfig, Norm, TensorNames
+from offload.config.model import ModelConfig
 from offload.config.rope import RopeDefaults, read_rope
 
 DTYPES = ("float32", "bfloat16", "float16")

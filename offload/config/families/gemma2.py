@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from offload.config.block import Norm, TensorNames
 from offload.config.families.common import Defaults, Family, biases, decoder, epsilon
 from offload.config.families.windows import windowed_layers, with_windows
 from offload.config.fields import Fields
-from offload.config.model import ModelConfig, Norm, TensorNames
+from offload.config.model import ModelConfig
 
 NORM = partial(Norm, plus_one=True, fp32=True)
 SANDWICH = TensorNames(

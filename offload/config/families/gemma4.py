@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from offload.config.block import Attention, Block, Norm
 from offload.config.families.common import Defaults, Family, epsilon, sizes
 from offload.config.families.gemma2 import sandwiched
 from offload.config.families.windows import FULL, WINDOWED, others, rope_of_type, windowed_layers
 from offload.config.fields import Fields
-from offload.config.model import Attention, Block, ModelConfig, Norm
+from offload.config.model import ModelConfig
 from offload.config.rope import PROPORTIONAL, RopeDefaults, read_rope
 
 _PERIOD, _HEAD_DIM = 6, 512  # where a config says nothing; of a head in layers without a window

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from offload.config.block import Norm, TensorNames
 from offload.config.families.common import Defaults, Family, decoder, epsilon
 from offload.config.families.windows import without_windows
 from offload.config.fields import Fields
-from offload.config.model import ModelConfig, Norm, TensorNames
+from offload.config.model import ModelConfig
 from offload.config.rope import RopeDefaults
 
 _DEFAULTS = Defaults(

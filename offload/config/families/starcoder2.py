@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from offload.config.block import Norm, TensorNames
 from offload.config.families.common import Defaults, Family, decoder
 from offload.config.families.windows import with_one_window
 from offload.config.fields import Fields
-from offload.config.model import ModelConfig, Norm, TensorNames
+from offload.config.model import ModelConfig
 
 
 def describe(source: Fields) -> ModelConfig:

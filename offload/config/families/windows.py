@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
+from offload.config.block import Block
 from offload.config.fields import Fields
-from offload.config.model import Block, ModelConfig
+from offload.config.model import ModelConfig
 from offload.config.rope import Rope
 
 FULL, WINDOWED = "full_attention", "sliding_attention"

@@ -3,10 +3,10 @@
 usage: python benchmarks/gpu.py --out gpu.json [--like llama2-7b,llama-3.1-8b] [--lengths 4000,32000,120000]
                                 [--device-memory 24] [--minutes 8] [--work DIR]
 
-First tests/test_cuda.py and the checks of `triforce doctor` run. Targets are the demo model widened to the bytes of the
-named models (scripts/widen.py), so acceptance is that of a trained model and traffic that of a 7B or 13B model. Beyond
-32K positions their YaRN factor is raised, which makes acceptance unrealistic. The smallest come first, until the
-minutes are used up.
+First the tests of a GPU, the small cases of its kernels and the checks of `triforce doctor` run. Targets are the demo
+model widened to the bytes of the named models (scripts/widen.py), so acceptance is that of a trained model and
+traffic that of a 7B or 13B model. Beyond 32K positions their YaRN factor is raised, which makes acceptance
+unrealistic. The smallest come first, until the minutes are used up.
 
 The results are one JSON object, written anew after every step: a run that was cut off loses the step under way only,
 and the next run with the same file does what is missing. `--device cpu --like tiny` runs everything without a GPU.
@@ -19,6 +19,7 @@ import offload  # noqa: F401  # isort: skip  # before torch: how its threads wai
 import argparse
 import gc
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -277,11 +279,29 @@ class Results:
 
 
 def cuda_tests() -> Row:
-    """Exit code and output of tests/test_cuda.py."""
+    """Exit code and output of the tests of a GPU: side by side where pytest-xdist is, else of tests/test_cuda.py."""
+    if find_spec("xdist") is None:
+        return _output([sys.executable, "tests/test_cuda.py"])
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "8", "--dist", "worksteal"]
+    files = ["test_cuda", "test_doctor", "test_session_packed", "test_session_store"]
+    return _output([*pytest, "-m", "cuda", "--durations=20", *(f"tests/{file}.py" for file in files)])
+
+
+def kernel_tests() -> Row:
+    """The same of the small cases of the GPU's kernels."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "on_gpu"]
+    command += [] if find_spec("xdist") is None else ["-n", "8", "--dist", "worksteal"]
+    return _output([*command, *sorted(map(str, Path(ROOT, "tests").glob("*_interpreted.py")))])
+
+
+def _output(command: list[str]) -> Row:
+    """Exit code, and what it said until TEST_SECONDS were over."""
+    paths = os.pathsep.join((str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     with subprocess.Popen(
-        [sys.executable, ROOT / "tests/test_cuda.py"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as running:
-        killed = threading.Timer(TEST_SECONDS, running.kill)  # what it said until then counts
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as running:  # fmt: skip
+        killed = threading.Timer(TEST_SECONDS, running.kill)
         killed.start()
         output, _ = running.communicate()
         killed.cancel()
@@ -332,6 +352,8 @@ def main() -> None:
     results = Results(args.out, about(title, 0))
     if not args.no_tests:
         results.step("tests", cuda_tests)
+        if args.device != "cpu":
+            results.step("kernels", kernel_tests)
         results.step("checks", partial(checked, args.device))
     rates = Rates(**results.step("rates", partial(measured_rates, args.device)))
     save_rates(machine_name(), {rates_key(args.device): rates})  # plans go by them

@@ -1,4 +1,4 @@
-"""What a layer of a model is made of, and what its tensors are called: frozen descriptions that follow from a config."""
+"""What a layer of a model is made of, and what its tensors are called: descriptions that follow from a config."""
 
 from __future__ import annotations
 

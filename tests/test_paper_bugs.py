@@ -170,8 +170,8 @@ BUGS = [
     Bug(
         "a layer's slot is taken before it is used",
         WEIGHTS,
-        "                yield self._bound[slot]",
-        "                self._fetch(layer + len(self._staging)); yield self._bound[slot]",
+        "                yield self._bound[slot, id(layout)]",
+        "                self._fetch(layer + len(self._staging)); yield self._bound[slot, id(layout)]",
     ),
     Bug("a layer's slot is taken while it is used", WEIGHTS, "content, (self._link.record(),))", "content, ())"),
     Bug(
@@ -266,8 +266,8 @@ BUGS = [
     Bug(
         "a verification looks at what it accepts while it is recorded",
         "offload.decode.on_gpu",
-        "token, mass = _draw(_last_row(drafted, draft_probs, target_probs, accepted), uniforms[n:])",
-        "token, mass = _draw(_last_row(drafted, draft_probs, target_probs, accepted), uniforms[n:]); accepted.item()",
+        "token, mass = _draw(last, uniforms.index_select(0, n))",
+        "token, mass = _draw(last, uniforms.index_select(0, n)); accepted.item()",
         "draft, kv streamed",
         "the host waits in a graph",
     ),

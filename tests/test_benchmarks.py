@@ -15,6 +15,7 @@ import torch
 
 from fake_peers import fake_environment
 from models import TOKENIZER_SIZE, random_model, save
+from offload.bench.peer import ENVIRONMENT_VARIABLE
 from offload.kernels.cpu import kernels
 from offload.plan.rates import FOLDER_VARIABLE
 
@@ -54,6 +55,7 @@ def test_threads_wait_in_benchmarks_as_they_do_for_users(path: Path) -> None:
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
     """(stdout, stderr) of a benchmark, run in this process. What it measures is kept for no other test."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "rates"))
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")  # which some set
 
     def run(name: str, *args: str) -> tuple[str, str]:
         path = str(ROOT / "benchmarks" / name)
@@ -162,7 +164,7 @@ def test_batches_has_a_row_for_each_number_of_prompts_and_way(
     assert [row["plan"]["request"]["num_sequences"] for row in rows if "plan" in row] == [1, 1, 2, 2]
     assert "2.00x" in table
     args = ("--lengths", "300", "--batches", "2", "--max-tokens", "6", "--turns", "1", "--link-gbps", "1")
-    written, table = run("batches.py", *args)
+    written, table = run("batches.py", *args, "--peers-env", "none")  # else it would install one
     _, rows = read(written)
     assert [row["way"] for row in rows] == ways[:2]
     assert all(0 <= row["link_idle"] < 1 for row in rows)

@@ -28,7 +28,7 @@ from offload.plan.planner import Plan  # noqa: E402
 from offload.plan.request import Request  # noqa: E402
 from offload.transfer.link import CudaLink  # noqa: E402
 from offload.transfer.memory import Memory  # noqa: E402
-from offload.weights.layout import Linear  # noqa: E402
+from offload.weights.linear import Linear  # noqa: E402
 
 try:
     import pytest

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from models import GREEDY, Sizes, perturbed, random_model, save
+from offload.config.matrices import OPERATORS
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
@@ -17,7 +18,6 @@ from offload.formats.quantised import Codes, encode_with_torch
 from offload.metrics import LevelStats
 from offload.transfer.link import CudaEvent
 from offload.weights.layers import ResidentLayers
-from offload.weights.layout import OPERATORS
 from paper import on_paper
 from paper.engines import NUM_NEW, OTHER, PROMPT, Case, Pair, engine_on_paper, loaded, said
 from paper.tensors import PaperTensor

@@ -95,10 +95,22 @@ class FeedForward:
 
 
 @dataclass(frozen=True)
+class Encodings:
+    """How a quantised checkpoint stores a layer's matrices, by name (`formats.layout.encoding`); "" are plain numbers.
+    qkv: of queries, keys, values and gate, as `Attention.parts` has them; gate_up: of both, or of up alone. () are all
+    plain."""
+
+    qkv: tuple[str, ...] = ()
+    o: str = ""
+    gate_up: tuple[str, ...] = ()
+    down: str = ""
+
+
+@dataclass(frozen=True)
 class Block:
     """One layer: x += scale * after(attention(before(x))), and the same with the feed-forward network. A norm that is
     None is not there. side_by_side: both read one norm of the same x, `before_attention`. multiplied: then x is
-    multiplied by a number of the checkpoint."""
+    multiplied by a number of the checkpoint. encodings: of its matrices."""
 
     attention: Attention
     feed_forward: FeedForward
@@ -109,6 +121,7 @@ class Block:
     side_by_side: bool = False
     scale: float = 1.0
     multiplied: bool = False
+    encodings: Encodings = Encodings()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from offload.config.block import BLOCK_NORMS, FACTOR_BYTES, Attention, Block, FeedForward, Norm, TensorNames
+from offload.config.matrices import Matrix, layer_matrices
 from offload.config.rope import Rope
 
 
@@ -23,7 +24,8 @@ class ModelConfig:
     blocks: its layers, first to last. Growing ones have heads of one shape, and so do those with a window. norm: of the
     last rows. embedding_scale, logits_scale: factors on what comes in and out; rounds_embedding_scale: to the dtype
     first. logits_cap: of logits, times their scale, as of scores. embedding_norm: of rows as they come in. dtype: what
-    the weights are meant to be computed in. wrapper: the model_type of the model whose text this is.
+    the weights are meant to be computed in. wrapper: the model_type of the model whose text this is. table_encoding,
+    head_encoding: of the embedding's table and of the head, see `Encodings`; of the head that is the table both.
     """
 
     family: str
@@ -43,6 +45,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
     wrapper: str = ""
+    table_encoding: str = ""
+    head_encoding: str = ""
 
     @property
     def num_layers(self) -> int:
@@ -206,6 +210,30 @@ class ModelConfig:
             (self.hidden_size, inner.size, inner.bias),
         )
 
+    def layer_matrices(self) -> dict[str, tuple[Matrix, ...]]:
+        """What the products of `block` multiply with, see `layer_matrices`."""
+        return self._matrices
+
+    @cached_property
+    def _matrices(self) -> dict[str, tuple[Matrix, ...]]:
+        return layer_matrices(self.block, self.hidden_size)
+
+    @cached_property
+    def stored_in(self) -> tuple[str, ...]:
+        """The encodings in whose blocks the checkpoint stores matrices of the layers, each once; () if none."""
+        matrices = (parts for kind, _ in self.kinds for parts in kind.layer_matrices().values())
+        return tuple(dict.fromkeys(part.encoding for parts in matrices for part in parts if part.encoding))
+
+    @property
+    def table(self) -> Matrix:
+        """Of the embedding."""
+        return Matrix(self.vocab_size, self.hidden_size, self.table_encoding)
+
+    @property
+    def head(self) -> Matrix:
+        """Of the logits; the embedding's table itself where it is tied."""
+        return Matrix(self.vocab_size, self.hidden_size, self.head_encoding)
+
     def layer_matrix_elements(self) -> int:
         """Elements of the matrices of `block`; every row costs two FLOPs for each."""
         return sum(outputs * inputs for outputs, inputs, _ in self.layer_products())
@@ -238,16 +266,21 @@ class ModelConfig:
 
     def weight_bytes(self, dtype_bytes: int) -> int:
         """Bytes of all weights at `dtype_bytes` per element."""
-        rest = self.num_parameters() - self.all_layers(ModelConfig.layer_parameters)
         vectors = self.hidden_size * (1 + self.norm.bias)
-        layers = self.all_layers(lambda layer: layer.layer_weight_bytes(dtype_bytes))
-        return layers + (rest - vectors) * dtype_bytes + vectors * self.norm.itemsize(dtype_bytes)
+        tables = self.table.nbytes(dtype_bytes) + (0 if self.tie_embeddings else self.head.nbytes(dtype_bytes))
+        return self.layers_weight_bytes(dtype_bytes) + tables + vectors * self.norm.itemsize(dtype_bytes)
+
+    def layers_weight_bytes(self, dtype_bytes: int) -> int:
+        """Of all layers."""
+        return self.all_layers(lambda layer: layer.layer_weight_bytes(dtype_bytes))
 
     def layer_weight_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of the weights of `block` at `dtype_bytes` per element."""
+        """Bytes of the weights of `block` at `dtype_bytes` per element, or as they are stored."""
         rest, norms = self._layer_numbers
+        biases = rest - self.layer_matrix_elements()
+        matrices = sum(part.nbytes(dtype_bytes) for parts in self._matrices.values() for part in parts)
         vectors = sum(size * norm.itemsize(dtype_bytes) for size, norm in norms)
-        return rest * dtype_bytes + vectors + FACTOR_BYTES * self.block.multiplied
+        return matrices + biases * dtype_bytes + vectors + FACTOR_BYTES * self.block.multiplied
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values that one token adds, over the growing layers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 ALL_TOKENS = range(2**31 - 1)  # of a copy that leaves none out
 RAW, PACKED, RESIDUAL = range(3)  # how a page lies: as it is, packed, or as what it has beside its codes in 4 bits
@@ -142,3 +143,56 @@ class PageShape:
     def fours(self) -> int:
         """Where they begin, in bytes."""
         return self.numbers + RESIDUAL_HEAD_BYTES * (self.num_groups + 1)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How a quantised checkpoint stores the rows of a matrix: blocks of `numbers` numbers, of `nbytes` bytes each.
+
+    kind: what is in a block, in the order of KINDS; see formats/stored.py.
+    """
+
+    name: str
+    kind: str
+    numbers: int
+    nbytes: int
+
+    @property
+    def bits(self) -> float:
+        """Of a number."""
+        return 8 * self.nbytes / self.numbers
+
+    def row_bytes(self, inputs: int) -> int:
+        """Of a row of so many numbers, a multiple of `numbers`."""
+        return inputs // self.numbers * self.nbytes
+
+
+GGUF_BLOCKS = {  # numbers and bytes of a block, by llama.cpp's name
+    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
+    "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+}  # fmt: skip
+GROUPS = (32, 64, 128)  # numbers that share a scale in our own blocks, which checkpoints in safetensors are put into
+GROUP_KINDS = {  # bits of a number in them, by kind: what it is times a scale of that dtype
+    "INT4_F16": 4, "INT4_BF16": 4, "INT8_F16": 8, "INT8_BF16": 8, "FP8_F32": 8, "FP8_F16": 8, "FP8_BF16": 8,
+}  # fmt: skip
+GROUP_HEAD = 4  # bytes of such a block before its numbers: scale and zero, 2 each, or a scale of 4
+KINDS = (*GGUF_BLOCKS, *GROUP_KINDS)  # native/stored.h numbers them so, from 1 on
+
+
+def is_encoding(name: str) -> bool:
+    """Whether `encoding` knows that name."""
+    try:
+        return bool(encoding(name))
+    except KeyError:
+        return False
+
+
+@cache
+def encoding(name: str) -> Encoding:
+    """By its name: Q4_K, or INT4_F16/128 for groups of 128 numbers. Raises KeyError."""
+    if name in GGUF_BLOCKS:
+        return Encoding(name, name, *GGUF_BLOCKS[name])
+    kind, _, group = name.partition("/")
+    if group not in map(str, GROUPS):
+        raise KeyError(name)
+    return Encoding(name, kind, int(group), GROUP_HEAD + int(group) * GROUP_KINDS[kind] // 8)

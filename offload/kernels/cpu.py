@@ -33,7 +33,7 @@ from offload.plan.machine import KERNELS
 
 VARIABLE = KERNELS
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
-ABI = 22  # what kernels.cpp says too
+ABI = 23  # what kernels.cpp says too
 OFF = f"{VARIABLE} is off"
 FOLDER = Path(native.__file__).parent
 WAIT_POLICY = "OMP_WAIT_POLICY"

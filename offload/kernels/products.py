@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from offload.config.block import Activation
-from offload.formats.quantised import TILE, Codes
+from offload.formats.quantised import Codes
+from offload.formats.stored import StoredMatrix, described
 from offload.kernels.norms import NormWeights
+from offload.native import interface as native
 from offload.native.interface import DTYPES, Library, Product
 
 Ending = Literal["write", "add", "gate", "activate"]
 _ENDINGS: tuple[Ending, ...] = ("write", "add", "gate", "activate")
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu_squared")
+Matrix = Tensor | Codes | StoredMatrix
 MOST = 16  # steps of one call
 _ALIGNMENT = 32  # inputs: at least what every instruction set's vectors hold
 _TILE = 16  # rows: what one of AMX's tiles holds; as bf16 they take half of the floats
@@ -26,29 +29,31 @@ _TILE = 16  # rows: what one of AMX's tiles holds; as bf16 they take half of the
 class Step:
     """out = ending(norm(x) @ weight^T + bias) for the first rows of x [n, inputs] and out [n, outputs].
 
-    norm: None, x as it is. ending: "write"; "add" factor times it to out; "gate": the product is [n, 2 * outputs], and
-    out is activation(first half) * second half; "activate": out is activation(product). Rounded to the dtype after the
-    norm, the product and each step of the ending. With a weight in codes the normed rows are taken to 8 bits
-    (native/codes.h).
+    norm: None, x as it is. ending: "write"; "add" factor times it to out; "gate": out is activation(product) * (the
+    product with `up`, the second half of the weight where that is not given); "activate": out is activation(product).
+    Rounded to the dtype after the norm, the product and each step of the ending. With a weight in codes the normed rows
+    are taken to 8 bits (native/codes.h).
 
     weight: None, there is no product: out [n, inputs] += factor * norm(x).
     """
 
     x: Tensor
-    weight: Tensor | Codes | None
+    weight: Matrix | None
     bias: Tensor | None
     out: Tensor
     norm: NormWeights | None = None
     ending: Ending = "write"
     factor: float = 1.0
     activation: Activation = "silu"
+    up: Matrix | None = None
 
 
 class Steps:
     """Steps one after the other over the same rows, in one call. A row's bits do not depend on the number of rows."""
 
     def __init__(self, kernels: Library, steps: Sequence[Step], widened: Tensor) -> None:
-        """steps: at most MOST, contiguous tensors of one dtype. widened: from `room_to_widen`, for own use."""
+        """steps: at most MOST, of one dtype, rows and matrices contiguous. widened: from `room_to_widen`, for own
+        use."""
         assert len(steps) <= MOST
         self._dtype, self._library, self._kept = DTYPES[steps[0].x.dtype], kernels.library, steps
         self._widened, self._read = widened, steps[0].x  # tensors are kept as long as their addresses
@@ -66,18 +71,22 @@ class Steps:
     def _structure(self, step: Step) -> Product:
         inputs, outputs, norm = step.x.shape[1], step.out.shape[1], step.norm
         codes = step.weight if isinstance(step.weight, Codes) else None
-        assert codes is None or step.ending != "gate" or outputs % TILE == 0
-        assert step.weight is not None or (step.ending == "add" and norm is not None)
+        weight, up = step.weight, step.up
+        if step.ending == "gate" and up is None:
+            assert weight is not None
+            weight, up = halves(weight)
+        assert weight is not None or (step.ending == "add" and norm is not None)
         return Product(
             step.x.data_ptr(),
             norm and norm.weight.data_ptr(),
             norm and _address(norm.bias),
-            _address(step.weight.blocks if isinstance(step.weight, Codes) else step.weight),
+            _matrix(weight),
+            _matrix(up),
             _address(step.bias),
             step.out.data_ptr(),
             self._widened.data_ptr(),
-            inputs,
-            outputs,
+            step.x.stride(0),
+            step.out.stride(0),
             inputs,
             outputs,
             0 if codes is None else codes.bits,
@@ -88,6 +97,22 @@ class Steps:
             0.0 if norm is None else norm.norm.eps,
             step.factor,
         )
+
+
+def halves(weight: Matrix) -> tuple[Matrix, Matrix]:
+    """Of a matrix [2 * outputs, inputs]; of codes the half has whole tiles."""
+    if isinstance(weight, Codes):
+        tiles = len(weight.blocks) // 2
+        assert len(weight.blocks) == 2 * tiles
+        return Codes(weight.blocks[:tiles]), Codes(weight.blocks[tiles:])
+    outputs = weight.shape[0] // 2
+    return weight[:outputs], weight[outputs:]
+
+
+def _matrix(weight: Matrix | None) -> native.Matrix:
+    if isinstance(weight, StoredMatrix):
+        return described(weight)
+    return native.Matrix(_address(weight.blocks if isinstance(weight, Codes) else weight))
 
 
 def room_to_widen(num_rows: int, num_inputs: int) -> Tensor:

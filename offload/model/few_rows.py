@@ -13,7 +13,8 @@ from offload.kernels.norms import NormWeights, add_normed, norm_over, normed_hea
 from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
 from offload.model.sums import OneRank, Sums
 from offload.native.interface import Library
-from offload.weights.layout import LayerWeights, Linear
+from offload.weights.layout import LayerWeights
+from offload.weights.linear import Linear, Parts
 
 # (layer, q [T, H, D], k and v [T, H_kv, D]) -> [T, H * D], contiguous
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -73,7 +74,7 @@ class FewRows:
         hidden = hidden.contiguous()
         num_rows = hidden.shape[0]
         out = hidden.new_empty(num_rows, head.weight.shape[0])
-        Steps(self._kernels, [_step(hidden, head, out, norm)], room_to_widen(*hidden.shape)).run(num_rows)
+        Steps(self._kernels, _steps_of(hidden, head, out, norm), room_to_widen(*hidden.shape)).run(num_rows)
         return out
 
     def _allocate(self, most: int) -> None:
@@ -101,20 +102,21 @@ class FewRows:
         block = self._config.block
         ending: Ending = "gate" if block.feed_forward.gated else "activate"
         norm = weights.before_attention if block.side_by_side else weights.before_feed_forward
-        inner = _step(self._x, weights.gate_up, self._inner, norm, ending, activation=block.feed_forward.activation)
-        qkv = _step(self._x, weights.qkv, room.qkv, weights.before_attention)
+        activation = block.feed_forward.activation
+        inner = _steps_of(self._x, weights.gate_up, self._inner, norm, ending, activation=activation)
+        qkv = _steps_of(self._x, weights.qkv, room.qkv, weights.before_attention)
         o = self._added(room.attended, weights.o, weights.after_attention)
         down = self._added(self._inner, weights.down, weights.after_feed_forward)
-        before, after = ([qkv, inner], [o, down]) if block.side_by_side else ([qkv], [o, [inner, *down]])
+        before, after = ([*qkv, *inner], [o, down]) if block.side_by_side else (qkv, [o, [*inner, *down]])
         return before, [after[0] + after[1]] if self._alone else after
 
     def _added(self, x: Tensor, linear: Linear, norm: NormWeights | None) -> list[Step]:
         """What a part of a layer gives, added to the rows; of several ranks, written to be summed first."""
         factor = self._config.block.scale
         if self._alone and norm is None:
-            return [_step(x, linear, self._x, ending="add", factor=factor)]
-        product = _step(x, linear, self._part)
-        return [product, Step(self._part, None, None, self._x, norm, "add", factor)] if self._alone else [product]
+            return _steps_of(x, linear, self._x, ending="add", factor=factor)
+        product = _steps_of(x, linear, self._part)
+        return [*product, Step(self._part, None, None, self._x, norm, "add", factor)] if self._alone else product
 
 
 class _Room:
@@ -169,7 +171,7 @@ def normed_over_ranks(q: Tensor, k: Tensor, weights: LayerWeights, sums: Sums) -
     )
 
 
-def _step(
+def _steps_of(
     x: Tensor,
     linear: Linear,
     out: Tensor,
@@ -177,5 +179,16 @@ def _step(
     ending: Ending = "write",
     factor: float = 1.0,
     activation: Activation = "silu",
-) -> Step:
-    return Step(x, linear.weight, linear.bias, out, norm, ending, factor, activation)
+) -> list[Step]:
+    """A step for each part of the operator's matrix, but for a gate: of that both halves are one."""
+    weight, bias = linear.weight, linear.bias
+    if not isinstance(weight, Parts):
+        return [Step(x, weight, bias, out, norm, ending, factor, activation)]
+    if ending == "gate":
+        first, up = weight.parts
+        return [Step(x, first, bias, out, norm, ending, factor, activation, up)]
+    steps, end = [], 0
+    for part in weight.parts:
+        own = slice(end, end := end + part.shape[0])
+        steps.append(Step(x, part, None if bias is None else bias[own], out[:, own], norm, ending, factor, activation))
+    return steps

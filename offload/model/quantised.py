@@ -11,10 +11,12 @@ from torch import Tensor
 
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
+from offload.formats.quantised import Codes
 from offload.kernels.device import DeviceKernels
 from offload.transfer.memory import Memory
 from offload.weights.layers import ResidentLayers, Weights
-from offload.weights.layout import LayerLayout, LayerWeights, Linear, in_codes, matrix_of
+from offload.weights.layout import LayerLayout, LayerWeights, in_codes
+from offload.weights.linear import Linear
 from offload.weights.quantised import LOW_BIT_WEIGHTS, fill_coded, fill_codes
 
 
@@ -61,7 +63,7 @@ def quantised_weights(
     head = weights.head
     if head is not None:
         packed = LayerLayout.pack(in_codes("head", tuple(head.weight.shape), bits))
-        coded = Linear(matrix_of(packed.tensors(allocate(packed)), "head"), head.bias)
+        coded = Linear(Codes(packed.tensors(allocate(packed))["head.blocks"]), head.bias)
         fill_codes(coded, head, kernels)
         head = coded
     return QuantisedWeights(

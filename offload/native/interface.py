@@ -26,11 +26,20 @@ def _integers(*names: str) -> list[tuple[str, type]]:
     return [(name, c_int64) for name in names]
 
 
+class Matrix(ctypes.Structure):
+    """stored.h"""
+
+    _fields_ = [*_pointers("rows"), *_integers("kind", "numbers", "nbytes")]
+
+
 class Product(ctypes.Structure):
     """products.h"""
 
     _fields_ = [
-        *_pointers("x", "norm", "norm_bias", "weight", "bias", "out", "widened"),
+        *_pointers("x", "norm", "norm_bias"),
+        ("weight", Matrix),
+        ("up", Matrix),
+        *_pointers("bias", "out", "widened"),
         *_integers("x_stride", "out_stride", "inputs", "outputs", "bits", "ending", "activation"),
         *_integers("centred", "norm_fp32"),
         ("epsilon", c_double),
@@ -109,6 +118,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "add_parts": (None, [c_int64, POINTER(c_size_t), c_int64, c_void_p, c_int64]),
     "run_products": (None, [c_int64, POINTER(Product), c_int64, c_int64, c_int64]),
     "encode": (None, [c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64]),
+    "decode_rows": (None, [c_int64, POINTER(Matrix), c_int64, c_int64, c_void_p, c_int64]),
     "encode_kv": (None, [c_int64, POINTER(Encoding), c_int64]),
     "pack": (None, [c_void_p, c_void_p, c_int64, c_void_p, POINTER(PackedShape), c_int64]),
     "unpack": (None, [c_void_p, c_int64, POINTER(PackedShape), c_int64]),

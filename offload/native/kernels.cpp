@@ -20,7 +20,7 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Changes with every change of a structure or a function below.
-KERNEL int abi() { return 22; }
+KERNEL int abi() { return 23; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -67,6 +67,13 @@ KERNEL void encode(Dtype dtype, const void* weight, int64_t outputs, int64_t inp
                    int64_t how_many) {
     with(dtype, [&]<class E>() {
         codes::encode<E>(static_cast<const typename E::element*>(weight), outputs, inputs, bits, matrix, how_many);
+    });
+}
+
+KERNEL void decode_rows(Dtype dtype, const stored::Matrix* matrix, int64_t outputs, int64_t inputs, void* out,
+                        int64_t how_many) {
+    with(dtype, [&]<class E>() {
+        stored::decode<E>(*matrix, outputs, inputs, static_cast<typename E::element*>(out), how_many);
     });
 }
 

@@ -4,6 +4,7 @@
 // a time, and the lanes are added in the same order at the end.
 #pragma once
 #include "codes.h"
+#include "stored.h"
 #include "threads.h"
 #include "tiles.h"
 #include "vectors.h"
@@ -11,18 +12,18 @@
 enum class Ending : int64_t { write, add, gate, activate };
 enum class Activation : int64_t { silu, gelu_tanh, relu_squared };
 
-// out = ending(norm(x) · weight^T + bias), for x [rows, inputs] and weight [outputs, inputs], of the dtype or in codes
-// (codes.h), rounded to the dtype after the norm, after the product and after each step of the ending. Where the norm
+// out = ending(norm(x) · weight^T + bias), for x [rows, inputs] and weight [outputs, inputs], of the dtype, in codes
+// (codes.h) or stored in blocks (stored.h), rounded to the dtype after the norm, after the product and after each step of the ending. Where the norm
 // is null, x is taken as it is. centred: LayerNorm, which takes the mean away; norm_bias: what it adds, or null; both
 // are fp32 where norm_fp32 is set.
-// write: out [rows, outputs]. add: factor * product is added to out. gate: weight is [2 * outputs, inputs], and
-// out = activation(first half) * second half; of codes the half has whole tiles. activate: out = activation(product).
+// write: out [rows, outputs]. add: factor * product is added to out. gate: out = activation(product) * (the product with
+// `up`, whose bias comes after the other's). activate: out = activation(product).
 // Where the weight is null, there is no product: out [rows, inputs] += factor * norm(x).
 struct Product {
     const void* x;
     const void* norm;
     const void* norm_bias;
-    const void* weight;
+    stored::Matrix weight, up;  // with a kind where they are stored in blocks
     const void* bias;
     void* out;
     float* widened;  // scratch: rows, rounded up to 16, * padded(inputs)
@@ -201,23 +202,35 @@ inline void dots_of_rows(const typename E::element* weight, int inputs, const fl
     for (; o < count; o++) dots<E, ROWS, 1>(weight + int64_t(o) * inputs, inputs, x, from(o));
 }
 
-// results[r][0..count) of `rows` rows from row `from` on, for the tile of outputs that begins with `first`.
+// `count` rows of a matrix from `first` on, as numbers.
 template <class E>
-void block(const Product& p, int64_t from, int64_t first, int count, int rows, float (*results)[OUTPUTS]) {
+const typename E::element* rows_of(const stored::Matrix& m, int64_t inputs, int64_t first, int count) {
+    using element = typename E::element;
+    if (m.kind == stored::Kind::none) return static_cast<const element*>(m.rows) + first * inputs;
+    auto numbers = static_cast<element*>(stored::scratch(OUTPUTS * inputs * sizeof(element)));
+    stored::decode_rows<E>(m, inputs, first, count, numbers);
+    return numbers;
+}
+
+// results[r][0..count) of `rows` rows from row `from` on, for the tile of a matrix's outputs that begins with `first`.
+// bias: of the matrix, or null.
+template <class E>
+void block(const Product& p, const stored::Matrix& matrix, const typename E::element* bias, int64_t from, int64_t first,
+           int count, int rows, float (*results)[OUTPUTS]) {
     using element = typename E::element;
     const int inputs = int(p.inputs), stride = padded<E>(inputs);
-    auto weight = static_cast<const element*>(p.weight) + first * inputs;
+    const element* weight = p.bits ? nullptr : rows_of<E>(matrix, inputs, first, count);
     if (p.bits == 4)
-        codes::tile<4>(p.weight, codes_of(p).from(from), rows, first, results);
+        codes::tile<4>(matrix.rows, codes_of(p).from(from), rows, first, results);
     else if (p.bits == 6)
-        codes::tile<6>(p.weight, codes_of(p).from(from), rows, first, results);
+        codes::tile<6>(matrix.rows, codes_of(p).from(from), rows, first, results);
     else if constexpr (tiles::take<E>)
         tiles::block(weight, inputs, count, p.widened + from * stride / 2, rows, results);
     else
         by_rows(rows, [&]<int ROWS>(int r) {
             dots_of_rows<E, ROWS>(weight, inputs, p.widened + (from + r) * stride, count, results + r);
         });
-    if (auto bias = static_cast<const element*>(p.bias))
+    if (bias)
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < count; i++) results[r][i] += E::widen_one(bias[first + i]);
 }
@@ -264,10 +277,11 @@ void work_out(const Product& p, int64_t rows, int64_t tile) {
     const int64_t first = tile * OUTPUTS;
     const int count = int(p.outputs - first < OUTPUTS ? p.outputs - first : OUTPUTS);
     alignas(64) float results[MOST_ROWS][OUTPUTS], ups[MOST_ROWS][OUTPUTS];
+    auto bias = static_cast<const typename E::element*>(p.bias);
     for (int64_t from = 0; from < rows; from += MOST_ROWS) {
         const int some = int(rows - from < MOST_ROWS ? rows - from : MOST_ROWS);
-        block<E>(p, from, first, count, some, results);
-        if (p.ending == Ending::gate) block<E>(p, from, p.outputs + first, count, some, ups);
+        block<E>(p, p.weight, bias, from, first, count, some, results);
+        if (p.ending == Ending::gate) block<E>(p, p.up, bias ? bias + p.outputs : bias, from, first, count, some, ups);
         auto out = static_cast<typename E::element*>(p.out) + from * p.out_stride + first;
         for (int r = 0; r < some; r++) finish<E>(p, results[r], ups[r], out + r * p.out_stride, count);
     }
@@ -308,7 +322,7 @@ void run(const Product* steps, int64_t count, int64_t rows, int64_t how_many) {
     int64_t counts[2 * most];  // rows to widen, then tiles to work out
     auto drawn = [](const Product& p) { return p.bits ? 4 : 1; };  // tiles at a time: about as many bytes of either weight
     for (int64_t i = 0; i < count; i++) {
-        const int64_t step = drawn(steps[i]) * OUTPUTS, outputs = steps[i].weight ? steps[i].outputs : 0;
+        const int64_t step = drawn(steps[i]) * OUTPUTS, outputs = steps[i].weight.rows ? steps[i].outputs : 0;
         counts[2 * i] = rows, counts[2 * i + 1] = (outputs + step - 1) / step;
     }
     threads::in_phases<tiles::Use>(how_many, counts, int(2 * count), [&](int phase, int64_t item, tiles::Use&, int) {
@@ -317,7 +331,7 @@ void run(const Product* steps, int64_t count, int64_t rows, int64_t how_many) {
             const int64_t first = item * drawn(p);
             for (int64_t tile = first; tile < first + drawn(p) && tile * OUTPUTS < p.outputs; tile++)
                 work_out<E>(p, rows, tile);
-        } else if (!p.weight) {
+        } else if (!p.weight.rows) {
             add_row<E>(p, item);
         } else {
             p.bits ? code_row<E>(p, item) : widen_row<E>(p, item);

@@ -96,7 +96,8 @@ struct Bf16 {
     INLINE static f32 read(const element* from) {
         return (f32)(__builtin_convertvector(load<u16>(from), u32) << 16);
     }
-    INLINE static void write(element* to, f32 rounded) { store(to, __builtin_convertvector((u32)rounded >> 16, u16)); }
+    INLINE static u16 narrow(f32 rounded) { return __builtin_convertvector((u32)rounded >> 16, u16); }
+    INLINE static void write(element* to, f32 rounded) { store(to, narrow(rounded)); }
     INLINE static f32 rounded(f32 x) {
         const u32 bits = (u32)x;
         return x == x ? (f32)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u) : x;
@@ -118,7 +119,8 @@ struct Fp16 {
         return __builtin_convertvector((f16)halves, f32);
     }
     INLINE static f32 read(const element* from) { return __builtin_convertvector(load<f16>(from), f32); }
-    INLINE static void write(element* to, f32 rounded) { store(to, __builtin_convertvector(rounded, f16)); }
+    INLINE static u16 narrow(f32 rounded) { return (u16)__builtin_convertvector(rounded, f16); }
+    INLINE static void write(element* to, f32 rounded) { store(to, narrow(rounded)); }
     INLINE static f32 rounded(f32 x) { return __builtin_convertvector(__builtin_convertvector(x, f16), f32); }
     static float widen_one(element x) { return float(__builtin_bit_cast(_Float16, x)); }
     static element round_one(float x) { return __builtin_bit_cast(uint16_t, _Float16(x)); }

@@ -58,6 +58,8 @@ def cache_problem(sizing: Sizing) -> str:
 def weights_problem(sizing: Sizing) -> str:
     """Why the target cannot propose to itself with weights in 4 or 6 bits, "" where it can."""
     hardware = sizing.hardware
+    if stored := sizing.target.stored_in:
+        return f"the model's own weights are quantised ({', '.join(stored)}), and no second copy of them is made"
     if not takes_codes(products := sizing.shard.all_products):
         shapes = ", ".join(f"{outputs} x {inputs}" for outputs, inputs, _ in products)
         return (
@@ -85,7 +87,10 @@ def link_bits(sizing: Sizing, composition: Composition) -> int:
 
 
 def weight_link_bits(sizing: Sizing, composition: Composition) -> int:
-    """The same of a weight, and 9 or 8 where the target proposes with its weights in 4 or 6 bits."""
+    """The same of a weight, and 9 or 8 where the target proposes with its weights in 4 or 6 bits. 16: as it is stored,
+    which for quantised ones is fewer."""
+    if sizing.target.stored_in:
+        return 16
     few = BESIDE_CODES[composition.weight_bits] if composition.weight_bits < 16 and _restores(sizing) else 12
     return few if _fewer(sizing, _packing_problem(sizing)) else 16
 

@@ -108,7 +108,7 @@ UNKNOWN = Times()
 def estimated(config: ModelConfig, itemsize: int, rates: Rates) -> PassTimes:
     """Where nothing was measured: reading at the rate of `rates`, and a share of it for each further row."""
     num_bytes = config.layer_weight_bytes(itemsize)
-    rest = config.weight_bytes(itemsize) - config.all_layers(lambda layer: layer.layer_weight_bytes(itemsize))
+    rest = config.weight_bytes(itemsize) - config.layers_weight_bytes(itemsize)
     token = config.layer_kv_bytes(itemsize) / rates.device_read
     flops = _PREFILL_SHARE * rates.flops
 
@@ -141,6 +141,9 @@ def key_of(config: ModelConfig, dtype: str, weight_bits: int = 16) -> str:
     named = " ".join(f"{name}={value}" for name, value in shapes.items())
     form = "" if config.is_llama_shaped else f" {config.family}"
     form += " values=keys" if attention.values_are_keys else ""
+    stored = {part.encoding: None for parts in config.layer_matrices().values() for part in parts}
+    stored |= {config.head_encoding: None}
+    form += f" stored={','.join(stored)}" if any(stored) else ""
     bits = f" weights={weight_bits}" if weight_bits < 16 else ""
     return f"{named}{form} {dtype}{bits} kernels={os.environ.get(KERNELS) or 'on'}"
 

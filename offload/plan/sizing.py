@@ -258,25 +258,25 @@ class Sizing:
     @cached_property
     def embedding_bytes(self) -> int:
         """Bytes outside the layers, on the first device: embeddings, head, last norm."""
-        layers = self.target.all_layers(lambda layer: layer.layer_weight_bytes(self.itemsize))
-        return self.target.weight_bytes(self.itemsize) - layers
+        return self.target.weight_bytes(self.itemsize) - self.target.layers_weight_bytes(self.itemsize)
 
     @cached_property
     def table_bytes(self) -> int:
         """Bytes of the embedding's table, on each device or for it on the host."""
-        return self.target.vocab_size * self.target.hidden_size * self.itemsize
+        return self.target.table.nbytes(self.itemsize)
 
     @cached_property
     def may_embed_on_host(self) -> bool:
         """Whether that table may be on the host: a GPU's kernel reads rows of it there, and the head is another."""
         hardware = self.hardware
-        return not (hardware.is_cpu or self.target.tie_embeddings) and hardware.has_kernels and hardware.fast_bf16
+        apart = not (hardware.is_cpu or self.target.tie_embeddings or self.target.table_encoding)
+        return apart and hardware.has_kernels and hardware.fast_bf16
 
     @cached_property
     def head_bytes(self) -> int:
         """Bytes of a head that is a tensor of its own, on the first device."""
         target = self.target
-        return 0 if target.tie_embeddings else target.vocab_size * target.hidden_size * self.itemsize
+        return 0 if target.tie_embeddings else target.head.nbytes(self.itemsize)
 
     def fixed_bytes(self, capacity: int, composition: Composition, *, first: bool = True) -> dict[str, int]:
         """Bytes that do not depend on the placement of layers and tiles, by purpose, on the first device or on each
@@ -297,7 +297,7 @@ class Sizing:
         if composition.keeps_copies:
             sizes["fetched chunks"] = 2 * self.fetched_bytes(capacity, composition)  # as they come, and in their order
         if first and composition.draft and self.draft is not None:
-            sizes["draft layers"] = self.draft.all_layers(lambda layer: layer.layer_weight_bytes(self.itemsize))
+            sizes["draft layers"] = self.draft.layers_weight_bytes(self.itemsize)
             sizes["draft embeddings"] = self.draft.weight_bytes(self.itemsize) - sizes["draft layers"]
             per_token = self.draft.all_layers(lambda layer: layer.layer_kv_bytes(self.itemsize))
             sizes["draft cache"] = self._draft_tokens(composition) * per_token
@@ -435,10 +435,7 @@ class Sizing:
 
 def timed_layers(config: ModelConfig, itemsize: int) -> float:
     """Layers like `config.block`, as many as have all layers' bytes."""
-    if config.has_one_shape:
-        return config.num_layers
-    each = config.layer_weight_bytes(itemsize)
-    return config.all_layers(lambda layer: layer.layer_weight_bytes(itemsize)) / each
+    return config.layers_weight_bytes(itemsize) / config.layer_weight_bytes(itemsize)
 
 
 def _partial_bytes(model: ModelConfig, rows: int, num_spans: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +24,9 @@ from offload.config.block import TensorNames
 from offload.config.fields import read_json
 from offload.config.model import ModelConfig
 from offload.errors import ModelError, unreadable
+from offload.formats.layout import encoding, is_encoding
+from offload.formats.stored import StoredMatrix
+from offload.weights.linear import numbers
 from offload.weights.tensors import expected_tensors
 
 SINGLE_FILE = "model.safetensors"
@@ -42,11 +45,21 @@ _NUM_NAMED = 3  # tensors of each sort that a message names
 _SHARD_NAME = re.compile(r"[^/\\:\x00]+\.safetensors")
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """The header's entry of one tensor; `dtype` is the format's code, such as BF16."""
+class TensorFile(Protocol):
+    """An open file, such as safetensors' `safe_open`."""
 
-    file: Any  # an open safe_open, untyped in the library
+    def get_tensor(self, name: str) -> Tensor:
+        """The tensor in memory that is mapped, if it can be; of one that is stored in blocks its rows, uint8 [outputs,
+        bytes]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file. dtype: safetensors' code of numbers, such as BF16, or the name of the encoding of a matrix
+    that is stored in blocks (`formats.layout.encoding`). shape: of its numbers."""
+
+    file: TensorFile
     path: Path
     stored_name: str
     shape: tuple[int, ...]
@@ -59,7 +72,7 @@ class Checkpoint:
     No method keeps a tensor alive. After `close` only `names`, `files`, `shape` and `dtype` answer.
     """
 
-    def __init__(self, folder: Path, entries: Mapping[str, _Entry], files: ExitStack) -> None:
+    def __init__(self, folder: Path, entries: Mapping[str, Entry], files: ExitStack) -> None:
         self.folder = folder
         self._entries = dict(entries)
         self._files = files
@@ -90,14 +103,44 @@ class Checkpoint:
         return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that `name` is stored in. ModelError unless it is a float of 16, 32 or 64 bits."""
+        """The dtype that `name` is stored in, that of its numbers where these are in blocks. ModelError unless it is a
+        float of 16, 32 or 64 bits."""
         entry = self._entry(name)
+        if self.encoding(name):
+            return torch.float32
         if entry.dtype not in STORED_DTYPES:
             raise ModelError(
                 f"{entry.path}: {name} is stored as {entry.dtype}, only {', '.join(STORED_DTYPES)} can be read; "
                 "use an unquantised checkpoint"
             )
         return STORED_DTYPES[entry.dtype]
+
+    def encoding(self, name: str) -> str:
+        """The name of the encoding in whose blocks the matrix `name` is stored, "" where it is stored as numbers."""
+        dtype = self._entry(name).dtype
+        return dtype if is_encoding(dtype) else ""
+
+    def read_stored(self, name: str, dst: Tensor, *, rows: range | None = None, columns: range | None = None) -> None:
+        """Copy the blocks of the matrix `name`, or of these rows and columns of it, to `dst`, uint8 [rows, bytes].
+        ModelError for columns that cut a block."""
+        source = self._blocks(name, rows, columns)
+        if source.shape != dst.shape:
+            raise ModelError(f"{self.folder}: {name} has rows of {list(source.shape)} bytes, not of {list(dst.shape)}")
+        for piece, place in zip(*_in_pieces(source, dst), strict=True):
+            place.copy_(piece)
+
+    def _blocks(self, name: str, rows: range | None, columns: range | None) -> Tensor:
+        kind, source = encoding(self.encoding(name)), self._mapped(name)
+        if rows is not None:
+            source = source[rows.start : rows.stop]
+        if columns is not None:
+            if columns.start % kind.numbers or columns.stop % kind.numbers:
+                raise ModelError(
+                    f"{self.folder}: {name} is stored in blocks of {kind.numbers} columns, which {columns.start} to "
+                    f"{columns.stop} would cut; use another number of ranks"
+                )
+            source = source[:, kind.row_bytes(columns.start) : kind.row_bytes(columns.stop)]
+        return source
 
     def read_into(self, name: str, dst: Tensor, *, rows: range | None = None, columns: range | None = None) -> None:
         """Copy tensor `name`, or these rows and columns of it, into `dst`, which has that shape, any float dtype, any
@@ -106,17 +149,21 @@ class Checkpoint:
         Rounds to dst's dtype on the way; no second copy is made where dst is on the CPU. Of a part, no other bytes are
         read than the pages it lies in. Blocks until it is done; an interrupt waits for a piece of it.
         """
-        source = torch.atleast_1d(self._mapped(name))
-        if rows is not None:
-            source = source[rows.start : rows.stop]
-        if columns is not None:
-            source = source[:, columns.start : columns.stop]
         dst = torch.atleast_1d(dst)
-        if source.shape != dst.shape:
-            raise ModelError(f"{self.folder}: {name} has shape {list(source.shape)}, {list(dst.shape)} is needed")
-        num_rows = max(1, _PIECE_BYTES * len(source) // max(source.nbytes, 1))
-        for piece, place in zip(source.split(num_rows), dst.split(num_rows), strict=True):
-            place.copy_(piece)
+        if stored := self.encoding(name):
+            source, kind = self._blocks(name, rows, columns), encoding(stored)
+            shape = [len(source), source.shape[1] // kind.nbytes * kind.numbers]
+        else:
+            source = torch.atleast_1d(self._mapped(name))
+            if rows is not None:
+                source = source[rows.start : rows.stop]
+            if columns is not None:
+                source = source[:, columns.start : columns.stop]
+            shape = list(source.shape)
+        if shape != list(dst.shape):
+            raise ModelError(f"{self.folder}: {name} has shape {shape}, {list(dst.shape)} is needed")
+        for piece, place in zip(*_in_pieces(source, dst), strict=True):
+            place.copy_(numbers(StoredMatrix(piece.contiguous(), kind), dst.dtype) if stored else piece)
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call tensors otherwise than the files do: stored name -> the name that they have from now on."""
@@ -164,7 +211,7 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> Entry:
         if name not in self._entries:
             raise ModelError(f"{self.folder} holds no tensor {name}; its config.json may belong to another model")
         return self._entries[name]
@@ -178,6 +225,12 @@ class Checkpoint:
         except SafetensorError as error:
             raise ModelError(f"{entry.path}: {name} cannot be read ({error})") from error
         return tensor
+
+
+def _in_pieces(source: Tensor, dst: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Both by the same rows, of _PIECE_BYTES."""
+    num_rows = max(1, _PIECE_BYTES * len(source) // max(source.nbytes, 1))
+    return source.split(num_rows), dst.split(num_rows)
 
 
 def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
@@ -230,11 +283,11 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
 
 
-def _read_entries(folder: Path, files: ExitStack) -> dict[str, _Entry]:
+def _read_entries(folder: Path, files: ExitStack) -> dict[str, Entry]:
     """Open every file of the checkpoint into `files` and list its tensors. The index says which shards there are, and
     their own headers what is in them."""
     index = _read_index(folder)
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, Entry] = {}
     for path in [folder / SINGLE_FILE] if index is None else _shard_paths(folder, set(index.values())):
         for name, entry in _open_file(path, files).items():
             if name in entries and not _same(entries[name], entry):
@@ -245,7 +298,7 @@ def _read_entries(folder: Path, files: ExitStack) -> dict[str, _Entry]:
     return entries
 
 
-def _same(one: _Entry, other: _Entry) -> bool:
+def _same(one: Entry, other: Entry) -> bool:
     """Two shards may hold one tensor, as when tied weights were saved apart."""
     if one.dtype != other.dtype or one.dtype not in STORED_DTYPES:
         return False
@@ -284,13 +337,13 @@ def _shard_paths(folder: Path, shards: Iterable[str]) -> list[Path]:
     return [folder / shard for shard in sorted(shards)]
 
 
-def _open_file(path: Path, files: ExitStack) -> dict[str, _Entry]:
+def _open_file(path: Path, files: ExitStack) -> dict[str, Entry]:
     _check_header_length(path)
     try:
         file = files.enter_context(safe_open(str(path), framework="pt", device="cpu"))
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         return {
-            name: _Entry(file, path, name, tuple(part.get_shape()), str(part.get_dtype()))
+            name: Entry(file, path, name, tuple(part.get_shape()), str(part.get_dtype()))
             for name, part in slices.items()
         }
     except SafetensorError as error:

@@ -11,29 +11,36 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from offload.formats.stored import StoredMatrix
 from offload.kernels import choice
 from offload.transfer.memory import kernels_read_host, sent
+from offload.weights.linear import numbers
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """table: [V, hidden], on the device or on the host."""
+    """table: [V, hidden], on the device or on the host, as numbers of `dtype` or as the checkpoint stores them."""
 
-    table: Tensor
+    table: Tensor | StoredMatrix
     device: torch.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.table.dtype
+    dtype: torch.dtype
 
     @property
     def waits(self) -> bool:
         """Whether the host looks which rows are wanted, and waits for them: the table is not on the device, and no
         kernel of the device reads it."""
-        return self._address is None and self.table.device != self.device
+        return self._address is None and self._place != self.device
+
+    @property
+    def _place(self) -> torch.device:
+        return self.table.rows.device if isinstance(self.table, StoredMatrix) else self.table.device
 
     def rows(self, tokens: Tensor, out: Tensor | None = None) -> Tensor:
         """tokens int64 [T] on the device -> [T, hidden] there, in `out` where that is given."""
+        if isinstance(self.table, StoredMatrix):
+            chosen = self.table.rows[tokens.to(self._place)].to(self.device)
+            found = numbers(StoredMatrix(chosen, self.table.encoding), self.dtype)
+            return found if out is None else out.copy_(found)
         if self.table.device == self.device:
             return torch.index_select(self.table, 0, tokens, out=out)
         if out is None:
@@ -47,7 +54,8 @@ class Embedding:
     def _address(self) -> Tensor | None:
         """Of the table on the host, int64 [1] on the device, for a kernel that reads it there; None without one."""
         if (
-            self.table.device == self.device
+            isinstance(self.table, StoredMatrix)
+            or self.table.device == self.device
             or not choice.gpu_kernels(self.device).usable
             or not kernels_read_host(self.device)
         ):

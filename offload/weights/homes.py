@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from offload.config.matrices import OPERATORS
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats.layout import BESIDE_CODES, Packing, home_bytes
@@ -23,7 +24,7 @@ from offload.kernels import choice, cpu
 from offload.kernels.cpu import CpuKernels
 from offload.kernels.device import DeviceKernels
 from offload.transfer.memory import Memory, sent
-from offload.weights.layout import OPERATORS, LayerLayout, LayerWeights
+from offload.weights.layout import LayerLayout, LayerWeights
 from offload.weights.quantised import LOW_BIT_WEIGHTS, fill_coded
 
 PACKING = Packing.roomiest(1 << 14, 1 << 10)

@@ -9,8 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from offload.config.matrices import OPERATORS, Matrix
 from offload.config.model import ModelConfig
 from offload.errors import ModelError
+from offload.formats.layout import encoding
+from offload.formats.stored import StoredMatrix
 from offload.kernels.norms import NormWeights, dtype_of
 from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import NUM_STAGING
@@ -19,7 +22,8 @@ from offload.transfer.memory import Memory, Tier, sent
 from offload.weights.checkpoint import Checkpoint
 from offload.weights.embedding import Embedding
 from offload.weights.homes import AsTheyAre, BesideCodes, Home, HomeMaker
-from offload.weights.layout import LayerLayout, LayerWeights, Linear
+from offload.weights.layout import LayerLayout, LayerWeights
+from offload.weights.linear import Linear
 from offload.weights.tensors import head_order, sources
 
 
@@ -28,26 +32,27 @@ def load_layer(
 ) -> None:
     """Read a shard of one layer of the model `whole` straight into its places in `buffer`, which is zeroed."""
     order, own = head_order(whole.blocks[index].attention), whole.layer(index)
+    pending = {name: list(enumerate(sources(own, shard, f"{name}.weight"))) for name in OPERATORS}
     for name, view in layout.views.items():
-        target, row, parts = view.of(buffer), 0, sources(own, shard, name)
-        if name in layout.norms and parts and parts[0].columns is not None:  # a row for each head
-            target = target.unflatten(0, (-1, len(parts[0].columns)))
-        for source in parts:
-            checkpoint.read_into(
-                f"{whole.names.body}layers.{index}.{source.name}",
-                target[row : row + len(source.rows)],
-                rows=source.rows,
-                columns=source.columns,
-            )
+        target, row, operator = view.of(buffer), 0, name.partition(".")[0]
+        is_matrix = operator in OPERATORS and not name.endswith(".bias")
+        parts = pending[operator] if is_matrix else list(enumerate(sources(own, shard, name)))
+        if name in layout.norms and parts and parts[0][1].columns is not None:  # a row for each head
+            target = target.unflatten(0, (-1, len(parts[0][1].columns)))
+        while parts and row < len(target):
+            number, source = parts.pop(0)
+            rows = target[row : row + len(source.rows)]
+            read = checkpoint.read_stored if name in layout.stored else checkpoint.read_into
+            read(f"{whole.names.body}layers.{index}.{source.name}", rows, rows=source.rows, columns=source.columns)
+            if order is not None and operator == "qkv" and number < 2:
+                _order_heads(rows, order)
             row += len(source.rows)
         norm = layout.norms.get(name)
         if norm is not None and norm.weightless:
             target.fill_(1)
         elif norm is not None and norm.plus_one and not name.endswith(".bias"):
             target += 1
-        if order is not None and name.partition(".")[0] == "qkv":
-            _order_heads(target[: sum(len(part.rows) for part in parts[:2])], order)
-        elif order is not None and name in ("q_norm", "k_norm"):
+        if order is not None and name in ("q_norm", "k_norm"):
             _order_heads(target.flatten(), order)
 
 
@@ -218,6 +223,16 @@ def load_weights(
         on_bytes(block.nbytes)
         return block
 
+    def place_table(tensor: str, table: Matrix, tier: Tier = "device") -> Tensor | StoredMatrix:
+        if not table.encoding:
+            return place(tensor, (table.outputs, table.inputs), tier)
+        kind = encoding(table.encoding)
+        rows = allocate(tier, f"{name} embeddings", table.nbytes(0))
+        rows = rows[: table.outputs * kind.row_bytes(table.inputs)].view(table.outputs, -1)
+        checkpoint.read_stored(tensor, rows)
+        on_bytes(rows.nbytes)
+        return StoredMatrix(rows, kind)
+
     def read(index: int, buffer: Tensor) -> Tensor:
         layout = layouts[index]
         load_layer(checkpoint, config, layout, index, buffer, shard)
@@ -262,16 +277,16 @@ def load_weights(
         largest = max((len(home.content) for home in homes), default=whole)
         staging = [allocate("device", "weight staging", largest) for _ in range(num_staging)]
         layers = StreamedLayers(resident, homes, layouts, staging, link, opened=opened, coded=coded)
-    names, row, table = config.names, (config.hidden_size,), (config.vocab_size, config.hidden_size)
-    embedding = place(names.embeddings, table, "host" if embeds_on_host else "device")
+    names, row = config.names, (config.hidden_size,)
+    embedding = place_table(names.embeddings, config.table, "host" if embeds_on_host else "device")
     head = None
     if shard.rank == 0:
-        head = Linear(embedding if config.tie_embeddings else place(names.head, table), None)
+        head = Linear(embedding if config.tie_embeddings else place_table(names.head, config.head), None)
     kind = dtype_of(config.norm, dtype)
     final = place(f"{names.norm}.weight", row, kind=kind)
     if config.norm.plus_one:
         final += 1
     bias = place(f"{names.norm}.bias", row, kind=kind) if config.norm.bias else None
     return Weights(
-        Embedding(embedding, memory.device), layers, NormWeights(config.norm, final, bias), head, tuple(rotated)
+        Embedding(embedding, memory.device, dtype), layers, NormWeights(config.norm, final, bias), head, tuple(rotated)
     )

@@ -8,29 +8,18 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from offload.config.block import BLOCK_NORMS, Norm
+from offload.config.matrices import ALIGNMENT, OPERATORS
 from offload.config.model import ModelConfig, layer_norms
+from offload.formats.layout import encoding
 from offload.formats.quantised import Codes
-from offload.kernels import choice
+from offload.formats.stored import StoredMatrix
 from offload.kernels.norms import NormWeights, dtype_of
+from offload.weights.linear import Linear, Parts, Weight
 
-OPERATORS = ("qkv", "o", "gate_up", "down")
 NORMS = (*BLOCK_NORMS, "q_norm", "k_norm", "v_norm")
 _FACTOR = "factor"
-_ALIGNMENT = 64  # bytes, of each view in its buffer
-
-
-@dataclass(frozen=True)
-class Linear:
-    """x [T, in] -> [T, out] with weight [out, in]."""
-
-    weight: Tensor | Codes
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return product(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -72,11 +61,13 @@ class View:
 @dataclass(frozen=True)
 class LayerLayout:
     """The place of a layer's tensors in its flat buffer, uint8 [num_bytes], by name. Views may differ in dtype; each
-    begins at a multiple of 64 bytes. norms: of the vectors among them."""
+    begins at a multiple of 64 bytes. norms: of the vectors among them. stored: of the views that hold a part of an
+    operator's matrix as the checkpoint stores it, the encodings."""
 
     views: dict[str, View]
     num_bytes: int
     norms: Mapping[str, Norm] = field(default_factory=dict)
+    stored: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def pack(cls, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> LayerLayout:
@@ -84,7 +75,7 @@ class LayerLayout:
         views, end = {}, 0
         for name, (shape, dtype) in tensors.items():
             views[name] = View(end, shape, dtype)
-            end += -(-views[name].nbytes // _ALIGNMENT) * _ALIGNMENT
+            end += -(-views[name].nbytes // ALIGNMENT) * ALIGNMENT
         return cls(views, end)
 
     @classmethod
@@ -92,14 +83,25 @@ class LayerLayout:
         """Of `config`'s `block` in `dtype`, its matrices in codes of `code_bits` bits where these are given."""
         products = dict(zip(OPERATORS, config.layer_products(), strict=True))
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for name, (outputs, inputs, _) in products.items():
-            shape = (outputs, inputs)
-            tensors |= {f"{name}.weight": (shape, dtype)} if code_bits is None else in_codes(name, shape, code_bits)
+        stored: dict[str, str] = {}
+        for name, parts in config.layer_matrices().items():
+            outputs, inputs, _ = products[name]
+            if code_bits is not None:
+                tensors |= in_codes(name, (outputs, inputs), code_bits)
+                continue
+            for number, part in enumerate(parts):
+                view = matrix_name(name, number, part.encoding)
+                if part.encoding:
+                    stored[view] = part.encoding
+                    shape = part.outputs, encoding(part.encoding).row_bytes(inputs)
+                    tensors[view] = shape, torch.uint8
+                else:
+                    tensors[view] = (part.outputs, inputs), dtype
         norms = layer_norms(config)
         tensors |= {name: ((size,), dtype_of(norm, dtype)) for name, (size, norm) in norms.items()}
         tensors |= {f"{name}.bias": ((outputs,), dtype) for name, (outputs, _, bias) in products.items() if bias}
         tensors |= {_FACTOR: ((1,), dtype)} if config.block.multiplied else {}
-        return replace(cls.pack(tensors), norms={name: norm for name, (_, norm) in norms.items()})
+        return replace(cls.pack(tensors), norms={name: norm for name, (_, norm) in norms.items()}, stored=stored)
 
     @classmethod
     def of_layers(cls, config: ModelConfig, dtype: torch.dtype, code_bits: int | None = None) -> list[LayerLayout]:
@@ -114,8 +116,10 @@ class LayerLayout:
     @property
     def end_of_matrices(self) -> int:
         """Bytes before norms and biases: matrices come first."""
-        matrices = (".weight", ".blocks")
-        return next((view.offset for name, view in self.views.items() if not name.endswith(matrices)), self.num_bytes)
+        matrices = ("weight", "blocks", "stored")
+        return next(
+            (view.offset for name, view in self.views.items() if name.split(".")[-1] not in matrices), self.num_bytes
+        )
 
     def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
         """All that `buffer` holds, by name."""
@@ -124,12 +128,23 @@ class LayerLayout:
     def bind(self, buffer: Tensor) -> LayerWeights:
         """The layer that `buffer` holds, now or after a copy into it."""
         tensors = self.tensors(buffer)
-        operators = {name: Linear(matrix_of(tensors, name), tensors.get(f"{name}.bias")) for name in OPERATORS}
+        operators = {name: Linear(self._matrix(tensors, name), tensors.get(f"{name}.bias")) for name in OPERATORS}
         norms = {
             name: NormWeights(self.norms[name], tensors[name], tensors.get(f"{name}.bias")) if name in tensors else None
             for name in NORMS
         }
         return LayerWeights(**operators, **norms, factor=tensors.get(_FACTOR))  # type: ignore[arg-type]
+
+    def _matrix(self, tensors: Mapping[str, Tensor], operator: str) -> Weight:
+        """Of an operator: in codes, or its parts."""
+        if f"{operator}.blocks" in tensors:
+            return Codes(tensors[f"{operator}.blocks"])
+        parts = [
+            StoredMatrix(tensor, encoding(self.stored[name])) if name in self.stored else tensor
+            for name, tensor in tensors.items()
+            if name.startswith(f"{operator}.") and not name.endswith("bias")
+        ]
+        return parts[0] if len(parts) == 1 else Parts(tuple(parts))
 
 
 def in_codes(name: str, shape: tuple[int, ...], bits: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -137,14 +152,6 @@ def in_codes(name: str, shape: tuple[int, ...], bits: int) -> dict[str, tuple[tu
     return {f"{name}.blocks": (Codes.shape_of_blocks(shape, bits), torch.uint8)}
 
 
-def matrix_of(tensors: Mapping[str, Tensor], name: str) -> Tensor | Codes:
-    """The matrix of operator `name`, as it is or in codes."""
-    return tensors[f"{name}.weight"] if f"{name}.blocks" not in tensors else Codes(tensors[f"{name}.blocks"])
-
-
-def product(x: Tensor, weight: Tensor | Codes, bias: Tensor | None) -> Tensor:
-    """x [T, inputs] times weight [outputs, inputs], transposed, plus bias [outputs], in the dtype of x. With codes on a
-    GPU by its own kernel, which unpacks them on the way; else by torch's operators."""
-    if isinstance(weight, Codes):
-        return choice.gpu_kernels(x.device).multiply(x, weight, bias)
-    return linear(x, weight, bias)
+def matrix_name(operator: str, part: int, encoding: str) -> str:
+    """The view of a part of an operator's matrix: "qkv.weight", "qkv.1.stored"."""
+    return ".".join([operator, *([str(part)] if part else []), "stored" if encoding else "weight"])

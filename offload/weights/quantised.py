@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from offload.config.matrices import OPERATORS
 from offload.formats.quantised import Codes
 from offload.kernels.device import DeviceKernels
-from offload.weights.layout import NORMS, OPERATORS, LayerWeights, Linear
+from offload.weights.layout import NORMS, LayerWeights
+from offload.weights.linear import Linear
 
 LOW_BIT_WEIGHTS = "quantised weights"  # in the ledger
 

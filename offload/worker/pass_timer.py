@@ -21,7 +21,8 @@ from torch import Tensor
 from offload.config.model import ModelConfig
 from offload.decode.sampling import SamplingParams, SeededSource, warp
 from offload.decode.verify import verify
-from offload.formats.layout import CODE_BITS, takes_codes, takes_kv_codes
+from offload.formats.layout import CODE_BITS, encoding, takes_codes, takes_kv_codes
+from offload.formats.stored import StoredMatrix
 from offload.kernels.cpu import CpuKernels, of_model
 from offload.kernels.device import NoKernels
 from offload.kernels.norms import NormWeights, dtype_of
@@ -43,7 +44,8 @@ from offload.transfer.hidden_rows import ResidentRows
 from offload.transfer.memory import Memory
 from offload.weights.embedding import Embedding
 from offload.weights.layers import ResidentLayers, Weights
-from offload.weights.layout import LayerLayout, Linear
+from offload.weights.layout import LayerLayout
+from offload.weights.linear import Linear
 
 LAYER_BYTES = 32 * 2**20  # of weights, as far as a model has so many
 CACHE_BYTES = 128 * 2**20  # of keys and values: more than the CPU's caches hold
@@ -96,7 +98,7 @@ def _code_bits(request: Request) -> Sequence[int]:
     """With which bits of its weights the target may propose to itself."""
     options, products = request.options, request.target.all_products
     wanted = options.speculation and options.gamma != 0
-    if not wanted or not takes_codes(products) or not _kernels(request.target).usable:
+    if not wanted or request.target.stored_in or not takes_codes(products) or not _kernels(request.target).usable:
         return ()
     return [bits for bits in CODE_BITS if options.weight_bits in (None, bits)]
 
@@ -299,11 +301,18 @@ def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_siz
         for view in layout.views.values():
             view.of(buffer).fill_(_VALUE)
         layers.append(layout.bind(buffer))
-    embedding = torch.full((vocab_size, config.hidden_size), _VALUE, dtype=dtype)
+
+    def matrix(outputs: int, encoded: str) -> Tensor | StoredMatrix:
+        if not encoded:
+            return torch.full((outputs, config.hidden_size), _VALUE, dtype=dtype)
+        kind = encoding(encoded)
+        return StoredMatrix(torch.zeros(outputs, kind.row_bytes(config.hidden_size), dtype=torch.uint8), kind)
+
+    table, head = matrix(vocab_size, config.table_encoding), matrix(vocab_size, config.head_encoding)
     ones = torch.ones(config.hidden_size, dtype=dtype_of(config.norm, dtype))
     norm = NormWeights(config.norm, ones, ones if config.norm.bias else None)
-    table = Embedding(embedding, embedding.device)
-    return Weights(table, ResidentLayers(layers, 0), norm, Linear(embedding, None))
+    embedding = Embedding(table, torch.device("cpu"), dtype)
+    return Weights(embedding, ResidentLayers(layers, 0), norm, Linear(head, None))
 
 
 def _kernels_name(config: ModelConfig) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from fake_flash import check
+from offload.config.matrices import OPERATORS
 from offload.config.model import ModelConfig
 from offload.formats.layout import PageShape
 from offload.kernels import choice
@@ -43,7 +44,7 @@ from offload.weights import layers as weights_module
 from offload.weights.checkpoint import Checkpoint
 from offload.weights.homes import PACKING, BesideCodes, Home, HomeMaker, Packed
 from offload.weights.layers import load_weights
-from offload.weights.layout import OPERATORS, LayerLayout
+from offload.weights.layout import LayerLayout
 from offload.worker import assemble
 from offload.worker.models import LoadedModels, streamed_rows
 from offload.worker.worker import Worker

@@ -1,0 +1,341 @@
+// Matrices as quantised checkpoints store them: rows of blocks (formats/stored.py says what is in them), and the numbers
+// that these mean, in the dtype of a product.
+//
+// A number is computed in fp32 as the format's own library does, step by step, and rounded to the dtype. So a product
+// with a stored matrix has the bits of one with its numbers. Of codes of up to 5 bits all values that a group can have
+// are computed once, and looked up.
+#pragma once
+#include <stdlib.h>
+
+#include "threads.h"
+#include "vectors.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace stored {
+
+enum class Kind : int64_t {
+    none, q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k,
+    int4_f16, int4_bf16, int8_f16, int8_bf16, fp8_f32, fp8_f16, fp8_bf16,
+};
+
+// A matrix of rows of blocks, each of `numbers` numbers and `nbytes` bytes.
+struct Matrix {
+    const void* rows;
+    Kind kind;
+    int64_t numbers, nbytes;
+};
+
+constexpr int GROUP = 32;  // numbers that are decoded together
+using group = uint8_t __attribute__((vector_size(GROUP)));
+using bytes = uint8_t __attribute__((vector_size(W)));
+using half_group = uint8_t __attribute__((vector_size(GROUP / 2)));
+
+INLINE float half(const uint8_t* at) {
+    uint16_t bits;
+    __builtin_memcpy(&bits, at, 2);
+#if defined(__F16C__)
+    uint32_t wide = bits;
+    asm("" : "+r"(wide));  // or it is put into a register in part, and waits for what was there before
+    return _mm_cvtph_ps(_mm_cvtsi32_si128(int(wide)))[0];
+#else
+    return Fp16::widen_one(bits);
+#endif
+}
+
+// W integers of 8 bits from `at` on, with a sign or, as uint8_t, without.
+template <class Integer>
+INLINE f32 integers(const Integer* at) {
+    using vector = Integer __attribute__((vector_size(W)));
+    return __builtin_convertvector(__builtin_convertvector(load<vector>(at), i32), f32);
+}
+
+#if defined(__AVX512BW__)
+// 32 numbers of 16 bits, rounded. normal: see `put`.
+template <class E, bool normal>
+INLINE __m512i narrowed(f32 first, f32 second) {
+#if defined(__AVX512BF16__)
+    if constexpr (normal && __is_same(E, Bf16)) return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+#endif
+    const __m256i low = (__m256i)E::narrow(E::rounded(first)), high = (__m256i)E::narrow(E::rounded(second));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+#endif
+
+// A group's numbers. value(i): W of them from i on. normal: none but zero is below 2^-126, which some instructions want.
+template <class E, bool normal, class Value>
+INLINE void put(typename E::element* out, Value&& value) {
+#if defined(__AVX512BW__)
+    if constexpr (E::per_unit == 2) {
+        const __m512i all = narrowed<E, normal>(value(0), value(W));
+        __builtin_memcpy(out, &all, sizeof all);
+        return;
+    }
+#endif
+    for (int i = 0; i < GROUP; i += W) E::write(out + i, E::rounded(value(i)));
+}
+
+INLINE f32 counted(int from) {
+    i32 number;
+    for (int i = 0; i < W; i++) number[i] = from + i;
+    return __builtin_convertvector(number, f32);
+}
+
+// A group's numbers by their codes, below COUNT, 16 or 32: `value` of each, an integer.
+template <class E, int COUNT, bool normal, class Value>
+INLINE void look_up(group codes, typename E::element* out, Value&& value) {
+#if defined(__AVX512BW__)
+    if constexpr (E::per_unit == 2) {
+        const f32 first = value(counted(0));
+        const __m512i table = narrowed<E, normal>(first, COUNT == 32 ? value(counted(W)) : first);
+        const __m512i found = _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16((__m256i)codes), table);
+        __builtin_memcpy(out, &found, sizeof found);
+        return;
+    }
+#elif defined(__AVX2__)
+    if constexpr (E::per_unit == 2 && COUNT == 16) {
+        __m256i all;  // as bytes: the low ones in both halves, then the high ones
+        const auto words = [&](int from) { return (__m128i)E::narrow(E::rounded(value(counted(from)))); };
+        all = _mm256_inserti128_si256(_mm256_castsi128_si256(words(0)), words(W), 1);
+        const auto packed = [](__m256i some) {  // the low bytes of 16 words, in both halves
+            return _mm256_permute4x64_epi64(_mm256_packus_epi16(some, some), 0x88);
+        };
+        const __m256i lower = _mm256_shuffle_epi8(packed(_mm256_and_si256(all, _mm256_set1_epi16(255))), (__m256i)codes);
+        const __m256i upper = _mm256_shuffle_epi8(packed(_mm256_srli_epi16(all, 8)), (__m256i)codes);
+        const __m256i one = _mm256_unpacklo_epi8(lower, upper), other = _mm256_unpackhi_epi8(lower, upper);
+        const __m256i front = _mm256_permute2x128_si256(one, other, 0x20);
+        const __m256i back = _mm256_permute2x128_si256(one, other, 0x31);
+        __builtin_memcpy(out, &front, 32), __builtin_memcpy(out + 16, &back, 32);
+        return;
+    }
+#endif
+    alignas(GROUP) uint8_t numbers[GROUP];
+    store(numbers, codes);
+    put<E, normal>(out, [&](int i) { return value(integers(numbers + i)); });
+}
+
+// 32 bytes' low halves are the codes of one group, their high ones those of the next.
+template <class E, class Value, class Other>
+INLINE void look_up_both(group codes, typename E::element* out, Value&& value, Other&& other) {
+#if defined(__AVX512BW__)
+    if constexpr (E::per_unit == 2) {
+        const __m512i table = narrowed<E, true>(value(counted(0)), other(counted(0)));
+        const __m512i code = _mm512_cvtepu8_epi16((__m256i)codes);
+        const __m512i low = _mm512_and_si512(code, _mm512_set1_epi16(15));
+        const __m512i high = _mm512_or_si512(_mm512_srli_epi16(code, 4), _mm512_set1_epi16(16));
+        const __m512i one = _mm512_permutexvar_epi16(low, table), two = _mm512_permutexvar_epi16(high, table);
+        __builtin_memcpy(out, &one, sizeof one), __builtin_memcpy(out + GROUP, &two, sizeof two);
+        return;
+    }
+#endif
+    look_up<E, 16, true>(codes & 15, out, value), look_up<E, 16, true>(codes >> 4, out + GROUP, other);
+}
+
+// 16 bytes' low halves, then their high ones.
+INLINE group nibbles(const uint8_t* at) {
+#if defined(__AVX512BW__)
+    const __m256i both = _mm256_broadcastsi128_si256(load<__m128i>(at));
+    return (group)_mm256_and_si256(_mm256_srlv_epi32(both, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4)), _mm256_set1_epi8(15));
+#else
+    const half_group both = load<half_group>(at), low = both & 15, high = both >> 4;
+    return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+                                   22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
+#endif
+}
+
+// The fifth bits of 32 codes, 16 or 0 each.
+INLINE group fifth(const uint8_t* at) {
+    uint32_t all;
+    __builtin_memcpy(&all, at, 4);
+    const group four = (group)(uint32_t __attribute__((vector_size(GROUP)))){all};
+    const group spread = __builtin_shufflevector(four, four, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2,
+                                                 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+    const uint64_t bits = 0x8040201008040201u;
+    const group bit = (group)(uint64_t __attribute__((vector_size(GROUP)))){bits, bits, bits, bits};
+    return (group)((spread & bit) != 0) & 16;
+}
+
+// Blocks of 32: llama.cpp's older ones.
+template <class E, Kind KIND>
+INLINE void decode_32(const uint8_t* block, typename E::element* out) {
+    const float d = half(block);
+    if constexpr (KIND == Kind::q8_0)
+        return put<E, true>(out, [&](int i) { return integers(reinterpret_cast<const int8_t*>(block + 2 + i)) * d; });
+    if constexpr (KIND == Kind::q4_0)
+        return look_up<E, 16, true>(nibbles(block + 2), out, [&](f32 code) { return (code - 8.0f) * d; });
+    if constexpr (KIND == Kind::q5_0)
+        return look_up<E, 32, true>(nibbles(block + 6) | fifth(block + 2), out, [&](f32 code) { return (code - 16.0f) * d; });
+    const float least = half(block + 2);
+    const auto value = [&](f32 code) { return code * d + least; };
+    if constexpr (KIND == Kind::q4_1) look_up<E, 16, true>(nibbles(block + 4), out, value);
+    if constexpr (KIND == Kind::q5_1) look_up<E, 32, true>(nibbles(block + 8) | fifth(block + 4), out, value);
+}
+
+// Of a block's 8 groups, the steps and what is taken away: 6 bits each, times the block's own.
+struct Scales {
+    float steps[8], least[8];
+
+    explicit Scales(const uint8_t* block) {
+        using eight = uint8_t __attribute__((vector_size(8)));
+        using floats = float __attribute__((vector_size(32)));
+        uint32_t words[3];  // 6 bits of the first four of either and 2 of the others, and then their lower 4
+        __builtin_memcpy(words, block + 4, sizeof words);
+        const uint64_t upper = (words[2] & 0x0f0f0f0fu) | (words[0] >> 6 & 0x03030303u) << 4;
+        const uint64_t above = (words[2] >> 4 & 0x0f0f0f0fu) | (words[1] >> 6 & 0x03030303u) << 4;
+        const uint64_t first = uint64_t(words[0] & 0x3f3f3f3fu) | upper << 32;
+        const uint64_t second = uint64_t(words[1] & 0x3f3f3f3fu) | above << 32;
+        store(steps, __builtin_convertvector((eight)first, floats) * half(block));
+        store(least, __builtin_convertvector((eight)second, floats) * half(block + 2));
+    }
+};
+
+template <class E, int BITS>
+INLINE void decode_k(const uint8_t* block, typename E::element* out) {
+    const Scales scales(block);
+    const uint8_t* codes = block + (BITS == 4 ? 16 : 48);
+    const group fifths = BITS == 4 ? group{} : load<group>(block + 16);
+#pragma unroll
+    for (int g = 0; g < 8; g += 2) {
+        const auto value = [&](f32 code) { return code * scales.steps[g] - scales.least[g]; };
+        const auto other = [&](f32 code) { return code * scales.steps[g + 1] - scales.least[g + 1]; };
+        const group both = load<group>(codes + g / 2 * GROUP);
+        if constexpr (BITS == 4) {
+            look_up_both<E>(both, out + g * GROUP, value, other);
+        } else {
+            look_up<E, 32, true>((both & 15) | (fifths >> g & 1) << 4, out + g * GROUP, value);
+            look_up<E, 32, true>(both >> 4 | (fifths >> (g + 1) & 1) << 4, out + (g + 1) * GROUP, other);
+        }
+    }
+}
+
+template <class E>
+INLINE void decode_q6_k(const uint8_t* block, typename E::element* out) {
+    const float d = half(block + 208);
+    auto scales = reinterpret_cast<const int8_t*>(block + 192);
+    float steps[16];
+    for (int i = 0; i < 16; i++) steps[i] = d * float(scales[i]);
+#pragma unroll
+    for (int g = 0; g < 8; g++) {
+        const group lower = load<group>(block + g / 4 * 64 + g % 2 * GROUP), upper = load<group>(block + 128 + g / 4 * GROUP);
+        const group code = ((g % 4 < 2 ? lower & 15 : lower >> 4) | (upper >> g % 4 * 2 & 3) << 4) - 32;
+        alignas(GROUP) int8_t numbers[GROUP];
+        store(numbers, code);
+        put<E, true>(out + g * GROUP, [&](int i) { return integers(numbers + i) * steps[2 * g + i / 16]; });
+    }
+}
+
+// A float of 8 bits, e4m3, in each lane.
+INLINE f32 float8(i32 code) {
+    const u32 magnitude = (u32)code & 127;
+    const f32 normal = (f32)((magnitude << 20) + (120u << 23));
+    const f32 small = __builtin_convertvector((i32)magnitude, f32) * 0x1p-9f;
+    u32 bits = magnitude < 8 ? (u32)small : (u32)normal;
+    bits = magnitude == 127 ? u32{} + 0x7fc00000u : bits;
+    return (f32)(bits | ((u32)code & 128) << 24);
+}
+
+// Our own blocks. S: the scale's dtype.
+template <class E, class S, int BITS, bool FLOAT>
+INLINE void decode_grouped(const uint8_t* block, int64_t numbers, typename E::element* out) {
+    typename S::element bits;
+    int16_t zero;
+    __builtin_memcpy(&bits, block, sizeof bits), __builtin_memcpy(&zero, block + 2, 2);
+    const float scale = S::widen_one(bits), from = float(zero);
+    const uint8_t* codes = block + 4;
+    constexpr bool normal = __is_same(S, Fp16);
+    const auto value = [&](f32 code) { return S::rounded((code - from) * scale); };
+    for (int i = 0; i < numbers; i += GROUP) {
+        if constexpr (BITS == 4) {  // of the first half of the numbers in low halves, of the second in high ones
+            if (i >= numbers / 2) return;
+            const group both = numbers == GROUP ? nibbles(codes) : load<group>(codes + i);
+            if (numbers == GROUP) return look_up<E, 16, normal>(both, out, value);
+            look_up<E, 16, normal>(both & 15, out + i, value);
+            look_up<E, 16, normal>(both >> 4, out + numbers / 2 + i, value);
+        } else if constexpr (FLOAT) {
+            put<E, normal>(out + i, [&](int j) {
+                const i32 code = __builtin_convertvector(load<bytes>(codes + i + j), i32);
+                return S::rounded(float8(code) * scale);
+            });
+        } else {
+            put<E, normal>(out + i, [&](int j) { return value(integers(codes + i + j)); });
+        }
+    }
+}
+
+template <class E, Kind KIND>
+INLINE void decode_block(int64_t numbers, const uint8_t* block, typename E::element* out) {
+    using enum Kind;
+    if constexpr (KIND == q4_k) decode_k<E, 4>(block, out);
+    else if constexpr (KIND == q5_k) decode_k<E, 5>(block, out);
+    else if constexpr (KIND == q6_k) decode_q6_k<E>(block, out);
+    else if constexpr (KIND == int4_f16) decode_grouped<E, Fp16, 4, false>(block, numbers, out);
+    else if constexpr (KIND == int4_bf16) decode_grouped<E, Bf16, 4, false>(block, numbers, out);
+    else if constexpr (KIND == int8_f16) decode_grouped<E, Fp16, 8, false>(block, numbers, out);
+    else if constexpr (KIND == int8_bf16) decode_grouped<E, Bf16, 8, false>(block, numbers, out);
+    else if constexpr (KIND == fp8_f32) decode_grouped<E, Fp32, 8, true>(block, numbers, out);
+    else if constexpr (KIND == fp8_f16) decode_grouped<E, Fp16, 8, true>(block, numbers, out);
+    else if constexpr (KIND == fp8_bf16) decode_grouped<E, Bf16, 8, true>(block, numbers, out);
+    else decode_32<E, KIND>(block, out);
+}
+
+// f.operator()<KIND>() for the matrix's kind.
+template <class F>
+void with_kind(Kind kind, F&& f) {
+    using enum Kind;
+    switch (kind) {
+        case q4_0: return f.template operator()<q4_0>();
+        case q4_1: return f.template operator()<q4_1>();
+        case q5_0: return f.template operator()<q5_0>();
+        case q5_1: return f.template operator()<q5_1>();
+        case q8_0: return f.template operator()<q8_0>();
+        case q4_k: return f.template operator()<q4_k>();
+        case q5_k: return f.template operator()<q5_k>();
+        case q6_k: return f.template operator()<q6_k>();
+        case int4_f16: return f.template operator()<int4_f16>();
+        case int4_bf16: return f.template operator()<int4_bf16>();
+        case int8_f16: return f.template operator()<int8_f16>();
+        case int8_bf16: return f.template operator()<int8_bf16>();
+        case fp8_f32: return f.template operator()<fp8_f32>();
+        case fp8_f16: return f.template operator()<fp8_f16>();
+        case fp8_bf16: return f.template operator()<fp8_bf16>();
+        case none: return;
+    }
+}
+
+// Rows `first` to first + count, of `inputs` numbers each, one after the other.
+template <class E>
+void decode_rows(const Matrix& m, int64_t inputs, int64_t first, int64_t count, typename E::element* out) {
+    const int64_t blocks = inputs / m.numbers;
+    const auto from = static_cast<const uint8_t*>(m.rows) + first * blocks * m.nbytes;
+    with_kind(m.kind, [=]<Kind KIND>() {  // copies: they stay in registers
+        const Matrix own = m;
+        const uint8_t* block = from;
+        typename E::element* to = out;
+        for (int64_t left = count * blocks; left; left--, block += own.nbytes, to += own.numbers)
+            decode_block<E, KIND>(own.numbers, block, to);
+    });
+}
+
+// The same of all rows, on up to how_many threads.
+template <class E>
+void decode(const Matrix& m, int64_t outputs, int64_t inputs, typename E::element* out, int64_t how_many) {
+    constexpr int64_t some = 16;
+    threads::each(how_many, (outputs + some - 1) / some, [&](int64_t item) {
+        const int64_t first = item * some, rest = outputs - first;
+        decode_rows<E>(m, inputs, first, rest < some ? rest : some, out + first * inputs);
+    });
+}
+
+// Memory of this thread's own, of at least so many bytes, for rows that are multiplied next.
+inline void* scratch(size_t bytes) {
+    static thread_local struct { void* at; size_t size; } own = {};
+    if (own.size < bytes) {
+        free(own.at);
+        own.size = (bytes + 4095) / 4096 * 4096;
+        own.at = aligned_alloc(64, own.size);
+    }
+    return own.at;
+}
+
+}  // namespace stored

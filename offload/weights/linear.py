@@ -1,0 +1,71 @@
+"""Products of rows with a matrix, however its numbers lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from offload.formats.quantised import Codes
+from offload.formats.stored import StoredMatrix, decode
+from offload.kernels import choice, cpu
+
+_MOST_ROWS = 64  # that a GPU multiplies with stored matrices as they are
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A matrix of parts that lie otherwise, one below the other."""
+
+    parts: tuple[Tensor | StoredMatrix, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs, inputs."""
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+
+Weight = Tensor | Codes | StoredMatrix | Parts
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x [T, in] -> [T, out] with weight [out, in]."""
+
+    weight: Weight
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return product(x, self.weight, self.bias)
+
+
+def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """x [T, inputs] times weight [outputs, inputs], transposed, plus bias [outputs], in the dtype of x.
+
+    With codes on a GPU by its own kernel, which unpacks them on the way, and so with a few rows and a stored matrix
+    whose encoding it knows; else by torch's operators, over the numbers of a part at a time.
+    """
+    if isinstance(weight, Codes):
+        return choice.gpu_kernels(x.device).multiply(x, weight, bias)
+    if isinstance(weight, Tensor):
+        return linear(x, weight, bias)
+    if isinstance(weight, StoredMatrix):
+        return linear(x, numbers(weight, x.dtype), bias)
+    out, first = x.new_empty(len(x), weight.shape[0]), 0
+    for part in weight.parts:
+        rows = slice(first, first + part.shape[0])
+        out[:, rows] = product(x, part, None if bias is None else bias[rows])
+        first = rows.stop
+    return out
+
+
+def numbers(stored: StoredMatrix, dtype: torch.dtype) -> Tensor:
+    """[outputs, inputs] of `dtype`, in memory of their own."""
+    kernels = cpu.kernels()
+    if stored.rows.device.type != "cpu" or not isinstance(kernels, cpu.CpuKernels):
+        return stored.matrix(dtype)
+    out = torch.empty(stored.shape, dtype=dtype)
+    decode(stored, out, kernels)
+    return out

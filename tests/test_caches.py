@@ -35,6 +35,7 @@ from offload.kernels.rope import RopeTable, Scoring, rope_table
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import SpanAttention
 from offload.kv import Cache, Phase
+from offload.kv.block import OperatorTiles
 from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import ByMass, choose, dilate
@@ -510,7 +511,7 @@ def test_prefill_in_blocks_that_attend_one_after_another_equals_plain_attention(
 ) -> None:
     tape = Tape()
     driver = WHOLE[name](tape, [0] * 10)
-    driver.cache._fused_prefill = fused
+    driver.cache._prefill = OperatorTiles(driver.cache.shape.num_kv_heads, fused)
     out = driver.extend([0] * 29, phase="prefill", blocks=blocks)
     assert_within(out, expected(tape, driver.history, 10, everything, False), NEAR)
 

@@ -12,9 +12,12 @@ import torch
 
 from fake_flash import flash_attn_with_kvcache
 from models import load, random_model, random_tokens, resident_rows, save
+from offload.engine import engine
 from offload.engine.engine import prefill_problem
 from offload.errors import UsageError
+from offload.kernels import choice
 from offload.kernels.attention import attend, fold, unfold
+from offload.kernels.device import NONE
 from offload.kernels.gpu import flash as module
 from offload.kernels.gpu.flash import Flash, FlashTiles
 from offload.kernels.rope import Scoring, scorings
@@ -82,7 +85,7 @@ def test_a_prefill_fills_the_cache_with_the_rows_that_torchs_kernel_gives(
             num_layers=config.num_layers,
             scorings=scorings(config, 2048, 2048, "cpu", torch.float16),
             blocks=Blocks((4,)),
-            flash=flash,
+            prefill=flash,
         )
         for count in cuts:
             done = cache.length
@@ -103,7 +106,8 @@ def test_a_prefill_fills_the_cache_with_the_rows_that_torchs_kernel_gives(
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """One that knows bf16."""
+    """One that knows bf16, without Triton."""
+    monkeypatch.setattr(engine, "gpu_kernels", lambda device: NONE)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     module.flash.cache_clear()
@@ -129,6 +133,26 @@ def test_one_that_is_missing_or_does_not_load_is_named_with_the_remedy(
     monkeypatch.setattr(module, "installed_version", lambda name: "2.8.3")
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     assert "flash-attn 2.8.3 cannot be loaded" in prefill_problem("cuda:0")
+
+
+def test_tritons_kernel_takes_its_place(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers with a window, too, and of heads that flash-attn does not take; then a prefill has torch's operators
+    only where heads or pages fit neither."""
+    kernels = pytest.importorskip("offload.kernels.gpu.kernels").GpuKernels()
+    for module_of_it in (engine, choice):
+        monkeypatch.setattr(module_of_it, "gpu_kernels", lambda device: kernels)
+    monkeypatch.setattr(module, "installed_version", lambda name: None)
+    assert prefill_problem("cuda:0") == ""
+
+    def chosen(head_dim: int, *, page: int = 512, windows: bool = False) -> str:
+        return type(choice.prefill_attention(gpu, head_dim, page=page, windows=windows)).__name__
+
+    assert [chosen(dim) for dim in (64, 128, 256, 512, 40)] == ["TritonTiles"] * 3 + ["NoneType"] * 2
+    assert (chosen(128, page=32), chosen(128, page=64)) == ("NoneType", "TritonTiles")
+    assert choice.prefill_attention(torch.device("cpu"), 128, page=512, windows=False) is None
+    monkeypatch.setattr(choice, "flash", lambda device: Flash("2.8.3", call=flash_attn_with_kvcache))
+    assert [chosen(dim) for dim in (64, 128, 256, 512, 40)] == ["FlashTiles"] * 3 + ["NoneType", "FlashTiles"]
+    assert (chosen(128, page=64), chosen(128, windows=True)) == ("TritonTiles", "TritonTiles")
 
 
 def test_nothing_is_said_where_it_could_not_be_used(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

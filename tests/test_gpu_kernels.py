@@ -28,10 +28,11 @@ from offload.formats.residuals_gpu import WEIGHT_WARPS  # noqa: E402
 from offload.kernels.choice import fitting, gpu_kernels  # noqa: E402
 from offload.kernels.cpu import VARIABLE  # noqa: E402
 from offload.kernels.device import NoKernels  # noqa: E402
-from offload.kernels.gpu import copies, kv_programs, programs  # noqa: E402
+from offload.kernels.gpu import copies, kv_programs, prefill_programs, programs  # noqa: E402
 from offload.kernels.gpu import quantised_products as products  # noqa: E402
 from offload.kernels.gpu.copies import rows_at_once, warps  # noqa: E402
 from offload.kernels.gpu.kernels import GpuKernels  # noqa: E402
+from offload.kernels.gpu.prefill import PrefillTiling  # noqa: E402
 from offload.kernels.gpu.tiling import ROWS, SPAN, STAGES, Tiling  # noqa: E402
 from offload.plan.what_if import LLAMA2_7B  # noqa: E402
 
@@ -41,7 +42,7 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 CAPABILITIES = [89, 90]
 SHARED_BYTES = 99 * 2**10  # that a program may have on compute capability 8.9
 SCRATCH = ("partials", "sums", "earlier_partials", "earlier_sums", "running", "tops", "totals")
-INTERPRETED = ["gpu", "codes", "kv_codes", "kv_residuals", "packed"]
+INTERPRETED = ["gpu", "prefill", "codes", "kv_codes", "kv_residuals", "packed"]
 ENGINES = ["quantised"]  # which run kernels that have small cases of their own
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
@@ -80,7 +81,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 def test_a_gpu_has_kernels_and_they_are_named(on_a_gpu: pytest.MonkeyPatch) -> None:
     assert gpu_kernels(CUDA) == fitting(CUDA, 128, ()) == GpuKernels()
     assert kernels_problem("cuda", LLAMA2_7B) == ""
-    assert f"kernels by Triton {triton.__version__} for few rows, and torch's fused" in software().attention
+    assert f"kernels by Triton {triton.__version__} for few rows and for 16-bit prefill" in software().attention
 
 
 def test_the_reason_for_none_is_said(on_a_gpu: pytest.MonkeyPatch) -> None:
@@ -193,6 +194,40 @@ def test_attention_compiles_to_wide_loads_and_spills_nothing(
     assert {int(num_bytes, 0) for num_bytes in copies} == {16}  # keys and values go past the registers
     assert ("mma.sync" in found.ptx or "wgmma" in found.ptx) == (tiling.itemsize == 2)
     assert "tf32" not in found.ptx
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    ("dtype", "dim", "group", "window", "cap"),
+    [
+        ("bf16", 128, 4, 0, 0.0),
+        ("fp16", 128, 1, 0, 0.0),
+        ("bf16", 64, 1, 0, 0.0),
+        ("bf16", 256, 2, 0, 0.0),
+        ("bf16", 256, 2, 4096, 50.0),
+        ("bf16", 128, 4, 4096, 0.0),
+        ("fp16", 80, 1, 0, 30.0),
+    ],
+)
+def test_attention_of_a_prefill_compiles_to_wide_loads_and_spills_nothing(
+    capability: int, dtype: str, dim: int, group: int, window: int, cap: float
+) -> None:
+    tiling = PrefillTiling(dim)
+    shape = {"DIM": dim, "DIM_PADDED": tiling.padded, "ROWS": tiling.rows, "STEP": tiling.step, "GROUP": group}
+    pointers = dict.fromkeys(("queries", "keys", "values", "mean"), f"*{dtype}")
+    pointers |= dict.fromkeys(("running", "tops", "totals"), "*fp32")
+    rest = {"WINDOW": window, "CAP": cap, "PAGE": 512, "WIDEN": False}
+    found = compiled(
+        prefill_programs.attend_tile, capability, pointers, shape | rest, warps=tiling.warps, stages=tiling.stages
+    )
+    assert found.spilled_bytes == 0
+    assert found.registers <= 255
+    assert found.shared_bytes <= SHARED_BYTES
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", found.ptx)
+    assert copies
+    assert {int(num_bytes, 0) for num_bytes in copies} == {16}
+    assert "mma.sync" in found.ptx or "wgmma" in found.ptx
 
 
 @pytest.mark.deep

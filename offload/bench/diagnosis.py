@@ -295,11 +295,15 @@ def _attention() -> str:
         return "torch products"
     device = torch.device("cuda")
     found, prefill = gpu_kernels(device), flash(device)
+    if prefill.usable:
+        many = f"flash-attn {prefill.version} for 16-bit prefill"
+    elif found.usable:
+        many = f"for 16-bit prefill ({prefill.reason})"
+    else:
+        many = f"torch's fused kernel for 16-bit prefill on GPUs that know bf16 ({prefill.reason})"
     few = (
-        f"kernels by Triton {machine.installed_version('triton')} for few rows"
+        f"kernels by Triton {machine.installed_version('triton')}"
         if found.usable
         else f"torch products ({found.reason})"
     )
-    if prefill.usable:
-        return f"{few}, and flash-attn {prefill.version} for 16-bit prefill"
-    return f"{few}, and torch's fused kernel for 16-bit prefill on GPUs that know bf16 ({prefill.reason})"
+    return f"{few} for few rows and {many}"

@@ -22,7 +22,7 @@ from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
 from offload.engine.prefix import PrefixCache
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, ModelError, UsageError
-from offload.kernels.choice import of_model
+from offload.kernels.choice import gpu_kernels, of_model
 from offload.kernels.cpu import OFF
 from offload.kernels.gpu.flash import flash
 from offload.kv.retrieval import RetrievalCache
@@ -71,9 +71,10 @@ def kernels_problem(device: str, model: ModelConfig) -> str:
 
 
 def prefill_problem(device: str) -> str:
-    """Why a 16-bit prefill on `device` runs on torch's fused kernel though flash-attn could be there, else ""."""
+    """Why a 16-bit prefill on `device` runs on torch's fused kernel though flash-attn could be there, else "". Triton's
+    kernel takes its place."""
     found = flash(torch.device(device))
-    return found.reason if found.avoidable else ""
+    return found.reason if found.avoidable and not gpu_kernels(torch.device(device)).usable else ""
 
 
 def load_tokenizer(model: Path, draft: Path | None) -> Tokenizer:

@@ -12,6 +12,8 @@ from offload.formats.layout import WIDEST_GPU_HEAD
 from offload.kernels import cpu
 from offload.kernels.cpu import OFF, VARIABLE, wanted
 from offload.kernels.device import DeviceKernels, NoKernels
+from offload.kernels.gpu.flash import PAGE_STEP, WIDEST_HEAD, FlashTiles, flash
+from offload.kernels.prefill import PrefillAttention
 from offload.plan.machine import installed_version
 
 _NEWEST_WITHOUT = (7, 5)  # compute capability: bf16 products and copies past the registers came after it
@@ -49,3 +51,12 @@ def of_model(device: torch.device, config: ModelConfig) -> DeviceKernels:
     """The same of a model whose layers may have heads of several sizes: none where one kind has none."""
     found = [fitting(device, head_dim, config.all_products) for head_dim in config.head_dims]
     return next((each for each in found if not each.usable), found[0])
+
+
+def prefill_attention(device: torch.device, head_dim: int, *, page: int, windows: bool) -> PrefillAttention | None:
+    """Of a prefill in 16 bits on `device` over pages of `page` tokens: flash-attn's, else Triton's. None: torch's
+    operators attend. windows: of layers that have one, which we do not ask flash-attn for."""
+    call = None if windows else flash(device).call
+    if call is not None and head_dim <= WIDEST_HEAD and head_dim % 8 == 0 and page % PAGE_STEP == 0:
+        return FlashTiles(call)
+    return fitting(device, head_dim, ()).prefill(page)

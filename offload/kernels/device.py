@@ -14,6 +14,7 @@ from offload.formats.layout import ALL_TOKENS, Packing, PageShape
 from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import KVCodes, Order
 from offload.kernels.attention import Part
+from offload.kernels.prefill import PrefillAttention
 from offload.kernels.spans import Rows
 
 MASS_DTYPE = torch.bfloat16  # that a GPU keeps masses in, row by row: they only rank chunks
@@ -70,6 +71,10 @@ class DeviceKernels:
     ) -> DecodeAttention | None:
         """Attention of few rows over pages of `page` tokens, None: over single pages of any length. chunk: tokens that
         a mass is of. None: torch's operators attend."""
+        return None
+
+    def prefill(self, page: int) -> PrefillAttention | None:
+        """Attention of many rows of 16 bits over pages of `page` tokens. None: torch's operators attend."""
         return None
 
     def multiply(self, x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:

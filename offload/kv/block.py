@@ -21,6 +21,7 @@ class Block:
 
     A tile is [2, P, H_kv, S, D]; `base` is the position of its first token. scale: on products of queries and keys,
     None: D^-0.5. window: tokens that a row sees, itself and those before it; None: all. cap: of scores, see `attend`.
+    fused: `attend` uses torch's fused kernel where that serves.
     """
 
     query: Tensor
@@ -31,24 +32,28 @@ class Block:
     masses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per tile: (mass, lse of the tile)
     window: int | None = None
     cap: float | None = None
+    fused: bool = False
 
     @classmethod
-    def of(cls, q: Tensor, start: int, num_kv_heads: int, scoring: Scoring, window: int | None = None) -> Block:
+    def of(
+        cls, q: Tensor, start: int, num_kv_heads: int, scoring: Scoring, window: int | None = None, *,
+        fused: bool = False,
+    ) -> Block:  # fmt: skip
         """Rows q [T, H, D], rotated, at positions `start` and on."""
-        return cls(fold(q, num_kv_heads), start, len(q), scoring.scale, window=window, cap=scoring.cap)
+        return cls(fold(q, num_kv_heads), start, len(q), scoring.scale, window=window, cap=scoring.cap, fused=fused)
 
     def attend_fixed(self, tile: Tensor, base: int, *, chunk: int | None) -> None:
         """The whole tile, whatever is hidden in it, so that all shapes are fixed; also its mass per chunk."""
         if base <= self._last:
             seen, first = self._visible(tile, base)
-            self._add(self._attend(tile[0], tile[1], seen, first, chunk))
+            self._add(self._by_products(tile[0], tile[1], seen, first, chunk))
 
-    def attend_used(self, tile: Tensor, base: int, *, fused: bool) -> None:
-        """The pages that some row sees. fused: by torch's fused kernel where it serves, which on a GPU is over pages
-        that all rows see whole; else a few pages at a time."""
+    def attend(self, tile: Tensor, base: int) -> None:
+        """See `PrefillBlock`: the pages that some row sees, a few at a time where torch's fused kernel does not serve.
+        On a GPU it serves over pages that all rows see whole."""
         if base > self._last:
             return
-        page, fused = tile.shape[3], fused and self.cap is None
+        page, fused = tile.shape[3], self.fused and self.cap is None
         used = min(-(-(self._last + 1 - base) // page), tile.shape[1])
         whole = max(min((self.first + 1 - base) // page, used), 0) if fused and self.window is None else 0
         if whole:
@@ -63,9 +68,9 @@ class Block:
             if joined:
                 self._add(attend_joined(self.query, keys, values, seen, first_visible=first, scale=self.scale))
             else:
-                self._add(self._attend(keys, values, seen, first))
+                self._add(self._by_products(keys, values, seen, first))
 
-    def _attend(
+    def _by_products(
         self, keys: Tensor, values: Tensor, seen: Tensor | None, first: Tensor | None, chunk: int | None = None
     ) -> Part:
         return attend(self.query, keys, values, seen, first_visible=first, chunk=chunk, scale=self.scale, cap=self.cap)
@@ -123,6 +128,17 @@ class Block:
         if part.mass is not None:
             self.masses.append((part.mass, part.lse))
         self.part = part if self.part is None else merge(self.part, part)
+
+
+@dataclass(frozen=True)
+class OperatorTiles:
+    """`PrefillAttention` by torch's operators, and by its fused kernel where that serves."""
+
+    num_kv_heads: int
+    fused: bool = True
+
+    def block(self, rows: Tensor, first: int, scoring: Scoring, window: int | None = None) -> Block:
+        return Block.of(rows, first, self.num_kv_heads, scoring, window, fused=self.fused)
 
 
 def blocks_of(

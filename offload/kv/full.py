@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from offload.kernels.device import NONE, DeviceKernels
-from offload.kernels.gpu.flash import FlashBlock, FlashTiles
+from offload.kernels.prefill import PrefillAttention
 from offload.kernels.rope import Scoring
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
 from offload.kv import Phase
-from offload.kv.block import Block
+from offload.kv.block import OperatorTiles
 from offload.kv.host_attention import HostAttention
 from offload.kv.places import Places
 from offload.kv.tile_attention import TileAttention
@@ -33,9 +33,9 @@ class FullCache:
     any size. With `mass_chunk` the decode phase also keeps each row's softmax mass per chunk of that many tokens,
     while `record_mass` is set.
     num_layers, scorings: of the growing layers; there may be none.
-    offload: None, all tiles are on the device; in phase "prefill" all are attended to there. fused_prefill: phase
-    "prefill" attends by torch's fused kernel; flash: by this instead. kernels: the device's own, for phase "decode".
-    arena: phase "prefill" has its turn of it, from `begin` to the next user's.
+    offload: None, all tiles are on the device; in phase "prefill" all are attended to there. prefill: attends in phase
+    "prefill"; None: torch's operators do. kernels: the device's own, for phase "decode". arena: phase "prefill" has its
+    turn of it, from `begin` to the next user's.
     """
 
     def __init__(
@@ -48,8 +48,7 @@ class FullCache:
         blocks: Blocks,
         offload: Offload | None = None,
         mass_chunk: int | None = None,
-        fused_prefill: bool = True,
-        flash: FlashTiles | None = None,
+        prefill: PrefillAttention | None = None,
         kernels: DeviceKernels = NONE,
         arena: Arena | None = None,
     ) -> None:
@@ -59,7 +58,7 @@ class FullCache:
         most = len(scorings[0].rope.cos) if scorings else 0
         self.pages = PageStorage(memory, shape, num_layers, most, arena=self.arena, offload=offload, kernels=kernels)
         self._places = Places(memory.device)
-        self._fused_prefill, self._flash = fused_prefill, flash
+        self._prefill = prefill or OperatorTiles(shape.num_kv_heads)
         self._attention = TileAttention(shape, blocks, kernels, mass_chunk)
         self._host_attention: HostAttention | None = None
         if offload is not None and offload.num_host and memory.device.type == "cuda":
@@ -108,17 +107,14 @@ class FullCache:
             rows = Rows(q, k, v, self.scorings[layer], start, start, places=self._places.on_gpu())
             return self._decode(layer, rows)
         q, k = self.scorings[layer].rotated(q, k, start)
-        block = self._prefill_block(q, start, self.scorings[layer])
+        block = self._prefill.block(q, start, self.scorings[layer])
         access, tokens = self.pages.access["prefill"], self.shape.tokens
         for index in range(self.shape.count(start + num_rows)):
             tile = access.open(layer, index)
             first, stop = write_rows(tile, index * tokens, start, k, v)
             if first < stop:
                 access.wrote(layer, index, first, stop)
-            if isinstance(block, FlashBlock):
-                block.attend(tile, index * tokens)
-            else:
-                block.attend_used(tile, index * tokens, fused=self._fused_prefill)
+            block.attend(tile, index * tokens)
             access.close(layer, index)
         access.end_layer()
         return block.attended().to(q.dtype)
@@ -227,12 +223,6 @@ class FullCache:
             self.pages.access[self._phase].end()
             self._phase = None
         self._taken = [0] * self.num_layers
-
-    def _prefill_block(self, q: Tensor, start: int, scoring: Scoring) -> Block | FlashBlock:
-        """Rows q [T, H, D], rotated, at positions `start` and on."""
-        if self._flash is not None:
-            return self._flash.block(q, start, scoring)
-        return Block.of(q, start, self.shape.num_kv_heads, scoring)
 
     def _decode(self, layer: int, rows: Rows) -> Tensor:
         """Tiles on the host come first on a CPU: on a GPU they would take their time beside the others, and so they do

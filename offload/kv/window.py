@@ -12,11 +12,12 @@ from itertools import accumulate
 from torch import Tensor
 
 from offload.kernels.device import NONE, DecodeAttention, DeviceKernels
+from offload.kernels.prefill import PrefillAttention
 from offload.kernels.rope import Scoring
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
 from offload.kv import Phase
-from offload.kv.block import Block, blocks_of
+from offload.kv.block import OperatorTiles, blocks_of
 from offload.kv.places import Places
 from offload.kv.tile_attention import joined
 from offload.pages.tiles import TileShape, write_rows
@@ -42,14 +43,14 @@ class WindowCache:
         windows: Sequence[int],
         scorings: Sequence[Scoring],
         blocks: Blocks,
-        fused_prefill: bool = True,
+        prefill: PrefillAttention | None = None,
         kernels: DeviceKernels = NONE,
     ) -> None:
-        """shape: of a page: a tile of one. num_pages: see `Sizing.window_pages`. blocks, fused_prefill, kernels: as of
+        """shape: of a page: a tile of one. num_pages: see `Sizing.window_pages`. blocks, prefill, kernels: as of
         `FullCache`."""
         self.shape, self.num_layers, self.scorings, self._windows = shape, len(windows), scorings, windows
         self._memory, self._num_pages, self._blocks = memory, num_pages, blocks
-        self._fused_prefill = fused_prefill
+        self._attention = prefill or OperatorTiles(shape.num_kv_heads)
         size = (len(windows), 2, num_pages, shape.num_kv_heads, shape.page_tokens, shape.head_dim)
         self._ring = memory.allocate(size, shape.dtype, tier="device", purpose=PURPOSE)
         self._spans = kernels.attention(dtype=shape.dtype, page=shape.page_tokens)
@@ -214,8 +215,8 @@ class WindowCache:
         return joined([block.attended() for block in blocks]).to(q.dtype)
 
     def _prefill(self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        block = Block.of(q, start, self.shape.num_kv_heads, self.scorings[layer], self._windows[layer])
+        block = self._attention.block(q, start, self.scorings[layer], self._windows[layer])
         for tile, base in self._seen(layer, start, start + len(q)):
             write_rows(tile, base, start, k, v)
-            block.attend_used(tile, base, fused=self._fused_prefill)
+            block.attend(tile, base)
         return block.attended().to(q.dtype)

@@ -378,8 +378,9 @@ class Sizing:
         else:
             scores = PREFILL_BLOCK * PREFILL_PAGES * PAGE_TOKENS * heads * score
             if self.fused_prefill and not self.hardware.is_cpu:
-                # a tile's pages or, by flash-attn, all tiles, attended apart before they are merged
-                tiles = self.num_tiles(capacity) * PREFILL_BLOCK * width * item
+                # A tile's pages or, by flash-attn, all tiles, attended apart before they are merged, with their sums.
+                # Triton's kernel has less: what it gathered so far, in fp32 with its sums, and the result.
+                tiles = self.num_tiles(capacity) * PREFILL_BLOCK * (width * item + 2 * heads * 4)
                 scores = max(scores, tile_tokens // PAGE_TOKENS * attended, tiles + attended)
         if self.num_devices > 1:  # a block's parts from all ranks, and from three on their sum in fp32
             parts = self.num_devices * item + (4 if self.num_devices > 2 else 0)

@@ -12,9 +12,10 @@ from offload.errors import UsageError
 from offload.kernels import choice
 from offload.kernels.cpu import FEW_ROWS, CpuKernels, fitting, of_model
 from offload.kernels.device import DeviceKernels, NoKernels
-from offload.kernels.gpu.flash import PAGE_STEP, FlashTiles, flash
+from offload.kernels.prefill import PrefillAttention
 from offload.kernels.rope import Scoring, scorings
 from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
+from offload.kv.block import OperatorTiles
 from offload.kv.full import FullCache
 from offload.kv.quantised import QuantisedCache
 from offload.kv.retrieval import RetrievalCache
@@ -49,8 +50,7 @@ def full_cache(
         blocks=blocks,
         offload=None if link is None or "kv" not in placement.offload else _offload(plan, config, link),
         mass_chunk=composition.chunk if composition.budget else None,
-        fused_prefill=placement.fused_prefill,
-        flash=_flash_tiles(plan),
+        prefill=_prefill_attention(plan, config),
         kernels=_attention_kernels(plan, config),
         arena=arena,
     )
@@ -69,7 +69,7 @@ def window_cache(
         windows=config.windows,
         scorings=_of_layers(config.windowed, scorings_of(plan, config, rotated)),
         blocks=blocks,
-        fused_prefill=plan.placement.fused_prefill,
+        prefill=_prefill_attention(plan, config, windows=True),
         kernels=_attention_kernels(plan, config, windows=True),
     )
 
@@ -186,16 +186,23 @@ def _attention_kernels(plan: Plan, config: ModelConfig, *, windows: bool = False
     device = torch.device(plan.request.device)
     if device.type == "cpu":
         return choice.of_model(device, config)
-    head_dim = config.kv_shapes[config.windowed[0]][1] if windows else config.head_dim
+    _, head_dim = _kv_shape(config, windows=windows)
     return choice.fitting(device, head_dim, config.all_products)
 
 
-def _flash_tiles(plan: Plan) -> FlashTiles | None:
-    """For a prefill on a GPU that torch's fused kernel would serve, too."""
-    found, placement = flash(torch.device(plan.request.device)), plan.placement
-    if found.call is None or not placement.fused_prefill or placement.page_tokens % PAGE_STEP:
-        return None
-    return FlashTiles(found.call)
+def _prefill_attention(plan: Plan, config: ModelConfig, *, windows: bool = False) -> PrefillAttention:
+    """In growing layers or in those with a window."""
+    device, placement = torch.device(plan.request.device), plan.placement
+    num_kv_heads, head_dim = _kv_shape(config, windows=windows)
+    found = None
+    if device.type != "cpu" and DTYPES[plan.request.dtype].itemsize == 2:
+        found = choice.prefill_attention(device, head_dim, page=placement.page_tokens, windows=windows)
+    return found or OperatorTiles(num_kv_heads, placement.fused_prefill)
+
+
+def _kv_shape(config: ModelConfig, *, windows: bool) -> tuple[int, int]:
+    """KV heads and their size in growing layers or in those with a window."""
+    return config.kv_shapes[config.windowed[0]] if windows else (config.num_kv_heads, config.head_dim)
 
 
 def _kernels(plan: Plan, config: ModelConfig) -> CpuKernels | NoKernels:

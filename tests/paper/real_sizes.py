@@ -45,7 +45,6 @@ from offload.weights.checkpoint import Checkpoint
 from offload.weights.homes import PACKING, BesideCodes, Home, HomeMaker, Packed
 from offload.weights.layers import load_weights
 from offload.weights.layout import LayerLayout
-from offload.worker import assemble
 from offload.worker.models import LoadedModels, streamed_rows
 from offload.worker.worker import Worker
 from paper.gpu import ADDRESS, PaperGpu, on_paper
@@ -88,7 +87,7 @@ def worker_without_bytes(
         patch.setattr(dist, "all_gather", partial(_gathered, gpu))
         if with_flash:
             found = Flash("on paper", call=partial(_flash_attended, gpu))
-            patch.setattr(assemble, "flash", lambda device: found)
+            patch.setattr(choice, "flash", lambda device: found)
         parts = _parts(plan, {"target": target, "draft": draft})
         worker = Worker(plan, parts, vocab_size=target.vocab_size)
         _hold_prompt(worker.full)

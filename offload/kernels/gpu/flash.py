@@ -19,6 +19,7 @@ from offload.kernels.rope import Scoring
 from offload.plan.machine import installed_version
 
 PAGE_STEP = 256  # a page has a multiple of so many tokens
+WIDEST_HEAD = 256
 _OLDEST = (8, 0)  # compute capability
 
 
@@ -81,14 +82,15 @@ def _pieces(first: int, count: int, base: int, tokens: int) -> Iterator[_Piece]:
 
 
 class FlashTiles:
-    """Attention over tiles [2, P, H_kv, S, D] of 16 bits, S a multiple of PAGE_STEP, D one of 8 and at most 256."""
+    """Attention over tiles [2, P, H_kv, S, D] of 16 bits, S a multiple of PAGE_STEP, D of 8, at most WIDEST_HEAD."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
         self._numbers = torch.empty(0, dtype=torch.int32)
 
-    def block(self, rows: Tensor, first: int, scoring: Scoring) -> FlashBlock:
-        """Rows [T, H, D], rotated, at positions `first` and on."""
+    def block(self, rows: Tensor, first: int, scoring: Scoring, window: int | None = None) -> FlashBlock:
+        """See `PrefillAttention`; without a window."""
+        assert window is None
         return FlashBlock(self, rows, first, scoring)
 
     def numbers(self, most: int, device: torch.device) -> Tensor:

@@ -16,7 +16,9 @@ from offload.formats.quantised_kv import KVCodes, Order
 from offload.kernels.device import MASS_DTYPE, DecodeAttention, DeviceKernels
 from offload.kernels.gpu import copies, quantised_products
 from offload.kernels.gpu.attention import GpuAttention
+from offload.kernels.gpu.prefill import PAGE_STEP, TritonTiles
 from offload.kernels.gpu.tiling import SPAN
+from offload.kernels.prefill import PrefillAttention
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,9 @@ class GpuKernels(DeviceKernels):
     def attention(self, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> DecodeAttention:
         span = SPAN if page is None else gcd(SPAN, page)
         return GpuAttention(dtype=dtype, span=span, chunk=chunk, mass_dtype=MASS_DTYPE)
+
+    def prefill(self, page: int) -> PrefillAttention | None:
+        return None if page % PAGE_STEP else TritonTiles()
 
     def multiply(self, x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
         return quantised_products.product(x, codes, bias)

@@ -1,0 +1,150 @@
+"""The program of a GPU's attention of a prefill, in Triton. `offload.kernels.gpu.prefill` launches it.
+
+Letters: T rows, H query heads, H_kv KV heads, P pages of S tokens, D head dimension. Scores, weights, their sums and
+what is gathered are fp32. Logarithms are to the base 2, since a GPU computes powers of 2.
+"""
+
+# Triton reads the annotations: they are not postponed.
+import triton
+import triton.language as tl
+
+from offload.kernels.gpu.programs import capped
+
+
+@triton.jit
+def _over_steps(
+    out,  # [ROWS, DIM_PADDED]: weighted values so far, relative to `top`
+    top,  # [ROWS]: the largest score so far; -inf: nothing was seen
+    total,  # [ROWS]: the sum of weights so far, relative to `top`
+    query,  # [ROWS, DIM_PADDED]
+    own,  # [ROWS]: the rows' own places in the tile
+    keys,  # of the KV head
+    values,
+    page_stride,
+    token_stride,
+    start,  # a multiple of STEP
+    stop,
+    factor,  # of products of queries and keys, or of capped scores
+    scale,  # of products that are capped
+    MASKED: tl.constexpr,  # some rows do not see some tokens, or tokens from `stop` on are no numbers
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    STEP: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """(out, top, total) with tokens `start` to `stop` of the tile."""
+    dims, inside = tl.arange(0, DIM_PADDED), tl.arange(0, DIM_PADDED) < DIM
+    for base in range(start, stop, STEP):
+        token = base % PAGE + tl.arange(0, STEP)
+        page = tl.cast(base // PAGE, tl.int64) * page_stride
+        source = page + token.to(tl.int64)[:, None] * token_stride + dims[None, :]
+        if MASKED:
+            held = (base + tl.arange(0, STEP) < stop)[:, None] & inside[None, :]
+            key = tl.load(keys + source, mask=held, other=0.0)
+            value = tl.load(values + source, mask=held, other=0.0)
+        elif DIM == DIM_PADDED:
+            key, value = tl.load(keys + source), tl.load(values + source)
+        else:
+            key = tl.load(keys + source, mask=inside[None, :], other=0.0)
+            value = tl.load(values + source, mask=inside[None, :], other=0.0)
+        if WIDEN:
+            key, value = key.to(tl.float32), value.to(tl.float32)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if CAP > 0:
+            score = capped(score * scale, CAP)
+        if MASKED:
+            place = base + tl.arange(0, STEP)
+            seen = place[None, :] <= own[:, None]
+            if WINDOW > 0:
+                seen = seen & (place[None, :] > own[:, None] - WINDOW)
+            score = tl.where(seen, score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1) * factor)
+        anchor = higher
+        if MASKED:
+            anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(score * factor - anchor[:, None])
+        share = tl.exp2(top - anchor)
+        total = total * share + tl.sum(weight, 1)
+        out = tl.dot(weight.to(value.dtype), value, out * share[:, None], input_precision="ieee")
+        top = higher
+    return out, top, total
+
+
+@triton.jit(do_not_specialize=["num_rows", "own_first", "tokens", "begun", "last"])
+def attend_tile(
+    queries,  # [T, H, D] by the strides; a head contiguous
+    keys,  # [P, H_kv, S, D] by the strides; rows of D contiguous
+    values,  # likewise
+    running,  # [T, H, D]: weighted values of the tiles before, relative to `tops`; not read where there are none
+    tops,  # [T, H]: the largest scores
+    totals,  # [T, H]: sums of weights
+    mean,  # [T, H, D]: attention over all tiles
+    query_stride,  # from row to row
+    query_head_stride,
+    page_stride,
+    head_stride,
+    token_stride,
+    num_rows,
+    own_first,  # the first row's own place in the tile, negative before it
+    tokens,  # of the tile
+    begun,  # 0: this is the first tile
+    last,  # 1: no other comes after it, and `mean` is wanted
+    scale,
+    CAP: tl.constexpr,  # c tanh(score / c) in place of a score; 0: it stays
+    WINDOW: tl.constexpr,  # tokens that a row sees up to itself; 0: all
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,  # PAGE is a multiple
+    WIDEN: tl.constexpr,  # products of fp32: the interpreter knows no bf16
+):
+    """Program (b, h): block b of the rows attends in query head h to what it sees of a tile. Steps of which its rows
+    see nothing are left out, and those that all of them see whole are not masked."""
+    block, head = tl.program_id(0), tl.program_id(1)
+    row, dims = block * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM_PADDED)
+    real = row < num_rows
+    whole = real[:, None] & (dims < DIM)[None, :]
+    at = row.to(tl.int64)[:, None] * query_stride + head * query_head_stride + dims[None, :]
+    query = tl.load(queries + at, mask=whole, other=0.0)
+    if WIDEN:
+        query = query.to(tl.float32)
+    state = row.to(tl.int64) * tl.num_programs(1) + head
+    there = real & (begun != 0)
+    top = tl.load(tops + state, mask=there, other=float("-inf"))
+    total = tl.load(totals + state, mask=there, other=0.0)
+    place = state[:, None] * DIM + dims[None, :]
+    out = tl.load(running + place, mask=whole & (begun != 0), other=0.0)
+
+    own = own_first + row
+    lowest = own_first + block * ROWS  # of the block's rows
+    stop = tl.minimum(tl.minimum(lowest + ROWS, own_first + num_rows), tokens)
+    kv_head = (head // GROUP).to(tl.int64) * head_stride
+    start = 0
+    factor = scale * 1.4426950408889634
+    if CAP > 0:
+        factor = 1.4426950408889634
+    if WINDOW > 0:
+        start = tl.maximum(lowest - WINDOW + 1, 0) // STEP * STEP
+    else:
+        start = tl.maximum(tl.minimum(lowest + 1, stop), 0) // STEP * STEP
+        out, top, total = _over_steps(
+            out, top, total, query, own, keys + kv_head, values + kv_head, page_stride, token_stride, 0, start, factor,
+            scale, False, CAP, WINDOW, PAGE, DIM, DIM_PADDED, STEP, WIDEN,
+        )  # fmt: skip
+    out, top, total = _over_steps(
+        out, top, total, query, own, keys + kv_head, values + kv_head, page_stride, token_stride, start, stop, factor,
+        scale, True, CAP, WINDOW, PAGE, DIM, DIM_PADDED, STEP, WIDEN,
+    )  # fmt: skip
+
+    if last != 0:
+        divisor = tl.where(total > 0.0, total, 1.0)
+        tl.store(mean + place, (out / divisor[:, None]).to(mean.dtype.element_ty), mask=whole)
+    else:
+        tl.store(running + place, out, mask=whole)
+        tl.store(tops + state, top, mask=real)
+        tl.store(totals + state, total, mask=real)

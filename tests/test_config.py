@@ -198,7 +198,7 @@ def test_dtype_is_read_under_both_names(key: str | None, value: str) -> None:
 
 UNSUPPORTED = [
     ("hidden_act", "gelu"), ("layer_types", ["full_attention", "sliding_attention"]),
-    ("partial_rotary_factor", 0.5), ("quantization_config", {"bits": 4}), ("attn_logit_softcapping", 50.0),
+    ("partial_rotary_factor", 0.5), ("quantization_config", "4 bits"), ("attn_logit_softcapping", 50.0),
     ("final_logit_softcapping", 30.0), ("logit_scale", 0.0625), ("embedding_multiplier", 12.0),
     ("residual_multiplier", 0.2), ("logits_scaling", 8.0), ("attention_multiplier", 1.0), ("num_local_experts", 8),
     ("num_experts_per_tok", 2), ("scale_attn_by_inverse_layer_idx", True), ("scale_attn_weights", False),

@@ -106,7 +106,7 @@ def text(**fields: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("data", "named"),
     [
-        ({**WRAPPER, "quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
+        ({**WRAPPER, "quantization_config": {"quant_method": "hqq"}}, "quantization_config: quant_method is 'hqq'"),
         ({**WRAPPER, "text_config": None}, "text_config is None"),
         ({**WRAPPER, "architectures": ["PixtralVisionModelWithHead"]}, "architectures is"),
         (text(model_type="gemma9_text"), "text_config: model_type is 'gemma9_text'"),

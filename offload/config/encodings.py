@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from offload.config.block import Block, Encodings, TensorNames
+from offload.config.matrices import Matrix
 from offload.config.model import ModelConfig
 
 
@@ -24,17 +25,62 @@ def encoded(config: ModelConfig, encoding_of: Callable[[str], str]) -> ModelConf
     return replace(config, blocks=blocks, table_encoding=table, head_encoding=head)
 
 
+def matrices(config: ModelConfig) -> dict[str, Matrix]:
+    """All matrices of a checkpoint of `config`, by the names that `encoded` asks for."""
+    found = {config.names.embeddings: config.table} | (
+        {} if config.tie_embeddings else {config.names.head: config.head}
+    )
+    for index, block in enumerate(config.blocks):
+        layer, stored = f"{config.names.body}layers.{index}.", _MatrixNames.of(block, config.names)
+        hidden, attention, inner = config.hidden_size, block.attention, block.feed_forward
+        outputs = [inner.size] * len(stored.gate_up)
+        found |= _joined(layer, stored.qkv, attention.parts, hidden, block.encodings.qkv)
+        found |= _joined(layer, [stored.o], [hidden], attention.q_size, [block.encodings.o])
+        found |= _joined(layer, stored.gate_up, outputs, hidden, block.encodings.gate_up)
+        found |= _joined(layer, [stored.down], [hidden], inner.size, [block.encodings.down])
+    return found
+
+
+def _joined(
+    layer: str, names: Iterable[str], outputs: Iterable[int], inputs: int, encodings: Iterable[str]
+) -> dict[str, Matrix]:
+    """Parts with one name are one matrix."""
+    found: dict[str, Matrix] = {}
+    kinds = [*encodings]
+    for number, (name, rows) in enumerate(zip(names, outputs, strict=True)):
+        before = found[layer + name].outputs if layer + name in found else 0
+        found[layer + name] = Matrix(before + rows, inputs, kinds[number] if kinds else "")
+    return found
+
+
+@dataclass(frozen=True)
+class _MatrixNames:
+    """Of a layer's matrices, within it; as `Encodings` has them. A fused one occurs for each of its parts."""
+
+    qkv: tuple[str, ...]
+    o: str
+    gate_up: tuple[str, ...]
+    down: str
+
+    @classmethod
+    def of(cls, block: Block, names: TensorNames) -> _MatrixNames:
+        attention, inner = block.attention, block.feed_forward
+        letters = ["q", "k", *([] if attention.values_are_keys else ["v"]), *(["gate"] if attention.gate else [])]
+        qkv = [names.fused_qkv or f"self_attn.{letter}_proj" for letter in letters]
+        if attention.gate and names.fused_qkv:
+            qkv[-1] = "self_attn.gate_proj"
+        gate_up = [names.fused_gate_up or name for name in (["mlp.gate_proj"] if inner.gated else []) + [names.up]]
+        weights = [[f"{name}.weight" for name in part] for part in (qkv, ["self_attn.o_proj"], gate_up, [names.down])]
+        return cls(tuple(weights[0]), weights[1][0], tuple(weights[2]), weights[3][0])
+
+
 def _of_layer(block: Block, names: TensorNames, encoding_of: Callable[[str], str]) -> Encodings:
     """encoding_of: of the names within the layer."""
-    attention, inner = block.attention, block.feed_forward
-    letters = ["q", "k", *([] if attention.values_are_keys else ["v"]), *(["gate"] if attention.gate else [])]
-    qkv = [names.fused_qkv or f"self_attn.{letter}_proj" for letter in letters]
-    if attention.gate and names.fused_qkv:
-        qkv[-1] = "self_attn.gate_proj"
-    gate_up = [names.fused_gate_up or name for name in (["mlp.gate_proj"] if inner.gated else []) + [names.up]]
-
-    def of(name: str) -> str:
-        return encoding_of(f"{name}.weight")
-
-    found = Encodings(tuple(map(of, qkv)), of("self_attn.o_proj"), tuple(map(of, gate_up)), of(names.down))
+    stored = _MatrixNames.of(block, names)
+    found = Encodings(
+        tuple(map(encoding_of, stored.qkv)),
+        encoding_of(stored.o),
+        tuple(map(encoding_of, stored.gate_up)),
+        encoding_of(stored.down),
+    )
     return Encodings() if not any((*found.qkv, found.o, *found.gate_up, found.down)) else found

@@ -11,6 +11,7 @@ from typing import NoReturn
 from offload.errors import ModelError, unreadable
 
 MAX_JSON_BYTES = 1 << 20
+TEXT_CONFIG = "text_config"  # of a wrapper: the language model's own
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, object]:

@@ -15,6 +15,7 @@ from typing import Any
 from offload.config.block import BLOCK_NORMS, FACTOR_BYTES, Attention, Block, FeedForward, Norm, TensorNames
 from offload.config.matrices import Matrix, layer_matrices
 from offload.config.rope import Rope
+from offload.config.schemes import Quantisation
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class ModelConfig:
     first. logits_cap: of logits, times their scale, as of scores. embedding_norm: of rows as they come in. dtype: what
     the weights are meant to be computed in. wrapper: the model_type of the model whose text this is. table_encoding,
     head_encoding: of the embedding's table and of the head, see `Encodings`; of the head that is the table both.
+    quantisation: the rules that they follow from, where config.json has some.
     """
 
     family: str
@@ -47,6 +49,7 @@ class ModelConfig:
     wrapper: str = ""
     table_encoding: str = ""
     head_encoding: str = ""
+    quantisation: Quantisation | None = field(default=None, compare=False)
 
     @property
     def num_layers(self) -> int:

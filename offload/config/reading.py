@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from offload.config.families import FAMILIES, WRAPPERS, Family, Wrapper
-from offload.config.fields import Fields, is_neutral, read_json
+from offload.config.fields import TEXT_CONFIG, Fields, is_neutral, read_json
 from offload.config.model import ModelConfig
+from offload.config.quantisation import parted, quantised
 from offload.errors import ModelError
 
 ADAPTER_FILE = "adapter_config.json"
-TEXT_CONFIG = "text_config"  # of a wrapper: the language model's own
 
 # Fields that change the arithmetic, with the values that leave it alone. Absent and null always do.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -76,7 +76,13 @@ def config_of(data: Mapping[str, object], *, name: str = "") -> ModelConfig:
     Fields mean what they mean to transformers, and those that it does not read in this family mean nothing; absent,
     they mean its defaults, also those of the family. Token ids that are absent stay unknown. Sizes must be there.
     """
-    source = Fields(data, name or "config")
+    plain, stored = parted(data, name or "config")
+    config = _described(Fields(plain, name or "config"))
+    return config if stored is None else quantised(config, stored)
+
+
+def _described(source: Fields) -> ModelConfig:
+    data = source.data
     wrapper = WRAPPERS.get(str(data.get("model_type")))
     if wrapper is None:
         return _read(source, FAMILIES[source.choice("model_type", (*FAMILIES, *WRAPPERS))], None)

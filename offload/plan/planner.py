@@ -103,6 +103,7 @@ def make_plan(
     """Plan a request. times: of passes on a CPU, as far as they were measured. Raises UsageError, and DoesNotFit, which
     names what would fit, if the context or the memory is too small."""
     notes = [f"the text of a {target.wrapper} model: it sees no pictures here"] if target.wrapper else []
+    notes += target.quantisation.remarks if target.quantisation else []
     capacity, sizing = _sized(target, draft, options, hardware, num_prompt_tokens, max_tokens, notes)
     _check_memory(sizing, capacity, num_prompt_tokens)
     cost, best = choose(sizing, capacity, times)

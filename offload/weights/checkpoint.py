@@ -27,6 +27,7 @@ from offload.errors import ModelError, unreadable
 from offload.formats.layout import encoding, is_encoding
 from offload.formats.stored import StoredMatrix
 from offload.weights.linear import numbers
+from offload.weights.quantised_folder import gathered
 from offload.weights.tensors import expected_tensors
 
 SINGLE_FILE = "model.safetensors"
@@ -111,7 +112,7 @@ class Checkpoint:
         if entry.dtype not in STORED_DTYPES:
             raise ModelError(
                 f"{entry.path}: {name} is stored as {entry.dtype}, only {', '.join(STORED_DTYPES)} can be read; "
-                "use an unquantised checkpoint"
+                "its config.json has no quantization_config that says what they mean"
             )
         return STORED_DTYPES[entry.dtype]
 
@@ -168,6 +169,10 @@ class Checkpoint:
     def rename(self, names: Mapping[str, str]) -> None:
         """Call tensors otherwise than the files do: stored name -> the name that they have from now on."""
         self._entries = {names.get(name, name): entry for name, entry in self._entries.items()}
+
+    def gather(self, config: ModelConfig) -> None:
+        """Take the tensors that are one quantised matrix for one. Names are as `rename` left them. ModelError."""
+        self._entries = gathered(self._entries, config, self.folder)
 
     def equal(self, first: str, second: str) -> bool:
         """True where two tensors hold the same values in the same shape."""
@@ -243,6 +248,8 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
     differ, version 4 does not, so such a folder has no one meaning. Comparing reads both once.
     """
     checkpoint.rename(_other_names(checkpoint.names(), config))
+    if config.quantisation is not None:
+        checkpoint.gather(config)
     expected, names = expected_tensors(config), checkpoint.names()
     head, embeddings = config.names.head, config.names.embeddings
     is_whole = expected.keys() <= set(names)  # otherwise what is left over may say what is wrong

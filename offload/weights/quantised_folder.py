@@ -1,0 +1,226 @@
+"""Folders with a quantization_config: several tensors of theirs are one matrix, as it is stored.
+
+Of a module X, by its scheme's packing, with G groups of inputs that share a scale:
+awq     X.qweight I32 [inputs, outputs / 8], X.qzeros I32 [G, outputs / 8], X.scales [G, outputs]
+gptq    X.qweight I32 [inputs * bits / 32, outputs], X.qzeros I32 [G, outputs * bits / 32], X.scales [G, outputs],
+        X.g_idx I32 [inputs] where groups are not in order
+packed  X.weight_packed I32 [outputs, inputs * bits / 32], X.weight_scale [outputs, G], X.weight_shape I64 [2],
+        X.weight_zero_point I32 [outputs * bits / 32, G] or I8 [outputs, G], X.weight_g_idx I32 [inputs]
+bytes   X.weight I8 or F8_E4M3 [outputs, inputs], X.weight_scale or X.weight_scale_inv, X.weight_zero_point I8
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from offload.config.encodings import matrices
+from offload.config.matrices import Matrix
+from offload.config.model import ModelConfig
+from offload.config.quantisation import scheme_of
+from offload.config.schemes import Scheme
+from offload.errors import ModelError
+from offload.weights.tensors import expected_tensors
+from offload.weights.unpacking import Packed
+
+if TYPE_CHECKING:
+    from offload.weights.checkpoint import Entry
+
+Shapes = tuple[tuple[int, ...], ...]
+
+_PARTS = {
+    "awq": ("qweight", "qzeros", "scales", "g_idx"),
+    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "packed": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
+    "bytes": ("weight", "weight_scale", "weight_scale_inv", "weight_zero_point"),
+}
+_OPTIONAL = ("g_idx", "weight_shape", "weight_zero_point", "weight_g_idx")
+_MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # of a module that is quantised
+_SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_NARROWER = ("F16", "BF16", "F8_E8M0", "U8")  # what may stand for fp32 scales; U8 are exponents, as E8M0 has them
+# Of quantised activations and KV caches, which this program does not have.
+_UNUSED = re.compile(
+    r"\.((input|output)_(scale|zero_point|global_scale|scale_ub)|(input_)?activation_scale|[kqv]_(scale|zero_point)"
+    r"|(self_attn|attn)\.[kqv]_proj\.output_scale)$"
+)
+
+
+def gathered(entries: Mapping[str, Entry], config: ModelConfig, folder: Path) -> dict[str, Entry]:
+    """The same, by the names of `expected_tensors`: the parts of each quantised matrix are one entry, in blocks or,
+    where no block holds it, in numbers. What belongs to quantised activations is left out, and so are biases that are 0
+    where config.json says that there is none. Idempotent. ModelError for parts that are missing, foreign or misshapen.
+    """
+    assert config.quantisation is not None
+    rest = {name: entry for name, entry in entries.items() if not _UNUSED.search(name)}
+    expected = expected_tensors(config)
+    for name, matrix in matrices(config).items():
+        module, scheme = name.removesuffix(".weight"), scheme_of(name, config.quantisation, config)
+        if scheme is None:
+            if found := [mark for mark in _MARKS if f"{module}.{mark}" in rest]:
+                raise ModelError(
+                    f"{folder}: quantization_config leaves {module} as plain numbers, but there is "
+                    f"{module}.{found[0]}; the weights or config.json are another model's"
+                )
+            continue
+        if name in rest and isinstance(rest[name].file, _Reader):
+            continue
+        parts = {part: rest.pop(f"{module}.{part}") for part in _PARTS[scheme.packing] if f"{module}.{part}" in rest}
+        rest[name] = _Reader.entry(module, scheme, matrix, parts, folder)
+        bias = rest.get(f"{module}.bias")
+        if bias is not None and f"{module}.bias" not in expected and not bias.file.get_tensor(bias.stored_name).any():
+            del rest[f"{module}.bias"]
+    return rest
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Unpacks a matrix whenever it is asked for; a `TensorFile`. kind: its encoding, "" for plain numbers."""
+
+    module: str
+    scheme: Scheme
+    outputs: int
+    inputs: int
+    kind: str
+    parts: Mapping[str, Entry]
+
+    @classmethod
+    def entry(cls, module: str, scheme: Scheme, matrix: Matrix, parts: Mapping[str, Entry], folder: Path) -> Entry:
+        kind = scheme.encoding(matrix.inputs)
+        made = cls(module, scheme, matrix.outputs, matrix.inputs, kind, parts)
+        made._check(folder)
+        main = parts[_PARTS[scheme.packing][0]]
+        return replace(main, file=made, shape=(matrix.outputs, matrix.inputs), dtype=kind or scheme.scales)
+
+    def get_tensor(self, name: str) -> Tensor:
+        """uint8 [outputs, bytes], or [outputs, inputs] in the scale's dtype. Memory: that, and a few MiB."""
+        parts = {part: entry.file.get_tensor(entry.stored_name) for part, entry in self.parts.items()}
+        self._check_shape_part(parts)
+        scales = self._scales(parts)
+        packed = Packed(self.scheme, self.outputs, self.inputs, parts, scales, self._order(parts, scales.shape[1]))
+        return packed.blocks(self.kind) if self.kind else packed.numbers()
+
+    def _scales(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """[rows of them, groups]."""
+        stored = parts[self._scale_part]
+        if stored.dtype == torch.uint8:
+            stored = stored.view(torch.float8_e8m0fnu)
+        stored = stored.to(_SCALES[self.scheme.scales])
+        return stored.T if self._is_transposed else stored.reshape(self._grid(stored.numel()))
+
+    def _order(self, parts: Mapping[str, Tensor], num_groups: int) -> Tensor | None:
+        """int64 [inputs]: the group of each; None where they are in order."""
+        stored = next((parts[part] for part in ("g_idx", "weight_g_idx") if part in parts), None)
+        if stored is None or (stored == -1).any():  # -1: compressed-tensors never set it
+            return None
+        size, order = self.scheme.inputs or self.inputs, stored.long()
+        if torch.equal(order, torch.arange(self.inputs) // size):
+            return None
+        if self.kind:
+            raise ModelError(
+                f"{self._named('g_idx')}: groups are not in order, which quantization_config does not say; set "
+                "desc_act (GPTQ) or actorder to true in config.json"
+            )
+        if int(order.min()) < 0 or int(order.max()) >= num_groups:
+            raise ModelError(f"{self._named('g_idx')} names a group beyond the {num_groups} there are; fetch it again")
+        return order
+
+    def _check_shape_part(self, parts: Mapping[str, Tensor]) -> None:
+        shape = parts["weight_shape"].tolist() if "weight_shape" in parts else [self.outputs, self.inputs]
+        if shape != [self.outputs, self.inputs]:
+            raise ModelError(
+                f"{self._named('weight_shape')} is {shape}, config.json says {[self.outputs, self.inputs]}; "
+                "fetch both again, of one version"
+            )
+
+    def _check(self, folder: Path) -> None:
+        needed = [part for part in self._shapes if part not in _OPTIONAL and part not in self.parts]
+        zeros = "weight_zero_point"
+        if self.scheme.has_zeros and zeros in _PARTS[self.scheme.packing] and zeros not in self.parts:
+            needed.append(zeros)
+        if needed:
+            hint = (
+                "name it among the modules that are not quantised, if it is not" if self._is_plain else "fetch it again"
+            )
+            raise ModelError(
+                f"{folder}: {self.module} is quantised, by quantization_config, and there is no "
+                f"{self.module}.{needed[0]}; {hint}"
+            )
+        whole = 32 // self.scheme.bits  # numbers in a word
+        if self._is_transposed and (self.outputs % whole or (self.scheme.packing == "gptq" and self.inputs % whole)):
+            raise ModelError(
+                f"{folder}: {self.module} is {[self.outputs, self.inputs]} by config.json, which the format "
+                f"{self.scheme.packing} cannot pack in words of {whole}; fetch weights and config.json of one version"
+            )
+        for part, entry in self.parts.items():
+            dtypes, shapes = self._dtypes(part), self._shapes.get(part, ())
+            if entry.dtype not in dtypes:
+                raise ModelError(
+                    f"{entry.path}: {self.module}.{part} is stored as {entry.dtype}; by config.json it must be "
+                    f"{' or '.join(dtypes)}"
+                )
+            if entry.shape not in shapes:
+                possible = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+                raise ModelError(
+                    f"{entry.path}: {self.module}.{part} has shape {list(entry.shape)}; by config.json it must be "
+                    f"{possible}"
+                )
+
+    @property
+    def _is_plain(self) -> bool:
+        weight = self.parts.get("weight")
+        return weight is not None and weight.dtype in ("F64", "F32", "F16", "BF16")
+
+    @property
+    def _is_transposed(self) -> bool:
+        return self.scheme.packing in ("awq", "gptq")
+
+    @property
+    def _scale_part(self) -> str:
+        names = ("scales", "weight_scale_inv", "weight_scale")
+        return next((name for name in names if name in self.parts), "weight_scale")
+
+    def _grid(self, num_scales: int = 0) -> tuple[int, int]:
+        """Rows and columns of the scales, also where they have other dimensions of 1."""
+        if num_scales == 1:
+            return 1, 1
+        outputs, inputs = self.scheme.outputs or self.outputs, self.scheme.inputs or self.inputs
+        return -(-self.outputs // outputs), -(-self.inputs // inputs)
+
+    def _dtypes(self, part: str) -> tuple[str, ...]:
+        if part in ("scales", "weight_scale", "weight_scale_inv"):
+            return (self.scheme.scales, *(_NARROWER if self.scheme.widens else ()))
+        if part == "weight":
+            return ("F8_E4M3",) if self.scheme.is_float else ("I8",)
+        if part == "weight_zero_point":
+            return ("I32", "I8") if self.scheme.packing == "packed" else ("I8",)
+        return ("I64", "I32") if part == "weight_shape" else ("I32",)
+
+    @property
+    def _shapes(self) -> dict[str, Shapes]:
+        """That the parts may have."""
+        bits, (rows, groups) = self.scheme.bits, self._grid()
+        by_inputs, by_outputs = -(-self.inputs * bits // 32), -(-self.outputs * bits // 32)  # words
+        if self._is_transposed:
+            weight = (self.inputs, by_outputs) if self.scheme.packing == "awq" else (by_inputs, self.outputs)
+            zeros, scales = (groups, by_outputs), (groups, self.outputs)
+            return {"qweight": (weight,), "qzeros": (zeros,), "scales": (scales,), "g_idx": ((self.inputs,),)}
+        grids: Shapes = ((rows, groups),)
+        grids += ((rows * groups,),) if 1 in (rows, groups) else ()
+        grids += ((), (1,), (1, 1)) if rows * groups == 1 or self.scheme.widens else ()
+        if self.scheme.packing == "bytes":
+            return {"weight": ((self.outputs, self.inputs),), self._scale_part: grids, "weight_zero_point": grids}
+        are_packed = "weight_zero_point" in self.parts and self.parts["weight_zero_point"].dtype == "I32"
+        return {
+            "weight_packed": ((self.outputs, by_inputs),), "weight_scale": grids, "weight_shape": ((2,),),
+            "weight_zero_point": ((by_outputs, groups),) if are_packed else grids, "weight_g_idx": ((self.inputs,),),
+        }  # fmt: skip
+
+    def _named(self, part: str) -> str:
+        entry = next(iter(self.parts.values()))
+        return f"{entry.path}: {self.module}.{part}"

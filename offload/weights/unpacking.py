@@ -1,0 +1,130 @@
+"""The numbers of matrices that AWQ, GPTQ, compressed-tensors and FP8 checkpoints hold, as blocks of our own or plain.
+
+Whatever the packing, a matrix is codes, scales and zeros: a number is (code - zero) * scale in the scale's dtype, or a
+code in e4m3 times the scale. Sources of the packings: AutoAWQ 0.2.9 (awq/utils/packing_utils.py), GPTQModel
+(nn_modules/qlinear/torch.py, and utils/model.py for the zeros of its first format), compressed-tensors 0.20
+(compressors/pack_quantized/helpers.py), transformers 5.23 (integrations/finegrained_fp8.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.config.schemes import Scheme
+from offload.formats.layout import GROUP_HEAD, encoding
+
+_PIECE = 1 << 22  # numbers of a matrix that are unpacked at once, in whole outputs
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word's 8 outputs: which 4 bits, from the lowest
+_LESS_ONE = {4: 0x11111111, 8: 0x01010101}  # what was taken from each word of zeros
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix [outputs, inputs] as a checkpoint holds it. parts: tensors by their names, of the shapes in
+    weights/quantised_folder.py. scales: [rows of them, groups]. order: int64 [inputs], the group of each input; None:
+    in order."""
+
+    scheme: Scheme
+    outputs: int
+    inputs: int
+    parts: Mapping[str, Tensor]
+    scales: Tensor
+    order: Tensor | None = None
+
+    def blocks(self, kind: str) -> Tensor:
+        """Its rows in blocks of the encoding `kind`, uint8 [outputs, bytes]."""
+        form = encoding(kind)
+        groups = self._group_of(torch.arange(0, self.inputs, form.numbers))
+        out = torch.empty(self.outputs, len(groups), form.nbytes, dtype=torch.uint8)
+        for rows, codes, scales, zeros in self._pieces():
+            place = out[rows]
+            place[..., : scales.itemsize] = scales[:, groups].unsqueeze(-1).view(torch.uint8)
+            if self.scheme.is_float:
+                place[..., scales.itemsize : GROUP_HEAD] = 0
+            else:
+                place[..., 2:GROUP_HEAD] = zeros[:, groups].unsqueeze(-1).view(torch.uint8)
+            numbers = codes.view(len(codes), -1, form.numbers)
+            if self.scheme.bits == 4:
+                low, high = numbers.chunk(2, -1)
+                numbers = low | high << 4
+            place[..., GROUP_HEAD:] = numbers
+        return out.view(self.outputs, -1)
+
+    def numbers(self) -> Tensor:
+        """[outputs, inputs] in the scale's dtype."""
+        groups = self._group_of(torch.arange(self.inputs)) if self.order is None else self.order
+        out = torch.empty(self.outputs, self.inputs, dtype=self.scales.dtype)
+        for rows, codes, scales, zeros in self._pieces():
+            if self.scheme.is_float:
+                values = codes.view(torch.float8_e4m3fn).float()
+            else:
+                values = codes.float() - zeros[:, groups]
+            out[rows] = values * scales[:, groups].float()
+        return out
+
+    def _group_of(self, inputs: Tensor) -> Tensor:
+        return inputs // self.scheme.inputs if self.scales.shape[1] > 1 else torch.zeros_like(inputs)
+
+    def _pieces(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Outputs, their codes, uint8 [n, inputs], scales [n, groups] and zeros, int16 [n, groups]."""
+        step = max(8, _PIECE // self.inputs // 8 * 8)  # whole words of packed outputs
+        all_zeros = self.scales if self.scheme.is_float else _zeros(self.scheme, self.parts, self.scales)
+        for first in range(0, self.outputs, step):
+            rows = slice(first, min(first + step, self.outputs))
+            scales = self._of_rows(self.scales, rows).contiguous()
+            zeros = self._of_rows(all_zeros, rows).contiguous()
+            yield rows, _codes(self.scheme, self.parts, rows)[:, : self.inputs], scales, zeros
+
+    def _of_rows(self, grid: Tensor, rows: slice) -> Tensor:
+        """A row of a grid of scales for each output."""
+        if len(grid) == self.outputs and self.scheme.outputs == 1:
+            return grid[rows]
+        shared = self.scheme.outputs if len(grid) > 1 else self.outputs
+        return grid[torch.arange(rows.start, rows.stop) // shared]
+
+
+def _codes(scheme: Scheme, parts: Mapping[str, Tensor], rows: slice) -> Tensor:
+    """uint8 [n, inputs and what fills the last word]: numbers from 0 to 15 or 255, or e4m3."""
+    if scheme.packing == "bytes":
+        codes = parts["weight"][rows].contiguous().view(torch.uint8)
+        return codes if scheme.is_float else codes ^ 128
+    if scheme.packing == "packed":
+        return _unpacked(parts["weight_packed"][rows].contiguous(), scheme.bits)
+    if scheme.packing == "gptq":
+        return _unpacked(parts["qweight"][:, rows].T.contiguous(), scheme.bits)
+    words = parts["qweight"][:, rows.start // 8 : rows.stop // 8].contiguous()
+    return _in_awq_order(words).T.contiguous()
+
+
+def _zeros(scheme: Scheme, parts: Mapping[str, Tensor], scales: Tensor) -> Tensor:
+    """int16, of the shape of scales."""
+    if scheme.packing == "awq":
+        return _in_awq_order(parts["qzeros"].contiguous()).T.to(torch.int16)
+    if scheme.packing == "gptq":
+        words = parts["qzeros"].contiguous()
+        words = words + _LESS_ONE[scheme.bits] if scheme.less_one else words  # wraps around, as it did when taken away
+        return _unpacked(words, scheme.bits).T.to(torch.int16)
+    middle, zeros = 1 << scheme.bits - 1, parts.get("weight_zero_point")
+    if zeros is None:
+        return torch.full_like(scales, middle, dtype=torch.int16)
+    if zeros.dtype == torch.int8:
+        return zeros.to(torch.int16).view(scales.shape) + middle
+    return _unpacked(zeros.T.contiguous(), scheme.bits).T[: len(scales)].to(torch.int16)
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """int32 [n, words], contiguous -> uint8 [n, numbers], those of a word from its lowest bits."""
+    numbers = words.view(torch.uint8)
+    if bits == 8:
+        return numbers
+    return torch.stack([numbers & 15, numbers >> 4], -1).flatten(1)
+
+
+def _in_awq_order(words: Tensor) -> Tensor:
+    """int32 [n, words], contiguous -> uint8 [n, 8 * words]."""
+    eights = _unpacked(words, 4).view(len(words), -1, 8)
+    return eights[..., list(_AWQ_PLACES)].flatten(1)

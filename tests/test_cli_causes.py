@@ -212,12 +212,20 @@ def test_name_in_the_hubs_cache_leads_nowhere_else(triforce, model):
     assert plan(triforce, cached).endswith(f"give {cached}/snapshots/1111\n")
 
 
-@pytest.mark.parametrize("where", ["file", "file of any name", "in a folder"])
-def test_gguf_file_is_to_be_converted(triforce, tmp_path, where):
-    file = tmp_path / ("model" if where == "file of any name" else "model.gguf")
-    file.write_bytes(b"GGUF\3\0\0\0")
-    said = plan(triforce, tmp_path if where == "in a folder" else file)
-    assert said.startswith(f"error: model {file} is a GGUF file; 'triforce convert {file}'")
+def test_gguf_file_is_read(triforce, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\3\0\0\0")
+    assert plan(triforce, tmp_path / "model.gguf").startswith(
+        f"error: {tmp_path / 'model.gguf'} is not a whole GGUF file: it has 8 bytes"
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [("model", "is a GGUF file by another name; give it one that ends in .gguf"), ("model.gguf", "give the GGUF file")],
+)
+def test_gguf_file_that_was_not_named_as_one(triforce, tmp_path, where, said):
+    (tmp_path / where).write_bytes(b"GGUF\3\0\0\0")
+    assert said in plan(triforce, tmp_path if where.endswith(".gguf") else tmp_path / where)
 
 
 def test_file_in_a_model_is_not_the_model(triforce, model):

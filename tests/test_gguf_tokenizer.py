@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
+from offload.decode import gguf_tokenizer
 from offload.decode.tokenizer import Tokenizer
 from offload.errors import ModelError
-from offload.hub import gguf_tokenizer
 
 TEXT = "It'S 12345 Ab9 x.\n\n  y"
 # What pieces a text is in before merges, by the names of some cuts, each of another kind.
@@ -33,26 +34,19 @@ LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 SPECIAL = ["<\uff5cbegin\uff5c>", "<|end|>", "<tool>"]
 
 
-def reader(pre: str | None, **more: object) -> Any:
-    """As the library reads a file: two letters that merge, a whole word that no merge makes, three added tokens."""
+def values(pre: str | None, **more: object) -> dict[str, Any]:
+    """A file's: two letters that merge, a whole word that no merge makes, three added tokens."""
     tokens = [*LETTERS, "ab", "abc", "12", *SPECIAL]
-    values = {
-        "pre": pre, "tokens": tokens, "merges": ["a b", "1 2"], "token_type": [1] * 259 + [3, 3, 4],
-        "bos_token_id": 259, "eos_token_id": 260, **more,
+    found = {
+        "model": "gpt2", "pre": pre, "tokens": tokens, "merges": ["a b", "1 2"], "token_type": [1] * 259 + [3, 3, 4],
+        "bos_token_id": 259, "eos_token_id": 260, "tokenizer.chat_template": "{{ x }}", **more,
     }  # fmt: skip
-    fields = {f"tokenizer.ggml.{key}": value for key, value in values.items()} | {"tokenizer.chat_template": "{{ x }}"}
-    return SimpleNamespace(
-        fields={
-            key: SimpleNamespace(contents=lambda value=value: value)
-            for key, value in fields.items()
-            if value is not None
-        }
-    )
+    return {key: value for key, value in found.items() if value is not None}
 
 
-def made(folder: Path, pre: str | None, **more: object) -> Tokenizer:
-    gguf_tokenizer.write(reader(pre, **more), folder)
-    return Tokenizer.from_folder(folder)
+def made(pre: str | None, **more: object) -> Tokenizer:
+    pipeline, settings = gguf_tokenizer.of_values(values(pre, **more))
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=RawTokenizer(BPE()), **settings), pipeline)
 
 
 @pytest.mark.parametrize("pre", PIECES)
@@ -66,17 +60,16 @@ def test_several_names_stand_for_the_same_cuts(name: str, like: str) -> None:
 
 
 @pytest.mark.parametrize("pre", UNKNOWN)
-def test_unknown_cuts_are_refused_by_name(tmp_path: Path, pre: str | None) -> None:
+def test_unknown_cuts_are_refused_by_name(pre: str | None) -> None:
     """Bug: they were taken for GPT-2's, so all digits of a number could be one token."""
     named = "names no way to cut text" if pre in (None, "default") else f"cuts text as {pre!r}"
     with pytest.raises(ModelError, match=rf"its tokenizer {named}.*known are .*smollm.*Pull the model's safetensors"):
-        gguf_tokenizer.write(reader(pre), tmp_path)
-    assert not list(tmp_path.iterdir())
+        gguf_tokenizer.of_values(values(pre))
 
 
-def test_ids_are_those_of_the_file_and_special_tokens_are_one_each(tmp_path: Path) -> None:
+def test_ids_are_those_of_the_file_and_special_tokens_are_one_each() -> None:
     """Bug: transformers spells special tokens outside of ASCII in bytes and adds them again, after all weights."""
-    tokenizer = made(tmp_path, "smollm")
+    tokenizer = made("smollm")
     assert tokenizer.encode("ab12<\uff5cbegin\uff5c>a<tool><|end|>") == [
         256, LETTERS.index("1"), LETTERS.index("2"), 259, LETTERS.index("a"), 261, 260,
     ]  # fmt: skip
@@ -84,21 +77,21 @@ def test_ids_are_those_of_the_file_and_special_tokens_are_one_each(tmp_path: Pat
     assert tokenizer.added_tokens(special=True) == {SPECIAL[0]: 259, SPECIAL[1]: 260}
 
 
-def test_a_text_begins_as_the_file_or_else_the_kind_says(tmp_path: Path) -> None:
+def test_a_text_begins_as_the_file_or_else_the_kind_says() -> None:
     for pre, said, begins in (
         ("smollm", None, []),
         ("smollm", True, [259]),
         ("llama-bpe", None, [259]),
         ("qwen2", False, []),
     ):
-        assert made(tmp_path, pre, add_bos_token=said).encode("a") == [*begins, LETTERS.index("a")]
+        assert made(pre, add_bos_token=said).encode("a") == [*begins, LETTERS.index("a")]
 
 
-def test_words_that_are_tokens_are_whole_where_the_kind_takes_them_so(tmp_path: Path) -> None:
-    assert made(tmp_path, "llama-bpe").encode("abc")[1:] == [257]
-    assert made(tmp_path, "qwen2").encode("abc") == [256, LETTERS.index("c")]
+def test_words_that_are_tokens_are_whole_where_the_kind_takes_them_so() -> None:
+    assert made("llama-bpe").encode("abc")[1:] == [257]
+    assert made("qwen2").encode("abc") == [256, LETTERS.index("c")]
 
 
-def test_characters_are_composed_where_the_models_own_tokenizer_does(tmp_path: Path) -> None:
+def test_characters_are_composed_where_the_models_own_tokenizer_does() -> None:
     for pre, count in (("qwen2", 2), ("llama-bpe", 4)):
-        assert len(made(tmp_path, pre).encode("e\u0301")) == count
+        assert len(made(pre).encode("e\u0301")) == count

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from offload.config.families import FAMILIES, WRAPPERS, Family, Wrapper
 from offload.config.fields import TEXT_CONFIG, Fields, is_neutral, read_json
+from offload.config.gguf import gguf_config
+from offload.config.gguf_header import is_gguf, read_header
 from offload.config.model import ModelConfig
 from offload.config.quantisation import parted, quantised
 from offload.errors import ModelError
@@ -54,9 +56,11 @@ _READ = {"sliding_window", "use_sliding_window", "rope_theta", "rope_scaling", "
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """Read `config.json`, and the further eos ids of `generation_config.json` where there is one. ModelError, also
-    where the folder is an adapter's or holds one: its weights would change every token."""
+    """Read `config.json`, and the further eos ids of `generation_config.json` where there is one; of a GGUF file its
+    metadata. ModelError, also where the folder is an adapter's or holds one: its weights would change every token."""
     folder = Path(path)
+    if is_gguf(folder):
+        return gguf_config(read_header(folder))
     if (folder / ADAPTER_FILE).is_file():
         raise ModelError(
             f"{folder} holds {ADAPTER_FILE}, and adapters are not applied; merge it into its model (peft: "

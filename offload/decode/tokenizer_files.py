@@ -1,4 +1,4 @@
-"""The tokenizer that a model folder's files describe. Never runs remote code, never downloads.
+"""The tokenizer that a model folder's files, or a GGUF file, describe. Never runs remote code, never downloads.
 
 Where there is a tokenizer.json it decides which ids a text has: its normalizer, pre-tokenizer, model, added tokens and
 post-processor, whatever class tokenizer_config.json names. From there come the names of special tokens and the chat
@@ -17,6 +17,8 @@ from typing import Any, cast
 import tokenizers
 
 from offload.config.fields import read_json
+from offload.config.gguf_header import is_gguf
+from offload.decode import gguf_tokenizer
 from offload.errors import ModelError
 
 MAX_FILE_BYTES = 1 << 26  # of a tokenizer's file; the largest published ones are half as large
@@ -35,6 +37,8 @@ def load(folder: Path) -> tuple[Any, tokenizers.Tokenizer]:
 
     Raises ModelError, and whatever the libraries raise for a damaged file.
     """
+    if is_gguf(folder):
+        return gguf_tokenizer.load(folder)
     for path in (folder / name for name in _ALL_FILES):
         if path.is_file():
             _check_file(path)

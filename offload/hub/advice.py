@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from offload.config.gguf_header import MAGIC, SUFFIX, is_gguf
 from offload.hub.names import MAIN
 
-_GGUF, _GGUF_MAGIC = ".gguf", b"GGUF"
 _IN_A_MODEL = (".safetensors", ".bin", "config.json")  # ends of names of files, one of which any folder of a model has
 _VERSIONS = "snapshots"  # in the folder models--OWNER--NAME of the hub's cache
 _MAX_REVISION_BYTES = 100
 
 
 def advice(given: Path) -> str:
-    """ "" where `given` may be a model's folder, or is nothing that exists. Reads names, and the first bytes of a file.
-    OSError."""
+    """ "" where `given` may be a model's folder or its GGUF file, or is nothing that exists. Reads names, and the first
+    bytes of a file. OSError."""
     if given.is_file():
         return _about_file(given)
     if not given.is_dir():
@@ -30,15 +30,17 @@ def advice(given: Path) -> str:
         return ""
     if _VERSIONS in names and (version := _version(given)):
         return f"{given} is a folder of the hub's cache, with versions of a model in it; give {version}"
-    return next((_about_file(given / name) for name in names if name.endswith(_GGUF)), "")
+    found = next((name for name in names if name.endswith(SUFFIX)), "")
+    return f"{given} is a folder; give the GGUF file in it: {given / found}" if found else ""
 
 
 def _about_file(file: Path) -> str:
+    if is_gguf(file):
+        return ""
     with file.open("rb") as opened:
-        is_gguf = file.suffix == _GGUF or opened.read(len(_GGUF_MAGIC)) == _GGUF_MAGIC
-    if is_gguf:
-        return f"{file} is a GGUF file; 'triforce convert {file}' makes a folder of it, and says what to give then"
-    return f"{file} is a file; give the folder of the model, which holds config.json and the weights"
+        if opened.read(len(MAGIC)) == MAGIC:
+            return f"{file} is a GGUF file by another name; give it one that ends in {SUFFIX}"
+    return f"{file} is a file; give the folder of the model, which holds config.json and the weights, or a GGUF file"
 
 
 def _version(cached: Path) -> Path | None:

@@ -9,8 +9,8 @@ from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
+from offload.decode import gguf_tokenizer
 from offload.errors import DoesNotFit, ModelError
-from offload.hub import gguf_tokenizer
 from offload.plan.machine import free_host_bytes
 
 _WEIGHT_BYTES = 4 + 2  # per weight while unpacking: fp32, and fp16 beside it
@@ -26,7 +26,7 @@ def dequantise(file: Path, folder: Path) -> None:
     _check_memory(file, reader)
     try:
         with _quiet():
-            _write_tokenizer(reader, file, folder)
+            gguf_tokenizer.write(file, folder)
             _unpack(file, folder)
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from error
@@ -35,18 +35,6 @@ def dequantise(file: Path, folder: Path) -> None:
             f"{file} cannot be converted ({error}); look for a repository with safetensors, or a GGUF file of a Llama, "
             "Mistral or Qwen model"
         ) from error
-
-
-def _write_tokenizer(reader: Any, file: Path, folder: Path) -> None:
-    """Of a kind whose cuts are named in the file by our own table; transformers takes unknown names for GPT-2's."""
-    import transformers
-
-    kind = reader.fields.get("tokenizer.ggml.model")
-    if kind is not None and kind.contents() == gguf_tokenizer.BYTE_LEVEL:
-        gguf_tokenizer.write(reader, folder)
-    else:
-        transformers.AutoTokenizer.from_pretrained(str(file.parent), **_named(file)).save_pretrained(folder)
-        gguf_tokenizer.set_space(reader, folder)
 
 
 def _named(file: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from offload.config.fields import Fields, read_json
+from offload.config.gguf_header import is_gguf
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.errors import ModelError, unreadable
@@ -105,7 +106,7 @@ def _state_of(folder: Path) -> State:
 
 
 def locate(name: str, *, weights: bool = True) -> Path:
-    """The folder that `name` stands for: a folder, or else an alias or OWNER/NAME of a stored model.
+    """The folder that `name` stands for: a folder or a GGUF file, or else an alias or OWNER/NAME of a stored model.
 
     weights: config.json alone is not enough. Raises ModelError, which says what to run.
     """
@@ -116,7 +117,7 @@ def locate(name: str, *, weights: bool = True) -> Path:
         raise unreadable(folder, error) from error
     if instead:
         raise ModelError(instead)
-    if folder.is_dir():
+    if folder.is_dir() or (folder.is_file() and is_gguf(folder)):
         return folder
     model_id = id_of(name)
     if model_id is None:

@@ -14,6 +14,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from offload.config.gguf_header import Items, is_gguf, read_file, read_header
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.errors import ModelError
@@ -68,7 +69,7 @@ def identify(folder: Path, config: ModelConfig, *, dtype: str, capacity: int, pa
 
 
 def model_digest(config: ModelConfig, files: Sequence[Path]) -> str:
-    """Digest of the config fields that keys and values depend on, and of each (valid) safetensors file: its size, its
+    """Digest of the config fields that keys and values depend on, and of each (valid) file: its size, its
     header, and SAMPLE_BYTES from the beginning, middle and end of every tensor. It changes when a model is trained
     further, but may not when only a few weights differ. Raises ModelError."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -111,7 +112,10 @@ def _told(part: Any) -> dict[str, object]:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """Digest of tokenizer.json, or of the files that older tokenizers are made of. Raises ModelError."""
+    """Digest of tokenizer.json, or of the files that older tokenizers are made of, or of a GGUF file's metadata of its
+    tokenizer. Raises ModelError."""
+    if is_gguf(folder):
+        return _gguf_tokenizer_digest(folder)
     names = (_TOKENIZER_FILE,) if (folder / _TOKENIZER_FILE).is_file() else _TOKENIZER_PARTS
     paths = [folder / name for name in names if (folder / name).is_file()]
     if not paths:
@@ -121,6 +125,15 @@ def tokenizer_digest(folder: Path) -> str:
         content = path.read_bytes()
         digest.update(f"{path.name} {len(content)}\n".encode())
         digest.update(content)
+    return digest.hexdigest()
+
+
+def _gguf_tokenizer_digest(path: Path) -> str:
+    digest, values = hashlib.blake2b(digest_size=_DIGEST_BYTES), read_header(path).values
+    for key in sorted(key for key in values if key.startswith("tokenizer.")):
+        value = values[key]
+        digest.update(f"{key}\n".encode())
+        digest.update(value.content() if isinstance(value, Items) else repr(value).encode())
     return digest.hexdigest()
 
 
@@ -134,6 +147,21 @@ def rope_digest(config: ModelConfig, capacity: int) -> str:
 
 
 def _samples(path: Path) -> list[bytes]:
+    return _gguf_samples(path) if is_gguf(path) else _safetensors_samples(path)
+
+
+def _gguf_samples(path: Path) -> list[bytes]:
+    """Of a file whose vocabulary and name are not its model's: the names, types and shapes of its tensors, for its
+    header."""
+    tensors = sorted(read_file(path).tensors.values(), key=lambda tensor: tensor.start)
+    pieces = [f"{tensor.name} {tensor.kind} {tensor.shape}\n".encode() for tensor in tensors]
+    with path.open("rb") as file:
+        for tensor in tensors:
+            pieces += _of_tensor(file.fileno(), tensor.start, tensor.start + tensor.nbytes)
+    return pieces
+
+
+def _safetensors_samples(path: Path) -> list[bytes]:
     with path.open("rb") as file:
         fd = file.fileno()
         prefix = file.read(8)
@@ -143,7 +171,10 @@ def _samples(path: Path) -> list[bytes]:
         base = len(prefix) + len(header)
         pieces = [prefix, header, struct.pack("<Q", os.fstat(fd).st_size)]
         for start, stop in ranges:
-            count = min(SAMPLE_BYTES, stop - start)
-            places = (start, (start + stop - count) // 2, stop - count)
-            pieces += [os.pread(fd, count, base + place) for place in places]
+            pieces += _of_tensor(fd, base + start, base + stop)
     return pieces
+
+
+def _of_tensor(fd: int, start: int, stop: int) -> list[bytes]:
+    count = min(SAMPLE_BYTES, stop - start)
+    return [os.pread(fd, count, place) for place in (start, (start + stop - count) // 2, stop - count)]

@@ -1,14 +1,15 @@
-"""Reading a safetensors checkpoint: names, shapes and dtypes checked first, then one tensor at a time to where it goes.
+"""Reading a checkpoint in safetensors or GGUF: names, shapes and dtypes first, then one tensor at a time to its place.
 
 Files are memory-mapped, so a read costs no memory beyond its destination; mapped pages belong to the page cache. What
 headers and index say costs at most 32 bytes of memory for each of theirs, which are limited below.
-The format itself (offsets in range, no overlap, no hole, known dtypes) is checked by the safetensors library.
+The format itself (offsets in range, no overlap, no hole, known dtypes) is checked by the safetensors library, and by
+`config.gguf_header`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,10 +23,12 @@ from torch import Tensor
 
 from offload.config.block import TensorNames
 from offload.config.fields import read_json
+from offload.config.gguf_header import is_gguf
 from offload.config.model import ModelConfig
 from offload.errors import ModelError, unreadable
 from offload.formats.layout import encoding, is_encoding
 from offload.formats.stored import StoredMatrix
+from offload.weights.gguf_file import open_model, unpacker
 from offload.weights.linear import numbers
 from offload.weights.quantised_folder import gathered
 from offload.weights.tensors import expected_tensors
@@ -40,6 +43,7 @@ STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float1
 HEAD, EMBEDDINGS = TensorNames().head, TensorNames().embeddings
 _BODY_PARTS = ("embed_tokens.", "layers.", "norm.")
 _PIECE_BYTES = 64 << 20  # of a tensor, read at once
+_UNPACKED_NUMBERS = 1 << 22  # of a matrix, at once
 _NUM_NAMED = 3  # tensors of each sort that a message names
 # A name is a plain name: no separator, so no way out of the folder. A plain name may be a symbolic link that leads out
 # (every file of a Hugging Face cache is one): whoever made that link could have put the bytes there as well.
@@ -58,17 +62,19 @@ class TensorFile(Protocol):
 @dataclass(frozen=True)
 class Entry:
     """One tensor of a file. dtype: safetensors' code of numbers, such as BF16, or the name of the encoding of a matrix
-    that is stored in blocks (`formats.layout.encoding`). shape: of its numbers."""
+    that is stored in blocks (`formats.layout.encoding`). shape: of its numbers. unpack: of rows as the file has them,
+    uint8 [n, bytes] -> fp32 [n, inputs], of a matrix that is in neither."""
 
     file: TensorFile
     path: Path
     stored_name: str
     shape: tuple[int, ...]
     dtype: str
+    unpack: Callable[[Tensor], Tensor] | None = None
 
 
 class Checkpoint:
-    """The tensors of one model folder, by their Hugging Face names. Use as a context manager, or `close` it.
+    """The tensors of a model folder or GGUF file, by their Hugging Face names. Use as a context manager, or `close` it.
 
     No method keeps a tensor alive. After `close` only `names`, `files`, `shape` and `dtype` answer.
     """
@@ -80,11 +86,12 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:
-        """Map `model.safetensors`, or every shard that `model.safetensors.index.json` names. ModelError."""
+        """Map `model.safetensors`, or every shard that `model.safetensors.index.json` names, or a GGUF file with all
+        its parts. ModelError."""
         folder = Path(folder)
         with ExitStack() as files:
             try:
-                entries = _read_entries(folder, files)
+                entries = (_read_gguf if is_gguf(folder) else _read_entries)(folder, files)
             except OSError as error:
                 raise unreadable(folder, error) from error
             except SafetensorError as error:
@@ -107,7 +114,7 @@ class Checkpoint:
         """The dtype that `name` is stored in, that of its numbers where these are in blocks. ModelError unless it is a
         float of 16, 32 or 64 bits."""
         entry = self._entry(name)
-        if self.encoding(name):
+        if self.encoding(name) or entry.unpack:
             return torch.float32
         if entry.dtype not in STORED_DTYPES:
             raise ModelError(
@@ -150,7 +157,10 @@ class Checkpoint:
         Rounds to dst's dtype on the way; no second copy is made where dst is on the CPU. Of a part, no other bytes are
         read than the pages it lies in. Blocks until it is done; an interrupt waits for a piece of it.
         """
-        dst = torch.atleast_1d(dst)
+        dst, unpack = torch.atleast_1d(dst), self._entry(name).unpack
+        if unpack:
+            self._unpack_into(name, dst, rows, columns)
+            return
         if stored := self.encoding(name):
             source, kind = self._blocks(name, rows, columns), encoding(stored)
             shape = [len(source), source.shape[1] // kind.nbytes * kind.numbers]
@@ -165,6 +175,17 @@ class Checkpoint:
             raise ModelError(f"{self.folder}: {name} has shape {shape}, {list(dst.shape)} is needed")
         for piece, place in zip(*_in_pieces(source, dst), strict=True):
             place.copy_(numbers(StoredMatrix(piece.contiguous(), kind), dst.dtype) if stored else piece)
+
+    def _unpack_into(self, name: str, dst: Tensor, rows: range | None, columns: range | None) -> None:
+        entry, source = self._entry(name), self._mapped(name)
+        rows, columns = rows or range(entry.shape[0]), columns or range(entry.shape[1])
+        if (len(rows), len(columns)) != tuple(dst.shape):
+            raise ModelError(f"{self.folder}: {name} has shape {list(entry.shape)}, {list(dst.shape)} is needed")
+        assert entry.unpack is not None
+        step = max(1, _UNPACKED_NUMBERS // entry.shape[1])
+        for first in range(0, len(rows), step):
+            piece = source[rows.start + first : min(rows.start + first + step, rows.stop)]
+            dst[first : first + step].copy_(entry.unpack(piece)[:, columns.start : columns.stop])
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call tensors otherwise than the files do: stored name -> the name that they have from now on."""
@@ -302,6 +323,16 @@ def _read_entries(folder: Path, files: ExitStack) -> dict[str, Entry]:
                     f"{path}: {name} is in {entries[name].path.name} as well, with other values; remove the older one"
                 )
             entries[name] = entry
+    return entries
+
+
+def _read_gguf(path: Path, files: ExitStack) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for name, info, file in open_model(path):
+        files.callback(file.close)
+        if name in entries:
+            raise ModelError(f"{info.path}: {info.name} is there under two names; download it again")
+        entries[name] = Entry(file, info.path, info.name, info.shape, info.kind, unpacker(info))
     return entries
 
 

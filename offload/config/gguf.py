@@ -1,0 +1,136 @@
+"""From the metadata of a GGUF file to its model's `ModelConfig`.
+
+A file's metadata say what a config.json says, in other words: they are put into those of Hugging Face, and the family
+reads them (offload/config/families). What llama.cpp's converter changes in the weights is told here, architecture by
+architecture (its conversion/*.py): rows of q and k that are rotated as neighbours, norms that have their 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+from offload.config.block import Attention, Block, Norm
+from offload.config.encodings import encoded
+from offload.config.families.common import with_rope
+from offload.config.gguf_architectures import ARCHITECTURES, Architecture
+from offload.config.gguf_fields import Metadata
+from offload.config.gguf_header import Header
+from offload.config.gguf_names import HEAD, TABLE, renamed
+from offload.config.gguf_rope import rope_settings, with_factors
+from offload.config.model import ModelConfig
+from offload.errors import ModelError
+from offload.formats.layout import GGUF_BLOCKS
+
+PLAIN = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # types of numbers, with their bytes
+_DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_ENDS = ("eos", "eot", "eom")  # of a text, of a turn, of a message
+
+
+def gguf_config(header: Header) -> ModelConfig:
+    """Of the model that a file holds. Raises ModelError."""
+    from offload.config.reading import config_of  # which reads files of either kind
+
+    architecture = architecture_of(header)
+    config = config_of(_fields(header, architecture), name=str(header.path))
+    config = with_factors(Metadata(header), config)
+    if architecture.neighbours:
+        config = with_rope(config, neighbours=True)
+    if architecture.has_one:
+        config = _with_one(config)
+    kinds = kinds_of(header, config)
+    return encoded(config, lambda name: kind if (kind := kinds.get(name, "")) in GGUF_BLOCKS else "")
+
+
+def kinds_of(header: Header, config: ModelConfig) -> dict[str, str]:
+    """Types of the tensors, by the names that they have here."""
+    return {name: header.tensors[stored].kind for stored, name in renamed(header.tensors, config.names).items()}
+
+
+def architecture_of(header: Header) -> Architecture:
+    """Raises ModelError for one that is not known."""
+    name = header.values.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise ModelError(
+            f"{header.path}: its architecture is {name!r}, known are {', '.join(sorted(ARCHITECTURES))}; "
+            "fetch the model as safetensors if triforce models --families lists it"
+        )
+    return ARCHITECTURES[str(name)]
+
+
+def unpacked_note(header: Header, dtype_bytes: int) -> str:
+    """What to say of matrices in types that are unpacked as they are read, "" where there are none."""
+    sizes = Counter[str]()
+    for tensor in header.tensors.values():
+        if tensor.kind not in GGUF_BLOCKS and tensor.kind not in PLAIN:
+            sizes[tensor.kind] += math.prod(tensor.shape) * dtype_bytes
+    if not sizes:
+        return ""
+    named, total = " and ".join(sorted(sizes)), sum(sizes.values())
+    return f"{header.path.name}: matrices in {named} are unpacked as they are read, to {total / 1e9:.3g} GB"
+
+
+def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
+    """Of a config.json that says the same."""
+    values = Metadata(header)
+    values.refuse_unknown(architecture.reads)
+    if TABLE not in header.tensors or len(header.tensors[TABLE].shape) != 2:
+        raise ModelError(f"{header.path} has no matrix {TABLE}; a model's own file is needed, all parts of it")
+    vocab_size, hidden_size = header.tensors[TABLE].shape
+    if values.integer("embedding_length") != hidden_size:
+        values.refuse("embedding_length", f"the columns of {TABLE}, {hidden_size}")
+    heads = values.alike("attention.head_count")
+    head_dim = values.integer("attention.key_length", hidden_size // max(heads, 1))
+    if values.integer("attention.value_length", head_dim) != head_dim:
+        values.refuse("attention.value_length", f"the same as attention.key_length, {head_dim}")
+    common: dict[str, object] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": values.alike("feed_forward_length"),
+        "num_hidden_layers": values.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": values.alike("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": values.integer("context_length"),
+        architecture.norm_field: values.number(architecture.norm_key),
+        "tie_word_embeddings": HEAD not in header.tensors,
+        "dtype": _dtype(header),
+        "bos_token_id": values.token("bos"),
+        "eos_token_id": list(dict.fromkeys(i for end in _ENDS if (i := values.token(end)) is not None)),
+    }
+    common |= rope_settings(values, head_dim)
+    own = architecture.own(values, common)
+    return {**common, **own, "model_type": own.get("model_type", architecture.family)}
+
+
+def _dtype(header: Header) -> str:
+    """What most numbers of matrices are stored as; bfloat16 where they are in blocks."""
+    sizes = Counter[str]()
+    for tensor in header.tensors.values():
+        if len(tensor.shape) > 1:
+            sizes[_DTYPES.get(tensor.kind, "bfloat16")] += math.prod(tensor.shape)
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def _with_one(config: ModelConfig) -> ModelConfig:
+    """The same, where norms that multiply by 1 + their weight have it in the file's weights: in fp32, so no bit of
+    these is lost."""
+
+    def changed(norm: Norm | None) -> Norm | None:
+        return norm and replace(norm, plus_one=False, fp32=norm.fp32 or norm.plus_one)
+
+    def attention(found: Attention) -> Attention:
+        return replace(found, qk_norm=changed(found.qk_norm))
+
+    def block(found: Block) -> Block:
+        return replace(
+            found,
+            attention=attention(found.attention),
+            before_attention=changed(found.before_attention),
+            after_attention=changed(found.after_attention),
+            before_feed_forward=changed(found.before_feed_forward),
+            after_feed_forward=changed(found.after_feed_forward),
+        )
+
+    return replace(config.mapped(block), norm=changed(config.norm) or config.norm)

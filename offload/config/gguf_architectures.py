@@ -1,0 +1,197 @@
+"""The architectures of llama.cpp that are families here, and what the metadata of each say in a config.json's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+
+from offload.config.families.windows import FULL, WINDOWED
+from offload.config.gguf_fields import Metadata
+from offload.config.gguf_header import Items
+
+Fields = dict[str, object]
+Own = Callable[[Metadata, Mapping[str, object]], Fields]
+_RMS, _LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+_WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+_SCALES = frozenset(("attention.scale", "embedding_scale", "residual_scale", "logit_scale"))
+_CAPS = frozenset(("attn_logit_softcapping", "final_logit_softcapping"))
+_WINDOWS = frozenset((_WINDOW, _PATTERN))
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """family: a name of FAMILIES. own: fields besides the common ones, from the metadata and those. norm_key,
+    norm_field: of the norms' epsilon, there and in a config.json. neighbours: the converter has put rows of q and k
+    that are rotated together beside each other. has_one: it has added 1 to the weights of norms. reads: keys that
+    change the arithmetic, and that `own` reads."""
+
+    family: str
+    own: Own
+    norm_key: str = _RMS
+    norm_field: str = "rms_norm_eps"
+    neighbours: bool = False
+    has_one: bool = False
+    reads: Set[str] = frozenset()
+
+
+def _biases(values: Metadata, common: Mapping[str, object]) -> Fields:
+    return {"attention_bias": values.has("attn_q.bias"), "mlp_bias": values.has("ffn_down.bias")}
+
+
+def _none(values: Metadata, common: Mapping[str, object]) -> Fields:
+    return {}
+
+
+def _attention_bias(values: Metadata, common: Mapping[str, object]) -> Fields:
+    return {"attention_bias": values.has("attn_q.bias")}
+
+
+def _mistral3(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Ministral 3 where queries grow with their position, else Mistral Small."""
+    beta, settings = values.optional("attention.temperature_scale"), common["rope_parameters"]
+    if beta is None or not isinstance(settings, Mapping):
+        return {"sliding_window": None}
+    grown = {"rope_parameters": {**settings, "llama_4_scaling_beta": beta}}
+    return {"model_type": "ministral3", "sliding_window": None, **grown}
+
+
+def _granite(values: Metadata, common: Mapping[str, object]) -> Fields:
+    named = {
+        "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+    }  # fmt: skip
+    found = {field: value for field, key in named.items() if (value := values.optional(key)) is not None}
+    heads = {} if "attention_multiplier" in found else {"attention_multiplier": _number(common, "head_dim") ** -0.5}
+    return {**_biases(values, common), **found, **heads}
+
+
+def _cohere(values: Metadata, common: Mapping[str, object]) -> Fields:
+    scale = {"logit_scale": values.number("logit_scale")}
+    return {**scale, **_attention_bias(values, common), "use_qk_norm": values.has("attn_q_norm.weight")}
+
+
+def _cohere2(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Every fourth layer has no window, which llama.cpp knows and the file does not say."""
+    windows = {"sliding_window": values.integer(_WINDOW), "layer_types": _layer_types(values, common, 4)}
+    return {"logit_scale": values.number("logit_scale"), **_attention_bias(values, common), **windows}
+
+
+def _phi3(values: Metadata, common: Mapping[str, object]) -> Fields:
+    original = values.optional("rope.scaling.original_context_length")
+    found: Fields = {"sliding_window": None if values.optional(_WINDOW) is None else values.integer(_WINDOW)}
+    return found if original is None else {**found, "original_max_position_embeddings": int(original)}
+
+
+def _gemma(values: Metadata, common: Mapping[str, object]) -> Fields:
+    return {"hidden_act": "gelu_pytorch_tanh", **_attention_bias(values, common)}
+
+
+def _gemma2(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """The 27B model alone scores by hidden_size / heads, which llama.cpp knows and the file does not say."""
+    return {
+        **_attention_bias(values, common),
+        "query_pre_attn_scalar": _scalar(common, largest=46),
+        "attn_logit_softcapping": values.optional("attn_logit_softcapping"),
+        "final_logit_softcapping": values.optional("final_logit_softcapping"),
+        "sliding_window": values.integer(_WINDOW),
+        "layer_types": _layer_types(values, common, 2),
+    }
+
+
+def _gemma3(values: Metadata, common: Mapping[str, object]) -> Fields:
+    window = values.optional(_WINDOW)
+    windows: Fields = {"sliding_window": window and int(window), "layer_types": _layer_types(values, common, 6)}
+    local = values.number("rope.freq_base_swa", 10000.0)
+    settings = {FULL: common["rope_parameters"], WINDOWED: {"rope_type": "default", "rope_theta": local}}
+    scalar = {"query_pre_attn_scalar": _scalar(common, largest=62)}
+    return {**_attention_bias(values, common), **scalar, **windows, "rope_parameters": settings}
+
+
+def _olmo2(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """OLMo 3 where layers have a window: scaled positions are of those that have none."""
+    if values.optional(_WINDOW) is None:
+        return _attention_bias(values, common)
+    full = common["rope_parameters"]
+    theta = full.get("rope_theta") if isinstance(full, Mapping) else None
+    return {
+        **_attention_bias(values, common),
+        "model_type": "olmo3",
+        "sliding_window": values.integer(_WINDOW),
+        "layer_types": _layer_types(values, common, 4),
+        "rope_parameters": {FULL: full, WINDOWED: {"rope_type": "default", "rope_theta": theta}},
+    }
+
+
+def _exaone4(values: Metadata, common: Mapping[str, object]) -> Fields:
+    if values.optional(_WINDOW) is None:
+        return {"sliding_window": None, "layer_types": [FULL] * int(_number(common, "num_hidden_layers"))}
+    return {"sliding_window": values.integer(_WINDOW), "layer_types": _layer_types(values, common, 4)}
+
+
+def _seed_oss(values: Metadata, common: Mapping[str, object]) -> Fields:
+    return {**_biases(values, common), "attention_out_bias": values.has("attn_output.bias")}
+
+
+def _ernie(values: Metadata, common: Mapping[str, object]) -> Fields:
+    return {"use_bias": values.has("attn_q.bias")}
+
+
+def _starcoder2(values: Metadata, common: Mapping[str, object]) -> Fields:
+    return {"use_bias": values.has("attn_q.bias"), "sliding_window": None}
+
+
+def _arcee(values: Metadata, common: Mapping[str, object]) -> Fields:
+    return {**_biases(values, common), "hidden_act": "relu2"}
+
+
+def _scalar(common: Mapping[str, object], *, largest: int) -> float:
+    """largest: layers of the one model that scores by hidden_size / heads."""
+    if common["num_hidden_layers"] == largest:
+        return _number(common, "hidden_size") / _number(common, "num_attention_heads")
+    return _number(common, "head_dim")
+
+
+def _layer_types(values: Metadata, common: Mapping[str, object], period: int) -> list[str]:
+    """As the file names the layers that have the window, or else all but every `period`-th; none without a window."""
+    count, named = int(_number(common, "num_hidden_layers")), values.get(_PATTERN)
+    if values.optional(_WINDOW) is None:
+        return [FULL] * count
+    if isinstance(named, Items):
+        windowed = [bool(each) for each in values.values(_PATTERN)]
+        if len(windowed) != count:
+            values.refuse(_PATTERN, f"a list of {count}, one for each layer")
+    else:
+        step = values.integer(_PATTERN, period)
+        windowed = [(layer + 1) % step != 0 for layer in range(count)]
+    return [WINDOWED if each else FULL for each in windowed]
+
+
+def _number(common: Mapping[str, object], field: str) -> float:
+    value = common[field]
+    assert isinstance(value, (int, float))
+    return value
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("llama", _biases, neighbours=True),
+    "mistral3": Architecture("mistral", _mistral3, neighbours=True, reads=frozenset(("attention.temperature_scale",))),
+    "qwen2": Architecture("qwen2", _none),
+    "qwen3": Architecture("qwen3", _attention_bias),
+    "granite": Architecture("granite", _granite, neighbours=True, reads=_SCALES),
+    "smollm3": Architecture("smollm3", _biases, neighbours=True),
+    "arcee": Architecture("arcee", _arcee, neighbours=True),
+    "phi3": Architecture("phi3", _phi3, reads=_WINDOWS),
+    "gemma": Architecture("gemma", _gemma, has_one=True),
+    "gemma2": Architecture("gemma2", _gemma2, has_one=True, reads=_CAPS | _WINDOWS),
+    "gemma3": Architecture("gemma3_text", _gemma3, has_one=True, reads=_WINDOWS),
+    "olmo2": Architecture("olmo2", _olmo2, reads=_WINDOWS),
+    "command-r": Architecture("cohere", _cohere, _LAYER, "layer_norm_eps", reads=frozenset(("logit_scale",))),
+    "cohere2": Architecture("cohere2", _cohere2, _LAYER, "layer_norm_eps", reads=_WINDOWS | {"logit_scale"}),
+    "glm4": Architecture("glm4", _attention_bias),
+    "seed_oss": Architecture("seed_oss", _seed_oss),
+    "ernie4_5": Architecture("ernie4_5", _ernie),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", _attention_bias),
+    "exaone4": Architecture("exaone4", _exaone4, reads=_WINDOWS),
+    "starcoder2": Architecture("starcoder2", _starcoder2, _LAYER, "norm_epsilon"),
+    "nemotron": Architecture("nemotron", _biases, _LAYER, "norm_eps", has_one=True),
+}

@@ -1,0 +1,115 @@
+"""Typed reading of a GGUF file's metadata. Whatever is wrong with a value is a ModelError that names its key."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+import struct
+from collections.abc import Set
+from typing import NoReturn
+
+from offload.config.gguf_header import Header, Items, Value, shortest
+from offload.config.gguf_names import TABLE
+from offload.errors import ModelError, unreadable
+
+_MOST = 1 << 30
+# Keys like these change the arithmetic where their value says anything, and some architecture reads each of them.
+_SUSPECT = re.compile(
+    r"softcap|scale$|expert|clamp|sliding|sections|nextn|ssm|pooling|alibi|temperature|deepstack|leading_dense|"
+    r"parallel_residual|max_alibi|shared_kv|per_layer|altup|laurel|hyper|lora|mla|indexer"
+)
+_MOST_FACTORS = 1 << 12
+
+
+class Metadata:
+    """Values of a model, by their keys without the architecture before them."""
+
+    def __init__(self, header: Header) -> None:
+        self.header, self._prefix = header, f"{header.values['general.architecture']}."
+
+    def get(self, key: str) -> Value | None:
+        return self.header.values.get(self._prefix + key)
+
+    def refuse(self, key: str, limit: str) -> NoReturn:
+        value = self.get(key)
+        told = "missing" if value is None else f"a list of {value.count}" if isinstance(value, Items) else value
+        raise ModelError(f"{self.header.path}: {self._prefix}{key} is {reprlib.repr(told)}; it must be {limit}")
+
+    def refuse_unknown(self, known: Set[str]) -> None:
+        """ModelError where a value changes the arithmetic that is not among `known`."""
+        for whole in self.header.values:
+            key = whole.removeprefix(self._prefix)
+            if key != whole and key not in known and _SUSPECT.search(key) and self._says(key):
+                self.refuse(key, "absent or 0: it changes the arithmetic, and this program does not implement it")
+
+    def _says(self, key: str) -> bool:
+        value = self.get(key)
+        return any(self.header.items(self._prefix + key) or ()) if isinstance(value, Items) else bool(value)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """From 1 on."""
+        value = default if self.get(key) is None else self.get(key)
+        if type(value) is not int or not 1 <= value <= _MOST:
+            self.refuse(key, f"an integer from 1 to {_MOST}")
+        return value
+
+    def alike(self, key: str, default: int | None = None) -> int:
+        """An integer, or the one of a list that has one for each layer."""
+        if not isinstance(self.get(key), Items):
+            return self.integer(key, default)
+        values = set(self.values(key))
+        if len(values) != 1:
+            self.refuse(key, "the same in all layers")
+        value = values.pop()
+        return value if type(value) is int and 1 <= value <= _MOST else self.refuse(key, "an integer over 0")
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Over 0."""
+        value = default if self.get(key) is None else self.get(key)
+        if type(value) not in (int, float) or not 0 < value < 1e12:  # type: ignore[operator]
+            self.refuse(key, "a number over 0")
+        return float(value)  # type: ignore[arg-type]
+
+    def optional(self, key: str) -> float | None:
+        """A number over 0; None where there is none, or 0."""
+        value = self.get(key)
+        return None if value is None or (type(value) in (int, float) and value == 0) else self.number(key)
+
+    def values(self, key: str) -> list[Value]:
+        return self.header.items(self._prefix + key) or self.refuse(key, "a list")
+
+    def text(self, key: str) -> str:
+        """ "" where there is none."""
+        value = self.get(key)
+        return value if isinstance(value, str) else "" if value is None else self.refuse(key, "a text")
+
+    def token(self, name: str) -> int | None:
+        """The id of a special token of the tokenizer, None where there is none."""
+        key = f"tokenizer.ggml.{name}_token_id"
+        value, limit = self.header.values.get(key), self.header.tensors[TABLE].shape[0]
+        if value is None or value in (-1, 0xFFFFFFFF):
+            return None
+        if type(value) is not int or not 0 <= value < limit:
+            raise ModelError(f"{self.header.path}: {key} is {reprlib.repr(value)}; it must be from 0 to {limit - 1}")
+        return value
+
+    def has(self, tensor: str) -> bool:
+        """Whether the first layer has it, such as attn_q.bias."""
+        return f"blk.0.{tensor}" in self.header.tensors
+
+    def factors(self, tensor: str) -> list[float] | None:
+        """The numbers of a short vector in fp32, None where there is none."""
+        info = self.header.tensors.get(tensor)
+        if info is None:
+            return None
+        if info.kind != "F32" or len(info.shape) != 1 or info.shape[0] > _MOST_FACTORS:
+            raise ModelError(f"{info.path}: {tensor} is {info.kind} {list(info.shape)}, not a short list in F32")
+        try:
+            with info.path.open("rb") as file:
+                file.seek(info.start)
+                found = [shortest(each) for each in struct.unpack(f"<{info.shape[0]}f", file.read(info.nbytes))]
+        except (OSError, struct.error) as error:
+            raise unreadable(info.path, error if isinstance(error, OSError) else OSError(str(error))) from error
+        if not all(0 < each < 1e6 for each in found):
+            raise ModelError(f"{info.path}: {tensor} has numbers that are not over 0; download it again")
+        return found

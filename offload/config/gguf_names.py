@@ -1,0 +1,51 @@
+"""What llama.cpp calls the tensors of a model, and what Hugging Face does. Both call them by the same parts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from offload.config.block import TensorNames
+
+TABLE, HEAD = "token_embd.weight", "output.weight"
+ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+IN_CONFIG = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that a config tells of, not a checkpoint
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(\w+)")
+
+
+def renamed(stored: Iterable[str], names: TensorNames) -> dict[str, str]:
+    """llama.cpp's name -> the name that the tensor has here, without those of IN_CONFIG. names: of the model's.
+
+    Whatever else is in a layer has a name in a layer here too, so that it is seen not to belong there.
+    """
+    parts, whole = _parts(names), {TABLE: names.embeddings, HEAD: names.head}
+    found: dict[str, str] = {}
+    for name in stored:
+        if layer := _LAYER.fullmatch(name):
+            number, part, kind = layer.groups()
+            found[name] = f"{names.body}layers.{int(number)}.{parts.get(part) or part}.{kind}"
+        elif name.startswith("output_norm."):
+            found[name] = names.norm + name.removeprefix("output_norm")
+        elif name not in IN_CONFIG:
+            found[name] = whole.get(name, name)
+    return found
+
+
+def _parts(names: TensorNames) -> dict[str, str]:
+    """Of a layer. A part that a model has under no name keeps the one it has."""
+    return {
+        "attn_norm": names.before_attention,
+        "post_attention_norm": names.after_attention,
+        "ffn_norm": names.before_feed_forward,
+        "post_ffw_norm": names.after_feed_forward,
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_qkv": names.fused_qkv,
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": names.q_norm,
+        "attn_k_norm": names.k_norm,
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": names.fused_gate_up or names.up,
+        "ffn_down": names.down,
+    }

@@ -1,0 +1,112 @@
+"""Rotary positions as a GGUF file has them: in its metadata, and factors of frequencies in tensors of their own."""
+
+from __future__ import annotations
+
+import math
+
+from offload.config.families.common import with_rope
+from offload.config.gguf_fields import Metadata
+from offload.config.gguf_names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
+from offload.config.model import ModelConfig
+from offload.errors import ModelError
+
+_THETA = 10000.0  # llama.cpp's, where a file says nothing
+_KINDS = ("none", "linear", "yarn", "longrope")
+_ORIGINALS = (8192, 4096, 16384, 32768, 65536, 131072)  # llama3's pretrained lengths that are tried
+_LOW, _HIGH = 1.0, 4.0  # its other numbers, the same in all models
+_NEAR = 1e-5  # two numbers that differ by fp32's rounding alone
+
+
+def rope_settings(values: Metadata, head_dim: int) -> dict[str, object]:
+    """`rope_parameters` of a config.json, and what stands beside them. Raises ModelError."""
+    settings: dict[str, object] = {
+        "rope_theta": values.number("rope.freq_base", _THETA),
+        "partial_rotary_factor": _share(values.integer("rope.dimension_count", head_dim), head_dim),
+    }
+    return {"rope_parameters": settings | _scaling(values)}
+
+
+def _share(rotated: int, head_dim: int) -> float:
+    """Of a head, such that transformers' int(head_dim * share) is `rotated`."""
+    share = rotated / head_dim
+    return share if int(head_dim * share) == rotated else (rotated + 0.5) / head_dim
+
+
+def _scaling(values: Metadata) -> dict[str, object]:
+    kind, factor = values.text("rope.scaling.type"), values.optional("rope.scaling.factor")
+    old = values.optional("rope.scale_linear")  # before there were kinds
+    if kind and kind not in _KINDS:
+        values.refuse("rope.scaling.type", f"one of {', '.join(_KINDS)}")
+    if not kind and values.header.tensors.keys() & {LONG_FACTORS}:
+        kind = "longrope"
+    if kind == "yarn":
+        return _yarn(values)
+    if kind == "longrope":
+        return _longrope(values)
+    factor = factor or old or 1.0
+    if kind == "none" or factor == 1:
+        return {"rope_type": "default"}
+    return {"rope_type": "linear", "factor": factor}
+
+
+def _yarn(values: Metadata) -> dict[str, object]:
+    factor, attention = values.number("rope.scaling.factor"), values.optional("rope.scaling.attn_factor")
+    attention = values.optional("rope.scaling.yarn_attn_factor") if attention is None else attention
+    settings: dict[str, object] = {"rope_type": "yarn", "factor": factor}
+    for field, key in (
+        ("original_max_position_embeddings", "rope.scaling.original_context_length"),
+        ("beta_fast", "rope.scaling.yarn_beta_fast"),
+        ("beta_slow", "rope.scaling.yarn_beta_slow"),
+        ("mscale_all_dim", "rope.scaling.yarn_log_multiplier"),
+    ):
+        if (value := values.optional(key)) is not None:
+            settings[field] = int(value) if field.startswith("original") else value
+    if "mscale_all_dim" in settings:
+        settings["mscale"] = 1.0
+    elif attention is not None and attention != 1:  # a factor on the one that follows from the scaling
+        settings["attention_factor"] = attention * (1 + 0.1 * math.log(factor))
+    return settings
+
+
+def _longrope(values: Metadata) -> dict[str, object]:
+    short, long = values.factors(SHORT_FACTORS), values.factors(LONG_FACTORS)
+    if short is None or long is None:
+        raise ModelError(f"{values.header.path} has no {SHORT_FACTORS} and {LONG_FACTORS}, which LongRoPE needs")
+    most, original = values.integer("context_length"), values.integer("rope.scaling.original_context_length")
+    settings: dict[str, object] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    told, scale = values.optional("rope.scaling.attn_factor"), most / original
+    derived = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 < original else 1.0
+    if told is not None and abs(told / derived - 1) > _NEAR:
+        settings["attention_factor"] = told
+    return settings
+
+
+def with_factors(values: Metadata, config: ModelConfig) -> ModelConfig:
+    """`config`, whose frequencies are divided by the file's ROPE_FACTORS, if it has some: as llama3's scaling where
+    they are its own, else one by one. Raises ModelError."""
+    factors = values.factors(ROPE_FACTORS)
+    if factors is None or set(factors) == {1.0}:
+        return config
+    rope, rotated = config.rope, config.rope.rotated or config.head_dim
+    if len(factors) != rotated // 2 or rope.kind != "default":
+        raise ModelError(
+            f"{values.header.path}: {ROPE_FACTORS} has {len(factors)} numbers beside rope scaling {rope.kind}, where "
+            f"{rotated // 2} beside none are known; fetch the model as safetensors"
+        )
+    for original in dict.fromkeys((*_ORIGINALS, config.max_positions)):
+        expected = _llama3(rope.theta, rotated, max(factors), original)
+        if all(abs(one / other - 1) < _NEAR for one, other in zip(factors, expected, strict=True)):
+            fields = {"original_max_positions": original, "low_freq_factor": _LOW, "high_freq_factor": _HIGH}
+            return with_rope(config, kind="llama3", factor=max(factors), **fields)
+    own = {"short_factors": tuple(factors), "long_factors": tuple(factors), "attention_factor": 1.0}
+    return with_rope(config, kind="longrope", original_max_positions=config.max_positions, **own)
+
+
+def _llama3(theta: float, rotated: int, factor: float, original: int) -> list[float]:
+    """What llama3's scaling divides each pair's frequency by."""
+    found = []
+    for pair in range(0, rotated, 2):
+        turns = original * theta ** (-pair / rotated) / (2 * math.pi)  # within the pretrained length
+        kept = min(max((turns - _LOW) / (_HIGH - _LOW), 0.0), 1.0)
+        found.append(1 / ((1 - kept) / factor + kept))
+    return found

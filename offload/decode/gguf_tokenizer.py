@@ -1,0 +1,185 @@
+"""The tokenizer of a GGUF file. How byte-level ones cut text before merges the file only names.
+
+The name is `tokenizer.ggml.pre`. What each stands for is a fact of the models that have it: the pre-tokenizers of their
+tokenizer.json, which llama.cpp's llama-vocab.cpp lists. A name that is not here is refused, since a guess gives other
+tokens without a word.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import PreTokenizer
+
+from offload.config.gguf_header import Header, Items, read_header
+from offload.decode.gguf_pieces import PIECES, pieces, read_merges
+from offload.errors import ModelError
+
+BYTE_LEVEL = "gpt2"  # the `tokenizer.ggml.model` of these files
+_CONTROL, _USER_DEFINED = (2, 3), 4  # types of tokens; 2 is the unknown one
+_SPECIAL = ("bos", "eos")
+_END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+)
+_CASED_END = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_END}"
+_QWEN2 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_END}"
+_SEED = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_CASED_END}"
+_GPT4O = rf"{_CASED[0]}{_SHORT}?|{_CASED[1]}{_SHORT}?|\p{{N}}{{1,3}}|{_CASED_END}"
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
+
+
+def _gpt2() -> PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def _digits() -> PreTokenizer:
+    """Every digit is a piece of its own."""
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _splits(*patterns: str) -> Callable[[], PreTokenizer]:
+    def make() -> PreTokenizer:
+        cuts: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+        return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+    return make
+
+
+_KINDS: tuple[tuple[Callable[[], PreTokenizer], tuple[str, ...]], ...] = (
+    (_gpt2, ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "gigachat", "mellum")),
+    (_digits, ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2")),
+    (_splits(_LLAMA3), ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")),
+    (_splits(_LLAMA3), ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe")),
+    (_splits(_QWEN2), ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan")),
+    (_splits(_QWEN2), ("solar-open", "grok-2")),
+    (_splits(_SEED), ("seed-coder",)),
+    (_splits(_TEKKEN), ("tekken",)),
+    (_splits(_GPT4O), ("gpt-4o", "llama4", "kanana2", "minimax-m2")),
+    (_splits(*_DEEPSEEK_V3), ("deepseek-v3", "hunyuan-dense", "joyai-llm")),
+    (_splits(*_DEEPSEEK_CODER), ("deepseek-coder",)),
+)  # fmt: skip
+CUTS = {name: make for make, names in _KINDS for name in names}
+# Words that are tokens are taken whole, and a text begins with the first special token unless the file says otherwise.
+_WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
+_COMPOSED = ("qwen2", "command-r")  # their tokenizers compose characters first (NFC)
+
+
+def load(path: Path) -> tuple[Any, Tokenizer]:
+    """(transformers' tokenizer, good for special tokens and chat templates; the pipeline from text to ids and back).
+
+    Raises ModelError where the file has none, or one of a kind that is not known."""
+    from transformers import PreTrainedTokenizerFast
+
+    pipeline, settings = of_values(values_of(read_header(path)))
+    # A pipeline of its own keeps transformers from changing the added tokens of ours.
+    empty = Tokenizer(BPE())
+    return PreTrainedTokenizerFast(tokenizer_object=empty, name_or_path=str(path), **settings), pipeline
+
+
+def write(path: Path, folder: Path) -> None:
+    """The same as tokenizer.json and tokenizer_config.json in `folder`."""
+    pipeline, settings = of_values(values_of(read_header(path)))
+    pipeline.save(str(folder / "tokenizer.json"))
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
+
+def values_of(header: Header) -> dict[str, Any]:
+    """A file's metadata of its tokenizer, lists read, by the ends of their keys; those of templates whole."""
+    found: dict[str, Any] = {}
+    for key, value in header.values.items():
+        if key.startswith("tokenizer."):
+            name = key.removeprefix("tokenizer.ggml.")
+            found[name] = value.read() if isinstance(value, Items) else value
+    return found
+
+
+def of_values(values: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+    """Pipeline and settings: names of special tokens, chat templates. Raises ModelError."""
+    kind, tokens = values.get("model"), values.get("tokens")
+    if (
+        kind not in (BYTE_LEVEL, PIECES)
+        or not isinstance(tokens, list)
+        or not all(type(each) is str for each in tokens)
+    ):
+        what = "no tokens" if tokens is None else f"tokens of kind {kind!r}"
+        raise ModelError(
+            f"its tokenizer has {what}, and known are {BYTE_LEVEL} and {PIECES}; pull the model's safetensors, which "
+            "have a tokenizer.json"
+        )
+    if len(set(tokens)) < len(tokens):
+        raise ModelError("its tokenizer has one token twice; fetch it again")
+    special = {name: tokens[i] for name in _SPECIAL if (i := _token_id(values, name, len(tokens))) is not None}
+    make = _byte_level if kind == BYTE_LEVEL else pieces
+    pipeline = make(values, tokens)
+    _add_tokens(pipeline, values, tokens, special.get("bos") if _begins(values, kind) else None)
+    settings: dict[str, Any] = {f"{name}_token": token for name, token in special.items()}
+    if (templates := _templates(values)) is not None:
+        settings["chat_template"] = templates
+    return pipeline, settings
+
+
+def _token_id(values: Mapping[str, Any], name: str, count: int) -> int | None:
+    found = values.get(f"{name}_token_id")
+    return found if type(found) is int and found < count else None
+
+
+def _begins(values: Mapping[str, Any], kind: str) -> bool:
+    """Whether a text begins with the first special token."""
+    said = values.get("add_bos_token")
+    return (kind == PIECES or values.get("pre") in _WHOLE_WORDS) if said is None else bool(said)
+
+
+def _templates(values: Mapping[str, Any]) -> str | dict[str, str] | None:
+    prefix = "tokenizer.chat_template"
+    named = {key.removeprefix(prefix + "."): text for key, text in values.items() if key.startswith(prefix + ".")}
+    default = values.get(prefix)
+    return default if not named else {**({} if default is None else {"default": default}), **named}
+
+
+def _byte_level(values: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
+    pre = values.get("pre")
+    if pre not in CUTS:
+        named = "names no way to cut text (tokenizer.ggml.pre)" if pre in (None, "default") else f"cuts text as {pre!r}"
+        raise ModelError(
+            f"its tokenizer {named}, and other cuts would give other tokens; known are {', '.join(sorted(CUTS))}. "
+            "Pull the model's safetensors, which have a tokenizer.json"
+        )
+    model = BPE(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=read_merges(values.get("merges") or []),
+        ignore_merges=pre in _WHOLE_WORDS,
+    )
+    pipeline = Tokenizer(model)
+    if pre in _COMPOSED:
+        pipeline.normalizer = normalizers.NFC()
+    pipeline.pre_tokenizer, pipeline.decoder = CUTS[pre](), decoders.ByteLevel()
+    return pipeline
+
+
+def _add_tokens(pipeline: Tokenizer, values: Mapping[str, Any], tokens: list[str], begins: str | None) -> None:
+    kinds = list(zip(tokens, values.get("token_type") or (), strict=False))
+    special = [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind in _CONTROL]
+    pipeline.add_special_tokens(special)
+    pipeline.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == _USER_DEFINED])
+    if begins is not None:
+        pipeline.add_special_tokens([AddedToken(begins, special=True, normalized=False)])
+        pipeline.post_processor = processors.TemplateProcessing(
+            single=[begins, "$A"], pair=None, special_tokens=[(begins, tokens.index(begins))]
+        )

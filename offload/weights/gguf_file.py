@@ -1,0 +1,87 @@
+"""The tensors of a GGUF file, mapped, by the names that they have here."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offload.config.gguf import PLAIN, gguf_config
+from offload.config.gguf_header import TensorInfo, read_header
+from offload.config.gguf_names import renamed
+from offload.errors import ModelError, unreadable
+from offload.formats.layout import GGUF_BLOCKS
+
+PLAIN_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class MappedFile:
+    """A file in memory that is mapped, for `checkpoint.TensorFile`. It is unmapped with the last tensor of it."""
+
+    def __init__(self, path: Path, tensors: dict[str, TensorInfo]) -> None:
+        """tensors: those of the file. Raises ModelError."""
+        self._tensors = tensors
+        try:
+            size = path.stat().st_size
+            self._bytes: Tensor | None = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        except (OSError, RuntimeError) as error:
+            raise unreadable(path, error if isinstance(error, OSError) else OSError(str(error))) from error
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Of numbers the tensor; else its rows, uint8 [outputs, bytes]."""
+        assert self._bytes is not None, "closed"
+        info = self._tensors[name]
+        data = self._bytes[info.start : info.start + info.nbytes]
+        if info.kind not in PLAIN:
+            return data.view(*info.shape[:-1], -1)
+        dtype = PLAIN_DTYPES[info.kind]
+        if info.start % dtype.itemsize:
+            data = data.clone()
+        return data.view(dtype).view(info.shape)
+
+    def close(self) -> None:
+        self._bytes = None
+
+
+def open_model(path: Path) -> Iterator[tuple[str, TensorInfo, MappedFile]]:
+    """Each tensor of the model with its name, but those that its config tells of, and the file that it is in. Raises
+    ModelError."""
+    header = read_header(path)
+    names = renamed(header.tensors, gguf_config(header).names)
+    files = {
+        part: MappedFile(part, {name: info for name, info in header.tensors.items() if info.path == part})
+        for part in header.files
+    }
+    for stored, name in names.items():
+        info = header.tensors[stored]
+        if len(info.shape) == 1 and info.kind not in PLAIN:
+            raise ModelError(f"{info.path}: {stored} is a vector in {info.kind}; only matrices can be in blocks")
+        yield name, info, files[info.path]
+
+
+def unpacker(info: TensorInfo) -> Callable[[Tensor], Tensor] | None:
+    """Of rows, uint8 [n, bytes] -> their numbers, fp32 [n, inputs], by the package gguf; None where they are numbers or
+    in blocks that this program knows. It raises ModelError where the package is not installed or knows no such type.
+    Temporary memory: about 30 bytes a number."""
+    if info.kind in GGUF_BLOCKS or info.kind in PLAIN or info.kind in ("I8", "I16", "I32", "I64"):
+        return None
+
+    def unpack(rows: Tensor) -> Tensor:
+        if importlib.util.find_spec("gguf") is None:
+            raise ModelError(f"{info.path}: {info.name} is in {info.kind}, which needs: pip install 'triforce[gguf]'")
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        try:
+            numbers = dequantize(rows.numpy(), GGMLQuantizationType[info.kind])
+        except (KeyError, NotImplementedError) as error:
+            raise ModelError(
+                f"{info.path}: {info.name} is in {info.kind}, which the package gguf does not unpack; install a newer "
+                "one, or fetch the model in another quantisation"
+            ) from error
+        return torch.from_numpy(numbers)
+
+    return unpack

@@ -8,6 +8,8 @@ and each way is a process of its own, so that peak memory (files that it maps in
 the weights once a way. The prompt is read once, which gives the time to the first token; then the ways continue it in
 turns, every other turn backwards. ms/token counts the tokens after the first.
 
+A GGUF file as --model is everybody's: llama.cpp's copy of it has the same tensors, with a vocabulary of ids.
+
 "llama.cpp, Q4_0" writes another text, from weights in 4 bits (head and embeddings in 8), about as many bytes as its
 Q4_K_M, which the wheel cannot make.
 
@@ -56,6 +58,7 @@ from offload.bench.program import Program, find_setting
 from offload.bench.reference import CHOICES, SDPA
 from offload.bench.setting import Setting, fastest, name_of
 from offload.bench.trial import milliseconds_after_first
+from offload.config.gguf_header import is_gguf
 from offload.config.reading import read_config
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import load_tokenizer
@@ -227,7 +230,10 @@ def simple_ways(case: Case) -> list[Way]:
         Way("ours, default", lambda: case.ours(True)),
         Way("transformers, draft", lambda: case.transformers(draft=True)),
         Way("transformers, lookups", lambda: case.transformers(lookup=True)),
-        Way(FOUR_BITS, lambda: case.llama_cpp(plain, file="4 bits"), setting="another output"),
+        *(
+            [Way(FOUR_BITS, lambda: case.llama_cpp(plain, file="4 bits"), setting="another output")]
+            * ("4 bits" in case.files)
+        ),
     ]
 
 
@@ -350,7 +356,8 @@ def main() -> None:
         folders = {"target": model} | ({"draft": draft} if draft is not None else {})
         files = dict[str, Path]()
         if not isinstance(python, TriforceError):
-            files = {key: write(at, "bf16") for key, at in folders.items()} | {"4 bits": write(model, "q4_0")}
+            files = {key: write(at, "bf16") for key, at in folders.items()}
+            files |= {} if is_gguf(model) else {"4 bits": write(model, "q4_0")}
         for length in map(int, args.lengths.split(",")):
             prompt = texts.prompt(args.task, tokenizer, length)
             ends = frozenset(read_config(model).eos_token_ids)
@@ -360,7 +367,7 @@ def main() -> None:
             for file in Path(rows).iterdir():
                 file.unlink()
     columns = ["prompt", "way", "first s", "prefill/s", "ms/token", "range", "predicted", "peak GB", "parts", "setting"]
-    title = f"{model.name}, bf16, {torch.get_num_threads()} threads, {args.max_tokens} tokens of {args.task}"
+    title = f"{model.name}, {', '.join(read_config(model).stored_in) or 'bf16'}, {torch.get_num_threads()} threads, {args.max_tokens} tokens of {args.task}"
     emit(columns, [row_of(row) for row in found], about(title, 0), found)
 
 

@@ -1,6 +1,7 @@
-"""A model folder as one GGUF file, which llama.cpp reads. Format: ggml's docs/gguf.md, version 3.
+"""A model as one GGUF file, which llama.cpp reads. Format: ggml's docs/gguf.md, version 3.
 
-No vocabulary is written: token i is called "ti", so prompts and texts are ids, the same for all who are compared.
+A folder's is written from its tensors; a GGUF file's has the same tensors, byte for byte. No vocabulary is written:
+token i is called "ti", so prompts and texts are ids, the same for all who are compared.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from offload.bench.llama_cpp import token_name
 from offload.config.block import TensorNames
+from offload.config.gguf_header import TYPES, Header, TensorInfo, is_gguf, read_header
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.errors import DoesNotFit, ModelError
@@ -29,6 +31,7 @@ ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3"
 _ALIGNMENT = 32  # bytes
 _U32, _F32, _STRING, _ARRAY, _I32 = 4, 6, 8, 9, 5  # types of values
 _NUMBERS = {_U32: "<I", _F32: "<f", _I32: "<i"}
+_COPIED = 1 << 24  # bytes at a time
 _QUANTISED = 32  # numbers of a block, in fewer bits
 _NORMAL_TOKEN = 1
 _PARTS = {
@@ -63,28 +66,76 @@ class _Entry:
     kind: _Kind
 
     @property
+    def number(self) -> int:
+        """ggml's, of its type."""
+        return self.kind.number
+
+    @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.kind.block_bytes // _QUANTISED
 
 
+@dataclass(frozen=True)
+class _Copied:
+    """The same of a tensor of another GGUF file."""
+
+    info: TensorInfo
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.info.shape
+
+    @property
+    def number(self) -> int:
+        return next(number for number, (name, *_) in TYPES.items() if name == self.info.kind)
+
+    @property
+    def nbytes(self) -> int:
+        return self.info.nbytes
+
+
 def write_gguf(folder: Path, file: Path, *, dtype: str) -> None:
     """Write the model in `folder` to `file`, vectors in fp32 and matrices in `dtype`: bf16, fp16, fp32 or q4_0 (ggml's
-    4 bits, and 8 for embeddings and head).
+    4 bits, and 8 for embeddings and head). Where `folder` is a GGUF file, its tensors are copied as they are.
 
     A model without an end token has its last token as one: llama.cpp wants it. Needs the memory of the largest tensor,
     twice. Raises ModelError, also for rotary scaling that llama.cpp does not know, DoesNotFit where the disk is full.
     """
     config = read_config(folder)
+    if is_gguf(folder):
+        _copy(read_header(folder), metadata(config), file)
+        return
     values, entries = metadata(config), _entries(config, dtype)
-    needed, free = sum(entry.nbytes for entry in entries), shutil.disk_usage(file.parent).free
-    if needed > free:
-        raise DoesNotFit(f"{file.parent} has {free / 1e9:.3g} GB free, {file.name} needs {needed / 1e9:.3g} GB")
+    _check_room(entries, file)
     with Checkpoint.open(folder) as checkpoint, file.open("wb") as out:
         check_model(checkpoint, config)
         out.write(b"".join(_header(values, entries)))
         for entry in entries:
             _pad(out)
             out.write(entry.kind.encode(_tensor(entry, checkpoint, config)).flatten().numpy().data)
+
+
+def _copy(header: Header, values: dict[str, Value], file: Path) -> None:
+    entries = [_Copied(info) for info in header.tensors.values()]
+    _check_room(entries, file)
+    with file.open("wb") as out:
+        out.write(b"".join(_header(values, entries)))
+        for entry in entries:
+            _pad(out)
+            with entry.info.path.open("rb") as source:
+                source.seek(entry.info.start)
+                for left in range(entry.nbytes, 0, -_COPIED):
+                    out.write(source.read(min(left, _COPIED)))
+
+
+def _check_room(entries: Sequence[_Entry | _Copied], file: Path) -> None:
+    needed, free = sum(entry.nbytes for entry in entries), shutil.disk_usage(file.parent).free
+    if needed > free:
+        raise DoesNotFit(f"{file.parent} has {free / 1e9:.3g} GB free, {file.name} needs {needed / 1e9:.3g} GB")
 
 
 def metadata(config: ModelConfig) -> dict[str, Value]:
@@ -225,7 +276,7 @@ def _neighbours(tensor: Tensor, head_dim: int) -> Tensor:
     return halves.transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def _header(values: dict[str, Value], entries: list[_Entry]) -> Iterator[bytes]:
+def _header(values: dict[str, Value], entries: Sequence[_Entry | _Copied]) -> Iterator[bytes]:
     """All before the tensors, up to where the first begins but for padding."""
     yield b"GGUF" + struct.pack("<IQQ", 3, len(entries), len(values))
     for key, value in values.items():
@@ -233,7 +284,7 @@ def _header(values: dict[str, Value], entries: list[_Entry]) -> Iterator[bytes]:
     offset = 0
     for entry in entries:
         dimensions = struct.pack(f"<I{len(entry.shape)}Q", len(entry.shape), *reversed(entry.shape))
-        yield _string(entry.name) + dimensions + struct.pack("<IQ", entry.kind.number, offset)
+        yield _string(entry.name) + dimensions + struct.pack("<IQ", entry.number, offset)
         offset += -(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

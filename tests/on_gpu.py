@@ -14,6 +14,7 @@ import torch
 ON_THE_HOST = (
     "test_a_refresh_by_the_kernel_holds_what_one_by_the_host_does",
     "test_every_cache_attends_as_with_torchs_operators",
+    "test_caches_attend_as_by_torchs_operators",
     "test_numbers_are_unpacked_bit_for_bit",
     "test_pages_are_unpacked_bit_for_bit",
     "test_residuals_are_left_alone",

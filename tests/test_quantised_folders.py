@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-from models import random_model
+from models import Sizes, load, random_model, random_tokens, target_cache
 from offload.config.encodings import matrices
 from offload.config.model import ModelConfig
 from offload.config.reading import config_of, read_config
@@ -27,8 +27,10 @@ from offload.errors import ModelError
 from offload.formats.layout import encoding
 from offload.formats.stored import StoredMatrix
 from offload.kernels.device import NONE
+from offload.session.fingerprints import model_digest
 from offload.weights import linear
 from offload.weights.checkpoint import Checkpoint, check_model
+from test_parity import assert_same_logits, in_decoding, in_prefill
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -494,7 +496,7 @@ def test_large_matrices_are_unpacked_in_pieces(tmp_path: Path, monkeypatch: pyte
     whole, parts = [], []
     for name in CASES:
         case = CASES[name]
-        for piece, found in ((1 << 22, whole), (800, parts)):
+        for piece, found in ((1 << 21, whole), (800, parts)):
             monkeypatch.setattr("offload.weights.unpacking._PIECE", piece)
             checkpoint, _ = opened(write(tmp_path / name, case))
             with checkpoint:
@@ -783,3 +785,69 @@ def test_compressed_tensors_reads_the_same_numbers(name: str, tmp_path: Path) ->
             meant = compressor.decompress(parts_of(tmp_path, module), scheme)["weight"]
             for dtype in DTYPES:
                 assert same(read(checkpoint, module, shape, dtype), meant.to(dtype)), (module, dtype)
+
+
+def calm(tensors: Tensors) -> Tensors:
+    """The same with scales of one size and no NaN, so that logits say something."""
+    generator = torch.Generator().manual_seed(5)
+    made = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith(("scales", "weight_scale", "weight_scale_inv")):
+            made[name] = (0.004 + 0.02 * torch.rand(tensor.shape, generator=generator)).to(tensor.dtype)
+        elif tensor.dtype == E4M3:
+            made[name] = (3 * torch.randn(tensor.shape, generator=generator)).to(E4M3)
+    return made
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order", "gptq-8", "packed-zeros", "int8-zeros", "fp8"])
+@torch.inference_mode()
+def test_logits_are_those_of_transformers_with_the_same_numbers(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    folder = changed(write(tmp_path, case), calm)
+    model = random_model(**SIZES)
+    stored, config = load_file(folder / "model.safetensors"), read_config(folder)
+    numbers = {name: tensor for name, tensor in stored.items() if name in model.state_dict()}
+    for module, shape in linears(config).items():
+        numbers[f"{module}.weight"] = case.meant(parts_of(folder, module), *shape)
+    model.load_state_dict(numbers)
+    tokens = random_tokens(40)
+    theirs = model(torch.tensor([tokens])).logits[0]
+    decoder, sizes = load(folder), Sizes()
+    assert theirs.std() > 0.1
+    assert_same_logits(in_prefill(decoder, target_cache(decoder, sizes), tokens, sizes.prefill_block), theirs)
+    assert_same_logits(in_decoding(decoder, target_cache(decoder, sizes), tokens, 3), theirs)
+
+
+def test_a_session_is_of_the_numbers_that_quantization_config_gives(tmp_path: Path) -> None:
+    """The same files mean other numbers where they are read as gptq_v2."""
+    checkpoint, config = opened(write(tmp_path, CASES["gptq"]))
+    with checkpoint:
+        files = checkpoint.files()
+    other = config_of(plain_config() | {"quantization_config": GPTQ | V2})
+    assert model_digest(config, files) == model_digest(read_config(tmp_path), files) != model_digest(other, files)
+
+
+def test_the_text_of_a_wrapped_model_is_read_under_any_of_its_names(tmp_path: Path) -> None:
+    """What is ignored may be named as the model is wrapped now, as it was once, or as the text alone."""
+    text = PHI3 | {"model_type": "mistral", "num_key_value_heads": 2, "head_dim": 16, "sliding_window": None}
+    text = {
+        key: value for key, value in text.items() if key not in ("architectures", "original_max_position_embeddings")
+    }
+    wrapped = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": text}
+    for left in (
+        "model.language_model.layers.0.self_attn.o_proj", "language_model.model.layers.0.self_attn.o_proj", LEFT,
+    ):  # fmt: skip
+        stored = group_config("pack-quantized", ints(4, "group 32")) | {"ignore": [left, "language_model.lm_head"]}
+        for data in (wrapped | {"quantization_config": stored},
+                     wrapped | {"text_config": text | {"quantization_config": stored}}):  # fmt: skip
+            config = config_of(data | {"dtype": "float16"})
+            kinds = {name.split(".")[-2]: matrix.encoding for name, matrix in matrices(config).items()}
+            plain = {name for name, kind in kinds.items() if not kind}
+            assert plain == {"embed_tokens", "lm_head", "o_proj"}
+
+
+def test_two_different_descriptions_are_refused() -> None:
+    both = plain_config() | {"quantization_config": GPTQ, "compression_config": AWQ}
+    with pytest.raises(ModelError, match="is there twice and differs"):
+        config_of(both)
+    assert config_of(both | {"compression_config": GPTQ}).quantisation is not None

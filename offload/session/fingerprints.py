@@ -97,6 +97,8 @@ def _relevant(config: ModelConfig) -> dict[str, object]:
     }
     if not config.is_llama_shaped or len(config.tables) > 1 or config.windowed:
         named |= {"blocks": [_told(block) for block in config.blocks], "embedding_scale": config.embedding_scale}
+    if config.quantisation is not None:
+        named["stored"] = [_told(rule) for rule in config.quantisation.rules]
     return named
 
 

@@ -17,8 +17,10 @@ from torch import Tensor
 from offload.config.schemes import Scheme
 from offload.formats.layout import GROUP_HEAD, encoding
 
-_PIECE = 1 << 22  # numbers of a matrix that are unpacked at once, in whole outputs
+_PIECE = 1 << 21  # numbers of a matrix that are unpacked at once, in whole outputs
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word's 8 outputs: which 4 bits, from the lowest
+_AWQ_PAIRS = (0, 2, 4, 6, 1, 3, 5, 7)  # the same of the even ones before the odd ones
+_EVEN = 0x0F0F0F0F
 _LESS_ONE = {4: 0x11111111, 8: 0x01010101}  # what was taken from each word of zeros
 
 
@@ -39,45 +41,44 @@ class Packed:
         """Its rows in blocks of the encoding `kind`, uint8 [outputs, bytes]."""
         form = encoding(kind)
         groups = self._group_of(torch.arange(0, self.inputs, form.numbers))
-        out = torch.empty(self.outputs, len(groups), form.nbytes, dtype=torch.uint8)
-        for rows, codes, scales, zeros in self._pieces():
-            place = out[rows]
-            place[..., : scales.itemsize] = scales[:, groups].unsqueeze(-1).view(torch.uint8)
-            if self.scheme.is_float:
-                place[..., scales.itemsize : GROUP_HEAD] = 0
-            else:
-                place[..., 2:GROUP_HEAD] = zeros[:, groups].unsqueeze(-1).view(torch.uint8)
-            numbers = codes.view(len(codes), -1, form.numbers)
-            if self.scheme.bits == 4:
-                low, high = numbers.chunk(2, -1)
-                numbers = low | high << 4
-            place[..., GROUP_HEAD:] = numbers
-        return out.view(self.outputs, -1)
+        out = torch.empty(self.outputs, len(groups), form.nbytes // 4, dtype=torch.int32)
+        for rows, scales, zeros in self._pieces():
+            out[rows, :, 0] = self._heads(scales, zeros).index_select(1, groups)
+            out[rows, :, 1:] = _bodies(self.scheme, self.parts, rows, form.numbers).view(torch.int32)
+        return out.view(self.outputs, -1).view(torch.uint8)
+
+    def _heads(self, scales: Tensor, zeros: Tensor) -> Tensor:
+        """int32 [n, groups]: GROUP_HEAD bytes each, a scale of 4, or of 2 with a zero behind it."""
+        if scales.itemsize == GROUP_HEAD:
+            return scales.view(torch.int32)
+        low = scales.view(torch.int16).int() & 0xFFFF
+        return low if self.scheme.is_float else low | zeros.int() << 16
 
     def numbers(self) -> Tensor:
         """[outputs, inputs] in the scale's dtype."""
         groups = self._group_of(torch.arange(self.inputs)) if self.order is None else self.order
         out = torch.empty(self.outputs, self.inputs, dtype=self.scales.dtype)
-        for rows, codes, scales, zeros in self._pieces():
+        for rows, scales, zeros in self._pieces():
+            codes = _codes(self.scheme, self.parts, rows)[:, : self.inputs]
             if self.scheme.is_float:
                 values = codes.view(torch.float8_e4m3fn).float()
             else:
-                values = codes.float() - zeros[:, groups]
-            out[rows] = values * scales[:, groups].float()
+                values = codes.float().sub_(zeros.float().index_select(1, groups))
+            out[rows] = values.mul_(scales.float().index_select(1, groups))
         return out
 
     def _group_of(self, inputs: Tensor) -> Tensor:
         return inputs // self.scheme.inputs if self.scales.shape[1] > 1 else torch.zeros_like(inputs)
 
-    def _pieces(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Outputs, their codes, uint8 [n, inputs], scales [n, groups] and zeros, int16 [n, groups]."""
+    def _pieces(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Outputs, their scales [n, groups] and zeros, int16 [n, groups]."""
         step = max(8, _PIECE // self.inputs // 8 * 8)  # whole words of packed outputs
         all_zeros = self.scales if self.scheme.is_float else _zeros(self.scheme, self.parts, self.scales)
         for first in range(0, self.outputs, step):
             rows = slice(first, min(first + step, self.outputs))
             scales = self._of_rows(self.scales, rows).contiguous()
             zeros = self._of_rows(all_zeros, rows).contiguous()
-            yield rows, _codes(self.scheme, self.parts, rows)[:, : self.inputs], scales, zeros
+            yield rows, scales, zeros
 
     def _of_rows(self, grid: Tensor, rows: slice) -> Tensor:
         """A row of a grid of scales for each output."""
@@ -96,8 +97,36 @@ def _codes(scheme: Scheme, parts: Mapping[str, Tensor], rows: slice) -> Tensor:
         return _unpacked(parts["weight_packed"][rows].contiguous(), scheme.bits)
     if scheme.packing == "gptq":
         return _unpacked(parts["qweight"][:, rows].T.contiguous(), scheme.bits)
-    words = parts["qweight"][:, rows.start // 8 : rows.stop // 8].contiguous()
-    return _in_awq_order(words).T.contiguous()
+    return _in_awq_order(_awq_words(parts, rows)).T.contiguous()
+
+
+def _bodies(scheme: Scheme, parts: Mapping[str, Tensor], rows: slice, size: int) -> Tensor:
+    """uint8 [n, blocks, bytes]: the numbers of blocks of `size`, of 4 bits with the first half in the low ones."""
+    if scheme.bits == 8:
+        codes = _codes(scheme, parts, rows)
+        return codes.view(len(codes), -1, size)
+    if scheme.packing == "awq":
+        words = _awq_words(parts, rows)
+        even, odd = _paired(words.view(-1, 2, size // 2, words.shape[1]), 1)
+        pairs = torch.stack([even, odd], -1).view(torch.uint8).view(words.shape[0] // 2, -1)
+        order = torch.tensor(_AWQ_PAIRS) + torch.arange(0, pairs.shape[1], 8)[:, None]
+        outputs = pairs.T.contiguous().index_select(0, order.flatten())
+        return outputs.view(len(outputs), -1, size // 2)
+    words = parts["qweight"][:, rows].T if scheme.packing == "gptq" else parts["weight_packed"][rows]
+    even, odd = _paired(words.contiguous().view(len(words), -1, 2, size // 16), 2)
+    return torch.stack([even.view(torch.uint8), odd.view(torch.uint8)], -1).flatten(2)
+
+
+def _paired(words: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The even and the odd 4 bits of words, int32, in the low halves of bytes, and of those beside them along `dim`, of
+    2, in the high ones."""
+    low, high = words.unbind(dim)
+    return low & _EVEN | (high & _EVEN) << 4, low >> 4 & _EVEN | high & ~_EVEN
+
+
+def _awq_words(parts: Mapping[str, Tensor], rows: slice) -> Tensor:
+    """int32 [inputs, n / 8]."""
+    return parts["qweight"][:, rows.start // 8 : rows.stop // 8].contiguous()
 
 
 def _zeros(scheme: Scheme, parts: Mapping[str, Tensor], scales: Tensor) -> Tensor:

@@ -225,15 +225,13 @@ def ways_of(case: Case, names: list[str]) -> Iterator[Way]:
 
 def simple_ways(case: Case) -> list[Way]:
     plain = {part: values[0] for part, values in llama_cpp_choices("bf16").items()}
+    four_bits = [Way(FOUR_BITS, lambda: case.llama_cpp(plain, file="4 bits"), setting="another output")]
     return [
         Way(PLAIN, lambda: case.ours(False)),
         Way("ours, default", lambda: case.ours(True)),
         Way("transformers, draft", lambda: case.transformers(draft=True)),
         Way("transformers, lookups", lambda: case.transformers(lookup=True)),
-        *(
-            [Way(FOUR_BITS, lambda: case.llama_cpp(plain, file="4 bits"), setting="another output")]
-            * ("4 bits" in case.files)
-        ),
+        *(four_bits if "4 bits" in case.files else []),
     ]
 
 
@@ -367,7 +365,8 @@ def main() -> None:
             for file in Path(rows).iterdir():
                 file.unlink()
     columns = ["prompt", "way", "first s", "prefill/s", "ms/token", "range", "predicted", "peak GB", "parts", "setting"]
-    title = f"{model.name}, {', '.join(read_config(model).stored_in) or 'bf16'}, {torch.get_num_threads()} threads, {args.max_tokens} tokens of {args.task}"
+    stored = ", ".join(read_config(model).stored_in) or "bf16"
+    title = f"{model.name}, {stored}, {torch.get_num_threads()} threads, {args.max_tokens} tokens of {args.task}"
     emit(columns, [row_of(row) for row in found], about(title, 0), found)
 
 

@@ -2,8 +2,9 @@
 
 usage: python benchmarks/plans.py [--context 120000]
 
-Prints the table of docs/memory.md. Nothing is measured: GPUs are RTX 4090s by their typical rates, with 128 GB of host
-memory, and the models' shapes those of their published config.json files.
+Prints the tables of docs/memory.md, the second of models whose weights are quantised. Nothing is measured: GPUs are
+RTX 4090s by their typical rates, with 128 GB of host memory, and the models' shapes those of their published
+config.json files.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import replace
 
 from report import say
 
+from offload.config.encodings import encoded
 from offload.config.model import ModelConfig
 from offload.config.reading import config_of
 from offload.errors import DoesNotFit, UsageError
@@ -60,6 +62,31 @@ MODELS: dict[str, dict[str, object]] = {
         "num_hidden_layers": 32, "num_attention_heads": 24, "num_key_value_heads": 8, "tie_word_embeddings": True,
     },
 }  # fmt: skip
+LLAMA_3: dict[str, object] = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+STORED: dict[str, tuple[dict[str, object], str]] = {  # "": as its config.json says
+    f"{name} {form}".strip(): (fields, form)
+    for name, forms, fields in (
+        ("Yarn Llama 2 13B", ("Q8_0", "Q4_K_M"), {
+            "model_type": "llama", "vocab_size": 32000, "hidden_size": 5120, "intermediate_size": 13824,
+            "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 40, "rope_scaling": YARN,
+        }),
+        ("Llama 3.1 8B", ("Q8_0",), LLAMA_3 | {
+            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        }),
+        ("Qwen3 32B AWQ", ("",), {
+            "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 25600,
+            "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
+            "quantization_config": AWQ, "dtype": "float16",
+        }),
+        ("Devstral Small 2 24B", ("Q4_K_M",), MODELS["Devstral Small 2 24B"]),
+        ("Llama 3.3 70B", ("Q4_K_M",), LLAMA_3 | {
+            "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+        }),
+    )
+    for form in forms
+}  # fmt: skip
 HEAD = (
     "| | weights, cache propose in | of the tokens | on each GPU | on the host | crosses each link | acceptance "
     "| a token | without speculation |"
@@ -91,6 +118,23 @@ def row(name: str, config: ModelConfig, num_gpus: int, context: int) -> str:
     )
 
 
+def stored(config: ModelConfig, form: str) -> ModelConfig:
+    """The same model as llama.cpp's `form` of it. Q4_K_M has the values' matrices and the last ones of the feed-forward
+    networks in 6 bits in half of the layers, and the head."""
+    count = config.num_layers
+
+    def encoding_of(name: str) -> str:
+        if form != "Q4_K_M":
+            return form
+        if name == config.names.head:
+            return "Q6_K"
+        layer = int(name.split("layers.")[1].split(".")[0]) if "layers." in name else 0
+        more = layer < count // 8 or layer >= 7 * count // 8 or (layer - count // 8) % 3 == 2
+        return "Q6_K" if more and ("v_proj" in name or "down_proj" in name) else "Q4_K"
+
+    return encoded(config, encoding_of) if form else config
+
+
 def milliseconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
@@ -103,6 +147,10 @@ def main() -> None:
     lines = [HEAD, "|---" * 9 + "|"]
     for name, fields in MODELS.items():
         config = config_of(LLAMA | fields, name=name)
+        lines += [row(name, config, number, context) for number in (1, 2)]
+    lines += ["", HEAD, "|---" * 9 + "|"]
+    for name, (fields, form) in STORED.items():
+        config = stored(config_of(LLAMA | fields, name=name), form)
         lines += [row(name, config, number, context) for number in (1, 2)]
     print("\n".join(lines))
 

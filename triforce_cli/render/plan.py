@@ -94,6 +94,7 @@ def document(planned: Planned) -> dict[str, Any]:
         "in_16_bits": asdict(planned.in_16_bits) if planned.in_16_bits else None,
         "what_if": planned.what_if.as_dict() if planned.what_if else None,
         "model": str(planned.model),
+        "stored_in": list(planned.request.target.stored_in),
         "version": __version__,
     }
 
@@ -110,7 +111,9 @@ def _head(planned: Planned) -> Iterator[str]:
     request, hardware = planned.plan.request, planned.request.hardware
     gpus = f"{hardware.num_devices} x {hardware.device_name}" if hardware.num_devices > 1 else hardware.device_name
     tokens = f"{request.capacity:,} tokens ({request.max_tokens:,} of them new)"
-    yield f"{planned.model.name}, {tokens}, {request.dtype}, on {gpus}"
+    stored = planned.request.target.stored_in
+    dtype = f"{request.dtype} over weights in {' and '.join(stored)}" if stored else request.dtype
+    yield f"{planned.model.name}, {tokens}, {dtype}, on {gpus}"
     if planned.longest_context is not None:
         limit = planned.request.target.context_limit
         why = "as long as the model knows" if planned.longest_context == limit else f"the model knows {limit:,}"

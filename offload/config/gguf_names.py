@@ -35,7 +35,7 @@ def _parts(names: TensorNames) -> dict[str, str]:
     """Of a layer. A part that a model has under no name keeps the one it has."""
     return {
         "attn_norm": names.before_attention,
-        "post_attention_norm": names.after_attention,
+        "post_attention_norm": names.after_attention or names.before_feed_forward,  # the latter in seed_oss
         "ffn_norm": names.before_feed_forward,
         "post_ffw_norm": names.after_feed_forward,
         "attn_q": "self_attn.q_proj",

@@ -64,7 +64,7 @@ class Lead:
 
     def load(self, plan: Plan, folders: Mapping[str, Path], on_progress: OnProgress) -> LoadedModels:
         """Every rank reads its shard at the same time."""
-        self.whole, target = read_config(folders["target"]), str(folders["target"].resolve())
+        self.whole, target = read_config(folders["target"]), str(folders["target"].absolute())
         told = self.team.tell("load", plan=plan.as_dict(), target=target, threads=torch.get_num_threads())
         models = LoadedModels.load(plan, folders, on_progress, shard=Shard(0, self.team.size), sums=self.sums)
         try:

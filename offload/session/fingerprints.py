@@ -50,7 +50,7 @@ def identify(folder: Path, config: ModelConfig, *, dtype: str, capacity: int, pa
     `rope_table`; the frequencies of `dynamic` scaling and of LongRoPE depend on it. Raises ModelError."""
     with Checkpoint.open(folder) as checkpoint:
         files = checkpoint.files()
-    name = "".join(letter for letter in folder.resolve().name if letter.isprintable())
+    name = "".join(letter for letter in _own_name(folder) if letter.isprintable())
     apart = None if config.has_one_shape else config.windowed_block
     return Identity(
         model=model_digest(config, files),
@@ -66,6 +66,11 @@ def identify(folder: Path, config: ModelConfig, *, dtype: str, capacity: int, pa
         window_head_dim=apart.attention.head_dim if apart else 0,
         model_name=name[:_MAX_NAME],
     )
+
+
+def _own_name(folder: Path) -> str:
+    """A GGUF file may be a link to one that is named by its digest."""
+    return folder.name if is_gguf(folder) else folder.resolve().name
 
 
 def model_digest(config: ModelConfig, files: Sequence[Path]) -> str:

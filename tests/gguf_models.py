@@ -1,0 +1,226 @@
+"""Model folders as GGUF files, by the rules of llama.cpp's converter (its conversion/*.py). No tests in here.
+
+Names of tensors and keys are those of the package gguf.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf.quants import quantize
+from safetensors.torch import load_file
+from tokenizers import pre_tokenizers
+from torch import Tensor
+
+ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
+    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "granite": "granite",
+    "smollm3": "smollm3", "arcee": "arcee", "phi3": "phi3", "gemma": "gemma", "gemma2": "gemma2",
+    "gemma3_text": "gemma3", "olmo2": "olmo2", "olmo3": "olmo2", "cohere": "command-r", "cohere2": "cohere2",
+    "glm4": "glm4", "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "hunyuan_v1_dense": "hunyuan-dense",
+    "exaone4": "exaone4", "starcoder2": "starcoder2", "nemotron": "nemotron", "ministral3": "mistral3",
+}  # fmt: skip
+PERMUTED = ("llama", "granite", "smollm3", "arcee", "mistral3")
+PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
+LAYER_NORM = {
+    "cohere": "layer_norm_eps",
+    "cohere2": "layer_norm_eps",
+    "starcoder2": "norm_epsilon",
+    "nemotron": "norm_eps",
+}
+BLOCKS = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "Q2_K": 84, "IQ4_XS": 136}  # that gguf cannot quantise to: bytes
+NUMBERS = {"F32": np.float32, "F16": np.float16}
+
+
+def write_gguf(
+    folder: Path,
+    path: Path,
+    *,
+    kind: str | Callable[[str], str] = "F32",
+    tokenizer: str = "gpt2",
+    change: Callable[[gguf.GGUFWriter], None] | None = None,
+    without: str = "nothing",
+    split: int = 0,
+) -> dict[str, np.ndarray]:
+    """The model in `folder` as `path`. kind: of its matrices, of those of one name if it is a function; vectors are
+    F32. tokenizer: "gpt2", "llama" or "" for none. split: tensors of a file. Returns the numbers of the tensors, in
+    fp32, by Hugging Face's names."""
+    config = json.loads((folder / "config.json").read_text())
+    arch = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
+    _metadata(writer, config, arch)
+    if tokenizer:
+        _tokenizer(writer, tokenizer, config["vocab_size"])
+    if change:
+        change(writer)
+    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names, stored = gguf.get_tensor_name_map(number, config["num_hidden_layers"]), {}
+    tensors = {
+        name: tensor.float() for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    for name, tensor in sorted(tensors.items()):
+        if without in name or (name == "lm_head.weight" and config.get("tie_word_embeddings")):
+            continue
+        renamed = names.get_name(name, (".weight", ".bias"))
+        assert renamed, name
+        changed = converted(name, tensor, config, arch)
+        stored[name] = _add(writer, renamed, changed, kind if isinstance(kind, str) else kind(name))
+    for name, factors in _rope_tensors(config, arch).items():
+        writer.add_tensor(name, factors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored
+
+
+def converted(name: str, tensor: Tensor, config: dict[str, Any], arch: str) -> Tensor:
+    if arch in PLUS_ONE and name.endswith("norm.weight"):
+        return tensor + 1
+    for letter, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
+        if arch in PERMUTED and f".{letter}_proj." in name:
+            halves = tensor.unflatten(0, (config[heads], 2, -1))
+            return halves.transpose(1, 2).flatten(0, 2)
+    return tensor
+
+
+def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> np.ndarray:
+    numbers = np.ascontiguousarray(tensor.numpy())
+    if numbers.ndim == 1 or "_norm" in name or numbers.shape[1] % 32:
+        kind = "F32" if kind not in NUMBERS or numbers.ndim == 1 or "_norm" in name else kind
+    if kind in NUMBERS:
+        stored = numbers.astype(NUMBERS[kind])
+        writer.add_tensor(name, stored)
+        return stored.astype(np.float32)
+    data = random_blocks(numbers.shape, kind) if kind in BLOCKS else quantize(numbers, Type[kind])
+    writer.add_tensor(name, data, raw_dtype=Type[kind])
+    return gguf.quants.dequantize(data, Type[kind])
+
+
+def random_blocks(shape: tuple[int, int], kind: str) -> np.ndarray:
+    """Of a type that gguf does not quantise to: any bytes, but scales that are numbers."""
+    rows = np.random.default_rng(shape[0] + 7 * shape[1]).integers(0, 256, (shape[0], shape[1] // 256, BLOCKS[kind]))
+    rows = rows.astype(np.uint8)
+    places = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "IQ4_XS": (0,)}[kind]
+    for place in places:
+        rows[..., place : place + 2] = np.frombuffer(np.float16(0.002).tobytes(), np.uint8)
+    return rows.reshape(shape[0], -1)
+
+
+def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> None:
+    """As TextModel.set_gguf_parameters and each architecture's have it."""
+    rope = _rope(config)
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    head_dim = config.get("head_dim") or hidden // heads
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    if config["model_type"] in LAYER_NORM:
+        writer.add_layer_norm_eps(config[LAYER_NORM[config["model_type"]]])
+    else:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if config.get("head_dim") and arch != "granite":
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if rope.get("rope_theta") is not None:
+        writer.add_rope_freq_base(rope["rope_theta"])
+    if local := (config.get("rope_parameters") or {}).get("sliding_attention", {}).get("rope_theta"):
+        writer.add_rope_freq_base_swa(local)
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if arch in (*PERMUTED, "phi3", "glm4", "nemotron", "cohere2"):
+        writer.add_rope_dimension_count(int(share * head_dim))
+    _rope_scaling(writer, config, rope, arch)
+    for key, add in (
+        ("attention_multiplier", writer.add_attention_scale), ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale), ("logits_scaling", writer.add_logit_scale),
+        ("logit_scale", writer.add_logit_scale), ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+    ):  # fmt: skip
+        if config.get(key) is not None:
+            add(config[key])
+    window, types = config.get("sliding_window"), config.get("layer_types")
+    if window is not None and arch in ("gemma2", "gemma3", "olmo2", "cohere2", "exaone4", "phi3"):
+        writer.add_sliding_window(window)
+        if types and arch in ("olmo2", "exaone4"):
+            writer.add_sliding_window_pattern([each == "sliding_attention" for each in types])
+    elif arch == "phi3":
+        writer.add_sliding_window(0)
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta")}
+    return rope.get("full_attention", rope)
+
+
+def _rope_scaling(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, Any], arch: str) -> None:
+    kind = rope.get("rope_type", "default")
+    if kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        for key, add in (
+            ("beta_fast", writer.add_rope_scaling_yarn_beta_fast), ("beta_slow", writer.add_rope_scaling_yarn_beta_slow)
+        ):  # fmt: skip
+            if rope.get(key) is not None:
+                add(rope[key])
+    if config["model_type"] == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if kind == "longrope":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+        most, original = config["max_position_embeddings"], config["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(most / original) / math.log(original)))
+
+
+def _rope_tensors(config: dict[str, Any], arch: str) -> dict[str, np.ndarray]:
+    rope = _rope(config)
+    if rope.get("rope_type") == "longrope":
+        return {
+            f"rope_factors_{which}.weight": np.array(rope[f"{which}_factor"], np.float32) for which in ("long", "short")
+        }
+    if rope.get("rope_type") != "llama3":
+        return {}
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    frequencies = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    factors = []
+    for frequency in frequencies:
+        wavelength = 2 * math.pi / frequency
+        smooth = min(max((original / wavelength - low) / (high - low), 0), 1)
+        factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return {"rope_freqs.weight": torch.tensor(factors, dtype=torch.float32).numpy()}
+
+
+def _tokenizer(writer: gguf.GGUFWriter, kind: str, count: int) -> None:
+    """A token for each byte, then <s> and </s>, as `models.byte_tokenizer`, or SentencePiece's; unused ones up to
+    `count`."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = letters if kind == "gpt2" else [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens, types = [*tokens, "<s>", "</s>"][:count], [*[1 if kind == "gpt2" else 6] * 256, 3, 3][:count]
+    more = max(count - len(tokens), 0)
+    writer.add_tokenizer_model(kind)
+    if kind == "gpt2":
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_merges([])
+    else:
+        writer.add_token_scores([0.0] * (len(tokens) + more))
+    writer.add_token_list([*tokens, *(f"[PAD{i}]" for i in range(more))])
+    writer.add_token_types([*types, *[5] * more])
+    if count >= 258:
+        writer.add_bos_token_id(256)
+        writer.add_eos_token_id(257)
+        writer.add_add_bos_token(False)

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
@@ -584,8 +588,13 @@ def test_groups_of_several_schemes_are_told_by_their_targets() -> None:
     }  # fmt: skip
 
 
-def plain_config() -> dict[str, Any]:
+@cache
+def _plain_config() -> dict[str, Any]:
     return random_model(**SIZES).config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+
+
+def plain_config() -> dict[str, Any]:
+    return dict(_plain_config())
 
 
 PHI3: dict[str, Any] = {
@@ -665,6 +674,34 @@ def test_expressions_that_could_take_forever_are_none(text: object, is_one: bool
     assert is_pattern(text) == is_one
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.sampled_from(["", "re:.*", "-:x"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["targets", "weights", "+:a", "format"]), inner)
+    ),
+)
+
+
+def places(value: object, path: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+    """Of everything inside a JSON value."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path] * bool(path) + [each for key, inner in inside for each in places(inner, (*path, key))]
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_damaged_description_is_refused_or_read(data: st.DataObject) -> None:
+    stored = json.loads(json.dumps(data.draw(st.sampled_from([case.stored for case in CASES.values()]))))
+    stored |= {"dynamic": {"-:x": {}}, "modules_in_block_to_quantize": None, "sparsity_config": {}, "scale_dtype": None}
+    *path, last = data.draw(st.sampled_from(places(stored)))
+    holder = stored
+    for key in path:
+        holder = holder[key]
+    holder[last] = data.draw(JSON)
+    with suppress(ModelError):
+        config_of(plain_config() | {"quantization_config": stored})
+
+
 def drop(name: str) -> Callable[[Tensors], None]:
     def change(tensors: Tensors) -> None:
         del tensors[name]
@@ -683,7 +720,7 @@ FAULTS: list[tuple[str, Callable[[Tensors], None], str]] = [
     ("awq", drop(f"{DOWN}.qzeros"), f"there is no {DOWN}.qzeros"),
     ("awq", drop(f"{DOWN}.qweight"), f"there is no {DOWN}.qweight"),
     ("awq", put(f"{DOWN}.qweight", torch.zeros(96, 9, dtype=torch.int32)), "has shape [96, 9]; by config.json"),
-    ("awq", put(f"{DOWN}.scales", torch.zeros(3, 64)), "scales is stored as F32; by config.json it must be F16"),
+    ("awq", put(f"{DOWN}.scales", torch.zeros(3, 64).bool()), "scales is stored as BOOL; by config.json it must be"),
     ("awq", put(f"{DOWN}.qzeros", torch.zeros(3, 8)), "qzeros is stored as F32; by config.json it must be I32"),
     ("awq", put(f"{DOWN}.lora_A", torch.zeros(3, 8)), f"1 unexpected ({DOWN}.lora_A)"),
     ("awq", put("lm_head.qweight", torch.zeros(3, 8)), "leaves lm_head as plain numbers, but there is lm_head.qweight"),
@@ -693,7 +730,7 @@ FAULTS: list[tuple[str, Callable[[Tensors], None], str]] = [
     ("gptq-act-order", put(f"{DOWN}.g_idx", torch.full((96,), -2, dtype=torch.int32)), "beyond the 3 there are"),
     ("packed-zeros", drop(f"{DOWN}.weight_zero_point"), f"there is no {DOWN}.weight_zero_point"),
     ("packed", put(f"{DOWN}.weight_shape", torch.tensor([64, 97])), "is [64, 97], config.json says [64, 96]"),
-    ("packed", put(f"{DOWN}.weight_scale", torch.ones(64, 3).half()), "is stored as F16; by config.json it must be"),
+    ("packed", put(f"{GATE}.weight_scale", torch.ones(96, 2).half()), "is stored as F16; by config.json it must be"),
     ("int8", put(f"{DOWN}.weight", torch.zeros(64, 96)), "weight is stored as F32; by config.json it must be I8"),
     ("fp8", put(f"{DOWN}.weight_scale_inv", torch.ones(3, 3)), "has shape [3, 3]; by config.json it must be [2, 3]"),
     ("fp8", drop(f"{DOWN}.weight_scale_inv"), f"there is no {DOWN}.weight_scale; fetch it again"),
@@ -851,3 +888,38 @@ def test_two_different_descriptions_are_refused() -> None:
     with pytest.raises(ModelError, match="is there twice and differs"):
         config_of(both)
     assert config_of(both | {"compression_config": GPTQ}).quantisation is not None
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    ("name", "scales", "kinds"),
+    [("packed", F16, ("INT4_F16/32", "INT4_F16/32")), ("packed", F32, ("", "")),
+     ("float8-channel", F32, ("FP8_F32/32", "FP8_F32/64"))],
+)  # fmt: skip
+def test_scales_have_the_dtype_that_the_folder_has(
+    name: str, scales: torch.dtype, kinds: tuple[str, str], sharded: bool, tmp_path: Path
+) -> None:
+    """Some folders keep them in another dtype than the model's; a number is rounded to theirs."""
+    case = CASES[name]
+    folder = changed(
+        write(tmp_path, case),
+        lambda tensors: {each: part.to(scales) if "scale" in each else part for each, part in tensors.items()},
+    )
+    if sharded:
+        tensors = load_file(folder / "model.safetensors")
+        weight_map = {each: f"{'b' if 'mlp' in each else 'a'}.safetensors" for each in tensors}
+        for shard in ("a", "b"):
+            own = {each: part for each, part in tensors.items() if weight_map[each].startswith(shard)}
+            save_file(own, folder / f"{shard}.safetensors")
+        (folder / "model.safetensors").rename(folder / "whole")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    checkpoint, config = opened(folder)
+    stored = matrices(config)
+    assert (stored[f"{DOWN}.weight"].encoding, stored[f"{GATE}.weight"].encoding) == kinds
+    if sharded:
+        (folder / "whole").rename(folder / "model.safetensors")
+    with checkpoint:
+        for module, shape in linears(config).items():
+            meant = case.meant(parts_of(folder, module), *shape)
+            assert meant.dtype == scales
+            assert all(same(read(checkpoint, module, shape, dtype), meant.to(dtype)) for dtype in DTYPES)

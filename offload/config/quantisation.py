@@ -49,9 +49,10 @@ def parted(data: Mapping[str, object], where: str) -> tuple[Mapping[str, object]
     return plain, Fields(stored, place)
 
 
-def quantised(config: ModelConfig, source: Fields) -> ModelConfig:
-    """The same model, stored as source, its quantization_config, says. ModelError."""
-    found = read_quantisation(source, config.dtype)
+def quantised(config: ModelConfig, source: Fields, scales: str = "") -> ModelConfig:
+    """The same model, stored as source, its quantization_config, says. scales: their dtype where that is known.
+    ModelError."""
+    found = _with_scales(read_quantisation(source, config.dtype), scales)
     stored = matrices(config)
     schemes = {name: scheme_of(name, found, config) for name in stored}
 
@@ -68,6 +69,17 @@ def quantised(config: ModelConfig, source: Fields) -> ModelConfig:
         )
         found = replace(found, remarks=(*found.remarks, remark))
     return replace(encoded(config, encoding_of), quantisation=found)
+
+
+def _with_scales(found: Quantisation, scales: str) -> Quantisation:
+    """The same with scales of that dtype, but where any is read as fp32."""
+
+    def change(rule: Rule) -> Rule:
+        if rule.scheme is None or rule.scheme.widens or not scales:
+            return rule
+        return replace(rule, scheme=replace(rule.scheme, scales=scales))
+
+    return replace(found, rules=tuple(map(change, found.rules)))
 
 
 def scheme_of(name: str, quantisation: Quantisation, config: ModelConfig) -> Scheme | None:
@@ -116,7 +128,7 @@ def _gptq(source: Fields, dtype: str) -> Quantisation:
             source.refuse(
                 "dynamic", f"of regular expressions of at most {MAX_PATTERN} characters without nested repeats"
             )
-        own = Fields({**source.data, **(changes or {})}, f"{source.where}: dynamic {pattern}")
+        own = Fields({**source.data, **_mapping(changes)}, f"{source.where}: dynamic {pattern}")
         rules.append(Rule("matches", text, None if pattern.startswith("-:") else _gptq_scheme(own)))
     scheme, chosen = _gptq_scheme(source), source.data.get("modules_in_block_to_quantize")
     if chosen is None:
@@ -231,6 +243,10 @@ def _shared(own: Fields) -> tuple[int, int]:
     if strategy == "block":
         return _sizes(own, "block_structure")
     return (1, 0) if strategy == "channel" else (0, 0)
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _given(group: Mapping[str, object]) -> dict[str, object]:

@@ -19,6 +19,7 @@ from offload.config.gguf import gguf_config
 from offload.config.gguf_header import is_gguf, read_header
 from offload.config.model import ModelConfig
 from offload.config.quantisation import parted, quantised
+from offload.config.stored_scales import stored_scales
 from offload.errors import ModelError
 
 ADAPTER_FILE = "adapter_config.json"
@@ -66,7 +67,9 @@ def read_config(path: str | Path) -> ModelConfig:
             f"{folder} holds {ADAPTER_FILE}, and adapters are not applied; merge it into its model (peft: "
             "merge_and_unload, then save_pretrained) and give the new folder, or remove it"
         )
-    config = config_of(read_json(folder / "config.json"), name=str(folder / "config.json"))
+    config = config_of(
+        read_json(folder / "config.json"), name=str(folder / "config.json"), scales=stored_scales(folder)
+    )
     generation = folder / "generation_config.json"
     if not generation.is_file():
         return config
@@ -74,15 +77,16 @@ def read_config(path: str | Path) -> ModelConfig:
     return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
 
 
-def config_of(data: Mapping[str, object], *, name: str = "") -> ModelConfig:
+def config_of(data: Mapping[str, object], *, name: str = "", scales: str = "") -> ModelConfig:
     """The config that transformers (4 or 5) wrote as `data`. Messages of ModelError begin with `name`.
 
     Fields mean what they mean to transformers, and those that it does not read in this family mean nothing; absent,
     they mean its defaults, also those of the family. Token ids that are absent stay unknown. Sizes must be there.
+    scales: the dtype of those of quantised matrices, as far as it is known.
     """
     plain, stored = parted(data, name or "config")
     config = _described(Fields(plain, name or "config"))
-    return config if stored is None else quantised(config, stored)
+    return config if stored is None else quantised(config, stored, scales)
 
 
 def _described(source: Fields) -> ModelConfig:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paper.gpu import PaperGpu
 
 DEVICE = torch.device("cuda:0")
+CPU, META = torch.device("cpu"), torch.device("meta")
 GPU = ("cuda", "meta")  # how Python code and torch's own call it
 Func = Any  # an overload of an operator
 
@@ -32,6 +33,8 @@ MOVING = {"copy_", "_to_copy"}
 WHOLE = {"rms_norm"}  # one kernel on a GPU, several operators elsewhere
 WITHOUT_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 INDEXING = {"index", "index_put_", "_index_put_impl_"}  # by tensors of the host too, which then cross
+
+_wrapper: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -56,16 +59,14 @@ class PaperTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, gpu: PaperGpu, raw: Tensor, block: Block) -> PaperTensor:
+    def __new__(cls, gpu: PaperGpu, raw: Tensor, storage: int, block: Block) -> PaperTensor:
         size, strides, offset = raw.size(), raw.stride(), raw.storage_offset()
         with torch._C._InferenceMode(False):  # what torch does to views of tensors from outside of it would fail in it
-            made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-                cls, size, strides=strides, storage_offset=offset, dtype=raw.dtype, device="meta"
-            )
-        made.gpu, made.raw, made.storage, made.block = gpu, raw, _storage(raw), block
+            made = _wrapper(cls, size, strides=strides, storage_offset=offset, dtype=raw.dtype, device=META)
+        made.gpu, made.raw, made.storage, made.block = gpu, raw, storage, block
         return made  # type: ignore[no-any-return]
 
-    def __init__(self, gpu: PaperGpu, raw: Tensor, block: Block) -> None: ...
+    def __init__(self, gpu: PaperGpu, raw: Tensor, storage: int, block: Block) -> None: ...
 
     @classmethod
     def __torch_dispatch__(cls, func: Func, types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,16 +149,11 @@ class Call:
         self.name = operator.name
         self.on_gpu: list[PaperTensor] = []
         self.on_host: list[Tensor] = []
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            for each in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(each, PaperTensor):
-                    self.on_gpu.append(each)
-                elif isinstance(each, Tensor):
-                    self.on_host.append(each)
+        for each in _tensors((*args, *kwargs.values()) if kwargs else args):
+            (self.on_gpu if isinstance(each, PaperTensor) else self.on_host).append(each)
         self.written: set[int] = set()
         if operator.written:
-            written = _leaves([self.argument(name) for name in operator.written])
-            self.written = {id(each) for each in written if isinstance(each, Tensor)}
+            self.written = {id(each) for each in _tensors([self.argument(name) for name in operator.written])}
         device = self.argument("device") if operator.takes_device else None
         self.device = torch.device(device) if device is not None else None
         self.is_of_gpu = bool(self.on_gpu) or (self.device is not None and self.device.type in GPU)
@@ -199,12 +195,15 @@ class Call:
         return partial(self.func, *args, **kwargs)
 
 
-def _leaves(values: Any) -> list[Any]:
+def _tensors(values: Any) -> list[Tensor]:
     """Of arguments or results, which nest no deeper than lists."""
-    leaves: list[Any] = []
+    tensors: list[Tensor] = []
     for value in values:
-        leaves += value if isinstance(value, (list, tuple)) else (value,)
-    return leaves
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += [each for each in value if isinstance(each, Tensor)]
+    return tensors
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
@@ -214,7 +213,7 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
 def _on_cpu(value: Any) -> Any:
     if isinstance(value, PaperTensor):
         return value.raw
-    return torch.device("cpu") if isinstance(value, torch.device) else value
+    return CPU if isinstance(value, torch.device) else value
 
 
 def run(gpu: PaperGpu, call: Call) -> Any:
@@ -231,9 +230,10 @@ def run(gpu: PaperGpu, call: Call) -> Any:
             if id(each) in call.written:
                 graph.writes(each.raw)
     out = gpu.result(call)
-    made = [each for each in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(each, Tensor)]
+    made = _tensors((out,))
+    storages = [_storage(each) for each in made]
     blocks = {each.storage: each.block for each in call.on_gpu}
-    is_view = not call.written and bool(made) and all(_storage(each) in blocks for each in made)
+    is_view = not call.written and bool(made) and all(storage in blocks for storage in storages)
     if not is_view and call.operator.has_kernel:
         if call.on_host:
             _check_devices(gpu, call)
@@ -242,24 +242,25 @@ def run(gpu: PaperGpu, call: Call) -> Any:
             graph.computed(call.again_on_cpu, made)
     if call.leaves_gpu:
         return out
-    wrappers = {id(each.raw): each for each in call.on_gpu}
+    known = {id(each.raw): each for each in call.on_gpu}
+    if call.written:
+        known |= {id(each): each for each in call.on_host}  # written by a copy from the GPU
 
-    def wrapped(each: Any) -> Any:
-        if not isinstance(each, Tensor):
-            return each
-        if (known := wrappers.get(id(each))) is not None:
-            return known
-        if (block := blocks.get(_storage(each))) is None:
-            if any(each is other for other in call.on_host):  # written by a copy from the GPU
-                return each
-            block = gpu.allocated(each.untyped_storage().nbytes())
+    def wrapped(raw: Tensor, storage: int) -> Tensor:
+        if (same := known.get(id(raw))) is not None:
+            return same
+        if (block := blocks.get(storage)) is None:
+            block = gpu.allocated(raw.untyped_storage().nbytes())
             if graph is not None:
                 graph.allocated(block)
             else:
-                gpu.access(block, each, gpu.stream.actor, write=True, what=call.name)
-        return PaperTensor(gpu, each, block)
+                gpu.access(block, raw, gpu.stream.actor, write=True, what=call.name)
+        return PaperTensor(gpu, raw, storage, block)
 
-    return _mapped(wrapped, out)
+    if isinstance(out, Tensor):
+        return wrapped(out, *storages)
+    all_wrapped = iter([wrapped(*each) for each in zip(made, storages, strict=True)])
+    return _mapped(lambda each: next(all_wrapped) if isinstance(each, Tensor) else each, out)
 
 
 def _on_host(gpu: PaperGpu, call: Call) -> Any:
@@ -268,7 +269,7 @@ def _on_host(gpu: PaperGpu, call: Call) -> Any:
     out = call.args[0] if untouched else call.func(*call.args, **call.kwargs)
     if gpu.has_pinned and call.on_host:
         storages = {_storage(each) for each in call.on_host}
-        made = [each for each in _leaves((out,)) if isinstance(each, Tensor)]
+        made = _tensors((out,))
         if call.written or not made or not all(_storage(each) in storages for each in made):
             gpu.host.step()
             for each in call.on_host:

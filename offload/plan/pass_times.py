@@ -6,9 +6,9 @@ Measured ones are kept in the file of rates, by machine, threads, shapes, dtype 
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +216,7 @@ def _at(curve: tuple[float, ...], rows: int) -> float:
     """The value at `rows`, between those of `ROWS` along straight lines, beyond the last one in proportion."""
     if rows >= ROWS[-1]:
         return curve[-1] * rows / ROWS[-1]
-    for (below, above), (low, high) in zip(pairwise(ROWS), pairwise(curve), strict=True):
-        if rows <= above:
-            return low + (high - low) * (rows - below) / (above - below)
-    raise AssertionError("ROWS covers it")
+    after = max(bisect_left(ROWS, rows), 1)
+    below, above = ROWS[after - 1 : after + 1]
+    low, high = curve[after - 1 : after + 1]
+    return low + (high - low) * (rows - below) / (above - below)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -51,3 +52,18 @@ def without_idle_work() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang = patch_once
     interpreter._get_np_dtype = known_dtype_of
+
+
+def rounds_to_bf16(patch: pytest.MonkeyPatch) -> None:
+    """As a GPU does: to the nearest, of two the even one. The interpreter cuts off."""
+    convert = interpreter._convert_float
+
+    def rounded(data: Any, source: Any, target: Any, *more: object) -> Any:
+        if source.name == "fp32" and target.name == "bf16":
+            found = torch.from_numpy(np.array(data, np.float32)).bfloat16()
+            return found.view(torch.int16).numpy().view(np.uint16)
+        if source.name == "bf16" and target.name == "fp32":
+            return (np.asarray(data).astype(np.uint32) << 16).view(np.float32)
+        return convert(data, source, target, *more)
+
+    patch.setattr(interpreter, "_convert_float", rounded)

@@ -21,14 +21,14 @@ from triton.compiler import ASTSource  # noqa: E402
 from forked import pytest_in_a_fork  # noqa: E402
 from offload.bench.diagnosis import software  # noqa: E402
 from offload.engine.engine import kernels_problem  # noqa: E402
-from offload.formats import packed_gpu, quantised_kv_gpu, residuals_gpu  # noqa: E402
-from offload.formats.layout import Packing  # noqa: E402
+from offload.formats import packed_gpu, quantised_kv_gpu, residuals_gpu, stored_gpu  # noqa: E402
+from offload.formats.layout import Packing, encoding  # noqa: E402
 from offload.formats.packed_gpu import warps as warps_of  # noqa: E402
 from offload.formats.residuals_gpu import WEIGHT_WARPS  # noqa: E402
 from offload.kernels.choice import fitting, gpu_kernels  # noqa: E402
 from offload.kernels.cpu import VARIABLE  # noqa: E402
 from offload.kernels.device import NoKernels  # noqa: E402
-from offload.kernels.gpu import copies, kv_programs, prefill_programs, programs  # noqa: E402
+from offload.kernels.gpu import copies, kv_programs, prefill_programs, programs, splits, stored_products  # noqa: E402
 from offload.kernels.gpu import quantised_products as products  # noqa: E402
 from offload.kernels.gpu.copies import rows_at_once, warps  # noqa: E402
 from offload.kernels.gpu.kernels import GpuKernels  # noqa: E402
@@ -42,7 +42,7 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 CAPABILITIES = [89, 90]
 SHARED_BYTES = 99 * 2**10  # that a program may have on compute capability 8.9
 SCRATCH = ("partials", "sums", "earlier_partials", "earlier_sums", "running", "tops", "totals")
-INTERPRETED = ["gpu", "prefill", "codes", "kv_codes", "kv_residuals", "packed"]
+INTERPRETED = ["gpu", "prefill", "codes", "stored", "kv_codes", "kv_residuals", "packed"]
 ENGINES = ["quantised"]  # which run kernels that have small cases of their own
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
@@ -378,13 +378,57 @@ def test_codes_come_in_wide_loads_and_become_weights_in_registers(capability: in
     assert all(".v4.b32" in op for op in stored)
 
 
+STORED = ["Q8_0", "Q4_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q5_K", "INT4_F16/128", "INT4_BF16/32"]
+STORED += ["INT8_F16/128", "INT8_BF16/32", "FP8_F32/128", "FP8_F16/32", "FP8_BF16/128"]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("rows", stored_products.ROWS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", STORED)
+def test_stored_matrices_are_multiplied_without_a_spill(capability: int, rows: int, dtype: str, name: str) -> None:
+    tiling = stored_products.tiling_of(encoding(name))
+    pointers = {"rows": f"*{dtype}", "stored": "*u8", "partials": "*fp32"}
+    shape = {"ROWS": rows, "OUTPUTS": tiling.outputs, "BLOCKS": tiling.blocks(encoding(name)), "WIDEN": False}
+    found = compiled(
+        stored_products.multiply_stored, capability, pointers, shape | stored_gpu.constants(encoding(name)),
+        warps=tiling.warps, stages=tiling.stages,
+    )  # fmt: skip
+    assert found.spilled_bytes == 0
+    assert found.registers <= 255
+    assert found.shared_bytes <= SHARED_BYTES
+    assert "mma.sync" in found.ptx  # which has a row's bits whatever the number of rows
+    assert "wgmma" not in found.ptx
+    assert "tf32" not in found.ptx
+    assert not re.search(r"ld\.global[.\w]*\.b?8\b", found.ptx)
+    assert ("cp.async" in found.ptx and "ld.global.b16" not in found.ptx) or stored_gpu.form(encoding(name)).word == 2
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("name", STORED)
+def test_stored_matrices_are_decoded_to_wide_stores(capability: int, dtype: str, name: str) -> None:
+    shape = stored_gpu.constants(encoding(name)) | {"BLOCKS": stored_gpu.blocks_at_once(encoding(name))}
+    pointers = {"stored": "*u8", "out": f"*{dtype}"}
+    found = compiled(stored_gpu.decode_blocks, capability, pointers, shape, warps=stored_gpu.WARPS)
+    assert found.spilled_bytes == 0
+    assert found.registers <= 168
+    assert found.shared_bytes <= SHARED_BYTES
+    stores = re.findall(r"st\.global[.\w:]*", found.ptx)
+    assert stores
+    assert all(".v4.b32" in op for op in stores), stores
+    assert not re.search(r"ld\.global[.\w]*\.b?8\b", found.ptx)
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_splits_are_joined_by_wide_loads(capability: int, bias: bool) -> None:
     pointers = {"partials": "*fp32", "bias": "*bf16", "out": "*bf16"}
-    shape = {"BIAS": bias, "COLUMNS": products.COLUMNS}
-    found = compiled(products.join_splits, capability, pointers, shape, warps=1)
+    shape = {"BIAS": bias, "COLUMNS": splits.COLUMNS}
+    found = compiled(splits.join_splits, capability, pointers, shape, warps=1)
     assert found.spilled_bytes == 0
     assert found.registers <= 64
     assert "ld.global.v4" in found.ptx

@@ -26,6 +26,7 @@ from offload.formats import packed, quantised, quantised_kv, residuals
 from offload.formats.layout import Packing, PageShape
 from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import KVCodes, Order
+from offload.formats.stored import StoredMatrix, decode
 from offload.kernels.device import NONE, DecodeAttention, DeviceKernels, NoKernels
 from offload.kernels.spans import SPAN, SpanAttention
 from offload.native.interface import declare
@@ -59,6 +60,11 @@ class CpuKernels(DeviceKernels):
 
     def attention(self, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> DecodeAttention:
         return SpanAttention(self, dtype=dtype, span=SPAN if page is None else gcd(SPAN, page), chunk=chunk)
+
+    def decode_stored(self, stored: StoredMatrix, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(stored.shape, dtype=dtype)
+        decode(stored, out, self)
+        return out
 
     def quantise(self, weight: Tensor, into: Codes) -> None:
         quantised.encode(weight, into, self)

@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 from offload.formats.layout import ALL_TOKENS, Packing, PageShape
 from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import KVCodes, Order
+from offload.formats.stored import StoredMatrix
 from offload.kernels.attention import Part
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.spans import Rows
@@ -80,6 +81,15 @@ class DeviceKernels:
     def multiply(self, x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
         """x [T, inputs] times the matrix, transposed, plus bias [outputs], in the dtype of x."""
         return linear(x, codes.matrix(x.dtype), bias)
+
+    def multiply_stored(self, x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
+        """The same with a matrix as a checkpoint stores it. Temporary memory: its numbers in the dtype of x, unless
+        the kernels know how to do without."""
+        return linear(x, self.decode_stored(stored, x.dtype), bias)
+
+    def decode_stored(self, stored: StoredMatrix, dtype: torch.dtype) -> Tensor:
+        """Its numbers, [outputs, inputs] of `dtype`, in memory of their own."""
+        return stored.matrix(dtype)
 
     def quantise(self, weight: Tensor, into: Codes) -> None:
         """Fill `into` with the codes of weight, [outputs, inputs] contiguous."""

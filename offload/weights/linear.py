@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from offload.formats.quantised import Codes
-from offload.formats.stored import StoredMatrix, decode
+from offload.formats.stored import StoredMatrix
 from offload.kernels import choice, cpu
-
-_MOST_ROWS = 64  # that a GPU multiplies with stored matrices as they are
+from offload.kernels.device import DeviceKernels
 
 
 @dataclass(frozen=True)
@@ -44,15 +43,15 @@ class Linear:
 def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """x [T, inputs] times weight [outputs, inputs], transposed, plus bias [outputs], in the dtype of x.
 
-    With codes on a GPU by its own kernel, which unpacks them on the way, and so with a few rows and a stored matrix
-    whose encoding it knows; else by torch's operators, over the numbers of a part at a time.
+    With codes on a GPU by its own kernel, which unpacks them on the way, and so with a few rows and a stored matrix;
+    else by torch's operators, over the numbers of a part at a time.
     """
     if isinstance(weight, Codes):
         return choice.gpu_kernels(x.device).multiply(x, weight, bias)
     if isinstance(weight, Tensor):
         return linear(x, weight, bias)
     if isinstance(weight, StoredMatrix):
-        return linear(x, numbers(weight, x.dtype), bias)
+        return _kernels(x.device).multiply_stored(x, weight, bias)
     out, first = x.new_empty(len(x), weight.shape[0]), 0
     for part in weight.parts:
         rows = slice(first, first + part.shape[0])
@@ -62,10 +61,9 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 
 
 def numbers(stored: StoredMatrix, dtype: torch.dtype) -> Tensor:
-    """[outputs, inputs] of `dtype`, in memory of their own."""
-    kernels = cpu.kernels()
-    if stored.rows.device.type != "cpu" or not isinstance(kernels, cpu.CpuKernels):
-        return stored.matrix(dtype)
-    out = torch.empty(stored.shape, dtype=dtype)
-    decode(stored, out, kernels)
-    return out
+    """[outputs, inputs] of `dtype`, in memory of their own, on the device of its blocks."""
+    return _kernels(stored.rows.device).decode_stored(stored, dtype)
+
+
+def _kernels(device: torch.device) -> DeviceKernels:
+    return cpu.kernels() if device.type == "cpu" else choice.gpu_kernels(device)

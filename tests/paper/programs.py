@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 
-from offload.formats import packed_gpu, quantised_kv_gpu, residuals_gpu
+from offload.formats import packed_gpu, quantised_kv_gpu, residuals_gpu, stored_gpu
 from offload.kernels import choice
-from offload.kernels.gpu import attention, copies, prefill, quantised_products
+from offload.kernels.gpu import attention, copies, prefill, quantised_products, splits, stored_products
 from offload.kernels.gpu.kernels import GpuKernels
 from paper.gpu import PaperGpu
 from paper.tensors import PaperTensor, launch, stored
@@ -34,5 +34,8 @@ def programs_by_interpreter(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
             program[grid](*raw, **constants | widened)
 
     patch.setattr(choice, "gpu_kernels", lambda device: GpuKernels())
-    for module in (packed_gpu, quantised_kv_gpu, residuals_gpu, attention, copies, prefill, quantised_products):
+    for module in (
+        *(packed_gpu, quantised_kv_gpu, residuals_gpu, stored_gpu),
+        *(attention, copies, prefill, quantised_products, splits, stored_products),
+    ):
         patch.setattr(module, "launch", run)

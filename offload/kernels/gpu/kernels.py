@@ -9,12 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from offload.formats import packed_gpu, quantised, quantised_kv_gpu, residuals_gpu
+from offload.formats import packed_gpu, quantised, quantised_kv_gpu, residuals_gpu, stored_gpu
 from offload.formats.layout import ALL_TOKENS, Packing, PageShape
 from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import KVCodes, Order
+from offload.formats.stored import StoredMatrix
 from offload.kernels.device import MASS_DTYPE, DecodeAttention, DeviceKernels
-from offload.kernels.gpu import copies, quantised_products
+from offload.kernels.gpu import copies, quantised_products, stored_products
 from offload.kernels.gpu.attention import GpuAttention
 from offload.kernels.gpu.prefill import PAGE_STEP, TritonTiles
 from offload.kernels.gpu.tiling import SPAN
@@ -38,6 +39,16 @@ class GpuKernels(DeviceKernels):
 
     def multiply(self, x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
         return quantised_products.product(x, codes, bias)
+
+    def multiply_stored(self, x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
+        if len(x) > stored_products.MOST_ROWS or x.dtype.itemsize != 2:
+            return super().multiply_stored(x, stored, bias)
+        return stored_products.product(x, stored, bias)
+
+    def decode_stored(self, stored: StoredMatrix, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(stored.shape, dtype=dtype, device=stored.rows.device)
+        stored_gpu.decode(stored, out)
+        return out
 
     def quantise(self, weight: Tensor, into: Codes) -> None:
         quantised.encode_in_parts(weight, into)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from offload.formats.quantised import GROUP, TILE, Codes
+from offload.kernels.gpu.splits import joined
 from offload.native.launch import launch
 
 ROWS = 16  # of a program: the least that tensor cores take
@@ -20,7 +21,6 @@ TILES = 8  # of a program: the more, the less often rows are read
 GROUPS = 2  # at a time: a word of each input is one of 16, the least that tensor cores take
 STAGES = 3  # two of which are on their way
 WARPS = 4
-COLUMNS = 256  # outputs that are joined at a time
 _PROGRAMS = 512  # of a product: four for each multiprocessor of a large GPU, so that all of its memory is asked
 _LEAST_GROUPS = 8  # of a split: below that more is written than saved
 
@@ -48,16 +48,7 @@ def product(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
         num_warps=WARPS,
         num_stages=STAGES,
     )
-    out = torch.empty(num_rows, outputs, dtype=x.dtype, device=x.device)
-    launch(
-        join_splits,
-        (num_rows, -(-outputs // COLUMNS)),
-        (partials, out if bias is None else bias, out, num_splits, num_rows, outputs // TILE),
-        BIAS=bias is not None,
-        COLUMNS=COLUMNS,
-        num_warps=1,
-    )
-    return out
+    return joined(partials, bias, x.dtype)
 
 
 def split_groups(outputs: int, inputs: int) -> int:
@@ -136,28 +127,3 @@ def multiply_codes(
                 total = tl.dot(x, weight, total, input_precision="ieee")
     target = (split * num_rows + row).to(tl.int64) * (16 * num_tiles)
     tl.store(partials + target[:, None] + output[None, :], total, mask=real[:, None] & there[None, :])
-
-
-@triton.jit(do_not_specialize=["num_splits", "num_rows", "num_tiles"])
-def join_splits(
-    partials,  # fp32 [splits, T, 16 * num_tiles]
-    bias,  # [16 * num_tiles]
-    out,  # [T, 16 * num_tiles], contiguous
-    num_splits,
-    num_rows,  # T
-    num_tiles,
-    BIAS: tl.constexpr,  # whether there is one
-    COLUMNS: tl.constexpr,
-):
-    """Program (t, c): add up the splits of row t in their order, in block c of the outputs, and then the bias."""
-    row, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    num_outputs = 16 * num_tiles
-    inside = column < num_outputs
-    total = tl.zeros([COLUMNS], tl.float32)
-    for split in tl.range(0, num_splits, loop_unroll_factor=4):
-        source = (split * num_rows + row).to(tl.int64) * num_outputs
-        total += tl.load(partials + source + column, mask=inside, other=0.0)
-    if BIAS:
-        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    target = row.to(tl.int64) * num_outputs
-    tl.store(out + target + column, total.to(out.dtype.element_ty), mask=inside)

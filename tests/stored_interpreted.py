@@ -1,0 +1,155 @@
+"""A GPU's numbers of matrices as quantised checkpoints store them, and products with these, in Triton's interpreter, on
+a CPU: run as gpu_interpreted.py is."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from interpreter import products_by_row, rounds_to_bf16, without_idle_work
+from offload.formats.layout import encoding
+from offload.formats.stored import StoredMatrix
+from offload.formats.stored_gpu import decode
+from offload.kernels.gpu.kernels import GpuKernels
+from offload.kernels.gpu.stored_products import ROWS, product, split_blocks, tiling_of
+from stored import NAMES, made_up
+
+DTYPES = [torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float16: 2**-11, torch.bfloat16: 2**-8}  # against fp64 with the same numbers: rounded once
+FEW = ["Q4_K", "Q6_K", "INT4_BF16/32", "FP8_F32/128"]  # of which there is a small case by default
+
+without_idle_work()
+
+
+@pytest.fixture(autouse=True)
+def _as_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    products_by_row(monkeypatch)
+    rounds_to_bf16(monkeypatch)
+
+
+def inputs_of(name: str, steps: int) -> int:
+    """So many that a program needs that many steps, the last of which is no whole one where it can be less."""
+    own = encoding(name)
+    at_once = tiling_of(own).blocks(own)
+    return (steps * at_once - at_once // 2) * own.numbers
+
+
+def normal(*size: int, seed: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.int16 if x.dtype.itemsize == 2 else torch.int32)
+
+
+def in_fp64(x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
+    wanted = x.double() @ stored.matrix(x.dtype).double().T
+    return wanted if bias is None else wanted + bias.double()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_are_those_of_torchs_operators(name: str, pytestconfig: pytest.Config) -> None:
+    """Bit for bit; and nothing is written behind them. Blocks are no multiple of a program's."""
+    deep = pytestconfig.getoption("deep")
+    stored = made_up(name, 37, 3 * encoding(name).numbers, seed=1)
+    for dtype in (*DTYPES, torch.float32) if deep else (torch.bfloat16,):
+        room = torch.full((38 * stored.shape[1],), torch.nan, dtype=dtype)
+        out = room[: -stored.shape[1]].view(stored.shape)
+        decode(stored, out)
+        assert torch.equal(bits(out), bits(stored.matrix(dtype)))
+        assert room[-stored.shape[1] :].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "FP8_F32/32"])
+def test_numbers_near_zero_and_none_are_those_of_torchs_operators(name: str) -> None:
+    """Scales below the least normal number; in floats of 8 bits, what is none."""
+    stored = made_up(name, 5, 256, seed=2)
+    kind = torch.float16 if name == "Q4_K" else torch.float32
+    blocks = stored.rows.view(-1, stored.encoding.nbytes)
+    blocks[:, : kind.itemsize] = torch.full((len(blocks), 1), 3e-7 if name == "Q4_K" else 1e-39, dtype=kind).view(
+        torch.uint8
+    )
+    blocks[::2, 20] = 0x7F
+    out = torch.zeros(stored.shape)
+    decode(stored, out)
+    wanted = stored.matrix(torch.float32)
+    assert torch.equal(out.isnan(), wanted.isnan())
+    assert bool(wanted.isnan().any()) == (name != "Q4_K")
+    assert torch.equal(bits(out.nan_to_num(7.0)), bits(wanted.nan_to_num(7.0)))
+
+
+@pytest.mark.few(len(FEW))
+@pytest.mark.parametrize("name", [*FEW, *(name for name in NAMES if name not in FEW)])
+def test_rows_of_one_number_find_every_weight(name: str) -> None:
+    """At its place: the matrix itself comes out."""
+    stored = made_up(name, 17, inputs_of(name, 2), seed=3)
+    where = torch.arange(0, stored.shape[1], 7)[:40]
+    for dtype in DTYPES:
+        x = torch.nn.functional.one_hot(where, stored.shape[1]).to(dtype)
+        assert torch.equal(product(x, stored, None), stored.matrix(dtype)[:, where].T + 0.0)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outputs", "steps"), [(70, 3), (16, 5)])
+def test_products_are_those_of_fp64(name: str, dtype: torch.dtype, outputs: int, steps: int) -> None:
+    """Outputs are no multiple of a program's, blocks none of a split's or of those at a time."""
+    stored = made_up(name, outputs, inputs_of(name, steps), seed=4)
+    bias = normal(outputs, seed=5).to(dtype)
+    for num_rows, added in ((1, None), (3, bias), (ROWS[0] + 1, bias)):
+        x = normal(num_rows, stored.shape[1], seed=num_rows).to(dtype)
+        wanted = in_fp64(x, stored, added)
+        out = product(x, stored, added)
+        assert out.dtype == dtype
+        assert_close(out.double(), wanted, rtol=TOLERANCE[dtype], atol=1e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", [*FEW, *(name for name in NAMES if name not in FEW)])
+def test_a_rows_bits_are_those_of_the_row_alone(name: str) -> None:
+    """Among 1 to 19 rows, wherever it is among them, over several splits; one of these is NaN."""
+    stored, most = made_up(name, 8, 768, seed=6), ROWS[0] + 3
+    assert split_blocks(*stored.shape, stored.encoding, tiling_of(stored.encoding)) < 768 // stored.encoding.numbers
+    x = normal(most, 768, seed=7).half()
+    x[5] = torch.nan
+    alone = {place: product(x[place : place + 1], stored, None) for place in (0, 4, 5, 6, 15, 16, 18)}
+    assert {place for place, row in alone.items() if row.isnan().any()} == {5}
+    for first, count in ((0, most), (4, 3), (3, ROWS[0]), (2, ROWS[0] + 1)):
+        out = product(x[first : first + count], stored, None)
+        for place in alone.keys() & range(first, first + count):
+            assert torch.equal(bits(out[place - first]), bits(alone[place][0])), (place, first, count)
+
+
+def test_rows_may_lie_apart() -> None:
+    stored, x = made_up("Q8_0", 32, 96, seed=8), normal(5, 256, seed=9).half()
+    assert torch.equal(product(x[::2, 64:160], stored, None), product(x[::2, 64:160].contiguous(), stored, None))
+
+
+def test_many_rows_and_other_dtypes_meet_the_numbers() -> None:
+    stored, kernels = made_up("Q4_0", 16, 64, seed=10), GpuKernels()
+    for x in (normal(65, 64, seed=11).half(), normal(3, 64, seed=12)):
+        assert torch.equal(
+            kernels.multiply_stored(x, stored, None), torch.nn.functional.linear(x, stored.matrix(x.dtype))
+        )
+    with pytest.raises(ValueError, match="float32; a GPU multiplies stored matrices with bf16 and fp16"):
+        product(normal(3, 64, seed=12), stored, None)
+
+
+def test_splits_are_alike_and_make_programs_enough() -> None:
+    """Of the products of models of 7B and 32B."""
+    shapes = ((4096, 4096), (22016, 4096), (4096, 11008), (5120, 5120), (5120, 27648), (55296, 5120))
+    for name in ("Q4_K", "Q6_K", "Q8_0", "INT4_F16/128", "FP8_BF16/128"):
+        own = encoding(name)
+        for outputs, inputs in shapes:
+            each, num_blocks = split_blocks(outputs, inputs, own, tiling_of(own)), inputs // own.numbers
+            starts = [*range(0, num_blocks, each), num_blocks]
+            counts = [stop - start for start, stop in pairwise(starts)]
+            assert each % tiling_of(own).blocks(own) == 0
+            assert each * len(counts) <= 1.25 * num_blocks
+            assert 300 <= len(counts) * -(-outputs // tiling_of(own).outputs) <= 1100, (name, outputs, inputs)
+    assert split_blocks(16, 256, encoding("Q4_K"), tiling_of(encoding("Q4_K"))) == 1

@@ -12,9 +12,9 @@ from processor import best
 SHAPES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 16}
 
 
-def saved(root: Path) -> tuple[Path, Path]:
-    """Target and draft. The vocabulary is no whole number of tiles."""
-    model = random_model("qwen2", vocab_size=264, seed=11, max_position_embeddings=1024, **SHAPES)
+def saved(root: Path, **sizes: int) -> tuple[Path, Path]:
+    """Target and draft. The vocabulary is no whole number of tiles. sizes: others than SHAPES."""
+    model = random_model("qwen2", vocab_size=264, seed=11, max_position_embeddings=1024, **{**SHAPES, **sizes})
     target = save(model, root / "target", tokenizer=True)
     return target, save(perturbed(model, 0.03), root / "draft", tokenizer=True)
 

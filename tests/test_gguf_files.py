@@ -49,7 +49,7 @@ def test_tensors_are_read_as_the_library_reads_them(folder: Path, tmp_path: Path
     path = tmp_path / "model.gguf"
     stored = write_gguf(folder, path, kind=kind)
     config = read_config(path)
-    assert config.is_quantised == (kind in BLOCKS)
+    assert config.stored_in == ((kind,) if kind in BLOCKS else ())
     assert config.table_encoding == (kind if kind in BLOCKS else "")
     with Checkpoint.open(path) as checkpoint:
         check_model(checkpoint, config)

@@ -262,9 +262,7 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=3)
 BEGUN = PROMPT[:16]  # more than the draft's window
 
 
-def drawn(
-    engine: Engine, params: Sequence[SamplingParams], *, num_blocks: int = 8
-) -> list[tuple[list[int], Tensor]]:
+def drawn(engine: Engine, params: Sequence[SamplingParams], *, num_blocks: int = 8) -> list[tuple[list[int], Tensor]]:
     """Blocks of the draft's tokens with what they were drawn from, by each of these parameters in turn; some after
     tokens that others proposed."""
     level, blocks = engine.levels["draft"], []

@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 from offload.config.block import Block
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
+from offload.formats.layout import encoding
 from offload.plan.options import MAX_RANKS
+
+
+SPLIT_BY_INPUTS = ("o", "down")  # operators of which a rank has some inputs
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def check_divides(config: ModelConfig, num_ranks: int) -> None:
         kv_heads = " and ".join(map(str, dict.fromkeys(kind.num_kv_heads for kind in kinds)))
         raise UsageError(
             f"gpus is {num_ranks}, and {config.num_heads} heads, {kv_heads} KV heads and "
-            f"{config.intermediate_size} feed-forward rows of the model do not divide so; "
+            f"{config.intermediate_size} feed-forward rows of the model{_in_blocks(config)} do not divide so; "
             f"--gpus may be {', '.join(map(str, usable))}"
         )
 
@@ -74,4 +78,13 @@ def check_divides(config: ModelConfig, num_ranks: int) -> None:
 def _divides(config: ModelConfig, num_ranks: int) -> bool:
     kv_heads = config.num_kv_heads
     shared = kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0
-    return shared and config.num_heads % num_ranks == 0 and config.intermediate_size % num_ranks == 0
+    if not (shared and config.num_heads % num_ranks == 0 and config.intermediate_size % num_ranks == 0):
+        return False
+    split = (part for operator in SPLIT_BY_INPUTS for part in config.layer_matrices()[operator] if part.encoding)
+    return all(part.inputs // num_ranks % encoding(part.encoding).numbers == 0 for part in split)
+
+
+def _in_blocks(config: ModelConfig) -> str:
+    """ ", in blocks of 256" where matrices are stored so."""
+    sizes = {encoding(name).numbers for name in config.stored_in}
+    return f", in blocks of {max(sizes)}" if sizes else ""

@@ -10,7 +10,6 @@ from offload.errors import UsageError
 from offload.formats.layout import encoding
 from offload.plan.options import MAX_RANKS
 
-
 SPLIT_BY_INPUTS = ("o", "down")  # operators of which a rank has some inputs
 
 

@@ -223,7 +223,7 @@ def test_ranks_cut_no_block(pairs: Callable[[str], Pair]) -> None:
     """Of 256 inputs; 512 are two of them."""
     config = read_config(pairs("Q4_K and others")[0])
     check_divides(config, 2)
-    with pytest.raises(UsageError, match="gpus is 4, .* in blocks of 256 do not divide so; --gpus may be 1, 2$"):
+    with pytest.raises(UsageError, match=r"gpus is 4, .* in blocks of 256 do not divide so; --gpus may be 1, 2$"):
         check_divides(config, 4)
 
 

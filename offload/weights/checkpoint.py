@@ -28,7 +28,7 @@ from offload.config.model import ModelConfig
 from offload.errors import ModelError, unreadable
 from offload.formats.layout import encoding, is_encoding
 from offload.formats.stored import StoredMatrix
-from offload.weights.gguf_file import open_model, unpacker
+from offload.weights.gguf_file import MappedFile, open_model, unpacker
 from offload.weights.linear import numbers
 from offload.weights.quantised_folder import gathered
 from offload.weights.tensors import expected_tensors
@@ -136,6 +136,12 @@ class Checkpoint:
             raise ModelError(f"{self.folder}: {name} has rows of {list(source.shape)} bytes, not of {list(dst.shape)}")
         for piece, place in zip(*_in_pieces(source, dst), strict=True):
             place.copy_(piece)
+            self._copied(name)
+
+    def _copied(self, name: str) -> None:
+        entry = self._entry(name)
+        if isinstance(entry.file, MappedFile):
+            entry.file.forget(entry.stored_name)
 
     def _blocks(self, name: str, rows: range | None, columns: range | None) -> Tensor:
         kind, source = encoding(self.encoding(name)), self._mapped(name)
@@ -175,6 +181,7 @@ class Checkpoint:
             raise ModelError(f"{self.folder}: {name} has shape {shape}, {list(dst.shape)} is needed")
         for piece, place in zip(*_in_pieces(source, dst), strict=True):
             place.copy_(numbers(StoredMatrix(piece.contiguous(), kind), dst.dtype) if stored else piece)
+            self._copied(name)
 
     def _unpack_into(self, name: str, dst: Tensor, rows: range | None, columns: range | None) -> None:
         entry, source = self._entry(name), self._mapped(name)

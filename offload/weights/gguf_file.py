@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import mmap
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,10 +27,21 @@ class MappedFile:
         """tensors: those of the file. Raises ModelError."""
         self._tensors = tensors
         try:
-            size = path.stat().st_size
-            self._bytes: Tensor | None = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-        except (OSError, RuntimeError) as error:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
             raise unreadable(path, error if isinstance(error, OSError) else OSError(str(error))) from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that nobody may write to it
+            self._bytes: Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def forget(self, name: str) -> None:
+        """What was read of the tensor was copied: its pages need not count among this process's memory any more. They
+        are read again if they are wanted again."""
+        info, page = self._tensors[name], mmap.PAGESIZE
+        first, stop = -(-info.start // page) * page, (info.start + info.nbytes) // page * page
+        if stop > first and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
     def get_tensor(self, name: str) -> Tensor:
         """Of numbers the tensor; else its rows, uint8 [outputs, bytes]."""

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-from models import Sizes, load, random_model, random_tokens, target_cache
+from models import Sizes, load, random_model, random_tokens, target_cache, tiny_plan
 from offload.config.encodings import matrices
 from offload.config.model import ModelConfig
 from offload.config.reading import config_of, read_config
@@ -378,6 +378,10 @@ CASES = {
         FP8 | {"activation_scheme": "static", "ignored_layers": ["re:.*lm_head"]}, in_bytes(E4M3, "tensor", F32),
         bytes_meant("tensor"), ("FP8_F32/32", "FP8_F32/64"), "float16",
     ),
+    "modelopt": Case(
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "kv_cache_scheme": {"num_bits": 8}},
+        in_bytes(E4M3, "tensor", F32), bytes_meant("tensor"), ("FP8_F32/32", "FP8_F32/64"), "bfloat16",
+    ),
     "fbgemm": Case(
         {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}, in_bytes(E4M3, "channel", F32),
         bytes_meant("channel"), ("FP8_F32/32", "FP8_F32/64"), "bfloat16",
@@ -524,6 +528,7 @@ LEFT = "model.layers.0.self_attn.o_proj"
         ("float8-channel", {"ignore": ["lm_head", r"re:model\.layers\.0\.self_attn\.o"]}),
         ("fp8", {"modules_to_not_convert": ["lm_head", LEFT]}),
         ("fp8", {"modules_to_not_convert": ["lm_head", "model.layers.*.o_proj"]}),
+        ("modelopt", {"ignore": ["lm_head", "*.o_proj"]}),
         ("autofp8", {"ignored_layers": ["lm_head", r"re:.*o_proj"]}),
     ],
 )  # fmt: skip
@@ -638,6 +643,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (FP8 | {"weight_block_size": [128]}, "weight_block_size is [128]"),
     (FP8 | {"fmt": "e5m2"}, "fmt is 'e5m2'"),
     (FP8 | {"modules_to_convert": ["embed_tokens"]}, "modules_to_convert is"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'; it must be one of FP8"),
+    ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*" * 7]}, "ignore is"),
     (group_config("nvfp4-pack-quantized", ints(4, "group 16")), "format is 'nvfp4-pack-quantized'"),
     (group_config("dense", ints(4, "group 32")), "format is 'dense'"),
     (group_config("pack-quantized", ints(3, "group 32")), "num_bits is 3; it must be 4 or 8"),
@@ -784,6 +791,11 @@ def test_what_a_user_should_know_is_remarked(name: str, says: str, tmp_path: Pat
     assert bool(config.quantisation.remarks) == bool(says)
 
 
+def test_a_plan_has_the_remarks_as_notes(tmp_path: Path) -> None:
+    plan = tiny_plan(write(tmp_path, CASES["fp8"]), None, Sizes(), num_prompt_tokens=20, max_tokens=4)
+    assert any("quantised activations" in note for note in plan.notes)
+
+
 def test_a_scheme_for_the_cache_is_remarked() -> None:
     stored = group_config("float-quantized", floats("tensor")) | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
     config = config_of(plain_config() | {"quantization_config": stored})
@@ -923,3 +935,23 @@ def test_scales_have_the_dtype_that_the_folder_has(
             meant = case.meant(parts_of(folder, module), *shape)
             assert meant.dtype == scales
             assert all(same(read(checkpoint, module, shape, dtype), meant.to(dtype)) for dtype in DTYPES)
+
+
+def test_quantised_weights_without_a_description_are_told(tmp_path: Path) -> None:
+    folder = write(tmp_path, CASES["gptq"])
+    data = json.loads((folder / "config.json").read_text())
+    del data["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(data))
+    assert "config.json has no quantization_config that says how" in refusal(folder)
+
+
+def test_names_without_model_before_them_are_read(tmp_path: Path) -> None:
+    folder = changed(
+        write(tmp_path, CASES["gptq"]),
+        lambda tensors: {each.removeprefix("model."): part for each, part in tensors.items()},
+    )
+    checkpoint, _ = opened(folder)
+    with checkpoint:
+        found = read(checkpoint, DOWN, (64, 96), F32)
+    parts = parts_of(folder, DOWN.removeprefix("model."))
+    assert same(found, gptq_meant(4, 32, LESS4)(parts, 64, 96).float())

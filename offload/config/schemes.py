@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Literal
 
 from offload.formats.layout import GROUP_KINDS, GROUPS
 
 Packing = Literal["awq", "gptq", "packed", "bytes"]
-Way = Literal["is", "matches", "names", "holds", "ends", "class"]
+Way = Literal["is", "matches", "names", "holds", "ends", "glob", "class"]
 
 MAX_PATTERN = 200  # characters
 _REPEATS = 6  # of a pattern, at most: a name is compared with it in steps that grow as its length to this power
@@ -49,7 +50,8 @@ class Rule:
     """What holds of the modules that a pattern means: scheme, or None for plain numbers. way: how it means them.
 
     is: by their whole name. matches: as a regular expression from the start of the name. names: as transformers'
-    modules_to_not_convert does. holds, ends: a part of the name, the last parts of it. class: Linear, Embedding.
+    modules_to_not_convert does. holds, ends: a part of the name, the last parts of it. glob: by it with * for anything.
+    class: Linear, Embedding.
     """
 
     way: Way
@@ -105,5 +107,6 @@ _WAYS: Mapping[Way, Callable[[str, str], bool]] = {
     "names": _names,
     "holds": lambda pattern, name: pattern in name,
     "ends": lambda pattern, name: f".{name}".endswith(f".{pattern}"),
+    "glob": lambda pattern, name: fnmatchcase(name, pattern),
     "class": lambda pattern, name: name == pattern,
 }

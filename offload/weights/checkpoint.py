@@ -310,6 +310,11 @@ def _other_names(names: Sequence[str], config: ModelConfig) -> dict[str, str]:
 def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     if missing == [HEAD]:
         return "set tie_word_embeddings to true if the model's embeddings are its head, or fetch the one with a head"
+    if any(name.endswith((".qweight", ".weight_packed", ".weight_scale")) for name in unexpected):
+        return (
+            "the weights are quantised, and config.json has no quantization_config that says how; fetch it again, or "
+            "copy what quantize_config.json says into it, with its quant_method"
+        )
     what = "of a model with parts that this program does not know" if unexpected and not missing else "another model's"
     return f"the weights or config.json are {what}; fetch both together, of one version of a supported model"
 

@@ -1,0 +1,243 @@
+"""What the methods of quantisation say in a quantization_config, each by a reader of its own.
+
+What a reader does not know is refused by name. Activations are never quantised here: where a config asks for that, a
+remark says so. Fields that say how the weights were found are read past.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from offload.config.fields import Fields
+from offload.config.schemes import MAX_PATTERN, Quantisation, Rule, Scheme, Way, is_pattern
+
+_MAX_GROUP = 1 << 22
+_MAX_RULES = 1 << 12
+_SCALES = {"float16": "F16", "half": "F16", "bfloat16": "BF16", "float32": "F32", "float": "F32"}
+# A field with such a name that says anything changes more than how a matrix is stored.
+_SUSPECT = re.compile(r"rotat|transform|hadamard|lora|adapter|sparsity|outlier|codebook|residual|svd")
+_ACTIVATIONS = (
+    "the checkpoint also asks for quantised activations; here they are not: the target is the model with these weights "
+    "and plain activations"
+)
+_KV_CACHE = "the checkpoint's scales for a quantised KV cache are not used: keys and values are exact here"
+
+
+def read_quantisation(source: Fields, dtype: str) -> Quantisation:
+    """source: quantization_config. dtype: of the model, by config.json. ModelError for what is not known."""
+    method = source.choice("quant_method", tuple(_METHODS))
+    for key, value in source.data.items():
+        if _SUSPECT.search(key) and value not in (None, False, "", [], {}) and key not in _JUDGED:
+            source.refuse(key, "absent: it changes the arithmetic, and this program does not implement it")
+    return _METHODS[method](source, dtype)
+
+
+def _awq(source: Fields, dtype: str) -> Quantisation:
+    key = next((key for key in ("version", "format") if source.data.get(key) is not None), "version")
+    if str(source.data.get(key, "gemm")).lower() != "gemm":
+        source.refuse(key, "gemm")
+    scheme = Scheme("awq", _bits(source, (4,)), _group(source), has_zeros=True)
+    left = [*_rules(source, "modules_to_not_convert", "holds"), *_rules(source, "modules_to_not_convert", "names")]
+    return Quantisation((Rule("is", "lm_head"), *left, Rule("class", "Linear", scheme)))
+
+
+def _gptq(source: Fields, dtype: str) -> Quantisation:
+    rules = [] if source.flag("lm_head", False) else [Rule("is", "lm_head")]
+    dynamic = source.data.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping) or len(dynamic) > _MAX_RULES:
+        source.refuse("dynamic", f"a JSON object of at most {_MAX_RULES} patterns")
+    for pattern, changes in dynamic.items():
+        text = re.sub(r"^[-+]:", "", pattern)
+        if not is_pattern(text) or not (isinstance(changes, Mapping) or pattern.startswith("-:")):
+            source.refuse(
+                "dynamic", f"of regular expressions of at most {MAX_PATTERN} characters without nested repeats"
+            )
+        own = Fields({**source.data, **_mapping(changes)}, f"{source.where}: dynamic {pattern}")
+        rules.append(Rule("matches", text, None if pattern.startswith("-:") else _gptq_scheme(own)))
+    scheme, chosen = _gptq_scheme(source), source.data.get("modules_in_block_to_quantize")
+    if chosen is None:
+        return Quantisation((*rules, Rule("class", "Linear", scheme)))
+    if not isinstance(chosen, list):
+        source.refuse("modules_in_block_to_quantize", "a list of names")
+    flat = [name for each in chosen for name in (each if isinstance(each, list) else [each])]
+    return Quantisation((*rules, *_as_rules(source, "modules_in_block_to_quantize", flat, "ends", scheme)))
+
+
+def _gptq_scheme(source: Fields) -> Scheme:
+    key = "format" if source.data.get("checkpoint_format") is None else "checkpoint_format"
+    form = source.choice(key, ("gptq", "gptq_v2"), default="gptq")
+    source.choice("pack_dtype", ("int32",), default="int32")
+    if source.flag("is_marlin_format", False):
+        source.refuse("is_marlin_format", "false; fetch the model in the gptq format")
+    group = _group(source)
+    any_order = source.flag("desc_act", False) and group > 0
+    less_one = form == "gptq"
+    return Scheme("gptq", _bits(source, (4, 8)), group, any_order=any_order, less_one=less_one, has_zeros=True)
+
+
+def _fp8(source: Fields, dtype: str) -> Quantisation:
+    """transformers' own, DeepSeek's and AutoFP8's."""
+    source.choice("activation_scheme", ("dynamic", "static"), default="dynamic")
+    source.choice("fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
+    source.choice("scale_fmt", ("float", "ue8m0"), default="float")
+    by_tensor = source.data.get("weight_block_size", 0) is None
+    outputs, inputs = (0, 0) if by_tensor else _sizes(source, "weight_block_size")
+    if source.data.get("modules_to_convert"):
+        source.refuse("modules_to_convert", "absent")
+    return _in_fp8(source, Scheme("bytes", 8, inputs, outputs, "F32", widens=True, is_float=True))
+
+
+def _fbgemm_fp8(source: Fields, dtype: str) -> Quantisation:
+    return _in_fp8(source, Scheme("bytes", 8, 0, 1, "F32", widens=True, is_float=True))
+
+
+def _modelopt(source: Fields, dtype: str) -> Quantisation:
+    """NVIDIA's, with one scale a tensor."""
+    source.choice("quant_algo", ("FP8",))
+    key = "exclude_modules" if source.data.get("ignore") is None else "ignore"
+    remarks = (_ACTIVATIONS, *([_KV_CACHE] if source.data.get("kv_cache_scheme") else []))
+    scheme = Scheme("bytes", 8, 0, 0, "F32", widens=True, is_float=True)
+    return Quantisation((*_rules(source, key, "glob"), Rule("class", "Linear", scheme)), remarks)
+
+
+def _in_fp8(source: Fields, scheme: Scheme) -> Quantisation:
+    key = "ignored_layers" if source.data.get("modules_to_not_convert") is None else "modules_to_not_convert"
+    left = _rules(source, key, "names") if source.data.get(key) is not None else [Rule("is", "lm_head")]
+    return Quantisation((*left, Rule("class", "Linear", scheme)), (_ACTIVATIONS,))
+
+
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+
+
+def _compressed(source: Fields, dtype: str) -> Quantisation:
+    """compressed-tensors: groups of targets, which name modules, match them or are classes, in that order."""
+    sparse = source.data.get("sparsity_config") or {}
+    if not isinstance(sparse, Mapping) or sparse.get("format", "dense") != "dense":
+        source.refuse("sparsity_config", "absent or of format dense")
+    groups = source.data.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) > _MAX_RULES:
+        source.refuse("config_groups", "a JSON object")
+    source.choice("format", (*_FORMATS, "mixed-precision"))
+    found, remarks = dict[str, Scheme | None](), dict[str, None]()
+    for name, group in groups.items():
+        if not isinstance(group, Mapping):
+            source.refuse("config_groups", f"an object for each group, {name} too")
+        own = Fields({"format": source.data["format"], **_given(group)}, f"{source.where}: config_groups {name}")
+        scheme = _group_scheme(own, dtype)
+        targets = own.data.get("targets")
+        _as_rules(own, "targets", targets, "is", scheme)
+        found |= dict.fromkeys(targets, scheme) if isinstance(targets, list) else {}
+        if own.data.get("input_activations") or own.data.get("output_activations"):
+            remarks[_ACTIVATIONS] = None
+    if source.data.get("kv_cache_scheme"):
+        remarks[_KV_CACHE] = None
+    ordered = sorted(found, key=lambda target: (target.startswith("re:"), target))
+    by_name = [_target(target, found[target], "is") for target in ordered]
+    classes = [Rule("class", target, found[target]) for target in ordered if not target.startswith("re:")]
+    left = [*_rules(source, "ignore", "is"), *_rules(source, "ignore", "class")]
+    return Quantisation((*left, *by_name, *classes), tuple(remarks))
+
+
+def _group_scheme(source: Fields, dtype: str) -> Scheme | None:
+    weights = source.data.get("weights")
+    if weights is None:
+        return None
+    if not isinstance(weights, Mapping):
+        source.refuse("weights", "null or a JSON object")
+    own = Fields(weights, f"{source.where}: weights")
+    form, kind = source.choice("format", _FORMATS), own.choice("type", ("int", "float"), default="int")
+    bits = _bits(own, (4, 8) if form == "pack-quantized" else (8,), key="num_bits")
+    if form == "pack-quantized" and kind == "float":
+        own.refuse("type", "int in the format pack-quantized")
+    if own.data.get("dynamic"):
+        own.refuse("dynamic", "false")
+    symmetric = own.flag("symmetric", True)
+    if kind == "float" and not symmetric:
+        own.refuse("symmetric", "true where type is float")
+    outputs, inputs = _shared(own)
+    scales = own.data.get("scale_dtype") or dtype
+    scale_kind = _SCALES.get(str(scales).removeprefix("torch."))
+    if scale_kind is None:
+        own.refuse("scale_dtype", f"one of {', '.join(_SCALES)}")
+    return Scheme(
+        "packed" if form == "pack-quantized" else "bytes", bits, inputs, outputs, scale_kind,
+        is_float=kind == "float", any_order=own.data.get("actorder") in (True, "group", "dynamic"),
+        has_zeros=not symmetric,
+    )  # fmt: skip
+
+
+def _shared(own: Fields) -> tuple[int, int]:
+    """Outputs and inputs that share a scale, 0 for all."""
+    group = own.data.get("group_size")
+    inferred = "tensor" if group is None else "channel" if group == -1 else "group"
+    strategy = own.choice("strategy", ("tensor", "channel", "group", "block"), default=inferred)
+    if strategy == "group":
+        return 1, own.integer("group_size", _MAX_GROUP)
+    if strategy == "block":
+        return _sizes(own, "block_structure")
+    return (1, 0) if strategy == "channel" else (0, 0)
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _given(group: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in group.items() if value is not None}
+
+
+def _sizes(source: Fields, key: str) -> tuple[int, int]:
+    """Outputs and inputs of a block; 128 each where nothing is said."""
+    value = source.data.get(key, [128, 128])
+    if not isinstance(value, list) or len(value) != 2:
+        source.refuse(key, "two integers")
+    if not all(type(each) is int and 1 <= each <= _MAX_GROUP for each in value):
+        source.refuse(key, f"two integers from 1 to {_MAX_GROUP}")
+    return value[0], value[1]
+
+
+def _bits(source: Fields, allowed: tuple[int, ...], key: str = "bits") -> int:
+    value = source.data.get(key)
+    if type(value) is not int or value not in allowed:
+        source.refuse(key, " or ".join(map(str, allowed)))
+    return value
+
+
+def _group(source: Fields) -> int:
+    """Inputs that share a scale; 0 for -1, all."""
+    return 0 if source.data.get("group_size") == -1 else source.integer("group_size", _MAX_GROUP, default=128)
+
+
+def _rules(source: Fields, key: str, way: Way) -> list[Rule]:
+    """Of the modules that a list leaves as plain numbers."""
+    value = source.data.get(key)
+    return [] if value is None else _as_rules(source, key, value, way, None)
+
+
+def _as_rules(source: Fields, key: str, value: object, way: Way, scheme: Scheme | None) -> list[Rule]:
+    if not isinstance(value, list) or len(value) > _MAX_RULES or not all(isinstance(each, str) for each in value):
+        source.refuse(key, f"a list of at most {_MAX_RULES} names")
+    if not all(is_pattern(_expression(each, way)) for each in value):
+        source.refuse(
+            key, f"of names, or regular expressions of at most {MAX_PATTERN} characters without nested repeats"
+        )
+    return [_target(each, scheme, way) for each in value]
+
+
+def _expression(text: str, way: Way) -> str:
+    """What a name is compared with; "" where that is no expression."""
+    if text.startswith("re:"):
+        return text.removeprefix("re:")
+    return text if way == "names" else re.sub(r"[^*]", "", text).replace("*", ".*") if way == "glob" else ""
+
+
+def _target(text: str, scheme: Scheme | None, way: Way) -> Rule:
+    return Rule("matches", text.removeprefix("re:"), scheme) if text.startswith("re:") else Rule(way, text, scheme)
+
+
+_METHODS: Mapping[str, Callable[[Fields, str], Quantisation]] = {
+    "awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed, "fp8": _fp8, "fbgemm_fp8": _fbgemm_fp8,
+    "modelopt": _modelopt,
+}  # fmt: skip
+_JUDGED = ("sparsity_config",)

@@ -630,6 +630,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (AWQ | {"group_size": 0}, "group_size is 0"),
     (AWQ | {"group_size": 1 << 60}, "group_size is 1152921504606846976"),
     (AWQ | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'"),
+    (AWQ | {"modules_to_not_convert": ["(?i)x"]}, "modules_to_not_convert is ['(?i)x']"),
     (AWQ | {"modules_to_not_convert": [1]}, "modules_to_not_convert is [1]"),
     (GPTQ | {"bits": 3}, "bits is 3; it must be 4 or 8"),
     (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),

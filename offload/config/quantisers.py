@@ -229,7 +229,9 @@ def _expression(text: str, way: Way) -> str:
     """What a name is compared with; "" where that is no expression."""
     if text.startswith("re:"):
         return text.removeprefix("re:")
-    return text if way == "names" else re.sub(r"[^*]", "", text).replace("*", ".*") if way == "glob" else ""
+    if way == "glob":
+        return ".*" * text.count("*")
+    return f"(?:{text})" if way == "names" else ""
 
 
 def _target(text: str, scheme: Scheme | None, way: Way) -> Rule:

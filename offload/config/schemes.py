@@ -73,7 +73,11 @@ class Quantisation:
     def scheme(self, names: Iterable[str], kind: str) -> Scheme | None:
         """Of a module with those names, of which any may be meant."""
         names = tuple(names)
-        return next((rule.scheme for rule in self.rules if any(rule.means(name, kind) for name in names)), None)
+        for rule in self.rules:
+            for name in names:
+                if rule.means(name, kind):
+                    return rule.scheme
+        return None
 
 
 def is_pattern(text: object) -> bool:
@@ -98,7 +102,12 @@ def _matches(pattern: str, name: str) -> bool:
 
 def _names(pattern: str, name: str) -> bool:
     """As transformers 5 has it: `should_convert_module` in quantizers/quantizers_utils.py."""
-    return name.endswith(pattern) or _matches(f"(?:{pattern}){_BOUNDARY}", name)
+    return name.endswith(pattern) or _up_to_a_module(pattern).match(name) is not None
+
+
+@lru_cache(1 << 12)
+def _up_to_a_module(pattern: str) -> re.Pattern[str]:
+    return re.compile(f"(?:{pattern}){_BOUNDARY}")
 
 
 _WAYS: Mapping[Way, Callable[[str, str], bool]] = {

@@ -95,3 +95,54 @@ def test_words_that_are_tokens_are_whole_where_the_kind_takes_them_so() -> None:
 def test_characters_are_composed_where_the_models_own_tokenizer_does() -> None:
     for pre, count in (("qwen2", 2), ("llama-bpe", 4)):
         assert len(made(pre).encode("e\u0301")) == count
+
+
+PIECES_OF_TEXT = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "c", "ab", "bc", "\u2581ab", "<tool>"]
+SCORES = [0.0, 0.0, 0.0, -8.0, -9.0, -10.0, -11.0, -2.0, -1.0, -3.0, 0.0]
+
+
+def pieces(**more: object) -> Tokenizer:
+    """SentencePiece's, of which "bc" is likelier than "ab"; bytes after them."""
+    tokens = [*PIECES_OF_TEXT, *(f"<0x{byte:02X}>" for byte in range(256))]
+    types = [2, 3, 3, *[1] * 7, 4, *[6] * 256]
+    found = {
+        "model": "llama", "tokens": tokens, "scores": [*SCORES, *[0.0] * 256], "token_type": types, "bos_token_id": 1,
+        "eos_token_id": 2, "unknown_token_id": 0, **more,
+    }  # fmt: skip
+    pipeline, settings = gguf_tokenizer.of_values(found)
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=RawTokenizer(BPE()), **settings), pipeline)
+
+
+def test_the_likeliest_pair_of_pieces_is_merged_first_and_what_has_none_is_bytes() -> None:
+    tokenizer = pieces()
+    assert tokenizer.encode("ab") == [1, 9]
+    assert tokenizer.encode("abc") == [1, 3, 4, 8]
+    assert tokenizer.encode("a ab\n") == [1, 3, 4, 9, 11 + ord("\n")]
+    assert tokenizer.encode(" ab") == [1, 3, 9]
+    assert tokenizer.encode("ab<tool>ab</s>") == [1, 9, 10, 9, 2]
+    assert tokenizer.decode([9, 9, 11 + 0xC3, 11 + 0xA9]) == "ab ab\u00e9"
+
+
+def test_a_text_of_pieces_begins_as_the_file_says() -> None:
+    assert pieces(add_bos_token=False).encode("ab") == [9]
+    assert pieces(add_space_prefix=False).encode("ab ab") == [1, 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"model": "t5"}, "has tokens of kind 't5', and known are gpt2 and llama"),
+        ({"tokens": None}, "has no tokens"),
+        ({"tokens": ["a", "a"]}, "has one token twice"),
+        ({"scores": [0.0]}, "267 tokens, 1 scores and 267 types"),
+    ],
+)
+def test_a_tokenizer_that_is_not_known_or_not_whole_is_refused(more: dict[str, object], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        pieces(**more)
+
+
+def test_named_templates_are_those_of_a_folder() -> None:
+    more = {"tokenizer.chat_template.tool_use": "{{ y }}"}
+    tokenizer = made("smollm", **more)
+    assert (tokenizer.chat_template, tokenizer.named_templates) == ("{{ x }}", ("default", "tool_use"))

@@ -19,11 +19,13 @@ import huggingface_hub
 import pytest
 import torch
 
+from gguf_models import write_gguf
 from hub import COMMIT, Hub, running
 from models import random_model, save
 from offload.config.reading import read_config
+from offload.errors import ModelError
 from offload.hub import fetch
-from offload.hub.library import STAGING, Origin, locate, state_of
+from offload.hub.library import STAGING, Origin, entries, locate, state_of
 from offload.hub.names import FOLDER_VARIABLE
 from offload.units import size
 from offload.weights.checkpoint import Checkpoint, check_model
@@ -46,6 +48,12 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("sharded")
     random_model().save_pretrained(folder, max_shard_size="10kB")
     return files_of(folder)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The folder of models."""
+    return tmp_path / "models"
 
 
 @pytest.fixture
@@ -435,7 +443,55 @@ def test_a_repository_without_a_model_is_refused(hub, triforce, plain):
     assert "has no config.json" in triforce("pull", NAME)[2]
     hub.put("owner/gguf", {"config.json": plain["config.json"], "model.gguf": b"x"})
     code, _, err = triforce("pull", "owner/gguf")
-    assert (code, "triforce convert FILE" in err, hub.asked()) == (4, True, [])
+    assert (code, "name one of its GGUF files with --file: model.gguf" in err, hub.asked()) == (4, True, [])
+
+
+# --- GGUF ---
+
+
+@pytest.fixture(scope="module")
+def gguf_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A model in one file and the same in several."""
+    made = tmp_path_factory.mktemp("gguf")
+    folder = save(random_model(vocab_size=258), made / "folder")
+    write_gguf(folder, made / "tiny.F16.gguf", kind="F16")
+    write_gguf(folder, made / "tiny.gguf", split=9)
+    return {path.name: path.read_bytes() for path in made.glob("*.gguf")}
+
+
+def test_a_gguf_file_is_pulled_and_found_by_the_repositorys_name(hub, triforce, root, gguf_files):
+    hub.put("owner/tiny-GGUF", {**gguf_files, "README.md": b"-"})
+    code, _, err = triforce("pull", "owner/tiny-GGUF")
+    assert (code, "with --file: tiny-00001-of-" in err, hub.asked()) == (4, True, [])
+    code, out, err = triforce("pull", "owner/tiny-GGUF", "--file", "tiny.F16.gguf")
+    assert (code, out) == (0, f"{root / 'owner/tiny-GGUF'}\n"), err
+    assert hub.asked() == ["tiny.F16.gguf"]
+    assert locate("owner/tiny-GGUF") == root / "owner/tiny-GGUF/tiny.F16.gguf"
+    (entry,) = entries()
+    assert (entry.name, entry.problem, entry.config.family) == ("owner/tiny-GGUF", "", "llama")
+    assert triforce("pull", "owner/tiny-GGUF", "--file", "tiny.F16.gguf")[0] == 0
+    assert hub.asked() == []
+    first = min(gguf_files)
+    assert triforce("pull", "owner/tiny-GGUF", "--file", first)[0] == 0
+    assert sorted(hub.asked()) == sorted(name for name in gguf_files if name != "tiny.F16.gguf")
+    with pytest.raises(ModelError, match=rf"has 2 GGUF files; give the path of one: .*{first}, .*tiny.F16.gguf"):
+        locate("owner/tiny-GGUF")
+    assert [entry.name for entry in entries()] == [f"owner/tiny-GGUF/{first}", "owner/tiny-GGUF/tiny.F16.gguf"]
+
+
+def test_a_gguf_file_that_is_not_there_or_cannot_run_is_refused_and_nothing_is_kept(hub, triforce, root, gguf_files):
+    (name, data), *_ = ((name, data) for name, data in gguf_files.items() if "F16" in name)
+    hub.put("owner/other", {name: data.replace(b"llama", b"lamma"), "in/a.gguf": data})
+    for file, said in (
+        ("b.gguf", "has no b.gguf"),
+        ("in/a.gguf", "has no in/a.gguf"),
+        ("README.md", "has no README.md"),
+    ):
+        code, _, err = triforce("pull", "owner/other", "--file", file)
+        assert (code, said in err, name in err, hub.asked()) == (4, True, True, [])
+    code, _, err = triforce("pull", "owner/other", "--file", name)
+    assert (code, "was not pulled" in err, "architecture is 'lamma'" in err) == (4, True, True)
+    assert not list(root.rglob("*.gguf"))
 
 
 # --- bytes that are not what the hub says ---

@@ -46,7 +46,8 @@ def prepare(
         from triforce_cli.busy import BUSY_SHARE, OtherPrograms
 
         others = OtherPrograms()  # while torch is imported and the first passes are timed
-        from offload.config.gguf import note_of
+        from offload.config.gguf import unpacked_note
+        from offload.config.gguf_header import is_gguf, read_header
         from offload.engine.engine import kernels_problem, load_tokenizer, prefill_problem, timed
         from offload.plan.options import DTYPE_BYTES
         from offload.plan.request import Request
@@ -56,8 +57,8 @@ def prepare(
         tokenizer = load_tokenizer(models.target, models.draft)
         request = timed(Request.on_this_machine(models.target, models.draft, options))
         device = "cpu" if request.hardware.is_cpu else "cuda"
-        for model in filter(None, (models.target, models.draft)):
-            output.note(note_of(model, DTYPE_BYTES[request.dtype]))
+        for model in filter(is_gguf, filter(None, (models.target, models.draft))):
+            output.note(unpacked_note(read_header(model), DTYPE_BYTES[request.dtype]))
         problems = [kernels_problem(device, config) for config in (request.target, request.draft) if config]
         for problem in dict.fromkeys(filter(None, problems)):
             output.note(f"slower than need be, on torch's operators: {problem}")

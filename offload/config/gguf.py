@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 from offload.config.block import Attention, Block, Norm
 from offload.config.encodings import encoded
 from offload.config.families.common import with_rope
 from offload.config.gguf_architectures import ARCHITECTURES, Architecture
 from offload.config.gguf_fields import Metadata
-from offload.config.gguf_header import Header, is_gguf, read_header
+from offload.config.gguf_header import Header
 from offload.config.gguf_names import HEAD, TABLE, renamed
 from offload.config.gguf_rope import rope_settings, with_factors
 from offload.config.model import ModelConfig
@@ -58,11 +57,6 @@ def architecture_of(header: Header) -> Architecture:
             "fetch the model as safetensors if triforce models --families lists it"
         )
     return ARCHITECTURES[str(name)]
-
-
-def note_of(path: Path, dtype_bytes: int) -> str:
-    """What to say of a model before it is run, "" where there is nothing. Raises ModelError."""
-    return unpacked_note(read_header(path), dtype_bytes) if is_gguf(path) else ""
 
 
 def unpacked_note(header: Header, dtype_bytes: int) -> str:

@@ -140,19 +140,29 @@ def parts(path: Path) -> list[Path]:
     """The files of the model of which `path` is one, first to last. Raises ModelError where one is missing."""
     if not path.is_file():
         raise ModelError(f"there is no file {path}; give the path of a GGUF file or of a model's folder")
-    named = _PART.fullmatch(path.name)
-    if not named:
-        return [path]
-    stem, count = named[1], int(named[3])
-    if not 1 <= int(named[2]) <= count:
-        _refuse(path, f"its name says part {int(named[2])} of {count}", "give it its name back")
+    names = part_names(path.name)
+    if path.name not in names:
+        _refuse(path, f"its name says it is no part of {len(names)}", "give it its name back")
     found = []
-    for number in range(1, count + 1):  # the first that is missing ends it
-        part = path.with_name(f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}")
+    for name in names:  # the first that is missing ends it
+        part = path.with_name(name)
         if not part.is_file():
-            raise ModelError(f"{path}: part {part.name} is missing; fetch it into the same folder")
+            raise ModelError(f"{path}: part {name} is missing; fetch it into the same folder")
         found.append(part)
     return found
+
+
+def part_names(name: str) -> list[str]:
+    """Of the files of the model of which one is called so, first to last."""
+    named = _PART.fullmatch(name)
+    if not named:
+        return [name]
+    return [f"{named[1]}-{number:05d}-of-{named[3]}{SUFFIX}" for number in range(1, int(named[3]) + 1)]
+
+
+def models_in(folder: Path) -> list[Path]:
+    """The GGUF files of a folder, sorted; of a model in several the first. OSError."""
+    return sorted(path for path in folder.glob(f"*{SUFFIX}") if part_names(path.name)[:1] == [path.name])
 
 
 def read_file(path: Path) -> Header:

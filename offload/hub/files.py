@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from offload.config.fields import MAX_JSON_BYTES, read_json
+from offload.config.gguf_header import SUFFIX, part_names
 from offload.errors import ModelError
 from offload.hub.remote import Listing, RemoteFile
 from offload.weights.checkpoint import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
@@ -20,7 +21,25 @@ TEXT_FILES = (
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
 _SHARD_SUFFIX = {INDEX_FILE: ".safetensors", BIN_INDEX_FILE: ".bin"}
+_NUM_NAMED = 8  # files that a message names
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
+
+
+def gguf_parts(listing: Listing, name: str) -> list[RemoteFile]:
+    """The GGUF file `name` and, of a model in several, the others. Raises ModelError where there is none in the
+    repository's own folder."""
+    found = [file for file in listing.files if file.name in part_names(name)]
+    if len(found) == len(part_names(name)) and name.endswith(SUFFIX) and _PLAIN_NAME.fullmatch(name):
+        return found
+    raise ModelError(f"{listing.repository} has no {name}, or not all of its parts; {_gguf_there(listing)}")
+
+
+def _gguf_there(listing: Listing) -> str:
+    names = [file.name for file in listing.files if file.name.endswith(SUFFIX) and _PLAIN_NAME.fullmatch(file.name)]
+    if not names:
+        return "it has no GGUF files outside of folders"
+    more = ", ..." if len(names) > _NUM_NAMED else ""
+    return f"name one of its GGUF files with --file: {', '.join(sorted(names)[:_NUM_NAMED])}{more}"
 
 
 def needed_first(listing: Listing, *, config_only: bool) -> list[RemoteFile]:
@@ -30,6 +49,8 @@ def needed_first(listing: Listing, *, config_only: bool) -> list[RemoteFile]:
     """
     config = listing.file(CONFIG_FILE)
     if config is None:
+        if any(file.name.endswith(SUFFIX) for file in listing.files):
+            raise ModelError(f"{listing.repository} has no config.json; {_gguf_there(listing)}")
         raise ModelError(f"{listing.repository} has no config.json; it is not a model that triforce can run")
     if config.num_bytes > MAX_JSON_BYTES:
         raise ModelError(f"{listing.repository}: config.json has {config.num_bytes} bytes, over {MAX_JSON_BYTES}")
@@ -37,10 +58,7 @@ def needed_first(listing: Listing, *, config_only: bool) -> list[RemoteFile]:
         return [config]
     weights = weights_file(file.name for file in listing.files)
     if weights is None:
-        raise ModelError(
-            f"{listing.repository} has neither safetensors nor pytorch_model.bin; a GGUF file that you fetch "
-            "yourself can be converted: triforce convert FILE"
-        )
+        raise ModelError(f"{listing.repository} has neither safetensors nor pytorch_model.bin; {_gguf_there(listing)}")
     index = listing.file(weights) if weights in _SHARD_SUFFIX else None
     return [config, *([index] if index else [])]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from offload.config.fields import Fields, read_json
-from offload.config.gguf_header import is_gguf
+from offload.config.gguf_header import SUFFIX, is_gguf, models_in, parts
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.errors import ModelError, unreadable
@@ -98,7 +98,7 @@ def state_of(folder: Path) -> State:
 def _state_of(folder: Path) -> State:
     if (folder / STAGING / MOVING).exists():
         return "broken off"
-    if any(folder.glob("*.safetensors")):
+    if any(folder.glob("*.safetensors")) or any(folder.glob(f"*{SUFFIX}")):
         return "whole"
     if (folder / "config.json").is_file():
         return "config only"
@@ -126,8 +126,17 @@ def locate(name: str, *, weights: bool = True) -> Path:
             "and 'triforce pull OWNER/NAME' fetches any other from the hub"
         )
     if is_here(model_id, weights=weights):
-        return model_folder(model_id)
+        return _model_in(model_folder(model_id), name)
     raise ModelError(f"{name} is not a folder, and {_missing(model_id)}")
+
+
+def _model_in(folder: Path, name: str) -> Path:
+    """The folder of a stored model, or the GGUF file that is all it has. Raises ModelError where it has several."""
+    files = [] if (folder / "config.json").is_file() else models_in(folder)
+    if len(files) > 1:
+        named = ", ".join(str(file) for file in files)
+        raise ModelError(f"{name} has {len(files)} GGUF files; give the path of one: {named}")
+    return files[0] if files else folder
 
 
 def is_here(name: str, *, weights: bool = True) -> bool:
@@ -150,26 +159,38 @@ def recommended_draft(model: str, folder: Path) -> str:
 
 def entries() -> list[Entry]:
     """All models in the folder of models, sorted; a damaged one has its `problem` set. Other folders are skipped."""
-    found = (entry_of(model_folder(model_id), short_name(model_id)) for model_id in _stored_ids())
+    found = (entry for model_id in _stored_ids() for entry in _entries_of(model_id))
     return [entry for entry in found if entry.state != "absent" or entry.problem]
 
 
-def entry_of(folder: Path, name: str, draft: str = "") -> Entry:
-    """The model called `name` in `folder`. Reads config.json and the headers of its weights."""
+def _entries_of(model_id: str) -> list[Entry]:
+    """Of a folder's model, or of each of its GGUF files where it has several."""
+    folder, name = model_folder(model_id), short_name(model_id)
+    files = [] if (folder / "config.json").is_file() else models_in(folder)
+    if len(files) < 2:
+        return [entry_of(folder, name)]
+    return [entry_of(folder, f"{name}/{file.name}", file=file) for file in files]
+
+
+def entry_of(folder: Path, name: str, draft: str = "", *, file: Path | None = None) -> Entry:
+    """The model called `name` in `folder`. Reads config.json and the headers of its weights. file: the GGUF file that
+    is meant, where there are several."""
     from offload.weights.checkpoint import Checkpoint  # imports torch, which `locate` does without
 
     alias = alias_of(name)
     entry = Entry(name=name, folder=folder, num_bytes=0, draft=draft or (alias.draft if alias else ""), state="absent")
     try:
-        num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        files = folder.rglob("*") if file is None else parts(file)
+        num_bytes = sum(path.stat().st_size for path in files if path.is_file())
         entry = replace(entry, state=state_of(folder), num_bytes=num_bytes, origin=Origin.read(folder))
         if entry.state == "broken off":
             raise ModelError(_resume(name))
         if entry.state == "absent":
             return entry
-        entry = replace(entry, config=read_config(folder))
+        model = file or _model_in(folder, name)
+        entry = replace(entry, config=read_config(model))
         if entry.state == "whole":
-            Checkpoint.open(folder).close()
+            Checkpoint.open(model).close()
     except (ModelError, OSError) as error:
         return replace(entry, problem=str(error))
     return entry

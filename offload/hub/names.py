@@ -82,9 +82,10 @@ def repository_of(name: str) -> str:
     return repository
 
 
-def pull_command(model_id: str, revision: str = MAIN) -> str:
-    """The command that pulls the model, in quotes."""
-    return f"'triforce pull {short_name(model_id)}{'' if revision == MAIN else f' --revision {revision}'}'"
+def pull_command(model_id: str, revision: str = MAIN, file: str = "") -> str:
+    """The command that pulls the model, or a GGUF file of its repository, in quotes."""
+    named = f" --file {file}" if file else ""
+    return f"'triforce pull {short_name(model_id)}{named}{'' if revision == MAIN else f' --revision {revision}'}'"
 
 
 def short_name(model_id: str) -> str:

@@ -53,9 +53,16 @@ class PullPlan:
 
 
 def pull(
-    repository: str, revision: str, *, config_only: bool, on_plan: Callable[[PullPlan], None], report: Report
+    repository: str,
+    revision: str,
+    *,
+    config_only: bool,
+    on_plan: Callable[[PullPlan], None],
+    report: Report,
+    file: str = "",
 ) -> PullPlan:
-    """Make the folder of OWNER/NAME equal to `revision` on the hub; only what differs is fetched.
+    """Make the folder of OWNER/NAME equal to `revision` on the hub; only what differs is fetched. file: a GGUF file,
+    which with its other parts is added to the folder instead.
 
     on_plan: called before the weights are fetched. Memory: little; one shard while shards in torch's old format are
     converted. Raises TriforceError.
@@ -63,21 +70,24 @@ def pull(
     listing = remote.list_repository(repository, revision)
     folder = model_folder(listing.repository)
     with remote.translated_errors(repository, revision, folder), _staging(folder) as staging:
-        transfer = _Transfer(listing, folder, staging, report)
+        transfer = _Transfer(listing, folder, staging, report, file)
         plan = transfer.prepare(config_only=config_only)
         on_plan(plan)
         transfer.fetch_all(plan.missing_bytes)
         transfer.install(config_only=config_only)
     if not config_only:
-        with Checkpoint.open(folder) as checkpoint:
-            check_model(checkpoint, read_config(folder))
+        model = folder / plan.files[0].name if file else folder
+        with Checkpoint.open(model) as checkpoint:
+            check_model(checkpoint, read_config(model))
     return plan
 
 
 class _Transfer:
     """One pull in progress. A file of the model is in `staging` if this pull fetched it, otherwise in `folder`."""
 
-    def __init__(self, listing: Listing, folder: Path, staging: Path, report: Report) -> None:
+    def __init__(self, listing: Listing, folder: Path, staging: Path, report: Report, gguf: str) -> None:
+        """gguf: the one file that is wanted, "" for the whole model."""
+        self._gguf = gguf
         self._listing, self._folder, self._staging, self._report = listing, folder, staging, report
         self._files: list[RemoteFile] = []
         self._missing: list[RemoteFile] = []
@@ -85,13 +95,20 @@ class _Transfer:
 
     def prepare(self, *, config_only: bool) -> PullPlan:
         """Fetch config.json and the index, and find out from them what else is to be fetched."""
+        if self._gguf:
+            self._files = model_files.gguf_parts(self._listing, self._gguf)
+            return self._plan(self._files)
         first = model_files.needed_first(self._listing, config_only=config_only)
         for file in first:
             if not is_whole(self._staging / file.name, file, count=_ignore):
                 self._fetch(file, _ignore)
         self._check_config()
         self._files = model_files.needed(self._listing, self._staging, config_only=config_only)
-        self._find_missing([file for file in self._files if file not in first])
+        return self._plan([file for file in self._files if file not in first])
+
+    def _plan(self, files: Sequence[RemoteFile]) -> PullPlan:
+        """files: those that may be missing."""
+        self._find_missing(files)
         num_bytes = sum(file.num_bytes - self._num_fetched(file) for file in self._missing)
         return PullPlan(listing=self._listing, folder=self._folder, files=tuple(self._files), missing_bytes=num_bytes)
 
@@ -112,6 +129,8 @@ class _Transfer:
                 self._fetch(file, count)
             if model_files.is_pickled(file.name):
                 self._convert(file)
+        if self._gguf:
+            self._check_gguf()
 
     def install(self, *, config_only: bool) -> None:
         """Move the files into place and remove those of an earlier pull that the model no longer has.
@@ -126,7 +145,7 @@ class _Transfer:
         for name in sorted(names):
             if (self._staging / name).exists():
                 os.replace(self._staging / name, self._folder / name)
-        if config_only:
+        if config_only or self._gguf:
             names |= old
         for name in old - names:
             (self._folder / Path(name).name).unlink(missing_ok=True)
@@ -162,6 +181,15 @@ class _Transfer:
         except ModelError as error:
             shutil.rmtree(self._staging)
             raise ModelError(f"{self._listing.repository} was not pulled: {error}") from error
+
+    def _check_gguf(self) -> None:
+        """Refuse a file that cannot run before it is put into place, and keep nothing of it. ModelError."""
+        if all((self._staging / file.name).exists() for file in self._files):
+            try:
+                read_config(self._staging / self._files[0].name)
+            except ModelError as error:
+                shutil.rmtree(self._staging)
+                raise ModelError(f"{self._listing.repository} was not pulled: {error}") from error
 
     def _find_missing(self, files: Sequence[RemoteFile]) -> None:
         """Find the `files` that are neither staged nor in place, by hash. Removes staged files of other versions."""

@@ -32,6 +32,16 @@ ConfigOnly = Annotated[
     bool, switch("--config-only", "Config and tokenizer without the weights: all that triforce plan needs.", SOURCE)
 ]
 
+File = Annotated[
+    str | None,
+    option(
+        "--file",
+        "This GGUF file of the repository, with its other parts if it has some, and nothing else.",
+        SOURCE,
+        metavar="NAME.gguf",
+    ),
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pulling:
@@ -40,6 +50,7 @@ class Pulling:
     repository: str
     revision: str
     config_only: bool
+    file: str
     as_json: bool
     quiet: bool
 
@@ -50,7 +61,7 @@ class Pulling:
             try:
                 plan = self._pull(output)
             except KeyboardInterrupt:
-                output.note(f"stopped; {pull_command(self.repository, self.revision)} resumes it")
+                output.note(f"stopped; {pull_command(self.repository, self.revision, self.file)} resumes it")
                 raise
             if self.as_json:
                 output.document(render_models.pulled_document(plan))
@@ -66,7 +77,12 @@ class Pulling:
                 output.note(line)
 
         return pull(
-            self.repository, self.revision, config_only=self.config_only, on_plan=announce, report=output.report
+            self.repository,
+            self.revision,
+            config_only=self.config_only,
+            on_plan=announce,
+            report=output.report,
+            file=self.file,
         )
 
 
@@ -76,13 +92,15 @@ def pull(
     *,
     revision: Revision = MAIN,
     config_only: ConfigOnly = False,
+    file: File = None,
     json: options.AsJson = False,
     quiet: options.Quiet = False,
     program: ProgramFlags,
 ) -> Pulling:
     """Fetch a model, or the changed files of one, from the hub into the user's data folder.
 
-    Only weights (safetensors; pytorch_model.bin is converted), config and tokenizer are fetched, never code. The same
+    Only weights (safetensors; pytorch_model.bin is converted), config and tokenizer are fetched, never code; with
+    --file a GGUF file, which is run as it is. The same
     command resumes an interrupted pull. Every file is checked against the hub's hash. TRIFORCE_MODELS_DIR names another
     folder.
 
@@ -90,6 +108,13 @@ def pull(
     """
     if not revision:
         raise UsageError("revision is empty; give a branch, a tag or a commit, or leave it out for main")
+    if file is not None and config_only:
+        raise UsageError("--file fetches a whole GGUF file; leave --config-only out")
     return Pulling(
-        repository=repository_of(model), revision=revision, config_only=config_only, as_json=json, quiet=quiet
+        repository=repository_of(model),
+        revision=revision,
+        config_only=config_only,
+        file=file or "",
+        as_json=json,
+        quiet=quiet,
     )

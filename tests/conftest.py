@@ -15,6 +15,7 @@ import pytest
 import typer
 from hypothesis import HealthCheck, settings
 
+from examples import USUAL
 from offload.hub.names import FOLDER_VARIABLE as MODELS_VARIABLE
 from offload.plan.rates import FOLDER_VARIABLE
 from triforce_cli import configuration
@@ -40,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     ignored = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-    num_examples = config.getoption("examples") or (300 if config.getoption("deep") else 30)
+    num_examples = config.getoption("examples") or (300 if config.getoption("deep") else USUAL)
     settings.register_profile("tests", deadline=None, suppress_health_check=ignored, max_examples=num_examples)
     settings.load_profile("tests")
     for name in list(os.environ):

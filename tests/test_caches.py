@@ -23,11 +23,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from examples import at_most
 from models import LateLink, count_fetched
 from offload.config.model import llama_shaped
 from offload.kernels.device import NONE
@@ -296,7 +297,7 @@ def sinks_and_window(sinks: int, window: int) -> Callable[[int], list[int]]:
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
-@settings(max_examples=10)
+@at_most(10)
 @given(before=st.integers(0, 40), counts=st.lists(st.integers(1, 11), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_a_cache_that_holds_everything_equals_plain_attention(
     make: Make, before: int, counts: list[int], seed: int
@@ -308,7 +309,7 @@ def test_a_cache_that_holds_everything_equals_plain_attention(
 
 
 @pytest.mark.parametrize("sinks", [0, 1, SINKS])
-@settings(max_examples=15)
+@at_most(15)
 @given(
     window=st.integers(1, 12),
     slack=st.integers(1, 6),
@@ -352,7 +353,7 @@ def test_streaming_goes_back_as_far_as_its_window_is_held_and_no_further() -> No
 
 
 @given(before=st.integers(SINKS, 30), pending=st.integers(1, 40))
-@settings(max_examples=25)
+@at_most(25)
 def test_streaming_skips_only_tokens_that_the_last_pending_row_does_not_see(before: int, pending: int) -> None:
     tape = Tape()
     driver = Driver(make_streaming(tape), tape)
@@ -397,7 +398,7 @@ def play(driver: Driver, rounds: Rounds, *, floor: int) -> None:
 @pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FULL)
-@settings(max_examples=12)
+@at_most(12)
 @given(before=st.integers(0, 20), rounds=ROUNDS, probe=st.integers(1, 9))
 def test_rejected_rows_leave_no_bit_in_the_full_cache(
     name: str, dtype: torch.dtype, before: int, rounds: Rounds, probe: int
@@ -419,7 +420,7 @@ def test_rejected_rows_leave_no_bit_in_the_full_cache(
 
 @pytest.mark.few(13)
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
-@settings(max_examples=10)
+@at_most(10)
 @given(before=st.integers(0, 30), rounds=ROUNDS, probe=st.integers(1, 9))
 def test_after_any_rejections_a_cache_answers_like_one_that_never_held_them(
     make: Make, before: int, rounds: Rounds, probe: int
@@ -434,7 +435,7 @@ def test_after_any_rejections_a_cache_answers_like_one_that_never_held_them(
 @pytest.mark.few(13)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
-@settings(max_examples=8)
+@at_most(8)
 @given(before=st.integers(0, 30), counts=st.lists(st.integers(1, 6), min_size=1, max_size=5), wrong=st.integers(1, 6))
 def test_truncate_then_extend_equals_never_having_gone_past(
     make: Make, dtype: torch.dtype, before: int, counts: list[int], wrong: int
@@ -454,7 +455,7 @@ def test_truncate_then_extend_equals_never_having_gone_past(
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
-@settings(max_examples=10)
+@at_most(10)
 @given(before=st.integers(1, 40), data=st.data())
 def test_a_cache_that_holds_everything_can_go_back_anywhere(make: Make, before: int, data: st.DataObject) -> None:
     tape = Tape()
@@ -465,7 +466,7 @@ def test_a_cache_that_holds_everything_can_go_back_anywhere(make: Make, before: 
     assert_within(out, expected(tape, driver.history, start, everything, False), NEAR)
 
 
-@settings(max_examples=20)
+@at_most(20)
 @given(before=st.integers(1, 60), data=st.data())
 def test_streaming_that_goes_back_further_than_it_remembers_asks_for_all_tokens_again(
     before: int, data: st.DataObject
@@ -480,7 +481,7 @@ def test_streaming_that_goes_back_further_than_it_remembers_asks_for_all_tokens_
 
 
 @given(before=st.integers(WINDOW, 80), back=st.integers(0, SLACK))
-@settings(max_examples=25)
+@at_most(25)
 def test_streaming_undoes_up_to_its_slack_without_asking_again(before: int, back: int) -> None:
     tape = Tape()
     driver = Driver(make_streaming(tape), tape)
@@ -492,7 +493,7 @@ def test_streaming_undoes_up_to_its_slack_without_asking_again(before: int, back
 
 @pytest.mark.few(13)
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
-@settings(max_examples=8)
+@at_most(8)
 @given(before=st.integers(0, 20), count=st.integers(1, 20), blocks=st.integers(1, 20))
 def test_chunked_prefill_equals_whole_prefill(make: Make, before: int, count: int, blocks: int) -> None:
     tape = Tape()
@@ -519,7 +520,7 @@ def test_prefill_in_blocks_that_attend_one_after_another_equals_plain_attention(
 @pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FULL)
-@settings(max_examples=10)
+@at_most(10)
 @given(cuts=st.lists(st.tuples(st.integers(1, 14), st.integers(1, 14)), min_size=1, max_size=3))
 def test_however_the_prompt_was_cut_decoding_goes_on_with_the_same_bits(
     name: str, dtype: torch.dtype, cuts: list[tuple[int, int]]
@@ -536,7 +537,7 @@ def test_however_the_prompt_was_cut_decoding_goes_on_with_the_same_bits(
 @pytest.mark.few(14)
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
-@settings(max_examples=8)
+@at_most(8)
 @given(
     before=st.integers(0, 30),
     count=st.integers(1, 9),
@@ -604,7 +605,7 @@ def assert_same_bits_throughout(
 @pytest.mark.few(6)
 @pytest.mark.parametrize("num_resident", [0, 1, 3])
 @pytest.mark.parametrize("num_staging", [2, 3])
-@settings(max_examples=8)
+@at_most(8)
 @given(prompt=st.integers(1, 40), blocks=st.integers(1, 40), rounds=ROUNDS, seed=st.integers(0, 99))
 def test_moving_tiles_over_a_link_changes_no_bit(
     num_resident: int, num_staging: int, prompt: int, blocks: int, rounds: Rounds, seed: int
@@ -719,7 +720,7 @@ def assert_holds_exactly(cache: RetrievalCache, full: FullCache, *, budget: int)
     assert torch.equal(tail, rows[:, :, :, cache._tail_start :])
 
 
-@settings(max_examples=15)
+@at_most(15)
 @given(before=st.integers(1, 60), drafts=st.lists(st.integers(1, 5), min_size=1, max_size=3), slots=st.integers(1, 9))
 def test_retrieval_attends_its_chunks_its_tail_and_its_drafts(before: int, drafts: list[int], slots: int) -> None:
     """Chunks per KV head and layer: each head sees its own."""
@@ -750,7 +751,7 @@ def test_retrieval_attends_its_chunks_its_tail_and_its_drafts(before: int, draft
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("offloaded", [False, True])
-@settings(max_examples=12)
+@at_most(12)
 @given(
     prompt=st.integers(1, 60),
     slots=st.integers(1, 12),
@@ -886,7 +887,7 @@ def test_a_refresh_that_is_broken_off_leaves_no_chunk_that_is_not_there(
     assert_holds_exactly(retrieval, full, budget=4 * CHUNK)
 
 
-@settings(max_examples=15)
+@at_most(15)
 @given(before=st.integers(0, 50), count=st.integers(1, 9), data=st.data())
 def test_mass_is_the_softmax_mass_of_each_chunk_over_rows_and_query_heads(
     before: int, count: int, data: st.DataObject
@@ -925,7 +926,7 @@ def slow_dilate(scores: list[float], weight: float, num_chunks: int) -> list[flo
     return out
 
 
-@settings(max_examples=60)
+@at_most(60)
 @given(
     scores=st.lists(st.floats(0, 4, width=32), min_size=1, max_size=12),
     weight=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
@@ -941,7 +942,7 @@ def test_dilation_gives_a_chunk_a_share_of_the_best_before_it(
     assert_close(dilated, torch.tensor([slow]), rtol=0, atol=0)
 
 
-@settings(max_examples=60)
+@at_most(60)
 @given(num_chosen=st.integers(1, 14), num_chunks=st.integers(1, 12), seed=st.integers(0, 999))
 def test_choice_is_the_best_of_each_kv_head_and_always_the_first_chunk(
     num_chosen: int, num_chunks: int, seed: int

@@ -1,0 +1,12 @@
+"""How many examples Hypothesis tries where each takes long. No tests in here."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+USUAL = 30  # of conftest.py, without --deep
+
+
+def at_most(number: int) -> settings:
+    """Half as many by default, and with --deep so many."""
+    return settings(max_examples=min(number, max(number * settings.default.max_examples // (2 * USUAL), 1)))

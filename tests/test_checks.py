@@ -123,7 +123,7 @@ def test_a_number_that_is_none_is_found(failed: Failed, monkeypatch: Patch) -> N
 
 @pytest.mark.usefixtures("no_texts")
 def test_rows_whose_bits_depend_on_others_are_found(failed: Failed, monkeypatch: Patch) -> None:
-    """A bug of this test: how many rows a text's passes have follows the clock, so now and then its check failed too."""
+    """A bug of this test: how many rows a text's passes have follows the clock, and then its check failed, too."""
     of_output(monkeypatch, lambda out, cache: out * (1 + 2**-20) if len(out) > 8 else out, "decode")
     assert failed() == {"rows of attention"}
 

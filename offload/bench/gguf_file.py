@@ -163,7 +163,7 @@ def metadata(config: ModelConfig) -> dict[str, Value]:
         "general.architecture": name,
         **{f"{name}.{key}": value for key, value in model.items()},
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": [token_name(token) for token in range(config.vocab_size)],
         "tokenizer.ggml.token_type": [_NORMAL_TOKEN] * config.vocab_size,
         "tokenizer.ggml.merges": ["t 0"],

@@ -86,15 +86,24 @@ def load(path: Path) -> tuple[Any, Tokenizer]:
     Raises ModelError where the file has none, or one of a kind that is not known."""
     from transformers import PreTrainedTokenizerFast
 
-    pipeline, settings = of_values(values_of(read_header(path)))
+    pipeline, settings = _of_file(path)
     # A pipeline of its own keeps transformers from changing the added tokens of ours.
     empty = Tokenizer(BPE())
     return PreTrainedTokenizerFast(tokenizer_object=empty, name_or_path=str(path), **settings), pipeline
 
 
+def _of_file(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
+    """See `of_values`. Raises ModelError."""
+    try:
+        return of_values(values_of(read_header(path)))
+    except ModelError as error:
+        said = str(error)
+        raise (error if said.startswith(str(path)) else ModelError(f"{path}: {said}")) from error
+
+
 def write(path: Path, folder: Path) -> None:
     """The same as tokenizer.json and tokenizer_config.json in `folder`."""
-    pipeline, settings = of_values(values_of(read_header(path)))
+    pipeline, settings = _of_file(path)
     pipeline.save(str(folder / "tokenizer.json"))
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")

@@ -5,7 +5,8 @@ usage: python benchmarks/gpu.py --out gpu.json [--like llama2-7b,llama-3.1-8b] [
 
 First the tests of a GPU, the small cases of its kernels and the checks of `triforce doctor` run. Targets are the demo
 model widened to the bytes of the named models (scripts/widen.py), so acceptance is that of a trained model and
-traffic that of a 7B or 13B model. Beyond 32K positions their YaRN factor is raised, which makes acceptance
+traffic that of a 7B or 13B model; with -q4_0 after the name as a GGUF file of 4 bits, without a draft, since it has no
+vocabulary. Beyond 32K positions their YaRN factor is raised, which makes acceptance
 unrealistic. The smallest come first, until the minutes are used up.
 
 The results are one JSON object, written anew after every step: a run that was cut off loses the step under way only,
@@ -40,7 +41,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 import widen
 
 from offload.bench.checks import check_device
+from offload.bench.gguf_file import write_gguf
 from offload.bench.measure import copy_rate, link_copies, product_rate, read_rates
+from offload.config.gguf_header import is_gguf
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
@@ -57,6 +60,7 @@ MODELS = Path(str(resources.files("triforce_cli"))) / "models"
 TEXT = ROOT / "examples" / "persuasion.txt"
 TINY = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8,
         "head_dim": 64, "intermediate_size": 640}  # fmt: skip
+FOUR_BITS = "-q4_0"
 TRAINED_POSITIONS = 32768
 BITS_TOKENS = 4000
 MODES = ("bits", "triforce", "plain", "transformers")
@@ -71,7 +75,7 @@ class Case:
     """One model at one length on one device."""
 
     model: Path
-    draft: Path
+    draft: Path | None
     prompt: list[int]
     device: str
     device_memory: float | None
@@ -91,7 +95,8 @@ class Case:
         cuda = self.device != "cpu"
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        with Engine.load(plan, self.model, self.draft, load_tokenizer(self.model, self.draft)) as engine:
+        tokenizer = load_tokenizer(MODELS / "demo-target" if self.draft is None else self.model, self.draft)
+        with Engine.load(plan, self.model, self.draft, tokenizer) as engine:
             tokens, steps, began = list[int](), list[tuple[int, float]](), time.perf_counter()
             for step in engine.generate(GenerationRequest(self.prompt, sampling, max_tokens=self.max_tokens)):
                 tokens += step.tokens
@@ -110,7 +115,12 @@ class Case:
 
 
 def widened(like: str, work: Path, num_positions: int) -> Path:
-    """The folder of the demo target with the sizes of `like` and `num_positions`; its weights are written once."""
+    """The demo target with the sizes of `like` and `num_positions`, a folder or a GGUF file; written once."""
+    if like.endswith(FOUR_BITS):
+        file = work / f"{like}-{num_positions}.gguf"
+        if not file.exists():
+            write_gguf(widened(like.removesuffix(FOUR_BITS), work, num_positions), file, dtype="q4_0")
+        return file
     folder = work / like
     if not folder.exists():
         say(f"writing {like}")
@@ -236,7 +246,8 @@ def measure(args: argparse.Namespace, named: Row, bare: float) -> Row:
     prompt = (text * (length // len(text) + 1))[:length]
     positions = max(TRAINED_POSITIONS, 1 << (length + args.max_tokens - 1).bit_length())
     model = widened(named["model"], args.work, positions)
-    case = Case(model, MODELS / "demo-draft", prompt, args.device, args.device_memory, args.max_tokens)
+    draft = None if is_gguf(model) else MODELS / "demo-draft"
+    case = Case(model, draft, prompt, args.device, args.device_memory, args.max_tokens)
     if mode == "bits":
         return bits(case, placement)
     return transformers_offloaded(case) if mode == "transformers" else decoding(case, bare, placement, mode)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from offload.config.block import BLOCK_NORMS, FACTOR_BYTES, Attention, Block, FeedForward, Norm, TensorNames
+from offload.config.block import BLOCK_NORMS, FACTOR_BYTES, Attention, Block, Encodings, FeedForward, Norm, TensorNames
 from offload.config.matrices import Matrix, layer_matrices
 from offload.config.rope import Rope
 from offload.config.schemes import Quantisation
@@ -140,8 +140,8 @@ class ModelConfig:
 
     @property
     def is_llama_shaped(self) -> bool:
-        """Whether layers are Llama's but for sizes, biases, q/k norms of heads, and positions."""
-        norm, block = self.norm, self.block
+        """Whether layers are Llama's but for sizes, biases, q/k norms of heads, positions, and how they are stored."""
+        norm, block = self.norm, replace(self.block, encodings=Encodings())
         plain = replace(
             Block(block.attention, block.feed_forward, before_attention=norm, before_feed_forward=norm),
             attention=replace(

@@ -213,8 +213,8 @@ template <class E>
 INLINE void decode_q6_k(const uint8_t* block, typename E::element* out) {
     const float d = half(block + 208);
     auto scales = reinterpret_cast<const int8_t*>(block + 192);
-    float steps[16];
-    for (int i = 0; i < 16; i++) steps[i] = d * float(scales[i]);
+    alignas(64) float steps[16];
+    for (int i = 0; i < 16; i += W) store(steps + i, integers(scales + i) * d);
 #pragma unroll
     for (int g = 0; g < 8; g++) {
         const group lower = load<group>(block + g / 4 * 64 + g % 2 * GROUP), upper = load<group>(block + 128 + g / 4 * GROUP);

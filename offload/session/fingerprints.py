@@ -100,7 +100,7 @@ def _relevant(config: ModelConfig) -> dict[str, object]:
         "mlp_bias": config.block.feed_forward.bias,
         "qk_norm": attention.qk_norm is not None,
     }
-    if not config.is_llama_shaped or len(config.tables) > 1 or config.windowed:
+    if not config.is_llama_shaped or len(config.tables) > 1 or config.windowed or config.stored_in:
         named |= {"blocks": [_told(block) for block in config.blocks], "embedding_scale": config.embedding_scale}
     if config.quantisation is not None:
         named["stored"] = [_told(rule) for rule in config.quantisation.rules]

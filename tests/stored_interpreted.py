@@ -32,10 +32,11 @@ def _as_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def inputs_of(name: str, steps: int) -> int:
-    """So many that a program needs that many steps, the last of which is no whole one where it can be less."""
+    """So many that a program needs that many steps, the last of which is no whole one where it can be less. An odd
+    number of blocks, where there are several at a time: rows of them are no whole words."""
     own = encoding(name)
     at_once = tiling_of(own).blocks(own)
-    return (steps * at_once - at_once // 2) * own.numbers
+    return (steps * at_once - (at_once > 1)) * own.numbers
 
 
 def normal(*size: int, seed: int) -> Tensor:
@@ -86,7 +87,7 @@ def test_numbers_near_zero_and_none_are_those_of_torchs_operators(name: str) -> 
 @pytest.mark.parametrize("name", [*FEW, *(name for name in NAMES if name not in FEW)])
 def test_rows_of_one_number_find_every_weight(name: str) -> None:
     """At its place: the matrix itself comes out."""
-    stored = made_up(name, 17, inputs_of(name, 2), seed=3)
+    stored = made_up(name, 17, inputs_of(name, 3), seed=3)
     where = torch.arange(0, stored.shape[1], 7)[:40]
     for dtype in DTYPES:
         x = torch.nn.functional.one_hot(where, stored.shape[1]).to(dtype)
@@ -151,5 +152,5 @@ def test_splits_are_alike_and_make_programs_enough() -> None:
             counts = [stop - start for start, stop in pairwise(starts)]
             assert each % tiling_of(own).blocks(own) == 0
             assert each * len(counts) <= 1.25 * num_blocks
-            assert 300 <= len(counts) * -(-outputs // tiling_of(own).outputs) <= 1100, (name, outputs, inputs)
+            assert 250 <= len(counts) * -(-outputs // tiling_of(own).outputs) <= 1100, (name, outputs, inputs)
     assert split_blocks(16, 256, encoding("Q4_K"), tiling_of(encoding("Q4_K"))) == 1

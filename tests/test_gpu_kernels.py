@@ -402,7 +402,8 @@ def test_stored_matrices_are_multiplied_without_a_spill(capability: int, rows: i
     assert "wgmma" not in found.ptx
     assert "tf32" not in found.ptx
     assert not re.search(r"ld\.global[.\w]*\.b?8\b", found.ptx)
-    assert ("cp.async" in found.ptx and "ld.global.b16" not in found.ptx) or stored_gpu.form(encoding(name)).word == 2
+    assert "cp.async" in found.ptx
+    assert ".ftz" not in found.ptx  # bits cut out are numbers below the least normal one
 
 
 @pytest.mark.few(2)
@@ -414,7 +415,7 @@ def test_stored_matrices_are_decoded_to_wide_stores(capability: int, dtype: str,
     pointers = {"stored": "*u8", "out": f"*{dtype}"}
     found = compiled(stored_gpu.decode_blocks, capability, pointers, shape, warps=stored_gpu.WARPS)
     assert found.spilled_bytes == 0
-    assert found.registers <= 168
+    assert found.registers <= (168 if ITEMSIZE[dtype] == 2 else 200)
     assert found.shared_bytes <= SHARED_BYTES
     stores = re.findall(r"st\.global[.\w:]*", found.ptx)
     assert stores

@@ -1,12 +1,14 @@
 """Matrices as quantised checkpoints store them, on a GPU, in Triton: their numbers from their blocks, bit for bit those
 of `StoredMatrix.matrix`.
 
-Codes come in words of 4 bytes, of 2 where a block's bytes are no multiple of 4. What a word holds is taken from it one
-byte after the other, and of each byte one part after the other: the lower half, then the upper one, or 2 bits of a code
-four times. Words lie in runs; the numbers of a run are those of the first part of its bytes, then those of the second.
+Codes come in words of 4 bytes. What a word holds is taken from it one part after the other: the lower halves of its
+bytes, then the upper ones; of codes of 6 bits a word that is shared by four parts has 2 of each. Words lie in runs: the
+numbers of a run are those of the first part of all its bytes, then those of the second.
 
-Where a number is a product and a sum, the product is exact in fp32: steps and codes have 24 bits together at most. So
-it does not matter whether a compiler makes one operation of both.
+Codes become numbers without an instruction that converts or shifts them down. Bits that are cut out where they lie,
+read as fp32, are a number below the least normal one; times 2**127 it is the code times a power of two, which the step
+takes back. Where a number is a product and a sum, the product is exact in fp32, as steps and codes have 24 bits
+together at most: it does not matter whether a compiler makes one operation of both.
 """
 
 # Triton reads the annotations of programs: they are not postponed.
@@ -22,16 +24,15 @@ from offload.formats.stored import StoredMatrix
 from offload.native.launch import launch
 
 WARPS = 4  # of a program that decodes
-_WORDS = 2048  # of codes, of such a program
+_WORDS = 4096  # of codes times parts of their bytes, of such a program, but of one part no more than of two
 _BIASED = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q6_K": 32}  # what is taken from a code
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a kind's blocks are read. word: bytes of a word. words: of codes in a block, and `run` of them in a run.
-    parts: of a byte. units: of a block, that have scales of their own. codes_at: bytes before the first word."""
+    """How a kind's blocks are read. words: of codes in a block, and `run` of them in a run. parts: of a byte. units: of
+    a block, that have scales of their own. codes_at: bytes before the first word."""
 
-    word: int
     words: int
     run: int
     parts: int
@@ -40,9 +41,9 @@ class Form:
 
 
 _FORMS = {
-    "Q4_0": Form(2, 8, 8, 2, 1, 2), "Q4_1": Form(4, 4, 4, 2, 1, 4), "Q5_0": Form(2, 8, 8, 2, 1, 6),
-    "Q5_1": Form(4, 4, 4, 2, 1, 8), "Q8_0": Form(2, 16, 16, 1, 1, 2), "Q4_K": Form(4, 32, 8, 2, 4, 16),
-    "Q5_K": Form(4, 32, 8, 2, 4, 48), "Q6_K": Form(2, 32, 16, 4, 4, 0),
+    "Q4_0": Form(4, 4, 2, 1, 2), "Q4_1": Form(4, 4, 2, 1, 4), "Q5_0": Form(4, 4, 2, 1, 6), "Q5_1": Form(4, 4, 2, 1, 8),
+    "Q8_0": Form(8, 8, 1, 1, 2), "Q4_K": Form(32, 8, 2, 4, 16), "Q5_K": Form(32, 8, 2, 4, 48),
+    "Q6_K": Form(16, 8, 4, 4, 0),
 }  # fmt: skip
 
 
@@ -51,12 +52,12 @@ def form(encoding: Encoding) -> Form:
     if encoding.kind not in GROUP_KINDS:
         return _FORMS[encoding.kind]
     words = encoding.numbers * GROUP_KINDS[encoding.kind] // 32
-    return Form(4, words, words, 8 // GROUP_KINDS[encoding.kind], 1, 4)
+    return Form(words, words, 8 // GROUP_KINDS[encoding.kind], 1, 4)
 
 
 def blocks_at_once(encoding: Encoding) -> int:
     """Of a program that decodes."""
-    return _WORDS // form(encoding).words
+    return _WORDS // max(form(encoding).parts, 2) // form(encoding).words
 
 
 @cache
@@ -66,15 +67,14 @@ def constants(encoding: Encoding) -> dict[str, object]:
     if encoding.kind not in GROUP_KINDS:
         kind, scale = encoding.kind, "F16"
     return {
-        "KIND": kind, "SCALE": scale, "BIAS": _BIASED.get(kind, 0), "BLOCK": encoding.nbytes // own.word,
-        "WORD": own.word, "WORDS": own.words, "RUN": own.run, "PARTS": own.parts, "UNITS": own.units,
-        "CODES": own.codes_at // own.word,
+        "KIND": kind, "SCALE": scale, "BIAS": _BIASED.get(kind, 0), "BLOCK": encoding.nbytes, "WORDS": own.words,
+        "RUN": own.run, "PARTS": own.parts, "UNITS": own.units, "CODES": own.codes_at,
     }  # fmt: skip
 
 
 def decode(stored: StoredMatrix, out: Tensor) -> None:
     """Fill out, [outputs, inputs] of 16 or 32 bits, contiguous, by one launch; all are on the GPU. Rows begin at a
-    multiple of 4 bytes."""
+    multiple of 4 bytes; up to 2 bytes behind them are read."""
     assert out.is_contiguous()
     assert tuple(out.shape) == stored.shape
     assert stored.rows.is_contiguous()
@@ -93,10 +93,9 @@ def half_of(word, at):
 
 
 @triton.jit
-def number_of(bits, AT: tl.constexpr):
-    """Bits from bit AT on, others none -> what they count, fp32, and 2**(23 - AT) more: there numbers are so far apart
-    that the bits are the last ones, and no instruction has to shift or convert. AT and their number: 23 at most."""
-    return (bits | ((150 - AT) << 23)).to(tl.float32, bitcast=True)
+def tiny(bits):
+    """Bits below 2**23 -> fp32 times 2**-22: bit AT on counts 2**(AT - 22). Exact."""
+    return bits.to(tl.float32, bitcast=True) * 2.0**127
 
 
 @triton.jit
@@ -118,58 +117,91 @@ def spread(x, SIZE: tl.constexpr):
 
 
 @triton.jit
+def words_at(home, odd, at, held, BLOCK: tl.constexpr, TURNED: tl.constexpr):
+    """int32 [M, N] from bytes `at` [M, 1] on, even ones. home: pointers [1, N] to whole words; odd: what they begin
+    before the first block, 0 or 2 bytes. held: what is not counts as zeros. TURNED: a word that lies in one piece has
+    its halves the other way round, as one that lies in two has them right."""
+    if BLOCK % 4 == 0:
+        words = tl.load(home + at // 4, mask=held, other=0)
+    else:
+        apart, source = in_two(odd, at), home + (at + odd) // 4
+        low = tl.load(source, mask=held, other=0)
+        if TURNED:
+            high = tl.load(source + tl.where(apart, 1, 0), mask=held, other=0)
+            words = (low >> 16) & 0xFFFF | high << 16
+        else:
+            high = tl.load(source + 1, mask=held & apart, other=0)
+            words = tl.where(apart, (low >> 16) & 0xFFFF | high << 16, low)
+    return words
+
+
+@triton.jit
+def in_two(odd, at):
+    """Whether four bytes from `at` on lie in two words."""
+    return (at + odd) & 2 != 0
+
+
+@triton.jit
+def halves_at(home, odd, at, held, BLOCK: tl.constexpr):
+    """The same, of which only the lower halves count."""
+    if BLOCK % 4:
+        words = tl.load(home + (at + odd) // 4, mask=held, other=0) >> (((at + odd) & 2) * 8)
+    else:
+        words = tl.load(home + at // 4, mask=held, other=0)
+    return words
+
+
+@triton.jit
 def codes_of(
-    home,  # pointers [1, N] to words: blocks
+    home, odd,  # as above: blocks
     word,  # int32 [M]: words of codes, counted through the blocks
-    held,  # bool [M, N]: what is not counts as zeros
+    held,  # bool [M, 1]
     KIND: tl.constexpr,
-    BLOCK: tl.constexpr,  # words of a block
+    BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
     CODES: tl.constexpr,
-):
+    TURNED: tl.constexpr,
+):  # fmt: skip
     """Words of codes, of the rest of them and of their upper bits, [M, N] each, of which a kind uses the first ones."""
-    at_block, within = (word // WORDS * BLOCK)[:, None], (word % WORDS)[:, None]
+    at, within = (word // WORDS * BLOCK)[:, None], (word % WORDS)[:, None]
     if KIND == "Q6_K":
-        source = home + at_block + within // 16 * 32 + within % 16
-        codes = tl.load(source, mask=held, other=0).to(tl.int32)
-        others = tl.load(source + 16, mask=held, other=0).to(tl.int32)
-        upper = tl.load(home + at_block + 64 + within, mask=held, other=0).to(tl.int32)
+        lower = at + within // 8 * 64 + within % 8 * 4
+        codes = words_at(home, odd, lower, held, BLOCK, TURNED)
+        others = words_at(home, odd, lower + 32, held, BLOCK, TURNED)
+        upper = words_at(home, odd, at + 128 + within * 4, held, BLOCK, TURNED)
     else:
-        codes = tl.load(home + at_block + CODES + within, mask=held, other=0).to(tl.int32)
+        codes = words_at(home, odd, at + CODES + within * 4, held, BLOCK, TURNED)
         others, upper = codes, codes
         if KIND == "Q5_K":
-            upper = tl.load(home + at_block + 4 + within % 8, mask=held, other=0)
+            upper = words_at(home, odd, at + 16 + within % 8 * 4, held, BLOCK, TURNED)
     return codes, others, upper
 
 
 @triton.jit
 def heads_of(
-    home,  # as above
+    home, odd,  # as above
     unit,  # int32 [U]: units, counted through the blocks
-    held,  # bool [B, N]: blocks that are there
+    held,  # bool [U, 1]
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     UNITS: tl.constexpr,
     PART: tl.constexpr,
-):
-    """Words that scales are made of, of which a kind uses the first ones, [B, N] or [U, N] each. A block of several
-    units is the only one."""
-    block = tl.arange(0, held.shape[0])[:, None]
+):  # fmt: skip
+    """Words that scales are made of, [U, N] each, of which a kind uses the first ones."""
+    at, within = (unit // UNITS * BLOCK)[:, None], (unit % UNITS)[:, None]
+    first = halves_at(home, odd, at + (208 if KIND == "Q6_K" else 0), held, BLOCK)
+    second = first
     if KIND == "Q6_K":
-        first = tl.load(home + 104, mask=held, other=0).to(tl.int32)
-        second = tl.load(home + 96 + unit[:, None] // 2 * 4 + PART, mask=held, other=0).to(tl.int32)
-    else:
-        first = tl.load(home + block * BLOCK, mask=held, other=0).to(tl.int32)
-        second = first
+        second = halves_at(home, odd, at + 192 + within // 2 * 8 + 2 * PART, held, BLOCK)
+    if KIND == "Q5_0":
+        second = words_at(home, odd, at + 2, held, BLOCK, False) >> 16 * PART
+    if KIND == "Q5_1":
+        second = words_at(home, odd, at + 4, held, BLOCK, False) >> 16 * PART
     third, fourth = second, second
     if (KIND == "Q4_K") or (KIND == "Q5_K"):
-        second = tl.load(home + 1, mask=held, other=0)
-        third = tl.load(home + 2, mask=held, other=0)
-        fourth = tl.load(home + 3, mask=held, other=0)
-    if KIND == "Q5_0":
-        second = tl.load(home + block * BLOCK + 1 + PART, mask=held, other=0).to(tl.int32)
-    if KIND == "Q5_1":
-        second = tl.load(home + block * BLOCK + 1, mask=held, other=0) >> 16 * PART
+        second = words_at(home, odd, at + 4, held, BLOCK, False)
+        third = words_at(home, odd, at + 8, held, BLOCK, False)
+        fourth = words_at(home, odd, at + 12, held, BLOCK, False)
     return first, second, third, fourth
 
 
@@ -179,19 +211,20 @@ def scales_of(
     unit,  # int32 [U]
     KIND: tl.constexpr,
     SCALE: tl.constexpr,
+    UNITS: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
-    """Step and what is added, or taken away from codes, fp32 [U, N] both; numbers whose fifth bits are in the head."""
+    """Steps, and what is added to codes, or to products with steps: fp32 [U, N] both."""
+    within = (unit % UNITS)[:, None]
     if (KIND == "Q4_K") or (KIND == "Q5_K"):
         # Of the units 0 and 1 six bits each lie together, those of 2 and 3 are in two places.
-        far, shift = unit[:, None] >= 2, (unit % 2 * 16)[:, None]
         AT: tl.constexpr = 8 * PART
-        step = tl.where(far, fourth & 0x0F0F0F0F | (second >> 2) & 0x30303030, second & 0x3F3F3F3F) >> shift
-        least = tl.where(far, (fourth >> 4) & 0x0F0F0F0F | (third >> 2) & 0x30303030, third & 0x3F3F3F3F) >> shift
-        step = half_of(first, 0) * (number_of(step & (63 << AT), AT) - 2 ** (23 - AT))
-        added = half_of(first, 16) * (number_of(least & (63 << AT), AT) - 2 ** (23 - AT))
+        step = tl.where(within >= 2, fourth & 0x0F0F0F0F | (second >> 2) & 0x30303030, second)
+        least = tl.where(within >= 2, (fourth >> 4) & 0x0F0F0F0F | (third >> 2) & 0x30303030, third)
+        step = half_of(first, 0) * (tiny(step >> within % 2 * 16 & (63 << AT)) * 2.0 ** (22 - AT))
+        added = half_of(first, 16) * (tiny(least >> within % 2 * 16 & (63 << AT)) * 2.0 ** (22 - AT))
     elif KIND == "Q6_K":
-        step = half_of(first, 0) * (second >> (unit % 2 * 8)[:, None]).to(tl.int8).to(tl.float32)
+        step = half_of(first, 0) * (second >> within % 2 * 8).to(tl.int8).to(tl.float32)
         added = step
     else:
         if SCALE == "F32":
@@ -220,43 +253,40 @@ def numbers_of(
     KIND: tl.constexpr,
     SCALE: tl.constexpr,
     BIAS: tl.constexpr,
-    WORD: tl.constexpr,
     WORDS: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Of a byte of each word, a part's number, fp32 [M, N]."""
+    """Of a byte of each word, a part's number, fp32 [M, N]. A scale of INT4 and INT8 is below 2**105."""
+    UP: tl.constexpr = BYTE // 2 * 12  # so far down, bits of the upper half of a word are below 2**23
+    AT: tl.constexpr = 8 * BYTE - UP + (0 if PARTS == 1 else PART // (PARTS // 2) * 4)
+    ONE: tl.constexpr = 2.0 ** (AT - 22)  # what a code's last bit counts
     if KIND == "FP8":
         bits = (codes << (24 - 8 * BYTE)) >> 4 & (0x87F00000 - 2**32)
         number = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
         number += number * 7.333671700882288e35 * 0.0  # 480 is none: there this is infinite
         number = rounded(number * step, SCALE)
     else:
-        UP: tl.constexpr = BYTE // 2 * 12  # so far down, bits of the upper half of a word are below 2**23
-        AT: tl.constexpr = 8 * BYTE - UP + (0 if PARTS == 1 else PART // (PARTS // 2) * 4)
         if KIND == "INT8":
             bits = (codes >> UP) & (255 << AT)
         elif KIND == "Q8_0":
-            bits = codes & (255 << AT) ^ (128 << AT)
+            bits = (codes >> UP) & (255 << AT) ^ (128 << AT)
         elif KIND == "Q6_K":
             lower = others if PART % 2 else codes
-            bits = lower & (15 << AT) | (upper << (4 - PART % 2 * 2)) & (48 << AT)
+            bits = (lower >> UP) & (15 << AT) | (upper >> UP << (4 - PART % 2 * 2)) & (48 << AT)
         else:
             bits = (codes >> UP) & (15 << AT)
         if KIND == "Q5_K":
             bits = bits | (upper >> (word % 32 // 8 * 2)[:, None] >> UP << (4 + 3 * PART)) & (16 << AT)
         if (KIND == "Q5_0") or (KIND == "Q5_1"):
-            bits = bits | (fifth >> (word % WORDS * WORD)[:, None] << (AT + 4 - BYTE)) & (16 << AT)
-        if (KIND == "Q4_1") or (KIND == "Q5_1") or (KIND == "Q4_K") or (KIND == "Q5_K"):
-            # The bits are a number below the least normal one: twice multiplied by a power of two, they are the code's.
-            number = bits.to(tl.float32, bitcast=True) * 2.0**127 * (step * 2.0 ** (22 - AT))
-            if (KIND == "Q4_1") or (KIND == "Q5_1"):
-                number += added
-            else:
-                number -= added
+            bits = bits | (fifth >> (word % WORDS * 4)[:, None] << (AT + 4 - BYTE)) & (16 << AT)
+        if (KIND == "Q4_K") or (KIND == "Q5_K"):
+            number = tiny(bits) * (step / ONE) - added
+        elif (KIND == "Q4_1") or (KIND == "Q5_1"):
+            number = tiny(bits) * (step / ONE) + added
         elif (KIND == "INT4") or (KIND == "INT8"):
-            number = rounded((number_of(bits, AT) - (added + 2 ** (23 - AT))) * step, SCALE)
+            number = rounded((tiny(bits) - added * ONE) * (step / ONE), SCALE)
         else:
-            number = (number_of(bits, AT) - (2 ** (23 - AT) + BIAS)) * step
+            number = (tiny(bits) - BIAS * ONE) * (step / ONE)
     return number
 
 
@@ -270,34 +300,30 @@ def decode_blocks(
     SCALE: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
-    WORD: tl.constexpr,
     WORDS: tl.constexpr,
     RUN: tl.constexpr,
     PARTS: tl.constexpr,
     UNITS: tl.constexpr,
     CODES: tl.constexpr,
 ):
-    """Program p: the numbers of `BLOCKS` blocks."""
+    """Program p: the numbers of `BLOCKS` blocks. Those behind the last are it again, and not stored."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    there = block < num_blocks
-    word, unit = tl.arange(0, WORDS), tl.arange(0, UNITS)
-    element: tl.constexpr = tl.int32 if WORD == 4 else tl.int16
-    home = stored.to(tl.pointer_type(element)) + block[None, :] * BLOCK
-    held = tl.broadcast_to(there[None, :], (WORDS, BLOCKS))
-    codes, others, upper = codes_of(home, word, held, KIND, BLOCK, WORDS, CODES)
-    column = tl.arange(0, WORDS * WORD)
-    number = column // (RUN * WORD) * (RUN * WORD * PARTS) + column % (RUN * WORD)
-    target = out + block[:, None] * (WORDS * WORD * PARTS) + number[None, :]
+    word, unit, column = tl.arange(0, WORDS), tl.arange(0, UNITS), tl.arange(0, WORDS * 4)
+    at = tl.minimum(block, num_blocks - 1) * BLOCK
+    home, odd = stored.to(tl.pointer_type(tl.int32)) + (at // 4)[None, :], (at % 4).to(tl.int32)[None, :]
+    all_words, all_units = tl.full([WORDS, 1], 1, tl.int1), tl.full([UNITS, 1], 1, tl.int1)
+    codes, others, upper = codes_of(home, odd, word, all_words, KIND, BLOCK, WORDS, CODES, False)
+    number = column // (RUN * 4) * (RUN * 4 * PARTS) + column % (RUN * 4)
+    target = out + block[:, None] * (WORDS * 4 * PARTS) + number[None, :]
     for part in tl.static_range(PARTS):
-        first, second, third, fourth = heads_of(home, unit, there[None, :], KIND, BLOCK, UNITS, part)
-        step, added = scales_of(first, second, third, fourth, unit, KIND, SCALE, part)
+        first, second, third, fourth = heads_of(home, odd, unit, all_units, KIND, BLOCK, UNITS, part)
+        step, added = scales_of(first, second, third, fourth, unit, KIND, SCALE, UNITS, part)
         a, b, c = spread(step, WORDS), spread(added, WORDS), spread(second, WORDS)
-        zero = numbers_of(codes, others, upper, a, b, c, word, part, 0, KIND, SCALE, BIAS, WORD, WORDS, PARTS)
-        one = numbers_of(codes, others, upper, a, b, c, word, part, 1, KIND, SCALE, BIAS, WORD, WORDS, PARTS)
-        if WORD == 4:
-            two = numbers_of(codes, others, upper, a, b, c, word, part, 2, KIND, SCALE, BIAS, WORD, WORDS, PARTS)
-            three = numbers_of(codes, others, upper, a, b, c, word, part, 3, KIND, SCALE, BIAS, WORD, WORDS, PARTS)
-            zero, one = tl.join(zero, two), tl.join(one, three)
-        numbers = tl.reshape(tl.join(zero, one), (WORDS, BLOCKS, WORD)).to(out.dtype.element_ty)
-        numbers = tl.reshape(tl.permute(numbers, (1, 0, 2)), (BLOCKS, WORDS * WORD))
-        tl.store(target + part * (RUN * WORD), numbers, mask=there[:, None])
+        zero = numbers_of(codes, others, upper, a, b, c, word, part, 0, KIND, SCALE, BIAS, WORDS, PARTS)
+        one = numbers_of(codes, others, upper, a, b, c, word, part, 1, KIND, SCALE, BIAS, WORDS, PARTS)
+        two = numbers_of(codes, others, upper, a, b, c, word, part, 2, KIND, SCALE, BIAS, WORDS, PARTS)
+        three = numbers_of(codes, others, upper, a, b, c, word, part, 3, KIND, SCALE, BIAS, WORDS, PARTS)
+        numbers = tl.join(tl.join(zero, two), tl.join(one, three)).to(out.dtype.element_ty)
+        numbers = tl.permute(tl.reshape(numbers, (WORDS, BLOCKS, 4)), (1, 0, 2))
+        numbers = tl.reshape(numbers, (BLOCKS, WORDS * 4))
+        tl.store(target + part * (RUN * 4), numbers, mask=(block < num_blocks)[:, None])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload.formats.layout import Encoding
 from offload.formats.stored import StoredMatrix
-from offload.formats.stored_gpu import codes_of, constants, form, heads_of, numbers_of, scales_of, spread
+from offload.formats.stored_gpu import codes_of, constants, form, heads_of, in_two, numbers_of, scales_of, spread
 from offload.kernels.gpu.splits import joined
 from offload.native.launch import launch
 
@@ -36,7 +36,12 @@ class Tiling:
 
 
 def tiling_of(encoding: Encoding) -> Tiling:
-    return Tiling()
+    """Such that nothing spills."""
+    if encoding.kind == "Q6_K":
+        return Tiling(words=16)
+    if encoding.kind.startswith("Q5"):
+        return Tiling(warps=8)
+    return Tiling(outputs=128, warps=8) if encoding.kind.startswith(("INT8", "FP8")) else Tiling()
 
 
 def product(x: Tensor, stored: StoredMatrix, bias: Tensor | None, tiling: Tiling | None = None) -> Tensor:
@@ -56,7 +61,7 @@ def product(x: Tensor, stored: StoredMatrix, bias: Tensor | None, tiling: Tiling
     rows = ROWS[num_rows > ROWS[0]]
     launch(
         multiply_stored,
-        (-(-num_rows // rows), -(-outputs // tiling.outputs), num_splits),
+        (-(-num_rows // rows), -(-outputs // (2 * tiling.outputs)) * 2, num_splits),
         (x, stored.rows, partials, num_rows, outputs, num_blocks, blocks_each),
         ROWS=rows,
         OUTPUTS=tiling.outputs,
@@ -96,7 +101,6 @@ def multiply_stored(
     SCALE: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
-    WORD: tl.constexpr,
     WORDS: tl.constexpr,
     RUN: tl.constexpr,
     PARTS: tl.constexpr,
@@ -104,38 +108,57 @@ def multiply_stored(
     CODES: tl.constexpr,
 ):
     """Program (b, c, s): block b of the rows times column c of `OUTPUTS` outputs, over the blocks of split s in their
-    order. A product takes a part of a byte of all words at a time, so its inputs are those that lie there."""
+    order. A product takes a part of a byte of all words at a time, so its inputs are those that lie there. Outputs
+    behind the last are the column's first again, and not stored."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    split = tl.program_id(2)
+    column, split = tl.program_id(1), tl.program_id(2)
     SIZE: tl.constexpr = BLOCKS * WORDS
-    word, unit, block = tl.arange(0, SIZE), tl.arange(0, BLOCKS * UNITS), tl.arange(0, BLOCKS)
+    word, unit = tl.arange(0, SIZE), tl.arange(0, BLOCKS * UNITS)
+    # Rows of blocks that are no whole words begin at whole ones in turns: a program has those of one kind.
+    TURNED: tl.constexpr = (BLOCK % 4 != 0) and (KIND != "Q5_0")
+    turns = 1 + num_blocks % 2 if TURNED else 1
+    first_output = column // turns * turns * OUTPUTS + column % turns
+    output = first_output + turns * tl.arange(0, OUTPUTS)
     real, there = row < num_rows, output < num_outputs
-    element: tl.constexpr = tl.int32 if WORD == 4 else tl.int16
-    several: tl.constexpr = tl.int64 if WORD == 4 else tl.int32
-    home = stored.to(tl.pointer_type(element)) + (output.to(tl.int64) * num_blocks * BLOCK)[None, :]
-    # Inputs, as many as a word has bytes at a time.
-    inputs = rows.to(tl.pointer_type(several)) + (row.to(tl.int64) * num_blocks * (WORDS * PARTS))[:, None]
-    at_input = word // RUN * (RUN * PARTS) + word % RUN
+    at = tl.where(there, output, first_output).to(tl.int64) * num_blocks * BLOCK
+    home, before = stored.to(tl.pointer_type(tl.int32)) + (at // 4)[None, :], (at % 4).to(tl.int32)[None, :]
+    if TURNED:
+        before = column % turns * num_blocks * BLOCK % 4
+    # Inputs, four at a time, as many as a word has bytes; or two.
+    fours = rows.to(tl.pointer_type(tl.int64)) + (row.to(tl.int64) * num_blocks * (WORDS * PARTS))[:, None]
+    twos = rows.to(tl.pointer_type(tl.int32)) + (row.to(tl.int64) * num_blocks * (WORDS * PARTS * 2))[:, None]
+    at_four = word // RUN * (RUN * PARTS) + word % RUN
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     first_block = split * blocks_each
     last = tl.minimum(first_block + blocks_each, num_blocks)
+    last = tl.where(first_output < num_outputs, last, first_block)
+    near, near_units = tl.full([SIZE], 1, tl.int1), tl.full([BLOCKS * UNITS], 1, tl.int1)
     for begun in tl.range(first_block, last, BLOCKS):
         # What is past the last block counts as zeros.
-        near = begun + word // WORDS < last
-        source = home + begun * BLOCK
-        codes, others, upper = codes_of(source, word, near[:, None] & there[None, :], KIND, BLOCK, WORDS, CODES)
-        held = (begun + block < last)[:, None] & there[None, :]
+        if BLOCKS > 1:
+            near, near_units = begun + word // WORDS < last, begun + unit // UNITS < last
+        source, odd = home + begun * BLOCK // 4, before
+        if BLOCK * BLOCKS % 4:
+            source, odd = home + (before + begun * BLOCK) // 4, (before + begun * BLOCK) % 4
+        codes, others, upper = codes_of(source, odd, word, near[:, None], KIND, BLOCK, WORDS, CODES, TURNED)
         for part in tl.static_range(PARTS):
-            first, second, third, fourth = heads_of(source, unit, held, KIND, BLOCK, UNITS, part)
-            step, added = scales_of(first, second, third, fourth, unit, KIND, SCALE, part)
+            first, second, third, fourth = heads_of(source, odd, unit, near_units[:, None], KIND, BLOCK, UNITS, part)
+            step, added = scales_of(first, second, third, fourth, unit, KIND, SCALE, UNITS, part)
             step, added, fifth = spread(step, SIZE), spread(added, SIZE), spread(second, SIZE)
-            place = inputs + begun * (WORDS * PARTS) + (at_input + part * RUN)[None, :]
-            both = tl.load(place, mask=real[:, None] & near[None, :], other=0)
-            for each in tl.static_range(WORD):
-                x = (both >> 16 * each).to(tl.int16).to(rows.dtype.element_ty, bitcast=True)
+            held, at_input = real[:, None] & near[None, :], begun * (WORDS * PARTS) + (at_four + part * RUN)[None, :]
+            if TURNED:
+                # Whether a word's first half is the later one.
+                late = tl.where(in_two(odd, word // WORDS * BLOCK + CODES), 0, 1)
+                early = tl.load(twos + 2 * at_input + late[None, :], mask=held, other=0)
+                later = tl.load(twos + 2 * at_input + 1 - late[None, :], mask=held, other=0)
+            else:
+                early = tl.load(fours + at_input, mask=held, other=0)
+                later = early >> 32
+            for byte in tl.static_range(4):
+                x = ((later if byte > 1 else early) >> (16 * (byte % 2))).to(tl.int16)
+                x = x.to(rows.dtype.element_ty, bitcast=True)
                 weight = numbers_of(
-                    codes, others, upper, step, added, fifth, word, part, each, KIND, SCALE, BIAS, WORD, WORDS, PARTS
+                    codes, others, upper, step, added, fifth, word, part, byte, KIND, SCALE, BIAS, WORDS, PARTS
                 ).to(rows.dtype.element_ty)
                 if WIDEN:
                     x, weight = x.to(tl.float32), weight.to(tl.float32)

@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from offload.formats.quantised import Codes
 from offload.kernels.gpu.kernels import GpuKernels
-from offload.weights import layout
+from offload.weights import linear as products
 from offload.worker import models
 
 
@@ -17,7 +17,7 @@ def codes_by_gpu(patch: pytest.MonkeyPatch, *, without_values: bool) -> None:
     which are launched."""
     patch.setattr(models, "gpu_kernels", lambda device: GpuKernels())
     if not without_values:
-        patch.setattr(layout, "product", _product)
+        patch.setattr(products, "product", _product)
 
 
 def _product(x: Tensor, weight: Tensor | Codes, bias: Tensor | None) -> Tensor:

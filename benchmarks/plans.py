@@ -106,7 +106,7 @@ def row(name: str, config: ModelConfig, num_gpus: int, context: int) -> str:
     return " | ".join(
         (
             f"| {title}",
-            f"{composition.weight_bits}, {composition.kv_bits} bits",
+            f"{'as stored' if config.stored_in else composition.weight_bits}, {composition.kv_bits} bits",
             f"{composition.budget:,}" if composition.budget else "all",
             f"{plan.placement.total_device_bytes / 1e9:.1f} GB",
             f"{plan.placement.total_host_bytes / 1e9:.1f} GB",

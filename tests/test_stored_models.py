@@ -233,3 +233,20 @@ def test_no_second_copy_of_quantised_weights_is_made(pairs: Callable[[str], Pair
         UsageError, match="the model's own weights are quantised \\(INT4_BF16/32\\), and no second copy"
     ):
         engine_of(pairs("int4"), sizes, prompt_tokens=400)
+
+
+@pytest.mark.parametrize("bits", [4, 6])
+def test_a_head_that_is_stored_in_blocks_stays_so_beside_quantised_layers(tmp_path: Path, bits: int) -> None:
+    """Such a file, with layers as plain numbers, could not be run by the CPU's kernels at all."""
+    target, draft = saved(tmp_path, hidden_size=256, intermediate_size=512, head_dim=64)
+    write_gguf(target, file := tmp_path / "target.gguf", kind=lambda name: "BF16" if "layers" in name else "Q8_0")
+    assert (config := read_config(file)).head_encoding
+    assert not config.stored_in
+    sizes = replace(DRAFTED, budget=0, draft_gamma=0, weight_bits=bits)
+    with engine_of((file, draft), PLAIN, prompt_tokens=400) as engine:
+        expected = say(engine)
+    with engine_of((file, draft), sizes, prompt_tokens=400) as engine:
+        assert say(engine) == expected
+        assert level_stats(engine, "target").accepted > 0
+        planned, device = engine.plan.placement.device_bytes, engine.worker.memory.allocated()["device"]
+        assert device["quantised weights"] == planned["quantised weights"]

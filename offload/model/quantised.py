@@ -22,8 +22,8 @@ from offload.weights.quantised import LOW_BIT_WEIGHTS, fill_coded, fill_codes
 
 @dataclass(frozen=True)
 class QuantisedWeights:
-    """weights: the matrices of the layers and of the head quantised, resident; norms and biases as they are. blocks:
-    the memory that was allocated for them."""
+    """weights: the matrices of the layers and of the head quantised, resident; norms and biases as they are, and so is
+    a head that the checkpoint stores in blocks. blocks: the memory that was allocated for them."""
 
     weights: Weights
     blocks: Sequence[Tensor]
@@ -61,7 +61,7 @@ def quantised_weights(
         fill_coded(layers[-1], exact, kernels)
     layers += made
     head = weights.head
-    if head is not None:
+    if head is not None and isinstance(head.weight, Tensor):  # one that is stored in few bits stays as it is
         packed = LayerLayout.pack(in_codes("head", tuple(head.weight.shape), bits))
         coded = Linear(Codes(packed.tensors(allocate(packed))["head.blocks"]), head.bias)
         fill_codes(coded, head, kernels)

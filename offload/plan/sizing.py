@@ -308,13 +308,15 @@ class Sizing:
         return sizes
 
     def low_bit_bytes(self, bits: int, *, first: bool = True) -> int:
-        """Layers and, on the first device, the head with their matrices in so many bits an element."""
+        """Layers and, on the first device, the head with their matrices in so many bits an element. A head in blocks
+        stays as it is stored."""
 
         def coded(layer: ModelConfig) -> int:
             rest = layer.layer_weight_bytes(self.itemsize) - layer.layer_matrix_elements() * self.itemsize
             return rest + sum(code_bytes(outputs, inputs, bits) for outputs, inputs, _ in layer.layer_products())
 
-        head = code_bytes(self.target.vocab_size, self.target.hidden_size, bits) if first else 0
+        has_codes = first and not self.target.head_encoding
+        head = code_bytes(self.target.vocab_size, self.target.hidden_size, bits) if has_codes else 0
         return self.shard.all_layers(coded) + head
 
     def quantised_cache_bytes(self, capacity: int, composition: Composition) -> int:

@@ -476,7 +476,18 @@ def test_a_gguf_file_is_pulled_and_found_by_the_repositorys_name(hub, triforce, 
     assert sorted(hub.asked()) == sorted(name for name in gguf_files if name != "tiny.F16.gguf")
     with pytest.raises(ModelError, match=rf"has 2 GGUF files; give the path of one: .*{first}, .*tiny.F16.gguf"):
         locate("owner/tiny-GGUF")
-    assert [entry.name for entry in entries()] == [f"owner/tiny-GGUF/{first}", "owner/tiny-GGUF/tiny.F16.gguf"]
+    assert (listed := [entry.name for entry in entries()]) == [
+        f"owner/tiny-GGUF/{first}",
+        "owner/tiny-GGUF/tiny.F16.gguf",
+    ]
+    assert [locate(name) for name in listed] == [root / name for name in listed]
+
+
+def test_a_gguf_file_that_does_not_exist_is_said_not_to(root, tmp_path):
+    """It was said not to be a folder, and to be fetched from the hub by its path."""
+    for name in ("models/absent.gguf", str(tmp_path / "absent.gguf")):
+        with pytest.raises(ModelError, match=rf"^{name} does not exist; 'triforce models' lists"):
+            locate(name)
 
 
 def test_a_gguf_file_that_is_not_there_or_cannot_run_is_refused_and_nothing_is_kept(hub, triforce, root, gguf_files):

@@ -119,7 +119,11 @@ def locate(name: str, *, weights: bool = True) -> Path:
         raise ModelError(instead)
     if folder.is_dir() or (folder.is_file() and is_gguf(folder)):
         return folder
+    if file := _file_of(name):
+        return file
     model_id = id_of(name)
+    if name.endswith(SUFFIX) and not (model_id and is_here(model_id)):
+        raise ModelError(f"{name} does not exist; 'triforce models' lists the models that are here, GGUF files too")
     if model_id is None:
         raise ModelError(
             f"{name} is not a folder and not a model's name; 'triforce models' lists the names, "
@@ -137,6 +141,15 @@ def _model_in(folder: Path, name: str) -> Path:
         named = ", ".join(str(file) for file in files)
         raise ModelError(f"{name} has {len(files)} GGUF files; give the path of one: {named}")
     return files[0] if files else folder
+
+
+def _file_of(name: str) -> Path | None:
+    """The file that `entries` calls `name`, of a stored model's several; None where there is none."""
+    model, _, file = name.rpartition("/")
+    model_id = id_of(model) if file.endswith(SUFFIX) else None
+    if model_id is None or not is_here(model_id):
+        return None
+    return next((found for found in models_in(model_folder(model_id)) if found.name == file), None)
 
 
 def is_here(name: str, *, weights: bool = True) -> bool:

@@ -9,6 +9,7 @@ from math import hypot, inf, log
 import pytest
 
 from models import PASS_TIMES
+from offload.config.encodings import encoded
 from offload.config.model import ModelConfig
 from offload.errors import DoesNotFit, UsageError
 from offload.formats.layout import CACHED_SHARE
@@ -301,6 +302,25 @@ def test_logits_are_computed_on_the_first_device_alone() -> None:
     made = plan(Options(gamma=15, budget=512), target=wide, draft=None, hardware=PAIR, prompt=4000).placement
     assert made.device_bytes["workspace"] == 16 * 1_000_000 * (2 + 36)
     assert made.other_device_bytes["workspace"] < 0.1 * made.device_bytes["workspace"]
+
+
+def test_there_is_room_for_the_numbers_of_the_largest_stored_matrix() -> None:
+    """A prefill multiplies with these: of a 70B model 940 MB, which no plan had counted."""
+    wide = DEMO.changed(hidden_size=2048, intermediate_size=40_000, num_heads=4, num_kv_heads=4, head_dim=64)
+    stored = encoded(wide, lambda name: "Q8_0" if "mlp." in name or "embed" in name or "lm_head" in name else "")
+
+    def workspace(model: ModelConfig, hardware: Hardware, dtype: str = "bf16") -> int:
+        return Sizing(model, None, Options(), hardware, dtype).fixed_bytes(4000, PLAIN)["workspace"]
+
+    rows, numbers = 512 * (3 * 40_000 + 6 * 2048), 2 * 40_000 * 2048
+    assert workspace(wide, GPU) < rows * 2 + numbers
+    assert workspace(stored, GPU) == rows * 2 + numbers * 2
+    assert workspace(stored, CPU) == rows * 2 + numbers * 2
+    assert workspace(stored, GPU, "fp32") == rows * 4 + numbers * 4
+    assert workspace(stored, replace(GPU, has_kernels=False)) == rows * 2 + numbers * 16
+    of_head = replace(stored, vocab_size=400_000)
+    assert workspace(of_head, GPU) == workspace(stored, GPU)
+    assert workspace(of_head, GPU, "fp32") > workspace(stored, GPU, "fp32") + 400_000 * 2048
 
 
 def test_prefill_has_room_for_what_the_other_ranks_have_of_a_block() -> None:

@@ -20,6 +20,7 @@ MAX_TILE_TOKENS = 8192  # without the room for padded rows
 CPU_BLOCKS = (*range(1, 9), 12, 16, 20, 24, 32)  # rows, those that the machine computes alike and gains by
 MAX_ROWS = 256  # beyond the sequence that a pass may write: the longest verification, padded
 NUM_ROW_SLOTS = 3  # blocks of a prefill that are on the device, where its hidden rows are on the host
+STORED_TEMPORARY = 16  # bytes of a number in blocks that torch's operators decode (formats/stored.py)
 NUM_STAGING = 2  # buffers through which layers, and tiles, cross the link
 TAIL_TOKENS = 128  # steps of the room after the chosen chunks of the retrieval cache, at least one chunk
 FEW_ROWS = 64  # that a GPU's own kernel attends for at most at the lower levels (kernels/cpu.py)
@@ -389,7 +390,20 @@ class Sizing:
             scores = max(scores, PREFILL_BLOCK * target.hidden_size * parts)
         tile = self.most_rows * tile_tokens * heads * score
         logits = 0 if gamma is None else self._padded(gamma + 1) * target.vocab_size * (item * self.num_sequences + 36)
-        return max(block + scores, tile, logits)
+        whole, of_head = self._decoded_bytes
+        return max(block + max(scores, whole), tile, logits + (0 if gamma is None else of_head))
+
+    @cached_property
+    def _decoded_bytes(self) -> tuple[int, int]:
+        """Temporaries of products with matrices that are stored in blocks: the largest one of the layers as numbers,
+        which a prefill multiplies with, and the head where no kernel multiplies a few rows with its blocks."""
+        parts = (part for kind, _ in self.shard.kinds for each in kind.layer_matrices().values() for part in each)
+        largest = max((part.outputs * part.inputs for part in parts if part.encoding), default=0)
+        hardware, head = self.hardware, self.target.head
+        has_kernels = hardware.packs if hardware.is_cpu else hardware.has_kernels
+        each = self.itemsize if has_kernels else STORED_TEMPORARY
+        takes_rows = has_kernels and (hardware.is_cpu or self.itemsize == 2)
+        return largest * each, 0 if takes_rows or not head.encoding else head.outputs * head.inputs * each
 
     @cached_property
     def _capped(self) -> bool:

@@ -177,6 +177,29 @@ def test_a_tensor_that_the_model_has_not_is_refused(tmp_path: Path) -> None:
         check_model(checkpoint, read_config(path))
 
 
+@pytest.mark.parametrize(
+    ("extra", "without", "said"),
+    [
+        ("blk.1.attn_sinks.weight", "nothing", "attn_sinks.weight); the model has parts that this program does not"),
+        ("", "1.self_attn.o_proj", "1 missing (model.layers.1.self_attn.o_proj.weight); download it again"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_told_without_a_config_json(
+    tmp_path: Path, extra: str, without: str, said: str
+) -> None:
+    """It was to be fetched together with the weights."""
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        if extra:
+            writer.add_tensor(extra, np.ones(4, np.float32))
+
+    write_gguf(save(random_model(), tmp_path), path := tmp_path / "model.gguf", change=change, without=without)
+    with Checkpoint.open(path) as checkpoint, pytest.raises(ModelError, match="the file's metadata: 1 ") as error:
+        check_model(checkpoint, read_config(path))
+    assert said in str(error.value)
+    assert "config.json" not in str(error.value)
+
+
 @pytest.fixture
 def pair(tmp_path: Path) -> Path:
     """Folders and files of a target and a draft in fp16, a token for each byte."""

@@ -117,9 +117,10 @@ class Checkpoint:
         if self.encoding(name) or entry.unpack:
             return torch.float32
         if entry.dtype not in STORED_DTYPES:
+            remedy = "its config.json has no quantization_config that says what they mean"
             raise ModelError(
                 f"{entry.path}: {name} is stored as {entry.dtype}, only {', '.join(STORED_DTYPES)} can be read; "
-                "its config.json has no quantization_config that says what they mean"
+                f"{'fetch the model in another quantisation' if self._is_gguf else remedy}"
             )
         return STORED_DTYPES[entry.dtype]
 
@@ -227,7 +228,8 @@ class Checkpoint:
         if any(found.values()):
             problems = "; ".join(f"{len(names)} {what} ({_first(names)})" for what, names in found.items() if names)
             raise ModelError(
-                f"{self.folder}: the tensors do not fit config.json: {problems}; {_remedy(missing, unexpected)}"
+                f"{self.folder}: the tensors do not fit {self._description}: {problems}; "
+                f"{_remedy(missing, unexpected, self._is_gguf)}"
             )
         for name in expected:
             self.dtype(name)
@@ -244,9 +246,18 @@ class Checkpoint:
     ) -> None:
         self.close()
 
+    @property
+    def _is_gguf(self) -> bool:
+        return is_gguf(self.folder)
+
+    @property
+    def _description(self) -> str:
+        """What says which tensors there are."""
+        return "the file's metadata" if self._is_gguf else "config.json"
+
     def _entry(self, name: str) -> Entry:
         if name not in self._entries:
-            raise ModelError(f"{self.folder} holds no tensor {name}; its config.json may belong to another model")
+            raise ModelError(f"{self.folder} holds no tensor {name}; {self._description} may be another model's")
         return self._entries[name]
 
     def _mapped(self, name: str) -> Tensor:
@@ -307,7 +318,11 @@ def _other_names(names: Sequence[str], config: ModelConfig) -> dict[str, str]:
     return {name: meant for name, meant in found.items() if name != meant}
 
 
-def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+def _remedy(missing: Sequence[str], unexpected: Sequence[str], in_gguf: bool) -> str:
+    if in_gguf:
+        if unexpected and not missing:
+            return "the model has parts that this program does not know"
+        return "download it again, or fetch the model in another file"
     if missing == [HEAD]:
         return "set tie_word_embeddings to true if the model's embeddings are its head, or fetch the one with a head"
     if any(name.endswith((".qweight", ".weight_packed", ".weight_scale")) for name in unexpected):

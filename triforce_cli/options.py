@@ -107,7 +107,7 @@ Model = Annotated[
     Path | None,
     option(
         "--model",
-        "The target model: a folder, a GGUF file, or the name of a pulled model. Without it, the demo pair.",
+        "The target model: a folder, a GGUF file, or a pulled model's name. Without it, the demo pair.",
         MODELS,
         metavar="MODEL",
         readable=False,  # a model's own error says what to do

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from models import PASS_TIMES
+from offload.config.encodings import encoded
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.config.rope import Rope
@@ -122,6 +123,22 @@ class TestTheFile:
         assert key_of(replace(TARGET.changed(rope=Rope(theta=5.0)), bos_token_id=None), "bf16") == key
         for name in ("vocab_size", "hidden_size", "num_layers", "num_kv_heads", "head_dim"):
             assert key_of(TARGET.changed(**{name: getattr(TARGET, name) + 2}), "bf16") != key
+
+    def test_a_model_is_known_by_how_each_of_its_matrices_is_stored(self) -> None:
+        """With few and with many matrices in 6 bits, two had one record."""
+        forms = ("v_proj",), ("v_proj", "down_proj"), ("o_proj",), ()
+
+        def stored(six: tuple[str, ...]) -> ModelConfig:
+            head = "embed_tokens", "lm_head"
+            return encoded(TARGET, lambda name: "Q6_K" if any(part in name for part in six + head) else "Q4_K")
+
+        assert len({key_of(config, "bf16") for config in (TARGET, *map(stored, forms))}) == 1 + len(forms)
+
+    def test_stored_matrices_are_not_thought_to_be_read_faster_than_they_are_decoded(self) -> None:
+        """They were, by a factor of four."""
+        stored = encoded(TARGET, lambda name: "Q4_0")
+        plain, found = (estimated(config, 2, TWO_CORES) for config in (TARGET, stored))
+        assert (found.layer, found.fixed) == (plain.layer, plain.fixed)
 
     def test_keeps_rates_and_other_models(self) -> None:
         save_rates("here", {"CPU": replace(TWO_CORES, measured=True)})

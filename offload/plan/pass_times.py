@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from offload.config.encodings import encoded
 from offload.config.model import ModelConfig
 from offload.plan.machine import KERNELS
 from offload.plan.rates import Rates, change_records, read_records
@@ -29,6 +31,7 @@ _WEIGHT_ROW = 0.05  # of the seconds of reading the weights, what each further r
 _TOKEN_ROW = 0.06  # the same of the cache
 _CODED_SHARE = 5 / 16
 _MASS_SHARE = 0.12
+_DECODED_BYTES = 2  # on two cores 0.15 ns, a little more than a number of 16 bits takes
 _PREFILL_SHARE = 0.2  # of the rate of large products
 
 
@@ -106,9 +109,10 @@ UNKNOWN = Times()
 
 
 def estimated(config: ModelConfig, itemsize: int, rates: Rates) -> PassTimes:
-    """Where nothing was measured: reading at the rate of `rates`, and a share of it for each further row."""
-    num_bytes = config.layer_weight_bytes(itemsize)
-    rest = config.weight_bytes(itemsize) - config.layers_weight_bytes(itemsize)
+    """Where nothing was measured: reading at the rate of `rates`, and a share of it for each further row. To decode a
+    number of a stored matrix takes as long as to read _DECODED_BYTES."""
+    num_bytes = _read_bytes(config, itemsize, ModelConfig.layer_weight_bytes)
+    rest = _read_bytes(config, itemsize, lambda model, item: model.weight_bytes(item) - model.layers_weight_bytes(item))
     token = config.layer_kv_bytes(itemsize) / rates.device_read
     flops = _PREFILL_SHARE * rates.flops
 
@@ -128,9 +132,21 @@ def estimated(config: ModelConfig, itemsize: int, rates: Rates) -> PassTimes:
     )
 
 
+def _read_bytes(config: ModelConfig, itemsize: int, of: Callable[[ModelConfig, int], int]) -> int:
+    """Of a model as it is or, where these are more, those of _DECODED_BYTES for each of its numbers."""
+    if not (config.stored_in or config.table_encoding or config.head_encoding):
+        return of(config, itemsize)
+    return max(of(config, itemsize), of(_plain(config), _DECODED_BYTES))
+
+
+@lru_cache(8)  # a plan asks for it dozens of times
+def _plain(config: ModelConfig) -> ModelConfig:
+    return encoded(config, lambda name: "")
+
+
 def key_of(config: ModelConfig, dtype: str, weight_bits: int = 16) -> str:
-    """The key of a model's record: its shapes, dtype (bf16, fp16 or fp32), the bits of its weights where these are
-    fewer, and whether kernels are asked for."""
+    """The key of a model's record: its shapes, how each matrix is stored, dtype (bf16, fp16 or fp32), the bits of its
+    weights where these are fewer, and whether kernels are asked for."""
     attention, inner = config.block.attention, config.block.feed_forward
     shapes = {name: getattr(config, name) for name in _SHAPES} | {
         "qkv_bias": int(attention.bias),
@@ -141,8 +157,8 @@ def key_of(config: ModelConfig, dtype: str, weight_bits: int = 16) -> str:
     named = " ".join(f"{name}={value}" for name, value in shapes.items())
     form = "" if config.is_llama_shaped else f" {config.family}"
     form += " values=keys" if attention.values_are_keys else ""
-    stored = {part.encoding: None for parts in config.layer_matrices().values() for part in parts}
-    stored |= {config.head_encoding: None}
+    of_layer = config.block.encodings
+    stored = *of_layer.qkv, of_layer.o, *of_layer.gate_up, of_layer.down, config.head_encoding
     form += f" stored={','.join(stored)}" if any(stored) else ""
     bits = f" weights={weight_bits}" if weight_bits < 16 else ""
     return f"{named}{form} {dtype}{bits} kernels={os.environ.get(KERNELS) or 'on'}"

@@ -22,6 +22,7 @@ from offload.decode.tokenizer import Tokenizer
 from offload.errors import ModelError
 from offload.weights import gguf_file
 from offload.weights.checkpoint import Checkpoint, check_model
+from offload.weights.gguf_file import MappedFile
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64, "vocab_size": 40}
 BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -83,6 +84,19 @@ def test_parts_of_a_matrix_that_is_unpacked_are_read_piece_by_piece(
         assert torch.equal(read, torch.from_numpy(stored[name])[50:150, 8:48].bfloat16())
         with pytest.raises(ModelError, match=r"has shape \[256, 256\], \[3, 256\] is needed"):
             checkpoint.read_into(name, torch.empty(3, 256))
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q2_K"])
+def test_pages_that_were_read_are_given_back_whatever_a_matrix_is_in(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Those of a matrix that is unpacked stayed in the process's memory."""
+    write_gguf(folder, tmp_path / "model.gguf", kind=kind)
+    forgotten = list[str]()
+    monkeypatch.setattr(MappedFile, "forget", lambda file, name: forgotten.append(name))
+    with Checkpoint.open(tmp_path / "model.gguf") as checkpoint:
+        checkpoint.read_into("model.layers.1.mlp.down_proj.weight", torch.empty(256, 256))
+    assert forgotten == ["blk.1.ffn_down.weight"]
 
 
 def test_types_that_are_unpacked_are_told_and_need_a_package(

@@ -194,6 +194,7 @@ class Checkpoint:
         for first in range(0, len(rows), step):
             piece = source[rows.start + first : min(rows.start + first + step, rows.stop)]
             dst[first : first + step].copy_(entry.unpack(piece)[:, columns.start : columns.stop])
+            self._copied(name)
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call tensors otherwise than the files do: stored name -> the name that they have from now on."""

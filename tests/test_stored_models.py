@@ -22,7 +22,7 @@ from offload.config.reading import read_config
 from offload.decode import gguf_tokenizer
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
-from offload.errors import UsageError
+from offload.errors import ModelError, UsageError
 from offload.formats.stored import StoredMatrix
 from offload.plan.shards import check_divides
 from offload.session.fingerprints import identity_of
@@ -250,3 +250,19 @@ def test_a_head_that_is_stored_in_blocks_stays_so_beside_quantised_layers(tmp_pa
         assert level_stats(engine, "target").accepted > 0
         planned, device = engine.plan.placement.device_bytes, engine.worker.memory.allocated()["device"]
         assert device["quantised weights"] == planned["quantised weights"]
+
+
+@pytest.mark.parametrize(
+    ("weight", "owner"),
+    [("model.layers.1.mlp.down_proj.weight", "layer 1"), ("model.embed_tokens.weight", "model.embed_tokens.weight")],
+)
+def test_stored_weights_beyond_fp16_are_refused_in_fp16(tmp_path: Path, weight: str, owner: str) -> None:
+    """As plain ones are; they were infinite."""
+    target, draft = saved(tmp_path, hidden_size=256, intermediate_size=512, head_dim=64)
+    tensors = load_file(target / "model.safetensors")
+    tensors[weight] = tensors[weight].float() * 1e5 / tensors[weight].abs().max()
+    save_file(tensors, target / "model.safetensors")
+    write_gguf(target, file := tmp_path / "target.gguf", kind="Q8_0")
+    engine_of((file, draft), PLAIN, prompt_tokens=400).close()
+    with pytest.raises(ModelError, match=f"^{owner} has weights beyond fp16's range of 65504; try --dtype bf16"):
+        engine_of((file, draft), PLAIN, prompt_tokens=400, dtype="fp16")

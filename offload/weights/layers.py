@@ -23,8 +23,10 @@ from offload.weights.checkpoint import Checkpoint
 from offload.weights.embedding import Embedding
 from offload.weights.homes import AsTheyAre, BesideCodes, Home, HomeMaker
 from offload.weights.layout import LayerLayout, LayerWeights
-from offload.weights.linear import Linear
+from offload.weights.linear import Linear, numbers
 from offload.weights.tensors import head_order, sources
+
+_CHECKED_NUMBERS = 1 << 22  # of a stored matrix, at once
 
 
 def load_layer(
@@ -65,6 +67,17 @@ def _order_heads(rows: Tensor, order: Tensor) -> None:
 def all_finite(tensor: Tensor) -> bool:
     """True where no element is infinite or NaN. No temporaries: those of `isfinite` take thrice a tensor's bytes."""
     return all(bool(end.isfinite()) for end in tensor.aminmax())
+
+
+def _in_fp16(weights: Tensor | StoredMatrix) -> Iterator[Tensor]:
+    """What of `weights` is in fp16, the numbers of a stored matrix some rows at a time."""
+    if isinstance(weights, StoredMatrix):
+        outputs, inputs = weights.shape
+        step = max(1, _CHECKED_NUMBERS // inputs)
+        for first in range(0, outputs, step):
+            yield numbers(weights[first : first + step], torch.float16)
+    elif weights.dtype == torch.float16:
+        yield weights
 
 
 class Layers(Protocol):
@@ -212,8 +225,9 @@ def load_weights(
     layers of each layout on the host. Raises ModelError, DoesNotFit; UsageError where kernels are missing.
     """
 
-    def check_range(tensor: Tensor, owner: str) -> None:
-        if tensor.dtype == torch.float16 and not all_finite(tensor):  # a bf16 weight may be larger than fp16 goes
+    def check_range(weights: Tensor | StoredMatrix, owner: str) -> None:
+        """A bf16 weight, or a scale times its code, may be larger than fp16 goes."""
+        if dtype == torch.float16 and not all(map(all_finite, _in_fp16(weights))):
             raise ModelError(f"{owner} has weights beyond fp16's range of 65504; try --dtype bf16 or fp32")
 
     def place(tensor: str, shape: tuple[int, ...], tier: Tier = "device", kind: torch.dtype = dtype) -> Tensor:
@@ -230,14 +244,16 @@ def load_weights(
         rows = allocate(tier, f"{name} embeddings", table.nbytes(0))
         rows = rows[: table.outputs * kind.row_bytes(table.inputs)].view(table.outputs, -1)
         checkpoint.read_stored(tensor, rows)
+        check_range(StoredMatrix(rows, kind), tensor)
         on_bytes(rows.nbytes)
         return StoredMatrix(rows, kind)
 
     def read(index: int, buffer: Tensor) -> Tensor:
         layout = layouts[index]
         load_layer(checkpoint, config, layout, index, buffer, shard)
-        for view in layout.views.values():
-            check_range(view.of(buffer), f"layer {index}")
+        for view_name, view in layout.views.items():
+            kind, held = layout.stored.get(view_name), view.of(buffer)
+            check_range(StoredMatrix(held, encoding(kind)) if kind else held, f"layer {index}")
         if config.block.attention.weighs_rotated:
             q, k = (layout.views[name].of(buffer) for name in ("q_norm", "k_norm"))
             rotated.append((sent(q.clone(), memory.device), sent(k.clone(), memory.device)))

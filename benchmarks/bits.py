@@ -8,7 +8,8 @@ usage: python benchmarks/bits.py [--model DIR] [--draft DIR] [--lengths 8000] [-
 The target generates a text after each prompt. Then each level reads it in blocks, brought up to date before each one,
 as after a verification. With its distribution q of a token and the target's p, a token drawn from q is accepted with
 probability sum(min(p, q)): the mean over the text's tokens. Of lookups it is the share of the text's tokens that a
-lookup before them proposes: where it finds nothing, it proposes none. predicted: what the plan expects.
+lookup before them proposes: where it finds nothing, it proposes none. predicted: what the plan expects of parts of the
+target.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def measured(
         target.forward(prompt[-BLOCK:], 1)
         worker.refresh(BLOCK)
         chances = accepted(engine, prompt + text, len(prompt), sampling)
-    return sum(chances) / len(chances), plan.predicted.acceptance
+    return sum(chances) / len(chances), None if level == DRAFT else plan.predicted.acceptance
 
 
 def shares(run: dict[str, Any]) -> list[str]:

@@ -28,6 +28,7 @@ struct Matrix {
 };
 
 constexpr int GROUP = 32;  // numbers that are decoded together
+constexpr int AHEAD = 4096, LINE = 64;  // bytes that are asked for before they are read, and of a line of the cache
 using group = uint8_t __attribute__((vector_size(GROUP)));
 using bytes = uint8_t __attribute__((vector_size(W)));
 using half_group = uint8_t __attribute__((vector_size(GROUP / 2)));
@@ -312,8 +313,10 @@ void decode_rows(const Matrix& m, int64_t inputs, int64_t first, int64_t count, 
         const Matrix own = m;
         const uint8_t* block = from;
         typename E::element* to = out;
-        for (int64_t left = count * blocks; left; left--, block += own.nbytes, to += own.numbers)
+        for (int64_t left = count * blocks; left; left--, block += own.nbytes, to += own.numbers) {
+            for (int64_t at = 0; at < own.nbytes; at += LINE) __builtin_prefetch(block + AHEAD + at);
             decode_block<E, KIND>(own.numbers, block, to);
+        }
     });
 }
 

@@ -157,7 +157,8 @@ class GpuPasses(DevicePasses):
             return self._weights
         sizing = self.passes.sizing
         rate = GPU.coded_share * sizing.hardware.rates.device_read
-        return sizing.low_bit_bytes(self.passes.composition.weight_bits) / rate
+        head = sizing.target.head.nbytes(sizing.itemsize) if sizing.target.head_encoding else 0  # as it is stored
+        return sizing.low_bit_bytes(self.passes.composition.weight_bits) / rate + head / self._rate
 
     @property
     def _kept(self) -> int:

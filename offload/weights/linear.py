@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from offload.formats.quantised import Codes
-from offload.formats.stored import StoredMatrix
+from offload.formats.stored import StoredMatrix, decode
 from offload.kernels import choice, cpu
 from offload.kernels.device import DeviceKernels
 
@@ -27,6 +28,7 @@ class Parts:
 
 
 Weight = Tensor | Codes | StoredMatrix | Parts
+_scratch = threading.local()
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,27 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     if isinstance(weight, Tensor):
         return linear(x, weight, bias)
     if isinstance(weight, StoredMatrix):
-        return _kernels(x.device).multiply_stored(x, weight, bias)
+        kernels = _kernels(x.device)
+        if isinstance(kernels, cpu.CpuKernels):
+            return linear(x, _decoded(weight, x.dtype, kernels), bias)
+        return kernels.multiply_stored(x, weight, bias)
     out, first = x.new_empty(len(x), weight.shape[0]), 0
     for part in weight.parts:
         rows = slice(first, first + part.shape[0])
         out[:, rows] = product(x, part, None if bias is None else bias[rows])
         first = rows.stop
+    return out
+
+
+def _decoded(stored: StoredMatrix, dtype: torch.dtype, kernels: cpu.CpuKernels) -> Tensor:
+    """Its numbers, until this thread's next call: new memory would take longer to get than they take to decode."""
+    outputs, inputs = stored.shape
+    buffer: Tensor | None = getattr(_scratch, str(dtype), None)
+    if buffer is None or len(buffer) < outputs * inputs:
+        buffer = torch.empty(outputs * inputs, dtype=dtype)
+        setattr(_scratch, str(dtype), buffer)
+    out = buffer[: outputs * inputs].view(outputs, inputs)
+    decode(stored, out, kernels)
     return out
 
 

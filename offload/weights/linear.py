@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +27,7 @@ class Parts:
 
 
 Weight = Tensor | Codes | StoredMatrix | Parts
-_scratch = threading.local()
+_spare: dict[torch.dtype, Tensor] = {}  # nobody uses it now
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     if isinstance(weight, StoredMatrix):
         kernels = _kernels(x.device)
         if isinstance(kernels, cpu.CpuKernels):
-            return linear(x, _decoded(weight, x.dtype, kernels), bias)
+            return _by_numbers(x, weight, bias, kernels)
         return kernels.multiply_stored(x, weight, bias)
     out, first = x.new_empty(len(x), weight.shape[0]), 0
     for part in weight.parts:
@@ -65,16 +64,17 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return out
 
 
-def _decoded(stored: StoredMatrix, dtype: torch.dtype, kernels: cpu.CpuKernels) -> Tensor:
-    """Its numbers, until this thread's next call: new memory would take longer to get than they take to decode."""
-    outputs, inputs = stored.shape
-    buffer: Tensor | None = getattr(_scratch, str(dtype), None)
+def _by_numbers(x: Tensor, stored: StoredMatrix, bias: Tensor | None, kernels: cpu.CpuKernels) -> Tensor:
+    """By torch's operators. The memory that numbers are decoded to is kept for the next matrix: new memory would take
+    longer to get than they take to decode."""
+    (outputs, inputs), buffer = stored.shape, _spare.pop(x.dtype, None)
     if buffer is None or len(buffer) < outputs * inputs:
-        buffer = torch.empty(outputs * inputs, dtype=dtype)
-        setattr(_scratch, str(dtype), buffer)
-    out = buffer[: outputs * inputs].view(outputs, inputs)
-    decode(stored, out, kernels)
-    return out
+        buffer = torch.empty(outputs * inputs, dtype=x.dtype)
+    decoded = buffer[: outputs * inputs].view(outputs, inputs)
+    decode(stored, decoded, kernels)
+    found = linear(x, decoded, bias)
+    _spare[x.dtype] = buffer
+    return found
 
 
 def numbers(stored: StoredMatrix, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from models import Sizes, changed, perturbed, random_model, save, tiny_engine, tiny_plan
@@ -10,6 +11,12 @@ from offload.metrics import LevelStats
 from processor import best
 
 SHAPES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 16}
+
+
+DRAFTED = Sizes(
+    gamma=6, draft_gamma=3, budget=64, chunk=16, window=32, equal_rows=tuple(range(1, 17)), page=32, capacity=600
+)
+PLAIN = replace(DRAFTED, gamma=0, draft_gamma=0)
 
 
 def saved(root: Path, **sizes: int) -> tuple[Path, Path]:

@@ -43,7 +43,7 @@ from offload.plan.planner import Options, make_plan
 from offload.session.fingerprints import identity_of, model_digest
 from offload.session.store import Store
 from processor import OPERATORS, of
-from quantised import engine_of, level_stats
+from quantised import DRAFTED, PLAIN, engine_of, level_stats
 from test_parity import assert_same_logits, in_decoding, in_prefill
 
 LENGTH = 61
@@ -384,10 +384,6 @@ def _larger(tiny: Tiny) -> dict[str, object]:
 
 
 ENGINES = {name: _larger(tiny) for name, tiny in TINY.items() if name == tiny.family or tiny.wrapped or name in OTHERS}
-DRAFTED = Sizes(
-    gamma=6, draft_gamma=3, budget=64, chunk=16, window=32, equal_rows=tuple(range(1, 17)), page=32, capacity=600
-)
-PLAIN = replace(DRAFTED, gamma=0, draft_gamma=0)
 MODES: dict[str, tuple[Sizes, frozenset[str]]] = {
     "draft and retrieval": (DRAFTED, frozenset()),
     "draft and retrieval, all streamed": (DRAFTED, frozenset(("kv", "weights"))),

@@ -29,13 +29,9 @@ from offload.session.fingerprints import identity_of
 from offload.session.store import Store
 from offload.weights.checkpoint import Checkpoint, check_model
 from offload.weights.tensors import expected_tensors
-from quantised import engine_of, level_stats, saved
+from quantised import DRAFTED, PLAIN, engine_of, level_stats, saved
 
 GROUP = 32
-DRAFTED = Sizes(
-    gamma=6, draft_gamma=3, budget=64, chunk=16, window=32, equal_rows=tuple(range(1, 17)), page=32, capacity=600
-)
-PLAIN = replace(DRAFTED, gamma=0, draft_gamma=0)
 MODES: dict[str, tuple[Sizes, frozenset[str]]] = {
     "draft and retrieval": (DRAFTED, frozenset()),
     "draft and retrieval, all streamed": (DRAFTED, frozenset(("kv", "weights"))),

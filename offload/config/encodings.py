@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from offload.config.block import Block, Encodings, TensorNames
-from offload.config.matrices import Matrix
+from offload.config.matrices import Matrix, layer_parts
 from offload.config.model import ModelConfig
 
 
@@ -31,25 +31,14 @@ def matrices(config: ModelConfig) -> dict[str, Matrix]:
         {} if config.tie_embeddings else {config.names.head: config.head}
     )
     for index, block in enumerate(config.blocks):
-        layer, stored = f"{config.names.body}layers.{index}.", _MatrixNames.of(block, config.names)
-        hidden, attention, inner = config.hidden_size, block.attention, block.feed_forward
-        outputs = [inner.size] * len(stored.gate_up)
-        found |= _joined(layer, stored.qkv, attention.parts, hidden, block.encodings.qkv)
-        found |= _joined(layer, [stored.o], [hidden], attention.q_size, [block.encodings.o])
-        found |= _joined(layer, stored.gate_up, outputs, hidden, block.encodings.gate_up)
-        found |= _joined(layer, [stored.down], [hidden], inner.size, [block.encodings.down])
-    return found
-
-
-def _joined(
-    layer: str, names: Iterable[str], outputs: Iterable[int], inputs: int, encodings: Iterable[str]
-) -> dict[str, Matrix]:
-    """Parts with one name are one matrix."""
-    found: dict[str, Matrix] = {}
-    kinds = [*encodings]
-    for number, (name, rows) in enumerate(zip(names, outputs, strict=True)):
-        before = found[layer + name].outputs if layer + name in found else 0
-        found[layer + name] = Matrix(before + rows, inputs, kinds[number] if kinds else "")
+        layer, names = f"{config.names.body}layers.{index}.", _MatrixNames.of(block, config.names)
+        parts = layer_parts(block, config.hidden_size)
+        of_operators = {"qkv": names.qkv, "o": (names.o,), "gate_up": names.gate_up, "down": (names.down,)}
+        for operator, own in of_operators.items():
+            for name, part in zip(own, parts[operator], strict=True):
+                before = found.get(layer + name)  # parts with one name are one matrix
+                outputs = part.outputs + (before.outputs if before else 0)
+                found[layer + name] = replace(part, outputs=outputs)
     return found
 
 

@@ -27,24 +27,26 @@ class Matrix:
         return -(-self.outputs * encoding(self.encoding).row_bytes(self.inputs) // ALIGNMENT) * ALIGNMENT
 
 
-def layer_matrices(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:
-    """Of each of OPERATORS, its parts from top to bottom. Neighbours that are stored alike are one."""
+def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:
+    """Of each of OPERATORS, its parts from top to bottom, as `Encodings` has them."""
     attention, inner, stored = block.attention, block.feed_forward, block.encodings
-    inputs = {"qkv": hidden_size, "o": attention.q_size, "gate_up": hidden_size, "down": inner.size}
-    outputs = {
-        "qkv": attention.parts,
-        "o": (hidden_size,),
-        "gate_up": (inner.size,) * (1 + inner.gated),
-        "down": (hidden_size,),
+    shapes = {
+        "qkv": (attention.parts, hidden_size, stored.qkv),
+        "o": ((hidden_size,), attention.q_size, (stored.o,)),
+        "gate_up": ((inner.size,) * (1 + inner.gated), hidden_size, stored.gate_up),
+        "down": ((hidden_size,), inner.size, (stored.down,)),
     }
-    encodings = {"qkv": stored.qkv, "o": (stored.o,), "gate_up": stored.gate_up, "down": (stored.down,)}
     return {
-        name: _joined(
-            Matrix(rows, inputs[name], kind)
-            for rows, kind in zip(outputs[name], encodings[name] or ("",) * len(outputs[name]), strict=True)
+        name: tuple(
+            Matrix(rows, inputs, kind) for rows, kind in zip(outputs, kinds or [""] * len(outputs), strict=True)
         )
-        for name in OPERATORS
+        for name, (outputs, inputs, kinds) in shapes.items()
     }
+
+
+def layer_matrices(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:
+    """The same, where neighbours that are stored alike are one."""
+    return {name: _joined(parts) for name, parts in layer_parts(block, hidden_size).items()}
 
 
 def _joined(parts: Iterable[Matrix]) -> tuple[Matrix, ...]:

@@ -227,6 +227,12 @@ class ModelConfig:
         matrices = (parts for kind, _ in self.kinds for parts in kind.layer_matrices().values())
         return tuple(dict.fromkeys(part.encoding for parts in matrices for part in parts if part.encoding))
 
+    @cached_property
+    def plain(self) -> ModelConfig:
+        """The same model with plain numbers in all matrices."""
+        blocks = self.mapped(lambda block: replace(block, encodings=Encodings())).blocks
+        return replace(self, blocks=blocks, table_encoding="", head_encoding="")
+
     @property
     def table(self) -> Matrix:
         """Of the embedding."""

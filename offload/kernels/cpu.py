@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from offload import native
 from offload.config.model import ModelConfig
@@ -44,6 +45,7 @@ _AGAIN = "run pip install again"
 
 FEW_ROWS = 64  # up to so many the kernels are used where torch's operators would do, too
 _WIDEST_HEAD = 1024
+_spare: dict[torch.dtype, Tensor] = {}  # by `multiply_stored`, which takes it out while it uses it
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,18 @@ class CpuKernels(DeviceKernels):
 
     def attention(self, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> DecodeAttention:
         return SpanAttention(self, dtype=dtype, span=SPAN if page is None else gcd(SPAN, page), chunk=chunk)
+
+    def multiply_stored(self, x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
+        """The memory that numbers are decoded to is kept for the next matrix: new memory would take longer to get than
+        they take to decode."""
+        (outputs, inputs), buffer = stored.shape, _spare.pop(x.dtype, None)
+        if buffer is None or len(buffer) < outputs * inputs:
+            buffer = torch.empty(outputs * inputs, dtype=x.dtype)
+        decoded = buffer[: outputs * inputs].view(outputs, inputs)
+        decode(stored, decoded, self)
+        found = linear(x, decoded, bias)
+        _spare[x.dtype] = buffer
+        return found
 
     def decode_stored(self, stored: StoredMatrix, dtype: torch.dtype) -> Tensor:
         out = torch.empty(stored.shape, dtype=dtype)

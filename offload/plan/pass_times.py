@@ -9,11 +9,9 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from offload.config.encodings import encoded
 from offload.config.model import ModelConfig
 from offload.plan.machine import KERNELS
 from offload.plan.rates import Rates, change_records, read_records
@@ -136,12 +134,7 @@ def _read_bytes(config: ModelConfig, itemsize: int, of: Callable[[ModelConfig, i
     """Of a model as it is or, where these are more, those of _DECODED_BYTES for each of its numbers."""
     if not (config.stored_in or config.table_encoding or config.head_encoding):
         return of(config, itemsize)
-    return max(of(config, itemsize), of(_plain(config), _DECODED_BYTES))
-
-
-@lru_cache(8)  # a plan asks for it dozens of times
-def _plain(config: ModelConfig) -> ModelConfig:
-    return encoded(config, lambda name: "")
+    return max(of(config, itemsize), of(config.plain, _DECODED_BYTES))
 
 
 def key_of(config: ModelConfig, dtype: str, weight_bits: int = 16) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from offload.formats.quantised import Codes
-from offload.formats.stored import StoredMatrix, decode
+from offload.formats.stored import StoredMatrix
 from offload.kernels import choice, cpu
 from offload.kernels.device import DeviceKernels
 
@@ -27,7 +27,6 @@ class Parts:
 
 
 Weight = Tensor | Codes | StoredMatrix | Parts
-_spare: dict[torch.dtype, Tensor] = {}  # nobody uses it now
 
 
 @dataclass(frozen=True)
@@ -52,29 +51,13 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     if isinstance(weight, Tensor):
         return linear(x, weight, bias)
     if isinstance(weight, StoredMatrix):
-        kernels = _kernels(x.device)
-        if isinstance(kernels, cpu.CpuKernels):
-            return _by_numbers(x, weight, bias, kernels)
-        return kernels.multiply_stored(x, weight, bias)
+        return _kernels(x.device).multiply_stored(x, weight, bias)
     out, first = x.new_empty(len(x), weight.shape[0]), 0
     for part in weight.parts:
         rows = slice(first, first + part.shape[0])
         out[:, rows] = product(x, part, None if bias is None else bias[rows])
         first = rows.stop
     return out
-
-
-def _by_numbers(x: Tensor, stored: StoredMatrix, bias: Tensor | None, kernels: cpu.CpuKernels) -> Tensor:
-    """By torch's operators. The memory that numbers are decoded to is kept for the next matrix: new memory would take
-    longer to get than they take to decode."""
-    (outputs, inputs), buffer = stored.shape, _spare.pop(x.dtype, None)
-    if buffer is None or len(buffer) < outputs * inputs:
-        buffer = torch.empty(outputs * inputs, dtype=x.dtype)
-    decoded = buffer[: outputs * inputs].view(outputs, inputs)
-    decode(stored, decoded, kernels)
-    found = linear(x, decoded, bias)
-    _spare[x.dtype] = buffer
-    return found
 
 
 def numbers(stored: StoredMatrix, dtype: torch.dtype) -> Tensor:

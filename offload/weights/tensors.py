@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from offload.config.block import BLOCK_NORMS, Attention, Encodings
+from offload.config.block import BLOCK_NORMS, Attention
 from offload.config.model import ModelConfig, layer_norms
 from offload.config.rope import PROPORTIONAL, Rope
 from offload.plan.shards import ALONE, Shard
@@ -110,8 +110,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Of `config.block`, by their names within a layer."""
     found: dict[str, tuple[int, ...]] = {}
-    plain = config.mapped(lambda block: replace(block, encodings=Encodings()))
-    for view in LayerLayout.of(plain, torch.float32).views:
+    for view in LayerLayout.of(config.plain, torch.float32).views:
         for source in sources(config, ALONE, view):
             shape = (source.rows.stop, *([] if source.columns is None else [source.columns.stop]))
             found[source.name] = max(found.get(source.name, shape), shape)

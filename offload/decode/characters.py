@@ -27,6 +27,10 @@ class Characters:
         """Those of what waits: a character that stays a part of one."""
         return []
 
+    def bytes_of(self, token: str) -> bytes | None:
+        """What a token of the vocabulary adds to a text, maybe parts of characters; None: what its decoder says."""
+        return None
+
 
 class ByteLetters(Characters):
     """Byte-level vocabularies, as GPT-2's: each letter of a token is a byte."""
@@ -47,6 +51,11 @@ class ByteLetters(Characters):
     def flush(self) -> list[str]:
         held, self._held = self._held, ""
         return [held] if held else []
+
+    def bytes_of(self, token: str) -> bytes:
+        letters = _letters()
+        is_added = not all(letter in letters for letter in token)
+        return token.encode() if is_added else bytes(letters[letter] for letter in token)
 
 
 class ByteTokens(Characters):
@@ -76,6 +85,10 @@ class ByteTokens(Characters):
     def flush(self) -> list[str]:
         left, self._held, self._broken = REPLACEMENT * len(self._held), b"", False
         return [left] if left else []
+
+    def bytes_of(self, token: str) -> bytes | None:
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return None if byte is None else bytes.fromhex(byte[1])
 
 
 def _decoded(data: bytes, errors: str = "strict") -> tuple[str, int]:

@@ -1,0 +1,173 @@
+"""What a user wants the generated text to be, and the same as a grammar of llguidance, or why there is none."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+from offload import strict_json
+from offload.errors import UsageError
+
+Kind = Literal["json-schema", "regex", "choice", "grammar"]
+# Between the tokens of JSON: nothing, one space, or a new line and its indentation. Models indent and put spaces
+# behind colons, and a text that they would not write costs quality; but where any number of spaces is allowed, small
+# models write spaces until the last token. llama.cpp's bound for the same reason is 20.
+WHITESPACE = r"(?: |\n[ \t]{0,20})"
+# Keywords of which the value is no schema, though it may look like one.
+_NO_SCHEMAS = ("const", "enum", "default", "examples", "x-guidance")
+_MAX_LOOKS = 500  # subschemas that are compiled by themselves to find out where a refusal comes from
+_CAUGHT = r"regex parse error:\n    [^\n]*\n(?P<before>    *)\^+\nerror: (?P<words>[^\n]*)"
+_PLACE = re.compile(r"(?:at )?(?P<line>\d+)\((?P<column>\d+)\): (?P<words>.*?)(?:\n +\d+ \| .*)?", re.DOTALL)
+_IN_REGEX = re.compile(r'invalid regex ".*" \(in regex\): (?P<words>.*)', re.DOTALL)
+_REMEDIES = (
+    ("Unimplemented keys", "say the same with other keywords, or take these out"),
+    ("Unknown format", "take the format out, or say it as a pattern"),
+    ("oneOf constraints", "write anyOf"),
+    ("Unsatisfiable|NoExtension", "change it so that some text fits"),
+    ("retriev", "copy what it refers to into $defs"),
+    ("look-?around", "say it without (?=...), (?!...), (?<=...), \\b, and ^ or $ inside"),
+    ("too (large|complex|many|big)|limit|fuel|exceed", "make it smaller: fewer alternatives and smaller bounds"),
+)  # fmt: skip
+_REMEDY = {
+    "json-schema": "correct it there",
+    "regex": "the syntax is that of Rust's regex crate",
+    "choice": "take fewer of them",
+    "grammar": "the syntax is llguidance's variant of Lark",
+}
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """text: a JSON schema, a regex that all of the text has to match, a JSON list of the strings that it may be, or a
+    grammar in Lark's syntax whose rule `start` is the text."""
+
+    kind: Kind
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise UsageError(f"a constraint is one of {', '.join(get_args(Kind))}, not {self.kind!r}")
+
+    @property
+    def name(self) -> str:
+        return {"json-schema": "JSON schema", "choice": "list of choices"}.get(self.kind, self.kind)
+
+
+def library_grammar(constraint: Constraint) -> str:
+    """As llguidance reads it. Raises UsageError where the text is not even JSON, where it should be."""
+    from llguidance import LLMatcher
+
+    if constraint.kind == "json-schema":
+        return _of_schema(schema_of(constraint))
+    if constraint.kind == "grammar":
+        return json.dumps({"grammars": [{"lark_grammar": constraint.text}]})
+    return LLMatcher.grammar_from_regex(_of_choices(constraint) if constraint.kind == "choice" else constraint.text)
+
+
+def schema_of(constraint: Constraint) -> dict[str, Any] | bool:
+    """Raises UsageError."""
+    schema = _json_of(constraint)
+    if not isinstance(schema, dict | bool):
+        raise UsageError(f"a JSON schema is an object, true or false, and this one is {_short(schema)}")
+    return schema
+
+
+def refusal(constraint: Constraint, error: str) -> UsageError:
+    """error: what llguidance says of the grammar."""
+    error = error.removesuffix("\n<non-verbose/>").strip()
+    place, words = _place_and_words(constraint, error)
+    remedy = next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, error)), _REMEDY[constraint.kind])
+    words = "no text fits it" if words.startswith("NoExtension") else words
+    return UsageError(f"the {constraint.name} cannot be followed: {place}{words}; {remedy}")
+
+
+def _json_of(constraint: Constraint) -> Any:
+    try:
+        return strict_json.parse(constraint.text)
+    except json.JSONDecodeError as error:
+        said = f"{error.msg} (line {error.lineno}, column {error.colno})"
+    except ValueError as error:
+        said = str(error)
+    except RecursionError:
+        said = "it is nested too deep"
+    raise UsageError(f"the {constraint.name} is not JSON: {said}; correct it there")
+
+
+def _of_schema(schema: dict[str, Any] | bool) -> str:
+    """The schema's own `x-guidance` may say other whitespace, but not that keywords are ignored."""
+    from llguidance import LLMatcher
+
+    if schema is False:
+        raise UsageError("the JSON schema cannot be followed: it is false, no text fits it; write true, or a schema")
+    whole = json.dumps({} if schema is True else schema)
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            whole, defaults={"whitespace_pattern": WHITESPACE}, overrides={"lenient": False}
+        )
+    except ValueError as error:
+        raise UsageError(f"the JSON schema cannot be followed: {error}; {_REMEDY['json-schema']}") from error
+
+
+def _of_choices(constraint: Constraint) -> str:
+    """As one regex: that is one word to the parser, where a rule would be as many as there are choices."""
+    choices = _json_of(constraint)
+    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) for each in choices):
+        raise UsageError(f'the choices are a JSON list of strings, as ["yes", "no"], and this is {_short(choices)}')
+    try:
+        "".join(choices).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("the choices have half of a surrogate pair, which is no character; take it out") from error
+    return "|".join("".join(map(_escaped, choice)) for choice in dict.fromkeys(choices))
+
+
+def _escaped(letter: str) -> str:
+    return letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):x}}}"
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _place_and_words(constraint: Constraint, error: str) -> tuple[str, str]:
+    """Where the library found it, as "line 1, column 2: " or "", and its words in a line."""
+    words, line, column = error, "", ""
+    if found := _PLACE.fullmatch(error):
+        words, line, column = found["words"], f"line {found['line']}, ", found["column"]
+    if inner := _IN_REGEX.fullmatch(words):
+        words = inner["words"]
+    if caught := re.search(_CAUGHT, words):
+        words, in_regex = caught["words"], len(caught["before"]) - 3
+        if constraint.kind == "regex":
+            return f"column {in_regex}: ", words
+        words += f" (column {in_regex} of the regex)"
+    words = " ".join(words.split())
+    if constraint.kind == "json-schema":
+        pointer = _pointer(schema_of(constraint), error)
+        return (f"at {pointer}: " if pointer else ""), words
+    return (f"{line}column {column}: " if line and constraint.kind == "grammar" else ""), words
+
+
+def _pointer(schema: dict[str, Any] | bool, error: str) -> str:
+    """JSON pointer of the innermost part of a schema that is refused in the same words; "" for the whole."""
+    from llguidance import LLMatcher
+
+    for count, (pointer, part) in enumerate(_parts(schema, "")):
+        if count == _MAX_LOOKS:
+            break
+        if LLMatcher.validate_grammar(_of_schema(part)).strip() == error:
+            return pointer
+    return ""
+
+
+def _parts(value: object, pointer: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Objects in it that may be schemas, the innermost first."""
+    named = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, child in cast(Any, named):
+        if name not in _NO_SCHEMAS:
+            yield from _parts(child, f"{pointer}/{str(name).replace('~', '~0').replace('/', '~1')}")
+    if isinstance(value, dict):
+        yield pointer, value

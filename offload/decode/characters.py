@@ -54,8 +54,7 @@ class ByteLetters(Characters):
 
     def bytes_of(self, token: str) -> bytes:
         letters = _letters()
-        is_added = not all(letter in letters for letter in token)
-        return token.encode() if is_added else bytes(letters[letter] for letter in token)
+        return bytes(map(letters.__getitem__, token)) if letters.keys() >= set(token) else token.encode()
 
 
 class ByteTokens(Characters):

@@ -69,7 +69,7 @@ class Grammar:
 class GrammarState:
     """Where one sequence is. All it says is a function of the tokens that it has taken in since the beginning.
 
-    Raises ModelError where the library gives a text up, as too complex; a `rewind` to before that place helps.
+    Raises ModelError where the library gives a text up, as too complex, and stays where it was.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -152,7 +152,10 @@ class GrammarState:
             return []
         if tokens := self._matcher.compute_ff_tokens():
             return tokens
-        found = self.allowed().nonzero().flatten().tolist()
+        allowed = self.allowed()
+        if int(allowed.count_nonzero()) > len(self._grammar.end_tokens):
+            return []
+        found = allowed.nonzero().flatten().tolist()
         if self._grammar.end_tokens.issuperset(found):
             return [self._grammar.end]
         return found if len(found) == 1 else []
@@ -169,16 +172,18 @@ class GrammarState:
             self._tokens.append(token)
         return taken
 
-    def _begin_again(self) -> None:
-        """The library has given up, which a matcher never recovers from."""
-        self._matcher = self._grammar.matcher()
-        if self._matcher.try_consume_tokens(self._tokens) < len(self._tokens):
-            self._check()
-
     def _check(self) -> None:
+        """Matchers never recover from an error: another one takes over where this one was."""
         if self._matcher.is_error():
             words = self._matcher.get_error().removesuffix("\n<non-verbose/>")
+            self._begin_again()
             raise ModelError(
                 f"the text cannot go on as the constraint wants it, after {self.place} tokens: {words}; make the "
                 "constraint simpler"
             )
+
+    def _begin_again(self) -> None:
+        self._matcher = self._grammar.matcher()
+        tokens = self._tokens[: -1 if self._ended else None]
+        if self._matcher.try_consume_tokens(tokens) < len(tokens):
+            raise ModelError(f"the library does not follow a text of {len(tokens)} tokens twice; begin another one")

@@ -6,7 +6,6 @@ a GGUF file's too, and a token spells what `Tokenizer.decode` shows in the middl
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -115,7 +114,3 @@ class _Inside:
 
     def bytes_of(self, written: str) -> bytes:
         return self._join([self._before, written])[len(self._text) :].encode()
-
-
-def ends_within(end_tokens: Collection[int], vocab_size: int) -> frozenset[int]:
-    return frozenset(token for token in end_tokens if 0 <= token < vocab_size)

@@ -64,7 +64,7 @@ SCHEMAS: dict[str, Schema] = {
     "provable oneOf": {"oneOf": [record(kind={"const": "a"}, n=INTEGER), record(kind={"const": "b"}, s=SHORT)]},
     "all of": {"allOf": [{"type": "object", "properties": {"a": INTEGER}, "required": ["a"]},
                          {"properties": {"b": BOOLEAN}, "required": ["b"]}]},
-    "definitions": {"$defs": {"point": POINT}, **record(start={"$ref": "#/$defs/point"}, end={"$ref": "#/$defs/point"})},
+    "definitions": {"$defs": {"point": POINT}, **record(a={"$ref": "#/$defs/point"}, b={"$ref": "#/$defs/point"})},
     "tree": TREE,
     "linked list": LINKED,
     "pattern": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3,5}$"},

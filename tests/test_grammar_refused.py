@@ -1,0 +1,118 @@
+"""What cannot be followed is refused before anything is generated: the place, the reason, a remedy."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tokenizers
+from tokenizers import models
+from transformers import PreTrainedTokenizerFast
+
+from constrained import compiled, demo
+from offload.decode.constraint import Constraint, Kind
+from offload.decode.grammar import Grammar
+from offload.decode.tokenizer import Tokenizer
+from offload.errors import UsageError
+from schemas import record
+from test_tokenizer import byte_level
+
+NOT_JSON: list[tuple[Kind, str, str]] = [
+    ("json-schema", '{"a":}', "the JSON schema is not JSON: Expecting value (line 1, column 6); correct it there"),
+    ("json-schema", '{"a":1,\n"a":2}', "the JSON schema is not JSON: a field occurs twice: 'a'; correct it there"),
+    ("json-schema", "[" * 9999, "the JSON schema is not JSON: it is nested too deep; correct it there"),
+    ("json-schema", "[1]", "a JSON schema is an object, true or false, and this one is [1]"),
+    ("choice", "a, b", "the list of choices is not JSON: Expecting value (line 1, column 1); correct it there"),
+    ("choice", "[]", 'the choices are a JSON list of strings, as ["yes", "no"], and this is []'),
+    ("choice", '["a", 1]', 'the choices are a JSON list of strings, as ["yes", "no"], and this is ["a", 1]'),
+    ("choice", r'["\ud800"]', "the choices have half of a surrogate pair, which is no character; take it out"),
+]
+OTHERS = "say the same with other keywords, or take these out"
+FITS = "change it so that some text fits"
+SMALLER = "make it smaller: fewer alternatives and smaller bounds"
+LOOKS = "say it without (?=...), (?!...), (?<=...), \\b, and ^ or $ inside"
+NO_LOOKS = "look-around, including look-ahead and look-behind, is not supported"
+ONE_OF = "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+UPSIDE_DOWN = {"type": "integer", "minimum": 3, "maximum": 1}
+SCHEMAS: list[tuple[object, str, str]] = [
+    (False, "it is false, no text fits it", "write true, or a schema"),
+    ({"properties": {"a/b": {"items": {"not": {}}}}}, 'at /properties/a~1b/items: Unimplemented keys: ["not"]', OTHERS),
+    ({"examples": [{"if": 1}], "$defs": {"a": {"if": {}}}, "$ref": "#/$defs/a"},
+     'at /$defs/a: Unimplemented keys: ["if"]', OTHERS),
+    ({"x-guidance": {"lenient": True}, "not": {}}, 'Unimplemented keys: ["not"]', OTHERS),
+    ({"properties": {"a": {"format": "foo"}}}, "at /properties/a: Unknown format: foo",
+     "take the format out, or say it as a pattern"),
+    (UPSIDE_DOWN, "Unsatisfiable schema: minimum (3) is greater than maximum (1)", FITS),
+    (record(n=UPSIDE_DOWN), "Unsatisfiable schema: required property 'n' is unsatisfiable", FITS),
+    ({"$ref": "#"}, "no text fits it", FITS),
+    ({"items": {"$ref": "#/nope"}}, "at /items: Pointer '/nope' does not exist", "correct it there"),
+    ({"oneOf": [{"type": "string"}, {"minLength": 2}]}, ONE_OF, "write anyOf"),
+    ({"type": "string", "pattern": "ab(?=c)"}, f"{NO_LOOKS} (column 3 of the regex)", LOOKS),
+]  # fmt: skip
+RUST, LARK = "the syntax is that of Rust's regex crate", "the syntax is llguidance's variant of Lark"
+REGEXES = [
+    ("a(", "column 2: unclosed group", RUST),
+    (r"(a)\1", "column 4: backreferences are not supported", RUST),
+    ("a(?=b)", f"column 2: {NO_LOOKS}", LOOKS),
+    (r"[^\s\S]", "no text fits it", FITS),
+]
+GRAMMARS = [
+    ('start: "a"\n  | b', 'line 1, column 8: unknown name: "b"', LARK),
+    ("start: A\nA: /(/", "line 2, column 4: unclosed group (column 1 of the regex)", LARK),
+    ('x: "a"', "no start rule found", LARK),
+    (
+        'start: "a"\n\nfoo bar',
+        "line 3, column 5: Expected token ':', found 'rule_name' (at \"bar\" ('rule_name'))",
+        LARK,
+    ),
+    ("start: start", "no text fits it", FITS),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "said"), NOT_JSON)
+def test_what_is_not_even_json_of_the_right_shape(kind: Kind, text: str, said: str) -> None:
+    assert refused(kind, text) == said
+
+
+@pytest.mark.parametrize(("schema", "said", "remedy"), SCHEMAS)
+def test_a_schema_that_cannot_be_followed(schema: object, said: str, remedy: str) -> None:
+    assert refused("json-schema", json.dumps(schema)) == f"the JSON schema cannot be followed: {said}; {remedy}"
+
+
+@pytest.mark.parametrize(("regex", "said", "remedy"), REGEXES)
+def test_a_regex_that_cannot_be_followed(regex: str, said: str, remedy: str) -> None:
+    assert refused("regex", regex) == f"the regex cannot be followed: {said}; {remedy}"
+
+
+@pytest.mark.parametrize(("text", "said", "remedy"), GRAMMARS)
+def test_a_grammar_that_cannot_be_followed(text: str, said: str, remedy: str) -> None:
+    assert refused("grammar", text) == f"the grammar cannot be followed: {said}; {remedy}"
+
+
+def test_what_is_too_large() -> None:
+    said = refused("json-schema", json.dumps({"enum": list(range(100_000))}))
+    limit = "initial lexer configuration (grammar) too big (limit for this grammar: 1000000)"
+    assert said == f"the JSON schema cannot be followed: {limit}; {SMALLER}"
+
+
+def refused(kind: Kind, text: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        compiled(demo, kind, text)
+    return str(caught.value)
+
+
+def test_a_kind_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UsageError, match="one of json-schema, regex, choice, grammar, not 'xml'"):
+        Constraint("xml", "")  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_that_cannot_write_every_letter_is_refused() -> None:
+    inner = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>"))
+    with pytest.raises(UsageError, match=r"no token for .*take a model with a byte-level tokenizer"):
+        Grammar.compiled(Constraint("regex", "a+"), tokenizer, 3, [2])
+
+
+def test_a_model_without_an_end_token_is_refused() -> None:
+    with pytest.raises(UsageError, match="needs a token that ends the text, and this model has none"):
+        Grammar.compiled(Constraint("regex", "a+"), byte_level(), 300, [300])

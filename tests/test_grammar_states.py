@@ -36,6 +36,25 @@ def test_every_end_token_is_allowed_where_the_text_may_end_and_nothing_after_it(
     assert state.is_complete
 
 
+def test_a_word_that_ends_the_text_is_no_part_of_it() -> None:
+    """A caller may name any token as an end."""
+    word = demo().vocabulary()["there"]
+    state = compiled(demo, "regex", "(there|x)+", (word,)).state()
+    assert (state.allowed()[word], state.advance([word])) == (False, 0)
+    assert state.advance([*spelled(demo(), "there"), word]) == 6
+
+
+def test_a_grammar_may_name_special_tokens_and_the_end() -> None:
+    state = compiled(demo, "grammar", 'start: "a" <s> "b" </s>').state()
+    [a, b] = spelled(demo(), "ab")
+    assert state.forced() == [a, 0, b, 1]
+    assert state.advance([a, 0, b]) == 3
+    assert not state.is_complete
+    assert (state.advance([1]), state.is_complete) == (1, True)
+    state.rewind(1)
+    assert ids(state.allowed()) == [0]
+
+
 ORDER = {"type": "integer", "maximum": 30, "minimum": 2}
 PERSON = record(["orderNumber"], orderNumber=ORDER, colour={"enum": ["red", "redder"]})
 OFFERED = st.lists(

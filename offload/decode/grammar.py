@@ -164,7 +164,7 @@ class GrammarState:
         if self._ended or not 0 <= token < self._grammar.vocab_size:
             return False
         if token in self._grammar.end_tokens:
-            self._ended = taken = self.is_complete
+            self._ended = taken = self.is_complete or bool(self.allowed()[token])  # a grammar may name it, too
         else:
             taken = self._matcher.try_consume_tokens([token]) == 1
             self._check()

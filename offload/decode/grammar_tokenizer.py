@@ -52,7 +52,7 @@ class Vocabulary:
         self._ids = {text: token for token, text in sorted(texts.items(), reverse=True) if token < vocab_size}
         self._longest = max(map(len, self._ids), default=0)
         self._check()
-        names = {token: name.encode() for name, token in special.items()} | {i: f"<end {i}>".encode() for i in ends}
+        names = {i: f"<end {i}>".encode() for i in ends} | {token: name.encode() for name, token in special.items()}
         self.tokens = [texts.get(i) or names.get(i, b"") for i in range(vocab_size)]
         self.special_token_ids = sorted(token for token in names if token < vocab_size)
 

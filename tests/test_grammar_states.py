@@ -42,6 +42,8 @@ def test_a_word_that_ends_the_text_is_no_part_of_it() -> None:
     state = compiled(demo, "regex", "(there|x)+", (word,)).state()
     assert (state.allowed()[word], state.advance([word])) == (False, 0)
     assert state.advance([*spelled(demo(), "there"), word]) == 6
+    *certain, end = compiled(demo, "choice", '["there"]', (word,)).state().forced()
+    assert (demo().decode(certain), end, word in certain) == ("there", 1, False)
 
 
 def test_a_grammar_may_name_special_tokens_and_the_end() -> None:
